@@ -1,0 +1,66 @@
+# Everything that one does with this repository; `make` alone lists it.
+PYTHON ?= python3
+VENV := .venv/bin
+ARGS ?=
+CXX_FILES = $(wildcard cext/*.h cext/*.cpp cext/*.c)
+CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd)
+CODE = cext service clients/python models scripts tests
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help build dev serve test unit verify fix gen bench models clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  ARGS="…" passes flags on, e.g. make serve ARGS="--port 9000"'
+	@echo '  CMAKE_ARGS="-DGGML_CUDA=ON" builds llama.cpp with CUDA; DRAFTHOUSE_LLAMA_CPP=/path builds another checkout'
+
+build: ## make .venv and the engine; repeated, compile what changed
+	@$(PYTHON) scripts/build.py
+
+dev: ## as build, with the tools of test and verify
+	@$(PYTHON) scripts/build.py --dev
+
+serve: build ## build, then serve the demo model
+	@$(VENV)/drafthouse serve $(ARGS)
+
+test: dev verify unit ## build, verify, run all tests
+	@echo "== tests without the engine, asyncio debug mode"
+	@PYTHONASYNCIODEBUG=1 $(VENV)/pytest -q -m "not model and not gpu and not bench" --durations=0 --durations-min=5
+
+unit: dev ## run the tests; ARGS="-k name" chooses
+	@echo "== tests"
+	@$(VENV)/pytest -m "not bench" --cov --cov-report=term $(ARGS)
+
+verify: dev ## check format, lint, types, imports, generated code; change nothing
+	@echo "== ruff";          $(VENV)/ruff format --check --quiet . && $(VENV)/ruff check --quiet .
+	@echo "== mypy";          $(VENV)/mypy
+	@echo "== import-linter"; $(VENV)/lint-imports --no-cache
+	@echo "== cython-lint";   $(VENV)/cython-lint $(CYTHON_FILES) 
+	@scratch=$$(mktemp -d) && cp $(CYTHON_FILES) "$$scratch" && $(VENV)/double-quote-cython-strings "$$scratch"/*; \
+	status=$$?; rm -r "$$scratch"; exit $$status  # that tool can only repair, so it gets copies
+	@echo "== clang-format";  $(VENV)/clang-format --dry-run -Werror $(CXX_FILES)
+	@echo "== buf";           scripts/buf.sh lint
+	@echo "== generated";     $(VENV)/python scripts/gen.py --check
+
+fix: dev ## repair what verify can repair
+	@$(VENV)/ruff check --fix --exit-zero --quiet .
+	@$(VENV)/ruff format --quiet .
+	@-$(VENV)/double-quote-cython-strings $(CYTHON_FILES)
+	@$(VENV)/clang-format -i $(CXX_FILES)
+	@scripts/buf.sh format -w
+	@$(VENV)/python scripts/gen.py
+
+gen: dev ## generate the Python stubs of protos/
+	@$(VENV)/python scripts/gen.py
+
+bench: dev ## measure: streams × draft types; minutes
+	@$(VENV)/drafthouse bench $(ARGS)
+
+models: ## train the demo models again; an hour and more
+	@$(PYTHON) scripts/build.py --models
+	@$(VENV)/python -m models.make $(ARGS)
+
+clean: ## remove everything that the build made, except the cached source of llama.cpp
+	@rm -rf build .venv node_modules .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,357 @@
+"""Makes everything that `make serve` and `make test` need, and only what is missing.
+
+Runs on the system's Python with the standard library alone. Five steps: the tools of the machine, a
+virtual environment, Python packages, the source of llama.cpp, the engine. What a step did before is
+kept (stamps in .venv); a later run takes about a second, and after an edit of spec.cpp only that
+file is compiled.
+
+The Python packages are installed editable: an edit of a .py file takes effect at the next start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+LOG = BUILD / "build.log"
+N_STEPS = 5
+N_LOG_LINES = 30
+MIN_CMAKE = (3, 25)
+MEGABYTE = 1_000_000
+NINJA_PROGRESS = re.compile(r"\[(\d+)/(\d+)\]")
+# What changes how the engine is configured; a change of any of them configures it again.
+ENVIRONMENT = ("CMAKE_ARGS", "DRAFTHOUSE_LLAMA_CPP", "CC", "CXX", "CFLAGS", "CXXFLAGS")
+PACKAGES_STAMP = VENV / "drafthouse-packages.stamp"
+ENGINE_STAMP = VENV / "drafthouse-engine.stamp"
+
+
+class BuildError(Exception):
+    """Says in one sentence what is missing or failed, and what to do."""
+
+
+class Progress:
+    """Shows one step: a line that counts seconds on a terminal, two plain lines elsewhere."""
+
+    def __init__(self, number: int, title: str) -> None:
+        self._title = f"[{number}/{N_STEPS}] {title}"
+        self._started_s = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+        self._shown_percent = 0
+        if not self._is_terminal:
+            self._write(f"{self._title} …\n")
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the step began."""
+        return time.monotonic() - self._started_s
+
+    def show(self, detail: str = "") -> None:
+        """Rewrites the line, on a terminal."""
+        if self._is_terminal:
+            self._write(f"\r\033[K{self._title} … {detail} {self.elapsed_s:.0f} s")
+
+    def show_part(self, n_done: int, n_all: int) -> None:
+        """Shows how many of the files are compiled."""
+        percent = 100 * n_done // max(n_all, 1)
+        if self._is_terminal:
+            filled = percent // 5
+            self.show(f"[{'█' * filled}{'·' * (20 - filled)}] {n_done}/{n_all} files,")
+        elif percent >= self._shown_percent + 20:
+            self._shown_percent = percent
+            self._write(f"      {n_done}/{n_all} files, {self.elapsed_s:.0f} s\n")
+
+    def end(self, detail: str) -> None:
+        """Ends the step's line with what came out of it."""
+        start = "\r\033[K" if self._is_terminal else ""
+        self._write(f"{start}{self._title}: {detail}\n")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def run(command: list[str], progress: Progress, *, env: dict[str, str] | None = None) -> str:
+    """Runs a command, shows its progress, appends its output to the log and returns the output.
+
+    Raises:
+        BuildError: it failed; the end of its output has been shown.
+    """
+    lines: list[str] = []
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    assert process.stdout is not None
+    with LOG.open("a", encoding="utf-8") as log, process:
+        for line in process.stdout:
+            lines.append(line)
+            log.write(line)
+            part = NINJA_PROGRESS.search(line)
+            if part:
+                progress.show_part(int(part[1]), int(part[2]))
+            else:
+                progress.show()
+    if process.returncode:
+        sys.stderr.write("\n" + "".join(lines[-N_LOG_LINES:]))
+        raise BuildError(
+            f"{Path(command[0]).name} failed; the whole log is in {LOG.relative_to(ROOT)}."
+        )
+    return "".join(lines)
+
+
+def version_of(tool: str) -> tuple[int, ...]:
+    """Returns the version that a tool of the system reports, empty when it is missing."""
+    if not shutil.which(tool):
+        return ()
+    run_version = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"(\d+)\.(\d+)", run_version.stdout)
+    return tuple(int(part) for part in found.groups()) if found else ()
+
+
+def check_machine() -> None:
+    """Refuses a machine on which a later step would fail.
+
+    Raises:
+        BuildError: no C++ compiler, an old Python, or a Python without venv.
+    """
+    if sys.version_info < (3, 11):  # noqa: UP036  this script is what tells the user
+        raise BuildError(
+            f"Python 3.11 or newer is needed; this is {sys.version.split()[0]}. Set PYTHON=…"
+        )
+    try:
+        import ensurepip  # noqa: F401, PLC0415  Debian ships it apart
+        import venv  # noqa: F401, PLC0415
+    except ImportError:
+        if not PYTHON.exists():
+            raise BuildError("This Python has no venv: apt-get install python3-venv") from None
+    for variable, names, package in (
+        ("CC", ("cc", "gcc", "clang"), "gcc"),
+        ("CXX", ("c++", "g++", "clang++"), "g++"),
+    ):
+        own = os.environ.get(variable, "").split()
+        if not any(shutil.which(name) for name in own[:1] or names):
+            raise BuildError(
+                f"No {'C++' if variable == 'CXX' else 'C'} compiler: apt-get install {package} "
+                f"(or set {variable})."
+            )
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        raise BuildError(f"Python's headers are missing ({header}): apt-get install python3-dev")
+
+
+def digest(*parts: str) -> str:
+    """Returns a short hash that names a state."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def stamped(stamp: Path) -> set[str]:
+    """Returns the lines of a stamp: what was done before."""
+    return set(stamp.read_text().splitlines()) if stamp.is_file() else set()
+
+
+def project(path: Path) -> dict[str, object]:
+    """Returns the [project] table of a pyproject.toml."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    assert isinstance(table, dict)
+    return table
+
+
+def packages(extras: list[str]) -> list[str]:
+    """Returns the requirements of server, SDK and extras, without our own two packages."""
+    server, sdk = (
+        project(ROOT / "pyproject.toml"),
+        project(ROOT / "clients" / "python" / "pyproject.toml"),
+    )
+    groups = server["optional-dependencies"]
+    assert isinstance(groups, dict)
+    found = [*_strings(server["dependencies"]), *_strings(sdk["dependencies"])]
+    for extra in extras:
+        found += _strings(groups[extra])
+    if version_of("cmake") < MIN_CMAKE:
+        found.append("cmake>=3.25,<5")
+    if not shutil.which("ninja"):
+        found.append("ninja>=1.11,<2")
+    return sorted({name for name in found if not name.startswith("drafthouse==")})
+
+
+def _strings(value: object) -> list[str]:
+    assert isinstance(value, list)
+    return [str(item) for item in value]
+
+
+def size_bytes(folder: Path) -> int:
+    """Returns the size of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment of the build tools: the virtual environment first on the path."""
+    path = f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    return os.environ | {
+        "PATH": path,
+        "VIRTUAL_ENV": str(VENV),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+
+
+def make_venv() -> None:
+    """Step 2: the virtual environment."""
+    progress = Progress(2, "virtual environment .venv")
+    if PYTHON.exists():
+        progress.end("there")
+        return
+    run([sys.executable, "-m", "venv", str(VENV)], progress)
+    progress.end(f"made, Python {sys.version.split()[0]}, {progress.elapsed_s:.0f} s")
+
+
+def install_packages(extras: list[str]) -> None:
+    """Step 3: third-party packages, then our SDK (editable)."""
+    progress = Progress(3, "Python packages")
+    wanted = packages(extras)
+    sdk = (ROOT / "clients" / "python" / "pyproject.toml").read_text()
+    state = {*wanted, digest(sdk)}
+    # A subset: what `make test` installed serves `make serve` too.
+    if state <= stamped(PACKAGES_STAMP):
+        progress.end("there")
+        return
+    pip = [str(PYTHON), "-m", "pip", "install", "--progress-bar", "off"]
+    run([*pip, *wanted], progress, env=environment())
+    run(
+        [*pip, "--no-deps", "--no-build-isolation", "--editable", "clients/python"],
+        progress,
+        env=environment(),
+    )
+    PACKAGES_STAMP.write_text("\n".join(sorted(state | stamped(PACKAGES_STAMP))))
+    site = next(VENV.glob("lib/python*/site-packages"))
+    progress.end(f"installed, {size_bytes(site) // MEGABYTE} MB, {progress.elapsed_s:.0f} s")
+
+
+def fetch_source() -> str:
+    """Step 4: the source of llama.cpp. Returns its folder."""
+    progress = Progress(4, "source of llama.cpp")
+    # Its own lines (what it fetches, size, seconds) go straight to the terminal.
+    fetch = subprocess.run(
+        [str(PYTHON), "cext/fetch_llama_cpp.py"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if fetch.returncode:
+        raise BuildError("The engine cannot be built without the source of llama.cpp.")
+    progress.end(fetch.stdout.strip())
+    return fetch.stdout.strip()
+
+
+def build_engine(source: str) -> None:
+    """Step 5: the engine; all of it through pip, later what changed through ninja."""
+    progress = Progress(5, "engine")
+    python_version = sys.version.split()[0]
+    own = ("pyproject.toml", "cext/CMakeLists.txt", "cext/llama_cpp.lock")
+    settings = [f"{name}={os.environ.get(name, '')}" for name in ENVIRONMENT]
+    state = digest(source, python_version, *settings, *((ROOT / name).read_text() for name in own))
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-*"
+    folder = next((path.parent for path in BUILD.glob(f"{tag}/build.ninja")), None)
+    if folder and stamped(ENGINE_STAMP) == {state}:
+        rebuild(folder, progress)
+    else:
+        if folder:  # an option that is no longer given must not live on in CMake's cache
+            (folder / "CMakeCache.txt").unlink(missing_ok=True)
+        command = [
+            str(PYTHON),
+            "-m",
+            "pip",
+            "install",
+            "-v",
+            "--no-deps",
+            "--no-build-isolation",
+            "--editable",
+            ".",
+        ]
+        command += ["--config-settings", "cmake.define.DRAFTHOUSE_DEV=ON"]
+        run(command, progress, env=environment())
+        ENGINE_STAMP.write_text(state)
+    progress.end(f"ready, {progress.elapsed_s:.0f} s")
+
+
+def rebuild(folder: Path, progress: Progress) -> None:
+    """Compiles what changed and puts the extension where the editable install looks for it."""
+    cmake = shutil.which("cmake", path=environment()["PATH"]) or "cmake"
+    run(
+        [cmake, "--build", str(folder), "--parallel", str(os.cpu_count() or 1)],
+        progress,
+        env=environment(),
+    )
+    site = next(VENV.glob("lib/python*/site-packages"))
+    install = [
+        cmake,
+        "--install",
+        str(folder),
+        "--component",
+        "drafthouse_engine",
+        "--prefix",
+        str(site),
+    ]
+    run(install, progress, env=environment())
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Lets one build at a time into the tree; the second waits."""
+    import fcntl  # noqa: PLC0415  POSIX, as the engine is
+
+    with (BUILD / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> int:
+    """Builds; 0 or, after one sentence on standard error, 1."""
+    parser = argparse.ArgumentParser(description="make what `make serve` and `make test` need")
+    parser.add_argument(
+        "--dev", action="store_true", help="with the tools of `make test` and `make verify`"
+    )
+    parser.add_argument("--models", action="store_true", help="with the packages of `make models`")
+    arguments = parser.parse_args()
+    extras = ["build"] + ["dev"] * arguments.dev + ["models"] * arguments.models
+    BUILD.mkdir(exist_ok=True)
+    try:
+        with exclusive():
+            LOG.unlink(missing_ok=True)
+            progress = Progress(1, "tools of this machine")
+            check_machine()
+            progress.end(f"compiler and Python {sys.version.split()[0]} there")
+            make_venv()
+            install_packages(extras)
+            build_engine(fetch_source())
+    except BuildError as error:
+        sys.stderr.write(f"\nerror: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\nstopped; what is done is kept.\n")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
