@@ -1,8 +1,8 @@
 """The training corpus: the Python standard library of the running interpreter.
 
-The standard library is on every machine that can run this recipe, so that nothing is downloaded; its
-licence (PSF-2.0) allows derived works. One file in forty is held out by the hash of its path, hence a
-file is on the same side in every Python version and no prompt was ever trained on.
+The standard library is on every machine that can run this recipe, so that nothing is downloaded;
+its licence (PSF-2.0) allows derived works. One file in forty is held out by the hash of its path,
+hence a file is on the same side in every Python version and no prompt was ever trained on.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ NON_ASCII_SHARE_MAX = 0.05
 """Above this share a file is a table of foreign text, not code."""
 
 SKIPPED_FOLDERS = frozenset(
-    # Third-party packages, bytecode, generated documentation, deliberately broken or Python 2 sources.
+    # Third-party packages, bytecode, generated documentation, broken or Python 2 sources.
     {"site-packages", "__pycache__", "pydoc_data", "bad_coding", "lib2to3"}
 )
 

@@ -1,7 +1,7 @@
 """Held-out prompts for the tests and the benchmarks: `prompts.json`.
 
-Each prompt is a run of whole lines of a held-out file, long enough that a prompt of 8 to 900 tokens can be cut
-from its start. `python -m models.prompts` writes the file again.
+Each prompt is a run of whole lines of a held-out file, long enough that a prompt of 8 to 900 tokens
+can be cut from its start. `python -m models.prompts` writes the file again.
 """
 
 import json
@@ -20,8 +20,8 @@ N_CHARS = 3_500
 """Shortest prompt, in characters."""
 
 N_INK = 2_500
-"""Shortest prompt, in characters that are not white space: indentation costs few tokens, and with this much ink the
-worst prompt still has more than 900."""
+"""Shortest prompt, in characters that are not white space: indentation costs few tokens, and with
+this much ink the worst prompt still has more than 900."""
 
 PATH = Path(__file__).with_name("prompts.json")
 
