@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv/bin
 ARGS ?=
+# cython-lint and protoc start other tools of the virtual environment by name.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
 CXX_FILES = $(wildcard cext/*.h cext/*.cpp cext/*.c)
 CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd)
 CODE = cext service clients/python models scripts tests

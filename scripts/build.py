@@ -321,7 +321,11 @@ def exclusive() -> Iterator[None]:
     import fcntl  # noqa: PLC0415  POSIX, as the engine is
 
     with (BUILD / "build.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.stderr.write("waiting for another build of this tree to end …\n")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -1,0 +1,233 @@
+"""The invariants of ARCHITECTURE.md that a machine can check; most say what must be absent."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CEXT = ROOT / "cext"
+SERVICE = ROOT / "service" / "drafthouse_server"
+PACKAGES = (SERVICE, CEXT / "drafthouse_engine", ROOT / "clients" / "python" / "drafthouse")
+GRPC_FILES = {"server.py", "rpc.py", "interceptors.py"}
+GRPC_MODULES = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
+PURE_FILES = ("scheduler.py", "speculation.py", "sequence.py", "tenants.py")
+IMPURE_MODULES = {
+    "asyncio", "concurrent", "datetime", "grpc", "io", "multiprocessing", "os", "pathlib", "queue",
+    "random", "secrets", "selectors", "socket", "subprocess", "threading", "time", "uuid",
+}  # fmt: skip
+CATCH_ALL_FILES = {"interceptors.py", "loop.py"}
+TEXT_SUFFIXES = {
+    ".c", ".cfg", ".cpp", ".h", ".lock", ".md", ".proto", ".pxd", ".py", ".pyi", ".pyx", ".sh",
+    ".toml", ".ts", ".txt", ".yaml", ".yml",
+}  # fmt: skip
+# Split, so that this file does not find itself.
+MACHINE_PATHS = re.compile("/" + "(work|root|opt/wheels|opt/pypi[a-z-]*|home/[a-z]+|tmp/[a-z]+)/")
+REGISTRY_HOSTS = re.compile(r"(pypi|pythonhosted|npmjs|deb\.debian|crates)" + r"\.(org|io|com)")
+
+
+def sources(package: Path) -> list[Path]:
+    """Returns the Python files of a package, without the generated ones."""
+    return sorted(path for path in package.rglob("*.py") if "_pb2" not in path.name)
+
+
+def all_sources() -> list[Path]:
+    return [path for package in PACKAGES for path in sources(package)]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported(path: Path) -> set[str]:
+    """Returns the dotted names of all modules that a file imports, at any depth of its code."""
+    found: set[str] = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(path)}
+
+
+def exported(path: Path) -> list[str] | None:
+    """Returns a file's `__all__`, or None where it has none."""
+    for node in parse(path).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id == "__all__":
+            value = getattr(node, "value", None)
+            assert value is not None
+            names = ast.literal_eval(value)
+            return [str(name) for name in names]
+    return None
+
+
+def sort_key(name: str) -> tuple[int, str]:
+    """Ruff's order: constants, classes, the rest."""
+    kind = 0 if name.isupper() else 1 if name[:1].isupper() else 2
+    return kind, name
+
+
+def test_import_contracts_hold() -> None:
+    lint = Path(sys.executable).with_name("lint-imports")
+    run = subprocess.run(
+        [lint, "--no-cache", "--no-logo"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_package_exports_are_sorted_and_complete(package: Path) -> None:
+    init = package / "__init__.py"
+    names = exported(init)
+    assert names is not None, f"{package.name} lists no __all__"
+    assert names == sorted(names, key=sort_key)
+    bound = set()
+    for node in parse(init).body:
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            bound |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            bound.add(node.name)
+    public = {name for name in bound if not name.startswith("_")}
+    assert public <= set(names), f"not in __all__: {sorted(public - set(names))}"
+
+
+def test_module_exports_are_sorted_and_name_every_public_definition() -> None:
+    wrong = []
+    for path in all_sources():
+        names = exported(path)
+        if names is None:
+            continue
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        defined = {node.name for node in parse(path).body if isinstance(node, kinds)}
+        missing = {name for name in defined if not name.startswith("_")} - set(names)
+        if names != sorted(names, key=sort_key) or missing:
+            wrong.append(f"{path.relative_to(ROOT)}: missing {sorted(missing)} or unsorted")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_service_has_no_sub_packages() -> None:
+    nested = [path for path in sources(SERVICE) if path.parent != SERVICE]
+    assert not nested
+
+
+def test_only_engine_imports_the_extension() -> None:
+    users = {path.name for path in sources(SERVICE) if "drafthouse_engine" in roots(path)}
+    assert users <= {"engine.py"}
+
+
+def test_only_the_three_rpc_files_know_grpc_and_protobuf() -> None:
+    users = {path.name for path in sources(SERVICE) if roots(path) & GRPC_MODULES}
+    assert users <= GRPC_FILES
+    stubs = {path.name for path in sources(SERVICE) if "drafthouse.v1" in imported(path)}
+    assert stubs <= GRPC_FILES
+
+
+@pytest.mark.parametrize("name", PURE_FILES)
+def test_pure_files_have_no_clock_no_chance_no_io_no_async(name: str) -> None:
+    path = SERVICE / name
+    if not path.exists():
+        pytest.skip(f"{name} does not exist")
+    assert not roots(path) & IMPURE_MODULES
+    assert "numpy.random" not in imported(path)
+    kinds = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
+    assert not [node.lineno for node in ast.walk(parse(path)) if isinstance(node, kinds)]
+    names = {node.id for node in ast.walk(parse(path)) if isinstance(node, ast.Name)}
+    assert not names & {"open", "print", "input"}
+
+
+def test_every_exception_is_caught_in_two_files_only() -> None:
+    users = {path.name for path in sources(SERVICE) if catches_all(path)}
+    assert users <= CATCH_ALL_FILES
+
+
+def catches_all(path: Path) -> bool:
+    handlers = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ExceptHandler)]
+    names = {node.type.id for node in handlers if isinstance(node.type, ast.Name)}
+    return bool(names & {"Exception", "BaseException"}) or any(not node.type for node in handlers)
+
+
+def test_every_dataclass_field_is_documented() -> None:
+    bare = [field for path in all_sources() for field in undocumented_fields(path)]
+    assert not bare, "\n".join(bare)
+
+
+def undocumented_fields(path: Path) -> Iterator[str]:
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.ClassDef) or not is_dataclass(node):
+            continue
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            is_documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if not is_documented and not field.target.id.startswith("_"):
+                yield f"{path.relative_to(ROOT)}: {node.name}.{field.target.id}"
+
+
+def is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def without_comments(path: Path) -> str:
+    """Returns C source without comments and string literals."""
+    text = path.read_text(encoding="utf-8")
+    return re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', "", text, flags=re.DOTALL)
+
+
+def test_only_spec_cpp_includes_llama_cpp() -> None:
+    others = [*CEXT.glob("*.h"), *CEXT.glob("*.c"), *CEXT.glob("*.cpp")]
+    included = {
+        (path.name, name)
+        for path in others
+        if path.name != "spec.cpp"
+        for name in re.findall(r'#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8"))
+    }
+    assert included <= {(path.name, "spec.h") for path in others}
+
+
+def test_cython_sees_spec_h_alone() -> None:
+    headers = {
+        name
+        for path in (CEXT / "drafthouse_engine").glob("*.p[xy][dx]")
+        for name in re.findall(r'extern\s+from\s+"([^"]+)"', path.read_text(encoding="utf-8"))
+    }
+    assert headers <= {"spec.h", "Python.h"}
+
+
+def test_no_type_of_llama_cpp_crosses_spec_h() -> None:
+    header = CEXT / "spec.h"
+    foreign = re.findall(r"\b(?:llama|ggml|gguf|common)_\w+", without_comments(header))
+    assert not foreign
+    assert "std::" not in without_comments(header)
+
+
+def text_files() -> Iterator[Path]:
+    """Yields what is, or could be, committed."""
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    run = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
+    if run.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(None, run.stdout.split("\0")):
+        path = ROOT / name
+        named = path.name in {"Makefile", "Dockerfile", "run", ".gitignore", ".clang-format"}
+        if path.is_file() and (path.suffix in TEXT_SUFFIXES or named):
+            yield path
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
+    found = []
+    for path in text_files():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if MACHINE_PATHS.search(line) or REGISTRY_HOSTS.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
