@@ -1,0 +1,383 @@
+"""The server's settings: defaults < TOML file < environment (`DRAFTHOUSE_*`) < command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafthouse_server.errors import ConfigError
+
+__all__ = ["DRAFT_TYPES", "Config", "add_flags", "describe", "load"]
+
+DRAFT_TYPES = (
+    "none",
+    "mtp",
+    "eagle3",
+    "simple",
+    "ngram-simple",
+    "ngram-map-k",
+    "ngram-map-k4v",
+    "ngram-mod",
+    "ngram-cache",
+)
+"""How drafts can be made."""
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+_ENVIRONMENT_PREFIX = "DRAFTHOUSE_"
+# Read by the build, not by the server.
+_FOREIGN_VARIABLES = frozenset({"DRAFTHOUSE_LLAMA_CPP"})
+_DRAFT_TYPES_WITH_FILE = frozenset({"eagle3", "simple"})
+
+_TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a setting may be."""
+
+    expected: str
+    """The rule in words."""
+    is_valid: Callable[[Any], bool]
+    """The rule."""
+
+
+def _between(low: float, high: float) -> _Rule:
+    return _Rule(f"a value in [{low}, {high}]", lambda value: low <= value <= high)
+
+
+def _one_of(choices: tuple[str, ...]) -> _Rule:
+    return _Rule(f"one of {', '.join(choices)}", lambda value: value in choices)
+
+
+_ANY = _Rule("anything", lambda _: True)
+_NOT_EMPTY = _Rule("a text that is not empty", bool)
+
+
+def _are_api_keys(keys: tuple[str, ...]) -> bool:
+    parts = [entry.partition(":") for entry in keys]
+    secrets = [secret for _, _, secret in parts]
+    return all(name and secret for name, _, secret in parts) and len(set(secrets)) == len(secrets)
+
+
+_API_KEYS = _Rule('entries of the form "tenant:key", every key once', _are_api_keys)
+
+
+def _setting(default: object, rule: _Rule, about: str) -> Any:
+    """Returns a dataclass field that carries its rule and its documentation."""
+    return dataclasses.field(default=default, metadata={"rule": rule, "about": about})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings of a server, checked. `describe` lists them with their documentation.
+
+    Raises:
+        ConfigError: a value breaks its rule; names key, value and expectation.
+    """
+
+    model: str = _setting(
+        "models/tiny-mimo2-f16.gguf", _NOT_EMPTY, "Path of the target model, a GGUF file."
+    )
+    """Path of the target model."""
+    draft_type: str = _setting(
+        "mtp",
+        _one_of(DRAFT_TYPES),
+        "How drafts are made. eagle3 and simple need draft_model; mtp needs a model with MTP heads.",
+    )
+    """How drafts are made."""
+    draft_model: str = _setting(
+        "", _ANY, "Path of the draft model, a GGUF file; only for draft types eagle3 and simple."
+    )
+    """Path of the draft model; empty when the draft type needs none."""
+    name: str = _setting("", _ANY, "Name that requests use. Empty: the model's file name.")
+    """Name that requests use; see `model_name`."""
+    host: str = _setting(
+        "127.0.0.1", _NOT_EMPTY, "Address to listen at; 0.0.0.0 is every IPv4 interface."
+    )
+    """Address to listen at."""
+    port: int = _setting(50051, _between(0, 65535), "Port to listen at; 0 takes any free one.")
+    """Port to listen at."""
+    n_seq_max: int = _setting(8, _between(1, 256), "Slots: requests that run at once; others wait.")
+    """Slots."""
+    n_ctx_seq: int = _setting(
+        0,
+        _between(0, 1 << 20),
+        "Most tokens of one request, prompt and output together."
+        " 0: the model's training context, at most 4096.",
+    )
+    """Most tokens of one request; 0 is automatic."""
+    n_ctx: int = _setting(
+        0,
+        _between(0, 1 << 28),
+        "KV cells of all slots together; requests reserve theirs before they start."
+        " 0: n_seq_max times n_ctx_seq.",
+    )
+    """KV cells of all slots together; 0 is automatic."""
+    n_batch: int = _setting(
+        512,
+        _between(1, 1 << 16),
+        "Most tokens of one step, over all requests; at least n_seq_max."
+        " Larger is faster for long prompts and stalls running streams longer.",
+    )
+    """Token budget of a step."""
+    n_ubatch: int = _setting(
+        512, _between(1, 1 << 16), "Most tokens of one physical batch; at most n_batch."
+    )
+    """Physical batch."""
+    n_draft_max: int = _setting(
+        4,
+        _between(1, 64),
+        "Most draft tokens of one request and step; memory is set aside for them.",
+    )
+    """Upper bound of K."""
+    n_draft_default: int = _setting(
+        3, _between(0, 64), "Draft tokens per step when the request does not say. 0: none."
+    )
+    """K when the request does not say."""
+    p_min: float = _setting(
+        0.0, _between(0, 0.999), "Stop drafting below this probability of the drafted token."
+    )
+    """Least probability of a drafted token."""
+    is_probabilistic: bool = _setting(
+        True,
+        _ANY,
+        "At temperatures above 0, sample drafts and verify them by rejection sampling (mtp, simple);"
+        " false: draft the likeliest tokens and keep those that the target chooses too."
+        " Exact either way.",
+    )
+    """Whether drafts are sampled."""
+    n_threads: int = _setting(
+        0, _between(0, 1024), "Threads of a decode of few tokens. 0: all cores."
+    )
+    """Threads of a decode of few tokens."""
+    n_threads_batch: int = _setting(
+        0, _between(0, 1024), "Threads of a decode of many tokens. 0: as n_threads."
+    )
+    """Threads of a decode of many tokens."""
+    n_gpu_layers: int = _setting(
+        -1, _between(-1, 10000), "Layers kept on an accelerator, if there is one. -1: all."
+    )
+    """Layers kept on an accelerator."""
+    is_kv_unified: bool = _setting(
+        True,
+        _ANY,
+        "One pool of KV cells for all slots; false: each slot has n_ctx_seq cells of its own.",
+    )
+    """Whether slots share one pool of cells."""
+    has_flash_attention: bool = _setting(
+        True, _ANY, "Use flash attention where the model allows it."
+    )
+    """Whether flash attention is used."""
+    n_waiting_max: int = _setting(
+        256, _between(1, 1_000_000), "Requests that may wait for a slot, over all tenants."
+    )
+    """Length of the queue."""
+    n_waiting_tenant_max: int = _setting(
+        128, _between(1, 1_000_000), "Requests of one tenant that may wait for a slot."
+    )
+    """Length of one tenant's queue."""
+    retry_after_s: float = _setting(
+        1.0,
+        _between(0.001, 3600),
+        "Seconds that a client is told to wait before it asks again, when the queue is full.",
+    )
+    """Advice to refused clients."""
+    drain_timeout_s: float = _setting(
+        30.0,
+        _between(0, 86400),
+        "Seconds that running requests may go on after a SIGTERM, before they are ended.",
+    )
+    """Bound of a drain."""
+    keepalive_time_s: float = _setting(
+        60.0, _between(1, 86400), "Seconds between HTTP/2 pings to a silent client."
+    )
+    """Interval of pings."""
+    keepalive_timeout_s: float = _setting(
+        20.0, _between(0.1, 3600), "Seconds that a client has to answer a ping."
+    )
+    """Bound of a ping."""
+    max_message_bytes: int = _setting(4 << 20, _between(1024, 1 << 30), "Largest request in bytes.")
+    """Largest request."""
+    api_keys: tuple[str, ...] = _setting(
+        (),
+        _API_KEYS,
+        'Keys that open the server, each as "tenant:key"; a tenant may have several.'
+        ' Empty: no key is asked for, and everybody is tenant "default".',
+    )
+    """Keys and their tenants."""
+    log_level: str = _setting("info", _one_of(_LOG_LEVELS), "Least severity that is logged.")
+    """Least severity that is logged."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            rule: _Rule = field.metadata["rule"]
+            value = getattr(self, field.name)
+            if not rule.is_valid(value):
+                raise ConfigError(field.name, _shown(field.name, value), rule.expected)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Checks the rules that tie several settings."""
+        _require(self.n_batch >= self.n_seq_max, "n_batch", self.n_batch, "at least n_seq_max")
+        _require(self.n_ubatch <= self.n_batch, "n_ubatch", self.n_ubatch, "at most n_batch")
+        _require(
+            self.n_draft_default <= self.n_draft_max,
+            "n_draft_default",
+            self.n_draft_default,
+            "at most n_draft_max",
+        )
+        needs_file = self.draft_type in _DRAFT_TYPES_WITH_FILE
+        _require(
+            bool(self.draft_model) == needs_file,
+            "draft_model",
+            self.draft_model,
+            f"{'a path' if needs_file else 'nothing'} with draft_type {self.draft_type!r}",
+        )
+
+    @property
+    def model_name(self) -> str:
+        """Name that requests use."""
+        return self.name or Path(self.model).stem
+
+
+def _require(condition: bool, key: str, value: object, expected: str) -> None:
+    if not condition:
+        raise ConfigError(key, value, expected)
+
+
+def _shown(key: str, value: object) -> object:
+    """Returns the value as an error may show it: never a key."""
+    return "(hidden)" if key == "api_keys" else value
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+
+
+def _kind(name: str) -> type:
+    """Returns the type of a setting."""
+    return type(_FIELDS[name].default)
+
+
+def _from_text(name: str, text: str, source: str) -> object:
+    """Returns the value that a text, from a flag or the environment, stands for."""
+    kind = _kind(name)
+    if kind is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if kind is bool:
+        value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+        if value is None:
+            raise ConfigError(name, text, "true or false", source)
+        return value
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(name, text, _TYPE_NAMES[kind], source) from None
+
+
+def _from_toml(name: str, value: object, source: str) -> object:
+    """Returns a value of a TOML file in the setting's own type."""
+    kind = _kind(name)
+    if kind is tuple:
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise ConfigError(name, _shown(name, value), "a list of texts", source)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(name, value, _TYPE_NAMES[kind], source)
+    return value
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            entries = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError("config", str(path), f"a readable file ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("config", str(path), f"valid TOML ({error})") from None
+    source = str(path)
+    for name in entries:
+        if name not in _FIELDS:
+            raise ConfigError(name, "given", "a known setting", source)
+    return {name: _from_toml(name, value, source) for name, value in entries.items()}
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, object]:
+    settings: dict[str, object] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(_ENVIRONMENT_PREFIX) or variable in _FOREIGN_VARIABLES:
+            continue
+        name = variable.removeprefix(_ENVIRONMENT_PREFIX).lower()
+        if name == "config":
+            continue
+        if name in _FIELDS:
+            settings[name] = _from_text(name, text, f"environment variable {variable}")
+    return settings
+
+
+def load(
+    path: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, str | None] | None = None,
+) -> Config:
+    """Returns the settings of all sources, the later ones winning: defaults, file, environment, flags.
+
+    Args:
+        path: A TOML file; without one the variable DRAFTHOUSE_CONFIG names it, or there is none.
+        environment: Variables; `os.environ` when not given. Names that are no setting are ignored.
+        flags: Texts by setting name, as `add_flags` parses them; None stands for a flag not given.
+
+    Raises:
+        ConfigError: a source cannot be read, or a value breaks its rule.
+    """
+    environment = os.environ if environment is None else environment
+    path = path or environment.get(_ENVIRONMENT_PREFIX + "CONFIG")
+    settings = _read_file(Path(path)) if path else {}
+    settings |= _read_environment(environment)
+    for name, text in (flags or {}).items():
+        if text is not None:
+            settings[name] = _from_text(name, text, f"flag --{name.replace('_', '-')}")
+    return Config(**settings)  # type: ignore[arg-type]  # checked one by one above
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds one flag per setting: `--n-seq-max` for `n_seq_max`. Not given, a flag is None."""
+    for name, field in _FIELDS.items():
+        about: str = field.metadata["about"]
+        # argparse reads % in a help text as a format.
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            metavar="VALUE",
+            help=f"{about} Default: {_toml(field.default)}.".replace("%", "%%"),
+        )
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return str(value)
+
+
+def describe() -> str:
+    """Returns an example configuration: every setting with its default, documentation and rule, as TOML."""
+    lines = [
+        "# Every setting of Drafthouse with its default. A flag (--n-seq-max) wins over the",
+        "# environment (DRAFTHOUSE_N_SEQ_MAX), which wins over this file.",
+    ]
+    for name, field in _FIELDS.items():
+        rule: _Rule = field.metadata["rule"]
+        allowed = "" if rule is _ANY else f" Expected: {rule.expected}."
+        lines += ["", f"# {field.metadata['about']}{allowed}", f"{name} = {_toml(field.default)}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,309 @@
+"""Everything that can go wrong on purpose.
+
+What a client is told; each class fixes its `reason` (an `ErrorReason` of the protos without the prefix) and its gRPC `code`:
+
+    DrafthouseError
+    ├── InvalidRequest        INVALID_ARGUMENT    INVALID_FIELD
+    ├── ContextTooLong        INVALID_ARGUMENT    CONTEXT_TOO_LONG
+    ├── Unauthenticated       UNAUTHENTICATED     INVALID_API_KEY
+    ├── PermissionDenied      PERMISSION_DENIED   MODEL_NOT_ALLOWED
+    ├── NotFound              NOT_FOUND           MODEL_NOT_FOUND
+    ├── QuotaExceeded         RESOURCE_EXHAUSTED  TENANT_QUOTA_EXCEEDED
+    ├── Overloaded            UNAVAILABLE
+    │   ├── QueueFull                             QUEUE_FULL
+    │   └── Draining                              SERVER_DRAINING
+    └── EngineError           INTERNAL            ENGINE_FAILURE
+
+What the operator is told before the server serves; one clear sentence each:
+
+    StartupError
+    ├── ConfigError
+    └── ModelLoadError
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = [
+    "ConfigError",
+    "ContextTooLong",
+    "DrafthouseError",
+    "Draining",
+    "EngineError",
+    "FieldViolation",
+    "InvalidRequest",
+    "ModelLoadError",
+    "NotFound",
+    "Overloaded",
+    "PermissionDenied",
+    "QueueFull",
+    "QuotaExceeded",
+    "StartupError",
+    "Unauthenticated",
+]
+
+
+class DrafthouseError(Exception):
+    """Ends a request with a documented reason.
+
+    Args:
+        message: One sentence for the client; every value in it also stands in `metadata()`.
+    """
+
+    reason: ClassVar[str]
+    """`ErrorReason` without its `ERROR_REASON_` prefix."""
+    code: ClassVar[str]
+    """Name of the gRPC status code."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the values of the message; lowerCamelCase keys, the unit in the key."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field that breaks its documented rule."""
+
+    field: str
+    """Path in the request's proto, such as "sampling.temperature"."""
+    description: str
+    """What was given and what is expected."""
+
+
+class InvalidRequest(DrafthouseError):
+    """One or more fields break their documented rule.
+
+    Args:
+        violations: All of them, at least one.
+    """
+
+    reason = "INVALID_FIELD"
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, violations: Sequence[FieldViolation]) -> None:
+        assert violations, "an invalid request has at least one violation"
+        self.violations = tuple(violations)
+        super().__init__("; ".join(f"{v.field}: {v.description}" for v in self.violations))
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the paths of the fields."""
+        return {"fields": ",".join(violation.field for violation in self.violations)}
+
+
+class ContextTooLong(DrafthouseError):
+    """Prompt and requested output do not fit the context.
+
+    Args:
+        prompt_tokens: Tokens of the prompt.
+        max_output_tokens: Tokens asked for.
+        context_tokens: Most tokens of one request, prompt and output together.
+    """
+
+    reason = "CONTEXT_TOO_LONG"
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, prompt_tokens: int, max_output_tokens: int, context_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.max_output_tokens = max_output_tokens
+        self.context_tokens = context_tokens
+        super().__init__(
+            f"{prompt_tokens} prompt tokens and {max_output_tokens} output tokens do not fit"
+            f" the context of {context_tokens} tokens"
+        )
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the three counts."""
+        return {
+            "promptTokens": str(self.prompt_tokens),
+            "maxOutputTokens": str(self.max_output_tokens),
+            "contextTokens": str(self.context_tokens),
+        }
+
+
+class Unauthenticated(DrafthouseError):
+    """The API key is missing or unknown."""
+
+    reason = "INVALID_API_KEY"
+    code = "UNAUTHENTICATED"
+
+    def __init__(self, message: str = "the API key is missing or unknown") -> None:
+        super().__init__(message)
+
+
+class PermissionDenied(DrafthouseError):
+    """The tenant may not use this model. Checked before the model's existence.
+
+    Args:
+        model: Name in the request.
+    """
+
+    reason = "MODEL_NOT_ALLOWED"
+    code = "PERMISSION_DENIED"
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        super().__init__(f"this API key may not use model {model!r}")
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the model's name."""
+        return {"model": self.model}
+
+
+class NotFound(DrafthouseError):
+    """The server does not serve this model.
+
+    Args:
+        model: Name in the request.
+    """
+
+    reason = "MODEL_NOT_FOUND"
+    code = "NOT_FOUND"
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        super().__init__(f"this server does not serve model {model!r}")
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the model's name."""
+        return {"model": self.model}
+
+
+class QuotaExceeded(DrafthouseError):
+    """The tenant has reached a limit of its own.
+
+    Args:
+        tenant: Name of the tenant.
+        quota: What is limited, as a plural noun: "waiting requests", "requests at once".
+        limit: The limit.
+        retry_after_s: When another attempt may succeed, seconds from now.
+    """
+
+    reason = "TENANT_QUOTA_EXCEEDED"
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, tenant: str, quota: str, limit: int, retry_after_s: float) -> None:
+        self.tenant = tenant
+        self.quota = quota
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        super().__init__(f"tenant {tenant!r} has reached its limit of {limit} {quota}")
+
+    def metadata(self) -> dict[str, str]:
+        """Returns tenant, quota and limit."""
+        return {"tenant": self.tenant, "quota": self.quota, "limit": str(self.limit)}
+
+
+class Overloaded(DrafthouseError):
+    """The server cannot take the request now; another attempt may succeed.
+
+    Args:
+        message: One sentence for the client.
+        retry_after_s: When another attempt may succeed, seconds from now.
+    """
+
+    code = "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class QueueFull(Overloaded):
+    """The server's queue is full.
+
+    Args:
+        n_waiting: Requests that wait.
+        retry_after_s: When another attempt may succeed, seconds from now.
+    """
+
+    reason = "QUEUE_FULL"
+
+    def __init__(self, n_waiting: int, retry_after_s: float) -> None:
+        self.n_waiting = n_waiting
+        super().__init__(f"the queue is full: {n_waiting} requests are waiting", retry_after_s)
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the number of waiting requests."""
+        return {"waitingRequests": str(self.n_waiting)}
+
+
+class Draining(Overloaded):
+    """The server is shutting down.
+
+    Args:
+        retry_after_s: When another attempt, then at another server, may succeed, seconds from now.
+    """
+
+    reason = "SERVER_DRAINING"
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the server is shutting down", retry_after_s)
+
+
+class EngineError(DrafthouseError):
+    """The engine failed on this request.
+
+    Args:
+        status: Name of the failure, such as "DECODE_FAILED".
+        request_id: Id of the request; empty where the engine speaks of a whole step.
+        detail: For the server's log; never sent.
+    """
+
+    reason = "ENGINE_FAILURE"
+    code = "INTERNAL"
+
+    def __init__(self, status: str, request_id: str = "", detail: str = "") -> None:
+        self.status = status
+        self.request_id = request_id
+        self.detail = detail
+        super().__init__(f"the engine failed: {status}")
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the status."""
+        return {"status": self.status}
+
+
+class StartupError(Exception):
+    """Keeps the server from starting. Its text is one sentence that says what to do."""
+
+
+class ConfigError(StartupError):
+    """A setting is wrong.
+
+    Args:
+        key: Name of the setting.
+        value: What was given.
+        expected: What is allowed.
+        source: Where it was given, such as a file or an environment variable.
+    """
+
+    def __init__(self, key: str, value: object, expected: str, source: str = "") -> None:
+        self.key = key
+        self.value = value
+        self.expected = expected
+        self.source = source
+        origin = f" ({source})" if source else ""
+        super().__init__(f"setting {key!r}{origin} is {value!r}; expected {expected}")
+
+
+class ModelLoadError(StartupError):
+    """A model cannot be loaded.
+
+    Args:
+        path: The file.
+        problem: What is wrong with it.
+        advice: What to do.
+    """
+
+    def __init__(self, path: str, problem: str, advice: str) -> None:
+        self.path = path
+        self.problem = problem
+        self.advice = advice
+        super().__init__(f"cannot load {path!r}: {problem}; {advice}")

@@ -1,0 +1,220 @@
+"""What one step asks of the engine, what the engine answers, and what it can carry.
+
+A step carries every sequence that has something to do: a piece of a prompt, or the last token and a draft to verify. The
+scheduler writes a `StepPlan`, the engine turns it into a `StepResult`. Both are plain values, so that the scheduler stays pure
+and an engine may live in another process.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = [
+    "EngineLimits",
+    "ModelCard",
+    "PlanEntry",
+    "ResultEntry",
+    "SamplingOptions",
+    "SequenceStatus",
+    "StepPlan",
+    "StepResult",
+    "StepTimings",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a client may know of the loaded model."""
+
+    name: str
+    """Name that requests use."""
+    architecture: str
+    """Architecture as named in the GGUF file."""
+    description: str
+    """One line: architecture, size, quantisation."""
+    n_params: int
+    """Number of weights."""
+    size_bytes: int
+    """Size of the weights."""
+    n_vocab: int
+    """Valid token ids are [0, n_vocab)."""
+    n_ctx_train: int
+    """Context in tokens that the model was trained with."""
+    is_recurrent: bool
+    """Whether the model has recurrent layers."""
+    has_chat_template: bool
+    """Whether chat messages are accepted."""
+    token_eos: int
+    """Id of the token that ends a generation; -1 if none."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Capacities that a plan must respect."""
+
+    draft_type: str
+    """One of `config.DRAFT_TYPES`, such as "mtp"."""
+    n_seq_max: int
+    """Slots."""
+    n_ctx: int
+    """KV cells of all slots together."""
+    n_ctx_seq: int
+    """Most tokens of one sequence, prompt and output together."""
+    n_batch: int
+    """Most tokens of one step: sum over entries of len(tokens) + n_draft."""
+    n_ubatch: int
+    """Most tokens of one physical batch."""
+    n_draft_max: int
+    """Most draft tokens of one sequence and step; 0 when the engine does not speculate."""
+    n_outputs_max: int
+    """Most sampled positions of one step: sum of 1 + n_draft over entries with is_output."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens of one sequence are chosen. Ranges are those of `drafthouse.v1.SamplingOptions`."""
+
+    temperature: float = 0.8
+    """0 is greedy."""
+    top_k: int = 40
+    """0 is off."""
+    top_p: float = 0.95
+    """1 is off."""
+    min_p: float = 0.05
+    """0 is off."""
+    typical_p: float = 1.0
+    """1 is off."""
+    top_n_sigma: float | None = None
+    """None is off."""
+    penalty_last_n: int = 64
+    """Tokens looked back; 0 is off, -1 the model's context."""
+    penalty_repeat: float = 1.0
+    """1 is off."""
+    penalty_frequency: float = 0.0
+    """0 is off."""
+    penalty_presence: float = 0.0
+    """0 is off."""
+    dry_multiplier: float = 0.0
+    """0 is off."""
+    dry_base: float = 1.75
+    """Growth of the DRY penalty with the length of the repetition."""
+    dry_allowed_length: int = 2
+    """Repetitions up to this many tokens are free."""
+    dry_penalty_last_n: int = -1
+    """Tokens looked back; -1 is the model's context."""
+    dry_breakers: tuple[str, ...] | None = None
+    """Texts at which a repetition ends; None is llama.cpp's defaults."""
+    xtc_probability: float = 0.0
+    """0 is off."""
+    xtc_threshold: float = 0.1
+    """Above 0.5 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and bias; -inf forbids."""
+    seed: int | None = None
+    """None draws one at random."""
+    grammar: str = ""
+    """GBNF; empty is off."""
+    ignore_eos: bool = False
+    """End-of-generation tokens are never chosen."""
+    logprobs: bool = False
+    """Log-probabilities of the emitted tokens are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """One sequence's part of a step."""
+
+    seq_id: int
+    """Slot, [0, n_seq_max)."""
+    n_past: int
+    """Tokens of the sequence in the KV cache before the step."""
+    tokens: Sequence[int]
+    """A piece of the prompt, or the last emitted token alone; at least one."""
+    n_draft: int
+    """Draft tokens wanted (K); 0 is none. Above 0 only when `tokens` is the last emitted token."""
+    is_output: bool
+    """Whether a token is chosen after the last one of `tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All that the engine does in one step, in this order: frees, starts, entries."""
+
+    entries: Sequence[PlanEntry] = ()
+    """At most one per sequence."""
+    starts: Sequence[tuple[int, object]] = ()
+    """Slots taken into use, each with a sampler made by `Engine.make_sampler`; the engine owns the sampler from then on."""
+    frees: Sequence[int] = ()
+    """Slots given back: their KV cells, speculative state and sampler are gone after the step."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.entries or self.starts or self.frees)
+
+
+class SequenceStatus(enum.Enum):
+    """What became of a sequence in a step."""
+
+    OK = "OK"
+    """The step did what the plan said."""
+    NO_ROOM = "NO_ROOM"
+    """No cell was free; the sequence is as it was before the step and may be tried again."""
+    DECODE_FAILED = "DECODE_FAILED"
+    """The decode failed; the sequence's state is lost."""
+    SAMPLING_FAILED = "SAMPLING_FAILED"
+    """No token could be chosen; the sequence's state is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultEntry:
+    """What one step did for one sequence."""
+
+    seq_id: int
+    """Slot, as in the plan."""
+    status: SequenceStatus
+    """Whether the step succeeded for this sequence."""
+    n_past: int
+    """Tokens in the KV cache after the step."""
+    tokens: Sequence[int] = ()
+    """Emitted tokens: the accepted drafts, then one chosen by the target; empty when not `is_output`."""
+    logprobs: Sequence[float] = ()
+    """Natural log-probabilities of `tokens` under the target's unmodified distribution; empty when not asked for."""
+    n_drafted: int = 0
+    """Draft tokens verified."""
+    n_accepted: int = 0
+    """Of these, accepted."""
+    is_eog: bool = False
+    """Whether the last emitted token ends the generation."""
+    is_draft_cold: bool = False
+    """Whether the draft state was lost: the sequence goes on without speculation."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Where the time of one step went, in seconds."""
+
+    draft_s: float = 0.0
+    """Drafting for all sequences."""
+    decode_s: float = 0.0
+    """The target's decode."""
+    process_s: float = 0.0
+    """Feeding the decoded batch to the draft."""
+    sample_s: float = 0.0
+    """Verification, log-probabilities and rollback."""
+    total_s: float = 0.0
+    """The whole step inside the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The engine's answer to a `StepPlan`."""
+
+    entries: Sequence[ResultEntry] = ()
+    """One per plan entry, in the plan's order."""
+    n_batch_tokens: int = 0
+    """Tokens of the target's decode."""
+    timings: StepTimings = field(default_factory=StepTimings)
+    """Where the time went."""
