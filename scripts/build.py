@@ -34,6 +34,10 @@ N_LOG_LINES = 30
 MIN_CMAKE = (3, 25)
 MEGABYTE = 1_000_000
 NINJA_PROGRESS = re.compile(r"\[(\d+)/(\d+)\]")
+# Where the reason of a failed build starts: ninja's, the compilers', CMake's and pip's own words.
+FAILURE = re.compile(
+    r"^\s*(FAILED:|CMake Error|ERROR:)|: (fatal )?error:|^\s*error: (?!subprocess)"
+)
 # What changes how the engine is configured; a change of any of them configures it again.
 ENVIRONMENT = ("CMAKE_ARGS", "DRAFTHOUSE_LLAMA_CPP", "CC", "CXX", "CFLAGS", "CXXFLAGS")
 PACKAGES_STAMP = VENV / "drafthouse-packages.stamp"
@@ -48,6 +52,7 @@ class Progress:
     """Shows one step: a line that counts seconds on a terminal, two plain lines elsewhere."""
 
     def __init__(self, number: int, title: str) -> None:
+        self.title = title
         self._title = f"[{number}/{N_STEPS}] {title}"
         self._started_s = time.monotonic()
         self._is_terminal = sys.stderr.isatty()
@@ -102,7 +107,7 @@ def run(command: list[str], progress: Progress, *, env: dict[str, str] | None = 
         errors="replace",
     )
     assert process.stdout is not None
-    with LOG.open("a", encoding="utf-8") as log, process:
+    with LOG.open("a", buffering=1, encoding="utf-8") as log, process:
         for line in process.stdout:
             lines.append(line)
             log.write(line)
@@ -110,12 +115,11 @@ def run(command: list[str], progress: Progress, *, env: dict[str, str] | None = 
             if part:
                 progress.show_part(int(part[1]), int(part[2]))
             else:
-                progress.show()
+                progress.show(line.strip()[:60])
     if process.returncode:
-        sys.stderr.write("\n" + "".join(lines[-N_LOG_LINES:]))
-        raise BuildError(
-            f"{Path(command[0]).name} failed; the whole log is in {LOG.relative_to(ROOT)}."
-        )
+        first = next((i for i, line in enumerate(lines) if FAILURE.search(line)), -N_LOG_LINES)
+        sys.stderr.write("\n" + "".join(lines[first:][:N_LOG_LINES]))
+        raise BuildError(f"{progress.title} failed; the whole log is in {LOG.relative_to(ROOT)}.")
     return "".join(lines)
 
 
@@ -217,10 +221,10 @@ def environment() -> dict[str, str]:
 def make_venv() -> None:
     """Step 2: the virtual environment."""
     progress = Progress(2, "virtual environment .venv")
-    if PYTHON.exists():
+    if PYTHON.with_name("pip").exists():  # its last file: a making that was stopped starts again
         progress.end("there")
         return
-    run([sys.executable, "-m", "venv", str(VENV)], progress)
+    run([sys.executable, "-m", "venv", "--clear", str(VENV)], progress)
     progress.end(f"made, Python {sys.version.split()[0]}, {progress.elapsed_s:.0f} s")
 
 
@@ -267,9 +271,10 @@ def build_engine(source: str) -> None:
     """Step 5: the engine; all of it through pip, later what changed through ninja."""
     progress = Progress(5, "engine")
     python_version = sys.version.split()[0]
-    own = ("pyproject.toml", "cext/CMakeLists.txt", "cext/llama_cpp.lock")
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    own = [pyproject["build-system"], pyproject["project"], pyproject["tool"]["scikit-build"]]
     settings = [f"{name}={os.environ.get(name, '')}" for name in ENVIRONMENT]
-    state = digest(source, python_version, *settings, *((ROOT / name).read_text() for name in own))
+    state = digest(source, python_version, *settings, *map(repr, own))
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-*"
     folder = next((path.parent for path in BUILD.glob(f"{tag}/build.ninja")), None)
     if folder and stamped(ENGINE_STAMP) == {state}:

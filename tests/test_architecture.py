@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -164,7 +165,7 @@ def test_every_dataclass_field_is_documented() -> None:
 
 def undocumented_fields(path: Path) -> Iterator[str]:
     for node in ast.walk(parse(path)):
-        if not isinstance(node, ast.ClassDef) or not is_dataclass(node):
+        if not is_public_dataclass(node):
             continue
         for field, after in zip(node.body, [*node.body[1:], None], strict=True):
             if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
@@ -174,7 +175,9 @@ def undocumented_fields(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}: {node.name}.{field.target.id}"
 
 
-def is_dataclass(node: ast.ClassDef) -> bool:
+def is_public_dataclass(node: ast.AST) -> TypeGuard[ast.ClassDef]:
+    if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+        return False
     return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
