@@ -1,8 +1,8 @@
 """What one step asks of the engine, what the engine answers, and what it can carry.
 
-A step carries every sequence that has something to do: a piece of a prompt, or the last token and a draft to verify. The
-scheduler writes a `StepPlan`, the engine turns it into a `StepResult`. Both are plain values, so that the scheduler stays pure
-and an engine may live in another process.
+A step carries every sequence that has something to do: a piece of a prompt, or the last token and a
+draft to verify. The scheduler writes a `StepPlan`, the engine turns it into a `StepResult`. Both
+are plain values, so that the scheduler stays pure and an engine may live in another process.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens of one sequence are chosen. Ranges are those of `drafthouse.v1.SamplingOptions`."""
+    """How tokens of one sequence are chosen.
+
+    Ranges are those of `drafthouse.v1.SamplingOptions`.
+    """
 
     temperature: float = 0.8
     """0 is greedy."""
@@ -145,7 +148,10 @@ class StepPlan:
     entries: Sequence[PlanEntry] = ()
     """At most one per sequence."""
     starts: Sequence[tuple[int, object]] = ()
-    """Slots taken into use, each with a sampler made by `Engine.make_sampler`; the engine owns the sampler from then on."""
+    """Slots taken into use, each with a sampler made by `Engine.make_sampler`.
+
+    The engine owns the sampler from then on.
+    """
     frees: Sequence[int] = ()
     """Slots given back: their KV cells, speculative state and sampler are gone after the step."""
 
@@ -179,9 +185,15 @@ class ResultEntry:
     n_past: int
     """Tokens in the KV cache after the step."""
     tokens: Sequence[int] = ()
-    """Emitted tokens: the accepted drafts, then one chosen by the target; empty when not `is_output`."""
+    """Emitted tokens.
+
+    The accepted drafts, then one chosen by the target; empty when not `is_output`.
+    """
     logprobs: Sequence[float] = ()
-    """Natural log-probabilities of `tokens` under the target's unmodified distribution; empty when not asked for."""
+    """Natural log-probabilities of `tokens` under the target's unmodified distribution.
+
+    Empty when not asked for.
+    """
     n_drafted: int = 0
     """Draft tokens verified."""
     n_accepted: int = 0
