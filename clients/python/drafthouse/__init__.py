@@ -1,0 +1,94 @@
+"""The Python SDK of Drafthouse, the gRPC text-generation server.
+
+    import drafthouse
+
+    with drafthouse.Client() as client:
+        for chunk in client.generate("def parse(", max_output_tokens=100):
+            print(chunk, end="", flush=True)
+
+`AsyncClient` is the same for asyncio. The generated messages and stubs are in `drafthouse.v1`.
+"""
+
+from __future__ import annotations
+
+from drafthouse._aio import AsyncClient
+from drafthouse._client import Client
+from drafthouse._errors import (
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    DrafthouseError,
+    EngineFailure,
+    FieldViolation,
+    InternalError,
+    InvalidApiKey,
+    InvalidArgument,
+    InvalidField,
+    ModelNotAllowed,
+    ModelNotFound,
+    NotFound,
+    PermissionDenied,
+    QueueFull,
+    QuotaViolation,
+    ResourceExhausted,
+    ServerDraining,
+    TenantQuotaExceeded,
+    Unauthenticated,
+    Unavailable,
+)
+from drafthouse._events import (
+    Chunk,
+    FinishReason,
+    Model,
+    Result,
+    SpeculationStatistics,
+    Timings,
+    TokenCount,
+    Usage,
+)
+from drafthouse._options import ChatMessage, Dry, GenerateOptions, Prompt, SpeculationMode, Xtc
+from drafthouse._retry import RetryPolicy
+from drafthouse._stream import AsyncGenerationStream, GenerationStream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncGenerationStream",
+    "Cancelled",
+    "ChatMessage",
+    "Chunk",
+    "Client",
+    "ContextTooLong",
+    "DeadlineExceeded",
+    "DrafthouseError",
+    "Dry",
+    "EngineFailure",
+    "FieldViolation",
+    "FinishReason",
+    "GenerateOptions",
+    "GenerationStream",
+    "InternalError",
+    "InvalidApiKey",
+    "InvalidArgument",
+    "InvalidField",
+    "Model",
+    "ModelNotAllowed",
+    "ModelNotFound",
+    "NotFound",
+    "PermissionDenied",
+    "Prompt",
+    "QueueFull",
+    "QuotaViolation",
+    "ResourceExhausted",
+    "Result",
+    "RetryPolicy",
+    "ServerDraining",
+    "SpeculationMode",
+    "SpeculationStatistics",
+    "TenantQuotaExceeded",
+    "Timings",
+    "TokenCount",
+    "Unauthenticated",
+    "Unavailable",
+    "Usage",
+    "Xtc",
+]

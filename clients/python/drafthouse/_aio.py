@@ -1,0 +1,240 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TypeVar, Unpack
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from drafthouse._errors import DrafthouseError, map_grpc_errors
+from drafthouse._events import Model, TokenCount, model_from
+from drafthouse._options import GenerateOptions, Prompt, generate_request, prompt_message
+from drafthouse._retry import Attempts, RetryBudget, RetryPolicy
+from drafthouse._stream import AsyncGenerationStream
+from drafthouse._transport import CHANNEL_OPTIONS, DEFAULT_TARGET, HEALTH_METHOD, call_metadata
+from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+
+__all__ = ["AsyncClient"]
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
+
+
+class AsyncClient:
+    """Talks to a Drafthouse server. Close it, or use it in an `async with` block.
+
+    Make it inside a running event loop.
+
+    Args:
+        target: address of the server, "host:port".
+        api_key: the tenant's key; None where the server asks for none.
+        credentials: for TLS, such as `grpc.ssl_channel_credentials()`; None is plain text.
+        retry: when failed calls are tried again; None is never.
+
+    Thread:
+        that of the event loop only.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        retry: RetryPolicy | None = RetryPolicy(),  # noqa: B008  frozen
+    ) -> None:
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, CHANNEL_OPTIONS)
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._check_health = self._channel.unary_unary(
+            HEALTH_METHOD,
+            health_pb2.HealthCheckRequest.SerializeToString,
+            health_pb2.HealthCheckResponse.FromString,
+        )
+        self._api_key = api_key
+        self._retry = retry
+        self._budget = RetryBudget(retry.budget if retry else 0)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerationStream:
+        """Starts a generation.
+
+        Args:
+            prompt: text, token ids, or chat messages.
+            timeout: seconds for the whole generation; None is no limit.
+            request_id: appears in the server's log and in errors; 1 to 64 of
+                [A-Za-z0-9._-]; None lets the server choose.
+            **options: see `GenerateOptions`.
+
+        Returns:
+            The stream of its chunks. Errors of the server are raised when it is read.
+
+        Raises:
+            InvalidField: a value cannot be sent at all (INVALID_FIELD).
+            TypeError: an option is unknown or of the wrong type.
+        """
+        request = generate_request(prompt, options)
+        metadata = call_metadata(self._api_key, request_id)
+
+        def start(
+            timeout: float | None,
+        ) -> grpc.aio.UnaryStreamCall[
+            generation_pb2.GenerateRequest, generation_pb2.GenerateResponse
+        ]:
+            with map_grpc_errors():
+                return self._generation.Generate(request, timeout=timeout, metadata=metadata)
+
+        return AsyncGenerationStream(start, self._attempts(timeout))
+
+    async def count_tokens(
+        self, prompt: Prompt, *, model: str = "", timeout: float | None = None
+    ) -> TokenCount:
+        """Counts the tokens of a prompt as `generate` would see it.
+
+        Raises:
+            DrafthouseError: the call failed.
+        """
+        request = generation_pb2.CountTokensRequest(model=model, prompt=prompt_message(prompt))
+        response = await self._call(self._generation.CountTokens, request, timeout)
+        return TokenCount(response.prompt_tokens, response.context_tokens)
+
+    async def tokenize(
+        self,
+        text: str,
+        *,
+        model: str = "",
+        add_special: bool = False,
+        parse_special: bool = False,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """Returns the token ids of a text.
+
+        Args:
+            text: may be empty.
+            model: name of the model; empty is the server's default.
+            add_special: add the model's special start token where the model asks for it.
+            parse_special: read control tokens written in the text as control tokens.
+            timeout: seconds; None is no limit.
+
+        Raises:
+            DrafthouseError: the call failed.
+        """
+        request = generation_pb2.TokenizeRequest(
+            model=model, text=text, add_special=add_special, parse_special=parse_special
+        )
+        return list((await self._call(self._generation.Tokenize, request, timeout)).token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        keep_special: bool = False,
+        timeout: float | None = None,
+    ) -> str:
+        """Returns the text of token ids; bytes that are no whole character become U+FFFD.
+
+        Args:
+            token_ids: ids in [0, Model.vocabulary_size).
+            model: name of the model; empty is the server's default.
+            keep_special: render control tokens as text too.
+            timeout: seconds; None is no limit.
+
+        Raises:
+            DrafthouseError: the call failed.
+        """
+        request = generation_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, keep_special=keep_special
+        )
+        return (await self._call(self._generation.Detokenize, request, timeout)).text
+
+    async def get_model(self, model: str = "", *, timeout: float | None = None) -> Model:
+        """Returns one model; an empty name is the server's default model.
+
+        Raises:
+            DrafthouseError: the call failed.
+        """
+        request = model_pb2.GetModelRequest(model=model)
+        return model_from((await self._call(self._models.GetModel, request, timeout)).model)
+
+    async def list_models(self, *, page_size: int = 0, timeout: float | None = None) -> list[Model]:
+        """Returns all models that the caller may use, by name.
+
+        Args:
+            page_size: models per call, [0, 1000]; 0 lets the server choose.
+            timeout: seconds per call; None is no limit.
+
+        Raises:
+            DrafthouseError: a call failed.
+        """
+        request = model_pb2.ListModelsRequest(page_size=page_size)
+        models: list[Model] = []
+        while True:
+            page = await self._call(self._models.ListModels, request, timeout)
+            models += map(model_from, page.models)
+            if not page.next_page_token:
+                return models
+            request.page_token = page.next_page_token
+
+    async def health(self, *, timeout: float | None = 5.0) -> bool:
+        """Returns whether the server takes generations now. Is never tried again.
+
+        Raises:
+            Unavailable: no server answers.
+            DrafthouseError: the call failed otherwise.
+        """
+        with map_grpc_errors():
+            response = await self._check_health(health_pb2.HealthCheckRequest(), timeout=timeout)
+        return response.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def aclose(self) -> None:
+        """Closes the connection and cancels what still runs. Harmless when done twice."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def _attempts(self, timeout: float | None) -> Attempts:
+        return Attempts(self._retry, self._budget, timeout)
+
+    async def _call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
+        request: _Request,
+        timeout: float | None,
+    ) -> _Response:
+        attempts = self._attempts(timeout)
+        metadata = call_metadata(self._api_key, None)
+        while True:
+            try:
+                with map_grpc_errors():
+                    answer = await method(
+                        request, timeout=attempts.remaining_s(), metadata=metadata
+                    )
+            except DrafthouseError as error:
+                await asyncio.sleep(attempts.delay_s(error))
+            else:
+                attempts.succeed()
+                return answer

@@ -1,0 +1,334 @@
+"""What may go wrong in a call, as exceptions.
+
+DrafthouseError
+├── InvalidArgument             INVALID_ARGUMENT     the request breaks a documented rule
+│   ├── InvalidField            INVALID_FIELD        `violations` lists every field at fault
+│   └── ContextTooLong          CONTEXT_TOO_LONG     prompt and output do not fit the context
+├── Unauthenticated             UNAUTHENTICATED
+│   └── InvalidApiKey           INVALID_API_KEY      the key is missing or unknown
+├── PermissionDenied            PERMISSION_DENIED
+│   └── ModelNotAllowed         MODEL_NOT_ALLOWED    the tenant may not use this model
+├── NotFound                    NOT_FOUND
+│   └── ModelNotFound           MODEL_NOT_FOUND      the server does not serve this model
+├── ResourceExhausted           RESOURCE_EXHAUSTED
+│   └── TenantQuotaExceeded     TENANT_QUOTA_EXCEEDED  your limit; `quota_violations`, `retry_after`
+├── Unavailable                 UNAVAILABLE          also: no server answers at this address
+│   ├── QueueFull               QUEUE_FULL           the server's limit; `retry_after`
+│   └── ServerDraining          SERVER_DRAINING      the server is shutting down; `retry_after`
+├── InternalError               INTERNAL
+│   └── EngineFailure           ENGINE_FAILURE       quote `request_id` when you report it
+├── DeadlineExceeded            DEADLINE_EXCEEDED    `timeout` has passed
+└── Cancelled                   CANCELLED            the call was cancelled, here or there
+
+A reason that this version of the SDK does not know yields the class of its status code, and a code
+that has none yields `DrafthouseError` itself, so that `except` clauses outlive a newer server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Protocol, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import (
+    BadRequest,
+    ErrorInfo,
+    QuotaFailure,
+    RequestInfo,
+    RetryInfo,
+)
+from google.rpc.status_pb2 import Status
+
+__all__ = [
+    "Cancelled",
+    "ContextTooLong",
+    "DeadlineExceeded",
+    "DrafthouseError",
+    "EngineFailure",
+    "FieldViolation",
+    "InternalError",
+    "InvalidApiKey",
+    "InvalidArgument",
+    "InvalidField",
+    "ModelNotAllowed",
+    "ModelNotFound",
+    "NotFound",
+    "PermissionDenied",
+    "QueueFull",
+    "QuotaViolation",
+    "ResourceExhausted",
+    "ServerDraining",
+    "TenantQuotaExceeded",
+    "Unauthenticated",
+    "Unavailable",
+    "error_class",
+    "map_grpc_errors",
+]
+
+DOMAIN = "drafthouse.dev"
+_DETAILS_KEY = "grpc-status-details-bin"
+_NO_METADATA: Mapping[str, str] = MappingProxyType({})
+_Detail = TypeVar("_Detail", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field of a request that breaks its rule."""
+
+    field: str
+    """Path of the field, such as "sampling.temperature"."""
+    description: str
+    """The rule, and what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaViolation:
+    """One limit that was reached."""
+
+    subject: str
+    """Whose limit, such as "tenant:acme"."""
+    description: str
+    """Which limit, and its value."""
+
+
+class DrafthouseError(Exception):
+    """A call failed.
+
+    Args:
+        message: what happened, in English; for people, not for programs.
+        code: gRPC status code; None takes the class's own.
+        reason: an `ErrorReason` of `drafthouse.v1` without its prefix; empty when there is none.
+        metadata: further facts, keys as in the documentation of the reason.
+        request_id: id of the request as in the server's log; empty when the server was not reached.
+        retry_after: seconds after which a retry may succeed; None when the server said nothing.
+        violations: the fields at fault.
+        quota_violations: the limits that were reached.
+    """
+
+    code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+    """gRPC status code."""
+    default_reason: ClassVar[str] = ""
+    """Reason that this class stands for; empty when it stands for a whole code."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode | None = None,
+        reason: str = "",
+        metadata: Mapping[str, str] = _NO_METADATA,
+        request_id: str = "",
+        retry_after: float | None = None,
+        violations: Sequence[FieldViolation] = (),
+        quota_violations: Sequence[QuotaViolation] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.reason = reason or self.default_reason
+        self.metadata = MappingProxyType(dict(metadata))
+        self.request_id = request_id
+        self.retry_after = retry_after
+        self.violations = tuple(violations)
+        self.quota_violations = tuple(quota_violations)
+
+    def __str__(self) -> str:
+        lines = [f"[{self.reason or self.code.name}] {self.message}"]
+        lines += [f"  {violation.field}: {violation.description}" for violation in self.violations]
+        if self.request_id:
+            lines.append(f"  request id: {self.request_id}")
+        return "\n".join(lines)
+
+
+class InvalidArgument(DrafthouseError):
+    """The request breaks a documented rule; the same request will fail again."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class InvalidField(InvalidArgument):
+    """One or more fields break their rule; `violations` lists all of them."""
+
+    default_reason = "INVALID_FIELD"
+
+
+class ContextTooLong(InvalidArgument):
+    """Prompt and output do not fit; metadata: promptTokens, maxOutputTokens, contextTokens."""
+
+    default_reason = "CONTEXT_TOO_LONG"
+
+
+class Unauthenticated(DrafthouseError):
+    """The server does not know who calls."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class InvalidApiKey(Unauthenticated):
+    """The API key is missing or unknown."""
+
+    default_reason = "INVALID_API_KEY"
+
+
+class PermissionDenied(DrafthouseError):
+    """The caller may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class ModelNotAllowed(PermissionDenied):
+    """The tenant may not use this model; metadata: model."""
+
+    default_reason = "MODEL_NOT_ALLOWED"
+
+
+class NotFound(DrafthouseError):
+    """What was asked for does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class ModelNotFound(NotFound):
+    """The server does not serve this model; metadata: model."""
+
+    default_reason = "MODEL_NOT_FOUND"
+
+
+class ResourceExhausted(DrafthouseError):
+    """The caller's own limit is reached."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class TenantQuotaExceeded(ResourceExhausted):
+    """The tenant's own limit is reached; see `quota_violations` and `retry_after`."""
+
+    default_reason = "TENANT_QUOTA_EXCEEDED"
+
+
+class Unavailable(DrafthouseError):
+    """The server cannot take the call now, or cannot be reached."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class QueueFull(Unavailable):
+    """The server's queue is full; metadata: waitingRequests."""
+
+    default_reason = "QUEUE_FULL"
+
+
+class ServerDraining(Unavailable):
+    """The server is shutting down."""
+
+    default_reason = "SERVER_DRAINING"
+
+
+class InternalError(DrafthouseError):
+    """The server failed."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+class EngineFailure(InternalError):
+    """The engine failed on this request; metadata: status."""
+
+    default_reason = "ENGINE_FAILURE"
+
+
+class DeadlineExceeded(DrafthouseError):
+    """The call's `timeout` has passed."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Cancelled(DrafthouseError):
+    """The call was cancelled: its stream was left, the client was closed, or the server gave up."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+_BY_CODE = {cls.code: cls for cls in DrafthouseError.__subclasses__()}
+_BY_REASON = {sub.default_reason: sub for cls in _BY_CODE.values() for sub in cls.__subclasses__()}
+
+
+def error_class(code: grpc.StatusCode, reason: str) -> type[DrafthouseError]:
+    """Returns the most specific class for a code and a reason."""
+    return _BY_REASON.get(reason) or _BY_CODE.get(code, DrafthouseError)
+
+
+@contextmanager
+def map_grpc_errors() -> Iterator[None]:
+    """Turns the transport's exceptions into ours; the original is the `__cause__`.
+
+    Raises:
+        DrafthouseError: the call failed.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _from_rpc_error(error) from error
+    except grpc.aio.UsageError as error:  # what grpc.aio raises on a closed channel
+        raise Cancelled("the client is closed") from error
+
+
+class _FailedCall(Protocol):
+    """What sync and asyncio errors of grpc have in common."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Sequence[tuple[str, str | bytes]] | None: ...
+
+
+def _from_rpc_error(error: grpc.RpcError) -> DrafthouseError:
+    call: _FailedCall = error  # type: ignore[assignment]  # every RpcError of a call is also a Call
+    code = call.code()
+    status = _status(call.trailing_metadata() or ())
+    found = _find(status, ErrorInfo)
+    retry = _find(status, RetryInfo)
+    is_ours = found.domain == DOMAIN
+    reason = found.reason if is_ours else ""
+    return error_class(code, reason)(
+        call.details() or code.name,
+        code=code,
+        reason=reason,
+        metadata=found.metadata if is_ours else _NO_METADATA,
+        request_id=_find(status, RequestInfo).request_id,
+        retry_after=retry.retry_delay.ToTimedelta().total_seconds() if retry.ByteSize() else None,
+        violations=_violations(status),
+        quota_violations=_quota_violations(status),
+    )
+
+
+def _status(metadata: Sequence[tuple[str, str | bytes]]) -> Status:
+    """Returns the rich status of a call; empty when there is none or a proxy has mangled it."""
+    for key, value in metadata:
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return Status.FromString(value)
+            except DecodeError:
+                break
+    return Status()
+
+
+def _find(status: Status, kind: type[_Detail]) -> _Detail:
+    """Returns the detail of this kind, empty when the status has none."""
+    found = kind()
+    for detail in status.details:
+        if detail.Unpack(found):
+            break
+    return found
+
+
+def _violations(status: Status) -> tuple[FieldViolation, ...]:
+    bad = _find(status, BadRequest)
+    return tuple(FieldViolation(item.field, item.description) for item in bad.field_violations)
+
+
+def _quota_violations(status: Status) -> tuple[QuotaViolation, ...]:
+    failure = _find(status, QuotaFailure)
+    return tuple(QuotaViolation(item.subject, item.description) for item in failure.violations)

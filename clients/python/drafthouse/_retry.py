@@ -1,0 +1,117 @@
+"""When a failed call is tried again."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+from drafthouse._errors import DrafthouseError, ResourceExhausted, Unavailable
+
+__all__ = ["Attempts", "RetryBudget", "RetryPolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how fast failed calls are tried again.
+
+    Only calls that have not answered anything yet are tried again: on `Unavailable`, and on
+    `ResourceExhausted` when the server says after what time.
+    """
+
+    max_attempts: int = 4
+    """Attempts of one call, the first included."""
+    initial_delay_s: float = 0.1
+    """Longest wait before the second attempt; doubles with every further one."""
+    max_delay_s: float = 5.0
+    """Longest wait of our own choice; the server may ask for more."""
+    budget: int = 10
+    """Twice the retries in a row, over all calls, after which a client waits for a success."""
+
+    def backoff_s(self, n_failed: int) -> float:
+        """Returns the wait after so many failed attempts, before jitter; seconds."""
+        return min(self.max_delay_s, self.initial_delay_s * 2.0 ** (n_failed - 1))
+
+
+class RetryBudget:
+    """Keeps a client from multiplying the load on a server that fails.
+
+    Every retryable failure takes one token, every success gives a tenth back; below half there are
+    no retries.
+
+    Source:
+        gRPC proposal A6, "Throttling Retry Attempts and Hedged RPCs".
+    """
+
+    def __init__(self, n_tokens: int) -> None:
+        self._n_max = float(n_tokens)
+        self._n_tokens = float(n_tokens)
+        self._lock = threading.Lock()
+
+    def succeed(self) -> None:
+        """Gives a tenth of a token back."""
+        with self._lock:
+            self._n_tokens = min(self._n_max, self._n_tokens + 0.1)
+
+    def fail(self) -> bool:
+        """Takes a token; returns whether a retry is allowed."""
+        with self._lock:
+            self._n_tokens = max(0.0, self._n_tokens - 1.0)
+            return self._n_tokens >= self._n_max / 2
+
+
+class Attempts:
+    """The attempts of one call.
+
+    Args:
+        policy: when to try again; None is never.
+        budget: of the client.
+        timeout: of the whole call, all attempts and waits together, in seconds; None is no limit.
+    """
+
+    def __init__(
+        self, policy: RetryPolicy | None, budget: RetryBudget, timeout: float | None
+    ) -> None:
+        self._policy = policy
+        self._budget = budget
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._n_failed = 0
+
+    def remaining_s(self) -> float | None:
+        """Returns the seconds left; None is no limit."""
+        if self._deadline is None:
+            return None
+        return max(0.0, self._deadline - time.monotonic())
+
+    def succeed(self) -> None:
+        """Notes that the server has answered."""
+        self._budget.succeed()
+
+    def delay_s(self, error: DrafthouseError) -> float:
+        """Returns how long to wait before the next attempt.
+
+        Raises:
+            DrafthouseError: the error itself, when there shall be no further attempt.
+        """
+        self._n_failed += 1
+        if self._policy is None or not _is_retryable(error) or not self._budget.fail():
+            raise error
+        if self._n_failed >= self._policy.max_attempts:
+            raise error
+        delay = self._delay_s(self._policy, error)
+        remaining = self.remaining_s()
+        if remaining is not None and delay >= remaining:
+            raise error
+        return delay
+
+    def _delay_s(self, policy: RetryPolicy, error: DrafthouseError) -> float:
+        """Returns the wait: what the server asks for, and a random share of the backoff on top."""
+        jitter = random.random() * policy.backoff_s(self._n_failed)  # noqa: S311  not a secret
+        return (error.retry_after or 0.0) + jitter
+
+
+def _is_retryable(error: DrafthouseError) -> bool:
+    if isinstance(error, Unavailable):
+        return True
+    return isinstance(error, ResourceExhausted) and error.retry_after is not None

@@ -1,0 +1,307 @@
+"""The stream of one generation: iterate it, or wait for its end; leave it, and its slot is free."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from types import TracebackType
+from typing import Protocol, TypeAlias
+
+from drafthouse._errors import Cancelled, DrafthouseError, InternalError, map_grpc_errors
+from drafthouse._events import Chunk, Collected, Result, chunk_from
+from drafthouse._retry import Attempts
+from drafthouse.v1 import generation_pb2
+
+__all__ = ["AsyncGenerationStream", "GenerationStream"]
+
+_Response: TypeAlias = generation_pb2.GenerateResponse
+
+
+class _Call(Protocol):
+    """What is needed of a call of `grpc`."""
+
+    def __next__(self) -> _Response: ...
+    def cancel(self) -> bool: ...
+
+
+class _AsyncCall(Protocol):
+    """What is needed of a call of `grpc.aio`."""
+
+    async def read(self) -> object: ...  # a response, or grpc.aio.EOF
+    def cancel(self) -> bool: ...
+
+
+class _Progress:
+    """How far a generation has come; no I/O."""
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self._collected = Collected()
+        self._has_answer = False
+        self._has_left = False
+        self._result: Result | None = None
+
+    @property
+    def _is_finished(self) -> bool:
+        """Whether there is nothing more to read.
+
+        Raises:
+            Cancelled: the stream was left before its end.
+        """
+        if self._result is None and self._has_left:
+            raise Cancelled("the stream was left before its end")
+        return self._result is not None
+
+    def _delay_s(self, error: DrafthouseError) -> float:
+        """Returns the wait before the next attempt; raises the error when there is none."""
+        if self._has_answer or self._has_left:
+            raise error  # what was already handed out cannot be taken back
+        return self._attempts.delay_s(error)
+
+    def _take(self, message: _Response | None) -> Chunk | None:
+        """Notes a message; None is the end of the stream. Returns its chunk, None at the result."""
+        if message is None:
+            raise InternalError("the stream ended without a result")
+        if not self._has_answer:
+            self._has_answer = True
+            self._attempts.succeed()
+        if message.WhichOneof("event") == "result":
+            self._result = self._collected.finish(message.result)
+            return None
+        chunk = chunk_from(message.chunk)  # an event of a newer server yields an empty chunk
+        self._collected.add(chunk)
+        return chunk
+
+
+class GenerationStream(_Progress):
+    """Chunks of a generation that runs on the server.
+
+    A `for` loop over the stream yields every `Chunk`; `text` and `result` wait for the end. Leaving
+    the loop early, by `break` or by an exception, ends the generation and frees its slot; so do
+    `close`, the end of a `with` block, and garbage collection.
+
+    Args:
+        start: starts the call with this many seconds to go.
+        attempts: of this call.
+    """
+
+    def __init__(self, start: Callable[[float | None], _Call], attempts: Attempts) -> None:
+        super().__init__(attempts)
+        self._start = start
+        self._call = start(attempts.remaining_s())
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Returns the chunks that are left.
+
+        Raises:
+            DrafthouseError: the generation failed, at the chunk where it did.
+        """
+        return _Iteration(self)
+
+    def text(self) -> str:
+        """Waits for the end and returns the whole text.
+
+        Raises:
+            DrafthouseError: the generation failed, or was left before its end.
+        """
+        return self.result().text
+
+    def result(self) -> Result:
+        """Waits for the end and returns the finished generation.
+
+        Raises:
+            DrafthouseError: the generation failed, or was left before its end.
+        """
+        for _ in self:
+            pass
+        assert self._result is not None, "an iteration that ends has met the result"
+        return self._result
+
+    def close(self) -> None:
+        """Ends the generation if it still runs. Harmless when done twice."""
+        self._has_left = True
+        if self._result is None:
+            self._call.cancel()
+
+    def __enter__(self) -> GenerationStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_call"):  # the call itself may have failed to start
+            self.close()
+
+    def _read(self) -> Chunk | None:
+        """Waits for the next chunk; None when the generation has ended."""
+        if self._is_finished:
+            return None
+        try:
+            return self._take(self._next())
+        except BaseException:  # also Ctrl-C: nobody will read on
+            self.close()
+            raise
+
+    def _next(self) -> _Response | None:
+        while True:
+            try:
+                with map_grpc_errors():
+                    return next(self._call, None)
+            except DrafthouseError as error:
+                time.sleep(self._delay_s(error))
+            self._call = self._start(self._attempts.remaining_s())
+
+
+class _Iteration:
+    """One loop over a stream. Lives exactly as long as the loop, whose end thus ends the stream."""
+
+    def __init__(self, stream: GenerationStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> _Iteration:
+        return self
+
+    def __next__(self) -> Chunk:
+        chunk = self._stream._read()
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def __del__(self) -> None:
+        self._stream.close()
+
+
+class AsyncGenerationStream(_Progress):
+    """Chunks of a generation that runs on the server, for asyncio.
+
+    An `async for` loop over the stream yields every `Chunk`; `text` and `result` wait for the end,
+    and awaiting the stream itself is awaiting its `result`. Leaving the loop early, by `break`, by
+    an exception or because its task is cancelled, ends the generation and frees its slot; so do
+    `aclose`, the end of an `async with` block, and garbage collection.
+
+    Args:
+        start: starts the call with this many seconds to go.
+        attempts: of this call.
+    """
+
+    def __init__(self, start: Callable[[float | None], _AsyncCall], attempts: Attempts) -> None:
+        super().__init__(attempts)
+        self._start = start
+        self._loop = asyncio.get_running_loop()
+        self._call = start(attempts.remaining_s())
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        """Returns the chunks that are left.
+
+        Raises:
+            DrafthouseError: the generation failed, at the chunk where it did.
+        """
+        return _AsyncIteration(self)
+
+    def __await__(self) -> Generator[object, None, Result]:
+        return self.result().__await__()
+
+    async def text(self) -> str:
+        """Waits for the end and returns the whole text.
+
+        Raises:
+            DrafthouseError: the generation failed, or was left before its end.
+        """
+        return (await self.result()).text
+
+    async def result(self) -> Result:
+        """Waits for the end and returns the finished generation.
+
+        Raises:
+            DrafthouseError: the generation failed, or was left before its end.
+
+        Cancellation:
+            ends the generation.
+        """
+        async for _ in self:
+            pass
+        assert self._result is not None, "an iteration that ends has met the result"
+        return self._result
+
+    async def aclose(self) -> None:
+        """Ends the generation if it still runs. Harmless when done twice."""
+        self._leave()
+
+    async def __aenter__(self) -> AsyncGenerationStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_call"):  # the call itself may have failed to start
+            self._abandon()
+
+    async def _read(self) -> Chunk | None:
+        """Waits for the next chunk; None when the generation has ended."""
+        if self._is_finished:
+            return None
+        try:
+            return self._take(await self._next())
+        except asyncio.CancelledError as error:
+            self._leave()
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not this task was cancelled but the call: by another task, or by closing the client.
+            raise Cancelled("the stream was left before its end") from error
+        except BaseException:
+            self._leave()
+            raise
+
+    def _abandon(self) -> None:
+        """Ends the generation if it still runs, from any thread, as garbage collection may."""
+        if self._result is None and not self._has_left and not self._loop.is_closed():
+            self._has_left = True
+            self._loop.call_soon_threadsafe(self._call.cancel)
+
+    def _leave(self) -> None:
+        self._has_left = True
+        if self._result is None:
+            self._call.cancel()
+
+    async def _next(self) -> _Response | None:
+        while True:
+            try:
+                with map_grpc_errors():
+                    message = await self._call.read()
+                return message if isinstance(message, generation_pb2.GenerateResponse) else None
+            except DrafthouseError as error:
+                await asyncio.sleep(self._delay_s(error))
+            self._call = self._start(self._attempts.remaining_s())
+
+
+class _AsyncIteration:
+    """One loop over a stream. Lives exactly as long as the loop, whose end thus ends the stream."""
+
+    def __init__(self, stream: AsyncGenerationStream) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> _AsyncIteration:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        chunk = await self._stream._read()
+        if chunk is None:
+            raise StopAsyncIteration
+        return chunk
+
+    def __del__(self) -> None:
+        self._stream._abandon()
