@@ -1,4 +1,7 @@
-"""The server's settings: defaults < TOML file < environment (`DRAFTHOUSE_*`) < command-line flags."""
+"""The server's settings.
+
+Defaults < TOML file < environment (`DRAFTHOUSE_*`) < command-line flags.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def _are_api_keys(keys: tuple[str, ...]) -> bool:
 _API_KEYS = _Rule('entries of the form "tenant:key", every key once', _are_api_keys)
 
 
-def _setting(default: object, rule: _Rule, about: str) -> Any:
+def _setting(default: object, rule: _Rule, about: str) -> Any:  # noqa: ANN401  # as `field` does
     """Returns a dataclass field that carries its rule and its documentation."""
     return dataclasses.field(default=default, metadata={"rule": rule, "about": about})
 
@@ -88,7 +91,7 @@ class Config:
     draft_type: str = _setting(
         "mtp",
         _one_of(DRAFT_TYPES),
-        "How drafts are made. eagle3 and simple need draft_model; mtp needs a model with MTP heads.",
+        "How drafts are made. eagle3 and simple need draft_model; mtp needs a model with heads.",
     )
     """How drafts are made."""
     draft_model: str = _setting(
@@ -147,7 +150,7 @@ class Config:
     is_probabilistic: bool = _setting(
         True,
         _ANY,
-        "At temperatures above 0, sample drafts and verify them by rejection sampling (mtp, simple);"
+        "At temperatures above 0, sample drafts and verify them by rejection (mtp, simple);"
         " false: draft the likeliest tokens and keep those that the target chooses too."
         " Exact either way.",
     )
@@ -327,7 +330,7 @@ def load(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, str | None] | None = None,
 ) -> Config:
-    """Returns the settings of all sources, the later ones winning: defaults, file, environment, flags.
+    """Returns the settings of all sources: defaults < file < environment < flags.
 
     Args:
         path: A TOML file; without one the variable DRAFTHOUSE_CONFIG names it, or there is none.
@@ -371,7 +374,10 @@ def _toml(value: object) -> str:
 
 
 def describe() -> str:
-    """Returns an example configuration: every setting with its default, documentation and rule, as TOML."""
+    """Returns an example configuration.
+
+    Every setting with its default, documentation and rule, as TOML.
+    """
     lines = [
         "# Every setting of Drafthouse with its default. A flag (--n-seq-max) wins over the",
         "# environment (DRAFTHOUSE_N_SEQ_MAX), which wins over this file.",

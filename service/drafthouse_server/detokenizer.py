@@ -1,4 +1,7 @@
-"""Turns a stream of tokens into a stream of text: whole characters only, nothing past a stop text."""
+"""Turns a stream of tokens into a stream of text.
+
+Whole characters only, nothing past a stop text.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ class Text:
 
 
 class Detokenizer:
-    """Decodes one sequence's output. What it returns does not depend on how the tokens were split into calls.
+    """Decodes one sequence's output.
+
+    The text does not depend on how the tokens were split into calls.
 
     Args:
         token_bytes: Returns the bytes of a token; no bytes for a control token.
@@ -62,7 +67,10 @@ class Detokenizer:
         return Text("".join(texts), self._matched_stop, n_tokens)
 
     def finish(self) -> str:
-        """Ends the stream and returns what was held back; an incomplete character becomes U+FFFD."""
+        """Ends the stream and returns what was held back.
+
+        An incomplete character becomes U+FFFD.
+        """
         if self._matched_stop:
             return ""
         text = self._push(self._decoder.decode(b"", final=True))
@@ -84,7 +92,7 @@ class Detokenizer:
         return text[: len(text) - n_held]
 
     def _find_stop(self, text: str) -> tuple[str, int]:
-        """Returns the stop text that is complete first, the longest of several, and where it starts."""
+        """Returns the stop text that is complete first (the longest of several) and its start."""
         found = [
             (start + len(stop), start, stop)
             for stop in self._stops

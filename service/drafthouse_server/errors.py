@@ -1,6 +1,7 @@
 """Everything that can go wrong on purpose.
 
-What a client is told; each class fixes its `reason` (an `ErrorReason` of the protos without the prefix) and its gRPC `code`:
+What a client is told; each class fixes its `reason` (an `ErrorReason` of the protos without the
+prefix) and its gRPC `code`:
 
     DrafthouseError
     ├── InvalidRequest        INVALID_ARGUMENT    INVALID_FIELD

@@ -1,4 +1,7 @@
-"""An engine without a model: deterministic, scriptable, and strict about its plans. For tests, here and at users'."""
+"""An engine without a model.
+
+Deterministic, scriptable, and strict about its plans. For tests, here and at users'.
+"""
 
 from __future__ import annotations
 
@@ -129,9 +132,10 @@ class _Budget:
 class FakeEngine:
     """Implements `Engine` with a hash of the whole history as language model.
 
-    Token t < 256 is byte t; four control tokens follow. The next token depends on every token before it, so a sequence that
-    was given another's tokens, or its own twice, generates something else. How many drafted tokens are accepted is scripted
-    and changes nothing but the speed, as it must be. Every plan is checked as `spec.h` says.
+    Token t < 256 is byte t; four control tokens follow. The next token depends on every token
+    before it, so a sequence that was given another's tokens, or its own twice, generates something
+    else. How many drafted tokens are accepted is scripted and changes nothing but the speed, as it
+    must be. Every plan is checked as `spec.h` says.
 
     Args:
         limits: Capacities; a small machine's by default.
@@ -333,14 +337,18 @@ class FakeEngine:
         return min(n_accepted, entry.n_draft)
 
     def _logprobs(self, slot: _Slot, tokens: list[int]) -> list[float]:
-        """Returns a log-probability per token: minus its id in thousandths, so that a test can tell them apart."""
+        """Returns a log-probability per token.
+
+        Minus its id in thousandths, so that a test can tell them apart.
+        """
         return [-token / 1000 for token in tokens] if slot.sampler.options.logprobs else []
 
     def make_sampler(self, options: SamplingOptions) -> object:
         """Makes a sampler; a grammar must have a rule "root".
 
         Raises:
-            InvalidRequest: an option is out of its range, or the grammar has no root (INVALID_FIELD).
+            InvalidRequest: an option is out of its range, or the grammar has no root
+                (INVALID_FIELD).
         """
         if not (math.isfinite(options.temperature) and options.temperature >= 0):
             raise _invalid("sampling.temperature", f"{options.temperature} is not in [0, 10]")

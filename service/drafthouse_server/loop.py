@@ -41,7 +41,8 @@ _PAUSE_S = 0.1
 class Outbox:
     """One sequence's events, in order, until its reader takes them.
 
-    It never makes the loop wait: a reader who is slow, or gone, holds no slot. The sequence's output limit bounds it.
+    It never makes the loop wait: a reader who is slow, or gone, holds no slot. The sequence's
+    output limit bounds it.
     Use: `async for event in outbox`, or `receive` for all that is ready.
     """
 
@@ -56,7 +57,7 @@ class Outbox:
         self._is_ready.set()
 
     async def receive(self) -> list[Event]:
-        """Waits until something is there and returns all of it; nothing more after a terminal event.
+        """Waits until something is there and returns all of it; nothing after a terminal event.
 
         Cancellation:
             Atomic: events are either returned or still there.
@@ -216,11 +217,17 @@ class StepLoop:
         return outbox
 
     def cancel(self, sequence: Sequence) -> None:
-        """Asks for the end of a sequence whose client has left. Its slot is free after the step in flight."""
+        """Asks for the end of a sequence whose client has left.
+
+        Its slot is free after the step in flight.
+        """
         self._mark(sequence, FinishReason.CANCELLED)
 
     def finish(self, sequence: Sequence) -> None:
-        """Asks for the good end of a sequence, because its text is complete. Its slot is free after the step in flight."""
+        """Asks for the good end of a sequence, because its text is complete.
+
+        Its slot is free after the step in flight.
+        """
         self._mark(sequence, FinishReason.STOP)
 
     def _mark(self, sequence: Sequence, end: FinishReason | DrafthouseError) -> None:
@@ -234,7 +241,7 @@ class StepLoop:
         return self._metrics.statistics()
 
     async def drain(self, timeout_s: float) -> int:
-        """Takes no more requests, lets those that are here finish, and ends what is left after a time.
+        """Takes no more requests, lets those here finish, and ends what is left after a time.
 
         Args:
             timeout_s: Seconds that they may go on.
@@ -275,7 +282,10 @@ class StepLoop:
                 await self._step(plan)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """Ends whoever is left when the loop itself has failed or was cancelled; nobody waits for ever."""
+        """Ends whoever is left when the loop itself has failed or was cancelled.
+
+        Nobody waits for ever.
+        """
         self._is_draining = True
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -300,7 +310,10 @@ class StepLoop:
         return plan
 
     async def _step(self, plan: StepPlan) -> None:
-        """Runs one plan. A failure of the engine ends the sequences of this step and nothing else."""
+        """Runs one plan.
+
+        A failure of the engine ends the sequences of this step and nothing else.
+        """
         step = asyncio.get_running_loop().run_in_executor(self._executor, self._engine.step, plan)
         try:
             result = await step

@@ -1,7 +1,7 @@
 """Who gets which part of the next step. Pure: the same calls give the same plans.
 
-There is no prefill phase and no decode phase. A sequence has `n_computed` tokens in the cache and `n_target` tokens known;
-`plan` hands out the difference, as far as the step's budget goes:
+There is no prefill phase and no decode phase. A sequence has `n_computed` tokens in the cache and
+`n_target` tokens known; `plan` hands out the difference, as far as the step's budget goes:
 
 1. Every sequence that generates gets its last token; nothing can take that away.
 2. Prompts get a floor, so that drafts cannot stall them.
@@ -41,8 +41,8 @@ _End = FinishReason | DrafthouseError
 class Scheduler:
     """Continuous batching over the engine's slots; first come, first served inside a priority.
 
-    Order of calls, once per step: `reap`, `plan`, the engine's step, then `commit`, or `abandon` if the step was lost.
-    `submit` and `mark` may come at any time in between.
+    Order of calls, once per step: `reap`, `plan`, the engine's step, then `commit`, or `abandon` if
+    the step was lost. `submit` and `mark` may come at any time in between.
 
     Args:
         limits: What the engine can carry; its budget holds every slot's next token.
@@ -84,11 +84,14 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits, nothing runs and the engine has been told of every slot given back."""
+        """Whether nothing waits, nothing runs and the engine knows of every slot given back."""
         return not (self._waiting or self._running or self._frees)
 
     def sequences(self) -> list[Sequence]:
-        """Returns the sequences that have not ended: running ones first, then waiting ones in their order."""
+        """Returns the sequences that have not ended.
+
+        Running ones first, then waiting ones in their order.
+        """
         return [*self._running.values(), *self._waiting]
 
     def check(self, n_prompt: int, n_output_max: int | None) -> int:
@@ -122,7 +125,10 @@ class Scheduler:
         self._next_deadline = min(self._next_deadline, sequence.deadline)
 
     def mark(self, sequence: Sequence, end: FinishReason | DrafthouseError) -> None:
-        """Asks for a sequence's end; the next `reap` carries it out. Too late is harmless; the first mark counts."""
+        """Asks for a sequence's end.
+
+        The next `reap` carries it out. Too late is harmless; the first mark counts.
+        """
         if sequence.state is not SequenceState.FINISHED:
             self._marks.setdefault(sequence, end)
 
@@ -175,7 +181,10 @@ class Scheduler:
         return plan
 
     def _fill_slots(self, now: float) -> None:
-        """Gives free slots to those who wait, as far as cells can be set aside. Nobody overtakes."""
+        """Gives free slots to those who wait, as far as cells can be set aside.
+
+        Nobody overtakes.
+        """
         while self._waiting and self._free_slots:
             sequence = self._waiting[0]
             n_cells = self._n_cells(sequence)
@@ -190,13 +199,16 @@ class Scheduler:
             self._starts.append((sequence.seq_id, sequence.sampler))
 
     def _n_cells(self, sequence: Sequence) -> int:
-        """Returns the cells to set aside: all that it can ever hold, and what the draft tries out beyond."""
+        """Returns the cells to set aside.
+
+        All that it can ever hold, and what the draft tries out beyond.
+        """
         assert sequence.n_output_max is not None, "set at submission"
         n_tokens = sequence.n_prompt + sequence.n_output_max + self._limits.n_draft_max
         return min(n_tokens, self._limits.n_ctx_seq, self._limits.n_ctx)
 
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Returns the sequences that generate and those with a prompt to compute, in the order of arrival."""
+        """Returns the sequences that generate and those with a prompt to compute."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._running.values():
@@ -263,16 +275,17 @@ class Scheduler:
             events.append((sequence, self._fail(sequence, "BAD_RESULT")))
 
     def _retry(self, sequence: Sequence, events: list[tuple[Sequence, Event]]) -> None:
-        """Lets a sequence that found no cell try again, without a draft, a bounded number of times."""
+        """Lets a sequence that found no cell try again, without a draft and not for ever."""
         sequence.n_no_room += 1
         if sequence.n_no_room >= N_NO_ROOM_MAX:
             events.append((sequence, self._fail(sequence, SequenceStatus.NO_ROOM.value)))
 
     def abandon(self, plan: StepPlan, error: Exception) -> list[tuple[Sequence, Event]]:
-        """Ends the sequences of a step that the engine lost; nobody else. Their slots are given back.
+        """Ends the sequences of a step that the engine lost, and gives their slots back.
 
         Args:
-            plan: The lost plan. What it should have given back is given back again: harmless if it was.
+            plan: The lost plan. What it should have given back is given back again: harmless if it
+                was.
             error: Why it was lost.
 
         Returns:
@@ -308,7 +321,7 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 
 
 def _level(wishes: list[int], n_left: int) -> list[int]:
-    """Cuts the largest wishes down to a common level, so that together they are at most `n_left`."""
+    """Cuts the largest wishes down to a common level, so that their sum is at most `n_left`."""
     granted = [0] * len(wishes)
     open_wishes = sorted(range(len(wishes)), key=lambda i: wishes[i])
     for n_done, i in enumerate(open_wishes):

@@ -143,7 +143,10 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence besides the model's own."""
     n_output_max: int | None = None
-    """Most tokens to generate, >= 1; None: until the context is full. The scheduler sets it at submission."""
+    """Most tokens to generate, >= 1.
+
+    None: until the context is full. The scheduler sets it at submission.
+    """
     n_draft: int | None = None
     """K asked for; None is the server's default."""
     deadline: float = math.inf
@@ -304,7 +307,10 @@ class Sequence:
         return event
 
     def fail(self, error: DrafthouseError) -> ErrorEvent:
-        """Ends the sequence in an error and returns its terminal event. At most one end per sequence."""
+        """Ends the sequence in an error and returns its terminal event.
+
+        At most one end per sequence.
+        """
         assert self.terminal is None, f"{self.request_id} ended twice"
         event = ErrorEvent(error)
         self.terminal = event

@@ -85,8 +85,9 @@ class FixedDraft:
 def fit(n_draft: int, sequence: Draftable, limits: EngineLimits) -> int:
     """Returns the largest K up to `n_draft` that is of use to a sequence.
 
-    A step yields up to K + 1 tokens, so more than the remaining output less one would be thrown away. It takes K + 1 cells,
-    which must fit the sequence's context. A sequence whose draft state is lost, or which found no room, gets none.
+    A step yields up to K + 1 tokens, so more than the remaining output less one would be thrown
+    away. It takes K + 1 cells, which must fit the sequence's context. A sequence whose draft state
+    is lost, or which found no room, gets none.
     """
     if sequence.is_draft_cold or sequence.n_no_room:
         return 0

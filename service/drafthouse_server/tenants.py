@@ -64,7 +64,7 @@ def _digest(api_key: str) -> bytes:
 
 
 class TenantRegistry:
-    """Finds the tenant of an API key. Without any key the server is open and everybody is one tenant.
+    """Finds the tenant of an API key. Without any key the server is open to everybody.
 
     Args:
         tenants: Tenants by API key.
