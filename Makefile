@@ -6,7 +6,6 @@ ARGS ?=
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 CXX_FILES = $(wildcard cext/*.h cext/*.cpp cext/*.c)
 CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd)
-CODE = cext service clients/python models scripts tests
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -36,15 +35,19 @@ unit: dev ## run the tests; ARGS="-k name" chooses
 	@$(VENV)/pytest -m "not bench" --cov --cov-report=term $(ARGS)
 
 verify: dev ## check format, lint, types, imports, generated code; change nothing
-	@echo "== ruff";          $(VENV)/ruff format --check --quiet . && $(VENV)/ruff check --quiet .
-	@echo "== mypy";          $(VENV)/mypy
-	@echo "== import-linter"; $(VENV)/lint-imports --no-cache
-	@echo "== cython-lint";   $(VENV)/cython-lint $(CYTHON_FILES) 
-	@scratch=$$(mktemp -d) && cp $(CYTHON_FILES) "$$scratch" && $(VENV)/double-quote-cython-strings "$$scratch"/*; \
-	status=$$?; rm -r "$$scratch"; exit $$status  # that tool can only repair, so it gets copies
-	@echo "== clang-format";  $(VENV)/clang-format --dry-run -Werror $(CXX_FILES)
-	@echo "== buf";           scripts/buf.sh lint
-	@echo "== generated";     $(VENV)/python scripts/gen.py --check
+	@status=0; \
+	check() { echo "== $$*"; "$$@" || status=1; }; \
+	check ruff format --check --quiet .; \
+	check ruff check --quiet .; \
+	check mypy; \
+	check lint-imports --no-cache --no-logo; \
+	check cython-lint $(CYTHON_FILES); \
+	check scripts/quotes.sh $(CYTHON_FILES); \
+	check clang-format --dry-run -Werror $(CXX_FILES); \
+	check scripts/buf.sh lint; \
+	check python scripts/gen.py --check; \
+	if [ $$status = 0 ]; then echo "verify: all clean"; else echo "verify: FAILED, see above; make fix repairs a part"; fi; \
+	exit $$status
 
 fix: dev ## repair what verify can repair
 	@$(VENV)/ruff check --fix --exit-zero --quiet .

@@ -49,7 +49,7 @@ class BuildError(Exception):
 
 
 class Progress:
-    """Shows one step: a line that counts seconds on a terminal, two plain lines elsewhere."""
+    """Shows one step: a line that counts seconds on a terminal, plain lines elsewhere."""
 
     def __init__(self, number: int, title: str) -> None:
         self.title = title
@@ -57,7 +57,12 @@ class Progress:
         self._started_s = time.monotonic()
         self._is_terminal = sys.stderr.isatty()
         self._shown_percent = 0
-        if not self._is_terminal:
+        self._is_started = False
+
+    def start(self) -> None:
+        """Says, where no line counts seconds, that there is something to wait for."""
+        if not self._is_terminal and not self._is_started:
+            self._is_started = True
             self._write(f"{self._title} …\n")
 
     @property
@@ -97,6 +102,7 @@ def run(command: list[str], progress: Progress, *, env: dict[str, str] | None = 
         BuildError: it failed; the end of its output has been shown.
     """
     lines: list[str] = []
+    progress.start()
     process = subprocess.Popen(
         command,
         cwd=ROOT,
