@@ -137,11 +137,8 @@ class DrafthouseError(Exception):
         self.quota_violations = tuple(quota_violations)
 
     def __str__(self) -> str:
-        lines = [f"[{self.reason or self.code.name}] {self.message}"]
-        lines += [f"  {violation.field}: {violation.description}" for violation in self.violations]
-        if self.request_id:
-            lines.append(f"  request id: {self.request_id}")
-        return "\n".join(lines)
+        request = f" (request {self.request_id})" if self.request_id else ""
+        return f"[{self.reason or self.code.name}] {self.message}{request}"
 
 
 class InvalidArgument(DrafthouseError):

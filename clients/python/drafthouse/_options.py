@@ -202,7 +202,7 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except ValueError as error:  # out of the integer's range, or text that is not Unicode
         violation = FieldViolation(name, str(error))
-        raise InvalidField(f"{name} cannot be sent", violations=[violation]) from error
+        raise InvalidField(f"{name} cannot be sent: {error}", violations=[violation]) from error
 
 
 def _set(request: generation_pb2.GenerateRequest, name: str, value: object) -> None:
