@@ -1,0 +1,1360 @@
+# cython: language_level=3, embedsignature=False
+"""Models, samplers and engines of llama.cpp over `spec.h`.
+
+Rules of this file
+1. Every call that can take time runs between `enter_call` and `leave_call`, without the GIL.
+2. `check` is the only place that turns a status into an exception.
+3. Handles of models are counted: a model that is closed while something uses it is freed by its
+   last user.
+4. No callback takes the GIL on a foreign thread: log lines go through `log_ring.h`, and the
+   progress callback runs on the thread that loads.
+5. When the interpreter exits, calls in flight are waited for, engines are freed, and a daemon
+   thread that comes back or calls again sleeps for ever instead of failing in a dying interpreter.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_FromStringAndSize
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.pythread cimport PyThread_get_thread_ident
+from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t
+from posix.unistd cimport pause, usleep
+
+from drafthouse_engine cimport spec
+from libcpp cimport bool as c_bool
+
+import atexit
+import logging
+import os
+import weakref
+
+import numpy as np
+
+from drafthouse_engine import errors
+from drafthouse_engine.limits import EngineLimits
+from drafthouse_engine.options import DRAFT_TYPES, EngineParams, SamplingParams
+from drafthouse_engine.step import PLAN_DTYPE, RESULT_DTYPE, StepResult
+
+__all__ = ["Engine", "Model", "Sampler", "abi_version", "build_version", "set_log"]
+
+
+cdef extern from "log_ring.h" nogil:
+    enum:
+        LOG_RING_BYTES
+    void log_ring_put(int32_t level, const char * text, void * user) noexcept
+    bint log_ring_is_empty() noexcept
+    void log_ring_set_level(int32_t level) noexcept
+    size_t log_ring_take(char * out, size_t * n_dropped) noexcept
+
+
+# Calls in flight and interpreter exit. All of these change under the GIL only.
+
+cdef enum:
+    EXIT_WAIT_MS = 10000  # a step takes less; a thread that is stuck must not keep the process
+
+cdef int n_in_flight = 0
+cdef bint is_exiting = False
+cdef unsigned long exiting_thread = 0
+
+engines = weakref.WeakSet()
+
+
+cdef void sleep_if_exiting() noexcept:
+    if is_exiting and PyThread_get_thread_ident() != exiting_thread:
+        with nogil:
+            while True:
+                pause()
+
+
+cdef void enter_call() noexcept:
+    global n_in_flight
+    sleep_if_exiting()
+    n_in_flight += 1
+
+
+cdef int leave_call(int32_t rc, int32_t seq_id=-1) except -1:
+    global n_in_flight
+    n_in_flight -= 1
+    sleep_if_exiting()
+    if not log_ring_is_empty():
+        deliver_log()
+    return check(rc, seq_id)
+
+
+def _at_exit():
+    global is_exiting, exiting_thread
+    exiting_thread = PyThread_get_thread_ident()
+    is_exiting = True
+    cdef int n_waited_ms = 0
+    while n_in_flight > 0 and n_waited_ms < EXIT_WAIT_MS:
+        with nogil:
+            usleep(1000)
+        n_waited_ms += 1
+    for engine in list(engines):
+        (<Engine>engine)._free_if_idle()
+
+
+atexit.register(_at_exit)
+
+
+# Errors.
+
+cdef int check(int32_t rc, int32_t seq_id=-1) except -1:
+    if rc >= 0:
+        return 0
+    error = error_of(rc)
+    if isinstance(error, (errors.SeqBusy, errors.SeqIdle)):
+        error.seq_id = seq_id
+    raise error
+
+
+cdef object error_of(int32_t rc):
+    text = spec.spec_last_error().decode("utf-8", "replace")
+    name = spec.spec_status_name(rc).decode("ascii")
+    kind = errors.BY_STATUS.get(rc, errors.InternalError)
+    return kind(text or name)
+
+
+cdef object file_error(int32_t rc, str path):
+    error = error_of(rc)
+    if isinstance(error, (errors.ModelNotFound, errors.BadModel)):
+        error.path = path
+    return error
+
+
+# The log.
+
+_log_names = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+_log_sink = None
+
+
+cdef void deliver_log() noexcept:
+    cdef size_t n_dropped = 0
+    cdef size_t n_bytes
+    cdef char * store = <char *>PyMem_Malloc(LOG_RING_BYTES)
+    if store is NULL:
+        return
+    try:
+        n_bytes = log_ring_take(store, &n_dropped)
+        records = store[:n_bytes]
+    finally:
+        PyMem_Free(store)
+    for record in records.split(b"\0")[:-1]:
+        report_log(_log_names[record[0]], record[1:].decode("utf-8", "replace"))
+    if n_dropped > 0:
+        report_log(logging.WARNING, f"{n_dropped} log lines were lost")
+
+
+cdef report_log(int level, str text):
+    sink = _log_sink or logging.getLogger("drafthouse_engine.llama").log
+    for line in text.splitlines():
+        if line.strip():
+            sink(level, line)
+
+
+def set_log(level, callback=None):
+    """Chooses which log lines of llama.cpp arrive, and where.
+
+    Lines arrive at the end of the call of this library that caused them, on its thread. At first,
+    warnings and errors go to the logger `drafthouse_engine.llama`.
+
+    Args:
+        level: the least level, as in `logging`; `logging.CRITICAL` silences llama.cpp.
+        callback: called with (level, line); None means the logger `drafthouse_engine.llama`.
+
+    Thread:
+        Any; process-wide.
+    """
+    global _log_sink
+    if callback is not None and not callable(callback):
+        raise TypeError("callback must be callable or None")
+    _log_sink = callback
+    log_ring_set_level(min(5, max(1, (int(level) + 9) // 10)))
+
+
+# Conversions.
+
+@cython.final
+cdef class Buffer:
+    """Memory of an array, held as long as this object lives."""
+
+    cdef Py_buffer view
+
+    def __cinit__(self, array, bint is_writable=False):
+        flags = PyBUF_C_CONTIGUOUS | (PyBUF_WRITABLE if is_writable else 0)
+        PyObject_GetBuffer(array, &self.view, flags)
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self.view)
+
+
+@cython.final
+cdef class Strings:
+    """Texts as an array of C strings, valid as long as this object lives."""
+
+    cdef list encoded
+    cdef const char ** pointers
+
+    def __cinit__(self, texts, str name):
+        self.encoded = [encode(text, name) for text in texts]
+        self.pointers = <const char **>PyMem_Malloc(max(1, len(self.encoded)) * sizeof(char *))
+        if self.pointers is NULL:
+            raise MemoryError
+        for i, text in enumerate(self.encoded):
+            self.pointers[i] = <const char *>(<bytes>text)
+
+    def __dealloc__(self):
+        PyMem_Free(self.pointers)
+
+
+cdef bytes encode_text(text, str name):
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be str, not {type(text).__name__}")
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise errors.InvalidArgument(
+            f"{name} has a lone surrogate at index {error.start}, which UTF-8 cannot hold"
+        ) from None
+
+
+cdef bytes encode(text, str name):
+    encoded = encode_text(text, name)
+    if b"\0" in encoded:
+        raise errors.InvalidArgument(f"{name} has a NUL character at byte {encoded.index(0)}")
+    return encoded
+
+
+cdef int32_t int32_of(value, str name) except? -1:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    number = value.__index__()
+    if not INT32_MIN <= number <= INT32_MAX:
+        raise errors.InvalidArgument(f"{name} is {number}, which does not fit 32 bits")
+    return number
+
+
+cdef object int32_array(values, str name):
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise errors.InvalidArgument(f"{name} must have one dimension, not {array.ndim}")
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers of 32 bits, not {array.dtype}")
+    if array.dtype != np.int32 and not (INT32_MIN <= array.min() and array.max() <= INT32_MAX):
+        raise errors.InvalidArgument(f"{name} has values that do not fit 32 bits")
+    return np.ascontiguousarray(array, np.int32)
+
+
+cdef object array_of(const void * source, size_t n, dtype):
+    """A read-only copy of n elements in C memory."""
+    if n == 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(PyBytes_FromStringAndSize(<const char *>source, n * dtype.itemsize), dtype)
+
+
+_int32 = np.dtype(np.int32)
+_float32 = np.dtype(np.float32)
+
+
+# Models.
+
+@cython.final
+cdef class Progress:
+    """The progress callback of a load, and what it raised."""
+
+    cdef object callback
+    cdef object error
+
+    def __cinit__(self, callback):
+        self.callback = callback
+
+    cdef bint report(self, float share) noexcept:
+        try:
+            PyErr_CheckSignals()
+            if self.callback is not None:
+                self.callback(share)
+        except BaseException as error:
+            self.error = error
+            return False
+        return True
+
+
+cdef c_bool on_progress(float share, void * user) noexcept nogil:
+    if is_exiting:
+        return False
+    with gil:
+        return (<Progress>user).report(share)
+
+
+ctypedef int32_t (*text_getter)(
+    const spec.spec_model * model, const char * key, char * buf, size_t cap,
+    size_t * n_needed) noexcept nogil
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class Model:
+    """A loaded GGUF file: tokenizer, metadata, chat template, weights.
+
+    Closing a model refuses further calls at once; its memory is freed when the last engine, sampler
+    or call that uses it is gone.
+
+    Args:
+        path: a GGUF file; of a split model, its first part.
+        n_gpu_layers: layers kept on an accelerator; −1 all.
+        use_mmap: map the file instead of reading it.
+        vocab_only: load tokenizer and metadata only; such a model cannot make an engine.
+        progress: called with the share loaded, [0, 1]; an exception in it stops the load and is
+            raised again.
+
+    Raises:
+        ModelNotFound: the file does not exist or cannot be read.
+        BadModel: the file is not a usable GGUF model.
+        OutOfMemory: memory could not be allocated.
+
+    Thread:
+        Every method may run on any thread, several at once.
+    """
+
+    cdef spec.spec_model * _handle
+    cdef spec.spec_model_info _facts
+    cdef int _n_users
+    cdef readonly bint is_closed
+    """Whether `close` was called."""
+    cdef readonly str path
+    """The file."""
+    cdef readonly str arch
+    """Architecture, such as `qwen35`."""
+    cdef readonly str description
+    """One line: architecture, size, quantisation."""
+    cdef readonly str chat_template
+    """The chat template (Jinja); empty when the model has none."""
+    cdef tuple _eos_token_ids
+
+    def __cinit__(self, path, *, n_gpu_layers=-1, use_mmap=True, vocab_only=False, progress=None):
+        cdef spec.spec_model_params params
+        if progress is not None and not callable(progress):
+            raise TypeError("progress must be callable or None")
+        self.path = os.fsdecode(path)
+        encoded = encode(self.path, "path")
+        watcher = Progress(progress)
+        params.path = encoded
+        params.n_gpu_layers = int32_of(n_gpu_layers, "n_gpu_layers")
+        params.use_mmap = bool(use_mmap)
+        params.vocab_only = bool(vocab_only)
+        params.progress = on_progress
+        params.user = <void *>watcher
+        self._load(&params, watcher)
+        check(spec.spec_model_get_info(self._handle, &self._facts))
+        self.arch = self._text(spec.spec_model_text, b"arch")
+        self.description = self._text(spec.spec_model_text, b"desc")
+        self.chat_template = self._text(spec.spec_model_text, b"chat_template")
+
+    cdef int _load(self, const spec.spec_model_params * params, Progress watcher) except -1:
+        cdef int32_t rc
+        enter_call()
+        with nogil:
+            rc = spec.spec_model_load(params, &self._handle)
+        error = None if rc == spec.SPEC_OK else file_error(rc, self.path)
+        leave_call(spec.SPEC_OK)
+        if watcher.error is not None:
+            raise watcher.error
+        if error is not None:
+            raise error
+        return 0
+
+    def __dealloc__(self):
+        spec.spec_model_free(self._handle)
+
+    cdef spec.spec_model * _use(self) except NULL:
+        """Keeps the handle alive until `_unuse`."""
+        if self.is_closed:
+            raise errors.Closed(f"the model {self.path} is closed")
+        self._n_users += 1
+        return self._handle
+
+    cdef int _unuse(self) except -1:
+        self._n_users -= 1
+        self._free_if_unused()
+        return 0
+
+    cdef void _free_if_unused(self) noexcept:
+        if self.is_closed and self._n_users == 0:
+            spec.spec_model_free(self._handle)
+            self._handle = NULL
+
+    def close(self):
+        """Refuses further calls and frees the model when nothing uses it any more. Harmless when
+        done twice."""
+        self.is_closed = True
+        self._free_if_unused()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.close()
+
+    def __repr__(self):
+        return f"<Model {self.path!r}, {self.description}{', closed' if self.is_closed else ''}>"
+
+    @property
+    def n_params(self):
+        """Number of weights."""
+        return self._facts.n_params
+
+    @property
+    def size_bytes(self):
+        """Size of the weights."""
+        return self._facts.size_bytes
+
+    @property
+    def n_vocab(self):
+        """Token ids are [0, n_vocab)."""
+        return self._facts.n_vocab
+
+    @property
+    def n_ctx_train(self):
+        """Context in tokens that the model was trained with."""
+        return self._facts.n_ctx_train
+
+    @property
+    def n_embd(self):
+        """Width of a hidden row."""
+        return self._facts.n_embd
+
+    @property
+    def n_layer(self):
+        """Layers of the trunk, MTP blocks not counted."""
+        return self._facts.n_layer
+
+    @property
+    def n_layer_nextn(self):
+        """MTP (NextN) blocks."""
+        return self._facts.n_layer_nextn
+
+    @property
+    def n_target_layers(self):
+        """Layers of the target that an EAGLE-3 or DFlash draft model reads; 0 for others."""
+        return self._facts.n_target_layers
+
+    @property
+    def token_bos(self):
+        """Token that begins a text; −1 if none."""
+        return self._facts.token_bos
+
+    @property
+    def token_eos(self):
+        """Token that ends a text; −1 if none."""
+        return self._facts.token_eos
+
+    @property
+    def add_bos(self):
+        """Whether the tokenizer begins texts with `token_bos`."""
+        return self._facts.add_bos
+
+    @property
+    def is_recurrent(self):
+        """Whether all layers are recurrent."""
+        return self._facts.is_recurrent
+
+    @property
+    def is_hybrid(self):
+        """Whether some layers are recurrent."""
+        return self._facts.is_hybrid
+
+    @property
+    def has_encoder(self):
+        """Whether the model has an encoder."""
+        return self._facts.has_encoder
+
+    @property
+    def eos_token_ids(self):
+        """All tokens that end a generation."""
+        if self._eos_token_ids is None:
+            self._eos_token_ids = tuple(i for i in range(self._facts.n_vocab) if self.is_eog(i))
+        return self._eos_token_ids
+
+    cdef str _text(self, text_getter get, const char * key):
+        cdef size_t n = 0
+        cdef int32_t rc = get(self._handle, key, NULL, 0, &n)
+        if rc != spec.SPEC_ERR_BUFFER_TOO_SMALL:
+            check(rc)
+            return ""
+        buf = PyByteArray_FromStringAndSize(NULL, n)
+        check(get(self._handle, key, buf, n, &n))
+        return bytes(buf[:n - 1]).decode("utf-8", "replace")
+
+    def meta(self, key):
+        """Returns the metadata value as text, None when the key is absent.
+
+        Args:
+            key: such as `general.name`.
+        """
+        encoded = encode(key, "key")
+        self._use()
+        try:
+            return self._text(spec.spec_model_meta, encoded)
+        except errors.ModelNotFound:
+            return None
+        finally:
+            self._unuse()
+
+    def tokenize(self, text, *, add_special=True, parse_special=False):
+        """Returns the tokens of a text.
+
+        Args:
+            text: any text.
+            add_special: add the tokens that begin (and end) a text, where the model wants them.
+            parse_special: read the spelling of control tokens as these tokens.
+
+        Shape:
+            [n_tokens] int32.
+
+        Raises:
+            InvalidArgument: the text has a lone surrogate.
+        """
+        encoded = encode_text(text, "text")
+        tokens = np.empty(len(encoded) + 2, np.int32)
+        n = self._tokenize(encoded, tokens, bool(add_special), bool(parse_special))
+        if n > len(tokens):
+            tokens = np.empty(n, np.int32)
+            n = self._tokenize(encoded, tokens, bool(add_special), bool(parse_special))
+        return tokens[:n].copy()
+
+    cdef Py_ssize_t _tokenize(
+        self, bytes text, tokens, c_bool add_special, c_bool parse_special
+    ) except -1:
+        cdef Buffer out = Buffer(tokens, True)
+        cdef const char * source = text
+        cdef size_t n_source = len(text)
+        cdef size_t n = 0
+        cdef int32_t rc
+        cdef const spec.spec_model * handle = self._use()
+        enter_call()
+        with nogil:
+            rc = spec.spec_model_tokenize(
+                handle, source, n_source, add_special, parse_special, <int32_t *>out.view.buf,
+                <size_t>out.view.len // sizeof(int32_t), &n)
+        self._unuse()
+        leave_call(spec.SPEC_OK if rc == spec.SPEC_ERR_BUFFER_TOO_SMALL else rc)
+        return <Py_ssize_t>n
+
+    def token_bytes(self, token, special=False):
+        """Returns the bytes of one token; alone they need not be valid UTF-8.
+
+        Args:
+            token: [0, n_vocab).
+            special: spell control tokens out; else they are empty.
+
+        Raises:
+            InvalidArgument: there is no such token.
+        """
+        cdef int32_t token_id = int32_of(token, "token")
+        self._use()
+        try:
+            return self._token_bytes(token_id, bool(special))
+        finally:
+            self._unuse()
+
+    cdef bytes _token_bytes(self, int32_t token, c_bool special):
+        cdef char small[256]
+        cdef size_t n = 0
+        cdef int32_t rc = spec.spec_model_token_bytes(
+            self._handle, token, special, small, sizeof(small), &n)
+        if rc == spec.SPEC_OK:
+            return small[:n - 1]
+        if rc != spec.SPEC_ERR_BUFFER_TOO_SMALL:
+            check(rc)
+        buf = PyByteArray_FromStringAndSize(NULL, n)
+        check(spec.spec_model_token_bytes(self._handle, token, special, buf, n, &n))
+        return bytes(buf[:n - 1])
+
+    def detokenize(self, tokens, special=False):
+        """Returns the bytes of several tokens; see `token_bytes`.
+
+        Args:
+            tokens: ids in [0, n_vocab).
+            special: spell control tokens out; else they are left out.
+
+        Raises:
+            InvalidArgument: there is no such token.
+        """
+        ids = int32_array(tokens, "tokens")
+        self._use()
+        try:
+            return b"".join([self._token_bytes(token, bool(special)) for token in ids])
+        finally:
+            self._unuse()
+
+    def is_eog(self, token):
+        """Returns whether the token ends a generation.
+
+        Args:
+            token: [0, n_vocab).
+
+        Raises:
+            InvalidArgument: there is no such token.
+        """
+        cdef c_bool out = False
+        cdef int32_t token_id = int32_of(token, "token")
+        handle = self._use()
+        rc = spec.spec_model_is_eog(handle, token_id, &out)
+        self._unuse()
+        check(rc)
+        return out
+
+    def format_chat(self, messages, add_generation_prompt=True):
+        """Returns messages in the model's chat format.
+
+        Args:
+            messages: pairs of role and content.
+            add_generation_prompt: end with what makes the model answer.
+
+        Raises:
+            BadTemplate: the template failed on these messages.
+            Unsupported: the model has no template.
+        """
+        pairs = list(messages)
+        roles = Strings([role for role, _ in pairs], "role")
+        contents = Strings([content for _, content in pairs], "content")
+        self._use()
+        try:
+            return self._chat(roles, contents, bool(add_generation_prompt))
+        finally:
+            self._unuse()
+
+    cdef str _chat(self, Strings roles, Strings contents, c_bool add_generation_prompt):
+        cdef size_t n = 65536
+        cdef size_t n_messages = len(roles.encoded)
+        cdef int32_t rc = spec.SPEC_ERR_BUFFER_TOO_SMALL
+        cdef char * out
+        while rc == spec.SPEC_ERR_BUFFER_TOO_SMALL:
+            buf = PyByteArray_FromStringAndSize(NULL, n)
+            out = buf
+            enter_call()
+            with nogil:
+                rc = spec.spec_model_chat(
+                    self._handle, roles.pointers, contents.pointers, n_messages,
+                    add_generation_prompt, out, n, &n)
+            leave_call(spec.SPEC_OK if rc == spec.SPEC_ERR_BUFFER_TOO_SMALL else rc)
+        return bytes(buf[:n - 1]).decode("utf-8", "replace")
+
+
+# Samplers.
+
+@cython.final
+@cython.no_gc_clear
+cdef class Sampler:
+    """Chooses the tokens of one sequence; made on any thread, used once: `Engine.seq_begin` takes
+    it over.
+
+    Args:
+        model: the target model.
+        params: None means the defaults of `SamplingParams`.
+
+    Raises:
+        InvalidArgument: a parameter is out of its range for this model.
+        BadGrammar: the grammar cannot be parsed.
+    """
+
+    cdef spec.spec_sampler * _handle
+    cdef Model _model
+    cdef readonly object params
+    """The parameters that it was made with."""
+
+    def __cinit__(self, Model model not None, params=None):
+        cdef spec.spec_sampler_params c
+        self.params = SamplingParams() if params is None else params
+        if not isinstance(self.params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        _kept = fill_sampler_params(&c, self.params)
+        self._init(model, &c)
+
+    cdef int _init(self, Model model, const spec.spec_sampler_params * params) except -1:
+        cdef int32_t rc
+        cdef const spec.spec_model * handle = model._use()
+        self._model = model
+        enter_call()
+        with nogil:
+            rc = spec.spec_sampler_init(handle, params, &self._handle)
+        return leave_call(rc)
+
+    def __dealloc__(self):
+        self._free()
+
+    cdef void _free(self) noexcept:
+        spec.spec_sampler_free(self._handle)
+        self._handle = NULL
+        if self._model is not None:
+            self._model._unuse()
+            self._model = None
+
+    @property
+    def is_used(self):
+        """Whether an engine took it over, or it was closed."""
+        return self._handle is NULL
+
+    def close(self):
+        """Frees it, unless an engine has it. Harmless when done twice."""
+        self._free()
+
+
+BIAS_DTYPE = np.dtype([("token", np.int32), ("bias", np.float32)])
+
+
+cdef object fill_sampler_params(spec.spec_sampler_params * c, params):
+    """Fills the C struct; it is valid as long as the returned object lives."""
+    grammar = encode(params.grammar, "grammar")
+    breakers = Strings(params.dry_breakers or (), "dry_breakers")
+    bias = Buffer(np.array(list(params.logit_bias), BIAS_DTYPE))
+    c.seed = spec.SPEC_SEED_RANDOM if params.seed is None else params.seed
+    c.temperature = params.temperature
+    c.top_k = params.top_k
+    c.top_p = params.top_p
+    c.min_p = params.min_p
+    c.typical_p = params.typical_p
+    c.top_n_sigma = -1.0 if params.top_n_sigma is None else params.top_n_sigma
+    c.penalty_last_n = params.penalty_last_n
+    c.penalty_repeat = params.penalty_repeat
+    c.penalty_frequency = params.penalty_frequency
+    c.penalty_presence = params.penalty_presence
+    c.dry_multiplier = params.dry_multiplier
+    c.dry_base = params.dry_base
+    c.dry_allowed_length = params.dry_allowed_length
+    c.dry_penalty_last_n = params.dry_penalty_last_n
+    c.dry_breakers = NULL if params.dry_breakers is None else (<Strings>breakers).pointers
+    c.n_dry_breakers = -1 if params.dry_breakers is None else len(params.dry_breakers)
+    c.xtc_probability = params.xtc_probability
+    c.xtc_threshold = params.xtc_threshold
+    c.logit_bias = <const spec.spec_logit_bias *>(<Buffer>bias).view.buf
+    c.n_logit_bias = len(params.logit_bias)
+    c.grammar = <const char *>(<bytes>grammar)
+    c.ignore_eos = params.ignore_eos
+    c.logprobs = params.logprobs
+    return grammar, breakers, bias
+
+
+def default_sampling_params():
+    """Returns the defaults of `spec.h`; those of `SamplingParams` are the same."""
+    cdef spec.spec_sampler_params c
+    spec.spec_sampler_default_params(&c)
+    return SamplingParams(
+        seed=None if c.seed == spec.SPEC_SEED_RANDOM else c.seed,
+        top_n_sigma=None if c.top_n_sigma <= 0 else c.top_n_sigma,
+        dry_breakers=None,
+        temperature=c.temperature,
+        top_k=c.top_k,
+        top_p=c.top_p,
+        min_p=c.min_p,
+        typical_p=c.typical_p,
+        penalty_last_n=c.penalty_last_n,
+        penalty_repeat=c.penalty_repeat,
+        penalty_frequency=c.penalty_frequency,
+        penalty_presence=c.penalty_presence,
+        dry_multiplier=c.dry_multiplier,
+        dry_base=c.dry_base,
+        dry_allowed_length=c.dry_allowed_length,
+        dry_penalty_last_n=c.dry_penalty_last_n,
+        xtc_probability=c.xtc_probability,
+        xtc_threshold=c.xtc_threshold,
+        ignore_eos=c.ignore_eos,
+        logprobs=c.logprobs,
+    )
+
+
+# Engines.
+
+cdef int fill_engine_params(spec.spec_engine_params * c, params) except -1:
+    spec.spec_engine_default_params(c)
+    c.draft_type = DRAFT_TYPES.index(params.draft_type)
+    c.n_ctx = params.n_ctx
+    c.n_ctx_seq = params.n_ctx_seq
+    c.n_batch = params.n_batch
+    c.n_ubatch = params.n_ubatch
+    c.n_seq_max = params.n_seq_max
+    c.n_draft_max = params.n_draft_max
+    c.n_rs_seq = params.n_rs_seq
+    c.n_threads = params.n_threads
+    c.n_threads_batch = params.n_threads_batch
+    c.p_min = params.p_min
+    c.probabilistic = params.probabilistic
+    c.kv_unified = params.kv_unified
+    c.flash_attention = params.flash_attention
+    return 0
+
+
+def default_engine_params():
+    """Returns the defaults of `spec.h`; those of `EngineParams` are the same."""
+    cdef spec.spec_engine_params c
+    spec.spec_engine_default_params(&c)
+    return EngineParams(
+        draft_type=DRAFT_TYPES[c.draft_type],
+        n_ctx=c.n_ctx,
+        n_ctx_seq=c.n_ctx_seq,
+        n_batch=c.n_batch,
+        n_ubatch=c.n_ubatch,
+        n_seq_max=c.n_seq_max,
+        n_draft_max=c.n_draft_max,
+        n_rs_seq=c.n_rs_seq,
+        n_threads=c.n_threads,
+        n_threads_batch=c.n_threads_batch,
+        p_min=c.p_min,
+        probabilistic=c.probabilistic,
+        kv_unified=c.kv_unified,
+        flash_attention=c.flash_attention,
+    )
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class Engine:
+    """The contexts of a target and its draft, and up to n_seq_max sequences.
+
+    The engine keeps its models alive. An engine that is dropped without `close` is freed silently.
+
+    Args:
+        target: the model whose tokens are generated.
+        draft: the draft model of the types eagle3 and simple; None for all others.
+        params: None means the defaults of `EngineParams`.
+
+    Raises:
+        NoMtpHeads: draft_type is mtp and the target has no MTP heads.
+        NotEagle3: draft_type is eagle3 and the draft model is of another kind.
+        IncompatibleDraft: the draft model does not fit the target.
+        InvalidArgument: the parameters do not fit the models.
+        OutOfMemory: memory could not be allocated.
+
+    Thread:
+        One thread owns an engine: the one that made it, until another calls `bind_thread`. Every
+        other call from another thread raises WrongThread, except `close` while no call is in
+        flight.
+    """
+
+    cdef spec.spec_engine * _handle
+    cdef readonly Model target
+    """The target model."""
+    cdef readonly Model draft
+    """The draft model, if any."""
+    cdef readonly object params
+    """The parameters that it was made with."""
+    cdef readonly object limits
+    """What the engine offers (`EngineLimits`)."""
+    cdef readonly unsigned long owner
+    """Identifier of the owning thread, as `threading.get_ident` gives it."""
+    cdef bint _is_busy
+    cdef int _n_models_held
+    cdef object __weakref__
+
+    def __cinit__(self, Model target not None, Model draft=None, params=None):
+        cdef spec.spec_engine_params c
+        self.params = EngineParams() if params is None else params
+        if not isinstance(self.params, EngineParams):
+            raise TypeError(f"params must be EngineParams, not {type(params).__name__}")
+        fill_engine_params(&c, self.params)
+        self.owner = PyThread_get_thread_ident()
+        self._hold(target, draft)
+        self._init(&c)
+        self.limits = self._read_limits()
+        engines.add(self)
+
+    cdef int _hold(self, Model target, Model draft) except -1:
+        target._use()
+        self.target = target
+        self._n_models_held = 1
+        if draft is not None:
+            draft._use()
+            self.draft = draft
+            self._n_models_held = 2
+        return 0
+
+    cdef int _init(self, const spec.spec_engine_params * params) except -1:
+        cdef int32_t rc
+        cdef const spec.spec_model * target = self.target._handle
+        cdef const spec.spec_model * draft = NULL if self.draft is None else self.draft._handle
+        enter_call()
+        with nogil:
+            rc = spec.spec_engine_init(target, draft, params, &self._handle)
+        return leave_call(rc)
+
+    cdef object _read_limits(self):
+        cdef spec.spec_engine_limits c
+        check(spec.spec_engine_get_limits(self._handle, &c))
+        return EngineLimits(
+            draft_type=DRAFT_TYPES[c.draft_type],
+            n_ctx=c.n_ctx,
+            n_ctx_seq=c.n_ctx_seq,
+            n_batch=c.n_batch,
+            n_ubatch=c.n_ubatch,
+            n_seq_max=c.n_seq_max,
+            n_draft_max=c.n_draft_max,
+            n_outputs_max=c.n_outputs_max,
+            n_rs_seq=c.n_rs_seq,
+            n_vocab=c.n_vocab,
+            kv_unified=c.kv_unified,
+            has_checkpoints=c.has_checkpoints,
+        )
+
+    def __dealloc__(self):
+        self._free()
+
+    cdef void _free(self) noexcept:
+        spec.spec_engine_free(self._handle)
+        self._handle = NULL
+        if self._n_models_held > 1:
+            self.draft._unuse()
+        if self._n_models_held > 0:
+            self.target._unuse()
+        self._n_models_held = 0
+
+    cdef void _free_if_idle(self) noexcept:
+        if not self._is_busy:
+            self._free()
+
+    cdef spec.spec_engine * _enter(self) except NULL:
+        """Begins a call: the engine is open, the thread owns it, no other call is in flight."""
+        enter_call()
+        if self._handle is NULL:
+            self._refuse(errors.Closed("the engine is closed"))
+        if self._is_busy or PyThread_get_thread_ident() != self.owner:
+            self._refuse(self._wrong_thread())
+        self._is_busy = True
+        return self._handle
+
+    cdef int _refuse(self, error) except -1:
+        global n_in_flight
+        n_in_flight -= 1
+        raise error
+
+    cdef object _wrong_thread(self):
+        caller = PyThread_get_thread_ident()
+        what = "a call is in flight" if self._is_busy else "bind_thread was not called here"
+        return errors.WrongThread(
+            f"thread {caller} called an engine that thread {self.owner} owns ({what})",
+            owner=self.owner, caller=caller)
+
+    cdef int _leave(self, int32_t rc, int32_t seq_id=-1) except -1:
+        self._is_busy = False
+        return leave_call(rc, seq_id)
+
+    cdef int32_t _seq_id(self, value) except -1:
+        cdef int32_t seq_id = int32_of(value, "seq_id")
+        if not 0 <= seq_id < self.limits.n_seq_max:
+            n_seq = self.limits.n_seq_max
+            raise errors.BadSeqId(
+                f"sequence id {seq_id} is not in [0, {n_seq})", seq_id=seq_id, n_seq=n_seq)
+        return seq_id
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.close()
+
+    def __repr__(self):
+        if self._handle is NULL:
+            return "<Engine, closed>"
+        x = self.limits
+        return f"<Engine {x.draft_type}, {x.n_seq_max} sequences of {x.n_ctx_seq} tokens>"
+
+    @property
+    def is_closed(self):
+        """Whether `close` was called."""
+        return self._handle is NULL
+
+    def close(self):
+        """Frees the contexts. Harmless when done twice.
+
+        Thread:
+            Any, while no call is in flight.
+
+        Raises:
+            WrongThread: a call is in flight.
+        """
+        cdef spec.spec_engine * handle = self._handle
+        if handle is NULL:
+            return
+        if self._is_busy:
+            raise self._wrong_thread()
+        self._handle = NULL
+        enter_call()
+        with nogil:
+            spec.spec_engine_free(handle)
+        self._free()
+        leave_call(spec.SPEC_OK)
+
+    def bind_thread(self):
+        """Makes the calling thread the owner.
+
+        Raises:
+            WrongThread: a call is in flight.
+        """
+        if self._handle is NULL:
+            raise errors.Closed("the engine is closed")
+        if self._is_busy:
+            raise self._wrong_thread()
+        self.owner = PyThread_get_thread_ident()
+
+    def seq_begin(self, seq_id, Sampler sampler not None):
+        """Takes a free sequence into use, empty; the engine owns the sampler from then on.
+
+        Args:
+            seq_id: [0, n_seq_max).
+            sampler: made for the target of this engine, not used before.
+
+        Raises:
+            BadSeqId: there is no such sequence.
+            SeqBusy: the sequence has begun already; the sampler is used up.
+            Closed: the sampler was used before.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef spec.spec_engine * handle = self._enter()
+        cdef int32_t rc
+        if sampler._handle is NULL:
+            self._leave(spec.SPEC_OK)
+            raise errors.Closed("the sampler was used or closed before")
+        if sampler._model is not self.target:
+            self._leave(spec.SPEC_OK)
+            raise errors.InvalidArgument("the sampler was made for another model")
+        with nogil:
+            rc = spec.spec_engine_seq_begin(handle, c_seq_id, &sampler._handle)
+        sampler._free()
+        self._leave(rc, c_seq_id)
+
+    def seq_end(self, seq_id):
+        """Frees a sequence: KV cells, speculative state, sampler. Harmless when it has not begun.
+
+        Args:
+            seq_id: [0, n_seq_max).
+
+        Raises:
+            BadSeqId: there is no such sequence.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef int32_t rc
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_seq_end(handle, c_seq_id)
+        self._leave(rc, c_seq_id)
+
+    def seq_n_past(self, seq_id):
+        """Returns the number of tokens that a sequence has in the KV cache.
+
+        Args:
+            seq_id: [0, n_seq_max).
+
+        Raises:
+            BadSeqId: there is no such sequence.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef int32_t n = spec.spec_engine_seq_n_past(self._enter(), c_seq_id)
+        self._leave(n)
+        return n
+
+    @property
+    def n_cells_used(self):
+        """KV cells in use, over all sequences."""
+        cdef int32_t n = spec.spec_engine_n_cells_used(self._enter())
+        self._leave(n)
+        return n
+
+    def step(self, entries, tokens):
+        """Runs one step of all sequences of a plan: draft, decode, verify, accept, roll back.
+
+        Args:
+            entries: one per sequence; see `spec_plan_entry` in `spec.h`.
+            tokens: the tokens that the entries point to.
+
+        Shape:
+            entries [n_entries] PLAN_DTYPE, tokens [n_tokens] int32.
+
+        Raises:
+            BadPlan, BadSeqId, SeqIdle, InvalidArgument: the plan is wrong; nothing has changed.
+
+        Returns:
+            A `StepResult`; each entry's status tells what became of its sequence. Its arrays are
+            copies.
+        """
+        if not isinstance(entries, np.ndarray) or entries.dtype != PLAN_DTYPE or entries.ndim != 1:
+            raise TypeError("entries must be an array of PLAN_DTYPE with one dimension")
+        cdef Buffer c_entries = Buffer(np.ascontiguousarray(entries))
+        cdef Buffer c_tokens = Buffer(int32_array(tokens, "tokens"))
+        cdef spec.spec_plan plan
+        plan.entries = <const spec.spec_plan_entry *>c_entries.view.buf
+        plan.n_entries = <int32_t>(c_entries.view.len // <Py_ssize_t>sizeof(spec.spec_plan_entry))
+        plan.tokens = <const int32_t *>c_tokens.view.buf
+        plan.n_tokens = <int32_t>(c_tokens.view.len // <Py_ssize_t>sizeof(int32_t))
+        return self._step(&plan)
+
+    cdef object _step(self, const spec.spec_plan * plan):
+        cdef spec.spec_result r
+        cdef int32_t rc
+        cdef int32_t i
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_step(handle, plan, &r)
+        result = None
+        if rc == spec.SPEC_OK:
+            result = result_of(&r)
+        self._leave(spec.SPEC_OK if rc == spec.SPEC_ERR_BAD_SEQ_ID else rc)
+        if rc == spec.SPEC_ERR_BAD_SEQ_ID:
+            for i in range(plan.n_entries):
+                self._seq_id(plan.entries[i].seq_id)
+            check(rc)
+        return result
+
+    def draft_many(self, requests):
+        """Drafts for several sequences in one batched call.
+
+        Args:
+            requests: tuples (seq_id, n_past, id_last, n_draft): the sequence, its tokens in the KV
+                cache, its last chosen token that is not decoded yet, and how many draft tokens are
+                wanted, [1, n_draft_max].
+
+        Returns:
+            The draft of each request, at most n_draft tokens.
+
+        Raises:
+            BadPlan: a request contradicts the state of its sequence; nothing has changed.
+        """
+        flat = int32_array([value for request in requests for value in request], "requests")
+        if len(flat) != 4 * len(requests):
+            raise errors.InvalidArgument("a request is (seq_id, n_past, id_last, n_draft)")
+        for request in requests:
+            self._seq_id(request[0])
+        tokens = np.zeros((len(requests), max(1, self.limits.n_draft_max)), np.int32)
+        counts = np.zeros(len(requests), np.int32)
+        self._draft(Buffer(flat), len(requests), Buffer(tokens, True), Buffer(counts, True))
+        return [row[:n].tolist() for row, n in zip(tokens, counts)]
+
+    cdef int _draft(self, Buffer requests, int32_t n, Buffer tokens, Buffer counts) except -1:
+        cdef int32_t rc
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_seq_draft(
+                handle, <const spec.spec_draft_request *>requests.view.buf, n,
+                <int32_t *>tokens.view.buf,
+                <int32_t *>counts.view.buf)
+        return self._leave(rc)
+
+    def decode(self, tokens, positions, seq_ids, is_output):
+        """Runs one decode of the target.
+
+        Args:
+            tokens: ids in [0, n_vocab).
+            positions: contiguous in each sequence, from its n_past.
+            seq_ids: the tokens of a sequence stand together.
+            is_output: whether logits are wanted after the token.
+
+        Shape:
+            Each [n_tokens] int32, n_tokens ≤ n_batch.
+
+        Raises:
+            BadPlan: the batch contradicts the state of a sequence; nothing has changed.
+            NoRoom: no KV cells are free; nothing has changed.
+            DecodeFailed: the decode failed; the sequences of the batch are cleared.
+        """
+        columns = (
+            int32_array(seq_ids, "seq_ids"),
+            int32_array(positions, "positions"),
+            int32_array(tokens, "tokens"),
+            np.asarray(is_output, np.bool_).astype(np.int32),
+        )
+        if len({len(column) for column in columns}) != 1:
+            raise errors.InvalidArgument(
+                "tokens, positions, seq_ids and is_output must have the same length")
+        for seq_id in columns[0]:
+            self._seq_id(seq_id)
+        cdef Buffer rows = Buffer(np.ascontiguousarray(np.stack(columns, axis=1)))
+        cdef int32_t n = <int32_t>len(columns[0])
+        cdef int32_t rc
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_decode(handle, <const spec.spec_token *>rows.view.buf, n)
+        self._leave(rc)
+
+    def process(self):
+        """Feeds the last decoded batch to the speculative state; once, before the next decode.
+
+        Raises:
+            BadPlan: there is no such batch.
+        """
+        cdef int32_t rc
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_process(handle)
+        self._leave(rc)
+
+    def logits(self, i):
+        """Returns the logits after token i of the last decode.
+
+        Args:
+            i: index in the batch; an output.
+
+        Shape:
+            [n_vocab] float32, a copy.
+
+        Raises:
+            InvalidArgument: token i is no output.
+            BadPlan: nothing has been decoded.
+        """
+        cdef int32_t index = int32_of(i, "i")
+        cdef const float * out = NULL
+        cdef int32_t rc
+        cdef int32_t n_vocab = self.limits.n_vocab
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_logits(handle, index, &out)
+        copy = b""
+        if rc == spec.SPEC_OK:
+            copy = PyByteArray_FromStringAndSize(<char *>out, n_vocab * sizeof(float))
+        self._leave(rc)
+        return np.frombuffer(copy, _float32)
+
+    def sample(self, seq_id, i):
+        """Chooses a token with the sequence's sampler and feeds it to the sampler.
+
+        Args:
+            seq_id: [0, n_seq_max).
+            i: index in the last decoded batch; an output of this sequence.
+
+        Raises:
+            InvalidArgument: token i is no output of this sequence.
+            SeqIdle: the sequence has not begun.
+            BadPlan: nothing has been decoded.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef int32_t index = int32_of(i, "i")
+        cdef int32_t token = -1
+        cdef int32_t rc
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_seq_sample(handle, c_seq_id, index, &token)
+        self._leave(rc, c_seq_id)
+        return token
+
+    def accept(self, seq_id, n_accepted):
+        """Ends a round: the accepted draft tokens stay, the rest is rolled back in both contexts.
+
+        Args:
+            seq_id: [0, n_seq_max).
+            n_accepted: [0, drafted].
+
+        Raises:
+            BadPlan: no draft is pending, or it was shorter; nothing has changed.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef int32_t n = int32_of(n_accepted, "n_accepted")
+        cdef int32_t rc
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_seq_accept(handle, c_seq_id, n)
+        self._leave(rc, c_seq_id)
+
+    def rollback(self, seq_id, n_past):
+        """Cuts a sequence to its first n_past tokens; a pending draft is dropped.
+
+        Args:
+            seq_id: [0, n_seq_max).
+            n_past: [0, tokens in the KV cache].
+
+        Raises:
+            Unsupported: a recurrent target cannot go back so far.
+            BadPlan: the sequence is shorter.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef int32_t n = int32_of(n_past, "n_past")
+        cdef int32_t rc
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_seq_rollback(handle, c_seq_id, n)
+        self._leave(rc, c_seq_id)
+
+    def inject_fault(self, fault, n_steps=1):
+        """Makes the next steps fail, for tests of the failure paths.
+
+        Args:
+            fault: a `Fault`.
+            n_steps: how many, ≥ 0.
+
+        Raises:
+            InvalidArgument: there is no such fault.
+        """
+        cdef int32_t c_fault = int32_of(fault, "fault")
+        cdef int32_t n = int32_of(n_steps, "n_steps")
+        self._leave(spec.spec_engine_inject_fault(self._enter(), c_fault, n))
+
+
+cdef object result_of(const spec.spec_result * r):
+    return StepResult(
+        array_of(r.entries, r.n_entries, RESULT_DTYPE), array_of(r.tokens, r.n_tokens, _int32),
+        array_of(r.logprobs, r.n_tokens, _float32), r.n_batch_tokens,
+        r.t_draft_us, r.t_decode_us, r.t_process_us, r.t_sample_us, r.t_total_us)
+
+
+# The library that this was linked with.
+
+def abi_version():
+    """Returns the version of the C boundary (`SPEC_ABI_VERSION`)."""
+    return spec.spec_abi_version()
+
+
+def build_version():
+    """Returns the version of llama.cpp and the CPU features that it was built for."""
+    return spec.spec_build_info().decode("utf-8", "replace")
+
+
+cdef int check_layout() except -1:
+    cdef spec.spec_plan_entry p
+    cdef spec.spec_result_entry r
+    plan = (
+        <char *>&p.seq_id - <char *>&p,
+        <char *>&p.n_past - <char *>&p,
+        <char *>&p.token_offset - <char *>&p,
+        <char *>&p.n_tokens - <char *>&p,
+        <char *>&p.n_draft - <char *>&p,
+        <char *>&p.is_output - <char *>&p,
+        sizeof(p),
+    )
+    result = (
+        <char *>&r.seq_id - <char *>&r,
+        <char *>&r.status - <char *>&r,
+        <char *>&r.n_past - <char *>&r,
+        <char *>&r.token_offset - <char *>&r,
+        <char *>&r.n_tokens - <char *>&r,
+        <char *>&r.n_drafted - <char *>&r,
+        <char *>&r.n_accepted - <char *>&r,
+        <char *>&r.flags - <char *>&r,
+        sizeof(r),
+    )
+    for dtype, offsets in ((PLAN_DTYPE, plan), (RESULT_DTYPE, result)):
+        if (*[field[1] for field in dtype.fields.values()], dtype.itemsize) != offsets:
+            raise ImportError("drafthouse_engine/step.py does not fit spec.h")
+    if (
+        sizeof(spec.spec_token) != 16
+        or sizeof(spec.spec_draft_request) != 16
+        or sizeof(spec.spec_logit_bias) != BIAS_DTYPE.itemsize
+    ):
+        raise ImportError("_spec.pyx does not fit spec.h")
+    return 0
+
+
+cdef int check_library() except -1:
+    if spec.spec_abi_version() != spec.SPEC_ABI_VERSION:
+        raise ImportError(
+            f"the library has ABI {spec.spec_abi_version()}, the extension was compiled for "
+            f"{spec.SPEC_ABI_VERSION}; build both again")
+    for status in errors.Status:
+        if spec.spec_status_name(status).decode("ascii") != status.name:
+            raise ImportError(f"drafthouse_engine/errors.py does not fit spec.h at {status.name}")
+    if len(DRAFT_TYPES) != spec.SPEC_DRAFT_COUNT:
+        raise ImportError("drafthouse_engine/options.py does not fit spec.h")
+    return check_layout()
+
+
+check_library()
+spec.spec_set_log(log_ring_put, NULL)

@@ -1,0 +1,39 @@
+"""Capacities of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drafthouse_engine.options import DraftType
+
+__all__ = ["EngineLimits"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine offers; llama.cpp may have made it other than `EngineParams` asked."""
+
+    draft_type: DraftType
+    """How drafts are made."""
+    n_ctx: int
+    """KV cells of all sequences together."""
+    n_ctx_seq: int
+    """Most tokens of one sequence."""
+    n_batch: int
+    """Most tokens of one step, drafts included."""
+    n_ubatch: int
+    """Most tokens of one physical batch."""
+    n_seq_max: int
+    """Sequences at once; ids are [0, n_seq_max)."""
+    n_draft_max: int
+    """Most drafted tokens of one sequence and step; 0 without speculation."""
+    n_outputs_max: int
+    """Most sampled positions of one step: the sum of 1 + n_draft over its outputs."""
+    n_rs_seq: int
+    """Tokens that a recurrent target can go back; 0 is none, or the target is not recurrent."""
+    n_vocab: int
+    """Token ids are [0, n_vocab)."""
+    kv_unified: bool
+    """Whether all sequences share one pool of cells."""
+    has_checkpoints: bool
+    """Whether rollbacks beyond n_rs_seq restore a checkpoint and decode again."""

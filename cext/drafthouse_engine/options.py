@@ -1,0 +1,186 @@
+"""Parameters of samplers and engines, checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
+
+from drafthouse_engine.fields import (
+    FLOAT32_MAX,
+    INT32_MAX,
+    check_bool,
+    check_float,
+    check_int,
+    check_text,
+    refusal,
+)
+
+__all__ = ["DRAFT_TYPES", "DraftType", "EngineParams", "SamplingParams"]
+
+DraftType: TypeAlias = Literal[
+    "none",
+    "mtp",
+    "eagle3",
+    "simple",
+    "ngram-simple",
+    "ngram-map-k",
+    "ngram-map-k4v",
+    "ngram-mod",
+    "ngram-cache",
+]
+"""How drafts are made: not at all, by the target's MTP heads, by an EAGLE-3 model, by a small
+model, or from n-grams."""
+
+DRAFT_TYPES: Final[tuple[DraftType, ...]] = get_args(DraftType)
+"""All draft types; the place of one is its `spec_draft_type`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens of one sequence are chosen; the defaults are those of `spec.h`.
+
+    Temperature 0 is greedy.
+
+    Raises:
+        InvalidConfig: a field is out of its range.
+    """
+
+    seed: int | None = None
+    """[0, 2^32 − 2]; None draws one at random."""
+    temperature: float = 0.8
+    """≥ 0; 0 is greedy."""
+    top_k: int = 40
+    """≥ 0; 0 is off."""
+    top_p: float = 0.95
+    """(0, 1]; 1 is off."""
+    min_p: float = 0.05
+    """[0, 1]; 0 is off."""
+    typical_p: float = 1.0
+    """(0, 1]; 1 is off."""
+    top_n_sigma: float | None = None
+    """> 0; None is off."""
+    penalty_last_n: int = 64
+    """Tokens looked back, ≥ −1; 0 is off, −1 the model's training context."""
+    penalty_repeat: float = 1.0
+    """> 0; 1 is off."""
+    penalty_frequency: float = 0.0
+    """Any finite number; 0 is off."""
+    penalty_presence: float = 0.0
+    """Any finite number; 0 is off."""
+    dry_multiplier: float = 0.0
+    """≥ 0; 0 is off."""
+    dry_base: float = 1.75
+    """≥ 1."""
+    dry_allowed_length: int = 2
+    """Tokens that may repeat free, ≥ 0."""
+    dry_penalty_last_n: int = -1
+    """Tokens looked back, ≥ −1; −1 is the model's training context."""
+    dry_breakers: tuple[str, ...] | None = None
+    """Texts at which a repetition ends; None is llama.cpp's defaults."""
+    xtc_probability: float = 0.0
+    """[0, 1]; 0 is off."""
+    xtc_threshold: float = 0.1
+    """[0, 1]; above 0.5 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and bias added to its logit; −inf forbids the token."""
+    grammar: str = ""
+    """GBNF with a rule `root`; empty is off."""
+    ignore_eos: bool = False
+    """Tokens that end a generation are never chosen."""
+    logprobs: bool = False
+    """Log-probabilities of the emitted tokens are computed."""
+
+    def __post_init__(self) -> None:
+        self._check_filters()
+        self._check_penalties()
+        self._check_bias()
+        check_text(self, "grammar", self.grammar)
+        check_bool(self, "ignore_eos")
+        check_bool(self, "logprobs")
+
+    def _check_filters(self) -> None:
+        if self.seed is not None:
+            check_int(self, "seed", 0, 2**32 - 2)
+        check_float(self, "temperature", 0)
+        check_int(self, "top_k", 0)
+        check_float(self, "top_p", 0, 1, ends="(]")
+        check_float(self, "min_p", 0, 1)
+        check_float(self, "typical_p", 0, 1, ends="(]")
+        if self.top_n_sigma is not None:
+            check_float(self, "top_n_sigma", 0, ends="(]")
+        check_float(self, "xtc_probability", 0, 1)
+        check_float(self, "xtc_threshold", 0, 1)
+
+    def _check_penalties(self) -> None:
+        check_int(self, "penalty_last_n", -1)
+        check_float(self, "penalty_repeat", 0, ends="(]")
+        check_float(self, "penalty_frequency", -FLOAT32_MAX)
+        check_float(self, "penalty_presence", -FLOAT32_MAX)
+        check_float(self, "dry_multiplier", 0)
+        check_float(self, "dry_base", 1)
+        check_int(self, "dry_allowed_length", 0)
+        check_int(self, "dry_penalty_last_n", -1)
+        for text in self.dry_breakers or ():
+            check_text(self, "dry_breakers", text)
+
+    def _check_bias(self) -> None:
+        for pair in self.logit_bias:
+            token, bias = pair
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= INT32_MAX:
+                raise refusal(self, "logit_bias", pair, "pairs of a token id ≥ 0 and a bias")
+            if not isinstance(bias, int | float) or not -math.inf <= bias <= FLOAT32_MAX:
+                raise refusal(self, "logit_bias", pair, "pairs whose bias is finite or -inf")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParams:
+    """How an engine is built.
+
+    Raises:
+        InvalidConfig: a field is out of its range.
+    """
+
+    draft_type: DraftType = "none"
+    """How drafts are made."""
+    n_ctx: int = 0
+    """KV cells of all sequences together; 0 is n_seq_max × n_ctx_seq."""
+    n_ctx_seq: int = 0
+    """Most tokens of one sequence; 0 is the model's training context."""
+    n_batch: int = 2048
+    """Most tokens of one step, ≥ 1."""
+    n_ubatch: int = 512
+    """Most tokens of one physical batch, [1, n_batch]."""
+    n_seq_max: int = 1
+    """Sequences at once, [1, 256]."""
+    n_draft_max: int = 3
+    """Most drafted tokens of one sequence and step, ≥ 1; unused when draft_type is none."""
+    n_rs_seq: int = -1
+    """Recurrent-state snapshots per sequence; −1 is n_draft_max where the model supports them."""
+    n_threads: int = 0
+    """Threads of a decode of few tokens; 0 is all cores."""
+    n_threads_batch: int = 0
+    """Threads of a decode of many tokens; 0 is n_threads."""
+    p_min: float = 0.0
+    """Drafting stops below this probability, [0, 1)."""
+    probabilistic: bool = False
+    """Drafts are sampled and verified by rejection at a temperature above 0 (mtp, simple); else
+    argmax and match."""
+    kv_unified: bool = False
+    """One pool of cells for all sequences; else each has its own n_ctx_seq cells."""
+    flash_attention: bool = True
+    """Attention is computed by the fused kernel."""
+
+    def __post_init__(self) -> None:
+        if self.draft_type not in DRAFT_TYPES:
+            raise refusal(self, "draft_type", self.draft_type, f"one of {', '.join(DRAFT_TYPES)}")
+        for field in ("n_ctx", "n_ctx_seq", "n_threads", "n_threads_batch"):
+            check_int(self, field, 0)
+        check_int(self, "n_batch", 1)
+        check_int(self, "n_ubatch", 1, self.n_batch)
+        check_int(self, "n_seq_max", 1, 256)
+        check_int(self, "n_draft_max", 0 if self.draft_type == "none" else 1)
+        check_int(self, "n_rs_seq", -1)
+        check_float(self, "p_min", 0, 1, ends="[)")
+        for field in ("probabilistic", "kv_unified", "flash_attention"):
+            check_bool(self, field)

@@ -1,0 +1,217 @@
+# The only mirror of spec.h, where everything is documented.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t
+from libcpp cimport bool
+
+
+cdef extern from "spec.h" nogil:
+    enum:
+        SPEC_ABI_VERSION
+        SPEC_OK
+        SPEC_ERR_NOT_FOUND
+        SPEC_ERR_BAD_SEQ_ID
+        SPEC_ERR_BUFFER_TOO_SMALL
+        SPEC_ERR_CANCELLED
+        SPEC_DRAFT_COUNT
+
+    const uint32_t SPEC_SEED_RANDOM
+
+    const char * spec_status_name(int32_t status)
+    const char * spec_last_error()
+    int32_t spec_abi_version()
+    const char * spec_build_info()
+
+    ctypedef void (*spec_log_callback)(int32_t level, const char * text, void * user) noexcept
+    void spec_set_log(spec_log_callback callback, void * user)
+
+    ctypedef struct spec_model:
+        pass
+
+    ctypedef bool (*spec_progress_callback)(float progress, void * user) noexcept
+
+    ctypedef struct spec_model_params:
+        const char * path
+        int32_t n_gpu_layers
+        bool use_mmap
+        bool vocab_only
+        spec_progress_callback progress
+        void * user
+
+    ctypedef struct spec_model_info:
+        int64_t n_params
+        int64_t size_bytes
+        int32_t n_vocab
+        int32_t n_ctx_train
+        int32_t n_embd
+        int32_t n_layer
+        int32_t n_layer_nextn
+        int32_t token_bos
+        int32_t token_eos
+        int32_t n_target_layers
+        bool add_bos
+        bool is_recurrent
+        bool is_hybrid
+        bool has_encoder
+
+    int32_t spec_model_load(const spec_model_params * params, spec_model ** out)
+    void spec_model_free(spec_model * model)
+    int32_t spec_model_get_info(const spec_model * model, spec_model_info * out)
+    int32_t spec_model_meta(
+        const spec_model * model, const char * key, char * buf, size_t cap, size_t * n_needed)
+    int32_t spec_model_text(
+        const spec_model * model, const char * key, char * buf, size_t cap, size_t * n_needed)
+    int32_t spec_model_tokenize(
+        const spec_model * model, const char * text, size_t n_text, bool add_special,
+        bool parse_special, int32_t * tokens, size_t cap, size_t * n_needed)
+    int32_t spec_model_token_bytes(
+        const spec_model * model, int32_t token, bool special, char * buf, size_t cap,
+        size_t * n_needed)
+    int32_t spec_model_is_eog(const spec_model * model, int32_t token, bool * out)
+    int32_t spec_model_chat(
+        const spec_model * model, const char * const * roles, const char * const * contents,
+        size_t n_messages, bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed)
+
+    ctypedef struct spec_sampler:
+        pass
+
+    ctypedef struct spec_logit_bias:
+        int32_t token
+        float bias
+
+    ctypedef struct spec_sampler_params:
+        uint32_t seed
+        float temperature
+        int32_t top_k
+        float top_p
+        float min_p
+        float typical_p
+        float top_n_sigma
+        int32_t penalty_last_n
+        float penalty_repeat
+        float penalty_frequency
+        float penalty_presence
+        float dry_multiplier
+        float dry_base
+        int32_t dry_allowed_length
+        int32_t dry_penalty_last_n
+        const char * const * dry_breakers
+        int32_t n_dry_breakers
+        float xtc_probability
+        float xtc_threshold
+        const spec_logit_bias * logit_bias
+        int32_t n_logit_bias
+        const char * grammar
+        bool ignore_eos
+        bool logprobs
+
+    void spec_sampler_default_params(spec_sampler_params * out)
+    int32_t spec_sampler_init(
+        const spec_model * model, const spec_sampler_params * params, spec_sampler ** out)
+    void spec_sampler_free(spec_sampler * sampler)
+
+    ctypedef struct spec_engine:
+        pass
+
+    ctypedef struct spec_engine_params:
+        int32_t draft_type
+        int32_t n_ctx
+        int32_t n_ctx_seq
+        int32_t n_batch
+        int32_t n_ubatch
+        int32_t n_seq_max
+        int32_t n_draft_max
+        int32_t n_rs_seq
+        int32_t n_threads
+        int32_t n_threads_batch
+        float p_min
+        bool probabilistic
+        bool kv_unified
+        bool flash_attention
+
+    ctypedef struct spec_engine_limits:
+        int32_t draft_type
+        int32_t n_ctx
+        int32_t n_ctx_seq
+        int32_t n_batch
+        int32_t n_ubatch
+        int32_t n_seq_max
+        int32_t n_draft_max
+        int32_t n_outputs_max
+        int32_t n_rs_seq
+        int32_t n_vocab
+        bool kv_unified
+        bool has_checkpoints
+
+    void spec_engine_default_params(spec_engine_params * out)
+    int32_t spec_engine_init(
+        const spec_model * target, const spec_model * draft, const spec_engine_params * params,
+        spec_engine ** out)
+    void spec_engine_free(spec_engine * engine)
+    int32_t spec_engine_get_limits(const spec_engine * engine, spec_engine_limits * out)
+    int32_t spec_engine_seq_begin(spec_engine * engine, int32_t seq_id, spec_sampler ** sampler)
+    int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id)
+    int32_t spec_engine_seq_n_past(const spec_engine * engine, int32_t seq_id)
+    int32_t spec_engine_n_cells_used(const spec_engine * engine)
+
+    ctypedef struct spec_plan_entry:
+        int32_t seq_id
+        int32_t n_past
+        int32_t token_offset
+        int32_t n_tokens
+        int32_t n_draft
+        int32_t is_output
+
+    ctypedef struct spec_plan:
+        const spec_plan_entry * entries
+        int32_t n_entries
+        const int32_t * tokens
+        int32_t n_tokens
+
+    ctypedef struct spec_result_entry:
+        int32_t seq_id
+        int32_t status
+        int32_t n_past
+        int32_t token_offset
+        int32_t n_tokens
+        int32_t n_drafted
+        int32_t n_accepted
+        int32_t flags
+
+    ctypedef struct spec_result:
+        const spec_result_entry * entries
+        int32_t n_entries
+        const int32_t * tokens
+        const float * logprobs
+        int32_t n_tokens
+        int32_t n_batch_tokens
+        int64_t t_draft_us
+        int64_t t_decode_us
+        int64_t t_process_us
+        int64_t t_sample_us
+        int64_t t_total_us
+
+    int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_result * out)
+
+    ctypedef struct spec_draft_request:
+        int32_t seq_id
+        int32_t n_past
+        int32_t id_last
+        int32_t n_draft
+
+    int32_t spec_engine_seq_draft(
+        spec_engine * engine, const spec_draft_request * requests, int32_t n_requests,
+        int32_t * tokens, int32_t * counts)
+
+    ctypedef struct spec_token:
+        int32_t seq_id
+        int32_t pos
+        int32_t token
+        int32_t is_output
+
+    int32_t spec_engine_decode(spec_engine * engine, const spec_token * tokens, int32_t n_tokens)
+    int32_t spec_engine_process(spec_engine * engine)
+    int32_t spec_engine_logits(spec_engine * engine, int32_t i, const float ** out)
+    int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, int32_t * token)
+    int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_accepted)
+    int32_t spec_engine_seq_rollback(spec_engine * engine, int32_t seq_id, int32_t n_past)
+    int32_t spec_engine_inject_fault(spec_engine * engine, int32_t fault, int32_t n_steps)

@@ -1,0 +1,83 @@
+"""Plan and result of one engine step, as flat arrays."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PLAN_DTYPE", "RESULT_DTYPE", "Fault", "ResultFlag", "StepResult"]
+
+PLAN_DTYPE: Final = np.dtype(
+    [
+        ("seq_id", np.int32),
+        ("n_past", np.int32),
+        ("token_offset", np.int32),
+        ("n_tokens", np.int32),
+        ("n_draft", np.int32),
+        ("is_output", np.int32),
+    ]
+)
+"""One sequence's part of a step: `spec_plan_entry` of `spec.h`, where the fields are explained."""
+
+RESULT_DTYPE: Final = np.dtype(
+    [
+        ("seq_id", np.int32),
+        ("status", np.int32),
+        ("n_past", np.int32),
+        ("token_offset", np.int32),
+        ("n_tokens", np.int32),
+        ("n_drafted", np.int32),
+        ("n_accepted", np.int32),
+        ("flags", np.int32),
+    ]
+)
+"""What became of one sequence: `spec_result_entry` of `spec.h`, where the fields are explained."""
+
+
+class ResultFlag(enum.IntFlag):
+    """Bits of the field `flags` of `RESULT_DTYPE`."""
+
+    EOG = 1
+    DRAFT_COLD = 2
+    REPLAYED = 4
+
+
+class Fault(enum.IntEnum):
+    """Failures that `Engine.inject_fault` can provoke."""
+
+    NONE = 0
+    DECODE_NO_ROOM = 1
+    DECODE_FATAL = 2
+    PROCESS = 3
+    THROW = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What one step did. The arrays are read-only copies: they stay valid for ever."""
+
+    entries: npt.NDArray[Any]
+    """One per plan entry, in the plan's order. Shape: [n_entries] RESULT_DTYPE."""
+    tokens: npt.NDArray[np.int32]
+    """Emitted tokens of all entries; entry i has tokens[token_offset:token_offset + n_tokens].
+    Shape: [n_tokens] int32."""
+    logprobs: npt.NDArray[np.float32]
+    """Natural log-probabilities of `tokens` under the target's unmodified distribution; NaN where
+    not asked for.
+    Shape: [n_tokens] float32."""
+    n_batch_tokens: int
+    """Tokens of the target's decode."""
+    t_draft_us: int
+    """Drafting for all sequences."""
+    t_decode_us: int
+    """The target's decode."""
+    t_process_us: int
+    """Feeding the decoded batch to the draft."""
+    t_sample_us: int
+    """Verification, log-probabilities and rollback."""
+    t_total_us: int
+    """The whole step."""
