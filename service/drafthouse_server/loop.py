@@ -256,7 +256,7 @@ class StepLoop:
         left = list(self._outboxes)
         for sequence in left:
             self._mark(sequence, Draining(self._retry_after_s))
-        if left:
+        if left and self._task is not None and not self._task.done():
             await self._idle.wait()
         return len(left)
 
@@ -268,7 +268,7 @@ class StepLoop:
         self._is_stopping = True
         self._wake.set()
         if self._task is not None:
-            await self._task
+            await asyncio.wait([self._task])  # its error, if any, was logged
         await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.close)
         self._executor.shutdown()
 

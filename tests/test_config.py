@@ -1,0 +1,159 @@
+"""Settings: which source wins, what is refused and how it is told; nothing is undocumented."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from drafthouse_server.config import DRAFT_TYPES, Config, add_flags, describe, load
+from drafthouse_server.errors import ConfigError
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = tmp_path / "drafthouse.toml"
+    file.write_text('port = 1\nn_seq_max = 2\nhost = "h"\ndrain_timeout_s = 5\n')
+    config = load(
+        str(file), {"DRAFTHOUSE_PORT": "3", "DRAFTHOUSE_N_SEQ_MAX": "4"}, {"n_seq_max": "5"}
+    )
+    assert (config.host, config.port, config.n_seq_max) == ("h", 3, 5)
+    assert config.drain_timeout_s == 5.0
+    assert config.n_batch == Config().n_batch
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "drafthouse.toml"
+    file.write_text("port = 7\n")
+    assert load(environment={"DRAFTHOUSE_CONFIG": str(file)}).port == 7
+
+
+def test_flags_that_are_not_given_change_nothing() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = vars(parser.parse_args(["--n-seq-max", "3", "--is-kv-unified", "false"]))
+    config = load(environment={}, flags=flags)
+    assert (config.n_seq_max, config.is_kv_unified) == (3, False)
+    assert dataclasses.replace(config, n_seq_max=8, is_kv_unified=True) == Config()
+
+
+def test_help_of_the_flags_can_be_formatted() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert all(f"--{field.name.replace('_', '-')}" in parser.format_help() for field in fields())
+
+
+def test_variables_of_the_build_and_of_others_are_left_alone() -> None:
+    environment = {"DRAFTHOUSE_LLAMA_CPP": "/x", "DRAFTHOUSE_UNKNOWN": "1", "PATH": "/bin"}
+    assert load(environment=environment) == Config()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "value"),
+    [
+        ({"port": 70000}, "port", 70000),
+        ({"draft_type": "magic"}, "draft_type", "magic"),
+        ({"model": ""}, "model", ""),
+        ({"n_seq_max": 0}, "n_seq_max", 0),
+        ({"p_min": 1.0}, "p_min", 1.0),
+        ({"retry_after_s": float("nan")}, "retry_after_s", None),
+        ({"n_batch": 4, "n_ubatch": 4}, "n_batch", 4),
+        ({"n_ubatch": 1024}, "n_ubatch", 1024),
+        ({"n_draft_default": 9}, "n_draft_default", 9),
+        ({"draft_type": "eagle3"}, "draft_model", ""),
+        ({"draft_type": "mtp", "draft_model": "d.gguf"}, "draft_model", "d.gguf"),
+        ({"log_level": "loud"}, "log_level", "loud"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key(
+    settings: dict[str, object], key: str, value: object
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(**settings)  # type: ignore[arg-type]  # wrong on purpose
+    assert caught.value.key == key
+    assert value is None or caught.value.value == value
+    assert repr(key) in str(caught.value)
+    assert caught.value.expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        ("DRAFTHOUSE_PORT", "many", "a whole number"),
+        ("DRAFTHOUSE_P_MIN", "low", "a number"),
+        ("DRAFTHOUSE_IS_KV_UNIFIED", "maybe", "true or false"),
+    ],
+)
+def test_a_text_of_the_wrong_kind_names_its_source(variable: str, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) as caught:
+        load(environment={variable: text})
+    assert variable in str(caught.value)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        'port = "50051"',
+        "n_seq_max = 2.5",
+        "is_kv_unified = 1",
+        "prot = 1",
+        "api_keys = 'acme:k'",
+        "port = ",
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_name(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"wrong\.toml"):
+        load(str(file), {})
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load("nowhere.toml", {})
+
+
+@pytest.mark.parametrize("entry", ["hush", ":hush", "hush:", "a:hush,b:hush"])
+def test_wrong_keys_are_refused_and_never_shown(entry: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(environment={"DRAFTHOUSE_API_KEYS": entry})
+    assert "hush" not in str(caught.value)
+
+
+def test_keys_come_from_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('api_keys = ["acme:one"]')
+    assert load(str(file), {}).api_keys == ("acme:one",)
+    variables = {"DRAFTHOUSE_API_KEYS": "acme:one, acme:two"}
+    assert load(environment=variables).api_keys == ("acme:one", "acme:two")
+
+
+def test_the_model_is_named_after_its_file_unless_told_otherwise() -> None:
+    assert Config(model="dir/tiny-f16.gguf").model_name == "tiny-f16"
+    assert Config(model="dir/tiny-f16.gguf", name="demo").model_name == "demo"
+
+
+@pytest.mark.parametrize("draft_type", DRAFT_TYPES)
+def test_every_draft_type_can_be_configured(draft_type: str) -> None:
+    draft_model = "d.gguf" if draft_type in ("eagle3", "simple") else ""
+    assert Config(draft_type=draft_type, draft_model=draft_model).draft_type == draft_type
+
+
+def test_the_example_lists_every_setting_with_its_default_and_a_sentence(tmp_path: Path) -> None:
+    example = describe()
+    file = tmp_path / "example.toml"
+    file.write_text(example)
+    assert load(str(file), {}) == Config()
+    assert set(tomllib.loads(example)) == {field.name for field in fields()}
+    for field in fields():
+        about = field.metadata["about"]
+        assert re.match(r"[A-Z].{15,}\.$", about), f"{field.name} is not documented"
+        assert re.search(rf"# {re.escape(about)}.*\n{field.name} = ", example)
+
+
+def fields() -> tuple[dataclasses.Field[object], ...]:
+    return dataclasses.fields(Config)

@@ -1,0 +1,342 @@
+"""What every engine must do, shown on the fake one and on the real one with the demo models."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from drafthouse_server.config import Config
+from drafthouse_server.engine import Engine, LlamaEngine
+from drafthouse_server.errors import EngineError, InvalidRequest, ModelLoadError
+from drafthouse_server.fake import FakeEngine
+from drafthouse_server.scheduler import Scheduler
+from drafthouse_server.sequence import FinishEvent, FinishReason, Sequence, SequenceState
+from drafthouse_server.speculation import FixedDraft
+from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, StepPlan
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+GREEDY = SamplingOptions(temperature=0, logprobs=True)
+
+TIE_TOLERANCE = 0.02
+"""Nats. Batches of other widths round differently; tokens nearer than this may change places."""
+
+TEXTS = (
+    "def parse(",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n    ",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "    try:\n        return int(value)\n    except ValueError:\n",
+    "# Returns the sum of all even numbers in the list.\n" * 6,
+    "x",
+)
+
+ENGINES = {
+    "dense-none": ("tiny-mimo2-f16.gguf", "none", ""),
+    "dense-mtp": ("tiny-mimo2-f16.gguf", "mtp", ""),
+    "dense-eagle3": ("tiny-mimo2-f16.gguf", "eagle3", "tiny-mimo2-eagle3-f16.gguf"),
+    "dense-simple": ("tiny-mimo2-f16.gguf", "simple", "tiny-draft-f16.gguf"),
+    "hybrid-mtp": ("tiny-qwen35-f16.gguf", "mtp", ""),
+    "hybrid-eagle3": ("tiny-qwen35-f16.gguf", "eagle3", "tiny-qwen35-eagle3-f16.gguf"),
+    "hybrid-simple": ("tiny-qwen35-f16.gguf", "simple", "tiny-draft-f16.gguf"),
+}
+
+needs_extension = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        importlib.util.find_spec("drafthouse_engine._spec") is None,
+        reason="the extension is not built; run `make build`",
+    ),
+]
+
+
+class CountingEngine(Engine, Protocol):
+    """An engine that tells how many KV cells are in use."""
+
+    @property
+    def n_cells_used(self) -> int: ...
+
+
+def config(model: str, draft_type: str, draft_model: str) -> Config:
+    return Config(
+        model=str(MODELS / model),
+        draft_type=draft_type,
+        draft_model=str(MODELS / draft_model) if draft_model else "",
+        n_seq_max=4,
+        n_ctx_seq=512,
+        n_batch=96,
+        n_ubatch=96,
+        n_threads=1,
+    )
+
+
+def make_engine(name: str) -> CountingEngine:
+    if name == "fake":
+        limits = EngineLimits("mtp", 4, 2048, 512, 96, 96, 4, 20)
+        return FakeEngine(limits, eog_period=97)
+    return LlamaEngine.load(config(*ENGINES[name]))
+
+
+@pytest.fixture(
+    scope="module", params=["fake", *(pytest.param(n, marks=needs_extension) for n in ENGINES)]
+)
+def engine(request: pytest.FixtureRequest) -> Iterator[CountingEngine]:
+    engine = make_engine(request.param)
+    yield engine
+    engine.close()
+
+
+def make(
+    engine: Engine, text: str, n_output_max: int = 40, options: SamplingOptions = GREEDY
+) -> Sequence:
+    prompt = engine.tokenize(text, add_special=True, parse_special=False)
+    return Sequence(text, prompt, engine.make_sampler(options), n_output_max=n_output_max)
+
+
+def run(
+    engine: CountingEngine,
+    sequences: list[Sequence],
+    n_draft: int,
+    cancel: dict[int, Sequence] | None = None,
+) -> dict[Sequence, list[float]]:
+    """Runs all to their ends and returns their log-probabilities; cancels some before a step."""
+    scheduler = Scheduler(engine.limits, FixedDraft(n_draft))
+    logprobs: dict[Sequence, list[float]] = {sequence: [] for sequence in sequences}
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    for n_step in range(1000):
+        if cancel and n_step in cancel:
+            scheduler.mark(cancel[n_step], FinishReason.CANCELLED)
+        scheduler.reap(0.0)
+        plan = scheduler.plan(0.0)
+        if plan.is_empty:
+            break
+        result = engine.step(plan)
+        slots = {entry.seq_id: entry for entry in result.entries if entry.tokens}
+        for sequence in scheduler.sequences():
+            if sequence.seq_id in slots:
+                logprobs[sequence] += slots[sequence.seq_id].logprobs
+        scheduler.commit(result, 0.0)
+    assert all(sequence.state is SequenceState.FINISHED for sequence in sequences)
+    assert engine.n_cells_used == 0
+    return {s: values[: s.n_output] for s, values in logprobs.items()}
+
+
+def assert_same_or_tied(engine: CountingEngine, one: Sequence, other: Sequence) -> None:
+    """Asserts that two greedy outputs are equal, up to where two tokens demonstrably tie."""
+    pairs = zip(one.output, other.output, strict=False)
+    n_same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if n_same is None:
+        assert one.n_output == other.n_output
+        return
+    assert not isinstance(engine, FakeEngine), "the fake engine does not round"
+    tokens = (one.output[n_same], other.output[n_same])
+    prompt = [*one.prompt, *one.output[:n_same]]
+    values = [logprob_of(engine, prompt, token) for token in tokens]
+    assert abs(values[0] - values[1]) < TIE_TOLERANCE, f"{tokens} at {n_same}: {values}"
+
+
+def logprob_of(engine: CountingEngine, prompt: list[int], token: int) -> float:
+    """Returns the log-probability of a token after a prompt, by forcing the engine to choose it."""
+    options = dataclasses.replace(GREEDY, logit_bias=((token, 1000.0),))
+    sequence = Sequence("forced", prompt, engine.make_sampler(options), n_output_max=1)
+    logprobs = run(engine, [sequence], 0)[sequence]
+    assert sequence.output == [token]
+    return logprobs[0]
+
+
+def alone(engine: CountingEngine) -> list[Sequence]:
+    """Returns every text's output without speculation and without company."""
+    sequences = [make(engine, text) for text in TEXTS]
+    for sequence in sequences:
+        run(engine, [sequence], 0)
+    return sequences
+
+
+@pytest.mark.parametrize("n_draft", [0, 1, 4])
+def test_greedy_output_is_the_same_alone_in_a_crowd_and_with_drafts(
+    engine: CountingEngine, n_draft: int
+) -> None:
+    crowd = [make(engine, text) for text in TEXTS * 2]
+    run(engine, crowd, n_draft)
+    for sequence, reference in zip(crowd, alone(engine) * 2, strict=True):
+        assert_same_or_tied(engine, sequence, reference)
+    if n_draft and engine.limits.n_draft_max:
+        assert sum(sequence.n_accepted for sequence in crowd) > 0
+
+
+def test_those_who_leave_change_nothing_for_those_who_stay(engine: CountingEngine) -> None:
+    crowd = [make(engine, text) for text in TEXTS * 2]
+    leaving = {2 + i: sequence for i, sequence in enumerate(crowd[::3])}
+    run(engine, crowd, 3, cancel=leaving)
+    references = alone(engine) * 2
+    for i, (sequence, reference) in enumerate(zip(crowd, references, strict=True)):
+        end = sequence.terminal
+        assert isinstance(end, FinishEvent)
+        if end.reason is not FinishReason.CANCELLED:
+            assert_same_or_tied(engine, sequence, reference)
+        else:
+            assert i % 3 == 0
+
+
+def test_the_output_is_reported_token_by_token(engine: CountingEngine) -> None:
+    sequence = make(engine, TEXTS[1], 30)
+    logprobs = run(engine, [sequence], 4)[sequence]
+    assert len(logprobs) == sequence.n_output <= 30
+    assert all(math.isfinite(value) and value <= 0 for value in logprobs)
+    silent = make(engine, TEXTS[1], 30, dataclasses.replace(GREEDY, logprobs=False))
+    assert run(engine, [silent], 4)[silent] == []
+    assert_same_or_tied(engine, silent, sequence)
+
+
+def test_the_same_seed_gives_the_same_output(engine: CountingEngine) -> None:
+    options = SamplingOptions(temperature=1.0, seed=7)
+    sequences = [make(engine, TEXTS[0], 30, options) for _ in range(2)]
+    for sequence in sequences:
+        run(engine, [sequence], 0)
+    assert sequences[0].output == sequences[1].output
+    other = make(engine, TEXTS[0], 30, dataclasses.replace(options, seed=8))
+    run(engine, [other], 0)
+    assert other.output != sequences[0].output
+
+
+def test_the_end_token_is_never_chosen_when_it_is_ignored(engine: CountingEngine) -> None:
+    options = dataclasses.replace(GREEDY, ignore_eos=True)
+    sequence = make(engine, TEXTS[3], 150, options)
+    run(engine, [sequence], 3)
+    assert sequence.n_output == 150
+    assert not any(engine.is_eog(token) for token in sequence.output)
+
+
+def test_a_slot_can_be_filled_to_its_last_cell(engine: CountingEngine) -> None:
+    options = dataclasses.replace(GREEDY, ignore_eos=True)
+    prompt = make(engine, TEXTS[4] * 20).prompt[:480]
+    sequence = Sequence("full", prompt, engine.make_sampler(options))
+    run(engine, [sequence], 4)
+    assert len(sequence.tokens) == engine.limits.n_ctx_seq
+
+
+def test_wrong_plans_are_refused_and_change_nothing(engine: CountingEngine) -> None:
+    plan = StepPlan([PlanEntry(0, 0, [1, 2], 0, True)], [(0, engine.make_sampler(GREEDY))])
+    entry = engine.step(plan).entries[0]
+    last = list(entry.tokens[-1:])
+    n_past = entry.n_past
+    wrong = [
+        PlanEntry(0, n_past + 1, last, 0, True),
+        PlanEntry(0, n_past, [], 0, True),
+        PlanEntry(0, n_past, last * 2, 0, True),
+        PlanEntry(0, n_past, [engine.card.n_vocab], 0, True),
+        PlanEntry(0, n_past, last, engine.limits.n_draft_max + 1, True),
+        PlanEntry(1, 0, [1], 0, True),
+        PlanEntry(4, 0, [1], 0, True),
+        PlanEntry(-1, 0, [1], 0, True),
+    ]
+    for bad in wrong:
+        with pytest.raises(EngineError):
+            engine.step(StepPlan([bad]))
+        assert engine.n_cells_used == n_past
+    assert engine.step(StepPlan([PlanEntry(0, n_past, last, 0, True)])).entries[0].tokens
+    engine.step(StepPlan(frees=[0, 1]))
+    assert engine.n_cells_used == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        (SamplingOptions(temperature=float("nan")), "sampling.temperature"),
+        (SamplingOptions(temperature=-0.5), "sampling.temperature"),
+        (SamplingOptions(grammar='start ::= "a" |'), "sampling.grammar"),
+    ],
+)
+def test_wrong_options_name_their_field(
+    engine: CountingEngine, options: SamplingOptions, path: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        engine.make_sampler(options)
+    assert [violation.field for violation in caught.value.violations] == [path]
+
+
+def test_text_goes_to_tokens_and_back(engine: CountingEngine) -> None:
+    text = "def grüße(名前):  # 😀\n\treturn 名前\n"
+    tokens = engine.tokenize(text, add_special=False, parse_special=False)
+    assert all(0 <= token < engine.card.n_vocab for token in tokens)
+    assert b"".join(engine.token_bytes(t, special=False) for t in tokens).decode() == text
+    assert engine.tokenize("", add_special=False, parse_special=False) == []
+
+
+def test_chats_are_formatted(engine: CountingEngine) -> None:
+    assert engine.card.has_chat_template
+    text = engine.format_chat([("system", "Be short."), ("user", "Hi there")])
+    assert 0 <= text.index("Be short.") < text.index("Hi there")
+
+
+def test_the_end_token_is_an_end_and_shows_only_when_asked(engine: CountingEngine) -> None:
+    end = engine.card.token_eos
+    assert engine.is_eog(end)
+    assert engine.token_bytes(end, special=False) == b""
+    assert engine.token_bytes(end, special=True)
+    assert not engine.is_eog(engine.tokenize("a", add_special=False, parse_special=False)[0])
+
+
+class TestLoading:
+    """A model that cannot be served is explained in one sentence. The process lives."""
+
+    pytestmark = needs_extension
+
+    def fails(self, model: Path, draft_type: str = "none", draft_model: Path | None = None) -> str:
+        wrong = Config(
+            model=str(model),
+            draft_type=draft_type,
+            draft_model=str(draft_model or ""),
+            n_seq_max=2,
+            n_ctx_seq=128,
+        )
+        with pytest.raises(ModelLoadError) as caught:
+            LlamaEngine.load(wrong).close()
+        assert str(caught.value.path) in str(caught.value)
+        assert caught.value.advice != "see the log"
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        assert "check the path" in self.fails(tmp_path / "nowhere.gguf")
+
+    def test_a_text_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "letter.gguf"
+        file.write_text("Dear model, please answer.\n" * 100)
+        assert "GGUF" in self.fails(file)
+
+    @pytest.mark.parametrize("n_bytes", [0, 3, 100, 100_000, 5_000_000])
+    def test_a_truncated_file(self, tmp_path: Path, n_bytes: int) -> None:
+        file = tmp_path / "cut.gguf"
+        file.write_bytes((MODELS / "tiny-mimo2-f16.gguf").read_bytes()[:n_bytes])
+        assert "GGUF" in self.fails(file)
+
+    def test_mtp_without_heads(self) -> None:
+        assert "MTP" in self.fails(MODELS / "tiny-draft-f16.gguf", "mtp")
+
+    def test_an_eagle3_draft_of_another_target(self) -> None:
+        message = self.fails(
+            MODELS / "tiny-mimo2-f16.gguf", "eagle3", MODELS / "tiny-qwen35-eagle3-f16.gguf"
+        )
+        assert "draft" in message
+
+    def test_an_ordinary_model_as_eagle3_draft(self) -> None:
+        message = self.fails(
+            MODELS / "tiny-mimo2-f16.gguf", "eagle3", MODELS / "tiny-draft-f16.gguf"
+        )
+        assert "EAGLE-3" in message
+
+    def test_progress_reaches_the_end(self) -> None:
+        seen: list[tuple[str, float]] = []
+        fine = config("tiny-mimo2-f16.gguf", "eagle3", "tiny-mimo2-eagle3-f16.gguf")
+        LlamaEngine.load(fine, lambda path, share: seen.append((path, share))).close()
+        assert {path for path, _ in seen} == {fine.model, fine.draft_model}
+        for path in (fine.model, fine.draft_model):
+            shares = [share for name, share in seen if name == path]
+            assert shares == sorted(shares)
+            assert shares[-1] == 1.0

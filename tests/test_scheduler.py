@@ -1,0 +1,427 @@
+"""Plans and commits, one rule at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from drafthouse_server.errors import ContextTooLong, Draining, EngineError
+from drafthouse_server.fake import FakeEngine
+from drafthouse_server.scheduler import N_NO_ROOM_MAX, Scheduler
+from drafthouse_server.sequence import (
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Sequence,
+    TokensEvent,
+)
+from drafthouse_server.speculation import FixedDraft
+from drafthouse_server.step import (
+    EngineLimits,
+    SamplingOptions,
+    SequenceStatus,
+    StepPlan,
+)
+
+LIMITS = EngineLimits(
+    draft_type="mtp",
+    n_seq_max=4,
+    n_ctx=400,
+    n_ctx_seq=100,
+    n_batch=16,
+    n_ubatch=16,
+    n_draft_max=4,
+    n_outputs_max=20,
+)
+GREEDY = SamplingOptions(temperature=0)
+
+
+class Bench:
+    """A scheduler and a fake engine, stepped by hand."""
+
+    def __init__(self, limits: EngineLimits = LIMITS, n_draft: int = 0, **fake: object) -> None:
+        self.engine = FakeEngine(limits, **fake)  # type: ignore[arg-type]  # passed on
+        self.scheduler = Scheduler(limits, FixedDraft(n_draft))
+        self.now = 0.0
+        self.events: list[tuple[Sequence, Event]] = []
+        self.plans: list[StepPlan] = []
+
+    def add(
+        self, request_id: str, n_prompt: int = 3, n_output_max: int = 5, **more: object
+    ) -> Sequence:
+        prompt = [ord(request_id[0])] * n_prompt
+        sampler = self.engine.make_sampler(GREEDY)
+        sequence = Sequence(
+            request_id,
+            prompt,
+            sampler,
+            n_output_max=n_output_max,
+            **more,  # type: ignore[arg-type]
+        )
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def step(self) -> StepPlan:
+        self.now += 1
+        self.events += self.scheduler.reap(self.now)
+        plan = self.scheduler.plan(self.now)
+        self.plans.append(plan)
+        try:
+            result = self.engine.step(plan)
+        except RuntimeError as error:
+            self.events += self.scheduler.abandon(plan, error)
+        else:
+            self.events += self.scheduler.commit(result, self.now)
+        return plan
+
+    def run(self, n_steps_max: int = 200) -> None:
+        """Steps until nothing is left to do."""
+        for _ in range(n_steps_max):
+            if self.scheduler.is_idle:
+                return
+            self.step()
+        raise AssertionError("the scheduler does not come to an end")
+
+    def ends(self) -> dict[str, Event]:
+        terminal = (e for e in self.events if not isinstance(e[1], TokensEvent))
+        return {sequence.request_id: event for sequence, event in terminal}
+
+
+def shape(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
+    """Returns slot, tokens, K and is_output of each entry."""
+    return [(e.seq_id, len(e.tokens), e.n_draft, e.is_output) for e in plan.entries]
+
+
+def test_a_request_runs_from_prompt_to_limit() -> None:
+    bench = Bench()
+    sequence = bench.add("a", n_prompt=3, n_output_max=3)
+    assert shape(bench.step()) == [(0, 3, 0, True)]
+    assert shape(bench.step()) == [(0, 1, 0, True)]
+    bench.run()
+    end = bench.ends()["a"]
+    assert isinstance(end, FinishEvent)
+    assert end.reason is FinishReason.LENGTH
+    assert (end.usage.n_prompt, end.usage.n_output) == (3, 3)
+    assert len(sequence.output) == 3
+    assert bench.engine.n_cells_used == 0
+    assert bench.plans[-1].frees == [0]
+
+
+def test_prompts_are_cut_to_the_budget_and_only_the_last_piece_gives_a_token() -> None:
+    bench = Bench()
+    bench.add("a", n_prompt=40)
+    assert [shape(bench.step()) for _ in range(3)] == [
+        [(0, 16, 0, False)],
+        [(0, 16, 0, False)],
+        [(0, 8, 0, True)],
+    ]
+    assert len(bench.events) == 1
+
+
+def test_prompts_share_what_is_left_in_the_order_of_arrival() -> None:
+    bench = Bench()
+    bench.add("a", n_prompt=10)
+    bench.add("b", n_prompt=10)
+    bench.add("c", n_prompt=10)
+    assert shape(bench.step()) == [(0, 10, 0, True), (1, 6, 0, False)]
+    assert shape(bench.step()) == [(0, 1, 0, True), (1, 4, 0, True), (2, 10, 0, True)]
+
+
+def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
+    bench = Bench(n_draft=4)
+    bench.add("a", n_output_max=50)
+    bench.step()
+    bench.add("b", n_prompt=90)
+    plan = bench.step()
+    assert shape(plan) == [(0, 1, 4, True), (1, 11, 0, False)]
+
+
+def test_drafts_leave_prompts_a_floor() -> None:
+    bench = Bench(n_draft=4)
+    for name in "abc":
+        bench.add(name, n_output_max=50)
+    bench.step()
+    bench.add("d", n_prompt=90)
+    # 16 tokens: 3 last tokens, 4 kept for the prompt, 9 left for drafts.
+    assert shape(bench.step()) == [
+        (0, 1, 3, True), (1, 1, 3, True), (2, 1, 3, True), (3, 4, 0, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wishes", "n_batch", "n_outputs_max", "granted"),
+    [
+        ((4, 4, 4, 4), 20, 20, [4, 4, 4, 4]),
+        ((4, 4, 4, 4), 16, 20, [3, 3, 3, 3]),
+        ((4, 4, 4, 4), 20, 12, [2, 2, 2, 2]),
+        ((0, 1, 4, 4), 10, 20, [0, 1, 2, 3]),
+        ((4, 1, 4, 0), 12, 20, [3, 1, 4, 0]),
+        ((4, 4, 4, 4), 4, 20, [0, 0, 0, 0]),
+    ],
+)
+def test_too_many_drafts_shrink_from_the_top(
+    wishes: tuple[int, ...], n_batch: int, n_outputs_max: int, granted: list[int]
+) -> None:
+    limits = dataclasses.replace(LIMITS, n_batch=n_batch, n_outputs_max=n_outputs_max)
+    bench = Bench(limits)
+    for name, n_draft in zip("abcd", wishes, strict=True):
+        bench.add(name, n_prompt=1, n_output_max=50, n_draft=n_draft)
+    bench.step()
+    assert [entry.n_draft for entry in bench.step().entries] == granted
+
+
+def test_a_freed_slot_serves_the_next_in_the_same_plan() -> None:
+    bench = Bench(dataclasses.replace(LIMITS, n_seq_max=1))
+    bench.add("a", n_output_max=1)
+    bench.add("b", n_output_max=1)
+    bench.step()
+    plan = bench.step()
+    assert (plan.frees, [seq_id for seq_id, _ in plan.starts]) == ([0], [0])
+    assert shape(plan) == [(0, 3, 0, True)]
+
+
+def test_cells_are_reserved_and_nobody_overtakes() -> None:
+    bench = Bench(dataclasses.replace(LIMITS, n_ctx=120))
+    bench.add("a", n_prompt=20, n_output_max=20)  # 44 cells with the draft's headroom
+    bench.add("b", n_prompt=60, n_output_max=40)  # 100: bounded by the context of a sequence
+    bench.add("c", n_prompt=2, n_output_max=2)
+    bench.step()
+    assert bench.scheduler.n_running == 1
+    assert bench.scheduler.n_waiting == 2
+    assert bench.scheduler.n_reserved == 44
+    bench.run()
+    started = [s.request_id for s, e in bench.events if not isinstance(e, TokensEvent)]
+    assert sorted(started) == ["a", "b", "c"]
+    assert bench.scheduler.n_reserved == 0
+    assert bench.engine.n_cells_max <= 120
+
+
+def test_higher_priority_goes_first_and_arrival_decides_inside_one() -> None:
+    bench = Bench(dataclasses.replace(LIMITS, n_seq_max=1))
+    for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", -1), ("e", 5)):
+        bench.add(name, n_output_max=1, priority=priority)
+    bench.run()
+    assert list(bench.ends()) == ["c", "e", "a", "b", "d"]
+
+
+def test_stop_tokens_inside_a_draft_cut_what_follows() -> None:
+    plain = Bench()
+    reference = plain.add("a", n_output_max=30)
+    plain.run()
+    stop = reference.output[12]
+    n_kept = reference.output.index(stop) + 1
+    bench = Bench(n_draft=4, acceptance=(4,))
+    sequence = bench.add("a", n_output_max=30, stop_token_ids=frozenset([stop]))
+    bench.run()
+    assert sequence.output == reference.output[:n_kept]
+    end = bench.ends()["a"]
+    assert isinstance(end, FinishEvent)
+    assert end.reason is FinishReason.STOP
+
+
+def test_the_models_end_token_ends_the_sequence() -> None:
+    bench = Bench(eog_period=4, n_draft=3)
+    sequence = bench.add("a", n_output_max=90)
+    bench.run()
+    assert bench.engine.is_eog(sequence.output[-1])
+    assert not any(bench.engine.is_eog(token) for token in sequence.output[:-1])
+    end = bench.ends()["a"]
+    assert isinstance(end, FinishEvent)
+    assert end.reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("n_draft", [0, 1, 4])
+def test_the_context_can_be_filled_to_the_last_token(n_draft: int) -> None:
+    bench = Bench(n_draft=n_draft, acceptance=(4, 3))
+    sequence = bench.add("a", n_prompt=80, n_output_max=20)
+    bench.run()
+    assert len(sequence.tokens) == LIMITS.n_ctx_seq
+    assert isinstance(bench.ends()["a"], FinishEvent)
+
+
+def test_without_a_limit_the_context_is_the_limit() -> None:
+    bench = Bench()
+    sequence = Sequence("a", [1] * 90, bench.engine.make_sampler(GREEDY))
+    bench.scheduler.submit(sequence)
+    bench.run()
+    assert sequence.n_output == 10
+
+
+@pytest.mark.parametrize(("n_prompt", "n_output_max"), [(100, None), (101, 1), (90, 11), (1, 100)])
+def test_what_does_not_fit_is_refused(n_prompt: int, n_output_max: int | None) -> None:
+    bench = Bench()
+    sequence = Sequence("a", [1] * n_prompt, object(), n_output_max=n_output_max)
+    with pytest.raises(ContextTooLong) as caught:
+        bench.scheduler.submit(sequence)
+    assert caught.value.context_tokens == 100
+    assert bench.scheduler.is_idle
+
+
+def test_a_small_pool_bounds_the_context() -> None:
+    bench = Bench(dataclasses.replace(LIMITS, n_ctx=50))
+    assert bench.scheduler.check(40, None) == 10
+    with pytest.raises(ContextTooLong):
+        bench.scheduler.check(40, 11)
+    bench.add("a", n_prompt=40, n_output_max=10)
+    bench.run()
+
+
+def test_cancelled_sequences_give_back_all_at_the_next_reap() -> None:
+    bench = Bench(dataclasses.replace(LIMITS, n_seq_max=1))
+    running, waiting = bench.add("a", n_output_max=50), bench.add("b", n_output_max=50)
+    bench.step()
+    bench.scheduler.mark(running, FinishReason.CANCELLED)
+    bench.scheduler.mark(waiting, FinishReason.CANCELLED)
+    bench.step()
+    assert bench.scheduler.is_idle
+    assert bench.engine.n_cells_used == 0
+    reasons = [e.reason for e in bench.ends().values() if isinstance(e, FinishEvent)]
+    assert reasons == [FinishReason.CANCELLED] * 2
+
+
+def test_the_first_mark_counts_and_late_marks_are_harmless() -> None:
+    bench = Bench()
+    sequence = bench.add("a", n_output_max=50)
+    bench.step()
+    bench.scheduler.mark(sequence, Draining(1.0))
+    bench.scheduler.mark(sequence, FinishReason.CANCELLED)
+    bench.run()
+    end = bench.ends()["a"]
+    assert isinstance(end, ErrorEvent)
+    assert isinstance(end.error, Draining)
+    bench.scheduler.mark(sequence, FinishReason.CANCELLED)
+    assert bench.scheduler.reap(99.0) == []
+
+
+def test_a_sequence_that_ends_while_marked_ends_once() -> None:
+    bench = Bench()
+    sequence = bench.add("a", n_output_max=1)
+    plan = bench.scheduler.plan(1.0)
+    bench.scheduler.mark(sequence, FinishReason.CANCELLED)
+    events = bench.scheduler.commit(bench.engine.step(plan), 1.0)
+    assert len(events) == 2
+    assert bench.scheduler.reap(2.0) == []
+
+
+def test_deadlines_end_running_and_waiting_sequences() -> None:
+    bench = Bench(dataclasses.replace(LIMITS, n_seq_max=1))
+    bench.add("a", n_output_max=50, deadline=3.0)
+    bench.add("b", n_output_max=50, deadline=2.5)
+    bench.add("c", n_output_max=2, deadline=100.0)
+    bench.run()
+    ends = bench.ends()
+    reasons = {n: e.reason for n, e in ends.items() if isinstance(e, FinishEvent)}
+    assert reasons == {
+        "a": FinishReason.DEADLINE, "b": FinishReason.DEADLINE, "c": FinishReason.LENGTH,
+    }  # fmt: skip
+    assert bench.now < 8
+
+
+def test_no_room_is_tried_again_without_a_draft() -> None:
+    bench = Bench(n_draft=3)
+    sequence = bench.add("a", n_output_max=20)
+    bench.step()
+    assert shape(bench.step())[0][2] == 3
+    before = list(sequence.tokens)
+    bench.engine.inject(SequenceStatus.NO_ROOM, n_steps=2)
+    bench.step()
+    assert sequence.tokens == before
+    assert [shape(bench.step())[0][2] for _ in range(3)] == [0, 0, 3]
+    bench.run()
+    assert isinstance(bench.ends()["a"], FinishEvent)
+
+
+def test_no_room_for_ever_is_an_error() -> None:
+    bench = Bench()
+    bench.add("a")
+    bench.engine.inject(SequenceStatus.NO_ROOM, n_steps=N_NO_ROOM_MAX)
+    bench.run()
+    end = bench.ends()["a"]
+    assert isinstance(end, ErrorEvent)
+    assert isinstance(end.error, EngineError)
+    assert (end.error.status, end.error.request_id) == ("NO_ROOM", "a")
+    assert bench.engine.n_steps == N_NO_ROOM_MAX + 1
+
+
+@pytest.mark.parametrize("status", [SequenceStatus.DECODE_FAILED, SequenceStatus.SAMPLING_FAILED])
+def test_a_failure_ends_one_sequence_and_no_other(status: SequenceStatus) -> None:
+    alone = Bench()
+    reference = alone.add("b", n_output_max=10)
+    alone.run()
+    bench = Bench()
+    bench.add("a", n_output_max=10)
+    other = bench.add("b", n_output_max=10)
+    bench.step()
+    bench.engine.inject(status, seq_id=0)
+    bench.run()
+    ends = bench.ends()
+    assert isinstance(ends["a"], ErrorEvent)
+    assert isinstance(ends["a"].error, EngineError)
+    assert ends["a"].error.status == status.value
+    assert isinstance(ends["b"], FinishEvent)
+    assert other.output == reference.output
+
+
+def test_a_lost_step_ends_its_sequences_and_frees_their_slots() -> None:
+    bench = Bench(dataclasses.replace(LIMITS, n_seq_max=2))
+    for name in "abc":
+        bench.add(name, n_output_max=5)
+    bench.step()
+    bench.engine.inject(RuntimeError("boom"))
+    bench.step()
+    ends = bench.ends()
+    assert sorted(ends) == ["a", "b"]
+    assert all(isinstance(end, ErrorEvent) for end in ends.values())
+    plan = bench.step()
+    assert sorted(plan.frees) == [0, 1]
+    bench.run()
+    assert isinstance(bench.ends()["c"], FinishEvent)
+    assert bench.engine.n_cells_used == 0
+
+
+def test_what_a_lost_plan_gave_back_is_given_back_again() -> None:
+    bench = Bench()
+    bench.add("a", n_output_max=1)
+    bench.step()
+    bench.engine.inject(RuntimeError("boom"))
+    assert bench.step().frees == [0]
+    assert bench.engine.n_cells_used == 3
+    assert bench.step().frees == [0]
+    assert bench.engine.n_cells_used == 0
+    assert bench.scheduler.is_idle
+
+
+def test_a_cold_draft_stays_off() -> None:
+    bench = Bench(n_draft=3)
+    bench.add("a", n_output_max=20)
+    bench.step()
+    plan = bench.scheduler.plan(2.0)
+    result = bench.engine.step(plan)
+    cold = [dataclasses.replace(entry, is_draft_cold=True) for entry in result.entries]
+    bench.scheduler.commit(dataclasses.replace(result, entries=cold), 2.0)
+    bench.run()
+    assert {entry.n_draft for plan in bench.plans[1:] for entry in plan.entries} == {0}
+
+
+def test_an_engine_that_miscounts_is_an_error_and_not_a_wrong_stream() -> None:
+    bench = Bench()
+    bench.add("a", n_output_max=20)
+    result = bench.engine.step(bench.scheduler.plan(1.0))
+    wrong = [dataclasses.replace(entry, n_past=entry.n_past + 1) for entry in result.entries]
+    events = bench.scheduler.commit(dataclasses.replace(result, entries=wrong), 1.0)
+    end = events[-1][1]
+    assert isinstance(end, ErrorEvent)
+    assert isinstance(end.error, EngineError)
+    assert end.error.status == "BAD_RESULT"
+
+
+@pytest.mark.parametrize("change", [{"n_batch": 3}, {"n_outputs_max": 3}])
+def test_a_budget_below_one_token_per_slot_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="n_seq_max"):
+        Scheduler(dataclasses.replace(LIMITS, **change), FixedDraft(0))  # type: ignore[arg-type]
+
+
+def test_nothing_to_do_is_an_empty_plan() -> None:
+    assert Bench().scheduler.plan(0.0).is_empty
