@@ -1,9 +1,10 @@
 /*
  * log_ring.h: log lines of llama.cpp on their way to Python.
  *
- * llama.cpp logs from any thread, also while the interpreter shuts down; a callback that takes the GIL there can hang or abort.
- * So lines are stored here without Python, and the extension collects them at the end of each of its calls. When
- * the store is full the newest lines are dropped and counted.
+ * llama.cpp logs from any thread, also while the interpreter shuts down; a callback that takes the
+ * GIL there can hang or abort. So lines are stored here without Python, and the extension collects
+ * them at the end of each of its calls. When the store is full the newest lines are dropped and
+ * counted.
  */
 #ifndef DRAFTHOUSE_LOG_RING_H
 #define DRAFTHOUSE_LOG_RING_H
@@ -17,14 +18,14 @@ enum { LOG_RING_BYTES = 1 << 16 };
 
 static struct {
     pthread_mutex_t lock;
-    _Atomic int32_t level;  /* records below it are dropped */
-    _Atomic size_t  n_used; /* bytes of `bytes` in use */
-    size_t          n_dropped;
-    char            bytes[LOG_RING_BYTES]; /* records: one byte of level, text, NUL */
-} log_ring = { .lock = PTHREAD_MUTEX_INITIALIZER, .level = 3 };
+    _Atomic int32_t level; /* records below it are dropped */
+    _Atomic size_t n_used; /* bytes of `bytes` in use */
+    size_t n_dropped;
+    char bytes[LOG_RING_BYTES]; /* records: one byte of level, text, NUL */
+} log_ring = {.lock = PTHREAD_MUTEX_INITIALIZER, .level = 3};
 
 static void log_ring_put(int32_t level, const char * text, void * user) {
-    (void) user;
+    (void)user;
     if (text == NULL || level < atomic_load(&log_ring.level)) {
         return;
     }
@@ -34,7 +35,7 @@ static void log_ring_put(int32_t level, const char * text, void * user) {
     if (n > LOG_RING_BYTES - used) {
         log_ring.n_dropped++;
     } else {
-        log_ring.bytes[used] = (char) level;
+        log_ring.bytes[used] = (char)level;
         memcpy(log_ring.bytes + used + 1, text, n - 1);
         atomic_store(&log_ring.n_used, used + n);
     }
@@ -49,7 +50,8 @@ static void log_ring_set_level(int32_t level) {
     atomic_store(&log_ring.level, level);
 }
 
-/* Moves all records to `out` ([LOG_RING_BYTES]); returns their bytes. *n_dropped counts the records lost since the last call. */
+/* Moves all records to `out` ([LOG_RING_BYTES]); returns their bytes. *n_dropped counts the records
+ * lost since the last call. */
 static size_t log_ring_take(char * out, size_t * n_dropped) {
     pthread_mutex_lock(&log_ring.lock);
     const size_t used = atomic_load(&log_ring.n_used);

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import logging
+
 try:
     from drafthouse_engine._spec import (
         Engine,
@@ -64,6 +66,9 @@ from drafthouse_engine.sessions import (
     SpeculativeSession,
 )
 from drafthouse_engine.step import PLAN_DTYPE, RESULT_DTYPE, Fault, ResultFlag, StepResult
+
+# As libraries do: warnings of llama.cpp reach those who configure logging, not everybody's stderr.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "DRAFT_TYPES",

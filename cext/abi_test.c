@@ -1,0 +1,340 @@
+/*
+ * abi_test.c: spec.h as a C program sees it.
+ *
+ * Every function gets NULLs and absurd values and must answer with a documented code. With a model
+ * as the first argument, a small generation runs through spec_engine_step, and wrong plans are
+ * refused.
+ */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "spec.h"
+
+static int n_failed = 0;
+
+static void expect(int32_t got, int32_t wanted, const char * call, int line) {
+    if (got != wanted) {
+        n_failed++;
+        fprintf(stderr, "line %d: %s is %d (%s), expected %d (%s): %s\n", line, call, got,
+                spec_status_name(got), wanted, spec_status_name(wanted), spec_last_error());
+    } else if (wanted < 0 && spec_last_error()[0] == '\0') {
+        n_failed++;
+        fprintf(stderr, "line %d: %s left no error text\n", line, call);
+    }
+}
+
+static void expect_true(bool is_true, const char * what, int line) {
+    if (!is_true) {
+        n_failed++;
+        fprintf(stderr, "line %d: not true: %s\n", line, what);
+    }
+}
+
+#define EXPECT(call, wanted) expect((call), (wanted), #call, __LINE__)
+#define INVALID(call) expect((call), SPEC_ERR_INVALID_ARGUMENT, #call, __LINE__)
+#define TRUE(what) expect_true((what), #what, __LINE__)
+
+static void test_names(void) {
+    TRUE(strcmp(spec_status_name(SPEC_OK), "OK") == 0);
+    TRUE(strcmp(spec_status_name(SPEC_ERR_BAD_PLAN), "BAD_PLAN") == 0);
+    TRUE(strcmp(spec_status_name(-9999), "UNKNOWN") == 0);
+    TRUE(strcmp(spec_status_name(7), "UNKNOWN") == 0);
+    TRUE(spec_abi_version() == SPEC_ABI_VERSION);
+    TRUE(spec_build_info()[0] != '\0');
+    TRUE(spec_last_error() != NULL);
+    spec_set_log(NULL, NULL);
+}
+
+static void test_model_nulls(void) {
+    char buf[8];
+    size_t n = 0;
+    int32_t tokens[4];
+    bool is_eog = false;
+    spec_model_info info;
+    spec_model * model = NULL;
+    spec_model_params params = {0};
+    const char * const texts[1] = {"x"};
+
+    INVALID(spec_model_load(NULL, &model));
+    INVALID(spec_model_load(&params, NULL));
+    INVALID(spec_model_load(&params, &model)); /* no path */
+    params.path = "/nonexistent/model.gguf";
+    EXPECT(spec_model_load(&params, &model), SPEC_ERR_NOT_FOUND);
+    TRUE(model == NULL);
+    INVALID(spec_model_get_info(NULL, &info));
+    INVALID(spec_model_meta(NULL, "general.name", buf, sizeof buf, &n));
+    INVALID(spec_model_text(NULL, "arch", buf, sizeof buf, &n));
+    INVALID(spec_model_tokenize(NULL, "x", 1, true, true, tokens, 4, &n));
+    INVALID(spec_model_token_bytes(NULL, 0, true, buf, sizeof buf, &n));
+    INVALID(spec_model_is_eog(NULL, 0, &is_eog));
+    INVALID(spec_model_chat(NULL, texts, texts, 1, true, buf, sizeof buf, &n));
+    spec_model_free(NULL);
+}
+
+static void test_engine_nulls(void) {
+    spec_sampler * sampler = NULL;
+    spec_engine * engine = NULL;
+    spec_engine_limits limits;
+    spec_engine_params engine_params;
+    spec_sampler_params sampler_params;
+    spec_plan plan = {0};
+    spec_result result;
+    spec_draft_request request = {0};
+    spec_token token = {0};
+    int32_t id = 0;
+    int32_t count = 0;
+    const float * logits = NULL;
+
+    spec_sampler_default_params(NULL);
+    spec_engine_default_params(NULL);
+    spec_sampler_default_params(&sampler_params);
+    spec_engine_default_params(&engine_params);
+    INVALID(spec_sampler_init(NULL, &sampler_params, &sampler));
+    INVALID(spec_sampler_init(NULL, NULL, NULL));
+    spec_sampler_free(NULL);
+    INVALID(spec_engine_init(NULL, NULL, &engine_params, &engine));
+    INVALID(spec_engine_init(NULL, NULL, NULL, NULL));
+    TRUE(engine == NULL && sampler == NULL);
+    spec_engine_free(NULL);
+    INVALID(spec_engine_get_limits(NULL, &limits));
+    INVALID(spec_engine_seq_begin(NULL, 0, &sampler));
+    INVALID(spec_engine_seq_begin(NULL, 0, NULL));
+    INVALID(spec_engine_seq_end(NULL, 0));
+    INVALID(spec_engine_seq_n_past(NULL, 0));
+    INVALID(spec_engine_n_cells_used(NULL));
+    INVALID(spec_engine_step(NULL, &plan, &result));
+    INVALID(spec_engine_seq_draft(NULL, &request, 1, &id, &count));
+    INVALID(spec_engine_decode(NULL, &token, 1));
+    INVALID(spec_engine_process(NULL));
+    INVALID(spec_engine_logits(NULL, 0, &logits));
+    INVALID(spec_engine_seq_sample(NULL, 0, 0, &id));
+    INVALID(spec_engine_seq_accept(NULL, 0, 0));
+    INVALID(spec_engine_seq_rollback(NULL, 0, 0));
+    INVALID(spec_engine_inject_fault(NULL, 0, 0));
+}
+
+static void test_model(const spec_model * model) {
+    char buf[64];
+    size_t n = 0;
+    int32_t tokens[64];
+    bool is_eog = false;
+    spec_model_info info;
+
+    EXPECT(spec_model_get_info(model, &info), SPEC_OK);
+    INVALID(spec_model_get_info(model, NULL));
+    INVALID(spec_model_meta(model, NULL, buf, sizeof buf, &n));
+    INVALID(spec_model_meta(model, "general.architecture", buf, sizeof buf, NULL));
+    EXPECT(spec_model_meta(model, "no.such.key", buf, sizeof buf, &n), SPEC_ERR_NOT_FOUND);
+    EXPECT(spec_model_meta(model, "general.architecture", buf, 1, &n), SPEC_ERR_BUFFER_TOO_SMALL);
+    EXPECT(spec_model_meta(model, "general.architecture", NULL, 99, &n), SPEC_ERR_BUFFER_TOO_SMALL);
+    EXPECT(spec_model_meta(model, "general.architecture", buf, sizeof buf, &n), SPEC_OK);
+    TRUE(strlen(buf) + 1 == n);
+    INVALID(spec_model_text(model, "no such text", buf, sizeof buf, &n));
+    INVALID(spec_model_tokenize(model, NULL, 4, true, true, tokens, 64, &n));
+    INVALID(spec_model_tokenize(model, "x", 1, true, true, tokens, 64, NULL));
+    INVALID(spec_model_tokenize(model, "x", SIZE_MAX, true, true, tokens, 64, &n));
+    EXPECT(spec_model_tokenize(model, "def f():", 8, true, true, NULL, 0, &n),
+           SPEC_ERR_BUFFER_TOO_SMALL);
+    EXPECT(spec_model_tokenize(model, NULL, 0, false, true, NULL, 0, &n), SPEC_OK);
+    TRUE(n == 0);
+    INVALID(spec_model_token_bytes(model, -1, true, buf, sizeof buf, &n));
+    INVALID(spec_model_token_bytes(model, info.n_vocab, true, buf, sizeof buf, &n));
+    INVALID(spec_model_is_eog(model, INT32_MAX, &is_eog));
+    INVALID(spec_model_is_eog(model, 0, NULL));
+    INVALID(spec_model_chat(model, NULL, NULL, 1, true, buf, sizeof buf, &n));
+    INVALID(spec_model_chat(model, NULL, NULL, 0, true, buf, sizeof buf, &n));
+}
+
+static void test_sampler(const spec_model * model) {
+    spec_sampler * sampler = NULL;
+    spec_sampler_params p;
+    spec_sampler_default_params(&p);
+    INVALID(spec_sampler_init(model, NULL, &sampler));
+    INVALID(spec_sampler_init(model, &p, NULL));
+    p.temperature = NAN;
+    INVALID(spec_sampler_init(model, &p, &sampler));
+    p.temperature = -1.0f;
+    INVALID(spec_sampler_init(model, &p, &sampler));
+    spec_sampler_default_params(&p);
+    p.top_p = 0.0f;
+    INVALID(spec_sampler_init(model, &p, &sampler));
+    spec_sampler_default_params(&p);
+    p.n_logit_bias = 1;
+    INVALID(spec_sampler_init(model, &p, &sampler)); /* no array */
+    const spec_logit_bias bias = {-5, 1.0f};
+    p.logit_bias = &bias;
+    INVALID(spec_sampler_init(model, &p, &sampler));
+    p.n_logit_bias = -1;
+    INVALID(spec_sampler_init(model, &p, &sampler));
+    spec_sampler_default_params(&p);
+    p.grammar = "root ::= (";
+    EXPECT(spec_sampler_init(model, &p, &sampler), SPEC_ERR_BAD_GRAMMAR);
+    p.grammar = "x ::= \"a\"";
+    EXPECT(spec_sampler_init(model, &p, &sampler), SPEC_ERR_BAD_GRAMMAR);
+    TRUE(sampler == NULL);
+}
+
+static void test_engine_params(const spec_model * model) {
+    spec_engine * engine = NULL;
+    spec_engine_params p;
+    INVALID(spec_engine_init(model, NULL, NULL, &engine));
+    spec_engine_default_params(&p);
+    INVALID(spec_engine_init(model, NULL, &p, NULL));
+    p.draft_type = SPEC_DRAFT_COUNT;
+    INVALID(spec_engine_init(model, NULL, &p, &engine));
+    spec_engine_default_params(&p);
+    p.n_seq_max = 0;
+    INVALID(spec_engine_init(model, NULL, &p, &engine));
+    p.n_seq_max = 257;
+    INVALID(spec_engine_init(model, NULL, &p, &engine));
+    spec_engine_default_params(&p);
+    p.n_batch = 0;
+    INVALID(spec_engine_init(model, NULL, &p, &engine));
+    spec_engine_default_params(&p);
+    p.n_ubatch = p.n_batch + 1;
+    INVALID(spec_engine_init(model, NULL, &p, &engine));
+    spec_engine_default_params(&p);
+    p.p_min = NAN;
+    INVALID(spec_engine_init(model, NULL, &p, &engine));
+    spec_engine_default_params(&p);
+    p.n_ctx_seq = INT32_MIN;
+    INVALID(spec_engine_init(model, NULL, &p, &engine));
+    spec_engine_default_params(&p);
+    p.draft_type = SPEC_DRAFT_SIMPLE; /* and no draft model */
+    INVALID(spec_engine_init(model, NULL, &p, &engine));
+    TRUE(engine == NULL);
+}
+
+static void begin(const spec_model * model, spec_engine * engine, int32_t seq_id, int32_t wanted) {
+    spec_sampler * sampler = NULL;
+    spec_sampler_params p;
+    spec_sampler_default_params(&p);
+    p.temperature = 0.0f;
+    EXPECT(spec_sampler_init(model, &p, &sampler), SPEC_OK);
+    EXPECT(spec_engine_seq_begin(engine, seq_id, &sampler), wanted);
+    TRUE(sampler == NULL);
+}
+
+static void test_plans(spec_engine * engine) {
+    int32_t tokens[4] = {5, 6, 7, 8};
+    spec_plan_entry entry = {0, 0, 0, 2, 0, 0};
+    spec_plan plan = {&entry, 1, tokens, 4};
+    spec_result result;
+    INVALID(spec_engine_step(engine, NULL, &result));
+    INVALID(spec_engine_step(engine, &plan, NULL));
+    plan.entries = NULL;
+    INVALID(spec_engine_step(engine, &plan, &result));
+    plan.entries = &entry;
+    plan.n_entries = -1;
+    TRUE(spec_engine_step(engine, &plan, &result) < 0);
+    plan.n_entries = INT32_MAX;
+    TRUE(spec_engine_step(engine, &plan, &result) < 0);
+    plan.n_entries = 1;
+    entry.seq_id = -1;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_SEQ_ID);
+    entry.seq_id = 1;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_SEQ_IDLE);
+    entry = (spec_plan_entry){0, 3, 0, 2, 0, 0};
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    entry = (spec_plan_entry){0, 0, INT32_MAX, INT32_MAX, 0, 0};
+    TRUE(spec_engine_step(engine, &plan, &result) < 0);
+    entry = (spec_plan_entry){0, 0, 0, 2, 0, 0};
+    tokens[0] = -1;
+    TRUE(spec_engine_step(engine, &plan, &result) < 0);
+    TRUE(spec_engine_seq_n_past(engine, 0) == 0);
+}
+
+static void test_by_hand(spec_engine * engine) {
+    int32_t id = 0;
+    int32_t count = 0;
+    const float * logits = NULL;
+    spec_token token = {0, 5, 3, 1};
+    spec_draft_request request = {99, 0, 0, 1};
+    EXPECT(spec_engine_process(engine), SPEC_ERR_BAD_PLAN);
+    EXPECT(spec_engine_logits(engine, 0, &logits), SPEC_ERR_BAD_PLAN);
+    INVALID(spec_engine_decode(engine, NULL, 1));
+    INVALID(spec_engine_decode(engine, &token, 0));
+    INVALID(spec_engine_decode(engine, &token, INT32_MIN));
+    EXPECT(spec_engine_decode(engine, &token, 1), SPEC_ERR_BAD_PLAN); /* not at n_past */
+    TRUE(spec_engine_seq_draft(engine, &request, 1, &id, &count) < 0);
+    INVALID(spec_engine_seq_draft(engine, NULL, 1, &id, &count));
+    EXPECT(spec_engine_seq_accept(engine, 0, 0), SPEC_ERR_BAD_PLAN);
+    EXPECT(spec_engine_seq_accept(engine, -1, 0), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_rollback(engine, 0, 7), SPEC_ERR_BAD_PLAN);
+    EXPECT(spec_engine_seq_end(engine, 99), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_n_past(engine, -1), SPEC_ERR_BAD_SEQ_ID);
+    INVALID(spec_engine_inject_fault(engine, 99, 1));
+    INVALID(spec_engine_inject_fault(engine, 0, -1));
+}
+
+static void test_generation(spec_engine * engine, const int32_t * prompt, int32_t n_prompt) {
+    spec_plan_entry entry = {0, 0, 0, n_prompt, 0, 1};
+    spec_plan plan = {&entry, 1, prompt, n_prompt};
+    spec_result result;
+    int32_t last = -1;
+    for (int i = 0; i < 16; ++i) {
+        EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+        TRUE(result.n_entries == 1 && result.entries[0].status == SPEC_OK && result.n_tokens == 1);
+        if (n_failed > 0) {
+            return;
+        }
+        last = result.tokens[0];
+        entry = (spec_plan_entry){0, result.entries[0].n_past, 0, 1, 0, 1};
+        plan = (spec_plan){&entry, 1, &last, 1};
+    }
+    TRUE(spec_engine_seq_n_past(engine, 0) == n_prompt + 15);
+    EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);
+    TRUE(spec_engine_n_cells_used(engine) == 0);
+}
+
+static void test_engine(const spec_model * model) {
+    spec_engine * engine = NULL;
+    spec_engine_params p;
+    int32_t prompt[64];
+    size_t n = 0;
+    spec_engine_default_params(&p);
+    p.n_ctx_seq = 128;
+    p.n_seq_max = 2;
+    EXPECT(spec_engine_init(model, NULL, &p, &engine), SPEC_OK);
+    EXPECT(spec_model_tokenize(model, "def parse(", 10, true, false, prompt, 64, &n), SPEC_OK);
+    if (n_failed > 0) {
+        return;
+    }
+    begin(model, engine, 2, SPEC_ERR_BAD_SEQ_ID);
+    begin(model, engine, 0, SPEC_OK);
+    begin(model, engine, 0, SPEC_ERR_SEQ_BUSY);
+    test_plans(engine);
+    test_by_hand(engine);
+    test_generation(engine, prompt, (int32_t)n);
+    spec_engine_free(engine);
+}
+
+static void test_with_model(const char * path) {
+    const spec_model_params params = {.path = path, .n_gpu_layers = -1, .use_mmap = true};
+    spec_model * model = NULL;
+    EXPECT(spec_model_load(&params, &model), SPEC_OK);
+    if (model == NULL) {
+        return;
+    }
+    test_model(model);
+    test_sampler(model);
+    test_engine_params(model);
+    test_engine(model);
+    spec_model_free(model);
+}
+
+int main(int argc, char ** argv) {
+    test_names();
+    test_model_nulls();
+    test_engine_nulls();
+    if (argc > 1) {
+        test_with_model(argv[1]);
+    }
+    if (n_failed == 0) {
+        puts("ok");
+    }
+    return n_failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
