@@ -1,0 +1,108 @@
+"""Fixtures of several test files: servers in this process, an engine that a test can hold."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Protocol
+
+import pytest
+
+import drafthouse
+from drafthouse_server.config import Config
+from drafthouse_server.engine import Engine
+from drafthouse_server.fake import FakeEngine
+from drafthouse_server.server import Server
+from drafthouse_server.step import StepPlan, StepResult
+from drafthouse_server.tenants import TenantRegistry
+
+HELD_MAX_S = 10.0
+
+
+class GatedEngine(FakeEngine):
+    """A fake engine whose steps wait while a test holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._may_step = threading.Event()
+        self._may_step.set()
+        self.plans: list[StepPlan] = []
+
+    def hold(self) -> None:
+        self._may_step.clear()
+
+    def release(self) -> None:
+        self._may_step.set()
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        assert self._may_step.wait(HELD_MAX_S), "the test never released the engine"
+        return super().step(plan)
+
+
+class ServerFactory(Protocol):
+    """Starts a server on a free port; it is closed when the test ends."""
+
+    def __call__(
+        self,
+        engine: Engine | None = None,
+        *,
+        tenants: TenantRegistry | None = None,
+        **settings: Any,
+    ) -> Coroutine[Any, Any, Server]: ...
+
+
+class Eventually(Protocol):
+    """Waits until a condition holds, at most a few seconds."""
+
+    def __call__(self, condition: Callable[[], bool]) -> Coroutine[Any, Any, None]: ...
+
+
+@pytest.fixture
+async def start_server() -> AsyncIterator[ServerFactory]:
+    servers: list[Server] = []
+
+    async def start(
+        engine: Engine | None = None,
+        *,
+        tenants: TenantRegistry | None = None,
+        **settings: Any,
+    ) -> Server:
+        config = Config(**{"port": 0, "drain_timeout_s": 5.0} | settings)
+        server = Server(config, lambda: engine or FakeEngine(), tenants=tenants)
+        await server.startup()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        await server.close()
+
+
+@pytest.fixture
+def gated_engine() -> GatedEngine:
+    return GatedEngine()
+
+
+@pytest.fixture
+async def server(start_server: ServerFactory) -> Server:
+    return await start_server()
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[drafthouse.AsyncClient]:
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        yield client
+
+
+@pytest.fixture
+def eventually() -> Eventually:
+    async def wait(condition: Callable[[], bool]) -> None:
+        give_up_at = time.monotonic() + 5.0
+        while not condition():
+            assert time.monotonic() < give_up_at, "never came true"
+            await asyncio.sleep(0.001)
+
+    return wait
