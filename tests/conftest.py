@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -95,6 +96,15 @@ async def server(start_server: ServerFactory) -> Server:
 async def client(server: Server) -> AsyncIterator[drafthouse.AsyncClient]:
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         yield client
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @pytest.fixture

@@ -1,0 +1,232 @@
+"""When the SDK tries again, against a server that does what a test has written down."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+import drafthouse
+from drafthouse._retry import Attempts, RetryBudget
+from drafthouse.v1 import generation_pb2
+
+FAST = drafthouse.RetryPolicy(initial_delay_s=0.001)
+
+
+def refusal(
+    code: grpc.StatusCode, *, reason: str = "", retry_s: float | None = None, domain: str = ""
+) -> tuple[grpc.StatusCode, Any]:
+    """Returns a code and its trailers."""
+    details = []
+    if reason:
+        details.append(packed(ErrorInfo(reason=reason, domain=domain or "drafthouse.dev")))
+    if retry_s is not None:
+        details.append(packed(RetryInfo(retry_delay=Duration(nanos=int(retry_s * 1e9)))))
+    status = Status(code=code.value[0], message="refused", details=details)
+    return code, (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+def packed(detail: Any) -> AnyMessage:
+    message = AnyMessage()
+    message.Pack(detail)
+    return message
+
+
+class Script:
+    """Refuses calls as written down, then answers; may break off after the first message."""
+
+    def __init__(self) -> None:
+        self.refusals: list[tuple[grpc.StatusCode, Any]] = []
+        self.break_off: tuple[grpc.StatusCode, Any] | None = None
+        self.has_result = True
+        self.n_calls = 0
+        self.target = ""
+
+    async def refuse(self, context: Any) -> None:
+        self.n_calls += 1
+        if self.refusals:
+            code, trailers = self.refusals.pop(0)
+            await context.abort(code, "refused", trailers)
+
+    async def tokenize(self, request: Any, context: Any) -> generation_pb2.TokenizeResponse:
+        await self.refuse(context)
+        return generation_pb2.TokenizeResponse(token_ids=[1])
+
+    async def generate(self, request: Any, context: Any) -> None:
+        await self.refuse(context)
+        chunk = generation_pb2.Chunk(text="a", token_ids=[1])
+        await context.write(generation_pb2.GenerateResponse(chunk=chunk))
+        if self.break_off:
+            await context.abort(self.break_off[0], "broken off", self.break_off[1])
+        result = generation_pb2.GenerationResult()
+        if self.has_result:
+            await context.write(generation_pb2.GenerateResponse(result=result))
+
+
+@pytest.fixture
+async def script() -> AsyncIterator[Script]:
+    script = Script()
+    server = grpc.aio.server()
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Tokenize": grpc.unary_unary_rpc_method_handler(
+            script.tokenize,
+            generation_pb2.TokenizeRequest.FromString,
+            generation_pb2.TokenizeResponse.SerializeToString,
+        ),
+        "Generate": grpc.unary_stream_rpc_method_handler(
+            script.generate,
+            generation_pb2.GenerateRequest.FromString,
+            generation_pb2.GenerateResponse.SerializeToString,
+        ),
+    }
+    generic = grpc.method_handlers_generic_handler("drafthouse.v1.GenerationService", handlers)
+    server.add_generic_rpc_handlers((generic,))
+    script.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    yield script
+    await server.stop(None)
+
+
+RETRYABLE = [
+    refusal(grpc.StatusCode.UNAVAILABLE),
+    refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=0.001),
+    refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, reason="TENANT_QUOTA_EXCEEDED", retry_s=0.001),
+]
+FINAL = [
+    refusal(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    refusal(grpc.StatusCode.INTERNAL, reason="ENGINE_FAILURE"),
+    refusal(grpc.StatusCode.INVALID_ARGUMENT, reason="INVALID_FIELD"),
+    refusal(grpc.StatusCode.DEADLINE_EXCEEDED),
+]
+
+
+@pytest.mark.parametrize("kind", range(len(RETRYABLE)))
+async def test_refused_calls_are_tried_again(script: Script, kind: int) -> None:
+    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+        script.refusals = [RETRYABLE[kind]] * 2
+        assert await client.tokenize("x") == [1]
+        assert script.n_calls == 3
+        script.refusals = [RETRYABLE[kind]] * 2
+        assert await client.generate("x").text() == "a"
+        assert script.n_calls == 6
+
+
+@pytest.mark.parametrize("kind", range(len(RETRYABLE)))
+async def test_the_blocking_client_tries_again_too(script: Script, kind: int) -> None:
+    def use() -> None:
+        with drafthouse.Client(script.target, retry=FAST) as client:
+            script.refusals = [RETRYABLE[kind]] * 2
+            assert client.tokenize("x") == [1]
+            script.refusals = [RETRYABLE[kind]] * 2
+            assert client.generate("x").text() == "a"
+
+    await asyncio.to_thread(use)
+    assert script.n_calls == 6
+
+
+@pytest.mark.parametrize("kind", range(len(FINAL)))
+async def test_other_failures_are_final(script: Script, kind: int) -> None:
+    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+        script.refusals = [FINAL[kind]]
+        with pytest.raises(drafthouse.DrafthouseError):
+            await client.generate("x")
+        assert script.n_calls == 1
+
+
+async def test_attempts_are_bounded_and_may_be_switched_off(script: Script) -> None:
+    for retry, n_calls in ((FAST, 4), (None, 1)):
+        script.n_calls = 0
+        script.refusals = [RETRYABLE[1]] * 9
+        async with drafthouse.AsyncClient(script.target, retry=retry) as client:
+            with pytest.raises(drafthouse.QueueFull) as caught:
+                await client.tokenize("x")
+        assert script.n_calls == n_calls
+        assert caught.value.retry_after == 0.001
+
+
+async def test_nothing_is_tried_again_after_the_first_message(script: Script) -> None:
+    script.break_off = RETRYABLE[0]
+    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+        chunks = aiter(client.generate("x"))
+        assert str(await anext(chunks)) == "a"
+        with pytest.raises(drafthouse.Unavailable):
+            await anext(chunks)
+    assert script.n_calls == 1
+
+
+async def test_the_server_says_how_long_to_wait(script: Script) -> None:
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=0.15)]
+    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+        started = time.monotonic()
+        await client.tokenize("x")
+        assert time.monotonic() - started >= 0.15
+
+
+async def test_no_wait_beyond_the_deadline(script: Script) -> None:
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=0.9)]
+    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+        started = time.monotonic()
+        with pytest.raises(drafthouse.QueueFull):
+            await client.tokenize("x", timeout=0.5)
+        assert time.monotonic() - started < 0.4
+
+
+async def test_a_stream_without_a_result_is_an_error(script: Script) -> None:
+    script.has_result = False
+    async with drafthouse.AsyncClient(script.target) as client:
+        with pytest.raises(drafthouse.InternalError, match="without a result"):
+            await client.generate("x")
+
+
+async def test_a_newer_servers_reason_yields_the_class_of_its_code(script: Script) -> None:
+    script.refusals = [refusal(grpc.StatusCode.NOT_FOUND, reason="ADAPTER_NOT_FOUND")]
+    async with drafthouse.AsyncClient(script.target) as client:
+        with pytest.raises(drafthouse.NotFound) as caught:
+            await client.tokenize("x")
+    assert type(caught.value) is drafthouse.NotFound
+    assert caught.value.reason == "ADAPTER_NOT_FOUND"
+
+
+async def test_a_foreign_domains_reason_is_not_ours(script: Script) -> None:
+    code = grpc.StatusCode.PERMISSION_DENIED
+    script.refusals = [refusal(code, reason="MODEL_NOT_ALLOWED", domain="proxy.example")]
+    async with drafthouse.AsyncClient(script.target) as client:
+        with pytest.raises(drafthouse.PermissionDenied) as caught:
+            await client.tokenize("x")
+    assert type(caught.value) is drafthouse.PermissionDenied
+
+
+async def test_mangled_details_still_yield_the_class_of_the_code(script: Script) -> None:
+    trailers = (("grpc-status-details-bin", b"\xff\xff"),)
+    script.refusals = [(grpc.StatusCode.ABORTED, trailers), (grpc.StatusCode.INTERNAL, trailers)]
+    async with drafthouse.AsyncClient(script.target) as client:
+        with pytest.raises(drafthouse.DrafthouseError) as caught:
+            await client.tokenize("x")
+        assert caught.value.code is grpc.StatusCode.ABORTED
+        with pytest.raises(drafthouse.InternalError):
+            await client.tokenize("x")
+
+
+def test_the_budget_stops_retries_of_a_failing_server_until_successes_come() -> None:
+    budget = RetryBudget(4)
+    assert [budget.fail() for _ in range(3)] == [True, True, False]
+    for _ in range(20):
+        budget.succeed()
+    assert budget.fail()
+
+
+def test_waits_grow_and_are_bounded() -> None:
+    policy = drafthouse.RetryPolicy(max_attempts=99, initial_delay_s=1.0, max_delay_s=5.0)
+    assert [policy.backoff_s(n) for n in (1, 2, 3, 4, 5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    for _ in range(50):
+        attempts = Attempts(policy, RetryBudget(100), None)
+        assert 0.0 <= attempts.delay_s(drafthouse.Unavailable("")) <= 1.0
+        assert 7.0 <= attempts.delay_s(drafthouse.QueueFull("", retry_after=7.0)) <= 9.0
