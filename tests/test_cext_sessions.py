@@ -1,0 +1,258 @@
+"""Sessions: the same tokens as the fused step; wrong orders are refused and harmless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.hand import DENSE, EAGLE3, GREEDY, HYBRID, SIMPLE, TEXTS, driven, engine, fused, model
+from tests.hand import tokens_of as ids
+
+from drafthouse_engine import (
+    AcceptedTooMany,
+    BadPlan,
+    BadSeqId,
+    Batch,
+    Closed,
+    DraftRequest,
+    Eagle3Session,
+    InvalidArgument,
+    InvalidConfig,
+    MtpSession,
+    NgramSession,
+    NoPendingProposal,
+    ProposalPending,
+    SeqBusy,
+    SeqIdle,
+    SessionConfig,
+    SimpleSession,
+    SpeculativeSession,
+)
+
+pytestmark = pytest.mark.model
+
+CONFIG = SessionConfig(n_seq=3, n_ctx_seq=256, n_batch=128, n_ubatch=64, n_threads=1)
+SESSIONS: dict[str, Callable[[], SpeculativeSession]] = {
+    "mtp": lambda: MtpSession(model(), CONFIG),
+    "eagle3": lambda: Eagle3Session(model(), model(EAGLE3[DENSE]), CONFIG),
+    "simple": lambda: SimpleSession(model(), model(SIMPLE), CONFIG),
+    "ngram-simple": lambda: NgramSession(model(), CONFIG),
+}
+N_TOKENS = 48
+
+
+@pytest.mark.parametrize("kind", SESSIONS)
+def test_hand_driven_tokens_equal_the_fused_steps_and_no_speculation(kind: str) -> None:
+    prompts = [ids(text) for text in TEXTS]
+    with engine() as plain:
+        expected = fused(plain, prompts, N_TOKENS)
+    with engine(kind) as speculative:  # type: ignore[arg-type]  # a key of SESSIONS is a type
+        assert fused(speculative, prompts, N_TOKENS) == expected
+    with SESSIONS[kind]() as session:
+        assert driven(session, prompts, N_TOKENS) == expected
+        assert session.is_quiescent()
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_hybrid_target_driven_by_hand_goes_as_the_fused_step_goes(kind: str) -> None:
+    prompts = [ids(TEXTS[0])]
+    with engine(kind, HYBRID) as speculative:  # type: ignore[arg-type]  # a draft type
+        expected = fused(speculative, prompts, 16)
+    target = model(HYBRID)
+    session = (
+        MtpSession(target, CONFIG)
+        if kind == "mtp"
+        else Eagle3Session(target, model(EAGLE3[HYBRID]), CONFIG)
+    )
+    with session:
+        assert driven(session, prompts, 16) == expected
+
+
+def test_a_long_prompt_is_read_in_pieces() -> None:
+    prompt = ids("x = 1\n" * 40)
+    assert len(prompt) > CONFIG.n_batch
+    with MtpSession(model(), CONFIG) as session:
+        session.begin(0, prompt, sampling=GREEDY)
+        assert session.n_past(0) == len(prompt)
+        in_pieces = session.sample(0)
+    whole = SessionConfig(n_seq=1, n_ctx_seq=512, n_batch=512, n_ubatch=512, n_threads=1)
+    with MtpSession(model(), whole) as session:
+        session.begin(0, prompt, sampling=GREEDY)
+        assert session.sample(0) == in_pieces
+
+
+@pytest.fixture
+def session() -> SpeculativeSession:
+    session = MtpSession(model(), CONFIG)
+    session.begin(0, ids(TEXTS[0]), sampling=GREEDY)
+    return session
+
+
+def test_second_draft_before_accept_is_refused(session: SpeculativeSession) -> None:
+    token = session.sample(0)
+    session.draft(0, session.n_past(0), token)
+    assert session.has_pending_proposal(0)
+    assert not session.is_quiescent()
+    with pytest.raises(ProposalPending) as caught:
+        session.draft(0, session.n_past(0), token)
+    assert caught.value.seq_id == 0
+
+
+def test_accept_without_a_draft_is_refused(session: SpeculativeSession) -> None:
+    with pytest.raises(NoPendingProposal) as caught:
+        session.accept(0, 0)
+    assert caught.value.seq_id == 0
+
+
+def test_accepting_more_than_drafted_carries_both_numbers(session: SpeculativeSession) -> None:
+    token = session.sample(0)
+    draft = session.draft(0, session.n_past(0), token)
+    session.decode(Batch.of(0, session.n_past(0), [token, *draft]))
+    session.process()
+    with pytest.raises(AcceptedTooMany) as caught:
+        session.accept(0, len(draft) + 1)
+    assert (caught.value.n_accepted, caught.value.n_drafted) == (len(draft) + 1, len(draft))
+    session.accept(0, 0)  # the refused call left the round open
+    assert session.n_past(0) == len(ids(TEXTS[0])) + 1
+
+
+def test_accept_before_decode_is_refused_and_the_round_goes_on(session: SpeculativeSession) -> None:
+    token = session.sample(0)
+    draft = session.draft(0, session.n_past(0), token)
+    with pytest.raises(BadPlan):
+        session.accept(0, 0)
+    session.decode(Batch.of(0, session.n_past(0), [token, *draft]))
+    with pytest.raises(BadPlan):  # not processed
+        session.accept(0, 0)
+    session.process()
+    session.accept(0, 0)
+    assert session.is_quiescent()
+
+
+def test_process_refuses_another_batch_and_a_second_time(session: SpeculativeSession) -> None:
+    batch = Batch.of(0, session.n_past(0), [session.sample(0)])
+    session.decode(batch)
+    with pytest.raises(BadPlan):
+        session.process(Batch.of(0, 0, [5]))
+    session.process(batch)
+    with pytest.raises(BadPlan):
+        session.process(batch)
+
+
+def test_decode_before_process_is_refused(session: SpeculativeSession) -> None:
+    token = session.sample(0)
+    session.decode(Batch.of(0, session.n_past(0), [token]))
+    n_past = session.n_past(0)
+    with pytest.raises(BadPlan):
+        session.decode(Batch.of(0, n_past, [token]))
+    assert session.n_past(0) == n_past
+
+
+def test_draft_at_another_position_is_refused(session: SpeculativeSession) -> None:
+    with pytest.raises(BadPlan):
+        session.draft(0, session.n_past(0) + 1, 5)
+    assert not session.has_pending_proposal(0)
+
+
+def test_unknown_and_idle_sequences_are_told_apart(session: SpeculativeSession) -> None:
+    with pytest.raises(BadSeqId) as caught:
+        session.draft(3, 0, 5)
+    assert (caught.value.seq_id, caught.value.n_seq) == (3, 3)
+    with pytest.raises(SeqIdle):
+        session.draft(1, 0, 5)
+    with pytest.raises(SeqBusy) as busy:
+        session.begin(0)
+    assert busy.value.seq_id == 0
+
+
+def test_sampling_where_nothing_was_decoded_is_refused(session: SpeculativeSession) -> None:
+    with pytest.raises(InvalidArgument):
+        session.sample(1)
+    with pytest.raises(InvalidArgument):
+        session.logits(0, 1)
+
+
+def test_end_drops_the_draft_and_frees_the_sequence(session: SpeculativeSession) -> None:
+    session.draft(0, session.n_past(0), session.sample(0))
+    session.end(0)
+    session.end(0)
+    assert session.is_quiescent()
+    session.begin(0, ids(TEXTS[1]), sampling=GREEDY)
+    assert session.n_past(0) == len(ids(TEXTS[1]))
+
+
+def test_a_prompt_that_fails_leaves_the_sequence_free() -> None:
+    with MtpSession(model(), CONFIG) as session:
+        with pytest.raises(InvalidArgument):
+            session.begin(0, [5, 10**6])
+        with pytest.raises(BadPlan):
+            session.begin(0, [5] * 300)  # longer than n_ctx_seq
+        session.begin(0, [5])
+        assert session.n_past(0) == 1
+
+
+def test_each_sequence_may_ask_for_its_own_draft_length() -> None:
+    with MtpSession(model(), CONFIG) as session:
+        requests = []
+        for seq_id, n_draft in enumerate((1, 2, 3)):
+            session.begin(seq_id, ids(TEXTS[2]), sampling=GREEDY)
+            token = session.sample(seq_id)
+            requests.append(DraftRequest(seq_id, session.n_past(seq_id), token, n_draft))
+        drafts = session.draft_many(requests)
+        assert [len(draft) for draft in drafts] == [1, 2, 3]
+        assert drafts[2][:1] == drafts[0]
+        assert drafts[2][:2] == drafts[1]
+
+
+def test_stats_count_rounds_and_positions() -> None:
+    with MtpSession(model(), CONFIG) as session:
+        driven(session, [ids(text) for text in TEXTS], N_TOKENS)
+        stats = session.stats()
+    assert stats.n_drafted == sum(stats.n_drafted_at) >= stats.n_accepted > 0
+    assert stats.n_accepted == sum(stats.n_accepted_at)
+    assert stats.n_accepted_at[0] >= stats.n_accepted_at[1] >= stats.n_accepted_at[2]
+    assert 0.5 < stats.acceptance_rate < 1  # 0.81 on held-out prompts
+    assert stats.draft_s > 0
+    assert stats.decode_s > 0
+    assert stats.process_s > 0
+
+
+def test_closed_session_refuses_everything() -> None:
+    session = MtpSession(model(), CONFIG)
+    session.begin(0, [5])
+    session.close()
+    session.close()
+    calls: list[Callable[[], object]] = [
+        lambda: session.begin(1, [5]),
+        lambda: session.decode(Batch.of(0, 1, [5])),
+        session.process,
+        lambda: session.draft(0, 1, 5),
+        lambda: session.accept(0, 0),
+        lambda: session.sample(0),
+        lambda: session.logits(0),
+        lambda: session.n_past(0),
+        lambda: session.end(0),
+    ]
+    for call in calls:
+        with pytest.raises(Closed):
+            call()
+
+
+def test_sessions_answer_which_hidden_states_they_need() -> None:
+    answers = {kind: make() for kind, make in SESSIONS.items()}
+    assert {kind for kind, session in answers.items() if session.need_embd} == {"eagle3"}
+    assert {kind for kind, session in answers.items() if session.need_embd_pre_norm} == {"mtp"}
+    assert all(session.n_seq == 3 for session in answers.values())
+    assert all(session.config == CONFIG for session in answers.values())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n_seq", 0), ("n_seq", 257), ("n_draft_max", 0), ("p_min", 1.0), ("p_min", float("nan")),
+     ("n_batch", 0), ("n_ubatch", 4096), ("n_threads", -1), ("n_ctx_seq", 1.5)],
+)  # fmt: skip
+def test_config_names_the_refused_field(field: str, value: object) -> None:
+    with pytest.raises(InvalidConfig, match=field) as caught:
+        SessionConfig(**{field: value})  # type: ignore[arg-type]  # wrong on purpose
+    assert caught.value.field == field
+    assert caught.value.value is value
