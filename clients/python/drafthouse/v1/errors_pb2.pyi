@@ -25,46 +25,54 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
     """Never sent."""
     ERROR_REASON_INVALID_FIELD: _ErrorReason.ValueType  # 1
-    """INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists all of them."""
+    """INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists all of
+    them, 16 at most. Metadata: fields.
+    """
     ERROR_REASON_CONTEXT_TOO_LONG: _ErrorReason.ValueType  # 2
     """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
     ERROR_REASON_INVALID_API_KEY: _ErrorReason.ValueType  # 3
     """UNAUTHENTICATED: the API key is missing or unknown."""
     ERROR_REASON_MODEL_NOT_ALLOWED: _ErrorReason.ValueType  # 4
-    """PERMISSION_DENIED: the tenant may not use this model. Checked before existence."""
+    """PERMISSION_DENIED: the tenant may not use this model. Checked before existence. Metadata: model."""
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 5
     """NOT_FOUND: the server does not serve this model. Metadata: model."""
     ERROR_REASON_TENANT_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 6
-    """RESOURCE_EXHAUSTED: the tenant's own rate or concurrency limit. Comes with google.rpc.QuotaFailure and google.rpc.RetryInfo."""
+    """RESOURCE_EXHAUSTED: the tenant's own rate or concurrency limit. Comes with google.rpc.QuotaFailure and
+    google.rpc.RetryInfo. Metadata: tenant, quota, limit.
+    """
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 7
     """UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests."""
     ERROR_REASON_SERVER_DRAINING: _ErrorReason.ValueType  # 8
     """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
     ERROR_REASON_ENGINE_FAILURE: _ErrorReason.ValueType  # 9
-    """INTERNAL: the engine failed on this request. Comes with google.rpc.RequestInfo. Metadata: status."""
+    """INTERNAL: the engine failed on this request. Metadata: status."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Sent as google.rpc.ErrorInfo.reason without the ERROR_REASON_ prefix, with domain "drafthouse.dev".
-    Every value belongs to exactly one gRPC status code.
+    Every value belongs to exactly one gRPC status code. Every error also comes with google.rpc.RequestInfo.
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """Never sent."""
 ERROR_REASON_INVALID_FIELD: ErrorReason.ValueType  # 1
-"""INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists all of them."""
+"""INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists all of
+them, 16 at most. Metadata: fields.
+"""
 ERROR_REASON_CONTEXT_TOO_LONG: ErrorReason.ValueType  # 2
 """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
 ERROR_REASON_INVALID_API_KEY: ErrorReason.ValueType  # 3
 """UNAUTHENTICATED: the API key is missing or unknown."""
 ERROR_REASON_MODEL_NOT_ALLOWED: ErrorReason.ValueType  # 4
-"""PERMISSION_DENIED: the tenant may not use this model. Checked before existence."""
+"""PERMISSION_DENIED: the tenant may not use this model. Checked before existence. Metadata: model."""
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 5
 """NOT_FOUND: the server does not serve this model. Metadata: model."""
 ERROR_REASON_TENANT_QUOTA_EXCEEDED: ErrorReason.ValueType  # 6
-"""RESOURCE_EXHAUSTED: the tenant's own rate or concurrency limit. Comes with google.rpc.QuotaFailure and google.rpc.RetryInfo."""
+"""RESOURCE_EXHAUSTED: the tenant's own rate or concurrency limit. Comes with google.rpc.QuotaFailure and
+google.rpc.RetryInfo. Metadata: tenant, quota, limit.
+"""
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 7
 """UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests."""
 ERROR_REASON_SERVER_DRAINING: ErrorReason.ValueType  # 8
 """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
 ERROR_REASON_ENGINE_FAILURE: ErrorReason.ValueType  # 9
-"""INTERNAL: the engine failed on this request. Comes with google.rpc.RequestInfo. Metadata: status."""
+"""INTERNAL: the engine failed on this request. Metadata: status."""

@@ -53,8 +53,8 @@ class Prompt(message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """UTF-8 text, at least one token. The model's special start token is added where the model asks for it. Control tokens
-    written as text are read as text.
+    """UTF-8 text, not empty, at most 32 bytes per token of the context. The model's special start token is added where the
+    model asks for it. Control tokens written as text are read as text.
     """
     @builtins.property
     def tokens(self) -> TokenIds:
@@ -62,7 +62,9 @@ class Prompt(message.Message):
 
     @builtins.property
     def chat(self) -> ChatMessages:
-        """Chat messages, at least one; formatted with the model's chat template, ready for the assistant's answer."""
+        """Chat messages, at least one, all together at most 32 bytes per token of the context; formatted with the model's chat
+        template, ready for the assistant's answer. Control tokens written in them are read as control tokens.
+        """
 
     def __init__(
         self,
@@ -465,7 +467,9 @@ class SpeculationOptions(message.Message):
     MODE_FIELD_NUMBER: builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     mode: model_pb2.SpeculationMode.ValueType
-    """UNSPECIFIED: the server's default. OFF: none. Any other value must be the server's own mode (Model.speculation_mode)."""
+    """UNSPECIFIED: the server's default. OFF: none, whatever max_draft_tokens says. Any other value must be the server's own mode
+    (Model.speculation_mode).
+    """
     max_draft_tokens: builtins.int
     """Draft tokens per step, [0, Model.max_draft_tokens]. 0: none. Not set: the server's default."""
     def __init__(
@@ -655,7 +659,7 @@ class Usage(message.Message):
     prompt_tokens: builtins.int
     """Tokens of the prompt as the model saw it."""
     output_tokens: builtins.int
-    """Tokens generated, the end token included."""
+    """Tokens of the output, the end token and those of a stop text included: as many as the chunks carry token ids."""
     def __init__(
         self,
         *,
