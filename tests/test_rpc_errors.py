@@ -445,7 +445,7 @@ def test_every_reason_is_typed_in_the_sdk_with_the_servers_code(reason: str) -> 
 @pytest.mark.parametrize("reason", REASONS)
 def test_every_reason_is_documented_with_its_code(reason: str) -> None:
     text = (PROTOS / "errors.proto").read_text()
-    comment = re.search(rf"// (.*)\n  ERROR_REASON_{reason} =", text)
+    comment = re.search(rf"// (.*)\n(?:  // .*\n)*  ERROR_REASON_{reason} =", text)
     assert comment is not None
     assert comment.group(1).startswith(f"{server_classes()[reason].code}: ")
     assert reason in (drafthouse._errors.__doc__ or "")

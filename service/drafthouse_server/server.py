@@ -134,11 +134,10 @@ class Server:
             StartupError: a model cannot be loaded, or the address cannot be listened at.
         """
         self._loop = await StepLoop.open(self._make_engine, self._config, on_health=self._on_health)
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
             await self._listen(self._loop)
-        except BaseException:
-            await self.close()
-            raise
+            undo.pop_all()
         _log.info("listening at %s", self.target)
 
     async def _listen(self, loop: StepLoop) -> None:
