@@ -160,6 +160,14 @@ def test_a_slot_is_reusable_in_the_plan_that_frees_it() -> None:
     assert engine.n_cells_max == 5
 
 
+def test_cells_given_back_count_as_free_in_the_same_plan() -> None:
+    engine = FakeEngine(dataclasses.replace(LIMITS, n_ctx=8))
+    engine.step(begin(engine))
+    with pytest.raises(EngineError, match="BAD_PLAN"):
+        engine.step(begin(engine, 1))
+    assert engine.step(dataclasses.replace(begin(engine, 1), frees=[0])).entries[0].tokens
+
+
 def test_faults_hit_the_sequence_that_they_are_meant_for() -> None:
     engine = FakeEngine(LIMITS)
     first = run(engine, begin(engine))

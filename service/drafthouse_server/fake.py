@@ -124,9 +124,14 @@ class _Fault:
 class _Budget:
     """What a plan uses up."""
 
+    n_cells: int
+    """KV cells of the slots that go on, and of the entries."""
     n_tokens: int = 0
+    """Tokens of the batch."""
     n_outputs: int = 0
+    """Sampled positions."""
     seq_ids: set[int] = field(default_factory=set)
+    """Slots with an entry."""
 
 
 class FakeEngine:
@@ -250,7 +255,8 @@ class FakeEngine:
             _require(seq_id in idle, "SEQ_BUSY", f"slot {seq_id}")
             idle.remove(seq_id)
         started = {seq_id for seq_id, _ in plan.starts}
-        budget = _Budget()
+        kept = self._slots.keys() - set(plan.frees)
+        budget = _Budget(n_cells=sum(self._slots[seq_id].n_past for seq_id in kept))
         for entry in plan.entries:
             _require(0 <= entry.seq_id < self._limits.n_seq_max, "BAD_SEQ_ID", f"{entry.seq_id}")
             _require(entry.seq_id not in idle, "SEQ_IDLE", f"slot {entry.seq_id}")
@@ -277,11 +283,11 @@ class FakeEngine:
         _require(entry.seq_id not in budget.seq_ids, "BAD_PLAN", "a sequence twice")
         budget.seq_ids.add(entry.seq_id)
         budget.n_tokens += len(entry.tokens) + entry.n_draft
+        budget.n_cells += len(entry.tokens) + entry.n_draft
         budget.n_outputs += 1 + entry.n_draft if entry.is_output else 0
-        n_cells = self.n_cells_used + budget.n_tokens
         _require(budget.n_tokens <= self._limits.n_batch, "BAD_PLAN", "n_batch")
         _require(budget.n_outputs <= self._limits.n_outputs_max, "BAD_PLAN", "n_outputs_max")
-        _require(n_cells <= self._limits.n_ctx, "BAD_PLAN", "n_ctx")
+        _require(budget.n_cells <= self._limits.n_ctx, "BAD_PLAN", "n_ctx")
 
     def _find_fault(self, seq_id: int) -> SequenceStatus:
         for fault in self._faults:
