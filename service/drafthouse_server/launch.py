@@ -1,0 +1,143 @@
+"""`drafthouse serve`: from flags to a server that listens."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+from importlib.metadata import version
+from pathlib import Path
+
+from drafthouse_server import config as settings
+from drafthouse_server.config import Config
+from drafthouse_server.engine import LlamaEngine, engine_version
+from drafthouse_server.errors import ConfigError, StartupError
+from drafthouse_server.server import Server
+from drafthouse_server.terminal import Terminal
+
+__all__ = ["CHECKOUT", "LISTENS_AT", "add_serve", "format_bytes", "format_count"]
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Root of the repository; of an installed package, a folder without models."""
+
+LISTENS_AT = "listening at "
+"""How the line starts that tells the address, "host:port", when the server takes calls."""
+
+
+def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `serve`."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model; without flags, the demo model",
+        description="Serves a GGUF model over gRPC. Flags win over DRAFTHOUSE_* variables, these"
+        " over the file of --config.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    settings.add_flags(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
+    names = [field.name for field in dataclasses.fields(Config)]
+    try:
+        config = settings.load(arguments.config, flags={n: getattr(arguments, n) for n in names})
+    except ConfigError as error:
+        terminal.error(str(error))
+        return 2
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        asyncio.run(_run(_found(config), terminal))
+    except StartupError as error:
+        terminal.error(str(error))
+        return 1
+    return 0
+
+
+def _found(config: Config) -> Config:
+    """Returns the settings with the demo model's path, wherever the command was started."""
+    demo = CHECKOUT / config.model
+    if config.model == Config().model and not Path(config.model).exists() and demo.exists():
+        return dataclasses.replace(config, model=str(demo))
+    return config
+
+
+async def _run(config: Config, terminal: Terminal) -> None:
+    _check_address(config.host, config.port)
+    with contextlib.ExitStack() as loading:
+        progress = loading.enter_context(terminal.loading())
+
+        def announce(server: Server) -> None:
+            loading.close()
+            _describe(server, config, terminal)
+
+        await Server(config, lambda: LlamaEngine.load(config, progress)).serve(announce)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Finds out whether we may listen there before a large model is loaded for nothing.
+
+    Raises:
+        StartupError: we may not, or somebody else does.
+    """
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in places[:1]:
+            with socket.socket(family, kind, protocol) as probe:
+                # As grpc does: what an ended server leaves behind does not hold the port.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                # Without it two sockets that both allow reuse may bind, and only listening fails.
+                probe.listen(1)
+    except OSError as error:
+        raise StartupError(
+            f"cannot listen at {host}:{port}: {(error.strerror or str(error)).lower()};"
+            " choose another --port or --host, or stop what listens there"
+        ) from error
+
+
+def _describe(server: Server, config: Config, terminal: Terminal) -> None:
+    """Tells what is served, and where."""
+    card, limits = server.loop.engine.card, server.loop.engine.limits
+    drafts = (
+        f"{limits.draft_type}, {config.n_draft_default} tokens per step by default,"
+        f" at most {limits.n_draft_max}"
+        if limits.n_draft_max
+        else "none"
+    )
+    terminal.line(
+        f"drafthouse {version('drafthouse-server')}, {engine_version().partition(';')[0]}"
+    )
+    terminal.line(
+        f"  model    {card.name}: {card.architecture}, {format_count(card.n_params)} parameters,"
+        f" {format_bytes(card.size_bytes)}"
+    )
+    terminal.line(
+        f"  draft    {drafts}" + (f" ({config.draft_model})" if config.draft_model else "")
+    )
+    terminal.line(
+        f"  slots    {limits.n_seq_max} of {limits.n_ctx_seq} tokens,"
+        f" {limits.n_ctx} KV cells together"
+    )
+    terminal.line(f"  threads  {config.n_threads or 'automatic'} of {os.cpu_count()} cores")
+    terminal.line(f"{LISTENS_AT}{server.target}")
+
+
+def format_count(n: float) -> str:
+    """Returns a count in three figures: 5.31 M."""
+    for unit in ("", " k", " M", " G"):
+        if n < 999.5:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g} T"
+
+
+def format_bytes(n_bytes: int) -> str:
+    """Returns a size in three figures: 10.6 MB."""
+    return f"{format_count(n_bytes)}B" if n_bytes >= 1000 else f"{n_bytes} B"

@@ -1,0 +1,155 @@
+"""What the command line writes: text, tables, one-sentence errors, a bar while something loads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+__all__ = ["LoadProgress", "Terminal", "format_table"]
+
+_KEPT = "\n\t"
+# A model's output must not be able to move the cursor or rename the window.
+_HARMLESS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT}
+
+
+class LoadProgress(Protocol):
+    """Takes note of what is loaded. May be called on any thread."""
+
+    def __call__(self, path: str, share: float) -> None:
+        """Notes how much of a file is loaded, [0, 1]."""
+        ...
+
+
+class Terminal:
+    """Where a command writes: results to `out`, everything about them to `err`.
+
+    Args:
+        out: For results.
+        err: For figures, progress and errors, so that a pipe carries the result alone.
+        source: For what a user types.
+    """
+
+    def __init__(
+        self, out: TextIO | None = None, err: TextIO | None = None, source: TextIO | None = None
+    ) -> None:
+        self._out = out or sys.stdout
+        self._err = err or sys.stderr
+        self._source = source or sys.stdin
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether a person types and reads."""
+        return self._source.isatty() and self._out.isatty()
+
+    def write(self, text: str) -> None:
+        """Writes a piece of a model's output at once.
+
+        A screen gets no control characters.
+        """
+        self._out.write(text.translate(_HARMLESS) if self._out.isatty() else text)
+        self._out.flush()
+
+    def line(self, text: str = "") -> None:
+        """Writes a line of a result."""
+        self._out.write(text + "\n")
+        self._out.flush()
+
+    def note(self, text: str) -> None:
+        """Writes a line that is not part of the result."""
+        self._err.write(text + "\n")
+        self._err.flush()
+
+    def error(self, text: str) -> None:
+        """Writes why the command failed."""
+        self.note(f"drafthouse: {text}")
+
+    def ask(self, prompt: str) -> str:
+        """Returns the next line that the user types.
+
+        Raises:
+            EOFError: there is no more.
+        """
+        if self.is_interactive:
+            return input(prompt)
+        line = self._source.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+    def read_all(self) -> str:
+        """Returns everything that is piped in."""
+        return self._source.read()
+
+    @contextmanager
+    def loading(self) -> Iterator[LoadProgress]:
+        """Shows, for the time of a block, how far files are loaded.
+
+        A bar for each on a screen, a line for each elsewhere.
+        """
+        if not self._err.isatty():
+            yield _PlainProgress(self)
+            return
+        columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
+        with Progress(*columns, console=Console(file=self._err), transient=True) as progress:
+            yield _BarProgress(progress)
+
+
+class _PlainProgress:
+    """One line per file."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._seen: set[str] = set()
+
+    def __call__(self, path: str, share: float) -> None:
+        del share
+        if path not in self._seen:
+            self._seen.add(path)
+            self._terminal.note(f"loading {path}")
+
+
+class _BarProgress:
+    """One bar per file."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bars: dict[str, tuple[TaskID, int]] = {}
+
+    def __call__(self, path: str, share: float) -> None:
+        if path not in self._bars:
+            n_bytes = Path(path).stat().st_size
+            task = self._progress.add_task(Path(path).name, total=n_bytes)
+            self._bars[path] = task, n_bytes
+        task, n_bytes = self._bars[path]
+        self._progress.update(task, completed=int(share * n_bytes))
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table; columns of numbers stand at the right.
+
+    Args:
+        header: Titles of the columns.
+        rows: As many cells each.
+    """
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    is_right = [all(_is_number(cell) for cell in column[1:]) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, is_right, strict=True)
+        ]
+        return "  ".join(aligned).rstrip()
+
+    return [line(header), line(["─" * width for width in widths]), *map(line, rows)]
+
+
+def _is_number(cell: str) -> bool:
+    return cell[:1].isdigit() or cell[:1] in {"", "–", "-"}
