@@ -172,7 +172,7 @@ def test_vocab_only_model_makes_no_engine() -> None:
 def test_missing_draft_model_is_refused() -> None:
     for draft_type in ("eagle3", "simple"):
         with pytest.raises((InvalidArgument, IncompatibleDraft)):
-            Engine(model(), None, params(draft_type))  # type: ignore[arg-type]  # a draft type
+            Engine(model(), None, params(draft_type))
 
 
 def test_progress_rises_to_one() -> None:
