@@ -26,10 +26,12 @@ class GatedEngine(FakeEngine):
     """A fake engine whose steps wait while a test holds it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(step_s=0.001)  # a long generation is not over before a test can hold it
         self._may_step = threading.Event()
         self._may_step.set()
         self.plans: list[StepPlan] = []
+        self.is_stuck = False
+        """Whether a step waits now."""
 
     def hold(self) -> None:
         self._may_step.clear()
@@ -39,7 +41,9 @@ class GatedEngine(FakeEngine):
 
     def step(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        self.is_stuck = not self._may_step.is_set()
         assert self._may_step.wait(HELD_MAX_S), "the test never released the engine"
+        self.is_stuck = False
         return super().step(plan)
 
 

@@ -103,10 +103,9 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes(
 ) -> None:
     server = await start_server(gated_engine, retry_after_s=3.0)
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
-        stream = client.generate("x", max_output_tokens=50)
-        chunks = aiter(stream)
-        await anext(chunks)
         gated_engine.hold()
+        stream = client.generate("x", max_output_tokens=50)
+        await eventually(lambda: gated_engine.is_stuck)
         shutdown = asyncio.create_task(server.shutdown())
         await eventually(lambda: server.loop.is_draining)
         assert not await client.health()
