@@ -346,6 +346,8 @@ class _Chat:
             try:
                 line = self._terminal.ask("> ").strip()
             except EOFError:
+                if self._terminal.is_interactive:
+                    self._terminal.line()  # the shell's prompt starts a line of its own
                 return 0
             except KeyboardInterrupt:
                 self._terminal.line()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,8 @@ class Terminal:
             EOFError: there is no more.
         """
         if self.is_interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401, PLC0415  # gives `input` a history, where it exists
             return input(prompt)
         line = self._source.readline()
         if not line:
