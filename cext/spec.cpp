@@ -23,9 +23,11 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -79,24 +81,42 @@ template <typename Body> int32_t guarded(Body && body) noexcept {
 }
 
 int32_t log_level(ggml_log_level level) {
+    thread_local int32_t last = 1;
     switch (level) {
     case GGML_LOG_LEVEL_ERROR:
-        return 4;
+        last = 4;
+        break;
     case GGML_LOG_LEVEL_WARN:
-        return 3;
+        last = 3;
+        break;
     case GGML_LOG_LEVEL_INFO:
-        return 2;
+        last = 2;
+        break;
+    case GGML_LOG_LEVEL_CONT:
+        break; // goes on with the line before
     default:
-        return 1;
+        last = 1;
+    }
+    return last;
+}
+
+// Keeps what llama.cpp complains about during a call: the cause comes first, what follows from it
+// after. A grammar or a path may be long.
+void remember(const char * text) {
+    constexpr size_t N_MAX = 400;
+    if (last_llama_error.size() > N_MAX) {
+        return;
+    }
+    last_llama_error += last_llama_error.empty() ? "" : "; ";
+    last_llama_error.append(text, std::min(std::strlen(text), N_MAX));
+    while (!last_llama_error.empty() && last_llama_error.back() == '\n') {
+        last_llama_error.pop_back();
     }
 }
 
 void on_llama_log(ggml_log_level level, const char * text, void * /*user*/) {
     if (level == GGML_LOG_LEVEL_ERROR && text != nullptr) {
-        last_llama_error = text;
-        while (!last_llama_error.empty() && last_llama_error.back() == '\n') {
-            last_llama_error.pop_back();
-        }
+        remember(text);
     }
     const spec_log_callback callback = log_callback.load(std::memory_order_acquire);
     if (callback != nullptr && text != nullptr) {
@@ -305,7 +325,6 @@ std::string format_chat(const spec_model & model, const char * const * roles,
     common_chat_templates_inputs inputs;
     inputs.add_generation_prompt = add_generation_prompt;
     inputs.use_jinja = true;
-    inputs.enable_thinking = false;
     for (size_t i = 0; i < n; ++i) {
         common_chat_msg message;
         message.role = &deref(roles[i], "role");
@@ -510,11 +529,6 @@ struct sequence {
     int32_t n_past() const { return static_cast<int32_t>(tokens.size()); }
 };
 
-struct step_row {
-    int32_t batch_begin; // batch index of the entry's first token
-    int32_t n_rows;      // its tokens and drafts
-};
-
 } // namespace
 
 struct spec_engine {
@@ -529,7 +543,7 @@ struct spec_engine {
     std::vector<sequence> sequences;
     common_batch batch;
 
-    std::vector<step_row> rows;
+    std::vector<int32_t> rows; // batch index of each plan entry's first token
     std::vector<spec_result_entry> out_entries;
     std::vector<int32_t> out_tokens;
     std::vector<float> out_logprobs;
@@ -610,10 +624,11 @@ void check_engine_params(const spec_engine_params & p) {
                  std::to_string(p.n_seq_max * (1 + n_draft)) +
                  ", so that every sequence can verify a draft in one step");
     }
-    if (p.n_ubatch < 1 + n_draft) {
+    const int32_t n_rollback = std::max(n_draft, p.n_rs_seq);
+    if (p.n_ubatch < 2 + n_rollback) {
         fail(SPEC_ERR_INVALID_ARGUMENT,
              "n_ubatch is " + std::to_string(p.n_ubatch) +
-                 "; expected at least 1 + n_draft_max = " + std::to_string(1 + n_draft) +
+                 "; expected at least 2 + n_draft_max = " + std::to_string(2 + n_rollback) +
                  ": a draft is verified inside one ubatch");
     }
 }
@@ -785,7 +800,7 @@ void fill_spec_params(spec_engine & engine) {
     s.draft.ctx_tgt = engine.target.get();
     s.draft.ctx_dft = engine.draft.get();
     const uint16_t n_draft = static_cast<uint16_t>(p.n_draft_max);
-    s.ngram_simple = {4, n_draft, 1};
+    s.ngram_simple = {4, std::max<uint16_t>(n_draft, 8), 1}; // it drafts nothing shorter than 4
     s.ngram_map_k = {4, n_draft, 1};
     s.ngram_map_k4v = {4, n_draft, 1};
     s.ngram_mod.n_match = 16;
@@ -1121,15 +1136,16 @@ void save_checkpoint(spec_engine & engine, sequence & seq, int32_t seq_id) {
     }
 }
 
-void build_batch(spec_engine & engine, const spec_plan & plan) {
+// Entries of a plan, by index, that one decode of the target carries.
+using group = std::vector<size_t>;
+
+void build_batch(spec_engine & engine, const spec_plan & plan, const group & entries) {
     engine.batch.clear();
-    engine.rows.clear();
-    for (int32_t i = 0; i < plan.n_entries; ++i) {
+    engine.rows.resize(static_cast<size_t>(plan.n_entries));
+    for (const size_t i : entries) {
         const spec_plan_entry & e = plan.entries[i];
-        sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
-        const step_row row = {engine.batch.size(),
-                              e.n_tokens + static_cast<int32_t>(seq.draft.tokens.size())};
-        engine.rows.push_back(row);
+        const sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+        engine.rows[i] = engine.batch.size();
         int32_t pos = e.n_past;
         for (int32_t k = 0; k < e.n_tokens; ++k) {
             const bool is_output = e.is_output != 0 && k == e.n_tokens - 1;
@@ -1139,6 +1155,57 @@ void build_batch(spec_engine & engine, const spec_plan & plan) {
             engine.batch.add(token, pos++, e.seq_id, true);
         }
     }
+}
+
+// The plan's entries by sequence. llama.cpp puts sequences into one ubatch only while their ids
+// follow one another, so the order decides how many graphs a decode computes.
+group sorted_entries(const spec_plan & plan) {
+    group entries(static_cast<size_t>(plan.n_entries));
+    std::iota(entries.begin(), entries.end(), size_t{0});
+    std::sort(entries.begin(), entries.end(),
+              [&](size_t a, size_t b) { return plan.entries[a].seq_id < plan.entries[b].seq_id; });
+    return entries;
+}
+
+// Whether an entry fits into the ubatch of a group whose entries have drafts of the same length.
+bool joins(const spec_engine & engine, const spec_plan & plan, const group & entries, size_t i,
+           size_t n_draft) {
+    if ((entries.size() + 1) * (1 + n_draft) > static_cast<size_t>(engine.limits.n_ubatch)) {
+        return false;
+    }
+    return engine.limits.kv_unified ||
+           plan.entries[entries.back()].seq_id + 1 == plan.entries[i].seq_id;
+}
+
+// Which entries are decoded together. All of them, except on a target with recurrent layers: there
+// llama.cpp moves the state of a sequence, but not the snapshots that its rollback needs, when a
+// later ubatch of the same decode gathers other sequences. So a decode with drafts is one ubatch:
+// neighbours with drafts of one length, as many as fit. What has no draft is never taken back and
+// goes first.
+std::vector<group> make_groups(const spec_engine & engine, const spec_plan & plan) {
+    std::vector<group> groups(1);
+    std::map<size_t, group> open; // by length of the draft
+    for (const size_t i : sorted_entries(plan)) {
+        const auto id = static_cast<size_t>(plan.entries[i].seq_id);
+        const size_t n_draft = engine.sequences[id].draft.tokens.size();
+        if (engine.target_rollback == rollback_kind::any || n_draft == 0) {
+            groups.front().push_back(i);
+            continue;
+        }
+        group & neighbours = open[n_draft];
+        if (!neighbours.empty() && !joins(engine, plan, neighbours, i, n_draft)) {
+            groups.push_back(std::move(neighbours));
+            neighbours.clear();
+        }
+        neighbours.push_back(i);
+    }
+    for (auto & [n_draft, entries] : open) {
+        groups.push_back(std::move(entries));
+    }
+    if (groups.front().empty()) {
+        groups.erase(groups.begin());
+    }
+    return groups;
 }
 
 int32_t decode_batch(spec_engine & engine) {
@@ -1153,17 +1220,17 @@ int32_t decode_batch(spec_engine & engine) {
     return engine.take_fault(SPEC_FAULT_DECODE_FATAL) ? -3 : rc;
 }
 
-// Takes the drafts of a plan back and builds its batch again without them. False when there were
+// Takes the drafts of a decode back and builds its batch again without them. False when there were
 // none.
-bool drop_drafts(spec_engine & engine, const spec_plan & plan) {
+bool drop_drafts(spec_engine & engine, const spec_plan & plan, const group & entries) {
     bool has_dropped = false;
-    for (int32_t i = 0; i < plan.n_entries; ++i) {
+    for (const size_t i : entries) {
         sequence & seq = engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)];
         has_dropped = has_dropped || !seq.draft.tokens.empty();
         seq.draft = {};
     }
     if (has_dropped) {
-        build_batch(engine, plan);
+        build_batch(engine, plan, entries);
     }
     return has_dropped;
 }
@@ -1171,7 +1238,10 @@ bool drop_drafts(spec_engine & engine, const spec_plan & plan) {
 // From here on the sequence generates without drafts: its draft state no longer follows the target.
 void make_cold(spec_engine & engine, int32_t seq_id) {
     engine.sequences[static_cast<size_t>(seq_id)].is_cold = true;
-    llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
+    const bool is_shared = llama_get_ctx_other(engine.draft.get()) == engine.target.get();
+    if (!is_shared) { // some MTP heads draft inside the target's own cache
+        llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
+    }
 }
 
 void process_batch(spec_engine & engine) {
@@ -1302,9 +1372,8 @@ void emit(spec_engine & engine, const sequence & seq, spec_result_entry & r,
 
 void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry & e, size_t i_entry,
                    spec_result_entry & r, std::vector<pending_replay> & replays) {
-    const step_row & row = engine.rows[i_entry];
     const int32_t n_draft = static_cast<int32_t>(seq.draft.tokens.size());
-    const int32_t i_first = row.batch_begin + e.n_tokens - 1;
+    const int32_t i_first = engine.rows[i_entry] + e.n_tokens - 1;
     const llama_tokens emitted = verify(engine, seq, i_first);
     const int32_t n_acc = static_cast<int32_t>(emitted.size()) - 1;
     emit(engine, seq, r, emitted, i_first);
@@ -1351,11 +1420,9 @@ void fail_entry(spec_engine & engine, const spec_plan & plan, size_t i_entry, in
     r.status = status;
 }
 
-void fail_all(spec_engine & engine, const spec_plan & plan, int32_t status) {
-    engine.out_tokens.clear();
-    engine.out_logprobs.clear();
-    for (int32_t i = 0; i < plan.n_entries; ++i) {
-        fail_entry(engine, plan, static_cast<size_t>(i), status);
+void fail_entries(spec_engine & engine, const spec_plan & plan, const group & entries) {
+    for (const size_t i : entries) {
+        fail_entry(engine, plan, i, SPEC_ERR_DECODE_FAILED);
     }
 }
 
@@ -1369,9 +1436,9 @@ void isolated(spec_engine & engine, const spec_plan & plan, size_t i_entry, Body
     }
 }
 
-void finish_entries(spec_engine & engine, const spec_plan & plan) {
+void finish_entries(spec_engine & engine, const spec_plan & plan, const group & entries) {
     std::vector<pending_replay> replays;
-    for (size_t i = 0; i < static_cast<size_t>(plan.n_entries); ++i) {
+    for (const size_t i : entries) {
         isolated(engine, plan, i, [&] { finish_entry(engine, plan, i, replays); });
     }
     for (const pending_replay & r : replays) {
@@ -1397,51 +1464,57 @@ void begin_result(spec_engine & engine, const spec_plan & plan) {
     }
 }
 
-void refuse_all(spec_engine & engine, const spec_plan & plan) {
-    for (int32_t i = 0; i < plan.n_entries; ++i) {
-        engine.out_entries[static_cast<size_t>(i)].status = SPEC_ERR_NO_ROOM;
+void refuse_entries(spec_engine & engine, const spec_plan & plan, const group & entries) {
+    for (const size_t i : entries) {
+        engine.out_entries[i].status = SPEC_ERR_NO_ROOM;
         engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)].draft = {};
     }
 }
 
-// Order of speculation.md §1. Each time mark ends the part named before it.
+// One decode of the target and all that must happen before the next one.
+void run_group(spec_engine & engine, const spec_plan & plan, const group & entries,
+               spec_result & out) {
+    const int64_t t_begin = now_us();
+    build_batch(engine, plan, entries);
+    int32_t rc = decode_batch(engine);
+    if (rc == 1 && drop_drafts(engine, plan, entries)) {
+        rc = decode_batch(engine);
+    }
+    const int64_t t_decoded = now_us();
+    out.t_decode_us += t_decoded - t_begin;
+    out.n_batch_tokens += engine.batch.size();
+    if (rc == 1) {
+        refuse_entries(engine, plan, entries);
+        return;
+    }
+    if (rc != 0) {
+        fail(SPEC_ERR_DECODE_FAILED,
+             "the target's decode returned " + std::to_string(rc) + llama_reason());
+    }
+    process_batch(engine);
+    const int64_t t_processed = now_us();
+    out.t_process_us += t_processed - t_decoded;
+    finish_entries(engine, plan, entries);
+    out.t_sample_us += now_us() - t_processed;
+}
+
+// Order of speculation.md §1.
 void run_step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     const int64_t t_begin = now_us();
     draft_plan(engine, plan);
     for (int32_t i = 0; i < plan.n_entries; ++i) {
-        save_checkpoint(engine, engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)],
-                        plan.entries[i].seq_id);
+        const int32_t seq_id = plan.entries[i].seq_id;
+        save_checkpoint(engine, engine.sequences[static_cast<size_t>(seq_id)], seq_id);
     }
-    const int64_t t_drafted = now_us();
-    out.t_draft_us = t_drafted - t_begin;
+    out.t_draft_us = now_us() - t_begin;
     if (engine.take_fault(SPEC_FAULT_THROW)) {
         throw std::runtime_error("injected fault");
     }
-
-    build_batch(engine, plan);
-    int32_t rc = decode_batch(engine);
-    if (rc == 1 && drop_drafts(engine, plan)) {
-        rc = decode_batch(engine);
+    for (const group & entries : make_groups(engine, plan)) {
+        if (guarded([&] { run_group(engine, plan, entries, out); }) != SPEC_OK) {
+            fail_entries(engine, plan, entries);
+        }
     }
-    const int64_t t_decoded = now_us();
-    out.t_decode_us = t_decoded - t_drafted;
-    out.n_batch_tokens = engine.batch.size();
-    if (rc == 1) {
-        refuse_all(engine, plan);
-        return;
-    }
-    if (rc != 0) {
-        report(SPEC_ERR_DECODE_FAILED,
-               "the target's decode returned " + std::to_string(rc) + llama_reason());
-        fail_all(engine, plan, SPEC_ERR_DECODE_FAILED);
-        return;
-    }
-
-    process_batch(engine);
-    const int64_t t_processed = now_us();
-    out.t_process_us = t_processed - t_decoded;
-    finish_entries(engine, plan);
-    out.t_sample_us = now_us() - t_processed;
 }
 
 void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
@@ -1450,7 +1523,9 @@ void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     const int64_t t_begin = now_us();
     begin_result(engine, plan);
     if (plan.n_entries > 0 && guarded([&] { run_step(engine, plan, out); }) != SPEC_OK) {
-        fail_all(engine, plan, SPEC_ERR_DECODE_FAILED);
+        group all(static_cast<size_t>(plan.n_entries));
+        std::iota(all.begin(), all.end(), size_t{0});
+        fail_entries(engine, plan, all);
     }
     out.entries = engine.out_entries.data();
     out.n_entries = static_cast<int32_t>(engine.out_entries.size());
@@ -1505,8 +1580,13 @@ void draft_by_hand(spec_engine & engine, const spec_draft_request * requests, in
         armed.push_back(requests[i].seq_id);
     }
     for (int32_t i = 0; i < n; ++i) {
-        arm(engine, begun(engine, requests[i].seq_id), requests[i].seq_id, requests[i].n_draft,
-            requests[i].id_last);
+        sequence & seq = begun(engine, requests[i].seq_id);
+        seq.draft = {};
+        if (seq.is_cold) {
+            armed.erase(std::find(armed.begin(), armed.end(), requests[i].seq_id));
+        } else {
+            arm(engine, seq, requests[i].seq_id, requests[i].n_draft, requests[i].id_last);
+        }
     }
     run_drafters(engine, armed);
     for (int32_t i = 0; i < n; ++i) {
@@ -1520,10 +1600,33 @@ void draft_by_hand(spec_engine & engine, const spec_draft_request * requests, in
     }
 }
 
-// Returns whether the tokens of each sequence stand together and continue its cache.
+// By hand, what a step does by grouping is asked of the caller: on a recurrent target a decode that
+// verifies drafts must be one ubatch (see make_groups), and short enough to be taken back.
+void check_one_ubatch(const spec_engine & engine, const spec_token * tokens, int32_t n) {
+    int32_t n_first = 0; // tokens of the first sequence: all must have as many
+    while (n_first < n && tokens[n_first].seq_id == tokens[0].seq_id) {
+        ++n_first;
+    }
+    bool is_even = n % n_first == 0 && n <= engine.limits.n_ubatch;
+    for (int32_t i = 0; is_even && i < n; ++i) {
+        const int32_t n_before = i / n_first;
+        const spec_token & head = tokens[n_before * n_first];
+        is_even = tokens[i].seq_id == head.seq_id &&
+                  (engine.limits.kv_unified || head.seq_id == tokens[0].seq_id + n_before);
+    }
+    if (!is_even || n_first > engine.limits.n_rs_seq + 1) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             "on a recurrent target a decode by hand that verifies drafts takes sequences with "
+             "ascending neighbouring ids and equally many tokens, at most " +
+                 std::to_string(engine.limits.n_rs_seq + 1) + " each and " +
+                 std::to_string(engine.limits.n_ubatch) + " together");
+    }
+}
+
+// Checks that the tokens of each sequence stand together and continue its cache.
 void check_tokens(spec_engine & engine, const spec_token * tokens, int32_t n) {
     std::vector<int32_t> next(engine.sequences.size(), -1);
-    std::vector<int32_t> n_new(engine.sequences.size(), 0);
+    bool is_verified = false; // whether a draft is among the tokens
     int64_t n_outputs = 0;
     int64_t n_cells = n;
     for (int32_t i = 0; i < n; ++i) {
@@ -1545,12 +1648,10 @@ void check_tokens(spec_engine & engine, const spec_token * tokens, int32_t n) {
         check_token(t.token, engine.limits.n_vocab, "batch");
         next[id] = pos + 1;
         n_outputs += t.is_output != 0 ? 1 : 0;
-        if (seq.is_proposed && engine.target_rollback != rollback_kind::any &&
-            ++n_new[id] > engine.limits.n_rs_seq + 1) {
-            fail(SPEC_ERR_UNSUPPORTED, "a recurrent target can take back " +
-                                           std::to_string(engine.limits.n_rs_seq) +
-                                           " tokens by hand");
-        }
+        is_verified = is_verified || (seq.is_proposed && pos > seq.n_past());
+    }
+    if (is_verified && engine.target_rollback != rollback_kind::any) {
+        check_one_ubatch(engine, tokens, n);
     }
     for (const sequence & seq : engine.sequences) {
         n_cells += seq.n_past();
