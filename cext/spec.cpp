@@ -383,6 +383,19 @@ void check_grammar(const std::string & grammar) {
     }
 }
 
+// Compiles the grammar once on its own: where it is wrong, common_sampler_init would leak.
+void check_grammar_compiles(const spec_model & model, const std::string & grammar) {
+    if (grammar.empty()) {
+        return;
+    }
+    last_llama_error.clear();
+    llama_sampler * sampler = llama_sampler_init_grammar(model.vocab, grammar.c_str(), "root");
+    if (sampler == nullptr) {
+        fail(SPEC_ERR_BAD_GRAMMAR, "the grammar cannot be parsed" + llama_reason());
+    }
+    llama_sampler_free(sampler);
+}
+
 void check_sampler_params(const spec_sampler_params & p, int32_t n_vocab) {
     const double inf = std::numeric_limits<float>::max();
     check_range("temperature", p.temperature, 0.0, inf);
@@ -472,6 +485,7 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
         fail(SPEC_ERR_INVALID_ARGUMENT,
              "ignore_eos with a grammar: a finished grammar allows no token but the end");
     }
+    check_grammar_compiles(model, grammar);
     spec_sampler_params p = params;
     if (p.seed == SPEC_SEED_RANDOM) {
         p.seed = std::random_device{}() & 0x7FFFFFFFu;

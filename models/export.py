@@ -60,6 +60,9 @@ def export_eagle3(path: Path, head: Eagle3Head, tokenizer: Path, is_half: bool =
     writer = _writer(path, "eagle3", head.arch, 1, is_half)
     writer.add_array("eagle3.target_layers", list(head.layers))
     writer.add_uint32("eagle3.target_hidden_size", head.arch.n_embd)
+    # Widths and layers of another target may fit all the same; the name tells them apart. The
+    # engine compares it with the target's general.name.
+    writer.add_string("drafthouse.draft.target_name", path.stem.rpartition("-eagle3")[0])
     _finish(writer, write_weights(head, eagle3_names()), tokenizer, head.arch.n_vocab, is_half)
 
 

@@ -34,10 +34,10 @@ def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
 def test_flags_that_are_not_given_change_nothing() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    flags = vars(parser.parse_args(["--n-seq-max", "3", "--is-kv-unified", "false"]))
+    flags = vars(parser.parse_args(["--n-seq-max", "3", "--is-kv-unified", "true"]))
     config = load(environment={}, flags=flags)
-    assert (config.n_seq_max, config.is_kv_unified) == (3, False)
-    assert dataclasses.replace(config, n_seq_max=8, is_kv_unified=True) == Config()
+    assert (config.n_seq_max, config.is_kv_unified) == (3, True)
+    assert dataclasses.replace(config, n_seq_max=8, is_kv_unified=False) == Config()
 
 
 def test_help_of_the_flags_can_be_formatted() -> None:

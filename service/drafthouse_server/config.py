@@ -156,7 +156,10 @@ class Config:
     )
     """Whether drafts are sampled."""
     n_threads: int = _setting(
-        0, _between(0, 1024), "Threads of a decode of few tokens. 0: all cores."
+        0,
+        _between(0, 1024),
+        "Threads of a decode of few tokens. 0: all cores but one, which is left to the rest of the"
+        " server: the engine's threads spin, and a step whose cores are taken is many times slower.",
     )
     """Threads of a decode of few tokens."""
     n_threads_batch: int = _setting(
@@ -168,9 +171,10 @@ class Config:
     )
     """Layers kept on an accelerator."""
     is_kv_unified: bool = _setting(
-        True,
+        False,
         _ANY,
-        "One pool of KV cells for all slots; false: each slot has n_ctx_seq cells of its own.",
+        "One pool of KV cells for all slots; false: each slot has cells of its own, n_ctx_seq of"
+        " them, and its attention reads no other slot's: faster with many streams.",
     )
     """Whether slots share one pool of cells."""
     has_flash_attention: bool = _setting(

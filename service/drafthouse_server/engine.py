@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -391,13 +392,17 @@ def _engine_params(
         n_ubatch=config.n_ubatch,
         n_seq_max=config.n_seq_max,
         n_draft_max=config.n_draft_max,
-        n_threads=config.n_threads,
+        n_threads=config.n_threads or _spare_one_core(),
         n_threads_batch=config.n_threads_batch,
         p_min=config.p_min,
         probabilistic=config.is_probabilistic,
         kv_unified=config.is_kv_unified,
         flash_attention=config.has_flash_attention,
     )
+
+
+def _spare_one_core() -> int:
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _limits(engine: drafthouse_engine.Engine) -> EngineLimits:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterator
+from heapq import heappop, heappush
 
 from drafthouse_server.errors import ContextTooLong, DrafthouseError, EngineError
 from drafthouse_server.sequence import Event, FinishReason, Sequence, SequenceState
@@ -59,7 +60,8 @@ class Scheduler:
         self._policy = policy
         self._waiting: list[Sequence] = []
         self._running: dict[int, Sequence] = {}  # by slot, in the order of arrival
-        self._free_slots = list(range(limits.n_seq_max - 1, -1, -1))
+        # The lowest first: llama.cpp computes sequences whose ids follow one another together.
+        self._free_slots = list(range(limits.n_seq_max))
         self._frees: list[int] = []  # given back, not yet told to the engine
         self._starts: list[tuple[int, object]] = []
         self._marks: dict[Sequence, _End] = {}
@@ -193,7 +195,7 @@ class Scheduler:
             del self._waiting[0]
             self._n_reserved += n_cells
             sequence.n_reserved = n_cells
-            sequence.seq_id = self._free_slots.pop()
+            sequence.seq_id = heappop(self._free_slots)
             sequence.slot_at = now
             self._running[sequence.seq_id] = sequence
             self._starts.append((sequence.seq_id, sequence.sampler))
@@ -308,7 +310,7 @@ class Scheduler:
         else:
             del self._running[sequence.seq_id]
             self._frees.append(sequence.seq_id)
-            self._free_slots.append(sequence.seq_id)
+            heappush(self._free_slots, sequence.seq_id)
             self._n_reserved -= sequence.n_reserved
             sequence.n_reserved = 0
         if isinstance(end, FinishReason):
