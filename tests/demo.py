@@ -11,12 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import drafthouse_engine
+from drafthouse import AsyncClient
 from drafthouse_server.config import Config
 from drafthouse_server.engine import LlamaEngine
 from drafthouse_server.loop import StepLoop
 from drafthouse_server.server import Server
-
-from drafthouse import AsyncClient
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 TARGETS = {"dense": "tiny-mimo2-f16.gguf", "hybrid": "tiny-qwen35-f16.gguf"}
@@ -24,8 +23,11 @@ EAGLE3 = {"dense": "tiny-mimo2-eagle3-f16.gguf", "hybrid": "tiny-qwen35-eagle3-f
 SIMPLE = "tiny-draft-f16.gguf"
 
 TIE_LOGITS = 0.05
-"""Two candidates whose logits differ by at most this tie: a batch of another width rounds sums in
-another order, and float16 weights and caches carry about three digits of logits of size 10 to 20."""
+"""Two candidates whose logits differ by at most this tie.
+
+A batch of another width rounds sums in another order, and float16 weights and caches carry about
+three digits of logits of size 10 to 20.
+"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def prompts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 class Referee:
-    """Decides whether two different outputs of one prompt are both right: only where two logits tie.
+    """Decides whether two unlike outputs of one prompt are both right: only where logits tie.
 
     Holds an engine of its own without speculation, for one sequence.
     """

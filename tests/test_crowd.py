@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tests.demo import Referee, Tie, n_cells_used, prompts, serving
 from tests.demo import config as demo_config
 
 from drafthouse import AsyncClient, Result
+from drafthouse_server.loop import StepLoop
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -19,6 +20,7 @@ N_OUTPUT = 60
 LENGTHS = tuple(8 + round(i * (900 - 8) / (N_STREAMS - 1)) for i in range(N_STREAMS))
 DRAFT_TYPES = ("none", "mtp", "eagle3", "simple")
 ACCEPTANCE_POINTS = 0.03
+LEAST_ACCEPTANCE = {"mtp": 0.5, "eagle3": 0.5, "simple": 0.2}
 
 _references: dict[str, list[Result]] = {}
 
@@ -68,7 +70,7 @@ def compare(referee: Referee, expected: Sequence[Result], found: Sequence[Result
 
 @pytest.mark.parametrize("draft_type", DRAFT_TYPES)
 async def test_a_crowd_of_32_gets_the_tokens_and_the_acceptance_of_each_alone(
-    target: str, draft_type: str, referee: Referee, record_property: pytest.RecordProperty
+    target: str, draft_type: str, referee: Referee, record_property: Callable[[str, object], None]
 ) -> None:
     expected = await reference(target)
     crowd = prompts(LENGTHS)
@@ -85,7 +87,7 @@ async def test_a_crowd_of_32_gets_the_tokens_and_the_acceptance_of_each_alone(
         rate, rate_alone = acceptance(found), acceptance(singles)
         record_property("acceptance", f"{rate:.3f} in the crowd, {rate_alone:.3f} alone")
         assert rate == pytest.approx(rate_alone, abs=ACCEPTANCE_POINTS)
-        assert rate > 0.3
+        assert rate > LEAST_ACCEPTANCE[draft_type]
 
 
 N_POOL = 48
@@ -147,10 +149,10 @@ async def test_clients_who_leave_at_random_give_everything_back_and_disturb_nobo
         referee.compare(pool[i], expected[i].token_ids, result.token_ids, i)
 
 
-async def idle(loop: object) -> None:
+async def idle(loop: StepLoop) -> None:
     """Waits, bounded, until the loop has given back what the last clients left."""
     for _ in range(200):
-        statistics = loop.statistics()  # type: ignore[attr-defined]
+        statistics = loop.statistics()
         if statistics.n_running == statistics.n_waiting == 0:
             await asyncio.sleep(0.05)  # the frees of the last plan reach the engine
             return

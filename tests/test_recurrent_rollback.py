@@ -10,10 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import drafthouse_engine as engine_library
 import numpy as np
 import pytest
 from tests.demo import EAGLE3, MODELS, TARGETS, Referee, prompts
+
+import drafthouse_engine as engine_library
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
@@ -82,47 +83,69 @@ def generate_alone(prompt: Sequence[int]) -> list[int]:
     return driver.output[0][:N_OUTPUT]
 
 
+class Rush:
+    """Sequences that come, pause, leave and finish at random, all on one engine."""
+
+    def __init__(
+        self, driver: Driver, pool: Sequence[Sequence[int]], chance: random.Random
+    ) -> None:
+        self.driver = driver
+        self.pool = pool
+        self.chance = chance
+        self.seats: dict[int, int] = {}  # seq_id -> index of its prompt
+        self.todo = [i % len(pool) for i in range(3 * len(pool))]
+        self.finished: list[tuple[int, list[int]]] = []
+        self.n_left = 0
+
+    def run(self) -> None:
+        while self.todo or self.seats:
+            self._seat()
+            # Not everybody takes part in every step: gaps between the ids matter.
+            step = [self._entry(seq_id) for seq_id in self.seats if self.chance.random() < 0.8]
+            if step:
+                self.driver.step(step)
+            self._unseat()
+
+    def _seat(self) -> None:
+        for seq_id in range(N_SEQ):
+            if seq_id not in self.seats and self.todo and self.chance.random() < 0.3:
+                self.seats[seq_id] = self.todo.pop()
+                self.driver.begin(seq_id)
+
+    def _entry(self, seq_id: int) -> tuple[int, int, list[int], int, bool]:
+        prompt, past = self.pool[self.seats[seq_id]], self.driver.past[seq_id]
+        if past >= len(prompt):
+            last = self.driver.output[seq_id][-1:]
+            return seq_id, past, last, self.chance.randrange(5), True
+        n = min(self.chance.randrange(1, 40), len(prompt) - past)
+        return seq_id, past, list(prompt[past : past + n]), 0, past + n == len(prompt)
+
+    def _unseat(self) -> None:
+        for seq_id, i in list(self.seats.items()):
+            output = self.driver.output[seq_id]
+            if len(output) >= N_OUTPUT:
+                self.finished.append((i, output[:N_OUTPUT]))
+            elif self.chance.random() < 0.004:  # leaves in the middle
+                self.n_left += 1
+            else:
+                continue
+            self.driver.engine.seq_end(seq_id)
+            del self.seats[seq_id]
+
+
 @pytest.mark.parametrize("n_rs_seq", [-1, 1])
 @pytest.mark.parametrize("draft_type", ["mtp", "eagle3", "simple", "ngram-simple"])
 def test_unlike_sequences_in_one_step_keep_their_own_state(draft_type: str, n_rs_seq: int) -> None:
-    chance = random.Random(11)
     pool = prompts(LENGTHS)
     expected = [generate_alone(prompt) for prompt in pool]
     referee = Referee("hybrid")
     driver = Driver(draft_type, n_rs_seq)
-    seats: dict[int, int] = {}  # seq_id -> index of its prompt
-    todo = [i % N_SEQ for i in range(3 * N_SEQ)]
-    n_finished = n_left = 0
-    while todo or seats:
-        step: Step = []
-        for seq_id in range(N_SEQ):
-            if seq_id not in seats and todo and chance.random() < 0.3:
-                seats[seq_id] = todo.pop()
-                driver.begin(seq_id)
-            if seq_id not in seats or chance.random() < 0.2:  # not everybody in every step
-                continue
-            prompt, past = pool[seats[seq_id]], driver.past[seq_id]
-            if past < len(prompt):
-                n = min(chance.randrange(1, 40), len(prompt) - past)
-                step.append((seq_id, past, list(prompt[past : past + n]), 0, past + n == len(prompt)))
-            else:
-                step.append((seq_id, past, driver.output[seq_id][-1:], chance.randrange(5), True))
-        if step:
-            driver.step(step)
-        for seq_id, i in list(seats.items()):
-            if chance.random() < 0.004:  # leaves in the middle
-                driver.engine.seq_end(seq_id)
-                del seats[seq_id]
-                n_left += 1
-            elif len(driver.output[seq_id]) >= N_OUTPUT:
-                found = driver.output[seq_id][:N_OUTPUT]
-                referee.compare(pool[i], expected[i], found, i)
-                del seats[seq_id]
-                n_finished += 1
-    assert n_finished + n_left == 3 * N_SEQ
-    assert n_finished > 2 * N_SEQ
-    for seq_id in range(N_SEQ):
-        driver.engine.seq_end(seq_id)
+    rush = Rush(driver, pool, random.Random(11))
+    rush.run()
+    for i, found in rush.finished:
+        referee.compare(pool[i], expected[i], found, i)
+    assert len(rush.finished) + rush.n_left == 3 * N_SEQ
+    assert len(rush.finished) > 2 * N_SEQ
     assert driver.engine.n_cells_used == 0
     driver.close()
     referee.close()

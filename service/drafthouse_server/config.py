@@ -159,7 +159,7 @@ class Config:
         0,
         _between(0, 1024),
         "Threads of a decode of few tokens. 0: all cores but one, which is left to the rest of the"
-        " server: the engine's threads spin, and a step whose cores are taken is many times slower.",
+        " server: the engine's threads spin, and a step that loses a core is many times slower.",
     )
     """Threads of a decode of few tokens."""
     n_threads_batch: int = _setting(
