@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 DENSE = MODELS / "tiny-mimo2-f16.gguf"
+FOREIGN_EAGLE3 = MODELS / "tiny-qwen35-eagle3-f16.gguf"
 COMMAND = (sys.executable, "-m", "drafthouse_server")
 GREEDY = ("--temperature", "0", "--max-tokens", "20")
 
@@ -289,8 +290,23 @@ def broken(tmp_path: Path) -> Path:
             ("--draft-type", "eagle3", "--draft-model", str(MODELS / "tiny-draft-f16.gguf")),
             "EAGLE-3",
         ),
+        (
+            str(DENSE),
+            ("--draft-type", "eagle3", "--draft-model", str(FOREIGN_EAGLE3)),
+            "made for this target",
+        ),
     ],
-    ids=["missing", "text", "cut", "empty", "folder", "no-heads", "missing-draft", "not-eagle3"],
+    ids=[
+        "missing",
+        "text",
+        "cut",
+        "empty",
+        "folder",
+        "no-heads",
+        "missing-draft",
+        "not-eagle3",
+        "foreign-eagle3",
+    ],
 )
 def test_a_model_that_cannot_be_served_is_one_sentence(
     broken: Path, model: str, arguments: tuple[str, ...], words: str

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import socket
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,6 +27,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 LISTENS_AT = "listening at "
 """How the line starts that tells the address, "host:port", when the server takes calls."""
+
+_SWITCH_INTERVAL_S = 1e-4
+"""How long the event loop may keep the interpreter from the engine thread, which waits for it
+before and after each step. Python's 5 ms are the length of ten steps of a small model."""
 
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,6 +75,7 @@ def _found(config: Config) -> Config:
 
 async def _run(config: Config, terminal: Terminal) -> None:
     _check_address(config.host, config.port)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with contextlib.ExitStack() as loading:
         progress = loading.enter_context(terminal.loading())
 
@@ -125,7 +131,7 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
         f"  slots    {limits.n_seq_max} of {limits.n_ctx_seq} tokens,"
         f" {limits.n_ctx} KV cells together"
     )
-    terminal.line(f"  threads  {config.n_threads or 'automatic'} of {os.cpu_count()} cores")
+    terminal.line(f"  threads  {config.n_threads or 'all but one'} of {os.cpu_count()} cores")
     terminal.line(f"{LISTENS_AT}{server.target}")
 
 
