@@ -234,10 +234,10 @@ def _describe(machine: Machine, plan: Plan, terminal: Terminal) -> None:
     )
     terminal.line(f"{machine.engine.strip(' |')}")
     terminal.line(
-        f"{plan.n_threads} threads per decode, K = {_N_DRAFT}, greedy,"
+        f"threads per decode: {plan.n_threads}; K = {_N_DRAFT}; greedy;"
         f" prompts of 64 to {_N_PROMPT_MAX} tokens, {plan.n_output} tokens per request,"
-        f" {plan.n_requests_per_stream} requests per stream (at least {_N_REQUESTS_MIN});"
-        f" medians of {plan.n_rounds} rounds"
+        f" {plan.n_requests_per_stream} x streams requests (at least {_N_REQUESTS_MIN});"
+        f" medians over rounds: {plan.n_rounds}"
     )
     terminal.line("client: this process, drafthouse.AsyncClient, one connection")
     if machine.load_average > _QUIET:
