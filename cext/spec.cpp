@@ -115,6 +115,9 @@ void remember(const char * text) {
 }
 
 void on_llama_log(ggml_log_level level, const char * text, void * /*user*/) {
+    if (text != nullptr && std::strstr(text, "full-size SWA cache") != nullptr) {
+        level = GGML_LOG_LEVEL_INFO; // our choice: what a window drops cannot be rolled back
+    }
     if (level == GGML_LOG_LEVEL_ERROR && text != nullptr) {
         remember(text);
     }
