@@ -1842,11 +1842,13 @@ struct spec_decoder {
 
 namespace {
 
+constexpr int32_t N_BATCH_MIN = 16;
+constexpr int32_t N_SNAPSHOT_LIMIT = 64; // llama.cpp's graphs have room for some hundred nodes more
+
 // Architectures whose graphs mark every layer's input; others abort when asked for it.
 bool shows_layers(const std::string & arch) {
-    static const char * const NAMES[] = {"llama",    "mimo2",     "qwen3",   "qwen3moe",
-                                         "qwen35",   "qwen35moe", "gpt-oss", "qwen3next",
-                                         "minimax-m2"};
+    static const char * const NAMES[] = {"llama",     "mimo2",   "qwen3",     "qwen3moe",  "qwen35",
+                                         "qwen35moe", "gpt-oss", "qwen3next", "minimax-m2"};
     return std::any_of(std::begin(NAMES), std::end(NAMES),
                        [&](const char * name) { return arch == name; });
 }
@@ -1863,7 +1865,7 @@ void check_decoder_params(const spec_decoder_params & p) {
     check_range("n_ubatch", p.n_ubatch, 1, p.n_batch);
     check_range("n_outputs_max", p.n_outputs_max, 1, p.n_ubatch);
     check_range("n_ctx_seq", p.n_ctx_seq, 0, 1 << 24);
-    check_range("n_rs_seq", p.n_rs_seq, 0, 256);
+    check_range("n_rs_seq", p.n_rs_seq, 0, N_SNAPSHOT_LIMIT);
     check_range("n_threads", p.n_threads, 0, 512);
 }
 
@@ -1894,12 +1896,16 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
     check_range("n_ctx_seq * n_seq_max", static_cast<double>(n_ctx), 1,
                 std::numeric_limits<int32_t>::max());
     llama_context_params c = llama_context_default_params();
-    c.n_ctx = static_cast<uint32_t>(n_ctx);
-    c.n_batch = static_cast<uint32_t>(p.n_batch);
-    c.n_ubatch = static_cast<uint32_t>(p.n_ubatch);
+    // Tiny sizes are kept by our own checks: llama.cpp's probes need room for a few tokens, and
+    // its splitter aborts on a ubatch that does not hold the tokens that may be taken back.
+    const int32_t n_ubatch = std::max(p.n_ubatch, N_BATCH_MIN + p.n_rs_seq);
+    c.n_ctx = static_cast<uint32_t>(std::max(n_ctx, int64_t{n_ubatch}));
+    c.n_batch = static_cast<uint32_t>(std::max(p.n_batch, n_ubatch));
+    c.n_ubatch = static_cast<uint32_t>(n_ubatch);
     c.n_seq_max = static_cast<uint32_t>(p.n_seq_max + (has_trees ? p.n_branch_max : 0));
     c.n_rs_seq = static_cast<uint32_t>(p.n_rs_seq);
-    c.n_outputs_max = static_cast<uint32_t>(p.n_outputs_max);
+    // llama.cpp makes room for one output of each sequence and aborts where that is too much.
+    c.n_outputs_max = std::max(static_cast<uint32_t>(p.n_outputs_max), c.n_seq_max);
     c.n_threads = p.n_threads > 0 ? p.n_threads : all_cores();
     c.n_threads_batch = c.n_threads;
     c.pooling_type = LLAMA_POOLING_TYPE_NONE;
@@ -1922,8 +1928,8 @@ void fill_decoder_limits(spec_decoder & decoder, const spec_decoder_params & p) 
     const llama_model * m = decoder.model->model.get();
     spec_decoder_limits & l = decoder.limits;
     const llama_context * ctx = decoder.context.get();
-    l.n_batch = static_cast<int32_t>(decoder.is_recurrent() ? llama_n_ubatch(ctx)
-                                                            : llama_n_batch(ctx));
+    l.n_batch = std::min(decoder.is_recurrent() ? p.n_ubatch : p.n_batch,
+                         static_cast<int32_t>(llama_n_batch(ctx)));
     l.n_seq_max = p.n_seq_max;
     l.n_outputs_max = std::min(p.n_outputs_max, static_cast<int32_t>(llama_n_ubatch(ctx)));
     l.n_rs_seq = !decoder.is_recurrent() ? -1
@@ -1993,7 +1999,8 @@ int32_t run_decoder(spec_decoder & decoder, bool is_output) {
 void decode_sequence(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens, int32_t n,
                      bool is_output) {
     decoder_sequence & seq = at(decoder, seq_id);
-    check_range("n_tokens", n, 1, is_output ? decoder.limits.n_outputs_max : decoder.limits.n_batch);
+    check_range("n_tokens", n, 1,
+                is_output ? decoder.limits.n_outputs_max : decoder.limits.n_batch);
     deref(tokens, "tokens");
     for (int32_t i = 0; i < n; ++i) {
         check_token(tokens[i], decoder.limits.n_vocab, "tokens");
@@ -2068,11 +2075,11 @@ void check_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens,
     }
 }
 
-// The nodes of the tree and the new ones, with the branches that pass through each new node. Nothing
-// in the cache has changed yet.
+// The nodes of the tree and the new ones, with the branches that pass through each new node.
+// Nothing in the cache has changed yet.
 struct tree_plan {
     std::vector<tree_node> nodes;
-    std::vector<std::vector<llama_seq_id>> branches; // of each new node
+    std::vector<std::vector<llama_seq_id>> branches;      // of each new node
     std::vector<std::pair<llama_seq_id, int32_t>> copies; // branch, old node that it begins with
     int32_t n_branches = 0;
 };
@@ -2147,7 +2154,7 @@ void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & pla
         const tree_node node = is_node ? decoder.tree[static_cast<size_t>(old)] : tree_node{};
         llama_memory_seq_rm(decoder.memory(), branch, -1, -1);
         llama_memory_seq_cp(decoder.memory(), is_node ? node.branch : seq_id, branch, 0,
-                            is_node ? node.pos + 1 : std::max(n_past, 1));
+                            is_node ? node.pos + 1 : n_past);
     }
 }
 
@@ -2249,9 +2256,9 @@ void read_rows(spec_decoder & decoder, int32_t what, float * out, size_t n_out) 
     }
     check_range("what", what, SPEC_ROWS_LOGITS, decoder.limits.n_layer - 1);
     const spec_decoder_limits & l = decoder.limits;
-    const size_t width = static_cast<size_t>(what == SPEC_ROWS_LOGITS          ? l.n_vocab
+    const size_t width = static_cast<size_t>(what == SPEC_ROWS_LOGITS       ? l.n_vocab
                                              : is_hidden_row(decoder, what) ? l.n_embd_out
-                                                                              : l.n_embd);
+                                                                            : l.n_embd);
     if (n_out != width * static_cast<size_t>(decoder.n_rows)) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "n_out is " + std::to_string(n_out) + "; the " +
                                             std::to_string(decoder.n_rows) + " rows have " +
@@ -2282,8 +2289,8 @@ ggml_tensor * find_tensor(const spec_model & model, const std::vector<std::strin
 
 void check_table(const ggml_tensor * table, int64_t width, int64_t n_rows) {
     if (table->ne[0] != width || table->ne[1] != n_rows || ggml_n_dims(table) > 2) {
-        fail(SPEC_ERR_UNSUPPORTED, std::string("the tensor \"") + table->name +
-                                       "\" has another shape than expected");
+        fail(SPEC_ERR_UNSUPPORTED,
+             std::string("the tensor \"") + table->name + "\" has another shape than expected");
     }
 }
 
@@ -2319,8 +2326,7 @@ void multiply(ggml_tensor * table, ggml_type input_type, int64_t width, int64_t 
     if (!ggml_backend_supports_op(backend.get(), result)) {
         fail(SPEC_ERR_UNSUPPORTED, "the model's device cannot compute this alone");
     }
-    const ggml_backend_buffer_ptr buffer(
-        ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
+    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
     if (!buffer) {
         fail(SPEC_ERR_OUT_OF_MEMORY, "memory could not be allocated");
     }
@@ -2681,9 +2687,8 @@ int32_t spec_decoder_seq_n_past(const spec_decoder * decoder, int32_t seq_id) {
 
 int32_t spec_decoder_decode(spec_decoder * decoder, int32_t seq_id, const int32_t * tokens,
                             int32_t n_tokens, bool is_output) {
-    return guarded([&] {
-        decode_sequence(deref(decoder, "decoder"), seq_id, tokens, n_tokens, is_output);
-    });
+    return guarded(
+        [&] { decode_sequence(deref(decoder, "decoder"), seq_id, tokens, n_tokens, is_output); });
 }
 
 int32_t spec_decoder_seq_rollback(spec_decoder * decoder, int32_t seq_id, int32_t n_past) {

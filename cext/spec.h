@@ -387,14 +387,15 @@ typedef struct spec_decoder spec_decoder;
 /* Fill with spec_decoder_default_params first. */
 typedef struct spec_decoder_params {
     int32_t n_seq_max;    /* sequences at once; [1, 256] */
-    int32_t n_branch_max; /* most leaves of a draft tree; [0, 256 - n_seq_max]; recurrent models have
-                             no trees */
-    int32_t n_outputs_max; /* most scored tokens of one decode, or nodes of one tree; [1, n_ubatch] */
-    int32_t n_ctx_seq;     /* most tokens of one sequence; 0 = the model's training context */
-    int32_t n_batch;       /* most tokens of one decode; > 0 */
-    int32_t n_ubatch;      /* most tokens of one physical batch; > 0, <= n_batch */
-    int32_t n_rs_seq;      /* recurrent-state snapshots per sequence; >= 0 */
-    int32_t n_threads;     /* 0 = all cores */
+    int32_t n_branch_max; /* most leaves of a draft tree; [0, 256 - n_seq_max]; recurrent models
+                             have no trees */
+    int32_t
+        n_outputs_max; /* most scored tokens of one decode, or nodes of one tree; [1, n_ubatch] */
+    int32_t n_ctx_seq; /* most tokens of one sequence; 0 = the model's training context */
+    int32_t n_batch;   /* most tokens of one decode; > 0 */
+    int32_t n_ubatch;  /* most tokens of one physical batch; > 0, <= n_batch */
+    int32_t n_rs_seq;  /* recurrent-state snapshots per sequence; [0, 64] */
+    int32_t n_threads; /* 0 = all cores */
     bool flash_attention;
 } spec_decoder_params;
 
@@ -435,11 +436,11 @@ int32_t spec_decoder_decode(spec_decoder * decoder, int32_t seq_id, const int32_
 int32_t spec_decoder_seq_rollback(spec_decoder * decoder, int32_t seq_id, int32_t n_past);
 
 /* Decodes n_nodes tree nodes at once, all scored, each seeing the sequence and its own ancestors
- * only. Nodes are numbered from 0 in the order given, over all calls since the tree began; parents[i]
- * is the number of an earlier node, or -1 for the end of the sequence. Errors: UNSUPPORTED (no
- * trees), INVALID_ARGUMENT (more leaves than branches, parents not before children), BAD_PLAN (the
- * tree hangs on another sequence), NO_ROOM, DECODE_FAILED (the tree is gone, the sequence as it
- * was). since ABI 2 */
+ * only. Nodes are numbered from 0 in the order given, over all calls since the tree began;
+ * parents[i] is the number of an earlier node, or -1 for the end of the sequence. Errors:
+ * UNSUPPORTED (no trees), INVALID_ARGUMENT (more leaves than branches, parents not before
+ * children), BAD_PLAN (the tree hangs on another sequence), NO_ROOM, DECODE_FAILED (the tree is
+ * gone, the sequence as it was). since ABI 2 */
 int32_t spec_decoder_tree(spec_decoder * decoder, int32_t seq_id, const int32_t * tokens,
                           const int32_t * parents, int32_t n_nodes);
 /* Ends the tree: the nodes of the path, from a root downwards, become part of the sequence without

@@ -31,7 +31,7 @@ class DecoderConfig:
     n_ubatch: int = 512
     """Most tokens of one physical batch, [1, n_batch]."""
     n_rs_seq: int = 8
-    """Recurrent-state snapshots per sequence, [0, 256]: how far a recurrent model goes back without
+    """Recurrent-state snapshots per sequence, [0, 64]: how far a recurrent model goes back without
     decoding again."""
     n_threads: int = 0
     """Threads, [0, 512]; 0 is all cores."""
@@ -45,7 +45,7 @@ class DecoderConfig:
         check_int(self, "n_ubatch", 1, self.n_batch)
         check_int(self, "n_outputs_max", 1, self.n_ubatch)
         check_int(self, "n_ctx_seq", 0, 1 << 24)
-        check_int(self, "n_rs_seq", 0, 256)
+        check_int(self, "n_rs_seq", 0, 64)
         check_int(self, "n_threads", 0, 512)
         check_bool(self, "flash_attention")
 
