@@ -1,7 +1,7 @@
 // spec.cpp: the only file that includes llama.cpp. See spec.h for the contract.
 //
 // Reading order: errors and log; checks of arguments; models; samplers; engine construction;
-// validation of a plan; the parts of a step; the step; the same parts one call at a time.
+// validation of a plan; the parts of a step; the step; the same parts one call at a time; decoders.
 
 #include "spec.h"
 
@@ -14,6 +14,13 @@
 
 // Staging API of llama.cpp: the layers that an EAGLE-3 draft reads.
 #include "../src/llama-ext.h"
+// Which kind of cache a context has: only the plain ones are known to carry draft trees.
+#include "../src/llama-kv-cache-iswa.h"
+#include "../src/llama-kv-cache.h"
+
+#include "ggml-backend.h"
+#include "ggml-cpp.h"
+#include "ggml-cpu.h"
 
 #include <algorithm>
 #include <atomic>
@@ -33,6 +40,10 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+// Of src/llama-model.h, the rest of which nothing here needs.
+const std::vector<std::pair<std::string, ggml_tensor *>> &
+llama_internal_get_tensor_map(const llama_model * model);
 
 namespace {
 
@@ -1794,6 +1805,573 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
 
 } // namespace
 
+// Decoders.
+
+namespace {
+
+// A node of a draft tree in the cache: it belongs to the sequences of all branches through it, of
+// which one is enough to find its ancestors.
+struct tree_node {
+    int32_t parent; // -1: the end of the sequence
+    llama_pos pos;
+    llama_seq_id branch;
+};
+
+struct decoder_sequence {
+    int32_t n_past = 0;
+    int32_t n_back_max = 0; // what a recurrent model can still take back
+};
+
+} // namespace
+
+struct spec_decoder {
+    const spec_model * model = nullptr;
+    spec_decoder_limits limits = {};
+    llama_context_ptr context;
+    rollback_kind rollback = rollback_kind::any;
+    common_batch batch;
+    std::vector<decoder_sequence> sequences;
+    std::vector<bool> wanted_layers; // kept from the next decode on
+    std::vector<bool> kept_layers;   // kept by the last decode
+    int32_t n_rows = 0;              // of the last scored decode
+
+    int32_t tree_owner = -1; // the sequence that the tree hangs on
+    std::vector<tree_node> tree;
+    int32_t n_branches = 0;
+
+    llama_memory_t memory() const { return llama_get_memory(context.get()); }
+    bool is_recurrent() const { return rollback != rollback_kind::any; }
+};
+
+namespace {
+
+constexpr int32_t N_BATCH_MIN = 16;
+constexpr int32_t N_SNAPSHOT_LIMIT = 64; // llama.cpp's graphs have room for some hundred nodes more
+
+// Architectures whose graphs mark every layer's input; others abort when asked for it.
+bool shows_layers(const std::string & arch) {
+    static const char * const NAMES[] = {"llama",     "mimo2",   "qwen3",     "qwen3moe",  "qwen35",
+                                         "qwen35moe", "gpt-oss", "qwen3next", "minimax-m2"};
+    return std::any_of(std::begin(NAMES), std::end(NAMES),
+                       [&](const char * name) { return arch == name; });
+}
+
+// Of these, those that mark what comes out of the last layer.
+bool shows_last_layer(const std::string & arch) {
+    return arch == "mimo2";
+}
+
+void check_decoder_params(const spec_decoder_params & p) {
+    check_range("n_seq_max", p.n_seq_max, 1, N_SEQ_LIMIT);
+    check_range("n_branch_max", p.n_branch_max, 0, N_SEQ_LIMIT - p.n_seq_max);
+    check_range("n_batch", p.n_batch, 1, 1 << 20);
+    check_range("n_ubatch", p.n_ubatch, 1, p.n_batch);
+    check_range("n_outputs_max", p.n_outputs_max, 1, p.n_ubatch);
+    check_range("n_ctx_seq", p.n_ctx_seq, 0, 1 << 24);
+    check_range("n_rs_seq", p.n_rs_seq, 0, N_SNAPSHOT_LIMIT);
+    check_range("n_threads", p.n_threads, 0, 512);
+}
+
+void check_decoder_model(const spec_model & model) {
+    if (model.vocab_only) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
+    }
+    if (llama_model_has_encoder(model.model.get()) || !llama_model_has_decoder(model.model.get())) {
+        fail(SPEC_ERR_UNSUPPORTED, "models with an encoder cannot be decoders here");
+    }
+    if (llama_model_target_layer_ids_n(model.model.get()) > 0) {
+        fail(SPEC_ERR_UNSUPPORTED, "the model (" + model.arch() +
+                                       ") drafts from another model's hidden states and cannot "
+                                       "decode on its own");
+    }
+}
+
+bool is_recurrent_model(const spec_model & model) {
+    return llama_model_is_recurrent(model.model.get()) || llama_model_is_hybrid(model.model.get());
+}
+
+void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p) {
+    const llama_model * m = decoder.model->model.get();
+    const bool has_trees = p.n_branch_max > 0 && !is_recurrent_model(*decoder.model);
+    const int32_t n_ctx_seq = p.n_ctx_seq > 0 ? p.n_ctx_seq : llama_model_n_ctx_train(m);
+    // A tree's nodes stand beside full sequences.
+    const int64_t n_ctx = int64_t{n_ctx_seq} * p.n_seq_max + (has_trees ? p.n_outputs_max : 0);
+    check_range("n_ctx_seq * n_seq_max", static_cast<double>(n_ctx), 1,
+                std::numeric_limits<int32_t>::max());
+    llama_context_params c = llama_context_default_params();
+    // Tiny sizes are kept by our own checks: llama.cpp's probes need room for a few tokens, and
+    // its splitter aborts on a ubatch that does not hold the tokens that may be taken back.
+    const int32_t n_ubatch = std::max(p.n_ubatch, N_BATCH_MIN + p.n_rs_seq);
+    c.n_ctx = static_cast<uint32_t>(std::max(n_ctx, int64_t{n_ubatch}));
+    c.n_batch = static_cast<uint32_t>(std::max(p.n_batch, n_ubatch));
+    c.n_ubatch = static_cast<uint32_t>(n_ubatch);
+    c.n_seq_max = static_cast<uint32_t>(p.n_seq_max + (has_trees ? p.n_branch_max : 0));
+    c.n_rs_seq = static_cast<uint32_t>(p.n_rs_seq);
+    // llama.cpp makes room for one output of each sequence and aborts where that is too much.
+    c.n_outputs_max = std::max(static_cast<uint32_t>(p.n_outputs_max), c.n_seq_max);
+    c.n_threads = p.n_threads > 0 ? p.n_threads : all_cores();
+    c.n_threads_batch = c.n_threads;
+    c.pooling_type = LLAMA_POOLING_TYPE_NONE;
+    c.flash_attn_type =
+        p.flash_attention ? LLAMA_FLASH_ATTN_TYPE_AUTO : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    c.kv_unified = has_trees; // a node shared by branches is one cell of one pool
+    last_llama_error.clear();
+    decoder.context.reset(llama_init_from_model(decoder.model->model.get(), c));
+    if (!decoder.context || decoder.memory() == nullptr) {
+        fail(decoder.context ? SPEC_ERR_UNSUPPORTED : SPEC_ERR_OUT_OF_MEMORY,
+             "the decoder's context cannot be made" + llama_reason());
+    }
+    decoder.limits.n_ctx_seq = n_ctx_seq;
+    const bool is_plain = dynamic_cast<llama_kv_cache *>(decoder.memory()) != nullptr ||
+                          dynamic_cast<llama_kv_cache_iswa *>(decoder.memory()) != nullptr;
+    decoder.limits.n_branch_max = has_trees && is_plain ? p.n_branch_max : 0;
+}
+
+void fill_decoder_limits(spec_decoder & decoder, const spec_decoder_params & p) {
+    const llama_model * m = decoder.model->model.get();
+    spec_decoder_limits & l = decoder.limits;
+    const llama_context * ctx = decoder.context.get();
+    l.n_batch = std::min(decoder.is_recurrent() ? p.n_ubatch : p.n_batch,
+                         static_cast<int32_t>(llama_n_batch(ctx)));
+    l.n_seq_max = p.n_seq_max;
+    l.n_outputs_max = std::min(p.n_outputs_max, static_cast<int32_t>(llama_n_ubatch(ctx)));
+    l.n_rs_seq = !decoder.is_recurrent() ? -1
+                 : decoder.rollback == rollback_kind::bounded
+                     ? static_cast<int32_t>(llama_n_rs_seq(ctx))
+                     : 0;
+    l.n_vocab = decoder.model->n_vocab();
+    l.n_embd = llama_model_n_embd(m);
+    l.n_embd_out = llama_model_n_embd_out(m);
+    l.n_layer = llama_model_n_layer(m);
+    l.has_layers = shows_layers(decoder.model->arch());
+    l.is_last_layer_normed = !shows_last_layer(decoder.model->arch());
+}
+
+spec_decoder * make_decoder(const spec_model & model, const spec_decoder_params & params) {
+    check_decoder_params(params);
+    check_decoder_model(model);
+    auto decoder = std::make_unique<spec_decoder>();
+    decoder->model = &model;
+    make_decoder_context(*decoder, params);
+    decoder->rollback = probe_rollback(decoder->context.get(), "model");
+    fill_decoder_limits(*decoder, params);
+    decoder->batch = common_batch(decoder->context.get());
+    decoder->sequences.resize(static_cast<size_t>(params.n_seq_max));
+    decoder->wanted_layers.resize(static_cast<size_t>(decoder->limits.n_layer));
+    decoder->kept_layers.resize(static_cast<size_t>(decoder->limits.n_layer));
+    return decoder.release();
+}
+
+decoder_sequence & at(spec_decoder & decoder, int32_t seq_id) {
+    if (seq_id < 0 || seq_id >= decoder.limits.n_seq_max) {
+        fail(SPEC_ERR_BAD_SEQ_ID, "seq_id is " + std::to_string(seq_id) + "; expected [0, " +
+                                      std::to_string(decoder.limits.n_seq_max) + ")");
+    }
+    return decoder.sequences[static_cast<size_t>(seq_id)];
+}
+
+void check_no_tree(const spec_decoder & decoder, int32_t seq_id) {
+    if (decoder.tree_owner == seq_id) {
+        bad_plan(seq_id, "a tree hangs on it; commit a path first");
+    }
+}
+
+void check_decoder_room(const spec_decoder & decoder, int64_t n_end) {
+    if (n_end > decoder.limits.n_ctx_seq) {
+        fail(SPEC_ERR_NO_ROOM, "the sequence would hold " + std::to_string(n_end) +
+                                   " tokens; it has room for " +
+                                   std::to_string(decoder.limits.n_ctx_seq));
+    }
+}
+
+// Runs the batch. Scored batches are scored whole, so the hidden rows of all tokens can be had.
+int32_t run_decoder(spec_decoder & decoder, bool is_output) {
+    decoder.n_rows = 0;
+    decoder.kept_layers = decoder.wanted_layers;
+    llama_set_embeddings(decoder.context.get(), is_output);
+    last_llama_error.clear();
+    const int32_t rc =
+        llama_process(decoder.context.get(), LLAMA_PROCESS_TYPE_DECODE, decoder.batch.get());
+    if (rc == 0) {
+        llama_synchronize(decoder.context.get());
+        decoder.n_rows = is_output ? decoder.batch.size() : 0;
+    }
+    return rc;
+}
+
+void decode_sequence(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens, int32_t n,
+                     bool is_output) {
+    decoder_sequence & seq = at(decoder, seq_id);
+    check_range("n_tokens", n, 1,
+                is_output ? decoder.limits.n_outputs_max : decoder.limits.n_batch);
+    deref(tokens, "tokens");
+    for (int32_t i = 0; i < n; ++i) {
+        check_token(tokens[i], decoder.limits.n_vocab, "tokens");
+    }
+    check_no_tree(decoder, seq_id);
+    check_decoder_room(decoder, int64_t{seq.n_past} + n);
+    decoder.batch.clear();
+    for (int32_t i = 0; i < n; ++i) {
+        decoder.batch.add(tokens[i], seq.n_past + i, seq_id, is_output);
+    }
+    const int32_t rc = run_decoder(decoder, is_output);
+    if (rc == 1) {
+        fail(SPEC_ERR_NO_ROOM, "no room in the KV cache");
+    }
+    if (rc != 0) {
+        llama_memory_seq_rm(decoder.memory(), seq_id, -1, -1);
+        seq = {};
+        fail(SPEC_ERR_DECODE_FAILED, "the decode returned " + std::to_string(rc) +
+                                         "; the sequence was cleared" + llama_reason());
+    }
+    seq.n_past += n;
+    seq.n_back_max = std::min(n - 1, decoder.limits.n_rs_seq); // snapshots of this ubatch only
+}
+
+void rollback_decoder(spec_decoder & decoder, int32_t seq_id, int32_t n_past) {
+    decoder_sequence & seq = at(decoder, seq_id);
+    check_no_tree(decoder, seq_id);
+    check_range("n_past", n_past, 0, seq.n_past);
+    const int32_t n_back = seq.n_past - n_past;
+    if (n_back == 0) {
+        return;
+    }
+    if (n_past > 0 && decoder.is_recurrent() && n_back > seq.n_back_max) {
+        fail(SPEC_ERR_UNSUPPORTED, "the model can go back " + std::to_string(seq.n_back_max) +
+                                       " tokens here, not " + std::to_string(n_back));
+    }
+    if (!llama_memory_seq_rm(decoder.memory(), seq_id, n_past > 0 ? n_past : -1, -1)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the model cannot go back from here");
+    }
+    seq.n_past = n_past;
+    seq.n_back_max = 0; // one rollback per decode
+}
+
+void drop_tree(spec_decoder & decoder) {
+    for (int32_t i = 0; i < decoder.n_branches; ++i) {
+        llama_memory_seq_rm(decoder.memory(), decoder.limits.n_seq_max + i, -1, -1);
+    }
+    decoder.tree.clear();
+    decoder.n_branches = 0;
+    decoder.tree_owner = -1;
+}
+
+void check_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens,
+                const int32_t * parents, int32_t n) {
+    at(decoder, seq_id);
+    if (decoder.limits.n_branch_max == 0) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             is_recurrent_model(*decoder.model)
+                 ? "a recurrent model has one state per sequence; it cannot score a tree"
+                 : "this context was made without branches, or its cache cannot share cells");
+    }
+    if (decoder.tree_owner >= 0 && decoder.tree_owner != seq_id) {
+        bad_plan(seq_id, "a tree hangs on sequence " + std::to_string(decoder.tree_owner));
+    }
+    const int32_t n_old = static_cast<int32_t>(decoder.tree.size());
+    check_range("n_nodes", n, 1, decoder.limits.n_outputs_max - n_old);
+    deref(tokens, "tokens");
+    deref(parents, "parents");
+    for (int32_t i = 0; i < n; ++i) {
+        check_token(tokens[i], decoder.limits.n_vocab, "tokens");
+        check_range("parent of a node", parents[i], -1, n_old + i - 1);
+    }
+}
+
+// The nodes of the tree and the new ones, with the branches that pass through each new node.
+// Nothing in the cache has changed yet.
+struct tree_plan {
+    std::vector<tree_node> nodes;
+    std::vector<std::vector<llama_seq_id>> branches;      // of each new node
+    std::vector<std::pair<llama_seq_id, int32_t>> copies; // branch, old node that it begins with
+    int32_t n_branches = 0;
+};
+
+std::vector<bool> has_children(const std::vector<tree_node> & nodes) {
+    std::vector<bool> found(nodes.size());
+    for (const tree_node & node : nodes) {
+        if (node.parent >= 0) {
+            found[static_cast<size_t>(node.parent)] = true;
+        }
+    }
+    return found;
+}
+
+// A branch for a leaf: that of the old node that its path begins with, where this node is the
+// branch's tip and nobody took it yet, else a new one.
+llama_seq_id branch_for(const spec_decoder & decoder, tree_plan & plan, std::vector<bool> & is_tip,
+                        int32_t old) {
+    if (old >= 0 && is_tip[static_cast<size_t>(old)]) {
+        is_tip[static_cast<size_t>(old)] = false;
+        return decoder.tree[static_cast<size_t>(old)].branch;
+    }
+    const llama_seq_id branch = decoder.limits.n_seq_max + plan.n_branches++;
+    plan.copies.push_back({branch, old});
+    return branch;
+}
+
+tree_plan plan_tree(const spec_decoder & decoder, int32_t seq_id, const int32_t * parents,
+                    int32_t n) {
+    const int32_t n_old = static_cast<int32_t>(decoder.tree.size());
+    const int32_t n_past = decoder.sequences[static_cast<size_t>(seq_id)].n_past;
+    tree_plan plan;
+    plan.nodes = decoder.tree;
+    plan.n_branches = decoder.n_branches;
+    plan.branches.resize(static_cast<size_t>(n));
+    for (int32_t i = 0; i < n; ++i) {
+        const llama_pos pos =
+            parents[i] < 0 ? n_past : plan.nodes[static_cast<size_t>(parents[i])].pos + 1;
+        plan.nodes.push_back({parents[i], pos, -1});
+        check_decoder_room(decoder, int64_t{pos} + 1);
+    }
+    std::vector<bool> is_tip = has_children(decoder.tree);
+    is_tip.flip();
+    const std::vector<bool> is_inner = has_children(plan.nodes);
+    for (int32_t leaf = n_old; leaf < n_old + n; ++leaf) {
+        if (is_inner[static_cast<size_t>(leaf)]) {
+            continue;
+        }
+        int32_t old = leaf;
+        while (old >= n_old) {
+            old = plan.nodes[static_cast<size_t>(old)].parent;
+        }
+        const llama_seq_id branch = branch_for(decoder, plan, is_tip, old);
+        for (int32_t i = leaf; i >= n_old; i = plan.nodes[static_cast<size_t>(i)].parent) {
+            plan.branches[static_cast<size_t>(i - n_old)].push_back(branch);
+            plan.nodes[static_cast<size_t>(i)].branch =
+                plan.branches[static_cast<size_t>(i - n_old)].front();
+        }
+    }
+    if (plan.n_branches > decoder.limits.n_branch_max) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the tree needs " + std::to_string(plan.n_branches) +
+                                            " branches; this context has " +
+                                            std::to_string(decoder.limits.n_branch_max));
+    }
+    return plan;
+}
+
+void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & plan) {
+    const int32_t n_past = decoder.sequences[static_cast<size_t>(seq_id)].n_past;
+    for (const auto & [branch, old] : plan.copies) {
+        const bool is_node = old >= 0;
+        const tree_node node = is_node ? decoder.tree[static_cast<size_t>(old)] : tree_node{};
+        llama_memory_seq_rm(decoder.memory(), branch, -1, -1);
+        llama_memory_seq_cp(decoder.memory(), is_node ? node.branch : seq_id, branch, 0,
+                            is_node ? node.pos + 1 : n_past);
+    }
+}
+
+void decode_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens,
+                 const int32_t * parents, int32_t n) {
+    check_tree(decoder, seq_id, tokens, parents, n);
+    tree_plan plan = plan_tree(decoder, seq_id, parents, n);
+    const size_t n_old = decoder.tree.size();
+    copy_branches(decoder, seq_id, plan);
+    decoder.n_branches = plan.n_branches;
+    decoder.batch.clear();
+    for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
+        decoder.batch.add(tokens[i], plan.nodes[n_old + i].pos, plan.branches[i], true);
+    }
+    const int32_t rc = run_decoder(decoder, true);
+    if (rc != 0) {
+        drop_tree(decoder);
+        fail(rc == 1 ? SPEC_ERR_NO_ROOM : SPEC_ERR_DECODE_FAILED,
+             "the tree could not be decoded (" + std::to_string(rc) +
+                 "); it is gone, the sequence is as it was" + llama_reason());
+    }
+    decoder.tree = std::move(plan.nodes);
+    decoder.tree_owner = seq_id;
+}
+
+void check_path(const spec_decoder & decoder, const int32_t * path, int32_t n) {
+    check_range("n_path", n, 0, static_cast<double>(decoder.tree.size()));
+    int32_t parent = -1;
+    for (int32_t i = 0; i < n; ++i) {
+        const int32_t node = (&deref(path, "path"))[i];
+        check_range("node of the path", node, 0, static_cast<double>(decoder.tree.size()) - 1);
+        if (decoder.tree[static_cast<size_t>(node)].parent != parent) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 "node " + std::to_string(node) + " does not follow the one before it in the path");
+        }
+        parent = node;
+    }
+}
+
+void commit_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * path, int32_t n) {
+    decoder_sequence & seq = at(decoder, seq_id);
+    if (decoder.tree_owner != seq_id) {
+        bad_plan(seq_id, "no tree hangs on it");
+    }
+    check_path(decoder, path, n);
+    if (n > 0) {
+        const tree_node & last = decoder.tree[static_cast<size_t>(path[n - 1])];
+        llama_memory_seq_cp(decoder.memory(), last.branch, seq_id, seq.n_past, last.pos + 1);
+        seq.n_past = last.pos + 1;
+    }
+    drop_tree(decoder);
+}
+
+// Where the rows of a layer come from: the input of the next one.
+bool is_hidden_row(const spec_decoder & decoder, int32_t what) {
+    return what == SPEC_ROWS_HIDDEN ||
+           (what == decoder.limits.n_layer - 1 && decoder.limits.is_last_layer_normed);
+}
+
+void check_layer(const spec_decoder & decoder, int32_t layer) {
+    if (!decoder.limits.has_layers) {
+        fail(SPEC_ERR_UNSUPPORTED, "llama.cpp does not show the layers of the architecture \"" +
+                                       decoder.model->arch() + "\"");
+    }
+    check_range("layer", layer, 0, decoder.limits.n_layer - 1);
+}
+
+void set_layer(spec_decoder & decoder, int32_t layer, bool is_kept) {
+    check_layer(decoder, layer);
+    const size_t i = static_cast<size_t>(layer);
+    if (!is_hidden_row(decoder, layer) && decoder.wanted_layers[i] != is_kept) {
+        llama_set_embeddings_layer_inp(decoder.context.get(), static_cast<uint32_t>(layer) + 1,
+                                       is_kept);
+    }
+    decoder.wanted_layers[i] = is_kept;
+}
+
+const float * row(spec_decoder & decoder, int32_t what, int32_t i) {
+    llama_context * ctx = decoder.context.get();
+    if (what == SPEC_ROWS_LOGITS) {
+        return llama_get_logits_ith(ctx, i);
+    }
+    if (is_hidden_row(decoder, what)) {
+        return llama_get_embeddings_ith(ctx, i);
+    }
+    const float * rows = llama_get_embeddings_layer_inp(ctx, static_cast<uint32_t>(what) + 1);
+    return rows + static_cast<ptrdiff_t>(i) * decoder.limits.n_embd;
+}
+
+void read_rows(spec_decoder & decoder, int32_t what, float * out, size_t n_out) {
+    if (decoder.n_rows == 0) {
+        fail(SPEC_ERR_BAD_PLAN, "the last decode scored nothing, or there was none");
+    }
+    if (what >= 0) {
+        check_layer(decoder, what);
+        if (!decoder.kept_layers[static_cast<size_t>(what)]) {
+            fail(SPEC_ERR_BAD_PLAN, "the last decode did not keep layer " + std::to_string(what));
+        }
+    }
+    check_range("what", what, SPEC_ROWS_LOGITS, decoder.limits.n_layer - 1);
+    const spec_decoder_limits & l = decoder.limits;
+    const size_t width = static_cast<size_t>(what == SPEC_ROWS_LOGITS       ? l.n_vocab
+                                             : is_hidden_row(decoder, what) ? l.n_embd_out
+                                                                            : l.n_embd);
+    if (n_out != width * static_cast<size_t>(decoder.n_rows)) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "n_out is " + std::to_string(n_out) + "; the " +
+                                            std::to_string(decoder.n_rows) + " rows have " +
+                                            std::to_string(width) + " values each");
+    }
+    deref(out, "out");
+    for (int32_t i = 0; i < decoder.n_rows; ++i) {
+        const float * source = row(decoder, what, i);
+        if (source == nullptr) {
+            fail(SPEC_ERR_INTERNAL, "the decode left no such rows");
+        }
+        std::copy(source, source + width, out + static_cast<size_t>(i) * width);
+    }
+}
+
+// The model's own tables, multiplied on the device that holds them.
+
+ggml_tensor * find_tensor(const spec_model & model, const std::vector<std::string> & names) {
+    for (const std::string & name : names) {
+        for (const auto & [found, tensor] : llama_internal_get_tensor_map(model.model.get())) {
+            if (found == name && tensor->buffer != nullptr) {
+                return tensor;
+            }
+        }
+    }
+    fail(SPEC_ERR_UNSUPPORTED, "the model has no tensor \"" + names.front() + "\"");
+}
+
+void check_table(const ggml_tensor * table, int64_t width, int64_t n_rows) {
+    if (table->ne[0] != width || table->ne[1] != n_rows || ggml_n_dims(table) > 2) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             std::string("the tensor \"") + table->name + "\" has another shape than expected");
+    }
+}
+
+ggml_backend_ptr backend_of(const ggml_tensor * tensor) {
+    ggml_backend_dev_t device =
+        ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
+    if (device == nullptr) {
+        device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    }
+    ggml_backend_ptr backend(device != nullptr ? ggml_backend_dev_init(device, nullptr) : nullptr);
+    if (!backend) {
+        fail(SPEC_ERR_OUT_OF_MEMORY, "no backend can be made for the model's device");
+    }
+    if (ggml_backend_is_cpu(backend.get())) {
+        ggml_backend_cpu_set_n_threads(backend.get(), all_cores());
+    }
+    return backend;
+}
+
+// Computes op(table, input), a graph of one node.
+template <typename Op>
+void multiply(ggml_tensor * table, ggml_type input_type, int64_t width, int64_t n, const void * in,
+              float * out, Op && op) {
+    const ggml_backend_ptr backend = backend_of(table);
+    const size_t n_bytes = 4 * ggml_tensor_overhead() + ggml_graph_overhead();
+    const ggml_context_ptr ctx(ggml_init({n_bytes, nullptr, /*no_alloc*/ true}));
+    if (!ctx) {
+        fail(SPEC_ERR_OUT_OF_MEMORY, "memory could not be allocated");
+    }
+    ggml_tensor * input = width > 0 ? ggml_new_tensor_2d(ctx.get(), input_type, width, n)
+                                    : ggml_new_tensor_1d(ctx.get(), input_type, n);
+    ggml_tensor * result = op(ctx.get(), table, input);
+    if (!ggml_backend_supports_op(backend.get(), result)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the model's device cannot compute this alone");
+    }
+    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
+    if (!buffer) {
+        fail(SPEC_ERR_OUT_OF_MEMORY, "memory could not be allocated");
+    }
+    ggml_cgraph * graph = ggml_new_graph(ctx.get());
+    ggml_build_forward_expand(graph, result);
+    ggml_backend_tensor_set(input, in, 0, ggml_nbytes(input));
+    if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
+        fail(SPEC_ERR_INTERNAL, "the computation failed");
+    }
+    ggml_backend_tensor_get(result, out, 0, ggml_nbytes(result));
+}
+
+constexpr int32_t TABLE_ROWS_MAX = 65536;
+
+void check_tables(const spec_model & model, int32_t n) {
+    if (model.vocab_only) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
+    }
+    check_range("number of rows", n, 1, TABLE_ROWS_MAX);
+}
+
+void embed(const spec_model & model, const int32_t * tokens, int32_t n, float * out) {
+    check_tables(model, n);
+    for (int32_t i = 0; i < n; ++i) {
+        check_token((&deref(tokens, "tokens"))[i], model.n_vocab(), "tokens");
+    }
+    ggml_tensor * table = find_tensor(model, {"token_embd.weight"});
+    check_table(table, llama_model_n_embd(model.model.get()), model.n_vocab());
+    multiply(table, GGML_TYPE_I32, 0, n, tokens, &deref(out, "out"), ggml_get_rows);
+}
+
+void lm_head(const spec_model & model, const float * hidden, int32_t n, float * out) {
+    check_tables(model, n);
+    deref(hidden, "hidden");
+    ggml_tensor * table = find_tensor(model, {"output.weight", "token_embd.weight"});
+    const int32_t width = llama_model_n_embd_out(model.model.get());
+    check_table(table, width, model.n_vocab());
+    multiply(table, GGML_TYPE_F32, width, n, hidden, &deref(out, "out"), ggml_mul_mat);
+}
+
+} // namespace
+
 // The boundary.
 
 extern "C" {
@@ -2071,6 +2649,82 @@ int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_a
 
 int32_t spec_engine_seq_rollback(spec_engine * engine, int32_t seq_id, int32_t n_past) {
     return guarded([&] { rollback_by_hand(deref(engine, "engine"), seq_id, n_past); });
+}
+
+void spec_decoder_default_params(spec_decoder_params * out) {
+    if (out == nullptr) {
+        return;
+    }
+    *out = {};
+    out->n_seq_max = 1;
+    out->n_branch_max = 32;
+    out->n_outputs_max = 64;
+    out->n_batch = 2048;
+    out->n_ubatch = 512;
+    out->n_rs_seq = 8;
+    out->flash_attention = true;
+}
+
+int32_t spec_decoder_init(const spec_model * model, const spec_decoder_params * params,
+                          spec_decoder ** out) {
+    return guarded([&] {
+        deref(out, "out") = nullptr;
+        *out = make_decoder(deref(model, "model"), deref(params, "params"));
+    });
+}
+
+void spec_decoder_free(spec_decoder * decoder) {
+    delete decoder;
+}
+
+int32_t spec_decoder_get_limits(const spec_decoder * decoder, spec_decoder_limits * out) {
+    return guarded([&] { deref(out, "out") = deref(decoder, "decoder").limits; });
+}
+
+int32_t spec_decoder_seq_n_past(const spec_decoder * decoder, int32_t seq_id) {
+    int32_t n = 0;
+    const int32_t rc = guarded(
+        [&] { n = at(const_cast<spec_decoder &>(deref(decoder, "decoder")), seq_id).n_past; });
+    return rc == SPEC_OK ? n : rc;
+}
+
+int32_t spec_decoder_decode(spec_decoder * decoder, int32_t seq_id, const int32_t * tokens,
+                            int32_t n_tokens, bool is_output) {
+    return guarded(
+        [&] { decode_sequence(deref(decoder, "decoder"), seq_id, tokens, n_tokens, is_output); });
+}
+
+int32_t spec_decoder_seq_rollback(spec_decoder * decoder, int32_t seq_id, int32_t n_past) {
+    return guarded([&] { rollback_decoder(deref(decoder, "decoder"), seq_id, n_past); });
+}
+
+int32_t spec_decoder_tree(spec_decoder * decoder, int32_t seq_id, const int32_t * tokens,
+                          const int32_t * parents, int32_t n_nodes) {
+    return guarded(
+        [&] { decode_tree(deref(decoder, "decoder"), seq_id, tokens, parents, n_nodes); });
+}
+
+int32_t spec_decoder_tree_commit(spec_decoder * decoder, int32_t seq_id, const int32_t * path,
+                                 int32_t n_path) {
+    return guarded([&] { commit_tree(deref(decoder, "decoder"), seq_id, path, n_path); });
+}
+
+int32_t spec_decoder_read(spec_decoder * decoder, int32_t what, float * out, size_t n_out) {
+    return guarded([&] { read_rows(deref(decoder, "decoder"), what, out, n_out); });
+}
+
+int32_t spec_decoder_set_layer(spec_decoder * decoder, int32_t layer, bool is_kept) {
+    return guarded([&] { set_layer(deref(decoder, "decoder"), layer, is_kept); });
+}
+
+int32_t spec_model_embed(const spec_model * model, const int32_t * tokens, int32_t n_tokens,
+                         float * out) {
+    return guarded([&] { embed(deref(model, "model"), tokens, n_tokens, out); });
+}
+
+int32_t spec_model_lm_head(const spec_model * model, const float * hidden, int32_t n_rows,
+                           float * out) {
+    return guarded([&] { lm_head(deref(model, "model"), hidden, n_rows, out); });
 }
 
 int32_t spec_engine_inject_fault(spec_engine * engine, int32_t fault, int32_t n_steps) {

@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define SPEC_ABI_VERSION 1
+#define SPEC_ABI_VERSION 2
 
 /* Errors. */
 
@@ -374,6 +374,102 @@ int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_a
 /* Cuts a sequence to its first n_past tokens. UNSUPPORTED when a recurrent target cannot go back so
  * far. since ABI 1 */
 int32_t spec_engine_seq_rollback(spec_engine * engine, int32_t seq_id, int32_t n_past);
+
+/* Decoders: one model over one context, several sequences, no sampler and no speculation.
+ *
+ * A spec_decoder owns a context with n_seq_max sequences and n_branch_max further ones for the
+ * branches of a draft tree. A sequence is a cache of tokens that decode extends and rollback cuts.
+ * A tree hangs on the end of one sequence at a time; its nodes are not part of the sequence until
+ * spec_decoder_tree_commit. One thread at a time, as a spec_engine. */
+
+typedef struct spec_decoder spec_decoder;
+
+/* Fill with spec_decoder_default_params first. */
+typedef struct spec_decoder_params {
+    int32_t n_seq_max;    /* sequences at once; [1, 256] */
+    int32_t n_branch_max; /* most leaves of a draft tree; [0, 256 - n_seq_max]; recurrent models
+                             have no trees */
+    int32_t
+        n_outputs_max; /* most scored tokens of one decode, or nodes of one tree; [1, n_ubatch] */
+    int32_t n_ctx_seq; /* most tokens of one sequence; 0 = the model's training context */
+    int32_t n_batch;   /* most tokens of one decode; > 0 */
+    int32_t n_ubatch;  /* most tokens of one physical batch; > 0, <= n_batch */
+    int32_t n_rs_seq;  /* recurrent-state snapshots per sequence; [0, 64] */
+    int32_t n_threads; /* 0 = all cores */
+    bool flash_attention;
+} spec_decoder_params;
+
+typedef struct spec_decoder_limits {
+    int32_t n_ctx_seq; /* most tokens of one sequence */
+    int32_t n_batch;   /* most tokens of one decode; n_ubatch on a recurrent model */
+    int32_t n_seq_max;
+    int32_t n_branch_max; /* 0 = no trees */
+    int32_t n_outputs_max;
+    int32_t n_rs_seq; /* rollback bound of a recurrent model; -1 = not recurrent, any rollback */
+    int32_t n_vocab;
+    int32_t n_embd;     /* width of a layer's row */
+    int32_t n_embd_out; /* width of a hidden row */
+    int32_t n_layer;
+    bool has_layers;           /* whether llama.cpp shows this architecture's layers */
+    bool is_last_layer_normed; /* whether the row "after the last layer" is the hidden row, that is,
+                                  after the final norm: llama.cpp shows no other here */
+} spec_decoder_limits;
+
+void spec_decoder_default_params(spec_decoder_params * out);
+/* Makes the context. The model must outlive it. Errors: INVALID_ARGUMENT, UNSUPPORTED (encoders,
+ * models that draft from another model's hidden states), OUT_OF_MEMORY. since ABI 2 */
+int32_t spec_decoder_init(const spec_model * model, const spec_decoder_params * params,
+                          spec_decoder ** out);
+void spec_decoder_free(spec_decoder * decoder);
+int32_t spec_decoder_get_limits(const spec_decoder * decoder, spec_decoder_limits * out);
+/* Tokens in a sequence's cache, or a negative error. since ABI 2 */
+int32_t spec_decoder_seq_n_past(const spec_decoder * decoder, int32_t seq_id);
+
+/* Appends tokens to a sequence. is_output: all of them are scored (at most n_outputs_max), else
+ * none. NO_ROOM: nothing has changed. DECODE_FAILED: the sequence is empty. BAD_PLAN: a tree hangs
+ * on it. since ABI 2 */
+int32_t spec_decoder_decode(spec_decoder * decoder, int32_t seq_id, const int32_t * tokens,
+                            int32_t n_tokens, bool is_output);
+/* Cuts a sequence to its first n_past tokens. UNSUPPORTED when a recurrent model cannot go back so
+ * far: more than n_rs_seq tokens, all tokens of the last decode, or twice without a decode in
+ * between; n_past = 0 always works. since ABI 2 */
+int32_t spec_decoder_seq_rollback(spec_decoder * decoder, int32_t seq_id, int32_t n_past);
+
+/* Decodes n_nodes tree nodes at once, all scored, each seeing the sequence and its own ancestors
+ * only. Nodes are numbered from 0 in the order given, over all calls since the tree began;
+ * parents[i] is the number of an earlier node, or -1 for the end of the sequence. Errors:
+ * UNSUPPORTED (no trees), INVALID_ARGUMENT (more leaves than branches, parents not before
+ * children), BAD_PLAN (the tree hangs on another sequence), NO_ROOM, DECODE_FAILED (the tree is
+ * gone, the sequence as it was). since ABI 2 */
+int32_t spec_decoder_tree(spec_decoder * decoder, int32_t seq_id, const int32_t * tokens,
+                          const int32_t * parents, int32_t n_nodes);
+/* Ends the tree: the nodes of the path, from a root downwards, become part of the sequence without
+ * being decoded again; all others are dropped. An empty path drops all. since ABI 2 */
+int32_t spec_decoder_tree_commit(spec_decoder * decoder, int32_t seq_id, const int32_t * path,
+                                 int32_t n_path);
+
+enum spec_rows {
+    SPEC_ROWS_LOGITS = -2, /* [n_vocab] each */
+    SPEC_ROWS_HIDDEN = -1, /* [n_embd_out] each: after the final norm, what the vocabulary
+                              projection reads */
+};
+
+/* Copies rows of the last scored decode: one per token, in order. `what` is one of spec_rows, or
+ * l >= 0 for the residual stream after layer l, [n_embd] each; that needs spec_decoder_set_layer
+ * before the decode. n_out must be the number of floats of all rows. since ABI 2 */
+int32_t spec_decoder_read(spec_decoder * decoder, int32_t what, float * out, size_t n_out);
+/* Chooses whether the rows of a layer in [0, n_layer) are kept from the next decode on. UNSUPPORTED
+ * without has_layers. since ABI 2 */
+int32_t spec_decoder_set_layer(spec_decoder * decoder, int32_t layer, bool is_kept);
+
+/* Rows of the token embedding table, before any scale that the architecture applies:
+ * out [n_tokens * n_embd]. since ABI 2 */
+int32_t spec_model_embed(const spec_model * model, const int32_t * tokens, int32_t n_tokens,
+                         float * out);
+/* Product of hidden rows [n_rows * n_embd_out] and the output matrix, tied or not, before any scale
+ * or cap that the architecture applies: out [n_rows * n_vocab]. since ABI 2 */
+int32_t spec_model_lm_head(const spec_model * model, const float * hidden, int32_t n_rows,
+                           float * out);
 
 /* Fault injection. */
 

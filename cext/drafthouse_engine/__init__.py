@@ -2,6 +2,8 @@
 
 `Model` loads a GGUF file, `Engine` runs batched steps over several sequences, and the sessions
 (`MtpSession`, `Eagle3Session`, `SimpleSession`, `NgramSession`) drive one generation call by call.
+`Decoder` and `TreeDecoder` score tokens and draft trees of one model, without a sampler; `generate`
+writes a text with any of these ways to draft.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ except ImportError as error:
     ) from error
 
 from drafthouse_engine.batch import Batch
+from drafthouse_engine.decoder import Decoder, DecoderPool, TreeDecoder
+from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
+from drafthouse_engine.distribution import sample_token, token_distribution
 from drafthouse_engine.errors import (
     AcceptedTooMany,
     BadGrammar,
@@ -31,6 +36,7 @@ from drafthouse_engine.errors import (
     BadPlan,
     BadSeqId,
     BadTemplate,
+    CacheRollback,
     Cancelled,
     Closed,
     DecodeFailed,
@@ -51,10 +57,28 @@ from drafthouse_engine.errors import (
     SeqIdle,
     Status,
     Unsupported,
+    WrongRoot,
     WrongThread,
+)
+from drafthouse_engine.generate import (
+    Generation,
+    GenerationMethod,
+    GenerationStats,
+    Scorer,
+    TreeScorer,
+    TreeShape,
+    generate,
+    generate_autoregressive,
+    generate_tree,
+    generate_vanilla,
 )
 from drafthouse_engine.limits import EngineLimits
 from drafthouse_engine.options import DRAFT_TYPES, DraftType, EngineParams, SamplingParams
+from drafthouse_engine.rejection import (
+    adjusted_distribution,
+    modified_rejection_step,
+    speculative_sample,
+)
 from drafthouse_engine.sessions import (
     DraftRequest,
     Eagle3Session,
@@ -66,6 +90,7 @@ from drafthouse_engine.sessions import (
     SpeculativeSession,
 )
 from drafthouse_engine.step import PLAN_DTYPE, RESULT_DTYPE, Fault, ResultFlag, StepResult
+from drafthouse_engine.tree import DraftTree
 
 # As libraries do: warnings of llama.cpp reach those who configure logging, not everybody's stderr.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -81,10 +106,16 @@ __all__ = [
     "BadSeqId",
     "BadTemplate",
     "Batch",
+    "CacheRollback",
     "Cancelled",
     "Closed",
     "DecodeFailed",
+    "Decoder",
+    "DecoderConfig",
+    "DecoderLimits",
+    "DecoderPool",
     "DraftRequest",
+    "DraftTree",
     "DraftType",
     "Eagle3Session",
     "Engine",
@@ -92,6 +123,9 @@ __all__ = [
     "EngineLimits",
     "EngineParams",
     "Fault",
+    "Generation",
+    "GenerationMethod",
+    "GenerationStats",
     "IncompatibleDraft",
     "InternalError",
     "InvalidArgument",
@@ -110,6 +144,7 @@ __all__ = [
     "Sampler",
     "SamplingFailed",
     "SamplingParams",
+    "Scorer",
     "SeqBusy",
     "SeqIdle",
     "SessionConfig",
@@ -118,9 +153,22 @@ __all__ = [
     "SpeculativeSession",
     "Status",
     "StepResult",
+    "TreeDecoder",
+    "TreeScorer",
+    "TreeShape",
     "Unsupported",
+    "WrongRoot",
     "WrongThread",
     "abi_version",
+    "adjusted_distribution",
     "build_version",
+    "generate",
+    "generate_autoregressive",
+    "generate_tree",
+    "generate_vanilla",
+    "modified_rejection_step",
+    "sample_token",
     "set_log",
+    "speculative_sample",
+    "token_distribution",
 ]

@@ -6,7 +6,8 @@ EngineError
 │   ├── InvalidConfig{field, value}
 │   ├── BadGrammar
 │   ├── BadTemplate
-│   └── BadSeqId{seq_id, n_seq}
+│   ├── BadSeqId{seq_id, n_seq}
+│   └── WrongRoot{root, last}
 ├── ModelNotFound{path}
 ├── BadModel{path}
 ├── IncompatibleDraft
@@ -15,6 +16,7 @@ EngineError
 ├── Unsupported
 ├── OutOfMemory
 ├── BadPlan
+│   ├── CacheRollback{length, history_len}
 │   ├── SeqBusy{seq_id}
 │   ├── SeqIdle{seq_id}
 │   ├── ProposalPending{seq_id}
@@ -44,6 +46,7 @@ __all__ = [
     "BadPlan",
     "BadSeqId",
     "BadTemplate",
+    "CacheRollback",
     "Cancelled",
     "Closed",
     "DecodeFailed",
@@ -64,6 +67,7 @@ __all__ = [
     "SeqIdle",
     "Status",
     "Unsupported",
+    "WrongRoot",
     "WrongThread",
 ]
 
@@ -148,6 +152,21 @@ class BadSeqId(InvalidArgument):
         self.n_seq = n_seq
 
 
+class WrongRoot(InvalidArgument):
+    """The root of a draft tree is not the last committed token.
+
+    Args:
+        message: names both tokens.
+        root: token of the tree's root.
+        last: last committed token.
+    """
+
+    def __init__(self, message: str, *, root: int = -1, last: int = -1) -> None:
+        super().__init__(message)
+        self.root = root
+        self.last = last
+
+
 class _FileError(EngineError):
     """An error about a model file.
 
@@ -191,6 +210,21 @@ class OutOfMemory(EngineError):
 
 class BadPlan(EngineError):
     """The call contradicts the engine's state; nothing has changed."""
+
+
+class CacheRollback(BadPlan):
+    """A decoder was asked to go back to a length that its history never had.
+
+    Args:
+        message: names both lengths.
+        length: the refused length.
+        history_len: tokens of the history; valid lengths are [0, history_len].
+    """
+
+    def __init__(self, message: str, *, length: int = -1, history_len: int = 0) -> None:
+        super().__init__(message)
+        self.length = length
+        self.history_len = history_len
 
 
 class _SeqError(BadPlan):

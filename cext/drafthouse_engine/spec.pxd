@@ -215,3 +215,53 @@ cdef extern from "spec.h" nogil:
     int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_accepted)
     int32_t spec_engine_seq_rollback(spec_engine * engine, int32_t seq_id, int32_t n_past)
     int32_t spec_engine_inject_fault(spec_engine * engine, int32_t fault, int32_t n_steps)
+
+    ctypedef struct spec_decoder:
+        pass
+
+    ctypedef struct spec_decoder_params:
+        int32_t n_seq_max
+        int32_t n_branch_max
+        int32_t n_outputs_max
+        int32_t n_ctx_seq
+        int32_t n_batch
+        int32_t n_ubatch
+        int32_t n_rs_seq
+        int32_t n_threads
+        bool flash_attention
+
+    ctypedef struct spec_decoder_limits:
+        int32_t n_ctx_seq
+        int32_t n_batch
+        int32_t n_seq_max
+        int32_t n_branch_max
+        int32_t n_outputs_max
+        int32_t n_rs_seq
+        int32_t n_vocab
+        int32_t n_embd
+        int32_t n_embd_out
+        int32_t n_layer
+        bool has_layers
+        bool is_last_layer_normed
+
+    void spec_decoder_default_params(spec_decoder_params * out)
+    int32_t spec_decoder_init(
+        const spec_model * model, const spec_decoder_params * params, spec_decoder ** out)
+    void spec_decoder_free(spec_decoder * decoder)
+    int32_t spec_decoder_get_limits(const spec_decoder * decoder, spec_decoder_limits * out)
+    int32_t spec_decoder_seq_n_past(const spec_decoder * decoder, int32_t seq_id)
+    int32_t spec_decoder_decode(
+        spec_decoder * decoder, int32_t seq_id, const int32_t * tokens, int32_t n_tokens,
+        bool is_output)
+    int32_t spec_decoder_seq_rollback(spec_decoder * decoder, int32_t seq_id, int32_t n_past)
+    int32_t spec_decoder_tree(
+        spec_decoder * decoder, int32_t seq_id, const int32_t * tokens, const int32_t * parents,
+        int32_t n_nodes)
+    int32_t spec_decoder_tree_commit(
+        spec_decoder * decoder, int32_t seq_id, const int32_t * path, int32_t n_path)
+    int32_t spec_decoder_read(spec_decoder * decoder, int32_t what, float * out, size_t n_out)
+    int32_t spec_decoder_set_layer(spec_decoder * decoder, int32_t layer, bool is_kept)
+    int32_t spec_model_embed(
+        const spec_model * model, const int32_t * tokens, int32_t n_tokens, float * out)
+    int32_t spec_model_lm_head(
+        const spec_model * model, const float * hidden, int32_t n_rows, float * out)
