@@ -215,3 +215,10 @@ cdef extern from "spec.h" nogil:
     int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_accepted)
     int32_t spec_engine_seq_rollback(spec_engine * engine, int32_t seq_id, int32_t n_past)
     int32_t spec_engine_inject_fault(spec_engine * engine, int32_t fault, int32_t n_steps)
+    int32_t spec_engine_seq_save(
+        spec_engine * engine, int32_t seq_id, void * buf, size_t cap, size_t * n_needed)
+    int32_t spec_engine_seq_load(
+        spec_engine * engine, int32_t seq_id, const void * buf, size_t n)
+    int32_t spec_engine_seq_tokens(
+        const spec_engine * engine, int32_t seq_id, int32_t * tokens, size_t cap, size_t * n_needed,
+        int32_t * id_last)
