@@ -246,6 +246,34 @@ static void test_plans(spec_engine * engine) {
     TRUE(spec_engine_seq_n_past(engine, 0) == 0);
 }
 
+static void test_snapshots(spec_engine * engine) {
+    static char buf[1 << 20];
+    size_t n = 0;
+    INVALID(spec_engine_seq_save(NULL, 0, buf, sizeof buf, &n));
+    INVALID(spec_engine_seq_save(engine, 0, buf, sizeof buf, NULL));
+    EXPECT(spec_engine_seq_save(engine, -1, buf, sizeof buf, &n), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_save(engine, 0, NULL, 0, &n), SPEC_ERR_BUFFER_TOO_SMALL);
+    TRUE(n > 0 && n < sizeof buf);
+    EXPECT(spec_engine_seq_save(engine, 0, buf, sizeof buf, &n), SPEC_OK);
+    INVALID(spec_engine_seq_load(NULL, 0, buf, n));
+    EXPECT(spec_engine_seq_load(engine, 99, buf, n), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_load(engine, 0, buf, n), SPEC_ERR_SEQ_BUSY);
+    EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);
+    INVALID(spec_engine_seq_load(engine, 0, NULL, n));
+    EXPECT(spec_engine_seq_load(engine, 0, NULL, 0), SPEC_ERR_SNAPSHOT_TRUNCATED);
+    EXPECT(spec_engine_seq_load(engine, 0, buf, n - 1), SPEC_ERR_SNAPSHOT_TRUNCATED);
+    buf[n / 2] = (char)(buf[n / 2] ^ 1);
+    EXPECT(spec_engine_seq_load(engine, 0, buf, n), SPEC_ERR_SNAPSHOT_CORRUPT);
+    buf[n / 2] = (char)(buf[n / 2] ^ 1);
+    EXPECT(spec_engine_seq_load(engine, 0, buf, n), SPEC_OK);
+    int32_t tokens[8];
+    int32_t id_last = 0;
+    INVALID(spec_engine_seq_tokens(NULL, 0, tokens, 8, &n, &id_last));
+    INVALID(spec_engine_seq_tokens(engine, 0, tokens, 8, NULL, &id_last));
+    EXPECT(spec_engine_seq_tokens(engine, 0, tokens, 8, &n, NULL), SPEC_OK);
+    TRUE(n == (size_t)spec_engine_seq_n_past(engine, 0));
+}
+
 static void test_by_hand(spec_engine * engine) {
     int32_t id = 0;
     int32_t count = 0;
@@ -265,6 +293,7 @@ static void test_by_hand(spec_engine * engine) {
     EXPECT(spec_engine_seq_rollback(engine, 0, 7), SPEC_ERR_BAD_PLAN);
     EXPECT(spec_engine_seq_end(engine, 99), SPEC_ERR_BAD_SEQ_ID);
     EXPECT(spec_engine_seq_n_past(engine, -1), SPEC_ERR_BAD_SEQ_ID);
+    test_snapshots(engine);
     INVALID(spec_engine_inject_fault(engine, 99, 1));
     INVALID(spec_engine_inject_fault(engine, 0, -1));
 }

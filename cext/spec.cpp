@@ -1,7 +1,8 @@
 // spec.cpp: the only file that includes llama.cpp. See spec.h for the contract.
 //
 // Reading order: errors and log; checks of arguments; models; samplers; engine construction;
-// validation of a plan; the parts of a step; the step; the same parts one call at a time; decoders.
+// validation of a plan; the parts of a step; the step; the same parts one call at a time;
+// decoders; snapshots.
 
 #include "spec.h"
 
@@ -39,6 +40,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 // Of src/llama-model.h, the rest of which nothing here needs.
@@ -193,6 +195,26 @@ void check_token(int32_t token, int32_t n_vocab, const char * where) {
     }
 }
 
+// A 64-bit digest. Each word is mixed in by a bijection, so that two inputs that differ in one
+// word only never have the same digest.
+uint64_t digest(uint64_t seed, const void * source, size_t n) {
+    const auto mix = [](uint64_t x) {
+        x = (x ^ (x >> 32)) * 0x9e3779b97f4a7c15u;
+        x = (x ^ (x >> 29)) * 0xd6e8feb86659fd93u;
+        return x ^ (x >> 32);
+    };
+    const char * bytes = static_cast<const char *>(source);
+    uint64_t h = mix(seed ^ n);
+    for (; n >= sizeof h; n -= sizeof h, bytes += sizeof h) {
+        uint64_t word;
+        std::memcpy(&word, bytes, sizeof word);
+        h = mix(h ^ word);
+    }
+    uint64_t word = 0;
+    std::memcpy(&word, bytes, n);
+    return mix(h ^ word);
+}
+
 // Copies bytes and a NUL into a caller's buffer; the needed size is always told.
 void copy_out(const std::string & text, char * buf, size_t cap, size_t * n_needed) {
     deref(n_needed, "n_needed") = text.size() + 1;
@@ -212,6 +234,7 @@ struct spec_model {
     llama_model_ptr model;
     const llama_vocab * vocab = nullptr;
     bool vocab_only = false;
+    uint64_t fingerprint = 0;      // digest of the file
     mutable std::mutex chat_mutex; // guards `chat`, made at first use
     mutable common_chat_templates_ptr chat;
 
@@ -263,6 +286,30 @@ void check_gguf_magic(const std::string & path) {
     }
 }
 
+// Tells models apart: all of a small file; of a large one its size, its head, where metadata and
+// tensor table lie, and pieces spread over the rest.
+uint64_t fingerprint_of(const std::string & path) {
+    constexpr std::streamoff HEAD_BYTES = 32 << 20;
+    constexpr std::streamoff PIECE_BYTES = 64 << 10;
+    constexpr int N_PIECES = 128;
+    std::ifstream file(path, std::ios::binary | std::ios::ate);
+    const std::streamoff n = file.tellg();
+    std::vector<char> buf(
+        static_cast<size_t>(std::min(std::max<std::streamoff>(n, 0), HEAD_BYTES)));
+    uint64_t h = static_cast<uint64_t>(n);
+    const auto add = [&](std::streamoff at, std::streamoff size) {
+        file.seekg(at);
+        file.read(buf.data(), size);
+        h = digest(h, buf.data(), static_cast<size_t>(file.gcount()));
+    };
+    add(0, static_cast<std::streamoff>(buf.size()));
+    for (int i = 1; n > HEAD_BYTES && i <= N_PIECES; ++i) {
+        const std::streamoff end = HEAD_BYTES + (n - HEAD_BYTES) / N_PIECES * i;
+        add(std::max(end - PIECE_BYTES, HEAD_BYTES), PIECE_BYTES);
+    }
+    return h;
+}
+
 spec_model * load_model(const spec_model_params & params) {
     init_process();
     const std::string path = &deref(params.path, "path");
@@ -288,6 +335,7 @@ spec_model * load_model(const spec_model_params & params) {
     }
     model->vocab = llama_model_get_vocab(model->model.get());
     model->vocab_only = params.vocab_only;
+    model->fingerprint = params.vocab_only ? 0 : fingerprint_of(path);
     return model.release();
 }
 
@@ -360,8 +408,31 @@ std::string format_chat(const spec_model & model, const char * const * roles,
 
 // Samplers.
 
+// A copy of a sampler's parameters that owns what they point to.
+struct sampler_source {
+    spec_sampler_params params = {};
+    std::string grammar;
+    std::vector<std::string> breakers;
+    std::vector<spec_logit_bias> bias;
+
+    // The parameters with pointers into this object; `pointers` holds what needs an array.
+    spec_sampler_params view(std::vector<const char *> & pointers) const {
+        spec_sampler_params p = params;
+        pointers.clear();
+        for (const std::string & text : breakers) {
+            pointers.push_back(text.c_str());
+        }
+        p.grammar = grammar.c_str();
+        p.dry_breakers = pointers.data();
+        p.logit_bias = bias.data();
+        p.n_logit_bias = static_cast<int32_t>(bias.size());
+        return p;
+    }
+};
+
 struct spec_sampler {
     common_sampler_ptr chain;
+    sampler_source source; // for snapshots
     float temperature = 0.0f;
     uint32_t seed = 0;
     bool logprobs = false;
@@ -491,6 +562,20 @@ common_params_sampling to_common(const spec_sampler_params & p, const spec_model
     return s;
 }
 
+sampler_source copy_source(const spec_sampler_params & p) {
+    sampler_source source;
+    source.params = p;
+    source.params.grammar = nullptr;
+    source.params.dry_breakers = nullptr;
+    source.params.logit_bias = nullptr;
+    source.grammar = p.grammar != nullptr ? p.grammar : "";
+    for (int32_t i = 0; i < p.n_dry_breakers; ++i) {
+        source.breakers.emplace_back(p.dry_breakers[i]);
+    }
+    source.bias.assign(p.logit_bias, p.logit_bias + p.n_logit_bias);
+    return source;
+}
+
 spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params & params) {
     check_sampler_params(params, model.n_vocab());
     const std::string grammar = params.grammar != nullptr ? params.grammar : "";
@@ -515,6 +600,7 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
         fail(grammar.empty() ? SPEC_ERR_INVALID_ARGUMENT : SPEC_ERR_BAD_GRAMMAR,
              e.what() + llama_reason());
     }
+    sampler->source = copy_source(p);
     sampler->temperature = p.temperature;
     sampler->seed = p.seed;
     sampler->logprobs = p.logprobs;
@@ -537,6 +623,15 @@ struct proposal {
     std::vector<std::vector<llama_token_data>> q;
 };
 
+// A draft of an n-gram drafter and what became of it. Its state is a function of the tokens and of
+// these, so that a snapshot holds them and a restored drafter lives through them again.
+struct ngram_event {
+    int32_t n_past;
+    llama_token id_last;
+    int32_t n_draft;
+    int32_t n_accepted; // -1: never verified
+};
+
 struct sequence {
     bool is_begun = false;
     bool is_cold = false;     // draft state lost: no more drafts
@@ -546,8 +641,10 @@ struct sequence {
     llama_tokens tokens; // those in the target's KV cache
     std::unique_ptr<spec_sampler> sampler;
     common_speculative_ptr
-        ngram;      // n-gram drafters keep tokens: one per sequence, made anew for each
-    proposal draft; // of this step or round
+        ngram; // n-gram drafters keep tokens: one per sequence, made anew for each
+    std::vector<ngram_event> ngram_events;
+    std::vector<int32_t> heard; // what the sampler was fed: token, or -1 - token where it chose it
+    proposal draft;             // of this step or round
     std::vector<uint8_t> checkpoint;
 
     // one call at a time
@@ -555,12 +652,19 @@ struct sequence {
     int32_t n_past_proposed = 0;
 
     int32_t n_past() const { return static_cast<int32_t>(tokens.size()); }
+
+    // Feeds the sampler a token that it did not choose.
+    void feed(llama_token token) {
+        common_sampler_accept(sampler->chain.get(), token, false);
+        heard.push_back(token);
+    }
 };
 
 } // namespace
 
 struct spec_engine {
     const spec_model * target_model = nullptr;
+    const spec_model * draft_model = nullptr; // null for NONE, MTP and the n-gram kinds
     spec_engine_limits limits = {};
     spec_engine_params params = {};
     llama_context_ptr target;
@@ -889,6 +993,7 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     check_draft(target, draft, params);
     auto engine = std::make_unique<spec_engine>();
     engine->target_model = &target;
+    engine->draft_model = draft;
     engine->params = params;
     make_target(*engine);
     engine->target_rollback = probe_rollback(engine->target.get(), "target");
@@ -930,17 +1035,12 @@ void clear_sequence(spec_engine & engine, int32_t seq_id) {
     engine.sequences[static_cast<size_t>(seq_id)] = sequence{};
 }
 
-void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sampler> sampler) {
-    sequence & seq = at(engine, seq_id);
-    if (seq.is_begun) {
-        fail(SPEC_ERR_SEQ_BUSY, "sequence " + std::to_string(seq_id) + " has begun already");
-    }
-    if (sampler->n_vocab != engine.limits.n_vocab) {
-        fail(SPEC_ERR_INVALID_ARGUMENT, "the sampler was made for a model with another vocabulary");
-    }
-    clear_sequence(engine, seq_id);
+// A drafter that knows nothing of former sequences.
+void begin_drafter(spec_engine & engine, sequence & seq, int32_t seq_id) {
     if (engine.is_ngram()) {
         common_params_speculative params = engine.spec_params;
+        seq.ngram_events.clear();
+        seq.has_drafter_begun = false;
         seq.ngram.reset(common_speculative_init(params, 1));
         if (!seq.ngram) {
             fail(SPEC_ERR_UNSUPPORTED, "llama.cpp offers no n-gram drafter of this type");
@@ -951,6 +1051,18 @@ void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_s
         // sequence left behind.
         common_speculative_begin(engine.spec.get(), seq_id, {});
     }
+}
+
+void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sampler> sampler) {
+    sequence & seq = at(engine, seq_id);
+    if (seq.is_begun) {
+        fail(SPEC_ERR_SEQ_BUSY, "sequence " + std::to_string(seq_id) + " has begun already");
+    }
+    if (sampler->n_vocab != engine.limits.n_vocab) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the sampler was made for a model with another vocabulary");
+    }
+    clear_sequence(engine, seq_id);
+    begin_drafter(engine, seq, seq_id);
     seq.sampler = std::move(sampler);
     seq.is_begun = true;
 }
@@ -1073,6 +1185,9 @@ void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
         seq.has_drafter_begun = true;
     }
     seq.draft = {};
+    if (seq.ngram) {
+        seq.ngram_events.push_back({seq.n_past(), id_last, n_draft, -1});
+    }
     const bool is_sampled = engine.params.probabilistic && seq.sampler->temperature > 0.0f;
     auto & dp = common_speculative_get_draft_params(drafter, id);
     dp.drafting = true;
@@ -1084,6 +1199,15 @@ void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
     dp.result_q = is_sampled ? &seq.draft.q : nullptr;
     dp.temp = seq.sampler->temperature;
     dp.seed = seq.sampler->seed;
+}
+
+// Tells the drafter how much of its draft was accepted.
+void accept_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_accepted) {
+    common_speculative_accept(drafter_of(engine, seq), drafter_id(seq, seq_id),
+                              static_cast<uint16_t>(n_accepted));
+    if (!seq.ngram_events.empty()) {
+        seq.ngram_events.back().n_accepted = n_accepted;
+    }
 }
 
 // After the drafter ran: what it wrote is made fit for verification, and its KV is undone.
@@ -1263,11 +1387,17 @@ bool drop_drafts(spec_engine & engine, const spec_plan & plan, const group & ent
     return has_dropped;
 }
 
+// Whether the draft's cells are in a context of its own: some MTP heads draft inside the target's
+// cache. (An EAGLE-3 context names the target too, for its token embeddings only.)
+bool has_draft_cells(const spec_engine & engine) {
+    return engine.draft && (engine.limits.draft_type != SPEC_DRAFT_MTP ||
+                            llama_get_ctx_other(engine.draft.get()) != engine.target.get());
+}
+
 // From here on the sequence generates without drafts: its draft state no longer follows the target.
 void make_cold(spec_engine & engine, int32_t seq_id) {
     engine.sequences[static_cast<size_t>(seq_id)].is_cold = true;
-    const bool is_shared = llama_get_ctx_other(engine.draft.get()) == engine.target.get();
-    if (!is_shared) { // some MTP heads draft inside the target's own cache
+    if (has_draft_cells(engine)) {
         llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
     }
 }
@@ -1316,6 +1446,9 @@ llama_tokens verify(spec_engine & engine, sequence & seq, int32_t i_first) {
                                                  seq.draft.tokens)
             : common_sampler_sample_and_accept_n_rejection(sampler, engine.target.get(), idxs,
                                                            seq.draft.tokens, seq.draft.q);
+    for (const llama_token token : emitted) {
+        seq.heard.push_back(-1 - token);
+    }
     for (size_t i = 0; i < emitted.size(); ++i) {
         const float logit = llama_get_logits_ith(engine.target.get(), idxs[i])[emitted[i]];
         if (!std::isfinite(logit)) {
@@ -1408,8 +1541,7 @@ void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry &
     r.n_drafted = n_draft;
     r.n_accepted = n_acc;
     if (n_draft > 0) {
-        common_speculative_accept(drafter_of(engine, seq), drafter_id(seq, e.seq_id),
-                                  static_cast<uint16_t>(n_acc));
+        accept_draft(engine, seq, e.seq_id, n_acc);
     }
     seq.tokens.insert(seq.tokens.end(), emitted.begin(), emitted.end() - 1);
     seq.id_last = emitted.back();
@@ -1425,7 +1557,7 @@ void finish_entry(spec_engine & engine, const spec_plan & plan, size_t i_entry,
     const int32_t * ids = plan.tokens + e.token_offset;
     if (!seq.has_emitted) { // emitted tokens have passed the sampler already
         for (int32_t k = 0; k < e.n_tokens; ++k) {
-            common_sampler_accept(seq.sampler->chain.get(), ids[k], false);
+            seq.feed(ids[k]);
         }
     }
     seq.tokens.insert(seq.tokens.end(), ids, ids + e.n_tokens);
@@ -1722,7 +1854,7 @@ void decode_by_hand(spec_engine & engine, const spec_token * tokens, int32_t n) 
         sequence & seq = begun(engine, tokens[i].seq_id);
         seq.tokens.push_back(tokens[i].token);
         if (!seq.is_proposed && tokens[i].is_output == 0) {
-            common_sampler_accept(seq.sampler->chain.get(), tokens[i].token, false);
+            seq.feed(tokens[i].token);
         }
     }
     engine.is_decoded = true;
@@ -1757,8 +1889,7 @@ void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
     const int32_t n_new = seq.n_past_proposed + 1 + n_accepted;
     const int32_t n_back = seq.n_past() - n_new;
     if (n_draft > 0) {
-        common_speculative_accept(drafter_of(engine, seq), drafter_id(seq, seq_id),
-                                  static_cast<uint16_t>(n_accepted));
+        accept_draft(engine, seq, seq_id, n_accepted);
     }
     seq.is_proposed = false;
     seq.draft = {};
@@ -1800,7 +1931,474 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
         // The draft's hidden rows do not go back with the cache.
         make_cold(engine, seq_id);
     }
+    if (engine.is_ngram()) {
+        begin_drafter(engine, seq, seq_id); // what it has learnt includes the tokens taken back
+    }
     seq.tokens.resize(static_cast<size_t>(n_past));
+}
+
+// Snapshots.
+
+constexpr char SNAPSHOT_MAGIC[8] = {'D', 'R', 'A', 'F', 'T', 'S', 'E', 'Q'};
+constexpr uint32_t SNAPSHOT_FORMAT = 1;
+constexpr size_t CHECKSUM_BYTES = sizeof(uint64_t);
+
+// What a snapshot is bound to. All members have 8 bytes, so that there is no padding.
+struct snapshot_header {
+    char magic[8];
+    uint64_t format;
+    uint64_t n_bytes; // of the whole
+    uint64_t llama_version;
+    uint64_t target;
+    uint64_t draft;
+    int64_t draft_type;
+    int64_t n_ctx_seq;
+    int64_t n_draft_max;
+    int64_t n_rs_seq;
+    int64_t n_streams; // separate KV caches; 1 when all sequences share one
+    int64_t flash_attention;
+    int64_t probabilistic;
+    double p_min;
+};
+
+snapshot_header header_of(const spec_engine & engine) {
+    const spec_engine_limits & l = engine.limits;
+    const char * version = llama_version();
+    snapshot_header h = {};
+    std::memcpy(h.magic, SNAPSHOT_MAGIC, sizeof h.magic);
+    h.format = SNAPSHOT_FORMAT;
+    h.llama_version = digest(sizeof(void *), version, std::strlen(version));
+    h.target = engine.target_model->fingerprint;
+    h.draft = engine.draft_model != nullptr ? engine.draft_model->fingerprint : 0;
+    h.draft_type = l.draft_type;
+    h.n_ctx_seq = l.n_ctx_seq;
+    h.n_draft_max = l.n_draft_max;
+    h.n_rs_seq = l.n_rs_seq;
+    h.n_streams = l.kv_unified ? 1 : l.n_seq_max;
+    h.flash_attention = engine.params.flash_attention;
+    h.probabilistic = engine.params.probabilistic;
+    h.p_min = static_cast<double>(engine.params.p_min);
+    return h;
+}
+
+// Writes values to a string, or reads them from bytes. Both have the same members, so that one
+// function describes the layout of a thing for both ways.
+struct snapshot_writer {
+    std::string bytes;
+
+    template <typename T> void value(const T & x) {
+        static_assert(std::is_arithmetic<T>::value, "no padding, no pointers");
+        bytes.append(reinterpret_cast<const char *>(&x), sizeof x);
+    }
+
+    template <typename T> void array(const T & items) { // a vector or a string
+        using item = typename T::value_type;
+        static_assert(std::is_trivially_copyable<item>::value, "written as bytes");
+        value(static_cast<uint64_t>(items.size()));
+        bytes.append(reinterpret_cast<const char *>(items.data()), items.size() * sizeof(item));
+    }
+};
+
+struct snapshot_reader {
+    const uint8_t * at;
+    const uint8_t * end;
+
+    const uint8_t * take(uint64_t n) {
+        if (n > static_cast<uint64_t>(end - at)) {
+            fail(SPEC_ERR_SNAPSHOT_CORRUPT, "a part of the snapshot reaches beyond its end");
+        }
+        const uint8_t * start = at;
+        at += n;
+        return start;
+    }
+
+    template <typename T> void value(T & x) { std::memcpy(&x, take(sizeof x), sizeof x); }
+
+    void value(bool & x) {
+        uint8_t byte = 0;
+        value(byte);
+        x = byte != 0; // other bytes are no bool
+    }
+
+    template <typename T> void array(T & items) {
+        using item = typename T::value_type;
+        uint64_t n = 0;
+        value(n);
+        if (n > static_cast<uint64_t>(end - at) / sizeof(item)) {
+            fail(SPEC_ERR_SNAPSHOT_CORRUPT, "a part of the snapshot reaches beyond its end");
+        }
+        items.resize(static_cast<size_t>(n));
+        if (n > 0) {
+            std::memcpy(&items[0], take(n * sizeof(item)), static_cast<size_t>(n) * sizeof(item));
+        }
+    }
+};
+
+// A new field of spec_sampler_params belongs into visit_params, or a restored sampler lacks it.
+static_assert(sizeof(spec_sampler_params) == 120, "spec_sampler_params and visit_params differ");
+
+template <typename Archive, typename Params> void visit_params(Archive & io, Params & p) {
+    io.value(p.seed);
+    io.value(p.temperature);
+    io.value(p.top_k);
+    io.value(p.top_p);
+    io.value(p.min_p);
+    io.value(p.typical_p);
+    io.value(p.top_n_sigma);
+    io.value(p.penalty_last_n);
+    io.value(p.penalty_repeat);
+    io.value(p.penalty_frequency);
+    io.value(p.penalty_presence);
+    io.value(p.dry_multiplier);
+    io.value(p.dry_base);
+    io.value(p.dry_allowed_length);
+    io.value(p.dry_penalty_last_n);
+    io.value(p.n_dry_breakers);
+    io.value(p.xtc_probability);
+    io.value(p.xtc_threshold);
+    io.value(p.ignore_eos);
+    io.value(p.logprobs);
+}
+
+void write_source(snapshot_writer & out, const sampler_source & source) {
+    visit_params(out, source.params);
+    out.array(source.grammar);
+    out.array(source.bias);
+    for (const std::string & text : source.breakers) {
+        out.array(text);
+    }
+}
+
+sampler_source read_source(snapshot_reader & in) {
+    sampler_source source;
+    visit_params(in, source.params);
+    in.array(source.grammar);
+    in.array(source.bias);
+    check_range("n_dry_breakers", source.params.n_dry_breakers, -1, DRY_BREAKERS_MAX);
+    for (int32_t i = 0; i < source.params.n_dry_breakers; ++i) {
+        source.breakers.emplace_back();
+        in.array(source.breakers.back());
+    }
+    return source;
+}
+
+// A sequence as a snapshot has it: all but the cells, which stay where they are in the bytes.
+struct snapshot_parts {
+    sequence seq;
+    std::string sampler_state;
+    std::string drafter_state;
+    const uint8_t * target = nullptr;
+    uint64_t n_target = 0;
+    const uint8_t * draft = nullptr;
+    uint64_t n_draft = 0;
+};
+
+template <typename Archive, typename Sequence> void visit_sequence(Archive & io, Sequence & seq) {
+    io.value(seq.is_cold);
+    io.value(seq.has_emitted);
+    io.value(seq.has_drafter_begun);
+    io.value(seq.id_last);
+    io.array(seq.tokens);
+    io.array(seq.heard);
+    io.array(seq.ngram_events);
+}
+
+bool is_unprocessed(const spec_engine & engine, int32_t seq_id) {
+    if (!engine.spec || !engine.is_decoded || engine.is_processed) {
+        return false;
+    }
+    const auto & tokens = engine.batch.tokens;
+    return std::any_of(tokens.begin(), tokens.end(),
+                       [&](const auto & token) { return token.seq_id == seq_id; });
+}
+
+// All of a snapshot between the header and the cells.
+std::string write_parts(spec_engine & engine, const sequence & seq, int32_t seq_id) {
+    snapshot_writer out;
+    visit_sequence(out, seq);
+    write_source(out, seq.sampler->source);
+    std::string state;
+    if (!common_sampler_get_state(seq.sampler->chain.get(), state)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the sequence's sampler has a state that cannot be written");
+    }
+    out.array(state);
+    state.clear();
+    if (engine.spec && !common_speculative_seq_save(engine.spec.get(), seq_id, state)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the drafter's state cannot be written");
+    }
+    out.array(state);
+    return std::move(out.bytes);
+}
+
+// Writes a context's cells of a sequence behind their size and returns the place after them.
+uint8_t * write_cells(llama_context * ctx, int32_t seq_id, uint8_t * at, uint64_t n) {
+    std::memcpy(at, &n, sizeof n);
+    at += sizeof n;
+    if (n > 0 && llama_state_seq_get_data_ext(ctx, at, n, seq_id, 0) != n) {
+        fail(SPEC_ERR_INTERNAL, "llama.cpp wrote fewer cells than it announced" + llama_reason());
+    }
+    return at + n;
+}
+
+void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t cap,
+                   size_t & n_needed) {
+    const sequence & seq = begun(engine, seq_id);
+    if (seq.is_proposed) {
+        bad_plan(seq_id, "a proposal is pending; accept it first");
+    }
+    if (is_unprocessed(engine, seq_id)) {
+        bad_plan(seq_id, "its last batch has not been processed");
+    }
+    last_llama_error.clear();
+    snapshot_header header = header_of(engine);
+    const std::string parts = write_parts(engine, seq, seq_id);
+    const bool has_draft = has_draft_cells(engine);
+    const uint64_t n_target = llama_state_seq_get_size_ext(engine.target.get(), seq_id, 0);
+    const uint64_t n_draft =
+        has_draft ? llama_state_seq_get_size_ext(engine.draft.get(), seq_id, 0) : 0;
+    n_needed =
+        sizeof header + parts.size() + 2 * sizeof(uint64_t) + n_target + n_draft + CHECKSUM_BYTES;
+    if (buf == nullptr || cap < n_needed) {
+        fail(SPEC_ERR_BUFFER_TOO_SMALL, "the snapshot has " + std::to_string(n_needed) + " bytes");
+    }
+    header.n_bytes = n_needed;
+    std::memcpy(buf, &header, sizeof header);
+    std::memcpy(buf + sizeof header, parts.data(), parts.size());
+    uint8_t * at = buf + sizeof header + parts.size();
+    at = write_cells(engine.target.get(), seq_id, at, n_target);
+    at = write_cells(engine.draft.get(), seq_id, at, n_draft);
+    const uint64_t checksum = digest(0, buf, n_needed - CHECKSUM_BYTES);
+    std::memcpy(at, &checksum, sizeof checksum);
+}
+
+void check_whole(const uint8_t * buf, size_t n) {
+    snapshot_header found;
+    if (n < sizeof found + CHECKSUM_BYTES) {
+        fail(SPEC_ERR_SNAPSHOT_TRUNCATED,
+             "the snapshot has " + std::to_string(n) + " bytes, fewer than any snapshot");
+    }
+    std::memcpy(&found, buf, sizeof found);
+    if (std::memcmp(found.magic, SNAPSHOT_MAGIC, sizeof found.magic) != 0) {
+        fail(SPEC_ERR_SNAPSHOT_CORRUPT, "these bytes are no snapshot");
+    }
+    if (found.format != SNAPSHOT_FORMAT) {
+        fail(SPEC_ERR_SNAPSHOT_VERSION, "the snapshot has format " + std::to_string(found.format) +
+                                            "; expected " + std::to_string(SNAPSHOT_FORMAT));
+    }
+    if (found.n_bytes > n) {
+        fail(SPEC_ERR_SNAPSHOT_TRUNCATED, "the snapshot has " + std::to_string(n) + " bytes of " +
+                                              std::to_string(found.n_bytes));
+    }
+    uint64_t checksum = 0;
+    std::memcpy(&checksum, buf + n - CHECKSUM_BYTES, sizeof checksum);
+    if (found.n_bytes != n || checksum != digest(0, buf, n - CHECKSUM_BYTES)) {
+        fail(SPEC_ERR_SNAPSHOT_CORRUPT, "the snapshot's checksum or size is wrong");
+    }
+}
+
+template <typename T> void check_same(const char * name, T found, T wanted) {
+    if (found != wanted) {
+        fail(SPEC_ERR_SNAPSHOT_OTHER_CONFIG, std::string(name) + " is " + std::to_string(found) +
+                                                 " in the snapshot, " + std::to_string(wanted) +
+                                                 " in this engine");
+    }
+}
+
+void check_binding(const snapshot_header & found, const snapshot_header & wanted) {
+    if (found.llama_version != wanted.llama_version) {
+        fail(SPEC_ERR_SNAPSHOT_VERSION, "the snapshot was written with another llama.cpp");
+    }
+    check_same("draft_type", found.draft_type, wanted.draft_type);
+    if (found.target != wanted.target) {
+        fail(SPEC_ERR_SNAPSHOT_OTHER_MODEL, "the snapshot belongs to another target model");
+    }
+    if (found.draft != wanted.draft) {
+        fail(SPEC_ERR_SNAPSHOT_OTHER_MODEL, "the snapshot belongs to another draft model");
+    }
+    check_same("n_ctx_seq", found.n_ctx_seq, wanted.n_ctx_seq);
+    check_same("n_draft_max", found.n_draft_max, wanted.n_draft_max);
+    check_same("n_rs_seq", found.n_rs_seq, wanted.n_rs_seq);
+    check_same("the number of separate KV caches", found.n_streams, wanted.n_streams);
+    check_same("flash_attention", found.flash_attention, wanted.flash_attention);
+    check_same("probabilistic", found.probabilistic, wanted.probabilistic);
+    check_same("p_min", found.p_min, wanted.p_min);
+}
+
+[[noreturn]] void corrupt(const std::string & what) {
+    fail(SPEC_ERR_SNAPSHOT_CORRUPT, "the snapshot contradicts itself: " + what);
+}
+
+void check_parts(const spec_engine & engine, const sequence & seq) {
+    const int32_t n_vocab = engine.limits.n_vocab;
+    const auto is_token = [&](int32_t x) { return x >= 0 && x < n_vocab; };
+    if (seq.n_past() > engine.limits.n_ctx_seq) {
+        corrupt("it has more tokens than its context");
+    }
+    if (!std::all_of(seq.tokens.begin(), seq.tokens.end(), is_token) ||
+        !std::all_of(seq.heard.begin(), seq.heard.end(),
+                     [&](int32_t x) { return is_token(x < 0 ? -1 - x : x); }) ||
+        (seq.id_last != LLAMA_TOKEN_NULL && !is_token(seq.id_last)) ||
+        (seq.has_emitted && seq.id_last == LLAMA_TOKEN_NULL)) {
+        corrupt("a token is out of range");
+    }
+    int32_t n_before = 0;
+    for (const ngram_event & e : seq.ngram_events) {
+        if (!engine.is_ngram() || e.n_past < n_before || e.n_past > seq.n_past() ||
+            !is_token(e.id_last) || e.n_draft < 1 || e.n_draft > engine.limits.n_draft_max ||
+            e.n_accepted < -1 || e.n_accepted > e.n_draft) {
+            corrupt("a draft is out of range");
+        }
+        n_before = e.n_past;
+    }
+}
+
+// Feeds a new sampler what the old one was fed. A grammar aborts the process on a token that it
+// does not allow, so a second one is asked before.
+void replay_sampler(const spec_engine & engine, const sequence & seq, const std::string & grammar) {
+    const std::unique_ptr<llama_sampler, void (*)(llama_sampler *)> check(
+        grammar.empty()
+            ? nullptr
+            : llama_sampler_init_grammar(engine.target_model->vocab, grammar.c_str(), "root"),
+        llama_sampler_free);
+    common_sampler * chain = seq.sampler->chain.get();
+    for (const int32_t x : seq.heard) {
+        const llama_token token = x < 0 ? -1 - x : x;
+        if (check && x < 0) {
+            llama_token_data candidate = {token, 1.0f, 0.0f};
+            llama_token_data_array candidates = {&candidate, 1, -1, false};
+            llama_sampler_apply(check.get(), &candidates);
+            if (!std::isfinite(candidate.logit)) {
+                corrupt("its tokens do not follow its grammar");
+            }
+            llama_sampler_accept(check.get(), token);
+        }
+        common_sampler_accept(chain, token, x < 0);
+    }
+}
+
+void restore_sampler(const spec_engine & engine, snapshot_reader & in, sequence & seq) {
+    std::string state;
+    try {
+        const sampler_source source = read_source(in);
+        in.array(state);
+        std::vector<const char *> pointers;
+        seq.sampler.reset(make_sampler(*engine.target_model, source.view(pointers)));
+        replay_sampler(engine, seq, source.grammar);
+    } catch (const failure & e) {
+        corrupt(e.what()); // parameters that no sampler can have
+    }
+    if (!common_sampler_set_state(seq.sampler->chain.get(), state)) {
+        corrupt("the sampler's random state does not fit its parameters");
+    }
+}
+
+// Everything that can be wrong with a snapshot and shows without touching the contexts.
+snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, size_t n) {
+    check_whole(buf, n);
+    snapshot_header found;
+    std::memcpy(&found, buf, sizeof found);
+    check_binding(found, header_of(engine));
+    snapshot_reader in{buf + sizeof found, buf + n - CHECKSUM_BYTES};
+    snapshot_parts parts;
+    visit_sequence(in, parts.seq);
+    check_parts(engine, parts.seq);
+    restore_sampler(engine, in, parts.seq);
+    in.array(parts.drafter_state);
+    in.value(parts.n_target);
+    parts.target = in.take(parts.n_target);
+    in.value(parts.n_draft);
+    parts.draft = in.take(parts.n_draft);
+    if (in.at != in.end || (parts.n_draft > 0) != has_draft_cells(engine)) {
+        corrupt("its parts do not fill it");
+    }
+    return parts;
+}
+
+// Lets a new n-gram drafter live through the drafts of the old one.
+void replay_ngram(spec_engine & engine, sequence & seq, int32_t seq_id) {
+    const std::vector<ngram_event> events = std::move(seq.ngram_events);
+    const llama_tokens all = std::move(seq.tokens);
+    seq.ngram_events.clear();
+    seq.tokens.clear();
+    seq.has_drafter_begun = false;
+    for (const ngram_event & e : events) {
+        seq.tokens.insert(seq.tokens.end(), all.begin() + seq.n_past(), all.begin() + e.n_past);
+        arm(engine, seq, seq_id, e.n_draft, e.id_last);
+        common_speculative_draft(seq.ngram.get());
+        if (e.n_accepted > static_cast<int32_t>(seq.draft.tokens.size()) ||
+            (e.n_accepted >= 0 && seq.draft.tokens.empty())) {
+            corrupt("a draft was accepted that nobody made");
+        }
+        if (e.n_accepted >= 0) {
+            accept_draft(engine, seq, seq_id, e.n_accepted);
+        }
+    }
+    seq.draft = {};
+    seq.tokens = all;
+}
+
+void restore_cells(llama_context * ctx, int32_t seq_id, const uint8_t * cells, uint64_t n,
+                   int32_t n_past) {
+    if (llama_state_seq_set_data_ext(ctx, cells, n, seq_id, 0) != n ||
+        llama_memory_seq_pos_max(llama_get_memory(ctx), seq_id) >= n_past) {
+        fail(SPEC_ERR_SNAPSHOT_CORRUPT, "llama.cpp refuses the snapshot's cells" + llama_reason());
+    }
+}
+
+void restore_sequence(spec_engine & engine, int32_t seq_id, snapshot_parts & parts) {
+    sequence & seq = at(engine, seq_id);
+    const int32_t n_past = parts.seq.n_past();
+    restore_cells(engine.target.get(), seq_id, parts.target, parts.n_target, n_past);
+    if (llama_memory_seq_pos_max(engine.target_memory(), seq_id) != n_past - 1) {
+        corrupt("it has other cells than tokens");
+    }
+    if (parts.draft != nullptr && parts.n_draft > 0) {
+        restore_cells(engine.draft.get(), seq_id, parts.draft, parts.n_draft, n_past);
+    }
+    const bool has_begun = parts.seq.has_drafter_begun;
+    seq = std::move(parts.seq);
+    std::vector<ngram_event> events = std::move(seq.ngram_events);
+    begin_drafter(engine, seq, seq_id);
+    seq.ngram_events = std::move(events);
+    if (seq.ngram) {
+        replay_ngram(engine, seq, seq_id);
+    }
+    seq.has_drafter_begun = has_begun;
+    if (engine.spec &&
+        !common_speculative_seq_load(engine.spec.get(), seq_id, parts.drafter_state)) {
+        corrupt("the drafter's state has another size");
+    }
+    seq.is_begun = true;
+}
+
+void check_cells(const spec_engine & engine, const sequence & seq) {
+    int64_t n_cells = seq.n_past();
+    for (const sequence & other : engine.sequences) {
+        n_cells += other.n_past();
+    }
+    if (engine.limits.kv_unified && n_cells > engine.limits.n_ctx) {
+        fail(SPEC_ERR_NO_ROOM,
+             "the snapshot needs " + std::to_string(seq.n_past()) + " KV cells; " +
+                 std::to_string(engine.limits.n_ctx - n_cells + seq.n_past()) + " are free");
+    }
+}
+
+void load_sequence(spec_engine & engine, int32_t seq_id, const uint8_t * buf, size_t n) {
+    if (at(engine, seq_id).is_begun) {
+        fail(SPEC_ERR_SEQ_BUSY, "sequence " + std::to_string(seq_id) + " has begun already");
+    }
+    if (is_unprocessed(engine, seq_id)) {
+        bad_plan(seq_id, "a batch with tokens of its former sequence has not been processed");
+    }
+    last_llama_error.clear();
+    snapshot_parts parts = read_snapshot(engine, buf, n);
+    check_cells(engine, parts.seq);
+    try {
+        restore_sequence(engine, seq_id, parts);
+    } catch (...) {
+        clear_sequence(engine, seq_id);
+        throw;
+    }
 }
 
 } // namespace
@@ -2640,6 +3238,8 @@ int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, 
         common_sampler * sampler = seq.sampler->chain.get();
         deref(token, "token") = common_sampler_sample(sampler, engine->target.get(), i);
         common_sampler_accept(sampler, *token, true);
+        seq.heard.push_back(-1 - *token);
+        seq.id_last = *token;
     });
 }
 
@@ -2725,6 +3325,39 @@ int32_t spec_model_embed(const spec_model * model, const int32_t * tokens, int32
 int32_t spec_model_lm_head(const spec_model * model, const float * hidden, int32_t n_rows,
                            float * out) {
     return guarded([&] { lm_head(deref(model, "model"), hidden, n_rows, out); });
+}
+
+int32_t spec_engine_seq_save(spec_engine * engine, int32_t seq_id, void * buf, size_t cap,
+                             size_t * n_needed) {
+    return guarded([&] {
+        deref(n_needed, "n_needed") = 0;
+        save_sequence(deref(engine, "engine"), seq_id, static_cast<uint8_t *>(buf), cap, *n_needed);
+    });
+}
+
+int32_t spec_engine_seq_load(spec_engine * engine, int32_t seq_id, const void * buf, size_t n) {
+    return guarded([&] {
+        if (n > 0) {
+            deref(static_cast<const uint8_t *>(buf), "buf");
+        }
+        load_sequence(deref(engine, "engine"), seq_id, static_cast<const uint8_t *>(buf), n);
+    });
+}
+
+int32_t spec_engine_seq_tokens(const spec_engine * engine, int32_t seq_id, int32_t * tokens,
+                               size_t cap, size_t * n_needed, int32_t * id_last) {
+    return guarded([&] {
+        const sequence & seq = begun(const_cast<spec_engine &>(deref(engine, "engine")), seq_id);
+        deref(n_needed, "n_needed") = seq.tokens.size();
+        if (id_last != nullptr) {
+            *id_last = seq.id_last;
+        }
+        if (seq.tokens.size() > cap || (tokens == nullptr && !seq.tokens.empty())) {
+            fail(SPEC_ERR_BUFFER_TOO_SMALL,
+                 "the sequence has " + std::to_string(seq.tokens.size()) + " tokens");
+        }
+        std::copy(seq.tokens.begin(), seq.tokens.end(), tokens);
+    });
 }
 
 int32_t spec_engine_inject_fault(spec_engine * engine, int32_t fault, int32_t n_steps) {

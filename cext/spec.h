@@ -63,7 +63,12 @@ extern "C" {
     XX(BUFFER_TOO_SMALL, -17, "the output does not fit; the needed size was returned")             \
     XX(BAD_TEMPLATE, -18, "the chat template failed on these messages")                            \
     XX(CANCELLED, -19, "the progress callback asked to stop")                                      \
-    XX(INTERNAL, -20, "an unexpected exception")
+    XX(INTERNAL, -20, "an unexpected exception")                                                   \
+    XX(SNAPSHOT_TRUNCATED, -31, "the snapshot is shorter than it says")                            \
+    XX(SNAPSHOT_CORRUPT, -32, "the snapshot is damaged, or no snapshot")                           \
+    XX(SNAPSHOT_VERSION, -33, "the snapshot was written by another version")                       \
+    XX(SNAPSHOT_OTHER_MODEL, -34, "the snapshot belongs to other models")                          \
+    XX(SNAPSHOT_OTHER_CONFIG, -35, "the snapshot belongs to an engine of another configuration")
 
 #define XX(name, code, text) SPEC_ERR_##name = (code),
 enum spec_status { SPEC_OK = 0, SPEC_ERR_MAP(XX) };
@@ -470,6 +475,33 @@ int32_t spec_model_embed(const spec_model * model, const int32_t * tokens, int32
  * or cap that the architecture applies: out [n_rows * n_vocab]. since ABI 2 */
 int32_t spec_model_lm_head(const spec_model * model, const float * hidden, int32_t n_rows,
                            float * out);
+/* Snapshots.
+ *
+ * A snapshot is one sequence whole, as bytes: its tokens, the cells of both contexts, the drafter's
+ * state, the sampler with its parameters, history and random state. Loaded into the same or another
+ * engine, in this or another process, the sequence goes on with the tokens and the drafts that it
+ * would have had.
+ *
+ * It is bound to the models (a digest of their files, taken when they are loaded), to the engine's
+ * parameters that shape a sequence, and to the version of llama.cpp. Any sequence id will do. A
+ * checksum over the whole guards against damage, not against forgery: keep snapshots where only you
+ * can write. */
+
+/* Writes a snapshot of a sequence, whatever other sequences are doing. *n_needed is its size;
+ * BUFFER_TOO_SMALL when that exceeds cap. Errors: BAD_SEQ_ID, SEQ_IDLE, BAD_PLAN (a proposal of
+ * this sequence is pending, or its last batch was not processed), UNSUPPORTED (its sampler has a
+ * state that cannot be written). since ABI 2 */
+int32_t spec_engine_seq_save(spec_engine * engine, int32_t seq_id, void * buf, size_t cap,
+                             size_t * n_needed);
+/* Takes an idle sequence into use as a snapshot left it. Errors: BAD_SEQ_ID, SEQ_BUSY, BAD_PLAN (an
+ * unprocessed batch has tokens of this id), NO_ROOM, SNAPSHOT_*; then nothing has changed. since
+ * ABI 2 */
+int32_t spec_engine_seq_load(spec_engine * engine, int32_t seq_id, const void * buf, size_t n);
+/* Copies the tokens that a sequence has in the target's KV cache; *n_needed is their count.
+ * *id_last, which may be NULL, is the last chosen token, -1 before the first. Errors: BAD_SEQ_ID,
+ * SEQ_IDLE, BUFFER_TOO_SMALL. since ABI 2 */
+int32_t spec_engine_seq_tokens(const spec_engine * engine, int32_t seq_id, int32_t * tokens,
+                               size_t cap, size_t * n_needed, int32_t * id_last);
 
 /* Fault injection. */
 

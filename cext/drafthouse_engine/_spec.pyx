@@ -121,6 +121,8 @@ cdef int check(int32_t rc, int32_t seq_id=-1) except -1:
     error = error_of(rc)
     if isinstance(error, (errors.SeqBusy, errors.SeqIdle)):
         error.seq_id = seq_id
+    if isinstance(error, errors.SnapshotError):
+        error.kind = errors.SnapshotKind(rc)
     raise error
 
 
@@ -1286,6 +1288,100 @@ cdef class Engine:
         cdef spec.spec_engine * handle = self._enter()
         with nogil:
             rc = spec.spec_engine_seq_rollback(handle, c_seq_id, n)
+        self._leave(rc, c_seq_id)
+
+    # Snapshots.
+
+    def seq_tokens(self, seq_id):
+        """Returns the tokens that a sequence has in the KV cache.
+
+        Args:
+            seq_id: [0, n_seq_max).
+
+        Shape:
+            [n_past] int32.
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+        """
+        return self._tokens(self._seq_id(seq_id))[0]
+
+    def seq_id_last(self, seq_id):
+        """Returns the last token that was chosen for a sequence; None before the first.
+
+        Args:
+            seq_id: [0, n_seq_max).
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+        """
+        return self._tokens(self._seq_id(seq_id))[1]
+
+    cdef tuple _tokens(self, int32_t seq_id):
+        tokens = np.empty(self.limits.n_ctx_seq, np.int32)
+        cdef Buffer out = Buffer(tokens, True)
+        cdef size_t n = 0
+        cdef int32_t id_last = -1
+        cdef int32_t rc = spec.spec_engine_seq_tokens(
+            self._enter(), seq_id, <int32_t *>out.view.buf, len(tokens), &n, &id_last)
+        self._leave(rc, seq_id)
+        return tokens[:n].copy(), None if id_last < 0 else id_last
+
+    def save(self, seq_id):
+        """Returns a snapshot: the sequence whole, to go on from here later, elsewhere or twice.
+
+        It holds the tokens, the cells of both contexts, the drafter's state and the sampler with
+        its random state. Other sequences may hold open proposals.
+
+        Args:
+            seq_id: [0, n_seq_max).
+
+        Returns:
+            Bytes for `load`, of this or another engine over the same models with the same
+            parameters. The checksum in them guards against damage, not against forgery.
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+            BadPlan: a proposal of this sequence is pending, or its last batch was not processed.
+            Unsupported: its sampler has a state that cannot be written.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef size_t n = 0
+        cdef int32_t rc = self._save(c_seq_id, NULL, 0, &n)
+        if rc != spec.SPEC_ERR_BUFFER_TOO_SMALL:
+            check(rc, c_seq_id)
+        blob = PyBytes_FromStringAndSize(NULL, n)
+        check(self._save(c_seq_id, <char *>blob, n, &n), c_seq_id)
+        return blob
+
+    cdef int32_t _save(self, int32_t seq_id, char * buf, size_t cap, size_t * n) except? 1:
+        cdef int32_t rc
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_seq_save(handle, seq_id, buf, cap, n)
+        self._leave(spec.SPEC_OK)
+        return rc
+
+    def load(self, seq_id, snapshot):
+        """Takes an idle sequence into use as a snapshot left it.
+
+        Args:
+            seq_id: [0, n_seq_max); need not be the one that was saved.
+            snapshot: what `save` returned; any bytes-like object.
+
+        Raises:
+            SnapshotError: it is damaged, or belongs to other models, parameters or another version;
+                `kind` says which. Nothing has changed.
+            SeqBusy: the sequence has begun already.
+            NoRoom: no KV cells are free; nothing has changed.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef Buffer source = Buffer(snapshot)
+        cdef int32_t rc
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_seq_load(
+                handle, c_seq_id, source.view.buf, <size_t>source.view.len)
         self._leave(rc, c_seq_id)
 
     def inject_fault(self, fault, n_steps=1):

@@ -26,6 +26,7 @@ EngineError
 ├── DecodeFailed
 ├── SamplingFailed
 ├── Cancelled
+├── SnapshotError{kind}
 ├── WrongThread{owner, caller}
 ├── Closed
 └── InternalError
@@ -65,6 +66,8 @@ __all__ = [
     "SamplingFailed",
     "SeqBusy",
     "SeqIdle",
+    "SnapshotError",
+    "SnapshotKind",
     "Status",
     "Unsupported",
     "WrongRoot",
@@ -96,6 +99,21 @@ class Status(enum.IntEnum):
     BAD_TEMPLATE = -18
     CANCELLED = -19
     INTERNAL = -20
+    SNAPSHOT_TRUNCATED = -31
+    SNAPSHOT_CORRUPT = -32
+    SNAPSHOT_VERSION = -33
+    SNAPSHOT_OTHER_MODEL = -34
+    SNAPSHOT_OTHER_CONFIG = -35
+
+
+class SnapshotKind(enum.Enum):
+    """Why a snapshot was refused."""
+
+    TRUNCATED = Status.SNAPSHOT_TRUNCATED
+    CORRUPT = Status.SNAPSHOT_CORRUPT
+    VERSION = Status.SNAPSHOT_VERSION
+    OTHER_MODEL = Status.SNAPSHOT_OTHER_MODEL
+    OTHER_CONFIG = Status.SNAPSHOT_OTHER_CONFIG
 
 
 class EngineError(Exception):
@@ -290,6 +308,19 @@ class Cancelled(EngineError):
     """The load was stopped."""
 
 
+class SnapshotError(EngineError):
+    """A snapshot was refused; nothing has changed.
+
+    Args:
+        message: what is wrong with it; of another configuration, the parameter and both values.
+        kind: which of the reasons.
+    """
+
+    def __init__(self, message: str, *, kind: SnapshotKind = SnapshotKind.CORRUPT) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
 class WrongThread(EngineError):
     """An engine was called from a thread that does not own it, or while a call was in flight.
 
@@ -334,5 +365,6 @@ BY_STATUS: dict[int, type[EngineError]] = {
     Status.BAD_TEMPLATE: BadTemplate,
     Status.CANCELLED: Cancelled,
     Status.INTERNAL: InternalError,
+    **dict.fromkeys((kind.value for kind in SnapshotKind), SnapshotError),
 }
 """The one map from a status to its exception."""

@@ -418,6 +418,61 @@ class SpeculativeSession:
             self._drafted_at[i] += 1
             self._accepted_at[i] += i < n_accepted
 
+    def tokens(self, seq_id: int) -> npt.NDArray[np.int32]:
+        """Returns the tokens that the sequence has in the KV cache.
+
+        Args:
+            seq_id: [0, n_seq).
+
+        Shape:
+            [n_past] int32.
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+        """
+        return self._engine.seq_tokens(seq_id)
+
+    def id_last(self, seq_id: int) -> int | None:
+        """Returns the token that `sample` chose last for the sequence; None before the first.
+
+        Args:
+            seq_id: [0, n_seq).
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+        """
+        return self._engine.seq_id_last(seq_id)
+
+    def save(self, seq_id: int) -> bytes:
+        """Returns a snapshot of a sequence: tokens, cells, draft state, sampler; see `Engine.save`.
+
+        Other sequences may hold open proposals.
+
+        Args:
+            seq_id: [0, n_seq).
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+            ProposalPending: its own draft was not accepted.
+            BadPlan: its last batch was not processed.
+        """
+        self._refuse_pending(seq_id)
+        return self._engine.save(seq_id)
+
+    def load(self, seq_id: int, snapshot: bytes) -> None:
+        """Takes a free sequence into use as a snapshot left it; go on with `draft`.
+
+        Args:
+            seq_id: [0, n_seq).
+            snapshot: what `save` returned, of a session of this class, configuration and models.
+
+        Raises:
+            SnapshotError: it is damaged or belongs elsewhere; nothing has changed.
+            SeqBusy: the sequence has begun already.
+            NoRoom: no KV cells are free; nothing has changed.
+        """
+        self._engine.load(seq_id, snapshot)
+
     def end(self, seq_id: int) -> None:
         """Frees a sequence and drops its pending draft. Harmless when it has not begun."""
         self._engine.seq_end(seq_id)
