@@ -10,11 +10,14 @@ import logging
 
 try:
     from drafthouse_engine._spec import (
+        Embedder,
         Engine,
         Model,
         Sampler,
         abi_version,
         build_version,
+        check_grammar,
+        grammar_accepts,
         set_log,
     )
 except ImportError as error:
@@ -24,8 +27,11 @@ except ImportError as error:
     ) from error
 
 from drafthouse_engine.batch import Batch
+from drafthouse_engine.choice import choice_grammar
+from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams, Pooling
 from drafthouse_engine.errors import (
     AcceptedTooMany,
+    BadConstraint,
     BadGrammar,
     BadModel,
     BadPlan,
@@ -53,8 +59,18 @@ from drafthouse_engine.errors import (
     Unsupported,
     WrongThread,
 )
+from drafthouse_engine.fork import begin_many
+from drafthouse_engine.json_schema import json_schema_grammar
 from drafthouse_engine.limits import EngineLimits
-from drafthouse_engine.options import DRAFT_TYPES, DraftType, EngineParams, SamplingParams
+from drafthouse_engine.options import (
+    DRAFT_TYPES,
+    SAMPLERS,
+    DraftType,
+    EngineParams,
+    SamplerKind,
+    SamplingParams,
+)
+from drafthouse_engine.regex import regex_grammar
 from drafthouse_engine.sessions import (
     DraftRequest,
     Eagle3Session,
@@ -73,8 +89,11 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 __all__ = [
     "DRAFT_TYPES",
     "PLAN_DTYPE",
+    "POOLINGS",
     "RESULT_DTYPE",
+    "SAMPLERS",
     "AcceptedTooMany",
+    "BadConstraint",
     "BadGrammar",
     "BadModel",
     "BadPlan",
@@ -87,6 +106,9 @@ __all__ = [
     "DraftRequest",
     "DraftType",
     "Eagle3Session",
+    "Embedder",
+    "EmbedderLimits",
+    "EmbedderParams",
     "Engine",
     "EngineError",
     "EngineLimits",
@@ -105,9 +127,11 @@ __all__ = [
     "NoRoom",
     "NotEagle3",
     "OutOfMemory",
+    "Pooling",
     "ProposalPending",
     "ResultFlag",
     "Sampler",
+    "SamplerKind",
     "SamplingFailed",
     "SamplingParams",
     "SeqBusy",
@@ -121,6 +145,12 @@ __all__ = [
     "Unsupported",
     "WrongThread",
     "abi_version",
+    "begin_many",
     "build_version",
+    "check_grammar",
+    "choice_grammar",
+    "grammar_accepts",
+    "json_schema_grammar",
+    "regex_grammar",
     "set_log",
 ]
