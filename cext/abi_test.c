@@ -341,6 +341,63 @@ static void test_engine(const spec_model * model) {
     spec_engine_free(engine);
 }
 
+static void test_extras_nulls(void) {
+    spec_embedder * embedder = NULL;
+    spec_embedder_limits limits;
+    spec_embedder_params params;
+    spec_sampler * sampler = NULL;
+    const int32_t id = 0;
+    const int32_t length = 1;
+    bool is_accepted = false;
+    float row = 0.0f;
+
+    spec_embedder_default_params(NULL);
+    spec_embedder_default_params(&params);
+    INVALID(spec_embedder_init(NULL, &params, &embedder));
+    INVALID(spec_embedder_init(NULL, NULL, NULL));
+    TRUE(embedder == NULL);
+    spec_embedder_free(NULL);
+    INVALID(spec_embedder_get_limits(NULL, &limits));
+    INVALID(spec_embedder_encode(NULL, &id, 1, &length, 1, &row, 1));
+    INVALID(spec_engine_fork(NULL, 0, 1, &id, &sampler, 1));
+    INVALID(spec_grammar_check(NULL));
+    EXPECT(spec_grammar_check("root ::= x"), SPEC_ERR_BAD_GRAMMAR);
+    EXPECT(spec_grammar_check("root ::= \"a\" | root \"b\""), SPEC_ERR_BAD_GRAMMAR);
+    EXPECT(spec_grammar_check("root ::= \"a\"{3000}"), SPEC_ERR_BAD_GRAMMAR);
+    EXPECT(spec_grammar_check("root ::= \"a\"+"), SPEC_OK);
+    INVALID(spec_grammar_accepts("root ::= \"a\"", NULL, 1, &is_accepted));
+    INVALID(spec_grammar_accepts("root ::= \"a\"", "a", 1, NULL));
+    EXPECT(spec_grammar_accepts("root ::= \"a\"", "a", 1, &is_accepted), SPEC_OK);
+    TRUE(is_accepted);
+    EXPECT(spec_grammar_accepts("root ::= \"a\"", "ab", 2, &is_accepted), SPEC_OK);
+    TRUE(!is_accepted);
+}
+
+static void test_embedder(const spec_model * model) {
+    spec_embedder * embedder = NULL;
+    spec_embedder_limits limits;
+    spec_embedder_params p;
+    const int32_t tokens[5] = {5, 6, 7, 8, 9};
+    const int32_t lengths[2] = {2, 3};
+    const int32_t wrong[2] = {2, 2};
+    float rows[4096];
+    spec_embedder_default_params(&p);
+    p.pooling = SPEC_POOLING_COUNT;
+    INVALID(spec_embedder_init(model, &p, &embedder));
+    p.pooling = SPEC_POOLING_RANK;
+    EXPECT(spec_embedder_init(model, &p, &embedder), SPEC_ERR_UNSUPPORTED);
+    p.pooling = SPEC_POOLING_MEAN;
+    p.n_batch = 256;
+    EXPECT(spec_embedder_init(model, &p, &embedder), SPEC_OK);
+    EXPECT(spec_embedder_get_limits(embedder, &limits), SPEC_OK);
+    TRUE(limits.n_embd * 2 <= 4096);
+    INVALID(spec_embedder_encode(embedder, tokens, 5, wrong, 2, rows, 4096));
+    EXPECT(spec_embedder_encode(embedder, tokens, 5, lengths, 2, rows, 1),
+           SPEC_ERR_BUFFER_TOO_SMALL);
+    EXPECT(spec_embedder_encode(embedder, tokens, 5, lengths, 2, rows, 4096), SPEC_OK);
+    spec_embedder_free(embedder);
+}
+
 static void test_with_model(const char * path) {
     const spec_model_params params = {.path = path, .n_gpu_layers = -1, .use_mmap = true};
     spec_model * model = NULL;
@@ -352,6 +409,7 @@ static void test_with_model(const char * path) {
     test_sampler(model);
     test_engine_params(model);
     test_engine(model);
+    test_embedder(model);
     spec_model_free(model);
 }
 
@@ -359,6 +417,7 @@ int main(int argc, char ** argv) {
     test_names();
     test_model_nulls();
     test_engine_nulls();
+    test_extras_nulls();
     if (argc > 1) {
         test_with_model(argv[1]);
     }

@@ -22,6 +22,9 @@
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
 #include "ggml-cpu.h"
+// Grammars without a model: checked and bounded before they constrain a sequence.
+#include "../src/llama-grammar.h"
+#include "../src/unicode.h"
 
 #include <algorithm>
 #include <atomic>
@@ -414,6 +417,7 @@ struct sampler_source {
     std::string grammar;
     std::vector<std::string> breakers;
     std::vector<spec_logit_bias> bias;
+    std::vector<int32_t> samplers;
 
     // The parameters with pointers into this object; `pointers` holds what needs an array.
     spec_sampler_params view(std::vector<const char *> & pointers) const {
@@ -426,6 +430,7 @@ struct sampler_source {
         p.dry_breakers = pointers.data();
         p.logit_bias = bias.data();
         p.n_logit_bias = static_cast<int32_t>(bias.size());
+        p.samplers = samplers.data();
         return p;
     }
 };
@@ -436,6 +441,10 @@ struct spec_sampler {
     float temperature = 0.0f;
     uint32_t seed = 0;
     bool logprobs = false;
+    int32_t n_top_logprobs = 0;
+    // Verified by sample-and-match only: mirostat and adaptive-p learn from the token that they
+    // drew, and an end token that a grammar forbids must be seen before it is accepted.
+    bool is_match_only = false;
     int32_t n_vocab = 0; // of the model that it was made for
 };
 
@@ -449,36 +458,301 @@ constexpr int32_t LOGIT_BIAS_MAX = 65536;
 constexpr int32_t DRY_BREAKERS_MAX = 256;
 constexpr size_t DRY_BREAKER_BYTES_MAX = 1024;
 
-void check_grammar(const std::string & grammar) {
-    if (grammar.size() > GRAMMAR_BYTES_MAX) {
-        fail(SPEC_ERR_BAD_GRAMMAR, "the grammar has " + std::to_string(grammar.size()) +
-                                       " bytes; at most " + std::to_string(GRAMMAR_BYTES_MAX) +
-                                       " are accepted");
-    }
+constexpr int64_t GRAMMAR_ELEMENTS_MAX = 1 << 20; // of all rules, repetitions written out
+constexpr int64_t GRAMMAR_REPEAT_MAX = 2000;      // above, llama.cpp reads "no bound"
+constexpr int64_t GRAMMAR_CHOICES_MAX = 4096;     // ways to begin any one rule
+constexpr size_t GRAMMAR_STACKS_MAX = 1024;       // parses of one text at a time
+constexpr int32_t GRAMMAR_PROBE_CHARS = 256;
+constexpr int32_t GRAMMAR_RULE_DEPTH_MAX = 2048;
+constexpr size_t GRAMMAR_TEXT_BYTES_MAX = 65536;
+
+[[noreturn]] void bad_grammar(const std::string & text) {
+    fail(SPEC_ERR_BAD_GRAMMAR, text);
+}
+
+// The grammar's text, read once from left to right, to bound what llama.cpp's parser makes of it:
+// it recurses once per open parenthesis and writes every repetition out.
+struct grammar_scan {
+    const std::string & text;
+    size_t i = 0;
     int32_t depth = 0;
-    for (const char c : grammar) {
+    int64_t n_symbol = 1; // elements of the last symbol
+    int64_t n_elements = 0;
+
+    // Over a literal or a class, to behind its end; its length is the symbol's number of elements.
+    void skip_quoted(char end) {
+        n_symbol = 0;
+        for (++i; i < text.size() && text[i] != end; ++i, ++n_symbol) {
+            i += text[i] == '\\' ? 1 : 0;
+        }
+        n_elements += n_symbol;
+    }
+
+    int64_t number() {
+        int64_t n = 0;
+        for (; i < text.size() && text[i] >= '0' && text[i] <= '9'; ++i) {
+            n = std::min<int64_t>(n * 10 + (text[i] - '0'), INT32_MAX);
+        }
+        return n;
+    }
+
+    void repetition() {
+        int64_t n_max = 0;
+        while (i < text.size() && text[i] != '}') {
+            n_max = std::max(n_max, number());
+            i += i < text.size() && text[i] != '}' ? 1 : 0;
+        }
+        if (n_max > GRAMMAR_REPEAT_MAX) {
+            bad_grammar("a repetition of " + std::to_string(n_max) + "; at most " +
+                        std::to_string(GRAMMAR_REPEAT_MAX) + " are possible");
+        }
+        n_elements += std::max<int64_t>(n_symbol, 1) * n_max;
+    }
+
+    void symbol(char c) {
         depth += c == '(' ? 1 : c == ')' ? -1 : 0;
+        n_symbol = c == ' ' ? n_symbol : 1;
+        n_elements += 1;
         if (depth > GRAMMAR_DEPTH_MAX) {
-            fail(SPEC_ERR_BAD_GRAMMAR, "the grammar nests parentheses deeper than " +
-                                           std::to_string(GRAMMAR_DEPTH_MAX) + " levels");
+            bad_grammar("the grammar nests parentheses deeper than " +
+                        std::to_string(GRAMMAR_DEPTH_MAX) + " levels");
         }
     }
+
+    void run() {
+        for (; i < text.size(); ++i) {
+            switch (text[i]) {
+            case '"':
+                skip_quoted('"');
+                break;
+            case '[':
+                skip_quoted(']');
+                break;
+            case '{':
+                ++i;
+                repetition();
+                break;
+            case '#':
+                while (i < text.size() && text[i] != '\n') {
+                    ++i;
+                }
+                break;
+            default:
+                symbol(text[i]);
+            }
+            if (n_elements > GRAMMAR_ELEMENTS_MAX) {
+                bad_grammar("the grammar's repetitions expand to more than " +
+                            std::to_string(GRAMMAR_ELEMENTS_MAX) + " elements");
+            }
+        }
+    }
+};
+
+void check_grammar(const std::string & grammar) {
+    if (grammar.size() > GRAMMAR_BYTES_MAX) {
+        bad_grammar("the grammar has " + std::to_string(grammar.size()) + " bytes; at most " +
+                    std::to_string(GRAMMAR_BYTES_MAX) + " are accepted");
+    }
     if (grammar.compare(0, 11, "%llguidance") == 0) {
-        fail(SPEC_ERR_BAD_GRAMMAR, "llguidance grammars are not supported; expected GBNF");
+        bad_grammar("llguidance grammars are not supported; expected GBNF");
+    }
+    grammar_scan{grammar}.run();
+}
+
+// In how many ways each rule can begin. llama.cpp walks all of them, again and again, when it looks
+// for left recursion and at every token: a few lines of grammar can make that take for ever.
+struct grammar_choices {
+    const llama_grammar_rules & rules;
+    std::vector<int64_t> n_ways;
+    std::vector<uint8_t> state; // 0 new, 1 in progress, 2 done
+    std::vector<bool> is_nullable;
+
+    explicit grammar_choices(const llama_grammar_rules & rules)
+        : rules(rules), n_ways(rules.size()), state(rules.size()), is_nullable(rules.size()) {}
+
+    static bool is_end(const llama_grammar_element & e) {
+        return e.type == LLAMA_GRETYPE_END || e.type == LLAMA_GRETYPE_ALT;
+    }
+
+    // One element of the left edge of an alternative; false where the edge ends.
+    bool count(const llama_grammar_element & e, int64_t & n, int32_t depth) {
+        if (e.type != LLAMA_GRETYPE_RULE_REF) {
+            n += 1;
+            return false;
+        }
+        visit(e.value, depth + 1);
+        n += n_ways[e.value];
+        return is_nullable[e.value];
+    }
+
+    void visit(size_t id, int32_t depth) {
+        if (state[id] == 2) {
+            return;
+        }
+        if (state[id] == 1) {
+            bad_grammar("a rule refers to itself before it takes a character (left recursion)");
+        }
+        if (depth > GRAMMAR_RULE_DEPTH_MAX) {
+            bad_grammar("rules begin with rules, more than " +
+                        std::to_string(GRAMMAR_RULE_DEPTH_MAX) + " deep");
+        }
+        state[id] = 1;
+        int64_t n = 0;
+        bool is_edge = true;
+        for (const llama_grammar_element & e : rules[id]) {
+            if (is_end(e)) {
+                is_nullable[id] = is_nullable[id] || is_edge;
+                n += is_edge ? 1 : 0;
+                is_edge = true;
+            } else if (is_edge) {
+                is_edge = count(e, n, depth);
+            }
+            if (n > GRAMMAR_CHOICES_MAX) {
+                bad_grammar("a rule can begin in more than " + std::to_string(GRAMMAR_CHOICES_MAX) +
+                            " ways; give alternatives with the same beginning a common rule");
+            }
+        }
+        n_ways[id] = n;
+        state[id] = 2;
+    }
+};
+
+using grammar_ptr = std::unique_ptr<llama_grammar, decltype(&llama_grammar_free_impl)>;
+
+grammar_ptr parse_grammar(const llama_vocab * vocab, const std::string & grammar) {
+    check_grammar(grammar);
+    last_llama_error.clear();
+    {
+        llama_grammar_parser parser(vocab);
+        if (!parser.parse(grammar.c_str()) || parser.rules.empty()) {
+            bad_grammar("the grammar cannot be parsed" + llama_reason());
+        }
+        grammar_choices choices(parser.rules);
+        for (size_t id = 0; id < parser.rules.size(); ++id) {
+            choices.visit(id, 0);
+        }
+    }
+    grammar_ptr g(
+        llama_grammar_init_impl(vocab, grammar.c_str(), "root", false, nullptr, 0, nullptr, 0),
+        llama_grammar_free_impl);
+    if (!g) {
+        bad_grammar("the grammar cannot be parsed" + llama_reason());
+    }
+    return g;
+}
+
+// A character that the parse can go on with, or 0.
+uint32_t next_char(const llama_grammar_stack & stack) {
+    if (stack.empty()) {
+        return 0;
+    }
+    const llama_grammar_element & e = *stack.back();
+    if (e.type == LLAMA_GRETYPE_CHAR) {
+        return e.value;
+    }
+    return e.type == LLAMA_GRETYPE_CHAR_ANY || e.type == LLAMA_GRETYPE_CHAR_NOT ? 'a' : 0;
+}
+
+void check_stacks(llama_grammar & g) {
+    if (llama_grammar_get_stacks(&g).size() > GRAMMAR_STACKS_MAX) {
+        bad_grammar("the grammar is too ambiguous: one text has more than " +
+                    std::to_string(GRAMMAR_STACKS_MAX) + " parses at a time");
     }
 }
 
-// Compiles the grammar once on its own: where it is wrong, common_sampler_init would leak.
+// Follows one text for a while, to find grammars whose parses multiply with every character.
+void probe_grammar(llama_grammar & g) {
+    for (int32_t i = 0; i < GRAMMAR_PROBE_CHARS; ++i) {
+        const llama_grammar_stacks & stacks = llama_grammar_get_stacks(&g);
+        const auto live = std::find_if(stacks.begin(), stacks.end(),
+                                       [](const auto & stack) { return next_char(stack) != 0; });
+        if (live == stacks.end()) {
+            return;
+        }
+        llama_grammar_accept(&g, next_char(*live));
+        if (i > 0) { // a choice among many strings is wide at its beginning, and only there
+            check_stacks(g);
+        }
+    }
+}
+
 void check_grammar_compiles(const spec_model & model, const std::string & grammar) {
-    if (grammar.empty()) {
-        return;
+    if (!grammar.empty()) {
+        probe_grammar(*parse_grammar(model.vocab, grammar));
     }
-    last_llama_error.clear();
-    llama_sampler * sampler = llama_sampler_init_grammar(model.vocab, grammar.c_str(), "root");
-    if (sampler == nullptr) {
-        fail(SPEC_ERR_BAD_GRAMMAR, "the grammar cannot be parsed" + llama_reason());
+}
+
+bool grammar_accepts(const std::string & grammar, const std::string & text) {
+    if (text.size() > GRAMMAR_TEXT_BYTES_MAX) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the text is longer than 64 KiB");
     }
-    llama_sampler_free(sampler);
+    const grammar_ptr g = parse_grammar(nullptr, grammar);
+    for (const uint32_t c : unicode_cpts_from_utf8(text)) {
+        llama_grammar_accept(g.get(), c);
+        check_stacks(*g);
+    }
+    const llama_grammar_stacks & stacks = llama_grammar_get_stacks(g.get());
+    return std::any_of(stacks.begin(), stacks.end(), [](const auto & s) { return s.empty(); });
+}
+
+constexpr common_sampler_type SAMPLER_TYPES[SPEC_SAMPLER_COUNT] = {
+    COMMON_SAMPLER_TYPE_PENALTIES, COMMON_SAMPLER_TYPE_DRY,       COMMON_SAMPLER_TYPE_TOP_N_SIGMA,
+    COMMON_SAMPLER_TYPE_TOP_K,     COMMON_SAMPLER_TYPE_TYPICAL_P, COMMON_SAMPLER_TYPE_TOP_P,
+    COMMON_SAMPLER_TYPE_MIN_P,     COMMON_SAMPLER_TYPE_XTC,       COMMON_SAMPLER_TYPE_TEMPERATURE,
+    COMMON_SAMPLER_TYPE_INFILL,
+};
+
+void check_sampler_order(const spec_sampler_params & p) {
+    check_range("n_samplers", p.n_samplers, -1, SPEC_SAMPLER_COUNT);
+    uint32_t seen = 0;
+    for (int32_t i = 0; i < p.n_samplers; ++i) {
+        const int32_t kind = (&deref(p.samplers, "samplers"))[i];
+        check_range("samplers", kind, 0, SPEC_SAMPLER_COUNT - 1);
+        if ((seen >> kind & 1u) != 0) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 "samplers names kind " + std::to_string(kind) + " twice");
+        }
+        seen |= 1u << kind;
+    }
+}
+
+void check_adaptive_params(const spec_sampler_params & p) {
+    const double inf = std::numeric_limits<float>::max();
+    check_range("n_top_logprobs", p.n_top_logprobs, 0, SPEC_TOP_LOGPROBS_MAX);
+    check_range("min_keep", p.min_keep, 0, std::numeric_limits<int32_t>::max());
+    check_range("dynatemp_range", p.dynatemp_range, 0.0, inf);
+    check_range("dynatemp_exponent", p.dynatemp_exponent, 0.0, 1e6);
+    check_range("mirostat", p.mirostat, 0, 2);
+    check_range("mirostat_tau", p.mirostat_tau, 0.0, 1e6);
+    check_range("mirostat_eta", p.mirostat_eta, 0.0, 1.0);
+    if (p.adaptive_target != -1.0f) {
+        check_range("adaptive_target", p.adaptive_target, 0.0, 1.0);
+    }
+    check_range("adaptive_decay", p.adaptive_decay, 0.0, 0.99);
+    if (p.mirostat != 0 && p.adaptive_target >= 0.0f) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "mirostat and adaptive_target both choose the token");
+    }
+    check_sampler_order(p);
+}
+
+// llama.cpp's infill compares all pairs of candidates, and puts an end token into the list that a
+// grammar has not seen.
+void check_infill(const spec_model & model, const spec_sampler_params & p, bool has_grammar) {
+    bool is_narrow = false;
+    for (int32_t i = 0; i < p.n_samplers; ++i) {
+        is_narrow =
+            is_narrow || (p.samplers[i] == SPEC_SAMPLER_TOP_K && p.top_k >= 1 && p.top_k <= 1024);
+        if (p.samplers[i] != SPEC_SAMPLER_INFILL) {
+            continue;
+        }
+        if (!is_narrow || has_grammar) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 "infill needs a top_k in [1, 1024] before it and no grammar");
+        }
+        if (llama_vocab_eot(model.vocab) < 0 && llama_vocab_eos(model.vocab) < 0) {
+            fail(SPEC_ERR_UNSUPPORTED, "infill needs a model with an end token");
+        }
+    }
 }
 
 void check_sampler_params(const spec_sampler_params & p, int32_t n_vocab) {
@@ -510,6 +784,7 @@ void check_sampler_params(const spec_sampler_params & p, int32_t n_vocab) {
                                                 " is not a number below infinity");
         }
     }
+    check_adaptive_params(p);
     check_range("n_dry_breakers", p.n_dry_breakers, -1, DRY_BREAKERS_MAX);
     for (int32_t i = 0; i < p.n_dry_breakers; ++i) {
         const char * text = &deref((&deref(p.dry_breakers, "dry_breakers"))[i], "dry_breakers");
@@ -543,6 +818,23 @@ common_params_sampling to_common(const spec_sampler_params & p, const spec_model
     s.xtc_threshold = p.xtc_threshold;
     s.ignore_eos = p.ignore_eos;
     s.no_perf = true;
+    s.min_keep = p.min_keep;
+    s.dynatemp_range = p.dynatemp_range;
+    s.dynatemp_exponent = p.dynatemp_exponent;
+    s.mirostat = p.mirostat;
+    s.mirostat_tau = p.mirostat_tau;
+    s.mirostat_eta = p.mirostat_eta;
+    s.adaptive_target = p.adaptive_target;
+    s.adaptive_decay = p.adaptive_decay;
+    if (p.n_samplers >= 0) {
+        s.samplers.clear();
+    }
+    for (int32_t i = 0; i < p.n_samplers; ++i) {
+        s.samplers.push_back(SAMPLER_TYPES[p.samplers[i]]);
+    }
+    if (p.adaptive_target >= 0.0f) {
+        s.samplers.push_back(COMMON_SAMPLER_TYPE_ADAPTIVE_P);
+    }
     if (p.n_dry_breakers >= 0) {
         s.dry_sequence_breakers.assign(p.dry_breakers, p.dry_breakers + p.n_dry_breakers);
     }
@@ -573,6 +865,8 @@ sampler_source copy_source(const spec_sampler_params & p) {
         source.breakers.emplace_back(p.dry_breakers[i]);
     }
     source.bias.assign(p.logit_bias, p.logit_bias + p.n_logit_bias);
+    source.params.samplers = nullptr;
+    source.samplers.assign(p.samplers, p.samplers + std::max(p.n_samplers, 0));
     return source;
 }
 
@@ -584,6 +878,7 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
         fail(SPEC_ERR_INVALID_ARGUMENT,
              "ignore_eos with a grammar: a finished grammar allows no token but the end");
     }
+    check_infill(model, params, !grammar.empty());
     check_grammar_compiles(model, grammar);
     spec_sampler_params p = params;
     if (p.seed == SPEC_SEED_RANDOM) {
@@ -604,6 +899,8 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
     sampler->temperature = p.temperature;
     sampler->seed = p.seed;
     sampler->logprobs = p.logprobs;
+    sampler->n_top_logprobs = p.n_top_logprobs;
+    sampler->is_match_only = p.mirostat != 0 || p.adaptive_target >= 0.0f || !grammar.empty();
     sampler->n_vocab = model.n_vocab();
     return sampler.release();
 }
@@ -638,7 +935,8 @@ struct sequence {
     bool has_emitted = false; // a step has chosen a token: generation
     bool has_drafter_begun = false;
     llama_token id_last = LLAMA_TOKEN_NULL;
-    llama_tokens tokens; // those in the target's KV cache
+    int32_t n_prompt = 0; // tokens given before the first one was chosen
+    llama_tokens tokens;  // those in the target's KV cache
     std::unique_ptr<spec_sampler> sampler;
     common_speculative_ptr
         ngram; // n-gram drafters keep tokens: one per sequence, made anew for each
@@ -679,6 +977,9 @@ struct spec_engine {
     std::vector<spec_result_entry> out_entries;
     std::vector<int32_t> out_tokens;
     std::vector<float> out_logprobs;
+    std::vector<int32_t> out_top_tokens; // [n_tokens, n_top]
+    std::vector<float> out_top_logprobs;
+    int32_t n_top = 0; // of this step
 
     bool is_decoded = false; // by hand: a batch is there for logits and process
     bool is_processed = false;
@@ -1188,7 +1489,8 @@ void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
     if (seq.ngram) {
         seq.ngram_events.push_back({seq.n_past(), id_last, n_draft, -1});
     }
-    const bool is_sampled = engine.params.probabilistic && seq.sampler->temperature > 0.0f;
+    const bool is_sampled = engine.params.probabilistic && seq.sampler->temperature > 0.0f &&
+                            !seq.sampler->is_match_only;
     auto & dp = common_speculative_get_draft_params(drafter, id);
     dp.drafting = true;
     dp.n_max = n_draft;
@@ -1415,18 +1717,85 @@ void process_batch(spec_engine & engine) {
     }
 }
 
-float logprob(spec_engine & engine, int32_t i_batch, llama_token token) {
+// Natural log of the sum of exp(logits), less the greatest logit.
+double log_sum(const float * logits, int32_t n_vocab, float max_logit) {
+    double sum = 0.0;
+    for (int32_t i = 0; i < n_vocab; ++i) {
+        sum += std::exp(static_cast<double>(logits[i]) - static_cast<double>(max_logit));
+    }
+    return std::log(sum);
+}
+
+// The likeliest tokens of a row, into the rows of the result; the lower id first where they tie.
+void emit_top(spec_engine & engine, const float * logits, int32_t n, double log_total) {
+    const int32_t n_best = std::min(n, engine.limits.n_vocab);
+    std::vector<int32_t> ids(n_best > 0 ? static_cast<size_t>(engine.limits.n_vocab) : 0);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::partial_sort(ids.begin(), ids.begin() + n_best, ids.end(), [&](int32_t a, int32_t b) {
+        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+    });
+    for (int32_t k = 0; k < engine.n_top; ++k) {
+        const bool is_told = k < n_best;
+        const int32_t id = is_told ? ids[static_cast<size_t>(k)] : -1;
+        engine.out_top_tokens.push_back(id);
+        engine.out_top_logprobs.push_back(
+            is_told ? static_cast<float>(static_cast<double>(logits[id]) - log_total)
+                    : std::numeric_limits<float>::quiet_NaN());
+    }
+}
+
+// Log-probabilities of an emitted token, as far as its sequence asked for them.
+void emit_logprobs(spec_engine & engine, const spec_sampler & sampler, int32_t i_batch,
+                   llama_token token) {
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    if (!sampler.logprobs && sampler.n_top_logprobs == 0) {
+        engine.out_logprobs.push_back(nan);
+        engine.out_top_tokens.resize(
+            engine.out_top_tokens.size() + static_cast<size_t>(engine.n_top), -1);
+        engine.out_top_logprobs.resize(engine.out_top_tokens.size(), nan);
+        return;
+    }
     const float * logits = llama_get_logits_ith(engine.target.get(), i_batch);
     if (logits == nullptr) {
         fail(SPEC_ERR_SAMPLING_FAILED, "the decode left no logits");
     }
-    const float max_logit = *std::max_element(logits, logits + engine.limits.n_vocab);
-    double sum = 0.0;
-    for (int32_t i = 0; i < engine.limits.n_vocab; ++i) {
-        sum += std::exp(static_cast<double>(logits[i]) - static_cast<double>(max_logit));
+    const int32_t n_vocab = engine.limits.n_vocab;
+    const float max_logit = *std::max_element(logits, logits + n_vocab);
+    const double log_total = static_cast<double>(max_logit) + log_sum(logits, n_vocab, max_logit);
+    const double logprob = static_cast<double>(logits[token]) - log_total;
+    engine.out_logprobs.push_back(sampler.logprobs ? static_cast<float>(logprob) : nan);
+    emit_top(engine, logits, sampler.n_top_logprobs, log_total);
+}
+
+// Chooses a token and sees that the chain left it a probability: where a grammar, a bias or an
+// overflow leaves none, llama.cpp returns any token, and a grammar that is given it aborts.
+llama_token sample_checked(spec_engine & engine, common_sampler * sampler, int32_t i_batch) {
+    const llama_token id = common_sampler_sample(sampler, engine.target.get(), i_batch);
+    const llama_token_data_array * candidates = common_sampler_get_candidates(sampler, false);
+    const int64_t i = candidates->selected;
+    if (i < 0 || i >= static_cast<int64_t>(candidates->size) ||
+        !std::isfinite(candidates->data[i].logit)) {
+        fail(SPEC_ERR_SAMPLING_FAILED, "no token is allowed here: the grammar, the biases or the "
+                                       "temperature leave none a probability");
     }
-    return static_cast<float>(static_cast<double>(logits[token]) - static_cast<double>(max_logit) -
-                              std::log(sum));
+    return id;
+}
+
+// Each position is sampled as without a draft; the draft stands as long as it agrees. So a seed
+// draws what it draws without speculation, and samplers that learn from their draws stay right.
+llama_tokens sample_and_match(spec_engine & engine, common_sampler * sampler,
+                              const std::vector<int> & idxs, const llama_tokens & draft) {
+    llama_tokens emitted;
+    for (size_t i = 0; i < idxs.size(); ++i) {
+        const llama_token id = sample_checked(engine, sampler, idxs[i]);
+        common_sampler_accept(sampler, id, true);
+        emitted.push_back(id);
+        if (i >= draft.size() || id != draft[i] ||
+            llama_vocab_is_eog(engine.target_model->vocab, id)) {
+            break;
+        }
+    }
+    return emitted;
 }
 
 // Chooses the tokens that a sequence emits: the accepted part of its draft and one of the target's
@@ -1442,8 +1811,7 @@ llama_tokens verify(spec_engine & engine, sequence & seq, int32_t i_first) {
     common_sampler * sampler = seq.sampler->chain.get();
     llama_tokens emitted =
         seq.draft.q.empty()
-            ? common_sampler_sample_and_accept_n(sampler, engine.target.get(), idxs,
-                                                 seq.draft.tokens)
+            ? sample_and_match(engine, sampler, idxs, seq.draft.tokens)
             : common_sampler_sample_and_accept_n_rejection(sampler, engine.target.get(), idxs,
                                                            seq.draft.tokens, seq.draft.q);
     for (const llama_token token : emitted) {
@@ -1522,9 +1890,7 @@ void emit(spec_engine & engine, const sequence & seq, spec_result_entry & r,
     r.n_tokens = static_cast<int32_t>(emitted.size());
     for (size_t i = 0; i < emitted.size(); ++i) {
         engine.out_tokens.push_back(emitted[i]);
-        engine.out_logprobs.push_back(
-            seq.sampler->logprobs ? logprob(engine, i_first + static_cast<int32_t>(i), emitted[i])
-                                  : std::numeric_limits<float>::quiet_NaN());
+        emit_logprobs(engine, *seq.sampler, i_first + static_cast<int32_t>(i), emitted[i]);
     }
     if (llama_vocab_is_eog(engine.target_model->vocab, emitted.back())) {
         r.flags |= SPEC_RESULT_EOG;
@@ -1535,6 +1901,9 @@ void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry &
                    spec_result_entry & r, std::vector<pending_replay> & replays) {
     const int32_t n_draft = static_cast<int32_t>(seq.draft.tokens.size());
     const int32_t i_first = engine.rows[i_entry] + e.n_tokens - 1;
+    if (!seq.has_emitted) {
+        seq.n_prompt = seq.n_past();
+    }
     const llama_tokens emitted = verify(engine, seq, i_first);
     const int32_t n_acc = static_cast<int32_t>(emitted.size()) - 1;
     emit(engine, seq, r, emitted, i_first);
@@ -1617,10 +1986,15 @@ void begin_result(spec_engine & engine, const spec_plan & plan) {
     engine.is_decoded = false;
     engine.out_tokens.clear();
     engine.out_logprobs.clear();
+    engine.out_top_tokens.clear();
+    engine.out_top_logprobs.clear();
+    engine.n_top = 0;
     engine.out_entries.assign(static_cast<size_t>(plan.n_entries), spec_result_entry{});
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         engine.out_entries[static_cast<size_t>(i)].seq_id = plan.entries[i].seq_id;
         engine.out_entries[static_cast<size_t>(i)].n_past = plan.entries[i].n_past;
+        const sequence & seq = engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)];
+        engine.n_top = std::max(engine.n_top, seq.sampler->n_top_logprobs);
     }
 }
 
@@ -1692,6 +2066,9 @@ void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     out.tokens = engine.out_tokens.data();
     out.logprobs = engine.out_logprobs.data();
     out.n_tokens = static_cast<int32_t>(engine.out_tokens.size());
+    out.top_tokens = engine.out_top_tokens.data();
+    out.top_logprobs = engine.out_top_logprobs.data();
+    out.n_top = engine.n_top;
     out.t_total_us = now_us() - t_begin;
 }
 
@@ -2035,7 +2412,7 @@ struct snapshot_reader {
 };
 
 // A new field of spec_sampler_params belongs into visit_params, or a restored sampler lacks it.
-static_assert(sizeof(spec_sampler_params) == 120, "spec_sampler_params and visit_params differ");
+static_assert(sizeof(spec_sampler_params) == 168, "spec_sampler_params and visit_params differ");
 
 template <typename Archive, typename Params> void visit_params(Archive & io, Params & p) {
     io.value(p.seed);
@@ -2058,12 +2435,23 @@ template <typename Archive, typename Params> void visit_params(Archive & io, Par
     io.value(p.xtc_threshold);
     io.value(p.ignore_eos);
     io.value(p.logprobs);
+    io.value(p.n_top_logprobs);
+    io.value(p.min_keep);
+    io.value(p.dynatemp_range);
+    io.value(p.dynatemp_exponent);
+    io.value(p.mirostat);
+    io.value(p.mirostat_tau);
+    io.value(p.mirostat_eta);
+    io.value(p.adaptive_target);
+    io.value(p.adaptive_decay);
+    io.value(p.n_samplers);
 }
 
 void write_source(snapshot_writer & out, const sampler_source & source) {
     visit_params(out, source.params);
     out.array(source.grammar);
     out.array(source.bias);
+    out.array(source.samplers);
     for (const std::string & text : source.breakers) {
         out.array(text);
     }
@@ -2074,6 +2462,11 @@ sampler_source read_source(snapshot_reader & in) {
     visit_params(in, source.params);
     in.array(source.grammar);
     in.array(source.bias);
+    in.array(source.samplers);
+    check_range("n_samplers", source.params.n_samplers, -1, 64);
+    if (static_cast<int32_t>(source.samplers.size()) != std::max(source.params.n_samplers, 0)) {
+        fail(SPEC_ERR_SNAPSHOT_CORRUPT, "the list of samplers has another length than it says");
+    }
     check_range("n_dry_breakers", source.params.n_dry_breakers, -1, DRY_BREAKERS_MAX);
     for (int32_t i = 0; i < source.params.n_dry_breakers; ++i) {
         source.breakers.emplace_back();
@@ -2097,6 +2490,7 @@ template <typename Archive, typename Sequence> void visit_sequence(Archive & io,
     io.value(seq.is_cold);
     io.value(seq.has_emitted);
     io.value(seq.has_drafter_begun);
+    io.value(seq.n_prompt);
     io.value(seq.id_last);
     io.array(seq.tokens);
     io.array(seq.heard);
@@ -2397,6 +2791,93 @@ void load_sequence(spec_engine & engine, int32_t seq_id, const uint8_t * buf, si
         restore_sequence(engine, seq_id, parts);
     } catch (...) {
         clear_sequence(engine, seq_id);
+        throw;
+    }
+}
+
+// Forks.
+
+int32_t prompt_length(const sequence & seq) {
+    return seq.has_emitted ? seq.n_prompt : seq.n_past();
+}
+
+void check_fork_source(spec_engine & engine, int32_t src, int32_t n_past) {
+    const sequence & seq = begun(engine, src);
+    if (engine.target_rollback != rollback_kind::any) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             "the state of a recurrent target cannot be shared; prefill each sequence");
+    }
+    if (seq.is_proposed) {
+        bad_plan(src, "a proposal is pending; accept it first");
+    }
+    if (engine.is_decoded && !engine.is_processed && engine.spec) {
+        fail(SPEC_ERR_BAD_PLAN, "the last batch has not been processed");
+    }
+    const int32_t n_max = std::min(prompt_length(seq), seq.n_past() - 1);
+    if (n_past < 1 || n_past > n_max) {
+        bad_plan(src, "n_past is " + std::to_string(n_past) +
+                          "; a fork takes tokens of the prompt, all but the last that the source "
+                          "holds: [1, " +
+                          std::to_string(n_max) + "]");
+    }
+}
+
+void check_fork(spec_engine & engine, int32_t src, int32_t n_past, const int32_t * dst,
+                spec_sampler * const * samplers, int32_t n) {
+    check_fork_source(engine, src, n_past);
+    check_range("n", n, 0, engine.limits.n_seq_max);
+    for (int32_t i = 0; i < n; ++i) {
+        const int32_t id = (&deref(dst, "dst"))[i];
+        if (at(engine, id).is_begun || std::find(dst, dst + i, id) != dst + i) {
+            fail(SPEC_ERR_SEQ_BUSY, "sequence " + std::to_string(id) + " has begun already");
+        }
+        const spec_sampler & sampler = deref((&deref(samplers, "samplers"))[i], "sampler");
+        if (std::find(samplers, samplers + i, &sampler) != samplers + i) {
+            fail(SPEC_ERR_INVALID_ARGUMENT, "a sampler is given twice");
+        }
+        if (sampler.n_vocab != engine.limits.n_vocab) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 "the sampler was made for a model with another vocabulary");
+        }
+    }
+}
+
+// Whole sequences are copied and then cut: llama.cpp copies between separate caches only so.
+void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
+              std::unique_ptr<spec_sampler> sampler) {
+    begin_sequence(engine, dst, std::move(sampler));
+    const sequence & from = engine.sequences[static_cast<size_t>(src)];
+    sequence & to = engine.sequences[static_cast<size_t>(dst)];
+    to.tokens.assign(from.tokens.begin(), from.tokens.begin() + n_past);
+    to.is_cold = from.is_cold;
+    for (const llama_token token : to.tokens) {
+        to.feed(token);
+    }
+    llama_memory_seq_cp(engine.target_memory(), src, dst, -1, -1);
+    if (engine.draft && !from.is_cold) {
+        llama_memory_seq_cp(engine.draft_memory(), src, dst, -1, -1);
+        llama_memory_seq_rm(engine.draft_memory(), dst, n_past, -1);
+    }
+    if (!llama_memory_seq_rm(engine.target_memory(), dst, n_past, -1)) {
+        fail(SPEC_ERR_INTERNAL, "the copy could not be cut");
+    }
+}
+
+void fork_sequences(spec_engine & engine, int32_t src, int32_t n_past, const int32_t * dst,
+                    spec_sampler ** samplers, int32_t n) {
+    if (n_past == -1) {
+        const sequence & seq = begun(engine, src);
+        n_past = std::min(prompt_length(seq), seq.n_past() - 1);
+    }
+    check_fork(engine, src, n_past, dst, samplers, n);
+    try {
+        for (int32_t i = 0; i < n; ++i) {
+            std::unique_ptr<spec_sampler> owned(samplers[i]);
+            samplers[i] = nullptr;
+            fork_one(engine, src, n_past, dst[i], std::move(owned));
+        }
+    } catch (...) {
+        std::for_each(dst, dst + n, [&](int32_t id) { clear_sequence(engine, id); });
         throw;
     }
 }
@@ -2970,6 +3451,174 @@ void lm_head(const spec_model & model, const float * hidden, int32_t n, float * 
 
 } // namespace
 
+// Embeddings.
+
+struct spec_embedder {
+    spec_embedder_limits limits = {};
+    llama_context_ptr context;
+    common_batch batch;
+};
+
+namespace {
+
+constexpr enum llama_pooling_type POOLING_TYPES[SPEC_POOLING_COUNT] = {
+    LLAMA_POOLING_TYPE_UNSPECIFIED, LLAMA_POOLING_TYPE_NONE, LLAMA_POOLING_TYPE_MEAN,
+    LLAMA_POOLING_TYPE_CLS,         LLAMA_POOLING_TYPE_LAST, LLAMA_POOLING_TYPE_RANK,
+};
+
+void check_embedder(const spec_model & model, const spec_embedder_params & p) {
+    check_range("pooling", p.pooling, 0, SPEC_POOLING_COUNT - 1);
+    check_range("n_batch", p.n_batch, 1, 65536);
+    check_range("n_seq_max", p.n_seq_max, 1, N_SEQ_LIMIT);
+    check_range("n_threads", p.n_threads, 0, 512);
+    if (model.vocab_only) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
+    }
+    if (llama_model_has_encoder(model.model.get()) && llama_model_has_decoder(model.model.get())) {
+        fail(SPEC_ERR_UNSUPPORTED, "encoder-decoder models are not supported");
+    }
+    if (llama_model_target_layer_ids_n(model.model.get()) > 0) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             "this is a draft model (" + model.arch() + "); it has no embeddings of its own");
+    }
+    if (p.pooling == SPEC_POOLING_RANK && model.meta(model.arch() + ".pooling_type") != "4") {
+        fail(SPEC_ERR_UNSUPPORTED, "rank pooling needs a reranker: a model with its own "
+                                   "classification head");
+    }
+}
+
+// One cache and one ubatch for all texts of a decode: a pooled row is made inside one ubatch, and
+// models without causal attention read all tokens at once.
+llama_context_params embedder_context(const spec_embedder_params & p) {
+    llama_context_params c = llama_context_default_params();
+    c.n_ctx = static_cast<uint32_t>(p.n_batch);
+    c.n_batch = static_cast<uint32_t>(p.n_batch);
+    c.n_ubatch = static_cast<uint32_t>(p.n_batch);
+    c.n_seq_max = static_cast<uint32_t>(p.n_seq_max);
+    c.n_threads = p.n_threads > 0 ? p.n_threads : all_cores();
+    c.n_threads_batch = c.n_threads;
+    c.flash_attn_type =
+        p.flash_attention ? LLAMA_FLASH_ATTN_TYPE_AUTO : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    c.kv_unified = true;
+    c.embeddings = true;
+    c.pooling_type = POOLING_TYPES[p.pooling];
+    return c;
+}
+
+int32_t pooling_of(const llama_context * context) {
+    const auto * found = std::find(std::begin(POOLING_TYPES) + 1, std::end(POOLING_TYPES),
+                                   llama_pooling_type(context));
+    return static_cast<int32_t>(found - std::begin(POOLING_TYPES));
+}
+
+spec_embedder * make_embedder(const spec_model & model, const spec_embedder_params & p) {
+    check_embedder(model, p);
+    auto embedder = std::make_unique<spec_embedder>();
+    last_llama_error.clear();
+    embedder->context.reset(llama_init_from_model(model.model.get(), embedder_context(p)));
+    if (!embedder->context) {
+        fail(SPEC_ERR_OUT_OF_MEMORY, "the embedder's context cannot be made" + llama_reason());
+    }
+    const llama_context * context = embedder->context.get();
+    spec_embedder_limits & l = embedder->limits;
+    l.pooling = pooling_of(context);
+    l.n_batch = static_cast<int32_t>(std::min(llama_n_batch(context), llama_n_ubatch(context)));
+    l.n_seq_max = p.n_seq_max;
+    l.n_vocab = model.n_vocab();
+    l.n_embd = l.pooling == SPEC_POOLING_RANK
+                   ? static_cast<int32_t>(llama_model_n_cls_out(model.model.get()))
+                   : llama_model_n_embd_out(model.model.get());
+    embedder->batch = common_batch(embedder->context.get());
+    return embedder.release();
+}
+
+void check_texts(const spec_embedder & embedder, const int32_t * tokens, int32_t n_tokens,
+                 const int32_t * lengths, int32_t n_texts) {
+    check_range("n_texts", n_texts, 0, std::numeric_limits<int32_t>::max());
+    check_range("n_tokens", n_tokens, n_texts, std::numeric_limits<int32_t>::max());
+    int64_t n_sum = 0;
+    for (int32_t i = 0; i < n_texts; ++i) {
+        const int32_t n = (&deref(lengths, "lengths"))[i];
+        if (n < 1 || n > embedder.limits.n_batch) {
+            fail(SPEC_ERR_INVALID_ARGUMENT, "text " + std::to_string(i) + " has " +
+                                                std::to_string(n) + " tokens; expected [1, " +
+                                                std::to_string(embedder.limits.n_batch) + "]");
+        }
+        n_sum += n;
+    }
+    if (n_sum != n_tokens) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the lengths add up to " + std::to_string(n_sum) +
+                                            " tokens, not " + std::to_string(n_tokens));
+    }
+    for (int32_t i = 0; i < n_tokens; ++i) {
+        check_token((&deref(tokens, "tokens"))[i], embedder.limits.n_vocab, "text");
+    }
+}
+
+void copy_row(const spec_embedder & embedder, const float * row, float *& out) {
+    const int32_t n = embedder.limits.n_embd;
+    const auto is_finite = [](float x) { return std::isfinite(x); };
+    if (row == nullptr || !std::all_of(row, row + n, is_finite)) {
+        fail(SPEC_ERR_DECODE_FAILED, "the decode left no embeddings, or they are not finite");
+    }
+    out = std::copy(row, row + n, out);
+}
+
+// Decodes what the batch holds, n_texts texts, and appends their rows.
+void encode_batch(spec_embedder & embedder, int32_t n_texts, float *& out) {
+    llama_context * context = embedder.context.get();
+    const llama_memory_t memory = llama_get_memory(context);
+    if (memory != nullptr) {
+        llama_memory_clear(memory, false);
+    }
+    last_llama_error.clear();
+    const int32_t rc = llama_process(context, LLAMA_PROCESS_TYPE_DECODE, embedder.batch.get());
+    if (rc != 0) {
+        fail(SPEC_ERR_DECODE_FAILED, "the decode returned " + std::to_string(rc) + llama_reason());
+    }
+    llama_synchronize(context);
+    if (embedder.limits.pooling == SPEC_POOLING_NONE) {
+        for (int32_t i = 0; i < embedder.batch.size(); ++i) {
+            copy_row(embedder, llama_get_embeddings_ith(context, i), out);
+        }
+        return;
+    }
+    for (int32_t i = 0; i < n_texts; ++i) {
+        copy_row(embedder, llama_get_embeddings_seq(context, i), out);
+    }
+}
+
+void encode(spec_embedder & embedder, const int32_t * tokens, int32_t n_tokens,
+            const int32_t * lengths, int32_t n_texts, float * rows, size_t cap) {
+    check_texts(embedder, tokens, n_tokens, lengths, n_texts);
+    const bool is_pooled = embedder.limits.pooling != SPEC_POOLING_NONE;
+    const size_t n_rows = static_cast<size_t>(is_pooled ? n_texts : n_tokens);
+    if (n_rows * static_cast<size_t>(embedder.limits.n_embd) > cap) {
+        fail(SPEC_ERR_BUFFER_TOO_SMALL, "the rows do not fit");
+    }
+    if (n_rows == 0) {
+        return;
+    }
+    float * out = &deref(rows, "rows");
+    int32_t n_open = 0; // texts in the batch
+    embedder.batch.clear();
+    for (int32_t i = 0; i < n_texts; ++i) {
+        if (n_open == embedder.limits.n_seq_max ||
+            embedder.batch.size() + lengths[i] > embedder.limits.n_batch) {
+            encode_batch(embedder, n_open, out);
+            embedder.batch.clear();
+            n_open = 0;
+        }
+        for (int32_t k = 0; k < lengths[i]; ++k) {
+            embedder.batch.add(*tokens++, k, n_open, true);
+        }
+        ++n_open;
+    }
+    encode_batch(embedder, n_open, out);
+}
+
+} // namespace
+
 // The boundary.
 
 extern "C" {
@@ -3112,6 +3761,12 @@ void spec_sampler_default_params(spec_sampler_params * out) {
     out->dry_penalty_last_n = -1;
     out->n_dry_breakers = -1;
     out->xtc_threshold = 0.1f;
+    out->dynatemp_exponent = 1.0f;
+    out->mirostat_tau = 5.0f;
+    out->mirostat_eta = 0.1f;
+    out->adaptive_target = -1.0f;
+    out->adaptive_decay = 0.9f;
+    out->n_samplers = -1;
 }
 
 int32_t spec_sampler_init(const spec_model * model, const spec_sampler_params * params,
@@ -3236,7 +3891,7 @@ int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, 
                  "batch index " + std::to_string(i) + " belongs to another sequence");
         }
         common_sampler * sampler = seq.sampler->chain.get();
-        deref(token, "token") = common_sampler_sample(sampler, engine->target.get(), i);
+        deref(token, "token") = sample_checked(*engine, sampler, i);
         common_sampler_accept(sampler, *token, true);
         seq.heard.push_back(-1 - *token);
         seq.id_last = *token;
@@ -3367,6 +4022,55 @@ int32_t spec_engine_inject_fault(spec_engine * engine, int32_t fault, int32_t n_
         check_range("n_steps", n_steps, 0, std::numeric_limits<int32_t>::max());
         e.fault = fault;
         e.n_fault = n_steps;
+    });
+}
+
+int32_t spec_grammar_check(const char * grammar) {
+    return guarded([&] { probe_grammar(*parse_grammar(nullptr, &deref(grammar, "grammar"))); });
+}
+
+int32_t spec_grammar_accepts(const char * grammar, const char * text, size_t n_text, bool * out) {
+    return guarded([&] {
+        const std::string input(n_text > 0 ? &deref(text, "text") : "", n_text);
+        deref(out, "out") = grammar_accepts(&deref(grammar, "grammar"), input);
+    });
+}
+
+int32_t spec_engine_fork(spec_engine * engine, int32_t src, int32_t n_past, const int32_t * dst,
+                         spec_sampler ** samplers, int32_t n) {
+    return guarded([&] { fork_sequences(deref(engine, "engine"), src, n_past, dst, samplers, n); });
+}
+
+void spec_embedder_default_params(spec_embedder_params * out) {
+    if (out == nullptr) {
+        return;
+    }
+    *out = {};
+    out->n_batch = 2048;
+    out->n_seq_max = 16;
+    out->flash_attention = true;
+}
+
+int32_t spec_embedder_init(const spec_model * model, const spec_embedder_params * params,
+                           spec_embedder ** out) {
+    return guarded([&] {
+        deref(out, "out") = nullptr;
+        *out = make_embedder(deref(model, "model"), deref(params, "params"));
+    });
+}
+
+void spec_embedder_free(spec_embedder * embedder) {
+    delete embedder;
+}
+
+int32_t spec_embedder_get_limits(const spec_embedder * embedder, spec_embedder_limits * out) {
+    return guarded([&] { deref(out, "out") = deref(embedder, "embedder").limits; });
+}
+
+int32_t spec_embedder_encode(spec_embedder * embedder, const int32_t * tokens, int32_t n_tokens,
+                             const int32_t * lengths, int32_t n_texts, float * rows, size_t cap) {
+    return guarded([&] {
+        encode(deref(embedder, "embedder"), tokens, n_tokens, lengths, n_texts, rows, cap);
     });
 }
 

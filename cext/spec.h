@@ -189,7 +189,37 @@ typedef struct spec_sampler_params {
     const char * grammar; /* GBNF with a rule "root"; NULL or "" = off */
     bool ignore_eos;      /* end-of-generation tokens are never chosen */
     bool logprobs;        /* compute log-probabilities of the emitted tokens */
+
+    /* since ABI 2 */
+    int32_t n_top_logprobs;  /* [0, 32]: likeliest tokens told with each emitted token; 0 = off */
+    int32_t min_keep;        /* >= 0: fewest tokens that top_p, min_p, typical_p and XTC leave */
+    float dynatemp_range;    /* >= 0: the temperature follows the entropy within +- this; 0 = off */
+    float dynatemp_exponent; /* >= 0 */
+    int32_t mirostat;        /* 0 = off, 1 or 2: replaces all filters but the temperature */
+    float mirostat_tau;      /* >= 0; target surprise in bits */
+    float mirostat_eta;      /* [0, 1]; learning rate */
+    float adaptive_target;   /* [0, 1]: tokens near this probability are chosen; -1 = off */
+    float adaptive_decay;    /* [0, 0.99] */
+    const int32_t * samplers; /* spec_sampler_kind in order, each once */
+    int32_t n_samplers;       /* -1: llama.cpp's default order */
 } spec_sampler_params;
+
+/* What a chain can be made of, in spec_sampler_params.samplers. since ABI 2 */
+enum spec_sampler_kind {
+    SPEC_SAMPLER_PENALTIES = 0,
+    SPEC_SAMPLER_DRY = 1,
+    SPEC_SAMPLER_TOP_N_SIGMA = 2,
+    SPEC_SAMPLER_TOP_K = 3,
+    SPEC_SAMPLER_TYPICAL_P = 4,
+    SPEC_SAMPLER_TOP_P = 5,
+    SPEC_SAMPLER_MIN_P = 6,
+    SPEC_SAMPLER_XTC = 7,
+    SPEC_SAMPLER_TEMPERATURE = 8,
+    SPEC_SAMPLER_INFILL = 9, /* fill-in-the-middle; after a top_k of [1, 1024], without a grammar */
+    SPEC_SAMPLER_COUNT
+};
+
+#define SPEC_TOP_LOGPROBS_MAX 32
 
 #define SPEC_SEED_RANDOM 0xFFFFFFFFu
 
@@ -325,6 +355,12 @@ typedef struct spec_result {
     int64_t t_process_us;
     int64_t t_sample_us; /* verification, log-probabilities, rollback */
     int64_t t_total_us;
+
+    /* since ABI 2 */
+    const int32_t * top_tokens; /* [n_tokens, n_top], likeliest first; -1 where not asked for */
+    const float * top_logprobs; /* [n_tokens, n_top]; natural log under the target's unmodified
+                                   distribution; NaN where not asked for */
+    int32_t n_top; /* greatest n_top_logprobs of the plan's sequences; 0: both arrays are empty */
 } spec_result;
 
 /* One step for all sequences of the plan: draft, undo the draft's KV, decode prompt pieces, last
@@ -515,6 +551,66 @@ enum spec_fault {
 
 /* Makes the next `n_steps` steps fail, for tests of the failure paths. since ABI 1 */
 int32_t spec_engine_inject_fault(spec_engine * engine, int32_t fault, int32_t n_steps);
+
+/* Constraints, forks and embeddings. since ABI 2 */
+
+/* Checks a GBNF grammar without a model: size, expansion, left recursion, ambiguity. Errors:
+ * BAD_GRAMMAR. since ABI 2 */
+int32_t spec_grammar_check(const char * grammar);
+/* *out is true when the grammar generates exactly the UTF-8 text. Errors: BAD_GRAMMAR,
+ * INVALID_ARGUMENT (longer than 64 KiB). since ABI 2 */
+int32_t spec_grammar_accepts(const char * grammar, const char * text, size_t n_text, bool * out);
+
+/* Begins n idle sequences dst with the first n_past tokens of src: tokens of its prompt, and not
+ * the last that it holds; -1 takes as many as possible. What follows in dst is decoded by the
+ * caller, at least one token. Drafts go on in dst; their first may be poorer, since MTP's hidden
+ * row of the last token is not copied. The engine owns samplers[0..n) on SPEC_OK only, and sets
+ * them to NULL. Errors: UNSUPPORTED (recurrent target), BAD_SEQ_ID, SEQ_IDLE, SEQ_BUSY, BAD_PLAN,
+ * INVALID_ARGUMENT; then nothing has changed. since ABI 2 */
+int32_t spec_engine_fork(spec_engine * engine, int32_t src, int32_t n_past, const int32_t * dst,
+                         spec_sampler ** samplers, int32_t n);
+
+typedef struct spec_embedder spec_embedder;
+
+enum spec_pooling {
+    SPEC_POOLING_MODEL = 0, /* what the model was trained for; NONE when it does not say */
+    SPEC_POOLING_NONE = 1,  /* one row for each token */
+    SPEC_POOLING_MEAN = 2,
+    SPEC_POOLING_CLS = 3,  /* the first token's row */
+    SPEC_POOLING_LAST = 4, /* the last token's row */
+    SPEC_POOLING_RANK = 5, /* scores of a reranker's classification head */
+    SPEC_POOLING_COUNT
+};
+
+/* Fill with spec_embedder_default_params first. */
+typedef struct spec_embedder_params {
+    int32_t pooling;   /* spec_pooling */
+    int32_t n_batch;   /* most tokens of one decode, and so of one text; [1, 65536] */
+    int32_t n_seq_max; /* most texts of one decode; [1, 256] */
+    int32_t n_threads; /* 0 = all cores */
+    bool flash_attention;
+} spec_embedder_params;
+
+typedef struct spec_embedder_limits {
+    int32_t pooling; /* spec_pooling, not MODEL */
+    int32_t n_batch;
+    int32_t n_seq_max;
+    int32_t n_vocab;
+    int32_t n_embd; /* floats of one row */
+} spec_embedder_limits;
+
+void spec_embedder_default_params(spec_embedder_params * out);
+/* Makes a context of its own over the model. Errors: INVALID_ARGUMENT, UNSUPPORTED, OUT_OF_MEMORY.
+ * Thread: as spec_engine. since ABI 2 */
+int32_t spec_embedder_init(const spec_model * model, const spec_embedder_params * params,
+                           spec_embedder ** out);
+void spec_embedder_free(spec_embedder * embedder);
+int32_t spec_embedder_get_limits(const spec_embedder * embedder, spec_embedder_limits * out);
+/* Embeds n_texts texts; text i has lengths[i] tokens, >= 1 and <= n_batch, one after the other in
+ * tokens[n_tokens]. rows: with NONE [n_tokens, n_embd], else [n_texts, n_embd]; cap is its number
+ * of floats. Errors: INVALID_ARGUMENT, BUFFER_TOO_SMALL, DECODE_FAILED. since ABI 2 */
+int32_t spec_embedder_encode(spec_embedder * embedder, const int32_t * tokens, int32_t n_tokens,
+                             const int32_t * lengths, int32_t n_texts, float * rows, size_t cap);
 
 #ifdef __cplusplus
 }

@@ -12,7 +12,7 @@ import pytest
 from tests.hand import DENSE, HYBRID, MODELS
 
 import drafthouse_engine
-from drafthouse_engine import DRAFT_TYPES, Status
+from drafthouse_engine import DRAFT_TYPES, POOLINGS, SAMPLERS, Status
 from drafthouse_engine.errors import BY_STATUS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +53,13 @@ def test_draft_types_are_those_of_the_header() -> None:
         name.lower().replace("_", "-") for name, _ in sorted(declared, key=lambda x: int(x[1]))
     ]
     assert tuple(names) == DRAFT_TYPES
+
+
+def test_samplers_and_poolings_are_those_of_the_header() -> None:
+    for prefix, names in (("SAMPLER", SAMPLERS), ("POOLING", POOLINGS)):
+        declared = re.findall(rf"SPEC_{prefix}_(\w+) = (\d+)", HEADER)
+        ordered = sorted(declared, key=lambda x: int(x[1]))
+        assert tuple(name.lower() for name, _ in ordered) == names
 
 
 def test_every_function_of_the_header_is_called_by_the_c_program_and_mirrored() -> None:

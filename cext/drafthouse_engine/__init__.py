@@ -12,11 +12,14 @@ import logging
 
 try:
     from drafthouse_engine._spec import (
+        Embedder,
         Engine,
         Model,
         Sampler,
         abi_version,
         build_version,
+        check_grammar,
+        grammar_accepts,
         set_log,
     )
 except ImportError as error:
@@ -26,11 +29,14 @@ except ImportError as error:
     ) from error
 
 from drafthouse_engine.batch import Batch
+from drafthouse_engine.choice import choice_grammar
 from drafthouse_engine.decoder import Decoder, DecoderPool, TreeDecoder
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.distribution import sample_token, token_distribution
+from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams, Pooling
 from drafthouse_engine.errors import (
     AcceptedTooMany,
+    BadConstraint,
     BadGrammar,
     BadModel,
     BadPlan,
@@ -62,6 +68,7 @@ from drafthouse_engine.errors import (
     WrongRoot,
     WrongThread,
 )
+from drafthouse_engine.fork import begin_many
 from drafthouse_engine.generate import (
     Generation,
     GenerationMethod,
@@ -74,8 +81,17 @@ from drafthouse_engine.generate import (
     generate_tree,
     generate_vanilla,
 )
+from drafthouse_engine.json_schema import json_schema_grammar
 from drafthouse_engine.limits import EngineLimits
-from drafthouse_engine.options import DRAFT_TYPES, DraftType, EngineParams, SamplingParams
+from drafthouse_engine.options import (
+    DRAFT_TYPES,
+    SAMPLERS,
+    DraftType,
+    EngineParams,
+    SamplerKind,
+    SamplingParams,
+)
+from drafthouse_engine.regex import regex_grammar
 from drafthouse_engine.rejection import (
     adjusted_distribution,
     modified_rejection_step,
@@ -100,8 +116,11 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 __all__ = [
     "DRAFT_TYPES",
     "PLAN_DTYPE",
+    "POOLINGS",
     "RESULT_DTYPE",
+    "SAMPLERS",
     "AcceptedTooMany",
+    "BadConstraint",
     "BadGrammar",
     "BadModel",
     "BadPlan",
@@ -120,6 +139,9 @@ __all__ = [
     "DraftTree",
     "DraftType",
     "Eagle3Session",
+    "Embedder",
+    "EmbedderLimits",
+    "EmbedderParams",
     "Engine",
     "EngineError",
     "EngineLimits",
@@ -141,9 +163,11 @@ __all__ = [
     "NoRoom",
     "NotEagle3",
     "OutOfMemory",
+    "Pooling",
     "ProposalPending",
     "ResultFlag",
     "Sampler",
+    "SamplerKind",
     "SamplingFailed",
     "SamplingParams",
     "Scorer",
@@ -165,12 +189,18 @@ __all__ = [
     "WrongThread",
     "abi_version",
     "adjusted_distribution",
+    "begin_many",
     "build_version",
+    "check_grammar",
+    "choice_grammar",
     "generate",
     "generate_autoregressive",
     "generate_tree",
     "generate_vanilla",
+    "grammar_accepts",
+    "json_schema_grammar",
     "modified_rejection_step",
+    "regex_grammar",
     "sample_token",
     "set_log",
     "speculative_sample",

@@ -1,7 +1,7 @@
 """Types of the compiled extension."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -9,25 +9,31 @@ import numpy as np
 import numpy.typing as npt
 
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
+from drafthouse_engine.embedding import EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import EngineLimits
 from drafthouse_engine.options import EngineParams, SamplingParams
 from drafthouse_engine.step import Fault, StepResult
 
 __all__ = [
     "DecoderContext",
+    "Embedder",
     "Engine",
     "Model",
     "Sampler",
     "abi_version",
     "apply_lm_head",
     "build_version",
+    "check_grammar",
     "embed_tokens",
+    "grammar_accepts",
     "set_log",
 ]
 
 def abi_version() -> int: ...
 def build_version() -> str: ...
 def set_log(level: int, callback: Callable[[int, str], object] | None = None) -> None: ...
+def check_grammar(grammar: str) -> None: ...
+def grammar_accepts(grammar: str, text: str) -> bool: ...
 def default_sampling_params() -> SamplingParams: ...
 def default_engine_params() -> EngineParams: ...
 
@@ -162,6 +168,9 @@ class Engine:
     def seq_id_last(self, seq_id: int) -> int | None: ...
     def save(self, seq_id: int) -> bytes: ...
     def load(self, seq_id: int, snapshot: bytes | bytearray | memoryview) -> None: ...
+    def fork(
+        self, src: int, samplers: Mapping[int, Sampler], n_past: int | None = None
+    ) -> None: ...
     def inject_fault(self, fault: Fault | int, n_steps: int = 1) -> None: ...
     def close(self) -> None: ...
 
@@ -207,3 +216,29 @@ def embed_tokens(
 def apply_lm_head(
     model: Model, hidden: npt.NDArray[np.floating[Any]], width: int
 ) -> npt.NDArray[np.float32]: ...
+
+@final
+class Embedder:
+    def __init__(self, model: Model, params: EmbedderParams | None = None) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def params(self) -> EmbedderParams: ...
+    @property
+    def limits(self) -> EmbedderLimits: ...
+    @property
+    def is_closed(self) -> bool: ...
+    def encode(
+        self, texts: Iterable[Sequence[int] | npt.NDArray[np.integer[Any]]]
+    ) -> npt.NDArray[np.float32]: ...
+    def encode_tokens(
+        self, texts: Iterable[Sequence[int] | npt.NDArray[np.integer[Any]]]
+    ) -> list[npt.NDArray[np.float32]]: ...
+    def close(self) -> None: ...

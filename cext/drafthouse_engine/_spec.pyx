@@ -34,19 +34,23 @@ import numpy as np
 
 from drafthouse_engine import errors
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
+from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import EngineLimits
-from drafthouse_engine.options import DRAFT_TYPES, EngineParams, SamplingParams
+from drafthouse_engine.options import DRAFT_TYPES, SAMPLERS, EngineParams, SamplingParams
 from drafthouse_engine.step import PLAN_DTYPE, RESULT_DTYPE, StepResult
 
 __all__ = [
     "DecoderContext",
+    "Embedder",
     "Engine",
     "Model",
     "Sampler",
     "abi_version",
     "apply_lm_head",
     "build_version",
+    "check_grammar",
     "embed_tokens",
+    "grammar_accepts",
     "set_log",
 ]
 
@@ -728,6 +732,8 @@ cdef object fill_sampler_params(spec.spec_sampler_params * c, params):
     grammar = encode(params.grammar, "grammar")
     breakers = Strings(params.dry_breakers or (), "dry_breakers")
     bias = Buffer(np.array(list(params.logit_bias), BIAS_DTYPE))
+    order = [SAMPLERS.index(name) for name in params.samplers or ()]
+    kinds = Buffer(np.array(order, np.int32))
     c.seed = spec.SPEC_SEED_RANDOM if params.seed is None else params.seed
     c.temperature = params.temperature
     c.top_k = params.top_k
@@ -752,7 +758,18 @@ cdef object fill_sampler_params(spec.spec_sampler_params * c, params):
     c.grammar = <const char *>(<bytes>grammar)
     c.ignore_eos = params.ignore_eos
     c.logprobs = params.logprobs
-    return grammar, breakers, bias
+    c.n_top_logprobs = params.n_top_logprobs
+    c.min_keep = params.min_keep
+    c.dynatemp_range = params.dynatemp_range
+    c.dynatemp_exponent = params.dynatemp_exponent
+    c.mirostat = params.mirostat
+    c.mirostat_tau = params.mirostat_tau
+    c.mirostat_eta = params.mirostat_eta
+    c.adaptive_target = -1.0 if params.adaptive_target is None else params.adaptive_target
+    c.adaptive_decay = params.adaptive_decay
+    c.samplers = <const int32_t *>(<Buffer>kinds).view.buf
+    c.n_samplers = -1 if params.samplers is None else len(order)
+    return grammar, breakers, bias, kinds
 
 
 def default_sampling_params():
@@ -780,6 +797,15 @@ def default_sampling_params():
         xtc_threshold=c.xtc_threshold,
         ignore_eos=c.ignore_eos,
         logprobs=c.logprobs,
+        n_top_logprobs=c.n_top_logprobs,
+        min_keep=c.min_keep,
+        dynatemp_range=c.dynatemp_range,
+        dynatemp_exponent=c.dynatemp_exponent,
+        mirostat=c.mirostat,
+        mirostat_tau=c.mirostat_tau,
+        mirostat_eta=c.mirostat_eta,
+        adaptive_target=None if c.adaptive_target < 0 else c.adaptive_target,
+        adaptive_decay=c.adaptive_decay,
     )
 
 
@@ -1383,6 +1409,56 @@ cdef class Engine:
             rc = spec.spec_engine_seq_load(
                 handle, c_seq_id, source.view.buf, <size_t>source.view.len)
         self._leave(rc, c_seq_id)
+    def fork(self, src, samplers, n_past=None):
+        """Begins idle sequences with the first tokens of another's prompt, without computing them.
+
+        The caller gives the next tokens of each new sequence, at least one. Drafts go on there; the
+        first may be poorer, as the MTP heads' last hidden row is not copied.
+
+        Args:
+            src: the sequence that is copied; it stays as it is.
+            samplers: the sampler of each new sequence, by its id; handed over as in `seq_begin`,
+                unless the call fails.
+            n_past: tokens of the prompt to share, [1, those that src holds); None is as many as
+                possible.
+
+        Raises:
+            Unsupported: the target has recurrent layers; see `begin_many`, which prefills then.
+            BadPlan: src has no such prompt, or waits for accept or process; nothing has changed.
+            SeqIdle, SeqBusy: src has not begun, or a new one has.
+            Closed: a sampler was used before.
+        """
+        cdef int32_t c_src = self._seq_id(src)
+        ids = np.array([self._seq_id(seq_id) for seq_id in samplers], np.int32)
+        handles = np.zeros(len(ids), np.uintp)
+        held = list(samplers.values())
+        for i, sampler in enumerate(held):
+            if not isinstance(sampler, Sampler):
+                raise TypeError(f"samplers must be Sampler, not {type(sampler).__name__}")
+            if (<Sampler>sampler)._handle is NULL:
+                raise errors.Closed("the sampler was used or closed before")
+            if (<Sampler>sampler)._model is not self.target:
+                raise errors.InvalidArgument("the sampler was made for another model")
+            handles[i] = <size_t>(<Sampler>sampler)._handle
+        cdef int32_t n = -1 if n_past is None else int32_of(n_past, "n_past")
+        self._fork(c_src, n, Buffer(ids), Buffer(handles, True), held)
+
+    cdef int _fork(
+        self, int32_t src, int32_t n_past, Buffer ids, Buffer handles, list samplers
+    ) except -1:
+        cdef int32_t rc
+        cdef Py_ssize_t i
+        cdef int32_t n = <int32_t>len(samplers)
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_fork(
+                handle, src, n_past, <const int32_t *>ids.view.buf,
+                <spec.spec_sampler **>handles.view.buf, n)
+        for i, sampler in enumerate(samplers):
+            if (<spec.spec_sampler **>handles.view.buf)[i] is NULL:  # the engine took it
+                (<Sampler>sampler)._handle = NULL
+                (<Sampler>sampler)._free()
+        return self._leave(rc, src)
 
     def inject_fault(self, fault, n_steps=1):
         """Makes the next steps fail, for tests of the failure paths.
@@ -1403,7 +1479,236 @@ cdef object result_of(const spec.spec_result * r):
     return StepResult(
         array_of(r.entries, r.n_entries, RESULT_DTYPE), array_of(r.tokens, r.n_tokens, _int32),
         array_of(r.logprobs, r.n_tokens, _float32), r.n_batch_tokens,
-        r.t_draft_us, r.t_decode_us, r.t_process_us, r.t_sample_us, r.t_total_us)
+        r.t_draft_us, r.t_decode_us, r.t_process_us, r.t_sample_us, r.t_total_us,
+        array_of(r.top_tokens, r.n_tokens * r.n_top, _int32).reshape(r.n_tokens, r.n_top),
+        array_of(r.top_logprobs, r.n_tokens * r.n_top, _float32).reshape(r.n_tokens, r.n_top))
+
+
+# Grammars.
+
+def check_grammar(grammar):
+    """Compiles a grammar without a model, to see whether it can constrain a sequence.
+
+    Args:
+        grammar: GBNF with a rule `root`, at most 64 KiB.
+
+    Raises:
+        BadGrammar: it cannot be parsed, its repetitions expand too far, it is left-recursive or too
+            ambiguous.
+
+    Thread:
+        Any, several at once.
+    """
+    encoded = encode(grammar, "grammar")
+    cdef const char * text = encoded
+    cdef int32_t rc
+    enter_call()
+    with nogil:
+        rc = spec.spec_grammar_check(text)
+    leave_call(rc)
+
+
+def grammar_accepts(grammar, text):
+    """Returns whether a grammar generates exactly this text.
+
+    Args:
+        grammar: GBNF with a rule `root`, at most 64 KiB.
+        text: at most 64 KiB of UTF-8.
+
+    Raises:
+        BadGrammar: see `check_grammar`.
+
+    Thread:
+        Any, several at once.
+    """
+    encoded = encode(grammar, "grammar")
+    encoded_text = encode_text(text, "text")
+    cdef const char * c_grammar = encoded
+    cdef const char * c_text = encoded_text
+    cdef size_t n_text = len(encoded_text)
+    cdef c_bool out = False
+    cdef int32_t rc
+    enter_call()
+    with nogil:
+        rc = spec.spec_grammar_accepts(c_grammar, c_text, n_text, &out)
+    leave_call(rc)
+    return out
+
+
+# Embeddings.
+
+@cython.final
+@cython.no_gc_clear
+cdef class Embedder:
+    """Embeddings of texts, through a context of its own over a model.
+
+    Args:
+        model: the model whose hidden states are read; the embedder keeps it alive.
+        params: None means the defaults of `EmbedderParams`.
+
+    Raises:
+        Unsupported: the model is a draft model, or has no classification head for rank.
+        InvalidArgument: the parameters do not fit the model.
+        OutOfMemory: memory could not be allocated.
+
+    Thread:
+        Any, one at a time; a second call while one is in flight raises WrongThread.
+    """
+
+    cdef spec.spec_embedder * _handle
+    cdef readonly Model model
+    """The model."""
+    cdef readonly object params
+    """The parameters that it was made with."""
+    cdef readonly object limits
+    """What it offers (`EmbedderLimits`)."""
+    cdef bint _is_busy
+
+    def __cinit__(self, Model model not None, params=None):
+        cdef spec.spec_embedder_params c
+        self.params = EmbedderParams() if params is None else params
+        if not isinstance(self.params, EmbedderParams):
+            raise TypeError(f"params must be EmbedderParams, not {type(params).__name__}")
+        spec.spec_embedder_default_params(&c)
+        c.pooling = POOLINGS.index(self.params.pooling)
+        c.n_batch = self.params.n_batch
+        c.n_seq_max = self.params.n_seq_max
+        c.n_threads = self.params.n_threads
+        c.flash_attention = self.params.flash_attention
+        self._init(model, &c)
+        self._read_limits()
+
+    cdef int _init(self, Model model, const spec.spec_embedder_params * params) except -1:
+        cdef int32_t rc
+        cdef const spec.spec_model * handle = model._use()
+        self.model = model
+        enter_call()
+        with nogil:
+            rc = spec.spec_embedder_init(handle, params, &self._handle)
+        if rc != spec.SPEC_OK:
+            model._unuse()
+        return leave_call(rc)
+
+    cdef int _read_limits(self) except -1:
+        cdef spec.spec_embedder_limits c
+        check(spec.spec_embedder_get_limits(self._handle, &c))
+        self.limits = EmbedderLimits(
+            pooling=POOLINGS[c.pooling], n_batch=c.n_batch, n_seq_max=c.n_seq_max,
+            n_vocab=c.n_vocab, n_embd=c.n_embd)
+        return 0
+
+    def __dealloc__(self):
+        self._free()
+
+    cdef void _free(self) noexcept:
+        if self._handle is NULL:
+            return
+        spec.spec_embedder_free(self._handle)
+        self._handle = NULL
+        self.model._unuse()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        self.close()
+
+    def __repr__(self):
+        if self._handle is NULL:
+            return "<Embedder, closed>"
+        return f"<Embedder {self.limits.pooling}, {self.limits.n_embd} wide>"
+
+    @property
+    def is_closed(self):
+        """Whether `close` was called."""
+        return self._handle is NULL
+
+    def close(self):
+        """Frees the context. Harmless when done twice.
+
+        Raises:
+            WrongThread: a call is in flight.
+        """
+        if self._is_busy:
+            raise errors.WrongThread("an embedder was closed while a call was in flight")
+        self._free()
+
+    def encode(self, texts):
+        """Returns the pooled rows of texts; texts of any number, batched as they fit.
+
+        Args:
+            texts: token ids of each text, [1, n_batch] of them.
+
+        Shape:
+            [n_texts, n_embd] float32; of unit length with `is_normalised`.
+
+        Raises:
+            Unsupported: the pooling is none; see `encode_tokens`.
+            InvalidArgument: a text is empty, too long, or has a wrong token.
+            DecodeFailed: the decode failed.
+        """
+        if self._handle is not NULL and self.limits.pooling == "none":
+            raise errors.Unsupported("pooling none gives rows of tokens: call encode_tokens")
+        arrays = [int32_array(text, "texts") for text in texts]
+        rows = self._encode(arrays, len(arrays))
+        return self._normalised(rows)
+
+    def encode_tokens(self, texts):
+        """Returns the hidden states of every token, text by text.
+
+        Args:
+            texts: token ids of each text, [1, n_batch] of them.
+
+        Shape:
+            A list with [n_tokens of the text, n_embd] float32 of each text.
+
+        Raises:
+            Unsupported: the pooling is another than none.
+            InvalidArgument: a text is empty, too long, or has a wrong token.
+            DecodeFailed: the decode failed.
+        """
+        if self._handle is not NULL and self.limits.pooling != "none":
+            raise errors.Unsupported("hidden states of tokens need pooling none")
+        arrays = [int32_array(text, "texts") for text in texts]
+        lengths = [len(array) for array in arrays]
+        rows = self._normalised(self._encode(arrays, sum(lengths)))
+        return np.split(rows, np.cumsum(lengths)[:-1]) if lengths else []
+
+    cdef object _normalised(self, rows):
+        if not self.params.is_normalised or self.limits.pooling == "rank":
+            return rows
+        norms = np.linalg.norm(rows, axis=1, keepdims=True)
+        return rows / np.maximum(norms, np.finfo(np.float32).tiny)
+
+    cdef object _encode(self, list arrays, Py_ssize_t n_rows):
+        cdef int32_t rc
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+        if n_rows > INT32_MAX or len(tokens) > INT32_MAX:
+            raise errors.InvalidArgument("there are more than 2^31 − 1 tokens")
+        self._check_idle()
+        rows = np.empty((n_rows, self.limits.n_embd), np.float32)
+        cdef Buffer c_tokens = Buffer(tokens)
+        cdef Buffer c_lengths = Buffer(np.array([len(array) for array in arrays], np.int32))
+        cdef Buffer out = Buffer(rows, True)
+        cdef int32_t n_tokens = <int32_t>len(tokens)
+        cdef int32_t n_texts = <int32_t>len(arrays)
+        cdef size_t cap = rows.size
+        enter_call()
+        self._is_busy = True
+        with nogil:
+            rc = spec.spec_embedder_encode(
+                self._handle, <const int32_t *>c_tokens.view.buf, n_tokens,
+                <const int32_t *>c_lengths.view.buf, n_texts, <float *>out.view.buf, cap)
+        self._is_busy = False
+        leave_call(rc)
+        return rows
+
+    cdef int _check_idle(self) except -1:
+        if self._handle is NULL:
+            raise errors.Closed("the embedder is closed")
+        if self._is_busy:
+            raise errors.WrongThread("an embedder was called while a call was in flight")
+        return 0
 
 
 # Decoders.
@@ -1861,7 +2166,11 @@ cdef int check_library() except -1:
     for status in errors.Status:
         if spec.spec_status_name(status).decode("ascii") != status.name:
             raise ImportError(f"drafthouse_engine/errors.py does not fit spec.h at {status.name}")
-    if len(DRAFT_TYPES) != spec.SPEC_DRAFT_COUNT:
+    if (
+        len(DRAFT_TYPES) != spec.SPEC_DRAFT_COUNT
+        or len(SAMPLERS) != spec.SPEC_SAMPLER_COUNT
+        or len(POOLINGS) != spec.SPEC_POOLING_COUNT
+    ):
         raise ImportError("drafthouse_engine/options.py does not fit spec.h")
     return check_layout()
 

@@ -5,6 +5,7 @@ EngineError
 ├── InvalidArgument (ValueError)
 │   ├── InvalidConfig{field, value}
 │   ├── BadGrammar
+│   │   └── BadConstraint{where}
 │   ├── BadTemplate
 │   ├── BadSeqId{seq_id, n_seq}
 │   └── WrongRoot{root, last}
@@ -42,6 +43,7 @@ import enum
 
 __all__ = [
     "AcceptedTooMany",
+    "BadConstraint",
     "BadGrammar",
     "BadModel",
     "BadPlan",
@@ -149,6 +151,19 @@ class InvalidConfig(InvalidArgument):
 
 class BadGrammar(InvalidArgument):
     """The grammar cannot be parsed."""
+
+
+class BadConstraint(BadGrammar):
+    """A regular expression, JSON schema or choice that cannot become a grammar.
+
+    Args:
+        message: names the construct and its place.
+        where: index in the pattern, or pointer into the schema, such as `#/properties/name`.
+    """
+
+    def __init__(self, message: str, *, where: int | str = "") -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class BadTemplate(InvalidArgument):

@@ -14,6 +14,7 @@ __all__ = [
     "check_float",
     "check_int",
     "check_text",
+    "has_text_problem",
     "refusal",
 ]
 
@@ -56,8 +57,13 @@ def check_float(
 
 def check_text(owner: object, field: str, value: object) -> None:
     """Raises `InvalidConfig` unless the value is text that C can hold."""
-    if not isinstance(value, str) or "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
+    if not isinstance(value, str) or has_text_problem(value):
         raise refusal(owner, field, value, "text without NUL characters and lone surrogates")
+
+
+def has_text_problem(text: str) -> bool:
+    """Returns whether text has a NUL character, which C ends at, or a lone surrogate."""
+    return "\0" in text or any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _is_within(value: float, low: float, high: float, ends: str) -> bool:

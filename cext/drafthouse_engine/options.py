@@ -16,7 +16,14 @@ from drafthouse_engine.fields import (
     refusal,
 )
 
-__all__ = ["DRAFT_TYPES", "DraftType", "EngineParams", "SamplingParams"]
+__all__ = [
+    "DRAFT_TYPES",
+    "SAMPLERS",
+    "DraftType",
+    "EngineParams",
+    "SamplerKind",
+    "SamplingParams",
+]
 
 DraftType: TypeAlias = Literal[
     "none",
@@ -34,6 +41,24 @@ model, or from n-grams."""
 
 DRAFT_TYPES: Final[tuple[DraftType, ...]] = get_args(DraftType)
 """All draft types; the place of one is its `spec_draft_type`."""
+
+SamplerKind: TypeAlias = Literal[
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typical_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+    "infill",
+]
+"""What a chain of samplers can be made of; `infill` is for fill-in-the-middle prompts."""
+
+SAMPLERS: Final[tuple[SamplerKind, ...]] = get_args(SamplerKind)
+"""All kinds of samplers; the place of one is its `spec_sampler_kind`. Without `infill` this is the
+order in which they apply unless `SamplingParams.samplers` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +115,28 @@ class SamplingParams:
     """Tokens that end a generation are never chosen."""
     logprobs: bool = False
     """Log-probabilities of the emitted tokens are computed."""
+    n_top_logprobs: int = 0
+    """[0, 32]: so many likeliest tokens are told with each emitted token; 0 is off."""
+    min_keep: int = 0
+    """Fewest tokens that top_p, min_p, typical_p and XTC leave, ≥ 0."""
+    dynatemp_range: float = 0.0
+    """≥ 0: the temperature follows the entropy, within temperature ± this; 0 is off."""
+    dynatemp_exponent: float = 1.0
+    """≥ 0: how the entropy maps to the temperature."""
+    mirostat: Literal[0, 1, 2] = 0
+    """0 is off; 1 and 2 hold the surprise of the text constant, and replace all filters but the
+    temperature. Source: Basu et al., arXiv:2007.14966."""
+    mirostat_tau: float = 5.0
+    """Target surprise in bits, ≥ 0."""
+    mirostat_eta: float = 0.1
+    """Learning rate, [0, 1]."""
+    adaptive_target: float | None = None
+    """[0, 1]: tokens near this probability are chosen, on average; None is off."""
+    adaptive_decay: float = 0.9
+    """How long the average remembers, [0, 0.99]: about 1 / (1 − decay) tokens."""
+    samplers: tuple[SamplerKind, ...] | None = None
+    """The chain in its order, each kind once; what is not named does not apply. None is the
+    default order. `infill` needs a top_k in [1, 1024] before it, and no grammar."""
 
     def __post_init__(self) -> None:
         self._check_filters()
@@ -98,6 +145,9 @@ class SamplingParams:
         check_text(self, "grammar", self.grammar)
         check_bool(self, "ignore_eos")
         check_bool(self, "logprobs")
+        check_int(self, "n_top_logprobs", 0, 32)
+        self._check_adaptive()
+        self._check_order()
 
     def _check_filters(self) -> None:
         if self.seed is not None:
@@ -123,6 +173,27 @@ class SamplingParams:
         check_int(self, "dry_penalty_last_n", -1)
         for text in self.dry_breakers or ():
             check_text(self, "dry_breakers", text)
+
+    def _check_adaptive(self) -> None:
+        check_int(self, "min_keep", 0)
+        check_float(self, "dynatemp_range", 0)
+        check_float(self, "dynatemp_exponent", 0, 1e6)
+        check_int(self, "mirostat", 0, 2)
+        check_float(self, "mirostat_tau", 0, 1e6)
+        check_float(self, "mirostat_eta", 0, 1)
+        if self.adaptive_target is not None:
+            check_float(self, "adaptive_target", 0, 1)
+            if self.mirostat:
+                raise refusal(self, "adaptive_target", self.adaptive_target, "None with mirostat")
+        check_float(self, "adaptive_decay", 0, 0.99)
+
+    def _check_order(self) -> None:
+        order = () if self.samplers is None else self.samplers
+        if not isinstance(order, tuple) or len(set(order)) != len(order):
+            raise refusal(self, "samplers", order, "a tuple that names each sampler once")
+        for name in order:
+            if name not in SAMPLERS:
+                raise refusal(self, "samplers", order, f"names of {', '.join(SAMPLERS)}")
 
     def _check_bias(self) -> None:
         for pair in self.logit_bias:

@@ -13,6 +13,8 @@ cdef extern from "spec.h" nogil:
         SPEC_ERR_BUFFER_TOO_SMALL
         SPEC_ERR_CANCELLED
         SPEC_DRAFT_COUNT
+        SPEC_SAMPLER_COUNT
+        SPEC_POOLING_COUNT
 
     const uint32_t SPEC_SEED_RANDOM
 
@@ -103,6 +105,17 @@ cdef extern from "spec.h" nogil:
         const char * grammar
         bool ignore_eos
         bool logprobs
+        int32_t n_top_logprobs
+        int32_t min_keep
+        float dynatemp_range
+        float dynatemp_exponent
+        int32_t mirostat
+        float mirostat_tau
+        float mirostat_eta
+        float adaptive_target
+        float adaptive_decay
+        const int32_t * samplers
+        int32_t n_samplers
 
     void spec_sampler_default_params(spec_sampler_params * out)
     int32_t spec_sampler_init(
@@ -189,6 +202,9 @@ cdef extern from "spec.h" nogil:
         int64_t t_process_us
         int64_t t_sample_us
         int64_t t_total_us
+        const int32_t * top_tokens
+        const float * top_logprobs
+        int32_t n_top
 
     int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_result * out)
 
@@ -272,3 +288,35 @@ cdef extern from "spec.h" nogil:
     int32_t spec_engine_seq_tokens(
         const spec_engine * engine, int32_t seq_id, int32_t * tokens, size_t cap, size_t * n_needed,
         int32_t * id_last)
+    int32_t spec_grammar_check(const char * grammar)
+    int32_t spec_grammar_accepts(
+        const char * grammar, const char * text, size_t n_text, bool * out)
+    int32_t spec_engine_fork(
+        spec_engine * engine, int32_t src, int32_t n_past, const int32_t * dst,
+        spec_sampler ** samplers, int32_t n)
+
+    ctypedef struct spec_embedder:
+        pass
+
+    ctypedef struct spec_embedder_params:
+        int32_t pooling
+        int32_t n_batch
+        int32_t n_seq_max
+        int32_t n_threads
+        bool flash_attention
+
+    ctypedef struct spec_embedder_limits:
+        int32_t pooling
+        int32_t n_batch
+        int32_t n_seq_max
+        int32_t n_vocab
+        int32_t n_embd
+
+    void spec_embedder_default_params(spec_embedder_params * out)
+    int32_t spec_embedder_init(
+        const spec_model * model, const spec_embedder_params * params, spec_embedder ** out)
+    void spec_embedder_free(spec_embedder * embedder)
+    int32_t spec_embedder_get_limits(const spec_embedder * embedder, spec_embedder_limits * out)
+    int32_t spec_embedder_encode(
+        spec_embedder * embedder, const int32_t * tokens, int32_t n_tokens,
+        const int32_t * lengths, int32_t n_texts, float * rows, size_t cap)

@@ -81,3 +81,11 @@ class StepResult:
     """Verification, log-probabilities and rollback."""
     t_total_us: int
     """The whole step."""
+    top_tokens: npt.NDArray[np.int32]
+    """The likeliest tokens with each of `tokens`, likeliest first, as many as the greatest
+    `n_top_logprobs` of the plan's sequences; −1 where not asked for.
+    Shape: [n_tokens, n_top] int32."""
+    top_logprobs: npt.NDArray[np.float32]
+    """Natural log-probabilities of `top_tokens` under the target's unmodified distribution; NaN
+    where not asked for.
+    Shape: [n_tokens, n_top] float32."""

@@ -1,0 +1,282 @@
+"""Languages as trees, and their GBNF: what regular expressions, choices and JSON schemas share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from drafthouse_engine._spec import check_grammar
+from drafthouse_engine.errors import BadConstraint
+
+__all__ = [
+    "CODE_POINT_MAX",
+    "EMPTY",
+    "Alt",
+    "Chars",
+    "Node",
+    "Ref",
+    "Repeat",
+    "Rules",
+    "Seq",
+    "chars_of",
+    "complement",
+    "is_nullable",
+    "literal",
+    "non_empty",
+    "optional",
+    "to_gbnf",
+]
+
+CODE_POINT_MAX: Final = 0x10FFFF
+REPEAT_MAX: Final = 2000  # llama.cpp writes repetitions out, and reads more as "no bound"
+GRAMMAR_BYTES_MAX: Final = 65536
+
+Range: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character of a set."""
+
+    ranges: tuple[Range, ...]
+    """Code points, inclusive; sorted, disjoint, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seq:
+    """One after the other; without items, the empty text."""
+
+    items: tuple[Node, ...]
+    """What follows one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alt:
+    """One of several."""
+
+    items: tuple[Node, ...]
+    """The alternatives, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """One thing several times."""
+
+    item: Node
+    """What is repeated."""
+    n_min: int
+    """Fewest times, ≥ 0."""
+    n_max: int | None
+    """Most times; None is without bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """What a named rule stands for: the way to recursion."""
+
+    name: str
+    """A name in the rules that are given to `to_gbnf`."""
+
+
+Node: TypeAlias = Chars | Seq | Alt | Repeat | Ref
+Rules: TypeAlias = dict[str, Node]
+
+EMPTY: Final = Seq(())
+
+
+def chars_of(ranges: Iterable[Range]) -> Chars:
+    """Returns a set of characters from ranges in any order, overlapping or not."""
+    merged: list[Range] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(merged[-1][1], high)
+        else:
+            merged.append((low, high))
+    return Chars(tuple(merged))
+
+
+def complement(chars: Chars) -> Chars:
+    """Returns all characters that are not in a set."""
+    edges = [-1, *(edge for pair in chars.ranges for edge in pair), CODE_POINT_MAX + 1]
+    gaps = zip(edges[::2], edges[1::2], strict=True)
+    return Chars(tuple((a + 1, b - 1) for a, b in gaps if a + 1 <= b - 1))
+
+
+def literal(text: str) -> Node:
+    """Returns the language of one text."""
+    return Seq(tuple(Chars(((ord(c), ord(c)),)) for c in text))
+
+
+def optional(node: Node) -> Node:
+    """Returns a language and the empty text."""
+    return Repeat(node, 0, 1)
+
+
+def is_nullable(node: Node) -> bool:
+    """Returns whether the empty text is among a language; a reference counts as not."""
+    match node:
+        case Seq(items):
+            return all(is_nullable(item) for item in items)
+        case Alt(items):
+            return any(is_nullable(item) for item in items)
+        case Repeat(item, n_min, n_max):
+            return n_min == 0 or n_max == 0 or is_nullable(item)
+    return False
+
+
+def non_empty(node: Node) -> Node | None:
+    """Returns a language without the empty text; None when nothing is left.
+
+    GBNF cannot repeat without bound what may be empty.
+    """
+    if not is_nullable(node):
+        return node
+    match node:
+        case Seq(items):
+            return _non_empty_seq(items)
+        case Alt(items):
+            left = tuple(found for item in items if (found := non_empty(item)) is not None)
+            return Alt(left) if left else None
+        case Repeat(item, _, n_max):
+            first = non_empty(item)
+            if first is None or n_max == 0:
+                return None
+            return Seq((first, Repeat(first, 0, None if n_max is None else n_max - 1)))
+    return node
+
+
+def _non_empty_seq(items: tuple[Node, ...]) -> Node | None:
+    """The first item that is not empty may be any one."""
+    starts = [
+        Seq((first, *items[i + 1 :]))
+        for i, item in enumerate(items)
+        if (first := non_empty(item)) is not None
+    ]
+    return Alt(tuple(starts)) if starts else None
+
+
+def to_gbnf(root: Node, rules: Rules | None = None) -> str:
+    """Returns the GBNF of a language, compiled once to see that llama.cpp takes it.
+
+    Args:
+        root: the language.
+        rules: what its references stand for.
+
+    Raises:
+        BadConstraint: the grammar is too large or too ambiguous.
+    """
+    writer = _Writer()
+    for name, node in (rules or {}).items():
+        writer.define(f"u-{name}", node)
+    writer.define("root", root)
+    text = "\n".join(f"{name} ::= {body}" for name, body in writer.rules.items())
+    check_grammar(text)
+    return text
+
+
+class _Writer:
+    """Writes trees as rules; a tree that is not one symbol becomes a rule of its own."""
+
+    def __init__(self) -> None:
+        self.rules: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._n_bytes = 0
+
+    def define(self, name: str, node: Node) -> None:
+        self._add(name, self._body(node))
+
+    def _add(self, name: str, body: str) -> None:
+        self._n_bytes += len(name) + len(body) + 6
+        if self._n_bytes > GRAMMAR_BYTES_MAX:
+            raise BadConstraint(
+                f"the grammar has more than {GRAMMAR_BYTES_MAX} bytes; write it shorter"
+            )
+        self.rules[name] = body
+
+    def _body(self, node: Node) -> str:
+        items = node.items if isinstance(node, Alt) else (node,)
+        return " | ".join(self._sequence(item) for item in items)
+
+    def _sequence(self, node: Node) -> str:
+        if not isinstance(node, Seq):
+            return self._term(node)
+        return " ".join(_joined(self._term(item) for item in node.items)) or '""'
+
+    def _term(self, node: Node) -> str:
+        match node:
+            case Chars(ranges):
+                return _chars(ranges)
+            case Repeat(item, n_min, n_max):
+                return self._repeat(item, n_min, n_max)
+            case Ref(name):
+                return f"u-{name}"
+            case Seq(items) if not items:
+                return '""'
+            case Seq(items) | Alt(items) if len(items) == 1:
+                return self._term(items[0])
+        return self._rule(self._body(node))
+
+    def _rule(self, body: str) -> str:
+        """The same body is the same rule."""
+        if body not in self._names:
+            self._names[body] = f"r{len(self._names)}"
+            self._add(self._names[body], body)
+        return self._names[body]
+
+    def _repeat(self, item: Node, n_min: int, n_max: int | None) -> str:
+        most = n_min if n_max is None else n_max
+        if most > REPEAT_MAX:
+            raise BadConstraint(f"something is repeated {most} times; at most {REPEAT_MAX} can be")
+        if n_max == 0:
+            return '""'
+        if n_max is None and is_nullable(item):
+            found = non_empty(item)
+            return '""' if found is None else self._repeat(found, 0, None)
+        symbol = self._term(item)
+        if symbol == '""':
+            return symbol
+        if symbol[-1] in "*+?}":
+            symbol = self._rule(symbol)
+        short = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+        if (n_min, n_max) == (1, 1):
+            return symbol
+        return symbol + short.get((n_min, n_max), f"{{{n_min},{'' if n_max is None else n_max}}}")
+
+
+def _joined(terms: Iterable[str]) -> Iterator[str]:
+    """Joins neighbouring literals."""
+    held = ""
+    for term in terms:
+        if term.startswith('"') and term.endswith('"'):
+            held += term[1:-1]
+            continue
+        if held:
+            yield f'"{held}"'
+            held = ""
+        yield term
+    if held:
+        yield f'"{held}"'
+
+
+@functools.lru_cache(maxsize=1024)
+def _chars(ranges: tuple[Range, ...]) -> str:
+    if not ranges:
+        raise BadConstraint("a set of characters is empty: nothing can match it")
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return f'"{_escaped(ranges[0][0])}"'
+    spans = (
+        _escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}"
+        for low, high in ranges
+    )
+    return f"[{''.join(spans)}]"
+
+
+def _escaped(code_point: int) -> str:
+    char = chr(code_point)
+    if char.isascii() and (char.isalnum() or char in " _.,:;/{}()=+'"):
+        return char
+    if code_point <= 0xFF:  # noqa: PLR2004
+        return f"\\x{code_point:02X}"
+    return f"\\u{code_point:04X}" if code_point <= 0xFFFF else f"\\U{code_point:08X}"  # noqa: PLR2004

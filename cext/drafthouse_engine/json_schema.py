@@ -1,0 +1,526 @@
+"""JSON schemas as grammars.
+
+A text that the grammar generates is JSON and valid under the schema. What the grammar cannot hold is
+refused, never ignored. Narrower than the schema, on purpose: members come in the order of
+`properties`; an object with `properties` and no `additionalProperties` has no others; the numbers
+have at most 16 digits; white space is what a printer makes of it.
+
+Understood: `type` (also a list), `properties`, `required`, `additionalProperties`, `items`,
+`prefixItems`, `minItems`, `maxItems`, `minLength`, `maxLength`, `pattern`, `format` (`date`, `time`,
+`date-time`, `uuid`; others are annotations), `minimum`, `maximum`, `exclusiveMinimum` and
+`exclusiveMaximum` of integers, `enum`, `const`, `anyOf`, `oneOf` (read as `anyOf`), `allOf` with one
+member, `$ref` within the document, recursive ones too, `true` and `{}`.
+
+Source: JSON Schema, draft 2020-12.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+from drafthouse_engine.digits import integer_range
+from drafthouse_engine.errors import BadConstraint
+from drafthouse_engine.gbnf import (
+    EMPTY,
+    Alt,
+    Chars,
+    Node,
+    Ref,
+    Repeat,
+    Rules,
+    Seq,
+    chars_of,
+    complement,
+    literal,
+    optional,
+    to_gbnf,
+)
+from drafthouse_engine.regex import Regex
+
+__all__ = ["json_schema_grammar"]
+
+Schema: TypeAlias = Mapping[str, Any] | bool
+
+N_BYTES_MAX: Final = 65536
+DEPTH_MAX: Final = 64
+N_NODES_MAX: Final = 4096
+NAME_CHARS_MAX: Final = 128
+
+_ANNOTATIONS: Final = frozenset(
+    "$schema $id $comment $defs definitions $anchor title description default examples deprecated "
+    "readOnly writeOnly contentEncoding contentMediaType discriminator".split()
+)
+_KEYWORDS: Final[dict[str, frozenset[str]]] = {
+    "object": frozenset(("properties", "required", "additionalProperties")),
+    "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
+    "string": frozenset(("minLength", "maxLength", "pattern", "format")),
+    "integer": frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "format")),
+    "number": frozenset(("format",)),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+_PYTHON_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+_FORMATS: Final = {
+    "date": r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])",
+    "time": r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{3})?(Z|[+\-]([01]\d|2[0-3]):[0-5]\d)",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+}
+_FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
+
+_SPECIAL = chars_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])
+_PLAIN = complement(Chars((*_SPECIAL.ranges, (0xD800, 0xDFFF))))
+_ESCAPES: Final = {8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
+_QUOTE = literal('"')
+_SPACE = Alt(
+    (EMPTY, literal(" "), Seq((literal("\n"), Repeat(chars_of([(9, 9), (32, 32)]), 0, 20))))
+)
+_ANY_RULES: Final = ("value", "object", "array", "string")
+
+
+def json_schema_grammar(schema: str | Schema) -> str:
+    """Returns the grammar (GBNF) of the JSON texts that are valid under a schema.
+
+    Args:
+        schema: the schema, or its JSON text; at most 64 KiB, 64 levels deep. See the module for
+            what is understood.
+
+    Raises:
+        BadConstraint: the schema is wrong, too large, refers to another document, or has a keyword
+            that the grammar cannot hold; `where` points into the schema.
+
+    Thread:
+        Any; takes milliseconds, so call it where requests are read, not between two steps.
+    """
+    builder = _Builder(_document(schema))
+    return to_gbnf(builder.root(), builder.rules)
+
+
+def _document(schema: str | Schema) -> Schema:
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if len(text.encode("utf-8", "replace")) > N_BYTES_MAX:
+            raise BadConstraint(f"the schema has more than {N_BYTES_MAX} bytes", where="#")
+        _check_depth(text)
+        document = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, BadConstraint):
+            raise
+        raise BadConstraint(f"the schema is no JSON: {error}", where="#") from None
+    if not isinstance(document, dict | bool):
+        raise BadConstraint("a schema is an object, true or false", where="#")
+    return document
+
+
+def _refuse_constant(name: str) -> None:
+    raise BadConstraint(f"{name} is no JSON", where="#")
+
+
+def _check_depth(text: str) -> None:
+    """Counts brackets before a parser recurses into them; those in strings count too."""
+    depth = 0
+    for c in text:
+        depth += (c in "[{") - (c in "]}")
+        if depth > 2 * DEPTH_MAX:
+            raise BadConstraint(f"the schema nests more than {2 * DEPTH_MAX} levels", where="#")
+
+
+def _mapped(node: Node) -> Node:
+    """Returns how a language of texts is written inside a JSON string."""
+    match node:
+        case Chars(ranges):
+            return _mapped_chars(ranges)
+        case Seq(items):
+            return Seq(tuple(_mapped(item) for item in items))
+        case Alt(items):
+            return Alt(tuple(_mapped(item) for item in items))
+        case Repeat(item, n_min, n_max):
+            return Repeat(_mapped(item), n_min, n_max)
+    return node
+
+
+def _mapped_chars(ranges: tuple[tuple[int, int], ...]) -> Node:
+    overlaps = [
+        (max(a, c), min(b, d))
+        for a, b in ranges
+        for c, d in _PLAIN.ranges
+        if max(a, c) <= min(b, d)
+    ]
+    found: list[Node] = [chars_of(overlaps)] if overlaps else []
+    for code in (c for low, high in _SPECIAL.ranges for c in range(low, high + 1)):
+        if any(a <= code <= b for a, b in ranges):
+            found.append(literal(_ESCAPES.get(code, f"\\u{code:04x}")))
+    if not found:
+        raise BadConstraint("a set of characters has nothing that JSON can hold")
+    return found[0] if len(found) == 1 else Alt(tuple(found))
+
+
+_CHAR = _mapped_chars(((1, 0x10FFFF),))
+
+
+def _string(content: Node) -> Node:
+    return Seq((_QUOTE, content, _QUOTE))
+
+
+def _listed(items: list[Node], opening: str, closing: str) -> Node:
+    """What stands between brackets, with white space inside them."""
+    return Seq((literal(opening), _SPACE, *items, _SPACE, literal(closing)))
+
+
+_COMMA: Final = Seq((literal(","), _SPACE))
+_COLON: Final = Seq((literal(":"), _SPACE))
+_INTEGER: Final = Seq((optional(literal("-")), Regex("0|[1-9][0-9]{0,15}").parse()))
+_NUMBER: Final = Regex(r"-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+\-]?[0-9]{1,2})?").parse()
+
+
+class _Builder:
+    """Turns one schema into a language; every part that is referred to is a rule."""
+
+    def __init__(self, document: Schema) -> None:
+        self.rules: Rules = {}
+        self._document = document
+        self._refs: dict[str, str] = {}
+        self._n_nodes = 0
+        self._depth = 0
+
+    def root(self) -> Node:
+        return self._build(self._document, "#")
+
+    def _build(self, schema: object, at: str) -> Node:
+        self._n_nodes += 1
+        self._depth += 1
+        if self._n_nodes > N_NODES_MAX or self._depth > DEPTH_MAX:
+            limit = f"{N_NODES_MAX} parts, {DEPTH_MAX} levels"
+            raise BadConstraint(f"{at}: the schema is larger than {limit}", where=at)
+        node = self._any() if schema is True else self._object_of(schema, at)
+        self._depth -= 1
+        return node
+
+    def _object_of(self, schema: object, at: str) -> Node:
+        if not isinstance(schema, dict):
+            raise self._error("a schema that nothing is valid under", at, schema is False)
+        found: dict[str, Any] = {k: v for k, v in schema.items() if k not in _ANNOTATIONS}
+        if not found:
+            return self._any()
+        for keyword in ("$ref", "anyOf", "oneOf", "allOf"):
+            if keyword in found:
+                self._check_alone(found, keyword, at)
+                return self._combined(keyword, found[keyword], at)
+        if "enum" in found or "const" in found:
+            return self._constants(found, at)
+        return self._typed(found, at)
+
+    def _error(self, what: str, at: str, is_plain: bool = True) -> BadConstraint:
+        text = what if is_plain else "a schema is an object, true or false"
+        return BadConstraint(f"{at}: {text}", where=at)
+
+    def _check_alone(self, found: dict[str, Any], keyword: str, at: str) -> None:
+        others = sorted(set(found) - {keyword, "type"})
+        if others:
+            raise self._error(f'"{keyword}" beside "{others[0]}" is not supported', at)
+
+    def _combined(self, keyword: str, value: Any, at: str) -> Node:
+        if keyword == "$ref":
+            return self._ref(value, at)
+        if not isinstance(value, list) or not value:
+            raise self._error(f'"{keyword}" must be a list of schemas', at)
+        if keyword == "allOf" and len(value) > 1:
+            raise self._error('"allOf" with several members is not supported', at)
+        branches = [self._build(item, f"{at}/{keyword}/{i}") for i, item in enumerate(value)]
+        return Alt(tuple(branches))
+
+    # References.
+
+    def _ref(self, value: object, at: str) -> Node:
+        if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
+            raise self._error('"$ref" must point into the same document: "#/…"', at)
+        target = self._resolve(value, at)
+        if value not in self._refs:
+            self._check_ends(value, at)
+            self._refs[value] = name = f"ref{len(self._refs)}"
+            self.rules[name] = EMPTY  # known while its parts are built, which may refer to it
+            depth, self._depth = self._depth, 0
+            self.rules[name] = self._build(target, value)
+            self._depth = depth
+        return Ref(self._refs[value])
+
+    def _check_ends(self, ref: str, at: str) -> None:
+        """References to references must come to something at last."""
+        seen: set[object] = set()
+        while isinstance(ref, str):
+            if ref in seen:
+                raise self._error(f'"$ref" {ref} leads back to itself', at)
+            seen.add(ref)
+            target = self._resolve(ref, at)
+            ref = target.get("$ref") if isinstance(target, dict) else None  # type: ignore[assignment]
+
+    def _resolve(self, ref: str, at: str) -> object:
+        target: Any = self._document
+        for part in ref.split("/")[1:] if isinstance(ref, str) else ():
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+                target = target[int(key)]
+            elif isinstance(target, dict) and key in target:
+                target = target[key]
+            else:
+                raise self._error(f'"$ref" {ref} points to nothing', at)
+        return target
+
+    # Values.
+
+    def _any(self) -> Node:
+        """Any JSON value."""
+        if "value" not in self.rules:
+            member = Seq((Ref("string"), _COLON, Ref("value")))
+            kinds = (
+                Ref("object"),
+                Ref("array"),
+                Ref("string"),
+                _NUMBER,
+                *_words("true false null"),
+            )
+            self.rules |= {
+                "value": Alt(kinds),
+                "object": _listed([optional(_separated(member, 0, None))], "{", "}"),
+                "array": _listed([optional(_separated(Ref("value"), 0, None))], "[", "]"),
+                "string": _string(Repeat(_CHAR, 0, None)),
+            }
+        return Ref("value")
+
+    def _constants(self, found: dict[str, Any], at: str) -> Node:
+        others = sorted(set(found) - {"enum", "const", "type"})
+        values = [found["const"]] if "const" in found else found["enum"]
+        if others or {"enum", "const"} <= set(found):
+            raise self._error(f'"enum" beside "{(others or ["const"])[0]}" is not supported', at)
+        if not isinstance(values, list) or not values:
+            raise self._error('"enum" must be a list of values', at)
+        kinds = self._types(found, at)
+        fitting = [value for value in values if any(_is_of(value, kind) for kind in kinds)]
+        if not fitting:
+            raise self._error('no value of "enum" has the "type"', at)
+        try:
+            texts = [json.dumps(value, ensure_ascii=False, allow_nan=False) for value in fitting]
+        except ValueError:
+            raise self._error("a number is too large", at) from None
+        return Alt(tuple(literal(text) for text in dict.fromkeys(texts)))
+
+    def _types(self, found: dict[str, Any], at: str) -> list[str]:
+        wanted = found.get("type", list(_KEYWORDS))
+        kinds = [wanted] if isinstance(wanted, str) else wanted
+        is_list = isinstance(kinds, list) and bool(kinds)
+        if not is_list or any(kind not in _KEYWORDS for kind in kinds):
+            raise self._error(f'"type" must be of {", ".join(_KEYWORDS)}', at)
+        return list(dict.fromkeys(kinds))
+
+    def _typed(self, found: dict[str, Any], at: str) -> Node:
+        kinds = self._types(found, at)
+        keywords = set(found) - {"type"}
+        if "type" not in found:
+            kinds = [kind for kind in kinds if keywords <= _KEYWORDS[kind]][:1]
+        allowed = frozenset[str]().union(*(_KEYWORDS[kind] for kind in kinds))
+        if not kinds or keywords - allowed:
+            name = min(keywords - allowed or keywords)
+            raise self._error(f'the keyword "{name}" is not supported here', at)
+        return Alt(tuple(self._kind(kind, found, at) for kind in kinds))
+
+    def _kind(self, kind: str, found: dict[str, Any], at: str) -> Node:
+        makers: dict[str, Callable[[dict[str, Any], str], Node]] = {
+            "object": self._object,
+            "array": self._array,
+            "string": self._text,
+            "integer": self._integer,
+        }
+        if kind in makers:
+            return makers[kind](found, at)
+        return {
+            "number": _NUMBER,
+            "boolean": Alt(_words("true false")),
+            "null": literal("null"),
+        }[kind]
+
+    def _count(self, found: dict[str, Any], keyword: str, at: str) -> int | None:
+        value = found.get(keyword)
+        if keyword in found and (type(value) is not int or value < 0):
+            raise self._error(f'"{keyword}" must be an integer ≥ 0', at)
+        return value
+
+    def _bounds(self, found: dict[str, Any], what: str, at: str) -> tuple[int, int | None]:
+        n_min = self._count(found, f"min{what}", at) or 0
+        n_max = self._count(found, f"max{what}", at)
+        if n_max is not None and n_max < n_min:
+            raise self._error(f'"max{what}" is below "min{what}"', at)
+        return n_min, n_max
+
+    def _text(self, found: dict[str, Any], at: str) -> Node:
+        n_min, n_max = self._bounds(found, "Length", at)
+        is_bounded = "minLength" in found or "maxLength" in found
+        pattern = found.get("pattern")
+        form = (
+            _FORMATS.get(found["format"]) if "pattern" not in found and "format" in found else None
+        )
+        if (pattern is not None or form) and is_bounded:
+            raise self._error('a length beside "pattern" or "format" is not supported', at)
+        if pattern is not None and found.get("format") in _FORMATS:
+            raise self._error('"format" beside "pattern" is not supported', at)
+        if pattern is None and form is None:
+            return _string(Repeat(_CHAR, n_min, n_max))
+        if not isinstance(pattern or form, str):
+            raise self._error('"pattern" must be text', at)
+        return _string(self._pattern(form or f"{pattern}", form is not None, at))
+
+    def _pattern(self, pattern: str, is_whole: bool, at: str) -> Node:
+        """A pattern is searched in the text, unless its anchors say otherwise."""
+        try:
+            regex = Regex(pattern)
+            node = regex.parse()
+            is_start = is_whole or regex.is_anchored_start
+            is_end = is_whole or regex.is_anchored_end
+            if isinstance(node, Alt) and (regex.is_anchored_start or regex.is_anchored_end):
+                raise BadConstraint("an anchor beside | binds one side only: write ^(a|b)$")
+            around = Repeat(_CHAR, 0, None)
+            before = () if is_start else (around,)
+            return Seq((*before, _mapped(node), *(() if is_end else (around,))))
+        except BadConstraint as error:
+            raise self._error(f'"pattern": {error}', at) from None
+
+    def _integer(self, found: dict[str, Any], at: str) -> Node:
+        low, high = self._limit(found, "inimum", 1, at), self._limit(found, "aximum", -1, at)
+        if low is None and high is None:
+            return _INTEGER
+        if low is not None and high is not None and low > high:
+            raise self._error("no integer lies within the bounds", at)
+        return integer_range(low, high)
+
+    def _limit(self, found: dict[str, Any], name: str, step: int, at: str) -> int | None:
+        """The bound of integers that both forms of a keyword set."""
+        plain = "M" if name == "aximum" else "m"
+        letter = {"M": "maximum", "m": "minimum"}[plain]
+        bounds = []
+        for keyword, shift in ((letter, 0), (f"exclusive{letter.capitalize()}", step)):
+            value = found.get(keyword)
+            if keyword in found and (type(value) is not int or abs(value) > 10**15):
+                raise self._error(f'"{keyword}" must be an integer of at most 15 digits', at)
+            if value is not None:
+                bounds.append(value + shift)
+        return None if not bounds else max(bounds) if step > 0 else min(bounds)
+
+    def _array(self, found: dict[str, Any], at: str) -> Node:
+        n_min, n_max = self._bounds(found, "Items", at)
+        if "prefixItems" in found:
+            return self._tuple(found, n_min, n_max, at)
+        if found.get("items") is False:
+            n_max = 0
+        if n_max == 0:
+            return _listed([], "[", "]")
+        item = self._build(found.get("items", True), f"{at}/items")
+        inner = _separated(item, max(0, n_min - 1), None if n_max is None else n_max - 1)
+        return _listed([inner if n_min > 0 else optional(inner)], "[", "]")
+
+    def _tuple(self, found: dict[str, Any], n_min: int, n_max: int | None, at: str) -> Node:
+        """A list of exactly these items; more, where `items` allows them, are not generated."""
+        parts = found["prefixItems"]
+        if not isinstance(parts, list) or not parts:
+            raise self._error('"prefixItems" must be a list of schemas', at)
+        if n_min > len(parts) or (n_max is not None and n_max < len(parts)):
+            raise self._error('"minItems" and "maxItems" do not allow the "prefixItems"', at)
+        nodes: list[Node] = []
+        for i, part in enumerate(parts):
+            nodes += [_COMMA] if i else []
+            nodes.append(self._build(part, f"{at}/prefixItems/{i}"))
+        return _listed(nodes, "[", "]")
+
+    # Objects.
+
+    def _object(self, found: dict[str, Any], at: str) -> Node:
+        properties = found.get("properties", {})
+        required = found.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise self._error('"properties" must be an object, "required" a list of names', at)
+        others = found.get("additionalProperties", not properties)
+        names = list(properties) + [name for name in required if name not in properties]
+        members = {
+            name: self._member(name, properties.get(name, others), f"{at}/properties/{name}")
+            for name in names
+        }
+        extra = None if others is False else self._other_member(names, others, at)
+        return _listed([self._members(members, set(required), extra)], "{", "}")
+
+    def _member(self, name: object, schema: object, at: str) -> Node:
+        if not isinstance(name, str):
+            raise self._error('"required" must be a list of names', at)
+        if schema is False:
+            raise self._error("a required member that no value is allowed for", at)
+        key = literal(json.dumps(name, ensure_ascii=False))
+        return Seq((key, _COLON, self._build(schema, at)))
+
+    def _other_member(self, names: list[str], schema: object, at: str) -> Node:
+        if any(len(name) > NAME_CHARS_MAX for name in names):
+            limit = f"names of at most {NAME_CHARS_MAX} characters"
+            raise self._error(f'"additionalProperties" needs {limit}', at)
+        value = self._build(schema, f"{at}/additionalProperties")
+        return Seq((_string(_other_than(names)), _COLON, value))
+
+    def _members(self, members: dict[str, Node], required: set[str], extra: Node | None) -> Node:
+        """Members in their order; `after` has commas before each, `first` before all but one.
+
+        Built from the end, each tail a rule of its own, so that the size grows with the number of
+        members.
+        """
+        after: Node = EMPTY if extra is None else Repeat(Seq((_COMMA, extra)), 0, None)
+        first: Node = EMPTY if extra is None else optional(_separated(extra, 0, None))
+        for name, member in reversed(members.items()):
+            after_ref, first_ref = self._tail(after), self._tail(first)
+            here = Seq((member, after_ref))
+            if name in required:
+                after, first = Seq((_COMMA, here)), here
+            else:
+                after = Seq((optional(Seq((_COMMA, member))), after_ref))
+                first = Alt((here, first_ref))
+        return first
+
+    def _tail(self, node: Node) -> Node:
+        if node == EMPTY:
+            return node
+        name = f"t{len(self.rules)}"
+        self.rules[name] = node
+        return Ref(name)
+
+
+def _words(text: str) -> tuple[Node, ...]:
+    return tuple(literal(word) for word in text.split())
+
+
+def _separated(item: Node, n_min: int, n_max: int | None) -> Node:
+    """One item, and n more after commas."""
+    return Seq((item, Repeat(Seq((_COMMA, item)), n_min, n_max)))
+
+
+def _is_of(value: object, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _PYTHON_TYPES[kind])
+
+
+def _other_than(names: list[str]) -> Node:
+    """The inside of a string that is none of the names; each character is written in one way."""
+    firsts = sorted({name[0] for name in names if name})
+    other = complement(chars_of([(0, 0), (0xD800, 0xDFFF), *((ord(c), ord(c)) for c in firsts)]))
+    branches: list[Node] = [Seq((_mapped_chars(other.ranges), Repeat(_CHAR, 0, None)))]
+    if "" not in names:
+        branches.append(EMPTY)
+    for first in firsts:
+        rest = _other_than([name[1:] for name in names if name[:1] == first])
+        branches.append(Seq((_mapped(literal(first)), rest)))
+    return Alt(tuple(branches))
