@@ -6,7 +6,8 @@ EngineError
 │   ├── InvalidConfig{field, value}
 │   ├── BadGrammar
 │   ├── BadTemplate
-│   └── BadSeqId{seq_id, n_seq}
+│   ├── BadSeqId{seq_id, n_seq}
+│   └── PromptTooLong{seq_id, n_prompt, n_ctx_seq}
 ├── ModelNotFound{path}
 ├── BadModel{path}
 ├── IncompatibleDraft
@@ -59,6 +60,7 @@ __all__ = [
     "NoRoom",
     "NotEagle3",
     "OutOfMemory",
+    "PromptTooLong",
     "ProposalPending",
     "SamplingFailed",
     "SeqBusy",
@@ -164,6 +166,25 @@ class BadSeqId(InvalidArgument):
         super().__init__(message)
         self.seq_id = seq_id
         self.n_seq = n_seq
+
+
+class PromptTooLong(InvalidArgument):
+    """A prompt does not fit a sequence; nothing has changed.
+
+    Args:
+        message: names the values.
+        seq_id: the sequence.
+        n_prompt: tokens of the prompt.
+        n_ctx_seq: most tokens of a sequence.
+    """
+
+    def __init__(
+        self, message: str, *, seq_id: int = -1, n_prompt: int = 0, n_ctx_seq: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.seq_id = seq_id
+        self.n_prompt = n_prompt
+        self.n_ctx_seq = n_ctx_seq
 
 
 class _FileError(EngineError):
