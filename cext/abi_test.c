@@ -272,6 +272,11 @@ static void test_snapshots(spec_engine * engine) {
     INVALID(spec_engine_seq_tokens(engine, 0, tokens, 8, NULL, &id_last));
     EXPECT(spec_engine_seq_tokens(engine, 0, tokens, 8, &n, NULL), SPEC_OK);
     TRUE(n == (size_t)spec_engine_seq_n_past(engine, 0));
+    bool is_cold = true;
+    INVALID(spec_engine_seq_is_cold(engine, 0, NULL));
+    EXPECT(spec_engine_seq_is_cold(engine, -1, &is_cold), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_is_cold(engine, 0, &is_cold), SPEC_OK);
+    TRUE(!is_cold);
 }
 
 static void test_by_hand(spec_engine * engine) {

@@ -1049,6 +1049,14 @@ void check_engine_params(const spec_engine_params & p) {
     check_range("n_threads", p.n_threads, 0, 512);
     check_range("n_threads_batch", p.n_threads_batch, 0, 512);
     check_range("p_min", p.p_min, 0.0, 0.999999);
+    check_range("n_min", p.n_min, 0, p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max);
+    if (p.probabilistic && p.n_min > 1) {
+        fail(
+            SPEC_ERR_INVALID_ARGUMENT,
+            "n_min is " + std::to_string(p.n_min) +
+                " with probabilistic; expected at most 1: whether a sampled draft is dropped would "
+                "depend on what was sampled, and change the distribution");
+    }
     const int32_t n_draft = p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max;
     if (p.n_batch < p.n_seq_max * (1 + n_draft)) {
         fail(SPEC_ERR_INVALID_ARGUMENT,
@@ -1225,7 +1233,7 @@ void fill_spec_params(spec_engine & engine) {
     const spec_engine_params & p = engine.params;
     s.types = {to_common_type(p.draft_type)};
     s.draft.n_max = p.n_draft_max;
-    s.draft.n_min = 0; // above 1 it is not lossless with sampled drafts
+    s.draft.n_min = 0; // settle_draft drops short drafts, of all types alike
     s.draft.p_min = p.p_min;
     s.draft.probabilistic = p.probabilistic;
     s.draft.backend_sampling =
@@ -1532,6 +1540,9 @@ void settle_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t 
         tokens.resize(n_keep);
         seq.draft.q.resize(has_q ? n_keep : 0);
         break;
+    }
+    if (static_cast<int32_t>(tokens.size()) < engine.params.n_min) {
+        seq.draft = {};
     }
     if (engine.draft) {
         llama_memory_seq_rm(engine.draft_memory(), seq_id, seq.n_past(), -1);
@@ -2335,6 +2346,7 @@ struct snapshot_header {
     int64_t n_streams; // separate KV caches; 1 when all sequences share one
     int64_t flash_attention;
     int64_t probabilistic;
+    int64_t n_min;
     double p_min;
 };
 
@@ -2354,6 +2366,7 @@ snapshot_header header_of(const spec_engine & engine) {
     h.n_streams = l.kv_unified ? 1 : l.n_seq_max;
     h.flash_attention = engine.params.flash_attention;
     h.probabilistic = engine.params.probabilistic;
+    h.n_min = engine.params.n_min;
     h.p_min = static_cast<double>(engine.params.p_min);
     return h;
 }
@@ -2615,6 +2628,7 @@ void check_binding(const snapshot_header & found, const snapshot_header & wanted
     check_same("the number of separate KV caches", found.n_streams, wanted.n_streams);
     check_same("flash_attention", found.flash_attention, wanted.flash_attention);
     check_same("probabilistic", found.probabilistic, wanted.probabilistic);
+    check_same("n_min", found.n_min, wanted.n_min);
     check_same("p_min", found.p_min, wanted.p_min);
 }
 
@@ -3996,6 +4010,13 @@ int32_t spec_engine_seq_load(spec_engine * engine, int32_t seq_id, const void * 
             deref(static_cast<const uint8_t *>(buf), "buf");
         }
         load_sequence(deref(engine, "engine"), seq_id, static_cast<const uint8_t *>(buf), n);
+    });
+}
+
+int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool * out) {
+    return guarded([&] {
+        const sequence & seq = begun(const_cast<spec_engine &>(deref(engine, "engine")), seq_id);
+        deref(out, "out") = seq.is_cold;
     });
 }
 

@@ -267,6 +267,8 @@ typedef struct spec_engine_params {
     bool
         kv_unified; /* one pool of cells for all sequences; else each has its own n_ctx_seq cells */
     bool flash_attention;
+    int32_t n_min; /* shorter drafts are dropped; [0, n_draft_max], [0, 1] with probabilistic, where
+                      more would change the distribution. since ABI 2 */
 } spec_engine_params;
 
 typedef struct spec_engine_limits {
@@ -533,6 +535,9 @@ int32_t spec_engine_seq_save(spec_engine * engine, int32_t seq_id, void * buf, s
  * unprocessed batch has tokens of this id), NO_ROOM, SNAPSHOT_*; then nothing has changed. since
  * ABI 2 */
 int32_t spec_engine_seq_load(spec_engine * engine, int32_t seq_id, const void * buf, size_t n);
+/* *out is true when the sequence has lost its draft state and goes on without drafts. Errors:
+ * BAD_SEQ_ID, SEQ_IDLE. since ABI 2 */
+int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool * out);
 /* Copies the tokens that a sequence has in the target's KV cache; *n_needed is their count.
  * *id_last, which may be NULL, is the last chosen token, -1 before the first. Errors: BAD_SEQ_ID,
  * SEQ_IDLE, BUFFER_TOO_SMALL. since ABI 2 */

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable
 
 import pytest
-from tests.hand import DENSE, EAGLE3, GREEDY, HYBRID, SIMPLE, TEXTS, driven, engine, fused, model
+from tests.hand import (
+    DENSE,
+    EAGLE3,
+    GREEDY,
+    HYBRID,
+    SIMPLE,
+    TEXTS,
+    driven,
+    engine,
+    fused,
+    model,
+    plan,
+    sampler,
+)
 from tests.hand import tokens_of as ids
 
 from drafthouse_engine import (
@@ -15,12 +30,15 @@ from drafthouse_engine import (
     Batch,
     Closed,
     DraftRequest,
+    DraftType,
     Eagle3Session,
+    EngineParams,
     InvalidArgument,
     InvalidConfig,
     MtpSession,
     NgramSession,
     NoPendingProposal,
+    PromptTooLong,
     ProposalPending,
     SeqBusy,
     SeqIdle,
@@ -28,6 +46,7 @@ from drafthouse_engine import (
     SimpleSession,
     SpeculativeSession,
 )
+from drafthouse_engine.sessions import NgramKind
 
 pytestmark = pytest.mark.model
 
@@ -185,8 +204,11 @@ def test_a_prompt_that_fails_leaves_the_sequence_free() -> None:
     with MtpSession(model(), CONFIG) as session:
         with pytest.raises(InvalidArgument):
             session.begin(0, [5, 10**6])
-        with pytest.raises(BadPlan):
-            session.begin(0, [5] * 300)  # longer than n_ctx_seq
+        with pytest.raises(PromptTooLong) as caught:
+            session.begin(0, [5] * 300)
+        error = caught.value
+        assert (error.seq_id, error.n_prompt, error.n_ctx_seq) == (0, 300, 256)
+        assert "300" in str(error)
         session.begin(0, [5])
         assert session.n_past(0) == 1
 
@@ -215,6 +237,21 @@ def test_stats_count_rounds_and_positions() -> None:
     assert stats.draft_s > 0
     assert stats.decode_s > 0
     assert stats.process_s > 0
+    assert stats.sample_s > 0
+    assert stats.accept_s > 0
+    assert stats.mean_acceptance_length == 1 + stats.n_accepted / stats.n_drafts
+
+
+def test_stats_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with MtpSession(model(), CONFIG) as session, caplog.at_level(logging.INFO):
+        session.print_stats()
+        driven(session, [ids(TEXTS[0])], 8)
+        session.print_stats()
+        stats = session.stats()
+    before, after = (r for r in caplog.records if r.name == "drafthouse_engine.sessions")
+    assert before.getMessage().startswith("MtpSession: 0 rounds, 0 of 0 draft tokens accepted")
+    wanted = f"{stats.n_drafts} rounds, {stats.n_accepted} of {stats.n_drafted} draft tokens"
+    assert wanted in after.getMessage()
 
 
 def test_closed_session_refuses_everything() -> None:
@@ -249,10 +286,114 @@ def test_sessions_answer_which_hidden_states_they_need() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("n_seq", 0), ("n_seq", 257), ("n_draft_max", 0), ("p_min", 1.0), ("p_min", float("nan")),
-     ("n_batch", 0), ("n_ubatch", 4096), ("n_threads", -1), ("n_ctx_seq", 1.5)],
+     ("n_min", -1), ("n_min", 4), ("n_batch", 0), ("n_ubatch", 4096), ("n_threads", -1),
+     ("n_ctx_seq", 1.5)],
 )  # fmt: skip
 def test_config_names_the_refused_field(field: str, value: object) -> None:
     with pytest.raises(InvalidConfig, match=field) as caught:
         SessionConfig(**{field: value})  # type: ignore[arg-type]  # wrong on purpose
     assert caught.value.field == field
     assert caught.value.value is value
+
+
+def test_quiescence_is_told_per_sequence() -> None:
+    with MtpSession(model(), CONFIG) as session:
+        for seq_id in (0, 1):
+            session.begin(seq_id, ids(TEXTS[seq_id]), sampling=GREEDY)
+        token = session.sample(1)
+        draft = session.draft(1, session.n_past(1), token)
+        assert (session.is_quiescent(0), session.is_quiescent(1)) == (True, False)
+        assert not session.is_quiescent()
+        session.decode(Batch.of(0, session.n_past(0), [5]))
+        assert (session.is_quiescent(0), session.is_quiescent(1)) == (False, False)
+        session.process()
+        assert session.is_quiescent(0)
+        session.decode(Batch.of(1, session.n_past(1), [token, *draft]))
+        session.process()
+        session.accept(1, 0)
+        assert session.is_quiescent()
+        with pytest.raises(BadSeqId):
+            session.is_quiescent(3)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", "simple", "ngram-simple"])
+def test_shorter_drafts_than_n_min_are_dropped(kind: DraftType) -> None:
+    def lengths(n_min: int) -> set[int]:
+        with engine(kind, n_min=n_min, p_min=0.9) as target:
+            target.seq_begin(0, sampler())
+            prompt = ids(TEXTS[1])
+            result = target.step(plan((0, 0, 0, len(prompt), 0, 1)), prompt)
+            found = set()
+            for _ in range(24):
+                last = [int(result.tokens[-1])]
+                result = target.step(plan((0, target.seq_n_past(0), 0, 1, 3, 1)), last)
+                found.add(int(result.entries["n_drafted"][0]))
+            return found
+
+    assert lengths(3) <= {0, 3}
+    if kind != "ngram-simple":  # it drafts three or none
+        assert lengths(0) & {1, 2}
+
+
+def test_n_min_with_sampled_drafts_is_refused_where_it_would_not_be_lossless() -> None:
+    with pytest.raises(InvalidConfig, match=r"\[0, 1\]") as caught:
+        EngineParams(draft_type="mtp", probabilistic=True, n_min=2)
+    assert (caught.value.field, caught.value.value) == ("n_min", 2)
+    EngineParams(draft_type="mtp", probabilistic=True, n_min=1)
+    with MtpSession(model(), dataclasses.replace(CONFIG, n_min=2, p_min=0.25)) as session:
+        assert (session.n_min, session.p_min) == (2, 0.25)
+
+
+@pytest.mark.parametrize(
+    "kind", ["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"]
+)
+def test_ngram_sessions_go_back_and_draft_again(kind: NgramKind) -> None:
+    prompt = ids("x = [1, 2]\ny = [1, 2]\n" * 6)
+    with NgramSession(model(), CONFIG, kind=kind) as session:
+        session.begin(0, prompt, sampling=GREEDY)
+        token = session.sample(0)
+        for _ in range(3):
+            draft = session.draft(0, session.n_past(0), token)
+            session.decode(Batch.of(0, session.n_past(0), [token, *draft]))
+            session.process()
+            token = session.sample(0, 0)
+            session.accept(0, 0)
+        session.draft(0, session.n_past(0), token)
+        session.rollback(0, 20)  # the drafter has indexed what is taken back
+        assert session.is_quiescent(0)
+        assert session.tokens(0).tolist() == prompt[:20]
+        draft = session.draft(0, 20, prompt[20])
+        session.decode(Batch.of(0, 20, [prompt[20], *draft]))
+        session.process()
+        session.accept(0, 0)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", "simple"])
+def test_rollback_makes_its_sequence_cold_and_no_other(kind: str) -> None:
+    with SESSIONS[kind]() as session:
+        for seq_id in (0, 1):
+            session.begin(seq_id, ids(TEXTS[seq_id]), sampling=GREEDY)
+        token = session.sample(1)
+        assert not session.is_cold(0)
+        session.rollback(0, 4)
+        session.decode(
+            Batch.of(0, 4, [5, 6]) + Batch.of(1, session.n_past(1), [token], outputs="last")
+        )
+        session.process()
+        assert (session.is_cold(0), session.is_cold(1)) == (True, False)
+        assert session.draft(0, session.n_past(0), 7) == []
+        assert session.draft(1, session.n_past(1), session.sample(1)) != []
+        with pytest.raises(SeqIdle):
+            session.is_cold(2)
+
+
+def test_last_token_and_tokens_are_told() -> None:
+    with MtpSession(model(), CONFIG) as session:
+        prompt = ids(TEXTS[0])
+        session.begin(0, prompt, sampling=GREEDY)
+        assert session.id_last(0) is None
+        token = session.sample(0)
+        assert session.id_last(0) == token
+        assert session.tokens(0).tolist() == prompt
+        with pytest.raises(SeqIdle):
+            session.tokens(1)

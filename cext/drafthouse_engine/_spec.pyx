@@ -827,6 +827,7 @@ cdef int fill_engine_params(spec.spec_engine_params * c, params) except -1:
     c.probabilistic = params.probabilistic
     c.kv_unified = params.kv_unified
     c.flash_attention = params.flash_attention
+    c.n_min = params.n_min
     return 0
 
 
@@ -849,6 +850,7 @@ def default_engine_params():
         probabilistic=c.probabilistic,
         kv_unified=c.kv_unified,
         flash_attention=c.flash_attention,
+        n_min=c.n_min,
     )
 
 
@@ -1342,6 +1344,20 @@ cdef class Engine:
             SeqIdle: the sequence has not begun.
         """
         return self._tokens(self._seq_id(seq_id))[1]
+
+    def seq_is_cold(self, seq_id):
+        """Returns whether a sequence has lost its draft state and goes on without drafts.
+
+        Args:
+            seq_id: [0, n_seq_max).
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef c_bool out = False
+        self._leave(spec.spec_engine_seq_is_cold(self._enter(), c_seq_id, &out), c_seq_id)
+        return out
 
     cdef tuple _tokens(self, int32_t seq_id):
         tokens = np.empty(self.limits.n_ctx_seq, np.int32)

@@ -8,7 +8,8 @@ EngineError
 │   │   └── BadConstraint{where}
 │   ├── BadTemplate
 │   ├── BadSeqId{seq_id, n_seq}
-│   └── WrongRoot{root, last}
+│   ├── WrongRoot{root, last}
+│   └── PromptTooLong{seq_id, n_prompt, n_ctx_seq}
 ├── ModelNotFound{path}
 ├── BadModel{path}
 ├── IncompatibleDraft
@@ -64,6 +65,7 @@ __all__ = [
     "NoRoom",
     "NotEagle3",
     "OutOfMemory",
+    "PromptTooLong",
     "ProposalPending",
     "SamplingFailed",
     "SeqBusy",
@@ -198,6 +200,25 @@ class WrongRoot(InvalidArgument):
         super().__init__(message)
         self.root = root
         self.last = last
+
+
+class PromptTooLong(InvalidArgument):
+    """A prompt does not fit a sequence; nothing has changed.
+
+    Args:
+        message: names the values.
+        seq_id: the sequence.
+        n_prompt: tokens of the prompt.
+        n_ctx_seq: most tokens of a sequence.
+    """
+
+    def __init__(
+        self, message: str, *, seq_id: int = -1, n_prompt: int = 0, n_ctx_seq: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.seq_id = seq_id
+        self.n_prompt = n_prompt
+        self.n_ctx_seq = n_ctx_seq
 
 
 class _FileError(EngineError):

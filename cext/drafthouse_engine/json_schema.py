@@ -50,8 +50,7 @@ N_NODES_MAX: Final = 4096
 NAME_CHARS_MAX: Final = 128
 
 _ANNOTATIONS: Final = frozenset(
-    "$schema $id $comment $defs definitions $anchor title description default examples deprecated "
-    "readOnly writeOnly contentEncoding contentMediaType discriminator".split()
+    ["$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "discriminator"]
 )
 _KEYWORDS: Final[dict[str, frozenset[str]]] = {
     "object": frozenset(("properties", "required", "additionalProperties")),

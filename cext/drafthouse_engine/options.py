@@ -241,6 +241,9 @@ class EngineParams:
     """One pool of cells for all sequences; else each has its own n_ctx_seq cells."""
     flash_attention: bool = True
     """Attention is computed by the fused kernel."""
+    n_min: int = 0
+    """Shorter drafts are dropped, [0, n_draft_max]; at most 1 with probabilistic, where more would
+    change the distribution."""
 
     def __post_init__(self) -> None:
         if self.draft_type not in DRAFT_TYPES:
@@ -255,3 +258,5 @@ class EngineParams:
         check_float(self, "p_min", 0, 1, ends="[)")
         for field in ("probabilistic", "kv_unified", "flash_attention"):
             check_bool(self, field)
+        n_min_max = 1 if self.probabilistic else self.n_draft_max
+        check_int(self, "n_min", 0, 0 if self.draft_type == "none" else n_min_max)

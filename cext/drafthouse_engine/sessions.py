@@ -16,6 +16,7 @@ Rounds of several sequences may share `draft_many`, `decode` and `process`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from drafthouse_engine.errors import (
     InvalidArgument,
     InvalidConfig,
     NoPendingProposal,
+    PromptTooLong,
     ProposalPending,
 )
 from drafthouse_engine.fields import check_float, check_int
@@ -51,11 +53,12 @@ __all__ = [
 
 NgramKind = Literal["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"]
 _Result = TypeVar("_Result")
+_log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """How a session is built.
+    """How a session is built; `dataclasses.replace` gives a changed copy.
 
     Raises:
         InvalidConfig: a field is out of its range.
@@ -65,6 +68,8 @@ class SessionConfig:
     """Sequences at once, [1, 256]."""
     n_draft_max: int = 3
     """Most drafted tokens of one round, ≥ 1."""
+    n_min: int = 0
+    """Shorter drafts are dropped, [0, n_draft_max]; 0 drops none."""
     p_min: float = 0.0
     """Drafting stops below this probability, [0, 1)."""
     n_ctx_seq: int = 0
@@ -79,6 +84,7 @@ class SessionConfig:
     def __post_init__(self) -> None:
         check_int(self, "n_seq", 1, 256)
         check_int(self, "n_draft_max", 1)
+        check_int(self, "n_min", 0, self.n_draft_max)
         check_float(self, "p_min", 0, 1, ends="[)")
         check_int(self, "n_ctx_seq", 0)
         check_int(self, "n_batch", 1)
@@ -91,6 +97,7 @@ class SessionConfig:
             draft_type=draft_type,
             n_seq_max=self.n_seq,
             n_draft_max=self.n_draft_max,
+            n_min=self.n_min,
             p_min=self.p_min,
             n_ctx_seq=self.n_ctx_seq,
             n_batch=self.n_batch,
@@ -119,11 +126,32 @@ class SessionStats:
     """Time in `decode`."""
     process_s: float
     """Time in `process`."""
+    sample_s: float
+    """Time in `sample`."""
+    accept_s: float
+    """Time in `accept`."""
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted per drafted token; 0 before the first."""
         return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens of a round, the target's own included; 0 before the first round."""
+        return 1 + self.n_accepted / self.n_drafts if self.n_drafts else 0.0
+
+    def __str__(self) -> str:
+        places = zip(self.n_accepted_at, self.n_drafted_at, strict=True)
+        shares = [accepted / drafted if drafted else 0.0 for accepted, drafted in places]
+        return (
+            f"{self.n_drafts} rounds, {self.n_accepted} of {self.n_drafted} draft tokens accepted, "
+            f"{self.mean_acceptance_length:.2f} tokens a round; "
+            f"by position {', '.join(f'{share:.2f}' for share in shares)}; "
+            f"draft {self.draft_s:.3f} s, decode {self.decode_s:.3f} s, "
+            f"process {self.process_s:.3f} s, sample {self.sample_s:.3f} s, "
+            f"accept {self.accept_s:.3f} s"
+        )
 
 
 class DraftRequest(NamedTuple):
@@ -178,7 +206,7 @@ class SpeculativeSession:
         self._drafted_at = [0] * self.n_draft_max
         self._accepted_at = [0] * self.n_draft_max
         self._n_drafts = 0
-        self._seconds = {"draft": 0.0, "decode": 0.0, "process": 0.0}
+        self._seconds = dict.fromkeys(("draft", "decode", "process", "sample", "accept"), 0.0)
 
     def __enter__(self) -> Self:
         return self
@@ -207,6 +235,11 @@ class SpeculativeSession:
         return self._engine.limits.n_draft_max
 
     @property
+    def n_min(self) -> int:
+        """Shorter drafts are dropped."""
+        return self._config.n_min
+
+    @property
     def p_min(self) -> float:
         """Drafting stops below this probability."""
         return self._config.p_min
@@ -220,9 +253,33 @@ class SpeculativeSession:
         self.n_past(seq_id)
         return seq_id in self._proposed
 
-    def is_quiescent(self) -> bool:
-        """Returns whether no draft waits for `accept` and no batch for `process`."""
-        return self._is_processed and not self._proposed
+    def is_quiescent(self, seq_id: int | None = None) -> bool:
+        """Returns whether no draft waits for `accept` and no batch for `process`.
+
+        Args:
+            seq_id: [0, n_seq), the question is about this sequence alone; None: about all.
+
+        Raises:
+            BadSeqId: there is no such sequence.
+        """
+        if seq_id is None:
+            return self._is_processed and not self._proposed
+        is_unprocessed = not self._is_processed and bool(self._batch) and seq_id in self._seq_ids()
+        return not self.has_pending_proposal(seq_id) and not is_unprocessed
+
+    def _seq_ids(self) -> set[int]:
+        return set(self._batch.seq_ids.tolist()) if self._batch is not None else set()
+
+    def is_cold(self, seq_id: int) -> bool:
+        """Returns whether the draft of the sequence failed: it goes on, and drafts are empty.
+
+        Args:
+            seq_id: [0, n_seq).
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+        """
+        return self._engine.seq_is_cold(seq_id)
 
     def stats(self) -> SessionStats:
         """Returns what the session has done since it was made."""
@@ -235,7 +292,13 @@ class SpeculativeSession:
             draft_s=self._seconds["draft"],
             decode_s=self._seconds["decode"],
             process_s=self._seconds["process"],
+            sample_s=self._seconds["sample"],
+            accept_s=self._seconds["accept"],
         )
+
+    def print_stats(self) -> None:
+        """Logs `stats` as one line, level INFO of the logger `drafthouse_engine.sessions`."""
+        _log.info("%s: %s", type(self).__name__, self.stats())
 
     def begin(
         self,
@@ -254,14 +317,27 @@ class SpeculativeSession:
         Raises:
             BadSeqId: there is no such sequence.
             SeqBusy: the sequence has begun already.
+            PromptTooLong: the prompt does not fit a sequence; nothing has changed.
             NoRoom: the prompt does not fit the KV cache; the sequence is free again.
         """
+        self._check_length(seq_id, len(prompt))
         self._engine.seq_begin(seq_id, Sampler(self._engine.target, sampling))
         try:
             self._read(seq_id, prompt)
         except Exception:
             self._engine.seq_end(seq_id)
             raise
+
+    def _check_length(self, seq_id: int, n_prompt: int) -> None:
+        self.n_past(seq_id)
+        n_max = self._engine.limits.n_ctx_seq
+        if n_prompt > n_max:
+            raise PromptTooLong(
+                f"the prompt of sequence {seq_id} has {n_prompt} tokens; a sequence holds {n_max}",
+                seq_id=seq_id,
+                n_prompt=n_prompt,
+                n_ctx_seq=n_max,
+            )
 
     def _read(self, seq_id: int, prompt: Sequence[int] | npt.NDArray[np.int32]) -> None:
         n_batch = self._engine.limits.n_batch
@@ -332,7 +408,8 @@ class SpeculativeSession:
             InvalidArgument: the last decode has no such output.
             SeqIdle: the sequence has not begun.
         """
-        return self._engine.sample(seq_id, self._output(seq_id, i))
+        output = self._output(seq_id, i)
+        return self._timed("sample", lambda: self._engine.sample(seq_id, output))
 
     def _output(self, seq_id: int, i: int) -> int:
         self.n_past(seq_id)
@@ -408,7 +485,7 @@ class SpeculativeSession:
                 n_accepted=n_accepted,
                 n_drafted=n_drafted,
             )
-        self._engine.accept(seq_id, n_accepted)
+        self._timed("accept", lambda: self._engine.accept(seq_id, n_accepted))
         del self._proposed[seq_id]
         self._count(n_drafted, n_accepted)
 
@@ -417,6 +494,23 @@ class SpeculativeSession:
         for i in range(n_drafted):
             self._drafted_at[i] += 1
             self._accepted_at[i] += i < n_accepted
+
+    def rollback(self, seq_id: int, n_past: int) -> None:
+        """Cuts a sequence to its first n_past tokens and drops its pending draft.
+
+        The sampler keeps what it has heard. A sequence with a draft model is cold from then on.
+
+        Args:
+            seq_id: [0, n_seq).
+            n_past: [0, tokens in the KV cache].
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+            Unsupported: a recurrent target cannot go back so far.
+            BadPlan: the sequence is shorter.
+        """
+        self._engine.rollback(seq_id, n_past)
+        self._proposed.pop(seq_id, None)
 
     def tokens(self, seq_id: int) -> npt.NDArray[np.int32]:
         """Returns the tokens that the sequence has in the KV cache.
