@@ -1285,6 +1285,14 @@ float logprob(spec_engine & engine, int32_t i_batch, llama_token token) {
                               std::log(sum));
 }
 
+// Where a grammar or the biases allow no token at all, llama.cpp chooses a forbidden one.
+void check_allowed(common_sampler * sampler) {
+    const llama_token_data_array * c = common_sampler_get_candidates(sampler, false);
+    if (c->selected < 0 || !(c->data[c->selected].logit > -INFINITY)) {
+        fail(SPEC_ERR_SAMPLING_FAILED, "the grammar and the biases allow no token here");
+    }
+}
+
 // Chooses the tokens that a sequence emits: the accepted part of its draft and one of the target's
 // own.
 llama_tokens verify(spec_engine & engine, sequence & seq, int32_t i_first) {
@@ -1302,6 +1310,7 @@ llama_tokens verify(spec_engine & engine, sequence & seq, int32_t i_first) {
                                                  seq.draft.tokens)
             : common_sampler_sample_and_accept_n_rejection(sampler, engine.target.get(), idxs,
                                                            seq.draft.tokens, seq.draft.q);
+    check_allowed(sampler);
     for (size_t i = 0; i < emitted.size(); ++i) {
         const float logit = llama_get_logits_ith(engine.target.get(), idxs[i])[emitted[i]];
         if (!std::isfinite(logit)) {
@@ -2057,7 +2066,10 @@ int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, 
                  "batch index " + std::to_string(i) + " belongs to another sequence");
         }
         common_sampler * sampler = seq.sampler->chain.get();
-        deref(token, "token") = common_sampler_sample(sampler, engine->target.get(), i);
+        deref(token, "token");
+        const llama_token chosen = common_sampler_sample(sampler, engine->target.get(), i);
+        check_allowed(sampler);
+        *token = chosen;
         common_sampler_accept(sampler, *token, true);
     });
 }
