@@ -3905,7 +3905,9 @@ int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, 
                  "batch index " + std::to_string(i) + " belongs to another sequence");
         }
         common_sampler * sampler = seq.sampler->chain.get();
-        deref(token, "token") = sample_checked(*engine, sampler, i);
+        deref(token, "token");
+        const llama_token chosen = common_sampler_sample(sampler, engine->target.get(), i);
+        *token = chosen;
         common_sampler_accept(sampler, *token, true);
         seq.heard.push_back(-1 - *token);
         seq.id_last = *token;

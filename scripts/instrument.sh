@@ -1,0 +1,124 @@
+#!/bin/sh
+# Compiles spec.cpp, and the parts of llama.cpp that handle untrusted input, with instrumentation.
+#
+#   scripts/instrument.sh address    -> build/address/{abi_test,step_bench,_spec…so}   (GCC, ASan and UBSan)
+#   scripts/instrument.sh thread     -> build/thread/handover_test                     (clang, TSan)
+#   scripts/instrument.sh fuzz       -> build/fuzz/{plan_fuzz,grammar_fuzz,…}          (clang, libFuzzer, ASan, UBSan)
+#
+# The rest of llama.cpp, ggml's kernels above all, is linked as `make dev` built it (DRAFTHOUSE_BUILD names another
+# build folder): an object with instrumentation is linked before the archive and so takes the place of the plain one.
+set -eu
+kind=$1
+cd "$(dirname "$0")/.."
+build=${DRAFTHOUSE_BUILD:-$(find "$PWD/build" -maxdepth 1 -type d -name 'cp*' | head -n 1)}
+python=${DRAFTHOUSE_PYTHON:-$PWD/.venv/bin/python}
+if [ -z "$build" ] || [ ! -d "$build/llama.cpp" ]; then
+    echo 'the engine is not built; run make dev first' >&2
+    exit 2
+fi
+llama=$("$python" cext/fetch_llama_cpp.py)
+number=$(sed -n 's/^version = "\(b[0-9]*\)"$/\1/p' cext/llama_cpp.lock)
+out=$PWD/build/$kind
+mkdir -p "$out/obj"
+if [ "$(cat "$out/source" 2>/dev/null)" != "$llama" ]; then
+    rm -f "$out"/obj/*.o # of another llama.cpp, or of other patches
+    echo "$llama" >"$out/source"
+fi
+
+# Runtime of clang is a package of its own: apt-get install clang-14 libclang-rt-14-dev
+clang=$(command -v clang++ || command -v clang++-14 || true)
+case $kind in
+address)
+    cxx=${CXX:-g++}
+    flags='-fsanitize=address,undefined -fno-omit-frame-pointer'
+    ;;
+thread)
+    cxx=$clang
+    flags='-fsanitize=thread'
+    ;;
+fuzz)
+    cxx=$clang
+    flags='-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer'
+    ;;
+*)
+    echo "unknown kind \"$kind\"; expected address, thread or fuzz" >&2
+    exit 2
+    ;;
+esac
+if [ -z "$cxx" ]; then
+    echo 'clang is not installed: apt-get install clang-14 libclang-rt-14-dev' >&2
+    exit 2
+fi
+
+include="-Icext -isystem $llama/common -isystem $llama/include -isystem $llama/ggml/include -isystem $llama
+    -isystem $llama/src -isystem $llama/vendor"
+parts='common/common common/sampling common/speculative common/ngram-cache common/ngram-map common/ngram-mod
+    common/reasoning-budget src/llama-batch src/llama-context src/llama-grammar src/llama-kv-cache
+    src/llama-kv-cache-iswa src/llama-memory src/llama-memory-hybrid src/llama-memory-recurrent src/llama-sampler
+    src/llama-vocab src/unicode'
+
+# Object of a source, compiled when the source or a header of ours is newer.
+compile() { # source name extra flags…
+    source=$1
+    object=$out/obj/$2.o
+    shift 2
+    if [ ! -e "$object" ] || [ "$source" -nt "$object" ] || [ cext/spec.h -nt "$object" ]; then
+        # shellcheck disable=SC2086  # lists of flags
+        $cxx -std=c++17 -O1 -g -fPIC -DDRAFTHOUSE_LLAMA_CPP_VERSION="\"$number\"" $flags "$@" -c "$source" \
+            -o "$object" $include
+    fi
+}
+
+for part in $parts; do
+    compile "$llama/$part.cpp" "$(basename "$part")" -w
+done
+compile cext/spec.cpp spec
+objects=$out/obj/spec.o
+for part in $parts; do
+    objects="$objects $out/obj/$(basename "$part").o"
+done
+archives=
+for name in llama-common llama-common-base llama cpp-httplib ggml ggml-cpu ggml-base; do
+    archives="$archives $(find "$build/llama.cpp" -name "lib$name.a")"
+done
+
+link() { # program flags… objects…
+    program=$1
+    shift
+    # shellcheck disable=SC2086
+    $cxx "$@" $objects -Wl,--start-group $archives -Wl,--end-group -l:libgomp.so.1 -lpthread -ldl -o "$out/$program"
+}
+
+case $kind in
+address)
+    include_python=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+    for program in abi_test step_bench; do
+        # shellcheck disable=SC2086
+        gcc -std=c11 -D_POSIX_C_SOURCE=200809L -g $flags -Icext -c cext/$program.c -o "$out/obj/$program.o"
+        # shellcheck disable=SC2086
+        link $program $flags "$out/obj/$program.o"
+    done
+    folder=$out/python/drafthouse_engine
+    mkdir -p "$folder"
+    cp cext/drafthouse_engine/*.py "$folder/"
+    "$(dirname "$python")/cython" -3 --module-name drafthouse_engine._spec -I cext cext/drafthouse_engine/_spec.pyx \
+        -o "$out/obj/_spec.c"
+    gcc -O1 -g -fPIC -w "-I$include_python" -Icext -c "$out/obj/_spec.c" -o "$out/obj/_spec.o"
+    suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+    # shellcheck disable=SC2086
+    link "python/drafthouse_engine/_spec$suffix" $flags -shared "$out/obj/_spec.o"
+    ;;
+thread)
+    compile tests/fuzz/handover_test.cpp handover_test
+    # shellcheck disable=SC2086
+    link handover_test $flags "$out/obj/handover_test.o"
+    ;;
+fuzz)
+    for source in tests/fuzz/*_fuzz.cpp; do
+        name=$(basename "$source" .cpp)
+        compile "$source" "$name" -Itests/fuzz
+        link "$name" -fsanitize=fuzzer,address,undefined "$out/obj/$name.o"
+    done
+    ;;
+esac
+echo "built $out"
