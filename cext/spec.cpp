@@ -1873,13 +1873,13 @@ void check_decoder_model(const spec_model & model) {
     if (model.vocab_only) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
     }
-    if (llama_model_has_encoder(model.model.get()) || !llama_model_has_decoder(model.model.get())) {
-        fail(SPEC_ERR_UNSUPPORTED, "models with an encoder cannot be decoders here");
-    }
     if (llama_model_target_layer_ids_n(model.model.get()) > 0) {
         fail(SPEC_ERR_UNSUPPORTED, "the model (" + model.arch() +
                                        ") drafts from another model's hidden states and cannot "
                                        "decode on its own");
+    }
+    if (llama_model_has_encoder(model.model.get()) || !llama_model_has_decoder(model.model.get())) {
+        fail(SPEC_ERR_UNSUPPORTED, "models with an encoder cannot be decoders here");
     }
 }
 
@@ -1908,7 +1908,9 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
     c.n_outputs_max = std::max(static_cast<uint32_t>(p.n_outputs_max), c.n_seq_max);
     c.n_threads = p.n_threads > 0 ? p.n_threads : all_cores();
     c.n_threads_batch = c.n_threads;
-    c.pooling_type = LLAMA_POOLING_TYPE_NONE;
+    if (!decoder.model->meta(decoder.model->arch() + ".pooling_type").empty()) {
+        c.pooling_type = LLAMA_POOLING_TYPE_NONE; // rows of tokens are wanted, not of sequences
+    }
     c.flash_attn_type =
         p.flash_attention ? LLAMA_FLASH_ATTN_TYPE_AUTO : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     c.kv_unified = has_trees; // a node shared by branches is one cell of one pool
