@@ -369,6 +369,25 @@ def test_a_tree_that_grows_scores_as_one_at_once(
     assert gap(decoder.next_logits(), plain_logits(dense, PROMPT)) <= WIDTH_TOLERANCE
 
 
+@pytest.mark.parametrize("n_waiting", [1, 2, 5, 8, 12])
+def test_tokens_that_wait_come_with_the_tree(dense: DecoderPool, n_waiting: int) -> None:
+    decoder = dense.tree_decoder()
+    decoder.observe(PROMPT[: 40 - n_waiting])
+    decoder.next_logits()
+    for token in PROMPT[40 - n_waiting : 40]:
+        decoder.observe([token])
+    tree = tree_of(PROMPT[39])
+    rows = decoder.tree_logits_keep_kv(tree)
+    decoder.grow_tree([21], [0])
+    decoder.commit_tree_path([0, 1, 2])
+    assert dense._context.seq_n_past(0) == 42
+    with dense.tree_decoder() as other:
+        other.observe(PROMPT[:40])
+        assert gap(rows, other.tree_logits(tree)) <= WIDTH_TOLERANCE
+    decoder.observe(PROMPT[42:])
+    assert gap(decoder.next_logits(), plain_logits(dense, PROMPT)) <= WIDTH_TOLERANCE
+
+
 def test_hidden_rows_follow_a_committed_path(dense: DecoderPool) -> None:
     decoder = dense.tree_decoder()
     decoder.observe(PROMPT[:40])
@@ -395,7 +414,7 @@ def test_tree_refusals_change_nothing(dense: DecoderPool) -> None:
     wide = DraftTree.from_paths(root, [[i] for i in range(9)])
     with pytest.raises(InvalidArgument, match="needs 9 branches; this context has 8"):
         decoder.tree_logits(wide)
-    with pytest.raises(InvalidArgument, match="n_nodes"):
+    with pytest.raises(InvalidArgument, match="31 nodes; at most 24"):
         decoder.tree_logits(DraftTree.chain(root, range(30)))
     with pytest.raises(InvalidArgument, match="token 2048"):
         decoder.tree_logits(DraftTree.chain(root, [2048]))

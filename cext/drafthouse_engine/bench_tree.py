@@ -1,7 +1,9 @@
 """Measures where a draft pays: `python -m drafthouse_engine.bench_tree TARGET DRAFT PROMPTS`.
 
-Every way of drafting writes the same prompts on, greedily, one sequence alone. Chain and tree go
-through the same decoders, so that they differ in what they draft only.
+Every way of drafting writes the same prompts on, greedily, one sequence alone, through the same
+decoders, so that they differ in what they draft only. The columns: tokens that a forward of the
+target yields, forwards of the draft and drafted tokens per forward of the target, speed by the
+clock, and by the processor's time, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -10,17 +12,31 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Final, TypeAlias
 
 from drafthouse_engine._spec import Model
-from drafthouse_engine.errors import Unsupported
-from drafthouse_engine.generate import Generation, TreeShape, generate
+from drafthouse_engine.decoder import Decoder
+from drafthouse_engine.decoder_config import DecoderConfig
+from drafthouse_engine.decoder_pool import DecoderPool
+from drafthouse_engine.generate import (
+    Generation,
+    TreeShape,
+    generate_autoregressive,
+    generate_tree,
+    generate_vanilla,
+)
+from drafthouse_engine.tree_decoder import TreeDecoder
 
 __all__ = ["main"]
 
-CHAINS = (2, 3, 4, 6)
-SHAPES = (
+Way: TypeAlias = Callable[[Sequence[int], int], Generation]
+HEADER: Final = "tokens/forward drafts/target  nodes/target    tokens/s  tokens/CPU s\n"
+CHAINS: Final = (2, 3, 4, 6)
+SHAPES: Final = (
     TreeShape(2, 2, 4),
     TreeShape(2, 4, 8),
     TreeShape(3, 2, 6),
@@ -33,56 +49,39 @@ SHAPES = (
 
 
 class _Bench:
-    def __init__(self, target: Model, draft: Model, prompts: Sequence[Sequence[int]]) -> None:
+    """Decoders of both models, used again for every prompt and way of drafting."""
+
+    def __init__(self, target: Decoder, draft: Decoder) -> None:
         self._target = target
         self._draft = draft
-        self._prompts = prompts
 
-    def autoregressive(self, n_tokens: int, n_threads: int) -> list[Generation]:
-        return [
-            generate(self._target, prompt, n_tokens=n_tokens, n_threads=n_threads)
-            for prompt in self._prompts
-        ]
+    def measure(self, way: Way, prompts: Sequence[Sequence[int]], n_tokens: int) -> str:
+        """Returns the numbers of one way of drafting as text."""
+        found = [self._run(way, prompt, n_tokens) for prompt in prompts]
+        texts = [text for text, _ in found]
+        n_forwards = sum(text.stats.n_target_forwards for text in texts)
+        numbers = (
+            sum(len(text.tokens) for text in texts) / n_forwards,
+            sum(text.stats.n_draft_forwards for text in texts) / n_forwards,
+            sum(text.stats.n_drafted for text in texts) / n_forwards,
+        )
+        speed = statistics.median(text.tokens_per_s for text in texts)
+        cpu_speed = statistics.median(len(text.tokens) / cpu_s for text, cpu_s in found)
+        columns = "".join(f"{number:>14.2f}" for number in numbers)
+        return f"{columns}{speed:>12.0f}{cpu_speed:>14.0f}\n"
 
-    def chain(self, n_draft: int, n_tokens: int, n_threads: int) -> list[Generation]:
-        return [
-            generate(
-                self._target,
-                prompt,
-                method="vanilla",
-                draft=self._draft,
-                n_draft=n_draft,
-                n_tokens=n_tokens,
-                n_threads=n_threads,
-            )
-            for prompt in self._prompts
-        ]
+    def _run(self, way: Way, prompt: Sequence[int], n_tokens: int) -> tuple[Generation, float]:
+        """Generates; the processor time is that of all tokens but the first."""
+        cpu_s = -self._timed(way, prompt, 1)[1]
+        text, full_s = self._timed(way, prompt, n_tokens)
+        return text, max(1e-9, cpu_s + full_s)
 
-    def tree(self, shape: TreeShape, n_tokens: int, n_threads: int) -> list[Generation]:
-        return [
-            generate(
-                self._target,
-                prompt,
-                method="tree",
-                draft=self._draft,
-                shape=shape,
-                n_tokens=n_tokens,
-                n_threads=n_threads,
-            )
-            for prompt in self._prompts
-        ]
-
-
-def _line(name: str, found: Sequence[Generation]) -> str:
-    n_tokens = sum(len(one.tokens) for one in found)
-    n_forwards = sum(one.stats.n_target_forwards for one in found)
-    n_drafted = sum(one.stats.n_drafted for one in found)
-    n_draft_forwards = sum(one.stats.n_draft_forwards for one in found)
-    speed = statistics.median(one.tokens_per_s for one in found)
-    return (
-        f"{name:<24}{n_tokens / n_forwards:>14.2f}{n_draft_forwards / n_forwards:>14.1f}"
-        f"{n_drafted / n_forwards:>14.1f}{speed:>12.0f}\n"
-    )
+    def _timed(self, way: Way, prompt: Sequence[int], n_tokens: int) -> tuple[Generation, float]:
+        for decoder in (self._target, self._draft):
+            decoder.rollback_to(0)
+        start_s = time.process_time()
+        text = way(prompt, n_tokens)
+        return text, time.process_time() - start_s
 
 
 def _prompts(model: Model, path: Path, n_prompts: int, n_prompt: int) -> list[list[int]]:
@@ -105,28 +104,40 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _ways(target: Decoder, draft: Decoder) -> Iterator[tuple[str, Way]]:
+    yield "autoregressive", lambda prompt, n: generate_autoregressive(target, prompt, n)
+    for n_draft in CHAINS:
+        yield (
+            f"chain {n_draft}",
+            partial(generate_vanilla, target, draft, n_draft=n_draft),
+        )
+    if isinstance(target, TreeDecoder) and isinstance(draft, TreeDecoder):
+        for shape in SHAPES:
+            yield (
+                f"tree {shape.depth} x {shape.width}, {shape.n_nodes} nodes",
+                partial(generate_tree, target, draft, shape=shape),
+            )
+
+
+def _decoder(pool: DecoderPool) -> Decoder:
+    return pool.tree_decoder() if pool.limits.n_branch_max > 0 else pool.decoder()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one line per way of drafting: what a forward of the target yields, what it costs."""
     options = _arguments(arguments)
-    with Model(options.target) as target, Model(options.draft) as draft:
-        prompts = _prompts(target, options.prompts, options.n_prompts, options.n_prompt)
-        bench = _Bench(target, draft, prompts)
-        sizes = (options.n_tokens, options.n_threads)
-        write = sys.stdout.write
-        write(
-            f"{'':<24}{'tokens/forward':>14}{'draft fwd/fwd':>14}{'drafts/fwd':>14}"
-            f"{'tokens/s':>12}\n"
-        )
-        write(_line("autoregressive", bench.autoregressive(*sizes)))
-        for n_draft in CHAINS:
-            write(_line(f"chain {n_draft}", bench.chain(n_draft, *sizes)))
-        for shape in SHAPES:
-            name = f"tree {shape.depth} x {shape.width}, {shape.n_nodes} nodes"
-            try:
-                write(_line(name, bench.tree(shape, *sizes)))
-            except Unsupported as error:
-                write(f"trees: {error}\n")
-                break
+    sys.stdout.write(f"{'':<24}" + HEADER)
+    with Model(options.target) as model, Model(options.draft) as draft_model:
+        n_ctx = options.n_prompt + options.n_tokens + 64
+        config = DecoderConfig(n_branch_max=64, n_ctx_seq=n_ctx, n_threads=options.n_threads)
+        prompts = _prompts(model, options.prompts, options.n_prompts, options.n_prompt)
+        with DecoderPool(model, config) as pool, DecoderPool(draft_model, config) as drafts:
+            target, draft = _decoder(pool), _decoder(drafts)
+            bench = _Bench(target, draft)
+            for name, way in _ways(target, draft):
+                numbers = bench.measure(way, prompts, options.n_tokens)
+                sys.stdout.write(f"{name:<24}" + numbers)
+                sys.stdout.flush()
     return 0
 
 

@@ -28,7 +28,7 @@ from drafthouse_engine.scores import Rows, Scores
 if TYPE_CHECKING:
     from drafthouse_engine.decoder_pool import DecoderPool
 
-__all__ = ["Decoder"]
+__all__ = ["N_WAITING_MAX", "Decoder"]
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 

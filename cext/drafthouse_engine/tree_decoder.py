@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from drafthouse_engine.decoder import Decoder
+from drafthouse_engine.decoder import N_WAITING_MAX, Decoder
 from drafthouse_engine.errors import (
     BadPlan,
     EngineError,
@@ -37,7 +37,7 @@ class TreeDecoder(Decoder):
         super().__init__(pool, seq_id)
         self._tree: DraftTree | None = None
         self._tree_scores: Scores | None = None
-        self._n_known = 0
+        self._root = 0  # number of the root in the context's tree; −1 when its row was known
 
     @property
     def tree(self) -> DraftTree | None:
@@ -75,19 +75,40 @@ class TreeDecoder(Decoder):
                 root=tree.tokens[0],
                 last=last,
             )
+        self._check_size(len(tree))
         n = len(self._history)
-        self._n_known = 1 if self._is_scored() else 0
-        if self._n_known:
+        waiting: list[int] = []
+        if self._is_scored():
             assert self._scores is not None
+            self._root = -1
             self._tree_scores = self._scores.pick(n, [n - self._scores.start])
         else:
-            self._cut(n - 1)
-            self._fill(n - 1)
+            waiting = self._bring(len(tree))
+            self._root = len(waiting)
             self._tree_scores = None
-        self._hang(tree.tokens[self._n_known :], tree.parents[self._n_known :])
+        first = 1 if self._root < 0 else 0
+        self._hang(tree.tokens[first:], tree.parents[first:], waiting)
         self._tree = tree
         assert self._tree_scores is not None
         return self._tree_scores.logits
+
+    def _check_size(self, n_nodes: int) -> None:
+        n_max = self._pool.limits.n_outputs_max
+        if n_nodes > n_max:
+            raise InvalidArgument(f"the tree has {n_nodes} nodes; at most {n_max} are scored")
+
+    def _bring(self, n_nodes: int) -> list[int]:
+        """Returns the tokens that go into the KV cache with the tree, before its root."""
+        n = len(self._history)
+        self._cut(n - 1)
+        n_waiting = n - 1 - self._n_cached
+        if n_waiting > min(N_WAITING_MAX, self._pool.limits.n_outputs_max - n_nodes):
+            try:
+                self._fill(n - 1)
+            except EngineError:
+                self._resync()
+                raise
+        return self._history[self._n_cached : n - 1]
 
     def grow_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
         """Scores further nodes of the tree that waits.
@@ -101,11 +122,14 @@ class TreeDecoder(Decoder):
 
         Raises:
             BadPlan: no tree waits.
-            InvalidArgument: too many nodes or leaves, or a parent that is not before its child.
+            InvalidArgument: too many nodes, or a parent that is not before its child; the tree
+                still waits. Too many leaves: the tree is dropped.
+            NoRoom: a node would lie beyond n_ctx_seq, or the KV cache is full; it is dropped.
         """
         if self._tree is None:
             raise BadPlan("no tree waits for further nodes")
         grown = self._tree.grown(tokens, parents)
+        self._check_size(len(grown))
         n_old = len(self._tree)
         self._hang(grown.tokens[n_old:], grown.parents[n_old:])
         self._tree = grown
@@ -129,9 +153,9 @@ class TreeDecoder(Decoder):
         if not nodes or self._tree.path_to(nodes[-1]) != nodes:
             raise InvalidArgument(f"{nodes} is no path from the root of the tree")
         n = len(self._history)
-        if len(self._tree) > self._n_known:
-            kept = [node - self._n_known for node in nodes if node >= self._n_known]
-            self._context.tree_commit(self._seq_id, kept)
+        if self._has_nodes(self._tree):
+            kept = [node + self._root for node in nodes if node + self._root >= 0]
+            self._context.tree_commit(self._seq_id, [*range(self._root), *kept])
         self._history += [self._tree.tokens[node] for node in nodes[1:]]
         self._n_cached = n + len(nodes) - 1
         self._scores = self._tree_scores.pick(n, nodes)
@@ -144,22 +168,30 @@ class TreeDecoder(Decoder):
             self.commit_tree_path([0])
         super().reset()
 
-    def _hang(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Scores nodes; where the root's row was known before, the context does not have it."""
+    def _has_nodes(self, tree: DraftTree) -> bool:
+        """Whether the context holds a part of the tree."""
+        return self._root >= 0 or len(tree) > 1
+
+    def _hang(
+        self, tokens: Sequence[int], parents: Sequence[int], waiting: Sequence[int] = ()
+    ) -> None:
+        """Scores nodes, behind a chain of tokens of the history that are not cached yet."""
         if not tokens:
             return
-        shifted = [parent - self._n_known if parent >= 0 else -1 for parent in parents]
+        chain = range(-1, len(waiting) - 1)
+        places = [parent + self._root if parent >= 0 else self._root - 1 for parent in parents]
         try:
-            self._context.tree(self._seq_id, tokens, shifted)
+            self._context.tree(self._seq_id, [*waiting, *tokens], [*chain, *places])
         except EngineError:
             self._drop_broken_tree()
             raise
-        rows = self._read(len(self._history))
+        n = len(self._history)
+        rows = self._read(n).pick(n, slice(len(waiting), None))
         self._tree_scores = rows if self._tree_scores is None else self._tree_scores.then(rows)
 
     def _drop_broken_tree(self) -> None:
         """After a refused tree: none waits, also where a growing one was refused."""
-        if self._tree is not None and len(self._tree) > self._n_known:
+        if self._tree is not None and self._has_nodes(self._tree):
             with contextlib.suppress(BadPlan):  # where the failed decode took it away
                 self._context.tree_commit(self._seq_id, [])
         self._tree = self._tree_scores = None
