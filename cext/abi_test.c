@@ -6,6 +6,8 @@
  * refused.
  */
 #include <math.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -403,6 +405,127 @@ static void test_embedder(const spec_model * model) {
     spec_embedder_free(embedder);
 }
 
+/* Decoders. */
+
+static void test_decoder_nulls(void) {
+    spec_decoder * decoder = NULL;
+    spec_decoder_params params;
+    spec_decoder_limits limits;
+    const int32_t token = 1;
+    float row[4];
+
+    spec_decoder_default_params(NULL);
+    spec_decoder_default_params(&params);
+    INVALID(spec_decoder_init(NULL, &params, &decoder));
+    TRUE(decoder == NULL);
+    INVALID(spec_decoder_get_limits(NULL, &limits));
+    INVALID(spec_decoder_seq_n_past(NULL, 0));
+    INVALID(spec_decoder_decode(NULL, 0, &token, 1, true));
+    INVALID(spec_decoder_seq_rollback(NULL, 0, 0));
+    INVALID(spec_decoder_tree(NULL, 0, &token, &token, 1));
+    INVALID(spec_decoder_tree_commit(NULL, 0, &token, 1));
+    INVALID(spec_decoder_read(NULL, SPEC_ROWS_LOGITS, row, 4));
+    INVALID(spec_decoder_set_layer(NULL, 0, true));
+    INVALID(spec_model_embed(NULL, &token, 1, row));
+    INVALID(spec_model_lm_head(NULL, row, 1, row));
+    spec_decoder_free(NULL);
+}
+
+static void test_decoder_params(const spec_model * model) {
+    static const struct {
+        size_t offset;
+        int32_t value;
+    } WRONG[] = {
+        {offsetof(spec_decoder_params, n_seq_max), 0},
+        {offsetof(spec_decoder_params, n_seq_max), 257},
+        {offsetof(spec_decoder_params, n_branch_max), -1},
+        {offsetof(spec_decoder_params, n_branch_max), 256},
+        {offsetof(spec_decoder_params, n_outputs_max), 0},
+        {offsetof(spec_decoder_params, n_outputs_max), 513},
+        {offsetof(spec_decoder_params, n_ctx_seq), INT32_MAX},
+        {offsetof(spec_decoder_params, n_batch), 0},
+        {offsetof(spec_decoder_params, n_ubatch), 4096},
+        {offsetof(spec_decoder_params, n_rs_seq), 65},
+        {offsetof(spec_decoder_params, n_threads), -1},
+    };
+    for (size_t i = 0; i < sizeof WRONG / sizeof WRONG[0]; ++i) {
+        spec_decoder * decoder = NULL;
+        spec_decoder_params params;
+        spec_decoder_default_params(&params);
+        memcpy((char *)&params + WRONG[i].offset, &WRONG[i].value, sizeof(int32_t));
+        INVALID(spec_decoder_init(model, &params, &decoder));
+        TRUE(decoder == NULL);
+    }
+}
+
+static void test_decoder_tree(spec_decoder * decoder) {
+    const int32_t tokens[4] = {3, 4, 5, 6};
+    const int32_t parents[4] = {-1, 0, 0, 2};
+    const int32_t forward[1] = {0};
+    const int32_t path[2] = {0, 2};
+    const int32_t gap[2] = {0, 3};
+
+    INVALID(spec_decoder_tree(decoder, 0, tokens, forward, 1)); /* its own parent */
+    INVALID(spec_decoder_tree(decoder, 0, tokens, parents, 65));
+    INVALID(spec_decoder_tree(decoder, 0, NULL, parents, 4));
+    EXPECT(spec_decoder_tree(decoder, 2, tokens, parents, 4), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_decoder_tree_commit(decoder, 0, path, 2), SPEC_ERR_BAD_PLAN);
+    EXPECT(spec_decoder_tree(decoder, 0, tokens, parents, 4), SPEC_OK);
+    EXPECT(spec_decoder_tree(decoder, 1, tokens, parents, 4), SPEC_ERR_BAD_PLAN);
+    EXPECT(spec_decoder_decode(decoder, 0, tokens, 1, true), SPEC_ERR_BAD_PLAN);
+    EXPECT(spec_decoder_seq_rollback(decoder, 0, 0), SPEC_ERR_BAD_PLAN);
+    INVALID(spec_decoder_tree_commit(decoder, 0, gap, 2));
+    INVALID(spec_decoder_tree_commit(decoder, 0, NULL, 2));
+    INVALID(spec_decoder_tree_commit(decoder, 0, path, 5));
+    EXPECT(spec_decoder_seq_n_past(decoder, 0), 2);
+    EXPECT(spec_decoder_tree_commit(decoder, 0, path, 2), SPEC_OK);
+    EXPECT(spec_decoder_seq_n_past(decoder, 0), 4);
+}
+
+static void test_decoder(const spec_model * model) {
+    const int32_t tokens[2] = {1, 2};
+    const int32_t wrong[1] = {-1};
+    const int32_t root[1] = {-1};
+    spec_decoder * decoder = NULL;
+    spec_decoder_params params;
+    spec_decoder_limits limits;
+    float few[4];
+
+    test_decoder_params(model);
+    spec_decoder_default_params(&params);
+    params.n_seq_max = 2;
+    params.n_ctx_seq = 16;
+    params.n_threads = 1;
+    INVALID(spec_decoder_init(model, NULL, &decoder));
+    EXPECT(spec_decoder_init(model, &params, &decoder), SPEC_OK);
+    if (decoder == NULL) {
+        return;
+    }
+    EXPECT(spec_decoder_get_limits(decoder, &limits), SPEC_OK);
+    EXPECT(spec_decoder_read(decoder, SPEC_ROWS_LOGITS, few, 4), SPEC_ERR_BAD_PLAN);
+    EXPECT(spec_decoder_decode(decoder, -1, tokens, 2, true), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_decoder_seq_n_past(decoder, 2), SPEC_ERR_BAD_SEQ_ID);
+    INVALID(spec_decoder_decode(decoder, 0, NULL, 2, true));
+    INVALID(spec_decoder_decode(decoder, 0, wrong, 1, true));
+    INVALID(spec_decoder_decode(decoder, 0, tokens, 0, true));
+    EXPECT(spec_decoder_decode(decoder, 0, tokens, 2, true), SPEC_OK);
+    INVALID(spec_decoder_read(decoder, SPEC_ROWS_LOGITS, few, 4));
+    INVALID(spec_decoder_read(decoder, SPEC_ROWS_LOGITS, NULL, 2 * (size_t)limits.n_vocab));
+    INVALID(spec_decoder_read(decoder, -3, few, 4));
+    EXPECT(spec_decoder_read(decoder, 0, few, 4), SPEC_ERR_BAD_PLAN); /* layer 0 was not kept */
+    INVALID(spec_decoder_set_layer(decoder, limits.n_layer, true));
+    INVALID(spec_decoder_seq_rollback(decoder, 0, 3));
+    INVALID(spec_model_embed(model, wrong, 1, few));
+    INVALID(spec_model_embed(model, tokens, 0, few));
+    INVALID(spec_model_lm_head(model, NULL, 1, few));
+    if (limits.n_branch_max > 0) {
+        test_decoder_tree(decoder);
+    } else {
+        EXPECT(spec_decoder_tree(decoder, 0, tokens, root, 1), SPEC_ERR_UNSUPPORTED);
+    }
+    spec_decoder_free(decoder);
+}
+
 static void test_with_model(const char * path) {
     const spec_model_params params = {.path = path, .n_gpu_layers = -1, .use_mmap = true};
     spec_model * model = NULL;
@@ -415,6 +538,7 @@ static void test_with_model(const char * path) {
     test_engine_params(model);
     test_engine(model);
     test_embedder(model);
+    test_decoder(model);
     spec_model_free(model);
 }
 
@@ -423,6 +547,7 @@ int main(int argc, char ** argv) {
     test_model_nulls();
     test_engine_nulls();
     test_extras_nulls();
+    test_decoder_nulls();
     if (argc > 1) {
         test_with_model(argv[1]);
     }

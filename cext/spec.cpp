@@ -2939,6 +2939,7 @@ struct spec_decoder {
 namespace {
 
 constexpr int32_t N_BATCH_MIN = 16;
+constexpr int32_t N_TREE_SPARE = 8;      // nodes that bring tokens of the sequence itself
 constexpr int32_t N_SNAPSHOT_LIMIT = 64; // llama.cpp's graphs have room for some hundred nodes more
 
 // Architectures whose graphs mark every layer's input; others abort when asked for it.
@@ -2969,13 +2970,13 @@ void check_decoder_model(const spec_model & model) {
     if (model.vocab_only) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
     }
-    if (llama_model_has_encoder(model.model.get()) || !llama_model_has_decoder(model.model.get())) {
-        fail(SPEC_ERR_UNSUPPORTED, "models with an encoder cannot be decoders here");
-    }
     if (llama_model_target_layer_ids_n(model.model.get()) > 0) {
         fail(SPEC_ERR_UNSUPPORTED, "the model (" + model.arch() +
                                        ") drafts from another model's hidden states and cannot "
                                        "decode on its own");
+    }
+    if (llama_model_has_encoder(model.model.get()) || !llama_model_has_decoder(model.model.get())) {
+        fail(SPEC_ERR_UNSUPPORTED, "models with an encoder cannot be decoders here");
     }
 }
 
@@ -2988,7 +2989,8 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
     const bool has_trees = p.n_branch_max > 0 && !is_recurrent_model(*decoder.model);
     const int32_t n_ctx_seq = p.n_ctx_seq > 0 ? p.n_ctx_seq : llama_model_n_ctx_train(m);
     // A tree's nodes stand beside full sequences.
-    const int64_t n_ctx = int64_t{n_ctx_seq} * p.n_seq_max + (has_trees ? p.n_outputs_max : 0);
+    const int64_t n_ctx =
+        int64_t{n_ctx_seq} * p.n_seq_max + (has_trees ? p.n_outputs_max + N_TREE_SPARE : 0);
     check_range("n_ctx_seq * n_seq_max", static_cast<double>(n_ctx), 1,
                 std::numeric_limits<int32_t>::max());
     llama_context_params c = llama_context_default_params();
@@ -3004,7 +3006,9 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
     c.n_outputs_max = std::max(static_cast<uint32_t>(p.n_outputs_max), c.n_seq_max);
     c.n_threads = p.n_threads > 0 ? p.n_threads : all_cores();
     c.n_threads_batch = c.n_threads;
-    c.pooling_type = LLAMA_POOLING_TYPE_NONE;
+    if (!decoder.model->meta(decoder.model->arch() + ".pooling_type").empty()) {
+        c.pooling_type = LLAMA_POOLING_TYPE_NONE; // rows of tokens are wanted, not of sequences
+    }
     c.flash_attn_type =
         p.flash_attention ? LLAMA_FLASH_ATTN_TYPE_AUTO : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     c.kv_unified = has_trees; // a node shared by branches is one cell of one pool
@@ -3162,7 +3166,9 @@ void check_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens,
         bad_plan(seq_id, "a tree hangs on sequence " + std::to_string(decoder.tree_owner));
     }
     const int32_t n_old = static_cast<int32_t>(decoder.tree.size());
-    check_range("n_nodes", n, 1, decoder.limits.n_outputs_max - n_old);
+    check_range("n_nodes", n, 1,
+                std::min(decoder.limits.n_outputs_max,
+                         decoder.limits.n_outputs_max + N_TREE_SPARE - n_old));
     deref(tokens, "tokens");
     deref(parents, "parents");
     for (int32_t i = 0; i < n; ++i) {
@@ -3248,7 +3254,6 @@ void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & pla
     for (const auto & [branch, old] : plan.copies) {
         const bool is_node = old >= 0;
         const tree_node node = is_node ? decoder.tree[static_cast<size_t>(old)] : tree_node{};
-        llama_memory_seq_rm(decoder.memory(), branch, -1, -1);
         llama_memory_seq_cp(decoder.memory(), is_node ? node.branch : seq_id, branch, 0,
                             is_node ? node.pos + 1 : n_past);
     }

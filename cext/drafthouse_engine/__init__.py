@@ -30,8 +30,9 @@ except ImportError as error:
 
 from drafthouse_engine.batch import Batch
 from drafthouse_engine.choice import choice_grammar
-from drafthouse_engine.decoder import Decoder, DecoderPool, TreeDecoder
+from drafthouse_engine.decoder import Decoder
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
+from drafthouse_engine.decoder_pool import DecoderPool
 from drafthouse_engine.distribution import sample_token, token_distribution
 from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams, Pooling
 from drafthouse_engine.errors import (
@@ -110,6 +111,7 @@ from drafthouse_engine.sessions import (
 )
 from drafthouse_engine.step import PLAN_DTYPE, RESULT_DTYPE, Fault, ResultFlag, StepResult
 from drafthouse_engine.tree import DraftTree
+from drafthouse_engine.tree_decoder import TreeDecoder
 
 # As libraries do: warnings of llama.cpp reach those who configure logging, not everybody's stderr.
 logging.getLogger(__name__).addHandler(logging.NullHandler())

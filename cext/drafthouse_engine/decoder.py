@@ -1,4 +1,4 @@
-"""Scoring of tokens by one model: committed history, drafts, draft trees, hidden states.
+"""Scoring of tokens by one model: committed history, drafts, hidden states.
 
 A `Decoder` keeps the tokens of one sequence. The last few of them enter the KV cache with the next
 forward, so that the last token and its drafts are scored together.
@@ -6,37 +6,31 @@ forward, so that the last token and its drafts are scored together.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from drafthouse_engine import _spec
-from drafthouse_engine._spec import DecoderContext, Model
-from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.errors import (
     BadPlan,
-    BadSeqId,
     CacheRollback,
     Closed,
     EngineError,
     InvalidArgument,
     NoRoom,
-    ProposalPending,
-    SeqBusy,
     Unsupported,
-    WrongRoot,
 )
-from drafthouse_engine.tree import DraftTree
+from drafthouse_engine.scores import Rows, Scores
 
-__all__ = ["Decoder", "DecoderPool", "TreeDecoder"]
+if TYPE_CHECKING:
+    from drafthouse_engine.decoder_pool import DecoderPool
+
+__all__ = ["N_WAITING_MAX", "Decoder"]
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
-Rows: TypeAlias = npt.NDArray[np.float32]
 
 N_WAITING_MAX: Final = 8
 """Committed tokens that wait for the next forward; scoring them costs less than a decode of their
@@ -44,147 +38,6 @@ own."""
 HEAD_TOLERANCE: Final = 0.02
 """Share of the greatest logit by which the vocabulary projection may differ from the model's own;
 quantised matrices round another batch width another way."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Scores:
-    """Rows of one forward; row i is that after the first `start + i` tokens of the history."""
-
-    start: int
-    logits: Rows
-    hidden: Rows
-    layers: Mapping[int, Rows]
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.logits)
-
-    def has(self, length: int) -> bool:
-        return self.start <= length < self.stop
-
-    def cut(self, length: int) -> _Scores | None:
-        """Returns the rows up to a length of the history."""
-        n = length + 1 - self.start
-        if n <= 0:
-            return None
-        layers = {layer: rows[:n] for layer, rows in self.layers.items()}
-        return _Scores(self.start, self.logits[:n], self.hidden[:n], layers)
-
-    def pick(self, start: int, indices: Sequence[int]) -> _Scores:
-        rows = list(indices)
-        layers = {layer: values[rows] for layer, values in self.layers.items()}
-        return _Scores(start, self.logits[rows], self.hidden[rows], layers)
-
-    def then(self, other: _Scores) -> _Scores:
-        layers = {
-            layer: np.concatenate((rows, other.layers[layer]))
-            for layer, rows in self.layers.items()
-            if layer in other.layers
-        }
-        logits = np.concatenate((self.logits, other.logits))
-        return _Scores(self.start, logits, np.concatenate((self.hidden, other.hidden)), layers)
-
-
-class DecoderPool:
-    """One model over one context, for several decoders.
-
-    The pool holds its model; after `close` every call of its decoders raises `Closed`.
-
-    Args:
-        model: any model that decodes on its own, target or draft, dense or recurrent.
-        config: sizes; None means the defaults.
-
-    Raises:
-        Unsupported: the model has an encoder or drafts from another model's hidden states.
-        InvalidArgument: the configuration does not fit the model.
-        OutOfMemory: memory could not be allocated.
-
-    Thread:
-        The thread that made the pool only; calls from others raise `WrongThread`.
-    """
-
-    def __init__(self, model: Model, config: DecoderConfig | None = None) -> None:
-        self._context: Final = DecoderContext(model, config)
-        self._taken: set[int] = set()
-        self._layers: set[int] = set()
-        self._is_head_checked = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @property
-    def model(self) -> Model:
-        """The model."""
-        return self._context.model
-
-    @property
-    def limits(self) -> DecoderLimits:
-        """What the pool offers."""
-        return self._context.limits
-
-    def decoder(self, seq_id: int | None = None) -> Decoder:
-        """Returns a decoder with an empty history.
-
-        Args:
-            seq_id: its sequence, [0, n_seq); None takes the first free one.
-
-        Raises:
-            BadSeqId: there is no such sequence.
-            SeqBusy: it is taken, or all are.
-        """
-        return Decoder(self, self._take(seq_id))
-
-    def tree_decoder(self, seq_id: int | None = None) -> TreeDecoder:
-        """Returns a decoder that scores draft trees too.
-
-        Args:
-            seq_id: its sequence, [0, n_seq); None takes the first free one.
-
-        Raises:
-            Unsupported: the model is recurrent, or the pool was made without branches.
-            BadSeqId: there is no such sequence.
-            SeqBusy: it is taken, or all are.
-        """
-        if self.limits.n_branch_max == 0:
-            raise Unsupported(
-                "draft trees need a context with branches (n_branch_max > 0) and a model whose "
-                "layers all attend: a recurrent one has a single state per sequence"
-            )
-        return TreeDecoder(self, self._take(seq_id))
-
-    def close(self) -> None:
-        """Frees the context. Harmless when done twice."""
-        self._context.close()
-
-    def _take(self, seq_id: int | None) -> int:
-        n_seq = self.limits.n_seq
-        free = [i for i in range(n_seq) if i not in self._taken]
-        if seq_id is None and not free:
-            raise SeqBusy(f"all {n_seq} sequences of the pool are taken")
-        chosen = free[0] if seq_id is None else seq_id
-        if not 0 <= chosen < n_seq:
-            raise BadSeqId(
-                f"sequence id {chosen} is not in [0, {n_seq})", seq_id=chosen, n_seq=n_seq
-            )
-        if chosen in self._taken:
-            raise SeqBusy(f"sequence {chosen} has a decoder already", seq_id=chosen)
-        self._context.rollback(chosen, 0)
-        self._taken.add(chosen)
-        return chosen
-
-    def _keep_layers(self, layers: Sequence[int]) -> None:
-        for layer in layers:
-            if layer not in self._layers:
-                self._context.set_layer(layer)
-                self._layers.add(layer)
 
 
 class Decoder:
@@ -200,7 +53,7 @@ class Decoder:
         self._seq_id: Final = seq_id
         self._history: list[int] = []
         self._n_cached = 0
-        self._scores: _Scores | None = None
+        self._scores: Scores | None = None
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -286,7 +139,7 @@ class Decoder:
         if not self._context.is_closed:
             self.reset()
         self._is_closed = True
-        self._pool._taken.discard(self._seq_id)
+        self._pool._release(self._seq_id)
 
     def observe(self, ids: Tokens) -> None:
         """Appends tokens to the history; all but the last few enter the KV cache at once.
@@ -515,7 +368,7 @@ class Decoder:
         n = len(self._history)
         return self._n_cached == n and self._scores is not None and self._scores.has(n)
 
-    def _at_end(self) -> _Scores:
+    def _at_end(self) -> Scores:
         self._require_history()
         if self._scores is None or not self._scores.has(len(self._history)):
             self._refuse_pending()
@@ -572,163 +425,11 @@ class Decoder:
         last = self._scores.pick(n, [n - self._scores.start])
         self._scores = last.then(self._read(n + 1))
 
-    def _read(self, start: int) -> _Scores:
-        layers = {layer: self._context.layer(layer) for layer in self._pool._layers}
-        for rows in (logits := self._context.logits(), hidden := self._context.hidden()):
-            rows.flags.writeable = False
-        return _Scores(start, logits, hidden, layers)
+    def _read(self, start: int) -> Scores:
+        return Scores.read(self._context, self._pool._layers, start)
 
     def _resync(self) -> None:
         """After a failed decode: what the KV cache holds is asked of the context."""
         if not self._context.is_closed:
             self._n_cached = self._context.seq_n_past(self._seq_id)
         self._scores = None
-
-
-class TreeDecoder(Decoder):
-    """A decoder that scores draft trees: all nodes in one forward, each seeing its ancestors only.
-
-    Every leaf takes a branch of the pool, a sequence id of its own that shares the cells of the
-    history; one tree at a time hangs in a pool.
-
-    Source:
-        Miao et al., SpecInfer, arXiv:2305.09781, section 4.2 (tree attention).
-    """
-
-    def __init__(self, pool: DecoderPool, seq_id: int) -> None:
-        super().__init__(pool, seq_id)
-        self._tree: DraftTree | None = None
-        self._tree_scores: _Scores | None = None
-        self._n_known = 0
-
-    @property
-    def tree(self) -> DraftTree | None:
-        """The tree that waits for `commit_tree_path`."""
-        return self._tree
-
-    def tree_logits(self, tree: DraftTree) -> Rows:
-        """Scores a tree; history and KV stay as they were.
-
-        Args:
-            tree: its root is the last committed token.
-
-        Shape:
-            [n_nodes, n_vocab] float32; row 0 equals `next_logits()`; read-only.
-
-        Raises:
-            WrongRoot: the root is another token.
-            InvalidArgument: more nodes than n_outputs_max, or more leaves than n_branch_max.
-            NoRoom: the deepest node would lie beyond n_ctx_seq, or the KV cache is full.
-            BadPlan: the history is empty, or a tree of another decoder waits.
-            ProposalPending: a tree waits for its path.
-        """
-        logits = self.tree_logits_keep_kv(tree)
-        self.commit_tree_path([0])
-        return logits
-
-    def tree_logits_keep_kv(self, tree: DraftTree) -> Rows:
-        """Scores a tree and keeps its KV until `commit_tree_path`; see `tree_logits`."""
-        self._refuse_pending()
-        self._require_history()
-        last = self._history[-1]
-        if tree.tokens[0] != last:
-            raise WrongRoot(
-                f"the root is token {tree.tokens[0]}; the last committed one is {last}",
-                root=tree.tokens[0],
-                last=last,
-            )
-        n = len(self._history)
-        self._n_known = 1 if self._is_scored() else 0
-        if self._n_known:
-            assert self._scores is not None
-            self._tree_scores = self._scores.pick(n, [n - self._scores.start])
-        else:
-            self._cut(n - 1)
-            self._fill(n - 1)
-            self._tree_scores = None
-        self._hang(tree.tokens[self._n_known :], tree.parents[self._n_known :])
-        self._tree = tree
-        assert self._tree_scores is not None
-        return self._tree_scores.logits
-
-    def grow_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
-        """Scores further nodes of the tree that waits.
-
-        Args:
-            tokens: of the new nodes, in order; they are numbered on from the tree's.
-            parents: nodes that they follow.
-
-        Shape:
-            [n_new, n_vocab] float32; read-only.
-
-        Raises:
-            BadPlan: no tree waits.
-            InvalidArgument: too many nodes or leaves, or a parent that is not before its child.
-        """
-        if self._tree is None:
-            raise BadPlan("no tree waits for further nodes")
-        grown = self._tree.grown(tokens, parents)
-        n_old = len(self._tree)
-        self._hang(grown.tokens[n_old:], grown.parents[n_old:])
-        self._tree = grown
-        assert self._tree_scores is not None
-        return self._tree_scores.logits[n_old:]
-
-    def commit_tree_path(self, path: Sequence[int]) -> None:
-        """Commits the tokens of a path without a second forward, and drops all other nodes.
-
-        Args:
-            path: nodes from the root on, each a child of the one before; [0] commits nothing new.
-
-        Raises:
-            BadPlan: no tree waits.
-            InvalidArgument: it is no such path; the tree still waits.
-        """
-        self._use()
-        if self._tree is None or self._tree_scores is None:
-            raise BadPlan("no tree waits for its path")
-        nodes = [int(node) for node in path]
-        if not nodes or self._tree.path_to(nodes[-1]) != nodes:
-            raise InvalidArgument(f"{nodes} is no path from the root of the tree")
-        n = len(self._history)
-        if len(self._tree) > self._n_known:
-            kept = [node - self._n_known for node in nodes if node >= self._n_known]
-            self._context.tree_commit(self._seq_id, kept)
-        self._history += [self._tree.tokens[node] for node in nodes[1:]]
-        self._n_cached = n + len(nodes) - 1
-        self._scores = self._tree_scores.pick(n, nodes)
-        self._tree = self._tree_scores = None
-
-    def reset(self) -> None:
-        """Forgets the history, and the tree that waits."""
-        self._use()
-        if self._tree is not None:
-            self.commit_tree_path([0])
-        super().reset()
-
-    def _hang(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Scores nodes; where the root's row was known before, the context does not have it."""
-        if not tokens:
-            return
-        shifted = [parent - self._n_known if parent >= 0 else -1 for parent in parents]
-        try:
-            self._context.tree(self._seq_id, tokens, shifted)
-        except EngineError:
-            self._drop_broken_tree()
-            raise
-        rows = self._read(len(self._history))
-        self._tree_scores = rows if self._tree_scores is None else self._tree_scores.then(rows)
-
-    def _drop_broken_tree(self) -> None:
-        """After a refused tree: none waits, also where a growing one was refused."""
-        if self._tree is not None and len(self._tree) > self._n_known:
-            with contextlib.suppress(BadPlan):  # where the failed decode took it away
-                self._context.tree_commit(self._seq_id, [])
-        self._tree = self._tree_scores = None
-
-    def _refuse_pending(self) -> None:
-        super()._refuse_pending()
-        if self._tree is not None:
-            raise ProposalPending(
-                f"a tree of sequence {self._seq_id} waits for its path", seq_id=self._seq_id
-            )

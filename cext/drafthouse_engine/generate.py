@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from drafthouse_engine._spec import Engine, Model, Sampler
-from drafthouse_engine.decoder import DecoderPool
 from drafthouse_engine.decoder_config import DecoderConfig
+from drafthouse_engine.decoder_pool import DecoderPool
 from drafthouse_engine.distribution import (
     Probabilities,
     check_sampling,
