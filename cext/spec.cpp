@@ -1047,10 +1047,25 @@ void begin_drafter(spec_engine & engine, sequence & seq, int32_t seq_id) {
     }
 }
 
+// Whether tokens of this id wait, decoded by hand, for `process`.
+bool is_unprocessed(const spec_engine & engine, int32_t seq_id) {
+    if (!engine.spec || !engine.is_decoded || engine.is_processed) {
+        return false;
+    }
+    const auto & tokens = engine.batch.tokens;
+    return std::any_of(tokens.begin(), tokens.end(),
+                       [&](const auto & token) { return token.seq_id == seq_id; });
+}
+
 void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sampler> sampler) {
     sequence & seq = at(engine, seq_id);
     if (seq.is_begun) {
         fail(SPEC_ERR_SEQ_BUSY, "sequence " + std::to_string(seq_id) + " has begun already");
+    }
+    if (is_unprocessed(engine, seq_id)) {
+        fail(SPEC_ERR_BAD_PLAN, "sequence " + std::to_string(seq_id) +
+                                    ": a batch with tokens of its former sequence has not been "
+                                    "processed");
     }
     if (sampler->n_vocab != engine.limits.n_vocab) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the sampler was made for a model with another vocabulary");
@@ -1141,6 +1156,9 @@ void check_plan(spec_engine & engine, const spec_plan & plan) {
         fail(SPEC_ERR_BAD_PLAN, "the plan has " + std::to_string(plan.n_entries) + " entries and " +
                                     std::to_string(plan.n_tokens) + " tokens; expected at most " +
                                     std::to_string(engine.limits.n_seq_max) + " entries");
+    }
+    if (engine.is_decoded && !engine.is_processed && engine.spec) {
+        fail(SPEC_ERR_BAD_PLAN, "the last batch decoded by hand has not been processed");
     }
     if (plan.n_entries > 0) {
         deref(plan.entries, "plan.entries");
@@ -2102,15 +2120,6 @@ template <typename Archive, typename Sequence> void visit_sequence(Archive & io,
     io.array(seq.ngram_events);
 }
 
-bool is_unprocessed(const spec_engine & engine, int32_t seq_id) {
-    if (!engine.spec || !engine.is_decoded || engine.is_processed) {
-        return false;
-    }
-    const auto & tokens = engine.batch.tokens;
-    return std::any_of(tokens.begin(), tokens.end(),
-                       [&](const auto & token) { return token.seq_id == seq_id; });
-}
-
 // All of a snapshot between the header and the cells.
 std::string write_parts(spec_engine & engine, const sequence & seq, int32_t seq_id) {
     snapshot_writer out;
@@ -2647,6 +2656,11 @@ int32_t spec_engine_process(spec_engine * engine) {
         }
         process_batch(e);
         e.is_processed = true;
+        for (const auto & token : e.batch.tokens) { // it wrote cells for ended sequences too
+            if (!at(e, token.seq_id).is_begun) {
+                clear_memory(e, token.seq_id);
+            }
+        }
     });
 }
 

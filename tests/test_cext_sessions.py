@@ -397,3 +397,31 @@ def test_last_token_and_tokens_are_told() -> None:
         assert session.tokens(0).tolist() == prompt
         with pytest.raises(SeqIdle):
             session.tokens(1)
+
+
+def test_batch_of_an_ended_sequence_leaves_nothing_behind() -> None:
+    with MtpSession(model(), CONFIG) as session:
+        session.begin(0)
+        session.decode(Batch.of(0, 0, ids(TEXTS[0]), outputs="last"))
+        session.end(0)
+        with pytest.raises(BadPlan, match="former sequence has not been processed"):
+            session.begin(0)
+        session.process()
+        session.begin(0, ids(TEXTS[1]), sampling=GREEDY)
+        draft = session.draft(0, session.n_past(0), session.sample(0))
+        assert not session.is_cold(0)
+        assert draft != []
+
+
+def test_step_refuses_while_a_batch_by_hand_is_unprocessed() -> None:
+    with engine("mtp") as target:
+        prompt = ids(TEXTS[0])
+        n = len(prompt)
+        for seq_id in (0, 1):
+            target.seq_begin(seq_id, sampler())
+        target.decode(prompt, range(n), [0] * n, [False] * n)
+        row = plan((1, 0, 0, n, 0, 1))
+        with pytest.raises(BadPlan, match="not been processed"):
+            target.step(row, prompt)
+        target.process()
+        assert not target.step(row, prompt).entries["status"].any()
