@@ -273,7 +273,7 @@ void check_gguf_magic(const std::string & path) {
 }
 
 // Tells models apart: all of a small file; of a large one its size, its head, where metadata and
-// tensor table lie, and pieces spread over the rest.
+// tensor table lie, and pieces spread over the rest. Of a split model, the first part.
 uint64_t fingerprint_of(const std::string & path) {
     constexpr std::streamoff HEAD_BYTES = 32 << 20;
     constexpr std::streamoff PIECE_BYTES = 64 << 10;
@@ -284,6 +284,7 @@ uint64_t fingerprint_of(const std::string & path) {
         static_cast<size_t>(std::min(std::max<std::streamoff>(n, 0), HEAD_BYTES)));
     uint64_t h = static_cast<uint64_t>(n);
     const auto add = [&](std::streamoff at, std::streamoff size) {
+        file.clear(); // a piece at the end may have been cut short
         file.seekg(at);
         file.read(buf.data(), size);
         h = digest(h, buf.data(), static_cast<size_t>(file.gcount()));
