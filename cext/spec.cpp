@@ -290,7 +290,7 @@ void check_gguf_magic(const std::string & path) {
 }
 
 // Tells models apart: all of a small file; of a large one its size, its head, where metadata and
-// tensor table lie, and pieces spread over the rest.
+// tensor table lie, and pieces spread over the rest. Of a split model, the first part.
 uint64_t fingerprint_of(const std::string & path) {
     constexpr std::streamoff HEAD_BYTES = 32 << 20;
     constexpr std::streamoff PIECE_BYTES = 64 << 10;
@@ -301,6 +301,7 @@ uint64_t fingerprint_of(const std::string & path) {
         static_cast<size_t>(std::min(std::max<std::streamoff>(n, 0), HEAD_BYTES)));
     uint64_t h = static_cast<uint64_t>(n);
     const auto add = [&](std::streamoff at, std::streamoff size) {
+        file.clear(); // a piece at the end may have been cut short
         file.seekg(at);
         file.read(buf.data(), size);
         h = digest(h, buf.data(), static_cast<size_t>(file.gcount()));
@@ -1362,10 +1363,25 @@ void begin_drafter(spec_engine & engine, sequence & seq, int32_t seq_id) {
     }
 }
 
+// Whether tokens of this id wait, decoded by hand, for `process`.
+bool is_unprocessed(const spec_engine & engine, int32_t seq_id) {
+    if (!engine.spec || !engine.is_decoded || engine.is_processed) {
+        return false;
+    }
+    const auto & tokens = engine.batch.tokens;
+    return std::any_of(tokens.begin(), tokens.end(),
+                       [&](const auto & token) { return token.seq_id == seq_id; });
+}
+
 void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sampler> sampler) {
     sequence & seq = at(engine, seq_id);
     if (seq.is_begun) {
         fail(SPEC_ERR_SEQ_BUSY, "sequence " + std::to_string(seq_id) + " has begun already");
+    }
+    if (is_unprocessed(engine, seq_id)) {
+        fail(SPEC_ERR_BAD_PLAN, "sequence " + std::to_string(seq_id) +
+                                    ": a batch with tokens of its former sequence has not been "
+                                    "processed");
     }
     if (sampler->n_vocab != engine.limits.n_vocab) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the sampler was made for a model with another vocabulary");
@@ -1456,6 +1472,9 @@ void check_plan(spec_engine & engine, const spec_plan & plan) {
         fail(SPEC_ERR_BAD_PLAN, "the plan has " + std::to_string(plan.n_entries) + " entries and " +
                                     std::to_string(plan.n_tokens) + " tokens; expected at most " +
                                     std::to_string(engine.limits.n_seq_max) + " entries");
+    }
+    if (engine.is_decoded && !engine.is_processed && engine.spec) {
+        fail(SPEC_ERR_BAD_PLAN, "the last batch decoded by hand has not been processed");
     }
     if (plan.n_entries > 0) {
         deref(plan.entries, "plan.entries");
@@ -2508,15 +2527,6 @@ template <typename Archive, typename Sequence> void visit_sequence(Archive & io,
     io.array(seq.tokens);
     io.array(seq.heard);
     io.array(seq.ngram_events);
-}
-
-bool is_unprocessed(const spec_engine & engine, int32_t seq_id) {
-    if (!engine.spec || !engine.is_decoded || engine.is_processed) {
-        return false;
-    }
-    const auto & tokens = engine.batch.tokens;
-    return std::any_of(tokens.begin(), tokens.end(),
-                       [&](const auto & token) { return token.seq_id == seq_id; });
 }
 
 // All of a snapshot between the header and the cells.
@@ -3888,6 +3898,11 @@ int32_t spec_engine_process(spec_engine * engine) {
         }
         process_batch(e);
         e.is_processed = true;
+        for (const auto & token : e.batch.tokens) { // it wrote cells for ended sequences too
+            if (!at(e, token.seq_id).is_begun) {
+                clear_memory(e, token.seq_id);
+            }
+        }
     });
 }
 

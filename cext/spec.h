@@ -296,7 +296,8 @@ void spec_engine_free(spec_engine * engine);
 int32_t spec_engine_get_limits(const spec_engine * engine, spec_engine_limits * out);
 
 /* Takes a free sequence into use, empty, with a sampler. The engine owns *sampler from then on,
- * also on failure, and sets *sampler to NULL. Errors: BAD_SEQ_ID, SEQ_BUSY. since ABI 1 */
+ * also on failure, and sets *sampler to NULL. Errors: BAD_SEQ_ID, SEQ_BUSY, BAD_PLAN (an
+ * unprocessed batch has tokens of this id). since ABI 1 */
 int32_t spec_engine_seq_begin(spec_engine * engine, int32_t seq_id, spec_sampler ** sampler);
 /* Frees a sequence: KV cells of both contexts, speculative state, sampler. Harmless when it is
  * idle. Errors: BAD_SEQ_ID. since ABI 1 */

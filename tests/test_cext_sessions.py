@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tests.hand import (
@@ -12,6 +14,7 @@ from tests.hand import (
     EAGLE3,
     GREEDY,
     HYBRID,
+    MODELS,
     SIMPLE,
     TEXTS,
     driven,
@@ -33,11 +36,15 @@ from drafthouse_engine import (
     DraftType,
     Eagle3Session,
     EngineParams,
+    IncompatibleDraft,
     InvalidArgument,
     InvalidConfig,
+    Model,
     MtpSession,
     NgramSession,
+    NoMtpHeads,
     NoPendingProposal,
+    NotEagle3,
     PromptTooLong,
     ProposalPending,
     SeqBusy,
@@ -397,3 +404,61 @@ def test_last_token_and_tokens_are_told() -> None:
         assert session.tokens(0).tolist() == prompt
         with pytest.raises(SeqIdle):
             session.tokens(1)
+
+
+def test_batch_of_an_ended_sequence_leaves_nothing_behind() -> None:
+    with MtpSession(model(), CONFIG) as session:
+        session.begin(0)
+        session.decode(Batch.of(0, 0, ids(TEXTS[0]), outputs="last"))
+        session.end(0)
+        with pytest.raises(BadPlan, match="former sequence has not been processed"):
+            session.begin(0)
+        session.process()
+        session.begin(0, ids(TEXTS[1]), sampling=GREEDY)
+        draft = session.draft(0, session.n_past(0), session.sample(0))
+        assert not session.is_cold(0)
+        assert draft != []
+
+
+def test_step_refuses_while_a_batch_by_hand_is_unprocessed() -> None:
+    with engine("mtp") as target:
+        prompt = ids(TEXTS[0])
+        n = len(prompt)
+        for seq_id in (0, 1):
+            target.seq_begin(seq_id, sampler())
+        target.decode(prompt, range(n), [0] * n, [False] * n)
+        row = plan((1, 0, 0, n, 0, 1))
+        with pytest.raises(BadPlan, match="not been processed"):
+            target.step(row, prompt)
+        target.process()
+        assert not target.step(row, prompt).entries["status"].any()
+
+
+def patched(path: Path, name: str, key: bytes, skip: int, content: bytes) -> Path:
+    """Writes a demo model with some bytes behind a key changed."""
+    data = bytearray((MODELS / name).read_bytes())
+    start = data.index(key) + len(key) + skip
+    data[start : start + len(content)] = content
+    path.write_bytes(data)
+    return path
+
+
+def test_each_requirement_that_a_draft_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NoMtpHeads, match="has no MTP"):
+        MtpSession(model(SIMPLE), CONFIG)
+    with pytest.raises(NotEagle3, match=r'architecture "qwen3".* exactly 3'):
+        Eagle3Session(model(), model(SIMPLE), CONFIG)
+    with pytest.raises(IncompatibleDraft, match='trained for the target "tiny-qwen35"'):
+        Eagle3Session(model(), model(EAGLE3[HYBRID]), CONFIG)
+    with pytest.raises(IncompatibleDraft, match="drafts from the target's hidden states"):
+        SimpleSession(model(), model(EAGLE3[DENSE]), CONFIG)
+    with pytest.raises(IncompatibleDraft, match="reads layer"):
+        Eagle3Session(model(SIMPLE), model(EAGLE3[DENSE]), CONFIG)
+    first_layers = struct.pack("<3I", 0, 1, 2)
+    key = b"eagle3.target_layers"  # type, element type and count follow
+    path = patched(tmp_path / "low.gguf", EAGLE3[DENSE], key, 16, first_layers)
+    with Model(path) as low, pytest.raises(IncompatibleDraft, match=r"width 256.* have 128"):
+        Eagle3Session(model(SIMPLE), low, CONFIG)
+    path = patched(tmp_path / "words.gguf", SIMPLE, b"\xc4\xa0retur", 0, b"N")
+    with Model(path) as other, pytest.raises(IncompatibleDraft, match="vocabulary differs"):
+        SimpleSession(model(), other, CONFIG)

@@ -12,6 +12,9 @@ session.accept(seq_id, n_accepted)
 ```
 
 Rounds of several sequences may share `draft_many`, `decode` and `process`.
+
+Between rounds `save` gives a sequence whole as bytes, and `load` takes it into use again, in this
+or another session; the next round begins with `draft(seq_id, n_past(seq_id), id_last(seq_id))`.
 """
 
 from __future__ import annotations
