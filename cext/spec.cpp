@@ -14,6 +14,9 @@
 
 // Staging API of llama.cpp: the layers that an EAGLE-3 draft reads.
 #include "../src/llama-ext.h"
+// Internal, for its scheduler: the way to the CPU backend of a context.
+#include "../src/llama-context.h"
+#include "ggml-cpu.h"
 
 #include <algorithm>
 #include <atomic>
@@ -638,6 +641,10 @@ void check_engine_params(const spec_engine_params & p) {
                  std::to_string(p.n_seq_max * (1 + n_draft)) +
                  ", so that every sequence can verify a draft in one step");
     }
+    if (p.exact && p.kv_unified) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "exact with kv_unified: where a sequence's cells lie depends on the others");
+    }
     const int32_t n_rollback = std::max(n_draft, p.n_rs_seq);
     if (p.n_ubatch < 2 + n_rollback) {
         fail(SPEC_ERR_INVALID_ARGUMENT,
@@ -750,6 +757,22 @@ int64_t wanted_cells(const spec_engine & engine) {
     return p.n_ctx > 0 ? p.n_ctx : n_seq * p.n_seq_max;
 }
 
+// llama.cpp chooses kernels by the width of a batch: tinyBLAS from two rows on, tiled flash attention
+// from 64 queries on, attention split over the cells for a single query. Each sums in an order of
+// its own. The reference kernels sum a row alone, always in one order.
+void make_exact(const spec_engine & engine, llama_context * context) {
+    if (!engine.params.exact) {
+        return;
+    }
+    ggml_backend_sched_t sched = context->get_sched();
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+        ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
+        if (ggml_backend_is_cpu(backend)) {
+            ggml_backend_cpu_set_use_ref(backend, true);
+        }
+    }
+}
+
 void make_target(spec_engine & engine) {
     const spec_engine_params & p = engine.params;
     llama_context_params c = context_params(engine);
@@ -767,6 +790,7 @@ void make_target(spec_engine & engine) {
     if (!engine.target) {
         fail(SPEC_ERR_OUT_OF_MEMORY, "the target's context cannot be made" + llama_reason());
     }
+    make_exact(engine, engine.target.get());
 }
 
 void make_draft(spec_engine & engine, const spec_model * draft) {
@@ -784,6 +808,7 @@ void make_draft(spec_engine & engine, const spec_model * draft) {
     if (!engine.draft) {
         fail(SPEC_ERR_OUT_OF_MEMORY, "the draft's context cannot be made" + llama_reason());
     }
+    make_exact(engine, engine.draft.get());
 }
 
 rollback_kind probe_rollback(llama_context * context, const char * which) {
@@ -916,6 +941,17 @@ void clear_sequence(spec_engine & engine, int32_t seq_id) {
     engine.sequences[static_cast<size_t>(seq_id)] = sequence{};
 }
 
+// N-gram drafters hold what they have seen of one sequence and cannot unsee it: some end the process
+// when the history has become shorter.
+void make_ngram(spec_engine & engine, sequence & seq) {
+    common_params_speculative params = engine.spec_params;
+    seq.ngram.reset(common_speculative_init(params, 1));
+    if (!seq.ngram) {
+        fail(SPEC_ERR_UNSUPPORTED, "llama.cpp offers no n-gram drafter of this type");
+    }
+    seq.has_drafter_begun = false;
+}
+
 void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sampler> sampler) {
     sequence & seq = at(engine, seq_id);
     if (seq.is_begun) {
@@ -926,11 +962,7 @@ void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_s
     }
     clear_sequence(engine, seq_id);
     if (engine.is_ngram()) {
-        common_params_speculative params = engine.spec_params;
-        seq.ngram.reset(common_speculative_init(params, 1));
-        if (!seq.ngram) {
-            fail(SPEC_ERR_UNSUPPORTED, "llama.cpp offers no n-gram drafter of this type");
-        }
+        make_ngram(engine, seq);
     }
     if (engine.spec) {
         // An empty prompt makes the carried patch drop the hidden rows that the slot's former
@@ -1050,6 +1082,13 @@ llama_seq_id drafter_id(const sequence & seq, int32_t seq_id) {
     return seq.ngram ? 0 : seq_id;
 }
 
+// llama.cpp's n-gram cache reads before the start of a history that is shorter than its n-grams.
+bool can_draft(const spec_engine & engine, const sequence & seq) {
+    constexpr int32_t N_NGRAM_CACHE = 4;
+    const bool is_short = seq.n_past() + 1 < N_NGRAM_CACHE;
+    return !seq.is_cold && !(engine.limits.draft_type == SPEC_DRAFT_NGRAM_CACHE && is_short);
+}
+
 void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
          llama_token id_last) {
     common_speculative * drafter = drafter_of(engine, seq);
@@ -1117,7 +1156,7 @@ void draft_plan(spec_engine & engine, const spec_plan & plan) {
         const spec_plan_entry & e = plan.entries[i];
         sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
         seq.draft = {};
-        if (e.n_draft > 0 && !seq.is_cold) {
+        if (e.n_draft > 0 && can_draft(engine, seq)) {
             arm(engine, seq, e.seq_id, e.n_draft, seq.id_last);
             armed.push_back(e.seq_id);
         }
@@ -1605,7 +1644,7 @@ void draft_by_hand(spec_engine & engine, const spec_draft_request * requests, in
     for (int32_t i = 0; i < n; ++i) {
         sequence & seq = begun(engine, requests[i].seq_id);
         seq.draft = {};
-        if (seq.is_cold) {
+        if (!can_draft(engine, seq)) {
             armed.erase(std::find(armed.begin(), armed.end(), requests[i].seq_id));
         } else {
             arm(engine, seq, requests[i].seq_id, requests[i].n_draft, requests[i].id_last);
@@ -1794,6 +1833,8 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     if (engine.spec) {
         // The draft's hidden rows do not go back with the cache.
         make_cold(engine, seq_id);
+    } else if (seq.ngram) {
+        make_ngram(engine, seq);
     }
     seq.tokens.resize(static_cast<size_t>(n_past));
 }

@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define SPEC_ABI_VERSION 1
+#define SPEC_ABI_VERSION 2
 
 /* Errors. */
 
@@ -232,6 +232,8 @@ typedef struct spec_engine_params {
     bool
         kv_unified; /* one pool of cells for all sequences; else each has its own n_ctx_seq cells */
     bool flash_attention;
+    bool exact; /* CPU kernels whose result does not depend on what else is in the batch; slower.
+                   Not with kv_unified, accelerators or repacked (quantised) weights. since ABI 2 */
 } spec_engine_params;
 
 typedef struct spec_engine_limits {

@@ -785,6 +785,7 @@ cdef int fill_engine_params(spec.spec_engine_params * c, params) except -1:
     c.probabilistic = params.probabilistic
     c.kv_unified = params.kv_unified
     c.flash_attention = params.flash_attention
+    c.exact = params.exact
     return 0
 
 
@@ -807,6 +808,7 @@ def default_engine_params():
         probabilistic=c.probabilistic,
         kv_unified=c.kv_unified,
         flash_attention=c.flash_attention,
+        exact=c.exact,
     )
 
 

@@ -170,6 +170,10 @@ class EngineParams:
     """One pool of cells for all sequences; else each has its own n_ctx_seq cells."""
     flash_attention: bool = True
     """Attention is computed by the fused kernel."""
+    exact: bool = False
+    """Logits of a token do not depend on what else is in the batch, bit for bit: reference kernels
+    of the CPU instead of those that are chosen by the batch's width. Slower; not with kv_unified.
+    See `spec.h`."""
 
     def __post_init__(self) -> None:
         if self.draft_type not in DRAFT_TYPES:
@@ -182,5 +186,5 @@ class EngineParams:
         check_int(self, "n_draft_max", 0 if self.draft_type == "none" else 1)
         check_int(self, "n_rs_seq", -1)
         check_float(self, "p_min", 0, 1, ends="[)")
-        for field in ("probabilistic", "kv_unified", "flash_attention"):
+        for field in ("probabilistic", "kv_unified", "flash_attention", "exact"):
             check_bool(self, field)

@@ -127,6 +127,7 @@ cdef extern from "spec.h" nogil:
         bool probabilistic
         bool kv_unified
         bool flash_attention
+        bool exact
 
     ctypedef struct spec_engine_limits:
         int32_t draft_type
