@@ -109,7 +109,7 @@ address)
     link "python/drafthouse_engine/_spec$suffix" $flags -shared "$out/obj/_spec.o"
     ;;
 thread)
-    compile tests/fuzz/handover_test.cpp handover_test
+    compile tests/fuzz/handover_test.cpp handover_test -Itests/fuzz
     # shellcheck disable=SC2086
     link handover_test $flags "$out/obj/handover_test.o"
     ;;

@@ -5,7 +5,8 @@
 Two engines, with drafts and without, draw three tokens after one prompt again and again, eight
 sequences interleaved, every draw with a seed of its own; in between, sequences with other prompts
 come, leave in the middle and are rolled back. The counts of both engines are compared by a
-chi-square test of two samples and by total variation. A filter chooses cases whose name contains it.
+chi-square test of two samples and by total variation. A filter chooses cases whose name contains
+it.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class Drawer:
                 self.engine.seq_end(seq_id)
                 self._begin(seq_id, {"temperature": 1.0}, 1)
                 n_past = 0
-            elif luck < 0.6 or n_past == 0 and luck < 0.9:
+            elif luck < 0.6 or (n_past == 0 and luck < 0.9):
                 n = self._chance.randrange(1, 9)
                 rows.append((seq_id, n_past, len(tokens), n, 0, 0))
                 tokens += [self._chance.randrange(300, 900) for _ in range(n)]
