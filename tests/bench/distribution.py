@@ -141,7 +141,7 @@ class Drawer:
         self.engine.seq_begin(seq_id, Sampler(self._target, sampling))
 
     def _step(self, prompt: list[int], outputs: dict[int, list[int]]) -> None:
-        rows, tokens = [], list[int]()
+        rows, tokens = list[tuple[int, ...]](), list[int]()
         n_draft_max = self.engine.limits.n_draft_max
         for seq_id, found in outputs.items():
             piece = found[-1:] or prompt
