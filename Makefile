@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 ARGS ?=
+SECONDS ?= 60
 # cython-lint and protoc start other tools of the virtual environment by name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 CXX_FILES = $(wildcard cext/*.h cext/*.cpp cext/*.c)
@@ -9,7 +10,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build dev serve test unit verify fix gen bench models clean
+.PHONY: help build dev serve test unit verify fix gen bench models clean sanitize fuzz
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -62,6 +63,13 @@ gen: dev ## generate the Python stubs of protos/
 
 bench: dev ## measure: streams × draft types; minutes
 	@$(VENV)/drafthouse bench $(ARGS)
+
+sanitize: dev ## address, undefined-behaviour and thread sanitizers; needs clang-14, libclang-rt-14-dev
+	@scripts/sanitize.sh
+
+fuzz: dev ## fuzz plans and grammars for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
+	@scripts/instrument.sh fuzz
+	@scripts/fuzz.sh $(SECONDS)
 
 models: ## train the demo models again; an hour and more
 	@$(PYTHON) scripts/build.py --models

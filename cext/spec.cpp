@@ -25,6 +25,8 @@
 // Grammars without a model: checked and bounded before they constrain a sequence.
 #include "../src/llama-grammar.h"
 #include "../src/unicode.h"
+// Internal, for its scheduler: the way to the CPU backend of a context.
+#include "../src/llama-context.h"
 
 #include <algorithm>
 #include <atomic>
@@ -1066,6 +1068,10 @@ void check_engine_params(const spec_engine_params & p) {
                  std::to_string(p.n_seq_max * (1 + n_draft)) +
                  ", so that every sequence can verify a draft in one step");
     }
+    if (p.exact && p.kv_unified) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "exact with kv_unified: where a sequence's cells lie depends on the others");
+    }
     const int32_t n_rollback = std::max(n_draft, p.n_rs_seq);
     if (p.n_ubatch < 2 + n_rollback) {
         fail(SPEC_ERR_INVALID_ARGUMENT,
@@ -1178,6 +1184,22 @@ int64_t wanted_cells(const spec_engine & engine) {
     return p.n_ctx > 0 ? p.n_ctx : n_seq * p.n_seq_max;
 }
 
+// llama.cpp chooses kernels by the width of a batch: tinyBLAS from two rows on, tiled flash
+// attention from 64 queries on, attention split over the cells for a single query. Each sums in an
+// order of its own. The reference kernels sum a row alone, always in one order.
+void make_exact(const spec_engine & engine, llama_context * context) {
+    if (!engine.params.exact) {
+        return;
+    }
+    ggml_backend_sched_t sched = context->get_sched();
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+        ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
+        if (ggml_backend_is_cpu(backend)) {
+            ggml_backend_cpu_set_use_ref(backend, true);
+        }
+    }
+}
+
 void make_target(spec_engine & engine) {
     const spec_engine_params & p = engine.params;
     llama_context_params c = context_params(engine);
@@ -1195,6 +1217,7 @@ void make_target(spec_engine & engine) {
     if (!engine.target) {
         fail(SPEC_ERR_OUT_OF_MEMORY, "the target's context cannot be made" + llama_reason());
     }
+    make_exact(engine, engine.target.get());
 }
 
 void make_draft(spec_engine & engine, const spec_model * draft) {
@@ -1212,6 +1235,7 @@ void make_draft(spec_engine & engine, const spec_model * draft) {
     if (!engine.draft) {
         fail(SPEC_ERR_OUT_OF_MEMORY, "the draft's context cannot be made" + llama_reason());
     }
+    make_exact(engine, engine.draft.get());
 }
 
 rollback_kind probe_rollback(llama_context * context, const char * which) {
@@ -1504,6 +1528,13 @@ llama_seq_id drafter_id(const sequence & seq, int32_t seq_id) {
     return seq.ngram ? 0 : seq_id;
 }
 
+// llama.cpp's n-gram cache reads before the start of a history that is shorter than its n-grams.
+bool can_draft(const spec_engine & engine, const sequence & seq) {
+    constexpr int32_t N_NGRAM_CACHE = 4;
+    const bool is_short = seq.n_past() + 1 < N_NGRAM_CACHE;
+    return !seq.is_cold && !(engine.limits.draft_type == SPEC_DRAFT_NGRAM_CACHE && is_short);
+}
+
 void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
          llama_token id_last) {
     common_speculative * drafter = drafter_of(engine, seq);
@@ -1587,7 +1618,7 @@ void draft_plan(spec_engine & engine, const spec_plan & plan) {
         const spec_plan_entry & e = plan.entries[i];
         sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
         seq.draft = {};
-        if (e.n_draft > 0 && !seq.is_cold) {
+        if (e.n_draft > 0 && can_draft(engine, seq)) {
             arm(engine, seq, e.seq_id, e.n_draft, seq.id_last);
             armed.push_back(e.seq_id);
         }
@@ -2149,7 +2180,7 @@ void draft_by_hand(spec_engine & engine, const spec_draft_request * requests, in
     for (int32_t i = 0; i < n; ++i) {
         sequence & seq = begun(engine, requests[i].seq_id);
         seq.draft = {};
-        if (seq.is_cold) {
+        if (!can_draft(engine, seq)) {
             armed.erase(std::find(armed.begin(), armed.end(), requests[i].seq_id));
         } else {
             arm(engine, seq, requests[i].seq_id, requests[i].n_draft, requests[i].id_last);

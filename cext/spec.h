@@ -269,6 +269,8 @@ typedef struct spec_engine_params {
     bool flash_attention;
     int32_t n_min; /* shorter drafts are dropped; [0, n_draft_max], [0, 1] with probabilistic, where
                       more would change the distribution. since ABI 2 */
+    bool exact;    /* CPU kernels whose result does not depend on what else is in the batch; slower.
+                      Not with kv_unified, accelerators or repacked (quantised) weights. since ABI 2 */
 } spec_engine_params;
 
 typedef struct spec_engine_limits {

@@ -52,17 +52,20 @@ fi
 
 include="-Icext -isystem $llama/common -isystem $llama/include -isystem $llama/ggml/include -isystem $llama
     -isystem $llama/src -isystem $llama/vendor"
-parts='common/common common/sampling common/speculative common/ngram-cache common/ngram-map common/ngram-mod
-    common/reasoning-budget src/llama-batch src/llama-context src/llama-grammar src/llama-kv-cache
-    src/llama-kv-cache-iswa src/llama-memory src/llama-memory-hybrid src/llama-memory-recurrent src/llama-sampler
-    src/llama-vocab src/unicode'
+parts='common/sampling common/speculative common/ngram-cache common/ngram-map src/llama-grammar'
+if [ "$kind" = fuzz ]; then
+    parts="$parts common/common common/ngram-mod common/reasoning-budget src/llama-batch src/llama-context
+        src/llama-kv-cache src/llama-kv-cache-iswa src/llama-memory src/llama-memory-hybrid
+        src/llama-memory-recurrent src/llama-sampler src/llama-vocab src/unicode"
+fi
 
 # Object of a source, compiled when the source or a header of ours is newer.
 compile() { # source name extra flags…
     source=$1
     object=$out/obj/$2.o
     shift 2
-    if [ ! -e "$object" ] || [ "$source" -nt "$object" ] || [ cext/spec.h -nt "$object" ]; then
+    if [ ! -e "$object" ] || [ "$source" -nt "$object" ] ||
+        { [ "${source#"$llama"}" = "$source" ] && [ cext/spec.h -nt "$object" ]; }; then
         # shellcheck disable=SC2086  # lists of flags
         $cxx -std=c++17 -O1 -g -fPIC -DDRAFTHOUSE_LLAMA_CPP_VERSION="\"$number\"" $flags "$@" -c "$source" \
             -o "$object" $include
@@ -109,7 +112,7 @@ address)
     link "python/drafthouse_engine/_spec$suffix" $flags -shared "$out/obj/_spec.o"
     ;;
 thread)
-    compile tests/fuzz/handover_test.cpp handover_test
+    compile tests/fuzz/handover_test.cpp handover_test -Itests/fuzz
     # shellcheck disable=SC2086
     link handover_test $flags "$out/obj/handover_test.o"
     ;;

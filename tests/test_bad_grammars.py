@@ -27,6 +27,7 @@ def chain(n: int, body: str) -> str:
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
+        ('root ::= "a"{2,1}', "maximum"),
         (chain(20, '{0} "x" | {0} "y"'), "too ambiguous"),
         ('root ::= "' + "a" * 60_000 + '"{2000}', "repetitions are too long"),
         ("root ::= " + '"abcdefghijklmnopqrst"{2000} ' * 200, "repetitions are too long"),
@@ -35,7 +36,16 @@ def chain(n: int, body: str) -> str:
         ("root ::= <[99999999999999999999999]>", "grammar"),
         ('root ::= "a"{99999999999999999999999}', "grammar"),
     ],
-    ids=["ambiguous", "long", "many", "left-recursive", "deep", "huge-token", "huge-count"],
+    ids=[
+        "max-below-min",
+        "ambiguous",
+        "long",
+        "many",
+        "left-recursive",
+        "deep",
+        "huge-token",
+        "huge-count",
+    ],
 )
 def test_a_grammar_that_costs_too_much_is_refused_at_once(grammar: str, reason: str) -> None:
     start = time.monotonic()
@@ -48,7 +58,7 @@ def test_deep_rules_are_checked_in_linear_time() -> None:
     """Every rule names the next one twice; without memory that is 2^40 visits."""
     start = time.monotonic()
     Sampler(vocabulary(), SamplingParams(grammar=chain(40, '{0} "x" | "w" {0}'))).close()
-    Sampler(vocabulary(), SamplingParams(grammar=chain(40, '{0} | {0}'))).close()
+    Sampler(vocabulary(), SamplingParams(grammar=chain(40, "{0} | {0}"))).close()
     assert time.monotonic() - start < SECONDS_MAX
 
 

@@ -828,6 +828,7 @@ cdef int fill_engine_params(spec.spec_engine_params * c, params) except -1:
     c.kv_unified = params.kv_unified
     c.flash_attention = params.flash_attention
     c.n_min = params.n_min
+    c.exact = params.exact
     return 0
 
 
@@ -851,6 +852,7 @@ def default_engine_params():
         kv_unified=c.kv_unified,
         flash_attention=c.flash_attention,
         n_min=c.n_min,
+        exact=c.exact,
     )
 
 

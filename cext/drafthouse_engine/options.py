@@ -244,6 +244,10 @@ class EngineParams:
     n_min: int = 0
     """Shorter drafts are dropped, [0, n_draft_max]; at most 1 with probabilistic, where more would
     change the distribution."""
+    exact: bool = False
+    """Logits of a token do not depend on what else is in the batch, bit for bit: reference kernels
+    of the CPU instead of those that are chosen by the batch's width. Slower; not with kv_unified.
+    See `spec.h`."""
 
     def __post_init__(self) -> None:
         if self.draft_type not in DRAFT_TYPES:
@@ -256,7 +260,7 @@ class EngineParams:
         check_int(self, "n_draft_max", 0 if self.draft_type == "none" else 1)
         check_int(self, "n_rs_seq", -1)
         check_float(self, "p_min", 0, 1, ends="[)")
-        for field in ("probabilistic", "kv_unified", "flash_attention"):
+        for field in ("probabilistic", "kv_unified", "flash_attention", "exact"):
             check_bool(self, field)
         n_min_max = 1 if self.probabilistic else self.n_draft_max
         check_int(self, "n_min", 0, 0 if self.draft_type == "none" else n_min_max)

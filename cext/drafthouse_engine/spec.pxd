@@ -141,6 +141,7 @@ cdef extern from "spec.h" nogil:
         bool kv_unified
         bool flash_attention
         int32_t n_min
+        bool exact
 
     ctypedef struct spec_engine_limits:
         int32_t draft_type

@@ -338,7 +338,12 @@ class driver {
         for (int32_t id = 0; id < N_SEQ; ++id) {
             n += spec_engine_seq_n_past(f_.engine, id);
         }
-        REQUIRE(spec_engine_n_cells_used(f_.engine) == n);
+        const int32_t n_used = spec_engine_n_cells_used(f_.engine);
+        if (n_used != n) {
+            std::fprintf(stderr, "%d cells used, %d tokens; draft type %d, by hand %d\n", n_used, n,
+                         limits_.draft_type, is_by_hand_);
+        }
+        REQUIRE(n_used == n);
     }
 
     void decode(bool is_valid) {

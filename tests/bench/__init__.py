@@ -1,0 +1,1 @@
+"""Long runs that prove losslessness; not part of the daily tests."""
