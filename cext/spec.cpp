@@ -453,6 +453,7 @@ struct spec_sampler {
 
 namespace {
 
+constexpr int32_t N_RS_SEQ_LIMIT = 64; // llama.cpp's graphs have room for some hundred nodes more
 constexpr int32_t N_SEQ_LIMIT = 256; // llama.cpp's own bound
 constexpr size_t GRAMMAR_BYTES_MAX = 65536;
 constexpr int32_t GRAMMAR_DEPTH_MAX = 128; // llama.cpp's parser recurses once per open parenthesis
@@ -1048,7 +1049,7 @@ void check_engine_params(const spec_engine_params & p) {
     check_range("n_ubatch", p.n_ubatch, 1, p.n_batch);
     check_range("n_seq_max", p.n_seq_max, 1, N_SEQ_LIMIT);
     check_range("n_draft_max", p.n_draft_max, p.draft_type == SPEC_DRAFT_NONE ? 0 : 1, 256);
-    check_range("n_rs_seq", p.n_rs_seq, -1, 256);
+    check_range("n_rs_seq", p.n_rs_seq, -1, N_RS_SEQ_LIMIT);
     check_range("n_threads", p.n_threads, 0, 512);
     check_range("n_threads_batch", p.n_threads_batch, 0, 512);
     check_range("p_min", p.p_min, 0.0, 0.999999);
@@ -1210,7 +1211,8 @@ void make_target(spec_engine & engine) {
     }
     const int32_t n_draft = p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max;
     c.n_ctx = static_cast<uint32_t>(n);
-    c.n_rs_seq = static_cast<uint32_t>(p.n_rs_seq >= 0 ? p.n_rs_seq : n_draft);
+    const int32_t n_rs_seq = p.n_rs_seq >= 0 ? p.n_rs_seq : std::min(n_draft, N_RS_SEQ_LIMIT);
+    c.n_rs_seq = static_cast<uint32_t>(n_rs_seq);
     c.n_outputs_max = static_cast<uint32_t>(p.n_seq_max * (1 + n_draft));
     last_llama_error.clear();
     engine.target.reset(llama_init_from_model(engine.target_model->model.get(), c));
