@@ -224,6 +224,17 @@ def test_the_projection_needs_no_history(pool: DecoderPool) -> None:
     assert decoder.history == ()
 
 
+def test_a_projection_that_is_not_the_models_is_refused(
+    pool: DecoderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = pool.decoder()
+    decoder.observe(PROMPT)
+    plain = decoder._project
+    monkeypatch.setattr(decoder, "_project", lambda rows: 0.9 * plain(rows))  # a scaled model
+    with pytest.raises(Unsupported, match="does more than multiply"):
+        decoder.apply_lm_head(decoder.last_hidden_state())
+
+
 def test_hidden_states_of_layers(pool: DecoderPool) -> None:
     decoder = pool.decoder()
     decoder.observe(PROMPT)

@@ -136,6 +136,8 @@ def test_wrong_numbers_are_refused() -> None:
         generate_autoregressive(one, [0], 3, sampling=sampling)
     with pytest.raises(InvalidConfig, match="depth"):
         TreeShape(depth=0)
+    with pytest.raises(InvalidConfig, match="every leaf is a branch"):
+        TreeShape(depth=32, width=8)
 
 
 def test_distribution_filters_in_order() -> None:

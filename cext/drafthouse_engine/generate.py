@@ -45,7 +45,7 @@ from drafthouse_engine.errors import (
     InvalidArgument,
     InvalidConfig,
 )
-from drafthouse_engine.fields import check_int
+from drafthouse_engine.fields import check_int, refusal
 from drafthouse_engine.options import DraftType, EngineParams, SamplingParams
 from drafthouse_engine.rejection import speculative_sample
 from drafthouse_engine.step import PLAN_DTYPE, StepResult
@@ -77,6 +77,8 @@ ENGINE_TYPES: Final[dict[GenerationMethod, DraftType]] = {
 WITH_DRAFT: Final = ("vanilla", "eagle3", "tree")
 N_NGRAM_MIN: Final = 8
 """llama.cpp's simple n-gram drafter proposes nothing shorter than 4; it gets room for more."""
+
+N_BRANCH_LIMIT: Final = 256
 
 GREEDY: Final = SamplingParams(temperature=0.0)
 Rows: TypeAlias = npt.NDArray[np.floating[Any]]
@@ -142,6 +144,10 @@ class TreeShape:
         check_int(self, "depth", 1, 64)
         check_int(self, "width", 1, 32)
         check_int(self, "n_nodes", 1, 255)
+        if self.depth * self.width >= N_BRANCH_LIMIT:
+            raise refusal(
+                self, "width", self.width, f"below {N_BRANCH_LIMIT} / depth: every leaf is a branch"
+            )
 
 
 @dataclass(frozen=True, slots=True)
