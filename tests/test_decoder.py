@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -220,6 +222,17 @@ def test_the_projection_needs_no_history(pool: DecoderPool) -> None:
     width = pool.limits.n_embd_out
     assert not decoder.apply_lm_head(np.zeros(width)).any()
     assert decoder.history == ()
+
+
+def test_a_projection_that_is_not_the_models_is_refused(
+    pool: DecoderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = pool.decoder()
+    decoder.observe(PROMPT)
+    plain = decoder._project
+    monkeypatch.setattr(decoder, "_project", lambda rows: 0.9 * plain(rows))  # a scaled model
+    with pytest.raises(Unsupported, match="does more than multiply"):
+        decoder.apply_lm_head(decoder.last_hidden_state())
 
 
 def test_hidden_states_of_layers(pool: DecoderPool) -> None:
@@ -572,6 +585,20 @@ def test_a_closed_pool_refuses(models: dict[str, Model]) -> None:
     with pytest.raises(Closed):
         decoder.next_logits()
     decoder.close()
+
+
+def test_a_pool_left_open_at_exit_is_silent() -> None:
+    script = f"""
+from drafthouse_engine import DecoderConfig, DecoderPool, Model
+pool = DecoderPool(Model({str(MODELS / NAMES["dense"])!r}), DecoderConfig(n_threads=1))
+decoder = pool.tree_decoder()
+decoder.observe([1, 2, 3])
+print(decoder.next_logits().shape)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "(2048,)\n", "")
 
 
 def test_another_thread_is_refused(dense: DecoderPool) -> None:

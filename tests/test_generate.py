@@ -21,6 +21,9 @@ from tests.four_tokens import (
 )
 
 from drafthouse_engine import (
+    DecoderConfig,
+    DecoderPool,
+    DraftTree,
     EngineError,
     Generation,
     GenerationMethod,
@@ -29,6 +32,7 @@ from drafthouse_engine import (
     Model,
     NoMtpHeads,
     SamplingParams,
+    TreeDecoder,
     TreeShape,
     Unsupported,
     generate,
@@ -132,6 +136,8 @@ def test_wrong_numbers_are_refused() -> None:
         generate_autoregressive(one, [0], 3, sampling=sampling)
     with pytest.raises(InvalidConfig, match="depth"):
         TreeShape(depth=0)
+    with pytest.raises(InvalidConfig, match="every leaf is a branch"):
+        TreeShape(depth=32, width=8)
 
 
 def test_distribution_filters_in_order() -> None:
@@ -260,3 +266,61 @@ def test_what_does_not_fit_is_refused(models: dict[str, Model]) -> None:
     refused(InvalidArgument, "at least 1", n_tokens=0)
     with pytest.raises(NoMtpHeads):
         generate(simple, [1], method="mtp")
+
+
+N_DRAWS = 600
+CHI_SQUARE_15 = 44.3
+"""15 degrees of freedom, p = 0.0001."""
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("method", ["vanilla", "tree"])
+def test_sampled_pairs_are_distributed_as_the_target_says(
+    method: str, models: dict[str, Model]
+) -> None:
+    prompt = list(prompts((30,))[0])
+    sampling = SamplingParams(temperature=1.3, top_k=4, top_p=1.0, min_p=0.0)
+    config = DecoderConfig(n_ctx_seq=64, n_branch_max=16, n_threads=1)
+    rng = np.random.default_rng(31)
+    with (
+        DecoderPool(models[TARGETS["dense"]], config) as pool,
+        DecoderPool(models[SIMPLE], config) as drafts,
+    ):
+        target, draft = pool.tree_decoder(), drafts.tree_decoder()
+        exact = exact_pairs(target, prompt, sampling)
+        counts = dict.fromkeys(exact, 0)
+        target.observe(prompt[:-1])
+        draft.observe(prompt[:-1])
+        for _ in range(N_DRAWS):
+            target.rollback_to(len(prompt) - 1)
+            draft.rollback_to(len(prompt) - 1)
+            if method == "tree":
+                shape = TreeShape(depth=1, width=3, n_nodes=3)
+                found = generate_tree(
+                    target, draft, prompt[-1:], 2, shape=shape, sampling=sampling, rng=rng
+                )
+            else:
+                found = generate_vanilla(
+                    target, draft, prompt[-1:], 2, n_draft=1, sampling=sampling, rng=rng
+                )
+            first, second = found.tokens
+            counts[first, second] += 1  # a KeyError: a token of probability 0
+    gaps = [(counts[pair] - N_DRAWS * p) ** 2 / (N_DRAWS * p) for pair, p in exact.items()]
+    assert len(gaps) == 16
+    assert sum(gaps) < CHI_SQUARE_15
+
+
+def exact_pairs(
+    target: TreeDecoder, prompt: list[int], sampling: SamplingParams
+) -> dict[tuple[int, int], float]:
+    """Returns the probability of every pair of tokens after a prompt."""
+    target.observe(prompt)
+    p = token_distribution(target.next_logits(), sampling)
+    firsts = [int(token) for token in np.flatnonzero(p)]
+    rows = target.tree_logits(DraftTree.from_paths(prompt[-1], [[token] for token in firsts]))
+    target.reset()
+    return {
+        (first, int(second)): float(p[first] * q[second])
+        for first, q in zip(firsts, token_distribution(rows[1:], sampling), strict=True)
+        for second in np.flatnonzero(q)
+    }
