@@ -2301,12 +2301,12 @@ void check_embedder(const spec_model & model, const spec_embedder_params & p) {
     if (model.vocab_only) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
     }
-    if (llama_model_has_encoder(model.model.get()) && llama_model_has_decoder(model.model.get())) {
-        fail(SPEC_ERR_UNSUPPORTED, "encoder-decoder models are not supported");
-    }
     if (llama_model_target_layer_ids_n(model.model.get()) > 0) {
         fail(SPEC_ERR_UNSUPPORTED,
              "this is a draft model (" + model.arch() + "); it has no embeddings of its own");
+    }
+    if (llama_model_has_encoder(model.model.get()) && llama_model_has_decoder(model.model.get())) {
+        fail(SPEC_ERR_UNSUPPORTED, "encoder-decoder models are not supported");
     }
     if (p.pooling == SPEC_POOLING_RANK && model.meta(model.arch() + ".pooling_type") != "4") {
         fail(SPEC_ERR_UNSUPPORTED, "rank pooling needs a reranker: a model with its own "

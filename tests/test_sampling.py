@@ -109,10 +109,14 @@ def test_samplers_draw_the_same_tokens_with_drafts_as_without(
     assert runs["mtp"].status == [0, 0, 0]
     assert runs["mtp"].n_accepted > 0
     if is_stateful:
-        # Verified by match: the same seed draws the same. A near-tie may flip; not in most runs.
+        # Verified by match: the same seed draws the same, until rounding tips a draw over.
         pairs = zip(runs["none"].tokens, runs["mtp"].tokens, strict=True)
-        equal = [a[: len(b)] == b[: len(a)] for a, b in pairs]
-        assert sum(equal) >= 2, (runs["none"].tokens, runs["mtp"].tokens)
+        assert sum(n_common(a, b) for a, b in pairs) >= 40
+
+
+def n_common(a: list[int], b: list[int]) -> int:
+    """Returns the length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def test_options_change_what_is_drawn() -> None:
