@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import string
@@ -115,18 +116,21 @@ def test_what_no_grammar_can_say_is_refused_with_its_place(
 
 def test_patterns_are_bounded_in_size_and_time() -> None:
     begin = time.monotonic()
-    for pattern in ("a" * 8193, "x{2001}", "((((a?){60}){60}){60}){60}", "(" + "ab|" * 2000 + "c)*"):
-        try:
+    for pattern in (
+        "a" * 8193,
+        "x{2001}",
+        "((((a?){60}){60}){60}){60}",
+        "(" + "ab|" * 2000 + "c)*",
+    ):
+        with contextlib.suppress(BadGrammar):
             grammar_accepts(regex_grammar(pattern), "a" * 200)
-        except BadGrammar as error:
-            assert str(error)
     assert time.monotonic() - begin < 5.0
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    choices=st.lists(st.text(alphabet="ab\"\\é ", max_size=6), min_size=1, max_size=12),
-    text=st.text(alphabet="ab\"\\é ", max_size=6),
+    choices=st.lists(st.text(alphabet='ab"\\é ', max_size=6), min_size=1, max_size=12),
+    text=st.text(alphabet='ab"\\é ', max_size=6),
 )
 def test_a_choice_accepts_its_members_alone(choices: list[str], text: str) -> None:
     grammar = choice_grammar(choices)
@@ -253,7 +257,10 @@ def test_integer_bounds(bounds: list[int], open_end: str, numbers: list[int]) ->
         ({"$ref": "https://example.com/x.json"}, "same document", "#"),
         ({"$ref": "#/$defs/none"}, "points to nothing", "#"),
         (
-            {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+            {
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+                "$ref": "#/$defs/a",
+            },
             "leads back",
             "#",
         ),
@@ -296,11 +303,14 @@ def test_schemas_are_bounded_in_size_and_time() -> None:
     grammar = json_schema_grammar(many)
     assert grammar_accepts(grammar, json.dumps({f"p{i}": None for i in range(0, 200, 7)}))
     for schema in (nested(8), {"anyOf": [{"type": "integer"}] * 3000}):
-        try:
+        with contextlib.suppress(BadGrammar):
             json_schema_grammar(schema)
-        except BadGrammar as error:
-            assert str(error)
     assert time.monotonic() - begin < 5.0
+
+
+TOWER = "\n".join(
+    ["root ::= r0", *(f'r{i} ::= r{i + 1} "a" | r{i + 1} "b"' for i in range(60)), 'r60 ::= "x"']
+)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +322,7 @@ def test_schemas_are_bounded_in_size_and_time() -> None:
         ('root ::= x\nx ::= "a"? y\ny ::= x "b"', "left recursion"),
         ('root ::= "a"{3000}', "repetition"),
         (f"root ::= [{string.ascii_letters * 20}]{{2000}}", "expand"),
-        ("\n".join(f'r{i} ::= r{i + 1} "a" | r{i + 1} "b"' for i in range(60)).replace("r0 ", "root ")
-         + '\nr60 ::= "x"', "ways"),
+        (TOWER, "ways"),
         ('root ::= s\ns ::= "a" s "b" | "a" s "c" | "d"', "ambiguous"),
         ("root ::= " + "(" * 200 + '"a"' + ")" * 200, "parentheses"),
         ("x" * 70000, "bytes"),
@@ -342,7 +351,5 @@ def test_grammars_are_checked_from_any_text() -> None:
 @given(grammar=st.text(alphabet='root:=ab "[](){}|*+?^-1,\\\n.<>!', max_size=60))
 def test_no_grammar_crashes(grammar: str) -> None:
     for text in (grammar, f"root ::= {grammar}"):
-        try:
+        with contextlib.suppress(BadGrammar):
             grammar_accepts(text, "ab")
-        except BadGrammar as error:
-            assert str(error)

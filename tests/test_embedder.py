@@ -44,7 +44,7 @@ def test_pooled_rows_are_made_of_the_tokens_rows(target_name: str) -> None:
     with Model(MODELS / TARGETS[target_name]) as model:
         rows = {}
         for pooling in ("mean", "last", "cls"):
-            params = EmbedderParams(pooling=pooling, is_normalised=False, n_batch=64, n_threads=1)  # type: ignore[arg-type]
+            params = EmbedderParams(pooling=pooling, is_normalised=False, n_batch=64, n_threads=1)
             with Embedder(model, params) as embedder:
                 rows[pooling] = embedder.encode(texts)
         params = EmbedderParams(pooling="none", is_normalised=False, n_batch=64, n_threads=1)
@@ -65,7 +65,9 @@ def test_wrong_calls_are_refused() -> None:
             EmbedderParams(pooling="max")  # type: ignore[arg-type]  # wrong on purpose
         params = EmbedderParams(pooling="mean", n_batch=32, n_threads=1)
         with Embedder(model, params) as embedder:
-            for wrong in ([[]], [[1] * 33], [[-1]], [[embedder.limits.n_vocab]]):
+            wrong_texts: tuple[list[list[int]], ...]
+            wrong_texts = ([[]], [[1] * 33], [[-1]], [[embedder.limits.n_vocab]])
+            for wrong in wrong_texts:
                 with pytest.raises(InvalidArgument):
                     embedder.encode(wrong)
             with pytest.raises(Unsupported, match="none"):

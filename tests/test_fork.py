@@ -81,7 +81,7 @@ def test_forked_sequences_generate_what_prefilled_ones_do(draft_type: str, unifi
         engine.seq_end(0)
         samplers = {seq_id: Sampler(target, GREEDY) for seq_id in (2, 0, 3)}
         assert begin_many(engine, prompt, samplers)
-        found = go_on(engine, {seq_id: prompt[-1:] for seq_id in samplers}, k)
+        found = go_on(engine, dict.fromkeys(samplers, prompt[-1:]), k)
         for seq_id in samplers:
             assert_same(expected, found[seq_id])
             engine.seq_end(seq_id)

@@ -116,7 +116,8 @@ def test_samplers_draw_the_same_tokens_with_drafts_as_without(
 
 def n_common(a: list[int], b: list[int]) -> int:
     """Returns the length of the common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def test_options_change_what_is_drawn() -> None:
@@ -161,7 +162,7 @@ def test_infill_is_refused_where_it_would_hang_or_abort() -> None:
             {"samplers": ("top_k", "infill"), "grammar": 'root ::= "a"'},
         ):
             with pytest.raises(ValueError, match="infill needs"):
-                Sampler(target, SamplingParams(**options))  # type: ignore[arg-type]  # by name
+                Sampler(target, SamplingParams(**options))
 
 
 @pytest.mark.parametrize("target_name", ["dense", "hybrid"])
@@ -189,10 +190,10 @@ def compare_tops(plain: Run, drafted: Run, i: int, n: int) -> None:
             break  # a near-tie; what follows is another text
         n_same += 1
         ids, values = other_row
-        assert len(ids) == 5  # the greatest of the plan
+        assert len(ids) >= n  # the greatest of the plan
         assert (ids[n:] == -1).all()
         assert np.isnan(values[n:]).all()
-        np.testing.assert_allclose(row[1], values, atol=LOGPROB_TOLERANCE)
+        np.testing.assert_allclose(row[1][:n], values[:n], atol=LOGPROB_TOLERANCE)
         assert (np.diff(values[:n]) <= 0).all()
         if n:
             assert (ids[0], values[0]) == (other, pytest.approx(logprob))  # greedy
@@ -275,6 +276,7 @@ def test_a_grammar_that_leads_nowhere_ends_its_sequence_alone(
         Model(MODELS / TARGETS["dense"]) as target,
         Engine(target, None, params(draft_type)) as engine,
     ):
-        run = generate(engine, [nowhere, SamplingParams(temperature=0.0)], 8, 2 * (draft_type != "none"))
+        k = 0 if draft_type == "none" else 2
+        run = generate(engine, [nowhere, SamplingParams(temperature=0.0)], 8, k)
     assert run.status == [Status.SAMPLING_FAILED, 0]
     assert len(run.tokens[1]) >= 8

@@ -44,7 +44,7 @@ def begin_many(engine: Engine, prompt: Tokens, samplers: Mapping[int, Sampler]) 
     ids = list(samplers)
     begun: list[int] = []
     can_fork = not (engine.target.is_recurrent or engine.target.is_hybrid)
-    can_fork = can_fork and len(prompt) > 2 and len(ids) > 1  # noqa: PLR2004  # a fork keeps one
+    can_fork = can_fork and len(prompt) > 2 and len(ids) > 1  # a fork keeps one
     try:
         for seq_id in ids[:1] if can_fork else ids:
             engine.seq_begin(seq_id, samplers[seq_id])

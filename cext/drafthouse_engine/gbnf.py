@@ -277,6 +277,6 @@ def _escaped(code_point: int) -> str:
     char = chr(code_point)
     if char.isascii() and (char.isalnum() or char in " _.,:;/{}()=+'"):
         return char
-    if code_point <= 0xFF:  # noqa: PLR2004
+    if code_point <= 0xFF:
         return f"\\x{code_point:02X}"
-    return f"\\u{code_point:04X}" if code_point <= 0xFFFF else f"\\U{code_point:08X}"  # noqa: PLR2004
+    return f"\\u{code_point:04X}" if code_point <= 0xFFFF else f"\\U{code_point:08X}"

@@ -1,10 +1,10 @@
-"""Regular expressions as grammars.
+r"""Regular expressions as grammars.
 
 The whole text matches, as with `re.fullmatch`. Understood are literals, `.`, classes with ranges,
-negation and `\\d \\w \\s \\D \\W \\S` (ASCII, as with `re.ASCII`), the escapes of `re`, groups,
+negation and `\d \w \s \D \W \S` (ASCII, as with `re.ASCII`), the escapes of `re`, groups,
 named groups and `(?:…)`, alternation, the quantifiers `* + ? {m} {m,} {,n} {m,n}` (lazy ones are
-read as greedy: the language is the same), and `^`, `\\A`, `$`, `\\Z` at the ends. All else is
-refused: back-references, look-around, inner anchors, `\\b`, flags, possessive quantifiers.
+read as greedy: the language is the same), and `^`, `\A`, `$`, `\Z` at the ends. All else is
+refused: back-references, look-around, inner anchors, `\b`, flags, possessive quantifiers.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Regex:
         self._i += n_digits
         is_hex = len(digits) == n_digits and set(digits) <= set(string.hexdigits)
         code = int(digits, 16) if is_hex else -1
-        if not 0 <= code <= 0x10FFFF or 0xD800 <= code <= 0xDFFF:  # noqa: PLR2004
+        if not 0 <= code <= 0x10FFFF or 0xD800 <= code <= 0xDFFF:
             raise self._error("a wrong hexadecimal escape", at)
         return code
 
@@ -258,7 +258,7 @@ class Regex:
         if self._take("+"):
             raise self._error("a possessive quantifier", at)
         self._take("?")
-        if self._peek() in ("*", "+", "?") and self._peek() or self._is_counted():
+        if (self._peek() in ("*", "+", "?") and self._peek()) or self._is_counted():
             raise self._error("a quantifier of a quantifier")
         return Repeat(node, *bounds)
 
