@@ -374,9 +374,9 @@ constexpr size_t DRY_BREAKER_BYTES_MAX = 1024;
 constexpr int64_t GRAMMAR_ELEMENTS_MAX = 1 << 20; // of all rules, repetitions written out
 constexpr int64_t GRAMMAR_REPEAT_MAX = 2000;      // above, llama.cpp reads "no bound"
 constexpr int64_t GRAMMAR_CHOICES_MAX = 1024;     // ways to begin any one rule
-constexpr size_t GRAMMAR_STACKS_MAX = 256;        // parses of one text at a time
+constexpr size_t GRAMMAR_STACKS_MAX = 1024;       // parses of one text at a time
 constexpr int32_t GRAMMAR_PROBE_CHARS = 256;
-constexpr size_t GRAMMAR_PROBE_WORK = 200000; // comparisons, some milliseconds
+constexpr size_t GRAMMAR_PROBE_WORK = 4000000; // comparisons, some milliseconds
 constexpr int32_t GRAMMAR_RULE_DEPTH_MAX = 2048;
 constexpr size_t GRAMMAR_TEXT_BYTES_MAX = 65536;
 
