@@ -464,9 +464,10 @@ constexpr size_t DRY_BREAKER_BYTES_MAX = 1024;
 
 constexpr int64_t GRAMMAR_ELEMENTS_MAX = 1 << 20; // of all rules, repetitions written out
 constexpr int64_t GRAMMAR_REPEAT_MAX = 2000;      // above, llama.cpp reads "no bound"
-constexpr int64_t GRAMMAR_CHOICES_MAX = 4096;     // ways to begin any one rule
+constexpr int64_t GRAMMAR_CHOICES_MAX = 1024;     // ways to begin any one rule
 constexpr size_t GRAMMAR_STACKS_MAX = 1024;       // parses of one text at a time
 constexpr int32_t GRAMMAR_PROBE_CHARS = 256;
+constexpr size_t GRAMMAR_PROBE_WORK = 4000000; // comparisons, some milliseconds
 constexpr int32_t GRAMMAR_RULE_DEPTH_MAX = 2048;
 constexpr size_t GRAMMAR_TEXT_BYTES_MAX = 65536;
 
@@ -657,26 +658,53 @@ uint32_t next_char(const llama_grammar_stack & stack) {
     return e.type == LLAMA_GRETYPE_CHAR_ANY || e.type == LLAMA_GRETYPE_CHAR_NOT ? 'a' : 0;
 }
 
-void check_stacks(llama_grammar & g) {
-    if (llama_grammar_get_stacks(&g).size() > GRAMMAR_STACKS_MAX) {
-        bad_grammar("the grammar is too ambiguous: one text has more than " +
-                    std::to_string(GRAMMAR_STACKS_MAX) + " parses at a time");
+// llama_grammar_accept, parse by parse: together they would take time with the square of their
+// number before it could be seen.
+// Returns how many comparisons it took.
+size_t accept_bounded(llama_grammar & g, uint32_t c) {
+    size_t n_work = 0;
+    llama_grammar_stacks & stacks = llama_grammar_get_stacks(&g);
+    const llama_grammar_stacks before = std::move(stacks);
+    llama_grammar_stacks after;
+    for (const llama_grammar_stack & stack : before) {
+        stacks.assign(1, stack);
+        llama_grammar_accept(&g, c);
+        n_work += stacks.size() * (stacks.size() + after.size() + 1);
+        for (const llama_grammar_stack & next : stacks) {
+            if (std::find(after.begin(), after.end(), next) == after.end()) {
+                after.push_back(next);
+            }
+        }
+        if (after.size() > GRAMMAR_STACKS_MAX) {
+            bad_grammar("the grammar is too ambiguous: one text has more than " +
+                        std::to_string(GRAMMAR_STACKS_MAX) + " parses at a time");
+        }
     }
+    stacks = std::move(after);
+    return n_work;
+}
+
+// The character that most parses can go on with, or 0.
+uint32_t likeliest_char(const llama_grammar_stacks & stacks) {
+    std::map<uint32_t, size_t> counts;
+    for (const llama_grammar_stack & stack : stacks) {
+        ++counts[next_char(stack)];
+    }
+    counts.erase(0);
+    const auto best = std::max_element(counts.begin(), counts.end(),
+                                       [](auto & a, auto & b) { return a.second < b.second; });
+    return best != counts.end() ? best->first : 0;
 }
 
 // Follows one text for a while, to find grammars whose parses multiply with every character.
 void probe_grammar(llama_grammar & g) {
-    for (int32_t i = 0; i < GRAMMAR_PROBE_CHARS; ++i) {
-        const llama_grammar_stacks & stacks = llama_grammar_get_stacks(&g);
-        const auto live = std::find_if(stacks.begin(), stacks.end(),
-                                       [](const auto & stack) { return next_char(stack) != 0; });
-        if (live == stacks.end()) {
+    size_t n_work = 0;
+    for (int32_t i = 0; i < GRAMMAR_PROBE_CHARS && n_work < GRAMMAR_PROBE_WORK; ++i) {
+        const uint32_t c = likeliest_char(llama_grammar_get_stacks(&g));
+        if (c == 0) {
             return;
         }
-        llama_grammar_accept(&g, next_char(*live));
-        if (i > 0) { // a choice among many strings is wide at its beginning, and only there
-            check_stacks(g);
-        }
+        n_work += accept_bounded(g, c);
     }
 }
 
@@ -692,8 +720,7 @@ bool grammar_accepts(const std::string & grammar, const std::string & text) {
     }
     const grammar_ptr g = parse_grammar(nullptr, grammar);
     for (const uint32_t c : unicode_cpts_from_utf8(text)) {
-        llama_grammar_accept(g.get(), c);
-        check_stacks(*g);
+        accept_bounded(*g, c);
     }
     const llama_grammar_stacks & stacks = llama_grammar_get_stacks(g.get());
     return std::any_of(stacks.begin(), stacks.end(), [](const auto & s) { return s.empty(); });
@@ -3536,12 +3563,12 @@ void check_embedder(const spec_model & model, const spec_embedder_params & p) {
     if (model.vocab_only) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
     }
-    if (llama_model_has_encoder(model.model.get()) && llama_model_has_decoder(model.model.get())) {
-        fail(SPEC_ERR_UNSUPPORTED, "encoder-decoder models are not supported");
-    }
     if (llama_model_target_layer_ids_n(model.model.get()) > 0) {
         fail(SPEC_ERR_UNSUPPORTED,
              "this is a draft model (" + model.arch() + "); it has no embeddings of its own");
+    }
+    if (llama_model_has_encoder(model.model.get()) && llama_model_has_decoder(model.model.get())) {
+        fail(SPEC_ERR_UNSUPPORTED, "encoder-decoder models are not supported");
     }
     if (p.pooling == SPEC_POOLING_RANK && model.meta(model.arch() + ".pooling_type") != "4") {
         fail(SPEC_ERR_UNSUPPORTED, "rank pooling needs a reranker: a model with its own "

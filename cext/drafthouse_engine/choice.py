@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Final
@@ -41,9 +40,14 @@ def choice_grammar(texts: Iterable[str]) -> str:
 
 def _tree(texts: list[str], depth: int) -> Node:
     """The texts by their common beginnings; sorted, each once."""
-    shared = os.path.commonprefix(texts)
+    shared = _common_start(texts[0], texts[-1])  # sorted: all others lie between
     if len(texts) == 1 or depth >= DEPTH_MAX:
         return Alt(tuple(literal(text) for text in texts))
     rest = [text[len(shared) :] for text in texts]
     branches = [_tree(list(group), depth + 1) for _, group in groupby(rest, lambda text: text[:1])]
     return Seq((literal(shared), Alt(tuple(branches))))
+
+
+def _common_start(a: str, b: str) -> str:
+    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:n]

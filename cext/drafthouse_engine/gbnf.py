@@ -197,7 +197,7 @@ class _Writer:
 
     def _body(self, node: Node) -> str:
         items = node.items if isinstance(node, Alt) else (node,)
-        return " | ".join(self._sequence(item) for item in items)
+        return " | ".join(dict.fromkeys(self._sequence(item) for item in items))
 
     def _sequence(self, node: Node) -> str:
         if not isinstance(node, Seq):

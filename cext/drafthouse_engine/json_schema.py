@@ -1,15 +1,15 @@
 """JSON schemas as grammars.
 
-A text that the grammar generates is JSON and valid under the schema. What the grammar cannot hold is
-refused, never ignored. Narrower than the schema, on purpose: members come in the order of
+A text that the grammar generates is JSON and valid under the schema. What the grammar cannot hold
+is refused, never ignored. Narrower than the schema, on purpose: members come in the order of
 `properties`; an object with `properties` and no `additionalProperties` has no others; the numbers
 have at most 16 digits; white space is what a printer makes of it.
 
 Understood: `type` (also a list), `properties`, `required`, `additionalProperties`, `items`,
-`prefixItems`, `minItems`, `maxItems`, `minLength`, `maxLength`, `pattern`, `format` (`date`, `time`,
-`date-time`, `uuid`; others are annotations), `minimum`, `maximum`, `exclusiveMinimum` and
-`exclusiveMaximum` of integers, `enum`, `const`, `anyOf`, `oneOf` (read as `anyOf`), `allOf` with one
-member, `$ref` within the document, recursive ones too, `true` and `{}`.
+`prefixItems`, `minItems`, `maxItems`, `minLength`, `maxLength`, `pattern`, `format` (`date`,
+`time`, `date-time`, `uuid`; others are annotations), `minimum`, `maximum`, `exclusiveMinimum` and
+`exclusiveMaximum` of integers, `enum`, `const`, `anyOf`, `oneOf` (read as `anyOf`), `allOf` with
+one member, `$ref` within the document, recursive ones too, `true` and `{}`.
 
 Source: JSON Schema, draft 2020-12.
 """
@@ -50,7 +50,24 @@ N_NODES_MAX: Final = 4096
 NAME_CHARS_MAX: Final = 128
 
 _ANNOTATIONS: Final = frozenset(
-    ["$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "discriminator"]
+    [
+        "$schema",
+        "$id",
+        "$comment",
+        "$defs",
+        "definitions",
+        "$anchor",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "contentEncoding",
+        "contentMediaType",
+        "discriminator",
+    ]
 )
 _KEYWORDS: Final[dict[str, frozenset[str]]] = {
     "object": frozenset(("properties", "required", "additionalProperties")),
@@ -156,9 +173,12 @@ def _mapped_chars(ranges: tuple[tuple[int, int], ...]) -> Node:
         if max(a, c) <= min(b, d)
     ]
     found: list[Node] = [chars_of(overlaps)] if overlaps else []
-    for code in (c for low, high in _SPECIAL.ranges for c in range(low, high + 1)):
-        if any(a <= code <= b for a, b in ranges):
-            found.append(literal(_ESCAPES.get(code, f"\\u{code:04x}")))
+    special = (c for low, high in _SPECIAL.ranges for c in range(low, high + 1))
+    found += [
+        literal(_ESCAPES.get(code, f"\\u{code:04x}"))
+        for code in special
+        if any(a <= code <= b for a, b in ranges)
+    ]
     if not found:
         raise BadConstraint("a set of characters has nothing that JSON can hold")
     return found[0] if len(found) == 1 else Alt(tuple(found))
@@ -228,7 +248,7 @@ class _Builder:
         if others:
             raise self._error(f'"{keyword}" beside "{others[0]}" is not supported', at)
 
-    def _combined(self, keyword: str, value: Any, at: str) -> Node:
+    def _combined(self, keyword: str, value: object, at: str) -> Node:
         if keyword == "$ref":
             return self._ref(value, at)
         if not isinstance(value, list) or not value:

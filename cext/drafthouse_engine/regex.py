@@ -1,10 +1,10 @@
-"""Regular expressions as grammars.
+r"""Regular expressions as grammars.
 
 The whole text matches, as with `re.fullmatch`. Understood are literals, `.`, classes with ranges,
-negation and `\\d \\w \\s \\D \\W \\S` (ASCII, as with `re.ASCII`), the escapes of `re`, groups,
+negation and `\d \w \s \D \W \S` (ASCII, as with `re.ASCII`), the escapes of `re`, groups,
 named groups and `(?:…)`, alternation, the quantifiers `* + ? {m} {m,} {,n} {m,n}` (lazy ones are
-read as greedy: the language is the same), and `^`, `\\A`, `$`, `\\Z` at the ends. All else is
-refused: back-references, look-around, inner anchors, `\\b`, flags, possessive quantifiers.
+read as greedy: the language is the same), and `^`, `\A`, `$`, `\Z` at the ends. All else is
+refused: back-references, look-around, inner anchors, `\b`, flags, possessive quantifiers.
 """
 
 from __future__ import annotations

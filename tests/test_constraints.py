@@ -1,0 +1,355 @@
+"""Regular expressions, choices and JSON schemas become grammars that accept just their texts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import string
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafthouse_engine import (
+    BadConstraint,
+    BadGrammar,
+    check_grammar,
+    choice_grammar,
+    grammar_accepts,
+    json_schema_grammar,
+    regex_grammar,
+)
+
+ATOMS = st.sampled_from(
+    ["a", "b", "ab", ".", "[ab]", "[^a]", "[b-d]", r"\d", r"\w", r"\s", r"\.", "x?", "é", "[]a]"]
+)
+QUANTIFIERS = st.sampled_from(["", "", "*", "+", "?", "{2}", "{1,3}", "{0,2}", "{1,}", "*?"])
+TEXTS = st.text(alphabet="abcdx.1_ é\n]", max_size=6)
+
+
+def grouped(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    branches = st.lists(inner, min_size=1, max_size=3).map("|".join)
+    return st.tuples(branches, QUANTIFIERS).map(lambda pair: f"({pair[0]}){pair[1]}")
+
+
+ITEMS = st.recursive(
+    st.tuples(ATOMS, QUANTIFIERS).map(lambda pair: f"(?:{pair[0]}){pair[1]}"), grouped, max_leaves=3
+)
+PATTERNS = st.lists(ITEMS, max_size=3).map("".join)
+
+
+@settings(max_examples=200, deadline=None)
+@given(pattern=PATTERNS, texts=st.lists(TEXTS, min_size=5, max_size=10))
+def test_a_pattern_accepts_what_re_matches_as_a_whole(pattern: str, texts: list[str]) -> None:
+    grammar = regex_grammar(pattern)
+    for text in texts:
+        is_match = re.fullmatch(pattern, text, re.ASCII) is not None
+        assert grammar_accepts(grammar, text) == is_match, (pattern, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_pattern_accepts_texts_made_for_it(data: st.DataObject) -> None:
+    pattern = data.draw(PATTERNS)
+    text = data.draw(st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True))
+    if "\0" not in text and re.fullmatch(pattern, text, re.ASCII):
+        assert grammar_accepts(regex_grammar(pattern), text), (pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        (r"^\d{4}-\d{2}$", ["2026-11"], ["2026-1", "2026-111"]),
+        (r"(?P<word>\w+)@[a-z.]+", ["a_1@b.c"], ["@b.c", "a@"]),
+        (r"[\x41-\x43\u00e9\U0001F600]", ["A", "é", "😀"], ["D", "AB"]),
+        (r"[^\n\"\\]*", ["ab c"], ['a"b', "a\\b", "a\nb"]),
+        (r"(a|b|)*c", ["c", "abbac"], ["ab", "d"]),
+        (r"x{,2}\{1,a}", ["xx{1,a}", "{1,a}"], ["xxx{1,a}"]),
+        (r"a{2", ["a{2"], ["aa"]),
+        (r"[a\]b-]+", ["a]-b"], ["c"]),
+        ("", [""], ["a"]),
+        (r"(?:(?:a?){3}b?)+", ["", "aaab", "bbb"], ["c"]),
+        ("\\A\\Z", [""], ["x"]),
+    ],
+)
+def test_constructs(pattern: str, yes: list[str], no: list[str]) -> None:
+    grammar = regex_grammar(pattern)
+    assert [grammar_accepts(grammar, text) for text in yes] == [True] * len(yes)
+    assert [grammar_accepts(grammar, text) for text in no] == [False] * len(no)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what", "where"),
+    [
+        ("ab(?=c)", "group (?=", 2),
+        ("a(?i)b", "group (?i)", 1),
+        (r"a\1", r"escape \1", 1),
+        (r"a\bc", r"escape \b", 1),
+        ("a^b", "anchor ^", 1),
+        ("a$b", "anchor $", 1),
+        ("(a$|b)", "anchor $", 2),
+        ("*a", "nothing to repeat", 0),
+        ("ab**", "quantifier of a quantifier", 3),
+        ("a++", "possessive", 1),
+        ("(ab", "group without its end", 0),
+        ("ab)", "unbalanced )", 2),
+        ("x[ab", "class without its end", 1),
+        ("x[b-a]", "wrong range", 1),
+        (r"[^\s\S]", "no character", 0),
+        ("a{3,2}", "reversed", 1),
+        (r"\xZZ", "hexadecimal", 0),
+        (r"\01", "octal", 0),
+        ("a\\", "escape \\", 1),
+        ("(" * 65 + ")" * 65, "64 deep", 64),
+    ],
+)
+def test_what_no_grammar_can_say_is_refused_with_its_place(
+    pattern: str, what: str, where: int
+) -> None:
+    with pytest.raises(BadConstraint, match=re.escape(what)) as caught:
+        regex_grammar(pattern)
+    assert caught.value.where == where
+
+
+def test_patterns_are_bounded_in_size_and_time() -> None:
+    begin = time.monotonic()
+    for pattern in (
+        "a" * 8193,
+        "x{2001}",
+        "((((a?){60}){60}){60}){60}",
+        "(" + "ab|" * 2000 + "c)*",
+    ):
+        with contextlib.suppress(BadGrammar):
+            grammar_accepts(regex_grammar(pattern), "a" * 200)
+    assert time.monotonic() - begin < 5.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    choices=st.lists(st.text(alphabet='ab"\\é ', max_size=6), min_size=1, max_size=12),
+    text=st.text(alphabet='ab"\\é ', max_size=6),
+)
+def test_a_choice_accepts_its_members_alone(choices: list[str], text: str) -> None:
+    grammar = choice_grammar(choices)
+    assert all(grammar_accepts(grammar, choice) for choice in choices)
+    assert grammar_accepts(grammar, text) == (text in choices)
+
+
+def test_choices_are_bounded() -> None:
+    words = [f"word-{i:05d}" for i in range(2000)]
+    grammar = choice_grammar(words)
+    assert grammar_accepts(grammar, "word-01999")
+    assert not grammar_accepts(grammar, "word-02000")
+    assert grammar_accepts(choice_grammar(["a" * i for i in range(1, 200)]), "a" * 199)
+    for wrong in ([], ["a"] * 4097, ["a" * 70000], ["a\0"], [1]):
+        with pytest.raises(BadConstraint):
+            choice_grammar(wrong)  # type: ignore[arg-type]  # wrong on purpose
+
+
+PERSON = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "Person",
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "exclusiveMaximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", 3, None]}, "minItems": 1},
+        "born": {"type": "string", "format": "date"},
+        "code": {"type": "string", "pattern": '^[A-Z]{2}"\\\\?$'},
+        "boss": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["name", "age"],
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "is_valid"),
+    [
+        ({"name": "Ada", "age": 36}, True),
+        ({"name": 'q"\\\n', "age": 129, "tags": ["a", 3, None]}, True),
+        ({"name": "é😀", "age": 0, "born": "2026-11-21", "code": 'XY"\\'}, True),
+        ({"name": "Ada", "age": 1, "boss": {"name": "B", "age": 2, "boss": None}}, True),
+        ({"name": "", "age": 1}, False),
+        ({"name": "longer", "age": 1}, False),
+        ({"name": "Ada", "age": 130}, False),
+        ({"name": "Ada", "age": -1}, False),
+        ({"name": "Ada", "age": 1.5}, False),
+        ({"name": "Ada"}, False),
+        ({"name": "Ada", "age": 1, "tags": []}, False),
+        ({"name": "Ada", "age": 1, "tags": ["c"]}, False),
+        ({"name": "Ada", "age": 1, "born": "2026-13-21"}, False),
+        ({"name": "Ada", "age": 1, "code": "XYZ"}, False),
+        ({"name": "Ada", "age": 1, "boss": {"name": "B"}}, False),
+        ({"name": "Ada", "age": 1, "other": 1}, False),
+        ([], False),
+    ],
+)
+def test_a_schema_accepts_valid_values_alone(value: object, is_valid: bool) -> None:
+    grammar = json_schema_grammar(PERSON)
+    for indent in (None, 2):
+        assert grammar_accepts(grammar, json.dumps(value, ensure_ascii=False, indent=indent)) == (
+            is_valid
+        )
+
+
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        (True, [1, "x", {"a": [None, {}]}, [], 1.5e-7], []),
+        ({"type": ["integer", "null"]}, [1, -12, None], ["1", 1.5]),
+        ({"const": {"a": [1, "é"]}}, [{"a": [1, "é"]}], [{"a": [1]}]),
+        ({"type": "array", "prefixItems": [{"type": "null"}, {}]}, [[None, 4]], [[None], [1, 2]]),
+        ({"type": "array", "maxItems": 2}, [[], [1], [1, 2]], [[1, 2, 3]]),
+        ({"type": "array", "items": False}, [[]], [[1]]),
+        ({"pattern": "b+"}, ["b", "abc", "bb"], ["ac", ""]),
+        ({"type": "object"}, [{}, {"x": {"y": 1}}], [[]]),
+        (
+            {"properties": {"a": {}, "ab": {}}, "additionalProperties": {"type": "null"}},
+            [{}, {"a": 1}, {"b": None}, {"a": 1, "ab": 2, "abc": None, "": None}],
+            [{"b": 1}, {"c": None, "d": 2}],
+        ),
+        ({"type": "object", "required": ["z"]}, [{"z": 1}, {"z": 1, "y": 2}], [{}, {"y": 1}]),
+        ({"allOf": [{"type": "boolean"}]}, [True, False], [0]),
+        (
+            {"$defs": {"a/b": {"type": "string"}}, "$ref": "#/$defs/a~1b"},
+            ["x"],
+            [1],
+        ),
+        ({"enum": ["a", 1, 2.0], "type": "integer"}, [1, 2.0], ["a"]),
+    ],
+)
+def test_keywords(schema: Any, yes: list[object], no: list[object]) -> None:
+    grammar = json_schema_grammar(schema)
+    assert [v for v in yes if not grammar_accepts(grammar, json.dumps(v, ensure_ascii=False))] == []
+    assert [v for v in no if grammar_accepts(grammar, json.dumps(v, ensure_ascii=False))] == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    bounds=st.tuples(*[st.integers(-12000, 12000)] * 2).map(sorted),
+    open_end=st.sampled_from(["", "low", "high"]),
+    numbers=st.lists(st.integers(-13000, 13000), min_size=20, max_size=20),
+)
+def test_integer_bounds(bounds: list[int], open_end: str, numbers: list[int]) -> None:
+    low, high = bounds
+    schema: dict[str, object] = {"type": "integer"}
+    schema |= {} if open_end == "low" else {"minimum": low}
+    schema |= {} if open_end == "high" else {"maximum": high}
+    grammar = json_schema_grammar(schema)
+    for n in [*numbers, low, high, low - 1, high + 1, 0]:
+        is_valid = (open_end == "low" or n >= low) and (open_end == "high" or n <= high)
+        assert grammar_accepts(grammar, str(n)) == is_valid, (schema, n)
+    assert not grammar_accepts(grammar, f"0{max(high, 1)}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "what", "where"),
+    [
+        ("{", "no JSON", "#"),
+        ("[1]", "a schema is an object", "#"),
+        ({"type": "number", "minimum": 1}, '"minimum"', "#"),
+        ({"type": "integer", "multipleOf": 2}, '"multipleOf"', "#"),
+        ({"properties": {"a": {"not": {}}}}, '"not"', "#/properties/a"),
+        ({"type": "array", "uniqueItems": True}, '"uniqueItems"', "#"),
+        ({"$ref": "https://example.com/x.json"}, "same document", "#"),
+        ({"$ref": "#/$defs/none"}, "points to nothing", "#"),
+        (
+            {
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+                "$ref": "#/$defs/a",
+            },
+            "leads back",
+            "#",
+        ),
+        ({"$ref": "#"}, "leads back", "#"),
+        ({"anyOf": [{"type": "null"}], "properties": {}}, '"anyOf" beside', "#"),
+        ({"allOf": [{}, {}]}, '"allOf"', "#"),
+        ({"type": "text"}, '"type" must be', "#"),
+        ({"type": "string", "minLength": -1}, '"minLength"', "#"),
+        ({"type": "string", "maxLength": 5000}, "repeated 5000 times", ""),
+        ({"type": "string", "pattern": "(?=a)"}, '"pattern"', "#"),
+        ({"type": "string", "pattern": "^a|b$"}, "anchor beside", "#"),
+        ({"type": "string", "pattern": "a", "minLength": 1}, "length beside", "#"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "no integer", "#"),
+        ({"enum": []}, '"enum"', "#"),
+        ({"enum": ["a"], "type": "integer"}, "no value", "#"),
+        ({"type": "object", "required": ["a"], "additionalProperties": False}, "no value", "#/pro"),
+        (False, "nothing is valid", "#"),
+        ({"const": 1e999}, "no JSON", "#"),
+        ('{"const": 1e999}', "too large", "#"),
+        ("[" * 200, "nests more than", "#"),
+        ('{"description": "' + "x" * 70000 + '"}', "bytes", "#"),
+    ],
+)
+def test_schemas_that_a_grammar_cannot_hold_are_refused(schema: Any, what: str, where: str) -> None:
+    with pytest.raises(BadConstraint, match=re.escape(what)) as caught:
+        json_schema_grammar(schema)
+    assert str(caught.value.where).startswith(where)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": ["object", "null"], "properties": {"a": schema, "b": schema}}
+    return schema
+
+
+def test_schemas_are_bounded_in_size_and_time() -> None:
+    begin = time.monotonic()
+    many = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(100)}}
+    grammar = json_schema_grammar(many)
+    assert grammar_accepts(grammar, json.dumps({f"p{i}": None for i in range(0, 100, 7)}))
+    for schema in (nested(8), {"anyOf": [{"type": "integer"}] * 3000}):
+        with contextlib.suppress(BadGrammar):
+            json_schema_grammar(schema)
+    assert time.monotonic() - begin < 5.0
+
+
+TOWER = "\n".join(
+    ["root ::= r0", *(f'r{i} ::= r{i + 1} "a" | r{i + 1} "b"' for i in range(60)), 'r60 ::= "x"']
+)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "what"),
+    [
+        ("root ::= x", "Undefined"),
+        ('rule ::= "a"', "root"),
+        ('root ::= root "a" | "b"', "left recursion"),
+        ('root ::= x\nx ::= "a"? y\ny ::= x "b"', "left recursion"),
+        ('root ::= "a"{3000}', "repetition"),
+        (f"root ::= [{string.ascii_letters * 20}]{{2000}}", "expand"),
+        (TOWER, "ways"),
+        ('root ::= s\ns ::= "a" s "b" | "a" s "c" | "d"', "ambiguous"),
+        ("root ::= " + "(" * 200 + '"a"' + ")" * 200, "parentheses"),
+        ("x" * 70000, "bytes"),
+        ("%llguidance", "llguidance"),
+    ],
+    ids=range(11),
+)
+def test_grammars_that_would_hang_or_kill_are_refused(grammar: str, what: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(BadGrammar, match=what):
+        check_grammar(grammar)
+    assert time.monotonic() - begin < 2.0
+
+
+def test_grammars_are_checked_from_any_text() -> None:
+    with pytest.raises(TypeError):
+        check_grammar(1)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(ValueError, match="NUL"):
+        check_grammar("root ::= \0")
+    with pytest.raises(ValueError, match="64 KiB"):
+        grammar_accepts('root ::= "a"*', "a" * 70000)
+    assert grammar_accepts('root ::= "é"+', "éé")
+
+
+@settings(max_examples=200, deadline=None)
+@given(grammar=st.text(alphabet='root:=ab "[](){}|*+?^-1,\\\n.<>!', max_size=60))
+def test_no_grammar_crashes(grammar: str) -> None:
+    for text in (grammar, f"root ::= {grammar}"):
+        with contextlib.suppress(BadGrammar):
+            grammar_accepts(text, "ab")
