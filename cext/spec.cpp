@@ -757,9 +757,9 @@ int64_t wanted_cells(const spec_engine & engine) {
     return p.n_ctx > 0 ? p.n_ctx : n_seq * p.n_seq_max;
 }
 
-// llama.cpp chooses kernels by the width of a batch: tinyBLAS from two rows on, tiled flash attention
-// from 64 queries on, attention split over the cells for a single query. Each sums in an order of
-// its own. The reference kernels sum a row alone, always in one order.
+// llama.cpp chooses kernels by the width of a batch: tinyBLAS from two rows on, tiled flash
+// attention from 64 queries on, attention split over the cells for a single query. Each sums in an
+// order of its own. The reference kernels sum a row alone, always in one order.
 void make_exact(const spec_engine & engine, llama_context * context) {
     if (!engine.params.exact) {
         return;
@@ -941,8 +941,8 @@ void clear_sequence(spec_engine & engine, int32_t seq_id) {
     engine.sequences[static_cast<size_t>(seq_id)] = sequence{};
 }
 
-// N-gram drafters hold what they have seen of one sequence and cannot unsee it: some end the process
-// when the history has become shorter.
+// N-gram drafters hold what they have seen of one sequence and cannot unsee it: some end the
+// process when the history has become shorter.
 void make_ngram(spec_engine & engine, sequence & seq) {
     common_params_speculative params = engine.spec_params;
     seq.ngram.reset(common_speculative_init(params, 1));
