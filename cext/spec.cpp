@@ -1832,6 +1832,7 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     seq.draft = {};
     if (engine.spec) {
         // The draft's hidden rows do not go back with the cache.
+        cut_draft(engine, seq_id, n_past);
         make_cold(engine, seq_id);
     } else if (seq.ngram) {
         make_ngram(engine, seq);

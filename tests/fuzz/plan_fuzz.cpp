@@ -269,7 +269,7 @@ private:
                 entries_.push_back(e);
                 break;
             default:
-                e.n_past += in_.below(2) == 0 ? 1 : -1;
+                e.n_past = in_.below(2) == 0 ? e.n_past / 2 : -1;
             }
         }
     }
