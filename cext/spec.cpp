@@ -17,6 +17,7 @@
 // Internal, for its scheduler: the way to the CPU backend of a context.
 #include "../src/llama-context.h"
 #include "ggml-cpu.h"
+#include "gguf.h"
 
 #include <algorithm>
 #include <atomic>
@@ -252,10 +253,47 @@ void check_gguf_magic(const std::string & path) {
     }
 }
 
+// A number of a GGUF header, or the default where it is absent or of another type.
+uint32_t header_u32(const gguf_context * header, const std::string & key, uint32_t otherwise) {
+    const int64_t id = gguf_find_key(header, key.c_str());
+    const bool is_there = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_UINT32;
+    return is_there ? gguf_get_val_u32(header, id) : otherwise;
+}
+
+// Refuses numbers on which llama.cpp ends the process instead of refusing them itself: found by
+// tests/bench/malformed.py.
+void check_header(const std::string & path) {
+    constexpr uint32_t N_LAYERS_MAX = 512; // LLAMA_MAX_LAYERS
+    const std::unique_ptr<gguf_context, decltype(&gguf_free)> header(
+        gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
+    const int64_t id = header ? gguf_find_key(header.get(), "general.architecture") : -1;
+    if (id < 0 || gguf_get_kv_type(header.get(), id) != GGUF_TYPE_STRING) {
+        return; // the loader says what is wrong
+    }
+    const std::string arch = gguf_get_val_str(header.get(), id);
+    const auto number = [&](const char * name, uint32_t otherwise) {
+        return header_u32(header.get(), arch + name, otherwise);
+    };
+    const uint32_t n_layer = number(".block_count", 1);
+    const uint32_t n_rot = number(".rope.dimension_count", 0);
+    const char * reason = nullptr;
+    if (n_layer < 1 || n_layer > N_LAYERS_MAX) {
+        reason = "block_count is not in [1, 512]";
+    } else if (number(".nextn_predict_layers", 0) > n_layer) {
+        reason = "nextn_predict_layers is above block_count";
+    } else if (n_rot % 2 != 0 || n_rot > number(".attention.key_length", n_rot)) {
+        reason = "rope.dimension_count is odd or above attention.key_length";
+    }
+    if (reason != nullptr) {
+        fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
+    }
+}
+
 spec_model * load_model(const spec_model_params & params) {
     init_process();
     const std::string path = &deref(params.path, "path");
     check_gguf_magic(path);
+    check_header(path);
 
     load_progress progress{params.progress, params.user, false};
     llama_model_params mparams = llama_model_default_params();
