@@ -27,6 +27,7 @@
 #include "../src/unicode.h"
 // Internal, for its scheduler: the way to the CPU backend of a context.
 #include "../src/llama-context.h"
+#include "gguf.h"
 
 #include <algorithm>
 #include <atomic>
@@ -316,10 +317,47 @@ uint64_t fingerprint_of(const std::string & path) {
     return h;
 }
 
+// A number of a GGUF header, or the default where it is absent or of another type.
+uint32_t header_u32(const gguf_context * header, const std::string & key, uint32_t otherwise) {
+    const int64_t id = gguf_find_key(header, key.c_str());
+    const bool is_there = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_UINT32;
+    return is_there ? gguf_get_val_u32(header, id) : otherwise;
+}
+
+// Refuses numbers on which llama.cpp ends the process instead of refusing them itself: found by
+// tests/bench/malformed.py.
+void check_header(const std::string & path) {
+    constexpr uint32_t N_LAYERS_MAX = 512; // LLAMA_MAX_LAYERS
+    const std::unique_ptr<gguf_context, decltype(&gguf_free)> header(
+        gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
+    const int64_t id = header ? gguf_find_key(header.get(), "general.architecture") : -1;
+    if (id < 0 || gguf_get_kv_type(header.get(), id) != GGUF_TYPE_STRING) {
+        return; // the loader says what is wrong
+    }
+    const std::string arch = gguf_get_val_str(header.get(), id);
+    const auto number = [&](const char * name, uint32_t otherwise) {
+        return header_u32(header.get(), arch + name, otherwise);
+    };
+    const uint32_t n_layer = number(".block_count", 1);
+    const uint32_t n_rot = number(".rope.dimension_count", 0);
+    const char * reason = nullptr;
+    if (n_layer < 1 || n_layer > N_LAYERS_MAX) {
+        reason = "block_count is not in [1, 512]";
+    } else if (number(".nextn_predict_layers", 0) > n_layer) {
+        reason = "nextn_predict_layers is above block_count";
+    } else if (n_rot % 2 != 0 || n_rot > number(".attention.key_length", n_rot)) {
+        reason = "rope.dimension_count is odd or above attention.key_length";
+    }
+    if (reason != nullptr) {
+        fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
+    }
+}
+
 spec_model * load_model(const spec_model_params & params) {
     init_process();
     const std::string path = &deref(params.path, "path");
     check_gguf_magic(path);
+    check_header(path);
 
     load_progress progress{params.progress, params.user, false};
     llama_model_params mparams = llama_model_default_params();
@@ -454,7 +492,7 @@ struct spec_sampler {
 namespace {
 
 constexpr int32_t N_RS_SEQ_LIMIT = 64; // llama.cpp's graphs have room for some hundred nodes more
-constexpr int32_t N_SEQ_LIMIT = 256; // llama.cpp's own bound
+constexpr int32_t N_SEQ_LIMIT = 256;   // llama.cpp's own bound
 constexpr size_t GRAMMAR_BYTES_MAX = 65536;
 constexpr int32_t GRAMMAR_DEPTH_MAX = 128; // llama.cpp's parser recurses once per open parenthesis
 constexpr int32_t LOOK_BACK_MAX = 65536;
@@ -1237,8 +1275,18 @@ void make_target(spec_engine & engine) {
                                             " cells, more than fit into 32 bits");
     }
     const int32_t n_draft = p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max;
-    c.n_ctx = static_cast<uint32_t>(n);
     const int32_t n_rs_seq = p.n_rs_seq >= 0 ? p.n_rs_seq : std::min(n_draft, N_RS_SEQ_LIMIT);
+    // llama.cpp cuts n_ubatch down to the context, and ends the process when a draft and what it
+    // may have to take back do not fit.
+    const int64_t n_least = 2 + std::max(n_draft, n_rs_seq);
+    const int64_t n_cells = p.kv_unified ? n : n / p.n_seq_max;
+    if (n_cells < n_least || (p.n_ctx_seq > 0 && p.n_ctx_seq < n_least)) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "a sequence has room for " + std::to_string(n_cells) +
+                 " tokens (n_ctx_seq, n_ctx); expected at least 2 + n_draft_max = " +
+                 std::to_string(n_least));
+    }
+    c.n_ctx = static_cast<uint32_t>(n);
     c.n_rs_seq = static_cast<uint32_t>(n_rs_seq);
     c.n_outputs_max = static_cast<uint32_t>(p.n_seq_max * (1 + n_draft));
     last_llama_error.clear();
@@ -2396,6 +2444,7 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     seq.draft = {};
     if (engine.spec) {
         // The draft's hidden rows do not go back with the cache.
+        cut_draft(engine, seq_id, n_past);
         make_cold(engine, seq_id);
     }
     if (engine.is_ngram()) {

@@ -20,7 +20,7 @@ done
 echo '== Python stress test'
 # CPython and numpy keep memory until the end: leaks are not looked for.
 packages=$PWD:$PWD/$out/python:$PWD/service:$PWD/clients/python
-ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$(gcc -print-file-name=libasan.so) PYTHONMALLOC=malloc \
+ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" PYTHONMALLOC=malloc \
     PYTHONPATH=$packages${PYTHONPATH:+:$PYTHONPATH} "$python" -m pytest -q -p no:cacheprovider --timeout 900 \
     tests/test_recurrent_rollback.py tests/test_bad_input.py tests/test_ngram_guards.py tests/test_bad_grammars.py
 echo '== hand-over between threads'

@@ -2,17 +2,19 @@
 
     python -m tests.bench.malformed [files] [model]
 
-Bytes of the header (keys, types, lengths, tensor descriptions) are changed at random. A file may
+Three files of four have one metadata value changed, the others any bytes of the header. A file may
 be refused or load; a process that dies, or that takes longer than ten seconds, is a finding.
 """
 
 from __future__ import annotations
 
 import random
+import struct
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.demo import EAGLE3, MODELS, SIMPLE, TARGETS
@@ -52,13 +54,75 @@ def damage(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
+WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of the scalar types of GGUF."""
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class Value:
+    """Where one metadata value lies in a file."""
+
+    key: str
+    """Name of the value."""
+    type_at: int
+    """Offset of its type."""
+    at: int
+    """Offset of the value: a scalar, the length of a string, the type and length of an array."""
+    width: int
+    """Bytes of a scalar or a length."""
+
+
+def values(content: bytes) -> list[Value]:
+    """Returns the metadata values of a GGUF file.
+
+    Source: the GGUF specification, version 3.
+    """
+    found: list[Value] = []
+    (n,) = struct.unpack_from("<Q", content, 16)
+    at = 24
+    for _ in range(n):
+        (length,) = struct.unpack_from("<Q", content, at)
+        key = content[at + 8 : at + 8 + length].decode()
+        type_at = at + 8 + length
+        (kind,) = struct.unpack_from("<I", content, type_at)
+        at = type_at + 4
+        if kind == ARRAY:
+            item, length = struct.unpack_from("<IQ", content, at)
+            found.append(Value(key, at, at + 4, 8))
+            at += 12
+            for _ in range(length if item == STRING else 0):
+                at += 8 + struct.unpack_from("<Q", content, at)[0]
+            at += 0 if item == STRING else length * WIDTHS[item]
+        elif kind == STRING:
+            found.append(Value(key, type_at, at, 8))
+            at += 8 + struct.unpack_from("<Q", content, at)[0]
+        else:
+            found.append(Value(key, type_at, at, WIDTHS[kind]))
+            at += WIDTHS[kind]
+    return found
+
+
+EDGES = (0, 1, 2, 3, 5, 7, 63, 100, 1000, 2**15, 2**31 - 1, 2**31, 2**32 - 1)
+
+
+def damage_value(content: bytes, chance: random.Random) -> tuple[bytes, str]:
+    """Gives one metadata value another number or another type; the file's structure stays."""
+    data = bytearray(content)
+    value = chance.choice([v for v in values(content) if not v.key.startswith("tokenizer")])
+    if chance.random() < 0.2:
+        data[value.type_at : value.type_at + 4] = chance.randrange(14).to_bytes(4, "little")
+        return bytes(data), f"{value.key}: type"
+    number = chance.choice(EDGES) & (2 ** (8 * value.width) - 1)
+    data[value.at : value.at + value.width] = number.to_bytes(value.width, "little")
+    return bytes(data), f"{value.key} = {number}"
+
+
 def verdict(path: Path) -> str:
     """Returns how a process that loads a file ends."""
     command = [sys.executable, "-c", LOAD, str(path)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except subprocess.TimeoutExpired:
         return "TIMEOUT"
     if done.returncode == 0:
@@ -79,11 +143,13 @@ def main() -> None:
         path = Path(folder) / "damaged.gguf"
         for i in range(n_files):
             content = (MODELS / names[i % len(names)]).read_bytes()
-            path.write_bytes(damage(content, random.Random(i)))
+            chance = random.Random(i)
+            data, what = damage_value(content, chance) if i % 4 else (damage(content, chance), "")
+            path.write_bytes(data)
             found = verdict(path)
             counts[found] += 1
             if found.startswith(("DIED", "TIMEOUT")):
-                print(f"{i}: {names[i % len(names)]}: {found}", flush=True)
+                print(f"{i}: {names[i % len(names)]}: {what}: {found}", flush=True)
     for text, n in counts.most_common():
         print(f"{n:5}  {text}")
 

@@ -73,8 +73,7 @@ void talk(const spec_model * model, std::atomic<bool> & is_over) {
         const char * const roles[] = {"user"};
         const char * const contents[] = {"hello"};
         char text[1024];
-        const int32_t rc =
-            spec_model_chat(model, roles, contents, 1, true, text, sizeof text, &n);
+        const int32_t rc = spec_model_chat(model, roles, contents, 1, true, text, sizeof text, &n);
         REQUIRE(rc == SPEC_OK || rc == SPEC_ERR_UNSUPPORTED);
     }
 }

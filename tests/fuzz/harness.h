@@ -21,7 +21,7 @@
 
 // The fuzzer's input, read as numbers; zeros once it is used up.
 class choices {
-  public:
+public:
     choices(const uint8_t * data, size_t size) : data_(data), size_(size) {}
 
     bool is_empty() const { return at_ >= size_; }
@@ -33,9 +33,9 @@ class choices {
 
     // Any 32 bits, most often near a boundary.
     int32_t wild() {
-        static const int32_t edges[] = {0,     -1,         1,         2,          INT32_MAX,
-                                        65536, INT32_MIN,  1 << 30,   -2,         255,
-                                        256,   INT32_MAX / 2, 100000, INT32_MIN / 2, 4096};
+        static const int32_t edges[] = {0,       -1, 1,   2,   INT32_MAX,     65536,  INT32_MIN,
+                                        1 << 30, -2, 255, 256, INT32_MAX / 2, 100000, INT32_MIN / 2,
+                                        4096};
         const uint8_t kind = byte();
         if (kind < 200) {
             return edges[kind % (sizeof edges / sizeof *edges)];
@@ -47,7 +47,7 @@ class choices {
         return static_cast<int32_t>(value);
     }
 
-  private:
+private:
     const uint8_t * data_;
     size_t size_;
     size_t at_ = 0;

@@ -72,7 +72,7 @@ struct shadow {
 };
 
 class driver {
-  public:
+public:
     driver(fixture & f, choices & input) : f_(f), in_(input) {
         REQUIRE(spec_engine_get_limits(f.engine, &limits_) == SPEC_OK);
         REQUIRE(spec_engine_inject_fault(f.engine, SPEC_FAULT_NONE, 0) == SPEC_OK);
@@ -88,7 +88,7 @@ class driver {
         }
     }
 
-  private:
+private:
     using state = std::vector<int32_t>;
 
     state look() const {
@@ -240,8 +240,8 @@ class driver {
             if (entries_.empty()) {
                 return;
             }
-            spec_plan_entry & e = entries_[static_cast<size_t>(
-                in_.below(static_cast<int32_t>(entries_.size())))];
+            spec_plan_entry & e =
+                entries_[static_cast<size_t>(in_.below(static_cast<int32_t>(entries_.size())))];
             switch (in_.below(9)) {
             case 0:
                 e.seq_id = in_.wild();
@@ -269,7 +269,7 @@ class driver {
                 entries_.push_back(e);
                 break;
             default:
-                e.n_past += in_.below(2) == 0 ? 1 : -1;
+                e.n_past = in_.below(2) == 0 ? e.n_past / 2 : -1;
             }
         }
     }
@@ -364,8 +364,8 @@ class driver {
             *fields[in_.below(4)] = in_.wild();
         }
         const state before = look();
-        const int32_t rc = spec_engine_decode(f_.engine, tokens.data(),
-                                              static_cast<int32_t>(tokens.size()));
+        const int32_t rc =
+            spec_engine_decode(f_.engine, tokens.data(), static_cast<int32_t>(tokens.size()));
         if (rc == SPEC_OK) {
             is_by_hand_ = true;
             // A generating sequence has moved on: what it emitted last is decoded.
