@@ -1427,6 +1427,7 @@ cdef class Engine:
             rc = spec.spec_engine_seq_load(
                 handle, c_seq_id, source.view.buf, <size_t>source.view.len)
         self._leave(rc, c_seq_id)
+
     def fork(self, src, samplers, n_past=None):
         """Begins idle sequences with the first tokens of another's prompt, without computing them.
 
