@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -28,13 +29,13 @@ def chain(n: int, body: str) -> str:
     ("grammar", "reason"),
     [
         ('root ::= "a"{2,1}', "maximum"),
-        (chain(20, '{0} "x" | {0} "y"'), "too ambiguous"),
-        ('root ::= "' + "a" * 60_000 + '"{2000}', "repetitions are too long"),
-        ("root ::= " + '"abcdefghijklmnopqrst"{2000} ' * 200, "repetitions are too long"),
+        (chain(20, '{0} "x" | {0} "y"'), "too ambiguous|more than 1024 ways"),
+        ('root ::= "' + "a" * 60_000 + '"{2000}', "repetitions expand"),
+        ("root ::= " + '"abcdefghijklmnopqrst"{2000} ' * 200, "repetitions expand"),
         ('root ::= root "a"', "left recursion"),
         ("root ::= " + "(" * 1000 + '"a"' + ")" * 1000, "nests parentheses"),
         ("root ::= <[99999999999999999999999]>", "grammar"),
-        ('root ::= "a"{99999999999999999999999}', "grammar"),
+        ('root ::= "a"{99999999999999999999999}', "at most 2000"),
     ],
     ids=[
         "max-below-min",
@@ -57,8 +58,9 @@ def test_a_grammar_that_costs_too_much_is_refused_at_once(grammar: str, reason: 
 def test_deep_rules_are_checked_in_linear_time() -> None:
     """Every rule names the next one twice; without memory that is 2^40 visits."""
     start = time.monotonic()
-    Sampler(vocabulary(), SamplingParams(grammar=chain(40, '{0} "x" | "w" {0}'))).close()
-    Sampler(vocabulary(), SamplingParams(grammar=chain(40, "{0} | {0}"))).close()
+    for body in ('{0} "x" | "w" {0}', "{0} | {0}"):
+        with suppress(BadGrammar):  # too ambiguous, and found so in time
+            Sampler(vocabulary(), SamplingParams(grammar=chain(40, body))).close()
     assert time.monotonic() - start < SECONDS_MAX
 
 
