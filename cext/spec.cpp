@@ -1012,6 +1012,8 @@ struct sequence {
     std::vector<ngram_event> ngram_events;
     std::vector<int32_t> heard; // what the sampler was fed: token, or -1 - token where it chose it
     proposal draft;             // of this step or round
+    bool is_copy_due =
+        false; // forked; between separate caches the cells follow with the next decode
     std::vector<uint8_t> checkpoint;
 
     // one call at a time
@@ -1808,6 +1810,9 @@ int32_t decode_batch(spec_engine & engine) {
         llama_process(engine.target.get(), LLAMA_PROCESS_TYPE_DECODE, engine.batch.get());
     if (rc == 0) {
         llama_synchronize(engine.target.get());
+        for (sequence & seq : engine.sequences) {
+            seq.is_copy_due = false;
+        }
     }
     return engine.take_fault(SPEC_FAULT_DECODE_FATAL) ? -3 : rc;
 }
@@ -2675,6 +2680,9 @@ void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t c
     if (is_unprocessed(engine, seq_id)) {
         bad_plan(seq_id, "its last batch has not been processed");
     }
+    if (seq.is_copy_due) {
+        bad_plan(seq_id, "it was just forked; its cells are there after the next decode");
+    }
     last_llama_error.clear();
     snapshot_header header = header_of(engine);
     const std::string parts = write_parts(engine, seq, seq_id);
@@ -2991,6 +2999,7 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
         llama_memory_seq_cp(engine.draft_memory(), src, dst, -1, -1);
         llama_memory_seq_rm(engine.draft_memory(), dst, n_past, -1);
     }
+    to.is_copy_due = !engine.limits.kv_unified;
     if (!llama_memory_seq_rm(engine.target_memory(), dst, n_past, -1)) {
         fail(SPEC_ERR_INTERNAL, "the copy could not be cut");
     }

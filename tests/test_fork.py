@@ -152,3 +152,20 @@ def test_wrong_forks_are_refused_and_change_nothing() -> None:
             engine.fork(0, {2: spare})
         with pytest.raises(InvalidArgument, match="no tokens"):
             begin_many(engine, [], {})
+
+
+def test_a_snapshot_of_a_fork_waits_for_its_cells() -> None:
+    """Between separate caches llama.cpp copies cells with the next decode, not at once."""
+    prompt = list(prompts((30,))[0])
+    with (
+        Model(MODELS / TARGETS["dense"]) as target,
+        Engine(target, None, params("mtp")) as engine,
+    ):
+        engine.seq_begin(0, Sampler(target, GREEDY))
+        expected = go_on(engine, {0: prompt}, 3)[0]
+        engine.fork(0, {1: Sampler(target, GREEDY)}, len(prompt) - 1)
+        with pytest.raises(BadPlan, match="forked"):
+            engine.save(1)
+        go_on(engine, {0: [expected[-1][0]]}, 3)
+        engine.load(2, engine.save(1))
+        assert_same(expected, go_on(engine, {2: prompt[-1:]}, 3)[2])
