@@ -18,7 +18,7 @@ from drafthouse_server.fake import FakeEngine
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import FinishEvent, FinishReason, Sequence, SequenceState
 from drafthouse_server.speculation import FixedDraft
-from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, StepPlan
+from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, Start, StepPlan
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 GREEDY = SamplingOptions(temperature=0, logprobs=True)
@@ -221,7 +221,7 @@ def test_a_slot_can_be_filled_to_its_last_cell(engine: CountingEngine) -> None:
 
 
 def test_wrong_plans_are_refused_and_change_nothing(engine: CountingEngine) -> None:
-    plan = StepPlan([PlanEntry(0, 0, [1, 2], 0, True)], [(0, engine.make_sampler(GREEDY))])
+    plan = StepPlan([PlanEntry(0, 0, [1, 2], 0, True)], [Start(0, engine.make_sampler(GREEDY))])
     entry = engine.step(plan).entries[0]
     last = list(entry.tokens[-1:])
     n_past = entry.n_past

@@ -14,6 +14,7 @@ from drafthouse_server.step import (
     ResultEntry,
     SamplingOptions,
     SequenceStatus,
+    Start,
     StepPlan,
 )
 
@@ -25,7 +26,7 @@ PROMPT = list(b"hello")
 def begin(engine: FakeEngine, seq_id: int = 0, options: SamplingOptions = GREEDY) -> StepPlan:
     return StepPlan(
         entries=[PlanEntry(seq_id, 0, PROMPT, 0, True)],
-        starts=[(seq_id, engine.make_sampler(options))],
+        starts=[Start(seq_id, engine.make_sampler(options))],
     )
 
 
@@ -57,7 +58,7 @@ def test_the_output_depends_on_every_token_before() -> None:
     engine = FakeEngine(LIMITS)
     tokens = run(engine, begin(engine)).tokens
     other = PlanEntry(1, 0, [PROMPT[0] + 1, *PROMPT[1:]], 0, True)
-    starts = [(1, engine.make_sampler(GREEDY))]
+    starts = [Start(1, engine.make_sampler(GREEDY))]
     assert run(engine, StepPlan([other], starts)).tokens != tokens
 
 
@@ -71,7 +72,7 @@ def test_seeds_and_nothing_else_change_sampled_output() -> None:
 def test_prompts_in_pieces_are_the_same_prompts() -> None:
     whole, pieces = FakeEngine(LIMITS), FakeEngine(LIMITS)
     sampler = pieces.make_sampler(GREEDY)
-    first = run(pieces, StepPlan([PlanEntry(0, 0, PROMPT[:2], 0, False)], [(0, sampler)]))
+    first = run(pieces, StepPlan([PlanEntry(0, 0, PROMPT[:2], 0, False)], [Start(0, sampler)]))
     assert (first.tokens, first.n_past) == ((), 2)
     second = run(pieces, StepPlan([PlanEntry(0, 2, PROMPT[2:], 0, True)]))
     assert second.tokens == run(whole, begin(whole)).tokens
@@ -141,7 +142,7 @@ def test_capacities_are_checked(
     engine = FakeEngine(limits)
     plan = StepPlan(
         [PlanEntry(seq_id, 0, [1] * n, k, is_output) for seq_id, n, k, is_output in entries],
-        [(seq_id, engine.make_sampler(GREEDY)) for seq_id, *_ in entries],
+        [Start(seq_id, engine.make_sampler(GREEDY)) for seq_id, *_ in entries],
     )
     with pytest.raises(EngineError, match="BAD_PLAN"):
         engine.step(plan)

@@ -18,7 +18,7 @@ from drafthouse_server.loop import StepLoop
 from drafthouse_server.rpc import GenerationService, Served
 from drafthouse_server.server import Server
 from drafthouse_server.speculation import FixedDraft
-from drafthouse_server.step import PlanEntry, SamplingOptions, StepPlan
+from drafthouse_server.step import PlanEntry, SamplingOptions, Start, StepPlan
 from drafthouse_server.tenants import Admission, Tenant, TenantRegistry
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def expected_tokens(prompt: list[int], n: int) -> list[int]:
     """Returns what the engine says greedily when it is driven by hand, alone and without drafts."""
     engine = FakeEngine(dataclasses.replace(FakeEngine().limits, n_batch=1024))
-    starts = [(0, engine.make_sampler(SamplingOptions(temperature=0.0)))]
+    starts = [Start(0, engine.make_sampler(SamplingOptions(temperature=0.0)))]
     tokens: list[int] = []
     n_past, pending = 0, prompt
     for _ in range(n):

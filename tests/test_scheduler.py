@@ -178,7 +178,7 @@ def test_a_freed_slot_serves_the_next_in_the_same_plan() -> None:
     bench.add("b", n_output_max=1)
     bench.step()
     plan = bench.step()
-    assert (plan.frees, [seq_id for seq_id, _ in plan.starts]) == ([0], [0])
+    assert (plan.frees, [start.seq_id for start in plan.starts]) == ([0], [0])
     assert shape(plan) == [(0, 3, 0, True)]
 
 

@@ -86,7 +86,7 @@ def check_budget(plan: StepPlan) -> None:
     assert sum(1 + e.n_draft for e in plan.entries if e.is_output) <= LIMITS.n_outputs_max
     for seq_ids in (
         [e.seq_id for e in plan.entries],
-        [seq_id for seq_id, _ in plan.starts],
+        [start.seq_id for start in plan.starts],
         list(plan.frees),
     ):
         assert len(set(seq_ids)) == len(seq_ids)
@@ -94,7 +94,7 @@ def check_budget(plan: StepPlan) -> None:
 
 def plan_shape(plan: StepPlan) -> tuple[object, ...]:
     """Everything of a plan that two runs can share: samplers are objects of their own."""
-    return list(plan.entries), [seq_id for seq_id, _ in plan.starts], list(plan.frees)
+    return list(plan.entries), [start.seq_id for start in plan.starts], list(plan.frees)
 
 
 def greedy(prompt: list[int], n_tokens: int) -> list[int]:

@@ -203,8 +203,8 @@ class LlamaEngine:
         try:
             for seq_id in plan.frees:
                 self._engine.seq_end(seq_id)
-            for seq_id, sampler in plan.starts:
-                self._start(seq_id, sampler)
+            for start in plan.starts:
+                self._start(start.seq_id, start.sampler)
             if not plan.entries:
                 return StepResult()
             result = self._engine.step(*_pack(plan.entries))
@@ -248,7 +248,7 @@ class LlamaEngine:
                     bool(flags & drafthouse_engine.ResultFlag.DRAFT_COLD),
                 )
             )
-        return StepResult(entries, result.n_batch_tokens, _timings(result))
+        return StepResult(entries, result.n_batch_tokens, timings=_timings(result))
 
     def make_sampler(self, options: SamplingOptions) -> object:
         """Makes a sampler for one sequence and compiles its grammar.

@@ -225,9 +225,9 @@ class FakeEngine:
         self._check_plan(plan)
         for seq_id in plan.frees:
             self._slots.pop(seq_id, None)
-        for seq_id, sampler in plan.starts:
-            assert isinstance(sampler, FakeSampler), "checked with the plan"
-            self._slots[seq_id] = _Slot(sampler)
+        for start in plan.starts:
+            assert isinstance(start.sampler, FakeSampler), "checked with the plan"
+            self._slots[start.seq_id] = _Slot(start.sampler)
         entries = [self._run(entry) for entry in plan.entries]
         self.n_cells_max = max(self.n_cells_max, self.n_cells_used)
         return StepResult(
@@ -250,11 +250,11 @@ class FakeEngine:
     def _check_plan(self, plan: StepPlan) -> None:
         """Raises EngineError where `spec.h` returns BAD_PLAN and the like."""
         idle = (set(range(self._limits.n_seq_max)) - self._slots.keys()) | set(plan.frees)
-        for seq_id, sampler in plan.starts:
-            _require(isinstance(sampler, FakeSampler), "INVALID_ARGUMENT", "foreign sampler")
-            _require(seq_id in idle, "SEQ_BUSY", f"slot {seq_id}")
-            idle.remove(seq_id)
-        started = {seq_id for seq_id, _ in plan.starts}
+        for start in plan.starts:
+            _require(isinstance(start.sampler, FakeSampler), "INVALID_ARGUMENT", "foreign sampler")
+            _require(start.seq_id in idle, "SEQ_BUSY", f"slot {start.seq_id}")
+            idle.remove(start.seq_id)
+        started = {start.seq_id for start in plan.starts}
         kept = self._slots.keys() - set(plan.frees)
         budget = _Budget(n_cells=sum(self._slots[seq_id].n_past for seq_id in kept))
         for entry in plan.entries:

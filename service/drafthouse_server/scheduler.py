@@ -24,6 +24,7 @@ from drafthouse_server.step import (
     PlanEntry,
     ResultEntry,
     SequenceStatus,
+    Start,
     StepPlan,
     StepResult,
 )
@@ -63,7 +64,7 @@ class Scheduler:
         # The lowest first: llama.cpp computes sequences whose ids follow one another together.
         self._free_slots = list(range(limits.n_seq_max))
         self._frees: list[int] = []  # given back, not yet told to the engine
-        self._starts: list[tuple[int, object]] = []
+        self._starts: list[Start] = []
         self._marks: dict[Sequence, _End] = {}
         self._n_reserved = 0
         self._n_submitted = 0
@@ -198,7 +199,7 @@ class Scheduler:
             sequence.seq_id = heappop(self._free_slots)
             sequence.slot_at = now
             self._running[sequence.seq_id] = sequence
-            self._starts.append((sequence.seq_id, sequence.sampler))
+            self._starts.append(Start(sequence.seq_id, sequence.sampler))
 
     def _n_cells(self, sequence: Sequence) -> int:
         """Returns the cells to set aside.
@@ -295,7 +296,7 @@ class Scheduler:
         """
         status = error.status if isinstance(error, EngineError) else "EXCEPTION"
         seq_ids = dict.fromkeys([entry.seq_id for entry in plan.entries])
-        seq_ids |= dict.fromkeys([seq_id for seq_id, _ in plan.starts])
+        seq_ids |= dict.fromkeys([start.seq_id for start in plan.starts])
         self._frees += [seq_id for seq_id in plan.frees if seq_id not in seq_ids]
         lost = [self._running[seq_id] for seq_id in seq_ids]
         return [(sequence, self._fail(sequence, status)) for sequence in lost]

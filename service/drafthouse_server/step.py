@@ -8,7 +8,7 @@ are plain values, so that the scheduler stays pure and an engine may live in ano
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ResultEntry",
     "SamplingOptions",
     "SequenceStatus",
+    "Start",
     "StepPlan",
     "StepResult",
     "StepTimings",
@@ -142,23 +143,50 @@ class PlanEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """A slot taken into use, empty or with tokens that are computed already.
+
+    With `n_kept` the sequence goes on from the first `n_kept` tokens of `snapshot`, or of the slot
+    `source`, or else of what this slot still holds of the sequence before. The engine may keep
+    fewer (see `StepResult.n_kept`), and does so where a recurrent target cannot go back that far.
+    """
+
+    seq_id: int
+    """Slot, [0, n_seq_max)."""
+    sampler: object | None
+    """Made by `Engine.make_sampler`, or given back by `StepPlan.parks`.
+
+    The engine owns it from then on. None: the one that `snapshot` holds.
+    """
+    n_kept: int = 0
+    """Tokens not to be computed again, less than the sequence's known tokens."""
+    source: int | None = None
+    """Another slot in use, of the same tenant, whose first tokens are copied."""
+    snapshot: bytes | None = None
+    """What `StepResult.snapshots` gave; it is put into the slot first."""
+    is_resumed: bool = False
+    """The sampler has seen the sequence's tokens already: it was parked, or is the snapshot's."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All that the engine does in one step, in this order: frees, starts, entries."""
+    """All that the engine does in one step, in this order: saves, parks, frees, starts, entries."""
 
     entries: Sequence[PlanEntry] = ()
     """At most one per sequence."""
-    starts: Sequence[tuple[int, object]] = ()
-    """Slots taken into use, each with a sampler made by `Engine.make_sampler`.
-
-    The engine owns the sampler from then on.
-    """
+    starts: Sequence[Start] = ()
+    """Slots taken into use. One that holds a sequence still is cut, or emptied, first."""
     frees: Sequence[int] = ()
     """Slots given back: their KV cells, speculative state and sampler are gone after the step."""
+    parks: Sequence[int] = ()
+    """Slots given back whose samplers are wanted: the sequence will be computed again later."""
+    saves: Sequence[int] = ()
+    """Slots to be written to `StepResult.snapshots`; they stay as they are."""
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.entries or self.starts or self.frees)
+        return not (self.entries or self.starts or self.frees or self.parks or self.saves)
 
 
 class SequenceStatus(enum.Enum):
@@ -228,5 +256,15 @@ class StepResult:
     """One per plan entry, in the plan's order."""
     n_batch_tokens: int = 0
     """Tokens of the target's decode."""
+    n_kept: Mapping[int, int] = field(default_factory=dict)
+    """By slot: the tokens that a start kept, where they are fewer than the plan said.
+
+    The plan's entry of that slot was not computed: its result is OK, without tokens, and `n_past`
+    is this number.
+    """
+    snapshots: Mapping[int, bytes] = field(default_factory=dict)
+    """By slot: what `StepPlan.saves` asked for; one that could not be written is missing."""
+    samplers: Mapping[int, object] = field(default_factory=dict)
+    """By slot: what `StepPlan.parks` asked for."""
     timings: StepTimings = field(default_factory=StepTimings)
     """Where the time went."""
