@@ -347,6 +347,12 @@ void check_header(const std::string & path) {
         reason = "nextn_predict_layers is above block_count";
     } else if (n_rot % 2 != 0 || n_rot > number(".attention.key_length", n_rot)) {
         reason = "rope.dimension_count is odd or above attention.key_length";
+    } else if (arch == "dflash" && number(".hyper_connection.count", 0) > 0 &&
+               number(".attention.output_group_count", 0) == 0) {
+        reason = "attention.output_group_count is missing or 0";
+    } else if (arch == "dflash" && number(".hyper_connection.count", 0) > 0 &&
+               number(".attention.sliding_window", 0) == 0) {
+        reason = "attention.sliding_window is missing or 0";
     }
     if (reason != nullptr) {
         fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
@@ -998,6 +1004,19 @@ struct ngram_event {
     int32_t n_accepted; // -1: never verified
 };
 
+// MTP's hidden rows at the end of a prompt: those of the last two tokens processed, for forks.
+struct hidden_rows {
+    int32_t n_past = 0;        // tokens processed
+    std::vector<float> last;   // of the last of them; empty: not known
+    std::vector<float> before; // of the one before
+
+    // The row that a sequence of n tokens goes on from; empty where it is not known.
+    const std::vector<float> & at(int32_t n) const {
+        static const std::vector<float> none;
+        return n == n_past ? last : n == n_past - 1 ? before : none;
+    }
+};
+
 struct sequence {
     bool is_begun = false;
     bool is_cold = false;     // draft state lost: no more drafts
@@ -1014,6 +1033,7 @@ struct sequence {
     proposal draft;             // of this step or round
     bool is_copy_due =
         false; // forked; between separate caches the cells follow with the next decode
+    hidden_rows hidden;
     std::vector<uint8_t> checkpoint;
 
     // one call at a time
@@ -1051,6 +1071,7 @@ struct spec_engine {
     std::vector<int32_t> out_top_tokens; // [n_tokens, n_top]
     std::vector<float> out_top_logprobs;
     int32_t n_top = 0; // of this step
+    spec_draft_work draft_work = {};
 
     bool is_decoded = false; // by hand: a batch is there for logits and process
     bool is_processed = false;
@@ -1060,7 +1081,10 @@ struct spec_engine {
     llama_memory_t target_memory() const { return llama_get_memory(target.get()); }
     llama_memory_t draft_memory() const { return llama_get_memory(draft.get()); }
 
-    bool is_ngram() const { return limits.draft_type >= SPEC_DRAFT_NGRAM_SIMPLE; }
+    bool is_ngram() const {
+        return limits.draft_type >= SPEC_DRAFT_NGRAM_SIMPLE &&
+               limits.draft_type <= SPEC_DRAFT_NGRAM_CACHE;
+    }
 
     bool take_fault(int32_t wanted) {
         if (fault != wanted || n_fault <= 0) {
@@ -1095,13 +1119,23 @@ common_speculative_type to_common_type(int32_t type) {
         return COMMON_SPECULATIVE_TYPE_NGRAM_MOD;
     case SPEC_DRAFT_NGRAM_CACHE:
         return COMMON_SPECULATIVE_TYPE_NGRAM_CACHE;
+    case SPEC_DRAFT_DFLASH:
+        return COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH;
+    case SPEC_DRAFT_DSPARK:
+        return COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK;
     default:
         return COMMON_SPECULATIVE_TYPE_NONE;
     }
 }
 
+// Types that draft a whole block of tokens in one pass, from the target's layers. All of their state
+// is in their cache.
+bool drafts_blocks(int32_t type) {
+    return type == SPEC_DRAFT_DFLASH || type == SPEC_DRAFT_DSPARK;
+}
+
 bool needs_draft_model(int32_t type) {
-    return type == SPEC_DRAFT_EAGLE3 || type == SPEC_DRAFT_SIMPLE;
+    return type == SPEC_DRAFT_EAGLE3 || type == SPEC_DRAFT_SIMPLE || drafts_blocks(type);
 }
 
 bool needs_draft_context(int32_t type) {
@@ -1149,6 +1183,104 @@ void check_engine_params(const spec_engine_params & p) {
     }
 }
 
+// A tensor of a model by its name, or null.
+const ggml_tensor * tensor_of(const spec_model & model, const std::string & name) {
+    for (const auto & [found, tensor] : llama_internal_get_tensor_map(model.model.get())) {
+        if (found == name) {
+            return tensor;
+        }
+    }
+    return nullptr;
+}
+
+// Architectures whose graphs mark the input of every layer, on which other models can draft; on
+// others llama.cpp ends the process when asked for one. (Not all of them show a decoder their
+// layers: in some the input is no row of the residual stream.)
+bool feeds_drafts(const std::string & arch) {
+    static const char * const NAMES[] = {
+        "llama",      "mimo2",      "qwen3",      "qwen3moe",       "qwen35",      "qwen35moe",
+        "gpt-oss",    "qwen3next",  "minimax-01", "minimax-m2",     "bailingmoe3", "deepseek4",
+        "gemma4",     "hunyuan_vl", "k2-horizon", "lfm2",           "lfm2moe",     "muse-glimmer",
+        "nanbeige",   "nemotron_h", "qwen4exp",   "nemotron_h_moe",
+    };
+    return std::any_of(std::begin(NAMES), std::end(NAMES),
+                       [&](const char * name) { return arch == name; });
+}
+
+// Of these, those that mark the output of the last layer as well.
+bool feeds_last_layer(const std::string & arch) {
+    return arch == "mimo2" || arch == "deepseek4" || arch == "nemotron_h" ||
+           arch == "nemotron_h_moe";
+}
+
+// Each layer that the draft reads must be one that the target shows.
+void check_layers_read(const spec_model & target, const spec_model & draft) {
+    const std::string arch = target.arch();
+    if (!feeds_drafts(arch)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the draft model (" + draft.arch() +
+                                       ") reads the target's layers, which llama.cpp does not show "
+                                       "of the architecture \"" +
+                                       arch + "\"; choose another draft type");
+    }
+    const int32_t n_layer = llama_model_n_layer(target.model.get());
+    const int32_t n_shown = feeds_last_layer(arch) ? n_layer : n_layer - 1;
+    for (uint32_t i = 0; i < llama_model_target_layer_ids_n(draft.model.get()); ++i) {
+        const int32_t id = llama_model_target_layer_ids(draft.model.get())[i];
+        if (id < 0 || id > n_shown) {
+            fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
+                 "the draft model (" + draft.arch() + ") reads layer " + std::to_string(id) +
+                     " of its target; this target has " + std::to_string(n_layer) +
+                     " and shows the inputs of [0, " + std::to_string(n_shown) + "]");
+        }
+    }
+}
+
+// What a draft model does not have itself it takes from the target, row by row of its vocabulary.
+void check_shared_tables(const spec_model & target, const spec_model & draft) {
+    const int32_t n_embd = llama_model_n_embd(target.model.get());
+    const int32_t n_embd_draft = llama_model_n_embd(draft.model.get());
+    if (draft.n_vocab() != target.n_vocab()) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
+             "the draft model (" + draft.arch() + ") has " + std::to_string(draft.n_vocab()) +
+                 " tokens; this target has " + std::to_string(target.n_vocab()));
+    }
+    const bool has_embd = tensor_of(draft, "token_embd.weight") != nullptr;
+    const bool has_output = tensor_of(draft, "output.weight") != nullptr;
+    const bool is_wide = n_embd == n_embd_draft;
+    if (!is_wide && !(has_embd && has_output)) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
+             "the draft model (" + draft.arch() + ") has rows of width " +
+                 std::to_string(n_embd_draft) + " and no token table of its own; this target's "
+                 "tables have width " + std::to_string(n_embd));
+    }
+    if (!has_output && tensor_of(target, "output.weight") == nullptr &&
+        tensor_of(target, "token_embd.weight") == nullptr) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "neither the draft model nor the target has a table that "
+                                          "projects to the vocabulary");
+    }
+}
+
+// A draft with a vocabulary of its own names the target's token of each of its rows; llama.cpp
+// ends the process at one that does not exist.
+void check_draft_vocabulary(const spec_model & target, const spec_model & draft) {
+    const ggml_tensor * d2t = tensor_of(draft, "d2t");
+    if (d2t == nullptr) {
+        return;
+    }
+    if (d2t->type != GGML_TYPE_I64 || d2t->buffer == nullptr) {
+        fail(SPEC_ERR_BAD_MODEL, "the draft model's tensor \"d2t\" is not of 64-bit integers");
+    }
+    std::vector<int64_t> ids(static_cast<size_t>(ggml_nelements(d2t)));
+    ggml_backend_tensor_get(d2t, ids.data(), 0, ids.size() * sizeof(int64_t));
+    for (const int64_t id : ids) {
+        if (id < 0 || id >= target.n_vocab()) {
+            fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
+                 "the draft model drafts token " + std::to_string(id) + "; this target has " +
+                     std::to_string(target.n_vocab()));
+        }
+    }
+}
+
 void check_eagle3(const spec_model & target, const spec_model & draft) {
     const llama_model * d = draft.model.get();
     const uint32_t n = llama_model_target_layer_ids_n(d);
@@ -1158,21 +1290,111 @@ void check_eagle3(const spec_model & target, const spec_model & draft) {
                  std::to_string(n) +
                  " layers of the target; expected an EAGLE-3 model that reads exactly 3");
     }
-    const int32_t n_layer = llama_model_n_layer(target.model.get());
-    for (uint32_t i = 0; i < n; ++i) {
-        const int32_t id = llama_model_target_layer_ids(d)[i];
-        if (id < 0 || id > n_layer) {
-            fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
-                 "the EAGLE-3 draft reads layer " + std::to_string(id) +
-                     " of its target; this target has " + std::to_string(n_layer));
-        }
-    }
+    check_layers_read(target, draft);
     const std::string width = draft.meta("eagle3.target_hidden_size");
     const int32_t n_embd = llama_model_n_embd(target.model.get());
     if (!width.empty() && width != std::to_string(n_embd)) {
         fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "the EAGLE-3 draft was made for hidden rows of width " +
                                               width + "; this target's have " +
                                               std::to_string(n_embd));
+    }
+    check_draft_vocabulary(target, draft);
+}
+
+bool is_dspark(const spec_model & draft) {
+    return tensor_of(draft, "markov_w1.weight") != nullptr;
+}
+
+// What a block drafter is by its metadata; llama.cpp reads the same keys.
+struct block_layout {
+    int32_t n_block;    // tokens of one block, the last chosen token among them
+    bool starts_at_anchor; // the last token's own place is drafted from: n_block drafts, else 1 less
+
+    int32_t n_draft_max() const { return starts_at_anchor ? n_block : n_block - 1; }
+};
+
+block_layout layout_of(const spec_model & draft) {
+    constexpr long N_BLOCK_DEFAULT = 16, N_BLOCK_MAX = 1024;
+    const std::string text = draft.meta("dflash.block_size");
+    const bool is_spark = is_dspark(draft);
+    const std::string anchor = draft.meta("dflash.sample_from_anchor");
+    char * end = nullptr;
+    const long n = text.empty() ? N_BLOCK_DEFAULT : std::strtol(text.c_str(), &end, 10);
+    const long n_least = is_spark && anchor != "false" ? 1 : 2;
+    if ((end != nullptr && *end != '\0') || n < n_least || n > N_BLOCK_MAX ||
+        (text.empty() && is_spark)) {
+        fail(SPEC_ERR_BAD_MODEL, "the draft model's dflash.block_size is " +
+                                     (text.empty() ? std::string("missing") : text) +
+                                     "; expected [" + std::to_string(n_least) + ", " +
+                                     std::to_string(N_BLOCK_MAX) + "]");
+    }
+    return {static_cast<int32_t>(n), is_spark && anchor != "false"};
+}
+
+void check_confidence(const spec_model & draft) {
+    const std::string flag = draft.meta("dflash.has_confidence_head");
+    if (tensor_of(draft, "conf_proj.weight") == nullptr || (!flag.empty() && flag != "true")) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "p_min is above 0, but the DSpark draft has no confidence head that could be compared "
+             "with it; set p_min to 0");
+    }
+}
+
+void check_selector(const spec_model & draft) {
+    const int32_t top_k = llama_model_dflash_selector_top_k(draft.model.get());
+    const bool has_selector = tensor_of(draft, "selector_hidden.weight") != nullptr;
+    if ((top_k > 0) != has_selector || top_k < 0 || top_k > draft.n_vocab()) {
+        fail(SPEC_ERR_BAD_MODEL,
+             "the draft model's dflash.selector_top_k is " + std::to_string(top_k) +
+                 (has_selector ? "; expected [1, the number of tokens]"
+                               : ", but it has no selector (tensor \"selector_hidden\")"));
+    }
+}
+
+// Every demand of llama.cpp's DFlash and DSpark drafters, most of which end the process there.
+void check_block_draft(const spec_model & target, const spec_model & draft,
+                       const spec_engine_params & p) {
+    const bool wants_dspark = p.draft_type == SPEC_DRAFT_DSPARK;
+    const std::string wanted = wants_dspark ? "DSpark" : "DFlash";
+    const int32_t not_wanted = wants_dspark ? SPEC_ERR_NOT_DSPARK : SPEC_ERR_NOT_DFLASH;
+    if (draft.arch() != "dflash") {
+        fail(not_wanted, "the draft model has architecture \"" + draft.arch() + "\"; expected a " +
+                             wanted + " model, of architecture \"dflash\"");
+    }
+    if (is_dspark(draft) != wants_dspark) {
+        fail(not_wanted, wants_dspark ? "the draft model has no Markov head (tensor "
+                                        "\"markov_w1\"): it is a DFlash model, draft type dflash"
+                                      : "the draft model has a Markov head: it is a DSpark model, "
+                                        "draft type dspark");
+    }
+    const llama_model * d = draft.model.get();
+    if (llama_model_target_layer_ids_n(d) == 0) {
+        fail(SPEC_ERR_BAD_MODEL, "the draft model's dflash.target_layers is empty: it reads no "
+                                 "layer of the target");
+    }
+    const int32_t n_embd = llama_model_n_embd(target.model.get());
+    if (llama_model_n_embd(d) != n_embd) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
+             "the " + wanted + " draft was made for hidden rows of width " +
+                 std::to_string(llama_model_n_embd(d)) + "; this target's have " +
+                 std::to_string(n_embd));
+    }
+    if (draft.meta("dflash.attention.key_length") != draft.meta("dflash.attention.value_length")) {
+        fail(SPEC_ERR_BAD_MODEL, "the draft model's keys and values have different widths");
+    }
+    const llama_token mask = llama_vocab_mask(draft.vocab);
+    if (mask < 0 || mask >= target.n_vocab()) {
+        fail(SPEC_ERR_BAD_MODEL, "the draft model names no mask token of its vocabulary "
+                                 "(tokenizer.ggml.mask_token_id), which stands for the tokens to "
+                                 "draft");
+    }
+    check_layers_read(target, draft);
+    check_shared_tables(target, draft);
+    check_draft_vocabulary(target, draft);
+    check_selector(draft);
+    layout_of(draft);
+    if (wants_dspark && p.p_min > 0.0f) {
+        check_confidence(draft);
     }
 }
 
@@ -1188,12 +1410,12 @@ void check_target_name(const spec_model & target, const spec_model & draft) {
 
 void check_draft(const spec_model & target, const spec_model * draft,
                  const spec_engine_params & p) {
-    if (llama_model_has_encoder(target.model.get())) {
-        fail(SPEC_ERR_UNSUPPORTED, "encoder-decoder models are not supported as targets");
-    }
     if (llama_model_target_layer_ids_n(target.model.get()) > 0) {
         fail(SPEC_ERR_UNSUPPORTED,
              "this is a draft model (" + target.arch() + "); it cannot be a target");
+    }
+    if (llama_model_has_encoder(target.model.get())) {
+        fail(SPEC_ERR_UNSUPPORTED, "encoder-decoder models are not supported as targets");
     }
     if (p.draft_type == SPEC_DRAFT_MTP && llama_model_n_layer_nextn(target.model.get()) <= 0) {
         fail(SPEC_ERR_NO_MTP_HEADS, "the target (" + target.arch() +
@@ -1214,6 +1436,8 @@ void check_draft(const spec_model & target, const spec_model * draft,
     }
     if (p.draft_type == SPEC_DRAFT_EAGLE3) {
         check_eagle3(target, *draft);
+    } else if (drafts_blocks(p.draft_type)) {
+        check_block_draft(target, *draft, p);
     } else if (llama_model_target_layer_ids_n(draft->model.get()) > 0) {
         fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
              "the draft model is of architecture \"" + draft->arch() +
@@ -1304,6 +1528,16 @@ void make_draft(spec_engine & engine, const spec_model * draft) {
     c.n_ctx = llama_n_ctx(engine.target.get());
     c.n_rs_seq = 0;
     c.n_outputs_max = static_cast<uint32_t>(engine.params.n_seq_max);
+    if (drafts_blocks(engine.params.draft_type)) {
+        // Whatever K, a block is computed whole: in one physical batch for all sequences, since
+        // llama.cpp ends the process when it is cut, and behind the last token of a full sequence.
+        const uint32_t n_block = 1 + static_cast<uint32_t>(engine.params.n_draft_max);
+        const uint32_t n_blocks = n_block * c.n_seq_max;
+        c.n_ctx += n_blocks;
+        c.n_batch = std::max(c.n_batch, n_blocks);
+        c.n_ubatch = std::max(c.n_ubatch, n_blocks);
+        c.n_outputs_max = n_blocks;
+    }
     c.ctx_other = engine.target.get();
     if (engine.params.draft_type == SPEC_DRAFT_MTP) {
         c.ctx_type = LLAMA_CONTEXT_TYPE_MTP;
@@ -1678,11 +1912,31 @@ void settle_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t 
     }
 }
 
+// Counts what the drafts have left in the draft's cache, before it is undone. A pass computes one
+// token of each sequence that still drafts, or all their blocks.
+void count_work(spec_engine & engine, const std::vector<int32_t> & armed) {
+    if (!engine.draft || armed.empty()) {
+        return;
+    }
+    int64_t n_most = 0;
+    for (const int32_t seq_id : armed) {
+        const llama_pos last = llama_memory_seq_pos_max(engine.draft_memory(), seq_id);
+        const int32_t n_past = engine.sequences[static_cast<size_t>(seq_id)].n_past();
+        const int64_t n = std::max(last + 1 - n_past, 0);
+        engine.draft_work.n_positions += n;
+        n_most = std::max(n_most, n);
+    }
+    engine.draft_work.n_drafts += static_cast<int64_t>(armed.size());
+    const bool is_block = drafts_blocks(engine.limits.draft_type);
+    engine.draft_work.n_passes += is_block ? std::min<int64_t>(n_most, 1) : n_most;
+}
+
 // Drafts for all armed sequences: one batched call, or one call per sequence for the n-gram kinds.
 void run_drafters(spec_engine & engine, const std::vector<int32_t> & armed) {
     if (!engine.is_ngram()) {
         if (!armed.empty()) {
             common_speculative_draft(engine.spec.get());
+            count_work(engine, armed);
         }
         return;
     }
@@ -1847,12 +2101,47 @@ void make_cold(spec_engine & engine, int32_t seq_id) {
     }
 }
 
+// Keeps the hidden rows of the last two tokens of each prompt in the batch, while the target still
+// holds them: a fork goes on from one of them.
+void keep_hidden_rows(spec_engine & engine) {
+    if (engine.limits.draft_type != SPEC_DRAFT_MTP || engine.target_rollback != rollback_kind::any) {
+        return;
+    }
+    const auto n_embd = static_cast<size_t>(llama_model_n_embd_out(
+        llama_get_model(engine.target.get())));
+    const auto & tokens = engine.batch.tokens;
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const bool is_end = i + 1 == tokens.size() || tokens[i + 1].seq_id != tokens[i].seq_id;
+        const bool is_next_end =
+            !is_end && (i + 2 == tokens.size() || tokens[i + 2].seq_id != tokens[i].seq_id);
+        sequence & seq = engine.sequences[static_cast<size_t>(tokens[i].seq_id)];
+        const bool is_first = i == 0 || tokens[i - 1].seq_id != tokens[i].seq_id;
+        if (seq.has_emitted || seq.is_proposed || !(is_end || is_next_end)) {
+            continue;
+        }
+        hidden_rows & rows = seq.hidden;
+        if (is_end && is_first) { // the only token of this batch
+            rows.before = rows.n_past == tokens[i].pos[0] ? std::move(rows.last)
+                                                          : std::vector<float>{};
+        }
+        const float * row =
+            llama_get_embeddings_nextn_ith(engine.target.get(), static_cast<int32_t>(i));
+        std::vector<float> & kept = is_end ? rows.last : rows.before;
+        kept.clear();
+        if (row != nullptr) {
+            kept.assign(row, row + n_embd);
+        }
+        rows.n_past = tokens[i].pos[0] + 1;
+    }
+}
+
 void process_batch(spec_engine & engine) {
     if (!engine.spec) {
         return;
     }
     const bool is_failed = engine.take_fault(SPEC_FAULT_PROCESS);
     if (!is_failed && common_speculative_process(engine.spec.get(), engine.batch)) {
+        keep_hidden_rows(engine);
         return;
     }
     for (const auto & token : engine.batch.tokens) {
@@ -2391,6 +2680,24 @@ void check_logits_index(const spec_engine & engine, int32_t i) {
     }
 }
 
+// As in a step, a sequence for which no token can be chosen is cleared: its sampler may have been
+// fed in part.
+llama_token sample_by_hand(spec_engine & engine, int32_t seq_id, int32_t i) {
+    sequence & seq = begun(engine, seq_id);
+    common_sampler * sampler = seq.sampler->chain.get();
+    try {
+        const llama_token token = sample_checked(engine, sampler, i);
+        common_sampler_accept(sampler, token, true);
+        seq.heard.push_back(-1 - token);
+        seq.id_last = token;
+        return token;
+    } catch (const std::exception & error) {
+        const std::string reason = error.what();
+        clear_sequence(engine, seq_id);
+        fail(SPEC_ERR_SAMPLING_FAILED, reason + "; the sequence was cleared");
+    }
+}
+
 void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
     sequence & seq = begun(engine, seq_id);
     if (!seq.is_proposed) {
@@ -2448,14 +2755,16 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     seq.has_emitted = false;
     seq.draft = {};
     if (engine.spec) {
-        // The draft's hidden rows do not go back with the cache.
         cut_draft(engine, seq_id, n_past);
-        make_cold(engine, seq_id);
+        if (!drafts_blocks(engine.limits.draft_type)) {
+            make_cold(engine, seq_id); // the draft's hidden rows do not go back with the cache
+        }
     }
     if (engine.is_ngram()) {
         begin_drafter(engine, seq, seq_id); // what it has learnt includes the tokens taken back
     }
     seq.tokens.resize(static_cast<size_t>(n_past));
+    seq.hidden = {};
 }
 
 // Snapshots.
@@ -2632,6 +2941,11 @@ struct snapshot_parts {
     uint64_t n_draft = 0;
 };
 
+// Whether the next draft of a sequence depends on more than its cells.
+bool has_drafter_state(const spec_engine & engine) {
+    return engine.spec && !drafts_blocks(engine.limits.draft_type);
+}
+
 template <typename Archive, typename Sequence> void visit_sequence(Archive & io, Sequence & seq) {
     io.value(seq.is_cold);
     io.value(seq.has_emitted);
@@ -2654,7 +2968,8 @@ std::string write_parts(spec_engine & engine, const sequence & seq, int32_t seq_
     }
     out.array(state);
     state.clear();
-    if (engine.spec && !common_speculative_seq_save(engine.spec.get(), seq_id, state)) {
+    if (has_drafter_state(engine) &&
+        !common_speculative_seq_save(engine.spec.get(), seq_id, state)) {
         fail(SPEC_ERR_UNSUPPORTED, "the drafter's state cannot be written");
     }
     out.array(state);
@@ -2899,7 +3214,7 @@ void restore_sequence(spec_engine & engine, int32_t seq_id, snapshot_parts & par
         replay_ngram(engine, seq, seq_id);
     }
     seq.has_drafter_begun = has_begun;
-    if (engine.spec &&
+    if (has_drafter_state(engine) &&
         !common_speculative_seq_load(engine.spec.get(), seq_id, parts.drafter_state)) {
         corrupt("the drafter's state has another size");
     }
@@ -2983,6 +3298,23 @@ void check_fork(spec_engine & engine, int32_t src, int32_t n_past, const int32_t
     }
 }
 
+// Gives a fork the hidden row that its first token pairs with, where it is known.
+void carry_hidden_row(spec_engine & engine, const sequence & from, int32_t dst, int32_t n_past) {
+    const std::vector<float> & row = from.hidden.at(n_past);
+    std::string state;
+    if (row.empty() || !common_speculative_seq_save(engine.spec.get(), dst, state)) {
+        return;
+    }
+    const size_t n_bytes = row.size() * sizeof(float);
+    if (state.size() < n_bytes) {
+        fail(SPEC_ERR_INTERNAL, "the drafter's state is shorter than a hidden row");
+    }
+    std::memcpy(state.data(), row.data(), n_bytes); // the state begins with it (patch 0003)
+    if (!common_speculative_seq_load(engine.spec.get(), dst, state)) {
+        fail(SPEC_ERR_INTERNAL, "the drafter refused a hidden row");
+    }
+}
+
 // Whole sequences are copied and then cut: llama.cpp copies between separate caches only so.
 void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
               std::unique_ptr<spec_sampler> sampler) {
@@ -2999,6 +3331,7 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
         llama_memory_seq_cp(engine.draft_memory(), src, dst, -1, -1);
         llama_memory_seq_rm(engine.draft_memory(), dst, n_past, -1);
     }
+    carry_hidden_row(engine, from, dst, n_past);
     to.is_copy_due = !engine.limits.kv_unified;
     if (!llama_memory_seq_rm(engine.target_memory(), dst, n_past, -1)) {
         fail(SPEC_ERR_INTERNAL, "the copy could not be cut");
@@ -3994,6 +4327,10 @@ int32_t spec_engine_n_cells_used(const spec_engine * engine) {
     return rc == SPEC_OK ? n : rc;
 }
 
+int32_t spec_engine_get_draft_work(const spec_engine * engine, spec_draft_work * out) {
+    return guarded([&] { deref(out, "out") = deref(engine, "engine").draft_work; });
+}
+
 int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_result * out) {
     return guarded([&] { step(deref(engine, "engine"), deref(plan, "plan"), deref(out, "out")); });
 }
@@ -4036,19 +4373,13 @@ int32_t spec_engine_logits(spec_engine * engine, int32_t i, const float ** out) 
 
 int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, int32_t * token) {
     return guarded([&] {
-        sequence & seq = begun(deref(engine, "engine"), seq_id);
+        begun(deref(engine, "engine"), seq_id);
         check_logits_index(*engine, i);
         if (engine->batch.tokens[static_cast<size_t>(i)].seq_id != seq_id) {
             fail(SPEC_ERR_INVALID_ARGUMENT,
                  "batch index " + std::to_string(i) + " belongs to another sequence");
         }
-        common_sampler * sampler = seq.sampler->chain.get();
-        deref(token, "token");
-        const llama_token chosen = common_sampler_sample(sampler, engine->target.get(), i);
-        *token = chosen;
-        common_sampler_accept(sampler, *token, true);
-        seq.heard.push_back(-1 - *token);
-        seq.id_last = *token;
+        deref(token, "token") = sample_by_hand(*engine, seq_id, i);
     });
 }
 

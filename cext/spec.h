@@ -64,6 +64,8 @@ extern "C" {
     XX(BAD_TEMPLATE, -18, "the chat template failed on these messages")                            \
     XX(CANCELLED, -19, "the progress callback asked to stop")                                      \
     XX(INTERNAL, -20, "an unexpected exception")                                                   \
+    XX(NOT_DFLASH, -21, "the draft model is not a DFlash model")                                   \
+    XX(NOT_DSPARK, -22, "the draft model is not a DSpark model")                                   \
     XX(SNAPSHOT_TRUNCATED, -31, "the snapshot is shorter than it says")                            \
     XX(SNAPSHOT_CORRUPT, -32, "the snapshot is damaged, or no snapshot")                           \
     XX(SNAPSHOT_VERSION, -33, "the snapshot was written by another version")                       \
@@ -244,6 +246,8 @@ enum spec_draft_type {
     SPEC_DRAFT_NGRAM_MAP_K4V = 6,
     SPEC_DRAFT_NGRAM_MOD = 7,
     SPEC_DRAFT_NGRAM_CACHE = 8,
+    SPEC_DRAFT_DFLASH = 9,  /* a DFlash draft model: a block of tokens in one pass. since ABI 2 */
+    SPEC_DRAFT_DSPARK = 10, /* a DSpark one: a block whose tokens depend on each other. since ABI 2 */
     SPEC_DRAFT_COUNT
 };
 
@@ -256,7 +260,7 @@ typedef struct spec_engine_params {
     int32_t n_ubatch;    /* most tokens of one physical batch; > 0, <= n_batch */
     int32_t n_seq_max;   /* sequences at once; [1, 256] */
     int32_t n_draft_max; /* most drafted tokens of one sequence and step; > 0 unless draft_type is
-                            NONE */
+                            NONE; DFLASH and DSPARK draft no more than their model's block holds */
     int32_t n_rs_seq;    /* recurrent-state snapshots per sequence; -1 = n_draft_max where the model
                             supports them */
     int32_t n_threads;   /* threads of a decode of few tokens; 0 = all cores */
@@ -308,6 +312,17 @@ int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id);
 int32_t spec_engine_seq_n_past(const spec_engine * engine, int32_t seq_id);
 /* KV cells in use, over all sequences. since ABI 1 */
 int32_t spec_engine_n_cells_used(const spec_engine * engine);
+
+/* What drafting has cost since the engine was made, as the draft context shows it; all 0 without
+ * one. */
+typedef struct spec_draft_work {
+    int64_t n_drafts;    /* drafts asked for, over all sequences */
+    int64_t n_positions; /* tokens that the draft model computed for them */
+    int64_t n_passes;    /* decodes of the draft model: sequences that draft together share them */
+} spec_draft_work;
+
+/* since ABI 2 */
+int32_t spec_engine_get_draft_work(const spec_engine * engine, spec_draft_work * out);
 
 /* One sequence's part of a step. A sequence may stand in a plan once. */
 typedef struct spec_plan_entry {
@@ -571,8 +586,9 @@ int32_t spec_grammar_accepts(const char * grammar, const char * text, size_t n_t
 
 /* Begins n idle sequences dst with the first n_past tokens of src: tokens of its prompt, and not
  * the last that it holds; -1 takes as many as possible. What follows in dst is decoded by the
- * caller, at least one token. Drafts go on in dst; their first may be poorer, since MTP's hidden
- * row of the last token is not copied. The engine owns samplers[0..n) on SPEC_OK only, and sets
+ * caller, at least one token. Drafts go on in dst. MTP's first is as good as the source's where
+ * n_past is the end of the source's prompt or one token before, else poorer: the hidden row of the
+ * token before is kept for these two. The engine owns samplers[0..n) on SPEC_OK only, and sets
  * them to NULL. Errors: UNSUPPORTED (recurrent target), BAD_SEQ_ID, SEQ_IDLE, SEQ_BUSY, BAD_PLAN,
  * INVALID_ARGUMENT; then nothing has changed. since ABI 2 */
 int32_t spec_engine_fork(spec_engine * engine, int32_t src, int32_t n_past, const int32_t * dst,

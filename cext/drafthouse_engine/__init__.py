@@ -1,7 +1,7 @@
 """Speculative decoding of many sequences over llama.cpp, as a library.
 
 `Model` loads a GGUF file, `Engine` runs batched steps over several sequences, and the sessions
-(`MtpSession`, `Eagle3Session`, `SimpleSession`, `NgramSession`) drive one generation call by call.
+(`MtpSession`, `Eagle3Session`, `DflashSession`, …) drive one generation call by call.
 `Decoder` and `TreeDecoder` score tokens and draft trees of one model, without a sampler; `generate`
 writes a text with any of these ways to draft.
 """
@@ -56,6 +56,8 @@ from drafthouse_engine.errors import (
     NoMtpHeads,
     NoPendingProposal,
     NoRoom,
+    NotDflash,
+    NotDspark,
     NotEagle3,
     OutOfMemory,
     PromptTooLong,
@@ -84,7 +86,7 @@ from drafthouse_engine.generate import (
     generate_vanilla,
 )
 from drafthouse_engine.json_schema import json_schema_grammar
-from drafthouse_engine.limits import EngineLimits
+from drafthouse_engine.limits import DraftWork, EngineLimits
 from drafthouse_engine.options import (
     DRAFT_TYPES,
     SAMPLERS,
@@ -100,7 +102,9 @@ from drafthouse_engine.rejection import (
     speculative_sample,
 )
 from drafthouse_engine.sessions import (
+    DflashSession,
     DraftRequest,
+    DsparkSession,
     Eagle3Session,
     MtpSession,
     NgramSession,
@@ -138,9 +142,12 @@ __all__ = [
     "DecoderConfig",
     "DecoderLimits",
     "DecoderPool",
+    "DflashSession",
     "DraftRequest",
     "DraftTree",
     "DraftType",
+    "DraftWork",
+    "DsparkSession",
     "Eagle3Session",
     "Embedder",
     "EmbedderLimits",
@@ -164,6 +171,8 @@ __all__ = [
     "NoMtpHeads",
     "NoPendingProposal",
     "NoRoom",
+    "NotDflash",
+    "NotDspark",
     "NotEagle3",
     "OutOfMemory",
     "Pooling",

@@ -35,7 +35,7 @@ import numpy as np
 from drafthouse_engine import errors
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams
-from drafthouse_engine.limits import EngineLimits
+from drafthouse_engine.limits import DraftWork, EngineLimits
 from drafthouse_engine.options import DRAFT_TYPES, SAMPLERS, EngineParams, SamplingParams
 from drafthouse_engine.step import PLAN_DTYPE, RESULT_DTYPE, StepResult
 
@@ -75,6 +75,7 @@ cdef unsigned long exiting_thread = 0
 
 engines = weakref.WeakSet()
 decoders = weakref.WeakSet()
+embedders = weakref.WeakSet()
 
 
 cdef void sleep_if_exiting() noexcept:
@@ -112,6 +113,8 @@ def _at_exit():
         (<Engine>engine)._free_if_idle()
     for decoder in list(decoders):
         (<DecoderContext>decoder)._free_if_idle()
+    for embedder in list(embedders):
+        (<Embedder>embedder)._free_if_idle()
 
 
 atexit.register(_at_exit)
@@ -865,12 +868,12 @@ cdef class Engine:
 
     Args:
         target: the model whose tokens are generated.
-        draft: the draft model of the types eagle3 and simple; None for all others.
+        draft: the draft model of the types eagle3, simple, dflash and dspark; None for all others.
         params: None means the defaults of `EngineParams`.
 
     Raises:
         NoMtpHeads: draft_type is mtp and the target has no MTP heads.
-        NotEagle3: draft_type is eagle3 and the draft model is of another kind.
+        NotEagle3, NotDflash, NotDspark: the draft model is of another kind than draft_type.
         IncompatibleDraft: the draft model does not fit the target.
         InvalidArgument: the parameters do not fit the models.
         OutOfMemory: memory could not be allocated.
@@ -1108,6 +1111,13 @@ cdef class Engine:
         self._leave(n)
         return n
 
+    @property
+    def draft_work(self):
+        """What drafting has cost since the engine was made (`DraftWork`)."""
+        cdef spec.spec_draft_work c
+        self._leave(spec.spec_engine_get_draft_work(self._enter(), &c))
+        return DraftWork(n_drafts=c.n_drafts, n_positions=c.n_positions, n_passes=c.n_passes)
+
     def step(self, entries, tokens):
         """Runs one step of all sequences of a plan: draft, decode, verify, accept, roll back.
 
@@ -1272,6 +1282,7 @@ cdef class Engine:
             InvalidArgument: token i is no output of this sequence.
             SeqIdle: the sequence has not begun.
             BadPlan: nothing has been decoded.
+            SamplingFailed: no token is allowed; the sequence was cleared and must begin again.
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
         cdef int32_t index = int32_of(i, "i")
@@ -1582,6 +1593,7 @@ cdef class Embedder:
     cdef readonly object limits
     """What it offers (`EmbedderLimits`)."""
     cdef bint _is_busy
+    cdef object __weakref__
 
     def __cinit__(self, Model model not None, params=None):
         cdef spec.spec_embedder_params c
@@ -1596,6 +1608,7 @@ cdef class Embedder:
         c.flash_attention = self.params.flash_attention
         self._init(model, &c)
         self._read_limits()
+        embedders.add(self)
 
     cdef int _init(self, Model model, const spec.spec_embedder_params * params) except -1:
         cdef int32_t rc
@@ -1625,6 +1638,10 @@ cdef class Embedder:
         spec.spec_embedder_free(self._handle)
         self._handle = NULL
         self.model._unuse()
+
+    cdef void _free_if_idle(self) noexcept:
+        if not self._is_busy:
+            self._free()
 
     def __enter__(self):
         return self

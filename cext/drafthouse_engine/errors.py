@@ -14,6 +14,8 @@ EngineError
 ├── BadModel{path}
 ├── IncompatibleDraft
 │   ├── NoMtpHeads
+│   ├── NotDflash
+│   ├── NotDspark
 │   └── NotEagle3
 ├── Unsupported
 ├── OutOfMemory
@@ -63,6 +65,8 @@ __all__ = [
     "NoMtpHeads",
     "NoPendingProposal",
     "NoRoom",
+    "NotDflash",
+    "NotDspark",
     "NotEagle3",
     "OutOfMemory",
     "PromptTooLong",
@@ -103,6 +107,8 @@ class Status(enum.IntEnum):
     BAD_TEMPLATE = -18
     CANCELLED = -19
     INTERNAL = -20
+    NOT_DFLASH = -21
+    NOT_DSPARK = -22
     SNAPSHOT_TRUNCATED = -31
     SNAPSHOT_CORRUPT = -32
     SNAPSHOT_VERSION = -33
@@ -254,6 +260,14 @@ class NotEagle3(IncompatibleDraft):
     """The draft model is not an EAGLE-3 model."""
 
 
+class NotDflash(IncompatibleDraft):
+    """The draft model is not a DFlash model."""
+
+
+class NotDspark(IncompatibleDraft):
+    """The draft model is not a DSpark model."""
+
+
 class Unsupported(EngineError):
     """This model or build does not support the request."""
 
@@ -401,6 +415,8 @@ BY_STATUS: dict[int, type[EngineError]] = {
     Status.BAD_TEMPLATE: BadTemplate,
     Status.CANCELLED: Cancelled,
     Status.INTERNAL: InternalError,
+    Status.NOT_DFLASH: NotDflash,
+    Status.NOT_DSPARK: NotDspark,
     **dict.fromkeys((kind.value for kind in SnapshotKind), SnapshotError),
 }
 """The one map from a status to its exception."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from drafthouse_engine.options import DraftType
 
-__all__ = ["EngineLimits"]
+__all__ = ["DraftWork", "EngineLimits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +37,20 @@ class EngineLimits:
     """Whether all sequences share one pool of cells."""
     has_checkpoints: bool
     """Whether rollbacks beyond n_rs_seq restore a checkpoint and decode again."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWork:
+    """What drafting has cost since an engine was made, as its draft context shows it.
+
+    All 0 for engines without a draft context: none, and the n-gram kinds.
+    """
+
+    n_drafts: int
+    """Drafts asked for, over all sequences."""
+    n_positions: int
+    """Tokens that the draft model computed for them. A draft of K tokens costs K with mtp, eagle3
+    and simple; with dflash and dspark it costs the block, whatever K."""
+    n_passes: int
+    """Decodes of the draft model; sequences that draft together share them, so that it is their
+    greatest K, or 1 with dflash and dspark."""

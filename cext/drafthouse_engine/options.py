@@ -35,9 +35,11 @@ DraftType: TypeAlias = Literal[
     "ngram-map-k4v",
     "ngram-mod",
     "ngram-cache",
+    "dflash",
+    "dspark",
 ]
 """How drafts are made: not at all, by the target's MTP heads, by an EAGLE-3 model, by a small
-model, or from n-grams."""
+model, from n-grams, or by a model that drafts a whole block in one pass (DFlash, DSpark)."""
 
 DRAFT_TYPES: Final[tuple[DraftType, ...]] = get_args(DraftType)
 """All draft types; the place of one is its `spec_draft_type`."""
@@ -225,7 +227,8 @@ class EngineParams:
     n_seq_max: int = 1
     """Sequences at once, [1, 256]."""
     n_draft_max: int = 3
-    """Most drafted tokens of one sequence and step, ≥ 1; unused when draft_type is none."""
+    """Most drafted tokens of one sequence and step, ≥ 1; unused when draft_type is none. A dflash or
+    dspark model drafts no more than its block holds: see `EngineLimits.n_draft_max`."""
     n_rs_seq: int = -1
     """Recurrent-state snapshots per sequence; −1 is n_draft_max where the model supports them."""
     n_threads: int = 0

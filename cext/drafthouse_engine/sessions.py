@@ -34,17 +34,21 @@ from drafthouse_engine.batch import Batch
 from drafthouse_engine.errors import (
     AcceptedTooMany,
     BadPlan,
+    DecodeFailed,
     InvalidArgument,
     InvalidConfig,
     NoPendingProposal,
     PromptTooLong,
     ProposalPending,
+    SamplingFailed,
 )
 from drafthouse_engine.fields import check_float, check_int
 from drafthouse_engine.options import DraftType, EngineParams, SamplingParams
 
 __all__ = [
+    "DflashSession",
     "DraftRequest",
+    "DsparkSession",
     "Eagle3Session",
     "MtpSession",
     "NgramSession",
@@ -133,6 +137,10 @@ class SessionStats:
     """Time in `sample`."""
     accept_s: float
     """Time in `accept`."""
+    n_draft_positions: int
+    """Tokens that the draft model computed for drafts; see `DraftWork`."""
+    n_draft_passes: int
+    """Decodes of the draft model for drafts; sequences that draft together share them."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -182,7 +190,9 @@ class SpeculativeSession:
         config: sizes; None means the defaults.
 
     Raises:
-        NoMtpHeads, NotEagle3, IncompatibleDraft: the models do not fit the draft type.
+        NoMtpHeads, NotEagle3, NotDflash, NotDspark, IncompatibleDraft: the models do not fit the
+            draft type.
+        Unsupported: llama.cpp cannot draft for this target.
         OutOfMemory: memory could not be allocated.
 
     Thread:
@@ -286,6 +296,7 @@ class SpeculativeSession:
 
     def stats(self) -> SessionStats:
         """Returns what the session has done since it was made."""
+        work = self._engine.draft_work
         return SessionStats(
             n_drafts=self._n_drafts,
             n_drafted=sum(self._drafted_at),
@@ -297,6 +308,8 @@ class SpeculativeSession:
             process_s=self._seconds["process"],
             sample_s=self._seconds["sample"],
             accept_s=self._seconds["accept"],
+            n_draft_positions=work.n_positions,
+            n_draft_passes=work.n_passes,
         )
 
     def print_stats(self) -> None:
@@ -325,6 +338,7 @@ class SpeculativeSession:
         """
         self._check_length(seq_id, len(prompt))
         self._engine.seq_begin(seq_id, Sampler(self._engine.target, sampling))
+        self._proposed.pop(seq_id, None)
         try:
             self._read(seq_id, prompt)
         except Exception:
@@ -362,12 +376,17 @@ class SpeculativeSession:
             NoRoom: no KV cells are free; nothing has changed.
             DecodeFailed: the decode failed; the sequences of the batch must begin again.
         """
-        self._timed(
-            "decode",
-            lambda: self._engine.decode(
-                batch.tokens, batch.positions, batch.seq_ids, batch.is_output
-            ),
-        )
+        try:
+            self._timed(
+                "decode",
+                lambda: self._engine.decode(
+                    batch.tokens, batch.positions, batch.seq_ids, batch.is_output
+                ),
+            )
+        except DecodeFailed:
+            for seq_id in batch.seq_ids.tolist():
+                self._proposed.pop(seq_id, None)
+            raise
         self._batch = batch
         self._is_processed = False
 
@@ -410,9 +429,14 @@ class SpeculativeSession:
         Raises:
             InvalidArgument: the last decode has no such output.
             SeqIdle: the sequence has not begun.
+            SamplingFailed: no token is allowed here; the sequence must begin again.
         """
         output = self._output(seq_id, i)
-        return self._timed("sample", lambda: self._engine.sample(seq_id, output))
+        try:
+            return self._timed("sample", lambda: self._engine.sample(seq_id, output))
+        except SamplingFailed:
+            self._proposed.pop(seq_id, None)
+            raise
 
     def _output(self, seq_id: int, i: int) -> int:
         self.n_past(seq_id)
@@ -477,6 +501,7 @@ class SpeculativeSession:
             NoPendingProposal: there is no draft.
             AcceptedTooMany: the draft was shorter.
             BadPlan: the draft was not decoded and processed.
+            DecodeFailed: the rest could not be taken back; the sequence must begin again.
         """
         if not self.has_pending_proposal(seq_id):
             raise NoPendingProposal(f"no draft of sequence {seq_id} is pending", seq_id=seq_id)
@@ -488,7 +513,11 @@ class SpeculativeSession:
                 n_accepted=n_accepted,
                 n_drafted=n_drafted,
             )
-        self._timed("accept", lambda: self._engine.accept(seq_id, n_accepted))
+        try:
+            self._timed("accept", lambda: self._engine.accept(seq_id, n_accepted))
+        except DecodeFailed:
+            del self._proposed[seq_id]
+            raise
         del self._proposed[seq_id]
         self._count(n_drafted, n_accepted)
 
@@ -501,7 +530,8 @@ class SpeculativeSession:
     def rollback(self, seq_id: int, n_past: int) -> None:
         """Cuts a sequence to its first n_past tokens and drops its pending draft.
 
-        The sampler keeps what it has heard. A sequence with a draft model is cold from then on.
+        The sampler keeps what it has heard. A sequence with a draft model is cold from then on,
+        except with dflash and dspark, whose whole state is cut with their cache.
 
         Args:
             seq_id: [0, n_seq).
@@ -621,6 +651,55 @@ class Eagle3Session(SpeculativeSession):
 
     def __init__(self, target: Model, draft: Model, config: SessionConfig | None = None) -> None:
         super().__init__(target, draft, "eagle3", config)
+
+
+class DflashSession(SpeculativeSession):
+    """Drafts are blocks that a DFlash model fills in one pass, reading the target's inner layers.
+
+    A block costs one pass whatever K: K cuts what is verified. `n_draft_max` is at most the model's
+    block size less one.
+
+    Args:
+        target: the model whose tokens are generated.
+        draft: a DFlash model made for it.
+        config: sizes; None means the defaults.
+
+    Raises:
+        NotDflash: the draft model is of another kind.
+        IncompatibleDraft: it was made for another target.
+        BadModel: its metadata contradicts itself: block size, mask token, layers.
+        Unsupported: llama.cpp does not show this target's layers.
+    """
+
+    need_embd = True
+
+    def __init__(self, target: Model, draft: Model, config: SessionConfig | None = None) -> None:
+        super().__init__(target, draft, "dflash", config)
+
+
+class DsparkSession(SpeculativeSession):
+    """Drafts are blocks of a DSpark model: DFlash with a head that makes tokens depend on another.
+
+    As `DflashSession`; `n_draft_max` is at most the model's block size, or one less where the model
+    says so (`dflash.sample_from_anchor`). `p_min` is compared with the model's confidence head.
+
+    Args:
+        target: the model whose tokens are generated.
+        draft: a DSpark model made for it.
+        config: sizes; None means the defaults.
+
+    Raises:
+        NotDspark: the draft model is of another kind.
+        InvalidArgument: `p_min` is above 0 and the model has no confidence head.
+        IncompatibleDraft: it was made for another target.
+        BadModel: its metadata contradicts itself: block size, mask token, layers.
+        Unsupported: llama.cpp does not show this target's layers.
+    """
+
+    need_embd = True
+
+    def __init__(self, target: Model, draft: Model, config: SessionConfig | None = None) -> None:
+        super().__init__(target, draft, "dspark", config)
 
 
 class SimpleSession(SpeculativeSession):

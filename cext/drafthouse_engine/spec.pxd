@@ -166,6 +166,12 @@ cdef extern from "spec.h" nogil:
     int32_t spec_engine_seq_begin(spec_engine * engine, int32_t seq_id, spec_sampler ** sampler)
     int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id)
     int32_t spec_engine_seq_n_past(const spec_engine * engine, int32_t seq_id)
+    ctypedef struct spec_draft_work:
+        int64_t n_drafts
+        int64_t n_positions
+        int64_t n_passes
+
+    int32_t spec_engine_get_draft_work(const spec_engine * engine, spec_draft_work * out)
     int32_t spec_engine_n_cells_used(const spec_engine * engine)
 
     ctypedef struct spec_plan_entry:
