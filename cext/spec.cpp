@@ -1533,7 +1533,10 @@ void make_draft(spec_engine & engine, const spec_model * draft) {
         // llama.cpp ends the process when it is cut, and behind the last token of a full sequence.
         const uint32_t n_block = 1 + static_cast<uint32_t>(engine.params.n_draft_max);
         const uint32_t n_blocks = n_block * c.n_seq_max;
-        c.n_ctx += n_blocks;
+        constexpr uint32_t N_PAD = 256; // llama.cpp rounds the cells of a sequence up to this
+        const uint32_t n_seq = llama_n_ctx_seq(engine.target.get()) + n_block;
+        c.n_ctx = c.kv_unified ? c.n_ctx + n_blocks
+                               : (n_seq + N_PAD - 1) / N_PAD * N_PAD * c.n_seq_max;
         c.n_batch = std::max(c.n_batch, n_blocks);
         c.n_ubatch = std::max(c.n_ubatch, n_blocks);
         c.n_outputs_max = n_blocks;
@@ -1918,10 +1921,12 @@ void count_work(spec_engine & engine, const std::vector<int32_t> & armed) {
     if (!engine.draft || armed.empty()) {
         return;
     }
+    // An EAGLE-3 row pairs a position with the token after it, and so lies one place further ahead.
+    const int32_t n_ahead = engine.limits.draft_type == SPEC_DRAFT_EAGLE3 ? 1 : 0;
     int64_t n_most = 0;
     for (const int32_t seq_id : armed) {
         const llama_pos last = llama_memory_seq_pos_max(engine.draft_memory(), seq_id);
-        const int32_t n_past = engine.sequences[static_cast<size_t>(seq_id)].n_past();
+        const int32_t n_past = engine.sequences[static_cast<size_t>(seq_id)].n_past() - n_ahead;
         const int64_t n = std::max(last + 1 - n_past, 0);
         engine.draft_work.n_positions += n;
         n_most = std::max(n_most, n);
@@ -2739,6 +2744,8 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
                              std::to_string(seq.n_past()) + "]");
     }
     if (n_past == seq.n_past()) {
+        seq.is_proposed = false;
+        seq.draft = {};
         return;
     }
     const int32_t n_back = seq.n_past() - n_past;

@@ -84,6 +84,22 @@ def block_draft(
     return path
 
 
+def plain_target(path: Path) -> Path:
+    """Writes a target of an architecture whose layers llama.cpp does not show; returns the path."""
+    rng = np.random.default_rng(0)
+    tensors = _trunk(rng, 6, N_EMBD, 1)
+    for name in list(tensors):
+        if name.startswith(("fc", "enc")) or "_norm" in name and "attn_norm" not in name:
+            del tensors[name]
+    for i in range(6):
+        tensors[f"blk.{i}.ffn_norm.weight"] = np.ones(N_EMBD, np.float32)
+    tensors["output_norm.weight"] = np.ones(N_EMBD, np.float32)
+    for name in ("token_embd", "output"):
+        tensors[f"{name}.weight"] = _matrix(rng, N_VOCAB, N_EMBD)
+    _write(path, 6, N_EMBD, {"mask": None}, tensors, arch="internlm2")
+    return path
+
+
 def repeating(token: int) -> Weights:
     """Returns weights of a draft with own tables whose every draft is one token again and again."""
     table = np.zeros((N_VOCAB, N_EMBD), np.float32)
@@ -153,9 +169,14 @@ def _selector(rng: np.random.Generator, n_layer: int, n_embd: int) -> Weights:
 
 
 def _write(
-    path: Path, n_layer: int, n_embd: int, metadata: dict[str, Any], tensors: Weights
+    path: Path,
+    n_layer: int,
+    n_embd: int,
+    metadata: dict[str, Any],
+    tensors: Weights,
+    arch: str = "dflash",
 ) -> None:
-    writer = GGUFWriter(path, "dflash")
+    writer = GGUFWriter(path, arch)
     writer.add_name("block draft")
     writer.add_context_length(1024)
     writer.add_embedding_length(n_embd)

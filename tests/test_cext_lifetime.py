@@ -208,6 +208,13 @@ EXITS = {
     """,
     "engine at atexit": "import atexit\natexit.register(lambda: engine.seq_n_past(0))",
     "closed at atexit": "import atexit\natexit.register(engine.close)",
+    "embedder left": "embedder = Embedder(model, EmbedderParams(n_batch=64, n_threads=1))",
+    "embedder in a cycle": """
+        class Holder:
+            pass
+        holder = Holder()
+        holder.me, holder.it = holder, Embedder(model, EmbedderParams(n_batch=64, n_threads=1))
+    """,
     "model left alone": "engine.close()\ndel engine",
     "sampler left": "sampler = Sampler(model)",
     "engine in a module": "import builtins\nbuiltins.engine = engine\ndel engine, model",

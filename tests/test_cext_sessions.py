@@ -47,6 +47,8 @@ from drafthouse_engine import (
     NotEagle3,
     PromptTooLong,
     ProposalPending,
+    SamplingFailed,
+    SamplingParams,
     SeqBusy,
     SeqIdle,
     SessionConfig,
@@ -231,6 +233,64 @@ def test_each_sequence_may_ask_for_its_own_draft_length() -> None:
         assert [len(draft) for draft in drafts] == [1, 2, 3]
         assert drafts[2][:1] == drafts[0]
         assert drafts[2][:2] == drafts[1]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", "simple"])
+def test_a_small_draft_saves_drafting_and_not_only_verification(kind: str) -> None:
+    """K = 1 beside K = 3: the draft model computes 1 + 3 tokens in 3 passes, not 3 + 3."""
+    with SESSIONS[kind]() as session:
+        requests = []
+        for seq_id, n_draft in ((0, 1), (2, 3)):
+            session.begin(seq_id, ids(TEXTS[2]), sampling=GREEDY)
+            token = session.sample(seq_id)
+            requests.append(DraftRequest(seq_id, session.n_past(seq_id), token, n_draft))
+        assert [len(draft) for draft in session.draft_many(requests)] == [1, 3]
+        stats = session.stats()
+        assert (stats.n_draft_positions, stats.n_draft_passes) == (1 + 3, 3)
+
+
+def test_a_plan_with_one_small_draft_saves_drafting_too() -> None:
+    with engine("mtp") as target:
+        prompt = ids(TEXTS[2])
+        for seq_id in (0, 1):
+            target.seq_begin(seq_id, sampler())
+            result = target.step(plan((seq_id, 0, 0, len(prompt), 0, 1)), prompt)
+        last = int(result.tokens[0])
+        n = len(prompt)
+        target.step(plan((0, n, 0, 1, 1, 1), (1, n, 1, 1, 3, 1)), [last, last])
+        assert dataclasses.astuple(target.draft_work) == (2, 1 + 3, 3)
+
+
+def test_a_choice_that_fails_clears_its_sequence_and_no_other() -> None:
+    forbidden = tuple((token, float("-inf")) for token in range(model().n_vocab))
+    nothing = SamplingParams(temperature=0.0, logit_bias=forbidden)
+    with MtpSession(model(), CONFIG) as session:
+        session.begin(0, ids(TEXTS[0]), sampling=nothing)
+        session.begin(1, ids(TEXTS[1]), sampling=GREEDY)
+        expected = session.sample(1)
+        draft = session.draft(0, session.n_past(0), 5)
+        session.decode(
+            Batch.of(0, session.n_past(0), [5, *draft]) + Batch.of(1, session.n_past(1), [expected])
+        )
+        session.process()
+        with pytest.raises(SamplingFailed, match="sequence was cleared"):
+            session.sample(0, 0)
+        assert session.is_quiescent()
+        assert session.n_past(0) == 0
+        with pytest.raises(SeqIdle):
+            session.tokens(0)
+        session.sample(1)
+        session.begin(0, ids(TEXTS[0]), sampling=GREEDY)
+        assert session.draft(0, session.n_past(0), session.sample(0)) != []
+
+
+def test_rollback_to_where_it_is_drops_a_pending_draft(session: SpeculativeSession) -> None:
+    token = session.sample(0)
+    n_past = session.n_past(0)
+    session.draft(0, n_past, token)
+    session.rollback(0, n_past)
+    assert session.is_quiescent(0)
+    session.draft(0, n_past, token)
 
 
 def test_stats_count_rounds_and_positions() -> None:
@@ -454,7 +514,7 @@ def test_each_requirement_that_a_draft_fails_is_named(tmp_path: Path) -> None:
         SimpleSession(model(), model(EAGLE3[DENSE]), CONFIG)
     with pytest.raises(IncompatibleDraft, match="reads layer"):
         Eagle3Session(model(SIMPLE), model(EAGLE3[DENSE]), CONFIG)
-    first_layers = struct.pack("<3I", 0, 1, 2)
+    first_layers = struct.pack("<3I", 0, 1, 1)
     key = b"eagle3.target_layers"  # type, element type and count follow
     path = patched(tmp_path / "low.gguf", EAGLE3[DENSE], key, 16, first_layers)
     with Model(path) as low, pytest.raises(IncompatibleDraft, match=r"width 256.* have 128"):

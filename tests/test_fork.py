@@ -90,6 +90,47 @@ def test_forked_sequences_generate_what_prefilled_ones_do(draft_type: str, unifi
         draft.close()
 
 
+def feed(engine: Engine, seq_id: int, pieces: list[list[int]], *, has_output: bool = False) -> None:
+    """Computes a prompt, piece by piece; the last piece chooses a token if has_output."""
+    for i, piece in enumerate(pieces):
+        is_output = has_output and i == len(pieces) - 1
+        entry = (seq_id, engine.seq_n_past(seq_id), 0, len(piece), 0, is_output)
+        engine.step(np.array([entry], PLAN_DTYPE), piece)
+
+
+def first_draft(engine: Engine, seq_id: int, token: int) -> list[int]:
+    """Decodes the last token of a prompt by hand; returns what is drafted after it and itself."""
+    n_past = engine.seq_n_past(seq_id)
+    engine.decode([token], [n_past], [seq_id], [False])
+    engine.process()
+    return engine.draft_many([(seq_id, n_past + 1, token, 3)])[0]
+
+
+@pytest.mark.parametrize("has_emitted", [False, True])
+@pytest.mark.parametrize("n_last", [1, 2, 9])
+def test_first_drafts_of_a_fork_are_those_of_a_prefilled_sequence(
+    n_last: int, has_emitted: bool
+) -> None:
+    """MTP pairs a fork's first token with the hidden row before it, which is carried over."""
+    found = []
+    with (
+        Model(MODELS / TARGETS["dense"]) as target,
+        Engine(target, None, params("mtp")) as engine,
+    ):
+        for prompt in (list(text) for text in prompts((3, 9, 30, 30, 40, 40, 50, 60))):
+            head, last = prompt[:-n_last], prompt[-n_last:]
+            pieces = [piece for piece in (head, last) if piece]
+            for seq_id in (0, 2):
+                engine.seq_begin(seq_id, Sampler(target, GREEDY))
+            feed(engine, 0, pieces, has_output=has_emitted)
+            engine.fork(0, {1: Sampler(target, GREEDY)}, len(prompt) - 1)
+            feed(engine, 2, [piece for piece in (head, last[:-1]) if piece])
+            found.append([first_draft(engine, seq_id, prompt[-1]) for seq_id in (1, 2)])
+            for seq_id in range(3):
+                engine.seq_end(seq_id)
+    assert [fork for fork, _ in found] == [prefilled for _, prefilled in found]
+
+
 def test_a_fork_from_a_running_sequence_leaves_it_undisturbed() -> None:
     prompt = list(prompts((30,))[0])
     with (
