@@ -1128,8 +1128,8 @@ common_speculative_type to_common_type(int32_t type) {
     }
 }
 
-// Types that draft a whole block of tokens in one pass, from the target's layers. All of their state
-// is in their cache.
+// Types that draft a whole block of tokens in one pass, from the target's layers. All of their
+// state is in their cache.
 bool drafts_blocks(int32_t type) {
     return type == SPEC_DRAFT_DFLASH || type == SPEC_DRAFT_DSPARK;
 }
@@ -1198,10 +1198,10 @@ const ggml_tensor * tensor_of(const spec_model & model, const std::string & name
 // layers: in some the input is no row of the residual stream.)
 bool feeds_drafts(const std::string & arch) {
     static const char * const NAMES[] = {
-        "llama",      "mimo2",      "qwen3",      "qwen3moe",       "qwen35",      "qwen35moe",
-        "gpt-oss",    "qwen3next",  "minimax-01", "minimax-m2",     "bailingmoe3", "deepseek4",
-        "gemma4",     "hunyuan_vl", "k2-horizon", "lfm2",           "lfm2moe",     "muse-glimmer",
-        "nanbeige",   "nemotron_h", "qwen4exp",   "nemotron_h_moe",
+        "llama",    "mimo2",      "qwen3",      "qwen3moe",       "qwen35",      "qwen35moe",
+        "gpt-oss",  "qwen3next",  "minimax-01", "minimax-m2",     "bailingmoe3", "deepseek4",
+        "gemma4",   "hunyuan_vl", "k2-horizon", "lfm2",           "lfm2moe",     "muse-glimmer",
+        "nanbeige", "nemotron_h", "qwen4exp",   "nemotron_h_moe",
     };
     return std::any_of(std::begin(NAMES), std::end(NAMES),
                        [&](const char * name) { return arch == name; });
@@ -1248,10 +1248,12 @@ void check_shared_tables(const spec_model & target, const spec_model & draft) {
     const bool has_output = tensor_of(draft, "output.weight") != nullptr;
     const bool is_wide = n_embd == n_embd_draft;
     if (!is_wide && !(has_embd && has_output)) {
-        fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
-             "the draft model (" + draft.arch() + ") has rows of width " +
-                 std::to_string(n_embd_draft) + " and no token table of its own; this target's "
-                 "tables have width " + std::to_string(n_embd));
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "the draft model (" + draft.arch() +
+                                              ") has rows of width " +
+                                              std::to_string(n_embd_draft) +
+                                              " and no token table of its own; this target's "
+                                              "tables have width " +
+                                              std::to_string(n_embd));
     }
     if (!has_output && tensor_of(target, "output.weight") == nullptr &&
         tensor_of(target, "token_embd.weight") == nullptr) {
@@ -1274,9 +1276,9 @@ void check_draft_vocabulary(const spec_model & target, const spec_model & draft)
     ggml_backend_tensor_get(d2t, ids.data(), 0, ids.size() * sizeof(int64_t));
     for (const int64_t id : ids) {
         if (id < 0 || id >= target.n_vocab()) {
-            fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
-                 "the draft model drafts token " + std::to_string(id) + "; this target has " +
-                     std::to_string(target.n_vocab()));
+            fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "the draft model drafts token " + std::to_string(id) +
+                                                  "; this target has " +
+                                                  std::to_string(target.n_vocab()));
         }
     }
 }
@@ -1307,8 +1309,9 @@ bool is_dspark(const spec_model & draft) {
 
 // What a block drafter is by its metadata; llama.cpp reads the same keys.
 struct block_layout {
-    int32_t n_block;    // tokens of one block, the last chosen token among them
-    bool starts_at_anchor; // the last token's own place is drafted from: n_block drafts, else 1 less
+    int32_t n_block; // tokens of one block, the last chosen token among them
+    bool
+        starts_at_anchor; // the last token's own place is drafted from: n_block drafts, else 1 less
 
     int32_t n_draft_max() const { return starts_at_anchor ? n_block : n_block - 1; }
 };
@@ -1374,10 +1377,10 @@ void check_block_draft(const spec_model & target, const spec_model & draft,
     }
     const int32_t n_embd = llama_model_n_embd(target.model.get());
     if (llama_model_n_embd(d) != n_embd) {
-        fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
-             "the " + wanted + " draft was made for hidden rows of width " +
-                 std::to_string(llama_model_n_embd(d)) + "; this target's have " +
-                 std::to_string(n_embd));
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "the " + wanted +
+                                              " draft was made for hidden rows of width " +
+                                              std::to_string(llama_model_n_embd(d)) +
+                                              "; this target's have " + std::to_string(n_embd));
     }
     if (draft.meta("dflash.attention.key_length") != draft.meta("dflash.attention.value_length")) {
         fail(SPEC_ERR_BAD_MODEL, "the draft model's keys and values have different widths");
@@ -1535,8 +1538,8 @@ void make_draft(spec_engine & engine, const spec_model * draft) {
         const uint32_t n_blocks = n_block * c.n_seq_max;
         constexpr uint32_t N_PAD = 256; // llama.cpp rounds the cells of a sequence up to this
         const uint32_t n_seq = llama_n_ctx_seq(engine.target.get()) + n_block;
-        c.n_ctx = c.kv_unified ? c.n_ctx + n_blocks
-                               : (n_seq + N_PAD - 1) / N_PAD * N_PAD * c.n_seq_max;
+        c.n_ctx =
+            c.kv_unified ? c.n_ctx + n_blocks : (n_seq + N_PAD - 1) / N_PAD * N_PAD * c.n_seq_max;
         c.n_batch = std::max(c.n_batch, n_blocks);
         c.n_ubatch = std::max(c.n_ubatch, n_blocks);
         c.n_outputs_max = n_blocks;
@@ -2109,11 +2112,12 @@ void make_cold(spec_engine & engine, int32_t seq_id) {
 // Keeps the hidden rows of the last two tokens of each prompt in the batch, while the target still
 // holds them: a fork goes on from one of them.
 void keep_hidden_rows(spec_engine & engine) {
-    if (engine.limits.draft_type != SPEC_DRAFT_MTP || engine.target_rollback != rollback_kind::any) {
+    if (engine.limits.draft_type != SPEC_DRAFT_MTP ||
+        engine.target_rollback != rollback_kind::any) {
         return;
     }
-    const auto n_embd = static_cast<size_t>(llama_model_n_embd_out(
-        llama_get_model(engine.target.get())));
+    const auto n_embd =
+        static_cast<size_t>(llama_model_n_embd_out(llama_get_model(engine.target.get())));
     const auto & tokens = engine.batch.tokens;
     for (size_t i = 0; i < tokens.size(); ++i) {
         const bool is_end = i + 1 == tokens.size() || tokens[i + 1].seq_id != tokens[i].seq_id;
@@ -2126,8 +2130,8 @@ void keep_hidden_rows(spec_engine & engine) {
         }
         hidden_rows & rows = seq.hidden;
         if (is_end && is_first) { // the only token of this batch
-            rows.before = rows.n_past == tokens[i].pos[0] ? std::move(rows.last)
-                                                          : std::vector<float>{};
+            rows.before =
+                rows.n_past == tokens[i].pos[0] ? std::move(rows.last) : std::vector<float>{};
         }
         const float * row =
             llama_get_embeddings_nextn_ith(engine.target.get(), static_cast<int32_t>(i));

@@ -101,8 +101,8 @@ static void * allocate(size_t n, size_t size) {
 /* ---------------------------------------------------------------------------------- arguments */
 
 static const char * const draft_types[SPEC_DRAFT_COUNT] = {
-    "none",        "mtp",           "eagle3",    "simple",      "ngram-simple",
-    "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache",
+    "none",          "mtp",       "eagle3",      "simple", "ngram-simple", "ngram-map-k",
+    "ngram-map-k4v", "ngram-mod", "ngram-cache", "dflash", "dspark",
 };
 
 static int32_t draft_type_of(const char * name) {

@@ -62,9 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": {"markov_rank": 32, "has_confidence": True},
     "dspark after the anchor": {"markov_rank": 32, "keys": {"sample_from_anchor": False}},
 }
-CONFIG = SessionConfig(
-    n_seq=3, n_draft_max=4, n_ctx_seq=256, n_batch=128, n_ubatch=64, n_threads=1
-)
+CONFIG = SessionConfig(n_seq=3, n_draft_max=4, n_ctx_seq=256, n_batch=128, n_ubatch=64, n_threads=1)
 N_TOKENS = 24
 PROCESS_FAILS = 3  # SPEC_FAULT_PROCESS
 PROMPTS = [tokens_of(text) for text in TEXTS]
@@ -144,7 +142,10 @@ def test_dspark_drafts_each_token_from_the_one_before(tmp_path: Path) -> None:
     weights = following(successors) | {"output.weight": np.zeros((N_VOCAB, 256), np.float16)}
     path = block_draft(tmp_path / "m.gguf", markov_rank=N_VOCAB, has_own_tables=True,
                        weights=weights)  # fmt: skip
-    with Model(path) as draft, Engine(model(DENSE), draft, params("dspark", n_draft_max=6)) as target:
+    with (
+        Model(path) as draft,
+        Engine(model(DENSE), draft, params("dspark", n_draft_max=6)) as target,
+    ):
         assert fused(target, PROMPTS[:1], 40, 6)[0] == expected
         assert target.draft_work.n_passes < 30  # 39 without one accepted draft
 
@@ -307,7 +308,9 @@ def test_a_reduced_vocabulary_names_tokens_of_the_target(tmp_path: Path) -> None
     weights = {"output.weight": np.random.default_rng(1).standard_normal((256, 256)).astype("f4")}
 
     def session(ids: Any) -> SpeculativeSession:
-        path = block_draft(tmp_path / "few.gguf", has_own_tables=True, weights=weights | {"d2t": ids})
+        path = block_draft(
+            tmp_path / "few.gguf", has_own_tables=True, weights=weights | {"d2t": ids}
+        )
         with Model(path) as draft:
             return DflashSession(model(), draft, CONFIG)
 

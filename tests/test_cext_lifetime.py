@@ -273,6 +273,20 @@ def test_interpreter_exit_is_silent(name: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_embedders_are_freed_at_exit() -> None:
+    script = textwrap.dedent(f"""
+        import atexit
+        left = []
+        atexit.register(lambda: print(left[0].is_closed))  # after those that were registered later
+        from drafthouse_engine import Embedder, EmbedderParams, Model
+        model = Model({str(MODELS / DENSE)!r})
+        left.append(Embedder(model, EmbedderParams(n_batch=64, n_threads=1)))
+    """)
+    command = [sys.executable, "-X", "dev", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
 def test_keyboard_interrupt_stops_a_load() -> None:
     script = textwrap.dedent(f"""
         import _thread

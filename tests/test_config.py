@@ -139,7 +139,7 @@ def test_the_model_is_named_after_its_file_unless_told_otherwise() -> None:
 
 @pytest.mark.parametrize("draft_type", DRAFT_TYPES)
 def test_every_draft_type_can_be_configured(draft_type: str) -> None:
-    draft_model = "d.gguf" if draft_type in ("eagle3", "simple") else ""
+    draft_model = "d.gguf" if draft_type in ("eagle3", "simple", "dflash", "dspark") else ""
     assert Config(draft_type=draft_type, draft_model=draft_model).draft_type == draft_type
 
 

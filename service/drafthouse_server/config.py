@@ -28,6 +28,8 @@ DRAFT_TYPES = (
     "ngram-map-k4v",
     "ngram-mod",
     "ngram-cache",
+    "dflash",
+    "dspark",
 )
 """How drafts can be made."""
 
@@ -35,7 +37,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 _ENVIRONMENT_PREFIX = "DRAFTHOUSE_"
 # Read by the build, not by the server.
 _FOREIGN_VARIABLES = frozenset({"DRAFTHOUSE_LLAMA_CPP"})
-_DRAFT_TYPES_WITH_FILE = frozenset({"eagle3", "simple"})
+_DRAFT_TYPES_WITH_FILE = frozenset({"eagle3", "simple", "dflash", "dspark"})
 
 _TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -91,11 +93,14 @@ class Config:
     draft_type: str = _setting(
         "mtp",
         _one_of(DRAFT_TYPES),
-        "How drafts are made. eagle3 and simple need draft_model; mtp needs a model with heads.",
+        "How drafts are made. eagle3, simple, dflash and dspark need draft_model; mtp needs a model"
+        " with heads.",
     )
     """How drafts are made."""
     draft_model: str = _setting(
-        "", _ANY, "Path of the draft model, a GGUF file; only for draft types eagle3 and simple."
+        "",
+        _ANY,
+        "Path of the draft model, a GGUF file; only for draft types eagle3, simple, dflash, dspark.",
     )
     """Path of the draft model; empty when the draft type needs none."""
     name: str = _setting("", _ANY, "Name that requests use. Empty: the model's file name.")

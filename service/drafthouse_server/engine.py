@@ -366,6 +366,8 @@ def _advice(error: drafthouse_engine.EngineError) -> str:
             drafthouse_engine.NotEagle3,
             "give an EAGLE-3 model as draft_model, or set draft_type to simple",
         ),
+        (drafthouse_engine.NotDflash, "give a DFlash model as draft_model, or another draft_type"),
+        (drafthouse_engine.NotDspark, "give a DSpark model as draft_model, or another draft_type"),
         (
             drafthouse_engine.IncompatibleDraft,
             "give a draft model that was made for this target, or set draft_type to none",

@@ -61,6 +61,8 @@ _MODES: dict[str, _Mode] = {
     "mtp": model_pb2.SPECULATION_MODE_MTP,
     "eagle3": model_pb2.SPECULATION_MODE_EAGLE3,
     "simple": model_pb2.SPECULATION_MODE_SIMPLE,
+    "dflash": model_pb2.SPECULATION_MODE_DFLASH,
+    "dspark": model_pb2.SPECULATION_MODE_DSPARK,
 }
 _FINISH_REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,

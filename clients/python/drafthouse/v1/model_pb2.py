@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64rafthouse/v1/model.proto\x12\rdrafthouse.v1\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"7\n\x10GetModelResponse\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.drafthouse.v1.Model\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"S\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.drafthouse.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x85\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x17\n\x0fparameter_count\x18\x04 \x01(\x03\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x06 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x07 \x01(\x05\x12\x1f\n\x17training_context_tokens\x18\x08 \x01(\x05\x12\x11\n\trecurrent\x18\t \x01(\x08\x12\x15\n\rchat_template\x18\n \x01(\x08\x12\x38\n\x10speculation_mode\x18\x0b \x01(\x0e\x32\x1e.drafthouse.v1.SpeculationMode\x12\x18\n\x10max_draft_tokens\x18\x0c \x01(\x05\x12\x1c\n\x14\x64\x65\x66\x61ult_draft_tokens\x18\r \x01(\x05\x12\x12\n\nslot_count\x18\x0e \x01(\x05\x12\x14\n\x0c\x65nd_token_id\x18\x0f \x01(\x05*\xbd\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x01\x12\x18\n\x14SPECULATION_MODE_MTP\x10\x02\x12\x1b\n\x17SPECULATION_MODE_EAGLE3\x10\x03\x12\x1b\n\x17SPECULATION_MODE_SIMPLE\x10\x04\x12\x1a\n\x16SPECULATION_MODE_NGRAM\x10\x05\x32\xae\x01\n\x0cModelService\x12K\n\x08GetModel\x12\x1e.drafthouse.v1.GetModelRequest\x1a\x1f.drafthouse.v1.GetModelResponse\x12Q\n\nListModels\x12 .drafthouse.v1.ListModelsRequest\x1a!.drafthouse.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64rafthouse/v1/model.proto\x12\rdrafthouse.v1\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"7\n\x10GetModelResponse\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.drafthouse.v1.Model\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"S\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.drafthouse.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x85\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x17\n\x0fparameter_count\x18\x04 \x01(\x03\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x06 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x07 \x01(\x05\x12\x1f\n\x17training_context_tokens\x18\x08 \x01(\x05\x12\x11\n\trecurrent\x18\t \x01(\x08\x12\x15\n\rchat_template\x18\n \x01(\x08\x12\x38\n\x10speculation_mode\x18\x0b \x01(\x0e\x32\x1e.drafthouse.v1.SpeculationMode\x12\x18\n\x10max_draft_tokens\x18\x0c \x01(\x05\x12\x1c\n\x14\x64\x65\x66\x61ult_draft_tokens\x18\r \x01(\x05\x12\x12\n\nslot_count\x18\x0e \x01(\x05\x12\x14\n\x0c\x65nd_token_id\x18\x0f \x01(\x05*\xf7\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x01\x12\x18\n\x14SPECULATION_MODE_MTP\x10\x02\x12\x1b\n\x17SPECULATION_MODE_EAGLE3\x10\x03\x12\x1b\n\x17SPECULATION_MODE_SIMPLE\x10\x04\x12\x1a\n\x16SPECULATION_MODE_NGRAM\x10\x05\x12\x1b\n\x17SPECULATION_MODE_DFLASH\x10\x06\x12\x1b\n\x17SPECULATION_MODE_DSPARK\x10\x07\x32\xae\x01\n\x0cModelService\x12K\n\x08GetModel\x12\x1e.drafthouse.v1.GetModelRequest\x1a\x1f.drafthouse.v1.GetModelResponse\x12Q\n\nListModels\x12 .drafthouse.v1.ListModelsRequest\x1a!.drafthouse.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'drafthouse.v1.model_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SPECULATIONMODE']._serialized_start=673
-  _globals['_SPECULATIONMODE']._serialized_end=862
+  _globals['_SPECULATIONMODE']._serialized_end=920
   _globals['_GETMODELREQUEST']._serialized_start=44
   _globals['_GETMODELREQUEST']._serialized_end=76
   _globals['_GETMODELRESPONSE']._serialized_start=78
@@ -43,6 +43,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMODELSRESPONSE']._serialized_end=278
   _globals['_MODEL']._serialized_start=281
   _globals['_MODEL']._serialized_end=670
-  _globals['_MODELSERVICE']._serialized_start=865
-  _globals['_MODELSERVICE']._serialized_end=1039
+  _globals['_MODELSERVICE']._serialized_start=923
+  _globals['_MODELSERVICE']._serialized_end=1097
 # @@protoc_insertion_point(module_scope)

@@ -37,6 +37,10 @@ class _SpeculationModeEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_Specul
     """An ordinary small model with the same vocabulary."""
     SPECULATION_MODE_NGRAM: _SpeculationMode.ValueType  # 5
     """Repetition in the sequence's own tokens."""
+    SPECULATION_MODE_DFLASH: _SpeculationMode.ValueType  # 6
+    """A DFlash draft model: a whole block of tokens in one pass."""
+    SPECULATION_MODE_DSPARK: _SpeculationMode.ValueType  # 7
+    """A DSpark draft model: a block whose tokens depend on each other."""
 
 class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper):
     """How draft tokens are proposed."""
@@ -53,6 +57,10 @@ SPECULATION_MODE_SIMPLE: SpeculationMode.ValueType  # 4
 """An ordinary small model with the same vocabulary."""
 SPECULATION_MODE_NGRAM: SpeculationMode.ValueType  # 5
 """Repetition in the sequence's own tokens."""
+SPECULATION_MODE_DFLASH: SpeculationMode.ValueType  # 6
+"""A DFlash draft model: a whole block of tokens in one pass."""
+SPECULATION_MODE_DSPARK: SpeculationMode.ValueType  # 7
+"""A DSpark draft model: a block whose tokens depend on each other."""
 
 @typing.final
 class GetModelRequest(message.Message):
