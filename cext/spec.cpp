@@ -1149,6 +1149,18 @@ void check_engine_params(const spec_engine_params & p) {
     }
 }
 
+// Architectures whose graphs mark the inputs of their layers; asked for those of another one,
+// llama.cpp ends the process at the first decode.
+bool shows_inputs(const std::string & arch) {
+    static const char * const NAMES[] = {
+        "bailingmoe3", "deepseek4", "minimax-01", "gemma4", "hunyuan_vl", "k2-horizon",
+        "lfm2",        "llama",     "mimo2",    "minimax-m2", "muse-glimmer", "nanbeige",
+        "nemotron_h",  "gpt-oss",   "qwen3",    "qwen35", "qwen35moe",  "qwen3moe",
+        "qwen3next",   "qwen4exp"};
+    return std::any_of(std::begin(NAMES), std::end(NAMES),
+                       [&](const char * name) { return arch == name; });
+}
+
 void check_eagle3(const spec_model & target, const spec_model & draft) {
     const llama_model * d = draft.model.get();
     const uint32_t n = llama_model_target_layer_ids_n(d);
@@ -1166,6 +1178,10 @@ void check_eagle3(const spec_model & target, const spec_model & draft) {
                  "the EAGLE-3 draft reads layer " + std::to_string(id) +
                      " of its target; this target has " + std::to_string(n_layer));
         }
+    }
+    if (!shows_inputs(target.arch())) {
+        fail(SPEC_ERR_UNSUPPORTED, "llama.cpp does not show the layers of the architecture \"" +
+                                       target.arch() + "\", which an EAGLE-3 draft reads");
     }
     const std::string width = draft.meta("eagle3.target_hidden_size");
     const int32_t n_embd = llama_model_n_embd(target.model.get());
@@ -3047,6 +3063,7 @@ struct decoder_sequence {
 
 struct spec_decoder {
     const spec_model * model = nullptr;
+    spec_decoder * target = nullptr; // of an EAGLE-3 decoder: whose hidden states it drafts from
     spec_decoder_limits limits = {};
     llama_context_ptr context;
     rollback_kind rollback = rollback_kind::any;
@@ -3054,7 +3071,10 @@ struct spec_decoder {
     std::vector<decoder_sequence> sequences;
     std::vector<bool> wanted_layers; // kept from the next decode on
     std::vector<bool> kept_layers;   // kept by the last decode
+    std::vector<bool> read_inputs;   // inputs of layers that an EAGLE-3 decoder reads, by layer
+    std::vector<float> states;       // of an EAGLE-3 decoder: rows for the tokens that come next
     int32_t n_rows = 0;              // of the last scored decode
+    int32_t n_decoded = 0;           // tokens of the last decode, scored or not
 
     int32_t tree_owner = -1; // the sequence that the tree hangs on
     std::vector<tree_node> tree;
@@ -3062,6 +3082,7 @@ struct spec_decoder {
 
     llama_memory_t memory() const { return llama_get_memory(context.get()); }
     bool is_recurrent() const { return rollback != rollback_kind::any; }
+    size_t n_embd() const { return static_cast<size_t>(limits.n_embd); }
 };
 
 namespace {
@@ -3140,6 +3161,7 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
     c.flash_attn_type =
         p.flash_attention ? LLAMA_FLASH_ATTN_TYPE_AUTO : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     c.kv_unified = has_trees; // a node shared by branches is one cell of one pool
+    c.ctx_other = decoder.target != nullptr ? decoder.target->context.get() : nullptr;
     last_llama_error.clear();
     decoder.context.reset(llama_init_from_model(decoder.model->model.get(), c));
     if (!decoder.context || decoder.memory() == nullptr) {
@@ -3168,8 +3190,17 @@ void fill_decoder_limits(spec_decoder & decoder, const spec_decoder_params & p) 
     l.n_embd = llama_model_n_embd(m);
     l.n_embd_out = llama_model_n_embd_out(m);
     l.n_layer = llama_model_n_layer(m);
-    l.has_layers = shows_layers(decoder.model->arch());
+    l.has_layers = decoder.target == nullptr && shows_layers(decoder.model->arch());
     l.is_last_layer_normed = !shows_last_layer(decoder.model->arch());
+}
+
+void begin_decoder(spec_decoder & decoder, const spec_decoder_params & params) {
+    fill_decoder_limits(decoder, params);
+    decoder.batch = common_batch(decoder.context.get());
+    decoder.sequences.resize(static_cast<size_t>(params.n_seq_max));
+    decoder.wanted_layers.resize(static_cast<size_t>(decoder.limits.n_layer));
+    decoder.kept_layers.resize(static_cast<size_t>(decoder.limits.n_layer));
+    decoder.read_inputs.resize(static_cast<size_t>(decoder.limits.n_layer) + 1);
 }
 
 spec_decoder * make_decoder(const spec_model & model, const spec_decoder_params & params) {
@@ -3179,11 +3210,45 @@ spec_decoder * make_decoder(const spec_model & model, const spec_decoder_params 
     decoder->model = &model;
     make_decoder_context(*decoder, params);
     decoder->rollback = probe_rollback(decoder->context.get(), "model");
-    fill_decoder_limits(*decoder, params);
-    decoder->batch = common_batch(decoder->context.get());
-    decoder->sequences.resize(static_cast<size_t>(params.n_seq_max));
-    decoder->wanted_layers.resize(static_cast<size_t>(decoder->limits.n_layer));
-    decoder->kept_layers.resize(static_cast<size_t>(decoder->limits.n_layer));
+    begin_decoder(*decoder, params);
+    return decoder.release();
+}
+
+// The target keeps the rows that the draft reads, of every token that it decodes from now on.
+void keep_inputs(spec_decoder & target, const llama_model * draft) {
+    for (uint32_t i = 0; i < llama_model_target_layer_ids_n(draft); ++i) {
+        const int32_t id = llama_model_target_layer_ids(draft)[i];
+        if (id == target.limits.n_layer) {
+            llama_set_embeddings_nextn(target.context.get(), true, /*masked*/ false);
+        } else {
+            llama_set_embeddings_layer_inp(target.context.get(), static_cast<uint32_t>(id), true);
+        }
+        target.read_inputs[static_cast<size_t>(id)] = true;
+    }
+    target.n_decoded = 0; // what was decoded before has left no such rows
+}
+
+spec_decoder * make_eagle3_decoder(const spec_model & model, spec_decoder & target,
+                                   const spec_decoder_params & params) {
+    check_decoder_params(params);
+    if (model.vocab_only) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
+    }
+    if (target.target != nullptr) {
+        fail(SPEC_ERR_UNSUPPORTED, "the target is a draft model's decoder itself");
+    }
+    check_eagle3(*target.model, model);
+    check_target_name(*target.model, model);
+    if (!common_speculative_are_compatible(target.model->model.get(), model.model.get())) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "the draft model's vocabulary differs from the target's");
+    }
+    auto decoder = std::make_unique<spec_decoder>();
+    decoder->model = &model;
+    decoder->target = &target;
+    make_decoder_context(*decoder, params);
+    begin_decoder(*decoder, params);
+    llama_set_embeddings_nextn(decoder->context.get(), true, /*masked*/ true);
+    keep_inputs(target, model.model.get());
     return decoder.release();
 }
 
@@ -3209,18 +3274,35 @@ void check_decoder_room(const spec_decoder & decoder, int64_t n_end) {
     }
 }
 
+// An EAGLE-3 decoder's tokens come with as many states.
+void check_states(const spec_decoder & decoder, int32_t n) {
+    if (decoder.target != nullptr &&
+        decoder.states.size() != static_cast<size_t>(n) * decoder.n_embd()) {
+        fail(SPEC_ERR_BAD_PLAN,
+             "there are states for " + std::to_string(decoder.states.size() / decoder.n_embd()) +
+                 " tokens, not for " + std::to_string(n));
+    }
+}
+
 // Runs the batch. Scored batches are scored whole, so the hidden rows of all tokens can be had.
 int32_t run_decoder(spec_decoder & decoder, bool is_output) {
-    decoder.n_rows = 0;
+    decoder.n_rows = decoder.n_decoded = 0;
     decoder.kept_layers = decoder.wanted_layers;
-    llama_set_embeddings(decoder.context.get(), is_output);
+    const bool is_draft = decoder.target != nullptr;
+    for (int32_t i = 0; is_draft && i < decoder.batch.size(); ++i) {
+        float * state = decoder.states.data() + static_cast<size_t>(i) * decoder.n_embd();
+        decoder.batch.set_embd(i, {state, 1, decoder.n_embd()});
+    }
+    llama_set_embeddings(decoder.context.get(), is_output && !is_draft);
     last_llama_error.clear();
     const int32_t rc =
         llama_process(decoder.context.get(), LLAMA_PROCESS_TYPE_DECODE, decoder.batch.get());
     if (rc == 0) {
         llama_synchronize(decoder.context.get());
-        decoder.n_rows = is_output ? decoder.batch.size() : 0;
+        decoder.n_decoded = decoder.batch.size();
+        decoder.n_rows = is_output ? decoder.n_decoded : 0;
     }
+    decoder.states.clear();
     return rc;
 }
 
@@ -3234,6 +3316,7 @@ void decode_sequence(spec_decoder & decoder, int32_t seq_id, const int32_t * tok
         check_token(tokens[i], decoder.limits.n_vocab, "tokens");
     }
     check_no_tree(decoder, seq_id);
+    check_states(decoder, n);
     check_decoder_room(decoder, int64_t{seq.n_past} + n);
     decoder.batch.clear();
     for (int32_t i = 0; i < n; ++i) {
@@ -3390,6 +3473,7 @@ void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & pla
 void decode_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens,
                  const int32_t * parents, int32_t n) {
     check_tree(decoder, seq_id, tokens, parents, n);
+    check_states(decoder, n);
     tree_plan plan = plan_tree(decoder, seq_id, parents, n);
     const size_t n_old = decoder.tree.size();
     copy_branches(decoder, seq_id, plan);
@@ -3454,7 +3538,8 @@ void check_layer(const spec_decoder & decoder, int32_t layer) {
 void set_layer(spec_decoder & decoder, int32_t layer, bool is_kept) {
     check_layer(decoder, layer);
     const size_t i = static_cast<size_t>(layer);
-    if (!is_hidden_row(decoder, layer) && decoder.wanted_layers[i] != is_kept) {
+    if (!is_hidden_row(decoder, layer) && decoder.wanted_layers[i] != is_kept &&
+        !decoder.read_inputs[i + 1]) {
         llama_set_embeddings_layer_inp(decoder.context.get(), static_cast<uint32_t>(layer) + 1,
                                        is_kept);
     }
@@ -3467,7 +3552,8 @@ const float * row(spec_decoder & decoder, int32_t what, int32_t i) {
         return llama_get_logits_ith(ctx, i);
     }
     if (is_hidden_row(decoder, what)) {
-        return llama_get_embeddings_ith(ctx, i);
+        return decoder.target != nullptr ? llama_get_embeddings_nextn_ith(ctx, i)
+                                         : llama_get_embeddings_ith(ctx, i);
     }
     const float * rows = llama_get_embeddings_layer_inp(ctx, static_cast<uint32_t>(what) + 1);
     return rows + static_cast<ptrdiff_t>(i) * decoder.limits.n_embd;
@@ -3500,6 +3586,83 @@ void read_rows(spec_decoder & decoder, int32_t what, float * out, size_t n_out) 
             fail(SPEC_ERR_INTERNAL, "the decode left no such rows");
         }
         std::copy(source, source + width, out + static_cast<size_t>(i) * width);
+    }
+}
+
+void set_states(spec_decoder & decoder, const float * states, int32_t n) {
+    if (decoder.target == nullptr) {
+        fail(SPEC_ERR_UNSUPPORTED, "only an EAGLE-3 decoder reads states");
+    }
+    check_range("n_rows", n, 1, decoder.limits.n_batch);
+    deref(states, "states");
+    decoder.states.assign(states, states + static_cast<size_t>(n) * decoder.n_embd());
+}
+
+// Rows of the target's layers, side by side for each token: [n, 3 * width].
+std::vector<float> target_features(spec_decoder & target, const llama_model * draft, int32_t n) {
+    const uint32_t n_ids = llama_model_target_layer_ids_n(draft);
+    const size_t width = target.n_embd();
+    std::vector<float> features(static_cast<size_t>(n) * n_ids * width);
+    for (uint32_t i = 0; i < n_ids; ++i) {
+        const int32_t id = llama_model_target_layer_ids(draft)[i];
+        const float * rows =
+            id == target.limits.n_layer
+                ? llama_get_embeddings_nextn(target.context.get())
+                : llama_get_embeddings_layer_inp(target.context.get(), static_cast<uint32_t>(id));
+        if (rows == nullptr) {
+            fail(SPEC_ERR_INTERNAL, "the target's decode left no rows of layer " +
+                                        std::to_string(id));
+        }
+        for (size_t t = 0; t < static_cast<size_t>(n); ++t) {
+            std::copy_n(rows + t * width, width, features.data() + (t * n_ids + i) * width);
+        }
+    }
+    return features;
+}
+
+// The encoder takes a batch of one ubatch, with positions that it does not use.
+void encode_features(spec_decoder & decoder, float * features, size_t width, int32_t n,
+                     float * out) {
+    llama_context * ctx = decoder.context.get();
+    decoder.n_rows = decoder.n_decoded = 0;
+    decoder.batch.clear();
+    llama_pos pos = llama_memory_seq_pos_max(decoder.memory(), 0) + 1;
+    for (int32_t i = 0; i < n; ++i, ++pos) {
+        float * row = features + static_cast<size_t>(i) * width;
+        decoder.batch.add_embd({row, 1, width}, &pos, 0, /*output*/ true);
+    }
+    last_llama_error.clear();
+    const int32_t rc = llama_process(ctx, LLAMA_PROCESS_TYPE_ENCODE, decoder.batch.get());
+    const float * rows = rc == 0 ? llama_get_embeddings_nextn(ctx) : nullptr;
+    if (rows == nullptr) {
+        fail(SPEC_ERR_DECODE_FAILED, "the encoder returned " + std::to_string(rc) + llama_reason());
+    }
+    llama_synchronize(ctx);
+    std::copy_n(rows, static_cast<size_t>(n) * decoder.n_embd(), out);
+}
+
+void encode_target(spec_decoder & decoder, float * out, size_t n_out) {
+    if (decoder.target == nullptr) {
+        fail(SPEC_ERR_UNSUPPORTED, "only an EAGLE-3 decoder reads a target");
+    }
+    spec_decoder & target = *decoder.target;
+    const int32_t n = target.n_decoded;
+    if (n == 0) {
+        fail(SPEC_ERR_BAD_PLAN, "the target's last decode failed, or there was none");
+    }
+    if (n_out != static_cast<size_t>(n) * decoder.n_embd()) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "n_out is " + std::to_string(n_out) + "; the " +
+                                            std::to_string(n) + " rows have " +
+                                            std::to_string(decoder.n_embd()) + " values each");
+    }
+    deref(out, "out");
+    std::vector<float> features = target_features(target, decoder.model->model.get(), n);
+    const size_t width = features.size() / static_cast<size_t>(n);
+    const int32_t n_chunk = static_cast<int32_t>(llama_n_ubatch(decoder.context.get()));
+    for (int32_t i = 0; i < n; i += n_chunk) {
+        const size_t at = static_cast<size_t>(i);
+        encode_features(decoder, features.data() + at * width, width, std::min(n_chunk, n - i),
+                        out + at * decoder.n_embd());
     }
 }
 
@@ -4082,6 +4245,15 @@ int32_t spec_decoder_init(const spec_model * model, const spec_decoder_params * 
     });
 }
 
+int32_t spec_decoder_init_eagle3(const spec_model * model, spec_decoder * target,
+                                 const spec_decoder_params * params, spec_decoder ** out) {
+    return guarded([&] {
+        deref(out, "out") = nullptr;
+        *out = make_eagle3_decoder(deref(model, "model"), deref(target, "target"),
+                                   deref(params, "params"));
+    });
+}
+
 void spec_decoder_free(spec_decoder * decoder) {
     delete decoder;
 }
@@ -4120,6 +4292,14 @@ int32_t spec_decoder_tree_commit(spec_decoder * decoder, int32_t seq_id, const i
 
 int32_t spec_decoder_read(spec_decoder * decoder, int32_t what, float * out, size_t n_out) {
     return guarded([&] { read_rows(deref(decoder, "decoder"), what, out, n_out); });
+}
+
+int32_t spec_decoder_encode(spec_decoder * decoder, float * out, size_t n_out) {
+    return guarded([&] { encode_target(deref(decoder, "decoder"), out, n_out); });
+}
+
+int32_t spec_decoder_set_states(spec_decoder * decoder, const float * states, int32_t n_rows) {
+    return guarded([&] { set_states(deref(decoder, "decoder"), states, n_rows); });
 }
 
 int32_t spec_decoder_set_layer(spec_decoder * decoder, int32_t layer, bool is_kept) {
