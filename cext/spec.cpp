@@ -324,10 +324,97 @@ uint32_t header_u32(const gguf_context * header, const std::string & key, uint32
     return is_there ? gguf_get_val_u32(header, id) : otherwise;
 }
 
+bool is_one_of(const std::string & name, std::initializer_list<const char *> names) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+bool ends_with(const std::string & text, const std::string & end) {
+    return text.size() >= end.size() &&
+           text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+// Why a floating-point number of an architecture cannot be, or nullptr.
+const char * wrong_float(const std::string & key, float value) {
+    if (!std::isfinite(value)) {
+        return "not a finite number";
+    }
+    if (ends_with(key, "epsilon") && value < 0.0f) {
+        return "negative";
+    }
+    if (key.find(".rope.freq_base") != std::string::npos && value <= 0.0f) {
+        return "not above 0";
+    }
+    return nullptr;
+}
+
+// The reason why the numbers of a header make llama.cpp end the process or hang, or nullptr.
+template <typename Number> const char * wrong_layers(const std::string & arch, Number && number) {
+    constexpr uint32_t N_LAYERS_MAX = 512; // LLAMA_MAX_LAYERS
+    const uint32_t n_layer = number(".block_count", 1);
+    if (n_layer < 1 || n_layer > N_LAYERS_MAX) {
+        return "block_count is not in [1, 512]";
+    }
+    if (number(".nextn_predict_layers", 0) >= n_layer) {
+        return "nextn_predict_layers is not below block_count";
+    }
+    if (number(".full_attention_interval", 1) == 0) {
+        return "full_attention_interval is 0";
+    }
+    if (arch == "eagle3" && n_layer != 1) {
+        return "block_count is not 1, as in every EAGLE-3 model";
+    }
+    return nullptr;
+}
+
+template <typename Number> const char * wrong_heads(const std::string & arch, Number && number) {
+    const uint32_t n_head = number(".attention.head_count", 0);
+    const uint32_t n_embd = number(".embedding_length", 0);
+    const uint32_t width = number(".attention.key_length", n_head > 0 ? n_embd / n_head : 0);
+    const uint32_t n_rot = number(".rope.dimension_count", width);
+    if (n_rot % 2 != 0 || (width > 0 && n_rot > width)) {
+        return "rope.dimension_count is odd or above attention.key_length";
+    }
+    const bool is_rotated_whole = is_one_of(
+        arch, {"llama",      "llama4",     "qwen2",       "qwen2moe",   "qwen2vl",   "qwen3",
+               "qwen3moe",   "qwen3vl",    "qwen3vlmoe",  "baichuan",   "exaone",    "exaone4",
+               "granite",    "grok",       "hunyuan-moe", "hunyuan_vl", "internlm2", "minimax-01",
+               "minimax-m2", "mistral3",   "nanbeige",    "olmo",       "olmo2",     "olmoe",
+               "smollm3",    "starcoder2", "xverse",      "deepseek",   "dots1"});
+    if (is_rotated_whole && width > 0 && n_rot != width) {
+        return "rope.dimension_count is not the width of a head";
+    }
+    const bool has_equal_widths =
+        is_rotated_whole || is_one_of(arch, {"eagle3", "qwen35", "qwen35moe", "qwen3next"});
+    if (has_equal_widths && number(".attention.value_length", width) != width) {
+        return "attention.value_length is not attention.key_length";
+    }
+    return nullptr;
+}
+
+template <typename Number> const char * wrong_states(const std::string & arch, Number && number) {
+    constexpr uint32_t N_KERNEL_MAX = 64;
+    if (!is_one_of(arch, {"qwen35", "qwen35moe", "qwen3next"})) {
+        return nullptr;
+    }
+    const uint64_t n_heads = number(".ssm.time_step_rank", 1);
+    const uint64_t n_groups = number(".ssm.group_count", 1);
+    const uint64_t width = number(".ssm.state_size", 1);
+    if (number(".ssm.inner_size", 1) != width * n_heads || width == 0) {
+        return "ssm.inner_size is not ssm.state_size * ssm.time_step_rank";
+    }
+    if (n_groups == 0 || n_heads % n_groups != 0) {
+        return "ssm.group_count does not divide ssm.time_step_rank";
+    }
+    const uint32_t n_kernel = number(".ssm.conv_kernel", 1);
+    if (n_kernel < 1 || n_kernel > N_KERNEL_MAX) {
+        return "ssm.conv_kernel is not in [1, 64]";
+    }
+    return nullptr;
+}
+
 // Refuses numbers on which llama.cpp ends the process instead of refusing them itself: found by
 // tests/bench/malformed.py.
 void check_header(const std::string & path) {
-    constexpr uint32_t N_LAYERS_MAX = 512; // LLAMA_MAX_LAYERS
     const std::unique_ptr<gguf_context, decltype(&gguf_free)> header(
         gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
     const int64_t id = header ? gguf_find_key(header.get(), "general.architecture") : -1;
@@ -338,18 +425,39 @@ void check_header(const std::string & path) {
     const auto number = [&](const char * name, uint32_t otherwise) {
         return header_u32(header.get(), arch + name, otherwise);
     };
-    const uint32_t n_layer = number(".block_count", 1);
-    const uint32_t n_rot = number(".rope.dimension_count", 0);
-    const char * reason = nullptr;
-    if (n_layer < 1 || n_layer > N_LAYERS_MAX) {
-        reason = "block_count is not in [1, 512]";
-    } else if (number(".nextn_predict_layers", 0) > n_layer) {
-        reason = "nextn_predict_layers is above block_count";
-    } else if (n_rot % 2 != 0 || n_rot > number(".attention.key_length", n_rot)) {
-        reason = "rope.dimension_count is odd or above attention.key_length";
+    for (const char * reason :
+         {wrong_layers(arch, number), wrong_heads(arch, number), wrong_states(arch, number)}) {
+        if (reason != nullptr) {
+            fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
+        }
     }
-    if (reason != nullptr) {
-        fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
+    for (int64_t i = 0; i < gguf_get_n_kv(header.get()); ++i) {
+        const std::string key = gguf_get_key(header.get(), i);
+        const bool is_float = gguf_get_kv_type(header.get(), i) == GGUF_TYPE_FLOAT32;
+        const char * reason = is_float && key.rfind(arch + ".", 0) == 0
+                                  ? wrong_float(key, gguf_get_val_f32(header.get(), i))
+                                  : nullptr;
+        if (reason != nullptr) {
+            fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + key + " is " + reason);
+        }
+    }
+}
+
+// A draft vocabulary that points outside the target's would end the process at the first draft.
+void check_draft_vocabulary(const spec_model & model, const std::string & path) {
+    for (const auto & [name, tensor] : llama_internal_get_tensor_map(model.model.get())) {
+        if (name != "d2t" || tensor->buffer == nullptr) {
+            continue;
+        }
+        bool is_wrong = tensor->type != GGML_TYPE_I64 || ggml_n_dims(tensor) > 1;
+        std::vector<int64_t> tokens(is_wrong ? 0 : static_cast<size_t>(tensor->ne[0]));
+        ggml_backend_tensor_get(tensor, tokens.data(), 0, tokens.size() * sizeof(int64_t));
+        is_wrong |= std::any_of(tokens.begin(), tokens.end(),
+                                [&](int64_t t) { return t < 0 || t >= model.n_vocab(); });
+        if (is_wrong) {
+            fail(SPEC_ERR_BAD_MODEL,
+                 path + " is damaged: its tensor d2t names tokens that the vocabulary has not");
+        }
     }
 }
 
@@ -379,6 +487,7 @@ spec_model * load_model(const spec_model_params & params) {
     }
     model->vocab = llama_model_get_vocab(model->model.get());
     model->vocab_only = params.vocab_only;
+    check_draft_vocabulary(*model, path);
     model->fingerprint = params.vocab_only ? 0 : fingerprint_of(path);
     return model.release();
 }
@@ -1152,11 +1261,11 @@ void check_engine_params(const spec_engine_params & p) {
 // Architectures whose graphs mark the inputs of their layers; asked for those of another one,
 // llama.cpp ends the process at the first decode.
 bool shows_inputs(const std::string & arch) {
-    static const char * const NAMES[] = {
-        "bailingmoe3", "deepseek4", "minimax-01", "gemma4", "hunyuan_vl", "k2-horizon",
-        "lfm2",        "llama",     "mimo2",    "minimax-m2", "muse-glimmer", "nanbeige",
-        "nemotron_h",  "gpt-oss",   "qwen3",    "qwen35", "qwen35moe",  "qwen3moe",
-        "qwen3next",   "qwen4exp"};
+    static const char * const NAMES[] = {"bailingmoe3", "deepseek4",  "minimax-01",   "gemma4",
+                                         "hunyuan_vl",  "k2-horizon", "lfm2",         "llama",
+                                         "mimo2",       "minimax-m2", "muse-glimmer", "nanbeige",
+                                         "nemotron_h",  "gpt-oss",    "qwen3",        "qwen35",
+                                         "qwen35moe",   "qwen3moe",   "qwen3next",    "qwen4exp"};
     return std::any_of(std::begin(NAMES), std::end(NAMES),
                        [&](const char * name) { return arch == name; });
 }
@@ -3278,9 +3387,9 @@ void check_decoder_room(const spec_decoder & decoder, int64_t n_end) {
 void check_states(const spec_decoder & decoder, int32_t n) {
     if (decoder.target != nullptr &&
         decoder.states.size() != static_cast<size_t>(n) * decoder.n_embd()) {
-        fail(SPEC_ERR_BAD_PLAN,
-             "there are states for " + std::to_string(decoder.states.size() / decoder.n_embd()) +
-                 " tokens, not for " + std::to_string(n));
+        fail(SPEC_ERR_BAD_PLAN, "there are states for " +
+                                    std::to_string(decoder.states.size() / decoder.n_embd()) +
+                                    " tokens, not for " + std::to_string(n));
     }
 }
 
@@ -3610,8 +3719,8 @@ std::vector<float> target_features(spec_decoder & target, const llama_model * dr
                 ? llama_get_embeddings_nextn(target.context.get())
                 : llama_get_embeddings_layer_inp(target.context.get(), static_cast<uint32_t>(id));
         if (rows == nullptr) {
-            fail(SPEC_ERR_INTERNAL, "the target's decode left no rows of layer " +
-                                        std::to_string(id));
+            fail(SPEC_ERR_INTERNAL,
+                 "the target's decode left no rows of layer " + std::to_string(id));
         }
         for (size_t t = 0; t < static_cast<size_t>(n); ++t) {
             std::copy_n(rows + t * width, width, features.data() + (t * n_ids + i) * width);

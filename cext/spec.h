@@ -512,9 +512,10 @@ enum spec_rows {
  * l >= 0 for the residual stream after layer l, [n_embd] each; that needs spec_decoder_set_layer
  * before the decode. n_out must be the number of floats of all rows. since ABI 2 */
 int32_t spec_decoder_read(spec_decoder * decoder, int32_t what, float * out, size_t n_out);
-/* Of an EAGLE-3 decoder: encodes the states of all tokens of the target's last decode or tree, scored
- * or not, in their order: out [n_tokens, n_embd]; n_out is its number of floats. BAD_PLAN: there
- * was no such decode since the decoder was made. DECODE_FAILED: nothing has changed. since ABI 2 */
+/* Of an EAGLE-3 decoder: encodes the states of all tokens of the target's last decode or tree,
+ * scored or not, in their order: out [n_tokens, n_embd]; n_out is its number of floats. BAD_PLAN:
+ * there was no such decode since the decoder was made. DECODE_FAILED: nothing has changed. since
+ * ABI 2 */
 int32_t spec_decoder_encode(spec_decoder * decoder, float * out, size_t n_out);
 /* Of an EAGLE-3 decoder: the states of the tokens of the next decode or tree, as many as these:
  * states [n_rows, n_embd]. since ABI 2 */
