@@ -324,10 +324,111 @@ uint32_t header_u32(const gguf_context * header, const std::string & key, uint32
     return is_there ? gguf_get_val_u32(header, id) : otherwise;
 }
 
+bool is_one_of(const std::string & name, std::initializer_list<const char *> names) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+bool ends_with(const std::string & text, const std::string & end) {
+    return text.size() >= end.size() &&
+           text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+// Why a floating-point number of an architecture cannot be, or nullptr.
+const char * wrong_float(const std::string & key, float value) {
+    if (!std::isfinite(value)) {
+        return "not a finite number";
+    }
+    if (ends_with(key, "epsilon") && value < 0.0f) {
+        return "negative";
+    }
+    if (key.find(".rope.freq_base") != std::string::npos && value <= 0.0f) {
+        return "not above 0";
+    }
+    return nullptr;
+}
+
+// The reason why the numbers of a header make llama.cpp end the process or hang, or nullptr.
+template <typename Number> const char * wrong_layers(const std::string & arch, Number && number) {
+    constexpr uint32_t N_LAYERS_MAX = 512; // LLAMA_MAX_LAYERS
+    const uint32_t n_layer = number(".block_count", 1);
+    if (n_layer < 1 || n_layer > N_LAYERS_MAX) {
+        return "block_count is not in [1, 512]";
+    }
+    if (number(".nextn_predict_layers", 0) >= n_layer) {
+        return "nextn_predict_layers is not below block_count";
+    }
+    if (number(".full_attention_interval", 1) == 0) {
+        return "full_attention_interval is 0";
+    }
+    if (arch == "eagle3" && n_layer != 1) {
+        return "block_count is not 1, as in every EAGLE-3 model";
+    }
+    return nullptr;
+}
+
+template <typename Number> const char * wrong_heads(const std::string & arch, Number && number) {
+    const uint32_t n_head = number(".attention.head_count", 0);
+    const uint32_t n_embd = number(".embedding_length", 0);
+    const uint32_t width = number(".attention.key_length", n_head > 0 ? n_embd / n_head : 0);
+    const uint32_t n_rot = number(".rope.dimension_count", width);
+    if (n_rot % 2 != 0 || (width > 0 && n_rot > width)) {
+        return "rope.dimension_count is odd or above attention.key_length";
+    }
+    const bool is_rotated_whole = is_one_of(
+        arch, {"llama",      "llama4",     "qwen2",       "qwen2moe",   "qwen2vl",   "qwen3",
+               "qwen3moe",   "qwen3vl",    "qwen3vlmoe",  "baichuan",   "exaone",    "exaone4",
+               "granite",    "grok",       "hunyuan-moe", "hunyuan_vl", "internlm2", "minimax-01",
+               "minimax-m2", "mistral3",   "nanbeige",    "olmo",       "olmo2",     "olmoe",
+               "smollm3",    "starcoder2", "xverse",      "deepseek",   "dots1"});
+    if (is_rotated_whole && width > 0 && n_rot != width) {
+        return "rope.dimension_count is not the width of a head";
+    }
+    const bool has_equal_widths =
+        is_rotated_whole || is_one_of(arch, {"eagle3", "qwen35", "qwen35moe", "qwen3next"});
+    if (has_equal_widths && number(".attention.value_length", width) != width) {
+        return "attention.value_length is not attention.key_length";
+    }
+    return nullptr;
+}
+
+// What a DFlash model with hyper-connections divides by.
+template <typename Number> const char * wrong_blocks(const std::string & arch, Number && number) {
+    if (arch != "dflash" || number(".hyper_connection.count", 0) == 0) {
+        return nullptr;
+    }
+    if (number(".attention.output_group_count", 0) == 0) {
+        return "attention.output_group_count is missing or 0";
+    }
+    if (number(".attention.sliding_window", 0) == 0) {
+        return "attention.sliding_window is missing or 0";
+    }
+    return nullptr;
+}
+
+template <typename Number> const char * wrong_states(const std::string & arch, Number && number) {
+    constexpr uint32_t N_KERNEL_MAX = 64;
+    if (!is_one_of(arch, {"qwen35", "qwen35moe", "qwen3next"})) {
+        return nullptr;
+    }
+    const uint64_t n_heads = number(".ssm.time_step_rank", 1);
+    const uint64_t n_groups = number(".ssm.group_count", 1);
+    const uint64_t width = number(".ssm.state_size", 1);
+    if (number(".ssm.inner_size", 1) != width * n_heads || width == 0) {
+        return "ssm.inner_size is not ssm.state_size * ssm.time_step_rank";
+    }
+    if (n_groups == 0 || n_heads % n_groups != 0) {
+        return "ssm.group_count does not divide ssm.time_step_rank";
+    }
+    const uint32_t n_kernel = number(".ssm.conv_kernel", 1);
+    if (n_kernel < 1 || n_kernel > N_KERNEL_MAX) {
+        return "ssm.conv_kernel is not in [1, 64]";
+    }
+    return nullptr;
+}
+
 // Refuses numbers on which llama.cpp ends the process instead of refusing them itself: found by
 // tests/bench/malformed.py.
 void check_header(const std::string & path) {
-    constexpr uint32_t N_LAYERS_MAX = 512; // LLAMA_MAX_LAYERS
     const std::unique_ptr<gguf_context, decltype(&gguf_free)> header(
         gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
     const int64_t id = header ? gguf_find_key(header.get(), "general.architecture") : -1;
@@ -338,24 +439,39 @@ void check_header(const std::string & path) {
     const auto number = [&](const char * name, uint32_t otherwise) {
         return header_u32(header.get(), arch + name, otherwise);
     };
-    const uint32_t n_layer = number(".block_count", 1);
-    const uint32_t n_rot = number(".rope.dimension_count", 0);
-    const char * reason = nullptr;
-    if (n_layer < 1 || n_layer > N_LAYERS_MAX) {
-        reason = "block_count is not in [1, 512]";
-    } else if (number(".nextn_predict_layers", 0) > n_layer) {
-        reason = "nextn_predict_layers is above block_count";
-    } else if (n_rot % 2 != 0 || n_rot > number(".attention.key_length", n_rot)) {
-        reason = "rope.dimension_count is odd or above attention.key_length";
-    } else if (arch == "dflash" && number(".hyper_connection.count", 0) > 0 &&
-               number(".attention.output_group_count", 0) == 0) {
-        reason = "attention.output_group_count is missing or 0";
-    } else if (arch == "dflash" && number(".hyper_connection.count", 0) > 0 &&
-               number(".attention.sliding_window", 0) == 0) {
-        reason = "attention.sliding_window is missing or 0";
+    for (const char * reason : {wrong_layers(arch, number), wrong_heads(arch, number),
+                                wrong_states(arch, number), wrong_blocks(arch, number)}) {
+        if (reason != nullptr) {
+            fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
+        }
     }
-    if (reason != nullptr) {
-        fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
+    for (int64_t i = 0; i < gguf_get_n_kv(header.get()); ++i) {
+        const std::string key = gguf_get_key(header.get(), i);
+        const bool is_float = gguf_get_kv_type(header.get(), i) == GGUF_TYPE_FLOAT32;
+        const char * reason = is_float && key.rfind(arch + ".", 0) == 0
+                                  ? wrong_float(key, gguf_get_val_f32(header.get(), i))
+                                  : nullptr;
+        if (reason != nullptr) {
+            fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + key + " is " + reason);
+        }
+    }
+}
+
+// A draft vocabulary that points outside the target's would end the process at the first draft.
+void check_draft_vocabulary(const spec_model & model, const std::string & path) {
+    for (const auto & [name, tensor] : llama_internal_get_tensor_map(model.model.get())) {
+        if (name != "d2t" || tensor->buffer == nullptr) {
+            continue;
+        }
+        bool is_wrong = tensor->type != GGML_TYPE_I64 || ggml_n_dims(tensor) > 1;
+        std::vector<int64_t> tokens(is_wrong ? 0 : static_cast<size_t>(tensor->ne[0]));
+        ggml_backend_tensor_get(tensor, tokens.data(), 0, tokens.size() * sizeof(int64_t));
+        is_wrong |= std::any_of(tokens.begin(), tokens.end(),
+                                [&](int64_t t) { return t < 0 || t >= model.n_vocab(); });
+        if (is_wrong) {
+            fail(SPEC_ERR_BAD_MODEL,
+                 path + " is damaged: its tensor d2t names tokens that the vocabulary has not");
+        }
     }
 }
 
@@ -385,6 +501,7 @@ spec_model * load_model(const spec_model_params & params) {
     }
     model->vocab = llama_model_get_vocab(model->model.get());
     model->vocab_only = params.vocab_only;
+    check_draft_vocabulary(*model, path);
     model->fingerprint = params.vocab_only ? 0 : fingerprint_of(path);
     return model.release();
 }
@@ -1264,7 +1381,7 @@ void check_shared_tables(const spec_model & target, const spec_model & draft) {
 
 // A draft with a vocabulary of its own names the target's token of each of its rows; llama.cpp
 // ends the process at one that does not exist.
-void check_draft_vocabulary(const spec_model & target, const spec_model & draft) {
+void check_drafted_tokens(const spec_model & target, const spec_model & draft) {
     const ggml_tensor * d2t = tensor_of(draft, "d2t");
     if (d2t == nullptr) {
         return;
@@ -1300,7 +1417,7 @@ void check_eagle3(const spec_model & target, const spec_model & draft) {
                                               width + "; this target's have " +
                                               std::to_string(n_embd));
     }
-    check_draft_vocabulary(target, draft);
+    check_drafted_tokens(target, draft);
 }
 
 bool is_dspark(const spec_model & draft) {
@@ -1393,7 +1510,7 @@ void check_block_draft(const spec_model & target, const spec_model & draft,
     }
     check_layers_read(target, draft);
     check_shared_tables(target, draft);
-    check_draft_vocabulary(target, draft);
+    check_drafted_tokens(target, draft);
     check_selector(draft);
     layout_of(draft);
     if (wants_dspark && p.p_min > 0.0f) {
@@ -3391,6 +3508,7 @@ struct decoder_sequence {
 
 struct spec_decoder {
     const spec_model * model = nullptr;
+    spec_decoder * target = nullptr; // of an EAGLE-3 decoder: whose hidden states it drafts from
     spec_decoder_limits limits = {};
     llama_context_ptr context;
     rollback_kind rollback = rollback_kind::any;
@@ -3398,7 +3516,10 @@ struct spec_decoder {
     std::vector<decoder_sequence> sequences;
     std::vector<bool> wanted_layers; // kept from the next decode on
     std::vector<bool> kept_layers;   // kept by the last decode
+    std::vector<bool> read_inputs;   // inputs of layers that an EAGLE-3 decoder reads, by layer
+    std::vector<float> states;       // of an EAGLE-3 decoder: rows for the tokens that come next
     int32_t n_rows = 0;              // of the last scored decode
+    int32_t n_decoded = 0;           // tokens of the last decode, scored or not
 
     int32_t tree_owner = -1; // the sequence that the tree hangs on
     std::vector<tree_node> tree;
@@ -3406,6 +3527,7 @@ struct spec_decoder {
 
     llama_memory_t memory() const { return llama_get_memory(context.get()); }
     bool is_recurrent() const { return rollback != rollback_kind::any; }
+    size_t n_embd() const { return static_cast<size_t>(limits.n_embd); }
 };
 
 namespace {
@@ -3484,6 +3606,7 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
     c.flash_attn_type =
         p.flash_attention ? LLAMA_FLASH_ATTN_TYPE_AUTO : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     c.kv_unified = has_trees; // a node shared by branches is one cell of one pool
+    c.ctx_other = decoder.target != nullptr ? decoder.target->context.get() : nullptr;
     last_llama_error.clear();
     decoder.context.reset(llama_init_from_model(decoder.model->model.get(), c));
     if (!decoder.context || decoder.memory() == nullptr) {
@@ -3512,8 +3635,17 @@ void fill_decoder_limits(spec_decoder & decoder, const spec_decoder_params & p) 
     l.n_embd = llama_model_n_embd(m);
     l.n_embd_out = llama_model_n_embd_out(m);
     l.n_layer = llama_model_n_layer(m);
-    l.has_layers = shows_layers(decoder.model->arch());
+    l.has_layers = decoder.target == nullptr && shows_layers(decoder.model->arch());
     l.is_last_layer_normed = !shows_last_layer(decoder.model->arch());
+}
+
+void begin_decoder(spec_decoder & decoder, const spec_decoder_params & params) {
+    fill_decoder_limits(decoder, params);
+    decoder.batch = common_batch(decoder.context.get());
+    decoder.sequences.resize(static_cast<size_t>(params.n_seq_max));
+    decoder.wanted_layers.resize(static_cast<size_t>(decoder.limits.n_layer));
+    decoder.kept_layers.resize(static_cast<size_t>(decoder.limits.n_layer));
+    decoder.read_inputs.resize(static_cast<size_t>(decoder.limits.n_layer) + 1);
 }
 
 spec_decoder * make_decoder(const spec_model & model, const spec_decoder_params & params) {
@@ -3523,11 +3655,45 @@ spec_decoder * make_decoder(const spec_model & model, const spec_decoder_params 
     decoder->model = &model;
     make_decoder_context(*decoder, params);
     decoder->rollback = probe_rollback(decoder->context.get(), "model");
-    fill_decoder_limits(*decoder, params);
-    decoder->batch = common_batch(decoder->context.get());
-    decoder->sequences.resize(static_cast<size_t>(params.n_seq_max));
-    decoder->wanted_layers.resize(static_cast<size_t>(decoder->limits.n_layer));
-    decoder->kept_layers.resize(static_cast<size_t>(decoder->limits.n_layer));
+    begin_decoder(*decoder, params);
+    return decoder.release();
+}
+
+// The target keeps the rows that the draft reads, of every token that it decodes from now on.
+void keep_inputs(spec_decoder & target, const llama_model * draft) {
+    for (uint32_t i = 0; i < llama_model_target_layer_ids_n(draft); ++i) {
+        const int32_t id = llama_model_target_layer_ids(draft)[i];
+        if (id == target.limits.n_layer) {
+            llama_set_embeddings_nextn(target.context.get(), true, /*masked*/ false);
+        } else {
+            llama_set_embeddings_layer_inp(target.context.get(), static_cast<uint32_t>(id), true);
+        }
+        target.read_inputs[static_cast<size_t>(id)] = true;
+    }
+    target.n_decoded = 0; // what was decoded before has left no such rows
+}
+
+spec_decoder * make_eagle3_decoder(const spec_model & model, spec_decoder & target,
+                                   const spec_decoder_params & params) {
+    check_decoder_params(params);
+    if (model.vocab_only) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
+    }
+    if (target.target != nullptr) {
+        fail(SPEC_ERR_UNSUPPORTED, "the target is a draft model's decoder itself");
+    }
+    check_eagle3(*target.model, model);
+    check_target_name(*target.model, model);
+    if (!common_speculative_are_compatible(target.model->model.get(), model.model.get())) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "the draft model's vocabulary differs from the target's");
+    }
+    auto decoder = std::make_unique<spec_decoder>();
+    decoder->model = &model;
+    decoder->target = &target;
+    make_decoder_context(*decoder, params);
+    begin_decoder(*decoder, params);
+    llama_set_embeddings_nextn(decoder->context.get(), true, /*masked*/ true);
+    keep_inputs(target, model.model.get());
     return decoder.release();
 }
 
@@ -3553,18 +3719,35 @@ void check_decoder_room(const spec_decoder & decoder, int64_t n_end) {
     }
 }
 
+// An EAGLE-3 decoder's tokens come with as many states.
+void check_states(const spec_decoder & decoder, int32_t n) {
+    if (decoder.target != nullptr &&
+        decoder.states.size() != static_cast<size_t>(n) * decoder.n_embd()) {
+        fail(SPEC_ERR_BAD_PLAN, "there are states for " +
+                                    std::to_string(decoder.states.size() / decoder.n_embd()) +
+                                    " tokens, not for " + std::to_string(n));
+    }
+}
+
 // Runs the batch. Scored batches are scored whole, so the hidden rows of all tokens can be had.
 int32_t run_decoder(spec_decoder & decoder, bool is_output) {
-    decoder.n_rows = 0;
+    decoder.n_rows = decoder.n_decoded = 0;
     decoder.kept_layers = decoder.wanted_layers;
-    llama_set_embeddings(decoder.context.get(), is_output);
+    const bool is_draft = decoder.target != nullptr;
+    for (int32_t i = 0; is_draft && i < decoder.batch.size(); ++i) {
+        float * state = decoder.states.data() + static_cast<size_t>(i) * decoder.n_embd();
+        decoder.batch.set_embd(i, {state, 1, decoder.n_embd()});
+    }
+    llama_set_embeddings(decoder.context.get(), is_output && !is_draft);
     last_llama_error.clear();
     const int32_t rc =
         llama_process(decoder.context.get(), LLAMA_PROCESS_TYPE_DECODE, decoder.batch.get());
     if (rc == 0) {
         llama_synchronize(decoder.context.get());
-        decoder.n_rows = is_output ? decoder.batch.size() : 0;
+        decoder.n_decoded = decoder.batch.size();
+        decoder.n_rows = is_output ? decoder.n_decoded : 0;
     }
+    decoder.states.clear();
     return rc;
 }
 
@@ -3578,6 +3761,7 @@ void decode_sequence(spec_decoder & decoder, int32_t seq_id, const int32_t * tok
         check_token(tokens[i], decoder.limits.n_vocab, "tokens");
     }
     check_no_tree(decoder, seq_id);
+    check_states(decoder, n);
     check_decoder_room(decoder, int64_t{seq.n_past} + n);
     decoder.batch.clear();
     for (int32_t i = 0; i < n; ++i) {
@@ -3734,6 +3918,7 @@ void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & pla
 void decode_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens,
                  const int32_t * parents, int32_t n) {
     check_tree(decoder, seq_id, tokens, parents, n);
+    check_states(decoder, n);
     tree_plan plan = plan_tree(decoder, seq_id, parents, n);
     const size_t n_old = decoder.tree.size();
     copy_branches(decoder, seq_id, plan);
@@ -3798,7 +3983,8 @@ void check_layer(const spec_decoder & decoder, int32_t layer) {
 void set_layer(spec_decoder & decoder, int32_t layer, bool is_kept) {
     check_layer(decoder, layer);
     const size_t i = static_cast<size_t>(layer);
-    if (!is_hidden_row(decoder, layer) && decoder.wanted_layers[i] != is_kept) {
+    if (!is_hidden_row(decoder, layer) && decoder.wanted_layers[i] != is_kept &&
+        !decoder.read_inputs[i + 1]) {
         llama_set_embeddings_layer_inp(decoder.context.get(), static_cast<uint32_t>(layer) + 1,
                                        is_kept);
     }
@@ -3811,7 +3997,8 @@ const float * row(spec_decoder & decoder, int32_t what, int32_t i) {
         return llama_get_logits_ith(ctx, i);
     }
     if (is_hidden_row(decoder, what)) {
-        return llama_get_embeddings_ith(ctx, i);
+        return decoder.target != nullptr ? llama_get_embeddings_nextn_ith(ctx, i)
+                                         : llama_get_embeddings_ith(ctx, i);
     }
     const float * rows = llama_get_embeddings_layer_inp(ctx, static_cast<uint32_t>(what) + 1);
     return rows + static_cast<ptrdiff_t>(i) * decoder.limits.n_embd;
@@ -3844,6 +4031,83 @@ void read_rows(spec_decoder & decoder, int32_t what, float * out, size_t n_out) 
             fail(SPEC_ERR_INTERNAL, "the decode left no such rows");
         }
         std::copy(source, source + width, out + static_cast<size_t>(i) * width);
+    }
+}
+
+void set_states(spec_decoder & decoder, const float * states, int32_t n) {
+    if (decoder.target == nullptr) {
+        fail(SPEC_ERR_UNSUPPORTED, "only an EAGLE-3 decoder reads states");
+    }
+    check_range("n_rows", n, 1, decoder.limits.n_batch);
+    deref(states, "states");
+    decoder.states.assign(states, states + static_cast<size_t>(n) * decoder.n_embd());
+}
+
+// Rows of the target's layers, side by side for each token: [n, 3 * width].
+std::vector<float> target_features(spec_decoder & target, const llama_model * draft, int32_t n) {
+    const uint32_t n_ids = llama_model_target_layer_ids_n(draft);
+    const size_t width = target.n_embd();
+    std::vector<float> features(static_cast<size_t>(n) * n_ids * width);
+    for (uint32_t i = 0; i < n_ids; ++i) {
+        const int32_t id = llama_model_target_layer_ids(draft)[i];
+        const float * rows =
+            id == target.limits.n_layer
+                ? llama_get_embeddings_nextn(target.context.get())
+                : llama_get_embeddings_layer_inp(target.context.get(), static_cast<uint32_t>(id));
+        if (rows == nullptr) {
+            fail(SPEC_ERR_INTERNAL,
+                 "the target's decode left no rows of layer " + std::to_string(id));
+        }
+        for (size_t t = 0; t < static_cast<size_t>(n); ++t) {
+            std::copy_n(rows + t * width, width, features.data() + (t * n_ids + i) * width);
+        }
+    }
+    return features;
+}
+
+// The encoder takes a batch of one ubatch, with positions that it does not use.
+void encode_features(spec_decoder & decoder, float * features, size_t width, int32_t n,
+                     float * out) {
+    llama_context * ctx = decoder.context.get();
+    decoder.n_rows = decoder.n_decoded = 0;
+    decoder.batch.clear();
+    llama_pos pos = llama_memory_seq_pos_max(decoder.memory(), 0) + 1;
+    for (int32_t i = 0; i < n; ++i, ++pos) {
+        float * row = features + static_cast<size_t>(i) * width;
+        decoder.batch.add_embd({row, 1, width}, &pos, 0, /*output*/ true);
+    }
+    last_llama_error.clear();
+    const int32_t rc = llama_process(ctx, LLAMA_PROCESS_TYPE_ENCODE, decoder.batch.get());
+    const float * rows = rc == 0 ? llama_get_embeddings_nextn(ctx) : nullptr;
+    if (rows == nullptr) {
+        fail(SPEC_ERR_DECODE_FAILED, "the encoder returned " + std::to_string(rc) + llama_reason());
+    }
+    llama_synchronize(ctx);
+    std::copy_n(rows, static_cast<size_t>(n) * decoder.n_embd(), out);
+}
+
+void encode_target(spec_decoder & decoder, float * out, size_t n_out) {
+    if (decoder.target == nullptr) {
+        fail(SPEC_ERR_UNSUPPORTED, "only an EAGLE-3 decoder reads a target");
+    }
+    spec_decoder & target = *decoder.target;
+    const int32_t n = target.n_decoded;
+    if (n == 0) {
+        fail(SPEC_ERR_BAD_PLAN, "the target's last decode failed, or there was none");
+    }
+    if (n_out != static_cast<size_t>(n) * decoder.n_embd()) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "n_out is " + std::to_string(n_out) + "; the " +
+                                            std::to_string(n) + " rows have " +
+                                            std::to_string(decoder.n_embd()) + " values each");
+    }
+    deref(out, "out");
+    std::vector<float> features = target_features(target, decoder.model->model.get(), n);
+    const size_t width = features.size() / static_cast<size_t>(n);
+    const int32_t n_chunk = static_cast<int32_t>(llama_n_ubatch(decoder.context.get()));
+    for (int32_t i = 0; i < n; i += n_chunk) {
+        const size_t at = static_cast<size_t>(i);
+        encode_features(decoder, features.data() + at * width, width, std::min(n_chunk, n - i),
+                        out + at * decoder.n_embd());
     }
 }
 
@@ -4424,6 +4688,15 @@ int32_t spec_decoder_init(const spec_model * model, const spec_decoder_params * 
     });
 }
 
+int32_t spec_decoder_init_eagle3(const spec_model * model, spec_decoder * target,
+                                 const spec_decoder_params * params, spec_decoder ** out) {
+    return guarded([&] {
+        deref(out, "out") = nullptr;
+        *out = make_eagle3_decoder(deref(model, "model"), deref(target, "target"),
+                                   deref(params, "params"));
+    });
+}
+
 void spec_decoder_free(spec_decoder * decoder) {
     delete decoder;
 }
@@ -4462,6 +4735,14 @@ int32_t spec_decoder_tree_commit(spec_decoder * decoder, int32_t seq_id, const i
 
 int32_t spec_decoder_read(spec_decoder * decoder, int32_t what, float * out, size_t n_out) {
     return guarded([&] { read_rows(deref(decoder, "decoder"), what, out, n_out); });
+}
+
+int32_t spec_decoder_encode(spec_decoder * decoder, float * out, size_t n_out) {
+    return guarded([&] { encode_target(deref(decoder, "decoder"), out, n_out); });
+}
+
+int32_t spec_decoder_set_states(spec_decoder * decoder, const float * states, int32_t n_rows) {
+    return guarded([&] { set_states(deref(decoder, "decoder"), states, n_rows); });
 }
 
 int32_t spec_decoder_set_layer(spec_decoder * decoder, int32_t layer, bool is_kept) {

@@ -482,6 +482,14 @@ void spec_decoder_default_params(spec_decoder_params * out);
  * models that draft from another model's hidden states), OUT_OF_MEMORY. since ABI 2 */
 int32_t spec_decoder_init(const spec_model * model, const spec_decoder_params * params,
                           spec_decoder ** out);
+/* Makes a decoder of an EAGLE-3 draft model beside a decoder of its target, which must outlive it
+ * and keeps, from now on, the hidden states that the draft reads. Each of its tokens comes with a
+ * state (spec_decoder_set_states) and stands one position before its own: position p takes the
+ * token at p + 1 and the target's state at p; further down a draft, the draft's own hidden row
+ * (SPEC_ROWS_HIDDEN, before the final norm here) of the token before. Errors: as
+ * spec_decoder_init, NOT_EAGLE3, INCOMPATIBLE_DRAFT. since ABI 2 */
+int32_t spec_decoder_init_eagle3(const spec_model * model, spec_decoder * target,
+                                 const spec_decoder_params * params, spec_decoder ** out);
 void spec_decoder_free(spec_decoder * decoder);
 int32_t spec_decoder_get_limits(const spec_decoder * decoder, spec_decoder_limits * out);
 /* Tokens in a sequence's cache, or a negative error. since ABI 2 */
@@ -520,6 +528,14 @@ enum spec_rows {
  * l >= 0 for the residual stream after layer l, [n_embd] each; that needs spec_decoder_set_layer
  * before the decode. n_out must be the number of floats of all rows. since ABI 2 */
 int32_t spec_decoder_read(spec_decoder * decoder, int32_t what, float * out, size_t n_out);
+/* Of an EAGLE-3 decoder: encodes the states of all tokens of the target's last decode or tree,
+ * scored or not, in their order: out [n_tokens, n_embd]; n_out is its number of floats. BAD_PLAN:
+ * there was no such decode since the decoder was made. DECODE_FAILED: nothing has changed. since
+ * ABI 2 */
+int32_t spec_decoder_encode(spec_decoder * decoder, float * out, size_t n_out);
+/* Of an EAGLE-3 decoder: the states of the tokens of the next decode or tree, as many as these:
+ * states [n_rows, n_embd]. since ABI 2 */
+int32_t spec_decoder_set_states(spec_decoder * decoder, const float * states, int32_t n_rows);
 /* Chooses whether the rows of a layer in [0, n_layer) are kept from the next decode on. UNSUPPORTED
  * without has_layers. since ABI 2 */
 int32_t spec_decoder_set_layer(spec_decoder * decoder, int32_t layer, bool is_kept);

@@ -24,6 +24,7 @@ from drafthouse_engine import (
     DecoderConfig,
     DecoderPool,
     DraftTree,
+    Eagle3Drafter,
     EngineError,
     Generation,
     GenerationMethod,
@@ -171,18 +172,33 @@ def models() -> Iterator[dict[str, Model]]:
         model.close()
 
 
-def draft_of(method: str, target: str, models: dict[str, Model]) -> Model | None:
-    name = {"vanilla": SIMPLE, "tree": SIMPLE, "eagle3": EAGLE3[target]}.get(method)
+def as_method(way: str) -> GenerationMethod:
+    return "tree" if way == "eagle3-tree" else way  # type: ignore[return-value]  # a literal
+
+
+METHODS: dict[str, GenerationMethod] = {
+    "vanilla": "vanilla",
+    "mtp": "mtp",
+    "eagle3": "eagle3",
+    "ngram": "ngram",
+    "tree": "tree",
+    "eagle3 tree": "tree",
+}
+
+
+def draft_of(way: str, target: str, models: dict[str, Model]) -> Model | None:
+    names = {"vanilla": SIMPLE, "tree": SIMPLE}
+    name = EAGLE3[target] if way.startswith("eagle3") else names.get(way)
     return models[name] if name else None
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("method", ["vanilla", "mtp", "eagle3", "ngram", "tree"])
+@pytest.mark.parametrize("way", METHODS)
 def test_greedy_text_is_the_same_with_any_draft(
-    method: GenerationMethod, target: str, models: dict[str, Model]
+    way: str, target: str, models: dict[str, Model]
 ) -> None:
-    if method == "tree" and target == "hybrid":
+    if METHODS[way] == "tree" and target == "hybrid":
         pytest.skip("a recurrent model has no trees: test_a_tree_needs_a_model_that_attends")
     model = models[TARGETS[target]]
     referee = Referee(target)
@@ -192,8 +208,8 @@ def test_greedy_text_is_the_same_with_any_draft(
         drafted = generate(
             model,
             prompt,
-            method=method,
-            draft=draft_of(method, target, models),
+            method=METHODS[way],
+            draft=draft_of(way, target, models),
             n_tokens=N_TOKENS,
             n_draft=3,
             n_threads=1,
@@ -212,8 +228,8 @@ def test_greedy_text_is_the_same_with_any_draft(
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("method", ["vanilla", "tree"])
-def test_a_seed_repeats_a_sampled_text(method: GenerationMethod, models: dict[str, Model]) -> None:
+@pytest.mark.parametrize("way", ["vanilla", "tree", "eagle3 tree"])
+def test_a_seed_repeats_a_sampled_text(way: str, models: dict[str, Model]) -> None:
     model = models[TARGETS["dense"]]
     prompt = prompts((40,))[0]
 
@@ -222,8 +238,8 @@ def test_a_seed_repeats_a_sampled_text(method: GenerationMethod, models: dict[st
         return generate(
             model,
             prompt,
-            method=method,
-            draft=models[SIMPLE],
+            method=METHODS[way],
+            draft=draft_of(way, "dense", models),
             n_tokens=16,
             sampling=sampling,
             n_threads=1,
@@ -244,9 +260,10 @@ def test_a_text_prompt_is_tokenised(models: dict[str, Model]) -> None:
 
 @pytest.mark.model
 def test_a_tree_needs_a_model_that_attends(models: dict[str, Model]) -> None:
-    hybrid, simple = models[TARGETS["hybrid"]], models[SIMPLE]
-    with pytest.raises(Unsupported, match="single state per sequence"):
-        generate(hybrid, [1, 2], method="tree", draft=simple, n_threads=1)
+    hybrid = models[TARGETS["hybrid"]]
+    for draft in (models[SIMPLE], models[EAGLE3["hybrid"]]):
+        with pytest.raises(Unsupported, match="single state per sequence"):
+            generate(hybrid, [1, 2], method="tree", draft=draft, n_threads=1)
 
 
 @pytest.mark.model
@@ -274,9 +291,9 @@ CHI_SQUARE_15 = 44.3
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("method", ["vanilla", "tree"])
+@pytest.mark.parametrize("way", ["vanilla", "tree", "eagle3 tree"])
 def test_sampled_pairs_are_distributed_as_the_target_says(
-    method: str, models: dict[str, Model]
+    way: str, models: dict[str, Model]
 ) -> None:
     prompt = list(prompts((30,))[0])
     sampling = SamplingParams(temperature=1.3, top_k=4, top_p=1.0, min_p=0.0)
@@ -287,6 +304,7 @@ def test_sampled_pairs_are_distributed_as_the_target_says(
         DecoderPool(models[SIMPLE], config) as drafts,
     ):
         target, draft = pool.tree_decoder(), drafts.tree_decoder()
+        eagle3 = Eagle3Drafter(target, models[EAGLE3["dense"]])
         exact = exact_pairs(target, prompt, sampling)
         counts = dict.fromkeys(exact, 0)
         target.observe(prompt[:-1])
@@ -294,10 +312,11 @@ def test_sampled_pairs_are_distributed_as_the_target_says(
         for _ in range(N_DRAWS):
             target.rollback_to(len(prompt) - 1)
             draft.rollback_to(len(prompt) - 1)
-            if method == "tree":
+            if METHODS[way] == "tree":
                 shape = TreeShape(depth=1, width=3, n_nodes=3)
+                drafter = draft if way == "tree" else eagle3
                 found = generate_tree(
-                    target, draft, prompt[-1:], 2, shape=shape, sampling=sampling, rng=rng
+                    target, drafter, prompt[-1:], 2, shape=shape, sampling=sampling, rng=rng
                 )
             else:
                 found = generate_vanilla(
@@ -305,6 +324,7 @@ def test_sampled_pairs_are_distributed_as_the_target_says(
                 )
             first, second = found.tokens
             counts[first, second] += 1  # a KeyError: a token of probability 0
+        eagle3.close()
     gaps = [(counts[pair] - N_DRAWS * p) ** 2 / (N_DRAWS * p) for pair, p in exact.items()]
     assert len(gaps) == 16
     assert sum(gaps) < CHI_SQUARE_15

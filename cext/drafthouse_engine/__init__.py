@@ -34,6 +34,7 @@ from drafthouse_engine.decoder import Decoder
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.decoder_pool import DecoderPool
 from drafthouse_engine.distribution import sample_token, token_distribution
+from drafthouse_engine.eagle3_drafter import Eagle3Drafter
 from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams, Pooling
 from drafthouse_engine.errors import (
     AcceptedTooMany,
@@ -78,6 +79,7 @@ from drafthouse_engine.generate import (
     GenerationMethod,
     GenerationStats,
     Scorer,
+    TreeDrafter,
     TreeScorer,
     TreeShape,
     generate,
@@ -148,6 +150,7 @@ __all__ = [
     "DraftType",
     "DraftWork",
     "DsparkSession",
+    "Eagle3Drafter",
     "Eagle3Session",
     "Embedder",
     "EmbedderLimits",
@@ -195,6 +198,7 @@ __all__ = [
     "Status",
     "StepResult",
     "TreeDecoder",
+    "TreeDrafter",
     "TreeScorer",
     "TreeShape",
     "Unsupported",

@@ -1755,11 +1755,14 @@ cdef class DecoderContext:
     """A model over one context, several sequences, no sampler: what `Decoder` stands on.
 
     Args:
-        model: any model that decodes on its own.
+        model: any model that decodes on its own, or, with a target, an EAGLE-3 draft model.
         config: None means the defaults of `DecoderConfig`.
+        target: the context of the model that an EAGLE-3 model drafts for; it is held.
 
     Raises:
-        Unsupported: the model has an encoder or drafts from another model's hidden states.
+        Unsupported: the model has an encoder, or drafts from another model's hidden states and no
+            target was given; the target does not show them.
+        NotEagle3, IncompatibleDraft: the model does not draft for this target.
         InvalidArgument: the configuration does not fit the model.
         OutOfMemory: memory could not be allocated.
 
@@ -1779,11 +1782,15 @@ cdef class DecoderContext:
     """Identifier of the owning thread, as `threading.get_ident` gives it."""
     cdef readonly int32_t n_rows
     """Rows of the last scored decode."""
+    cdef readonly int32_t n_decoded
+    """Tokens of the last decode or tree, scored or not."""
+    cdef readonly DecoderContext target
+    """The context that an EAGLE-3 model drafts for; None for other models."""
     cdef bint _is_busy
     cdef bint _holds_model
     cdef object __weakref__
 
-    def __cinit__(self, Model model not None, config=None):
+    def __cinit__(self, Model model not None, config=None, DecoderContext target=None):
         cdef spec.spec_decoder_params c
         self.config = DecoderConfig() if config is None else config
         if not isinstance(self.config, DecoderConfig):
@@ -1793,9 +1800,21 @@ cdef class DecoderContext:
         model._use()
         self.model = model
         self._holds_model = True
-        self._init(&c)
+        self.target = target
+        if target is None:
+            self._init(&c)
+        else:
+            self._init_eagle3(&c)
         self.limits = self._read_limits()
         decoders.add(self)
+
+    cdef int _init_eagle3(self, const spec.spec_decoder_params * params) except -1:
+        cdef int32_t rc
+        cdef const spec.spec_model * model = self.model._handle
+        cdef spec.spec_decoder * target = self.target._enter()
+        with nogil:
+            rc = spec.spec_decoder_init_eagle3(model, target, params, &self._handle)
+        return self.target._leave(rc)
 
     cdef int _init(self, const spec.spec_decoder_params * params) except -1:
         cdef int32_t rc
@@ -1842,6 +1861,8 @@ cdef class DecoderContext:
         enter_call()
         if self._handle is NULL:
             self._refuse(errors.Closed("the decoder context is closed"))
+        if self.target is not None and self.target._handle is NULL:
+            self._refuse(errors.Closed("the target's decoder context is closed"))
         if self._is_busy or PyThread_get_thread_ident() != self.owner:
             self._refuse(self._wrong_thread())
         self._is_busy = True
@@ -1929,6 +1950,7 @@ cdef class DecoderContext:
                 handle, c_seq_id, <const int32_t *>c_tokens.view.buf, n, c_is_output)
         if rc == spec.SPEC_OK:
             self.n_rows = n if c_is_output else 0
+            self.n_decoded = n
         self._leave(rc)
 
     def rollback(self, seq_id, n_past):
@@ -1980,7 +2002,55 @@ cdef class DecoderContext:
                 handle, c_seq_id, <const int32_t *>c_tokens.view.buf,
                 <const int32_t *>c_parents.view.buf, n)
         if rc == spec.SPEC_OK:
-            self.n_rows = n
+            self.n_rows = self.n_decoded = n
+        self._leave(rc)
+
+    def encode(self):
+        """Returns the encoded states of all tokens of the target's last decode or tree.
+
+        Shape:
+            [n_decoded of the target, n_embd] float32.
+
+        Raises:
+            Unsupported: this is no EAGLE-3 model's context.
+            BadPlan: the target's last decode failed, or there was none since this was made.
+            DecodeFailed: the encoder failed; nothing has changed.
+        """
+        if self.target is None:
+            raise errors.Unsupported("only an EAGLE-3 model encodes a target's states")
+        rows = np.empty((self.target.n_decoded, self.limits.n_embd), np.float32)
+        cdef Buffer out = Buffer(rows, True)
+        cdef size_t n_out = <size_t>out.view.len // sizeof(float)
+        cdef int32_t rc
+        cdef spec.spec_decoder * handle = self._enter()
+        with nogil:
+            rc = spec.spec_decoder_encode(handle, <float *>out.view.buf, n_out)
+        self._leave(rc)
+        return rows
+
+    def set_states(self, states):
+        """Sets the states that the tokens of the next decode or tree come with.
+
+        Args:
+            states: one row for each of those tokens.
+
+        Shape:
+            [n_tokens, n_embd] float32.
+
+        Raises:
+            Unsupported: this is no EAGLE-3 model's context.
+            InvalidArgument: the rows have another width, or there are too many.
+        """
+        rows = np.ascontiguousarray(states, np.float32)
+        if rows.ndim != 2 or rows.shape[1] != self.limits.n_embd:
+            raise errors.InvalidArgument(
+                f"states must be [n_tokens, {self.limits.n_embd}], not {list(rows.shape)}")
+        cdef Buffer c_states = Buffer(rows)
+        cdef int32_t n = int32_of(rows.shape[0], "n_tokens")
+        cdef int32_t rc
+        cdef spec.spec_decoder * handle = self._enter()
+        with nogil:
+            rc = spec.spec_decoder_set_states(handle, <const float *>c_states.view.buf, n)
         self._leave(rc)
 
     def tree_commit(self, seq_id, path):

@@ -1,7 +1,11 @@
 """Measures where a draft pays: `python -m drafthouse_engine.bench_tree TARGET DRAFT PROMPTS`.
 
+DRAFT is an ordinary small model, or an EAGLE-3 model of the target.
+
 Every way of drafting writes the same prompts on, greedily, one sequence alone, through the same
-decoders, so that they differ in what they draft only. The columns: tokens that a forward of the
+decoders, so that they differ in what they draft only. A chain of an EAGLE-3 model is a tree of
+width 1; its lines "engine chain" are the chain that `generate(method="eagle3")` drafts, without the
+decoders' copies of logits to Python. The columns: tokens that a forward of the
 target yields, forwards of the draft and drafted tokens per forward of the target, speed by the
 clock, and by the processor's time, which other work on the machine disturbs less.
 """
@@ -22,9 +26,11 @@ from drafthouse_engine._spec import Model
 from drafthouse_engine.decoder import Decoder
 from drafthouse_engine.decoder_config import DecoderConfig
 from drafthouse_engine.decoder_pool import DecoderPool
+from drafthouse_engine.eagle3_drafter import Eagle3Drafter
 from drafthouse_engine.generate import (
     Generation,
     TreeShape,
+    generate,
     generate_autoregressive,
     generate_tree,
     generate_vanilla,
@@ -49,11 +55,10 @@ SHAPES: Final = (
 
 
 class _Bench:
-    """Decoders of both models, used again for every prompt and way of drafting."""
+    """Decoders that are used again for every prompt and way of drafting."""
 
-    def __init__(self, target: Decoder, draft: Decoder) -> None:
-        self._target = target
-        self._draft = draft
+    def __init__(self, *decoders: Decoder) -> None:
+        self._decoders = decoders
 
     def measure(self, way: Way, prompts: Sequence[Sequence[int]], n_tokens: int) -> str:
         """Returns the numbers of one way of drafting as text."""
@@ -77,7 +82,7 @@ class _Bench:
         return text, max(1e-9, cpu_s + full_s)
 
     def _timed(self, way: Way, prompt: Sequence[int], n_tokens: int) -> tuple[Generation, float]:
-        for decoder in (self._target, self._draft):
+        for decoder in self._decoders:
             decoder.rollback_to(0)
         start_s = time.process_time()
         text = way(prompt, n_tokens)
@@ -95,7 +100,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m drafthouse_engine.bench_tree", description="Chain and tree drafts, measured"
     )
     parser.add_argument("target", type=Path, help="GGUF file of the target")
-    parser.add_argument("draft", type=Path, help="GGUF file of an ordinary draft model")
+    parser.add_argument("draft", type=Path, help="GGUF file of a draft model, ordinary or EAGLE-3")
     parser.add_argument("prompts", type=Path, help='JSON: {"prompts": [{"text": …}, …]}')
     parser.add_argument("--n-prompts", type=int, default=8, help="prompts, of the first (8)")
     parser.add_argument("--n-prompt", type=int, default=128, help="tokens of a prompt (128)")
@@ -119,6 +124,50 @@ def _ways(target: Decoder, draft: Decoder) -> Iterator[tuple[str, Way]]:
             )
 
 
+def _eagle3_ways(
+    target: TreeDecoder, drafter: Eagle3Drafter, n_threads: int
+) -> Iterator[tuple[str, Way]]:
+    yield "autoregressive", lambda prompt, n: generate_autoregressive(target, prompt, n)
+    for n_draft in CHAINS:
+        shape = TreeShape(n_draft, 1, n_draft)
+        yield f"chain {n_draft}", partial(generate_tree, target, drafter, shape=shape)
+    for shape in SHAPES:
+        yield (
+            f"tree {shape.depth} x {shape.width}, {shape.n_nodes} nodes",
+            partial(generate_tree, target, drafter, shape=shape),
+        )
+    yield "engine, no draft", _engine_way(target.pool.model, None, 1, n_threads)
+    for n_draft in CHAINS:
+        way = _engine_way(target.pool.model, drafter.model, n_draft, n_threads)
+        yield f"engine chain {n_draft}", way
+
+
+def _engine_way(target: Model, draft: Model | None, n_draft: int, n_threads: int) -> Way:
+    def way(prompt: Sequence[int], n_tokens: int) -> Generation:
+        return generate(
+            target,
+            prompt,
+            method="eagle3" if draft else "autoregressive",
+            draft=draft,
+            n_tokens=n_tokens,
+            n_draft=n_draft,
+            n_threads=n_threads,
+        )
+
+    return way
+
+
+def _measure(
+    bench: _Bench,
+    ways: Iterator[tuple[str, Way]],
+    prompts: Sequence[Sequence[int]],
+    n_tokens: int,
+) -> None:
+    for name, way in ways:
+        sys.stdout.write(f"{name:<24}" + bench.measure(way, prompts, n_tokens))
+        sys.stdout.flush()
+
+
 def _decoder(pool: DecoderPool) -> Decoder:
     return pool.tree_decoder() if pool.limits.n_branch_max > 0 else pool.decoder()
 
@@ -131,13 +180,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         n_ctx = options.n_prompt + options.n_tokens + 64
         config = DecoderConfig(n_branch_max=64, n_ctx_seq=n_ctx, n_threads=options.n_threads)
         prompts = _prompts(model, options.prompts, options.n_prompts, options.n_prompt)
-        with DecoderPool(model, config) as pool, DecoderPool(draft_model, config) as drafts:
-            target, draft = _decoder(pool), _decoder(drafts)
-            bench = _Bench(target, draft)
-            for name, way in _ways(target, draft):
-                numbers = bench.measure(way, prompts, options.n_tokens)
-                sys.stdout.write(f"{name:<24}" + numbers)
-                sys.stdout.flush()
+        with DecoderPool(model, config) as pool:
+            if draft_model.n_target_layers > 0:
+                tree_target = pool.tree_decoder()
+                with Eagle3Drafter(tree_target, draft_model, config) as drafter:
+                    ways = _eagle3_ways(tree_target, drafter, options.n_threads)
+                    _measure(_Bench(tree_target), ways, prompts, options.n_tokens)
+            else:
+                target = _decoder(pool)
+                with DecoderPool(draft_model, config) as drafts:
+                    draft = _decoder(drafts)
+                    ways = _ways(target, draft)
+                    _measure(_Bench(target, draft), ways, prompts, options.n_tokens)
     return 0
 
 

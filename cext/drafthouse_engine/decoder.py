@@ -27,6 +27,7 @@ from drafthouse_engine.scores import Rows, Scores
 
 if TYPE_CHECKING:
     from drafthouse_engine.decoder_pool import DecoderPool
+    from drafthouse_engine.eagle3_drafter import Eagle3Drafter
 
 __all__ = ["N_WAITING_MAX", "Decoder"]
 
@@ -54,6 +55,7 @@ class Decoder:
         self._history: list[int] = []
         self._n_cached = 0
         self._scores: Scores | None = None
+        self._follower: Eagle3Drafter | None = None
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -393,6 +395,8 @@ class Decoder:
         while self._n_cached < length:
             piece = self._history[self._n_cached : min(length, self._n_cached + n_batch)]
             self._context.decode(self._seq_id, piece, False)
+            if self._follower is not None:
+                self._follower._keep(self._n_cached, self._follower._encode())
             self._n_cached += len(piece)
 
     def _score(self, drafts: list[int]) -> None:
@@ -426,7 +430,16 @@ class Decoder:
         self._scores = last.then(self._read(n + 1))
 
     def _read(self, start: int) -> Scores:
+        if self._follower is not None:
+            self._follower._keep(start - 1, self._follower._encode())
         return Scores.read(self._context, self._pool._layers, start)
+
+    def _follow(self, follower: Eagle3Drafter) -> None:
+        """Makes a drafter see each forward from now on; what is cached is decoded again."""
+        self._refuse_pending()
+        self._cut(0)
+        self._scores = None
+        self._follower = follower
 
     def _resync(self) -> None:
         """After a failed decode: what the KV cache holds is asked of the context."""

@@ -5,7 +5,8 @@
 | autoregressive | – | – | `Engine` |
 | mtp, eagle3, ngram | MTP heads, an EAGLE-3 model, repetitions | sample and match | `Engine` |
 | vanilla | an ordinary small model, sampled | rejection, Leviathan et al. | two `Decoder`s |
-| tree | an ordinary small model, top-k tree | sample and match along it | two `TreeDecoder`s |
+| tree | an ordinary small model or an EAGLE-3 model, top-k tree | sample and match along it | \
+`TreeDecoder`, `Eagle3Drafter` |
 
 Every method draws from the target's own distribution; at temperature 0 all write the same text, up
 to ties of logits.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 
@@ -38,6 +40,7 @@ from drafthouse_engine.distribution import (
     sample_token,
     token_distribution,
 )
+from drafthouse_engine.eagle3_drafter import Eagle3Drafter
 from drafthouse_engine.errors import (
     BY_STATUS,
     IncompatibleDraft,
@@ -50,12 +53,14 @@ from drafthouse_engine.options import DraftType, EngineParams, SamplingParams
 from drafthouse_engine.rejection import speculative_sample
 from drafthouse_engine.step import PLAN_DTYPE, StepResult
 from drafthouse_engine.tree import DraftTree
+from drafthouse_engine.tree_decoder import TreeDecoder
 
 __all__ = [
     "Generation",
     "GenerationMethod",
     "GenerationStats",
     "Scorer",
+    "TreeDrafter",
     "TreeScorer",
     "TreeShape",
     "generate",
@@ -123,6 +128,19 @@ class TreeScorer(Scorer, Protocol):
 
     def commit_tree_path(self, path: Sequence[int]) -> None:
         """Commits a path of the tree and drops the rest."""
+
+
+class TreeDrafter(Protocol):
+    """What drafts a tree after the target's last token; see `Eagle3Drafter`."""
+
+    def draft_root(self) -> Rows | None:
+        """Begins a tree. Shape: [n_vocab]; None when there is nothing to draft from."""
+
+    def draft_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
+        """Adds nodes, numbered from 1 on; 0 is the root. Shape: [n_nodes, n_vocab]."""
+
+    def end_draft(self) -> None:
+        """Drops the tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +377,7 @@ def _draft_chain(run: _Run, draft: Scorer, n_draft: int) -> tuple[list[int], lis
 
 def generate_tree(
     target: TreeScorer,
-    draft: TreeScorer,
+    draft: TreeScorer | Eagle3Drafter,
     prompt: Sequence[int],
     n_tokens: int,
     *,
@@ -374,7 +392,8 @@ def generate_tree(
 
     Args:
         target: a tree decoder; its history is continued.
-        draft: a tree decoder of the draft model, with the same history and vocabulary.
+        draft: a tree decoder of the draft model, with the same history and vocabulary, or an
+            EAGLE-3 drafter of the target.
         prompt: tokens, at least one.
         n_tokens: most new tokens, ≥ 1.
         shape: size of the trees; None means the defaults.
@@ -389,16 +408,42 @@ def generate_tree(
         Li et al., EAGLE-2, arXiv:2406.16858, section 4: expansion by level, reranking of all nodes.
     """
     run = _Run(target, prompt, n_tokens, sampling, rng)
+    drafter: TreeDrafter = draft if isinstance(draft, Eagle3Drafter) else _ModelDrafter(draft)
     target.observe(prompt)
-    draft.observe(prompt)
+    if isinstance(drafter, _ModelDrafter):
+        drafter.model.observe(prompt)
     run.has_prompt()
     while not run.is_done:
-        _tree_round(run, target, draft, shape or TreeShape())
+        _tree_round(run, target, drafter, shape or TreeShape())
     return run.result()
 
 
-def _tree_round(run: _Run, target: TreeScorer, draft: TreeScorer, shape: TreeShape) -> None:
-    tree, draft_nodes = _draft_tree(run, draft, shape)
+class _ModelDrafter:
+    """An ordinary model as drafter: its nodes that are committed stay in its cache."""
+
+    def __init__(self, model: TreeScorer) -> None:
+        self.model: Final = model
+
+    def draft_root(self) -> Rows:
+        root = self.model.history[-1]
+        row: Rows = self.model.tree_logits_keep_kv(DraftTree((root,), (-1,)))[0]
+        return row
+
+    def draft_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
+        return self.model.grow_tree(tokens, parents)
+
+    def end_draft(self) -> None:
+        self.model.commit_tree_path([0])
+
+    def commit(self, path: Sequence[int], rest: Sequence[int]) -> None:
+        """Commits a path of the tree, and tokens that it does not have."""
+        self.model.commit_tree_path(path)
+        self.model.observe(rest)
+
+
+def _tree_round(run: _Run, target: TreeScorer, drafter: TreeDrafter, shape: TreeShape) -> None:
+    root = target.history[-1]
+    tree, draft_nodes = _draft_tree(run, root, drafter, shape)
     logits = target.tree_logits_keep_kv(tree)
     run.n_target_forwards += 1
     path, last = _walk(run, tree, logits)
@@ -408,9 +453,11 @@ def _tree_round(run: _Run, target: TreeScorer, draft: TreeScorer, shape: TreeSha
     run.n_accepted += min(len(drafted), n_emitted)
     target.commit_tree_path(path)
     target.observe([last])
-    known = [draft_nodes[node] for node in path if draft_nodes[node] is not None]
-    draft.commit_tree_path([node for node in known if node is not None])
-    draft.observe([*drafted[len(known) - 1 :], last])
+    if isinstance(drafter, _ModelDrafter):
+        known = [node for node in (draft_nodes[node] for node in path) if node is not None]
+        drafter.commit(known, [*drafted[len(known) - 1 :], last])
+    else:
+        drafter.end_draft()
 
 
 def _walk(run: _Run, tree: DraftTree, logits: Rows) -> tuple[list[int], int]:
@@ -435,11 +482,13 @@ class _Candidate:
 
 
 def _draft_tree(
-    run: _Run, draft: TreeScorer, shape: TreeShape
+    run: _Run, root: int, drafter: TreeDrafter, shape: TreeShape
 ) -> tuple[DraftTree, list[int | None]]:
-    """Drafts a tree; returns it and, for each of its nodes, that of the draft decoder's tree."""
-    root = draft.history[-1]
-    rows = draft.tree_logits_keep_kv(DraftTree((root,), (-1,)))
+    """Drafts a tree; returns it and, for each of its nodes, that of the drafter's tree."""
+    row = drafter.draft_root()
+    if row is None:
+        return DraftTree((root,), (-1,)), [0]
+    rows = row[None]
     found = [_Candidate(root, -1, 0.0, node=0)]
     frontier = [0]
     n_drafted = 1
@@ -447,7 +496,7 @@ def _draft_tree(
         if level > 0:
             parents = [found[found[i].parent].node for i in frontier]
             tokens = [found[i].token for i in frontier]
-            rows = draft.grow_tree(tokens, [node for node in parents if node is not None])
+            rows = drafter.draft_nodes(tokens, [node for node in parents if node is not None])
             for i in frontier:
                 found[i].node = n_drafted
                 n_drafted += 1
@@ -463,7 +512,9 @@ def _best_children(parent: int, score: float, logits: Rows, width: int) -> list[
     shifted = np.asarray(logits, np.float64) - logits.max()
     logs = shifted - np.log(np.exp(shifted).sum())
     best = np.argpartition(-logs, min(width, len(logs)) - 1)[:width]
-    return [_Candidate(int(token), parent, score + float(logs[token])) for token in best]
+    # An EAGLE-3 model may know a part of the vocabulary only; the rest has no probability.
+    known = best[np.isfinite(logs[best])]
+    return [_Candidate(int(token), parent, score + float(logs[token])) for token in known]
 
 
 def _likeliest(found: Sequence[_Candidate], among: Sequence[int], n: int) -> list[int]:
@@ -498,7 +549,8 @@ def generate(
         target: the model.
         prompt: a text, or tokens.
         method: how to draft.
-        draft: the draft model of the methods vanilla, eagle3 and tree.
+        draft: the draft model of the methods vanilla, eagle3 and tree; a tree is drafted by an
+            ordinary model or by an EAGLE-3 model.
         n_tokens: most new tokens, ≥ 1; fewer when a token ends the generation.
         n_draft: most draft tokens of a round, ≥ 1; trees have their `shape`.
         shape: size of the trees of the method tree; None means the defaults.
@@ -555,16 +607,15 @@ def generate(
     size = shape or TreeShape()
     n_draft_nodes = 1 + size.depth * size.width
     config = _pool_config(n_ctx, size.n_nodes + 1, size.n_nodes, n_threads)
-    draft_config = _pool_config(n_ctx, n_draft_nodes, n_draft_nodes, n_threads)
-    with DecoderPool(target, config) as pool, DecoderPool(draft, draft_config) as drafts:
-        return generate_tree(
-            pool.tree_decoder(),
-            drafts.tree_decoder(),
-            tokens,
-            n_tokens,
-            shape=size,
-            sampling=sampling,
-        )
+    draft_config = _pool_config(config.n_ctx_seq, n_draft_nodes, n_draft_nodes, n_threads)
+    with ExitStack() as stack:
+        scorer = stack.enter_context(DecoderPool(target, config)).tree_decoder()
+        drafter: TreeDecoder | Eagle3Drafter
+        if draft.n_target_layers > 0:
+            drafter = stack.enter_context(Eagle3Drafter(scorer, draft, draft_config))
+        else:
+            drafter = stack.enter_context(DecoderPool(draft, draft_config)).tree_decoder()
+        return generate_tree(scorer, drafter, tokens, n_tokens, shape=size, sampling=sampling)
 
 
 def _check_method(method: str, draft: Model | None) -> None:

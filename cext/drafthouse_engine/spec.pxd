@@ -271,6 +271,9 @@ cdef extern from "spec.h" nogil:
     void spec_decoder_default_params(spec_decoder_params * out)
     int32_t spec_decoder_init(
         const spec_model * model, const spec_decoder_params * params, spec_decoder ** out)
+    int32_t spec_decoder_init_eagle3(
+        const spec_model * model, spec_decoder * target, const spec_decoder_params * params,
+        spec_decoder ** out)
     void spec_decoder_free(spec_decoder * decoder)
     int32_t spec_decoder_get_limits(const spec_decoder * decoder, spec_decoder_limits * out)
     int32_t spec_decoder_seq_n_past(const spec_decoder * decoder, int32_t seq_id)
@@ -284,6 +287,9 @@ cdef extern from "spec.h" nogil:
     int32_t spec_decoder_tree_commit(
         spec_decoder * decoder, int32_t seq_id, const int32_t * path, int32_t n_path)
     int32_t spec_decoder_read(spec_decoder * decoder, int32_t what, float * out, size_t n_out)
+    int32_t spec_decoder_encode(spec_decoder * decoder, float * out, size_t n_out)
+    int32_t spec_decoder_set_states(
+        spec_decoder * decoder, const float * states, int32_t n_rows)
     int32_t spec_decoder_set_layer(spec_decoder * decoder, int32_t layer, bool is_kept)
     int32_t spec_model_embed(
         const spec_model * model, const int32_t * tokens, int32_t n_tokens, float * out)

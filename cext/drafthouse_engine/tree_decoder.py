@@ -156,6 +156,9 @@ class TreeDecoder(Decoder):
         if self._has_nodes(self._tree):
             kept = [node + self._root for node in nodes if node + self._root >= 0]
             self._context.tree_commit(self._seq_id, [*range(self._root), *kept])
+        if self._follower is not None:
+            first = 0 if self._root >= 0 else 1  # node of the context's tree
+            self._follower._keep_path(n - 1 + first, [node - first for node in nodes[first:]])
         self._history += [self._tree.tokens[node] for node in nodes[1:]]
         self._n_cached = n + len(nodes) - 1
         self._scores = self._tree_scores.pick(n, nodes)
@@ -182,18 +185,21 @@ class TreeDecoder(Decoder):
         places = [parent + self._root if parent >= 0 else self._root - 1 for parent in parents]
         try:
             self._context.tree(self._seq_id, [*waiting, *tokens], [*chain, *places])
+            if self._follower is not None:
+                is_new = self._tree is None
+                self._follower._add_nodes(self._n_cached, len(waiting), is_new=is_new)
         except EngineError:
             self._drop_broken_tree()
             raise
         n = len(self._history)
-        rows = self._read(n).pick(n, slice(len(waiting), None))
+        rows = Scores.read(self._context, self._pool._layers, n)
+        rows = rows.pick(n, slice(len(waiting), None))
         self._tree_scores = rows if self._tree_scores is None else self._tree_scores.then(rows)
 
     def _drop_broken_tree(self) -> None:
         """After a refused tree: none waits, also where a growing one was refused."""
-        if self._tree is not None and self._has_nodes(self._tree):
-            with contextlib.suppress(BadPlan):  # where the failed decode took it away
-                self._context.tree_commit(self._seq_id, [])
+        with contextlib.suppress(BadPlan):  # where the failed decode took it away
+            self._context.tree_commit(self._seq_id, [])
         self._tree = self._tree_scores = None
 
     def _refuse_pending(self) -> None:
