@@ -471,7 +471,7 @@ def drafter_state_at(blob: bytes) -> int:
     for cells in range(128, end - 16):
         n_target = word_at(blob, cells)
         draft = cells + 8 + n_target
-        if 0 < n_target and draft + 8 < end and draft + 8 + word_at(blob, draft) == end:
+        if n_target > 0 and draft + 8 < end and draft + 8 + word_at(blob, draft) == end:
             return next(at for at in range(cells - 4, 8, -1) if word_at(blob, at - 8) == cells - at)
     raise AssertionError("a snapshot has cells")
 
