@@ -3270,6 +3270,31 @@ void restore_sampler(const spec_engine & engine, snapshot_reader & in, sequence 
     }
 }
 
+// The row that a drafter goes on from. A draft from another position would fail the drafts of all
+// sequences in that batch; one that is not finite breaks the order that sorting relies on.
+void check_drafter_state(const spec_engine & engine, const sequence & seq,
+                         const std::string & state) {
+    const bool is_eagle3 = engine.limits.draft_type == SPEC_DRAFT_EAGLE3;
+    if (!is_eagle3 && engine.limits.draft_type != SPEC_DRAFT_MTP) {
+        return; // no row
+    }
+    const llama_model * model = llama_get_model(engine.draft.get());
+    const int32_t width = is_eagle3 ? llama_model_n_embd(model) : llama_model_n_embd_out(model);
+    llama_pos pos = -1;
+    const size_t n_pos = is_eagle3 ? sizeof pos : 0;
+    std::vector<float> row(static_cast<size_t>(width));
+    const size_t n_row = row.size() * sizeof(float);
+    if (state.size() < n_pos + n_row) {
+        corrupt("the drafter's state has another size");
+    }
+    std::memcpy(&pos, state.data(), n_pos);
+    std::memcpy(row.data(), state.data() + n_pos, n_row);
+    if (pos < -1 || pos >= seq.n_past() ||
+        !std::all_of(row.begin(), row.end(), [](float x) { return std::isfinite(x); })) {
+        corrupt("the drafter's state is out of range");
+    }
+}
+
 // Everything that can be wrong with a snapshot and shows without touching the contexts.
 snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, size_t n) {
     check_whole(buf, n);
@@ -3282,6 +3307,7 @@ snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, si
     check_parts(engine, parts.seq);
     restore_sampler(engine, in, parts.seq);
     in.array(parts.drafter_state);
+    check_drafter_state(engine, parts.seq, parts.drafter_state);
     in.value(parts.n_target);
     parts.target = in.take(parts.n_target);
     in.value(parts.n_draft);

@@ -73,7 +73,7 @@ compile() { # source name extra flags…
 }
 
 for part in $parts; do
-    compile "$llama/$part.cpp" "$(basename "$part")" -w
+    compile "$llama/$part.cpp" "$(basename "$part")" -w -DNDEBUG # as it is released
 done
 compile cext/spec.cpp spec
 objects=$out/obj/spec.o

@@ -459,3 +459,40 @@ def test_forged_parts_are_refused_or_harmless(at: int, byte: int) -> None:
 
 def forged_target() -> Engine:
     return engine("none")
+
+
+def word_at(blob: bytes, at: int) -> int:
+    return int(struct.unpack_from("<Q", blob, at)[0])
+
+
+def drafter_state_at(blob: bytes) -> int:
+    """Returns where the drafter's state begins: [n][state][m][cells][k][cells][checksum]."""
+    end = len(blob) - 8
+    for cells in range(128, end - 16):
+        n_target = word_at(blob, cells)
+        draft = cells + 8 + n_target
+        if n_target > 0 and draft + 8 < end and draft + 8 + word_at(blob, draft) == end:
+            return next(at for at in range(cells - 4, 8, -1) if word_at(blob, at - 8) == cells - at)
+    raise AssertionError("a snapshot has cells")
+
+
+@pytest.mark.parametrize(
+    ("draft_type", "offset", "value"),
+    [
+        ("mtp", 0, struct.pack("<f", float("nan"))),
+        ("eagle3", 4, struct.pack("<f", float("inf"))),
+        ("eagle3", 0, struct.pack("<i", 200)),
+        ("eagle3", 0, struct.pack("<i", -2)),
+    ],
+)
+def test_forged_row_of_a_drafter_is_refused(
+    draft_type: DraftType, offset: int, value: bytes
+) -> None:
+    blob = taken(draft_type)
+    at = drafter_state_at(blob) + offset
+    body = blob[:at] + value + blob[at + len(value) : -8]
+    with engine(draft_type) as target:
+        begin(target, 1, TEXTS[1], GREEDY, DENSE)
+        error = refused(target, body + struct.pack("<Q", digest(body)))
+        assert error.kind is SnapshotKind.CORRUPT
+        target.load(0, blob)
