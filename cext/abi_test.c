@@ -106,6 +106,7 @@ static void test_engine_nulls(void) {
     INVALID(spec_engine_seq_end(NULL, 0));
     INVALID(spec_engine_seq_n_past(NULL, 0));
     INVALID(spec_engine_n_cells_used(NULL));
+    INVALID(spec_engine_get_draft_work(NULL, NULL));
     INVALID(spec_engine_step(NULL, &plan, &result));
     INVALID(spec_engine_seq_draft(NULL, &request, 1, &id, &count));
     INVALID(spec_engine_decode(NULL, &token, 1));

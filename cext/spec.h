@@ -246,9 +246,8 @@ enum spec_draft_type {
     SPEC_DRAFT_NGRAM_MAP_K4V = 6,
     SPEC_DRAFT_NGRAM_MOD = 7,
     SPEC_DRAFT_NGRAM_CACHE = 8,
-    SPEC_DRAFT_DFLASH = 9, /* a DFlash draft model: a block of tokens in one pass. since ABI 2 */
-    SPEC_DRAFT_DSPARK =
-        10, /* a DSpark one: a block whose tokens depend on each other. since ABI 2 */
+    SPEC_DRAFT_DFLASH = 9,  /* a DFlash model: a block of tokens in one pass. since ABI 2 */
+    SPEC_DRAFT_DSPARK = 10, /* a DSpark model: the same, tokens depend on another. since ABI 2 */
     SPEC_DRAFT_COUNT
 };
 

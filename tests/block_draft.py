@@ -1,7 +1,7 @@
 """DFlash and DSpark draft models with random weights, written in a second; nobody trained them.
 
-They show that everything around such a model is right: what it is asked, what becomes of its drafts.
-How good drafts of a trained one are they cannot show.
+They show that everything around such a model is right: what it is asked, what becomes of its
+drafts. How good drafts of a trained one are they cannot show.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter
-
 from models.vocabulary import add_vocabulary
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -89,7 +88,7 @@ def plain_target(path: Path) -> Path:
     rng = np.random.default_rng(0)
     tensors = _trunk(rng, 6, N_EMBD, 1)
     for name in list(tensors):
-        if name.startswith(("fc", "enc")) or "_norm" in name and "attn_norm" not in name:
+        if name.startswith(("fc", "enc")) or ("_norm" in name and "attn_norm" not in name):
             del tensors[name]
     for i in range(6):
         tensors[f"blk.{i}.ffn_norm.weight"] = np.ones(N_EMBD, np.float32)
@@ -126,7 +125,8 @@ def following(successors: dict[int, int]) -> Weights:
 
 
 def _matrix(rng: np.random.Generator, n_rows: int, n_columns: int) -> npt.NDArray[np.float16]:
-    return (rng.standard_normal((n_rows, n_columns)) / np.sqrt(n_columns)).astype(np.float16)
+    scale = np.sqrt(n_columns)
+    return np.asarray(rng.standard_normal((n_rows, n_columns)) / scale, np.float16)
 
 
 def _trunk(rng: np.random.Generator, n_layer: int, n_embd: int, n_read: int) -> Weights:
@@ -174,6 +174,7 @@ def _write(
     n_embd: int,
     metadata: dict[str, Any],
     tensors: Weights,
+    *,
     arch: str = "dflash",
 ) -> None:
     writer = GGUFWriter(path, arch)

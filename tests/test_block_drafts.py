@@ -356,9 +356,9 @@ def test_each_requirement_that_a_block_draft_fails_is_named(case: str, tmp_path:
 
 
 def test_other_kinds_of_models_are_told_apart(drafts: dict[str, Model]) -> None:
-    with pytest.raises(NotDflash, match="has a Markov head.*draft type dspark"):
+    with pytest.raises(NotDflash, match=r"has a Markov head.*draft type dspark"):
         DflashSession(model(), drafts["dspark"], CONFIG)
-    with pytest.raises(NotDspark, match="no Markov head.*draft type dflash"):
+    with pytest.raises(NotDspark, match=r"no Markov head.*draft type dflash"):
         DsparkSession(model(), drafts["dflash"], CONFIG)
     with pytest.raises(NotDflash, match='architecture "qwen3"'):
         DflashSession(model(), model(SIMPLE), CONFIG)
@@ -374,8 +374,8 @@ def test_other_kinds_of_models_are_told_apart(drafts: dict[str, Model]) -> None:
 
 OTHER_USES: dict[str, Callable[[Model], object]] = {
     "target": lambda draft: Engine(draft, None, params()),
-    "decoder": lambda draft: DecoderPool(draft),
-    "embedder": lambda draft: Embedder(draft),
+    "decoder": DecoderPool,
+    "embedder": Embedder,
 }
 
 

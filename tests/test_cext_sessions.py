@@ -251,11 +251,10 @@ def test_a_small_draft_saves_drafting_and_not_only_verification(kind: str) -> No
 
 def test_a_plan_with_one_small_draft_saves_drafting_too() -> None:
     with engine("mtp") as target:
-        prompt = ids(TEXTS[2])
+        prompt, last = ids(TEXTS[2]), -1
         for seq_id in (0, 1):
             target.seq_begin(seq_id, sampler())
-            result = target.step(plan((seq_id, 0, 0, len(prompt), 0, 1)), prompt)
-        last = int(result.tokens[0])
+            last = int(target.step(plan((seq_id, 0, 0, len(prompt), 0, 1)), prompt).tokens[0])
         n = len(prompt)
         target.step(plan((0, n, 0, 1, 1, 1), (1, n, 1, 1, 3, 1)), [last, last])
         assert dataclasses.astuple(target.draft_work) == (2, 1 + 3, 3)

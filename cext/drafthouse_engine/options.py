@@ -227,8 +227,8 @@ class EngineParams:
     n_seq_max: int = 1
     """Sequences at once, [1, 256]."""
     n_draft_max: int = 3
-    """Most drafted tokens of one sequence and step, ≥ 1; unused when draft_type is none. A dflash or
-    dspark model drafts no more than its block holds: see `EngineLimits.n_draft_max`."""
+    """Most drafted tokens of one sequence and step, ≥ 1; unused when draft_type is none. A dflash
+    or dspark model drafts no more than its block holds: see `EngineLimits.n_draft_max`."""
     n_rs_seq: int = -1
     """Recurrent-state snapshots per sequence; −1 is n_draft_max where the model supports them."""
     n_threads: int = 0

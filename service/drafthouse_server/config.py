@@ -100,7 +100,8 @@ class Config:
     draft_model: str = _setting(
         "",
         _ANY,
-        "Path of the draft model, a GGUF file; only for draft types eagle3, simple, dflash, dspark.",
+        "Path of the draft model, a GGUF file; only for draft types eagle3, simple, dflash,"
+        " dspark.",
     )
     """Path of the draft model; empty when the draft type needs none."""
     name: str = _setting("", _ANY, "Name that requests use. Empty: the model's file name.")
