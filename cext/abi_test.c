@@ -427,6 +427,9 @@ static void test_decoder_nulls(void) {
     INVALID(spec_decoder_tree_commit(NULL, 0, &token, 1));
     INVALID(spec_decoder_read(NULL, SPEC_ROWS_LOGITS, row, 4));
     INVALID(spec_decoder_set_layer(NULL, 0, true));
+    INVALID(spec_decoder_init_eagle3(NULL, NULL, &params, &decoder));
+    INVALID(spec_decoder_encode(NULL, row, 4));
+    INVALID(spec_decoder_set_states(NULL, row, 1));
     INVALID(spec_model_embed(NULL, &token, 1, row));
     INVALID(spec_model_lm_head(NULL, row, 1, row));
     spec_decoder_free(NULL);

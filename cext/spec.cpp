@@ -546,6 +546,89 @@ std::string model_text(const spec_model & model, const std::string & key) {
          "unknown key \"" + key + "\"; expected arch, desc or chat_template");
 }
 
+// Change of the depth of blocks by a tag such as {% if … %} or {% endfor %}.
+int block_step(const std::string & tag) {
+    const size_t first = tag.find_first_not_of("-+ \t\r\n");
+    const size_t last = tag.find_first_of(" \t\r\n-(", first);
+    const std::string word = first == std::string::npos ? "" : tag.substr(first, last - first);
+    if (word.rfind("end", 0) == 0) {
+        return -1;
+    }
+    return is_one_of(word, {"if", "for", "macro", "call", "filter", "generation"}) ? 1 : 0;
+}
+
+[[noreturn]] void bad_template(const char * why) {
+    fail(SPEC_ERR_BAD_TEMPLATE, std::string("the chat template ") + why);
+}
+
+// Where a tag {{ or {% ends whose text begins at `begin`; its length and brackets are bounded.
+size_t end_of_tag(const std::string & text, size_t begin, char kind) {
+    constexpr size_t N_TAG_MAX = 8 << 10; // bytes: bounds chains of operators too
+    constexpr int N_BRACKETS_MAX = 128;
+    const char closing = kind == '%' ? '%' : '}';
+    int n_brackets = 0;
+    char quote = '\0';
+    size_t at = begin;
+    for (; at < text.size(); ++at) {
+        const char c = text[at];
+        if (quote != '\0') {
+            at += c == '\\' ? 1 : 0;
+            quote = c == quote ? '\0' : quote;
+        } else if (c == '\'' || c == '"') {
+            quote = c;
+        } else if (c == closing && text.compare(at + 1, 1, "}") == 0 &&
+                   (kind == '%' || n_brackets <= 0)) {
+            break;
+        } else if (c == '(' || c == '[' || c == '{') {
+            n_brackets += 1;
+        } else if (c == ')' || c == ']' || c == '}') {
+            n_brackets -= 1;
+        }
+        if (n_brackets > N_BRACKETS_MAX) {
+            bad_template("nests more than 128 brackets");
+        }
+        if (at - begin > N_TAG_MAX) {
+            bad_template("has a tag longer than 8 KiB");
+        }
+    }
+    return std::min(at, text.size());
+}
+
+// A template is a program of the model's file. llama.cpp parses and evaluates it by recursion
+// without a bound and dies of a full stack, so its nesting is bounded here; how long it runs is not
+// (docs/fatal_paths.md).
+void check_template(const char * source) {
+    constexpr size_t N_BYTES_MAX = 1 << 20;
+    constexpr int N_BLOCKS_MAX = 128;
+    constexpr int N_ELIF_MAX = 1024;
+    const std::string text = source != nullptr ? source : "";
+    if (text.size() > N_BYTES_MAX) {
+        bad_template("is longer than 1 MiB");
+    }
+    int n_blocks = 0;
+    int n_elif = 0;
+    size_t at = 0;
+    while ((at = text.find('{', at)) != std::string::npos) {
+        const char kind = at + 1 < text.size() ? text[at + 1] : '\0';
+        const size_t begin = at + 2;
+        if (kind == '#') {
+            at = std::min(text.find("#}", begin), text.size());
+        } else if (kind == '{') {
+            at = end_of_tag(text, begin, kind);
+        } else if (kind == '%') {
+            at = end_of_tag(text, begin, kind);
+            const std::string tag = text.substr(begin, at - begin);
+            n_blocks += block_step(tag);
+            n_elif += tag.find("elif") != std::string::npos ? 1 : 0; // each a level deeper
+        } else {
+            ++at;
+        }
+        if (n_blocks > N_BLOCKS_MAX || n_elif > N_ELIF_MAX) {
+            bad_template("nests more than 128 blocks, or has more than 1024 times elif");
+        }
+    }
+}
+
 std::string format_chat(const spec_model & model, const char * const * roles,
                         const char * const * contents, size_t n, bool add_generation_prompt) {
     if (llama_model_chat_template(model.model.get(), nullptr) == nullptr) {
@@ -563,9 +646,14 @@ std::string format_chat(const spec_model & model, const char * const * roles,
     const std::lock_guard<std::mutex> lock(model.chat_mutex);
     try {
         if (!model.chat) {
+            for (const char * name : {static_cast<const char *>(nullptr), "tool_use"}) {
+                check_template(llama_model_chat_template(model.model.get(), name));
+            }
             model.chat = common_chat_templates_init(model.model.get(), "");
         }
         return common_chat_templates_apply(model.chat.get(), inputs).prompt;
+    } catch (const failure &) {
+        throw;
     } catch (const std::exception & e) {
         fail(SPEC_ERR_BAD_TEMPLATE, std::string("the chat template failed: ") + e.what());
     }

@@ -61,7 +61,7 @@ def bits(number: float) -> int:
 def test_a_number_that_would_abort_the_loader_is_refused(
     key: str, number: int, tmp_path: Path
 ) -> None:
-    data = bytearray((MODELS / FILES[key.split(".")[0]]).read_bytes())
+    data = bytearray((MODELS / FILES[key.split(".", maxsplit=1)[0]]).read_bytes())
     value = next(v for v in values(bytes(data)) if v.key == key)
     data[value.at : value.at + value.width] = number.to_bytes(value.width, "little")
     path = tmp_path / "damaged.gguf"

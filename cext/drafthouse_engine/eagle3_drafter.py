@@ -157,8 +157,11 @@ class Eagle3Drafter:
         return self._context.logits()
 
     def end_draft(self) -> None:
-        """Drops the tree. Its nodes were computed from the draft's own rows, not the target's
-        states, so what is committed of them is decoded again. Harmless without a tree."""
+        """Drops the tree. Harmless without one.
+
+        Its nodes were computed from the draft's own rows, not from the target's states, so what is
+        committed of them is decoded again.
+        """
         self._hidden = None
         with contextlib.suppress(BadPlan):  # where no node was added, or a failure took it away
             self._context.tree_commit(0, [])

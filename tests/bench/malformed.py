@@ -120,7 +120,8 @@ def damage_value(content: bytes, chance: random.Random) -> tuple[bytes, str]:
 
 def verdict(path: Path) -> str:
     """Returns how a process that loads a file ends."""
-    command = [sys.executable, "-c", LOAD, str(path)]
+    flags = ["-S"] if sys.flags.no_site else []
+    command = [sys.executable, *flags, "-c", LOAD, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except subprocess.TimeoutExpired:
