@@ -457,24 +457,6 @@ void check_header(const std::string & path) {
     }
 }
 
-// A draft vocabulary that points outside the target's would end the process at the first draft.
-void check_draft_vocabulary(const spec_model & model, const std::string & path) {
-    for (const auto & [name, tensor] : llama_internal_get_tensor_map(model.model.get())) {
-        if (name != "d2t" || tensor->buffer == nullptr) {
-            continue;
-        }
-        bool is_wrong = tensor->type != GGML_TYPE_I64 || ggml_n_dims(tensor) > 1;
-        std::vector<int64_t> tokens(is_wrong ? 0 : static_cast<size_t>(tensor->ne[0]));
-        ggml_backend_tensor_get(tensor, tokens.data(), 0, tokens.size() * sizeof(int64_t));
-        is_wrong |= std::any_of(tokens.begin(), tokens.end(),
-                                [&](int64_t t) { return t < 0 || t >= model.n_vocab(); });
-        if (is_wrong) {
-            fail(SPEC_ERR_BAD_MODEL,
-                 path + " is damaged: its tensor d2t names tokens that the vocabulary has not");
-        }
-    }
-}
-
 spec_model * load_model(const spec_model_params & params) {
     init_process();
     const std::string path = &deref(params.path, "path");
@@ -501,7 +483,6 @@ spec_model * load_model(const spec_model_params & params) {
     }
     model->vocab = llama_model_get_vocab(model->model.get());
     model->vocab_only = params.vocab_only;
-    check_draft_vocabulary(*model, path);
     model->fingerprint = params.vocab_only ? 0 : fingerprint_of(path);
     return model.release();
 }
