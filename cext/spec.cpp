@@ -1221,6 +1221,8 @@ struct sequence {
         false; // forked; between separate caches the cells follow with the next decode
     hidden_rows hidden;
     std::vector<uint8_t> checkpoint;
+    int64_t i_decode = -1;  // the target's decode that had its tokens last
+    int32_t n_back_max = 0; // recurrent targets: how far that decode's states reach back
 
     // one call at a time
     bool is_proposed = false;
@@ -1249,6 +1251,7 @@ struct spec_engine {
     rollback_kind target_rollback = rollback_kind::any;
     std::vector<sequence> sequences;
     common_batch batch;
+    int64_t n_decodes = 0; // of the target
 
     std::vector<int32_t> rows; // batch index of each plan entry's first token
     std::vector<spec_result_entry> out_entries;
@@ -2250,7 +2253,36 @@ std::vector<group> make_groups(const spec_engine & engine, const spec_plan & pla
     return groups;
 }
 
+// Notes how far the sequences of a batch can go back from here. A recurrent target has the states
+// of the tokens of one ubatch, and the tail of a lone sequence always is one; of sequences of
+// unlike lengths, or without neighbouring ids in caches of their own, one ubatch may follow
+// another, and then the states of the first lie elsewhere.
+void note_states(spec_engine & engine) {
+    const auto & tokens = engine.batch.tokens;
+    const auto n_all = static_cast<int32_t>(tokens.size());
+    std::vector<int32_t> counts(engine.sequences.size(), 0);
+    int32_t n_seqs = 0;
+    for (const auto & token : tokens) {
+        int32_t & count = counts[static_cast<size_t>(token.seq_id)];
+        n_seqs += count == 0 ? 1 : 0;
+        ++count;
+    }
+    const int32_t n = counts[static_cast<size_t>(tokens.front().seq_id)];
+    const int32_t n_ids = tokens.back().seq_id - tokens.front().seq_id + 1;
+    bool is_whole = n_seqs == 1 || (n_all <= engine.limits.n_ubatch &&
+                                    (engine.limits.kv_unified || n_ids == n_seqs));
+    for (const auto & token : tokens) {
+        is_whole = is_whole && counts[static_cast<size_t>(token.seq_id)] == n;
+    }
+    for (const auto & token : tokens) {
+        sequence & seq = engine.sequences[static_cast<size_t>(token.seq_id)];
+        seq.i_decode = engine.n_decodes;
+        seq.n_back_max = is_whole ? std::min(n - 1, engine.limits.n_rs_seq) : 0;
+    }
+}
+
 int32_t decode_batch(spec_engine & engine) {
+    ++engine.n_decodes;
     if (engine.take_fault(SPEC_FAULT_DECODE_NO_ROOM)) {
         return 1;
     }
@@ -2261,6 +2293,7 @@ int32_t decode_batch(spec_engine & engine) {
         for (sequence & seq : engine.sequences) {
             seq.is_copy_due = false;
         }
+        note_states(engine);
     }
     return engine.take_fault(SPEC_FAULT_DECODE_FATAL) ? -3 : rc;
 }
@@ -2468,6 +2501,7 @@ void replay(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_past
         fail(SPEC_ERR_DECODE_FAILED, "the checkpoint could not be restored");
     }
     common_batch batch(ctx);
+    ++engine.n_decodes;
     for (size_t i = 0; i < kept.size(); ++i) {
         batch.add(kept[i], n_past + static_cast<int32_t>(i), seq_id, false);
     }
@@ -2500,6 +2534,7 @@ void roll_back(spec_engine & engine, sequence & seq, const spec_plan_entry & e, 
         return;
     }
     cut_draft(engine, e.seq_id, n_new);
+    seq.n_back_max = 0; // once per decode
     if (seq.checkpoint.empty() ||
         (engine.target_rollback == rollback_kind::bounded && n_back <= engine.limits.n_rs_seq)) {
         if (!llama_memory_seq_rm(engine.target_memory(), e.seq_id, n_new, -1)) {
@@ -2918,6 +2953,7 @@ void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
     if (n_back == 0) {
         return;
     }
+    seq.n_back_max = 0; // once per decode
     cut_draft(engine, seq_id, n_new);
     if (!llama_memory_seq_rm(engine.target_memory(), seq_id, n_new, -1)) {
         clear_sequence(engine, seq_id);
@@ -2939,15 +2975,16 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
         return;
     }
     const int32_t n_back = seq.n_past() - n_past;
-    if (n_past > 0 && engine.target_rollback != rollback_kind::any &&
-        n_back > engine.limits.n_rs_seq) {
-        fail(SPEC_ERR_UNSUPPORTED, "a recurrent target can go back " +
-                                       std::to_string(engine.limits.n_rs_seq) + " tokens, not " +
-                                       std::to_string(n_back));
+    const int32_t n_back_max = seq.i_decode == engine.n_decodes ? seq.n_back_max : 0;
+    if (n_past > 0 && engine.target_rollback != rollback_kind::any && n_back > n_back_max) {
+        fail(SPEC_ERR_UNSUPPORTED, "a recurrent target can go back " + std::to_string(n_back_max) +
+                                       " tokens here, not " + std::to_string(n_back) +
+                                       ": as many as its last decode holds, if no other followed");
     }
     if (!llama_memory_seq_rm(engine.target_memory(), seq_id, n_past > 0 ? n_past : -1, -1)) {
         fail(SPEC_ERR_UNSUPPORTED, "the target cannot go back from here; decode first");
     }
+    seq.n_back_max = 0; // once per decode
     seq.is_proposed = false;
     seq.has_emitted = false;
     seq.draft = {};
