@@ -668,6 +668,17 @@ struct sampler_source {
     }
 };
 
+// What a parked sampler knows of its sequence, so that the sequence can be computed again without
+// its being fed twice.
+struct sampler_history {
+    llama_tokens known;         // the sequence's tokens that it was fed or chose, from the first on
+    std::vector<int32_t> heard; // as in `sequence`
+    bool has_emitted = false;   // it chose the last of `known`
+    bool has_drafter_begun = false;
+    int32_t n_prompt = 0;
+    std::string drafter_rng; // the draft sampler's random state, where it has one
+};
+
 struct spec_sampler {
     common_sampler_ptr chain;
     sampler_source source; // for snapshots
@@ -678,7 +689,12 @@ struct spec_sampler {
     // Verified by sample-and-match only: mirostat and adaptive-p learn from the token that they
     // drew, and an end token that a grammar forbids must be seen before it is accepted.
     bool is_match_only = false;
-    int32_t n_vocab = 0; // of the model that it was made for
+    int32_t n_vocab = 0;     // of the model that it was made for
+    sampler_history history; // of a parked one; empty in use and when new
+    bool is_argmax = false;  // it always chooses the greatest logit outside `banned`
+    // Only so many of the greatest logits can be chosen or change what is; 0: all may.
+    int32_t n_greatest = 0;
+    std::vector<llama_token> banned; // biased by -inf; valid with is_argmax
 };
 
 namespace {
@@ -1131,6 +1147,84 @@ sampler_source copy_source(const spec_sampler_params & p) {
     return source;
 }
 
+// Whether the penalties can only lower a logit, and by which many tokens at most.
+bool has_lowering_penalties(const spec_sampler_params & p) {
+    return p.penalty_repeat >= 1.0f && p.penalty_frequency >= 0.0f && p.penalty_presence >= 0.0f;
+}
+
+bool has_penalties(const spec_sampler_params & p) {
+    return p.penalty_last_n != 0 &&
+           (p.penalty_repeat != 1.0f || p.penalty_frequency != 0.0f || p.penalty_presence != 0.0f);
+}
+
+// Whether a sampler of the chain leaves its candidates alone with these parameters.
+bool is_neutral(common_sampler_type kind, const spec_sampler_params & p) {
+    switch (kind) {
+    case COMMON_SAMPLER_TYPE_PENALTIES:
+        return !has_penalties(p);
+    case COMMON_SAMPLER_TYPE_DRY:
+        return p.dry_multiplier == 0.0f || p.dry_base < 1.0f || p.dry_penalty_last_n == 0;
+    case COMMON_SAMPLER_TYPE_TOP_N_SIGMA:
+        return p.top_n_sigma < 0.0f;
+    case COMMON_SAMPLER_TYPE_TYPICAL_P:
+        return p.typical_p >= 1.0f;
+    case COMMON_SAMPLER_TYPE_XTC:
+        return p.xtc_probability <= 0.0f;
+    default:
+        return false;
+    }
+}
+
+// Whether the chain comes to the greatest logit whatever the others are. What keeps the likeliest
+// candidates only, keeps that one.
+bool is_argmax(const spec_sampler_params & p, const common_params_sampling & s) {
+    const auto keeps_greatest = [&](common_sampler_type kind) {
+        return is_neutral(kind, p) || kind == COMMON_SAMPLER_TYPE_TOP_K ||
+               kind == COMMON_SAMPLER_TYPE_TOP_P || kind == COMMON_SAMPLER_TYPE_MIN_P ||
+               kind == COMMON_SAMPLER_TYPE_TOP_N_SIGMA || kind == COMMON_SAMPLER_TYPE_TEMPERATURE;
+    };
+    const bool has_temperature =
+        std::count(s.samplers.begin(), s.samplers.end(), COMMON_SAMPLER_TYPE_TEMPERATURE) == 1;
+    return p.temperature == 0.0f && p.dynatemp_range == 0.0f && has_temperature &&
+           std::all_of(s.samplers.begin(), s.samplers.end(), keeps_greatest);
+}
+
+// How many of the greatest logits the chain must see: its top-k, and as many more as biases and
+// penalties may push out of it. 0 where something before top-k looks at all of them.
+int32_t count_greatest(const spec_sampler_params & p, const common_params_sampling & s,
+                       size_t n_banned) {
+    int64_t n = static_cast<int64_t>(n_banned) + p.top_k;
+    for (const common_sampler_type kind : s.samplers) {
+        if (kind == COMMON_SAMPLER_TYPE_TOP_K) {
+            return p.top_k >= 1 && n <= 1024 ? static_cast<int32_t>(n) : 0;
+        }
+        if (kind == COMMON_SAMPLER_TYPE_PENALTIES && has_lowering_penalties(p)) {
+            n += has_penalties(p) ? s.penalty_last_n : 0;
+        } else if (!is_neutral(kind, p)) {
+            return 0;
+        }
+    }
+    return 0;
+}
+
+// Finds out what the chain need not be asked.
+void find_shortcuts(spec_sampler & sampler, const spec_model & model, const spec_sampler_params & p,
+                    const common_params_sampling & s) {
+    int32_t n_suppressed = 0;
+    const llama_token * suppressed = llama_vocab_get_suppress_tokens(model.vocab, &n_suppressed);
+    sampler.banned.assign(suppressed, suppressed + n_suppressed);
+    bool is_banning = true; // no bias but -inf
+    for (const llama_logit_bias & b : s.logit_bias) {
+        is_banning = is_banning && b.bias == -INFINITY;
+        sampler.banned.push_back(b.token);
+    }
+    if (sampler.is_match_only || !is_banning) {
+        return; // mirostat, adaptive-p, grammars and other biases
+    }
+    sampler.is_argmax = is_argmax(p, s);
+    sampler.n_greatest = count_greatest(p, s, sampler.banned.size());
+}
+
 spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params & params) {
     check_sampler_params(params, model.n_vocab());
     const std::string grammar = params.grammar != nullptr ? params.grammar : "";
@@ -1163,6 +1257,7 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
     sampler->n_top_logprobs = p.n_top_logprobs;
     sampler->is_match_only = p.mirostat != 0 || p.adaptive_target >= 0.0f || !grammar.empty();
     sampler->n_vocab = model.n_vocab();
+    find_shortcuts(*sampler, model, p, sparams);
     return sampler.release();
 }
 
@@ -1216,9 +1311,9 @@ struct sequence {
         ngram; // n-gram drafters keep tokens: one per sequence, made anew for each
     std::vector<ngram_event> ngram_events;
     std::vector<int32_t> heard; // what the sampler was fed: token, or -1 - token where it chose it
+    int32_t n_heard = 0;        // tokens of the sequence, from the first on, that are in `heard`
+    llama_tokens known;         // resumed: those tokens, until they are computed again
     proposal draft;             // of this step or round
-    bool is_copy_due =
-        false; // forked; between separate caches the cells follow with the next decode
     hidden_rows hidden;
     std::vector<uint8_t> checkpoint;
     int64_t i_decode = -1;  // the target's decode that had its tokens last
@@ -1230,10 +1325,89 @@ struct sequence {
 
     int32_t n_past() const { return static_cast<int32_t>(tokens.size()); }
 
+    // Tokens of the sequence, from the first on, that the sampler must not be fed (again).
+    int32_t n_known() const { return std::max(n_heard, n_past() + (has_emitted ? 1 : 0)); }
+
     // Feeds the sampler a token that it did not choose.
     void feed(llama_token token) {
         common_sampler_accept(sampler->chain.get(), token, false);
         heard.push_back(token);
+    }
+};
+
+} // namespace
+
+namespace {
+
+// What became of one entry of a plan, before it is put into the result.
+struct outcome {
+    std::vector<const float *> rows; // logits after each token that may be chosen on: [n_vocab]
+    llama_tokens emitted;
+    std::vector<float> logprobs;
+    std::vector<int32_t> top_tokens;
+    std::vector<float> top_logprobs;
+    int32_t status = SPEC_OK;
+};
+
+// Runs jobs on ggml's threads, which are awake right after a decode: a graph of one node, whose
+// threads take the jobs one by one.
+struct team {
+    int32_t n_threads = 1;
+    ggml_context_ptr ctx;
+    ggml_threadpool * pool = nullptr;
+    ggml_cgraph * graph = nullptr;
+    std::vector<uint8_t> work;
+    ggml_cplan plan = {};
+    std::atomic<size_t> i_next{0};
+    size_t n_jobs = 0;
+    void (*job)(const void *, size_t) = nullptr; // throws nothing
+    const void * user = nullptr;
+
+    team() = default;
+    team(const team &) = delete;
+    team & operator=(const team &) = delete;
+    ~team() { ggml_threadpool_free(pool); }
+
+    static void take(ggml_tensor * /*node*/, int /*ith*/, int /*nth*/, void * self) {
+        team & t = *static_cast<team *>(self);
+        for (size_t i = t.i_next++; i < t.n_jobs; i = t.i_next++) {
+            t.job(t.user, i);
+        }
+    }
+
+    void init(int32_t n) {
+        n_threads = n;
+        if (n < 2) {
+            return;
+        }
+        ggml_threadpool_params params = ggml_threadpool_params_default(n);
+        params.poll = 0; // sleeps between steps
+        pool = ggml_threadpool_new(&params);
+        ctx.reset(ggml_init({2 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, false}));
+        if (!ctx || pool == nullptr) {
+            throw std::bad_alloc();
+        }
+        ggml_tensor * node = ggml_custom_4d(ctx.get(), GGML_TYPE_I8, 1, 1, 1, 1, nullptr, 0, take,
+                                            GGML_N_TASKS_MAX, this);
+        graph = ggml_new_graph(ctx.get());
+        ggml_build_forward_expand(graph, node);
+        plan = ggml_graph_plan(graph, n, pool);
+        work.resize(plan.work_size);
+        plan.work_data = work.data();
+    }
+
+    template <typename Body> void run(size_t n, bool is_parallel, const Body & body) {
+        if (!is_parallel || n_threads < 2 || n < 2) {
+            for (size_t i = 0; i < n; ++i) {
+                body(i);
+            }
+            return;
+        }
+        i_next = 0;
+        n_jobs = n;
+        job = [](const void * b, size_t i) { (*static_cast<const Body *>(b))(i); };
+        user = &body;
+        ggml_graph_compute(graph, &plan);
     }
 };
 
@@ -1253,7 +1427,9 @@ struct spec_engine {
     common_batch batch;
     int64_t n_decodes = 0; // of the target
 
-    std::vector<int32_t> rows; // batch index of each plan entry's first token
+    std::vector<int32_t> rows;     // batch index of each plan entry's first token
+    std::vector<outcome> outcomes; // one per plan entry
+    team sampling;                 // its threads choose tokens
     std::vector<spec_result_entry> out_entries;
     std::vector<int32_t> out_tokens;
     std::vector<float> out_logprobs;
@@ -1261,6 +1437,8 @@ struct spec_engine {
     std::vector<float> out_top_logprobs;
     int32_t n_top = 0; // of this step
     spec_draft_work draft_work = {};
+
+    bool has_copies_due = false; // cells of forks that llama.cpp has yet to copy
 
     bool is_decoded = false; // by hand: a batch is there for logits and process
     bool is_processed = false;
@@ -1842,6 +2020,7 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     make_drafter(*engine, draft);
     fill_limits(*engine);
     engine->batch = common_batch(engine->target.get());
+    engine->sampling.init(llama_n_threads(engine->target.get()));
     engine->sequences.resize(static_cast<size_t>(params.n_seq_max));
     return engine.release();
 }
@@ -1868,6 +2047,19 @@ void clear_memory(spec_engine & engine, int32_t seq_id) {
     llama_memory_seq_rm(engine.target_memory(), seq_id, -1, -1);
     if (engine.draft) {
         llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
+    }
+}
+
+// Between separate caches llama.cpp puts the copying of cells off, in both contexts, until each
+// decodes next. Here it happens: before a decode, and before cells are read or written otherwise.
+void flush_copies(spec_engine & engine) {
+    if (!engine.has_copies_due) {
+        return;
+    }
+    engine.has_copies_due = false;
+    engine.target->memory_update(false);
+    if (engine.draft) {
+        engine.draft->memory_update(false);
     }
 }
 
@@ -1930,6 +2122,33 @@ void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_s
     fail(SPEC_ERR_BAD_PLAN, "sequence " + std::to_string(seq_id) + ": " + text);
 }
 
+// A generating sequence computes its last emitted token; a resumed one all that it had before, in
+// pieces, of which the one with the last emitted token is an output.
+void check_known(const sequence & seq, const spec_plan_entry & e, const int32_t * tokens) {
+    const int32_t n_after = e.n_past + e.n_tokens;
+    for (int32_t i = 0; i < e.n_tokens && e.n_past + i < static_cast<int32_t>(seq.known.size());
+         ++i) {
+        if (tokens[i] != seq.known[static_cast<size_t>(e.n_past + i)]) {
+            bad_plan(e.seq_id, "a resumed sequence must be given the tokens that it had");
+        }
+    }
+    if (!seq.has_emitted) {
+        if (e.n_draft > 0) {
+            bad_plan(e.seq_id, "n_draft needs a sequence that has emitted a token");
+        }
+        return;
+    }
+    const bool is_last = n_after == seq.n_known();
+    if (n_after > seq.n_known() || (is_last && tokens[e.n_tokens - 1] != seq.id_last) ||
+        e.is_output != (is_last ? 1 : 0)) {
+        bad_plan(e.seq_id, "a generating sequence must be given its last emitted token alone, with "
+                           "is_output, or what a resumed one lacks up to that token");
+    }
+    if (e.n_draft > 0 && (!is_last || e.n_tokens != 1)) {
+        bad_plan(e.seq_id, "n_draft needs the last emitted token alone");
+    }
+}
+
 void check_entry(const spec_engine & engine, const sequence & seq, const spec_plan_entry & e,
                  const spec_plan & plan) {
     if (e.n_past != seq.n_past()) {
@@ -1955,15 +2174,7 @@ void check_entry(const spec_engine & engine, const sequence & seq, const spec_pl
     for (int32_t i = 0; i < e.n_tokens; ++i) {
         check_token(tokens[i], engine.limits.n_vocab, "plan");
     }
-    if (seq.has_emitted) {
-        if (e.n_tokens != 1 || e.is_output != 1 || tokens[0] != seq.id_last) {
-            bad_plan(
-                e.seq_id,
-                "a generating sequence must be given its last emitted token alone, with is_output");
-        }
-    } else if (e.n_draft > 0) {
-        bad_plan(e.seq_id, "n_draft needs a sequence that has emitted a token");
-    }
+    check_known(seq, e, tokens);
     if (seq.is_proposed) {
         bad_plan(e.seq_id, "a proposal is pending; accept it first");
     }
@@ -2286,13 +2497,11 @@ int32_t decode_batch(spec_engine & engine) {
     if (engine.take_fault(SPEC_FAULT_DECODE_NO_ROOM)) {
         return 1;
     }
+    flush_copies(engine);
     const int32_t rc =
         llama_process(engine.target.get(), LLAMA_PROCESS_TYPE_DECODE, engine.batch.get());
     if (rc == 0) {
         llama_synchronize(engine.target.get());
-        for (sequence & seq : engine.sequences) {
-            seq.is_copy_due = false;
-        }
         note_states(engine);
     }
     return engine.take_fault(SPEC_FAULT_DECODE_FATAL) ? -3 : rc;
@@ -2386,107 +2595,266 @@ double log_sum(const float * logits, int32_t n_vocab, float max_logit) {
     return std::log(sum);
 }
 
-// The likeliest tokens of a row, into the rows of the result; the lower id first where they tie.
-void emit_top(spec_engine & engine, const float * logits, int32_t n, double log_total) {
-    const int32_t n_best = std::min(n, engine.limits.n_vocab);
-    std::vector<int32_t> ids(n_best > 0 ? static_cast<size_t>(engine.limits.n_vocab) : 0);
+// The likeliest tokens of a row; the lower id first where they tie.
+void score_top(outcome & out, const float * logits, int32_t n_vocab, int32_t n, int32_t n_columns,
+               double log_total) {
+    const int32_t n_best = std::min(n, n_vocab);
+    std::vector<int32_t> ids(n_best > 0 ? static_cast<size_t>(n_vocab) : 0);
     std::iota(ids.begin(), ids.end(), 0);
     std::partial_sort(ids.begin(), ids.begin() + n_best, ids.end(), [&](int32_t a, int32_t b) {
         return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
     });
-    for (int32_t k = 0; k < engine.n_top; ++k) {
+    for (int32_t k = 0; k < n_columns; ++k) {
         const bool is_told = k < n_best;
         const int32_t id = is_told ? ids[static_cast<size_t>(k)] : -1;
-        engine.out_top_tokens.push_back(id);
-        engine.out_top_logprobs.push_back(
+        out.top_tokens.push_back(id);
+        out.top_logprobs.push_back(
             is_told ? static_cast<float>(static_cast<double>(logits[id]) - log_total)
                     : std::numeric_limits<float>::quiet_NaN());
     }
 }
 
 // Log-probabilities of an emitted token, as far as its sequence asked for them.
-void emit_logprobs(spec_engine & engine, const spec_sampler & sampler, int32_t i_batch,
-                   llama_token token) {
+void score(const spec_engine & engine, const spec_sampler & sampler, outcome & out,
+           const float * logits, llama_token token) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     if (!sampler.logprobs && sampler.n_top_logprobs == 0) {
-        engine.out_logprobs.push_back(nan);
-        engine.out_top_tokens.resize(
-            engine.out_top_tokens.size() + static_cast<size_t>(engine.n_top), -1);
-        engine.out_top_logprobs.resize(engine.out_top_tokens.size(), nan);
+        const auto n_top = static_cast<size_t>(engine.n_top);
+        out.logprobs.push_back(nan);
+        out.top_tokens.resize(out.top_tokens.size() + n_top, -1);
+        out.top_logprobs.resize(out.top_tokens.size(), nan);
         return;
-    }
-    const float * logits = llama_get_logits_ith(engine.target.get(), i_batch);
-    if (logits == nullptr) {
-        fail(SPEC_ERR_SAMPLING_FAILED, "the decode left no logits");
     }
     const int32_t n_vocab = engine.limits.n_vocab;
     const float max_logit = *std::max_element(logits, logits + n_vocab);
     const double log_total = static_cast<double>(max_logit) + log_sum(logits, n_vocab, max_logit);
     const double logprob = static_cast<double>(logits[token]) - log_total;
-    engine.out_logprobs.push_back(sampler.logprobs ? static_cast<float>(logprob) : nan);
-    emit_top(engine, logits, sampler.n_top_logprobs, log_total);
+    out.logprobs.push_back(sampler.logprobs ? static_cast<float>(logprob) : nan);
+    score_top(out, logits, n_vocab, sampler.n_top_logprobs, engine.n_top, log_total);
+}
+
+[[noreturn]] void nothing_allowed() {
+    fail(SPEC_ERR_SAMPLING_FAILED, "no token is allowed here: the grammar, the biases or the "
+                                   "temperature leave none a probability");
+}
+
+constexpr int32_t LANES = 16;
+
+// The greatest of LANES numbers; NaNs count for nothing. Written so that compilers use vectors.
+float greatest_of_lanes(const float * x) {
+    float m[LANES];
+    std::copy(x, x + LANES, m);
+    for (int32_t width = LANES / 2; width > 0; width /= 2) {
+        for (int32_t i = 0; i < width; ++i) {
+            m[i] = m[i + width] > m[i] ? m[i + width] : m[i];
+        }
+    }
+    return m[0];
+}
+
+// The token of the greatest logit, the first one where several tie.
+llama_token argmax(const float * logits, int32_t n, const std::vector<llama_token> & banned) {
+    float m[LANES];
+    std::fill(m, m + LANES, -INFINITY);
+    const int32_t n_even = n - n % LANES;
+    for (int32_t i = 0; i < n_even; i += LANES) {
+        for (int32_t j = 0; j < LANES; ++j) {
+            m[j] = logits[i + j] > m[j] ? logits[i + j] : m[j];
+        }
+    }
+    float best = greatest_of_lanes(m);
+    for (int32_t i = n_even; i < n; ++i) {
+        best = logits[i] > best ? logits[i] : best;
+    }
+    const float * at = std::find(logits, logits + n, best);
+    const auto is_banned = [&](int32_t token) {
+        return std::find(banned.begin(), banned.end(), token) != banned.end();
+    };
+    if (best > -INFINITY && at != logits + n && !is_banned(static_cast<int32_t>(at - logits))) {
+        return static_cast<llama_token>(at - logits);
+    }
+    // Rare: the greatest may not be chosen.
+    llama_token chosen = -1;
+    for (int32_t i = 0; i < n; ++i) {
+        if (logits[i] > (chosen < 0 ? -INFINITY : logits[chosen]) && !is_banned(i)) {
+            chosen = i;
+        }
+    }
+    if (chosen < 0) {
+        nothing_allowed();
+    }
+    return chosen;
+}
+
+// The n greatest logits as candidates, in the order of their ids as far as llama.cpp minds (it
+// sorts what it is given); the lower id first where they tie.
+void find_greatest(const float * logits, int32_t n_vocab, int32_t n,
+                   std::vector<llama_token_data> & out) {
+    const auto is_less = [](const llama_token_data & a, const llama_token_data & b) {
+        return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+    };
+    out.clear();
+    const auto n_wanted = static_cast<size_t>(n);
+    const auto add = [&](int32_t id) {
+        if (out.size() == n_wanted) {
+            if (!(logits[id] > out.front().logit)) {
+                return;
+            }
+            std::pop_heap(out.begin(), out.end(), is_less);
+            out.pop_back();
+        }
+        out.push_back({id, logits[id], 0.0f});
+        std::push_heap(out.begin(), out.end(), is_less);
+    };
+    int32_t i = 0;
+    for (; i + LANES <= n_vocab; i += LANES) {
+        if (out.size() == n_wanted && !(greatest_of_lanes(logits + i) > out.front().logit)) {
+            continue;
+        }
+        for (int32_t j = i; j < i + LANES; ++j) {
+            add(j);
+        }
+    }
+    for (; i < n_vocab; ++i) {
+        add(i);
+    }
+    std::sort(out.begin(), out.end(), is_less);
+}
+
+// Chooses a token with the chain, from the candidates that can be chosen.
+llama_token sample_greatest(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
+    thread_local std::vector<llama_token_data> candidates;
+    find_greatest(logits, n_vocab, std::min(sampler.n_greatest, n_vocab), candidates);
+    llama_token_data_array array = {candidates.data(), candidates.size(), -1, false};
+    llama_sampler_apply(common_sampler_get(sampler.chain.get()), &array);
+    if (array.selected < 0 || array.selected >= static_cast<int64_t>(array.size) ||
+        !std::isfinite(array.data[array.selected].logit)) {
+        nothing_allowed();
+    }
+    return array.data[array.selected].id;
 }
 
 // Chooses a token and sees that the chain left it a probability: where a grammar, a bias or an
 // overflow leaves none, llama.cpp returns any token, and a grammar that is given it aborts.
-llama_token sample_checked(spec_engine & engine, common_sampler * sampler, int32_t i_batch) {
-    const llama_token id = common_sampler_sample(sampler, engine.target.get(), i_batch);
-    const llama_token_data_array * candidates = common_sampler_get_candidates(sampler, false);
+llama_token sample_checked(spec_engine & engine, const spec_sampler & sampler, const float * logits,
+                           int32_t i_batch) {
+    if (sampler.is_argmax) {
+        return argmax(logits, engine.limits.n_vocab, sampler.banned);
+    }
+    if (sampler.n_greatest > 0) {
+        return sample_greatest(sampler, logits, engine.limits.n_vocab);
+    }
+    const llama_token id = common_sampler_sample(sampler.chain.get(), engine.target.get(), i_batch);
+    const llama_token_data_array * candidates =
+        common_sampler_get_candidates(sampler.chain.get(), false);
     const int64_t i = candidates->selected;
     if (i < 0 || i >= static_cast<int64_t>(candidates->size) ||
         !std::isfinite(candidates->data[i].logit)) {
-        fail(SPEC_ERR_SAMPLING_FAILED, "no token is allowed here: the grammar, the biases or the "
-                                       "temperature leave none a probability");
+        nothing_allowed();
     }
     return id;
 }
 
 // Each position is sampled as without a draft; the draft stands as long as it agrees. So a seed
 // draws what it draws without speculation, and samplers that learn from their draws stay right.
-llama_tokens sample_and_match(spec_engine & engine, common_sampler * sampler,
-                              const std::vector<int> & idxs, const llama_tokens & draft) {
-    llama_tokens emitted;
-    for (size_t i = 0; i < idxs.size(); ++i) {
-        const llama_token id = sample_checked(engine, sampler, idxs[i]);
-        common_sampler_accept(sampler, id, true);
-        emitted.push_back(id);
+void sample_and_match(spec_engine & engine, const sequence & seq, int32_t i_first, outcome & out) {
+    const llama_tokens & draft = seq.draft.tokens;
+    for (size_t i = 0; i < out.rows.size(); ++i) {
+        const llama_token id =
+            sample_checked(engine, *seq.sampler, out.rows[i], i_first + static_cast<int32_t>(i));
+        common_sampler_accept(seq.sampler->chain.get(), id, true);
+        out.emitted.push_back(id);
         if (i >= draft.size() || id != draft[i] ||
             llama_vocab_is_eog(engine.target_model->vocab, id)) {
             break;
         }
     }
-    return emitted;
+}
+
+void sample_and_reject(spec_engine & engine, const sequence & seq, int32_t i_first, outcome & out) {
+    std::vector<int> idxs(out.rows.size());
+    std::iota(idxs.begin(), idxs.end(), i_first);
+    out.emitted = common_sampler_sample_and_accept_n_rejection(
+        seq.sampler->chain.get(), engine.target.get(), idxs, seq.draft.tokens, seq.draft.q);
 }
 
 // Chooses the tokens that a sequence emits: the accepted part of its draft and one of the target's
 // own.
-llama_tokens verify(spec_engine & engine, sequence & seq, int32_t i_first) {
-    std::vector<int> idxs(seq.draft.tokens.size() + 1);
-    for (size_t i = 0; i < idxs.size(); ++i) {
-        idxs[i] = i_first + static_cast<int>(i);
-        if (llama_get_logits_ith(engine.target.get(), idxs[i]) == nullptr) {
-            fail(SPEC_ERR_SAMPLING_FAILED, "the decode left no logits");
-        }
+void verify(spec_engine & engine, sequence & seq, int32_t i_first, outcome & out) {
+    if (seq.draft.q.empty()) {
+        sample_and_match(engine, seq, i_first, out);
+    } else {
+        sample_and_reject(engine, seq, i_first, out);
     }
-    common_sampler * sampler = seq.sampler->chain.get();
-    llama_tokens emitted =
-        seq.draft.q.empty()
-            ? sample_and_match(engine, sampler, idxs, seq.draft.tokens)
-            : common_sampler_sample_and_accept_n_rejection(sampler, engine.target.get(), idxs,
-                                                           seq.draft.tokens, seq.draft.q);
-    for (const llama_token token : emitted) {
+    for (const llama_token token : out.emitted) {
         seq.heard.push_back(-1 - token);
     }
-    for (size_t i = 0; i < emitted.size(); ++i) {
-        const float logit = llama_get_logits_ith(engine.target.get(), idxs[i])[emitted[i]];
-        if (!std::isfinite(logit)) {
+    for (size_t i = 0; i < out.emitted.size(); ++i) {
+        const llama_token token = out.emitted[i];
+        if (!std::isfinite(out.rows[i][token])) {
             fail(SPEC_ERR_SAMPLING_FAILED, "the model's output is not finite");
         }
-        if (llama_vocab_is_eog(engine.target_model->vocab, emitted[i])) {
-            emitted.resize(i + 1); // the rejection rule goes on after an accepted end token
+        score(engine, *seq.sampler, out, out.rows[i], token);
+        if (llama_vocab_is_eog(engine.target_model->vocab, token)) {
+            out.emitted.resize(i + 1); // the rejection rule goes on after an accepted end token
         }
     }
-    return emitted;
+}
+
+// The part of an entry's end that touches its own sequence only, so that threads may share the
+// entries. (llama.cpp's synchronise is called by several of them; with nothing queued it stores
+// what is there already.)
+void choose(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
+    const spec_plan_entry & e = plan.entries[i_entry];
+    sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+    for (int32_t k = std::max(seq.n_known() - e.n_past, 0); k < e.n_tokens; ++k) {
+        seq.feed(plan.tokens[e.token_offset + k]); // emitted tokens have passed it already, and a
+                                                   // resumed sequence's
+    }
+    seq.n_heard = std::max(seq.n_known(), e.n_past + e.n_tokens);
+    if (e.is_output != 0) {
+        verify(engine, seq, engine.rows[i_entry] + e.n_tokens - 1, engine.outcomes[i_entry]);
+    }
+}
+
+// Finds the logits that an entry's tokens are chosen from.
+void find_rows(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
+    const spec_plan_entry & e = plan.entries[i_entry];
+    const sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+    outcome & out = engine.outcomes[i_entry];
+    out.rows.clear();
+    out.emitted.clear();
+    out.logprobs.clear();
+    out.top_tokens.clear();
+    out.top_logprobs.clear();
+    out.status = SPEC_OK;
+    const size_t n_rows = e.is_output != 0 ? seq.draft.tokens.size() + 1 : 0;
+    for (size_t i = 0; i < n_rows; ++i) {
+        const int32_t i_batch = engine.rows[i_entry] + e.n_tokens - 1 + static_cast<int32_t>(i);
+        out.rows.push_back(llama_get_logits_ith(engine.target.get(), i_batch));
+        if (out.rows.back() == nullptr) {
+            out.status = SPEC_ERR_SAMPLING_FAILED;
+            return;
+        }
+    }
+}
+
+// Chooses the tokens of all entries of a decode, on as many threads as it pays.
+void choose_all(spec_engine & engine, const spec_plan & plan, const group & entries) {
+    constexpr size_t N_LOGITS_PARALLEL = 32768; // below, waking threads takes longer
+    size_t n_rows = 0;
+    for (const size_t i : entries) {
+        find_rows(engine, plan, i);
+        n_rows += engine.outcomes[i].rows.size();
+    }
+    const auto choose_one = [&](size_t k) {
+        outcome & out = engine.outcomes[entries[k]];
+        if (out.status == SPEC_OK) {
+            out.status = guarded([&] { choose(engine, plan, entries[k]); });
+        }
+    };
+    const size_t n_logits = n_rows * static_cast<size_t>(engine.limits.n_vocab);
+    engine.sampling.run(entries.size(), n_logits >= N_LOGITS_PARALLEL, choose_one);
 }
 
 // Back to the checkpoint, then the tokens that stay are decoded again. Only the target: the draft
@@ -2546,15 +2914,18 @@ void roll_back(spec_engine & engine, sequence & seq, const spec_plan_entry & e, 
         {i_entry, e.n_past, llama_tokens(seq.tokens.begin() + e.n_past, seq.tokens.end())});
 }
 
-void emit(spec_engine & engine, const sequence & seq, spec_result_entry & r,
-          const llama_tokens & emitted, int32_t i_first) {
+template <typename T> void append(std::vector<T> & all, const std::vector<T> & some) {
+    all.insert(all.end(), some.begin(), some.end());
+}
+
+void emit(spec_engine & engine, spec_result_entry & r, const outcome & out) {
     r.token_offset = static_cast<int32_t>(engine.out_tokens.size());
-    r.n_tokens = static_cast<int32_t>(emitted.size());
-    for (size_t i = 0; i < emitted.size(); ++i) {
-        engine.out_tokens.push_back(emitted[i]);
-        emit_logprobs(engine, *seq.sampler, i_first + static_cast<int32_t>(i), emitted[i]);
-    }
-    if (llama_vocab_is_eog(engine.target_model->vocab, emitted.back())) {
+    r.n_tokens = static_cast<int32_t>(out.emitted.size());
+    append(engine.out_tokens, out.emitted);
+    append(engine.out_logprobs, out.logprobs);
+    append(engine.out_top_tokens, out.top_tokens);
+    append(engine.out_top_logprobs, out.top_logprobs);
+    if (llama_vocab_is_eog(engine.target_model->vocab, out.emitted.back())) {
         r.flags |= SPEC_RESULT_EOG;
     }
 }
@@ -2562,21 +2933,22 @@ void emit(spec_engine & engine, const sequence & seq, spec_result_entry & r,
 void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry & e, size_t i_entry,
                    spec_result_entry & r, std::vector<pending_replay> & replays) {
     const int32_t n_draft = static_cast<int32_t>(seq.draft.tokens.size());
-    const int32_t i_first = engine.rows[i_entry] + e.n_tokens - 1;
     if (!seq.has_emitted) {
         seq.n_prompt = seq.n_past();
     }
-    const llama_tokens emitted = verify(engine, seq, i_first);
-    const int32_t n_acc = static_cast<int32_t>(emitted.size()) - 1;
-    emit(engine, seq, r, emitted, i_first);
+    const outcome & out = engine.outcomes[i_entry];
+    const int32_t n_acc = static_cast<int32_t>(out.emitted.size()) - 1;
+    emit(engine, r, out);
     r.n_drafted = n_draft;
     r.n_accepted = n_acc;
     if (n_draft > 0) {
         accept_draft(engine, seq, e.seq_id, n_acc);
     }
-    seq.tokens.insert(seq.tokens.end(), emitted.begin(), emitted.end() - 1);
-    seq.id_last = emitted.back();
+    seq.tokens.insert(seq.tokens.end(), out.emitted.begin(), out.emitted.end() - 1);
+    seq.id_last = out.emitted.back();
     seq.has_emitted = true;
+    seq.n_heard = seq.n_past() + 1;
+    seq.known.clear();
     roll_back(engine, seq, e, i_entry, seq.n_past(), n_draft - n_acc, replays);
 }
 
@@ -2585,12 +2957,10 @@ void finish_entry(spec_engine & engine, const spec_plan & plan, size_t i_entry,
     const spec_plan_entry & e = plan.entries[i_entry];
     sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
     spec_result_entry & r = engine.out_entries[i_entry];
-    const int32_t * ids = plan.tokens + e.token_offset;
-    if (!seq.has_emitted) { // emitted tokens have passed the sampler already
-        for (int32_t k = 0; k < e.n_tokens; ++k) {
-            seq.feed(ids[k]);
-        }
+    if (engine.outcomes[i_entry].status != SPEC_OK) {
+        fail(engine.outcomes[i_entry].status, "no token could be chosen");
     }
+    const int32_t * ids = plan.tokens + e.token_offset;
     seq.tokens.insert(seq.tokens.end(), ids, ids + e.n_tokens);
     if (e.is_output != 0) {
         finish_output(engine, seq, e, i_entry, r, replays);
@@ -2629,6 +2999,7 @@ void isolated(spec_engine & engine, const spec_plan & plan, size_t i_entry, Body
 
 void finish_entries(spec_engine & engine, const spec_plan & plan, const group & entries) {
     std::vector<pending_replay> replays;
+    choose_all(engine, plan, entries);
     for (const size_t i : entries) {
         isolated(engine, plan, i, [&] { finish_entry(engine, plan, i, replays); });
     }
@@ -2651,6 +3022,7 @@ void begin_result(spec_engine & engine, const spec_plan & plan) {
     engine.out_top_tokens.clear();
     engine.out_top_logprobs.clear();
     engine.n_top = 0;
+    engine.outcomes.resize(std::max(engine.outcomes.size(), static_cast<size_t>(plan.n_entries)));
     engine.out_entries.assign(static_cast<size_t>(plan.n_entries), spec_result_entry{});
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         engine.out_entries[static_cast<size_t>(i)].seq_id = plan.entries[i].seq_id;
@@ -2916,7 +3288,8 @@ llama_token sample_by_hand(spec_engine & engine, int32_t seq_id, int32_t i) {
     sequence & seq = begun(engine, seq_id);
     common_sampler * sampler = seq.sampler->chain.get();
     try {
-        const llama_token token = sample_checked(engine, sampler, i);
+        const llama_token token =
+            sample_checked(engine, *seq.sampler, llama_get_logits_ith(engine.target.get(), i), i);
         common_sampler_accept(sampler, token, true);
         seq.heard.push_back(-1 - token);
         seq.id_last = token;
@@ -2999,12 +3372,14 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     }
     seq.tokens.resize(static_cast<size_t>(n_past));
     seq.hidden = {};
+    seq.n_heard = std::min(seq.n_heard, n_past);
+    seq.known.clear();
 }
 
 // Snapshots.
 
 constexpr char SNAPSHOT_MAGIC[8] = {'D', 'R', 'A', 'F', 'T', 'S', 'E', 'Q'};
-constexpr uint32_t SNAPSHOT_FORMAT = 1;
+constexpr uint32_t SNAPSHOT_FORMAT = 2;
 constexpr size_t CHECKSUM_BYTES = sizeof(uint64_t);
 
 // What a snapshot is bound to. All members have 8 bytes, so that there is no padding.
@@ -3188,6 +3563,8 @@ template <typename Archive, typename Sequence> void visit_sequence(Archive & io,
     io.value(seq.id_last);
     io.array(seq.tokens);
     io.array(seq.heard);
+    io.value(seq.n_heard);
+    io.array(seq.known);
     io.array(seq.ngram_events);
 }
 
@@ -3229,9 +3606,7 @@ void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t c
     if (is_unprocessed(engine, seq_id)) {
         bad_plan(seq_id, "its last batch has not been processed");
     }
-    if (seq.is_copy_due) {
-        bad_plan(seq_id, "it was just forked; its cells are there after the next decode");
-    }
+    flush_copies(engine);
     last_llama_error.clear();
     snapshot_header header = header_of(engine);
     const std::string parts = write_parts(engine, seq, seq_id);
@@ -3324,6 +3699,12 @@ void check_parts(const spec_engine & engine, const sequence & seq) {
         (seq.id_last != LLAMA_TOKEN_NULL && !is_token(seq.id_last)) ||
         (seq.has_emitted && seq.id_last == LLAMA_TOKEN_NULL)) {
         corrupt("a token is out of range");
+    }
+    const int32_t n_tokens_known = static_cast<int32_t>(seq.known.size());
+    if (!std::all_of(seq.known.begin(), seq.known.end(), is_token) || seq.n_heard < 0 ||
+        seq.n_heard > engine.limits.n_ctx_seq + 1 ||
+        (n_tokens_known > 0 ? n_tokens_known != seq.n_heard : seq.n_heard > seq.n_past() + 1)) {
+        corrupt("what its sampler knows is out of range");
     }
     int32_t n_before = 0;
     for (const ngram_event & e : seq.ngram_events) {
@@ -3458,6 +3839,7 @@ void restore_cells(llama_context * ctx, int32_t seq_id, const uint8_t * cells, u
 void restore_sequence(spec_engine & engine, int32_t seq_id, snapshot_parts & parts) {
     sequence & seq = at(engine, seq_id);
     const int32_t n_past = parts.seq.n_past();
+    flush_copies(engine);
     restore_cells(engine.target.get(), seq_id, parts.target, parts.n_target, n_past);
     if (llama_memory_seq_pos_max(engine.target_memory(), seq_id) != n_past - 1) {
         corrupt("it has other cells than tokens");
@@ -3586,13 +3968,14 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
     for (const llama_token token : to.tokens) {
         to.feed(token);
     }
+    to.n_heard = n_past;
     llama_memory_seq_cp(engine.target_memory(), src, dst, -1, -1);
     if (engine.draft && !from.is_cold) {
         llama_memory_seq_cp(engine.draft_memory(), src, dst, -1, -1);
         llama_memory_seq_rm(engine.draft_memory(), dst, n_past, -1);
     }
     carry_hidden_row(engine, from, dst, n_past);
-    to.is_copy_due = !engine.limits.kv_unified;
+    engine.has_copies_due = !engine.limits.kv_unified;
     if (!llama_memory_seq_rm(engine.target_memory(), dst, n_past, -1)) {
         fail(SPEC_ERR_INTERNAL, "the copy could not be cut");
     }
@@ -3615,6 +3998,269 @@ void fork_sequences(spec_engine & engine, int32_t src, int32_t n_past, const int
         std::for_each(dst, dst + n, [&](int32_t id) { clear_sequence(engine, id); });
         throw;
     }
+}
+
+// Starts and parks.
+
+void check_start_source(spec_engine & engine, const spec_start & start) {
+    const bool is_copy = start.source != -1;
+    const bool is_loaded = start.snapshot != nullptr;
+    if (start.n_kept < 0 || start.n_kept >= engine.limits.n_ctx_seq) {
+        bad_plan(start.seq_id, "n_kept is " + std::to_string(start.n_kept) + "; expected [0, " +
+                                   std::to_string(engine.limits.n_ctx_seq) + ")");
+    }
+    if ((is_copy && is_loaded) || (start.n_kept == 0 && (is_copy || is_loaded))) {
+        bad_plan(start.seq_id, "a source or a snapshot, one of them, is for tokens to be kept");
+    }
+    if (start.source == start.seq_id) {
+        bad_plan(start.seq_id, "it cannot be its own source");
+    }
+    if (start.n_kept == 0 || is_loaded) {
+        return;
+    }
+    const sequence & from = is_copy ? begun(engine, start.source) : at(engine, start.seq_id);
+    if (from.is_proposed) {
+        bad_plan(start.seq_id, "a proposal is pending where its tokens are; accept it first");
+    }
+    if (start.n_kept > from.n_past()) {
+        bad_plan(start.seq_id, "n_kept is " + std::to_string(start.n_kept) + "; " +
+                                   std::to_string(from.n_past()) + " tokens are there");
+    }
+}
+
+void check_start_sampler(spec_engine & engine, const spec_start & start,
+                         const spec_sampler * sampler) {
+    if (sampler == nullptr) {
+        if (start.snapshot == nullptr || !start.is_resumed) {
+            fail(SPEC_ERR_INVALID_ARGUMENT, "sampler is NULL");
+        }
+        return;
+    }
+    if (sampler->n_vocab != engine.limits.n_vocab) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the sampler was made for a model with another vocabulary");
+    }
+    const sampler_history & history = sampler->history;
+    if (!start.is_resumed && !history.heard.empty()) {
+        bad_plan(start.seq_id, "a parked sampler needs is_resumed");
+    }
+    if (history.has_emitted && start.n_kept >= static_cast<int32_t>(history.known.size())) {
+        bad_plan(start.seq_id, "n_kept is " + std::to_string(start.n_kept) +
+                                   "; the sampler knows " + std::to_string(history.known.size()) +
+                                   " tokens, of which the last must be computed");
+    }
+}
+
+void check_start(spec_engine & engine, const spec_start & start, const spec_sampler * sampler) {
+    at(engine, start.seq_id);
+    if (engine.is_decoded && !engine.is_processed && engine.spec) {
+        fail(SPEC_ERR_BAD_PLAN, "the last batch decoded by hand has not been processed");
+    }
+    check_start_source(engine, start);
+    check_start_sampler(engine, start, sampler);
+}
+
+// Bytes of the hidden rows in a drafter's saved state; the draft sampler's random state follows.
+size_t drafter_row_bytes(const spec_engine & engine) {
+    switch (engine.limits.draft_type) {
+    case SPEC_DRAFT_MTP:
+        return static_cast<size_t>(llama_model_n_embd_out(llama_get_model(engine.draft.get()))) *
+               sizeof(float);
+    case SPEC_DRAFT_SIMPLE:
+        return 0;
+    default:
+        return std::numeric_limits<size_t>::max(); // nothing but rows
+    }
+}
+
+std::string drafter_state(spec_engine & engine, int32_t seq_id) {
+    std::string state;
+    if (engine.spec && !common_speculative_seq_save(engine.spec.get(), seq_id, state)) {
+        state.clear();
+    }
+    return state;
+}
+
+// The rows that the drafter pairs with the next token of a sequence; empty where there are none.
+std::string drafter_rows(spec_engine & engine, int32_t seq_id) {
+    const std::string state = drafter_state(engine, seq_id);
+    return state.substr(0, std::min(state.size(), drafter_row_bytes(engine)));
+}
+
+std::string drafter_rng(spec_engine & engine, int32_t seq_id) {
+    const std::string state = drafter_state(engine, seq_id);
+    return state.substr(std::min(state.size(), drafter_row_bytes(engine)));
+}
+
+// Gives a slot with tokens, or without any, its sampler. A new one is fed the tokens; a resumed one
+// goes on where it was.
+void adopt_sampler(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sampler> sampler) {
+    sequence & seq = at(engine, seq_id);
+    sampler_history history = std::move(sampler->history);
+    sampler->history = {};
+    seq.sampler = std::move(sampler);
+    seq.heard = std::move(history.heard);
+    seq.known = std::move(history.known);
+    seq.n_heard = static_cast<int32_t>(seq.known.size());
+    seq.has_emitted = history.has_emitted;
+    seq.n_prompt = history.n_prompt;
+    if (history.has_emitted) {
+        seq.id_last = seq.known.back();
+    }
+    for (int32_t i = seq.n_heard; i < seq.n_past(); ++i) {
+        seq.feed(seq.tokens[static_cast<size_t>(i)]);
+    }
+    seq.n_heard = std::max(seq.n_heard, seq.n_past());
+    if (!history.drafter_rng.empty() && engine.spec) {
+        const std::string state = drafter_rows(engine, seq_id) + history.drafter_rng;
+        seq.has_drafter_begun = history.has_drafter_begun &&
+                                common_speculative_seq_load(engine.spec.get(), seq_id, state);
+    }
+    seq.is_begun = true;
+}
+
+// Takes the sampler out of a slot with all that it knows of the sequence. The slot lacks it then.
+std::unique_ptr<spec_sampler> park_sampler(spec_engine & engine, int32_t seq_id) {
+    sequence & seq = begun(engine, seq_id);
+    sampler_history history;
+    history.known = static_cast<int32_t>(seq.known.size()) > seq.n_past() ? seq.known : seq.tokens;
+    if (seq.has_emitted && history.known.size() == seq.tokens.size()) {
+        history.known.push_back(seq.id_last);
+    }
+    history.heard = seq.heard;
+    history.has_emitted = seq.has_emitted;
+    history.has_drafter_begun = seq.has_drafter_begun;
+    history.n_prompt = seq.n_prompt;
+    history.drafter_rng = drafter_rng(engine, seq_id);
+    seq.sampler->history = std::move(history);
+    return std::move(seq.sampler);
+}
+
+std::unique_ptr<spec_sampler> park_sequence(spec_engine & engine, int32_t seq_id) {
+    const sequence & seq = begun(engine, seq_id);
+    if (seq.is_proposed || is_unprocessed(engine, seq_id)) {
+        bad_plan(seq_id, "a proposal is pending, or its last batch was not processed");
+    }
+    std::unique_ptr<spec_sampler> sampler = park_sampler(engine, seq_id);
+    clear_sequence(engine, seq_id);
+    return sampler;
+}
+
+// A sequence with the first tokens of another and no sampler yet. `rows` belong to the last of them
+// and go on with it; without them the drafter's first row is poorer.
+void begin_kept(spec_engine & engine, int32_t seq_id, llama_tokens tokens, bool is_cold,
+                const std::string & rows) {
+    sequence & seq = at(engine, seq_id);
+    seq = sequence{};
+    begin_drafter(engine, seq, seq_id);
+    if (!rows.empty() && !common_speculative_seq_load(engine.spec.get(), seq_id, rows)) {
+        fail(SPEC_ERR_INTERNAL, "the drafter's state has another size");
+    }
+    seq.tokens = std::move(tokens);
+    seq.is_cold = is_cold;
+}
+
+// EAGLE-3's row of the last kept token was written with the token that followed it there. It stays:
+// a poorer row is better than none, after which llama.cpp refuses the positions that follow.
+void cut_cells(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
+    if (!llama_memory_seq_rm(engine.target_memory(), seq_id, n_kept, -1)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the target cannot go back from here");
+    }
+    if (engine.draft) {
+        llama_memory_seq_rm(engine.draft_memory(), seq_id, n_kept, -1);
+    }
+}
+
+// Goes on from the first tokens that the slot holds. False where the target cannot go back.
+bool keep_in_place(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
+    const sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+    const bool is_whole = n_kept == seq.n_past();
+    if (!is_whole && engine.target_rollback != rollback_kind::any) {
+        return false; // the snapshots of a recurrent state last until the next decode only
+    }
+    const std::string rows =
+        is_whole && !seq.is_cold ? drafter_rows(engine, seq_id) : std::string();
+    if (!is_whole) {
+        cut_cells(engine, seq_id, n_kept);
+    }
+    begin_kept(engine, seq_id, {seq.tokens.begin(), seq.tokens.begin() + n_kept}, seq.is_cold,
+               rows);
+    return true;
+}
+
+// Whole sequences are copied and then cut: llama.cpp copies between separate caches only so.
+bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_kept) {
+    if (engine.target_rollback != rollback_kind::any) {
+        return false; // the state of a recurrent target cannot be shared
+    }
+    const sequence & from = engine.sequences[static_cast<size_t>(source)];
+    const bool is_whole = n_kept == from.n_past();
+    const std::string rows =
+        is_whole && !from.is_cold ? drafter_rows(engine, source) : std::string();
+    clear_sequence(engine, seq_id);
+    llama_memory_seq_cp(engine.target_memory(), source, seq_id, -1, -1);
+    if (engine.draft && !from.is_cold) {
+        llama_memory_seq_cp(engine.draft_memory(), source, seq_id, -1, -1);
+    }
+    engine.has_copies_due = !engine.limits.kv_unified;
+    if (!is_whole) {
+        cut_cells(engine, seq_id, n_kept);
+    }
+    begin_kept(engine, seq_id, {from.tokens.begin(), from.tokens.begin() + n_kept}, from.is_cold,
+               rows);
+    return true;
+}
+
+// Goes on from a snapshot: as it was saved, where its own sampler goes on with all of it.
+bool keep_snapshot(spec_engine & engine, const spec_start & start, bool has_sampler) {
+    clear_sequence(engine, start.seq_id);
+    load_sequence(engine, start.seq_id, static_cast<const uint8_t *>(start.snapshot),
+                  start.n_snapshot);
+    sequence & seq = at(engine, start.seq_id);
+    if (start.n_kept > seq.n_past()) {
+        return false;
+    }
+    if (start.is_resumed && start.n_kept == seq.n_past()) {
+        return true; // with what its drafter has learnt
+    }
+    std::unique_ptr<spec_sampler> own = park_sampler(engine, start.seq_id);
+    if (!keep_in_place(engine, start.seq_id, start.n_kept)) {
+        return false;
+    }
+    if (!has_sampler) {
+        adopt_sampler(engine, start.seq_id, std::move(own));
+    }
+    return true;
+}
+
+bool keep_tokens(spec_engine & engine, const spec_start & start, bool has_sampler) {
+    if (start.n_kept == 0) {
+        return false;
+    }
+    if (start.snapshot != nullptr) {
+        return keep_snapshot(engine, start, has_sampler);
+    }
+    return start.source >= 0 ? keep_copy(engine, start.seq_id, start.source, start.n_kept)
+                             : keep_in_place(engine, start.seq_id, start.n_kept);
+}
+
+// Whatever goes wrong with the tokens that are to be kept, the slot begins: without them.
+int32_t start_sequence(spec_engine & engine, const spec_start & start, spec_sampler *& sampler) {
+    check_start(engine, start, sampler);
+    std::unique_ptr<spec_sampler> owned(sampler);
+    sampler = nullptr;
+    bool is_kept = false;
+    if (guarded([&] { is_kept = keep_tokens(engine, start, owned != nullptr); }) != SPEC_OK ||
+        !is_kept) {
+        is_kept = false;
+        clear_sequence(engine, start.seq_id);
+        if (owned) {
+            begin_drafter(engine, at(engine, start.seq_id), start.seq_id);
+        }
+    }
+    if (owned) {
+        adopt_sampler(engine, start.seq_id, std::move(owned));
+    }
+    return is_kept ? start.n_kept : 0;
 }
 
 } // namespace
@@ -4664,6 +5310,15 @@ int32_t spec_sampler_init(const spec_model * model, const spec_sampler_params * 
     });
 }
 
+int32_t spec_sampler_get_history(const spec_sampler * sampler, int32_t * n_known,
+                                 bool * has_chosen) {
+    return guarded([&] {
+        const sampler_history & history = deref(sampler, "sampler").history;
+        deref(n_known, "n_known") = static_cast<int32_t>(history.known.size());
+        deref(has_chosen, "has_chosen") = history.has_emitted;
+    });
+}
+
 void spec_sampler_free(spec_sampler * sampler) {
     delete sampler;
 }
@@ -4710,6 +5365,22 @@ int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id) {
     return guarded([&] {
         at(deref(engine, "engine"), seq_id);
         clear_sequence(*engine, seq_id);
+    });
+}
+
+int32_t spec_engine_seq_start(spec_engine * engine, const spec_start * start,
+                              spec_sampler ** sampler, int32_t * n_kept) {
+    return guarded([&] {
+        deref(n_kept, "n_kept") = 0;
+        *n_kept = start_sequence(deref(engine, "engine"), deref(start, "start"),
+                                 deref(sampler, "sampler"));
+    });
+}
+
+int32_t spec_engine_seq_park(spec_engine * engine, int32_t seq_id, spec_sampler ** out) {
+    return guarded([&] {
+        deref(out, "out") = nullptr;
+        *out = park_sequence(deref(engine, "engine"), seq_id).release();
     });
 }
 

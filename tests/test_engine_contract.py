@@ -18,7 +18,15 @@ from drafthouse_server.fake import FakeEngine
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import FinishEvent, FinishReason, Sequence, SequenceState
 from drafthouse_server.speculation import FixedDraft
-from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, Start, StepPlan
+from drafthouse_server.step import (
+    EngineLimits,
+    PlanEntry,
+    ResultEntry,
+    SamplingOptions,
+    SequenceStatus,
+    Start,
+    StepPlan,
+)
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 GREEDY = SamplingOptions(temperature=0, logprobs=True)
@@ -128,15 +136,21 @@ def run(
 
 def assert_same_or_tied(engine: CountingEngine, one: Sequence, other: Sequence) -> None:
     """Asserts that two greedy outputs are equal, up to where two tokens demonstrably tie."""
-    pairs = zip(one.output, other.output, strict=False)
+    assert_tokens(engine, list(one.prompt), one.output, other.output)
+
+
+def assert_tokens(
+    engine: CountingEngine, prompt: list[int], found: list[int], expected: list[int]
+) -> None:
+    """Asserts that two greedy outputs of a prompt are equal, up to where two tokens tie."""
+    pairs = zip(found, expected, strict=False)
     n_same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if n_same is None:
-        assert one.n_output == other.n_output
+        assert len(found) == len(expected)
         return
     assert not isinstance(engine, FakeEngine), "the fake engine does not round"
-    tokens = (one.output[n_same], other.output[n_same])
-    prompt = [*one.prompt, *one.output[:n_same]]
-    values = [logprob_of(engine, prompt, token) for token in tokens]
+    tokens = (found[n_same], expected[n_same])
+    values = [logprob_of(engine, [*prompt, *found[:n_same]], token) for token in tokens]
     assert abs(values[0] - values[1]) < TIE_TOLERANCE, f"{tokens} at {n_same}: {values}"
 
 
@@ -280,6 +294,266 @@ def test_the_end_token_is_an_end_and_shows_only_when_asked(engine: CountingEngin
     assert engine.token_bytes(end, special=False) == b""
     assert engine.token_bytes(end, special=True)
     assert not engine.is_eog(engine.tokenize("a", add_special=False, parse_special=False)[0])
+
+
+@dataclasses.dataclass
+class Stream:
+    """One sequence, driven through plans by hand."""
+
+    engine: CountingEngine
+    seq_id: int
+    prompt: list[int]
+    output: list[int] = dataclasses.field(default_factory=list)
+    n_past: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+
+    def plan(self, start: Start | None = None, n_draft: int = 0, n_tokens: int = 96) -> StepPlan:
+        """Returns the plan of the next step: what is not computed yet, or the last token."""
+        known = [*self.prompt, *self.output]
+        n_past = start.n_kept if start else self.n_past
+        tokens = known[n_past : n_past + n_tokens]
+        is_last = n_past + len(tokens) == len(known)
+        k = min(n_draft, self.engine.limits.n_draft_max) if self.output and len(tokens) == 1 else 0
+        entry = PlanEntry(self.seq_id, n_past, tokens, k if is_last else 0, is_last)
+        return StepPlan([entry], [start] if start else [])
+
+    def commit(self, entry: ResultEntry) -> None:
+        assert entry.status is SequenceStatus.OK
+        assert entry.seq_id == self.seq_id
+        self.n_past = entry.n_past
+        self.output += entry.tokens
+        self.n_drafted += entry.n_drafted
+        self.n_accepted += entry.n_accepted
+
+    def run(self, n_output: int, start: Start | None = None, n_draft: int = 0) -> list[int]:
+        """Runs until so many tokens are there, and returns them."""
+        while len(self.output) < n_output:
+            self.commit(self.engine.step(self.plan(start, n_draft)).entries[0])
+            start = None
+        return self.output[:n_output]
+
+
+N_STREAM = 14
+"""Tokens that the tests below generate."""
+
+OPEN_ENDED = dataclasses.replace(GREEDY, ignore_eos=True, logprobs=False)
+DRAWN = SamplingOptions(temperature=0.9, seed=11, ignore_eos=True, penalty_repeat=1.2)
+
+
+def ids(engine: Engine, text: str) -> list[int]:
+    return engine.tokenize(text, add_special=True, parse_special=False)
+
+
+def begin(engine: CountingEngine, seq_id: int, prompt: list[int], n_output: int = 5) -> Stream:
+    """Returns a sequence in a slot that has begun to generate."""
+    stream = Stream(engine, seq_id, prompt)
+    stream.run(n_output, Start(seq_id, engine.make_sampler(OPEN_ENDED)))
+    return stream
+
+
+def clear(engine: CountingEngine) -> None:
+    engine.step(StepPlan(frees=range(engine.limits.n_seq_max)))
+    assert engine.n_cells_used == 0
+
+
+def cold(engine: CountingEngine, prompt: list[int], options: SamplingOptions) -> list[int]:
+    """Returns what a prompt gives in an empty slot without drafts."""
+    stream = Stream(engine, 3, prompt)
+    stream.run(N_STREAM, Start(3, engine.make_sampler(options)))
+    engine.step(StepPlan(frees=[3]))
+    return stream.output[:N_STREAM]
+
+
+SHARED = TEXTS[1] + TEXTS[2]
+NEXT = "    def pop(self):\n        return "
+
+
+@pytest.mark.parametrize("options", [OPEN_ENDED, DRAWN])
+@pytest.mark.parametrize("way", ["in place", "copy", "snapshot"])
+def test_what_was_computed_for_another_serves_as_a_beginning(
+    engine: CountingEngine, way: str, options: SamplingOptions
+) -> None:
+    prompt = ids(engine, SHARED + NEXT)
+    n_kept = len(prompt) - 8
+    expected = cold(engine, prompt, options)
+    old = begin(engine, 0, prompt[: n_kept + 3])
+    sampler = engine.make_sampler(options)
+    if way == "in place":
+        stream, start = Stream(engine, 0, prompt), Start(0, sampler, n_kept)
+    elif way == "copy":
+        stream, start = Stream(engine, 2, prompt), Start(2, sampler, n_kept, source=0)
+    else:
+        snapshot = engine.step(StepPlan(saves=[0], frees=[0])).snapshots[0]
+        stream, start = Stream(engine, 1, prompt), Start(1, sampler, n_kept, snapshot=snapshot)
+    plan = stream.plan(start)
+    result = engine.step(plan)
+    stream.commit(result.entries[0])
+    if engine.card.is_recurrent:
+        assert result.n_kept == {stream.seq_id: 0}
+        assert stream.n_past == 0
+    else:
+        assert not result.n_kept
+        assert stream.n_past == len(prompt)
+    found = stream.run(N_STREAM, n_draft=3)
+    after = old.run(N_STREAM) if way == "copy" else []
+    clear(engine)
+    if after:  # the source has not noticed
+        assert_tokens(engine, old.prompt, after, cold(engine, old.prompt, OPEN_ENDED))
+    if options is OPEN_ENDED or isinstance(engine, FakeEngine):  # drafts change what is drawn
+        assert_tokens(engine, prompt, found, expected)
+
+
+@pytest.mark.parametrize("way", ["in place", "snapshot"])
+def test_all_that_a_slot_holds_serves_every_target(engine: CountingEngine, way: str) -> None:
+    old = begin(engine, 0, ids(engine, SHARED), 6)
+    known = [*old.prompt, *old.output]
+    prompt = [*known, *ids(engine, NEXT)]
+    if way == "in place":
+        stream = Stream(engine, 0, prompt)
+        start = Start(0, engine.make_sampler(OPEN_ENDED), old.n_past)
+    else:
+        stream = Stream(engine, 2, prompt)
+        snapshot = engine.step(StepPlan(saves=[0])).snapshots[0]
+        sampler = engine.make_sampler(OPEN_ENDED)
+        start = Start(2, sampler, old.n_past, snapshot=snapshot)
+    result = engine.step(stream.plan(start))
+    assert not result.n_kept
+    assert result.n_batch_tokens == len(prompt) - old.n_past
+    stream.commit(result.entries[0])
+    found = stream.run(N_STREAM, n_draft=3)
+    clear(engine)
+    assert_tokens(engine, prompt, found, cold(engine, prompt, OPEN_ENDED))
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.parametrize("n_piece", [9, 96])
+def test_a_parked_sequence_goes_on_as_if_nothing_had_been(
+    engine: CountingEngine, n_piece: int, is_saved: bool
+) -> None:
+    prompt = ids(engine, SHARED)
+    expected = cold(engine, prompt, OPEN_ENDED)
+    stream = begin(engine, 0, prompt)
+    result = engine.step(StepPlan(parks=[0], saves=[0] if is_saved else []))
+    assert engine.n_cells_used == 0
+    begin(engine, 0, ids(engine, TEXTS[5]))  # another in its slot
+    n_kept = stream.n_past if is_saved else 0
+    snapshot = result.snapshots.get(0)
+    stream.seq_id = 1
+    start: Start | None = Start(1, result.samplers[0], n_kept, snapshot=snapshot, is_resumed=True)
+    n_before = len(stream.output)
+    while len(stream.output) == n_before:
+        stream.commit(engine.step(stream.plan(start, 3, n_piece)).entries[0])
+        start = None
+    found = stream.run(N_STREAM, n_draft=3)
+    clear(engine)
+    assert_tokens(engine, prompt, found, expected)
+
+
+def test_a_snapshot_s_own_sampler_goes_on(engine: CountingEngine) -> None:
+    prompt = ids(engine, SHARED)
+    expected = cold(engine, prompt, GREEDY)
+    stream = Stream(engine, 0, prompt)
+    stream.run(5, Start(0, engine.make_sampler(GREEDY)))
+    snapshot = engine.step(StepPlan(saves=[0], frees=[0])).snapshots[0]
+    stream.seq_id = 2
+    start = Start(2, None, stream.n_past, snapshot=snapshot, is_resumed=True)
+    result = engine.step(stream.plan(start, 3))
+    assert len(result.entries[0].logprobs) == len(result.entries[0].tokens)
+    stream.commit(result.entries[0])
+    found = stream.run(N_STREAM, n_draft=3)
+    clear(engine)
+    assert_tokens(engine, prompt, found, expected)
+
+
+@pytest.mark.parametrize("snapshot", [b"", b"nonsense" * 100])
+def test_foreign_bytes_keep_nothing_and_hurt_nobody(
+    engine: CountingEngine, snapshot: bytes
+) -> None:
+    prompt = ids(engine, SHARED)
+    innocent = begin(engine, 0, prompt)
+    stream = Stream(engine, 1, prompt)
+    start = Start(1, engine.make_sampler(OPEN_ENDED), 4, snapshot=snapshot)
+    plan = stream.plan(start)
+    result = engine.step(StepPlan([*innocent.plan().entries, *plan.entries], plan.starts))
+    innocent.commit(result.entries[0])
+    assert result.n_kept == {1: 0}
+    assert result.entries[1] == ResultEntry(1, SequenceStatus.OK, 0)
+    stream.commit(result.entries[1])
+    assert stream.run(N_STREAM) == innocent.run(N_STREAM)
+    lost = Start(2, None, 4, snapshot=snapshot, is_resumed=True)
+    result = engine.step(StepPlan([PlanEntry(2, 4, [1], 0, True)], [lost]))
+    assert result.entries[0].status is SequenceStatus.DECODE_FAILED
+    with pytest.raises(EngineError, match="SEQ_IDLE"):
+        engine.step(StepPlan(saves=[2]))
+    clear(engine)
+
+
+WRONG_STARTS = {
+    "more than it holds": (Start(0, "new", 100), "BAD_PLAN"),
+    "more than the source holds": (Start(1, "new", 100, source=0), "BAD_PLAN"),
+    "from an empty slot": (Start(1, "new", 1), "BAD_PLAN"),
+    "from an idle source": (Start(0, "new", 1, source=1), "SEQ_IDLE"),
+    "from no slot": (Start(0, "new", 1, source=4), "BAD_SEQ_ID"),
+    "from itself": (Start(0, "new", 1, source=0), "BAD_PLAN"),
+    "two ways": (Start(1, "new", 1, source=0, snapshot=b""), "BAD_PLAN"),
+    "a source for nothing": (Start(1, "new", 0, source=0), "BAD_PLAN"),
+    "below nothing": (Start(0, "new", -1), "BAD_PLAN"),
+    "a whole context": (Start(0, "new", 512), "BAD_PLAN"),
+    "no slot": (Start(4, "new"), "BAD_SEQ_ID"),
+    "no sampler": (Start(0, None), "BAD_PLAN"),
+    "no sampler and not resumed": (Start(0, None, 1, snapshot=b""), "BAD_PLAN"),
+    "not a sampler": (Start(0, "foreign"), "INVALID_ARGUMENT"),
+    "an owned sampler": (Start(1, "owned"), "INVALID_ARGUMENT"),
+    "a parked sampler as new": (Start(1, "parked"), "BAD_PLAN"),
+    "all that is known": (Start(0, "parked", 5, is_resumed=True), "BAD_PLAN"),
+}
+
+
+def test_wrong_starts_change_nothing(engine: CountingEngine) -> None:
+    prompt = ids(engine, SHARED)[:4]
+    begin(engine, 2, prompt, 1)
+    samplers = {"parked": engine.step(StepPlan(parks=[2])).samplers[2]}
+    samplers |= {"owned": engine.make_sampler(GREEDY), "new": engine.make_sampler(GREEDY)}
+    engine.step(StepPlan(starts=[Start(2, samplers["owned"])]))
+    stream = begin(engine, 0, prompt)
+    for name, (start, status) in WRONG_STARTS.items():
+        sampler = samplers.get(str(start.sampler), start.sampler)
+        with pytest.raises(EngineError) as caught:
+            engine.step(StepPlan(starts=[dataclasses.replace(start, sampler=sampler)], frees=[2]))
+        assert caught.value.status == status, name
+        assert engine.n_cells_used == stream.n_past, name
+    for plan in (StepPlan(saves=[1]), StepPlan(parks=[1]), StepPlan(parks=[2, 2], saves=[0])):
+        with pytest.raises(EngineError, match="SEQ_IDLE"):
+            engine.step(plan)
+    with pytest.raises(EngineError, match="BAD_PLAN"):
+        engine.step(StepPlan(starts=[Start(1, samplers["new"])] * 2))
+    assert stream.run(N_STREAM) == cold(engine, prompt, OPEN_ENDED)
+    clear(engine)
+
+
+def test_resumed_sequences_are_computed_as_they_were(engine: CountingEngine) -> None:
+    stream = begin(engine, 0, ids(engine, SHARED[:60]))
+    sampler = engine.step(StepPlan(parks=[0])).samplers[0]
+    engine.step(StepPlan(starts=[Start(0, sampler, is_resumed=True)]))
+    known = [*stream.prompt, *stream.output]
+    n = len(known)
+    wrong = [
+        PlanEntry(0, 0, [known[0] + 1, *known[1:3]], 0, False),
+        PlanEntry(0, 0, known[:3], 0, True),
+        PlanEntry(0, 0, known, 0, False),
+        PlanEntry(0, 0, [*known, 1], 0, True),
+        PlanEntry(0, 0, known[:1], 1, True),
+    ]
+    for entry in wrong:
+        with pytest.raises(EngineError, match="BAD_PLAN"):
+            engine.step(StepPlan([entry]))
+    engine.step(StepPlan([PlanEntry(0, 0, known[: n - 1], 0, False)]))
+    with pytest.raises(EngineError, match="BAD_PLAN"):
+        engine.step(StepPlan([PlanEntry(0, n - 1, [known[-1] + 1], 0, True)]))
+    result = engine.step(StepPlan([PlanEntry(0, n - 1, known[-1:], 0, True)]))
+    assert len(result.entries[0].tokens) == 1
+    clear(engine)
 
 
 class TestLoading:
