@@ -15,6 +15,7 @@ __all__ = [
     "Event",
     "FinishEvent",
     "FinishReason",
+    "ProgressEvent",
     "Sequence",
     "SequenceState",
     "SpeculationCounts",
@@ -31,6 +32,8 @@ class SequenceState(enum.Enum):
     """It has no slot yet."""
     RUNNING = enum.auto()
     """It owns a slot."""
+    PARKED = enum.auto()
+    """It had to give its slot back, and goes on as soon as it gets another."""
     FINISHED = enum.auto()
     """It has had its terminal event."""
 
@@ -56,6 +59,8 @@ class Usage:
     """Tokens of the prompt."""
     n_output: int
     """Tokens generated, the end token included."""
+    n_reused: int = 0
+    """Of the prompt, tokens that were not computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class Timings:
     """From the first token to the last."""
     first_token_s: float
     """From the receipt to the first token."""
+    parked_s: float = 0.0
+    """Without a slot after the first one, within the spans above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,16 @@ class TokensEvent:
     """One per token, or empty."""
 
 
+@dataclass(slots=True)
+class ProgressEvent:
+    """More of the prompt is computed."""
+
+    n_computed: int
+    """Tokens of the prompt in the KV cache, [1, n_prompt]."""
+    n_prompt: int
+    """Length of the prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
     """The sequence ended well. Terminal."""
@@ -121,7 +138,7 @@ class ErrorEvent:
     """What the client is told."""
 
 
-Event = TokensEvent | FinishEvent | ErrorEvent
+Event = TokensEvent | ProgressEvent | FinishEvent | ErrorEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +170,8 @@ class Sequence:
     """Monotonic time in seconds after which nobody waits for the output."""
     received_at: float = 0.0
     """Monotonic time of the request's receipt, in seconds."""
+    has_progress: bool = False
+    """Whether `ProgressEvent`s are wanted."""
 
     tokens: list[int] = field(init=False)
     """Prompt and output."""
@@ -163,7 +182,15 @@ class Sequence:
     n_computed: int = 0
     """Tokens in the KV cache."""
     n_reserved: int = 0
-    """KV cells set aside."""
+    """KV cells that it is likely to need."""
+    n_reused: int = 0
+    """Tokens of the prompt that were not computed again."""
+    snapshot: bytes | None = None
+    """All that its slot held, while it is parked in host memory."""
+    is_parked: bool = False
+    """Whether it had to give its slot back and waits for another."""
+    n_parks: int = 0
+    """How often it was parked."""
     order: int = -1
     """Place in the order of arrival; -1 before submission."""
     n_no_room: int = 0
@@ -173,7 +200,11 @@ class Sequence:
     terminal: FinishEvent | ErrorEvent | None = None
     """How it ended; None while it goes on."""
     slot_at: float = math.nan
-    """When it got its slot."""
+    """When it got its first slot."""
+    parked_at: float = math.nan
+    """When it was parked last."""
+    parked_s: float = 0.0
+    """Seconds that it was parked, all times together; the current one is not counted yet."""
     first_token_at: float = math.nan
     """When its first token was there."""
     last_token_at: float = math.nan
@@ -198,7 +229,9 @@ class Sequence:
         """Where it is."""
         if self.terminal is not None:
             return SequenceState.FINISHED
-        return SequenceState.WAITING if self.seq_id < 0 else SequenceState.RUNNING
+        if self.seq_id >= 0:
+            return SequenceState.RUNNING
+        return SequenceState.PARKED if self.is_parked else SequenceState.WAITING
 
     @property
     def n_target(self) -> int:
@@ -229,7 +262,7 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """Tokens counted so far."""
-        return Usage(self.n_prompt, self.n_output)
+        return Usage(self.n_prompt, self.n_output, self.n_reused)
 
     @property
     def timings(self) -> Timings:
@@ -239,6 +272,7 @@ class Sequence:
             prefill_s=_span(self.slot_at, self.first_token_at),
             decode_s=_span(self.first_token_at, self.last_token_at),
             first_token_s=_span(self.received_at, self.first_token_at),
+            parked_s=self.parked_s,
         )
 
     @property
