@@ -23,7 +23,7 @@ IMPURE_MODULES = {
     "asyncio", "concurrent", "datetime", "grpc", "io", "multiprocessing", "os", "pathlib", "queue",
     "random", "secrets", "selectors", "socket", "subprocess", "threading", "time", "uuid",
 }  # fmt: skip
-CATCH_ALL_FILES = {"interceptors.py", "loop.py"}
+CATCH_ALL_FILES = {"interceptors.py", "engine_thread.py"}
 TEXT_SUFFIXES = {
     ".c", ".cfg", ".cpp", ".h", ".lock", ".md", ".proto", ".pxd", ".py", ".pyi", ".pyx", ".sh",
     ".toml", ".ts", ".txt", ".yaml", ".yml",

@@ -48,7 +48,9 @@ class Statistics:
     engine_s: float
     """Seconds inside the engine."""
     host_s: float
-    """Seconds of the event loop spent on reaping, planning, committing and fan-out."""
+    """Seconds between steps: the engine waits while Python reaps, plans and commits."""
+    fan_out_s: float
+    """Seconds of the event loop spent on handing out what steps yielded, while the next one ran."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -71,7 +73,9 @@ class Metrics:
     n_steps_failed: int = 0
     """Steps that the engine lost."""
     host_s: float = 0.0
-    """Seconds spent on reaping, planning, committing and fan-out."""
+    """Seconds between steps."""
+    fan_out_s: float = 0.0
+    """Seconds spent on fan-out."""
     _n_requests: Counter[str] = field(default_factory=Counter)
     _n_prompt_tokens: int = 0
     _n_output_tokens: int = 0
@@ -134,4 +138,5 @@ class Metrics:
             sample_s=self._sample_s,
             engine_s=self._engine_s,
             host_s=self.host_s,
+            fan_out_s=self.fan_out_s,
         )

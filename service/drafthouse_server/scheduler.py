@@ -90,6 +90,10 @@ class Scheduler:
         """Whether nothing waits, nothing runs and the engine knows of every slot given back."""
         return not (self._waiting or self._running or self._frees)
 
+    def running(self, seq_id: int) -> Sequence:
+        """Returns the sequence that owns a slot."""
+        return self._running[seq_id]
+
     def sequences(self) -> list[Sequence]:
         """Returns the sequences that have not ended.
 

@@ -296,18 +296,20 @@ class Sequence:
         Returns:
             The tokens that count, and why the sequence ends, if it does.
         """
-        n_kept, reason = self._find_end(entry)
-        event = TokensEvent(entry.tokens, entry.logprobs)
-        if n_kept < len(entry.tokens):
-            event = TokensEvent(entry.tokens[:n_kept], entry.logprobs[:n_kept])
-        self.tokens.extend(event.tokens)
+        tokens, logprobs, reason = entry.tokens, entry.logprobs, None
+        # Most steps end nothing; this runs once per sequence and step.
+        if entry.is_eog or self.stop_token_ids or len(tokens) >= self.n_output_left:
+            n_kept, reason = self._find_end(entry)
+            if n_kept < len(tokens):
+                tokens, logprobs = tokens[:n_kept], logprobs[:n_kept]
+        self.tokens += tokens
         if self.n_steps == 0:
             self.first_token_at = now
         self.last_token_at = now
         self.n_steps += 1
         if entry.n_drafted:
             self._count_draft(entry)
-        return event, reason
+        return TokensEvent(tokens, logprobs), reason
 
     def _find_end(self, entry: ResultEntry) -> tuple[int, FinishReason | None]:
         """Returns how many of the tokens count, and why the sequence ends after them."""

@@ -91,5 +91,10 @@ def fit(n_draft: int, sequence: Draftable, limits: EngineLimits) -> int:
     """
     if sequence.is_draft_cold or sequence.n_no_room:
         return 0
-    n_cells_left = limits.n_ctx_seq - sequence.n_computed - 1
-    return max(0, min(n_draft, limits.n_draft_max, sequence.n_output_left - 1, n_cells_left))
+    n_fit = min(
+        n_draft,
+        limits.n_draft_max,
+        sequence.n_output_left - 1,
+        limits.n_ctx_seq - sequence.n_computed - 1,
+    )
+    return n_fit if n_fit > 0 else 0
