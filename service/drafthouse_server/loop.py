@@ -75,7 +75,7 @@ class Outbox:
             finally:
                 self._waiter = None
         events, self._events = self._events, []
-        self._is_over = not isinstance(events[-1], TokensEvent)
+        self._is_over = isinstance(events[-1], FinishEvent | ErrorEvent)
         return events
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -353,7 +353,9 @@ class StepLoop:
         self._take_reports()
         for sequence in list(self._outboxes):
             # What had ended when the loop failed, has its event already, but it was not reported.
-            end = sequence.terminal or sequence.fail(EngineError("LOOP_FAILED", sequence.request_id))
+            end = sequence.terminal or sequence.fail(
+                EngineError("LOOP_FAILED", sequence.request_id)
+            )
             self._deliver([(sequence, end)])
 
     def _post(self, report: StepReport) -> None:
@@ -395,7 +397,7 @@ class StepLoop:
         """Puts events into the outboxes; a terminal one is the last."""
         for sequence, event in events:
             self._outboxes[sequence].put(event)
-            if not isinstance(event, TokensEvent):
+            if isinstance(event, FinishEvent | ErrorEvent):
                 del self._outboxes[sequence]
                 self._census.remove(sequence)
                 self._count_end(sequence, event)

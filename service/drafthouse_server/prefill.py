@@ -90,10 +90,12 @@ class PrefillPacer:
         """Learns from a step in which streams went on.
 
         Args:
-            predicted_s: What the model gives for what the step did, > 0.
+            predicted_s: What the model gives for what the step did.
             step_s: What it took.
             has_prefill: Whether it carried a piece of a prompt.
         """
+        if predicted_s <= 0:
+            return
         (self._loaded if has_prefill else self._unloaded).observe(step_s / predicted_s)
 
 

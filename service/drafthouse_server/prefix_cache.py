@@ -148,6 +148,11 @@ class PrefixCache:
         self._ends: dict[int, dict[Prefix, None]] = {}
 
     @property
+    def can_cut(self) -> bool:
+        """Whether a prefix can be used in part and copied from slot to slot."""
+        return self._can_cut
+
+    @property
     def n_retained(self) -> int:
         """Slots that hold an ended sequence's tokens."""
         return sum(prefix.tier is Tier.RETAINED for prefix in self._slots.values())

@@ -185,6 +185,8 @@ class Sequence:
     """KV cells that it is likely to need."""
     n_reused: int = 0
     """Tokens of the prompt that were not computed again."""
+    n_progress: int = 0
+    """Tokens of the prompt that its last `ProgressEvent` told of."""
     snapshot: bytes | None = None
     """All that its slot held, while it is parked in host memory."""
     is_parked: bool = False
