@@ -133,6 +133,34 @@ class Config:
         512, _between(1, 1 << 16), "Most tokens of one physical batch; at most n_batch."
     )
     """Physical batch."""
+    gap_target_ms: float = _setting(
+        0.0,
+        _between(0, 60_000),
+        "Milliseconds that running streams may wait for their next tokens while prompts are"
+        " computed; prompts are cut so that nearly all steps hold it. 0: twice what 99 of 100 steps"
+        " take without prompts.",
+    )
+    """Target of the gap between tokens; 0 is automatic."""
+    n_parked_mib_max: int = _setting(
+        1024,
+        _between(0, 1 << 20),
+        "MiB of host memory for requests that had to give up their cells for others; what does not"
+        " fit is computed again. 0: none.",
+    )
+    """Host memory of parked sequences."""
+    has_prefix_cache: bool = _setting(
+        False,
+        _ANY,
+        "Keep what was computed for a request until its memory is needed: a later request of the"
+        " same tenant that begins with the same tokens goes on from there.",
+    )
+    """Whether prefixes are reused."""
+    n_prefix_mib_max: int = _setting(
+        0,
+        _between(0, 1 << 20),
+        "MiB of host memory for prefixes whose slots were needed; 0: they are given up.",
+    )
+    """Host memory of prefixes."""
     n_draft_max: int = _setting(
         4,
         _between(1, 64),

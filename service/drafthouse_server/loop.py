@@ -19,6 +19,7 @@ from drafthouse_server.engine import Engine
 from drafthouse_server.engine_thread import EngineThread, StepReport
 from drafthouse_server.errors import DrafthouseError, Draining, EngineError, QueueFull
 from drafthouse_server.metrics import Metrics, Statistics
+from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import (
     ErrorEvent,
@@ -26,12 +27,12 @@ from drafthouse_server.sequence import (
     FinishEvent,
     FinishReason,
     Sequence,
-    TokensEvent,
 )
 from drafthouse_server.speculation import DraftPolicy, FixedDraft
+from drafthouse_server.step_cost import Splitting, StepCost
 from drafthouse_server.tenants import Load
 
-__all__ = ["N_FAILURES_UNHEALTHY", "Outbox", "StepLoop"]
+__all__ = ["N_FAILURES_UNHEALTHY", "Outbox", "StepLoop", "make_scheduler"]
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ class StepLoop:
         clock: Monotonic time in seconds; called on the engine thread.
         on_health: Called with False when steps keep failing, and with True when they succeed again.
         executor: The engine thread; one of its own when not given.
+        scheduler: Decides who gets what; a plain one with this policy when not given.
 
     Thread:
         Event loop only. The scheduler and `Engine.step` and `Engine.close` belong to the engine
@@ -161,9 +163,10 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,
         on_health: Callable[[bool], None] | None = None,
         executor: ThreadPoolExecutor | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
         self._engine = engine
-        self._scheduler = Scheduler(engine.limits, policy)
+        self._scheduler = scheduler or Scheduler(engine.limits, policy)
         self._n_waiting_max = n_waiting_max
         self._retry_after_s = retry_after_s
         self._on_health = on_health
@@ -201,13 +204,15 @@ class StepLoop:
         except BaseException:
             executor.shutdown(wait=False)
             raise
+        policy = FixedDraft(config.n_draft_default)
         loop = cls(
             engine,
-            FixedDraft(config.n_draft_default),
+            policy,
             n_waiting_max=config.n_waiting_max,
             retry_after_s=config.retry_after_s,
             on_health=on_health,
             executor=executor,
+            scheduler=make_scheduler(engine, policy, config),
         )
         loop.start()
         return loop
@@ -294,6 +299,7 @@ class StepLoop:
         """Returns what was counted so far."""
         self._metrics.n_running = self._scheduler.n_running
         self._metrics.n_waiting = self._census.n_waiting
+        self._metrics.scheduler = self._scheduler.counts
         return self._metrics.statistics()
 
     async def drain(self, timeout_s: float) -> int:
@@ -412,6 +418,26 @@ class StepLoop:
         else:
             outcome = event.reason.name.lower()
         self._metrics.count_request(outcome, sequence.n_prompt, sequence.n_output)
+
+
+def make_scheduler(engine: Engine, policy: DraftPolicy, config: Config) -> Scheduler:
+    """Returns the scheduler of a configuration for an engine."""
+    is_recurrent = engine.card.is_recurrent
+    splitting = Splitting.NONE if config.is_kv_unified else Splitting.STREAMS
+    prefixes = None
+    if config.has_prefix_cache:
+        prefixes = PrefixCache(
+            can_cut=not is_recurrent, n_host_bytes_max=config.n_prefix_mib_max << 20
+        )
+    return Scheduler(
+        engine.limits,
+        policy,
+        cost=StepCost(),
+        splitting=Splitting.GROUPS if is_recurrent else splitting,
+        gap_s=config.gap_target_ms / 1000,
+        n_parked_bytes_max=config.n_parked_mib_max << 20,
+        prefixes=prefixes,
+    )
 
 
 def _engine_executor() -> ThreadPoolExecutor:

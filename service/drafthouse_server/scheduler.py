@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from drafthouse_server.cells import CellLedger
 from drafthouse_server.errors import ContextTooLong, DrafthouseError, EngineError
+from drafthouse_server.metrics import SchedulerCounts
 from drafthouse_server.parking import ParkingLot
 from drafthouse_server.prefill import PrefillPacer, PrefillTurns
 from drafthouse_server.prefix_cache import BLOCK_SIZE, Match, Prefix, PrefixCache, Tier
@@ -48,7 +48,7 @@ from drafthouse_server.step import (
 from drafthouse_server.step_cost import Splitting, StepCost, StepShape, count_ubatches, shape_of
 from drafthouse_server.waiting import WaitingQueue, rank
 
-__all__ = ["N_NO_ROOM_MAX", "Scheduler", "SchedulerCounts"]
+__all__ = ["N_NO_ROOM_MAX", "Scheduler"]
 
 N_NO_ROOM_MAX = 16
 """Steps in a row without a free cell after which a sequence is given up.
@@ -69,30 +69,6 @@ _N_DEADLINES_MIN = 64
 """Deadlines of ended sequences that may be held before they are swept."""
 
 _End = FinishReason | DrafthouseError
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerCounts:
-    """How slots and cells were shared. Counts only grow; what says "now" is as of now."""
-
-    n_parked: int = 0
-    """Sequences that were parked and have not come back by now."""
-    n_parked_bytes: int = 0
-    """Bytes of their snapshots in host memory now."""
-    n_preempted: int = 0
-    """Times that a sequence was parked."""
-    n_resumed: int = 0
-    """Times that a parked sequence came back."""
-    n_recomputed: int = 0
-    """Tokens that had to be computed again for it."""
-    n_prefix_lookups: int = 0
-    """Prompts that got a slot while prefixes were reused."""
-    n_prefix_hits: int = 0
-    """Of these, those that went on from a prefix."""
-    n_reused: int = 0
-    """Prompt tokens that were not computed again."""
-    n_retained: int = 0
-    """Slots that hold an ended sequence's tokens now."""
 
 
 class Scheduler:
