@@ -69,6 +69,8 @@ class Scheduler:
         self._n_reserved = 0
         self._n_submitted = 0
         self._next_deadline = math.inf
+        self._planned = StepPlan()
+        self._planned_at = self._committed_at = -math.inf
 
     @property
     def n_waiting(self) -> int:
@@ -181,6 +183,7 @@ class Scheduler:
             entries += _share_prefill(prefills, n_left)
         plan = StepPlan(entries=entries, starts=self._starts, frees=self._frees)
         self._starts, self._frees = [], []
+        self._planned, self._planned_at = plan, now
         return plan
 
     def _fill_slots(self, now: float) -> None:
@@ -223,15 +226,15 @@ class Scheduler:
 
     def _share_drafts(self, decodes: list[Sequence], prefills: list[Sequence]) -> list[int]:
         """Returns K for each sequence that generates."""
-        limits, choose = self._limits, self._policy.choose
-        wishes = [choose(sequence, limits) for sequence in decodes]
+        limits = self._limits
         n_used = len(decodes) + len(prefills)
         n_left = min(limits.n_batch, limits.n_outputs_max) - n_used
+        n_floor = 0
         if prefills:
             n_pending = sum(sequence.n_pending for sequence in prefills)
             n_floor = min(n_pending, limits.n_batch // _PREFILL_FLOOR_SHARE)
             n_left = min(n_left, limits.n_batch - len(decodes) - n_floor)
-        return wishes if sum(wishes) <= n_left else _level(wishes, max(0, n_left))
+        return self._policy.choose_all(decodes, limits, max(0, n_left), n_floor)
 
     def commit(self, result: StepResult, now: float) -> list[tuple[Sequence, Event]]:
         """Takes the engine's answer to the last plan.
@@ -253,6 +256,10 @@ class Scheduler:
                 events.append((sequence, self._fail(sequence, entry.status.value)))
             else:
                 self._retry(sequence, events)
+        # Of steps that overlap, each counts from the end of the one before.
+        started_at = max(self._planned_at, self._committed_at)
+        self._policy.observe_step(self._planned, result, now - started_at)
+        self._committed_at = now
         return events
 
     def _advance(
@@ -321,16 +328,6 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
     return -sequence.priority, sequence.order
-
-
-def _level(wishes: list[int], n_left: int) -> list[int]:
-    """Cuts the largest wishes down to a common level, so that their sum is at most `n_left`."""
-    granted = [0] * len(wishes)
-    open_wishes = sorted(range(len(wishes)), key=lambda i: wishes[i])
-    for n_done, i in enumerate(open_wishes):
-        granted[i] = min(wishes[i], n_left // (len(wishes) - n_done))
-        n_left -= granted[i]
-    return granted
 
 
 def _share_prefill(prefills: list[Sequence], n_left: int) -> Iterator[PlanEntry]:

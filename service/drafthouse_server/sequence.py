@@ -170,6 +170,8 @@ class Sequence:
     """Steps in a row that found no cell."""
     is_draft_cold: bool = False
     """Whether the draft state was lost, so that speculation is over."""
+    draft_memory: object | None = None
+    """What the draft policy remembers of it."""
     terminal: FinishEvent | ErrorEvent | None = None
     """How it ended; None while it goes on."""
     slot_at: float = math.nan
