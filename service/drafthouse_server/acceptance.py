@@ -9,6 +9,7 @@ and positions that it has never reached follow from those that it has. All avera
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 __all__ = ["Acceptance", "Track"]
 
@@ -48,6 +49,11 @@ class _Record:
         self.n_failed = self.n_failed * fading + is_failed
         self.n_expected = self.n_expected * fading + n_expected
 
+    def add_all(self, n_failed: int, n_expected: float, n: int) -> None:
+        fading: float = _FADING_TENANT**n
+        self.n_failed = self.n_failed * fading + n_failed
+        self.n_expected = self.n_expected * fading + n_expected
+
     def discount(self, share: float) -> None:
         self.n_failed *= share
         self.n_expected *= share
@@ -60,32 +66,33 @@ class _Record:
 class Track:
     """What is remembered of one sequence. Made by `Acceptance.track`."""
 
-    __slots__ = ("_record", "_tenant", "grade", "n_computed_free", "n_draft")
+    __slots__ = ("_record", "grade", "n_asked", "n_computed_free", "n_draft", "tenant")
 
-    def __init__(self, tenant: _Record, n_computed_free: int, n_draft: int) -> None:
-        self._tenant = tenant
+    def __init__(self, tenant: _Record, n_asked: int | None) -> None:
+        self.tenant = tenant
+        """Its tenant's record; `Acceptance` alone reads it."""
         self._record = _Record()
-        self.n_computed_free = n_computed_free
+        self.n_asked = n_asked
+        """K asked for."""
+        self.n_computed_free = -1
         """Computed tokens up to which neither output nor context bounds K."""
-        self.n_draft = n_draft
+        self.n_draft = 0
         """K chosen last."""
         self.grade = 0
         """Of its drafts: 0 is as usual, lower is better; see `Acceptance.yields`."""
-        self._regrade()
+        self.regrade()
 
     def add(self, is_failed: bool, n_expected: float) -> None:
-        """Learns from one draft."""
+        """Learns from one draft; `regrade` draws the conclusion."""
         self._record.add(is_failed, n_expected, _FADING_SEQUENCE)
-        self._tenant.add(is_failed, n_expected, _FADING_TENANT)
-        self._regrade()
 
     def discount(self, share: float) -> None:
         """Lets the past count less: it seems to be over."""
         self._record.discount(share)
-        self._tenant.discount(share)
 
-    def _regrade(self) -> None:
-        tenant = self._tenant.factor(1.0, _WEIGHT_TENANT)
+    def regrade(self) -> None:
+        """Brings the grade up to date."""
+        tenant = self.tenant.factor(1.0, _WEIGHT_TENANT)
         factor = self._record.factor(tenant, _WEIGHT_SEQUENCE)
         self.grade = round(math.log(max(factor, _FAILURE_MIN)) / _LOG_STEP)
 
@@ -98,53 +105,56 @@ class Acceptance:
     """
 
     def __init__(self, n_draft_max: int) -> None:
+        self.n_drafts = 0
+        """Drafts learnt from."""
         self._n_tried = [0.0] * n_draft_max
         self._n_failed = [0.0] * n_draft_max
         self._failures = [_FAILURE_PRIOR] * n_draft_max
         self._n_expected = [0.0]  # failures of a draft that reaches so many positions
         self._tenants: dict[str, _Record] = {}
         self._yields: dict[int, tuple[float, ...]] = {}
-        self.refresh()
+        self._n_positions = n_draft_max
+        self._outcomes: dict[tuple[_Record, int, int, bool], int] = {}
+        self.refresh(())
 
-    def track(self, tenant: str, n_computed_free: int, n_draft: int) -> Track:
+    def track(self, tenant: str, n_asked: int | None) -> Track:
         """Returns the memory of a new sequence.
 
         Args:
             tenant: Name of its tenant.
-            n_computed_free: See `Track`.
-            n_draft: K that it starts with.
+            n_asked: K asked for.
         """
         record = self._tenants.get(tenant)
         if record is None:
             if len(self._tenants) >= _N_TENANTS_MAX:
                 del self._tenants[next(iter(self._tenants))]
             record = self._tenants[tenant] = _Record()
-        return Track(record, n_computed_free, n_draft)
+        return Track(record, n_asked)
 
     def add(self, track: Track, n_drafted: int, n_accepted: int) -> None:
-        """Learns from one verified draft."""
-        n_drafted = min(n_drafted, len(self._n_tried))
+        """Learns from one verified draft; `refresh` draws the conclusions."""
+        self.n_drafts += 1
         is_failed = n_accepted < n_drafted
-        n_reached = n_accepted + 1 if is_failed else n_drafted
-        # A bad sequence's failure tells less against the position.
-        factor = _STEP**track.grade
-        n_tried, n_failed = self._n_tried, self._n_failed
-        for position in range(n_reached):
-            n_tried[position] = n_tried[position] * _FADING_MODEL + factor
-            n_failed[position] *= _FADING_MODEL
-        if is_failed:
-            n_failed[n_accepted] += 1
+        n_reached = min(n_accepted + is_failed, self._n_positions)
         track.add(is_failed, self._n_expected[n_reached])
+        key = track.tenant, track.grade, n_reached, is_failed
+        self._outcomes[key] = self._outcomes.get(key, 0) + 1
 
     def discount(self, tracks: list[Track], share: float) -> None:
         """Lets the past of some sequences, their tenants and all positions count less."""
         for track in tracks:
             track.discount(share)
+        for record in {track.tenant for track in tracks}:
+            record.discount(share)
         self._n_tried = [n * share for n in self._n_tried]
         self._n_failed = [n * share for n in self._n_failed]
 
-    def refresh(self) -> None:
-        """Brings the yields up to date with what was learnt since the last call."""
+    def refresh(self, tracks: Iterable[Track]) -> None:
+        """Brings yields and grades up to date with what was learnt since the last call."""
+        for (tenant, grade, n_reached, is_failed), n in self._outcomes.items():
+            self._add_outcome(grade, n_reached, n, n if is_failed else 0)
+            tenant.add_all(n if is_failed else 0, n * self._n_expected[n_reached], n)
+        self._outcomes.clear()
         before = _FAILURE_PRIOR
         self._n_expected = [0.0]
         for position, n_tried in enumerate(self._n_tried):
@@ -153,6 +163,18 @@ class Acceptance:
             before = self._failures[position] = min(1.0, max(_FAILURE_MIN, share))
             self._n_expected.append(self._n_expected[-1] + before)
         self._yields.clear()
+        for track in tracks:
+            track.regrade()
+
+    def _add_outcome(self, grade: int, n_reached: int, n: int, n_failed: int) -> None:
+        fading = _FADING_MODEL**n
+        # A bad sequence's failure tells less against the position.
+        weight = _STEP**grade * n
+        for position in range(n_reached):
+            self._n_tried[position] = self._n_tried[position] * fading + weight
+            self._n_failed[position] *= fading
+        if n_reached:
+            self._n_failed[n_reached - 1] += n_failed
 
     def yields(self, grade: int) -> tuple[float, ...]:
         """Returns the accepted tokens to expect of drafts of 0, 1, … tokens, at a grade."""

@@ -69,8 +69,6 @@ class Scheduler:
         self._n_reserved = 0
         self._n_submitted = 0
         self._next_deadline = math.inf
-        self._planned = StepPlan()
-        self._planned_at = self._committed_at = -math.inf
 
     @property
     def n_waiting(self) -> int:
@@ -183,7 +181,6 @@ class Scheduler:
             entries += _share_prefill(prefills, n_left)
         plan = StepPlan(entries=entries, starts=self._starts, frees=self._frees)
         self._starts, self._frees = [], []
-        self._planned, self._planned_at = plan, now
         return plan
 
     def _fill_slots(self, now: float) -> None:
@@ -256,10 +253,7 @@ class Scheduler:
                 events.append((sequence, self._fail(sequence, entry.status.value)))
             else:
                 self._retry(sequence, events)
-        # Of steps that overlap, each counts from the end of the one before.
-        started_at = max(self._planned_at, self._committed_at)
-        self._policy.observe_step(self._planned, result, now - started_at)
-        self._committed_at = now
+        self._policy.observe(result)
         return events
 
     def _advance(
@@ -277,7 +271,6 @@ class Scheduler:
         if not entry.tokens:
             return
         event, reason = sequence.extend(entry, now)
-        self._policy.observe(sequence, entry.n_drafted, entry.n_accepted)
         events.append((sequence, event))
         if reason is not None:
             events.append((sequence, self._end(sequence, reason)))

@@ -16,12 +16,12 @@ so that the step yields the most tokens per second that can be expected:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from drafthouse_server.acceptance import Acceptance, Track
-from drafthouse_server.step import EngineLimits, StepPlan, StepResult
-from drafthouse_server.step_cost import Splitting, StepCost, StepShape, count_ubatches, shape_of
+from drafthouse_server.step import EngineLimits, StepResult
+from drafthouse_server.step_cost import Splitting, StepCost, StepShape, count_ubatches
 
 __all__ = ["AdaptiveDraft", "DraftPolicy", "Draftable", "FixedDraft", "fit", "level"]
 
@@ -29,7 +29,7 @@ __all__ = ["AdaptiveDraft", "DraftPolicy", "Draftable", "FixedDraft", "fit", "le
 class Draftable(Protocol):
     """What a policy may know of a sequence."""
 
-    draft_memory: object | None
+    draft_memory: Track | None
     """What the policy remembers of it; nobody else's business."""
 
     @property
@@ -92,24 +92,8 @@ class DraftPolicy(Protocol):
         """
         ...
 
-    def observe(self, sequence: Draftable, n_drafted: int, n_accepted: int) -> None:
-        """Learns how a step's draft did.
-
-        Args:
-            sequence: The sequence.
-            n_drafted: Draft tokens verified; 0 in a step without a draft.
-            n_accepted: Of these, accepted.
-        """
-        ...
-
-    def observe_step(self, plan: StepPlan, result: StepResult, wall_s: float) -> None:
-        """Learns what a step took.
-
-        Args:
-            plan: The step.
-            result: What came of it.
-            wall_s: Seconds that it took, the host's part included; 0 is not known.
-        """
+    def observe(self, result: StepResult) -> None:
+        """Learns how the drafts of a step did; they are those that were chosen last."""
         ...
 
 
@@ -138,10 +122,7 @@ class FixedDraft:
             n_draft = self._n_draft_default
         return fit(n_draft, sequence, limits) if n_draft > 0 else 0
 
-    def observe(self, sequence: Draftable, n_drafted: int, n_accepted: int) -> None:
-        """Learns nothing: K is fixed."""
-
-    def observe_step(self, plan: StepPlan, result: StepResult, wall_s: float) -> None:
+    def observe(self, result: StepResult) -> None:
         """Learns nothing: K is fixed."""
 
 
@@ -157,6 +138,10 @@ _PROBE_SHARE = 0.005
 """Of the time, the most that probes may take in the long run."""
 _N_STEPS_PROBE = 16
 """Steps between probes, at least."""
+_N_STEPS_UNKNOWN = 4
+"""The same, until enough drafts were seen."""
+_N_DRAFTS_KNOWN = 128
+"""Enough drafts."""
 _PROBE_GROWTH = 8
 """Probes that disappoint become rarer, down to one in so many times the least interval."""
 _SIGNIFICANCE = 2.5
@@ -165,9 +150,9 @@ _DISCOUNT = 0.2
 """What the past counts then."""
 _N_STEPS_RECOVERY = 3
 """Steps to the next probe then."""
-_N_STEPS_DEEPER = 256
-"""Steps between probes of one token more than the choice."""
-_N_STEPS_UNPAID = 128
+_N_STEPS_OTHER = (8, 256)
+"""Steps between trials of another K than the one chosen: at first, and in the long run."""
+_N_STEPS_UNPAID = 256
 """Steps in a row that would be better off without a drafter, after which it is let go."""
 _N_STEPS_COLD = (2048, 32768)
 """Steps without a drafter after which it is tried again, at least and at most."""
@@ -186,15 +171,21 @@ class _Crowd(NamedTuple):
     """What is remembered of them."""
     caps: list[int]
     """Largest K; where bound, the only one."""
-    is_bound: list[bool]
-    """Whether K was asked for."""
+    has_bound: bool
+    """Whether K was asked for, by anyone."""
+
+    def bounded(self, n_drafts: Iterable[int]) -> list[int]:
+        """Returns K as far as it is possible now."""
+        if self.has_bound:
+            return [
+                (n if n < cap else cap) if track.n_asked is None else cap
+                for n, cap, track in zip(n_drafts, self.caps, self.tracks, strict=True)
+            ]
+        return [n if n < cap else cap for n, cap in zip(n_drafts, self.caps, strict=True)]
 
     def current(self) -> list[int]:
         """Returns what was chosen last, as far as it is possible now."""
-        return [
-            cap if bound or cap < track.n_draft else track.n_draft
-            for cap, bound, track in zip(self.caps, self.is_bound, self.tracks, strict=True)
-        ]
+        return self.bounded([track.n_draft for track in self.tracks])
 
     @property
     def is_mixed(self) -> bool:
@@ -234,8 +225,7 @@ class _Situation:
         self.caps = crowd.caps
         self.yields = yields
         self._n = len(self.caps)
-        self._is_bound = crowd.is_bound
-        self._has_bound = True in crowd.is_bound
+        self._bounded = crowd.bounded
         self._cost, self._splitting, self._n_ubatch = machine
         seq_ids = [sequence.seq_id for sequence in crowd.sequences]
         self._order = sorted(range(self._n), key=seq_ids.__getitem__)
@@ -252,12 +242,7 @@ class _Situation:
 
     def equal(self, n_draft: int) -> list[int]:
         """Returns the same K for all, as far as each can."""
-        if not self._has_bound:
-            return [n_draft if n_draft < cap else cap for cap in self.caps]
-        return [
-            cap if is_bound or cap < n_draft else n_draft
-            for cap, is_bound in zip(self.caps, self._is_bound, strict=True)
-        ]
+        return self._bounded([n_draft] * self._n)
 
     def all_equal(self) -> list[list[int]]:
         """Returns the same K for all, for every K."""
@@ -321,13 +306,6 @@ class _Situation:
                     [n_draft if is_better[table] else n_other for table in self.yields]
                 )
 
-    def _bounded(self, n_drafts: list[int]) -> list[int]:
-        bounded = list(map(min, n_drafts, self.caps))
-        if self._has_bound:
-            zipped = zip(bounded, self.caps, self._is_bound, strict=True)
-            return [cap if is_bound else n for n, cap, is_bound in zipped]
-        return bounded
-
 
 class _Probes:
     """When to try a draft though none is chosen, and what its outcome says."""
@@ -351,14 +329,18 @@ class _Probes:
         self._n_idle += 1
         return self._n_idle >= self._interval
 
-    def begin(self, extra_share: float) -> None:
+    def begin(self, extra_share: float, *, is_known: bool) -> None:
         """Notes that a probe is made.
 
         Args:
             extra_share: Seconds that it costs, in steps without it.
+            is_known: Whether enough drafts were seen to do without more.
         """
         self._n_idle = 0
         self._has_probed = True
+        if not is_known:
+            self._interval = self._interval_min = _N_STEPS_UNKNOWN
+            return
         self._interval_min = max(_N_STEPS_PROBE, math.ceil(extra_share / _PROBE_SHARE))
         longest = _PROBE_GROWTH * self._interval_min
         self._interval = min(longest, max(self._interval_min, 2 * self._interval))
@@ -424,24 +406,23 @@ class AdaptiveDraft:
 
     Args:
         n_draft_max: Of the engine's limits.
+        cost: What steps cost; whoever runs steps teaches it.
         splitting: How a decode of the target is cut into physical batches.
-        cost: What steps cost; others may use it too.
         can_let_go: Whether sequences can give up their draft state.
     """
 
     def __init__(
         self,
         n_draft_max: int,
+        cost: StepCost,
         splitting: Splitting = Splitting.STREAMS,
-        cost: StepCost | None = None,
         *,
         can_let_go: bool = True,
     ) -> None:
-        self.cost = cost or StepCost()
         self.n_changes = 0
         """How often the choice changed."""
         self._n_draft_max = n_draft_max
-        self._machine = _Machine(self.cost, splitting, 1 << 30)
+        self._machine = _Machine(cost, splitting, 1 << 30)
         self._can_let_go = can_let_go
         self._acceptance = Acceptance(n_draft_max)
         self._feeding = _Feeding()
@@ -449,8 +430,11 @@ class AdaptiveDraft:
         self._n_kept = 0  # steps since the last search
         self._n_searched = 0  # sequences of the last search
         self._n_common: int | None = None  # K of sequences that are new
-        self._n_deeper = 0  # steps since the last deeper draft
+        self._n_same = 0  # steps since another K than the chosen was tried
+        self._n_other_interval = _N_STEPS_OTHER[0]
+        self._n_others = 0  # trials
         self._probed: list[Track] = []
+        self._by_slot: dict[int, Track] = {}  # of the last choice
 
     @property
     def is_warm(self) -> bool:
@@ -474,33 +458,35 @@ class AdaptiveDraft:
         crowd = self._crowd(sequences, limits)
         if self._is_due(len(sequences)):
             self._search(crowd, n_room, n_prefill)
+        self._by_slot = {
+            sequence.seq_id: track for sequence, track in zip(sequences, crowd.tracks, strict=True)
+        }
         n_drafts = self._explore(crowd, crowd.current(), n_room)
         return n_drafts if sum(n_drafts) <= n_room else level(n_drafts, n_room)
 
     def _crowd(self, sequences: Sequence[Draftable], limits: EngineLimits) -> _Crowd:
         n_most = limits.n_draft_max
-        tracks = [self._track(sequence, limits) for sequence in sequences]
+        tracks = [sequence.draft_memory or self._track(sequence, limits) for sequence in sequences]
         caps = [
             n_most
             if sequence.n_computed <= track.n_computed_free
-            and not (sequence.is_draft_cold or sequence.n_no_room)
+            and not sequence.is_draft_cold
+            and not sequence.n_no_room
             else fit(n_most, sequence, limits)
             for sequence, track in zip(sequences, tracks, strict=True)
         ]
-        asked = [sequence.n_draft for sequence in sequences]
-        is_bound = [n is not None for n in asked]
-        if True in is_bound:
+        asked = [track.n_asked for track in tracks]
+        has_bound = asked.count(None) < len(asked)
+        if has_bound:
             caps = [cap if n is None else min(cap, n) for cap, n in zip(caps, asked, strict=True)]
-        return _Crowd(sequences, tracks, caps, is_bound)
+        return _Crowd(sequences, tracks, caps, has_bound)
 
     def _track(self, sequence: Draftable, limits: EngineLimits) -> Track:
-        track = sequence.draft_memory
-        if isinstance(track, Track):
-            return track
+        track = self._acceptance.track(sequence.tenant, sequence.n_draft)
         n_computed = sequence.n_computed
         n_useful = min(sequence.n_output_left - 1, limits.n_ctx_seq - n_computed - 1)
-        n_free = n_computed + n_useful - limits.n_draft_max
-        track = self._acceptance.track(sequence.tenant, n_free, self._n_common or 0)
+        track.n_computed_free = n_computed + n_useful - limits.n_draft_max
+        track.n_draft = self._n_common or 0
         sequence.draft_memory = track
         return track
 
@@ -512,16 +498,12 @@ class AdaptiveDraft:
 
     def _search(self, crowd: _Crowd, n_room: int, n_prefill: int) -> None:
         """Chooses K for all, and sets it in their tracks."""
-        self._acceptance.refresh()
+        self._acceptance.refresh(crowd.tracks)
         yields = self._yields(crowd)
         situation = _Situation(crowd, yields, self._machine, n_prefill)
-        candidates = [(situation.rate(found), found) for found in situation.all_equal()]
-        if self._can_let_go:
-            self._weigh_feeding(crowd, situation, candidates, n_prefill)
+        candidates = _candidates(situation, crowd)
+        self._weigh_feeding(crowd, situation, max(candidates)[0])
         self._n_kept, self._n_searched = 0, len(crowd.caps)
-        if max(crowd.caps) and crowd.is_mixed:
-            unequal = situation.unequal(max(candidates)[1])
-            candidates += [(situation.rate(found), found) for found in unequal]
         now = crowd.current()
         fitting = [found for found in candidates if sum(found[1]) <= n_room]
         best_rate, best = max(fitting, default=(0.0, now))
@@ -529,23 +511,30 @@ class AdaptiveDraft:
             self._take(crowd, best)
         elif best != now and best_rate > situation.rate(now) * (1 + _MARGIN):
             self.n_changes += 1
+            self._n_other_interval = min(self._n_other_interval, 8 * _N_STEPS_OTHER[0])
             self._take(crowd, best)
+
+    @property
+    def _is_known(self) -> bool:
+        return self._acceptance.n_drafts >= _N_DRAFTS_KNOWN
 
     def _yields(self, crowd: _Crowd) -> list[tuple[float, ...]]:
         return [self._acceptance.yields(track.grade) for track in crowd.tracks]
 
-    def _weigh_feeding(
-        self,
-        crowd: _Crowd,
-        situation: _Situation,
-        candidates: list[tuple[float, list[int]]],
-        n_prefill: int,
-    ) -> None:
-        drafted = max(candidates)[0]
+    def _weigh_feeding(self, crowd: _Crowd, situation: _Situation, drafted: float) -> None:
+        """Decides whether the drafter is fed.
+
+        Args:
+            crowd: Those that generate.
+            situation: Theirs.
+            drafted: The most tokens per second.
+        """
+        if not (self._can_let_go and self._is_known):
+            return
         if any(sequence.is_draft_cold for sequence in crowd.sequences):
             as_fed = crowd._replace(caps=[self._n_draft_max] * len(crowd.caps))
-            imagined = _Situation(as_fed, situation.yields, self._machine, n_prefill)
-            drafted = max(map(imagined.rate, imagined.all_equal()))
+            imagined = _Situation(as_fed, situation.yields, self._machine)
+            drafted = max(_candidates(imagined, as_fed))[0]
         self._feeding.weigh(self._n_kept, drafted, *situation.rate_undrafted())
 
     def _take(self, crowd: _Crowd, n_drafts: list[int]) -> None:
@@ -557,20 +546,14 @@ class AdaptiveDraft:
 
     def _explore(self, crowd: _Crowd, n_drafts: list[int], n_room: int) -> list[int]:
         """Returns the choice, or now and then a longer one, to learn what it would yield."""
-        bounds = [
-            0 if bound else cap for cap, bound in zip(crowd.caps, crowd.is_bound, strict=True)
-        ]
         n_longest = max(n_drafts)
         if n_longest:
             self._probes.reset()
-            self._n_deeper += 1
-            if self._n_deeper < _N_STEPS_DEEPER:
-                return n_drafts
-            self._n_deeper = 0
-            return [
-                n + 1 if n == n_longest and n < bound else n
-                for n, bound in zip(n_drafts, bounds, strict=True)
-            ]
+            return self._other(crowd, n_drafts) if self._other_is_due() else n_drafts
+        bounds = crowd.caps
+        if crowd.has_bound:
+            zipped = zip(bounds, crowd.tracks, strict=True)
+            bounds = [cap if track.n_asked is None else 0 for cap, track in zipped]
         if not any(bounds) or not self._probes.is_due():
             return n_drafts
         n_probe = 2 if len(bounds) <= 2 else 1
@@ -580,31 +563,53 @@ class AdaptiveDraft:
         situation = _Situation(crowd, self._yields(crowd), self._machine)
         without_s, with_s = situation.seconds(n_drafts), situation.seconds(probe)
         n_gained = sum(map(tuple.__getitem__, situation.yields, probe)) / len(probe)
-        self._probes.begin(max(0.0, with_s / without_s - 1 - n_gained))
+        extra_share = max(0.0, with_s / without_s - 1 - n_gained)
+        self._probes.begin(extra_share, is_known=self._is_known)
         self._probed = [track for track, n in zip(crowd.tracks, probe, strict=True) if n]
         return probe
 
-    def observe(self, sequence: Draftable, n_drafted: int, n_accepted: int) -> None:
-        """Learns how a step's draft did."""
-        track = sequence.draft_memory
-        if not n_drafted or not isinstance(track, Track):
-            return
-        if self._probed:
-            self._probes.observe(self._acceptance.yields(track.grade)[1], n_accepted > 0)
-        self._acceptance.add(track, n_drafted, n_accepted)
+    def _other_is_due(self) -> bool:
+        """Returns whether to do without the choice for a step; less and less often."""
+        self._n_same += 1
+        if self._n_same < self._n_other_interval:
+            return False
+        self._n_same = 0
+        self._n_other_interval = min(2 * self._n_other_interval, _N_STEPS_OTHER[1])
+        self._n_others += 1
+        return True
 
-    def observe_step(self, plan: StepPlan, result: StepResult, wall_s: float) -> None:
-        """Learns what a step took."""
+    def _other(self, crowd: _Crowd, n_drafts: list[int]) -> list[int]:
+        """Returns one token more than the choice, one less, and none, in turns.
+
+        Costs at one K alone do not tell what belongs to the step and what to its tokens.
+        """
+        change = (1, -max(n_drafts), -1)[self._n_others % 3]
+        return crowd.bounded([max(0, n + change) for n in n_drafts])
+
+    def observe(self, result: StepResult) -> None:
+        """Learns how the drafts of a step did."""
+        tracks, acceptance = self._by_slot, self._acceptance
+        for entry in result.entries:
+            if entry.n_drafted:
+                track = tracks[entry.seq_id]
+                if self._probed:
+                    n_expected = acceptance.yields(track.grade)[1]
+                    self._probes.observe(n_expected, entry.n_accepted > 0)
+                acceptance.add(track, entry.n_drafted, entry.n_accepted)
         if self._probed:
             if self._probes.has_recovered():
-                self._acceptance.discount(self._probed, _DISCOUNT)
+                acceptance.discount(self._probed, _DISCOUNT)
             self._probed = []
             self._n_kept = _N_STEPS_KEPT
-        if result.timings.total_s > 0:
-            shape = shape_of(
-                plan.entries, result.entries, self._machine.splitting, self._machine.n_ubatch
-            )
-            self.cost.observe(shape, result.timings, wall_s)
+
+
+def _candidates(situation: _Situation, crowd: _Crowd) -> list[tuple[float, list[int]]]:
+    """Returns choices worth a look, each with its tokens per second."""
+    candidates = [(situation.rate(found), found) for found in situation.all_equal()]
+    if max(crowd.caps) and crowd.is_mixed:
+        unequal = situation.unequal(max(candidates)[1])
+        candidates += [(situation.rate(found), found) for found in unequal]
+    return candidates
 
 
 def fit(n_draft: int, sequence: Draftable, limits: EngineLimits) -> int:

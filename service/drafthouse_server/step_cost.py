@@ -146,7 +146,7 @@ def shape_of(
     return StepShape(n_decodes, n_depth, n_draft, sum(lengths), n_outputs, n_ubatches, n_pairs)
 
 
-_KNOTS = (4, 16, 64)
+_KNOTS = (2, 8, 32)
 """Widths of a physical batch at which a token's cost may change."""
 
 _UNIT_S = 0.01

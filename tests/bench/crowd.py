@@ -6,17 +6,17 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from drafthouse_server.speculation import AdaptiveDraft, DraftPolicy, FixedDraft
+from drafthouse_server.acceptance import Track
+from drafthouse_server.speculation import DraftPolicy
 from drafthouse_server.step import (
     EngineLimits,
     PlanEntry,
     ResultEntry,
     SequenceStatus,
-    StepPlan,
     StepResult,
     StepTimings,
 )
-from drafthouse_server.step_cost import Splitting, StepShape, shape_of
+from drafthouse_server.step_cost import Splitting, StepCost, StepShape, shape_of
 
 __all__ = ["Machine", "Member", "best_fixed", "limits_of", "make_crowd", "run"]
 
@@ -82,7 +82,7 @@ class Member:
     """Always room."""
     is_draft_cold: bool = False
     """Whether it has let its drafter go."""
-    draft_memory: object | None = None
+    draft_memory: Track | None = None
     """The policy's."""
     random: random.Random = field(default_factory=random.Random)
     """Decides what is accepted."""
@@ -90,9 +90,7 @@ class Member:
 
 def limits_of(n: int, n_draft_max: int) -> EngineLimits:
     """Returns the limits of an engine for so many sequences."""
-    return EngineLimits(
-        "mtp", n, 1 << 30, 1 << 29, 4096, 512, n_draft_max, n * (1 + n_draft_max)
-    )
+    return EngineLimits("mtp", n, 1 << 30, 1 << 29, 4096, 512, n_draft_max, n * (1 + n_draft_max))
 
 
 def make_crowd(acceptances: list[float], seed: int = 1) -> list[Member]:
@@ -105,6 +103,7 @@ def make_crowd(acceptances: list[float], seed: int = 1) -> list[Member]:
 
 def run(
     policy: DraftPolicy,
+    cost: StepCost,
     machine: Machine,
     crowd: list[Member],
     n_steps: int,
@@ -141,7 +140,6 @@ def run(
                     n_accepted=n_accepted,
                 )
             )
-            policy.observe(member, n_draft, n_accepted)
         shape = shape_of(entries, results, machine.splitting, limits.n_ubatch)
         factor = 1.0
         if noise is not None:
@@ -150,7 +148,8 @@ def run(
         measured = machine.timings(shape, is_fed=is_fed, noise=max(0.5, factor))
         # What it should have taken counts, so that luck with outliers does not.
         total_s += machine.timings(shape, is_fed=is_fed).total_s
-        policy.observe_step(StepPlan(entries), StepResult(results, timings=measured), 0.0)
+        policy.observe(StepResult(results))
+        cost.observe(shape, measured)
         depths.append(max(n_drafts))
     return n_emitted / total_s, depths
 
@@ -163,9 +162,7 @@ def best_fixed(
     found = []
     for n_draft in range(n_draft_max + 1):
         n_emitted = sum(sum(p**i for i in range(n_draft + 1)) for p in acceptances)
-        shape = StepShape(
-            n, n_draft, n * n_draft, n * (1 + n_draft), n * (1 + n_draft), 1, 0.0
-        )
+        shape = StepShape(n, n_draft, n * n_draft, n * (1 + n_draft), n * (1 + n_draft), 1, 0.0)
         timings = machine.timings(shape, is_fed=n_draft > 0)
         found.append((n_emitted / timings.total_s, n_draft))
     return max(found)
