@@ -476,6 +476,17 @@ struct sampler_source {
     }
 };
 
+// What a parked sampler knows of its sequence, so that the sequence can be computed again without
+// its being fed twice.
+struct sampler_history {
+    llama_tokens known;         // the sequence's tokens that it was fed or chose, from the first on
+    std::vector<int32_t> heard; // as in `sequence`
+    bool has_emitted = false;   // it chose the last of `known`
+    bool has_drafter_begun = false;
+    int32_t n_prompt = 0;
+    std::string drafter_rng; // the draft sampler's random state, where it has one
+};
+
 struct spec_sampler {
     common_sampler_ptr chain;
     sampler_source source; // for snapshots
@@ -486,7 +497,8 @@ struct spec_sampler {
     // Verified by sample-and-match only: mirostat and adaptive-p learn from the token that they
     // drew, and an end token that a grammar forbids must be seen before it is accepted.
     bool is_match_only = false;
-    int32_t n_vocab = 0; // of the model that it was made for
+    int32_t n_vocab = 0;     // of the model that it was made for
+    sampler_history history; // of a parked one; empty in use and when new
 };
 
 namespace {
@@ -1011,9 +1023,9 @@ struct sequence {
         ngram; // n-gram drafters keep tokens: one per sequence, made anew for each
     std::vector<ngram_event> ngram_events;
     std::vector<int32_t> heard; // what the sampler was fed: token, or -1 - token where it chose it
+    int32_t n_heard = 0;        // tokens of the sequence, from the first on, that are in `heard`
+    llama_tokens known;         // resumed: those tokens, until they are computed again
     proposal draft;             // of this step or round
-    bool is_copy_due =
-        false; // forked; between separate caches the cells follow with the next decode
     std::vector<uint8_t> checkpoint;
 
     // one call at a time
@@ -1021,6 +1033,9 @@ struct sequence {
     int32_t n_past_proposed = 0;
 
     int32_t n_past() const { return static_cast<int32_t>(tokens.size()); }
+
+    // Tokens of the sequence, from the first on, that the sampler must not be fed (again).
+    int32_t n_known() const { return std::max(n_heard, n_past() + (has_emitted ? 1 : 0)); }
 
     // Feeds the sampler a token that it did not choose.
     void feed(llama_token token) {
@@ -1051,6 +1066,8 @@ struct spec_engine {
     std::vector<int32_t> out_top_tokens; // [n_tokens, n_top]
     std::vector<float> out_top_logprobs;
     int32_t n_top = 0; // of this step
+
+    bool has_copies_due = false; // cells of forks that llama.cpp has yet to copy
 
     bool is_decoded = false; // by hand: a batch is there for logits and process
     bool is_processed = false;
@@ -1442,6 +1459,19 @@ void clear_memory(spec_engine & engine, int32_t seq_id) {
     }
 }
 
+// Between separate caches llama.cpp puts the copying of cells off, in both contexts, until each
+// decodes next. Here it happens: before a decode, and before cells are read or written otherwise.
+void flush_copies(spec_engine & engine) {
+    if (!engine.has_copies_due) {
+        return;
+    }
+    engine.has_copies_due = false;
+    engine.target->memory_update(false);
+    if (engine.draft) {
+        engine.draft->memory_update(false);
+    }
+}
+
 // Gives everything of a sequence back. Safe on an idle one.
 void clear_sequence(spec_engine & engine, int32_t seq_id) {
     clear_memory(engine, seq_id);
@@ -1501,6 +1531,33 @@ void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_s
     fail(SPEC_ERR_BAD_PLAN, "sequence " + std::to_string(seq_id) + ": " + text);
 }
 
+// A generating sequence computes its last emitted token; a resumed one all that it had before, in
+// pieces, of which the one with the last emitted token is an output.
+void check_known(const sequence & seq, const spec_plan_entry & e, const int32_t * tokens) {
+    const int32_t n_after = e.n_past + e.n_tokens;
+    for (int32_t i = 0; i < e.n_tokens && e.n_past + i < static_cast<int32_t>(seq.known.size());
+         ++i) {
+        if (tokens[i] != seq.known[static_cast<size_t>(e.n_past + i)]) {
+            bad_plan(e.seq_id, "a resumed sequence must be given the tokens that it had");
+        }
+    }
+    if (!seq.has_emitted) {
+        if (e.n_draft > 0) {
+            bad_plan(e.seq_id, "n_draft needs a sequence that has emitted a token");
+        }
+        return;
+    }
+    const bool is_last = n_after == seq.n_known();
+    if (n_after > seq.n_known() || (is_last && tokens[e.n_tokens - 1] != seq.id_last) ||
+        e.is_output != (is_last ? 1 : 0)) {
+        bad_plan(e.seq_id, "a generating sequence must be given its last emitted token alone, with "
+                           "is_output, or what a resumed one lacks up to that token");
+    }
+    if (e.n_draft > 0 && (!is_last || e.n_tokens != 1)) {
+        bad_plan(e.seq_id, "n_draft needs the last emitted token alone");
+    }
+}
+
 void check_entry(const spec_engine & engine, const sequence & seq, const spec_plan_entry & e,
                  const spec_plan & plan) {
     if (e.n_past != seq.n_past()) {
@@ -1526,15 +1583,7 @@ void check_entry(const spec_engine & engine, const sequence & seq, const spec_pl
     for (int32_t i = 0; i < e.n_tokens; ++i) {
         check_token(tokens[i], engine.limits.n_vocab, "plan");
     }
-    if (seq.has_emitted) {
-        if (e.n_tokens != 1 || e.is_output != 1 || tokens[0] != seq.id_last) {
-            bad_plan(
-                e.seq_id,
-                "a generating sequence must be given its last emitted token alone, with is_output");
-        }
-    } else if (e.n_draft > 0) {
-        bad_plan(e.seq_id, "n_draft needs a sequence that has emitted a token");
-    }
+    check_known(seq, e, tokens);
     if (seq.is_proposed) {
         bad_plan(e.seq_id, "a proposal is pending; accept it first");
     }
@@ -1806,13 +1855,11 @@ int32_t decode_batch(spec_engine & engine) {
     if (engine.take_fault(SPEC_FAULT_DECODE_NO_ROOM)) {
         return 1;
     }
+    flush_copies(engine);
     const int32_t rc =
         llama_process(engine.target.get(), LLAMA_PROCESS_TYPE_DECODE, engine.batch.get());
     if (rc == 0) {
         llama_synchronize(engine.target.get());
-        for (sequence & seq : engine.sequences) {
-            seq.is_copy_due = false;
-        }
     }
     return engine.take_fault(SPEC_FAULT_DECODE_FATAL) ? -3 : rc;
 }
@@ -2058,6 +2105,8 @@ void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry &
     seq.tokens.insert(seq.tokens.end(), emitted.begin(), emitted.end() - 1);
     seq.id_last = emitted.back();
     seq.has_emitted = true;
+    seq.n_heard = seq.n_past() + 1;
+    seq.known.clear();
     roll_back(engine, seq, e, i_entry, seq.n_past(), n_draft - n_acc, replays);
 }
 
@@ -2067,11 +2116,10 @@ void finish_entry(spec_engine & engine, const spec_plan & plan, size_t i_entry,
     sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
     spec_result_entry & r = engine.out_entries[i_entry];
     const int32_t * ids = plan.tokens + e.token_offset;
-    if (!seq.has_emitted) { // emitted tokens have passed the sampler already
-        for (int32_t k = 0; k < e.n_tokens; ++k) {
-            seq.feed(ids[k]);
-        }
+    for (int32_t k = std::max(seq.n_known() - e.n_past, 0); k < e.n_tokens; ++k) {
+        seq.feed(ids[k]); // emitted tokens, and a resumed sequence's, have passed it already
     }
+    seq.n_heard = std::max(seq.n_known(), e.n_past + e.n_tokens);
     seq.tokens.insert(seq.tokens.end(), ids, ids + e.n_tokens);
     if (e.is_output != 0) {
         finish_output(engine, seq, e, i_entry, r, replays);
@@ -2456,12 +2504,14 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
         begin_drafter(engine, seq, seq_id); // what it has learnt includes the tokens taken back
     }
     seq.tokens.resize(static_cast<size_t>(n_past));
+    seq.n_heard = std::min(seq.n_heard, n_past);
+    seq.known.clear();
 }
 
 // Snapshots.
 
 constexpr char SNAPSHOT_MAGIC[8] = {'D', 'R', 'A', 'F', 'T', 'S', 'E', 'Q'};
-constexpr uint32_t SNAPSHOT_FORMAT = 1;
+constexpr uint32_t SNAPSHOT_FORMAT = 2;
 constexpr size_t CHECKSUM_BYTES = sizeof(uint64_t);
 
 // What a snapshot is bound to. All members have 8 bytes, so that there is no padding.
@@ -2640,6 +2690,8 @@ template <typename Archive, typename Sequence> void visit_sequence(Archive & io,
     io.value(seq.id_last);
     io.array(seq.tokens);
     io.array(seq.heard);
+    io.value(seq.n_heard);
+    io.array(seq.known);
     io.array(seq.ngram_events);
 }
 
@@ -2680,9 +2732,7 @@ void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t c
     if (is_unprocessed(engine, seq_id)) {
         bad_plan(seq_id, "its last batch has not been processed");
     }
-    if (seq.is_copy_due) {
-        bad_plan(seq_id, "it was just forked; its cells are there after the next decode");
-    }
+    flush_copies(engine);
     last_llama_error.clear();
     snapshot_header header = header_of(engine);
     const std::string parts = write_parts(engine, seq, seq_id);
@@ -2775,6 +2825,12 @@ void check_parts(const spec_engine & engine, const sequence & seq) {
         (seq.id_last != LLAMA_TOKEN_NULL && !is_token(seq.id_last)) ||
         (seq.has_emitted && seq.id_last == LLAMA_TOKEN_NULL)) {
         corrupt("a token is out of range");
+    }
+    const int32_t n_tokens_known = static_cast<int32_t>(seq.known.size());
+    if (!std::all_of(seq.known.begin(), seq.known.end(), is_token) || seq.n_heard < 0 ||
+        seq.n_heard > engine.limits.n_ctx_seq + 1 ||
+        (n_tokens_known > 0 ? n_tokens_known != seq.n_heard : seq.n_heard > seq.n_past() + 1)) {
+        corrupt("what its sampler knows is out of range");
     }
     int32_t n_before = 0;
     for (const ngram_event & e : seq.ngram_events) {
@@ -2883,6 +2939,7 @@ void restore_cells(llama_context * ctx, int32_t seq_id, const uint8_t * cells, u
 void restore_sequence(spec_engine & engine, int32_t seq_id, snapshot_parts & parts) {
     sequence & seq = at(engine, seq_id);
     const int32_t n_past = parts.seq.n_past();
+    flush_copies(engine);
     restore_cells(engine.target.get(), seq_id, parts.target, parts.n_target, n_past);
     if (llama_memory_seq_pos_max(engine.target_memory(), seq_id) != n_past - 1) {
         corrupt("it has other cells than tokens");
@@ -2994,12 +3051,13 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
     for (const llama_token token : to.tokens) {
         to.feed(token);
     }
+    to.n_heard = n_past;
     llama_memory_seq_cp(engine.target_memory(), src, dst, -1, -1);
     if (engine.draft && !from.is_cold) {
         llama_memory_seq_cp(engine.draft_memory(), src, dst, -1, -1);
         llama_memory_seq_rm(engine.draft_memory(), dst, n_past, -1);
     }
-    to.is_copy_due = !engine.limits.kv_unified;
+    engine.has_copies_due = !engine.limits.kv_unified;
     if (!llama_memory_seq_rm(engine.target_memory(), dst, n_past, -1)) {
         fail(SPEC_ERR_INTERNAL, "the copy could not be cut");
     }
@@ -3022,6 +3080,269 @@ void fork_sequences(spec_engine & engine, int32_t src, int32_t n_past, const int
         std::for_each(dst, dst + n, [&](int32_t id) { clear_sequence(engine, id); });
         throw;
     }
+}
+
+// Starts and parks.
+
+void check_start_source(spec_engine & engine, const spec_start & start) {
+    const bool is_copy = start.source != -1;
+    const bool is_loaded = start.snapshot != nullptr;
+    if (start.n_kept < 0 || start.n_kept >= engine.limits.n_ctx_seq) {
+        bad_plan(start.seq_id, "n_kept is " + std::to_string(start.n_kept) + "; expected [0, " +
+                                   std::to_string(engine.limits.n_ctx_seq) + ")");
+    }
+    if ((is_copy && is_loaded) || (start.n_kept == 0 && (is_copy || is_loaded))) {
+        bad_plan(start.seq_id, "a source or a snapshot, one of them, is for tokens to be kept");
+    }
+    if (start.source == start.seq_id) {
+        bad_plan(start.seq_id, "it cannot be its own source");
+    }
+    if (start.n_kept == 0 || is_loaded) {
+        return;
+    }
+    const sequence & from = is_copy ? begun(engine, start.source) : at(engine, start.seq_id);
+    if (from.is_proposed) {
+        bad_plan(start.seq_id, "a proposal is pending where its tokens are; accept it first");
+    }
+    if (start.n_kept > from.n_past()) {
+        bad_plan(start.seq_id, "n_kept is " + std::to_string(start.n_kept) + "; " +
+                                   std::to_string(from.n_past()) + " tokens are there");
+    }
+}
+
+void check_start_sampler(spec_engine & engine, const spec_start & start,
+                         const spec_sampler * sampler) {
+    if (sampler == nullptr) {
+        if (start.snapshot == nullptr || !start.is_resumed) {
+            fail(SPEC_ERR_INVALID_ARGUMENT, "sampler is NULL");
+        }
+        return;
+    }
+    if (sampler->n_vocab != engine.limits.n_vocab) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the sampler was made for a model with another vocabulary");
+    }
+    const sampler_history & history = sampler->history;
+    if (!start.is_resumed && !history.heard.empty()) {
+        bad_plan(start.seq_id, "a parked sampler needs is_resumed");
+    }
+    if (history.has_emitted && start.n_kept >= static_cast<int32_t>(history.known.size())) {
+        bad_plan(start.seq_id, "n_kept is " + std::to_string(start.n_kept) +
+                                   "; the sampler knows " + std::to_string(history.known.size()) +
+                                   " tokens, of which the last must be computed");
+    }
+}
+
+void check_start(spec_engine & engine, const spec_start & start, const spec_sampler * sampler) {
+    at(engine, start.seq_id);
+    if (engine.is_decoded && !engine.is_processed && engine.spec) {
+        fail(SPEC_ERR_BAD_PLAN, "the last batch decoded by hand has not been processed");
+    }
+    check_start_source(engine, start);
+    check_start_sampler(engine, start, sampler);
+}
+
+// Bytes of the hidden rows in a drafter's saved state; the draft sampler's random state follows.
+size_t drafter_row_bytes(const spec_engine & engine) {
+    switch (engine.limits.draft_type) {
+    case SPEC_DRAFT_MTP:
+        return static_cast<size_t>(llama_model_n_embd_out(llama_get_model(engine.draft.get()))) *
+               sizeof(float);
+    case SPEC_DRAFT_SIMPLE:
+        return 0;
+    default:
+        return std::numeric_limits<size_t>::max(); // nothing but rows
+    }
+}
+
+std::string drafter_state(spec_engine & engine, int32_t seq_id) {
+    std::string state;
+    if (engine.spec && !common_speculative_seq_save(engine.spec.get(), seq_id, state)) {
+        state.clear();
+    }
+    return state;
+}
+
+// The rows that the drafter pairs with the next token of a sequence; empty where there are none.
+std::string drafter_rows(spec_engine & engine, int32_t seq_id) {
+    const std::string state = drafter_state(engine, seq_id);
+    return state.substr(0, std::min(state.size(), drafter_row_bytes(engine)));
+}
+
+std::string drafter_rng(spec_engine & engine, int32_t seq_id) {
+    const std::string state = drafter_state(engine, seq_id);
+    return state.substr(std::min(state.size(), drafter_row_bytes(engine)));
+}
+
+// Gives a slot with tokens, or without any, its sampler. A new one is fed the tokens; a resumed one
+// goes on where it was.
+void adopt_sampler(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sampler> sampler) {
+    sequence & seq = at(engine, seq_id);
+    sampler_history history = std::move(sampler->history);
+    sampler->history = {};
+    seq.sampler = std::move(sampler);
+    seq.heard = std::move(history.heard);
+    seq.known = std::move(history.known);
+    seq.n_heard = static_cast<int32_t>(seq.known.size());
+    seq.has_emitted = history.has_emitted;
+    seq.n_prompt = history.n_prompt;
+    if (history.has_emitted) {
+        seq.id_last = seq.known.back();
+    }
+    for (int32_t i = seq.n_heard; i < seq.n_past(); ++i) {
+        seq.feed(seq.tokens[static_cast<size_t>(i)]);
+    }
+    seq.n_heard = std::max(seq.n_heard, seq.n_past());
+    if (!history.drafter_rng.empty() && engine.spec) {
+        const std::string state = drafter_rows(engine, seq_id) + history.drafter_rng;
+        seq.has_drafter_begun = history.has_drafter_begun &&
+                                common_speculative_seq_load(engine.spec.get(), seq_id, state);
+    }
+    seq.is_begun = true;
+}
+
+// Takes the sampler out of a slot with all that it knows of the sequence. The slot lacks it then.
+std::unique_ptr<spec_sampler> park_sampler(spec_engine & engine, int32_t seq_id) {
+    sequence & seq = begun(engine, seq_id);
+    sampler_history history;
+    history.known = static_cast<int32_t>(seq.known.size()) > seq.n_past() ? seq.known : seq.tokens;
+    if (seq.has_emitted && history.known.size() == seq.tokens.size()) {
+        history.known.push_back(seq.id_last);
+    }
+    history.heard = seq.heard;
+    history.has_emitted = seq.has_emitted;
+    history.has_drafter_begun = seq.has_drafter_begun;
+    history.n_prompt = seq.n_prompt;
+    history.drafter_rng = drafter_rng(engine, seq_id);
+    seq.sampler->history = std::move(history);
+    return std::move(seq.sampler);
+}
+
+std::unique_ptr<spec_sampler> park_sequence(spec_engine & engine, int32_t seq_id) {
+    const sequence & seq = begun(engine, seq_id);
+    if (seq.is_proposed || is_unprocessed(engine, seq_id)) {
+        bad_plan(seq_id, "a proposal is pending, or its last batch was not processed");
+    }
+    std::unique_ptr<spec_sampler> sampler = park_sampler(engine, seq_id);
+    clear_sequence(engine, seq_id);
+    return sampler;
+}
+
+// A sequence with the first tokens of another and no sampler yet. `rows` belong to the last of them
+// and go on with it; without them the drafter's first row is poorer.
+void begin_kept(spec_engine & engine, int32_t seq_id, llama_tokens tokens, bool is_cold,
+                const std::string & rows) {
+    sequence & seq = at(engine, seq_id);
+    seq = sequence{};
+    begin_drafter(engine, seq, seq_id);
+    if (!rows.empty() && !common_speculative_seq_load(engine.spec.get(), seq_id, rows)) {
+        fail(SPEC_ERR_INTERNAL, "the drafter's state has another size");
+    }
+    seq.tokens = std::move(tokens);
+    seq.is_cold = is_cold;
+}
+
+// EAGLE-3's row of the last kept token was written with the token that followed it there. It stays:
+// a poorer row is better than none, after which llama.cpp refuses the positions that follow.
+void cut_cells(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
+    if (!llama_memory_seq_rm(engine.target_memory(), seq_id, n_kept, -1)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the target cannot go back from here");
+    }
+    if (engine.draft) {
+        llama_memory_seq_rm(engine.draft_memory(), seq_id, n_kept, -1);
+    }
+}
+
+// Goes on from the first tokens that the slot holds. False where the target cannot go back.
+bool keep_in_place(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
+    const sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+    const bool is_whole = n_kept == seq.n_past();
+    if (!is_whole && engine.target_rollback != rollback_kind::any) {
+        return false; // the snapshots of a recurrent state last until the next decode only
+    }
+    const std::string rows =
+        is_whole && !seq.is_cold ? drafter_rows(engine, seq_id) : std::string();
+    if (!is_whole) {
+        cut_cells(engine, seq_id, n_kept);
+    }
+    begin_kept(engine, seq_id, {seq.tokens.begin(), seq.tokens.begin() + n_kept}, seq.is_cold,
+               rows);
+    return true;
+}
+
+// Whole sequences are copied and then cut: llama.cpp copies between separate caches only so.
+bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_kept) {
+    if (engine.target_rollback != rollback_kind::any) {
+        return false; // the state of a recurrent target cannot be shared
+    }
+    const sequence & from = engine.sequences[static_cast<size_t>(source)];
+    const bool is_whole = n_kept == from.n_past();
+    const std::string rows =
+        is_whole && !from.is_cold ? drafter_rows(engine, source) : std::string();
+    clear_sequence(engine, seq_id);
+    llama_memory_seq_cp(engine.target_memory(), source, seq_id, -1, -1);
+    if (engine.draft && !from.is_cold) {
+        llama_memory_seq_cp(engine.draft_memory(), source, seq_id, -1, -1);
+    }
+    engine.has_copies_due = !engine.limits.kv_unified;
+    if (!is_whole) {
+        cut_cells(engine, seq_id, n_kept);
+    }
+    begin_kept(engine, seq_id, {from.tokens.begin(), from.tokens.begin() + n_kept}, from.is_cold,
+               rows);
+    return true;
+}
+
+// Goes on from a snapshot: as it was saved, where its own sampler goes on with all of it.
+bool keep_snapshot(spec_engine & engine, const spec_start & start, bool has_sampler) {
+    clear_sequence(engine, start.seq_id);
+    load_sequence(engine, start.seq_id, static_cast<const uint8_t *>(start.snapshot),
+                  start.n_snapshot);
+    sequence & seq = at(engine, start.seq_id);
+    if (start.n_kept > seq.n_past()) {
+        return false;
+    }
+    if (start.is_resumed && start.n_kept == seq.n_past()) {
+        return true; // with what its drafter has learnt
+    }
+    std::unique_ptr<spec_sampler> own = park_sampler(engine, start.seq_id);
+    if (!keep_in_place(engine, start.seq_id, start.n_kept)) {
+        return false;
+    }
+    if (!has_sampler) {
+        adopt_sampler(engine, start.seq_id, std::move(own));
+    }
+    return true;
+}
+
+bool keep_tokens(spec_engine & engine, const spec_start & start, bool has_sampler) {
+    if (start.n_kept == 0) {
+        return false;
+    }
+    if (start.snapshot != nullptr) {
+        return keep_snapshot(engine, start, has_sampler);
+    }
+    return start.source >= 0 ? keep_copy(engine, start.seq_id, start.source, start.n_kept)
+                             : keep_in_place(engine, start.seq_id, start.n_kept);
+}
+
+// Whatever goes wrong with the tokens that are to be kept, the slot begins: without them.
+int32_t start_sequence(spec_engine & engine, const spec_start & start, spec_sampler *& sampler) {
+    check_start(engine, start, sampler);
+    std::unique_ptr<spec_sampler> owned(sampler);
+    sampler = nullptr;
+    bool is_kept = false;
+    if (guarded([&] { is_kept = keep_tokens(engine, start, owned != nullptr); }) != SPEC_OK ||
+        !is_kept) {
+        is_kept = false;
+        clear_sequence(engine, start.seq_id);
+        if (owned) {
+            begin_drafter(engine, at(engine, start.seq_id), start.seq_id);
+        }
+    }
+    if (owned) {
+        adopt_sampler(engine, start.seq_id, std::move(owned));
+    }
+    return is_kept ? start.n_kept : 0;
 }
 
 } // namespace
@@ -3924,6 +4245,15 @@ int32_t spec_sampler_init(const spec_model * model, const spec_sampler_params * 
     });
 }
 
+int32_t spec_sampler_get_history(const spec_sampler * sampler, int32_t * n_known,
+                                 bool * has_chosen) {
+    return guarded([&] {
+        const sampler_history & history = deref(sampler, "sampler").history;
+        deref(n_known, "n_known") = static_cast<int32_t>(history.known.size());
+        deref(has_chosen, "has_chosen") = history.has_emitted;
+    });
+}
+
 void spec_sampler_free(spec_sampler * sampler) {
     delete sampler;
 }
@@ -3970,6 +4300,22 @@ int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id) {
     return guarded([&] {
         at(deref(engine, "engine"), seq_id);
         clear_sequence(*engine, seq_id);
+    });
+}
+
+int32_t spec_engine_seq_start(spec_engine * engine, const spec_start * start,
+                              spec_sampler ** sampler, int32_t * n_kept) {
+    return guarded([&] {
+        deref(n_kept, "n_kept") = 0;
+        *n_kept = start_sequence(deref(engine, "engine"), deref(start, "start"),
+                                 deref(sampler, "sampler"));
+    });
+}
+
+int32_t spec_engine_seq_park(spec_engine * engine, int32_t seq_id, spec_sampler ** out) {
+    return guarded([&] {
+        deref(out, "out") = nullptr;
+        *out = park_sequence(deref(engine, "engine"), seq_id).release();
     });
 }
 

@@ -229,6 +229,10 @@ void spec_sampler_default_params(spec_sampler_params * out);
 int32_t spec_sampler_init(const spec_model * model, const spec_sampler_params * params,
                           spec_sampler ** out);
 void spec_sampler_free(spec_sampler * sampler);
+/* What a parked sampler knows: *n_known tokens of its sequence, and whether it chose the last of
+ * them; 0 and false of a new one. since ABI 2 */
+int32_t spec_sampler_get_history(const spec_sampler * sampler, int32_t * n_known,
+                                 bool * has_chosen);
 
 /* Engines. */
 
@@ -304,6 +308,37 @@ int32_t spec_engine_seq_begin(spec_engine * engine, int32_t seq_id, spec_sampler
 /* Frees a sequence: KV cells of both contexts, speculative state, sampler. Harmless when it is
  * idle. Errors: BAD_SEQ_ID. since ABI 1 */
 int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id);
+/* Where a sequence goes on from, and with how many tokens that are computed already. */
+typedef struct spec_start {
+    int32_t seq_id;
+    int32_t n_kept;        /* tokens that stay; [0, what is held there]; 0 begins empty */
+    int32_t source;        /* another begun sequence, whose first tokens are copied; -1 = none */
+    bool is_resumed;       /* the sampler was parked, or is the snapshot's */
+    const void * snapshot; /* written by spec_engine_seq_save; NULL = none */
+    size_t n_snapshot;     /* its bytes */
+} spec_start;
+
+/* Takes a sequence into use, idle or not, with the first n_kept tokens of a snapshot, of another
+ * sequence, or else of what it holds itself; the rest of that is gone. *n_kept is start->n_kept, or
+ * 0 where nothing could be kept: a recurrent target goes on only from all that a sequence or
+ * snapshot holds, and copies from no other; a snapshot may be damaged or foreign. Then the sequence
+ * begins empty.
+ *
+ * A new sampler is fed the tokens that stay. A resumed one is not fed what it knows: once it has
+ * chosen a token, the plan's entries compute the sequence's tokens again up to that one, which is
+ * the first output. *sampler NULL, with is_resumed, means the snapshot's own; where that snapshot
+ * is refused the sequence stays idle. Drafts go on; the first may be poorer where not all of a
+ * sequence is kept, since the hidden row of the last kept token is not at hand.
+ *
+ * The engine owns *sampler on SPEC_OK only, and sets it to NULL. Errors: BAD_SEQ_ID, SEQ_IDLE (the
+ * source), BAD_PLAN, INVALID_ARGUMENT; then nothing has changed. since ABI 2 */
+int32_t spec_engine_seq_start(spec_engine * engine, const spec_start * start,
+                              spec_sampler ** sampler, int32_t * n_kept);
+/* Frees a sequence but for its sampler, with its history, random state and, for drafts that are
+ * sampled, the drafter's random state; for spec_engine_seq_start with is_resumed. *out is the
+ * caller's. Errors: BAD_SEQ_ID, SEQ_IDLE, BAD_PLAN (a proposal is pending, or its last batch was
+ * not processed). since ABI 2 */
+int32_t spec_engine_seq_park(spec_engine * engine, int32_t seq_id, spec_sampler ** out);
 /* Tokens of the sequence in the target's KV cache, or a negative error. since ABI 1 */
 int32_t spec_engine_seq_n_past(const spec_engine * engine, int32_t seq_id);
 /* KV cells in use, over all sequences. since ABI 1 */
@@ -314,7 +349,8 @@ typedef struct spec_plan_entry {
     int32_t seq_id;
     int32_t n_past;       /* must equal spec_engine_seq_n_past */
     int32_t token_offset; /* first token in spec_plan.tokens */
-    int32_t n_tokens;     /* >= 1: a piece of the prompt, or the last emitted token alone */
+    int32_t n_tokens;     /* >= 1: a piece of the prompt, or the last emitted token alone; of a
+                             resumed sequence a piece of what it had, up to that token */
     int32_t n_draft;   /* K: draft tokens wanted; 0 = none. > 0 only with is_output and only for the
                           last emitted token */
     int32_t is_output; /* 1: choose a token after the last one given (end of the prompt, or

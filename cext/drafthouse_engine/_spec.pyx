@@ -685,10 +685,15 @@ cdef class Sampler:
     cdef spec.spec_sampler * _handle
     cdef Model _model
     cdef readonly object params
-    """The parameters that it was made with."""
+    """The parameters that it was made with; None of one that came out of a snapshot."""
 
-    def __cinit__(self, Model model not None, params=None):
+    def __cinit__(self, Model model not None, params=None, *, bint _is_parked=False):
         cdef spec.spec_sampler_params c
+        if _is_parked:  # `Engine.park` fills in what it has
+            model._use()
+            self._model = model
+            self.params = params
+            return
         self.params = SamplingParams() if params is None else params
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
@@ -718,6 +723,23 @@ cdef class Sampler:
     def is_used(self):
         """Whether an engine took it over, or it was closed."""
         return self._handle is NULL
+
+    @property
+    def n_known(self):
+        """Tokens of its sequence that a parked sampler knows; 0 of a new or used one."""
+        return self._history()[0]
+
+    @property
+    def has_chosen(self):
+        """Whether a parked sampler chose the last of these tokens."""
+        return self._history()[1]
+
+    cdef tuple _history(self):
+        cdef int32_t n_known = 0
+        cdef c_bool has_chosen = False
+        if self._handle is not NULL:
+            check(spec.spec_sampler_get_history(self._handle, &n_known, &has_chosen))
+        return n_known, bool(has_chosen)
 
     def close(self):
         """Frees it, unless an engine has it. Harmless when done twice."""
@@ -892,6 +914,7 @@ cdef class Engine:
     """What the engine offers (`EngineLimits`)."""
     cdef readonly unsigned long owner
     """Identifier of the owning thread, as `threading.get_ident` gives it."""
+    cdef dict _sampler_params
     cdef bint _is_busy
     cdef int _n_models_held
     cdef object __weakref__
@@ -902,6 +925,7 @@ cdef class Engine:
         if not isinstance(self.params, EngineParams):
             raise TypeError(f"params must be EngineParams, not {type(params).__name__}")
         fill_engine_params(&c, self.params)
+        self._sampler_params = {}
         self.owner = PyThread_get_thread_ident()
         self._hold(target, draft)
         self._init(&c)
@@ -1069,7 +1093,100 @@ cdef class Engine:
         with nogil:
             rc = spec.spec_engine_seq_begin(handle, c_seq_id, &sampler._handle)
         sampler._free()
+        self._sampler_params[c_seq_id] = sampler.params
         self._leave(rc, c_seq_id)
+
+    def start(
+        self, seq_id, Sampler sampler, n_kept=0, *, source=None, snapshot=None, is_resumed=False
+    ):
+        """Takes a sequence into use, idle or not, with tokens that are computed already.
+
+        They are the first ones of a snapshot, of another sequence, or else of what this one holds;
+        the rest of that is gone. A new sampler is fed them. A resumed one, which `park` returned,
+        is not fed what it knows: the sequence's tokens up to the last one chosen are computed
+        again by entries, of which the one with the last token is an output.
+
+        Args:
+            seq_id: [0, n_seq_max).
+            sampler: as in `seq_begin`, or parked; None is the snapshot's own, with is_resumed.
+            n_kept: tokens that stay, [0, those held there]; 0 begins empty.
+            source: another sequence whose first tokens are copied; it stays as it is.
+            snapshot: what `save` returned; any bytes-like object.
+            is_resumed: whether the sampler was parked, or is the snapshot's.
+
+        Returns:
+            n_kept, or 0 where nothing could be kept: a recurrent target goes on only from all that
+            a sequence or snapshot holds, and copies from no other; a snapshot may be damaged or
+            foreign. The sequence has begun then, empty; without a sampler it stays idle.
+
+        Raises:
+            BadSeqId: there is no such sequence.
+            SeqIdle: the source has not begun.
+            BadPlan: n_kept is more than is held there, or more than a parked sampler allows; or
+                tokens are pending.
+            InvalidArgument: the sampler was made for another model, or there is none.
+            Closed: the sampler was used before.
+        """
+        cdef spec.spec_start c
+        cdef spec.spec_sampler * owned = NULL
+        cdef int32_t n = 0
+        cdef int32_t rc
+        cdef Buffer held = None
+        c.seq_id = self._seq_id(seq_id)
+        c.n_kept = int32_of(n_kept, "n_kept")
+        c.source = -1 if source is None else self._seq_id(source)
+        c.is_resumed = is_resumed
+        c.snapshot = NULL
+        c.n_snapshot = 0
+        if snapshot is not None:
+            held = Buffer(snapshot)
+            c.snapshot = held.view.buf
+            c.n_snapshot = <size_t>held.view.len
+        if sampler is not None:
+            if sampler._handle is NULL:
+                raise errors.Closed("the sampler was used or closed before")
+            if sampler._model is not self.target:
+                raise errors.InvalidArgument("the sampler was made for another model")
+        cdef spec.spec_engine * handle = self._enter()
+        if sampler is not None:
+            owned = sampler._handle
+        with nogil:
+            rc = spec.spec_engine_seq_start(handle, &c, &owned, &n)
+        if sampler is not None and owned is NULL:
+            sampler._handle = NULL
+            sampler._free()
+        if rc == spec.SPEC_OK:
+            self._sampler_params[c.seq_id] = None if sampler is None else sampler.params
+        self._leave(rc, c.seq_id)
+        return n
+
+    def accepts(self, Sampler sampler not None):
+        """Whether a sampler was made for this engine's target and is not used yet."""
+        return sampler._model is self.target and sampler._handle is not NULL
+
+    def park(self, seq_id):
+        """Frees a sequence but for its sampler, which it returns.
+
+        The sampler keeps what it knows of the sequence: penalties, grammar and random state, that
+        of sampled drafts too. `start` with is_resumed takes it up again.
+
+        Args:
+            seq_id: [0, n_seq_max).
+
+        Raises:
+            BadSeqId: there is no such sequence.
+            SeqIdle: the sequence has not begun.
+            BadPlan: a proposal of this sequence is pending, or its last batch was not processed.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        cdef int32_t rc
+        params = self._sampler_params.get(c_seq_id)
+        cdef Sampler sampler = Sampler(self.target, params, _is_parked=True)
+        cdef spec.spec_engine * handle = self._enter()
+        with nogil:
+            rc = spec.spec_engine_seq_park(handle, c_seq_id, &sampler._handle)
+        self._leave(rc, c_seq_id)
+        return sampler
 
     def seq_end(self, seq_id):
         """Frees a sequence: KV cells, speculative state, sampler. Harmless when it has not begun.
@@ -1426,6 +1543,8 @@ cdef class Engine:
         with nogil:
             rc = spec.spec_engine_seq_load(
                 handle, c_seq_id, source.view.buf, <size_t>source.view.len)
+        if rc == spec.SPEC_OK:
+            self._sampler_params[c_seq_id] = None
         self._leave(rc, c_seq_id)
 
     def fork(self, src, samplers, n_past=None):
@@ -1477,6 +1596,7 @@ cdef class Engine:
             if (<spec.spec_sampler **>handles.view.buf)[i] is NULL:  # the engine took it
                 (<Sampler>sampler)._handle = NULL
                 (<Sampler>sampler)._free()
+                self._sampler_params[(<const int32_t *>ids.view.buf)[i]] = sampler.params
         return self._leave(rc, src)
 
     def inject_fault(self, fault, n_steps=1):

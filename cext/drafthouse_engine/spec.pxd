@@ -120,6 +120,8 @@ cdef extern from "spec.h" nogil:
     void spec_sampler_default_params(spec_sampler_params * out)
     int32_t spec_sampler_init(
         const spec_model * model, const spec_sampler_params * params, spec_sampler ** out)
+    int32_t spec_sampler_get_history(
+        const spec_sampler * sampler, int32_t * n_known, bool * has_chosen)
     void spec_sampler_free(spec_sampler * sampler)
 
     ctypedef struct spec_engine:
@@ -165,6 +167,20 @@ cdef extern from "spec.h" nogil:
     int32_t spec_engine_get_limits(const spec_engine * engine, spec_engine_limits * out)
     int32_t spec_engine_seq_begin(spec_engine * engine, int32_t seq_id, spec_sampler ** sampler)
     int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id)
+
+    ctypedef struct spec_start:
+        int32_t seq_id
+        int32_t n_kept
+        int32_t source
+        bool is_resumed
+        const void * snapshot
+        size_t n_snapshot
+
+    int32_t spec_engine_seq_start(
+        spec_engine * engine, const spec_start * start, spec_sampler ** sampler,
+        int32_t * n_kept)
+    int32_t spec_engine_seq_park(
+        spec_engine * engine, int32_t seq_id, spec_sampler ** out)
     int32_t spec_engine_seq_n_past(const spec_engine * engine, int32_t seq_id)
     int32_t spec_engine_n_cells_used(const spec_engine * engine)
 

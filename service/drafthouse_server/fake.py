@@ -5,9 +5,12 @@ Deterministic, scriptable, and strict about its plans. For tests, here and at us
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +22,7 @@ from drafthouse_server.step import (
     ResultEntry,
     SamplingOptions,
     SequenceStatus,
+    Start,
     StepPlan,
     StepResult,
     StepTimings,
@@ -33,6 +37,7 @@ _PRINTABLE = range(32, 127)
 _HASH_START = 0xCBF29CE484222325
 _HASH_PRIME = 0x100000001B3
 _MASK = (1 << 64) - 1
+_SNAPSHOT_MAGIC = b"fake snapshot 1 "
 
 _LIMITS = EngineLimits(
     draft_type="mtp",
@@ -70,26 +75,52 @@ def _mix(digest: int) -> int:
     return digest ^ (digest >> 31)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FakeSampler:
-    """Chooses the next token: greedy by the history alone, else by history and seed."""
+    """Chooses the next token: greedy by the history alone, else by history, seed and turn.
+
+    It keeps its own record of the sequence, as real samplers do for penalties and grammars. One
+    that is fed a token twice, or not at all, chooses other tokens than it should.
+    """
 
     options: SamplingOptions
     """What it was made from."""
+    seen: list[int] = field(default_factory=list)
+    """Tokens that it was fed or has chosen: all that are known of its sequence."""
+    digest: int = _HASH_START
+    """Hash of `seen`."""
+    n_chosen: int = 0
+    """How many of `seen` it chose; at a temperature above 0 each choice draws once."""
+    is_owned: bool = False
+    """Whether an engine has taken it."""
+
+    def see(self, token: int) -> None:
+        """Adds a token to the record."""
+        self.seen.append(token)
+        self.digest = _extend_hash(self.digest, token)
 
     def choose(self, digest: int, eog_period: int) -> int:
-        """Returns the token after a history.
+        """Returns the token after a history and adds it to the record.
 
         Args:
-            digest: Hash of the history.
+            digest: Hash of the history in the cache.
             eog_period: One token in so many ends the generation; 0 is never.
         """
+        if digest != self.digest:
+            digest = _extend_hash(digest, self.digest)
         if self.options.temperature > 0:
             digest = _extend_hash(digest, (self.options.seed or 0) + 1000)
+            digest = _extend_hash(digest, self.n_chosen)
         digest = _mix(digest)
-        if eog_period and digest % eog_period == 0 and not self.options.ignore_eos:
-            return _EOS
-        return _PRINTABLE[(digest >> 8) % len(_PRINTABLE)]
+        is_end = eog_period and digest % eog_period == 0 and not self.options.ignore_eos
+        token = _EOS if is_end else _PRINTABLE[(digest >> 8) % len(_PRINTABLE)]
+        self.see(token)
+        self.n_chosen += 1
+        return token
+
+    def copy(self, *, is_owned: bool) -> FakeSampler:
+        """Returns a sampler in the same state, with a record of its own."""
+        return dataclasses.replace(self, seen=[*self.seen], is_owned=is_owned)
 
 
 @dataclass(slots=True)
@@ -98,14 +129,25 @@ class _Slot:
 
     sampler: FakeSampler
     """Chooses its tokens."""
-    digest: int = _HASH_START
-    """Hash of the tokens in the cache."""
-    n_past: int = 0
+    tokens: list[int] = field(default_factory=list)
     """Tokens in the cache."""
-    last_emitted: int | None = None
-    """The token that the next generating entry must carry."""
+    digest: int = _HASH_START
+    """Hash of `tokens`."""
     n_drafts: int = 0
     """Place in the acceptance pattern."""
+
+    @property
+    def n_past(self) -> int:
+        """Tokens in the cache."""
+        return len(self.tokens)
+
+    def compute(self, tokens: Sequence[int]) -> None:
+        """Puts tokens into the cache; the sampler is fed those that it does not know yet."""
+        for token in tokens:
+            if len(self.tokens) >= len(self.sampler.seen):
+                self.sampler.see(token)
+            self.tokens.append(token)
+            self.digest = _extend_hash(self.digest, token)
 
 
 @dataclass(slots=True)
@@ -118,6 +160,32 @@ class _Fault:
     """To which slot; None is all of the step."""
     n_steps: int
     """How many more times."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What a plan makes of the slots, before it is known to be right."""
+
+    slots: dict[int, _Slot]
+    """Slots in use. No slot in here is changed, only replaced."""
+    n_start_refusals: int
+    """How many more starts are to keep nothing."""
+    n_planned: dict[int, int] = field(default_factory=dict)
+    """`n_kept` of the starts so far, by slot."""
+    refused: set[int] = field(default_factory=set)
+    """Slots whose start kept nothing of what it should."""
+    samplers_taken: list[FakeSampler] = field(default_factory=list)
+    """Samplers of the starts so far."""
+    samplers: dict[int, FakeSampler] = field(default_factory=dict)
+    """What was parked."""
+    snapshots: dict[int, bytes] = field(default_factory=dict)
+    """What was saved."""
+
+    def n_held(self, seq_id: int) -> int:
+        """Returns the tokens in a slot, if all starts so far keep what they should."""
+        slot = self.slots.get(seq_id)
+        n_past = slot.n_past if slot else 0
+        return max(n_past, self.n_planned.get(seq_id, 0))
 
 
 @dataclass(slots=True)
@@ -138,9 +206,10 @@ class FakeEngine:
     """Implements `Engine` with a hash of the whole history as language model.
 
     Token t < 256 is byte t; four control tokens follow. The next token depends on every token
-    before it, so a sequence that was given another's tokens, or its own twice, generates something
-    else. How many drafted tokens are accepted is scripted and changes nothing but the speed, as it
-    must be. Every plan is checked as `spec.h` says.
+    before it, both in the cache and fed to the sampler, so a sequence that was given another's
+    tokens, or its own twice, generates something else. How many drafted tokens are accepted is
+    scripted and changes nothing but the speed, as it must be. Every plan is checked as `step.py`
+    and `spec.h` say.
 
     Args:
         limits: Capacities; a small machine's by default.
@@ -148,6 +217,8 @@ class FakeEngine:
         eog_period: One token in so many ends a generation; 0 is never.
         step_s: Seconds that a step takes.
         card: What clients are told of the model.
+        is_recurrent: Whether it behaves like a recurrent target, which cannot be cut nor copied: a
+            start keeps all that a slot or a snapshot holds, or nothing.
     """
 
     def __init__(
@@ -158,14 +229,18 @@ class FakeEngine:
         eog_period: int = 0,
         step_s: float = 0.0,
         card: ModelCard = _CARD,
+        is_recurrent: bool = False,
     ) -> None:
         self._limits = limits
-        self._card = card
+        self._card = dataclasses.replace(card, is_recurrent=is_recurrent or card.is_recurrent)
+        self._is_recurrent = self._card.is_recurrent
         self._acceptance = tuple(acceptance)
         self._eog_period = eog_period
         self._step_s = step_s
         self._slots: dict[int, _Slot] = {}
         self._faults: list[_Fault] = []
+        self._n_start_refusals = 0
+        self._n_save_refusals = 0
         self._is_closed = False
         self.n_steps = 0
         """Steps asked for, failed ones too."""
@@ -209,6 +284,16 @@ class FakeEngine:
         """
         self._faults.append(_Fault(fault, seq_id, n_steps))
 
+    def refuse(self, *, n_starts: int = 0, n_saves: int = 0) -> None:
+        """Makes the next starts that would keep tokens keep none, and the next saves fail.
+
+        Args:
+            n_starts: How many starts; those that keep nothing anyway do not count.
+            n_saves: How many saves.
+        """
+        self._n_start_refusals += n_starts
+        self._n_save_refusals += n_saves
+
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. See `Engine.step`.
 
@@ -222,17 +307,20 @@ class FakeEngine:
         if self._step_s:
             time.sleep(self._step_s)
         self._raise_fault()
-        self._check_plan(plan)
-        for seq_id in plan.frees:
-            self._slots.pop(seq_id, None)
-        for start in plan.starts:
-            assert isinstance(start.sampler, FakeSampler), "checked with the plan"
-            self._slots[start.seq_id] = _Slot(start.sampler)
-        entries = [self._run(entry) for entry in plan.entries]
+        draft = _Draft(dict(self._slots), self._n_start_refusals)
+        self._give_back(plan, draft)
+        self._take_into_use(plan, draft)
+        self._check_entries(plan, draft)
+        self._commit(plan, draft)
+        entries = [self._run(entry, draft) for entry in plan.entries]
         self.n_cells_max = max(self.n_cells_max, self.n_cells_used)
+        computed = [entry for entry in plan.entries if entry.seq_id not in draft.refused]
         return StepResult(
             entries=entries,
-            n_batch_tokens=sum(len(entry.tokens) + entry.n_draft for entry in plan.entries),
+            n_batch_tokens=sum(len(entry.tokens) + entry.n_draft for entry in computed),
+            n_kept=dict.fromkeys(draft.refused, 0),
+            snapshots=draft.snapshots,
+            samplers=draft.samplers,
             timings=StepTimings(total_s=time.perf_counter() - started),
         )
 
@@ -247,37 +335,133 @@ class FakeEngine:
         if fault.n_steps == 0:
             self._faults.remove(fault)
 
-    def _check_plan(self, plan: StepPlan) -> None:
-        """Raises EngineError where `spec.h` returns BAD_PLAN and the like."""
-        idle = (set(range(self._limits.n_seq_max)) - self._slots.keys()) | set(plan.frees)
+    def _give_back(self, plan: StepPlan, draft: _Draft) -> None:
+        """Saves, parks and frees."""
+        for seq_id in plan.saves:
+            _check_in_use(seq_id, draft, self._limits)
+            draft.snapshots[seq_id] = _write_snapshot(draft.slots[seq_id])
+        for seq_id in plan.parks:
+            _check_in_use(seq_id, draft, self._limits)
+            draft.samplers[seq_id] = draft.slots.pop(seq_id).sampler
+        for seq_id in plan.frees:
+            _check_seq_id(seq_id, self._limits)
+            draft.slots.pop(seq_id, None)
+
+    def _take_into_use(self, plan: StepPlan, draft: _Draft) -> None:
+        """Starts slots, in the plan's order."""
         for start in plan.starts:
-            _require(isinstance(start.sampler, FakeSampler), "INVALID_ARGUMENT", "foreign sampler")
-            _require(start.seq_id in idle, "SEQ_BUSY", f"slot {start.seq_id}")
-            idle.remove(start.seq_id)
-        started = {start.seq_id for start in plan.starts}
-        kept = self._slots.keys() - set(plan.frees)
-        budget = _Budget(n_cells=sum(self._slots[seq_id].n_past for seq_id in kept))
+            _check_seq_id(start.seq_id, self._limits)
+            _require(start.seq_id not in draft.n_planned, "BAD_PLAN", "a slot started twice")
+            self._check_start(start, draft)
+            draft.n_planned[start.seq_id] = start.n_kept
+            kept, sampler = self._kept(start, draft)
+            if start.n_kept and kept is None:
+                draft.refused.add(start.seq_id)
+            draft.slots.pop(start.seq_id, None)
+            if sampler is None:
+                continue
+            slot = _Slot(sampler.copy(is_owned=True))
+            slot.compute(kept or ())
+            draft.slots[start.seq_id] = slot
+
+    def _check_start(self, start: Start, draft: _Draft) -> None:
+        sampler = start.sampler
+        if sampler is None:
+            _require(start.snapshot is not None and start.is_resumed, "BAD_PLAN", "no sampler")
+        else:
+            _require(isinstance(sampler, FakeSampler), "INVALID_ARGUMENT", "foreign sampler")
+        if isinstance(sampler, FakeSampler):
+            is_used = sampler.is_owned or any(sampler is other for other in draft.samplers_taken)
+            _require(not is_used, "INVALID_ARGUMENT", "a sampler that an engine owns")
+            _require(start.is_resumed or not sampler.seen, "BAD_PLAN", "a sampler of another time")
+            n_known = len(sampler.seen) if sampler.n_chosen else self._limits.n_ctx_seq
+            _require(start.n_kept < n_known, "BAD_PLAN", f"n_kept {start.n_kept}, known {n_known}")
+            draft.samplers_taken.append(sampler)
+        self._check_kept(start, draft)
+
+    def _check_kept(self, start: Start, draft: _Draft) -> None:
+        n_ways = (start.source is not None) + (start.snapshot is not None)
+        _require(0 <= start.n_kept < self._limits.n_ctx_seq, "BAD_PLAN", f"n_kept {start.n_kept}")
+        _require(n_ways <= 1, "BAD_PLAN", "a source and a snapshot")
+        _require(start.n_kept > 0 or n_ways == 0, "BAD_PLAN", "nothing to keep of what is given")
+        if start.source is not None:
+            _require(start.source != start.seq_id, "BAD_PLAN", "a slot as its own source")
+            _check_in_use(start.source, draft, self._limits)
+        if start.n_kept and start.snapshot is None:
+            slot_id = start.seq_id if start.source is None else start.source
+            n_held = draft.n_held(slot_id)
+            _require(start.n_kept <= n_held, "BAD_PLAN", f"n_kept {start.n_kept}, held {n_held}")
+
+    def _kept(self, start: Start, draft: _Draft) -> tuple[Sequence[int] | None, FakeSampler | None]:
+        """Returns the tokens that a start keeps, None where it is refused, and its sampler."""
+        given = start.sampler
+        assert given is None or isinstance(given, FakeSampler), "checked before"
+        sampler = given
+        if not start.n_kept:
+            return None, given
+        if start.snapshot is not None:
+            saved = _read_snapshot(start.snapshot)
+            tokens, own = (saved.tokens, saved.sampler) if saved else ([], None)
+            sampler = given or own
+        else:
+            slot_id = start.seq_id if start.source is None else start.source
+            tokens = draft.slots[slot_id].tokens if slot_id in draft.slots else []
+        cannot_cut = start.source is not None or len(tokens) > start.n_kept
+        if len(tokens) < start.n_kept or (self._is_recurrent and cannot_cut):
+            return None, given
+        if draft.n_start_refusals:
+            draft.n_start_refusals -= 1
+            return None, given
+        return tokens[: start.n_kept], sampler
+
+    def _check_entries(self, plan: StepPlan, draft: _Draft) -> None:
+        """Raises EngineError where `spec.h` returns BAD_PLAN and the like."""
+        budget = _Budget(n_cells=sum(slot.n_past for slot in draft.slots.values()))
+        _require(budget.n_cells <= self._limits.n_ctx, "BAD_PLAN", "n_ctx, after the starts")
         for entry in plan.entries:
-            _require(0 <= entry.seq_id < self._limits.n_seq_max, "BAD_SEQ_ID", f"{entry.seq_id}")
-            _require(entry.seq_id not in idle, "SEQ_IDLE", f"slot {entry.seq_id}")
-            fresh = entry.seq_id in started
-            self._check_entry(entry, None if fresh else self._slots[entry.seq_id])
+            _check_seq_id(entry.seq_id, self._limits)
+            slot = draft.slots.get(entry.seq_id)
+            if entry.seq_id in draft.refused:
+                n_planned = draft.n_planned[entry.seq_id]
+                _require(entry.n_past == n_planned, "BAD_PLAN", f"n_past, kept {n_planned}")
+                continue
+            if slot is None:
+                raise EngineError("SEQ_IDLE", detail=f"slot {entry.seq_id}")
+            self._check_entry(entry, slot)
             self._check_budget(entry, budget)
 
-    def _check_entry(self, entry: PlanEntry, slot: _Slot | None) -> None:
-        n_past = slot.n_past if slot else 0
-        last_emitted = slot.last_emitted if slot else None
+    def _check_entry(self, entry: PlanEntry, slot: _Slot) -> None:
+        n_past, tokens, sampler = slot.n_past, list(entry.tokens), slot.sampler
         _require(entry.n_past == n_past, "BAD_PLAN", f"n_past {entry.n_past}, is {n_past}")
-        _require(len(entry.tokens) > 0, "BAD_PLAN", "no tokens")
-        _require(all(0 <= t < _N_VOCAB for t in entry.tokens), "INVALID_ARGUMENT", "token id")
+        _require(len(tokens) > 0, "BAD_PLAN", "no tokens")
+        _require(all(0 <= t < _N_VOCAB for t in tokens), "INVALID_ARGUMENT", "token id")
         _require(0 <= entry.n_draft <= self._limits.n_draft_max, "BAD_PLAN", "n_draft")
-        n_after = n_past + len(entry.tokens) + entry.n_draft
-        _require(n_after <= self._limits.n_ctx_seq, "BAD_PLAN", f"{n_after} tokens in one slot")
-        if last_emitted is not None:
-            _require(list(entry.tokens) == [last_emitted], "BAD_PLAN", "not the last token")
-            _require(entry.is_output, "BAD_PLAN", "a generation without output")
-        elif entry.n_draft:
-            raise EngineError("BAD_PLAN", detail="a draft before the first token")
+        n_after = n_past + len(tokens)
+        n_cells = n_after + entry.n_draft
+        _require(n_cells <= self._limits.n_ctx_seq, "BAD_PLAN", f"{n_cells} tokens in one slot")
+        known = sampler.seen[n_past:n_after]
+        _require(
+            tokens[: len(known)] == known, "BAD_PLAN", "not the tokens that were chosen or fed"
+        )
+        if sampler.n_chosen:
+            _require(n_after <= len(sampler.seen), "BAD_PLAN", "tokens after the last one chosen")
+            is_last = n_after == len(sampler.seen)
+            _require(entry.is_output == is_last, "BAD_PLAN", "is_output: at the last token chosen")
+        is_going_on = sampler.n_chosen > 0 and len(tokens) == 1 and entry.is_output
+        _require(is_going_on or not entry.n_draft, "BAD_PLAN", "a draft after more than a token")
+
+    def _commit(self, plan: StepPlan, draft: _Draft) -> None:
+        """Makes a checked plan's slots the engine's. Up to here, nothing has changed."""
+        for sampler in draft.samplers_taken:
+            sampler.is_owned = True
+        draft.samplers = {
+            seq_id: sampler.copy(is_owned=False) for seq_id, sampler in draft.samplers.items()
+        }
+        for seq_id in plan.saves[: self._n_save_refusals]:
+            del draft.snapshots[seq_id]
+        self._n_save_refusals = max(0, self._n_save_refusals - len(plan.saves))
+        self._n_start_refusals = draft.n_start_refusals
+        self._slots = draft.slots
 
     def _check_budget(self, entry: PlanEntry, budget: _Budget) -> None:
         _require(entry.seq_id not in budget.seq_ids, "BAD_PLAN", "a sequence twice")
@@ -296,8 +480,12 @@ class FakeEngine:
                 return fault.status
         return SequenceStatus.OK
 
-    def _run(self, entry: PlanEntry) -> ResultEntry:
+    def _run(self, entry: PlanEntry, draft: _Draft) -> ResultEntry:
         """Runs one sequence's part."""
+        if entry.seq_id in draft.refused:
+            has_begun = entry.seq_id in self._slots
+            status = SequenceStatus.OK if has_begun else SequenceStatus.DECODE_FAILED
+            return ResultEntry(entry.seq_id, status, 0)
         slot = self._slots[entry.seq_id]
         status = self._find_fault(entry.seq_id)
         if status is SequenceStatus.NO_ROOM:
@@ -305,9 +493,7 @@ class FakeEngine:
         if status is not SequenceStatus.OK:
             del self._slots[entry.seq_id]
             return ResultEntry(entry.seq_id, status, 0)
-        for token in entry.tokens:
-            slot.digest = _extend_hash(slot.digest, token)
-        slot.n_past += len(entry.tokens)
+        slot.compute(entry.tokens)
         if not entry.is_output:
             return ResultEntry(entry.seq_id, status, slot.n_past)
         return self._generate(entry, slot)
@@ -316,13 +502,10 @@ class FakeEngine:
         """Emits the accepted part of the draft and one token more; an end token is the last one."""
         tokens: list[int] = []
         for _ in range(self._count_accepted(entry, slot) + 1):
-            if tokens:
-                slot.digest = _extend_hash(slot.digest, tokens[-1])
-                slot.n_past += 1
+            slot.compute(tokens[-1:])
             tokens.append(slot.sampler.choose(slot.digest, self._eog_period))
             if tokens[-1] == _EOS:
                 break
-        slot.last_emitted = tokens[-1]
         return ResultEntry(
             seq_id=entry.seq_id,
             status=SequenceStatus.OK,
@@ -391,6 +574,40 @@ class FakeEngine:
 def _require(condition: bool, status: str, detail: str) -> None:
     if not condition:
         raise EngineError(status, detail=detail)
+
+
+def _check_seq_id(seq_id: int, limits: EngineLimits) -> None:
+    _require(0 <= seq_id < limits.n_seq_max, "BAD_SEQ_ID", f"{seq_id}")
+
+
+def _check_in_use(seq_id: int, draft: _Draft, limits: EngineLimits) -> None:
+    _check_seq_id(seq_id, limits)
+    _require(seq_id in draft.slots, "SEQ_IDLE", f"slot {seq_id}")
+
+
+def _write_snapshot(slot: _Slot) -> bytes:
+    """Returns a slot as bytes: what `_read_snapshot` reads, in any process."""
+    sampler = slot.sampler
+    state = [slot.tokens, sampler.seen, sampler.n_chosen, dataclasses.asdict(sampler.options)]
+    text = json.dumps(state).encode()
+    return _SNAPSHOT_MAGIC + b"%08x" % zlib.crc32(text) + text
+
+
+def _read_snapshot(snapshot: bytes) -> _Slot | None:
+    """Returns the slot that was saved; None for bytes that are not ours, or damaged."""
+    head, text = snapshot[: len(_SNAPSHOT_MAGIC) + 8], snapshot[len(_SNAPSHOT_MAGIC) + 8 :]
+    if head != _SNAPSHOT_MAGIC + b"%08x" % zlib.crc32(text):
+        return None
+    tokens, seen, n_chosen, options = json.loads(text)
+    for name, value in options.items():
+        if isinstance(value, list):
+            options[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
+    sampler = FakeSampler(SamplingOptions(**options), n_chosen=n_chosen)
+    for token in seen:
+        sampler.see(token)
+    slot = _Slot(sampler)
+    slot.compute(tokens)
+    return slot
 
 
 def _invalid(path: str, description: str) -> InvalidRequest:

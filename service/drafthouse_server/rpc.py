@@ -33,6 +33,7 @@ from drafthouse_server.sequence import (
     Event,
     FinishEvent,
     FinishReason,
+    ProgressEvent,
     TokensEvent,
 )
 from drafthouse_server.sequence import Sequence as TokenSequence
@@ -194,6 +195,8 @@ class _Wanted:
     """K; None is the server's default."""
     priority: int
     """Among the tenant's own."""
+    has_progress: bool
+    """Whether it wants to know how much of the prompt is computed."""
 
 
 class Served:
@@ -389,6 +392,7 @@ class GenerationService(GenerationServiceServicer):
             n_output_max=wanted.n_output_max,
             n_draft=wanted.n_draft,
             deadline=self._deadline(context),
+            has_progress=wanted.has_progress,
             received_at=caller.received_at,
         )
 
@@ -409,17 +413,29 @@ class GenerationService(GenerationServiceServicer):
         output = _Output(wanted, self._served.piece)
         while True:
             events = await outbox.receive()
+            if wanted.has_progress:
+                await self._tell_progress(events, context)
             chunk = output.take(events)
             if output.has_stopped:
                 self._served.loop.finish(sequence)
             if chunk is not None:
                 await context.write(generation_pb2.GenerateResponse(chunk=chunk))
             end = events[-1]
-            if not isinstance(end, TokensEvent):
+            if isinstance(end, FinishEvent | ErrorEvent):
                 break
         if isinstance(end, ErrorEvent):
             raise end.error
         await self._finish(output.result(end, sequence), end, context)
+
+    async def _tell_progress(self, events: Sequence[Event], context: _Context) -> None:
+        """Writes how much of the prompt is computed: the last that is known, if anything is new."""
+        for event in reversed(events):
+            if isinstance(event, ProgressEvent):
+                progress = generation_pb2.PromptProgress(
+                    computed_tokens=event.n_computed, prompt_tokens=event.n_prompt
+                )
+                await context.write(generation_pb2.GenerateResponse(progress=progress))
+                return
 
     async def _finish(
         self, result: generation_pb2.GenerationResult, end: FinishEvent, context: _Context
@@ -524,13 +540,16 @@ class _Output:
             finish_reason=_FINISH_REASONS.get(reason, generation_pb2.FINISH_REASON_UNSPECIFIED),
             stop_sequence=self._detokenizer.matched_stop,
             usage=generation_pb2.Usage(
-                prompt_tokens=end.usage.n_prompt, output_tokens=self._n_output
+                prompt_tokens=end.usage.n_prompt,
+                output_tokens=self._n_output,
+                reused_prompt_tokens=end.usage.n_reused,
             ),
             timings=generation_pb2.Timings(
                 queue_seconds=timings.queue_s,
                 prefill_seconds=timings.prefill_s,
                 decode_seconds=timings.decode_s,
                 first_token_seconds=timings.first_token_s,
+                parked_seconds=timings.parked_s,
             ),
             speculation=generation_pb2.SpeculationStatistics(
                 mode=self._wanted.mode,
@@ -624,6 +643,7 @@ def _check_generate(request: generation_pb2.GenerateRequest, served: Served) -> 
         mode=mode,
         n_draft=n_draft,
         priority=request.priority,
+        has_progress=request.output.progress,
     )
 
 

@@ -126,7 +126,8 @@ class SamplingOptions:
     """Log-probabilities of the emitted tokens are wanted."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: one is made per sequence and step, and a frozen one takes three times as long.
+@dataclass(slots=True)
 class PlanEntry:
     """One sequence's part of a step."""
 
@@ -146,9 +147,16 @@ class PlanEntry:
 class Start:
     """A slot taken into use, empty or with tokens that are computed already.
 
-    With `n_kept` the sequence goes on from the first `n_kept` tokens of `snapshot`, or of the slot
-    `source`, or else of what this slot still holds of the sequence before. The engine may keep
-    fewer (see `StepResult.n_kept`), and does so where a recurrent target cannot go back that far.
+    With `n_kept` the sequence goes on from the first `n_kept` tokens of `snapshot`, or else of the
+    slot `source`, or else of what this slot still holds of the sequence before; at most one of
+    `snapshot` and `source` is given, and with `n_kept` 0 neither. The engine may keep none of them
+    and tells so in `StepResult.n_kept`: a recurrent target goes on only from all that a slot or a
+    snapshot holds and copies from no slot; a snapshot may be damaged, or another model's.
+
+    A sampler is fed every token of its sequence once: those kept, those of the entries, and those
+    that it chose. A resumed one counts what it has been fed: tokens that it knows are computed
+    again without being fed. Once it has chosen a token, the entries compute again up to that token
+    and no further; the entry that reaches it is an output, all before it are not.
     """
 
     seq_id: int
@@ -156,32 +164,46 @@ class Start:
     sampler: object | None
     """Made by `Engine.make_sampler`, or given back by `StepPlan.parks`.
 
-    The engine owns it from then on. None: the one that `snapshot` holds.
+    The engine owns it from then on. None: the one that `snapshot` holds; if the snapshot is then
+    refused, the slot stays idle and its entry is DECODE_FAILED. To be safe from that, park in the
+    plan that saves and resume with both.
     """
     n_kept: int = 0
-    """Tokens not to be computed again, less than the sequence's known tokens."""
+    """Tokens not to be computed again.
+
+    At most what is held there, and less than the sequence's known tokens: the last one has to be
+    computed to go on from.
+    """
     source: int | None = None
-    """Another slot in use, of the same tenant, whose first tokens are copied."""
+    """Another slot in use, of the same tenant, whose first tokens are copied.
+
+    It may be running or finished, and stays as it is. Starts happen in the plan's order, so it is
+    read as the starts before left it.
+    """
     snapshot: bytes | None = None
-    """What `StepResult.snapshots` gave; it is put into the slot first."""
+    """What `StepResult.snapshots` gave, of this or an earlier process."""
     is_resumed: bool = False
-    """The sampler has seen the sequence's tokens already: it was parked, or is the snapshot's."""
+    """The sampler was parked, or is the snapshot's; else it is as `make_sampler` made it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All that the engine does in one step, in this order: saves, parks, frees, starts, entries."""
+    """All that the engine does in one step, in this order: saves, parks, frees, starts, entries.
+
+    So a slot may be saved, parked and started again in one plan. A finished sequence holds its
+    cells until its slot is freed, parked or started: this is what prefix reuse lives on.
+    """
 
     entries: Sequence[PlanEntry] = ()
     """At most one per sequence."""
     starts: Sequence[Start] = ()
-    """Slots taken into use. One that holds a sequence still is cut, or emptied, first."""
+    """Slots taken into use, each once. What one still holds and `n_kept` does not keep is gone."""
     frees: Sequence[int] = ()
-    """Slots given back: their KV cells, speculative state and sampler are gone after the step."""
+    """Slots given back: KV cells, speculative state and sampler are gone. Harmless when idle."""
     parks: Sequence[int] = ()
-    """Slots given back whose samplers are wanted: the sequence will be computed again later."""
+    """Slots in use given back whose samplers are wanted: the sequences will be resumed later."""
     saves: Sequence[int] = ()
-    """Slots to be written to `StepResult.snapshots`; they stay as they are."""
+    """Slots in use to be written to `StepResult.snapshots`; they stay as they are."""
 
     @property
     def is_empty(self) -> bool:
@@ -202,7 +224,8 @@ class SequenceStatus(enum.Enum):
     """No token could be chosen; the sequence's state is lost."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: one is made per sequence and step, and a frozen one takes three times as long.
+@dataclass(slots=True)
 class ResultEntry:
     """What one step did for one sequence."""
 
@@ -257,14 +280,14 @@ class StepResult:
     n_batch_tokens: int = 0
     """Tokens of the target's decode."""
     n_kept: Mapping[int, int] = field(default_factory=dict)
-    """By slot: the tokens that a start kept, where they are fewer than the plan said.
+    """By slot: the tokens that a start kept, where they are fewer than the plan said: so far 0.
 
-    The plan's entry of that slot was not computed: its result is OK, without tokens, and `n_past`
-    is this number.
+    The sequence has begun nevertheless, with its sampler. The plan's entry of that slot was not
+    computed: its result is OK, without tokens, and `n_past` is this number.
     """
     snapshots: Mapping[int, bytes] = field(default_factory=dict)
     """By slot: what `StepPlan.saves` asked for; one that could not be written is missing."""
     samplers: Mapping[int, object] = field(default_factory=dict)
-    """By slot: what `StepPlan.parks` asked for."""
+    """By slot: what `StepPlan.parks` asked for, all of it, as it was before the step."""
     timings: StepTimings = field(default_factory=StepTimings)
     """Where the time went."""

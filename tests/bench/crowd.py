@@ -109,9 +109,10 @@ def run(
     n_steps: int,
     *,
     n_draft_max: int = 4,
+    n_tokens: int = 1 << 60,
     noise: random.Random | None = None,
 ) -> tuple[float, list[int]]:
-    """Runs a policy.
+    """Runs a policy for so many steps, or tokens.
 
     Returns:
         Tokens per second, and the longest draft of each step.
@@ -119,6 +120,8 @@ def run(
     limits = limits_of(len(crowd), n_draft_max)
     n_emitted, total_s, depths = 0, 0.0, []
     for _ in range(n_steps):
+        if n_emitted >= n_tokens:
+            break
         if not policy.is_warm:
             for member in crowd:
                 member.is_draft_cold = True
@@ -155,12 +158,15 @@ def run(
 
 
 def best_fixed(
-    machine: Machine, acceptances: list[float], n_draft_max: int = 4
+    machine: Machine, acceptances: list[float], n_draft_max: int = 4, *, only: int | None = None
 ) -> tuple[float, int]:
-    """Returns the tokens per second of the best K for all, and that K. K = 0 has no drafter."""
+    """Returns the tokens per second of the best K for all, and that K. K = 0 has no drafter.
+
+    With `only`, of that K.
+    """
     n = len(acceptances)
     found = []
-    for n_draft in range(n_draft_max + 1):
+    for n_draft in range(n_draft_max + 1) if only is None else (only,):
         n_emitted = sum(sum(p**i for i in range(n_draft + 1)) for p in acceptances)
         shape = StepShape(n, n_draft, n * n_draft, n * (1 + n_draft), n * (1 + n_draft), 1, 0.0)
         timings = machine.timings(shape, is_fed=n_draft > 0)
