@@ -176,7 +176,7 @@ def test_server_flags_say_the_same_as_the_settings() -> None:
 
 
 def test_bare_flags_are_the_settings_of_the_server() -> None:
-    config = Config(draft_type="mtp", n_seq_max=2, n_ctx_seq=300, n_threads=1, n_draft_default=2)
+    config = Config(draft_type="mtp", n_seq_max=2, n_ctx_seq=300, n_threads=1, draft_policy="fixed", n_draft_default=2)
     flags = bare_flags(config, LOAD, "file")
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert given["--n-seq"] == given["--n-requests"] == "2"

@@ -307,7 +307,7 @@ class ThreadedEngine(FakeEngine):
 
 
 async def test_one_thread_makes_uses_and_closes_the_engine() -> None:
-    loop = await StepLoop.open(ThreadedEngine, Config(n_draft_default=2))
+    loop = await StepLoop.open(ThreadedEngine, Config(draft_policy="fixed", n_draft_default=2))
     engine = loop.engine
     assert isinstance(engine, ThreadedEngine)
     _, event = await collect(loop.submit(make(loop, n_output_max=50)))

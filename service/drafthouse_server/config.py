@@ -16,7 +16,7 @@ from typing import Any
 
 from drafthouse_server.errors import ConfigError
 
-__all__ = ["DRAFT_TYPES", "Config", "add_flags", "describe", "load"]
+__all__ = ["DRAFT_POLICIES", "DRAFT_TYPES", "Config", "add_flags", "describe", "load"]
 
 DRAFT_TYPES = (
     "none",
@@ -30,6 +30,9 @@ DRAFT_TYPES = (
     "ngram-cache",
 )
 """How drafts can be made."""
+
+DRAFT_POLICIES = ("adaptive", "fixed")
+"""How K is chosen."""
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _ENVIRONMENT_PREFIX = "DRAFTHOUSE_"
@@ -167,10 +170,20 @@ class Config:
         "Most draft tokens of one request and step; memory is set aside for them.",
     )
     """Upper bound of K."""
-    n_draft_default: int = _setting(
-        3, _between(0, 64), "Draft tokens per step when the request does not say. 0: none."
+    draft_policy: str = _setting(
+        "adaptive",
+        _one_of(DRAFT_POLICIES),
+        "Who chooses the draft tokens per step when the request does not say. adaptive: what"
+        " promises most tokens per second by the acceptance and the costs measured so far, none"
+        " included; fixed: n_draft_default.",
     )
-    """K when the request does not say."""
+    """Who chooses K when the request does not say."""
+    n_draft_default: int = _setting(
+        3,
+        _between(0, 64),
+        "Draft tokens per step when the request does not say; only for draft_policy fixed. 0: none.",
+    )
+    """K when the request does not say, of policy fixed."""
     p_min: float = _setting(
         0.0, _between(0, 0.999), "Stop drafting below this probability of the drafted token."
     )

@@ -28,7 +28,7 @@ from drafthouse_server.sequence import (
     FinishReason,
     Sequence,
 )
-from drafthouse_server.speculation import DraftPolicy, FixedDraft
+from drafthouse_server.speculation import AdaptiveDraft, DraftPolicy, FixedDraft
 from drafthouse_server.step_cost import Splitting, StepCost
 from drafthouse_server.tenants import Load
 
@@ -204,15 +204,15 @@ class StepLoop:
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        policy = FixedDraft(config.n_draft_default)
+        scheduler = make_scheduler(engine, config)
         loop = cls(
             engine,
-            policy,
+            scheduler.policy,
             n_waiting_max=config.n_waiting_max,
             retry_after_s=config.retry_after_s,
             on_health=on_health,
             executor=executor,
-            scheduler=make_scheduler(engine, policy, config),
+            scheduler=scheduler,
         )
         loop.start()
         return loop
@@ -420,10 +420,13 @@ class StepLoop:
         self._metrics.count_request(outcome, sequence.n_prompt, sequence.n_output)
 
 
-def make_scheduler(engine: Engine, policy: DraftPolicy, config: Config) -> Scheduler:
+def make_scheduler(engine: Engine, config: Config) -> Scheduler:
     """Returns the scheduler of a configuration for an engine."""
     is_recurrent = engine.card.is_recurrent
     splitting = Splitting.NONE if config.is_kv_unified else Splitting.STREAMS
+    if is_recurrent:
+        splitting = Splitting.GROUPS
+    cost = StepCost()
     prefixes = None
     if config.has_prefix_cache:
         prefixes = PrefixCache(
@@ -431,13 +434,21 @@ def make_scheduler(engine: Engine, policy: DraftPolicy, config: Config) -> Sched
         )
     return Scheduler(
         engine.limits,
-        policy,
-        cost=StepCost(),
-        splitting=Splitting.GROUPS if is_recurrent else splitting,
+        _make_policy(engine, config, cost, splitting),
+        cost=cost,
+        splitting=splitting,
         gap_s=config.gap_target_ms / 1000,
         n_parked_bytes_max=config.n_parked_mib_max << 20,
         prefixes=prefixes,
     )
+
+
+def _make_policy(
+    engine: Engine, config: Config, cost: StepCost, splitting: Splitting
+) -> DraftPolicy:
+    if config.draft_policy == "fixed":
+        return FixedDraft(config.n_draft_default)
+    return AdaptiveDraft(engine.limits.n_draft_max, cost, splitting)
 
 
 def _engine_executor() -> ThreadPoolExecutor:

@@ -137,6 +137,11 @@ class Scheduler:
         self._planned_at = 0.0
 
     @property
+    def policy(self) -> DraftPolicy:
+        """Chooses K."""
+        return self._policy
+
+    @property
     def n_waiting(self) -> int:
         """Sequences without a slot, parked ones included."""
         return len(self._waiting) + len(self._parking)
@@ -472,15 +477,15 @@ class Scheduler:
         self, decodes: list[Sequence], prefills: list[Sequence], n_free: int
     ) -> list[int]:
         """Returns K for each sequence that generates."""
-        limits, choose = self._limits, self._policy.choose
-        wishes = [choose(sequence, limits) for sequence in decodes]
+        limits = self._limits
         n_used = len(decodes) + len(prefills)
         n_left = min(min(limits.n_batch, limits.n_outputs_max) - n_used, n_free)
+        n_floor = 0
         if prefills:
             n_pending = sum(sequence.n_pending for sequence in prefills)
             n_floor = min(n_pending, limits.n_batch // _PREFILL_FLOOR_SHARE)
             n_left = min(n_left, limits.n_batch - len(decodes) - n_floor)
-        return wishes if sum(wishes) <= n_left else _level(wishes, max(0, n_left))
+        return self._policy.choose_all(decodes, limits, max(0, n_left), n_floor)
 
     def _pace(self, entries: list[PlanEntry], prefills: list[Sequence], n_left: int) -> int:
         """Returns how many prompt tokens fit beside running streams, so that their gap holds."""
@@ -545,6 +550,7 @@ class Scheduler:
                 events.append((sequence, self._fail(sequence, entry.status.value)))
             else:
                 self._retry(sequence, events)
+        self._policy.observe(result)
         if self._parking:
             self._take_parked(result, events)
         if self._storing:
@@ -585,7 +591,6 @@ class Scheduler:
         if not entry.tokens:
             return
         event, reason = sequence.extend(entry, self._now)
-        self._policy.observe(sequence, entry.n_drafted, entry.n_accepted)
         events.append((sequence, event))
         if reason is not None:
             events.append((sequence, self._end(sequence, reason)))
@@ -734,13 +739,3 @@ def _n_prefill(sequence: Sequence) -> int:
     """
     n_pending = sequence.n_pending
     return n_pending - 1 if len(sequence.tokens) > sequence.n_prompt else n_pending
-
-
-def _level(wishes: list[int], n_left: int) -> list[int]:
-    """Cuts the largest wishes down to a common level, so that their sum is at most `n_left`."""
-    granted = [0] * len(wishes)
-    open_wishes = sorted(range(len(wishes)), key=lambda i: wishes[i])
-    for n_done, i in enumerate(open_wishes):
-        granted[i] = min(wishes[i], n_left // (len(wishes) - n_done))
-        n_left -= granted[i]
-    return granted

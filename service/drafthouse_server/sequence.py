@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from drafthouse_server.acceptance import Track
 from drafthouse_server.errors import DrafthouseError
 from drafthouse_server.step import ResultEntry, SamplingOptions
 
@@ -199,6 +200,8 @@ class Sequence:
     """Steps in a row that found no cell."""
     is_draft_cold: bool = False
     """Whether the draft state was lost, so that speculation is over."""
+    draft_memory: Track | None = None
+    """What the draft policy remembers of it."""
     terminal: FinishEvent | ErrorEvent | None = None
     """How it ended; None while it goes on."""
     slot_at: float = math.nan

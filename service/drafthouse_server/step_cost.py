@@ -146,7 +146,7 @@ def shape_of(
     return StepShape(n_decodes, n_depth, n_draft, sum(lengths), n_outputs, n_ubatches, n_pairs)
 
 
-_KNOTS = (4, 16, 64)
+_KNOTS = (2, 8, 32)
 """Widths of a physical batch at which a token's cost may change."""
 
 _UNIT_S = 0.01
@@ -328,6 +328,11 @@ class StepCost:
             + rest[1] * n_decodes
         )
 
+    def process_s(self, shape: StepShape) -> float:
+        """Returns what feeding the drafter takes of a step, in seconds."""
+        per_batch, per_token = self._process.coefficients
+        return self._speed * (per_batch * shape.n_ubatches + per_token * shape.n_tokens)
+
     def observe(self, shape: StepShape, timings: StepTimings, wall_s: float = 0.0) -> None:
         """Learns from a step that succeeded.
 
@@ -339,22 +344,26 @@ class StepCost:
         if timings.total_s <= 0 or not shape.n_tokens:
             return
         width_kind = (shape.n_tokens // shape.n_ubatches).bit_length()
+        # A drafter that was let go is not fed: such steps tell nothing about what feeding costs.
+        process_s = self.process_s(shape)
+        is_fed = not self.n_observed or timings.process_s > 0.1 * process_s
         n_known = self._n_by_kind.get((shape.n_depth, width_kind), 0)
         self._n_by_kind[shape.n_depth, width_kind] = n_known + 1
         if n_known > _N_KNOWN:
-            self._follow_speed(shape, max(timings.total_s, wall_s))
+            expected_s = self.predict(shape) - (0.0 if is_fed else process_s)
+            self._follow_speed(max(timings.total_s, wall_s) / max(expected_s, 1e-9))
             if n_known % _THINNING:
                 return
         is_first = self._decode.n_observed == 0
-        self._learn(shape, timings, max(timings.total_s, wall_s), width_kind)
+        self._learn(shape, timings, max(timings.total_s, wall_s), width_kind, is_fed)
         if is_first:
             for fit in self._fits:
                 if fit is not self._decode:
                     fit.rescale(self._decode.unit_s)
 
-    def _follow_speed(self, shape: StepShape, seconds: float) -> None:
+    def _follow_speed(self, ratio: float) -> None:
         """Notices when steps that are well known take another time: the machine has changed."""
-        self._ratios.append(seconds / max(self.predict(shape), 1e-9))
+        self._ratios.append(ratio)
         if len(self._ratios) >= _N_RATIOS:
             median = sorted(self._ratios)[_N_RATIOS // 2]
             self._ratios.clear()
@@ -362,7 +371,12 @@ class StepCost:
                 self._speed *= median
 
     def _learn(
-        self, shape: StepShape, timings: StepTimings, seconds: float, width_kind: int
+        self,
+        shape: StepShape,
+        timings: StepTimings,
+        seconds: float,
+        width_kind: int,
+        is_fed: bool,
     ) -> None:
         n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _ = shape
         parts_s = timings.draft_s + timings.decode_s + timings.process_s + timings.sample_s
@@ -373,7 +387,8 @@ class StepCost:
         self._decode.observe(_decode_counts(shape), decode_s / speed, width_kind)
         if n_depth:
             self._draft.observe((n_depth, n_draft), timings.draft_s / speed, n_depth)
-        self._process.observe((n_ubatches, n_tokens), timings.process_s / speed, width_kind)
+        if is_fed:
+            self._process.observe((n_ubatches, n_tokens), timings.process_s / speed, width_kind)
         if n_outputs:
             self._sample.observe((1.0, n_outputs), timings.sample_s / speed, width_kind)
         self._rest.observe((1.0, n_decodes), rest_s / speed, n_decodes.bit_length())
