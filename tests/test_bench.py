@@ -40,7 +40,6 @@ from drafthouse_server.bench_report import (
 )
 from drafthouse_server.config import Config
 from drafthouse_server.fake import FakeEngine
-from drafthouse_server.server import Server
 from drafthouse_server.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -226,11 +225,11 @@ async def test_a_server_that_does_not_start_is_one_sentence() -> None:
             pytest.fail("it runs")
 
 
-async def test_a_load_sees_every_token_and_message(
-    server: Server, client: drafthouse.AsyncClient
-) -> None:
+async def test_a_load_sees_every_token_and_message(start_server: ServerFactory) -> None:
+    server = await start_server(FakeEngine(step_s=0.004))
     load = Load(tuple((65 + i,) for i in range(10)), n_output=20, n_streams=3)
-    result = await run_load(client, load)
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        result = await run_load(client, load)
     assert result.n_output == 200
     assert len(result.first_tokens_s) == 10
     assert len(result.gaps_s) == result.n_messages - 10

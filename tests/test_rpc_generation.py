@@ -267,7 +267,7 @@ class SlowContext:
 async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     eventually: Eventually,
 ) -> None:
-    loop = StepLoop(FakeEngine(), FixedDraft(3))
+    loop = StepLoop(FakeEngine(step_s=0.001), FixedDraft(3))
     loop.start()
     served = Served(
         loop,

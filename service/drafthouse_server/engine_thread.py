@@ -18,7 +18,6 @@ from drafthouse_server.engine import Engine
 from drafthouse_server.errors import DrafthouseError
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import Event, FinishReason, Sequence
-from drafthouse_server.speculation import DraftPolicy
 from drafthouse_server.step import StepPlan, StepResult
 
 __all__ = ["EngineThread", "StepReport"]

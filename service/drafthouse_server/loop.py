@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
+import math
+import os
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -35,6 +39,17 @@ __all__ = ["N_FAILURES_UNHEALTHY", "Outbox", "StepLoop"]
 
 _log = logging.getLogger(__name__)
 
+_MESSAGE_S = 2e-4
+"""Seconds that the event loop is given for a message: 5,000 messages a second."""
+
+_N_UNPACED = 4
+"""So few streams are no burden: their tokens go out after every step."""
+
+_ONE = (1).to_bytes(8, sys.byteorder)
+
+# Other ways to call C give the GIL away for the time of the call.
+_write_with_gil = ctypes.PyDLL(None).write
+
 N_FAILURES_UNHEALTHY = 3
 """Lost steps in a row after which the server is no longer healthy."""
 
@@ -50,30 +65,43 @@ class Outbox:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._is_ready = False
         self._is_over = False
+        self.is_held = False
+        """Whether it is in the queue of those to be woken."""
+        self.is_new = True
+        """Whether its reader was never woken."""
 
     def put(self, event: Event) -> None:
-        """Adds an event and wakes the reader."""
+        """Adds an event. The reader sees it once it is woken."""
         self._events.append(event)
+
+    def wake(self) -> None:
+        """Lets the reader take what is there."""
+        if not self._events:
+            return  # taken already, together with what came before
+        self.is_new = False
+        self._is_ready = True
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     async def receive(self) -> list[Event]:
-        """Waits until something is there and returns all of it; nothing after a terminal event.
+        """Waits until it is woken and returns all that is there; nothing after a terminal event.
 
         Cancellation:
             Atomic: events are either returned or still there.
         """
         if self._is_over:
             return []
-        if not self._events:
+        if not self._is_ready:
             # asyncio.Event does the same for many readers, in twice the time.
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        self._is_ready = False
         events, self._events = self._events, []
         self._is_over = not isinstance(events[-1], TokensEvent)
         return events
@@ -83,6 +111,98 @@ class Outbox:
         while events := await self.receive():
             for event in events:
                 yield event
+
+
+class _Bell:
+    """Wakes the event loop from the engine thread, which keeps the GIL meanwhile.
+
+    `call_soon_threadsafe` lets go of it in order to write to a socket. The event loop then takes
+    it, and the engine has to wait until it comes back: a fifth of a small model's step.
+
+    Args:
+        on_ring: Called on the event loop; it must `answer`.
+    """
+
+    def __init__(self, on_ring: Callable[[], None]) -> None:
+        self._on_ring = on_ring
+        self._fd = -1
+
+    def open(self) -> None:
+        """Starts listening, on the running event loop."""
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        asyncio.get_running_loop().add_reader(self._fd, self._on_ring)
+
+    def ring(self) -> None:
+        """Wakes the event loop. Thread: any."""
+        _write_with_gil(self._fd, _ONE, len(_ONE))
+
+    def answer(self) -> None:
+        """Ends the ringing."""
+        if self._fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Stops listening. Nobody may ring any more."""
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+
+
+class _Pacer:
+    """Decides when readers are woken: at most so many a second, the longest held first.
+
+    A message costs the event loop about as much as the engine needs for a token of a small model.
+    Were every reader woken after every step, many streams would keep the loop busy all the time:
+    it would take the interpreter, and on a small machine the core, from the engine thread. So
+    tokens wait for those of the next step, for `_MESSAGE_S` times the number of readers at most. A
+    few streams, or steps of ordinary models, are never held.
+
+    Args:
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: deque[Outbox] = deque()
+        self._n_allowed = 0.0
+        self._counted_at = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def hold(self, outbox: Outbox) -> None:
+        """Has a reader woken in its turn."""
+        if not outbox.is_held:
+            outbox.is_held = True
+            self._held.append(outbox)
+
+    def wake(self, n_readers: int) -> None:
+        """Wakes those whose turn it is, and sets a timer for the others.
+
+        Args:
+            n_readers: All who may be held; so many at most are woken at once.
+        """
+        held = self._held
+        now = self._clock()
+        n_allowed = self._n_allowed + (now - self._counted_at) / _MESSAGE_S
+        n_allowed = min(n_allowed, max(n_readers, _N_UNPACED))
+        self._counted_at = now
+        if n_readers <= _N_UNPACED:
+            n_allowed = max(n_allowed, len(held))
+        while held and n_allowed >= 1.0:
+            n_allowed -= 1.0
+            outbox = held.popleft()
+            outbox.is_held = False
+            outbox.wake()
+        self._n_allowed = n_allowed
+        if held and self._timer is None:
+            # The next step will come before, as a rule; not if it computes a long prompt.
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(len(held) * _MESSAGE_S, self._on_timer, n_readers)
+
+    def _on_timer(self, n_readers: int) -> None:
+        self._timer = None
+        if self._held:
+            self.wake(n_readers)
 
 
 class _Census:
@@ -99,6 +219,11 @@ class _Census:
     def n_waiting(self) -> int:
         """Sequences that wait for a slot."""
         return len(self._waiting)
+
+    @property
+    def n_running(self) -> int:
+        """Sequences that have a slot."""
+        return self.n_active - len(self._waiting)
 
     def load(self, tenant: str, is_draining: bool) -> Load:
         """Returns the counts as admission needs them."""
@@ -172,6 +297,7 @@ class StepLoop:
         self._metrics = Metrics()
         self._census = _Census()
         self._outboxes: dict[Sequence, Outbox] = {}
+        self._pacer = _Pacer(time.perf_counter)
         self._reports: deque[StepReport] = deque()
         self._is_posted = False
         self._idle = asyncio.Event()
@@ -179,7 +305,7 @@ class StepLoop:
         self._is_draining = False
         self._is_stopping = False
         self._n_failures = 0
-        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._bell = _Bell(self._take_reports)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -196,11 +322,10 @@ class StepLoop:
             ModelLoadError: a model cannot be loaded.
         """
         executor = _engine_executor()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(executor.shutdown, wait=False)
             engine = await asyncio.get_running_loop().run_in_executor(executor, make_engine)
-        except BaseException:
-            executor.shutdown(wait=False)
-            raise
+            undo.pop_all()
         loop = cls(
             engine,
             FixedDraft(config.n_draft_default),
@@ -235,7 +360,7 @@ class StepLoop:
     def start(self) -> None:
         """Starts the engine thread."""
         assert self._task is None, "started twice"
-        self._event_loop = asyncio.get_running_loop()
+        self._bell.open()
         self._task = asyncio.create_task(self._run(), name="step-loop")
         self._task.add_done_callback(self._on_end)
 
@@ -292,7 +417,7 @@ class StepLoop:
 
     def statistics(self) -> Statistics:
         """Returns what was counted so far."""
-        self._metrics.n_running = self._scheduler.n_running
+        self._metrics.n_running = self._census.n_running
         self._metrics.n_waiting = self._census.n_waiting
         return self._metrics.statistics()
 
@@ -351,9 +476,12 @@ class StepLoop:
             if self._on_health is not None:
                 self._on_health(False)
         self._take_reports()
+        self._bell.close()
         for sequence in list(self._outboxes):
             # What had ended when the loop failed, has its event already, but it was not reported.
-            end = sequence.terminal or sequence.fail(EngineError("LOOP_FAILED", sequence.request_id))
+            end = sequence.terminal or sequence.fail(
+                EngineError("LOOP_FAILED", sequence.request_id)
+            )
             self._deliver([(sequence, end)])
 
     def _post(self, report: StepReport) -> None:
@@ -362,14 +490,15 @@ class StepLoop:
         # One wake-up is enough for all reports that are not taken yet.
         if not self._is_posted:
             self._is_posted = True
-            assert self._event_loop is not None, "it has started"
-            self._event_loop.call_soon_threadsafe(self._take_reports)
+            self._bell.ring()
 
     def _take_reports(self) -> None:
+        self._bell.answer()
         self._is_posted = False  # first: a report that comes from now on wakes us again
         started = time.perf_counter()
         while self._reports:
             self._take(self._reports.popleft())
+        self._pacer.wake(len(self._outboxes))
         self._metrics.fan_out_s += time.perf_counter() - started
 
     def _take(self, report: StepReport) -> None:
@@ -392,14 +521,25 @@ class StepLoop:
             self._on_health(self.is_healthy)
 
     def _deliver(self, events: Iterable[tuple[Sequence, Event]]) -> None:
-        """Puts events into the outboxes; a terminal one is the last."""
+        """Puts events into the outboxes; a terminal one is the last.
+
+        First tokens and ends go out at once.
+        """
+        outboxes, hold = self._outboxes, self._pacer.hold
         for sequence, event in events:
-            self._outboxes[sequence].put(event)
-            if not isinstance(event, TokensEvent):
-                del self._outboxes[sequence]
+            outbox = outboxes[sequence]
+            outbox.put(event)
+            if isinstance(event, TokensEvent):
+                if outbox.is_new:
+                    outbox.wake()
+                else:
+                    hold(outbox)
+            else:
+                outbox.wake()
+                del outboxes[sequence]
                 self._census.remove(sequence)
                 self._count_end(sequence, event)
-        if not self._outboxes:
+        if not outboxes:
             self._idle.set()
 
     def _count_end(self, sequence: Sequence, event: FinishEvent | ErrorEvent) -> None:
