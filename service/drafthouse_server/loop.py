@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
-import math
-import os
-import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from drafthouse_server.bell import Bell
 from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine
 from drafthouse_server.engine_thread import EngineThread, StepReport
 from drafthouse_server.errors import DrafthouseError, Draining, EngineError, QueueFull
 from drafthouse_server.metrics import Metrics, Statistics
+from drafthouse_server.outbox import Outbox, Pacer
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import (
     ErrorEvent,
@@ -35,174 +33,12 @@ from drafthouse_server.sequence import (
 from drafthouse_server.speculation import DraftPolicy, FixedDraft
 from drafthouse_server.tenants import Load
 
-__all__ = ["N_FAILURES_UNHEALTHY", "Outbox", "StepLoop"]
+__all__ = ["N_FAILURES_UNHEALTHY", "StepLoop"]
 
 _log = logging.getLogger(__name__)
 
-_MESSAGE_S = 2e-4
-"""Seconds that the event loop is given for a message: 5,000 messages a second."""
-
-_N_UNPACED = 4
-"""So few streams are no burden: their tokens go out after every step."""
-
-_ONE = (1).to_bytes(8, sys.byteorder)
-
-# Other ways to call C give the GIL away for the time of the call.
-_write_with_gil = ctypes.PyDLL(None).write
-
 N_FAILURES_UNHEALTHY = 3
 """Lost steps in a row after which the server is no longer healthy."""
-
-
-class Outbox:
-    """One sequence's events, in order, until its one reader takes them.
-
-    It never makes the loop wait: a reader who is slow, or gone, holds no slot. The sequence's
-    output limit bounds it.
-    Use: `async for event in outbox`, or `receive` for all that is ready.
-    """
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._is_ready = False
-        self._is_over = False
-        self.is_held = False
-        """Whether it is in the queue of those to be woken."""
-        self.is_new = True
-        """Whether its reader was never woken."""
-
-    def put(self, event: Event) -> None:
-        """Adds an event. The reader sees it once it is woken."""
-        self._events.append(event)
-
-    def wake(self) -> None:
-        """Lets the reader take what is there."""
-        if not self._events:
-            return  # taken already, together with what came before
-        self.is_new = False
-        self._is_ready = True
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def receive(self) -> list[Event]:
-        """Waits until it is woken and returns all that is there; nothing after a terminal event.
-
-        Cancellation:
-            Atomic: events are either returned or still there.
-        """
-        if self._is_over:
-            return []
-        if not self._is_ready:
-            # asyncio.Event does the same for many readers, in twice the time.
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._is_ready = False
-        events, self._events = self._events, []
-        self._is_over = not isinstance(events[-1], TokensEvent)
-        return events
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yields the events, the terminal one last."""
-        while events := await self.receive():
-            for event in events:
-                yield event
-
-
-class _Bell:
-    """Wakes the event loop from the engine thread, which keeps the GIL meanwhile.
-
-    `call_soon_threadsafe` lets go of it in order to write to a socket. The event loop then takes
-    it, and the engine has to wait until it comes back: a fifth of a small model's step.
-
-    Args:
-        on_ring: Called on the event loop; it must `answer`.
-    """
-
-    def __init__(self, on_ring: Callable[[], None]) -> None:
-        self._on_ring = on_ring
-        self._fd = -1
-
-    def open(self) -> None:
-        """Starts listening, on the running event loop."""
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        asyncio.get_running_loop().add_reader(self._fd, self._on_ring)
-
-    def ring(self) -> None:
-        """Wakes the event loop. Thread: any."""
-        _write_with_gil(self._fd, _ONE, len(_ONE))
-
-    def answer(self) -> None:
-        """Ends the ringing."""
-        if self._fd >= 0:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._fd)
-
-    def close(self) -> None:
-        """Stops listening. Nobody may ring any more."""
-        asyncio.get_running_loop().remove_reader(self._fd)
-        os.close(self._fd)
-        self._fd = -1
-
-
-class _Pacer:
-    """Decides when readers are woken: at most so many a second, the longest held first.
-
-    A message costs the event loop about as much as the engine needs for a token of a small model.
-    Were every reader woken after every step, many streams would keep the loop busy all the time:
-    it would take the interpreter, and on a small machine the core, from the engine thread. So
-    tokens wait for those of the next step, for `_MESSAGE_S` times the number of readers at most. A
-    few streams, or steps of ordinary models, are never held.
-
-    Args:
-        clock: Monotonic time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._held: deque[Outbox] = deque()
-        self._n_allowed = 0.0
-        self._counted_at = -math.inf
-        self._timer: asyncio.TimerHandle | None = None
-
-    def hold(self, outbox: Outbox) -> None:
-        """Has a reader woken in its turn."""
-        if not outbox.is_held:
-            outbox.is_held = True
-            self._held.append(outbox)
-
-    def wake(self, n_readers: int) -> None:
-        """Wakes those whose turn it is, and sets a timer for the others.
-
-        Args:
-            n_readers: All who may be held; so many at most are woken at once.
-        """
-        held = self._held
-        now = self._clock()
-        n_allowed = self._n_allowed + (now - self._counted_at) / _MESSAGE_S
-        n_allowed = min(n_allowed, max(n_readers, _N_UNPACED))
-        self._counted_at = now
-        if n_readers <= _N_UNPACED:
-            n_allowed = max(n_allowed, len(held))
-        while held and n_allowed >= 1.0:
-            n_allowed -= 1.0
-            outbox = held.popleft()
-            outbox.is_held = False
-            outbox.wake()
-        self._n_allowed = n_allowed
-        if held and self._timer is None:
-            # The next step will come before, as a rule; not if it computes a long prompt.
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(len(held) * _MESSAGE_S, self._on_timer, n_readers)
-
-    def _on_timer(self, n_readers: int) -> None:
-        self._timer = None
-        if self._held:
-            self.wake(n_readers)
 
 
 class _Census:
@@ -297,7 +133,7 @@ class StepLoop:
         self._metrics = Metrics()
         self._census = _Census()
         self._outboxes: dict[Sequence, Outbox] = {}
-        self._pacer = _Pacer(time.perf_counter)
+        self._pacer = Pacer(time.perf_counter)
         self._reports: deque[StepReport] = deque()
         self._is_posted = False
         self._idle = asyncio.Event()
@@ -305,7 +141,7 @@ class StepLoop:
         self._is_draining = False
         self._is_stopping = False
         self._n_failures = 0
-        self._bell = _Bell(self._take_reports)
+        self._bell = Bell(self._take_reports)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
