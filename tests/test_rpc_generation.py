@@ -151,6 +151,25 @@ async def test_stop_token_ends_the_text_before_it(client: drafthouse.AsyncClient
     assert result.finish_reason is drafthouse.FinishReason.STOP
 
 
+async def test_progress_is_told_before_the_first_chunk_if_asked_for(
+    client: drafthouse.AsyncClient,
+) -> None:
+    prompt = [ord("x")] * 400  # several steps of 64 tokens
+    stream = client.generate(prompt, temperature=0, max_output_tokens=5, progress=True)
+    chunks = [chunk async for chunk in stream]
+    told = [chunk.progress for chunk in chunks if chunk.progress is not None]
+    assert told == sorted(told, key=lambda progress: progress.computed_tokens)
+    assert len({progress.computed_tokens for progress in told}) == len(told) >= 2
+    assert {progress.prompt_tokens for progress in told} == {400}
+    assert told[-1].computed_tokens == 400
+    assert all(not chunk.token_ids for chunk in chunks if chunk.progress is not None)
+    assert [chunk.progress is None for chunk in chunks].index(True) == len(told)
+    result = await stream.result()
+    plain = [c async for c in client.generate(prompt, temperature=0, max_output_tokens=5)]
+    assert all(chunk.progress is None for chunk in plain)
+    assert result.token_ids == tuple(t for chunk in plain for t in chunk.token_ids)
+
+
 async def test_log_probabilities_belong_to_their_tokens(client: drafthouse.AsyncClient) -> None:
     stream = client.generate("x", max_output_tokens=30, log_probabilities=True)
     async for chunk in stream:
@@ -267,7 +286,7 @@ class SlowContext:
 async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     eventually: Eventually,
 ) -> None:
-    loop = StepLoop(FakeEngine(), FixedDraft(3))
+    loop = StepLoop(FakeEngine(step_s=0.001), FixedDraft(3))
     loop.start()
     served = Served(
         loop,

@@ -7,12 +7,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.bench.crowd import Machine, best_fixed, limits_of, make_crowd, run
 
 from drafthouse_server.sequence import Sequence
 from drafthouse_server.speculation import AdaptiveDraft, DraftPolicy, FixedDraft, fit, level
 from drafthouse_server.step import EngineLimits, ResultEntry, SequenceStatus, StepResult
 from drafthouse_server.step_cost import Splitting, StepCost
-from tests.bench.crowd import Machine, best_fixed, limits_of, make_crowd, run
 
 LIMITS = EngineLimits("mtp", 4, 400, 100, 64, 64, 5, 24)
 
