@@ -388,9 +388,8 @@ async def test_a_loop_that_is_cancelled_ends_everybody_and_its_thread() -> None:
 class LateBrokenPolicy(FixedDraft):
     """A bug of ours that shows in the middle of a commit, when other sequences have ended."""
 
-    def observe(self, sequence: Draftable, n_drafted: int, n_accepted: int) -> None:
-        if sequence.n_output_left > 0:
-            raise ZeroDivisionError
+    def observe(self, result: StepResult) -> None:
+        raise ZeroDivisionError
 
 
 async def test_who_ended_in_the_commit_that_failed_is_told() -> None:
