@@ -439,7 +439,7 @@ def test_nothing_to_do_is_an_empty_plan() -> None:
     assert Bench().scheduler.plan(0.0).is_empty
 
 
-SHARED = dataclasses.replace(LIMITS, n_ctx=160, n_ctx_seq=140, n_batch=64)
+SHARED = dataclasses.replace(LIMITS, n_ctx=240, n_ctx_seq=140, n_batch=64)
 
 
 def test_progress_is_told_once_per_step_that_computed_more() -> None:
@@ -455,7 +455,7 @@ def test_progress_is_told_once_per_step_that_computed_more() -> None:
 
 
 def crowded(n_bytes_max: int = 1 << 20, **more: object) -> tuple[Bench, list[Sequence]]:
-    """Three sequences of 108 tokens on 160 cells: two begin, as 64 of output seem likely."""
+    """Three sequences of 108 tokens on 240 cells: all begin, as 64 of output seem likely."""
     bench = Bench(SHARED, scheduler={"n_parked_bytes_max": n_bytes_max}, **more)  # type: ignore[arg-type]
     sequences = [bench.add(name, n_prompt=8, n_output_max=100) for name in "abc"]
     return bench, sequences
@@ -472,7 +472,7 @@ def test_when_cells_run_out_the_youngest_is_parked_and_loses_nothing(
             break
         bench.step()
     parked = [s for s in sequences if s.state is SequenceState.PARKED]
-    assert [s.request_id for s in parked] == [max(s.request_id for s in sequences if s.n_parks)]
+    assert [s.request_id for s in parked] == ["c"]  # one is enough
     assert bench.plans[-1].saves == (bench.plans[-1].parks if n_bytes_max else [])
     n_before = parked[0].n_output
     assert n_before > 0
