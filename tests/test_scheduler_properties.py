@@ -356,10 +356,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             w.output for w in self.worlds[1].sequences
         ]
         for sequence in self.world.sequences:
-            reference = alone(sequence, 100 - sequence.n_prompt)
-            assert sequence.output == reference[: sequence.n_output]
+            if sequence.n_output:
+                assert sequence.output == alone(sequence, sequence.n_output)
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestScheduler = pytest.mark.timeout(120)(TestScheduler)
