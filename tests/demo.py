@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -76,8 +77,9 @@ async def n_cells_used(loop: StepLoop) -> int:
     """Returns the KV cells in use, asked on the engine thread."""
     engine = loop.engine
     assert isinstance(engine, LlamaEngine)
-    executor = loop._executor  # the one thread that may touch the engine
-    return await asyncio.get_running_loop().run_in_executor(executor, lambda: engine.n_cells_used)
+    answer: Future[int] = Future()
+    loop._thread.post(lambda: answer.set_result(engine.n_cells_used))
+    return await asyncio.wrap_future(answer)
 
 
 @cache

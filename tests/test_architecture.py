@@ -18,12 +18,15 @@ SERVICE = ROOT / "service" / "drafthouse_server"
 PACKAGES = (SERVICE, CEXT / "drafthouse_engine", ROOT / "clients" / "python" / "drafthouse")
 GRPC_FILES = {"server.py", "rpc.py", "interceptors.py"}
 GRPC_MODULES = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
-PURE_FILES = ("scheduler.py", "speculation.py", "sequence.py", "tenants.py")
+PURE_FILES = (
+    "scheduler.py", "waiting.py", "prefill.py", "cells.py", "parking.py",
+    "speculation.py", "sequence.py", "tenants.py", "prefix_cache.py", "step_cost.py",
+)  # fmt: skip
 IMPURE_MODULES = {
     "asyncio", "concurrent", "datetime", "grpc", "io", "multiprocessing", "os", "pathlib", "queue",
     "random", "secrets", "selectors", "socket", "subprocess", "threading", "time", "uuid",
 }  # fmt: skip
-CATCH_ALL_FILES = {"interceptors.py", "loop.py"}
+CATCH_ALL_FILES = {"interceptors.py", "engine_thread.py"}
 TEXT_SUFFIXES = {
     ".c", ".cfg", ".cpp", ".h", ".lock", ".md", ".proto", ".pxd", ".py", ".pyi", ".pyx", ".sh",
     ".toml", ".ts", ".txt", ".yaml", ".yml",

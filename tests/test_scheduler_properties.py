@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from drafthouse_server.errors import EngineError
 from drafthouse_server.fake import FakeEngine
+from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import (
     ErrorEvent,
@@ -21,7 +25,15 @@ from drafthouse_server.sequence import (
     TokensEvent,
 )
 from drafthouse_server.speculation import FixedDraft
-from drafthouse_server.step import EngineLimits, SamplingOptions, SequenceStatus, StepPlan
+from drafthouse_server.step import (
+    EngineLimits,
+    SamplingOptions,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
+from drafthouse_server.step_cost import StepCost
 
 LIMITS = EngineLimits(
     draft_type="mtp",
@@ -38,20 +50,75 @@ ACCEPTANCE = (2, 0, 4, 1)
 EOG_PERIOD = 23
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a world is made of."""
+
+    n_ctx: int = 144
+    """KV cells of three slots; fewer than they could need are shared."""
+    n_ctx_seq: int = 48
+    """Most tokens of one sequence."""
+    is_recurrent: bool = False
+    """Whether the engine behaves like one with a recurrent target."""
+    n_parked_bytes_max: int = 1 << 20
+    """Host memory of parked sequences."""
+    n_host_bytes_max: int | None = None
+    """Host memory of prefixes; None is no reuse at all."""
+    is_paced: bool = False
+    """Whether prompts are cut by time."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        return dataclasses.replace(LIMITS, n_ctx=self.n_ctx, n_ctx_seq=self.n_ctx_seq)
+
+
+SETUPS = (
+    Setup(),
+    Setup(n_ctx=100),
+    Setup(n_ctx=130, n_ctx_seq=100),
+    Setup(n_ctx=90, n_ctx_seq=80, n_parked_bytes_max=0),
+    Setup(n_ctx=110, n_ctx_seq=100, n_parked_bytes_max=900, is_recurrent=True, is_paced=True),
+    Setup(n_host_bytes_max=0),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_recurrent=True),
+)
+
+
 class World:
     """One scheduler with its engine, and all that came out of them."""
 
-    def __init__(self) -> None:
-        self.engine = FakeEngine(LIMITS, acceptance=ACCEPTANCE, eog_period=EOG_PERIOD)
-        self.scheduler = Scheduler(LIMITS, FixedDraft(3))
+    def __init__(self, setup: Setup = SETUPS[0]) -> None:
+        self.limits = limits = setup.limits
+        self.engine = FakeEngine(
+            limits, acceptance=ACCEPTANCE, eog_period=EOG_PERIOD, is_recurrent=setup.is_recurrent
+        )
+        prefixes = None
+        if setup.n_host_bytes_max is not None:
+            prefixes = PrefixCache(
+                can_cut=not setup.is_recurrent, n_host_bytes_max=setup.n_host_bytes_max
+            )
+        self.scheduler = Scheduler(
+            limits,
+            FixedDraft(3),
+            cost=StepCost() if setup.is_paced else None,
+            n_parked_bytes_max=setup.n_parked_bytes_max,
+            prefixes=prefixes,
+        )
         self.sequences: list[Sequence] = []
         self.events: dict[str, list[Event]] = {}
 
-    def submit(self, prompt: list[int], n_output_max: int | None, **more: object) -> None:
+    def submit(
+        self,
+        prompt: list[int],
+        n_output_max: int | None,
+        options: SamplingOptions = GREEDY,
+        **more: object,
+    ) -> None:
         sequence = Sequence(
             f"r{len(self.sequences)}",
             prompt,
-            self.engine.make_sampler(GREEDY),
+            self.engine.make_sampler(options),
+            sampling=options,
             n_output_max=n_output_max,
             **more,  # type: ignore[arg-type]  # drawn with the right types
         )
@@ -61,15 +128,34 @@ class World:
 
     def step(self, now: float) -> StepPlan:
         self._take(self.scheduler.reap(now))
+        running = [s for s in self.live if s.state is SequenceState.RUNNING]
+        generating = {s.seq_id for s in running if s.n_output and s.n_pending == 1}
         plan = self.scheduler.plan(now)
-        check_budget(plan)
+        check_budget(plan, self.limits)
+        # No stream that goes on waits for anything, unless it loses its slot.
+        outputs = {entry.seq_id for entry in plan.entries if entry.is_output}
+        assert generating - set(plan.parks) <= outputs
         try:
             result = self.engine.step(plan)
+        except EngineError:
+            raise  # a wrong plan
         except RuntimeError as error:
             self._take(self.scheduler.abandon(plan, error))
         else:
-            self._take(self.scheduler.commit(result, now))
+            n_running = self.scheduler.n_running
+            took_s = simulated_s(result)
+            result = dataclasses.replace(result, timings=StepTimings(total_s=took_s))
+            events = self.scheduler.commit(result, now + took_s)
+            self._check_innocent(events, n_running)
+            self._take(events)
         return plan
+
+    def _check_innocent(self, events: Iterable[tuple[Sequence, Event]], n_running: int) -> None:
+        """Cells that run out end nobody who could have been given another's."""
+        for _, event in events:
+            if isinstance(event, ErrorEvent) and isinstance(event.error, EngineError):
+                is_shared = self.limits.n_ctx < 3 * self.limits.n_ctx_seq
+                assert event.error.status != "NO_ROOM" or not is_shared or n_running == 1
 
     def _take(self, events: Iterable[tuple[Sequence, Event]]) -> None:
         for sequence, event in events:
@@ -80,28 +166,35 @@ class World:
         return [s for s in self.sequences if s.state is not SequenceState.FINISHED]
 
 
-def check_budget(plan: StepPlan) -> None:
+def simulated_s(result: StepResult) -> float:
+    """A step's time: something fixed, and something per token."""
+    return 0.01 + 0.001 * result.n_batch_tokens
+
+
+def check_budget(plan: StepPlan, limits: EngineLimits) -> None:
     """A plan stays inside the limits, and gives every slot to one sequence."""
-    assert sum(len(e.tokens) + e.n_draft for e in plan.entries) <= LIMITS.n_batch
-    assert sum(1 + e.n_draft for e in plan.entries if e.is_output) <= LIMITS.n_outputs_max
+    assert sum(len(e.tokens) + e.n_draft for e in plan.entries) <= limits.n_batch
+    assert sum(1 + e.n_draft for e in plan.entries if e.is_output) <= limits.n_outputs_max
     for seq_ids in (
         [e.seq_id for e in plan.entries],
         [start.seq_id for start in plan.starts],
-        list(plan.frees),
+        [*plan.frees, *plan.parks],
+        list(plan.saves),
     ):
         assert len(set(seq_ids)) == len(seq_ids)
 
 
 def plan_shape(plan: StepPlan) -> tuple[object, ...]:
     """Everything of a plan that two runs can share: samplers are objects of their own."""
-    return list(plan.entries), [start.seq_id for start in plan.starts], list(plan.frees)
+    starts = [dataclasses.replace(start, sampler=None) for start in plan.starts]
+    return list(plan.entries), starts, list(plan.frees), list(plan.parks), list(plan.saves)
 
 
-def greedy(prompt: list[int], n_tokens: int) -> list[int]:
+def alone(sequence: Sequence, n_tokens: int) -> list[int]:
     """What a prompt gives alone, without speculation and without a scheduler's budget."""
-    world = World()
-    world.submit(list(prompt), n_tokens, n_draft=0)
-    for now in range(100):
+    world = World(Setup(n_ctx=300, n_ctx_seq=100))
+    world.submit(list(sequence.prompt), n_tokens, sequence.sampling, n_draft=0)
+    for now in range(120):
         world.step(float(now))
         if not world.live:
             break
@@ -113,14 +206,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.worlds = (World(), World())
-        self.world = self.worlds[0]
+        self.worlds: tuple[World, World]
+        self.world: World
         self.now = 0.0
         self.n_faults = 0
 
+    @initialize(setup=st.sampled_from(SETUPS))
+    def begin(self, setup: Setup) -> None:
+        self.worlds = (World(setup), World(setup))
+        self.world = self.worlds[0]
+
     @rule(
-        prompt=st.lists(st.integers(0, 255), min_size=1, max_size=40),
-        n_output_max=st.one_of(st.none(), st.integers(1, 8)),
+        # Often a prompt that begins like others.
+        prompt=st.one_of(
+            st.lists(st.integers(0, 255), min_size=1, max_size=40),
+            st.integers(16, 40).map(lambda n: list(range(n))),
+        ),
+        tenant=st.sampled_from(["a", "a", "b"]),
+        seed=st.one_of(st.none(), st.integers(0, 5)),
+        n_output_max=st.one_of(st.none(), st.integers(1, 8), st.integers(20, 40)),
         n_draft=st.one_of(st.none(), st.integers(0, 9)),
         priority=st.integers(-2, 2),
         lifetime=st.one_of(st.just(float("inf")), st.floats(0, 30)),
@@ -130,21 +234,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         *,
         prompt: list[int],
+        tenant: str,
+        seed: int | None,
         n_output_max: int | None,
         n_draft: int | None,
         priority: int,
         lifetime: float,
         stop_token_ids: frozenset[int],
     ) -> None:
+        if n_output_max is not None:
+            n_output_max = min(n_output_max, self.world.limits.n_ctx_seq - len(prompt))
+        options = GREEDY if seed is None else SamplingOptions(temperature=1.0, seed=seed)
         for world in self.worlds:
             world.submit(
                 prompt,
                 n_output_max,
+                options,
+                tenant=tenant,
                 n_draft=n_draft,
                 priority=priority,
                 deadline=self.now + lifetime,
                 stop_token_ids=stop_token_ids,
             )
+
+    @precondition(lambda self: self.world.sequences)
+    @rule(choice=st.integers(0, 1000), more=st.lists(st.integers(0, 255), min_size=1, max_size=4))
+    def follow_up(self, choice: int, more: list[int]) -> None:
+        """The next turn of a conversation: all that was said before, and something new."""
+        before = self.world.sequences[choice % len(self.world.sequences)]
+        prompt = [*before.tokens, *more]
+        if len(prompt) < self.world.limits.n_ctx_seq:
+            for world in self.worlds:
+                world.submit(prompt, 1, tenant=before.tenant)
 
     @rule(n_steps=st.integers(1, 4))
     def step(self, n_steps: int) -> None:
@@ -180,14 +301,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         for world in self.worlds:
             world.engine.inject(RuntimeError("boom"))
 
+    @rule(n_starts=st.integers(0, 2), n_saves=st.integers(0, 2))
+    def refuse(self, n_starts: int, n_saves: int) -> None:
+        for world in self.worlds:
+            world.engine.refuse(n_starts=n_starts, n_saves=n_saves)
+
     @invariant()
     def slots_and_cells_add_up(self) -> None:
         running = [s for s in self.world.live if s.state is SequenceState.RUNNING]
         assert len({s.seq_id for s in running}) == len(running) == self.world.scheduler.n_running
         assert all(0 <= s.seq_id < LIMITS.n_seq_max for s in running)
         assert sum(s.n_reserved for s in running) == self.world.scheduler.n_reserved
-        assert self.world.scheduler.n_reserved <= LIMITS.n_ctx
-        assert all(len(s.tokens) <= s.n_reserved for s in running)
+        assert self.world.scheduler.n_cells_held <= self.world.limits.n_ctx
+        assert self.world.engine.n_cells_max <= self.world.limits.n_ctx
+        parked = [s for s in self.world.live if s.state is SequenceState.PARKED]
+        counts = self.world.scheduler.counts
+        assert counts.n_parked == len(parked)
+        assert counts.n_parked_bytes == sum(len(s.snapshot or b"") for s in parked)
+        assert all(s.n_computed == 0 for s in parked if s.snapshot is None)
 
     @invariant()
     def cells_are_counted_as_the_engine_counts_them(self) -> None:
@@ -217,15 +348,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.events_end_once_and_carry_the_whole_output()
         assert self.world.scheduler.is_idle
         assert self.world.scheduler.n_reserved == 0
-        assert self.world.engine.n_cells_used == 0
+        counts = self.world.scheduler.counts
+        assert (counts.n_parked, counts.n_parked_bytes) == (0, 0)
+        assert self.world.engine.n_cells_used == self.world.scheduler.n_cells_held
+        assert counts.n_retained or self.world.engine.n_cells_used == 0
         assert [w.output for w in self.worlds[0].sequences] == [
             w.output for w in self.worlds[1].sequences
         ]
         for sequence in self.world.sequences:
-            alone = greedy(list(sequence.prompt), LIMITS.n_ctx_seq - sequence.n_prompt)
-            assert sequence.output == alone[: sequence.n_output]
+            if sequence.n_output:
+                assert sequence.output == alone(sequence, sequence.n_output)
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestScheduler = pytest.mark.timeout(120)(TestScheduler)

@@ -97,11 +97,14 @@ def test_timings_follow_the_request() -> None:
 
 
 def test_state_is_derived() -> None:
-    waiting, running, finished = make(), make(), make()
+    waiting, running, parked, finished = make(), make(), make(), make()
+    parked.is_parked = True
     running.seq_id = 0
     finished.seq_id = 0
     event = finished.finish(FinishReason.STOP)
-    assert [sequence.state for sequence in (waiting, running, finished)] == list(SequenceState)
+    assert [sequence.state for sequence in (waiting, running, parked, finished)] == list(
+        SequenceState
+    )
     assert finished.terminal is event
     assert event.usage.n_prompt == 3
 

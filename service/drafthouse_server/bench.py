@@ -101,6 +101,7 @@ class Plan:
             n_ctx_seq=_N_PROMPT_MAX + self.n_output + _N_DRAFT + 1,
             n_threads=self.n_threads,
             n_draft_max=_N_DRAFT,
+            draft_policy="fixed",  # as the bare loop, which knows nothing else
             n_draft_default=_N_DRAFT,
             log_level="warning",
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from drafthouse_server.errors import ConfigError
 
-__all__ = ["DRAFT_TYPES", "Config", "add_flags", "describe", "load"]
+__all__ = ["DRAFT_POLICIES", "DRAFT_TYPES", "Config", "add_flags", "describe", "load"]
 
 DRAFT_TYPES = (
     "none",
@@ -32,6 +32,9 @@ DRAFT_TYPES = (
     "dspark",
 )
 """How drafts can be made."""
+
+DRAFT_POLICIES = ("adaptive", "fixed")
+"""How K is chosen."""
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _ENVIRONMENT_PREFIX = "DRAFTHOUSE_"
@@ -139,16 +142,54 @@ class Config:
         512, _between(1, 1 << 16), "Most tokens of one physical batch; at most n_batch."
     )
     """Physical batch."""
+    gap_target_ms: float = _setting(
+        0.0,
+        _between(0, 60_000),
+        "Milliseconds that running streams may wait for their next tokens while prompts are"
+        " computed; prompts are cut so that nearly all steps hold it. 0: twice what 99 of 100 steps"
+        " take without prompts.",
+    )
+    """Target of the gap between tokens; 0 is automatic."""
+    n_parked_mib_max: int = _setting(
+        1024,
+        _between(0, 1 << 20),
+        "MiB of host memory for requests that had to give up their cells for others; what does not"
+        " fit is computed again. 0: none.",
+    )
+    """Host memory of parked sequences."""
+    has_prefix_cache: bool = _setting(
+        False,
+        _ANY,
+        "Keep what was computed for a request until its memory is needed: a later request of the"
+        " same tenant that begins with the same tokens goes on from there.",
+    )
+    """Whether prefixes are reused."""
+    n_prefix_mib_max: int = _setting(
+        0,
+        _between(0, 1 << 20),
+        "MiB of host memory for prefixes whose slots were needed; 0: they are given up.",
+    )
+    """Host memory of prefixes."""
     n_draft_max: int = _setting(
         4,
         _between(1, 64),
         "Most draft tokens of one request and step; memory is set aside for them.",
     )
     """Upper bound of K."""
-    n_draft_default: int = _setting(
-        3, _between(0, 64), "Draft tokens per step when the request does not say. 0: none."
+    draft_policy: str = _setting(
+        "adaptive",
+        _one_of(DRAFT_POLICIES),
+        "Who chooses the draft tokens per step when the request does not say. adaptive: what"
+        " promises most tokens per second by the acceptance and the costs measured so far, none"
+        " included; fixed: n_draft_default.",
     )
-    """K when the request does not say."""
+    """Who chooses K when the request does not say."""
+    n_draft_default: int = _setting(
+        3,
+        _between(0, 64),
+        "Draft tokens per step when the request does not say; only for draft_policy fixed. 0: none.",
+    )
+    """K when the request does not say, of policy fixed."""
     p_min: float = _setting(
         0.0, _between(0, 0.999), "Stop drafting below this probability of the drafted token."
     )

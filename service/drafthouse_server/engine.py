@@ -40,6 +40,10 @@ except ImportError as error:
     _unbuilt: str | None = str(error)
 else:
     _unbuilt = None
+    # As plain numbers: an operation on an enum takes a microsecond.
+    _FLAG_EOG = int(drafthouse_engine.ResultFlag.EOG)
+    _FLAG_DRAFT_COLD = int(drafthouse_engine.ResultFlag.DRAFT_COLD)
+    _N_RESULT_FIELDS = drafthouse_engine.RESULT_DTYPE.itemsize // 4
 
 __all__ = ["Engine", "EngineLimits", "LlamaEngine", "ModelCard", "engine_version"]
 
@@ -350,31 +354,26 @@ class LlamaEngine:
     def _unpack(self, result: drafthouse_engine.StepResult) -> list[ResultEntry]:
         tokens: list[int] = result.tokens.tolist()
         logprobs: list[float] = result.logprobs.tolist() if self._with_logprobs else []
+        statuses, with_logprobs = self._statuses, self._with_logprobs
         entries = []
-        for (
-            seq_id,
-            status,
-            n_past,
-            start,
-            n_tokens,
-            n_drafted,
-            n_accepted,
-            flags,
-        ) in result.entries.tolist():
+        # As a table of numbers: records turn into tuples several times more slowly.
+        table = result.entries.view(np.int32).reshape(-1, _N_RESULT_FIELDS)
+        for row in table.tolist():
+            seq_id, status, n_past, start, n_tokens, n_drafted, n_accepted, flags = row
             end = start + n_tokens
             if self._statuses[status] in _LOST:
                 self._in_use.discard(seq_id)
             entries.append(
                 ResultEntry(
                     seq_id,
-                    self._statuses[status],
+                    statuses[status],
                     n_past,
                     tokens[start:end],
-                    _told(logprobs[start:end]) if seq_id in self._with_logprobs else (),
+                    _told(logprobs[start:end]) if seq_id in with_logprobs else (),
                     n_drafted,
                     n_accepted,
-                    bool(flags & drafthouse_engine.ResultFlag.EOG),
-                    bool(flags & drafthouse_engine.ResultFlag.DRAFT_COLD),
+                    flags & _FLAG_EOG != 0,
+                    flags & _FLAG_DRAFT_COLD != 0,
                 )
             )
         return entries

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import socket
@@ -81,6 +82,8 @@ async def _run(config: Config, terminal: Terminal) -> None:
 
         def announce(server: Server) -> None:
             loading.close()
+            # What is here stays: no reason to look through it again and again while all wait.
+            gc.freeze()
             _describe(server, config, terminal)
 
         await Server(config, lambda: LlamaEngine.load(config, progress)).serve(announce)
@@ -112,7 +115,7 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
     """Tells what is served, and where."""
     card, limits = server.loop.engine.card, server.loop.engine.limits
     drafts = (
-        f"{limits.draft_type}, {config.n_draft_default} tokens per step by default,"
+        f"{limits.draft_type}, {_how_many(config)} tokens per step by default,"
         f" at most {limits.n_draft_max}"
         if limits.n_draft_max
         else "none"
@@ -133,6 +136,10 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
     )
     terminal.line(f"  threads  {config.n_threads or 'all but one'} of {os.cpu_count()} cores")
     terminal.line(f"{LISTENS_AT}{server.target}")
+
+
+def _how_many(config: Config) -> str:
+    return str(config.n_draft_default) if config.draft_policy == "fixed" else "as many as pay"
 
 
 def format_count(n: float) -> str:

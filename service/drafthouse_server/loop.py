@@ -1,4 +1,8 @@
-"""The step loop: takes requests, runs steps on the engine thread, hands out what they yield."""
+"""The step loop as the event loop sees it: takes requests, and hands out what steps yield.
+
+The loop itself runs on the engine thread (`engine_thread`); this side sends it messages and gets
+one report a step.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from drafthouse_server.bell import Bell
 from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine
+from drafthouse_server.engine_thread import EngineThread, StepReport
 from drafthouse_server.errors import DrafthouseError, Draining, EngineError, QueueFull
 from drafthouse_server.metrics import Metrics, Statistics
+from drafthouse_server.outbox import Outbox, Pacer
+from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import (
     ErrorEvent,
@@ -21,77 +29,90 @@ from drafthouse_server.sequence import (
     FinishEvent,
     FinishReason,
     Sequence,
-    SequenceState,
     TokensEvent,
 )
-from drafthouse_server.speculation import DraftPolicy, FixedDraft
-from drafthouse_server.step import StepPlan, StepResult
+from drafthouse_server.speculation import AdaptiveDraft, DraftPolicy, FixedDraft
+from drafthouse_server.step_cost import Splitting, StepCost
 from drafthouse_server.tenants import Load
 
-__all__ = ["N_FAILURES_UNHEALTHY", "Outbox", "StepLoop"]
+__all__ = ["N_FAILURES_UNHEALTHY", "StepLoop", "make_scheduler"]
 
 _log = logging.getLogger(__name__)
 
 N_FAILURES_UNHEALTHY = 3
 """Lost steps in a row after which the server is no longer healthy."""
 
-_PAUSE_S = 0.1
 
-
-class Outbox:
-    """One sequence's events, in order, until its reader takes them.
-
-    It never makes the loop wait: a reader who is slow, or gone, holds no slot. The sequence's
-    output limit bounds it.
-    Use: `async for event in outbox`, or `receive` for all that is ready.
-    """
+class _Census:
+    """Counts the sequences that wait or run, by tenant."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque()
-        self._is_ready = asyncio.Event()
-        self._is_over = False
+        self._waiting: set[Sequence] = set()
+        self._n_waiting: Counter[str] = Counter()
+        self._n_active: Counter[str] = Counter()
+        self.n_active = 0
+        """Sequences that wait or run."""
 
-    def put(self, event: Event) -> None:
-        """Adds an event and wakes the reader."""
-        self._events.append(event)
-        self._is_ready.set()
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return len(self._waiting)
 
-    async def receive(self) -> list[Event]:
-        """Waits until something is there and returns all of it; nothing after a terminal event.
+    @property
+    def n_running(self) -> int:
+        """Sequences that have a slot."""
+        return self.n_active - len(self._waiting)
 
-        Cancellation:
-            Atomic: events are either returned or still there.
-        """
-        if self._is_over:
-            return []
-        await self._is_ready.wait()
-        self._is_ready.clear()
-        events = list(self._events)
-        self._events.clear()
-        self._is_over = not isinstance(events[-1], TokensEvent)
-        return events
+    def load(self, tenant: str, is_draining: bool) -> Load:
+        """Returns the counts as admission needs them."""
+        n_waiting_tenant, n_active_tenant = self._n_waiting[tenant], self._n_active[tenant]
+        return Load(len(self._waiting), n_waiting_tenant, n_active_tenant, is_draining)
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yields the events, the terminal one last."""
-        while events := await self.receive():
-            for event in events:
-                yield event
+    def add(self, sequence: Sequence) -> None:
+        """Counts a sequence that is new and waits."""
+        self.n_active += 1
+        self._n_active[sequence.tenant] += 1
+        self.move(sequence, has_slot=False)
+
+    def move(self, sequence: Sequence, *, has_slot: bool) -> None:
+        """Counts a sequence that got a slot, or lost it and waits again."""
+        if has_slot and sequence in self._waiting:
+            self._waiting.remove(sequence)
+            _decrease(self._n_waiting, sequence.tenant)
+        elif not has_slot and sequence not in self._waiting:
+            self._waiting.add(sequence)
+            self._n_waiting[sequence.tenant] += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Counts a sequence no more."""
+        self.move(sequence, has_slot=True)
+        self.n_active -= 1
+        _decrease(self._n_active, sequence.tenant)
+
+
+def _decrease(counts: Counter[str], tenant: str) -> None:
+    """Takes one from a count; what is zero is forgotten, or tenants of the past would add up."""
+    counts[tenant] -= 1
+    if not counts[tenant]:
+        del counts[tenant]
 
 
 class StepLoop:
-    """Runs steps while there is something to do, and sleeps otherwise.
+    """Starts the engine thread, feeds it, and delivers what it reports.
 
     Args:
-        engine: Used by the loop's thread from now on.
+        engine: Used by the engine thread from now on.
         policy: Chooses K.
         n_waiting_max: Requests that may wait for a slot.
         retry_after_s: Advice to those who are refused, seconds.
-        clock: Monotonic time in seconds.
+        clock: Monotonic time in seconds; called on the engine thread.
         on_health: Called with False when steps keep failing, and with True when they succeed again.
         executor: The engine thread; one of its own when not given.
+        scheduler: Decides who gets what; a plain one with this policy when not given.
 
     Thread:
-        Event loop only; `Engine.step` and `Engine.close` alone run on the engine thread.
+        Event loop only. The scheduler and `Engine.step` and `Engine.close` belong to the engine
+        thread; all that crosses is a message in one direction and a report in the other.
     """
 
     def __init__(
@@ -104,23 +125,27 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,
         on_health: Callable[[bool], None] | None = None,
         executor: ThreadPoolExecutor | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
         self._engine = engine
-        self._scheduler = Scheduler(engine.limits, policy)
+        self._scheduler = scheduler or Scheduler(engine.limits, policy)
         self._n_waiting_max = n_waiting_max
         self._retry_after_s = retry_after_s
-        self._clock = clock
         self._on_health = on_health
-        self._executor = executor or _engine_thread()
+        self._executor = executor or _engine_executor()
+        self._thread = EngineThread(engine, self._scheduler, self._post, clock)
         self._metrics = Metrics()
-        self._inbox: deque[Sequence] = deque()
+        self._census = _Census()
         self._outboxes: dict[Sequence, Outbox] = {}
-        self._wake = asyncio.Event()
+        self._pacer = Pacer(time.perf_counter)
+        self._reports: deque[StepReport] = deque()
+        self._is_posted = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
         self._is_stopping = False
         self._n_failures = 0
+        self._bell = Bell(self._take_reports)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -136,19 +161,20 @@ class StepLoop:
         Raises:
             ModelLoadError: a model cannot be loaded.
         """
-        executor = _engine_thread()
-        try:
+        executor = _engine_executor()
+        with contextlib.ExitStack() as undo:
+            undo.callback(executor.shutdown, wait=False)
             engine = await asyncio.get_running_loop().run_in_executor(executor, make_engine)
-        except BaseException:
-            executor.shutdown(wait=False)
-            raise
+            undo.pop_all()
+        scheduler = make_scheduler(engine, config)
         loop = cls(
             engine,
-            FixedDraft(config.n_draft_default),
+            scheduler.policy,
             n_waiting_max=config.n_waiting_max,
             retry_after_s=config.retry_after_s,
             on_health=on_health,
             executor=executor,
+            scheduler=scheduler,
         )
         loop.start()
         return loop
@@ -174,8 +200,9 @@ class StepLoop:
         return self._is_draining
 
     def start(self) -> None:
-        """Starts the loop's task."""
+        """Starts the engine thread."""
         assert self._task is None, "started twice"
+        self._bell.open()
         self._task = asyncio.create_task(self._run(), name="step-loop")
         self._task.add_done_callback(self._on_end)
 
@@ -189,12 +216,7 @@ class StepLoop:
 
     def load(self, tenant: str) -> Load:
         """Returns how busy the loop is, for `Admission.admit`."""
-        mine = [sequence for sequence in self._outboxes if sequence.tenant == tenant]
-        waiting = [sequence for sequence in mine if sequence.state is SequenceState.WAITING]
-        return Load(self._n_waiting(), len(waiting), len(mine), self._is_draining)
-
-    def _n_waiting(self) -> int:
-        return len(self._inbox) + self._scheduler.n_waiting
+        return self._census.load(tenant, self._is_draining)
 
     def submit(self, sequence: Sequence) -> Outbox:
         """Takes a sequence. Atomic: either it will have its terminal event, or an error is raised.
@@ -206,14 +228,14 @@ class StepLoop:
         """
         if self._is_draining:
             raise Draining(self._retry_after_s)
-        n_waiting = self._n_waiting()
+        n_waiting = self._census.n_waiting
         if n_waiting >= self._n_waiting_max:
             raise QueueFull(n_waiting, self._retry_after_s)
         self._scheduler.check(sequence.n_prompt, sequence.n_output_max)
         outbox = self._outboxes[sequence] = Outbox()
-        self._inbox.append(sequence)
+        self._census.add(sequence)
         self._idle.clear()
-        self._wake.set()
+        self._thread.submit(sequence)
         return outbox
 
     def cancel(self, sequence: Sequence) -> None:
@@ -231,13 +253,15 @@ class StepLoop:
         self._mark(sequence, FinishReason.STOP)
 
     def _mark(self, sequence: Sequence, end: FinishReason | DrafthouseError) -> None:
-        self._scheduler.mark(sequence, end)
-        self._wake.set()
+        # Most handlers cancel what has ended long ago: no reason to wake the thread.
+        if sequence in self._outboxes:
+            self._thread.mark(sequence, end)
 
     def statistics(self) -> Statistics:
         """Returns what was counted so far."""
-        self._metrics.n_running = self._scheduler.n_running
-        self._metrics.n_waiting = self._n_waiting()
+        self._metrics.n_running = self._census.n_running
+        self._metrics.n_waiting = self._census.n_waiting
+        self._metrics.scheduler = self._scheduler.counts
         return self._metrics.statistics()
 
     async def drain(self, timeout_s: float) -> int:
@@ -266,20 +290,21 @@ class StepLoop:
             return
         await self.drain(0.0)
         self._is_stopping = True
-        self._wake.set()
+        self._thread.stop()
         if self._task is not None:
             await asyncio.wait([self._task])  # its error, if any, was logged
         await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.close)
         self._executor.shutdown()
 
     async def _run(self) -> None:
-        while not self._is_stopping:
-            self._wake.clear()
-            plan = self._prepare()
-            if plan.is_empty:
-                await self._wake.wait()
-            else:
-                await self._step(plan)
+        """Lives as long as the engine thread's loop; cancelled, it ends that one first."""
+        end = asyncio.get_running_loop().run_in_executor(self._executor, self._thread.run)
+        try:
+            await asyncio.shield(end)
+        except asyncio.CancelledError:
+            self._thread.stop()
+            await end
+            raise
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         """Ends whoever is left when the loop itself has failed or was cancelled.
@@ -293,52 +318,45 @@ class StepLoop:
             self._n_failures = N_FAILURES_UNHEALTHY
             if self._on_health is not None:
                 self._on_health(False)
+        self._take_reports()
+        self._bell.close()
         for sequence in list(self._outboxes):
-            if sequence.terminal is None:
-                event = sequence.fail(EngineError("LOOP_FAILED", sequence.request_id))
-                self._deliver([(sequence, event)])
+            # What had ended when the loop failed, has its event already, but it was not reported.
+            end = sequence.terminal or sequence.fail(
+                EngineError("LOOP_FAILED", sequence.request_id)
+            )
+            self._deliver([(sequence, end)])
 
-    def _prepare(self) -> StepPlan:
-        """Returns the next plan, after the inbox was taken in and what has ended was given back."""
+    def _post(self, report: StepReport) -> None:
+        """Passes a report on to the event loop. Thread: engine thread only."""
+        self._reports.append(report)
+        # One wake-up is enough for all reports that are not taken yet.
+        if not self._is_posted:
+            self._is_posted = True
+            self._bell.ring()
+
+    def _take_reports(self) -> None:
+        self._bell.answer()
+        self._is_posted = False  # first: a report that comes from now on wakes us again
         started = time.perf_counter()
-        while self._inbox:
-            self._scheduler.submit(self._inbox.popleft())
-        now = self._clock()
-        self._deliver(self._scheduler.reap(now))
-        plan = self._scheduler.plan(now)
-        self._metrics.host_s += time.perf_counter() - started
-        return plan
+        while self._reports:
+            self._take(self._reports.popleft())
+        self._pacer.wake(len(self._outboxes))
+        self._metrics.fan_out_s += time.perf_counter() - started
 
-    async def _step(self, plan: StepPlan) -> None:
-        """Runs one plan.
-
-        A failure of the engine ends the sequences of this step and nothing else.
-        """
-        step = asyncio.get_running_loop().run_in_executor(self._executor, self._engine.step, plan)
-        try:
-            result = await step
-        except Exception as error:
-            _log.exception("a step of %d sequences was lost", len(plan.entries))
-            self._deliver(self._scheduler.abandon(plan, error))
-            self._count_failure()
-            # A dead engine fails at once: without a pause the loop would do nothing else.
-            await asyncio.sleep(_PAUSE_S * min(self._n_failures - 1, 10))
-        else:
-            self._take(result)
-
-    def _take(self, result: StepResult) -> None:
-        started = time.perf_counter()
-        self._deliver(self._scheduler.commit(result, self._clock()))
-        self._metrics.count_step(result)
-        self._metrics.host_s += time.perf_counter() - started
-        if self._n_failures:
-            was_healthy, self._n_failures = self.is_healthy, 0
-            self._report_health(was_healthy)
-
-    def _count_failure(self) -> None:
+    def _take(self, report: StepReport) -> None:
+        for sequence, has_slot in report.moves:
+            if sequence in self._outboxes:
+                self._census.move(sequence, has_slot=has_slot)
+        self._deliver(report.events)
+        self._metrics.host_s += report.host_s
         was_healthy = self.is_healthy
-        self._n_failures += 1
-        self._metrics.n_steps_failed += 1
+        if report.is_lost:
+            self._n_failures += 1
+            self._metrics.n_steps_failed += 1
+        elif report.result is not None:
+            self._n_failures = 0
+            self._metrics.count_step(report.result)
         self._report_health(was_healthy)
 
     def _report_health(self, was_healthy: bool) -> None:
@@ -346,13 +364,24 @@ class StepLoop:
             self._on_health(self.is_healthy)
 
     def _deliver(self, events: Iterable[tuple[Sequence, Event]]) -> None:
-        """Puts events into the outboxes; a terminal one is the last."""
+        """Puts events into the outboxes; a terminal one is the last.
+
+        First tokens and ends go out at once.
+        """
+        outboxes, hold = self._outboxes, self._pacer.hold
         for sequence, event in events:
-            self._outboxes[sequence].put(event)
-            if not isinstance(event, TokensEvent):
-                del self._outboxes[sequence]
+            outbox = outboxes[sequence]
+            outbox.put(event)
+            if isinstance(event, FinishEvent | ErrorEvent):
+                outbox.wake()
+                del outboxes[sequence]
+                self._census.remove(sequence)
                 self._count_end(sequence, event)
-        if not self._outboxes:
+            elif isinstance(event, TokensEvent) and outbox.is_new:
+                outbox.wake()
+            else:
+                hold(outbox)
+        if not outboxes:
             self._idle.set()
 
     def _count_end(self, sequence: Sequence, event: FinishEvent | ErrorEvent) -> None:
@@ -365,5 +394,36 @@ class StepLoop:
         self._metrics.count_request(outcome, sequence.n_prompt, sequence.n_output)
 
 
-def _engine_thread() -> ThreadPoolExecutor:
+def make_scheduler(engine: Engine, config: Config) -> Scheduler:
+    """Returns the scheduler of a configuration for an engine."""
+    is_recurrent = engine.card.is_recurrent
+    splitting = Splitting.NONE if config.is_kv_unified else Splitting.STREAMS
+    if is_recurrent:
+        splitting = Splitting.GROUPS
+    cost = StepCost()
+    prefixes = None
+    if config.has_prefix_cache:
+        prefixes = PrefixCache(
+            can_cut=not is_recurrent, n_host_bytes_max=config.n_prefix_mib_max << 20
+        )
+    return Scheduler(
+        engine.limits,
+        _make_policy(engine, config, cost, splitting),
+        cost=cost,
+        splitting=splitting,
+        gap_s=config.gap_target_ms / 1000,
+        n_parked_bytes_max=config.n_parked_mib_max << 20,
+        prefixes=prefixes,
+    )
+
+
+def _make_policy(
+    engine: Engine, config: Config, cost: StepCost, splitting: Splitting
+) -> DraftPolicy:
+    if config.draft_policy == "fixed":
+        return FixedDraft(config.n_draft_default)
+    return AdaptiveDraft(engine.limits.n_draft_max, cost, splitting)
+
+
+def _engine_executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")

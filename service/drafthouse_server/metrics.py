@@ -8,7 +8,31 @@ from dataclasses import dataclass, field
 
 from drafthouse_server.step import StepResult
 
-__all__ = ["Metrics", "Statistics"]
+__all__ = ["Metrics", "SchedulerCounts", "Statistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerCounts:
+    """How slots and cells were shared. Counts only grow; what says "now" is as of now."""
+
+    n_parked: int = 0
+    """Sequences that were parked and have not come back by now."""
+    n_parked_bytes: int = 0
+    """Bytes of their snapshots in host memory now."""
+    n_preempted: int = 0
+    """Times that a sequence was parked."""
+    n_resumed: int = 0
+    """Times that a parked sequence came back."""
+    n_recomputed: int = 0
+    """Tokens that had to be computed again for it."""
+    n_prefix_lookups: int = 0
+    """Prompts that got a slot while prefixes were reused."""
+    n_prefix_hits: int = 0
+    """Of these, those that went on from a prefix."""
+    n_reused: int = 0
+    """Prompt tokens that were not computed again."""
+    n_retained: int = 0
+    """Slots that hold an ended sequence's tokens now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +72,11 @@ class Statistics:
     engine_s: float
     """Seconds inside the engine."""
     host_s: float
-    """Seconds of the event loop spent on reaping, planning, committing and fan-out."""
+    """Seconds between steps: the engine waits while Python reaps, plans and commits."""
+    fan_out_s: float
+    """Seconds of the event loop spent on handing out what steps yielded, while the next one ran."""
+    scheduler: SchedulerCounts = SchedulerCounts()
+    """How slots and cells were shared."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -71,7 +99,11 @@ class Metrics:
     n_steps_failed: int = 0
     """Steps that the engine lost."""
     host_s: float = 0.0
-    """Seconds spent on reaping, planning, committing and fan-out."""
+    """Seconds between steps."""
+    fan_out_s: float = 0.0
+    """Seconds spent on fan-out."""
+    scheduler: SchedulerCounts = SchedulerCounts()
+    """How slots and cells were shared."""
     _n_requests: Counter[str] = field(default_factory=Counter)
     _n_prompt_tokens: int = 0
     _n_output_tokens: int = 0
@@ -134,4 +166,6 @@ class Metrics:
             sample_s=self._sample_s,
             engine_s=self._engine_s,
             host_s=self.host_s,
+            fan_out_s=self.fan_out_s,
+            scheduler=self.scheduler,
         )

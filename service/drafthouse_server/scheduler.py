@@ -6,18 +6,35 @@ There is no prefill phase and no decode phase. A sequence has `n_computed` token
 1. Every sequence that generates gets its last token; nothing can take that away.
 2. Prompts get a floor, so that drafts cannot stall them.
 3. Drafts get what they ask for; when that is too much, the largest K shrink first.
-4. Prompts get what is left, in the order of arrival.
+4. Prompts get what is left, as far as the running streams' gap between tokens allows, the tenants
+   in turn (`prefill`).
+
+Slots share KV cells, or have their own (`cells`). Where shared cells run out, the sequences that
+are least important are parked and resumed later, with not a token changed (`parking`); so is one
+whose slot a sequence of higher priority of the same tenant waits for. Slots whose sequences have
+ended are retained until they or their cells are needed: prompts of the same tenant go on from them
+(`prefix_cache`).
 """
 
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
+from drafthouse_server.cells import CellLedger
 from drafthouse_server.errors import ContextTooLong, DrafthouseError, EngineError
-from drafthouse_server.sequence import Event, FinishReason, Sequence, SequenceState
+from drafthouse_server.metrics import SchedulerCounts
+from drafthouse_server.parking import ParkingLot
+from drafthouse_server.prefill import PrefillPacer, PrefillTurns
+from drafthouse_server.prefix_cache import BLOCK_SIZE, Match, Prefix, PrefixCache, Tier
+from drafthouse_server.sequence import (
+    Event,
+    FinishReason,
+    ProgressEvent,
+    Sequence,
+    SequenceState,
+)
 from drafthouse_server.speculation import DraftPolicy
 from drafthouse_server.step import (
     EngineLimits,
@@ -28,20 +45,36 @@ from drafthouse_server.step import (
     StepPlan,
     StepResult,
 )
+from drafthouse_server.step_cost import Splitting, StepCost, StepShape, count_ubatches, shape_of
+from drafthouse_server.waiting import WaitingQueue, rank
 
 __all__ = ["N_NO_ROOM_MAX", "Scheduler"]
 
 N_NO_ROOM_MAX = 16
-"""Steps in a row without a free cell after which a sequence is given up."""
+"""Steps in a row without a free cell after which a sequence is given up.
+
+Only one that has the cache to itself, or cells of its own; otherwise others are parked.
+"""
+
+_N_NO_ROOM_PARK = 2
+"""Steps in a row without a free cell after which somebody is parked: drafts are dropped first."""
 
 _PREFILL_FLOOR_SHARE = 4
 """Of the step's budget, one part in so many is kept from drafts while prompts wait."""
+
+_PREFILL_MIN_SHARE = 32
+"""Of the step's budget, one part in so many goes to prompts however long the step is already."""
+
+_N_DEADLINES_MIN = 64
+"""Deadlines of ended sequences that may be held before they are swept."""
 
 _End = FinishReason | DrafthouseError
 
 
 class Scheduler:
-    """Continuous batching over the engine's slots; first come, first served inside a priority.
+    """Continuous batching over the engine's slots.
+
+    The tenants in turn; inside a tenant higher priority first, then first come, first served.
 
     Order of calls, once per step: `reap`, `plan`, the engine's step, then `commit`, or `abandon` if
     the step was lost. `submit` and `mark` may come at any time in between.
@@ -49,9 +82,25 @@ class Scheduler:
     Args:
         limits: What the engine can carry; its budget holds every slot's next token.
         policy: Chooses K.
+        cost: Predicts what a step takes and learns from each; None: prompts are not cut by time.
+        splitting: How the engine's decode is cut, for `cost`.
+        gap_s: Target of the gap between tokens while prompts are computed, seconds; 0 is twice the
+            unloaded 99th percentile.
+        n_parked_bytes_max: Most bytes of parked sequences in host memory; 0 is none.
+        prefixes: Finds prefixes to go on from; None: ended sequences' slots are given back at once.
     """
 
-    def __init__(self, limits: EngineLimits, policy: DraftPolicy) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        policy: DraftPolicy,
+        *,
+        cost: StepCost | None = None,
+        splitting: Splitting = Splitting.STREAMS,
+        gap_s: float = 0.0,
+        n_parked_bytes_max: int = 1 << 30,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
         if limits.n_batch < limits.n_seq_max or limits.n_outputs_max < limits.n_seq_max:
             raise ValueError(
                 f"n_batch {limits.n_batch} and n_outputs_max {limits.n_outputs_max}"
@@ -59,21 +108,43 @@ class Scheduler:
             )
         self._limits = limits
         self._policy = policy
-        self._waiting: list[Sequence] = []
-        self._running: dict[int, Sequence] = {}  # by slot, in the order of arrival
+        self._cost = cost
+        self._splitting = splitting
+        self._pacer = PrefillPacer(gap_s)
+        self._turns = PrefillTurns()
+        self._ledger = CellLedger(limits)
+        self._lot = ParkingLot(n_parked_bytes_max)
+        self._prefixes = prefixes
+        self._waiting = WaitingQueue()
+        self._running: dict[int, Sequence] = {}  # by slot
+        self._parking: dict[int, Sequence] = {}  # by the slot that the plan in flight takes away
+        self._retained: dict[int, int] = {}  # cells by slot, of sequences that have ended
+        self._storing: dict[int, Prefix] = {}  # by the slot that the plan in flight saves
         # The lowest first: llama.cpp computes sequences whose ids follow one another together.
         self._free_slots = list(range(limits.n_seq_max))
+        self._saves: list[int] = []
+        self._parks: list[int] = []
         self._frees: list[int] = []  # given back, not yet told to the engine
         self._starts: list[Start] = []
+        self._entries: list[PlanEntry] = []  # of the plan in flight
         self._marks: dict[Sequence, _End] = {}
+        self._deadlines: list[tuple[float, int, Sequence]] = []
         self._n_reserved = 0
         self._n_submitted = 0
-        self._next_deadline = math.inf
+        self._n_decodes = 0  # of the plan in flight
+        self._has_moves = False  # whether it starts, saves or parks
+        self._now = 0.0
+        self._planned_at = 0.0
+
+    @property
+    def policy(self) -> DraftPolicy:
+        """Chooses K."""
+        return self._policy
 
     @property
     def n_waiting(self) -> int:
-        """Sequences without a slot."""
-        return len(self._waiting)
+        """Sequences without a slot, parked ones included."""
+        return len(self._waiting) + len(self._parking)
 
     @property
     def n_running(self) -> int:
@@ -82,20 +153,45 @@ class Scheduler:
 
     @property
     def n_reserved(self) -> int:
-        """KV cells set aside, <= limits.n_ctx."""
+        """KV cells that the running sequences are likely to need."""
         return self._n_reserved
+
+    @property
+    def n_cells_held(self) -> int:
+        """KV cells in use: the running sequences' and the retained slots', <= limits.n_ctx."""
+        return self._n_cells_running() + sum(self._retained.values())
+
+    @property
+    def counts(self) -> SchedulerCounts:
+        """How slots and cells were shared."""
+        lot, found = self._lot, self._prefixes.counts if self._prefixes else None
+        return SchedulerCounts(
+            n_parked=self._waiting.n_parked + len(self._parking),
+            n_parked_bytes=lot.n_bytes,
+            n_preempted=lot.n_preempted,
+            n_resumed=lot.n_resumed,
+            n_recomputed=lot.n_recomputed,
+            n_prefix_lookups=found.n_lookups if found else 0,
+            n_prefix_hits=found.n_hits if found else 0,
+            n_reused=found.n_reused if found else 0,
+            n_retained=len(self._retained),
+        )
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits, nothing runs and the engine knows of every slot given back."""
-        return not (self._waiting or self._running or self._frees)
+        return not (self._waiting or self._running or self._frees or self._parking)
+
+    def running(self, seq_id: int) -> Sequence:
+        """Returns the sequence that owns a slot."""
+        return self._running[seq_id]
 
     def sequences(self) -> list[Sequence]:
         """Returns the sequences that have not ended.
 
-        Running ones first, then waiting ones in their order.
+        Running ones first, then those about to be parked, then waiting ones in their order.
         """
-        return [*self._running.values(), *self._waiting]
+        return [*self._running.values(), *self._parking.values(), *self._waiting]
 
     def check(self, n_prompt: int, n_output_max: int | None) -> int:
         """Checks that a request fits the context, and returns the most tokens it may generate.
@@ -106,6 +202,9 @@ class Scheduler:
 
         Raises:
             ContextTooLong: it does not fit (CONTEXT_TOO_LONG).
+
+        Thread:
+            Any.
         """
         n_context = min(self._limits.n_ctx_seq, self._limits.n_ctx)
         n_room = n_context - n_prompt
@@ -124,8 +223,16 @@ class Scheduler:
         sequence.n_output_max = self.check(sequence.n_prompt, sequence.n_output_max)
         sequence.order = self._n_submitted
         self._n_submitted += 1
-        insort(self._waiting, sequence, key=_rank)
-        self._next_deadline = min(self._next_deadline, sequence.deadline)
+        self._waiting.push(sequence)
+        if sequence.deadline < math.inf:
+            self._add_deadline(sequence)
+
+    def _add_deadline(self, sequence: Sequence) -> None:
+        n_live = self.n_waiting + self.n_running
+        if len(self._deadlines) > 2 * n_live + _N_DEADLINES_MIN:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].terminal is None]
+            heapify(self._deadlines)
+        heappush(self._deadlines, (sequence.deadline, sequence.order, sequence))
 
     def mark(self, sequence: Sequence, end: FinishReason | DrafthouseError) -> None:
         """Asks for a sequence's end.
@@ -144,8 +251,9 @@ class Scheduler:
         Returns:
             Their terminal events.
         """
-        if now >= self._next_deadline:
-            self._mark_expired(now)
+        self._now = now
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self.mark(heappop(self._deadlines)[2], FinishReason.DEADLINE)
         if not self._marks:
             return []
         marks, self._marks = self._marks, {}
@@ -155,83 +263,269 @@ class Scheduler:
             if sequence.state is not SequenceState.FINISHED
         ]
 
-    def _mark_expired(self, now: float) -> None:
-        self._next_deadline = math.inf
-        for sequence in self.sequences():
-            if sequence.deadline <= now:
-                self._marks.setdefault(sequence, FinishReason.DEADLINE)
-            else:
-                self._next_deadline = min(self._next_deadline, sequence.deadline)
-
     def plan(self, now: float) -> StepPlan:
         """Returns the next step: slots given back and taken, and each sequence's part.
 
         Args:
             now: Monotonic time in seconds.
         """
-        self._fill_slots(now)
+        self._now = self._planned_at = now
+        if self._ledger.is_shared:
+            self._make_room()
+        self._fill_slots()
         decodes, prefills = self._split_running()
-        drafts = self._share_drafts(decodes, prefills)
+        n_free = self._n_cells_free() - len(decodes)
+        drafts = self._share_drafts(decodes, prefills, n_free)
         entries = [
             PlanEntry(sequence.seq_id, sequence.n_computed, sequence.tokens[-1:], n_draft, True)
             for sequence, n_draft in zip(decodes, drafts, strict=True)
         ]
         if prefills:
-            n_left = self._limits.n_batch - len(entries) - sum(drafts)
-            entries += _share_prefill(prefills, n_left)
-        plan = StepPlan(entries=entries, starts=self._starts, frees=self._frees)
-        self._starts, self._frees = [], []
+            n_left = min(self._limits.n_batch - len(entries), n_free) - sum(drafts)
+            if entries and n_left > 0:
+                n_left = self._pace(entries, prefills, n_left)
+            entries += self._share_prefill(prefills, n_left)
+        if self._retained and self._ledger.is_shared:
+            self._evict_for(sum(len(entry.tokens) + entry.n_draft for entry in entries))
+        self._entries, self._n_decodes = entries, len(decodes)
+        self._has_moves = bool(self._starts or self._parks or self._saves)
+        plan = StepPlan(entries, self._starts, self._frees, self._parks, self._saves)
+        self._starts, self._frees, self._parks, self._saves = [], [], [], []
         return plan
 
-    def _fill_slots(self, now: float) -> None:
-        """Gives free slots to those who wait, as far as cells can be set aside.
+    def _n_cells_running(self) -> int:
+        return sum([sequence.n_computed for sequence in self._running.values()])
+
+    def _n_cells_free(self) -> int:
+        """Returns the cells that the step may fill; those of retained slots are given up for it."""
+        if not self._ledger.is_shared:
+            return self._limits.n_ctx  # every slot has its own
+        # Who is alone may try for all: nothing else could be given up for it.
+        n_cells = self._ledger.n_cells if len(self._running) > 1 else self._limits.n_ctx
+        return n_cells - self._n_cells_running()
+
+    def _make_room(self) -> None:
+        """Parks sequences until each that generates finds a cell for its next token.
+
+        Where nothing generates, until one prompt can go on.
+        """
+        running, n_cells = self._running, self._ledger.n_cells
+        n_used = self._n_cells_running()
+        while len(running) > 1:
+            n_wanted = sum(map(_is_generating, running.values())) or 1
+            if n_used + n_wanted <= n_cells:
+                break
+            victim = self._choose_victim()
+            n_used -= victim.n_computed
+            self._park(victim)
+        if not self._waiting:
+            return  # nobody asks how much is left
+        self._n_reserved = 0
+        for sequence in running.values():
+            sequence.n_reserved = self._ledger.need(sequence)
+            self._n_reserved += sequence.n_reserved
+
+    def _choose_victim(self) -> Sequence:
+        """Returns the youngest of the least important of the tenant that holds most cells.
+
+        Priority is a tenant's own business: it must not push out others.
+        """
+        held: dict[str, int] = {}
+        for sequence in self._running.values():
+            held[sequence.tenant] = held.get(sequence.tenant, 0) + sequence.n_computed
+        tenant = max(held, key=held.__getitem__)
+        return max((s for s in self._running.values() if s.tenant == tenant), key=rank)
+
+    def _park(self, sequence: Sequence) -> None:
+        """Takes a sequence's slot away; `commit` lets it wait for another."""
+        seq_id, n_computed = sequence.seq_id, sequence.n_computed
+        recompute_s = None
+        if self._cost is not None and self._cost.n_observed:
+            recompute_s = self._cost.recompute_s(n_computed, self._limits.n_batch)
+        if self._lot.is_worth_saving(n_computed, recompute_s):
+            self._saves.append(seq_id)
+        self._parks.append(seq_id)
+        self._parking[seq_id] = sequence
+        self._release(sequence)
+        self._empty_slot(seq_id)
+        sequence.seq_id = -1
+        sequence.is_parked = True
+        sequence.parked_at = self._now
+        sequence.n_parks += 1
+        sequence.n_no_room = 0
+        self._lot.n_preempted += 1
+
+    def _fill_slots(self) -> None:
+        """Gives free slots to those who wait, as far as they are likely to find cells.
 
         Nobody overtakes.
         """
-        while self._waiting and self._free_slots:
-            sequence = self._waiting[0]
-            n_cells = self._n_cells(sequence)
-            if self._n_reserved + n_cells > self._limits.n_ctx:
+        ledger = self._ledger
+        while (sequence := self._waiting.peek()) is not None:
+            victim = None
+            if not (self._free_slots or self._retained):
+                victim = self._victim_for(sequence)
+                if victim is None:
+                    return
+            n_cells = ledger.need(sequence)
+            n_reserved = self._n_reserved - (victim.n_reserved if victim else 0)
+            is_alone = len(self._running) == (victim is not None)
+            if ledger.is_shared and not is_alone and n_reserved + n_cells > ledger.n_cells:
                 return
-            del self._waiting[0]
+            if victim is not None:
+                self._park(victim)
+            self._waiting.pop()
             self._n_reserved += n_cells
             sequence.n_reserved = n_cells
-            sequence.seq_id = heappop(self._free_slots)
-            sequence.slot_at = now
-            self._running[sequence.seq_id] = sequence
-            self._starts.append(Start(sequence.seq_id, sequence.sampler))
+            self._start(sequence)
 
-    def _n_cells(self, sequence: Sequence) -> int:
-        """Returns the cells to set aside.
+    def _victim_for(self, sequence: Sequence) -> Sequence | None:
+        """Returns who has to leave its slot to a sequence: one of the same tenant, less important.
 
-        All that it can ever hold, and what the draft tries out beyond.
+        Not one that another start of this plan needs in its place.
         """
-        assert sequence.n_output_max is not None, "set at submission"
-        n_tokens = sequence.n_prompt + sequence.n_output_max + self._limits.n_draft_max
-        return min(n_tokens, self._limits.n_ctx_seq, self._limits.n_ctx)
+        needed = {start.source for start in self._starts} | {s.seq_id for s in self._starts}
+        candidates = (
+            other
+            for other in self._running.values()
+            if other.priority < sequence.priority
+            and other.tenant == sequence.tenant
+            and other.seq_id not in needed
+        )
+        return max(candidates, key=rank, default=None)
+
+    def _start(self, sequence: Sequence) -> None:
+        """Gives a sequence its slot, with as much of its tokens as is computed somewhere."""
+        snapshot, match, source = self._lot.take(sequence), None, None
+        if snapshot is None:
+            sequence.is_draft_cold = False
+            match = self._find_prefix(sequence)
+        if match is not None:
+            sequence.n_computed = match.n_tokens
+            snapshot = match.prefix.snapshot or None
+            source = match.prefix.seq_id if match.prefix.tier is Tier.RUNNING else None
+        sequence.seq_id = seq_id = self._take_slot(match)
+        self._running[seq_id] = sequence
+        start = Start(
+            seq_id,
+            sequence.sampler,
+            n_kept=sequence.n_computed,
+            source=source,
+            snapshot=snapshot,
+            is_resumed=sequence.is_parked,
+        )
+        self._starts.append(start)
+        if sequence.is_parked:
+            sequence.is_parked = False
+            sequence.parked_s += self._now - sequence.parked_at
+            self._lot.n_resumed += 1
+        else:
+            sequence.slot_at = self._now
+            sequence.n_reused = sequence.n_computed
+
+    def _find_prefix(self, sequence: Sequence) -> Match | None:
+        """Returns the prefix that a sequence goes on from."""
+        if self._prefixes is None:
+            return None
+        match = self._prefixes.find(sequence.tenant, sequence.tokens)
+        if not sequence.is_parked:
+            self._prefixes.count(sequence.n_prompt, match)
+        return match
+
+    def _take_slot(self, match: Match | None) -> int:
+        """Returns a slot to take into use: the one that holds the prefix, if it is retained."""
+        if match is not None and match.prefix.tier is Tier.RETAINED:
+            assert self._prefixes is not None, "it has found the prefix"
+            seq_id = match.prefix.seq_id
+            self._prefixes.drop(seq_id)
+            del self._retained[seq_id]
+            return seq_id
+        if self._free_slots:
+            return heappop(self._free_slots)
+        return self._evict_oldest()[0]
+
+    def _evict_oldest(self) -> tuple[int, int]:
+        """Gives up the slot that was retained longest; its tokens may move to host memory.
+
+        Returns:
+            The slot, and its cells.
+        """
+        assert self._prefixes is not None, "it has noted what is retained"
+        seq_id = next(self._prefixes.retained()).seq_id
+        prefix = self._prefixes.evict(seq_id)
+        if self._prefixes.is_worth_storing(prefix):
+            self._saves.append(seq_id)
+            self._storing[seq_id] = prefix
+        return seq_id, self._retained.pop(seq_id)
+
+    def _evict_for(self, n_wanted: int) -> None:
+        """Gives up retained slots until the step finds its cells."""
+        n_free = self._ledger.n_cells - self.n_cells_held
+        while self._retained and n_free < n_wanted:
+            seq_id, n_cells = self._evict_oldest()
+            n_free += n_cells
+            self._frees.append(seq_id)
+            heappush(self._free_slots, seq_id)
 
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Returns the sequences that generate and those with a prompt to compute."""
+        """Returns the sequences that generate and those with tokens to compute first."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._running.values():
-            # Generation means: all but the last token computed, and that one is an output.
-            n_target = len(sequence.tokens)
-            generates = n_target > sequence.n_prompt and sequence.n_computed == n_target - 1
-            (decodes if generates else prefills).append(sequence)
+            (decodes if _is_generating(sequence) else prefills).append(sequence)
         return decodes, prefills
 
-    def _share_drafts(self, decodes: list[Sequence], prefills: list[Sequence]) -> list[int]:
+    def _share_drafts(
+        self, decodes: list[Sequence], prefills: list[Sequence], n_free: int
+    ) -> list[int]:
         """Returns K for each sequence that generates."""
-        limits, choose = self._limits, self._policy.choose
-        wishes = [choose(sequence, limits) for sequence in decodes]
+        limits = self._limits
         n_used = len(decodes) + len(prefills)
-        n_left = min(limits.n_batch, limits.n_outputs_max) - n_used
+        n_left = min(min(limits.n_batch, limits.n_outputs_max) - n_used, n_free)
+        n_floor = 0
         if prefills:
             n_pending = sum(sequence.n_pending for sequence in prefills)
             n_floor = min(n_pending, limits.n_batch // _PREFILL_FLOOR_SHARE)
             n_left = min(n_left, limits.n_batch - len(decodes) - n_floor)
-        return wishes if sum(wishes) <= n_left else _level(wishes, max(0, n_left))
+        return self._policy.choose_all(decodes, limits, max(0, n_left), n_floor)
+
+    def _pace(self, entries: list[PlanEntry], prefills: list[Sequence], n_left: int) -> int:
+        """Returns how many prompt tokens fit beside running streams, so that their gap holds."""
+        if self._cost is None or not self._cost.n_observed:
+            return n_left
+        shape = self._decode_shape(entries)
+        seconds = self._pacer.step_s(self._cost.predict(shape))
+        n_past = max(sequence.n_computed for sequence in prefills)
+        n_tokens = self._cost.fit_prefill(shape, seconds, n_past, n_left)
+        n_least = max(1, self._limits.n_batch // _PREFILL_MIN_SHARE)
+        return max(n_tokens, min(n_least, n_left))
+
+    def _decode_shape(self, entries: list[PlanEntry]) -> StepShape:
+        """Returns the shape of a step that has these last tokens and drafts, and no more."""
+        parts = sorted([(entry.seq_id, 1 + entry.n_draft) for entry in entries])
+        lengths = [length for _, length in parts]
+        n_draft = sum(lengths) - len(lengths)
+        return StepShape(
+            n_decodes=len(entries),
+            n_depth=max(lengths) - 1,
+            n_draft=n_draft,
+            n_tokens=n_draft + len(entries),
+            n_outputs=n_draft + len(entries),
+            n_ubatches=count_ubatches(
+                [seq_id for seq_id, _ in parts], lengths, self._splitting, self._limits.n_ubatch
+            ),
+            n_pairs=sum([(1 + entry.n_draft) * entry.n_past for entry in entries]),
+        )
+
+    def _share_prefill(self, prefills: list[Sequence], n_left: int) -> Iterator[PlanEntry]:
+        """Yields pieces of prompts until the budget is used up."""
+        parts = [(sequence, _n_prefill(sequence)) for sequence in prefills]
+        for sequence, n_tokens in self._turns.share(parts, n_left):
+            start = sequence.n_computed
+            piece = sequence.tokens[start : start + n_tokens]
+            # A resumed sequence knows what comes after its last token but one.
+            is_output = n_tokens == sequence.n_pending
+            yield PlanEntry(sequence.seq_id, start, piece, 0, is_output)
 
     def commit(self, result: StepResult, now: float) -> list[tuple[Sequence, Event]]:
         """Takes the engine's answer to the last plan.
@@ -241,47 +535,111 @@ class Scheduler:
             now: Monotonic time in seconds.
 
         Returns:
-            New tokens and ends, in the plan's order.
+            New tokens, progress and ends, in the plan's order.
         """
+        self._now = now
         events: list[tuple[Sequence, Event]] = []
         running = self._running
+        if self._cost is not None and self._entries:
+            self._learn(result, now - self._planned_at)
+        if result.n_kept:
+            self._take_refusals(result)
         for entry in result.entries:
             sequence = running[entry.seq_id]
             if entry.status is SequenceStatus.OK:
-                self._advance(sequence, entry, now, events)
+                self._advance(sequence, entry, events)
             elif entry.status is not SequenceStatus.NO_ROOM:
                 events.append((sequence, self._fail(sequence, entry.status.value)))
             else:
                 self._retry(sequence, events)
+        self._policy.observe(result)
+        if self._parking:
+            self._take_parked(result, events)
+        if self._storing:
+            self._store(result)
         return events
 
+    def _learn(self, result: StepResult, step_s: float) -> None:
+        """Compares what the step took with what it should have taken."""
+        cost, entries = self._cost, self._entries
+        assert cost is not None, "asked by the caller"
+        if any(entry.status is not SequenceStatus.OK for entry in result.entries) or result.n_kept:
+            return
+        shape = shape_of(entries, result.entries, self._splitting, self._limits.n_ubatch)
+        if cost.n_observed and self._n_decodes and not self._has_moves:
+            has_prefill = len(entries) > self._n_decodes
+            self._pacer.observe(cost.predict(shape), step_s, has_prefill=has_prefill)
+        cost.observe(shape, result.timings, 0.0 if self._has_moves else step_s)
+
+    def _take_refusals(self, result: StepResult) -> None:
+        """Notes which starts kept less than they were to."""
+        for seq_id, n_kept in result.n_kept.items():
+            sequence = self._running[seq_id]
+            if sequence.n_steps or sequence.n_parks:
+                self._lot.n_recomputed += sequence.n_computed - n_kept
+            else:
+                sequence.n_reused = n_kept
+
     def _advance(
-        self,
-        sequence: Sequence,
-        entry: ResultEntry,
-        now: float,
-        events: list[tuple[Sequence, Event]],
+        self, sequence: Sequence, entry: ResultEntry, events: list[tuple[Sequence, Event]]
     ) -> None:
         """Moves a sequence on by one successful step."""
         sequence.n_computed = entry.n_past
         sequence.n_no_room = 0
         if entry.is_draft_cold:
             sequence.is_draft_cold = True
+        if sequence.n_steps == 0:
+            self._note_prefill(sequence, events)
         if not entry.tokens:
             return
-        event, reason = sequence.extend(entry, now)
-        self._policy.observe(sequence, entry.n_drafted, entry.n_accepted)
+        event, reason = sequence.extend(entry, self._now)
         events.append((sequence, event))
         if reason is not None:
             events.append((sequence, self._end(sequence, reason)))
         elif sequence.n_computed != len(sequence.tokens) - 1:
             events.append((sequence, self._fail(sequence, "BAD_RESULT")))
 
+    def _note_prefill(self, sequence: Sequence, events: list[tuple[Sequence, Event]]) -> None:
+        """Tells how far the prompt is, to those who want to know."""
+        n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
+        if n_computed == n_prompt and self._prefixes is not None and self._prefixes.can_cut:
+            self._prefixes.hold(sequence.seq_id, sequence.tenant, sequence.tokens, is_running=True)
+        if sequence.has_progress and n_computed > sequence.n_progress:
+            sequence.n_progress = n_computed
+            events.append((sequence, ProgressEvent(n_computed, n_prompt)))
+
     def _retry(self, sequence: Sequence, events: list[tuple[Sequence, Event]]) -> None:
-        """Lets a sequence that found no cell try again, without a draft and not for ever."""
+        """Lets a sequence that found no cell try again.
+
+        Without a draft at first, then with somebody parked; only one that is alone is given up.
+        """
         sequence.n_no_room += 1
-        if sequence.n_no_room >= N_NO_ROOM_MAX:
+        is_alone = len(self._running) == 1 and not self._retained
+        if self._ledger.is_shared and not is_alone:
+            if sequence.n_no_room >= _N_NO_ROOM_PARK:
+                self._ledger.shrink(self.n_cells_held)
+                sequence.n_no_room = _N_NO_ROOM_PARK
+        elif sequence.n_no_room >= N_NO_ROOM_MAX:
             events.append((sequence, self._fail(sequence, SequenceStatus.NO_ROOM.value)))
+
+    def _take_parked(self, result: StepResult, events: list[tuple[Sequence, Event]]) -> None:
+        """Lets the sequences that the plan has parked wait for a slot."""
+        parking, self._parking = self._parking, {}
+        for seq_id, sequence in parking.items():
+            sequence.sampler = result.samplers.get(seq_id)
+            self._lot.put(sequence, result.snapshots.get(seq_id))
+            self._waiting.push(sequence)
+            if sequence.sampler is None and sequence.snapshot is None:
+                events.append((sequence, self._fail(sequence, "PARK_FAILED")))
+
+    def _store(self, result: StepResult) -> None:
+        """Moves prefixes that had to leave their slots to host memory."""
+        assert self._prefixes is not None, "it has given them up"
+        storing, self._storing = self._storing, {}
+        for seq_id, prefix in storing.items():
+            snapshot = result.snapshots.get(seq_id)
+            if snapshot is not None:
+                self._prefixes.store(prefix.tenant, prefix.tokens, snapshot)
 
     def abandon(self, plan: StepPlan, error: Exception) -> list[tuple[Sequence, Event]]:
         """Ends the sequences of a step that the engine lost, and gives their slots back.
@@ -297,50 +655,89 @@ class Scheduler:
         status = error.status if isinstance(error, EngineError) else "EXCEPTION"
         seq_ids = dict.fromkeys([entry.seq_id for entry in plan.entries])
         seq_ids |= dict.fromkeys([start.seq_id for start in plan.starts])
-        self._frees += [seq_id for seq_id in plan.frees if seq_id not in seq_ids]
+        given_back = [seq_id for seq_id in (*plan.frees, *plan.parks) if seq_id not in seq_ids]
+        # What the engine still holds of ended sequences, nobody can tell.
+        given_back += self._forget_retained()
+        self._frees += given_back
         lost = [self._running[seq_id] for seq_id in seq_ids]
-        return [(sequence, self._fail(sequence, status)) for sequence in lost]
+        parking, self._parking = self._parking, {}
+        self._storing.clear()
+        for sequence in parking.values():
+            self._waiting.push(sequence)  # where `_end` finds it
+        return [(sequence, self._fail(sequence, status)) for sequence in (*lost, *parking.values())]
+
+    def _forget_retained(self) -> list[int]:
+        """Gives up all retained slots, and returns them."""
+        seq_ids = list(self._retained)
+        for seq_id in seq_ids:
+            assert self._prefixes is not None, "it has noted what is retained"
+            self._prefixes.drop(seq_id)
+            heappush(self._free_slots, seq_id)
+        self._retained.clear()
+        return seq_ids
 
     def _fail(self, sequence: Sequence, status: str) -> Event:
         return self._end(sequence, EngineError(status, sequence.request_id))
 
     def _end(self, sequence: Sequence, end: _End) -> Event:
         """Gives back what a sequence holds, and returns its terminal event."""
-        if sequence.seq_id < 0:
-            self._waiting.remove(sequence)
+        seq_id = sequence.seq_id
+        if seq_id >= 0:
+            self._release(sequence)
+            self._ledger.restore()
+            if not (isinstance(end, FinishReason) and self._retain(sequence)):
+                self._frees.append(seq_id)
+                self._empty_slot(seq_id)
         else:
-            del self._running[sequence.seq_id]
-            self._frees.append(sequence.seq_id)
-            heappush(self._free_slots, sequence.seq_id)
-            self._n_reserved -= sequence.n_reserved
-            sequence.n_reserved = 0
+            self._waiting.remove(sequence)
+            self._lot.take(sequence)
+            if sequence.is_parked:
+                sequence.parked_s += self._now - sequence.parked_at
         if isinstance(end, FinishReason):
+            if sequence.n_steps:
+                self._ledger.lengths.observe(sequence)
             return sequence.finish(end)
         return sequence.fail(end)
 
+    def _release(self, sequence: Sequence) -> None:
+        """Counts a sequence as running no more."""
+        del self._running[sequence.seq_id]
+        self._n_reserved -= sequence.n_reserved
+        sequence.n_reserved = 0
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return -sequence.priority, sequence.order
+    def _empty_slot(self, seq_id: int) -> None:
+        """Notes that a slot is free."""
+        heappush(self._free_slots, seq_id)
+        if self._prefixes is not None:
+            self._prefixes.drop(seq_id)
+
+    def _retain(self, sequence: Sequence) -> bool:
+        """Keeps an ended sequence's tokens in its slot, if they are worth it.
+
+        Returns:
+            Whether it does; then the slot is not free.
+        """
+        n_computed = sequence.n_computed
+        # Dropped tokens after a stop are in the cells too, and nobody knows them any more.
+        if self._prefixes is None or not BLOCK_SIZE <= n_computed <= len(sequence.tokens):
+            return False
+        tokens = sequence.tokens[:n_computed]
+        self._prefixes.hold(sequence.seq_id, sequence.tenant, tokens, is_running=False)
+        self._retained[sequence.seq_id] = n_computed
+        return True
 
 
-def _level(wishes: list[int], n_left: int) -> list[int]:
-    """Cuts the largest wishes down to a common level, so that their sum is at most `n_left`."""
-    granted = [0] * len(wishes)
-    open_wishes = sorted(range(len(wishes)), key=lambda i: wishes[i])
-    for n_done, i in enumerate(open_wishes):
-        granted[i] = min(wishes[i], n_left // (len(wishes) - n_done))
-        n_left -= granted[i]
-    return granted
+def _is_generating(sequence: Sequence) -> bool:
+    """Returns whether all but the last token are computed, and that one is an output."""
+    n_target = len(sequence.tokens)
+    return sequence.n_computed == n_target - 1 and n_target > sequence.n_prompt
 
 
-def _share_prefill(prefills: list[Sequence], n_left: int) -> Iterator[PlanEntry]:
-    """Yields pieces of prompts until the budget is used up, the first arrival first."""
-    for sequence in prefills:
-        if n_left <= 0:
-            return
-        start = sequence.n_computed
-        n_tokens = min(sequence.n_pending, n_left)
-        n_left -= n_tokens
-        piece = sequence.tokens[start : start + n_tokens]
-        is_output = n_tokens == sequence.n_pending
-        yield PlanEntry(sequence.seq_id, start, piece, 0, is_output)
+def _n_prefill(sequence: Sequence) -> int:
+    """Returns the tokens to compute before a sequence generates.
+
+    The prompt, or, where the sequence was parked, all but the last token: that one goes on as if
+    nothing had happened, with a draft.
+    """
+    n_pending = sequence.n_pending
+    return n_pending - 1 if len(sequence.tokens) > sequence.n_prompt else n_pending

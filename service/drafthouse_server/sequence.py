@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from drafthouse_server.acceptance import Track
 from drafthouse_server.errors import DrafthouseError
 from drafthouse_server.step import ResultEntry, SamplingOptions
 
@@ -15,6 +16,7 @@ __all__ = [
     "Event",
     "FinishEvent",
     "FinishReason",
+    "ProgressEvent",
     "Sequence",
     "SequenceState",
     "SpeculationCounts",
@@ -31,6 +33,8 @@ class SequenceState(enum.Enum):
     """It has no slot yet."""
     RUNNING = enum.auto()
     """It owns a slot."""
+    PARKED = enum.auto()
+    """It had to give its slot back, and goes on as soon as it gets another."""
     FINISHED = enum.auto()
     """It has had its terminal event."""
 
@@ -56,6 +60,8 @@ class Usage:
     """Tokens of the prompt."""
     n_output: int
     """Tokens generated, the end token included."""
+    n_reused: int = 0
+    """Of the prompt, tokens that were not computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,8 @@ class Timings:
     """From the first token to the last."""
     first_token_s: float
     """From the receipt to the first token."""
+    parked_s: float = 0.0
+    """Without a slot after the first one, within the spans above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,16 @@ class TokensEvent:
     """One per token, or empty."""
 
 
+@dataclass(slots=True)
+class ProgressEvent:
+    """More of the prompt is computed."""
+
+    n_computed: int
+    """Tokens of the prompt in the KV cache, [1, n_prompt]."""
+    n_prompt: int
+    """Length of the prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
     """The sequence ended well. Terminal."""
@@ -121,7 +139,7 @@ class ErrorEvent:
     """What the client is told."""
 
 
-Event = TokensEvent | FinishEvent | ErrorEvent
+Event = TokensEvent | ProgressEvent | FinishEvent | ErrorEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +171,8 @@ class Sequence:
     """Monotonic time in seconds after which nobody waits for the output."""
     received_at: float = 0.0
     """Monotonic time of the request's receipt, in seconds."""
+    has_progress: bool = False
+    """Whether `ProgressEvent`s are wanted."""
 
     tokens: list[int] = field(init=False)
     """Prompt and output."""
@@ -163,17 +183,33 @@ class Sequence:
     n_computed: int = 0
     """Tokens in the KV cache."""
     n_reserved: int = 0
-    """KV cells set aside."""
+    """KV cells that it is likely to need."""
+    n_reused: int = 0
+    """Tokens of the prompt that were not computed again."""
+    n_progress: int = 0
+    """Tokens of the prompt that its last `ProgressEvent` told of."""
+    snapshot: bytes | None = None
+    """All that its slot held, while it is parked in host memory."""
+    is_parked: bool = False
+    """Whether it had to give its slot back and waits for another."""
+    n_parks: int = 0
+    """How often it was parked."""
     order: int = -1
     """Place in the order of arrival; -1 before submission."""
     n_no_room: int = 0
     """Steps in a row that found no cell."""
     is_draft_cold: bool = False
     """Whether the draft state was lost, so that speculation is over."""
+    draft_memory: Track | None = None
+    """What the draft policy remembers of it."""
     terminal: FinishEvent | ErrorEvent | None = None
     """How it ended; None while it goes on."""
     slot_at: float = math.nan
-    """When it got its slot."""
+    """When it got its first slot."""
+    parked_at: float = math.nan
+    """When it was parked last."""
+    parked_s: float = 0.0
+    """Seconds that it was parked, all times together; the current one is not counted yet."""
     first_token_at: float = math.nan
     """When its first token was there."""
     last_token_at: float = math.nan
@@ -198,7 +234,9 @@ class Sequence:
         """Where it is."""
         if self.terminal is not None:
             return SequenceState.FINISHED
-        return SequenceState.WAITING if self.seq_id < 0 else SequenceState.RUNNING
+        if self.seq_id >= 0:
+            return SequenceState.RUNNING
+        return SequenceState.PARKED if self.is_parked else SequenceState.WAITING
 
     @property
     def n_target(self) -> int:
@@ -229,7 +267,7 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """Tokens counted so far."""
-        return Usage(self.n_prompt, self.n_output)
+        return Usage(self.n_prompt, self.n_output, self.n_reused)
 
     @property
     def timings(self) -> Timings:
@@ -239,6 +277,7 @@ class Sequence:
             prefill_s=_span(self.slot_at, self.first_token_at),
             decode_s=_span(self.first_token_at, self.last_token_at),
             first_token_s=_span(self.received_at, self.first_token_at),
+            parked_s=self.parked_s,
         )
 
     @property
@@ -262,18 +301,20 @@ class Sequence:
         Returns:
             The tokens that count, and why the sequence ends, if it does.
         """
-        n_kept, reason = self._find_end(entry)
-        event = TokensEvent(entry.tokens, entry.logprobs)
-        if n_kept < len(entry.tokens):
-            event = TokensEvent(entry.tokens[:n_kept], entry.logprobs[:n_kept])
-        self.tokens.extend(event.tokens)
+        tokens, logprobs, reason = entry.tokens, entry.logprobs, None
+        # Most steps end nothing; this runs once per sequence and step.
+        if entry.is_eog or self.stop_token_ids or len(tokens) >= self.n_output_left:
+            n_kept, reason = self._find_end(entry)
+            if n_kept < len(tokens):
+                tokens, logprobs = tokens[:n_kept], logprobs[:n_kept]
+        self.tokens += tokens
         if self.n_steps == 0:
             self.first_token_at = now
         self.last_token_at = now
         self.n_steps += 1
         if entry.n_drafted:
             self._count_draft(entry)
-        return event, reason
+        return TokensEvent(tokens, logprobs), reason
 
     def _find_end(self, entry: ResultEntry) -> tuple[int, FinishReason | None]:
         """Returns how many of the tokens count, and why the sequence ends after them."""

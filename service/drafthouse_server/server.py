@@ -149,7 +149,10 @@ class Server:
         served = Served(
             loop,
             Admission(config.n_waiting_max, config.retry_after_s),
-            n_draft_default=config.n_draft_default,
+            # Of an adaptive policy: the most that it will draft.
+            n_draft_default=config.n_draft_default
+            if config.draft_policy == "fixed"
+            else config.n_draft_max,
             current_call=current_call,
             retry_after_s=config.retry_after_s,
         )

@@ -13,6 +13,7 @@ __all__ = [
     "Collected",
     "FinishReason",
     "Model",
+    "PromptProgress",
     "Result",
     "SpeculationStatistics",
     "Timings",
@@ -35,6 +36,16 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How much of the prompt is computed."""
+
+    computed_tokens: int
+    """Tokens of the prompt that are computed or were reused, [1, prompt_tokens]."""
+    prompt_tokens: int
+    """Tokens of the prompt as the model sees it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Newly generated text and tokens; `str(chunk)` is the text."""
 
@@ -44,6 +55,8 @@ class Chunk:
     """New token ids, in order; the ids of all chunks together are the whole output."""
     log_probabilities: tuple[float, ...] = ()
     """Natural log-probabilities, one per token id; empty unless they were asked for."""
+    progress: PromptProgress | None = None
+    """More of the prompt is computed, and nothing else is new; only if it was asked for."""
 
     def __str__(self) -> str:
         return self.text
@@ -57,6 +70,8 @@ class Usage:
     """Tokens of the prompt as the model saw it."""
     output_tokens: int
     """Tokens generated, the end token included."""
+    reused_prompt_tokens: int = 0
+    """Of `prompt_tokens`, those that were computed for an earlier request and not again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +86,8 @@ class Timings:
     """From the first generated token to the last."""
     first_token_s: float
     """From the receipt to the first generated token."""
+    parked_s: float = 0.0
+    """Without a slot after the first one, because others needed its memory more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,20 +210,29 @@ class Collected:
             log_probabilities=tuple(self._log_probabilities),
             finish_reason=_finish_reason(end.finish_reason),
             stop_sequence=end.stop_sequence,
-            usage=Usage(end.usage.prompt_tokens, end.usage.output_tokens),
+            usage=Usage(
+                end.usage.prompt_tokens,
+                end.usage.output_tokens,
+                end.usage.reused_prompt_tokens,
+            ),
             timings=Timings(
                 queue_s=end.timings.queue_seconds,
                 prefill_s=end.timings.prefill_seconds,
                 decode_s=end.timings.decode_seconds,
                 first_token_s=end.timings.first_token_seconds,
+                parked_s=end.timings.parked_seconds,
             ),
             speculation=_speculation(end.speculation),
             request_id=end.request_id,
         )
 
 
-def chunk_from(chunk: generation_pb2.Chunk) -> Chunk:
-    """Returns the chunk of a message."""
+def chunk_from(message: generation_pb2.GenerateResponse) -> Chunk:
+    """Returns the chunk of a message; that of an event of a newer server is empty."""
+    if message.WhichOneof("event") == "progress":
+        progress = message.progress
+        return Chunk("", progress=PromptProgress(progress.computed_tokens, progress.prompt_tokens))
+    chunk = message.chunk
     return Chunk(chunk.text, tuple(chunk.token_ids), tuple(chunk.log_probabilities))
 
 

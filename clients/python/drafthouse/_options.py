@@ -125,6 +125,8 @@ class GenerateOptions(TypedDict, total=False):
     """Go on past the model's end token."""
     log_probabilities: bool
     """Send the log-probability of every token."""
+    progress: bool
+    """Send how much of the prompt is computed: chunks without text, see `Chunk.progress`."""
     speculation: SpeculationMode | Literal["off", "mtp", "eagle3", "simple", "ngram"] | None
     """How tokens are drafted; None is the server's default. Changes the speed, never the output."""
     max_draft_tokens: int | None
@@ -253,6 +255,10 @@ def _set_log_probabilities(request: generation_pb2.GenerateRequest, value: bool)
     request.output.log_probabilities = value
 
 
+def _set_progress(request: generation_pb2.GenerateRequest, value: bool) -> None:
+    request.output.progress = value
+
+
 def _set_speculation(request: generation_pb2.GenerateRequest, mode: str) -> None:
     name = f"SPECULATION_MODE_{SpeculationMode(mode).name}"
     request.speculation.mode = model_pb2.SpeculationMode.Value(name)
@@ -270,6 +276,7 @@ _SETTERS: dict[str, Callable[..., None]] = {
     "stop_token_ids": _set_stop_token_ids,
     "ignore_end_token": _set_ignore_end_token,
     "log_probabilities": _set_log_probabilities,
+    "progress": _set_progress,
     "speculation": _set_speculation,
     "max_draft_tokens": _set_max_draft_tokens,
 }

@@ -69,7 +69,7 @@ class _Progress:
         if message.WhichOneof("event") == "result":
             self._result = self._collected.finish(message.result)
             return None
-        chunk = chunk_from(message.chunk)  # an event of a newer server yields an empty chunk
+        chunk = chunk_from(message)
         self._collected.add(chunk)
         return chunk
 

@@ -525,27 +525,32 @@ class OutputOptions(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     LOG_PROBABILITIES_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     log_probabilities: builtins.bool
     """Log-probabilities of the generated tokens under the target model's unmodified distribution."""
+    progress: builtins.bool
+    """Messages that tell how much of the prompt is computed, before the first chunk."""
     def __init__(
         self,
         *,
         log_probabilities: builtins.bool = ...,
+        progress: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["log_probabilities", b"log_probabilities"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["log_probabilities", b"log_probabilities", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class GenerateResponse(message.Message):
-    """One message of the stream: some messages with a chunk, then exactly one with the result."""
+    """One message of the stream: some messages with progress if asked for, some with a chunk, then exactly one with the result."""
 
     DESCRIPTOR: descriptor.Descriptor
 
     CHUNK_FIELD_NUMBER: builtins.int
     RESULT_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     @builtins.property
     def chunk(self) -> Chunk:
         """Newly generated text and tokens."""
@@ -554,19 +559,48 @@ class GenerateResponse(message.Message):
     def result(self) -> GenerationResult:
         """The end of the generation; always the last message."""
 
+    @builtins.property
+    def progress(self) -> PromptProgress:
+        """More of the prompt is computed. Only if OutputOptions.progress."""
+
     def __init__(
         self,
         *,
         chunk: Chunk | None = ...,
         result: GenerationResult | None = ...,
+        progress: PromptProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "event", b"event", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "event", b"event", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = typing.Literal["chunk", "result"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = typing.Literal["chunk", "result", "progress"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+@typing.final
+class PromptProgress(message.Message):
+    """How much of the prompt is computed: as it was when the message was written, so not every step is told."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    computed_tokens: builtins.int
+    """Tokens of the prompt that are computed or were reused, [1, prompt_tokens]; grows from message to message."""
+    prompt_tokens: builtins.int
+    """Tokens of the prompt as the model sees it."""
+    def __init__(
+        self,
+        *,
+        computed_tokens: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["computed_tokens", b"computed_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class Chunk(message.Message):
@@ -656,19 +690,23 @@ class Usage(message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    REUSED_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """Tokens of the prompt as the model saw it."""
     output_tokens: builtins.int
     """Tokens of the output, the end token and those of a stop text included: as many as the chunks carry token ids."""
+    reused_prompt_tokens: builtins.int
+    """Of prompt_tokens, those that were computed for an earlier request of the same tenant and not again."""
     def __init__(
         self,
         *,
         prompt_tokens: builtins.int = ...,
         output_tokens: builtins.int = ...,
+        reused_prompt_tokens: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "reused_prompt_tokens", b"reused_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -682,6 +720,7 @@ class Timings(message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: builtins.int
     DECODE_SECONDS_FIELD_NUMBER: builtins.int
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: builtins.int
+    PARKED_SECONDS_FIELD_NUMBER: builtins.int
     queue_seconds: builtins.float
     """From the server's receipt of the request to its slot."""
     prefill_seconds: builtins.float
@@ -690,6 +729,8 @@ class Timings(message.Message):
     """From the first generated token to the last."""
     first_token_seconds: builtins.float
     """From the receipt to the first generated token."""
+    parked_seconds: builtins.float
+    """Without a slot after the first one, because others needed its memory more. Part of the other spans."""
     def __init__(
         self,
         *,
@@ -697,10 +738,11 @@ class Timings(message.Message):
         prefill_seconds: builtins.float = ...,
         decode_seconds: builtins.float = ...,
         first_token_seconds: builtins.float = ...,
+        parked_seconds: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["decode_seconds", b"decode_seconds", "first_token_seconds", b"first_token_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["decode_seconds", b"decode_seconds", "first_token_seconds", b"first_token_seconds", "parked_seconds", b"parked_seconds", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,427 @@
+"""Which computed tokens may be used again: prefixes in slots and in host memory, by tenant.
+
+A *prefix* is the computed tokens of a sequence. It lives in a slot while its sequence runs, in the
+slot still after the sequence has ended (*retained*, until the slot or its cells are needed), or in
+host memory as a snapshot. A new prompt goes on from the longest prefix that it shares with one.
+
+Prefixes are found by hashes of their blocks: the hash of a block covers all tokens before it and
+the tenant's name, so that no tenant can find, or be told of, what another has computed.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+__all__ = [
+    "BLOCK_SIZE",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheEvent",
+    "Match",
+    "Prefix",
+    "PrefixCache",
+    "PrefixCounts",
+    "Tier",
+]
+
+BLOCK_SIZE = 16
+"""Tokens of one block; shorter prefixes are not worth the look-up."""
+
+_HASH_BYTES = 8
+
+
+class Tier(enum.IntEnum):
+    """Where a prefix lives; the cheapest to use again first."""
+
+    RETAINED = 0
+    """In a slot whose sequence has ended."""
+    RUNNING = 1
+    """In the slot of a sequence that goes on; it can be copied, not taken over."""
+    HOST = 2
+    """In host memory, as a snapshot."""
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Computed tokens of one tenant."""
+
+    tenant: str
+    """Whose tokens they are."""
+    tokens: tuple[int, ...]
+    """At least one block of them."""
+    tier: Tier
+    """Where they are."""
+    seq_id: int = -1
+    """Slot; -1 in host memory."""
+    snapshot: bytes = b""
+    """What the engine wrote; empty in a slot."""
+    hashes: tuple[int, ...] = ()
+    """Of the whole blocks, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a prompt shares with a prefix."""
+
+    prefix: Prefix
+    """The prefix."""
+    n_tokens: int
+    """First tokens that both have, at least one block."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Blocks that no prefix held before: for routers that send a prompt where its prefix is."""
+
+    tenant: str
+    """Whose they are."""
+    hashes: tuple[int, ...]
+    """Of the blocks, in order."""
+    parent: int | None
+    """Hash of the block before the first; None at the start of a prompt."""
+    tokens: tuple[int, ...]
+    """Of all blocks, BLOCK_SIZE each."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks that no prefix holds any more."""
+
+    tenant: str
+    """Whose they were."""
+    hashes: tuple[int, ...]
+    """Of the blocks, the last one of a prompt first."""
+
+
+CacheEvent = BlocksStored | BlocksRemoved
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """How the cache did. Counts only grow."""
+
+    n_lookups: int = 0
+    """Prompts that got a slot."""
+    n_hits: int = 0
+    """Of these, those that went on from a prefix."""
+    n_prompt_tokens: int = 0
+    """Tokens of these prompts."""
+    n_reused: int = 0
+    """Of these, not computed again."""
+    n_evicted: int = 0
+    """Prefixes that had to leave a slot or host memory."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that was not computed again; 0 without any."""
+        return self.n_reused / self.n_prompt_tokens if self.n_prompt_tokens else 0.0
+
+
+class PrefixCache:
+    """Finds, keeps and gives up prefixes. It holds no cells itself: the engine's slots do.
+
+    Args:
+        can_cut: Whether a prefix can be used in part and copied from slot to slot. A recurrent
+            target cannot: there a prefix is used whole, or not at all.
+        n_host_bytes_max: Most bytes of snapshots in host memory; 0 is none.
+        has_events: Whether `take_events` is of interest.
+    """
+
+    def __init__(
+        self, *, can_cut: bool, n_host_bytes_max: int = 0, has_events: bool = False
+    ) -> None:
+        self.counts = PrefixCounts()
+        self._can_cut = can_cut
+        self._n_host_bytes_max = n_host_bytes_max
+        self._has_events = has_events
+        self._events: list[CacheEvent] = []
+        self._n_host_bytes = 0
+        # By slot and in host memory; the least recently used first.
+        self._slots: dict[int, Prefix] = {}
+        self._hosted: dict[Prefix, None] = {}
+        # By the hash of a block: those that hold it, and those whose last whole block it is.
+        self._holders: dict[int, dict[Prefix, None]] = {}
+        self._ends: dict[int, dict[Prefix, None]] = {}
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether a prefix can be used in part and copied from slot to slot."""
+        return self._can_cut
+
+    @property
+    def n_retained(self) -> int:
+        """Slots that hold an ended sequence's tokens."""
+        return sum(prefix.tier is Tier.RETAINED for prefix in self._slots.values())
+
+    @property
+    def n_host_bytes(self) -> int:
+        """Bytes of snapshots in host memory."""
+        return self._n_host_bytes
+
+    def retained(self) -> Iterator[Prefix]:
+        """Yields the prefixes of ended sequences in slots, the least recently used first."""
+        return (prefix for prefix in self._slots.values() if prefix.tier is Tier.RETAINED)
+
+    def find(self, tenant: str, tokens: Sequence[int]) -> Match | None:
+        """Returns the longest prefix that a prompt can go on from; None if there is none.
+
+        One token of the prompt at least is left to be computed: the first output needs it. Of
+        equally long ones that which is cheapest to use is returned.
+
+        Args:
+            tenant: Whose prompt it is; other tenants' prefixes are not found.
+            tokens: The prompt.
+        """
+        n_max = len(tokens) - 1
+        hashes = self._known_hashes(tenant, tokens, n_max)
+        match = (
+            self._find_part(tokens, hashes, n_max)
+            if self._can_cut
+            else self._find_whole(tokens, hashes, n_max)
+        )
+        # Sixty-four bits can collide; another prompt's state must never be taken for this one's.
+        if match is None or not _is_shared(tokens, match):
+            return None
+        return match
+
+    def _known_hashes(self, tenant: str, tokens: Sequence[int], n_max: int) -> list[int]:
+        """Returns the hashes of the prompt's first blocks, as far as some prefix holds them."""
+        known: list[int] = []
+        for block_hash in _hashes(tenant, tokens[: n_max - n_max % BLOCK_SIZE]):
+            if block_hash not in self._holders:
+                break
+            known.append(block_hash)
+        return known
+
+    def _find_part(self, tokens: Sequence[int], hashes: list[int], n_max: int) -> Match | None:
+        if not hashes:
+            return None
+        start = len(hashes) * BLOCK_SIZE
+        rest = tokens[start : min(n_max, start + BLOCK_SIZE)]
+        return min(
+            (
+                Match(prefix, start + _n_common(prefix.tokens[start : start + BLOCK_SIZE], rest))
+                for prefix in self._holders[hashes[-1]]
+            ),
+            key=lambda match: (-match.n_tokens, match.prefix.tier),
+        )
+
+    def _find_whole(self, tokens: Sequence[int], hashes: list[int], n_max: int) -> Match | None:
+        for n_blocks in range(len(hashes), 0, -1):
+            start = n_blocks * BLOCK_SIZE
+            whole = [
+                Match(prefix, len(prefix.tokens))
+                for prefix in self._ends.get(hashes[n_blocks - 1], ())
+                if prefix.tier is not Tier.RUNNING
+                and len(prefix.tokens) <= n_max
+                and prefix.tokens[start:] == tuple(tokens[start : len(prefix.tokens)])
+            ]
+            if whole:
+                return min(whole, key=lambda match: (-match.n_tokens, match.prefix.tier))
+        return None
+
+    def count(self, n_prompt: int, match: Match | None) -> None:
+        """Counts a prompt that got its slot, and the prefix that it went on from, if any."""
+        self.counts.n_lookups += 1
+        self.counts.n_prompt_tokens += n_prompt
+        if match is not None:
+            self.counts.n_hits += 1
+            self.counts.n_reused += match.n_tokens
+            self._touch(match.prefix)
+
+    def hold(self, seq_id: int, tenant: str, tokens: Sequence[int], *, is_running: bool) -> None:
+        """Notes what a slot holds: computed tokens only. What was noted of it before is forgotten.
+
+        Args:
+            seq_id: The slot.
+            tenant: Whose tokens they are.
+            tokens: Those in the slot's cells; fewer than one block are not worth noting.
+            is_running: Whether the sequence goes on. If not, the slot is retained.
+        """
+        before = self._slots.get(seq_id)
+        tier = Tier.RUNNING if is_running else Tier.RETAINED
+        prefix = self._make(tenant, tokens, tier, seq_id) if len(tokens) >= BLOCK_SIZE else None
+        if prefix is not None:
+            self._add(prefix)  # before the old one goes, so that shared blocks make no events
+        if before is not None:
+            del self._slots[seq_id]
+            self._remove(before)
+        if prefix is not None:
+            self._slots[seq_id] = prefix
+
+    def drop(self, seq_id: int) -> None:
+        """Forgets what a slot holds: it is given back, or taken over. Harmless when unknown."""
+        prefix = self._slots.pop(seq_id, None)
+        if prefix is not None:
+            self._remove(prefix)
+
+    def evict(self, seq_id: int) -> Prefix:
+        """Gives up a retained slot and returns what it held.
+
+        Raises:
+            KeyError: nothing is noted of the slot.
+        """
+        prefix = self._slots[seq_id]
+        self.drop(seq_id)
+        self.counts.n_evicted += 1
+        return prefix
+
+    def is_worth_storing(self, prefix: Prefix) -> bool:
+        """Returns whether a prefix about to leave its slot should go to host memory.
+
+        Not where host memory has it already, or is off.
+        """
+        return self._n_host_bytes_max > 0 and self._covering(prefix) is None
+
+    def store(self, tenant: str, tokens: Sequence[int], snapshot: bytes) -> bool:
+        """Keeps a snapshot in host memory; the least recently used ones make room for it.
+
+        Args:
+            tenant: Whose tokens they are.
+            tokens: Those that the snapshot holds.
+            snapshot: What the engine wrote.
+
+        Returns:
+            Whether it is kept: not when it alone exceeds the limit, or is there already.
+        """
+        if len(tokens) < BLOCK_SIZE or len(snapshot) > self._n_host_bytes_max:
+            return False
+        prefix = self._make(tenant, tokens, Tier.HOST)
+        covering = self._covering(prefix)
+        if covering is not None:
+            self._touch(covering)
+            return False
+        prefix.snapshot = snapshot
+        self._add(prefix)
+        for shorter in self._covered(prefix):
+            self._forget_hosted(shorter)
+        while self._n_host_bytes + len(snapshot) > self._n_host_bytes_max:
+            self._forget_hosted(next(iter(self._hosted)))
+            self.counts.n_evicted += 1
+        self._hosted[prefix] = None
+        self._n_host_bytes += len(snapshot)
+        return True
+
+    def clear(self, tenant: str | None = None) -> list[int]:
+        """Forgets everything, or all of one tenant, but what running sequences hold.
+
+        Returns:
+            The slots that were retained; the caller gives them back.
+        """
+        seq_ids = [p.seq_id for p in self.retained() if tenant in (None, p.tenant)]
+        for seq_id in seq_ids:
+            self.drop(seq_id)
+        for prefix in [p for p in self._hosted if tenant in (None, p.tenant)]:
+            self._forget_hosted(prefix)
+        return seq_ids
+
+    def take_events(self) -> list[CacheEvent]:
+        """Returns what was stored and removed since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _make(self, tenant: str, tokens: Sequence[int], tier: Tier, seq_id: int = -1) -> Prefix:
+        n_whole = len(tokens) - len(tokens) % BLOCK_SIZE
+        hashes = tuple(_hashes(tenant, tokens[:n_whole]))
+        return Prefix(tenant, tuple(tokens), tier, seq_id, hashes=hashes)
+
+    def _touch(self, prefix: Prefix) -> None:
+        """Makes a prefix the most recently used one."""
+        if prefix.tier is Tier.HOST:
+            if prefix in self._hosted:
+                self._hosted[prefix] = self._hosted.pop(prefix)
+        elif self._slots.get(prefix.seq_id) is prefix:
+            self._slots[prefix.seq_id] = self._slots.pop(prefix.seq_id)
+
+    def _covering(self, prefix: Prefix) -> Prefix | None:
+        """Returns a prefix in host memory that makes this one needless there."""
+        table = self._holders if self._can_cut else self._ends
+        n = len(prefix.tokens)
+        for other in table.get(prefix.hashes[-1], ()):
+            is_enough = len(other.tokens) >= n if self._can_cut else len(other.tokens) == n
+            if other.tier is Tier.HOST and is_enough and other.tokens[:n] == prefix.tokens:
+                return other
+        return None
+
+    def _covered(self, prefix: Prefix) -> list[Prefix]:
+        """Returns the prefixes in host memory that this one makes needless."""
+        if not self._can_cut:
+            return []
+        return [
+            other
+            for block_hash in prefix.hashes
+            for other in self._ends.get(block_hash, ())
+            if other.tier is Tier.HOST
+            and other in self._hosted
+            and prefix.tokens[: len(other.tokens)] == other.tokens
+        ]
+
+    def _forget_hosted(self, prefix: Prefix) -> None:
+        del self._hosted[prefix]
+        self._n_host_bytes -= len(prefix.snapshot)
+        self._remove(prefix)
+
+    def _add(self, prefix: Prefix) -> None:
+        n_known = len(prefix.hashes)
+        for i, block_hash in enumerate(prefix.hashes):
+            holders = self._holders.get(block_hash)
+            if holders is None:
+                self._holders[block_hash] = {prefix: None}
+                n_known = min(n_known, i)
+            else:
+                holders[prefix] = None
+        self._ends.setdefault(prefix.hashes[-1], {})[prefix] = None
+        if self._has_events and n_known < len(prefix.hashes):
+            n_end = len(prefix.hashes) * BLOCK_SIZE
+            self._events.append(
+                BlocksStored(
+                    prefix.tenant,
+                    prefix.hashes[n_known:],
+                    prefix.hashes[n_known - 1] if n_known else None,
+                    prefix.tokens[n_known * BLOCK_SIZE : n_end],
+                )
+            )
+
+    def _remove(self, prefix: Prefix) -> None:
+        removed = [
+            block_hash
+            for block_hash in reversed(prefix.hashes)
+            if _discard(self._holders, block_hash, prefix)
+        ]
+        _discard(self._ends, prefix.hashes[-1], prefix)
+        if self._has_events and removed:
+            self._events.append(BlocksRemoved(prefix.tenant, tuple(removed)))
+
+
+def _hashes(tenant: str, tokens: Sequence[int]) -> Iterator[int]:
+    """Yields the hash of each block; each covers the tenant and all tokens before it."""
+    digest = blake2b(tenant.encode(), digest_size=_HASH_BYTES).digest()
+    for start in range(0, len(tokens), BLOCK_SIZE):
+        block = array("i", tokens[start : start + BLOCK_SIZE]).tobytes()
+        digest = blake2b(digest + block, digest_size=_HASH_BYTES).digest()
+        yield int.from_bytes(digest)
+
+
+def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns how many tokens both begin with."""
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return i
+    return min(len(first), len(second))
+
+
+def _is_shared(tokens: Sequence[int], match: Match) -> bool:
+    return match.prefix.tokens[: match.n_tokens] == tuple(tokens[: match.n_tokens])
+
+
+def _discard(table: dict[int, dict[Prefix, None]], block_hash: int, prefix: Prefix) -> bool:
+    """Takes a prefix out of a table, and returns whether it was the last one of its hash."""
+    holders = table[block_hash]
+    del holders[prefix]
+    if not holders:
+        del table[block_hash]
+    return not holders

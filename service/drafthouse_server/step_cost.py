@@ -1,0 +1,463 @@
+"""What a step costs in seconds: a model of it, fitted online to what steps did and took. Pure.
+
+A step is drafting, one decode of the target, feeding the drafter, and sampling. Each part is a sum
+of non-negative coefficients times counts of the step's `StepShape`:
+
+- draft: per drafting pass (as many as the longest draft is long), per draft token;
+- decode: per physical batch, per token (less or more as the batch widens: weights are read once per
+  batch, so few tokens cost little more than one), per sampled position, per pair of token and cell;
+- process: per physical batch, per token. It is paid in steps without drafts too;
+- sample: per step, per sampled position;
+- the rest, host included: per step, per sequence.
+
+The fit is least squares of the relative error, with weights that keep outliers from counting, and
+forgets per kind of step: a kind that was not seen for long keeps what was learnt of it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from operator import mul
+from typing import NamedTuple
+
+from drafthouse_server.step import PlanEntry, ResultEntry, StepTimings
+
+__all__ = ["Splitting", "StepCost", "StepShape", "count_ubatches", "shape_of"]
+
+
+class Splitting(enum.Enum):
+    """How llama.cpp cuts one decode into physical batches."""
+
+    NONE = enum.auto()
+    """Sequences share one pool of cells: tokens fill physical batches in any mix."""
+    STREAMS = enum.auto()
+    """Cells of its own for each slot.
+
+    A physical batch takes equally many tokens of slots that follow one another.
+    """
+    GROUPS = enum.auto()
+    """A recurrent target.
+
+    One decode for all without a draft, then one for each run of neighbours with equal drafts.
+    """
+
+
+class StepShape(NamedTuple):
+    """What a step computes, as far as its cost depends on it."""
+
+    n_decodes: int = 0
+    """Sequences that generate."""
+    n_depth: int = 0
+    """Longest draft; the drafter runs as many passes."""
+    n_draft: int = 0
+    """Draft tokens, over all sequences."""
+    n_tokens: int = 0
+    """Tokens of the target's decode: last tokens, drafts and pieces of prompts."""
+    n_outputs: int = 0
+    """Sampled positions."""
+    n_ubatches: int = 1
+    """Physical batches of the target's decode."""
+    n_pairs: float = 0.0
+    """Pairs of a token and a cell before it: the work of attention."""
+
+
+def count_ubatches(
+    seq_ids: Sequence[int], lengths: Sequence[int], splitting: Splitting, n_ubatch: int
+) -> int:
+    """Returns how many physical batches a decode is cut into.
+
+    Args:
+        seq_ids: Slots, ascending.
+        lengths: Tokens of each, >= 1.
+        splitting: The rule.
+        n_ubatch: Most tokens of one physical batch.
+
+    Source: llama-batch.cpp, split_equal and split_simple; make_groups in spec.cpp (b11549).
+    """
+    n_filled = -(-sum(lengths) // n_ubatch)
+    if splitting is Splitting.NONE or not lengths:
+        return max(1, n_filled)
+    if seq_ids[-1] - seq_ids[0] == len(seq_ids) - 1 and len(set(lengths)) == 1:
+        return max(1, n_filled)
+    count = _count_strokes if splitting is Splitting.STREAMS else _count_groups
+    return max(n_filled, count(seq_ids, lengths))
+
+
+def _count_strokes(seq_ids: Sequence[int], lengths: Sequence[int]) -> int:
+    """Counts the level strokes that paint a skyline: each takes as much as its shortest allows."""
+    n_strokes = 0
+    levels: list[int] = []
+    last_id = -2
+    for seq_id, length in zip(seq_ids, lengths, strict=True):
+        if seq_id != last_id + 1:
+            levels.clear()
+        last_id = seq_id
+        while levels and levels[-1] > length:
+            levels.pop()
+        if not levels or levels[-1] < length:
+            levels.append(length)
+            n_strokes += 1
+    return n_strokes
+
+
+def _count_groups(seq_ids: Sequence[int], lengths: Sequence[int]) -> int:
+    """Counts runs of neighbours of one length; single tokens of all share a decode's first part."""
+    n_groups = 0
+    last_id, last_length = -2, -1
+    for seq_id, length in zip(seq_ids, lengths, strict=True):
+        if seq_id != last_id + 1 or length != last_length:
+            n_groups += 1
+        last_id, last_length = seq_id, length
+    return n_groups
+
+
+def shape_of(
+    entries: Iterable[PlanEntry],
+    results: Iterable[ResultEntry],
+    splitting: Splitting,
+    n_ubatch: int,
+) -> StepShape:
+    """Returns the shape of a step that was run.
+
+    Drafting is counted as it was planned, verification as it came out: a drafter may propose less.
+
+    Args:
+        entries: The plan's.
+        results: The engine's, in the same order.
+        splitting: How the target's decode is cut.
+        n_ubatch: Most tokens of one physical batch.
+    """
+    n_decodes = n_depth = n_draft = n_outputs = n_pairs = 0
+    parts: list[tuple[int, int]] = []
+    for entry, result in zip(entries, results, strict=True):
+        n_drafted = result.n_drafted
+        length = len(entry.tokens) + n_drafted
+        parts.append((entry.seq_id, length))
+        n_pairs += length * entry.n_past
+        if entry.is_output:
+            n_decodes += 1
+            n_outputs += 1 + n_drafted
+            n_draft += entry.n_draft
+            n_depth = max(n_depth, entry.n_draft)
+    parts.sort()
+    lengths = [length for _, length in parts]
+    n_ubatches = count_ubatches([seq_id for seq_id, _ in parts], lengths, splitting, n_ubatch)
+    return StepShape(n_decodes, n_depth, n_draft, sum(lengths), n_outputs, n_ubatches, n_pairs)
+
+
+_KNOTS = (2, 8, 32)
+"""Widths of a physical batch at which a token's cost may change."""
+
+_UNIT_S = 0.01
+"""Seconds of the target's decode of one token, before anything is known."""
+
+# Costs before anything is known, as shares of the unit.
+_PRIOR_DRAFT = (0.15, 0.01)
+_PRIOR_DECODE = (1.0, 0.1, 0.1, 0.1, 0.1, 0.01, 1e-5)
+_PRIOR_PROCESS = (0.05, 0.005)
+_PRIOR_SAMPLE = (0.01, 0.01)
+_PRIOR_REST = (0.02, 0.002)
+_SLOPES = range(1, 5)
+"""Places of the four slopes among the decode's coefficients."""
+
+_FORGETTING = 0.95
+"""What is left of a kind's past at each of its steps: the last 20 count."""
+_PRIOR_WEIGHT = 0.003
+"""Of the prior, in observations."""
+_SMOOTHNESS = 0.03
+"""How strongly neighbouring slopes pull each other, where nothing else is known."""
+_N_KNOWN = 60
+"""Steps of a kind that are all learnt from."""
+_THINNING = 4
+"""Of further ones, one in so many is: learning takes time as well."""
+_N_RATIOS = 15
+"""Well known steps whose median tells whether the machine has changed."""
+_SPEED_TOLERANCE = 0.15
+"""How far off that median may be."""
+_HUBER = 3.0
+"""Deviations beyond which an observation counts less."""
+_DEVIATION_MIN = 0.02
+"""Least typical deviation, relative: timers are no better."""
+_DEVIATION_GROWTH = 1.25
+"""How fast the typical deviation may grow: so many times per observation."""
+
+
+class _Fit:
+    """Non-negative weighted least squares of one part of a step.
+
+    Args:
+        prior: Coefficients before anything is known, in units.
+        slopes: Places of coefficients that pull each other.
+    """
+
+    def __init__(self, prior: Sequence[float], slopes: range = range(0)) -> None:
+        self._prior = tuple(prior)
+        self._slopes = slopes
+        self._kinds: dict[int, tuple[list[list[float]], list[float]]] = {}
+        self._deviation = 0.3
+        self.n_observed = 0
+        self.coefficients = [0.0] * len(self._prior)
+        self.rescale(_UNIT_S)
+
+    def rescale(self, unit_s: float) -> None:
+        """Starts over from the prior, for a machine and a model on which the unit takes so long."""
+        self.unit_s = unit_s
+        scaled = [share * unit_s for share in self._prior]
+        n = len(scaled)
+        self.coefficients = scaled
+        self._moments = [[0.0] * n for _ in range(n)]
+        self._targets = [0.0] * n
+        for i, value in enumerate(scaled):
+            weight = _PRIOR_WEIGHT / value**2
+            self._moments[i][i] = weight
+            self._targets[i] = weight * value
+        for i in self._slopes[:-1]:
+            weight = _SMOOTHNESS / scaled[i] ** 2
+            for row, column, sign in ((i, i, 1), (i + 1, i + 1, 1), (i, i + 1, -1), (i + 1, i, -1)):
+                self._moments[row][column] += sign * weight
+
+    def predict(self, counts: Sequence[float]) -> float:
+        """Returns the seconds that counts stand for."""
+        return float(sum(map(mul, self.coefficients, counts)))
+
+    def observe(self, counts: Sequence[float], seconds: float, kind: int) -> None:
+        """Learns from one step.
+
+        Args:
+            counts: Of the step, one per coefficient.
+            seconds: What it took, >= 0.
+            kind: Of steps that are forgotten together.
+        """
+        expected = self.predict(counts)
+        if expected <= 0:
+            return
+        if self.n_observed == 0 and seconds > 0:
+            self.rescale(seconds / sum(map(mul, self._prior, counts)))
+            expected = seconds
+        self.n_observed += 1
+        weight = self._weigh(seconds, expected)
+        self._add([count * weight for count in counts], counts, seconds, kind)
+        self._solve()
+
+    def _weigh(self, seconds: float, expected: float) -> float:
+        """Returns an observation's weight: less when it is far off, for how far is usual."""
+        # The smaller of both as scale would let one slow step weigh like hundreds.
+        scale = max(seconds, expected)
+        off = abs(seconds - expected) / scale
+        bound = _HUBER * self._deviation
+        usual = min(off, self._deviation * _DEVIATION_GROWTH * 2)
+        self._deviation = max(_DEVIATION_MIN, self._deviation + 0.05 * (usual - self._deviation))
+        weight = 1 / scale**2
+        return weight if off <= bound else weight * bound / off
+
+    def _add(
+        self, weighted: Sequence[float], counts: Sequence[float], seconds: float, kind: int
+    ) -> None:
+        """Adds an observation to its kind, whose past fades."""
+        rows, targets = self._kinds.get(kind) or (
+            [[0.0] * len(counts) for _ in counts],
+            [0.0] * len(counts),
+        )
+        fading = 1 - _FORGETTING
+        for i, factor in enumerate(weighted):
+            row = rows[i]
+            changes = [
+                factor * count - fading * old for count, old in zip(counts, row, strict=True)
+            ]
+            rows[i] = list(map(float.__add__, row, changes))
+            self._moments[i] = list(map(float.__add__, self._moments[i], changes))
+            change = factor * seconds - fading * targets[i]
+            targets[i] += change
+            self._targets[i] += change
+        self._kinds[kind] = rows, targets
+
+    def _solve(self) -> None:
+        """One sweep over the coefficients; the next observation goes on from there."""
+        coefficients, moments = self.coefficients, self._moments
+        for i, target in enumerate(self._targets):
+            row = moments[i]
+            rest = target - sum(map(mul, row, coefficients))
+            coefficients[i] = max(0.0, coefficients[i] + rest / row[i])
+
+
+class StepCost:
+    """Predicts how long a step takes, and learns from each how long it took.
+
+    Before it has seen a step it answers from a prior that has the right proportions for a small
+    model on a processor; the first step sets the scale.
+    """
+
+    def __init__(self) -> None:
+        self._draft = _Fit(_PRIOR_DRAFT)
+        self._decode = _Fit(_PRIOR_DECODE, _SLOPES)
+        self._process = _Fit(_PRIOR_PROCESS)
+        self._sample = _Fit(_PRIOR_SAMPLE)
+        self._rest = _Fit(_PRIOR_REST)
+        self._fits = (self._draft, self._decode, self._process, self._sample, self._rest)
+        self._n_by_kind: dict[tuple[int, int], int] = {}
+        self._speed = 1.0  # what a second of the fits is now, in seconds
+        self._ratios: list[float] = []
+
+    @property
+    def n_observed(self) -> int:
+        """Steps learnt from."""
+        return self._decode.n_observed
+
+    def coefficients(self) -> dict[str, tuple[float, ...]]:
+        """Returns what was learnt, in seconds, by part of a step; the module tells the order."""
+        names = ("draft", "decode", "process", "sample", "rest")
+        return {name: tuple(fit.coefficients) for name, fit in zip(names, self._fits, strict=True)}
+
+    def predict(self, shape: StepShape) -> float:
+        """Returns how long a step will take, in seconds, the host's part included."""
+        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _ = shape
+        draft = self._draft.coefficients
+        process = self._process.coefficients
+        sample = self._sample.coefficients
+        rest = self._rest.coefficients
+        return self._speed * (
+            draft[0] * n_depth
+            + draft[1] * n_draft
+            + self._decode.predict(_decode_counts(shape))
+            + process[0] * n_ubatches
+            + process[1] * n_tokens
+            + sample[0]
+            + sample[1] * n_outputs
+            + rest[0]
+            + rest[1] * n_decodes
+        )
+
+    def process_s(self, shape: StepShape) -> float:
+        """Returns what feeding the drafter takes of a step, in seconds."""
+        per_batch, per_token = self._process.coefficients
+        return self._speed * (per_batch * shape.n_ubatches + per_token * shape.n_tokens)
+
+    def observe(self, shape: StepShape, timings: StepTimings, wall_s: float = 0.0) -> None:
+        """Learns from a step that succeeded.
+
+        Args:
+            shape: What it computed; see `shape_of`.
+            timings: What it took; without a total it is ignored.
+            wall_s: Seconds from its plan to its result, the host's part included; 0 is not known.
+        """
+        if timings.total_s <= 0 or not shape.n_tokens:
+            return
+        width_kind = (shape.n_tokens // shape.n_ubatches).bit_length()
+        # A drafter that was let go is not fed: such steps tell nothing about what feeding costs.
+        process_s = self.process_s(shape)
+        is_fed = not self.n_observed or timings.process_s > 0.1 * process_s
+        n_known = self._n_by_kind.get((shape.n_depth, width_kind), 0)
+        self._n_by_kind[shape.n_depth, width_kind] = n_known + 1
+        if n_known > _N_KNOWN:
+            expected_s = self.predict(shape) - (0.0 if is_fed else process_s)
+            self._follow_speed(max(timings.total_s, wall_s) / max(expected_s, 1e-9))
+            if n_known % _THINNING:
+                return
+        is_first = self._decode.n_observed == 0
+        self._learn(shape, timings, max(timings.total_s, wall_s), width_kind, is_fed)
+        if is_first:
+            for fit in self._fits:
+                if fit is not self._decode:
+                    fit.rescale(self._decode.unit_s)
+
+    def _follow_speed(self, ratio: float) -> None:
+        """Notices when steps that are well known take another time: the machine has changed."""
+        self._ratios.append(ratio)
+        if len(self._ratios) >= _N_RATIOS:
+            median = sorted(self._ratios)[_N_RATIOS // 2]
+            self._ratios.clear()
+            if abs(median - 1) > _SPEED_TOLERANCE:
+                self._speed *= median
+
+    def _learn(
+        self,
+        shape: StepShape,
+        timings: StepTimings,
+        seconds: float,
+        width_kind: int,
+        is_fed: bool,
+    ) -> None:
+        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _ = shape
+        parts_s = timings.draft_s + timings.decode_s + timings.process_s + timings.sample_s
+        # An engine that tells the total only is one whose decode is everything.
+        decode_s = timings.decode_s or timings.total_s - parts_s
+        rest_s = max(0.0, seconds - (parts_s - timings.decode_s + decode_s))
+        speed = self._speed
+        self._decode.observe(_decode_counts(shape), decode_s / speed, width_kind)
+        if n_depth:
+            self._draft.observe((n_depth, n_draft), timings.draft_s / speed, n_depth)
+        if is_fed:
+            self._process.observe((n_ubatches, n_tokens), timings.process_s / speed, width_kind)
+        if n_outputs:
+            self._sample.observe((1.0, n_outputs), timings.sample_s / speed, width_kind)
+        self._rest.observe((1.0, n_decodes), rest_s / speed, n_decodes.bit_length())
+
+    def fit_prefill(self, shape: StepShape, seconds: float, n_past: int, n_most: int) -> int:
+        """Returns how many tokens of a prompt fit into a step beside what it does already.
+
+        Args:
+            shape: The step without them; `StepShape()` is one that does nothing else.
+            seconds: What the whole step may take.
+            n_past: Tokens of the prompt that are computed.
+            n_most: Most tokens, >= 0.
+
+        Returns:
+            [0, n_most]; 0 when the step is too long already.
+        """
+        low, high = 0, n_most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.predict(_with_prefill(shape, middle, n_past)) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def recompute_s(self, n_tokens: int, n_batch: int) -> float:
+        """Returns how long it takes to compute a prompt again, in steps of its own.
+
+        Args:
+            n_tokens: Tokens to compute.
+            n_batch: Most tokens of one step.
+        """
+        total_s = 0.0
+        for start in range(0, n_tokens, n_batch):
+            n_piece = min(n_batch, n_tokens - start)
+            total_s += self.predict(_with_prefill(StepShape(n_ubatches=0), n_piece, start))
+        return total_s
+
+
+def _with_prefill(shape: StepShape, n_tokens: int, n_past: int) -> StepShape:
+    """Returns a step with a piece of a prompt in it.
+
+    Prompts make a physical batch of their own beside decodes.
+    """
+    n_decodes, n_depth, n_draft, n_before, n_outputs, n_ubatches, n_pairs = shape
+    if n_tokens:
+        n_ubatches = n_ubatches + 1 if n_before else 1
+    return StepShape(
+        n_decodes,
+        n_depth,
+        n_draft,
+        n_before + n_tokens,
+        n_outputs,
+        max(1, n_ubatches),
+        n_pairs + n_tokens * (n_past + n_tokens / 2),
+    )
+
+
+def _decode_counts(shape: StepShape) -> tuple[float, ...]:
+    """Returns what the decode's coefficients are multiplied with."""
+    n_ubatches = shape.n_ubatches
+    width = shape.n_tokens / n_ubatches
+    low, middle, high = _KNOTS
+    return (
+        n_ubatches,
+        n_ubatches * (width if width < low else low),
+        n_ubatches * (0.0 if width < low else min(width, middle) - low),
+        n_ubatches * (0.0 if width < middle else min(width, high) - middle),
+        n_ubatches * (0.0 if width < high else width - high),
+        shape.n_outputs,
+        shape.n_pairs,
+    )

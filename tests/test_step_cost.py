@@ -1,0 +1,156 @@
+"""The cost model of a step: it finds what steps cost, in spite of noise."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafthouse_server.step import PlanEntry, ResultEntry, SequenceStatus, StepTimings
+from drafthouse_server.step_cost import (
+    Splitting,
+    StepCost,
+    StepShape,
+    count_ubatches,
+    shape_of,
+)
+
+
+def shape(n: int, k: int, n_ubatches: int = 1) -> StepShape:
+    return StepShape(n, k, n * k, n * (1 + k), n * (1 + k), n_ubatches, n * (1 + k) * 100.0)
+
+
+def true_timings(s: StepShape) -> StepTimings:
+    """A machine that reads weights once per physical batch and computes beyond eight tokens."""
+    width = s.n_tokens / s.n_ubatches
+    draft_s = 0.002 * s.n_depth + 0.0001 * s.n_draft
+    decode_s = s.n_ubatches * (0.01 + 0.0003 * min(width, 8) + 0.001 * max(0.0, width - 8))
+    process_s = 0.0005 + 0.00005 * s.n_tokens
+    sample_s = 0.0001 * s.n_outputs
+    total_s = draft_s + decode_s + process_s + sample_s + 0.0002
+    return StepTimings(draft_s, decode_s, process_s, sample_s, total_s)
+
+
+def slower(timings: StepTimings, factor: float) -> StepTimings:
+    return StepTimings(
+        timings.draft_s * factor,
+        timings.decode_s * factor,
+        timings.process_s * factor,
+        timings.sample_s * factor,
+        timings.total_s * factor,
+    )
+
+
+def learn(cost: StepCost, n_steps: int, seed: int = 1, noise: float = 0.0) -> None:
+    draw = random.Random(seed)
+    for _ in range(n_steps):
+        s = shape(draw.choice([1, 2, 4, 8, 16, 32]), draw.randrange(5))
+        factor = draw.gauss(1, noise) * (10 if noise and draw.random() < 0.03 else 1)
+        cost.observe(s, slower(true_timings(s), max(0.5, factor)))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_costs_are_found_within_a_few_dozen_steps_in_spite_of_outliers(noise: float) -> None:
+    cost = StepCost()
+    learn(cost, 150, noise=noise)
+    for n in (1, 3, 8, 24, 32):
+        for k in range(5):
+            expected = true_timings(shape(n, k)).total_s
+            assert cost.predict(shape(n, k)) == pytest.approx(expected, rel=0.15), (n, k)
+
+
+def test_the_first_step_sets_the_scale() -> None:
+    cost = StepCost()
+    cost.observe(shape(4, 0), slower(true_timings(shape(4, 0)), 0.01))
+    assert 0 < cost.predict(shape(4, 0)) < 0.001
+    assert cost.predict(shape(4, 2)) < 4 * cost.predict(shape(4, 0)), "drafts have the scale too"
+
+
+def test_one_kind_of_step_for_long_does_not_wipe_out_what_was_learnt_of_others() -> None:
+    cost = StepCost()
+    learn(cost, 300)
+    before = cost.predict(shape(32, 4))
+    for _ in range(2000):
+        cost.observe(shape(8, 0), true_timings(shape(8, 0)))
+    assert cost.predict(shape(32, 4)) == pytest.approx(before, rel=0.15)
+
+
+def test_a_machine_that_becomes_slower_is_noticed() -> None:
+    cost = StepCost()
+    learn(cost, 300)
+    for _ in range(300):
+        cost.observe(shape(8, 3), slower(true_timings(shape(8, 3)), 2))
+    for n, k in ((8, 3), (32, 1)):
+        expected = 2 * true_timings(shape(n, k)).total_s
+        assert cost.predict(shape(n, k)) == pytest.approx(expected, rel=0.15)
+
+
+@given(st.integers(1, 64), st.integers(0, 7), st.integers(0, 10_000))
+@settings(max_examples=60, deadline=None)
+def test_more_work_never_costs_less(n: int, k: int, seed: int) -> None:
+    cost = StepCost()
+    draw = random.Random(seed)
+    for _ in range(40):
+        s = shape(draw.randrange(1, 64), draw.randrange(8), draw.randrange(1, 3))
+        cost.observe(s, slower(true_timings(s), draw.uniform(0.1, 10)))
+    assert min(sum(cost.coefficients().values(), ())) >= 0
+    assert cost.predict(shape(n, k)) <= cost.predict(shape(n, k + 1))
+    assert cost.predict(shape(n, k)) <= cost.predict(shape(n + 1, k))
+
+
+def test_host_time_counts_and_an_engine_with_a_total_alone_is_one_decode() -> None:
+    cost = StepCost()
+    for _ in range(100):
+        cost.observe(shape(4, 0), StepTimings(total_s=0.01), wall_s=0.015)
+    assert cost.predict(shape(4, 0)) == pytest.approx(0.015, rel=0.05)
+    StepCost().observe(shape(4, 0), StepTimings())  # nothing measured, nothing learnt
+
+
+def test_prefill_is_cut_by_time() -> None:
+    cost = StepCost()
+    learn(cost, 200)
+    beside = shape(4, 2)
+    n_fit = cost.fit_prefill(beside, 0.05, n_past=100, n_most=4096)
+    assert 5 < n_fit < 100
+    assert cost.fit_prefill(beside, 0.1, n_past=100, n_most=4096) > n_fit
+    assert cost.fit_prefill(beside, 0.001, n_past=100, n_most=4096) == 0
+    assert cost.fit_prefill(StepShape(), 10.0, n_past=0, n_most=7) == 7
+    assert cost.recompute_s(1000, 512) > cost.recompute_s(500, 512) > 0
+
+
+@pytest.mark.parametrize(
+    ("splitting", "seq_ids", "lengths", "n_ubatches"),
+    [
+        (Splitting.NONE, [0, 2], [5, 1], 1),
+        (Splitting.NONE, [0, 1], [30, 10], 2),
+        (Splitting.STREAMS, [0, 1, 2], [4, 4, 4], 1),
+        (Splitting.STREAMS, [0, 1, 2], [4, 1, 4], 3),
+        (Splitting.STREAMS, [0, 1, 2], [4, 4, 1], 2),
+        (Splitting.STREAMS, [0, 1, 3], [4, 4, 4], 2),
+        (Splitting.STREAMS, [0, 1, 2, 3], [1, 2, 2, 3], 3),
+        (Splitting.GROUPS, [0, 1, 2], [4, 1, 4], 3),
+        (Splitting.GROUPS, [0, 1, 2], [4, 4, 4], 1),
+        (Splitting.STREAMS, [0], [33], 2),
+    ],
+)
+def test_physical_batches_as_llama_cpp_makes_them(
+    splitting: Splitting, seq_ids: list[int], lengths: list[int], n_ubatches: int
+) -> None:
+    assert count_ubatches(seq_ids, lengths, splitting, 32) == n_ubatches
+
+
+def test_the_shape_of_a_step_counts_what_was_drafted_and_what_was_verified() -> None:
+    entries = [
+        PlanEntry(2, 10, [7], 4, True),
+        PlanEntry(0, 20, [7], 0, True),
+        PlanEntry(1, 0, [1, 2, 3], 0, False),
+    ]
+    ok = SequenceStatus.OK
+    results = [
+        ResultEntry(2, ok, 12, [1, 2], n_drafted=3, n_accepted=1),
+        ResultEntry(0, ok, 21, [1]),
+        ResultEntry(1, ok, 3),
+    ]
+    assert shape_of(entries, results, Splitting.NONE, 64) == StepShape(2, 4, 4, 8, 5, 1, 60)
