@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import abc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -270,7 +271,13 @@ async def test_health_goes_when_steps_keep_failing_and_comes_back() -> None:
 class BrokenPolicy(FixedDraft):
     """A bug of ours."""
 
-    def choose(self, sequence: Draftable, limits: EngineLimits) -> int:
+    def choose_all(
+        self,
+        sequences: abc.Sequence[Draftable],
+        limits: EngineLimits,
+        n_room: int,
+        n_prefill: int,
+    ) -> list[int]:
         raise ZeroDivisionError
 
 

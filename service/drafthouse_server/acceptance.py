@@ -26,7 +26,7 @@ _WEIGHT_SEQUENCE = 4.0
 """Of the tenant's factor as a prior of the sequence's, in expected failures."""
 _WEIGHT_TENANT = 4.0
 """Of 1 as a prior of a tenant's factor, in expected failures."""
-_WEIGHT_POSITION = 4.0
+_WEIGHT_POSITION = 10.0
 """Of a position's prior, which is the position before, in drafts."""
 _FAILURE_PRIOR = 0.3
 """Share of first draft tokens that are rejected, before anything is known."""

@@ -181,7 +181,7 @@ class Config:
     n_draft_default: int = _setting(
         3,
         _between(0, 64),
-        "Draft tokens per step when the request does not say; only for draft_policy fixed. 0: none.",
+        "Draft tokens per step when the request does not say, with draft_policy fixed. 0: none.",
     )
     """K when the request does not say, of policy fixed."""
     p_min: float = _setting(
