@@ -16,7 +16,7 @@ __all__ = ["Acceptance", "Track"]
 _STEP = 1.15
 """Factors of sequences are rounded to powers of this: one table of yields for each."""
 _LOG_STEP = math.log(_STEP)
-_FADING_SEQUENCE = 0.98
+_FADING_SEQUENCE = 0.99
 """What is left of a sequence's past after each of its drafts."""
 _FADING_TENANT = 0.998
 """The same, of a tenant."""
