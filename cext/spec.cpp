@@ -1897,11 +1897,11 @@ void make_cold(spec_engine & engine, int32_t seq_id) {
 void process_batch(spec_engine & engine) {
     // A drafter that nobody will use again need not follow.
     const bool is_wanted =
-        engine.spec && std::any_of(engine.batch.tokens.begin(), engine.batch.tokens.end(),
-                                   [&](const auto & token) {
-                                       return !engine.sequences[static_cast<size_t>(token.seq_id)]
-                                                   .is_cold;
-                                   });
+        engine.spec &&
+        std::any_of(engine.batch.tokens.begin(), engine.batch.tokens.end(),
+                    [&](const auto & token) {
+                        return !engine.sequences[static_cast<size_t>(token.seq_id)].is_cold;
+                    });
     if (!is_wanted) {
         return;
     }
