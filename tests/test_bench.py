@@ -40,7 +40,6 @@ from drafthouse_server.bench_report import (
 )
 from drafthouse_server.config import Config
 from drafthouse_server.fake import FakeEngine
-from drafthouse_server.server import Server
 from drafthouse_server.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -176,7 +175,14 @@ def test_server_flags_say_the_same_as_the_settings() -> None:
 
 
 def test_bare_flags_are_the_settings_of_the_server() -> None:
-    config = Config(draft_type="mtp", n_seq_max=2, n_ctx_seq=300, n_threads=1, draft_policy="fixed", n_draft_default=2)
+    config = Config(
+        draft_type="mtp",
+        n_seq_max=2,
+        n_ctx_seq=300,
+        n_threads=1,
+        draft_policy="fixed",
+        n_draft_default=2,
+    )
     flags = bare_flags(config, LOAD, "file")
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert given["--n-seq"] == given["--n-requests"] == "2"
@@ -226,11 +232,11 @@ async def test_a_server_that_does_not_start_is_one_sentence() -> None:
             pytest.fail("it runs")
 
 
-async def test_a_load_sees_every_token_and_message(
-    server: Server, client: drafthouse.AsyncClient
-) -> None:
+async def test_a_load_sees_every_token_and_message(start_server: ServerFactory) -> None:
+    server = await start_server(FakeEngine(step_s=0.004))
     load = Load(tuple((65 + i,) for i in range(10)), n_output=20, n_streams=3)
-    result = await run_load(client, load)
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        result = await run_load(client, load)
     assert result.n_output == 200
     assert len(result.first_tokens_s) == 10
     assert len(result.gaps_s) == result.n_messages - 10

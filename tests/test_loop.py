@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
-from collections import abc
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Tokens
 from contextlib import asynccontextmanager
 
 import pytest
@@ -19,7 +22,8 @@ from drafthouse_server.errors import (
     QueueFull,
 )
 from drafthouse_server.fake import FakeEngine
-from drafthouse_server.loop import N_FAILURES_UNHEALTHY, Outbox, StepLoop
+from drafthouse_server.loop import N_FAILURES_UNHEALTHY, StepLoop
+from drafthouse_server.outbox import Outbox
 from drafthouse_server.sequence import (
     ErrorEvent,
     Event,
@@ -29,7 +33,7 @@ from drafthouse_server.sequence import (
     TokensEvent,
 )
 from drafthouse_server.speculation import Draftable, FixedDraft
-from drafthouse_server.step import EngineLimits, SamplingOptions, StepPlan, StepResult
+from drafthouse_server.step import EngineLimits, SamplingOptions, Start, StepPlan, StepResult
 
 LIMITS = EngineLimits("mtp", 2, 2048, 1000, 32, 32, 4, 10)
 GREEDY = SamplingOptions(temperature=0)
@@ -272,11 +276,7 @@ class BrokenPolicy(FixedDraft):
     """A bug of ours."""
 
     def choose_all(
-        self,
-        sequences: abc.Sequence[Draftable],
-        limits: EngineLimits,
-        n_room: int,
-        n_prefill: int,
+        self, sequences: Tokens[Draftable], limits: EngineLimits, n_room: int, n_prefill: int
     ) -> list[int]:
         raise ZeroDivisionError
 
@@ -365,6 +365,105 @@ async def test_a_reader_who_is_cancelled_loses_nothing() -> None:
         assert n_events == 11
 
 
+async def test_a_loop_that_is_cancelled_ends_everybody_and_its_thread() -> None:
+    engine = FakeEngine(LIMITS, step_s=0.001)
+    n_threads = threading.active_count()
+    loop = StepLoop(engine, FixedDraft(0))
+    loop.start()
+    outbox = loop.submit(make(loop, n_output_max=900))
+    await outbox.receive()
+    [task] = [task for task in asyncio.all_tasks() if task.get_name() == "step-loop"]
+    task.cancel()  # as asyncio.run does at its end
+    error = error_of((await collect(outbox))[1])
+    assert isinstance(error, EngineError)
+    assert error.status == "LOOP_FAILED"
+    n_steps = engine.n_steps
+    await asyncio.sleep(0.02)
+    assert engine.n_steps == n_steps
+    await loop.close()
+    assert engine.is_closed
+    await until(lambda: threading.active_count() <= n_threads)
+
+
+class LateBrokenPolicy(FixedDraft):
+    """A bug of ours that shows in the middle of a commit, when other sequences have ended."""
+
+    def observe(self, result: StepResult) -> None:
+        raise ZeroDivisionError
+
+
+async def test_who_ended_in_the_commit_that_failed_is_told() -> None:
+    loop = StepLoop(FakeEngine(LIMITS), LateBrokenPolicy(0))
+    short, long = make(loop, "short", 1), make(loop, "long", 100)
+    loop.start()
+    outboxes = [loop.submit(short), loop.submit(long)]  # one step computes both
+    ends = [(await collect(outbox))[1] for outbox in outboxes]
+    assert isinstance(ends[0], FinishEvent)
+    assert isinstance(ends[1], ErrorEvent)
+    await loop.close()
+
+
+async def test_a_dead_engine_does_not_delay_the_close() -> None:
+    engine = FakeEngine(LIMITS)
+    loop = StepLoop(engine, FixedDraft(0))
+    loop.start()
+    engine.inject(RuntimeError("boom"), n_steps=1000)
+    await collect(loop.submit(make(loop)))
+    await until(lambda: loop.statistics().n_steps_failed >= 3)  # it pauses between attempts
+    started = time.perf_counter()
+    await loop.close()
+    assert time.perf_counter() - started < 0.15
+    assert engine.is_closed
+
+
+async def test_a_sequence_that_loses_its_slot_is_counted_as_waiting() -> None:
+    """Preemption: the slot is given back, the sequence goes on later."""
+    async with running(FakeEngine(LIMITS, step_s=0.002)) as loop:
+        sequence = make(loop, n_output_max=900)
+        outbox = loop.submit(sequence)
+        await outbox.receive()
+        await until(lambda: loop.statistics().n_running == 1)
+        thread = loop._thread
+        park, resume = StepPlan(parks=[0]), StepPlan(starts=[Start(0, sequence.sampler)])
+        thread.post(thread._note_moves, park)
+        await until(lambda: loop.load("default").n_waiting_tenant == 1)
+        assert (loop.statistics().n_running, loop.load("default").n_active_tenant) == (0, 1)
+        thread.post(thread._note_moves, resume)
+        await until(lambda: loop.load("default").n_waiting_tenant == 0)
+        assert loop.statistics().n_running == 1
+
+
+async def test_nothing_is_lost_when_a_third_of_2000_requests_leaves() -> None:
+    chance = random.Random(1)
+    engine = FakeEngine(LIMITS, eog_period=40)
+    ends: Counter[str] = Counter()
+
+    async with running(engine, n_draft=2, n_waiting_max=64) as loop:
+        gate = asyncio.Semaphore(40)
+
+        async def request(number: int) -> None:
+            async with gate:
+                sequence = make(loop, f"request {number}", chance.randrange(1, 40))
+                outbox = loop.submit(sequence)
+                if number % 3 == 0:
+                    await asyncio.sleep(chance.random() * 0.01)
+                    chance.choice((loop.cancel, loop.finish))(sequence)
+                tokens, event = await collect(outbox)
+                assert isinstance(event, FinishEvent)
+                assert event.usage.n_output == len(tokens)
+                ends[event.reason.name] += 1
+
+        await asyncio.gather(*(request(number) for number in range(2000)))
+        await until(lambda: engine.n_cells_used == 0)
+        statistics, load = loop.statistics(), loop.load("default")
+        assert (statistics.n_running, statistics.n_waiting, load.n_active_tenant) == (0, 0, 0)
+        assert sum(statistics.n_requests.values()) == sum(ends.values()) == 2000
+        assert ends["CANCELLED"] > 100
+        assert not loop._outboxes
+        assert loop._scheduler.is_idle
+        assert loop._scheduler.n_reserved == 0
+
+
 async def test_statistics_add_up() -> None:
     async with running(n_draft=3) as loop:
         sequence = make(loop, n_output_max=30)
@@ -377,3 +476,4 @@ async def test_statistics_add_up() -> None:
         assert statistics.n_drafted == event.speculation.n_drafted
         assert statistics.n_steps >= event.speculation.n_steps
         assert statistics.host_s > 0
+        assert statistics.fan_out_s > 0

@@ -151,6 +151,32 @@ async def test_stop_token_ends_the_text_before_it(client: drafthouse.AsyncClient
     assert result.finish_reason is drafthouse.FinishReason.STOP
 
 
+async def test_progress_is_told_before_the_first_chunk_if_asked_for(
+    start_server: ServerFactory,
+) -> None:
+    server = await start_server(FakeEngine(step_s=0.02))
+    prompt = [ord("x")] * 400  # several steps of 64 tokens
+    async with drafthouse.AsyncClient(server.target) as client:
+        stream = client.generate(prompt, temperature=0, max_output_tokens=5, progress=True)
+        chunks = [chunk async for chunk in stream]
+        result = await stream.result()
+        plain = [c async for c in client.generate(prompt, temperature=0, max_output_tokens=5)]
+    told = [chunk.progress for chunk in chunks if chunk.progress is not None]
+    n_computed = [progress.computed_tokens for progress in told]
+    assert n_computed == sorted(set(n_computed))
+    assert len(told) >= 2
+    assert told[-1] == drafthouse.PromptProgress(computed_tokens=400, prompt_tokens=400)
+    assert [chunk.progress is None for chunk in chunks].index(True) == len(told)
+    assert not any(chunk.token_ids for chunk in chunks[: len(told)])
+    assert all(chunk.progress is None for chunk in plain)
+    assert result.token_ids == tuple(t for chunk in plain for t in chunk.token_ids)
+    with drafthouse.Client(server.target) as blocking:
+        chunks_of = blocking.generate(prompt, max_output_tokens=1, progress=True)
+        first = await asyncio.to_thread(lambda: next(iter(chunks_of)).progress)
+    assert first is not None
+    assert 0 < first.computed_tokens <= first.prompt_tokens == 400
+
+
 async def test_log_probabilities_belong_to_their_tokens(client: drafthouse.AsyncClient) -> None:
     stream = client.generate("x", max_output_tokens=30, log_probabilities=True)
     async for chunk in stream:
@@ -267,7 +293,7 @@ class SlowContext:
 async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     eventually: Eventually,
 ) -> None:
-    loop = StepLoop(FakeEngine(), FixedDraft(3))
+    loop = StepLoop(FakeEngine(step_s=0.001), FixedDraft(3))
     loop.start()
     served = Served(
         loop,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from drafthouse_server.errors import ContextTooLong, Draining, EngineError
 from drafthouse_server.fake import FakeEngine
+from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import N_NO_ROOM_MAX, Scheduler
 from drafthouse_server.sequence import (
     ErrorEvent,
     Event,
     FinishEvent,
     FinishReason,
+    ProgressEvent,
     Sequence,
+    SequenceState,
     TokensEvent,
 )
 from drafthouse_server.speculation import FixedDraft
@@ -23,7 +27,9 @@ from drafthouse_server.step import (
     SamplingOptions,
     SequenceStatus,
     StepPlan,
+    StepTimings,
 )
+from drafthouse_server.step_cost import StepCost
 
 LIMITS = EngineLimits(
     draft_type="mtp",
@@ -41,9 +47,15 @@ GREEDY = SamplingOptions(temperature=0)
 class Bench:
     """A scheduler and a fake engine, stepped by hand."""
 
-    def __init__(self, limits: EngineLimits = LIMITS, n_draft: int = 0, **fake: object) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits = LIMITS,
+        n_draft: int = 0,
+        scheduler: dict[str, Any] | None = None,
+        **fake: object,
+    ) -> None:
         self.engine = FakeEngine(limits, **fake)  # type: ignore[arg-type]  # passed on
-        self.scheduler = Scheduler(limits, FixedDraft(n_draft))
+        self.scheduler = Scheduler(limits, FixedDraft(n_draft), **scheduler or {})
         self.now = 0.0
         self.events: list[tuple[Sequence, Event]] = []
         self.plans: list[StepPlan] = []
@@ -85,7 +97,7 @@ class Bench:
         raise AssertionError("the scheduler does not come to an end")
 
     def ends(self) -> dict[str, Event]:
-        terminal = (e for e in self.events if not isinstance(e[1], TokensEvent))
+        terminal = (e for e in self.events if isinstance(e[1], FinishEvent | ErrorEvent))
         return {sequence.request_id: event for sequence, event in terminal}
 
 
@@ -425,3 +437,211 @@ def test_a_budget_below_one_token_per_slot_is_refused(change: dict[str, int]) ->
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
     assert Bench().scheduler.plan(0.0).is_empty
+
+
+SHARED = dataclasses.replace(LIMITS, n_ctx=160, n_ctx_seq=140, n_batch=64)
+
+
+def test_progress_is_told_once_per_step_that_computed_more() -> None:
+    bench = Bench()
+    bench.add("a", n_prompt=40, has_progress=True)
+    bench.add("b", n_prompt=5)
+    bench.engine.inject(SequenceStatus.NO_ROOM, seq_id=0)
+    bench.run()
+    told = [(s.request_id, e) for s, e in bench.events if isinstance(e, ProgressEvent)]
+    assert told == [("a", ProgressEvent(n, 40)) for n in (16, 32, 40)]
+    kinds = [type(e) for s, e in bench.events if s.request_id == "a"]
+    assert kinds[:4] == [ProgressEvent, ProgressEvent, ProgressEvent, TokensEvent]
+
+
+def crowded(n_bytes_max: int = 1 << 20, **more: object) -> tuple[Bench, list[Sequence]]:
+    """Three sequences of 108 tokens on 160 cells: two begin, as 64 of output seem likely."""
+    bench = Bench(SHARED, scheduler={"n_parked_bytes_max": n_bytes_max}, **more)  # type: ignore[arg-type]
+    sequences = [bench.add(name, n_prompt=8, n_output_max=100) for name in "abc"]
+    return bench, sequences
+
+
+@pytest.mark.parametrize("n_draft", [0, 3])
+@pytest.mark.parametrize("n_bytes_max", [1 << 20, 0])
+def test_when_cells_run_out_the_youngest_is_parked_and_loses_nothing(
+    n_bytes_max: int, n_draft: int
+) -> None:
+    bench, sequences = crowded(n_bytes_max, n_draft=n_draft)
+    for _ in range(300):
+        if bench.plans and bench.plans[-1].parks:
+            break
+        bench.step()
+    parked = [s for s in sequences if s.state is SequenceState.PARKED]
+    assert [s.request_id for s in parked] == [max(s.request_id for s in sequences if s.n_parks)]
+    assert bench.plans[-1].saves == (bench.plans[-1].parks if n_bytes_max else [])
+    n_before = parked[0].n_output
+    assert n_before > 0
+    bench.run(500)
+    counts = bench.scheduler.counts
+    assert counts.n_preempted == counts.n_resumed >= 1
+    assert (counts.n_recomputed == 0) == (n_bytes_max > 0)
+    for sequence in sequences:
+        reference = Bench()
+        expected = reference.add(sequence.request_id, n_prompt=8, n_output_max=90)
+        reference.run()
+        assert sequence.output[:90] == expected.output
+        assert isinstance(bench.ends()[sequence.request_id], FinishEvent)
+    assert bench.engine.n_cells_max <= SHARED.n_ctx
+
+
+def test_a_snapshot_that_failed_is_computed_again() -> None:
+    bench, sequences = crowded()
+    bench.engine.refuse(n_saves=1)
+    bench.run(500)
+    assert bench.scheduler.counts.n_recomputed > 0
+    assert all(s.n_output == 100 for s in sequences)
+
+
+def test_parked_time_is_told_apart_from_queueing() -> None:
+    bench, sequences = crowded()
+    bench.run(500)
+    parked = next(s for s in sequences if s.n_parks)
+    end = bench.ends()[parked.request_id]
+    assert isinstance(end, FinishEvent)
+    assert end.timings.queue_s == parked.slot_at
+    assert 0 < end.timings.parked_s < end.timings.decode_s
+
+
+@pytest.mark.parametrize("end", [FinishReason.CANCELLED, FinishReason.DEADLINE])
+def test_a_parked_sequence_can_leave(end: FinishReason) -> None:
+    bench, sequences = crowded()
+    for _ in range(200):
+        if any(s.state is SequenceState.PARKED for s in sequences):
+            break
+        bench.step()
+    parked = next(s for s in sequences if s.state is SequenceState.PARKED)
+    assert bench.scheduler.counts.n_parked_bytes > 0
+    bench.scheduler.mark(parked, end)
+    bench.step()
+    event = bench.ends()[parked.request_id]
+    assert isinstance(event, FinishEvent)
+    assert event.reason is end
+    assert event.timings.parked_s == 1.0
+    assert bench.scheduler.counts.n_parked_bytes == 0
+    bench.run(500)
+
+
+def test_a_lost_step_ends_who_was_about_to_be_parked_and_no_other() -> None:
+    bench, sequences = crowded()
+    plan = bench.scheduler.plan(0.0)
+    for _ in range(300):
+        if plan.parks:
+            break
+        bench.events += bench.scheduler.commit(bench.engine.step(plan), bench.now)
+        plan = bench.scheduler.plan(bench.now)
+    n_running = bench.scheduler.n_running
+    bench.events += bench.scheduler.abandon(plan, RuntimeError("boom"))
+    assert len(bench.ends()) == n_running + 1
+    bench.run(500)
+    assert bench.engine.n_cells_used == 0
+    assert len(bench.ends()) == len(sequences)
+
+
+def test_higher_priority_takes_a_slot_of_its_own_tenant_only() -> None:
+    bench = Bench(dataclasses.replace(LIMITS, n_seq_max=2))
+    low = bench.add("a", n_output_max=40, tenant="one")
+    other = bench.add("b", n_output_max=40, tenant="two", priority=-50)
+    bench.step()
+    high = bench.add("c", n_output_max=5, tenant="one", priority=1)
+    plan = bench.step()
+    assert list(plan.parks) == [0]
+    assert (low.state, other.state) == (SequenceState.PARKED, SequenceState.RUNNING)
+    bench.run()
+    assert high.last_token_at < low.last_token_at
+    assert (low.n_output, low.n_parks, other.n_parks) == (40, 1, 0)
+
+
+def test_no_room_parks_others_and_ends_nobody() -> None:
+    bench, sequences = crowded()
+    bench.step()
+    bench.engine.inject(SequenceStatus.NO_ROOM, n_steps=12)
+    bench.run(600)
+    assert bench.scheduler.counts.n_preempted >= 1
+    assert all(isinstance(end, FinishEvent) for end in bench.ends().values())
+    assert all(s.n_output == 100 for s in sequences)
+
+
+def paced(bench: Bench, *, has_prompt: bool) -> list[float]:
+    """Runs steps whose time is known, and returns how long those took that carried a stream."""
+    spans = []
+    for _ in range(60):
+        plan = bench.scheduler.plan(bench.now)
+        result = bench.engine.step(plan)
+        took_s = 0.010 + 0.001 * result.n_batch_tokens
+        bench.now += took_s
+        result = dataclasses.replace(result, timings=StepTimings(decode_s=took_s, total_s=took_s))
+        bench.scheduler.commit(result, bench.now)
+        if has_prompt and len(plan.entries) == 1:
+            break
+        spans.append(took_s)
+    return spans
+
+
+def test_a_long_prompt_is_cut_so_that_running_streams_keep_their_gap() -> None:
+    limits = dataclasses.replace(LIMITS, n_ctx=8000, n_ctx_seq=2000, n_batch=512, n_ubatch=512)
+    bench = Bench(limits, scheduler={"cost": StepCost()})
+    bench.add("a", n_prompt=4, n_output_max=1500)
+    bench.add("x", n_prompt=300, n_output_max=1)  # from which the model learns what prompts cost
+    unloaded = max(paced(bench, has_prompt=False)[-40:])
+    prompt = bench.add("b", n_prompt=600, n_output_max=1)
+    spans = paced(bench, has_prompt=True)
+    assert prompt.n_output == 1
+    assert max(spans) <= 2.6 * unloaded  # twice the 99th percentile, which is not known so well
+    assert max(spans) >= 1.3 * unloaded  # what is allowed is used
+
+
+def test_without_streams_a_prompt_gets_the_whole_budget() -> None:
+    bench = Bench(scheduler={"cost": StepCost(), "gap_s": 1e-6})
+    bench.add("a", n_prompt=40)
+    assert [len(bench.step().entries[0].tokens) for _ in range(3)] == [16, 16, 8]
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_the_next_turn_of_a_conversation_goes_on_from_the_slot(*, is_recurrent: bool) -> None:
+    prefixes = PrefixCache(can_cut=not is_recurrent)
+    bench = Bench(scheduler={"prefixes": prefixes}, is_recurrent=is_recurrent)
+    first = bench.add("a", n_prompt=30, n_output_max=8)
+    bench.run()
+    assert bench.scheduler.counts.n_retained == 1
+    bench.scheduler.submit(
+        second := Sequence("b", [*first.tokens, 1, 2], bench.engine.make_sampler(GREEDY))
+    )
+    plan = bench.step()
+    assert [(s.seq_id, s.n_kept) for s in plan.starts] == [(0, 37)]
+    assert shape(plan) == [(0, 3, 0, True)]
+    bench.run()
+    assert (second.n_reused, second.usage.n_reused) == (37, 37)
+    alone = Bench()
+    alone.scheduler.submit(
+        reference := Sequence("b", second.prompt, alone.engine.make_sampler(GREEDY))
+    )
+    alone.run()
+    assert second.output == reference.output
+
+
+def test_a_start_that_kept_nothing_is_computed_and_counted_as_such() -> None:
+    bench = Bench(scheduler={"prefixes": PrefixCache(can_cut=True)})
+    bench.add("a", n_prompt=40, n_output_max=2)
+    bench.run()
+    bench.engine.refuse(n_starts=1)
+    again = bench.add("a", n_prompt=40, n_output_max=2)
+    bench.run()
+    assert again.n_reused == 0
+    assert isinstance(again.terminal, FinishEvent)
+
+
+def test_retained_slots_give_way_to_other_tenants() -> None:
+    bench = Bench(scheduler={"prefixes": PrefixCache(can_cut=True)})
+    for name in "abcd":
+        bench.add(name, n_prompt=30, n_output_max=2)
+    bench.run()
+    assert bench.scheduler.counts.n_retained == 4
+    found = [bench.add(name, n_prompt=30, n_output_max=2, tenant="other") for name in "abcd"]
+    bench.run()
+    assert [s.n_reused for s in found] == [0] * 4
+    assert bench.scheduler.counts.n_prefix_hits == 0

@@ -43,7 +43,7 @@ else:
     # As plain numbers: an operation on an enum takes a microsecond.
     _FLAG_EOG = int(drafthouse_engine.ResultFlag.EOG)
     _FLAG_DRAFT_COLD = int(drafthouse_engine.ResultFlag.DRAFT_COLD)
-    _N_RESULT_FIELDS = len(drafthouse_engine.RESULT_DTYPE)
+    _N_RESULT_FIELDS = drafthouse_engine.RESULT_DTYPE.itemsize // 4
 
 __all__ = ["Engine", "EngineLimits", "LlamaEngine", "ModelCard", "engine_version"]
 

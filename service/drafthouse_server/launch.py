@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import socket
@@ -81,6 +82,8 @@ async def _run(config: Config, terminal: Terminal) -> None:
 
         def announce(server: Server) -> None:
             loading.close()
+            # What is here stays: no reason to look through it again and again while all wait.
+            gc.freeze()
             _describe(server, config, terminal)
 
         await Server(config, lambda: LlamaEngine.load(config, progress)).serve(announce)

@@ -11,14 +11,16 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from drafthouse_server.bell import Bell
 from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine
 from drafthouse_server.engine_thread import EngineThread, StepReport
 from drafthouse_server.errors import DrafthouseError, Draining, EngineError, QueueFull
 from drafthouse_server.metrics import Metrics, Statistics
+from drafthouse_server.outbox import Outbox, Pacer
 from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import (
@@ -27,63 +29,18 @@ from drafthouse_server.sequence import (
     FinishEvent,
     FinishReason,
     Sequence,
+    TokensEvent,
 )
 from drafthouse_server.speculation import AdaptiveDraft, DraftPolicy, FixedDraft
 from drafthouse_server.step_cost import Splitting, StepCost
 from drafthouse_server.tenants import Load
 
-__all__ = ["N_FAILURES_UNHEALTHY", "Outbox", "StepLoop", "make_scheduler"]
+__all__ = ["N_FAILURES_UNHEALTHY", "StepLoop", "make_scheduler"]
 
 _log = logging.getLogger(__name__)
 
 N_FAILURES_UNHEALTHY = 3
 """Lost steps in a row after which the server is no longer healthy."""
-
-
-class Outbox:
-    """One sequence's events, in order, until its one reader takes them.
-
-    It never makes the loop wait: a reader who is slow, or gone, holds no slot. The sequence's
-    output limit bounds it.
-    Use: `async for event in outbox`, or `receive` for all that is ready.
-    """
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._is_over = False
-
-    def put(self, event: Event) -> None:
-        """Adds an event and wakes the reader."""
-        self._events.append(event)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def receive(self) -> list[Event]:
-        """Waits until something is there and returns all of it; nothing after a terminal event.
-
-        Cancellation:
-            Atomic: events are either returned or still there.
-        """
-        if self._is_over:
-            return []
-        if not self._events:
-            # asyncio.Event does the same for many readers, in twice the time.
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        events, self._events = self._events, []
-        self._is_over = isinstance(events[-1], FinishEvent | ErrorEvent)
-        return events
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yields the events, the terminal one last."""
-        while events := await self.receive():
-            for event in events:
-                yield event
 
 
 class _Census:
@@ -100,6 +57,11 @@ class _Census:
     def n_waiting(self) -> int:
         """Sequences that wait for a slot."""
         return len(self._waiting)
+
+    @property
+    def n_running(self) -> int:
+        """Sequences that have a slot."""
+        return self.n_active - len(self._waiting)
 
     def load(self, tenant: str, is_draining: bool) -> Load:
         """Returns the counts as admission needs them."""
@@ -175,6 +137,7 @@ class StepLoop:
         self._metrics = Metrics()
         self._census = _Census()
         self._outboxes: dict[Sequence, Outbox] = {}
+        self._pacer = Pacer(time.perf_counter)
         self._reports: deque[StepReport] = deque()
         self._is_posted = False
         self._idle = asyncio.Event()
@@ -182,7 +145,7 @@ class StepLoop:
         self._is_draining = False
         self._is_stopping = False
         self._n_failures = 0
-        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._bell = Bell(self._take_reports)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -199,11 +162,10 @@ class StepLoop:
             ModelLoadError: a model cannot be loaded.
         """
         executor = _engine_executor()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(executor.shutdown, wait=False)
             engine = await asyncio.get_running_loop().run_in_executor(executor, make_engine)
-        except BaseException:
-            executor.shutdown(wait=False)
-            raise
+            undo.pop_all()
         scheduler = make_scheduler(engine, config)
         loop = cls(
             engine,
@@ -240,7 +202,7 @@ class StepLoop:
     def start(self) -> None:
         """Starts the engine thread."""
         assert self._task is None, "started twice"
-        self._event_loop = asyncio.get_running_loop()
+        self._bell.open()
         self._task = asyncio.create_task(self._run(), name="step-loop")
         self._task.add_done_callback(self._on_end)
 
@@ -297,7 +259,7 @@ class StepLoop:
 
     def statistics(self) -> Statistics:
         """Returns what was counted so far."""
-        self._metrics.n_running = self._scheduler.n_running
+        self._metrics.n_running = self._census.n_running
         self._metrics.n_waiting = self._census.n_waiting
         self._metrics.scheduler = self._scheduler.counts
         return self._metrics.statistics()
@@ -357,6 +319,7 @@ class StepLoop:
             if self._on_health is not None:
                 self._on_health(False)
         self._take_reports()
+        self._bell.close()
         for sequence in list(self._outboxes):
             # What had ended when the loop failed, has its event already, but it was not reported.
             end = sequence.terminal or sequence.fail(
@@ -370,14 +333,15 @@ class StepLoop:
         # One wake-up is enough for all reports that are not taken yet.
         if not self._is_posted:
             self._is_posted = True
-            assert self._event_loop is not None, "it has started"
-            self._event_loop.call_soon_threadsafe(self._take_reports)
+            self._bell.ring()
 
     def _take_reports(self) -> None:
+        self._bell.answer()
         self._is_posted = False  # first: a report that comes from now on wakes us again
         started = time.perf_counter()
         while self._reports:
             self._take(self._reports.popleft())
+        self._pacer.wake(len(self._outboxes))
         self._metrics.fan_out_s += time.perf_counter() - started
 
     def _take(self, report: StepReport) -> None:
@@ -400,14 +364,24 @@ class StepLoop:
             self._on_health(self.is_healthy)
 
     def _deliver(self, events: Iterable[tuple[Sequence, Event]]) -> None:
-        """Puts events into the outboxes; a terminal one is the last."""
+        """Puts events into the outboxes; a terminal one is the last.
+
+        First tokens and ends go out at once.
+        """
+        outboxes, hold = self._outboxes, self._pacer.hold
         for sequence, event in events:
-            self._outboxes[sequence].put(event)
+            outbox = outboxes[sequence]
+            outbox.put(event)
             if isinstance(event, FinishEvent | ErrorEvent):
-                del self._outboxes[sequence]
+                outbox.wake()
+                del outboxes[sequence]
                 self._census.remove(sequence)
                 self._count_end(sequence, event)
-        if not self._outboxes:
+            elif isinstance(event, TokensEvent) and outbox.is_new:
+                outbox.wake()
+            else:
+                hold(outbox)
+        if not outboxes:
             self._idle.set()
 
     def _count_end(self, sequence: Sequence, event: FinishEvent | ErrorEvent) -> None:

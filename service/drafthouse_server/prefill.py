@@ -100,11 +100,13 @@ class PrefillPacer:
 
 
 class PrefillTurns:
-    """Shares a step's prompt tokens: the tenants in turn, inside a tenant by rank."""
+    """Shares a step's prompt tokens: the tenants in turn, inside a tenant by rank.
+
+    A tenant's turn comes earlier the fewer tokens it got while others had prompts too.
+    """
 
     def __init__(self) -> None:
-        self._turns: dict[str, int] = {}
-        self._n_turns = 0
+        self._n_served: dict[str, int] = {}  # tokens, of tenants with prompts now
 
     def share(
         self, prefills: Iterable[tuple[TokenSequence, int]], n_tokens: int
@@ -130,9 +132,11 @@ class PrefillTurns:
     def _share_lines(
         self, lines: dict[str, list[tuple[TokenSequence, int]]], n_left: int
     ) -> list[tuple[TokenSequence, int]]:
-        # Who comes new has its turn after those who wait already.
-        turns = self._turns = {t: self._turns.get(t, self._n_turns) for t in lines}
-        tenants = sorted(lines, key=turns.__getitem__)
+        # Who comes new has neither a debt nor a claim.
+        before = self._n_served
+        n_least = min((before[tenant] for tenant in lines if tenant in before), default=0)
+        served = self._n_served = {tenant: before.get(tenant, n_least) for tenant in lines}
+        tenants = sorted(lines, key=served.__getitem__)
         wanted = {tenant: sum(n for _, n in lines[tenant]) for tenant in tenants}
         granted = dict.fromkeys(tenants, 0)
         n_open = len(tenants)
@@ -149,9 +153,7 @@ class PrefillTurns:
                 n_still -= 1
                 n_open += n < n_more
         for tenant in tenants:
-            if granted[tenant]:
-                self._n_turns += 1
-                turns[tenant] = self._n_turns
+            served[tenant] += granted[tenant]
         return [part for t in tenants for part in _share_line(lines[t], granted[t])]
 
 

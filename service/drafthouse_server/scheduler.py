@@ -333,6 +333,8 @@ class Scheduler:
             victim = self._choose_victim()
             n_used -= victim.n_computed
             self._park(victim)
+        if not self._waiting:
+            return  # nobody asks how much is left
         self._n_reserved = 0
         for sequence in running.values():
             sequence.n_reserved = self._ledger.need(sequence)

@@ -1,6 +1,6 @@
 """What Python costs between two steps: each part of it, by the number of sequences.
 
-    python -m tests.bench.host_cost [--sequences 1,8,32,64] [--drafts 0,3] [--steps 2000]
+    python -m tests.bench.host_cost [--sequences 1,8,32,64] [--drafts 0,3] [--steps 50]
 
 All sequences generate, one step after the other, without a model: the extension's part is answered
 from a table. The best of several rounds counts: a busy machine only ever adds.
@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +27,7 @@ from drafthouse_server.speculation import FixedDraft
 from drafthouse_server.step import EngineLimits, SequenceStatus, StepPlan, StepResult
 
 PARTS = ("reap", "plan", "pack", "unpack", "commit", "hand over", "all")
-_N_ROUNDS = 9
+_N_ROUNDS = 40
 
 
 class _Answers(LlamaEngine):
@@ -38,12 +39,15 @@ class _Answers(LlamaEngine):
 
     def answer(self, plan: StepPlan) -> SimpleNamespace:
         """Returns what the extension would: every draft accepted but the last token."""
-        rows, tokens = [], []
+        rows: list[tuple[int, ...]] = []
+        tokens: list[int] = []
         for entry in plan.entries:
             n_tokens = max(1, entry.n_draft)
             n_past = entry.n_past + len(entry.tokens) + n_tokens - 1
             n_accepted = n_tokens - 1
-            rows.append((entry.seq_id, 0, n_past, len(tokens), n_tokens, entry.n_draft, n_accepted, 0))
+            rows.append(
+                (entry.seq_id, 0, n_past, len(tokens), n_tokens, entry.n_draft, n_accepted, 0)
+            )
             tokens += [7] * n_tokens
         table = np.array(rows, dtype=np.int32)
         times = dict.fromkeys(("draft", "decode", "process", "sample", "total"), 5)
@@ -114,12 +118,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sequences", default="1,8,32,64")
     parser.add_argument("--drafts", default="0,3")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
     print("us per step        " + "".join(f"{name:>11}" for name in PARTS))
     for n_draft in map(int, options.drafts.split(",")):
         for n_sequences in map(int, options.sequences.split(",")):
-            row = best(lambda n=n_sequences, k=n_draft: measure(n, k, options.steps))
+            row = best(partial(measure, n_sequences, n_draft, options.steps))
             cells = "".join(f"{row[name]:11.1f}" for name in PARTS)
             print(f"{n_sequences:3} sequences, K {n_draft:2} {cells}", flush=True)
 

@@ -1,0 +1,80 @@
+"""When readers are woken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from drafthouse_server.outbox import Outbox, Pacer
+from drafthouse_server.sequence import TokensEvent
+
+
+class ManualClock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class PacedOutboxes:
+    """Outboxes that a pacer holds, and the tokens that their readers would get."""
+
+    def __init__(self, n: int) -> None:
+        self.clock = ManualClock()
+        self.pacer = Pacer(self.clock)
+        self.outboxes = [Outbox() for _ in range(n)]
+
+    def step(self, seconds: float) -> list[int]:
+        """Lets time pass, puts a token into each outbox, returns who was woken."""
+        self.clock.now += seconds
+        for outbox in self.outboxes:
+            outbox.put(TokensEvent([1]))
+            self.pacer.hold(outbox)
+        self.pacer.wake(len(self.outboxes))
+        return [i for i, outbox in enumerate(self.outboxes) if outbox._is_ready]
+
+    async def read(self) -> list[int]:
+        """Returns how many tokens each woken reader takes."""
+        return [len(await outbox.receive()) for outbox in self.outboxes if outbox._is_ready]
+
+
+async def test_few_readers_are_woken_after_every_step() -> None:
+    paced = PacedOutboxes(4)
+    for _ in range(5):
+        assert paced.step(0.00001) == [0, 1, 2, 3]
+        assert await paced.read() == [1, 1, 1, 1]
+
+
+async def test_many_readers_of_slow_steps_are_woken_after_every_step() -> None:
+    paced = PacedOutboxes(64)
+    for _ in range(5):
+        assert len(paced.step(0.015)) == 64
+        assert await paced.read() == [1] * 64
+
+
+async def test_many_readers_of_quick_steps_take_turns() -> None:
+    paced = PacedOutboxes(32)
+    paced.step(0.0016)  # all at once: nothing was sent for long
+    await paced.read()
+    turns = []
+    for _ in range(8):
+        turns.append(paced.step(0.0016))
+        n_tokens = await paced.read()
+        assert len(n_tokens) <= 9  # 1.6 ms are good for 8 messages
+        assert max(n_tokens) <= 5
+    woken = Counter(i for turn in turns for i in turn)
+    assert set(woken) == set(range(32))
+    assert max(woken.values()) - min(woken.values()) <= 1
+
+
+async def test_who_is_held_is_woken_though_no_step_follows() -> None:
+    paced = PacedOutboxes(32)
+    paced.step(0.001)
+    await paced.read()
+    paced.step(0.001)
+    paced.clock.now += 1.0
+    async with asyncio.timeout(1.0):
+        await asyncio.gather(*(outbox.receive() for outbox in paced.outboxes))
