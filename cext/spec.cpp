@@ -2573,7 +2573,14 @@ void keep_hidden_rows(spec_engine & engine) {
 }
 
 void process_batch(spec_engine & engine) {
-    if (!engine.spec) {
+    // A drafter that nobody will use again need not follow.
+    const bool is_wanted =
+        engine.spec &&
+        std::any_of(engine.batch.tokens.begin(), engine.batch.tokens.end(),
+                    [&](const auto & token) {
+                        return !engine.sequences[static_cast<size_t>(token.seq_id)].is_cold;
+                    });
+    if (!is_wanted) {
         return;
     }
     const bool is_failed = engine.take_fault(SPEC_FAULT_PROCESS);
@@ -5583,6 +5590,13 @@ int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool
     return guarded([&] {
         const sequence & seq = begun(const_cast<spec_engine &>(deref(engine, "engine")), seq_id);
         deref(out, "out") = seq.is_cold;
+    });
+}
+
+int32_t spec_engine_seq_let_go(spec_engine * engine, int32_t seq_id) {
+    return guarded([&] {
+        begun(deref(engine, "engine"), seq_id);
+        make_cold(*engine, seq_id);
     });
 }
 

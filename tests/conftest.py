@@ -75,7 +75,7 @@ async def start_server() -> AsyncIterator[ServerFactory]:
         tenants: TenantRegistry | None = None,
         **settings: Any,
     ) -> Server:
-        config = Config(**{"port": 0, "drain_timeout_s": 5.0} | settings)
+        config = Config(**{"port": 0, "drain_timeout_s": 5.0, "draft_policy": "fixed"} | settings)
         server = Server(config, lambda: engine or FakeEngine(), tenants=tenants)
         await server.startup()
         servers.append(server)

@@ -56,6 +56,7 @@ def config(target: str, draft_type: str, **settings: object) -> Config:
         "n_ctx_seq": 1024,
         "n_threads": 1,
         "is_kv_unified": False,
+        "draft_policy": "fixed",  # so that there are drafts to test
         "log_level": "error",
     }
     return Config(**values | settings)  # type: ignore[arg-type]  # checked by Config itself

@@ -62,7 +62,7 @@ def test_variables_of_the_build_and_of_others_are_left_alone() -> None:
         ({"retry_after_s": float("nan")}, "retry_after_s", None),
         ({"n_batch": 4, "n_ubatch": 4}, "n_batch", 4),
         ({"n_ubatch": 1024}, "n_ubatch", 1024),
-        ({"n_draft_default": 9}, "n_draft_default", 9),
+        ({"n_draft_default": 9, "draft_policy": "fixed"}, "n_draft_default", 9),
         ({"draft_type": "eagle3"}, "draft_model", ""),
         ({"draft_type": "mtp", "draft_model": "d.gguf"}, "draft_model", "d.gguf"),
         ({"log_level": "loud"}, "log_level", "loud"),

@@ -98,6 +98,32 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CountingEngine]:
     engine.close()
 
 
+def test_a_draft_state_that_is_let_go_costs_nothing_and_changes_nothing(
+    engine: CountingEngine,
+) -> None:
+    prompt = engine.tokenize("Once upon a time", add_special=True, parse_special=False)
+    outputs = []
+    for is_let_go in (False, True):
+        start = Start(0, engine.make_sampler(GREEDY))
+        let_go = [0] if is_let_go else []
+        plan = StepPlan([PlanEntry(0, 0, prompt, 0, True)], [start], let_go=let_go)
+        entry = engine.step(plan).entries[0]
+        output = list(entry.tokens)
+        for _ in range(6):
+            n_draft = min(2, engine.limits.n_draft_max)
+            plan = StepPlan([PlanEntry(0, entry.n_past, output[-1:], n_draft, True)])
+            result = engine.step(plan)
+            entry = result.entries[0]
+            output += entry.tokens
+            if is_let_go:
+                assert entry.is_draft_cold
+                assert entry.n_drafted == 0
+                assert result.timings.process_s < 50e-6
+        engine.step(StepPlan(frees=[0]))
+        outputs.append(output)
+    assert outputs[0][:7] == outputs[1]
+
+
 def make(
     engine: Engine, text: str, n_output_max: int = 40, options: SamplingOptions = GREEDY
 ) -> Sequence:

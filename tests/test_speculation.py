@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -42,9 +43,9 @@ def choose(policy: DraftPolicy, sequence: Sequence, limits: EngineLimits = LIMIT
     return policy.choose_all([sequence], limits, 100, 0)[0]
 
 
-def adaptive(n_draft_max: int = 4, **options: bool) -> tuple[AdaptiveDraft, StepCost]:
+def adaptive(n_draft_max: int = 4, *, can_let_go: bool = True) -> tuple[AdaptiveDraft, StepCost]:
     cost = StepCost()
-    return AdaptiveDraft(n_draft_max, cost, **options), cost
+    return AdaptiveDraft(n_draft_max, cost, can_let_go=can_let_go), cost
 
 
 # As asked for.
@@ -162,16 +163,16 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES.keys())
-@pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 16, 33, 64])
 def test_as_fast_as_the_best_fixed_k_at_every_concurrency_and_acceptance(
     machine: Machine, n: int
 ) -> None:
-    n_steps = 1500 if n <= 2 else 900 if n <= 8 else 160
-    for acceptance in (0.3, 0.6, 0.8, 0.95):
+    n_steps = 1000 if n <= 2 else 2400 // n if n <= 8 else 100
+    for acceptance in (0.3, 0.7, 0.95):
         policy, cost = adaptive()
         noise = random.Random(n)
         crowd = make_crowd([acceptance] * n)
-        run(policy, cost, machine, crowd, n_steps if n <= 8 else 330, noise=noise)
+        run(policy, cost, machine, crowd, 600 if n <= 8 else 330, noise=noise)
         rate, _ = run(policy, cost, machine, crowd, n_steps, noise=noise)
         best, n_draft = best_fixed(machine, [acceptance] * n)
         # Emission is random too: its share of the deviation is bounded, not the policy's alone.
@@ -253,10 +254,10 @@ def test_a_stationary_load_changes_k_rarely() -> None:
 def test_a_drafter_that_does_not_pay_is_let_go_and_taken_back_when_it_does() -> None:
     policy, cost = adaptive()
     machine = Machine(process_token_s=0.0004)
-    run(policy, cost, machine, make_crowd([0.3] * 24), 900)
+    run(policy, cost, machine, make_crowd([0.8] * 24), 600)
     assert not policy.is_warm
-    # The crowd leaves; one sequence is left, for which a draft is cheap.
-    run(policy, cost, machine, make_crowd([0.9]), 60)
+    # The crowd leaves; for one sequence a draft is cheap.
+    run(policy, cost, machine, make_crowd([0.8]), 60)
     assert policy.is_warm
 
 
@@ -292,17 +293,9 @@ def test_the_work_of_a_choice_grows_with_the_sequences_alone() -> None:
         policy = AdaptiveDraft(4, cost)
         crowd = make_crowd([0.9, 0.4] * (n // 2))
         run(policy, cost, Machine(), crowd, 150)
-        n_calls = 0
-        predict = cost.predict
-
-        def counted(shape: object) -> float:
-            nonlocal n_calls
-            n_calls += 1
-            return predict(shape)  # type: ignore[arg-type]  # as the caller gives it
-
-        cost.predict = counted  # type: ignore[method-assign]  # counts
         limits = limits_of(n, 4)
-        for _ in range(80):
-            policy.choose_all(crowd, limits, 4 * n, 0)
-        counts[n] = n_calls / 80
+        with mock.patch.object(cost, "predict", wraps=cost.predict) as predict:
+            for _ in range(80):
+                policy.choose_all(crowd, limits, 4 * n, 0)
+        counts[n] = predict.call_count / 80
     assert max(counts.values()) <= 8

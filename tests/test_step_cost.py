@@ -84,7 +84,7 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
         cost.observe(shape(8, 3), slower(true_timings(shape(8, 3)), 2))
     for n, k in ((8, 3), (32, 1)):
         expected = 2 * true_timings(shape(n, k)).total_s
-        assert cost.predict(shape(n, k)) == pytest.approx(expected, rel=0.15)
+        assert cost.predict(shape(n, k)) == pytest.approx(expected, rel=0.2)
 
 
 @given(st.integers(1, 64), st.integers(0, 7), st.integers(0, 10_000))

@@ -1489,6 +1489,20 @@ cdef class Engine:
         self._leave(spec.spec_engine_seq_is_cold(self._enter(), c_seq_id, &out), c_seq_id)
         return out
 
+    def seq_let_go(self, seq_id):
+        """Gives up a sequence's draft state for good: it goes on without drafts.
+
+        Steps in which all sequences have given it up feed no drafter, which saves that time.
+
+        Args:
+            seq_id: [0, n_seq_max).
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        self._leave(spec.spec_engine_seq_let_go(self._enter(), c_seq_id), c_seq_id)
+
     cdef tuple _tokens(self, int32_t seq_id):
         tokens = np.empty(self.limits.n_ctx_seq, np.int32)
         cdef Buffer out = Buffer(tokens, True)

@@ -16,7 +16,7 @@ __all__ = ["Acceptance", "Track"]
 _STEP = 1.15
 """Factors of sequences are rounded to powers of this: one table of yields for each."""
 _LOG_STEP = math.log(_STEP)
-_FADING_SEQUENCE = 0.98
+_FADING_SEQUENCE = 0.99
 """What is left of a sequence's past after each of its drafts."""
 _FADING_TENANT = 0.998
 """The same, of a tenant."""
@@ -26,7 +26,7 @@ _WEIGHT_SEQUENCE = 4.0
 """Of the tenant's factor as a prior of the sequence's, in expected failures."""
 _WEIGHT_TENANT = 4.0
 """Of 1 as a prior of a tenant's factor, in expected failures."""
-_WEIGHT_POSITION = 4.0
+_WEIGHT_POSITION = 10.0
 """Of a position's prior, which is the position before, in drafts."""
 _FAILURE_PRIOR = 0.3
 """Share of first draft tokens that are rejected, before anything is known."""

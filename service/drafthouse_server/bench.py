@@ -29,8 +29,9 @@ from drafthouse_server.bench_report import (
     table_lines,
     write_json,
 )
+from drafthouse_server.bench_tune import tune
 from drafthouse_server.config import DRAFT_TYPES, Config
-from drafthouse_server.engine import engine_version
+from drafthouse_server.engine import LlamaEngine, engine_version
 from drafthouse_server.errors import ConfigError, StartupError
 from drafthouse_server.launch import CHECKOUT
 from drafthouse_server.terminal import Terminal
@@ -162,6 +163,11 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="1, 8 and 32 streams, one round: half a minute")
     add("--prompts", type=Path, default=_MODELS / "prompts.json", metavar="FILE", help="prompts")
     add("--step-bench", type=Path, metavar="FILE", help="the bare step loop's program")
+    add(
+        "--tune",
+        action="store_true",
+        help="measure the engine alone, and print the settings to use, each with its reason",
+    )
     add("--json", type=Path, metavar="FILE", help="also write everything as JSON")
 
 
@@ -210,9 +216,19 @@ def _contenders(name: str, arguments: argparse.Namespace) -> Contenders:
     )
 
 
+def _tune(plan: Plan, terminal: Terminal) -> None:
+    """Measures the first model with its first draft type, and prints settings."""
+    draft_type = next((kind for kind in plan.draft_types if kind != "none"), "none")
+    config = plan.config(plan.contenders[0], draft_type, max(plan.n_streams))
+    tune(config, LlamaEngine.load, read_texts(plan.prompts), terminal)
+
+
 def _bench(arguments: argparse.Namespace, terminal: Terminal) -> int:
     try:
         plan = _plan(arguments)
+        if arguments.tune:
+            _tune(plan, terminal)
+            return 0
         command = shlex.join(["drafthouse", *sys.argv[1:]])
         machine = describe_machine(plan.n_threads, engine_version(), command)
         _describe(machine, plan, terminal)

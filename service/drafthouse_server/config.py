@@ -187,7 +187,7 @@ class Config:
     n_draft_default: int = _setting(
         3,
         _between(0, 64),
-        "Draft tokens per step when the request does not say; only for draft_policy fixed. 0: none.",
+        "Draft tokens per step when the request does not say, with draft_policy fixed. 0: none.",
     )
     """K when the request does not say, of policy fixed."""
     p_min: float = _setting(
@@ -281,10 +281,10 @@ class Config:
         _require(self.n_batch >= self.n_seq_max, "n_batch", self.n_batch, "at least n_seq_max")
         _require(self.n_ubatch <= self.n_batch, "n_ubatch", self.n_ubatch, "at most n_batch")
         _require(
-            self.n_draft_default <= self.n_draft_max,
+            self.draft_policy != "fixed" or self.n_draft_default <= self.n_draft_max,
             "n_draft_default",
             self.n_draft_default,
-            "at most n_draft_max",
+            "at most n_draft_max, with draft_policy fixed",
         )
         needs_file = self.draft_type in _DRAFT_TYPES_WITH_FILE
         _require(

@@ -218,6 +218,9 @@ class LlamaEngine:
                 self._engine.seq_end(seq_id)
             self._in_use.difference_update(plan.parks, plan.frees)
             kept_less = {start.seq_id for start in plan.starts if not self._start(start)}
+            for seq_id in plan.let_go:
+                if seq_id not in kept_less:
+                    self._engine.seq_let_go(seq_id)
             computed = [entry for entry in plan.entries if entry.seq_id not in kept_less]
             result = self._engine.step(*_pack(computed)) if computed else None
         except drafthouse_engine.EngineError as error:

@@ -135,6 +135,8 @@ class _Slot:
     """Hash of `tokens`."""
     n_drafts: int = 0
     """Place in the acceptance pattern."""
+    is_cold: bool = False
+    """Whether its draft state was let go."""
 
     @property
     def n_past(self) -> int:
@@ -312,6 +314,8 @@ class FakeEngine:
         self._take_into_use(plan, draft)
         self._check_entries(plan, draft)
         self._commit(plan, draft)
+        for seq_id in plan.let_go:
+            self._slots[seq_id].is_cold = True
         entries = [self._run(entry, draft) for entry in plan.entries]
         self.n_cells_max = max(self.n_cells_max, self.n_cells_used)
         computed = [entry for entry in plan.entries if entry.seq_id not in draft.refused]
@@ -512,14 +516,15 @@ class FakeEngine:
             n_past=slot.n_past,
             tokens=tokens,
             logprobs=self._logprobs(slot, tokens),
-            n_drafted=entry.n_draft,
+            n_drafted=0 if slot.is_cold else entry.n_draft,
             n_accepted=len(tokens) - 1,
             is_eog=tokens[-1] == _EOS,
+            is_draft_cold=slot.is_cold,
         )
 
     def _count_accepted(self, entry: PlanEntry, slot: _Slot) -> int:
         """Returns how many draft tokens the target accepts."""
-        if not entry.n_draft:
+        if not entry.n_draft or slot.is_cold:
             return 0
         n_accepted = self._acceptance[slot.n_drafts % len(self._acceptance)]
         slot.n_drafts += 1

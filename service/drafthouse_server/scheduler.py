@@ -289,9 +289,24 @@ class Scheduler:
             self._evict_for(sum(len(entry.tokens) + entry.n_draft for entry in entries))
         self._entries, self._n_decodes = entries, len(decodes)
         self._has_moves = bool(self._starts or self._parks or self._saves)
-        plan = StepPlan(entries, self._starts, self._frees, self._parks, self._saves)
+        plan = StepPlan(
+            entries, self._starts, self._frees, self._parks, self._saves, self._let_go()
+        )
         self._starts, self._frees, self._parks, self._saves = [], [], [], []
         return plan
+
+    def _let_go(self) -> list[int]:
+        """Returns the slots whose drafter need not be fed any more."""
+        if self._policy.is_warm:
+            return []
+        sequences = [
+            sequence
+            for sequence in self._running.values()
+            if sequence.n_draft is None and not sequence.is_draft_cold
+        ]
+        for sequence in sequences:
+            sequence.is_draft_cold = True
+        return [sequence.seq_id for sequence in sequences]
 
     def _n_cells_running(self) -> int:
         return sum([sequence.n_computed for sequence in self._running.values()])

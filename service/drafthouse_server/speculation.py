@@ -150,8 +150,10 @@ _DISCOUNT = 0.2
 """What the past counts then."""
 _N_STEPS_RECOVERY = 3
 """Steps to the next probe then."""
-_N_STEPS_OTHER = (8, 256)
+_N_STEPS_OTHER = (8, 128)
 """Steps between trials of another K than the one chosen: at first, and in the long run."""
+_N_TRIALS = 6
+"""Drafts of one token more than the choice, in a row."""
 _N_STEPS_UNPAID = 256
 """Steps in a row that would be better off without a drafter, after which it is let go."""
 _N_STEPS_COLD = (2048, 32768)
@@ -433,6 +435,7 @@ class AdaptiveDraft:
         self._n_same = 0  # steps since another K than the chosen was tried
         self._n_other_interval = _N_STEPS_OTHER[0]
         self._n_others = 0  # trials
+        self._n_more = 0  # steps that the trial goes on
         self._probed: list[Track] = []
         self._by_slot: dict[int, Track] = {}  # of the last choice
 
@@ -570,6 +573,9 @@ class AdaptiveDraft:
 
     def _other_is_due(self) -> bool:
         """Returns whether to do without the choice for a step; less and less often."""
+        if self._n_more > 0:
+            self._n_more -= 1
+            return True
         self._n_same += 1
         if self._n_same < self._n_other_interval:
             return False
@@ -579,11 +585,15 @@ class AdaptiveDraft:
         return True
 
     def _other(self, crowd: _Crowd, n_drafts: list[int]) -> list[int]:
-        """Returns one token more than the choice, one less, and none, in turns.
+        """Returns one token more than the choice, or one less, or none, in turns.
 
-        Costs at one K alone do not tell what belongs to the step and what to its tokens.
+        One more tells what another position would yield, and few sequences try it several times.
+        The others tell what of the cost belongs to the step, and what to its tokens.
         """
-        change = (1, -max(n_drafts), -1)[self._n_others % 3]
+        change = (1, -max(n_drafts), 1, -1)[self._n_others % 4]
+        if change == 1 and self._n_same == 0:
+            self._n_same = 1
+            self._n_more = _N_TRIALS // len(n_drafts)
         return crowd.bounded([max(0, n + change) for n in n_drafts])
 
     def observe(self, result: StepResult) -> None:

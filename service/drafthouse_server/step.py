@@ -204,6 +204,8 @@ class StepPlan:
     """Slots in use given back whose samplers are wanted: the sequences will be resumed later."""
     saves: Sequence[int] = ()
     """Slots in use to be written to `StepResult.snapshots`; they stay as they are."""
+    let_go: Sequence[int] = ()
+    """Slots in use, starts included, whose draft state is given up for good."""
 
     @property
     def is_empty(self) -> bool:

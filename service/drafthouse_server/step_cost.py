@@ -146,7 +146,7 @@ def shape_of(
     return StepShape(n_decodes, n_depth, n_draft, sum(lengths), n_outputs, n_ubatches, n_pairs)
 
 
-_KNOTS = (2, 8, 32)
+_KNOTS = (2, 8, 32, 128)
 """Widths of a physical batch at which a token's cost may change."""
 
 _UNIT_S = 0.01
@@ -154,12 +154,12 @@ _UNIT_S = 0.01
 
 # Costs before anything is known, as shares of the unit.
 _PRIOR_DRAFT = (0.15, 0.01)
-_PRIOR_DECODE = (1.0, 0.1, 0.1, 0.1, 0.1, 0.01, 1e-5)
+_PRIOR_DECODE = (1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 1e-5)
 _PRIOR_PROCESS = (0.05, 0.005)
 _PRIOR_SAMPLE = (0.01, 0.01)
 _PRIOR_REST = (0.02, 0.002)
-_SLOPES = range(1, 5)
-"""Places of the four slopes among the decode's coefficients."""
+_SLOPES = range(1, 6)
+"""Places of the slopes among the decode's coefficients."""
 
 _FORGETTING = 0.95
 """What is left of a kind's past at each of its steps: the last 20 count."""
@@ -451,13 +451,16 @@ def _decode_counts(shape: StepShape) -> tuple[float, ...]:
     """Returns what the decode's coefficients are multiplied with."""
     n_ubatches = shape.n_ubatches
     width = shape.n_tokens / n_ubatches
-    low, middle, high = _KNOTS
+    n = n_ubatches
+    a, b, c, d = _KNOTS
+    # Written out: a loop takes twice as long, and this runs for every choice of K.
     return (
-        n_ubatches,
-        n_ubatches * (width if width < low else low),
-        n_ubatches * (0.0 if width < low else min(width, middle) - low),
-        n_ubatches * (0.0 if width < middle else min(width, high) - middle),
-        n_ubatches * (0.0 if width < high else width - high),
+        n,
+        n * (width if width < a else a),
+        0.0 if width <= a else n * ((width if width < b else b) - a),
+        0.0 if width <= b else n * ((width if width < c else c) - b),
+        0.0 if width <= c else n * ((width if width < d else d) - c),
+        0.0 if width <= d else n * (width - d),
         shape.n_outputs,
         shape.n_pairs,
     )

@@ -122,10 +122,10 @@ def run(
     for _ in range(n_steps):
         if n_emitted >= n_tokens:
             break
+        n_drafts = policy.choose_all(crowd, limits, limits.n_outputs_max - len(crowd), 0)
         if not policy.is_warm:
             for member in crowd:
                 member.is_draft_cold = True
-        n_drafts = policy.choose_all(crowd, limits, limits.n_outputs_max - len(crowd), 0)
         entries, results = [], []
         for member, n_draft in zip(crowd, n_drafts, strict=True):
             n_accepted = 0
