@@ -26,7 +26,7 @@ from drafthouse_server.sequence import Sequence
 from drafthouse_server.speculation import FixedDraft
 from drafthouse_server.step import EngineLimits, SequenceStatus, StepPlan, StepResult
 
-PARTS = ("reap", "plan", "pack", "unpack", "commit", "hand over", "all")
+PARTS = ("reap", "plan", "pack", "unpack", "commit", "hand over")
 _N_ROUNDS = 40
 
 
@@ -103,14 +103,14 @@ def measure(n_sequences: int, n_draft: int, n_steps: int) -> dict[str, float]:
             thread._flush()
         if i == 0:
             watch.seconds.clear()  # the prompts
-    found = {name: seconds / (n_steps - 1) * 1e6 for name, seconds in watch.seconds.items()}
-    return found | {"all": sum(found.values())}
+    return {name: seconds / (n_steps - 1) * 1e6 for name, seconds in watch.seconds.items()}
 
 
 def best(measure_once: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Returns the smallest of several measurements, part by part."""
     rounds = [measure_once() for _ in range(_N_ROUNDS)]
-    return {name: min(round_[name] for round_ in rounds) for name in PARTS}
+    found = {name: min(round_[name] for round_ in rounds) for name in PARTS}
+    return found | {"all": sum(found.values())}
 
 
 def main() -> None:
@@ -120,11 +120,11 @@ def main() -> None:
     parser.add_argument("--drafts", default="0,3")
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
-    print("us per step        " + "".join(f"{name:>11}" for name in PARTS))
+    print("us per step        " + "".join(f"{name:>11}" for name in (*PARTS, "all")))
     for n_draft in map(int, options.drafts.split(",")):
         for n_sequences in map(int, options.sequences.split(",")):
             row = best(partial(measure, n_sequences, n_draft, options.steps))
-            cells = "".join(f"{row[name]:11.1f}" for name in PARTS)
+            cells = "".join(f"{value:11.1f}" for value in row.values())
             print(f"{n_sequences:3} sequences, K {n_draft:2} {cells}", flush=True)
 
 
