@@ -1015,6 +1015,7 @@ struct sequence {
     bool is_copy_due =
         false; // forked; between separate caches the cells follow with the next decode
     std::vector<uint8_t> checkpoint;
+    std::mt19937 synth_rng; // of synthetic acceptance
 
     // one call at a time
     bool is_proposed = false;
@@ -1051,6 +1052,10 @@ struct spec_engine {
     std::vector<int32_t> out_top_tokens; // [n_tokens, n_top]
     std::vector<float> out_top_logprobs;
     int32_t n_top = 0; // of this step
+
+    // Benchmarks: probability that a drafted token is accepted when those before it were.
+    std::vector<double> synth_probs;
+    uint32_t n_synth_begun = 0; // seeds their generators: the same order, the same decisions
 
     bool is_decoded = false; // by hand: a batch is there for logits and process
     bool is_processed = false;
@@ -1108,6 +1113,24 @@ bool needs_draft_context(int32_t type) {
     return type == SPEC_DRAFT_MTP || needs_draft_model(type);
 }
 
+void check_synth_rates(const spec_engine_params & p) {
+    if (p.n_synth_rates == 0) {
+        return;
+    }
+    if (p.draft_type == SPEC_DRAFT_NONE || p.n_synth_rates != p.n_draft_max ||
+        p.synth_rates == nullptr) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "there are " + std::to_string(p.n_synth_rates) +
+                 " synth_rates; expected none, or n_draft_max of them with a draft type");
+    }
+    double before = 1.0;
+    for (int32_t i = 0; i < p.n_synth_rates; ++i) {
+        const double rate = static_cast<double>(p.synth_rates[i]);
+        check_range("synth_rates", rate, 0.0, before);
+        before = rate;
+    }
+}
+
 void check_engine_params(const spec_engine_params & p) {
     check_range("draft_type", p.draft_type, 0, SPEC_DRAFT_COUNT - 1);
     check_range("n_ctx", p.n_ctx, 0, std::numeric_limits<int32_t>::max());
@@ -1136,6 +1159,7 @@ void check_engine_params(const spec_engine_params & p) {
                  std::to_string(p.n_seq_max * (1 + n_draft)) +
                  ", so that every sequence can verify a draft in one step");
     }
+    check_synth_rates(p);
     if (p.exact && p.kv_unified) {
         fail(SPEC_ERR_INVALID_ARGUMENT,
              "exact with kv_unified: where a sequence's cells lie depends on the others");
@@ -1397,6 +1421,22 @@ void fill_limits(spec_engine & engine) {
     l.has_checkpoints = engine.target_rollback != rollback_kind::any && l.n_draft_max > l.n_rs_seq;
 }
 
+void fill_synth_probs(spec_engine & engine) {
+    double before = 1.0;
+    for (int32_t i = 0; i < engine.params.n_synth_rates; ++i) {
+        const double rate = static_cast<double>(engine.params.synth_rates[i]);
+        engine.synth_probs.push_back(before > 0.0 ? rate / before : 0.0);
+        before = rate;
+    }
+    engine.params.synth_rates = nullptr; // the caller's
+    if (!engine.synth_probs.empty()) {
+        on_llama_log(GGML_LOG_LEVEL_WARN,
+                     "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is "
+                     "not the model's output\n",
+                     nullptr);
+    }
+}
+
 spec_engine * make_engine(const spec_model & target, const spec_model * draft,
                           const spec_engine_params & params) {
     check_engine_params(params);
@@ -1412,6 +1452,7 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     engine->target_rollback = probe_rollback(engine->target.get(), "target");
     make_drafter(*engine, draft);
     fill_limits(*engine);
+    fill_synth_probs(*engine);
     engine->batch = common_batch(engine->target.get());
     engine->sequences.resize(static_cast<size_t>(params.n_seq_max));
     return engine.release();
@@ -1491,6 +1532,9 @@ void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_s
     }
     clear_sequence(engine, seq_id);
     begin_drafter(engine, seq, seq_id);
+    if (!engine.synth_probs.empty()) {
+        seq.synth_rng.seed(engine.n_synth_begun++);
+    }
     seq.sampler = std::move(sampler);
     seq.is_begun = true;
 }
@@ -1941,6 +1985,40 @@ llama_tokens sample_and_match(spec_engine & engine, common_sampler * sampler,
     return emitted;
 }
 
+// Benchmarks: accepts drafts at the rates asked for. Every position is sampled all the same, as a
+// verification would, for its cost. A drafted end token is never accepted: it would end the
+// sequence early.
+llama_tokens accept_at_random(spec_engine & engine, sequence & seq, const std::vector<int> & idxs) {
+    common_sampler * sampler = seq.sampler->chain.get();
+    const llama_tokens & draft = seq.draft.tokens;
+    std::uniform_real_distribution<double> uniform(0.0, 1.0);
+    llama_tokens emitted;
+    for (size_t i = 0; i < idxs.size(); ++i) {
+        const llama_token own = sample_checked(engine, sampler, idxs[i]);
+        const bool is_accepted = i < draft.size() && uniform(seq.synth_rng) < engine.synth_probs[i] &&
+                                 !llama_vocab_is_eog(engine.target_model->vocab, draft[i]);
+        emitted.push_back(is_accepted ? draft[i] : own);
+        // A drafted token need not fit the grammar; the target's own does.
+        common_sampler_accept(sampler, emitted.back(), !is_accepted);
+        if (!is_accepted) {
+            break;
+        }
+    }
+    return emitted;
+}
+
+llama_tokens choose(spec_engine & engine, sequence & seq, const std::vector<int> & idxs) {
+    common_sampler * sampler = seq.sampler->chain.get();
+    if (!engine.synth_probs.empty()) {
+        return accept_at_random(engine, seq, idxs);
+    }
+    if (seq.draft.q.empty()) {
+        return sample_and_match(engine, sampler, idxs, seq.draft.tokens);
+    }
+    return common_sampler_sample_and_accept_n_rejection(sampler, engine.target.get(), idxs,
+                                                        seq.draft.tokens, seq.draft.q);
+}
+
 // Chooses the tokens that a sequence emits: the accepted part of its draft and one of the target's
 // own.
 llama_tokens verify(spec_engine & engine, sequence & seq, int32_t i_first) {
@@ -1951,12 +2029,7 @@ llama_tokens verify(spec_engine & engine, sequence & seq, int32_t i_first) {
             fail(SPEC_ERR_SAMPLING_FAILED, "the decode left no logits");
         }
     }
-    common_sampler * sampler = seq.sampler->chain.get();
-    llama_tokens emitted =
-        seq.draft.q.empty()
-            ? sample_and_match(engine, sampler, idxs, seq.draft.tokens)
-            : common_sampler_sample_and_accept_n_rejection(sampler, engine.target.get(), idxs,
-                                                           seq.draft.tokens, seq.draft.q);
+    llama_tokens emitted = choose(engine, seq, idxs);
     for (const llama_token token : emitted) {
         seq.heard.push_back(-1 - token);
     }
