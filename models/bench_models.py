@@ -117,7 +117,9 @@ class _WeightWriter:
 
     def matrix(self, name: str, n_rows: int, n_columns: int) -> None:
         # Embeddings and head stay at 8 bits, as llama-quantize keeps a head above 4.
-        is_fine = name.startswith(("token_embd", "output.")) and self._quant == GGMLQuantizationType.Q4_0
+        is_fine = (
+            name.startswith(("token_embd", "output.")) and self._quant == GGMLQuantizationType.Q4_0
+        )
         quant = GGMLQuantizationType.Q8_0 if is_fine else self._quant
         values = self._normal(n_rows, n_columns, WEIGHT_STD)
         self.writer.add_tensor(name, quants.quantize(values, quant), raw_dtype=quant)
@@ -221,7 +223,7 @@ def _add_dimensions(writer: GGUFWriter, shape: BenchShape) -> None:
 
 
 def _add_sliding_window(writer: GGUFWriter, shape: BenchShape) -> None:
-    # llama.cpp refuses a `mimo2` without any windowed layer; this one's window is the whole context.
+    # llama.cpp refuses a `mimo2` without a windowed layer; this window is the whole context.
     writer.add_expert_feed_forward_length(0)
     writer.add_sliding_window(shape.n_ctx)
     writer.add_rope_freq_base_swa(shape.rope_base)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "build" / "peers"
-SERVER = PEERS / "bin" / "llama-server"
+SERVER = PEERS / "cmake" / "bin" / "llama-server"  # where llama.cpp puts programs
 SOURCE = PEERS / "source"
 BUILD = PEERS / "cmake"
 STAMP = PEERS / "built.stamp"
@@ -91,7 +91,6 @@ def build(source: Path, version: str) -> None:
     """
     number = version.removeprefix("b")
     configure = ["cmake", "-S", str(source), "-B", str(BUILD), *OPTIONS]
-    configure += [f"-DCMAKE_RUNTIME_OUTPUT_DIRECTORY={SERVER.parent}"]
     # Otherwise llama.cpp asks git and reports the commit of whatever repository surrounds it.
     configure += [f"-DLLAMA_BUILD_NUMBER={number}", f"-DLLAMA_BUILD_COMMIT={version}"]
     configure += os.environ.get("CMAKE_ARGS", "").split()
@@ -134,6 +133,8 @@ def make_peer() -> str:
         make_stock(source, patches)
         source_stamp.write_text(wanted)
     build(source if is_own else SOURCE, pinned.read_lock().version)
+    if not SERVER.exists():
+        raise PeerError(f"The build made no {SERVER.relative_to(ROOT)}.")
     STAMP.write_text(wanted + "\n")
     return f"built in {time.monotonic() - started_s:.0f} s"
 

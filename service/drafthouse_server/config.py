@@ -227,7 +227,7 @@ class Config:
         _RATES,
         "BENCHMARKS ONLY: accept drafts at random instead of verifying them, so that what is"
         " generated is not the model's output. Entry i is the probability that the first i + 1"
-        " draft tokens are all accepted; n_draft_max of them. As llama-server's --spec-synth-rates.",
+        " draft tokens are all accepted; n_draft_max of them. llama-server: --spec-synth-rates.",
     )
     """Synthetic acceptance; empty is off."""
     api_keys: tuple[str, ...] = _setting(
