@@ -124,6 +124,10 @@ class StreamParser:
             raise BenchError(f"llama-server answers {self.status}: {text}")
 
 
+class _StaleError(BenchError):
+    """The server closed a kept connection before it could see the next request."""
+
+
 class _Connection(asyncio.Protocol):
     """One TCP connection; hands every packet to the parser of the request that runs."""
 
@@ -168,8 +172,12 @@ class _Connection(asyncio.Protocol):
             self._ended.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_exception(BenchError("llama-server closed the connection"))
+        if self._ended is None or self._ended.done():
+            return
+        assert self._parser is not None, "a request runs"
+        is_stale = self.n_requests > 1 and not self._parser.status
+        kind = _StaleError if is_stale else BenchError
+        self._ended.set_exception(kind("llama-server closed the connection"))
 
     async def request(self, message: bytes, trace: Trace | None) -> dict[str, Any]:
         """Sends a request and returns the last JSON value of its response."""
@@ -269,7 +277,14 @@ class HttpClient:
         return head.encode() + body
 
     async def _request(self, message: bytes, trace: Trace | None) -> dict[str, Any]:
-        connection = await self._connect()
+        try:
+            return await self._send(self._kept() or await self._connect(), message, trace)
+        except _StaleError:
+            return await self._send(await self._connect(), message, trace)
+
+    async def _send(
+        self, connection: _Connection, message: bytes, trace: Trace | None
+    ) -> dict[str, Any]:
         try:
             answer = await connection.request(message, trace)
         except BaseException:  # cancelled too: the server stops when the connection is gone
@@ -278,12 +293,15 @@ class HttpClient:
         self._idle.append(connection)
         return answer
 
-    async def _connect(self) -> _Connection:
+    def _kept(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_usable:
                 return connection
             connection.close()
+        return None
+
+    async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, self._port)
         return connection

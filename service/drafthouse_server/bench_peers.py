@@ -103,8 +103,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         " draft=mtp,model=dense,streams=8; keys: scenario, model, draft, streams, load,"
         " acceptance")  # fmt: skip
     add("--stall-model", default="dense-50m-Q8_0", metavar="NAME", help="default: %(default)s")
-    add("--n-long", type=_count, default=4096, metavar="N", help="tokens of the long prompt;"
-        " default: %(default)s")  # fmt: skip
+    add("--n-long", type=_count, metavar="N", help="tokens of the long prompt; default: 4096")
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +157,7 @@ def _plan(arguments: argparse.Namespace) -> PeerPlan:
         acceptances=arguments.acceptances or (0.3, 0.6, 0.9),
         scenarios=arguments.scenarios or SCENARIOS,
         stall_model=arguments.stall_model,
-        n_long=arguments.n_long,
+        n_long=arguments.n_long or (1024 if quick else 4096),
         only=arguments.only,
         n_rounds=arguments.rounds or (1 if quick else 3),
         round_s=arguments.round_s or (1.0 if quick else 2.0),
