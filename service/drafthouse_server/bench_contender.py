@@ -132,7 +132,7 @@ def require_peer(program: Path) -> None:
     Raises:
         BenchError: it is not.
     """
-    if not os.access(program, os.X_OK):
+    if not (program.is_file() and os.access(program, os.X_OK)):
         raise BenchError(f"llama-server is not built ({program}); `make peers` builds it")
 
 

@@ -42,7 +42,7 @@ class DrafthouseTransport(BaseTransport):
     @on_stop
     async def _close(self) -> None:
         if self._client is not None:
-            await self._client.close()
+            await self._client.aclose()
 
     def get_url(self, request_info: RequestInfo) -> str:
         """Returns the server's address."""
@@ -92,6 +92,7 @@ def _event(record: RequestRecord, content: dict[str, Any]) -> SSEMessage:
     now_ns = time.perf_counter_ns()
     if record.recv_start_perf_ns is None:
         record.recv_start_perf_ns = now_ns
-    message = SSEMessage.parse(f"data: {json.dumps(content)}", now_ns)
+    event = {"object": "text_completion"} | content
+    message = SSEMessage.parse(f"data: {json.dumps(event)}", now_ns)
     record.responses.append(message)
     return message
