@@ -1995,7 +1995,8 @@ llama_tokens accept_at_random(spec_engine & engine, sequence & seq, const std::v
     llama_tokens emitted;
     for (size_t i = 0; i < idxs.size(); ++i) {
         const llama_token own = sample_checked(engine, sampler, idxs[i]);
-        const bool is_accepted = i < draft.size() && uniform(seq.synth_rng) < engine.synth_probs[i] &&
+        const bool is_accepted = i < draft.size() &&
+                                 uniform(seq.synth_rng) < engine.synth_probs[i] &&
                                  !llama_vocab_is_eog(engine.target_model->vocab, draft[i]);
         emitted.push_back(is_accepted ? draft[i] : own);
         // A drafted token need not fit the grammar; the target's own does.

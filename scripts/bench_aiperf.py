@@ -72,9 +72,8 @@ def make_venv() -> Path:
     if not (VENV / "bin" / "pip").exists():
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     pip = [str(VENV / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
-    run = subprocess.run(
-        [*pip, "--force-reinstall", "--no-deps", str(SDK), str(PLUGIN)], check=False
-    ) if program.exists() else subprocess.run([*pip, str(SDK), str(PLUGIN)], check=False)  # fmt: skip
+    again = ["--force-reinstall", "--no-deps"] if program.exists() else []
+    run = subprocess.run([*pip, *again, str(SDK), str(PLUGIN)], check=False)
     if run.returncode or not program.exists():
         raise BenchError("aiperf cannot be installed; pip's words are above")
     stamp.write_text(state.hexdigest())
@@ -166,7 +165,9 @@ def summarize(name: str, load: PeerLoad) -> Seen:
 
 async def measure(program: Path, options: argparse.Namespace) -> list[Seen]:
     """Measures: ours, aiperf, ours."""
-    texts = [p["text"] for p in json.loads((ROOT / "models" / "prompts.json").read_text())["prompts"]]
+    texts = [
+        p["text"] for p in json.loads((ROOT / "models" / "prompts.json").read_text())["prompts"]
+    ]
     n_requests = options.streams * options.waves
     prompts = [texts[i % len(texts)][:N_CHARS] for i in range(n_requests)]
     write_inputs(prompts)

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_body_of_known_length_is_one_value(n_bytes: int) -> None:
 def test_a_refusal_is_one_sentence_with_the_servers_words() -> None:
     body = b'{"error":{"message":"the prompt is too long"}}'
     head = f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with pytest.raises(BenchError, match="answers 400: .*the prompt is too long"):
+    with pytest.raises(BenchError, match=r"answers 400: .*the prompt is too long"):
         StreamParser(is_stream=True).feed(head + body)
     with pytest.raises(BenchError, match="no HTTP"):
         StreamParser(is_stream=True).feed(b"hello\r\n\r\n")
@@ -194,7 +195,7 @@ def test_poisson_arrivals_are_those_of_the_seed() -> None:
     assert list(times) == sorted(times)
     assert times[-1] < 100.0
     assert len(times) == pytest.approx(5000, rel=0.06)
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert variance == pytest.approx(mean**2, rel=0.15)  # exponential: as large as the mean squared
@@ -223,7 +224,7 @@ def test_both_get_the_same_settings() -> None:
     target = find_target("dense")
     config = PLAN.config(CASE, target)
     flags = peer_flags(config, 1234)
-    given = dict(zip(flags, flags[1:], strict=False))
+    given = dict(pairwise(flags))
     assert given["--parallel"] == str(config.n_seq_max) == "8"
     assert int(given["--ctx-size"]) == config.n_seq_max * config.n_ctx_seq
     assert given["--batch-size"] == str(config.n_batch)
@@ -286,7 +287,7 @@ def test_the_ratio_is_taken_round_by_round(tmp_path: Path) -> None:
 def test_plots_are_drawn_or_refused_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_plot.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(BenchError, match="pip install matplotlib"):
         bench_plot.draw(tmp_path / "a.svg", [row((2, 1))])
 
@@ -369,7 +370,7 @@ async def test_agreement_counts_the_common_start() -> None:
     _, one = slow()
     _, other = slow()
     assert await agreement(one, other, [[1], [2]], 5) == [5, 5]  # type: ignore[arg-type]
-    other.whole = lambda *_: asyncio.sleep(0, [0, 1, 9, 3, 4])  # type: ignore[assignment, method-assign]
+    other.whole = lambda *_: asyncio.sleep(0, [0, 1, 9, 3, 4])  # type: ignore[method-assign]
     assert await agreement(one, other, [[1]], 5) == [2]  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from drafthouse_server.config import Config
 from drafthouse_server.launch import CHECKOUT
 
-__all__ = ["PeerCase", "PeerPlan", "Target", "find_target", "parse_only"]
+__all__ = ["PeerCase", "PeerPlan", "Target", "describe_estimate", "find_target", "parse_only"]
 
 _MODELS = CHECKOUT / "models"
 _BENCH_MODELS = CHECKOUT / "build" / "bench"

@@ -285,12 +285,15 @@ class HttpClient:
     async def _send(
         self, connection: _Connection, message: bytes, trace: Trace | None
     ) -> dict[str, Any]:
+        is_reusable = False
         try:
             answer = await connection.request(message, trace)
-        except BaseException:  # cancelled too: the server stops when the connection is gone
-            connection.close()
-            raise
-        self._idle.append(connection)
+            is_reusable = True
+        finally:
+            if is_reusable:
+                self._idle.append(connection)
+            else:  # failed or cancelled: the server stops when the connection is gone
+                connection.close()
         return answer
 
     def _kept(self) -> _Connection | None:

@@ -12,7 +12,7 @@ from drafthouse_server.bench_process import BenchError
 from drafthouse_server.bench_trace import Figures
 from drafthouse_server.bench_versus import PeerRow
 
-__all__ = ["draw", "require_matplotlib"]
+__all__ = ["curves", "draw", "require_matplotlib"]
 
 Points = list[tuple[int, float, float]]
 """Streams, tokens per second, p99 gap in ms."""

@@ -51,7 +51,7 @@ class DrafthouseTransport(BaseTransport):
 
     async def send_request(
         self,
-        request_info: RequestInfo,  # noqa: ARG002  aiperf's interface
+        request_info: RequestInfo,
         payload: dict[str, Any] | bytes,
         *,
         first_token_callback: FirstTokenCallback | None = None,
