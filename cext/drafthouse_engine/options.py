@@ -250,8 +250,8 @@ class EngineParams:
     See `spec.h`."""
     synth_rates: tuple[float, ...] = ()
     """Benchmarks only: drafts are accepted at random, not verified, and what is generated is not
-    the model's output. Entry i is the probability that the first i + 1 drafted tokens are all accepted:
-    [0, 1], never rising, n_draft_max of them; empty is off."""
+    the model's output. Entry i is the probability that the first i + 1 drafted tokens are all
+    accepted: [0, 1], never rising, n_draft_max of them; empty is off."""
 
     def __post_init__(self) -> None:
         if self.draft_type not in DRAFT_TYPES:
