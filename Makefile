@@ -10,10 +10,10 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build dev serve test unit verify fix gen bench models clean sanitize fuzz
+.PHONY: help build dev serve test unit verify fix gen bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  ARGS="…" passes flags on, e.g. make serve ARGS="--port 9000"'
 	@echo '  CMAKE_ARGS="-DGGML_CUDA=ON" builds llama.cpp with CUDA; DRAFTHOUSE_LLAMA_CPP=/path builds another checkout'
@@ -63,6 +63,18 @@ gen: dev ## generate the Python stubs of protos/
 
 bench: dev ## measure: streams × draft types; minutes
 	@$(VENV)/drafthouse bench $(ARGS)
+
+peers: ## build the stock llama-server that bench-peers compares with; minutes
+	@$(PYTHON) scripts/peers.py
+
+bench-models: dev ## write the random-weight models into build/bench; ARGS="dense-50m --quants Q8_0" chooses
+	@$(VENV)/python -m models.bench_models $(ARGS)
+
+bench-peers: dev peers ## measure beside llama-server; ARGS="--quick", "--list", "--only draft=mtp,streams=8"
+	@$(VENV)/drafthouse bench-peers --json build/bench-peers.json $(ARGS)
+
+bench-aiperf: dev ## aiperf through our gRPC beside our own load; installs 1.2 GB once
+	@$(VENV)/python scripts/bench_aiperf.py $(ARGS)
 
 sanitize: dev ## address, undefined-behaviour and thread sanitizers; needs clang-14, libclang-rt-14-dev
 	@scripts/sanitize.sh

@@ -1318,6 +1318,7 @@ struct sequence {
     std::vector<uint8_t> checkpoint;
     int64_t i_decode = -1;  // the target's decode that had its tokens last
     int32_t n_back_max = 0; // recurrent targets: how far that decode's states reach back
+    std::mt19937 synth_rng; // of synthetic acceptance
 
     // one call at a time
     bool is_proposed = false;
@@ -1440,6 +1441,10 @@ struct spec_engine {
 
     bool has_copies_due = false; // cells of forks that llama.cpp has yet to copy
 
+    // Benchmarks: probability that a drafted token is accepted when those before it were.
+    std::vector<double> synth_probs;
+    uint32_t n_synth_begun = 0; // seeds their generators: the same order, the same decisions
+
     bool is_decoded = false; // by hand: a batch is there for logits and process
     bool is_processed = false;
     int32_t fault = SPEC_FAULT_NONE;
@@ -1509,6 +1514,24 @@ bool needs_draft_context(int32_t type) {
     return type == SPEC_DRAFT_MTP || needs_draft_model(type);
 }
 
+void check_synth_rates(const spec_engine_params & p) {
+    if (p.n_synth_rates == 0) {
+        return;
+    }
+    if (p.draft_type == SPEC_DRAFT_NONE || p.n_synth_rates != p.n_draft_max ||
+        p.synth_rates == nullptr) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "there are " + std::to_string(p.n_synth_rates) +
+                 " synth_rates; expected none, or n_draft_max of them with a draft type");
+    }
+    double before = 1.0;
+    for (int32_t i = 0; i < p.n_synth_rates; ++i) {
+        const double rate = static_cast<double>(p.synth_rates[i]);
+        check_range("synth_rates", rate, 0.0, before);
+        before = rate;
+    }
+}
+
 void check_engine_params(const spec_engine_params & p) {
     check_range("draft_type", p.draft_type, 0, SPEC_DRAFT_COUNT - 1);
     check_range("n_ctx", p.n_ctx, 0, std::numeric_limits<int32_t>::max());
@@ -1537,6 +1560,7 @@ void check_engine_params(const spec_engine_params & p) {
                  std::to_string(p.n_seq_max * (1 + n_draft)) +
                  ", so that every sequence can verify a draft in one step");
     }
+    check_synth_rates(p);
     if (p.exact && p.kv_unified) {
         fail(SPEC_ERR_INVALID_ARGUMENT,
              "exact with kv_unified: where a sequence's cells lie depends on the others");
@@ -2004,6 +2028,22 @@ void fill_limits(spec_engine & engine) {
     l.has_checkpoints = engine.target_rollback != rollback_kind::any && l.n_draft_max > l.n_rs_seq;
 }
 
+void fill_synth_probs(spec_engine & engine) {
+    double before = 1.0;
+    for (int32_t i = 0; i < engine.params.n_synth_rates; ++i) {
+        const double rate = static_cast<double>(engine.params.synth_rates[i]);
+        engine.synth_probs.push_back(before > 0.0 ? rate / before : 0.0);
+        before = rate;
+    }
+    engine.params.synth_rates = nullptr; // the caller's
+    if (!engine.synth_probs.empty()) {
+        on_llama_log(GGML_LOG_LEVEL_WARN,
+                     "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is "
+                     "not the model's output\n",
+                     nullptr);
+    }
+}
+
 spec_engine * make_engine(const spec_model & target, const spec_model * draft,
                           const spec_engine_params & params) {
     check_engine_params(params);
@@ -2019,6 +2059,7 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     engine->target_rollback = probe_rollback(engine->target.get(), "target");
     make_drafter(*engine, draft);
     fill_limits(*engine);
+    fill_synth_probs(*engine);
     engine->batch = common_batch(engine->target.get());
     engine->sampling.init(llama_n_threads(engine->target.get()));
     engine->sequences.resize(static_cast<size_t>(params.n_seq_max));
@@ -2112,6 +2153,9 @@ void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_s
     }
     clear_sequence(engine, seq_id);
     begin_drafter(engine, seq, seq_id);
+    if (!engine.synth_probs.empty()) {
+        seq.synth_rng.seed(engine.n_synth_begun++);
+    }
     seq.sampler = std::move(sampler);
     seq.is_begun = true;
 }
@@ -2785,10 +2829,33 @@ void sample_and_reject(spec_engine & engine, const sequence & seq, int32_t i_fir
         seq.sampler->chain.get(), engine.target.get(), idxs, seq.draft.tokens, seq.draft.q);
 }
 
+// Benchmarks: accepts drafts at the rates asked for. Every position is sampled all the same, as a
+// verification would, for its cost. A drafted end token is never accepted: it would end the
+// sequence early.
+void accept_at_random(spec_engine & engine, sequence & seq, int32_t i_first, outcome & out) {
+    const llama_tokens & draft = seq.draft.tokens;
+    std::uniform_real_distribution<double> uniform(0.0, 1.0);
+    for (size_t i = 0; i < out.rows.size(); ++i) {
+        const llama_token own =
+            sample_checked(engine, *seq.sampler, out.rows[i], i_first + static_cast<int32_t>(i));
+        const bool is_accepted = i < draft.size() &&
+                                 uniform(seq.synth_rng) < engine.synth_probs[i] &&
+                                 !llama_vocab_is_eog(engine.target_model->vocab, draft[i]);
+        out.emitted.push_back(is_accepted ? draft[i] : own);
+        // A drafted token need not fit the grammar; the target's own does.
+        common_sampler_accept(seq.sampler->chain.get(), out.emitted.back(), !is_accepted);
+        if (!is_accepted) {
+            break;
+        }
+    }
+}
+
 // Chooses the tokens that a sequence emits: the accepted part of its draft and one of the target's
 // own.
 void verify(spec_engine & engine, sequence & seq, int32_t i_first, outcome & out) {
-    if (seq.draft.q.empty()) {
+    if (!engine.synth_probs.empty()) {
+        accept_at_random(engine, seq, i_first, out);
+    } else if (seq.draft.q.empty()) {
         sample_and_match(engine, seq, i_first, out);
     } else {
         sample_and_reject(engine, seq, i_first, out);

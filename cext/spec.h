@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define SPEC_ABI_VERSION 2
+#define SPEC_ABI_VERSION 3
 
 /* Errors. */
 
@@ -279,6 +279,13 @@ typedef struct spec_engine_params {
                       more would change the distribution. since ABI 2 */
     bool exact;    /* CPU kernels whose result does not depend on what else is in the batch; slower.
                       Not with kv_unified, accelerators or repacked (quantised) weights. since ABI 2 */
+    /* BENCHMARKS ONLY: drafts are accepted at random instead of verified, as llama-server does with
+     * --spec-synth-rates, so that random weights show what a step costs at a given acceptance; what
+     * is generated is not the model's. Entry i is the probability that the first i + 1 drafted
+     * tokens are all accepted: [0, 1], never rising, n_draft_max of them. Read by
+     * spec_engine_init only. since ABI 3 */
+    const float * synth_rates;
+    int32_t n_synth_rates; /* 0 = off */
 } spec_engine_params;
 
 typedef struct spec_engine_limits {

@@ -1,11 +1,12 @@
 """Random-weight models of realistic size, for benchmarks: `python -m models.bench_models`.
 
 Their output is noise; what they are for is the cost of a step. Acceptance is then synthetic
-(llama-server: `--spec-synth-len`).
+(`synth_rates`; llama-server: `--spec-synth-rates`). A file that is there is kept.
 """
 
 import argparse
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class BenchShape:
     """Dimensions of a benchmark model, named as llama.cpp names them."""
 
     arch: str
-    """llama.cpp's architecture: `qwen3`, `llama` or `qwen35`."""
+    """llama.cpp's architecture: `qwen3`, `llama`, `mimo2` or `qwen35`."""
 
     n_embd: int
     """Width of the residual stream."""
@@ -90,6 +91,14 @@ class BenchShape:
 
 SHAPES = {
     "qwen3-0.6b-like": BenchShape("qwen3", 1024, 28, 16, 8, 128, 3072, 1e6, 40960),
+    # Dense with an MTP block: the widths of Qwen3 0.6B and Llama 3.2 1B in the dense architecture
+    # whose MTP block llama.cpp runs.
+    "dense-0.6b": BenchShape("mimo2", 1024, 28, 16, 8, 128, 3072, 1e6, 8192, n_nextn=1),
+    "dense-1.2b": BenchShape("mimo2", 2048, 16, 32, 8, 64, 8192, 5e5, 8192, n_nextn=1),
+    # Small enough for a quick look on any machine, with room for a long prompt.
+    "dense-50m": BenchShape("mimo2", 512, 8, 8, 4, 64, 1536, 1e6, 8192, n_nextn=1),
+    # An ordinary draft model for the targets above.
+    "draft-30m": BenchShape("qwen3", 512, 4, 8, 4, 64, 1536, 1e6, 8192),
     "llama-1b-like": BenchShape("llama", 2048, 16, 32, 8, 64, 8192, 5e5, 131072),
     "qwen35-0.8b-like": BenchShape(
         "qwen35", 1024, 24, 8, 2, 256, 3584, 1e7, 262144, n_rot=64, n_delta_heads=16, n_nextn=1
@@ -107,8 +116,10 @@ class _WeightWriter:
         self._rng = np.random.default_rng(SEED)
 
     def matrix(self, name: str, n_rows: int, n_columns: int) -> None:
-        # Embeddings stay at 8 bits, as llama-quantize keeps a tied head above 4.
-        is_fine = name.startswith("token_embd") and self._quant == GGMLQuantizationType.Q4_0
+        # Embeddings and head stay at 8 bits, as llama-quantize keeps a head above 4.
+        is_fine = (
+            name.startswith(("token_embd", "output.")) and self._quant == GGMLQuantizationType.Q4_0
+        )
         quant = GGMLQuantizationType.Q8_0 if is_fine else self._quant
         values = self._normal(n_rows, n_columns, WEIGHT_STD)
         self.writer.add_tensor(name, quants.quantize(values, quant), raw_dtype=quant)
@@ -146,10 +157,14 @@ def write_bench_model(
     _add_dimensions(writer, shape)
     if shape.n_delta_heads:
         _add_hybrid_dimensions(writer, shape)
+    if shape.arch == "mimo2":
+        _add_sliding_window(writer, shape)
     add_vocabulary(writer, tokenizer, n_vocab)
     weights = _WeightWriter(writer, tensor_type)
     weights.matrix("token_embd.weight", n_vocab, shape.n_embd)
     weights.vector("output_norm.weight", shape.n_embd)
+    if shape.arch == "mimo2":  # it has no tied head
+        weights.matrix("output.weight", n_vocab, shape.n_embd)
     for i in range(shape.n_blocks):
         _add_block(weights, shape, i)
     writer.write_header_to_file()
@@ -168,18 +183,29 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--quants", nargs="+", choices=QUANTS, default=["Q8_0", "Q4_0"])
     parser.add_argument("--vocab", type=int, default=32768, help="vocabulary to fill up to")
+    parser.add_argument("--force", action="store_true", help="write files that are there again")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder")
     options = parser.parse_args()
     if unknown := set(options.names) - SHAPES.keys():
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
     options.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = Path(__file__).with_name("tokenizer.json")
     for name in options.names or SHAPES:
         for quant in options.quants:
-            path = options.out / f"{name}-{quant}.gguf"
-            write_bench_model(path, name, quant, tokenizer, options.vocab)
-            print(f"{path}: {path.stat().st_size / 1e6:.0f} MB", flush=True)
+            _make(options.out / f"{name}-{quant}.gguf", name, quant, options)
     return 0
+
+
+def _make(path: Path, name: str, quant: str, options: argparse.Namespace) -> None:
+    """Writes a model unless it is there; half a file never takes its name."""
+    started_s = time.monotonic()
+    is_there = path.exists() and not options.force
+    if not is_there:
+        part = path.with_suffix(".part")
+        tokenizer = Path(__file__).with_name("tokenizer.json")
+        write_bench_model(part, name, quant, tokenizer, options.vocab)
+        part.rename(path)
+    how = "there" if is_there else f"made in {time.monotonic() - started_s:.0f} s"
+    print(f"{path}: {path.stat().st_size / 1e6:.0f} MB, {how}", flush=True)
 
 
 def _add_dimensions(writer: GGUFWriter, shape: BenchShape) -> None:
@@ -194,6 +220,15 @@ def _add_dimensions(writer: GGUFWriter, shape: BenchShape) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_rope_dimension_count(shape.n_rot or shape.n_embd_head)
+
+
+def _add_sliding_window(writer: GGUFWriter, shape: BenchShape) -> None:
+    # llama.cpp refuses a `mimo2` without a windowed layer; this window is the whole context.
+    writer.add_expert_feed_forward_length(0)
+    writer.add_sliding_window(shape.n_ctx)
+    writer.add_rope_freq_base_swa(shape.rope_base)
+    writer.add_sliding_window_pattern([i == 1 for i in range(shape.n_blocks)])
+    writer.add_nextn_predict_layers(shape.n_nextn)
 
 
 def _add_hybrid_dimensions(writer: GGUFWriter, shape: BenchShape) -> None:
@@ -228,11 +263,14 @@ def _add_block(weights: _WeightWriter, shape: BenchShape, i: int) -> None:
 def _add_attention(weights: _WeightWriter, shape: BenchShape, prefix: str) -> None:
     n_query, n_key = shape.n_head * shape.n_embd_head, shape.n_head_kv * shape.n_embd_head
     n_gated = n_query * (2 if shape.arch == "qwen35" else 1)
-    weights.matrix(f"{prefix}attn_q.weight", n_gated, shape.n_embd)
-    weights.matrix(f"{prefix}attn_k.weight", n_key, shape.n_embd)
-    weights.matrix(f"{prefix}attn_v.weight", n_key, shape.n_embd)
+    if shape.arch == "mimo2":
+        weights.matrix(f"{prefix}attn_qkv.weight", n_query + 2 * n_key, shape.n_embd)
+    else:
+        weights.matrix(f"{prefix}attn_q.weight", n_gated, shape.n_embd)
+        weights.matrix(f"{prefix}attn_k.weight", n_key, shape.n_embd)
+        weights.matrix(f"{prefix}attn_v.weight", n_key, shape.n_embd)
     weights.matrix(f"{prefix}attn_output.weight", shape.n_embd, n_query)
-    if shape.arch != "llama":
+    if shape.arch in {"qwen3", "qwen35"}:
         weights.vector(f"{prefix}attn_q_norm.weight", shape.n_embd_head)
         weights.vector(f"{prefix}attn_k_norm.weight", shape.n_embd_head)
 

@@ -924,11 +924,17 @@ cdef class Engine:
 
     def __cinit__(self, Model target not None, Model draft=None, params=None):
         cdef spec.spec_engine_params c
+        cdef float synth_rates[256]
+        cdef int32_t i
         self.params = EngineParams() if params is None else params
         if not isinstance(self.params, EngineParams):
             raise TypeError(f"params must be EngineParams, not {type(params).__name__}")
         fill_engine_params(&c, self.params)
         self._sampler_params = {}
+        for i in range(len(self.params.synth_rates)):
+            synth_rates[i] = self.params.synth_rates[i]
+        c.synth_rates = synth_rates
+        c.n_synth_rates = len(self.params.synth_rates)
         self.owner = PyThread_get_thread_ident()
         self._hold(target, draft)
         self._init(&c)

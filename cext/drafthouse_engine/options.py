@@ -251,6 +251,10 @@ class EngineParams:
     """Logits of a token do not depend on what else is in the batch, bit for bit: reference kernels
     of the CPU instead of those that are chosen by the batch's width. Slower; not with kv_unified.
     See `spec.h`."""
+    synth_rates: tuple[float, ...] = ()
+    """Benchmarks only: drafts are accepted at random, not verified, and what is generated is not
+    the model's output. Entry i is the probability that the first i + 1 drafted tokens are all
+    accepted: [0, 1], never rising, n_draft_max of them; empty is off."""
 
     def __post_init__(self) -> None:
         if self.draft_type not in DRAFT_TYPES:
@@ -267,3 +271,14 @@ class EngineParams:
             check_bool(self, field)
         n_min_max = 1 if self.probabilistic else self.n_draft_max
         check_int(self, "n_min", 0, 0 if self.draft_type == "none" else n_min_max)
+        self._check_synth_rates()
+
+    def _check_synth_rates(self) -> None:
+        rates = self.synth_rates
+        n_expected = 0 if self.draft_type == "none" else self.n_draft_max
+        if not isinstance(rates, tuple) or len(rates) not in {0, n_expected} or len(rates) > 256:
+            wanted = "no rates, or n_draft_max of them, at most 256, with a draft type"
+            raise refusal(self, "synth_rates", rates, wanted)
+        for rate, before in zip(rates, (1.0, *rates), strict=False):
+            if not isinstance(rate, int | float) or not 0 <= rate <= before:
+                raise refusal(self, "synth_rates", rates, "numbers in [0, 1] that never rise")

@@ -144,6 +144,8 @@ cdef extern from "spec.h" nogil:
         bool flash_attention
         int32_t n_min
         bool exact
+        const float * synth_rates
+        int32_t n_synth_rates
 
     ctypedef struct spec_engine_limits:
         int32_t draft_type

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from drafthouse_server.bench import add_bench
+from drafthouse_server.bench_peers import add_bench_peers
 from drafthouse_server.console import add_chat, add_generate, add_models
 from drafthouse_server.launch import add_serve
 from drafthouse_server.terminal import Terminal
@@ -27,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version("drafthouse-server"))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_serve, add_generate, add_chat, add_models, add_bench):
+    for add in (add_serve, add_generate, add_chat, add_models, add_bench, add_bench_peers):
         add(commands)
     return parser
 

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -62,10 +62,12 @@ class ServerProcess:
 
     Args:
         config: Its settings; the port is ignored.
+        flags: More flags of `drafthouse serve`; they win.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, flags: Sequence[str] = ()) -> None:
         self._config = config
+        self._flags = flags
         self._process: asyncio.subprocess.Process | None = None
         self.target = ""
         """Address, "host:port"."""
@@ -84,7 +86,7 @@ class ServerProcess:
             BenchError: it does not start.
         """
         with tempfile.TemporaryFile() as log:
-            self._process = await _start(self._config, log)
+            self._process = await _start(self._config, self._flags, log)
             try:
                 self.target = await self._address(log)
                 yield self
@@ -115,7 +117,9 @@ class ServerProcess:
             await process.wait()
 
 
-async def _start(config: Config, log: IO[bytes]) -> asyncio.subprocess.Process:
+async def _start(
+    config: Config, flags: Sequence[str], log: IO[bytes]
+) -> asyncio.subprocess.Process:
     # Settings of the environment would reach one contender only.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTHOUSE_")}
     return await asyncio.create_subprocess_exec(
@@ -124,6 +128,7 @@ async def _start(config: Config, log: IO[bytes]) -> asyncio.subprocess.Process:
         "drafthouse_server",
         "serve",
         *server_flags(config),
+        *flags,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=log,
@@ -138,9 +143,15 @@ def server_flags(config: Config) -> list[str]:
     for setting in dataclasses.fields(Config):
         value = getattr(config, setting.name)
         if setting.name != "port" and value != getattr(default, setting.name):
-            text = str(value).lower() if isinstance(value, bool) else str(value)
+            text = _flag_text(value)
             flags += [f"--{setting.name.replace('_', '-')}", text]
     return flags
+
+
+def _flag_text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _last_line(log: IO[bytes]) -> str:

@@ -76,6 +76,17 @@ def _are_api_keys(keys: tuple[str, ...]) -> bool:
 _API_KEYS = _Rule('entries of the form "tenant:key", every key once', _are_api_keys)
 
 
+def _are_rates(texts: tuple[str, ...]) -> bool:
+    try:
+        rates = [float(text) for text in texts]
+    except ValueError:
+        return False
+    return all(0 <= rate <= before for rate, before in zip(rates, [1.0, *rates], strict=False))
+
+
+_RATES = _Rule("numbers in [0, 1] that never rise", _are_rates)
+
+
 def _setting(default: object, rule: _Rule, about: str) -> Any:  # noqa: ANN401  # as `field` does
     """Returns a dataclass field that carries its rule and its documentation."""
     return dataclasses.field(default=default, metadata={"rule": rule, "about": about})
@@ -258,6 +269,14 @@ class Config:
     """Bound of a ping."""
     max_message_bytes: int = _setting(4 << 20, _between(1024, 1 << 30), "Largest request in bytes.")
     """Largest request."""
+    synth_rates: tuple[str, ...] = _setting(
+        (),
+        _RATES,
+        "BENCHMARKS ONLY: accept drafts at random instead of verifying them, so that what is"
+        " generated is not the model's output. Entry i is the probability that the first i + 1"
+        " draft tokens are all accepted; n_draft_max of them. llama-server: --spec-synth-rates.",
+    )
+    """Synthetic acceptance; empty is off."""
     api_keys: tuple[str, ...] = _setting(
         (),
         _API_KEYS,
@@ -292,6 +311,12 @@ class Config:
             "draft_model",
             self.draft_model,
             f"{'a path' if needs_file else 'nothing'} with draft_type {self.draft_type!r}",
+        )
+        _require(
+            len(self.synth_rates) in {0, 0 if self.draft_type == "none" else self.n_draft_max},
+            "synth_rates",
+            self.synth_rates,
+            "as many rates as n_draft_max, and a draft type",
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ else:
     _N_RESULT_FIELDS = drafthouse_engine.RESULT_DTYPE.itemsize // 4
 
 __all__ = ["Engine", "EngineLimits", "LlamaEngine", "ModelCard", "engine_version"]
+
+_log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
@@ -185,6 +188,11 @@ class LlamaEngine:
         draft = None
         if config.draft_model:
             draft = _load_model(config.draft_model, config.n_gpu_layers, progress)
+        if config.synth_rates:
+            _log.warning(
+                "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is not"
+                " the model's output"
+            )
         with _explained(config.draft_model or config.model):
             engine = drafthouse_engine.Engine(target, draft, _engine_params(config, target))
         return cls(engine, config.model_name)
@@ -531,6 +539,7 @@ def _engine_params(
         probabilistic=config.is_probabilistic,
         kv_unified=config.is_kv_unified,
         flash_attention=config.has_flash_attention,
+        synth_rates=tuple(map(float, config.synth_rates)),
     )
 
 

@@ -1,0 +1,163 @@
+"""Builds the peer of the benchmarks: llama-server of the pinned source, into build/peers.
+
+The peer is stock: our patches are taken back from a copy of the source that the engine is built
+from, without fuzz, so what is left is the archive's own bytes. Same compiler, same build type, same
+CPU flags as the engine; no web interface, no HTTPS, nothing is downloaded. A build that is there
+and fits the source is kept; one that was stopped goes on where it stopped.
+
+With DRAFTHOUSE_LLAMA_CPP the peer is built from that checkout as it is, as the engine is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / "build" / "peers"
+SERVER = PEERS / "cmake" / "bin" / "llama-server"  # where llama.cpp puts programs
+SOURCE = PEERS / "source"
+BUILD = PEERS / "cmake"
+STAMP = PEERS / "built.stamp"
+LOG = PEERS / "build.log"
+N_LOG_LINES = 15
+
+sys.path.insert(0, str(ROOT / "cext"))
+
+import fetch_llama_cpp as pinned  # noqa: E402  the one module that knows the pinned source
+
+OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DGGML_NATIVE=ON",
+    "-DGGML_CCACHE=OFF",
+    "-DLLAMA_BUILD_TOOLS=ON",
+    "-DLLAMA_BUILD_SERVER=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+
+
+class PeerError(Exception):
+    """Says in one sentence why there is no peer."""
+
+
+def state(source: Path, patches: list[Path]) -> str:
+    """Returns a short hash of all that decides what is built."""
+    digest = hashlib.sha256(str(source).encode())
+    for text in (*OPTIONS, os.environ.get("CMAKE_ARGS", ""), os.environ.get("CXX", "")):
+        digest.update(text.encode() + b"\0")
+    for patch in patches:
+        digest.update(patch.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def make_stock(source: Path, patches: list[Path]) -> None:
+    """Copies the source and takes our patches back, last first.
+
+    Raises:
+        PeerError: a patch does not come off cleanly, or `patch` is missing.
+    """
+    if not shutil.which("patch"):
+        raise PeerError("Taking our patches back needs `patch`: apt-get install patch.")
+    part = SOURCE.with_name("source.part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part, symlinks=True)
+    for patch in reversed(patches):
+        command = ["patch", "-p1", "--reverse", "--batch", "--fuzz=0", "--no-backup-if-mismatch"]
+        run = subprocess.run(
+            [*command, "--input", str(patch)], cwd=part, capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            raise PeerError(f"{patch.name} cannot be taken back: {run.stdout.strip()[-300:]}.")
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    part.rename(SOURCE)
+
+
+def build(source: Path, version: str) -> None:
+    """Configures and compiles llama-server, as a background job of the machine.
+
+    Raises:
+        PeerError: a command failed; the end of its output has been shown.
+    """
+    number = version.removeprefix("b")
+    configure = ["cmake", "-S", str(source), "-B", str(BUILD), *OPTIONS]
+    # Otherwise llama.cpp asks git and reports the commit of whatever repository surrounds it.
+    configure += [f"-DLLAMA_BUILD_NUMBER={number}", f"-DLLAMA_BUILD_COMMIT={version}"]
+    configure += os.environ.get("CMAKE_ARGS", "").split()
+    if shutil.which("ninja") and not (BUILD / "Makefile").exists():
+        configure += ["-G", "Ninja"]
+    n_jobs = os.environ.get("JOBS", "2")
+    compile_ = ["nice", "cmake", "--build", str(BUILD), "--target", "llama-server"]
+    for command in (configure, [*compile_, "--parallel", n_jobs]):
+        if not shutil.which(command[0]):
+            raise PeerError(f"`{command[0]}` is missing: apt-get install cmake g++.")
+        with LOG.open("ab") as log:
+            run = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+        if run.returncode:
+            lines = LOG.read_text(errors="replace").splitlines()[-N_LOG_LINES:]
+            sys.stderr.write("\n".join(lines) + "\n")
+            name = LOG.relative_to(ROOT)
+            raise PeerError(f"llama-server cannot be built; the whole log is in {name}.")
+
+
+def make_peer() -> str:
+    """Returns what there is now, in words; builds what is missing.
+
+    Raises:
+        PeerError: it cannot be built.
+        pinned.FetchError: the source cannot be fetched.
+    """
+    started_s = time.monotonic()
+    is_own = bool(os.environ.get("DRAFTHOUSE_LLAMA_CPP"))
+    source = pinned.source_path()
+    patches = [] if is_own else pinned.patches()
+    wanted = state(source, patches)
+    PEERS.mkdir(parents=True, exist_ok=True)
+    if SERVER.exists() and STAMP.exists() and STAMP.read_text().strip() == wanted:
+        return "there"
+    LOG.unlink(missing_ok=True)
+    say(f"building llama-server from {'your checkout' if is_own else 'the stock source'} …")
+    say("about four minutes on two free cores, in the background's priority; JOBS=2")
+    source_stamp = PEERS / "source.stamp"
+    if not is_own and not (source_stamp.exists() and source_stamp.read_text() == wanted):
+        make_stock(source, patches)
+        source_stamp.write_text(wanted)
+    build(source if is_own else SOURCE, pinned.read_lock().version)
+    if not SERVER.exists():
+        raise PeerError(f"The build made no {SERVER.relative_to(ROOT)}.")
+    STAMP.write_text(wanted + "\n")
+    return f"built in {time.monotonic() - started_s:.0f} s"
+
+
+def say(line: str) -> None:
+    """Tells the user, on standard error."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    """Makes the peer; 0 or, after one sentence on standard error, 1."""
+    try:
+        how = make_peer()
+    except (PeerError, pinned.FetchError) as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("stopped; what is compiled is kept.")
+        return 130
+    say(f"llama-server {pinned.read_lock().version}, stock: {SERVER.relative_to(ROOT)} ({how})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A transport plugin of aiperf for Drafthouse's gRPC."""
