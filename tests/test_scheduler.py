@@ -645,3 +645,17 @@ def test_retained_slots_give_way_to_other_tenants() -> None:
     bench.run()
     assert [s.n_reused for s in found] == [0] * 4
     assert bench.scheduler.counts.n_prefix_hits == 0
+
+
+def test_a_start_that_kept_nothing_in_a_step_without_room_for_it_is_noted() -> None:
+    limits = dataclasses.replace(LIMITS, n_ctx_seq=100, n_batch=16)
+    bench = Bench(limits, scheduler={"prefixes": PrefixCache(can_cut=True)})
+    bench.add("a", n_prompt=40, n_output_max=2)
+    bench.run()
+    bench.engine.refuse(n_starts=1)
+    bench.add("b", n_prompt=90, n_output_max=1, priority=1)  # takes the whole budget
+    again = bench.add("a", n_prompt=40, n_output_max=2)
+    assert len(bench.step().entries) == 1
+    assert again.n_computed == 0
+    bench.run()
+    assert isinstance(again.terminal, FinishEvent)

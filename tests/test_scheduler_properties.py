@@ -361,5 +361,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestScheduler = pytest.mark.timeout(120)(TestScheduler)

@@ -594,6 +594,8 @@ class Scheduler:
                 self._lot.n_recomputed += sequence.n_computed - n_kept
             else:
                 sequence.n_reused = n_kept
+            # The plan may have had no entry for it: no budget was left.
+            sequence.n_computed = n_kept
 
     def _advance(
         self, sequence: Sequence, entry: ResultEntry, events: list[tuple[Sequence, Event]]
