@@ -75,7 +75,8 @@ async def start_server() -> AsyncIterator[ServerFactory]:
         tenants: TenantRegistry | None = None,
         **settings: Any,
     ) -> Server:
-        config = Config(**{"port": 0, "drain_timeout_s": 5.0, "draft_policy": "fixed"} | settings)
+        defaults: dict[str, Any] = {"port": 0, "drain_timeout_s": 5.0, "draft_policy": "fixed"}
+        config = Config(**defaults | settings)
         server = Server(config, lambda: engine or FakeEngine(), tenants=tenants)
         await server.startup()
         servers.append(server)

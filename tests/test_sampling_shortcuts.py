@@ -61,7 +61,7 @@ def generate(
     with eng.Model(MODELS / TARGETS["dense"]) as target:
         draft = eng.Model(MODELS / EAGLE3["dense"]) if draft_type == "eagle3" else None
         params = eng.EngineParams(
-            draft_type=draft_type,
+            draft_type=draft_type,  # type: ignore[arg-type]  # names given below
             n_seq_max=len(samplings),
             n_ctx_seq=256,
             n_batch=512,
@@ -78,7 +78,8 @@ def generate(
                 engine.seq_begin(i, eng.Sampler(target, options))
             live = set(range(len(samplings)))
             while live:
-                rows, flat = [], []
+                rows: list[tuple[int, ...]] = []
+                flat: list[int] = []
                 for i in sorted(live):
                     k = n_draft if tokens[i] else 0
                     rows.append((i, n_past[i], len(flat), len(given[i]), k, 1))

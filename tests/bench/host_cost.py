@@ -96,7 +96,7 @@ def measure(n_sequences: int, n_draft: int, n_steps: int) -> dict[str, float]:
             _pack(plan.entries)
         raw = answers.answer(plan)
         with watch.part("unpack"):
-            result: StepResult = answers._unpack(raw)  # type: ignore[arg-type]
+            result = StepResult(answers._unpack(raw))  # type: ignore[arg-type]
         with watch.part("commit"):
             thread._report.events = scheduler.commit(result, 1.0)
         with watch.part("hand over"):
