@@ -103,6 +103,15 @@ static void test_engine_nulls(void) {
     INVALID(spec_engine_get_limits(NULL, &limits));
     INVALID(spec_engine_seq_begin(NULL, 0, &sampler));
     INVALID(spec_engine_seq_begin(NULL, 0, NULL));
+    const spec_start start = {0, 0, -1, false, NULL, 0};
+    int32_t n = 0;
+    bool has_chosen = false;
+    INVALID(spec_engine_seq_start(NULL, &start, &sampler, &n));
+    INVALID(spec_engine_seq_start(NULL, NULL, NULL, NULL));
+    EXPECT(spec_engine_seq_let_go(NULL, 0), SPEC_ERR_INVALID_ARGUMENT);
+    INVALID(spec_engine_seq_park(NULL, 0, &sampler));
+    INVALID(spec_engine_seq_park(NULL, 0, NULL));
+    INVALID(spec_sampler_get_history(NULL, &n, &has_chosen));
     INVALID(spec_engine_seq_end(NULL, 0));
     INVALID(spec_engine_seq_n_past(NULL, 0));
     INVALID(spec_engine_n_cells_used(NULL));
@@ -282,6 +291,69 @@ static void test_snapshots(spec_engine * engine) {
     TRUE(!is_cold);
 }
 
+/* A sequence with tokens is cut, copied, parked and resumed. Wrong starts leave their sampler. */
+static void test_starts(const spec_model * model, spec_engine * engine) {
+    int32_t tokens[4] = {5, 6, 7, 8};
+    spec_plan_entry entry = {0, 0, 0, 4, 0, 0};
+    const spec_plan plan = {&entry, 1, tokens, 4};
+    spec_result result;
+    spec_sampler * sampler = NULL;
+    spec_sampler_params p;
+    int32_t n = -1;
+    bool has_chosen = true;
+    spec_start start = {0, 0, -1, false, NULL, 0};
+    spec_sampler_default_params(&p);
+    EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);
+    EXPECT(spec_sampler_init(model, &p, &sampler), SPEC_OK);
+    INVALID(spec_engine_seq_start(engine, NULL, &sampler, &n));
+    INVALID(spec_engine_seq_start(engine, &start, NULL, &n));
+    INVALID(spec_engine_seq_start(engine, &start, &sampler, NULL));
+    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_OK);
+    TRUE(sampler == NULL && n == 0);
+    INVALID(spec_engine_seq_start(engine, &start, &sampler, &n)); /* no sampler */
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    TRUE(spec_engine_seq_n_past(engine, 0) == 4);
+    EXPECT(spec_sampler_init(model, &p, &sampler), SPEC_OK);
+    start.n_kept = 5;
+    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_PLAN);
+    start.n_kept = -1;
+    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_PLAN);
+    start.n_kept = 2;
+    start.seq_id = 99;
+    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_SEQ_ID);
+    start.seq_id = 0;
+    start.source = 0;
+    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_PLAN);
+    start.source = 99;
+    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_SEQ_ID);
+    TRUE(sampler != NULL && spec_engine_seq_n_past(engine, 0) == 4);
+    start.source = -1;
+    start.snapshot = tokens;
+    start.n_snapshot = sizeof tokens;
+    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_OK);
+    TRUE(sampler == NULL && n == 0 && spec_engine_seq_n_past(engine, 0) == 0);
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    EXPECT(spec_engine_seq_let_go(engine, -1), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_let_go(engine, 0), SPEC_OK);
+    INVALID(spec_engine_seq_park(engine, 0, NULL));
+    EXPECT(spec_engine_seq_park(engine, -1, &sampler), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_park(engine, 0, &sampler), SPEC_OK);
+    EXPECT(spec_sampler_get_history(sampler, &n, &has_chosen), SPEC_OK);
+    INVALID(spec_sampler_get_history(sampler, NULL, &has_chosen));
+    INVALID(spec_sampler_get_history(sampler, &n, NULL));
+    TRUE(n == 4 && !has_chosen && spec_engine_n_cells_used(engine) == 0);
+    start.n_kept = 0;
+    start.snapshot = NULL;
+    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_PLAN);
+    start.is_resumed = true;
+    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_OK);
+    tokens[1] = 9; /* not what it had */
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    tokens[1] = 6;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);
+}
+
 static void test_by_hand(spec_engine * engine) {
     int32_t id = 0;
     int32_t count = 0;
@@ -346,6 +418,7 @@ static void test_engine(const spec_model * model) {
     test_plans(engine);
     test_by_hand(engine);
     test_generation(engine, prompt, (int32_t)n);
+    test_starts(model, engine);
     spec_engine_free(engine);
 }
 

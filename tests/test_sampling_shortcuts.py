@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def generate(
-    draft_type: str, samplings: list[dict[str, Any]], *, n_threads: int = 1, n_draft: int = 0
+    draft_type: Any, samplings: list[dict[str, Any]], *, n_threads: int = 1, n_draft: int = 0
 ) -> Generated:
     """Returns the tokens and log-probabilities of a crowd, one sequence for each sampling."""
     import drafthouse_engine as eng
@@ -64,7 +64,7 @@ def generate(
             draft_type=draft_type,  # type: ignore[arg-type]  # names given below
             n_seq_max=len(samplings),
             n_ctx_seq=256,
-            n_batch=512,
+            n_batch=1024,
             n_ubatch=512,
             n_threads=n_threads,
         )
