@@ -79,7 +79,7 @@ bench-aiperf: dev ## aiperf through our gRPC beside our own load; installs 1.2 G
 sanitize: dev ## address, undefined-behaviour and thread sanitizers; needs clang-14, libclang-rt-14-dev
 	@scripts/sanitize.sh
 
-fuzz: dev ## fuzz plans and grammars for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
+fuzz: dev ## fuzz plans, grammars and snapshots for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
 	@scripts/instrument.sh fuzz
 	@scripts/fuzz.sh $(SECONDS)
 

@@ -59,13 +59,14 @@ if [ "$kind" = fuzz ]; then
         src/llama-memory-recurrent src/llama-sampler src/llama-vocab src/unicode"
 fi
 
-# Object of a source, compiled when the source or a header of ours is newer.
+# Object of a source, compiled when the source, a header of ours or this script is newer.
 compile() { # source name extra flags…
     source=$1
     object=$out/obj/$2.o
     shift 2
-    if [ ! -e "$object" ] || [ "$source" -nt "$object" ] ||
-        { [ "${source#"$llama"}" = "$source" ] && [ cext/spec.h -nt "$object" ]; }; then
+    if [ ! -e "$object" ] || [ "$source" -nt "$object" ] || [ scripts/instrument.sh -nt "$object" ] ||
+        { [ "${source#"$llama"}" = "$source" ] &&
+            { [ cext/spec.h -nt "$object" ] || [ tests/fuzz/harness.h -nt "$object" ]; }; }; then
         # shellcheck disable=SC2086  # lists of flags
         $cxx -std=c++17 -O1 -g -fPIC -DDRAFTHOUSE_LLAMA_CPP_VERSION="\"$number\"" $flags "$@" -c "$source" \
             -o "$object" $include

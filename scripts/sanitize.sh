@@ -22,7 +22,8 @@ echo '== Python stress test'
 packages=$PWD:$PWD/$out/python:$PWD/service:$PWD/clients/python
 ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" PYTHONMALLOC=malloc \
     PYTHONPATH=$packages${PYTHONPATH:+:$PYTHONPATH} "$python" -m pytest -q -p no:cacheprovider --timeout 900 \
-    tests/test_recurrent_rollback.py tests/test_bad_input.py tests/test_ngram_guards.py tests/test_bad_grammars.py
+    tests/test_recurrent_rollback.py tests/test_rollback_by_hand.py tests/test_bad_input.py tests/test_ngram_guards.py \
+    tests/test_bad_grammars.py tests/test_cext_snapshots.py
 echo '== hand-over between threads'
 TSAN_OPTIONS=halt_on_error=0:suppressions=tests/fuzz/tsan.supp build/thread/handover_test
 echo 'sanitize: clean'
