@@ -61,7 +61,7 @@ def generate(
     with eng.Model(MODELS / TARGETS["dense"]) as target:
         draft = eng.Model(MODELS / EAGLE3["dense"]) if draft_type == "eagle3" else None
         params = eng.EngineParams(
-            draft_type=draft_type,  # type: ignore[arg-type]  # names given below
+            draft_type=draft_type,  # names given below
             n_seq_max=len(samplings),
             n_ctx_seq=256,
             n_batch=1024,
