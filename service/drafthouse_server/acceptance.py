@@ -87,7 +87,7 @@ class Track:
         self._record.add(is_failed, n_expected, _FADING_SEQUENCE)
 
     def discount(self, share: float) -> None:
-        """Lets the past count less: it seems to be over."""
+        """Lets the past count less."""
         self._record.discount(share)
 
     def regrade(self) -> None:
@@ -117,6 +117,11 @@ class Acceptance:
         self._outcomes: dict[tuple[_Record, int, int, bool], int] = {}
         self.refresh(())
 
+    @property
+    def n_seen(self) -> float:
+        """Drafts that the first position's share rests on."""
+        return self._n_tried[0]
+
     def track(self, tenant: str, n_asked: int | None) -> Track:
         """Returns the memory of a new sequence.
 
@@ -140,11 +145,16 @@ class Acceptance:
         key = track.tenant, track.grade, n_reached, is_failed
         self._outcomes[key] = self._outcomes.get(key, 0) + 1
 
-    def discount(self, tracks: list[Track], share: float) -> None:
-        """Lets the past of some sequences, their tenants and all positions count less."""
+    def forget_differences(self, tracks: Iterable[Track]) -> None:
+        """Lets sequences and their tenants be as any other."""
+        self.refresh(())
         for track in tracks:
-            track.discount(share)
-        for record in {track.tenant for track in tracks}:
+            track.discount(0.0)
+            track.tenant.discount(0.0)
+
+    def discount_all(self, share: float) -> None:
+        """Lets the past of all tenants and positions count less: it may be over."""
+        for record in self._tenants.values():
             record.discount(share)
         self._n_tried = [n * share for n in self._n_tried]
         self._n_failed = [n * share for n in self._n_failed]
