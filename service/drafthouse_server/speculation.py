@@ -387,8 +387,9 @@ class _Trials:
     def begin(self, n: int, n_draft: int, n_draft_max: int) -> int:
         """Begins a trial of another K than the choice, and returns it.
 
-        Beside none it is one, which costs least and tells whether anything has changed. One more tells what another position would yield; one less, or none, what of the cost
-        belongs to the step and what to its tokens.
+        Beside none it is one, which costs least and tells whether anything has changed. One more
+        tells what another position would yield; one less, or none, what of the cost belongs to the
+        step and what to its tokens.
         """
         other = (n_draft + 1, 0, n_draft + 1, n_draft - 1)[self._n_trials % 4] if n_draft else 1
         if other > n_draft_max:
@@ -530,7 +531,7 @@ class AdaptiveDraft:
         situation = _Situation(fed, yields, self._machine, n_prefill)
         doubt = self._doubt(yields)
         candidates = _candidates(situation, fed, 1 + doubt)
-        best_rate, best = max(candidates)
+        best_rate, _ = max(candidates)
         self._n_kept, self._n_searched = 0, len(crowd.caps)
         unfed_rate, process_share = situation.rate_unfed()
         if not self._can_let_go or process_share < _PROCESS_SHARE:
