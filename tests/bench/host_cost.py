@@ -37,7 +37,7 @@ from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import Sequence
 from drafthouse_server.speculation import AdaptiveDraft, DraftPolicy, FixedDraft
-from drafthouse_server.step import EngineLimits, SequenceStatus, StepPlan, StepResult
+from drafthouse_server.step import EngineLimits, ResultEntry, SequenceStatus, StepPlan, StepResult
 from drafthouse_server.step_cost import Splitting, StepCost, shape_of
 
 __all__ = ["PARTS", "Bench"]
@@ -97,7 +97,8 @@ class _Answers(LlamaEngine):
             tokens += [7] * n_tokens
         table = np.array(rows, dtype=np.int32)
         entries = table.view(drafthouse_engine.RESULT_DTYPE)[:, 0]
-        shape = shape_of(plan.entries, self._unpack_counts(rows), Splitting.STREAMS, 512)
+        results = [ResultEntry(0, SequenceStatus.OK, 0, n_drafted=row[5]) for row in rows]
+        shape = shape_of(plan.entries, results, Splitting.STREAMS, 512)
         timings = _MACHINE.timings(shape)
         times = {
             name: int(getattr(timings, f"{name}_s") * 1e6)
@@ -110,10 +111,6 @@ class _Answers(LlamaEngine):
             n_batch_tokens=shape.n_tokens,
             **{f"t_{name}_us": value for name, value in times.items()},
         )
-
-    @staticmethod
-    def _unpack_counts(rows: list[tuple[int, ...]]) -> list[SimpleNamespace]:
-        return [SimpleNamespace(n_drafted=row[5]) for row in rows]
 
 
 class _Stopwatch:
@@ -233,7 +230,9 @@ async def _run(options: argparse.Namespace) -> None:
     if options.profile:
         profile(32, options.steps, n_draft)
         return
-    print("us per step    " + "".join(f"{name:>10}" for name in (*PARTS, "between", "all", "mean K")))
+    print(
+        "us per step    " + "".join(f"{name:>10}" for name in (*PARTS, "between", "all", "mean K"))
+    )
     for n_sequences in map(int, options.sequences.split(",")):
         row, mean = measure(n_sequences, options.steps, options.rounds, n_draft)
         total = sum(row.values())
