@@ -230,8 +230,10 @@ class _Situation:
         self._bounded = crowd.bounded
         self._cost, self._splitting, self._n_ubatch = machine
         seq_ids = [sequence.seq_id for sequence in crowd.sequences]
-        self._order = sorted(range(self._n), key=seq_ids.__getitem__)
         self._seq_ids = sorted(seq_ids)
+        self._order: list[int] | None = None  # of the sequences by slot, where it is another one
+        if seq_ids != self._seq_ids:
+            self._order = sorted(range(self._n), key=seq_ids.__getitem__)
         self._n_cells = sum([sequence.n_computed for sequence in crowd.sequences]) / self._n
         self._n_prefill = 0
         self._base_s = 0.0
@@ -254,7 +256,10 @@ class _Situation:
         """Returns the shape of the step."""
         n_draft = sum(n_drafts)
         n_tokens = self._n + n_draft
-        lengths = [1 + n_drafts[i] for i in self._order]
+        if self._order is None:
+            lengths = [1 + n for n in n_drafts]
+        else:
+            lengths = [1 + n_drafts[i] for i in self._order]
         n_ubatches = count_ubatches(self._seq_ids, lengths, self._splitting, self._n_ubatch)
         n_prefill = self._n_prefill
         return StepShape(
@@ -295,18 +300,23 @@ class _Situation:
             return
         # What a draft token must yield to pay: what its time would give otherwise.
         price = self.rate(equal) * (self.seconds(neighbour) - self.seconds(equal)) / n_more
-        wishes = {
-            table: max(range(len(table)), key=lambda n, t=table: t[n] - price * n)  # type: ignore[misc]
-            for table in set(self.yields)
-        }
-        yield self._bounded([wishes[table] for table in self.yields])
-        for n_draft in set(wishes.values()):
+        # Tables have numbers: looking one up by its contents for every sequence takes long.
+        numbers: dict[tuple[float, ...], int] = {}
+        kinds = [numbers.setdefault(table, len(numbers)) for table in self.yields]
+        tables = list(numbers)
+        wishes = [
+            max(range(len(table)), key=lambda n, t=table: t[n] - price * n)  # type: ignore[misc]
+            for table in tables
+        ]
+        yield self._bounded([wishes[kind] for kind in kinds])
+        for n_draft in set(wishes):
             for n_other in {0, n_common} - {n_draft}:
                 least = price * (n_draft - n_other)
-                is_better = {table: table[n_draft] - table[n_other] > least for table in wishes}
-                yield self._bounded(
-                    [n_draft if is_better[table] else n_other for table in self.yields]
-                )
+                n_drafts = [
+                    n_draft if table[n_draft] - table[n_other] > least else n_other
+                    for table in tables
+                ]
+                yield self._bounded([n_drafts[kind] for kind in kinds])
 
 
 class _Probes:
@@ -457,13 +467,13 @@ class AdaptiveDraft:
         n_most = limits.n_draft_max
         if not n_most or not sequences:
             return [0] * len(sequences)
-        self._machine = self._machine._replace(n_ubatch=limits.n_ubatch)
+        if self._machine.n_ubatch != limits.n_ubatch:
+            self._machine = self._machine._replace(n_ubatch=limits.n_ubatch)
         crowd = self._crowd(sequences, limits)
         if self._is_due(len(sequences)):
             self._search(crowd, n_room, n_prefill)
-        self._by_slot = {
-            sequence.seq_id: track for sequence, track in zip(sequences, crowd.tracks, strict=True)
-        }
+        seq_ids = [sequence.seq_id for sequence in sequences]
+        self._by_slot = dict(zip(seq_ids, crowd.tracks, strict=True))
         n_drafts = self._explore(crowd, crowd.current(), n_room)
         return n_drafts if sum(n_drafts) <= n_room else level(n_drafts, n_room)
 
@@ -599,13 +609,15 @@ class AdaptiveDraft:
     def observe(self, result: StepResult) -> None:
         """Learns how the drafts of a step did."""
         tracks, acceptance = self._by_slot, self._acceptance
+        has_probed, add = bool(self._probed), acceptance.add
         for entry in result.entries:
-            if entry.n_drafted:
+            n_drafted = entry.n_drafted
+            if n_drafted:
                 track = tracks[entry.seq_id]
-                if self._probed:
+                if has_probed:
                     n_expected = acceptance.yields(track.grade)[1]
                     self._probes.observe(n_expected, entry.n_accepted > 0)
-                acceptance.add(track, entry.n_drafted, entry.n_accepted)
+                add(track, n_drafted, entry.n_accepted)
         if self._probed:
             if self._probes.has_recovered():
                 acceptance.discount(self._probed, _DISCOUNT)
