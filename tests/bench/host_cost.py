@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import pstats
 import random
 import time
@@ -167,6 +168,8 @@ class Bench:
             function(*arguments)
         for i_step in range(N_WARM):
             self.step(i_step)
+        gc.collect()
+        gc.freeze()  # as `serve` does before its first request
         self.watch.seconds.clear()
         self._answers.n_drafts = 0
 
@@ -197,6 +200,8 @@ class Bench:
             thread._flush()
         with watch.part("fan out"):
             self._loop._take_reports()
+        for outbox in self._loop._outboxes.values():
+            outbox._events.clear()  # as a reader does
 
 
 def measure(
