@@ -52,6 +52,11 @@ def test_the_work_of_a_step_grows_at_most_linearly_with_the_running_sequences() 
     assert large <= 8 * 1.3 * small
 
 
+def test_a_sequence_costs_a_step_few_calls() -> None:
+    # 24 of Python and C together, the search for K included; each takes some 0.1 us.
+    assert n_calls_of_a_step(32, 100) <= 30 * 32
+
+
 @pytest.mark.timeout(90)
 def test_nobody_starves_at_ten_thousand_requests_a_second() -> None:
     found = Simulation(64).run(10_000, 0.15, ("a", "b", "c"))

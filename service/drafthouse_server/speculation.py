@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import getitem
 from typing import NamedTuple, Protocol
 
 from drafthouse_server.acceptance import Acceptance, Track
@@ -278,7 +279,7 @@ class _Situation:
 
     def rate(self, n_drafts: list[int]) -> float:
         """Returns the tokens per second to expect."""
-        n_emitted = self._n + sum(map(tuple.__getitem__, self.yields, n_drafts))
+        n_emitted = self._n + sum(map(getitem, self.yields, n_drafts))
         return n_emitted / self.seconds(n_drafts)
 
     def rate_undrafted(self) -> tuple[float, float]:
@@ -575,7 +576,7 @@ class AdaptiveDraft:
             return n_drafts
         situation = _Situation(crowd, self._yields(crowd), self._machine)
         without_s, with_s = situation.seconds(n_drafts), situation.seconds(probe)
-        n_gained = sum(map(tuple.__getitem__, situation.yields, probe)) / len(probe)
+        n_gained = sum(map(getitem, situation.yields, probe)) / len(probe)
         extra_share = max(0.0, with_s / without_s - 1 - n_gained)
         self._probes.begin(extra_share, is_known=self._is_known)
         self._probed = [track for track, n in zip(crowd.tracks, probe, strict=True) if n]
