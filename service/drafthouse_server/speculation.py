@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from operator import getitem
+from operator import getitem, sub
 from typing import NamedTuple, Protocol
 
 from drafthouse_server.acceptance import Acceptance, Track
@@ -305,10 +305,9 @@ class _Situation:
         numbers: dict[tuple[float, ...], int] = {}
         kinds = [numbers.setdefault(table, len(numbers)) for table in self.yields]
         tables = list(numbers)
-        wishes = [
-            max(range(len(table)), key=lambda n, t=table: t[n] - price * n)  # type: ignore[misc]
-            for table in tables
-        ]
+        costs = [price * n for n in range(len(tables[0]))]
+        gains = [list(map(sub, table, costs)) for table in tables]
+        wishes = [gain.index(max(gain)) for gain in gains]
         yield self._bounded([wishes[kind] for kind in kinds])
         for n_draft in set(wishes):
             for n_other in {0, n_common} - {n_draft}:
