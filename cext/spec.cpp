@@ -1415,11 +1415,18 @@ struct team {
 
 } // namespace
 
+struct threadpool_deleter {
+    void operator()(ggml_threadpool * pool) const { ggml_threadpool_free(pool); }
+};
+
+using threadpool_ptr = std::unique_ptr<ggml_threadpool, threadpool_deleter>;
+
 struct spec_engine {
     const spec_model * target_model = nullptr;
     const spec_model * draft_model = nullptr; // null for NONE, MTP and the n-gram kinds
     spec_engine_limits limits = {};
     spec_engine_params params = {};
+    threadpool_ptr pool; // of both contexts, which are freed before it
     llama_context_ptr target;
     llama_context_ptr draft; // null for NONE and the n-gram kinds
     common_params_speculative spec_params;
@@ -2045,6 +2052,22 @@ void fill_synth_probs(spec_engine & engine) {
     }
 }
 
+// Gives both contexts threads that outlive a decode. Without a pool ggml makes one for every
+// decode: with OpenMP that costs an allocation, without it the start and the end of every thread.
+void attach_pool(spec_engine & engine) {
+    llama_context * target = engine.target.get();
+    const int32_t n = std::max(llama_n_threads(target), llama_n_threads_batch(target));
+    ggml_threadpool_params params = ggml_threadpool_params_default(n);
+    engine.pool.reset(ggml_threadpool_new(&params));
+    if (!engine.pool) {
+        throw std::bad_alloc();
+    }
+    llama_attach_threadpool(target, engine.pool.get(), nullptr);
+    if (engine.draft) {
+        llama_attach_threadpool(engine.draft.get(), engine.pool.get(), nullptr);
+    }
+}
+
 spec_engine * make_engine(const spec_model & target, const spec_model * draft,
                           const spec_engine_params & params) {
     check_engine_params(params);
@@ -2063,6 +2086,7 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     fill_synth_probs(*engine);
     engine->batch = common_batch(engine->target.get());
     engine->sampling.init(llama_n_threads(engine->target.get()));
+    attach_pool(*engine);
     engine->sequences.resize(static_cast<size_t>(params.n_seq_max));
     return engine.release();
 }

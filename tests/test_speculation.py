@@ -167,7 +167,7 @@ MACHINES = {
 def test_as_fast_as_the_best_fixed_k_at_every_concurrency_and_acceptance(
     machine: Machine, n: int
 ) -> None:
-    n_steps = 1000 if n <= 2 else 2400 // n if n <= 8 else 100
+    n_steps = 1000 if n <= 2 else 4000 // n if n <= 8 else 250
     for acceptance in (0.3, 0.7, 0.95):
         policy, cost = adaptive()
         noise = random.Random(n)

@@ -492,7 +492,12 @@ class Scheduler:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._running.values():
-            (decodes if _is_generating(sequence) else prefills).append(sequence)
+            # As in `_is_generating`; written out, because this runs once per sequence and step.
+            n_target = len(sequence.tokens)
+            if sequence.n_computed == n_target - 1 and n_target > sequence.n_prompt:
+                decodes.append(sequence)
+            else:
+                prefills.append(sequence)
         return decodes, prefills
 
     def _share_drafts(
@@ -564,11 +569,12 @@ class Scheduler:
             self._learn(result, now - self._planned_at)
         if result.n_kept:
             self._take_refusals(result)
+        ok, no_room = SequenceStatus.OK, SequenceStatus.NO_ROOM
         for entry in result.entries:
-            sequence = running[entry.seq_id]
-            if entry.status is SequenceStatus.OK:
+            sequence, status = running[entry.seq_id], entry.status
+            if status is ok:
                 self._advance(sequence, entry, events)
-            elif entry.status is not SequenceStatus.NO_ROOM:
+            elif status is not no_room:
                 events.append((sequence, self._fail(sequence, entry.status.value)))
             else:
                 self._retry(sequence, events)
@@ -583,7 +589,8 @@ class Scheduler:
         """Compares what the step took with what it should have taken."""
         cost, entries = self._cost, self._entries
         assert cost is not None, "asked by the caller"
-        if any(entry.status is not SequenceStatus.OK for entry in result.entries) or result.n_kept:
+        statuses = [entry.status for entry in result.entries]
+        if result.n_kept or statuses.count(SequenceStatus.OK) < len(statuses):
             return
         shape = shape_of(entries, result.entries, self._splitting, self._limits.n_ubatch)
         if cost.n_observed and self._n_decodes and not self._has_moves:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import getitem, sub
 from typing import NamedTuple, Protocol
 
 from drafthouse_server.acceptance import Acceptance, Track
@@ -132,8 +133,11 @@ class FixedDraft:
         """Learns nothing: K is fixed."""
 
 
-_N_STEPS_KEPT = 8
-"""A choice stands for so many steps, unless the number of sequences changes much."""
+_N_STEPS_KEPT = (8, 24)
+"""A choice stands for so many steps, unless the number of sequences changes much.
+
+At first, and when it was found good again and again: to choose takes time as well.
+"""
 _CHANGE = 0.25
 """Of the number of sequences: much."""
 _MARGIN = 0.01
@@ -144,6 +148,8 @@ _N_STEPS_TRIAL = 4
 """Steps of a trial: the first one of another shape costs more, and tells less."""
 _N_TIMES_CALIBRATED = 2
 """How often every K that is tried when a server starts has its turn."""
+_N_CROWD = 8
+"""More sequences are a crowd, which is calibrated with less."""
 _TRIAL_SHARE = 0.01
 """Of the time, the most that trials may cost, and visits."""
 _EARLY_SHARE = 0.03
@@ -238,8 +244,10 @@ class _Situation:
         self._bounded = crowd.bounded
         self._cost, self._splitting, self._n_ubatch = machine
         seq_ids = [sequence.seq_id for sequence in crowd.sequences]
-        self._order = sorted(range(self._n), key=seq_ids.__getitem__)
         self._seq_ids = sorted(seq_ids)
+        self._order: list[int] | None = None  # of the sequences by slot, where it is another one
+        if seq_ids != self._seq_ids:
+            self._order = sorted(range(self._n), key=seq_ids.__getitem__)
         self._n_cells = sum([sequence.n_computed for sequence in crowd.sequences]) / self._n
         self._n_prefill = 0
         self._base_s = 0.0
@@ -262,7 +270,10 @@ class _Situation:
         """Returns the shape of the step."""
         n_draft = sum(n_drafts)
         n_tokens = self._n + n_draft
-        lengths = [1 + n_drafts[i] for i in self._order]
+        if self._order is None:
+            lengths = [1 + n for n in n_drafts]
+        else:
+            lengths = [1 + n_drafts[i] for i in self._order]
         n_ubatches = count_ubatches(self._seq_ids, lengths, self._splitting, self._n_ubatch)
         n_prefill = self._n_prefill
         return StepShape(
@@ -281,7 +292,7 @@ class _Situation:
 
     def rate(self, n_drafts: list[int]) -> float:
         """Returns the tokens per second to expect."""
-        n_emitted = self._n + sum(map(tuple.__getitem__, self.yields, n_drafts))
+        n_emitted = self._n + sum(map(getitem, self.yields, n_drafts))
         return n_emitted / self.seconds(n_drafts)
 
     def rate_unfed(self) -> tuple[float, float]:
@@ -303,18 +314,22 @@ class _Situation:
             return
         # What a draft token must yield to pay: what its time would give otherwise.
         price = self.rate(equal) * (self.seconds(neighbour) - self.seconds(equal)) / n_more
-        wishes = {
-            table: max(range(len(table)), key=lambda n, t=table: t[n] - price * n)  # type: ignore[misc]
-            for table in set(self.yields)
-        }
-        yield self._bounded([wishes[table] for table in self.yields])
-        for n_draft in set(wishes.values()):
+        # Tables have numbers: looking one up by its contents for every sequence takes long.
+        numbers: dict[tuple[float, ...], int] = {}
+        kinds = [numbers.setdefault(table, len(numbers)) for table in self.yields]
+        tables = list(numbers)
+        costs = [price * n for n in range(len(tables[0]))]
+        gains = [list(map(sub, table, costs)) for table in tables]
+        wishes = [gain.index(max(gain)) for gain in gains]
+        yield self._bounded([wishes[kind] for kind in kinds])
+        for n_draft in set(wishes):
             for n_other in {0, n_common} - {n_draft}:
                 least = price * (n_draft - n_other)
-                is_better = {table: table[n_draft] - table[n_other] > least for table in wishes}
-                yield self._bounded(
-                    [n_draft if is_better[table] else n_other for table in self.yields]
-                )
+                n_drafts = [
+                    n_draft if table[n_draft] - table[n_other] > least else n_other
+                    for table in tables
+                ]
+                yield self._bounded([n_drafts[kind] for kind in kinds])
 
 
 def n_steps_visit(n: int) -> int:
@@ -346,23 +361,44 @@ class _Surprise:
 class _Trials:
     """What is tried instead of the choice, and when. Times are seconds that steps took."""
 
-    def __init__(self, n_draft_max: int) -> None:
-        # The most and the least first: what lies between follows from them.
-        depths = dict.fromkeys((n_draft_max, 0, 1, n_draft_max // 2))
-        self._steps = [n for n in depths for _ in range(_N_STEPS_TRIAL)] * _N_TIMES_CALIBRATED
-        self._steps.reverse()
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._is_first = False
         self.is_calibrating = True
         self.is_visit = False
         self._n_trials = 0
         self._due_s = 0.0
         self._interval = float(_N_STEPS_REST)
 
-    def next(self) -> int | None:
-        """Returns K of the next step of the trial; None when there is none."""
+    def next(self, n: int) -> int | None:
+        """Returns K of the next step of the trial; None when there is none.
+
+        Args:
+            n: Sequences.
+        """
+        if self._is_first and n > _N_CROWD:
+            self._steps = [k for k in self._steps if k <= 1]
         if self._steps:
             return self._steps.pop()
-        self.is_calibrating = False
+        self._is_first = False
         return None
+
+    def calibrate(self, n: int, n_draft_max: int) -> None:
+        """Begins what tells costs and acceptance when nothing is known. Once.
+
+        The most and the least first: what lies between follows from them. A crowd does without the
+        most: it would wait for it, and learns the rest soon enough.
+
+        Args:
+            n: Sequences.
+            n_draft_max: Longest draft.
+        """
+        self.is_calibrating = False
+        self._is_first = True
+        depths = dict.fromkeys((n_draft_max, 0, 1, n_draft_max // 2))
+        self._steps = [k for k in depths for _ in range(_N_STEPS_TRIAL)]
+        self._steps *= 1 if n > _N_CROWD else _N_TIMES_CALIBRATED
+        self._steps.reverse()
 
     @property
     def is_running(self) -> bool:
@@ -443,7 +479,7 @@ class AdaptiveDraft:
         self._machine = _Machine(cost, splitting, 1 << 30)
         self._can_let_go = can_let_go
         self._acceptance = Acceptance(n_draft_max)
-        self._trials = _Trials(n_draft_max)
+        self._trials = _Trials()
         self._surprise = _Surprise()
         self._is_trial = False  # whether a trial was among the steps since the last search
         self._trial_cost_s = self._step_s = 0.0  # of the last trial, and of usual steps
@@ -454,6 +490,7 @@ class AdaptiveDraft:
         self._n_visited = 0.0  # tokens emitted since
         self._early_s = 0.0  # when a visit may be made early
         self._n_kept = 0  # steps since the last search
+        self._n_keep = _N_STEPS_KEPT[0]
         self._n_searched = 0  # sequences of the last search
         self._n_common: int | None = None  # K of sequences that are new
         self._by_slot: dict[int, Track] = {}  # of the last choice
@@ -472,14 +509,16 @@ class AdaptiveDraft:
         n_most = limits.n_draft_max
         if not n_most or not sequences:
             return [0] * len(sequences)
-        self._machine = self._machine._replace(n_ubatch=limits.n_ubatch)
+        if self._machine.n_ubatch != limits.n_ubatch:
+            self._machine = self._machine._replace(n_ubatch=limits.n_ubatch)
         crowd = self._crowd(sequences, limits)
-        if self._is_due(len(sequences)):
+        if self._trials.is_calibrating:
+            self._trials.calibrate(len(sequences), self._n_draft_max)
+        elif self._is_due(len(sequences)):
             self._search(crowd, n_room, n_prefill)
-        self._by_slot = {
-            sequence.seq_id: track for sequence, track in zip(sequences, crowd.tracks, strict=True)
-        }
-        n_tried = self._trials.next()
+        seq_ids = [sequence.seq_id for sequence in sequences]
+        self._by_slot = dict(zip(seq_ids, crowd.tracks, strict=True))
+        n_tried = self._trials.next(len(sequences))
         if n_tried is not None:
             self._is_trial = True
             n_drafts = crowd.bounded([n_tried] * len(crowd.caps))
@@ -519,7 +558,7 @@ class AdaptiveDraft:
         if self._trials.is_running:
             return False
         is_changed = abs(n - self._n_searched) > _CHANGE * self._n_searched
-        return is_changed or self._n_kept >= _N_STEPS_KEPT or self._trials.is_calibrating
+        return is_changed or self._n_kept >= self._n_keep
 
     def _search(self, crowd: _Crowd, n_room: int, n_prefill: int) -> None:
         """Chooses K for all and sets it in their tracks, or begins a trial."""
@@ -533,6 +572,7 @@ class AdaptiveDraft:
         candidates = _candidates(situation, fed, 1 + doubt)
         best_rate, _ = max(candidates)
         self._n_kept, self._n_searched = 0, len(crowd.caps)
+        self._n_keep = min(self._n_keep + 2, _N_STEPS_KEPT[1])
         unfed_rate, process_share = situation.rate_unfed()
         if not self._can_let_go or process_share < _PROCESS_SHARE:
             unfed_rate = 0.0
@@ -570,6 +610,7 @@ class AdaptiveDraft:
     def _end_trial(self, tracks: list[Track]) -> None:
         """Draws the conclusion of a trial or a visit."""
         self._is_trial = False
+        self._n_keep = _N_STEPS_KEPT[0]
         if not self._n_searched:
             # What sequences did beside a prior that was far off says nothing about them.
             self._acceptance.forget_differences(tracks)
@@ -595,6 +636,7 @@ class AdaptiveDraft:
             self._take(crowd, best)
         elif best != now and best_rate > now_rate * (1 + _MARGIN):
             self.n_changes += 1
+            self._n_keep = _N_STEPS_KEPT[0]
             self._trials.refresh()
             self._take(crowd, best)
         elif self._trials.is_due(self._now_s) and not crowd.has_bound:
@@ -656,15 +698,19 @@ class AdaptiveDraft:
         """Learns how the drafts of a step did."""
         self._now_s += result.timings.total_s
         tracks, acceptance = self._by_slot, self._acceptance
-        n_emitted = 0
+        n_emitted = n_drafts = 0
+        is_trial, add = self._is_trial, acceptance.add
         for entry in result.entries:
             n_emitted += len(entry.tokens)
-            if entry.n_drafted:
-                self._n_drafts_warm += 1
-                if self._is_trial:
-                    n_expected = acceptance.yields(tracks[entry.seq_id].grade)[1]
+            n_drafted = entry.n_drafted
+            if n_drafted:
+                n_drafts += 1
+                track = tracks[entry.seq_id]
+                if is_trial:
+                    n_expected = acceptance.yields(track.grade)[1]
                     self._surprise.add(n_expected, is_accepted=entry.n_accepted > 0)
-                acceptance.add(tracks[entry.seq_id], entry.n_drafted, entry.n_accepted)
+                add(track, n_drafted, entry.n_accepted)
+        self._n_drafts_warm += n_drafts
         self._n_visited += n_emitted
 
 
