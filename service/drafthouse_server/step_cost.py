@@ -138,8 +138,9 @@ def shape_of(
         if entry.is_output:
             n_decodes += 1
             n_outputs += 1 + n_drafted
-            n_draft += entry.n_draft
-            n_depth = max(n_depth, entry.n_draft)
+            if not result.is_given:  # else the drafter had nothing to do
+                n_draft += entry.n_draft
+                n_depth = max(n_depth, entry.n_draft)
     parts.sort()
     lengths = [length for _, length in parts]
     n_ubatches = count_ubatches([seq_id for seq_id, _ in parts], lengths, splitting, n_ubatch)
