@@ -124,6 +124,44 @@ def test_a_draft_state_that_is_let_go_costs_nothing_and_changes_nothing(
     assert outputs[0][:7] == outputs[1]
 
 
+def test_given_drafts_change_nothing_but_the_number_of_steps(engine: CountingEngine) -> None:
+    """Right ones, wrong ones and empty ones, after the drafter has drafted for the slot."""
+    n_most = engine.limits.n_draft_max
+    if not n_most:
+        pytest.skip("it has room for no draft")
+    prompt = engine.tokenize("Once upon a time", add_special=True, parse_special=False)
+    end = engine.card.token_eos
+    expected: list[int] = []
+    outcomes = []
+    for n_right in (None, n_most, 1, 0):
+        plan = StepPlan(
+            [PlanEntry(0, 0, prompt, 0, True)], [Start(0, engine.make_sampler(GREEDY))]
+        )
+        entry = engine.step(plan).entries[0]
+        output = list(entry.tokens)
+        while len(output) < 12:
+            given: list[int] = []
+            if n_right is not None:
+                given = expected[len(output) : len(output) + n_right]
+                given += [(expected[len(output) + n_right] + 1) % 255][: n_most - n_right]
+            plan = StepPlan([PlanEntry(0, entry.n_past, output[-1:], n_most, True, given)])
+            entry = engine.step(plan).entries[0]
+            output += entry.tokens
+            if given:
+                assert entry.is_given
+                outcomes.append((n_right, entry.n_drafted, entry.n_accepted))
+        if n_right is None:
+            assert not entry.is_given
+            expected = output + [1] * n_most
+            plan = StepPlan([PlanEntry(0, entry.n_past, output[-1:], n_most, True, [end])])
+            assert not engine.step(plan).entries[0].is_given
+        assert_tokens(engine, prompt, output[:12], expected[:12])
+        engine.step(StepPlan(frees=[0]))
+    assert (n_most, n_most, n_most) in outcomes
+    assert (1, 2, 1) in outcomes
+    assert (0, 1, 0) in outcomes
+
+
 def make(
     engine: Engine, text: str, n_output_max: int = 40, options: SamplingOptions = GREEDY
 ) -> Sequence:
@@ -136,9 +174,10 @@ def run(
     sequences: list[Sequence],
     n_draft: int,
     cancel: dict[int, Sequence] | None = None,
+    ngrams: NgramDrafter | None = None,
 ) -> dict[Sequence, list[float]]:
     """Runs all to their ends and returns their log-probabilities; cancels some before a step."""
-    scheduler = Scheduler(engine.limits, FixedDraft(n_draft))
+    scheduler = Scheduler(engine.limits, FixedDraft(n_draft), ngrams=ngrams)
     logprobs: dict[Sequence, list[float]] = {sequence: [] for sequence in sequences}
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -209,6 +248,32 @@ def test_greedy_output_is_the_same_alone_in_a_crowd_and_with_drafts(
         assert sum(sequence.n_accepted for sequence in crowd) > 0
 
 
+QUOTING = (
+    TEXTS[2] * 3 + "\n\n# The same again, renamed:\n" + TEXTS[2].replace("Stack", "Pile")[:60],
+    "a, b, c, d = 1, 2, 3, 4\n" * 8,
+    TEXTS[4] + TEXTS[1],
+)
+"""Prompts whose continuations repeat them, as edits of code do."""
+
+
+def test_ngram_drafts_before_the_drafter_change_nothing_and_are_accepted(
+    engine: CountingEngine,
+) -> None:
+    if not engine.limits.n_draft_max:
+        pytest.skip("it has room for no draft")
+    ngrams = NgramDrafter(3, 2000)
+    for _ in range(2):  # the second time with what the first has said
+        crowd = [make(engine, text, 60) for text in (*QUOTING, *TEXTS)]
+        with Counting(engine) as counts:
+            run(engine, crowd, 4, ngrams=ngrams)
+        for sequence in crowd:
+            reference = make(engine, bytes_of(engine, sequence.prompt), 60)
+            run(engine, [reference], 0)
+            assert_same_or_tied(engine, sequence, reference)
+    assert counts.n_accepted > 20
+    assert counts.n_accepted > counts.n_drafted / 2
+
+
 def test_those_who_leave_change_nothing_for_those_who_stay(engine: CountingEngine) -> None:
     crowd = [make(engine, text) for text in TEXTS * 2]
     leaving = {2 + i: sequence for i, sequence in enumerate(crowd[::3])}
@@ -271,6 +336,9 @@ def test_wrong_plans_are_refused_and_change_nothing(engine: CountingEngine) -> N
         PlanEntry(0, n_past, last * 2, 0, True),
         PlanEntry(0, n_past, [engine.card.n_vocab], 0, True),
         PlanEntry(0, n_past, last, engine.limits.n_draft_max + 1, True),
+        PlanEntry(0, n_past, last, 0, True, [1]),
+        PlanEntry(0, n_past, last, min(1, engine.limits.n_draft_max), True, [1, 2]),
+        PlanEntry(0, n_past, last, min(1, engine.limits.n_draft_max), True, [-1]),
         PlanEntry(1, 0, [1], 0, True),
         PlanEntry(4, 0, [1], 0, True),
         PlanEntry(-1, 0, [1], 0, True),

@@ -18,18 +18,22 @@ step takes, and nobody shall learn from that what others were told.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import Protocol
 
 from drafthouse_server.step import EngineLimits, PlanEntry, ResultEntry, SamplingOptions
 
 __all__ = ["NgramDrafter", "NgramIndex", "NgramPool", "NgramTrack", "Quotable"]
 
-N_INDEXED_MAX = 256
+N_INDEXED_MAX = 512
 """Most tokens of prompts that are indexed in one step: it bounds what a long prompt costs it."""
 
 N_CHUNK = 64
 """Tokens of the pool that are indexed in one step, and forgotten together."""
+
+_N_LAG = 8
+"""Tokens that a sequence has added before they are indexed: a few at once take less time."""
 
 _N_CHUNKS_DUE_MAX = 4096
 """Chunks that may wait to be indexed; the oldest are given up."""
@@ -38,7 +42,7 @@ _N_TENANTS_MAX = 256
 _FADING = 0.98
 """What is left of a record after each step."""
 _WEIGHT = 4.0
-"""Of a record's prior, in tokens."""
+"""Of a record's prior, in tokens. It fades like all that is seen."""
 _RIGHT_PRIOR = 0.5
 """Share of proposed tokens that are right, before any was seen."""
 _RIGHT_PRIOR_DRAFTER = 0.7
@@ -96,23 +100,19 @@ class Quotable(Protocol):
 class _Record:
     """How often one kind of draft is right, token by token, up to the first that is not."""
 
-    __slots__ = ("_n_right", "_n_wrong", "_prior")
+    __slots__ = ("_n_right", "_n_seen", "share")
 
     def __init__(self, prior: float) -> None:
-        self._n_right = 0.0
-        self._n_wrong = 0.0
-        self._prior = prior
+        self._n_right = _WEIGHT * prior
+        self._n_seen = _WEIGHT
+        self.share = prior
+        """Share of right tokens, [0, 1]."""
 
     def add(self, n_right: int, is_wrong: bool) -> None:
         """Learns of one draft: how many tokens were right before one was wrong, if any was."""
         self._n_right = self._n_right * _FADING + n_right
-        self._n_wrong = self._n_wrong * _FADING + is_wrong
-
-    @property
-    def share(self) -> float:
-        """Share of right tokens, [0, 1]."""
-        n_seen = self._n_right + self._n_wrong
-        return (self._n_right + _WEIGHT * self._prior) / (n_seen + _WEIGHT)
+        self._n_seen = self._n_seen * _FADING + n_right + is_wrong
+        self.share = self._n_right / self._n_seen
 
     def n_expected(self, n_draft: int) -> float:
         """Returns the tokens to be accepted of a draft of so many."""
@@ -121,82 +121,53 @@ class _Record:
 
 
 class NgramIndex:
-    """Where the last tokens of a growing list have stood before. O(1) for each new token.
+    """Where each n-gram of a growing list of tokens stood last.
 
     Args:
         tokens: The list; whoever owns it only ever appends.
-        sizes: Lengths of the n-grams looked for, the longest first.
+        size: Length of the n-grams, >= 1.
     """
 
-    __slots__ = ("_found", "_n_indexed", "_sizes", "_tables", "_tokens")
+    __slots__ = ("_size", "_table", "n_indexed", "tokens")
 
-    def __init__(self, tokens: list[int], sizes: tuple[int, ...]) -> None:
-        self._tokens = tokens
-        self._sizes = sizes
-        self._tables: list[dict[tuple[int, ...], int]] = [{} for _ in sizes]
-        self._n_indexed = 0
-        self._found = [-1] * len(sizes)  # ends of the earlier n-grams like the last one
+    def __init__(self, tokens: list[int], size: int) -> None:
+        self.tokens = tokens
+        """The list."""
+        self._size = size
+        self._table: dict[tuple[int, ...], int] = {}
+        self.n_indexed = 0
+        """Tokens that are indexed; the last one never is."""
 
-    @property
-    def n_behind(self) -> int:
-        """Tokens that are not indexed yet."""
-        return len(self._tokens) - self._n_indexed
+    def index(self, n_most: int) -> None:
+        """Indexes up to so many more tokens. O(1) for each.
 
-    def extend(self, n_most: int) -> None:
-        """Indexes up to so many of the tokens that are not indexed yet."""
-        tokens, first = self._tokens, self._n_indexed + 1
-        end = min(len(tokens), self._n_indexed + n_most)
-        if end < first:
-            return
-        for place, size in enumerate(self._sizes):
-            table, found = self._tables[place], -1
-            for stop in range(max(first, size), end + 1):
-                key = tuple(tokens[stop - size : stop])
-                found = table.get(key, -1)
-                table[key] = stop
-            self._found[place] = found
-        self._n_indexed = end
-
-    def find(self) -> tuple[int, int]:
-        """Returns where the last tokens stood last before, and the place of their size in `sizes`.
-
-        The first is the end of that occurrence: what followed begins there. -1 if nowhere, or
-        while not all is indexed.
+        The last token waits for the next one, so that nothing is found at its own place.
         """
-        if self._n_indexed == len(self._tokens):
-            for place, end in enumerate(self._found):
-                if end >= 0:
-                    return end, place
-        return -1, len(self._sizes)
+        first = max(self.n_indexed, self._size - 1)
+        self.n_indexed = min(self.n_indexed + n_most, len(self.tokens) - 1)
+        ends = range(first + 1, max(first, self.n_indexed) + 1)
+        self._table.update(zip(_ngrams(self.tokens, ends, self._size), ends, strict=True))
 
-    def follow(self, end: int, n: int) -> list[int]:
-        """Returns n tokens: what followed an occurrence, over and over where it overlaps itself."""
-        tokens = self._tokens
-        draft = tokens[end : end + n]
-        period = len(tokens) - end
-        while len(draft) < n:
-            draft.append(draft[-period])
-        return draft
+    def find(self) -> int:
+        """Returns the end of the last earlier place of the last tokens; -1 if none is known."""
+        return self._table.get(tuple(self.tokens[-self._size :]), -1)
 
 
-class _Passage(NamedTuple):
-    """Where an n-gram stood in what a tenant's sequence said."""
-
-    text: Sequence[int]
-    """All that it said."""
-    end: int
-    """End of the n-gram in it."""
+def _ngrams(tokens: Sequence[int], ends: range, size: int) -> Iterator[tuple[int, ...]]:
+    """Returns the n-grams with these ends, which follow one another."""
+    first, n = ends.start - size, len(ends)
+    return zip(*[tokens[first + i : first + i + n] for i in range(size)], strict=True)
 
 
 class _Shelf:
     """One tenant's texts, indexed by chunks, the oldest first."""
 
-    __slots__ = ("chunks", "n_tokens", "tables")
+    __slots__ = ("chunks", "n_tokens", "table")
 
-    def __init__(self, n_sizes: int) -> None:
-        self.chunks: deque[tuple[Sequence[int], int, int]] = deque()
+    def __init__(self) -> None:
+        self.chunks: deque[tuple[list[int], int, int]] = deque()
         self.n_tokens = 0
-        self.tables: list[dict[tuple[int, ...], _Passage]] = [{} for _ in range(n_sizes)]
+        self.table: dict[tuple[int, ...], tuple[list[int], int]] = {}
 
 
 class NgramPool:
@@ -204,14 +175,14 @@ class NgramPool:
 
     Args:
         n_tokens_max: Most tokens kept of one tenant.
-        sizes: Lengths of the n-grams looked for, the longest first.
+        size: Length of the n-grams that are looked for.
     """
 
-    def __init__(self, n_tokens_max: int, sizes: tuple[int, ...]) -> None:
+    def __init__(self, n_tokens_max: int, size: int) -> None:
         self._n_tokens_max = n_tokens_max
-        self._sizes = sizes
+        self._size = size
         self._shelves: OrderedDict[str, _Shelf] = OrderedDict()
-        self._due: deque[tuple[str, Sequence[int], int, int]] = deque(maxlen=_N_CHUNKS_DUE_MAX)
+        self._due: deque[tuple[str, list[int], int, int]] = deque(maxlen=_N_CHUNKS_DUE_MAX)
 
     @property
     def n_due(self) -> int:
@@ -223,7 +194,7 @@ class NgramPool:
         shelf = self._shelves.get(tenant)
         return shelf.n_tokens if shelf else 0
 
-    def add(self, tenant: str, text: Sequence[int]) -> None:
+    def add(self, tenant: str, text: list[int]) -> None:
         """Takes what a sequence said, or the end of it; `index` makes it findable."""
         first = max(0, len(text) - self._n_tokens_max)
         for start in range(first, len(text), N_CHUNK):
@@ -238,92 +209,119 @@ class NgramPool:
         if shelf is None:
             if len(self._shelves) >= _N_TENANTS_MAX:
                 self._shelves.popitem(last=False)
-            shelf = self._shelves[tenant] = _Shelf(len(self._sizes))
+            shelf = self._shelves[tenant] = _Shelf()
         self._shelves.move_to_end(tenant)
         shelf.n_tokens += end - start
-        while shelf.n_tokens > self._n_tokens_max and shelf.chunks:
+        while shelf.chunks and shelf.n_tokens > self._n_tokens_max:
             self._forget(shelf)
-        if shelf.n_tokens > self._n_tokens_max:
-            start += shelf.n_tokens - self._n_tokens_max
-            shelf.n_tokens = self._n_tokens_max
         shelf.chunks.append((text, start, end))
-        for size, table in zip(self._sizes, shelf.tables, strict=True):
-            for stop in range(max(start, size), end):
-                table[tuple(text[stop - size : stop])] = _Passage(text, stop)
+        ends = self._ends(start, end)
+        places = zip(repeat(text, len(ends)), ends, strict=True)
+        shelf.table.update(zip(_ngrams(text, ends, self._size), places, strict=True))
+
+    def _ends(self, start: int, end: int) -> range:
+        """Returns the ends of the n-grams of a chunk; the text's last one has nothing after it."""
+        return range(max(start, self._size), max(end, self._size))
 
     def _forget(self, shelf: _Shelf) -> None:
         """Drops a tenant's oldest chunk."""
         text, start, end = shelf.chunks.popleft()
         shelf.n_tokens -= end - start
-        for size, table in zip(self._sizes, shelf.tables, strict=True):
-            for stop in range(max(start, size), end):
-                key = tuple(text[stop - size : stop])
-                passage = table.get(key)
-                if passage is not None and passage.text is text and passage.end == stop:
-                    del table[key]
+        ends = self._ends(start, end)
+        for key, stop in zip(_ngrams(text, ends, self._size), ends, strict=True):
+            # It may stand for a younger text by now.
+            found = shelf.table.get(key)
+            if found is not None and found[0] is text and found[1] == stop:
+                del shelf.table[key]
 
-    def find(self, tenant: str, tokens: list[int], n_sizes: int) -> tuple[_Passage, int] | None:
-        """Returns where a tenant's texts had the last tokens, and the place of their size.
-
-        Args:
-            tenant: Whose texts.
-            tokens: Those of a sequence.
-            n_sizes: How many of the sizes to look for, from the longest on.
-        """
+    def find(self, tenant: str, tokens: list[int]) -> tuple[list[int], int] | None:
+        """Returns a text of the tenant that has the last tokens of a list, and where they end."""
         shelf = self._shelves.get(tenant)
-        if shelf is None:
-            return None
-        for place in range(n_sizes):
-            size = self._sizes[place]
-            passage = shelf.tables[place].get(tuple(tokens[-size:]))
-            if passage is not None:
-                return passage, place
-        return None
+        return shelf.table.get(tuple(tokens[-self._size :])) if shelf else None
 
 
 class NgramTrack:
     """What is remembered of one sequence. Made by `NgramDrafter`."""
 
-    __slots__ = ("drafter", "index", "proposal", "record", "records", "uses_pool")
+    __slots__ = (
+        "cursor",
+        "drafter",
+        "index",
+        "is_better",
+        "n_matched",
+        "proposal",
+        "record",
+        "records",
+        "text",
+        "uses_pool",
+    )
 
-    def __init__(self, index: NgramIndex, n_kinds: int, *, uses_pool: bool) -> None:
+    def __init__(self, index: NgramIndex, *, uses_pool: bool) -> None:
         self.index = index
         """Of its own tokens."""
-        self.records = [_Record(_RIGHT_PRIOR) for _ in range(n_kinds)]
-        """How often proposals are right, by kind."""
-        self.drafter = _Record(_RIGHT_PRIOR_DRAFTER)
-        """How often the drafter's drafts are."""
-        self.proposal: list[int] = []
-        """Of this step; empty without one."""
-        self.record = self.records[0]
-        """Of the proposal's kind."""
         self.uses_pool = uses_pool
         """Whether it may draft from its tenant's earlier sequences."""
-
-    @property
-    def is_better(self) -> bool:
-        """Whether the proposal is to be expected at least as good as the drafter's draft."""
-        return bool(self.proposal) and self.record.share >= self.drafter.share
+        self.records = [_Record(_RIGHT_PRIOR) for _ in range(4)]
+        """How often proposals are right: own text or the pool's, each with few or many tokens
+        that match."""
+        self.drafter = _Record(_RIGHT_PRIOR_DRAFTER)
+        """How often the drafter's drafts are."""
+        self.text: list[int] | None = None
+        """What the sequence seems to repeat; None: nothing."""
+        self.cursor = 0
+        """Where in it."""
+        self.n_matched = 0
+        """Tokens that it has repeated so far, as far as they were counted."""
+        self.proposal: list[int] = []
+        """Of this step; empty without one. One token longer than a draft can be."""
+        self.record = self.records[0]
+        """Of the proposal's kind."""
+        self.is_better = False
+        """Whether a proposal is to be expected at least as good as the drafter's draft."""
 
     def n_expected(self, entry: PlanEntry) -> float:
         """Returns the tokens to be accepted of an entry's draft."""
         record = self.record if entry.given else self.drafter
-        return record.n_expected(len(entry.given) or entry.n_draft)
+        return record.n_expected(entry.n_verified)
+
+    def take_up(self, text: list[int], cursor: int, n_most: int) -> None:
+        """Follows a text from a place on whose tokens before it are the sequence's last."""
+        tokens, n = self.index.tokens, 0
+        n_most = min(n_most, cursor, len(tokens))
+        while n < n_most and text[cursor - 1 - n] == tokens[-1 - n]:
+            n += 1
+        if text is tokens or n > self.n_matched:
+            self.text, self.cursor, self.n_matched = text, cursor, n
+
+    def propose(self, n: int, n_long: int) -> None:
+        """Makes the proposal: the next n tokens of the text that it follows."""
+        text, cursor = self.text, self.cursor
+        assert text is not None, "asked by the caller"
+        proposal = text[cursor : cursor + n]
+        is_own = text is self.index.tokens
+        if is_own and len(proposal) < n:
+            period = len(text) - cursor  # it overlaps itself: over and over
+            while len(proposal) < n:
+                proposal.append(proposal[-period])
+        self.proposal = proposal
+        self.record = self.records[(0 if is_own else 2) + (self.n_matched >= n_long)]
+        self.is_better = self.record.share >= self.drafter.share
 
 
 class NgramDrafter:
     """Proposes drafts, and learns which of them are right.
 
     Args:
-        n_min: Tokens that must have stood before: the shorter of two lengths that are looked for;
-            the longer is twice that. >= 1.
+        n_min: Tokens that must have stood before, >= 1. Proposals after twice as many, or more,
+            have a record of their own.
         n_pool_max: Most tokens of ended sequences to draft from, of each tenant; 0 is none.
         can_lengthen: Whether drafts may be longer than the policy has chosen.
     """
 
     def __init__(self, n_min: int = 3, n_pool_max: int = 0, *, can_lengthen: bool = False) -> None:
-        self._sizes = (2 * n_min, n_min)
-        self._pool = NgramPool(n_pool_max, self._sizes) if n_pool_max else None
+        self._n_min = n_min
+        self._n_long = 2 * n_min
+        self._pool = NgramPool(n_pool_max, n_min) if n_pool_max else None
         self._can_lengthen = can_lengthen
 
     def fill(
@@ -346,51 +344,45 @@ class NgramDrafter:
         Returns:
             The entries to use instead; those that stay are the same objects.
         """
-        self._propose(sequences, limits)
+        if self._pool is not None:
+            self._pool.index()
+        n_left, n_most, n_long = N_INDEXED_MAX, limits.n_draft_max + 1, self._n_long
         for sequence, entry in zip(sequences, entries, strict=True):
-            track = sequence.ngram_memory
-            assert track is not None, "made by _propose"
+            track = sequence.ngram_memory or self._track(sequence)
+            index = track.index
+            n_behind = len(index.tokens) - index.n_indexed
+            if n_behind > _N_LAG and n_left > 0:
+                index.index(n_left)
+                n_left -= n_behind
+            if track.text is None:
+                self._look_up(sequence, track)
+                if track.text is None:
+                    continue
+            track.propose(n_most, n_long)
+            n_draft = entry.n_draft
             # A much shorter draft is worth less than the drafter's, however certain it is.
-            if entry.n_draft and track.is_better and 2 * len(track.proposal) >= entry.n_draft:
-                entry.given = track.proposal[: entry.n_draft]
+            if n_draft and track.is_better and 2 * len(track.proposal) >= n_draft:
+                entry.given = track.proposal[:n_draft]
         if self._can_lengthen and seconds is not None:
             return self._lengthened(sequences, entries, limits, n_room, seconds)
         return entries
 
-    def _propose(self, sequences: Sequence[Quotable], limits: EngineLimits) -> None:
-        """Makes a proposal for each sequence, as long as a draft can be."""
-        n_left, pool = N_INDEXED_MAX, self._pool
-        if pool is not None:
-            pool.index()
-        n_kinds = 4 if pool else 2
-        for sequence in sequences:
-            track = sequence.ngram_memory
-            if track is None:
-                index = NgramIndex(sequence.tokens, self._sizes)
-                track = NgramTrack(index, n_kinds, uses_pool=_may_use_pool(sequence))
-                sequence.ngram_memory = track
-            index = track.index
-            n_behind = index.n_behind
-            # What one step adds is always indexed; what a prompt added, as there is time.
-            if n_behind > limits.n_draft_max + 1:
-                n_behind = min(n_behind, n_left)
-                n_left -= n_behind
-            index.extend(n_behind)
-            track.proposal = self._find(sequence, track, limits.n_draft_max)
+    def _track(self, sequence: Quotable) -> NgramTrack:
+        """Returns the memory of a new sequence."""
+        index = NgramIndex(sequence.tokens, self._n_min)
+        track = NgramTrack(index, uses_pool=self._pool is not None and _may_use_pool(sequence))
+        sequence.ngram_memory = track
+        return track
 
-    def _find(self, sequence: Quotable, track: NgramTrack, n_draft: int) -> list[int]:
-        """Returns a proposal, and notes its kind; the longest match, its own text first."""
-        end, place = track.index.find()
-        if self._pool is not None and track.uses_pool and place > 0:
-            found = self._pool.find(sequence.tenant, sequence.tokens, place)
+    def _look_up(self, sequence: Quotable, track: NgramTrack) -> None:
+        """Finds a text that a sequence may be repeating: its own, or one that matches longer."""
+        end = track.index.find()
+        if end >= 0:
+            track.take_up(track.index.tokens, end, self._n_long)
+        if self._pool is not None and track.uses_pool and track.n_matched < self._n_long:
+            found = self._pool.find(sequence.tenant, track.index.tokens)
             if found is not None:
-                passage, place = found
-                track.record = track.records[len(self._sizes) + place]
-                return list(passage.text[passage.end : passage.end + n_draft])
-        if end < 0:
-            return []
-        track.record = track.records[place]
-        return track.index.follow(end, n_draft)
+                track.take_up(*found, self._n_long)
 
     def _lengthened(
         self,
@@ -401,24 +393,14 @@ class NgramDrafter:
         seconds: Callable[[list[PlanEntry]], float],
     ) -> list[PlanEntry]:
         """Returns entries whose nearly certain drafts are longer, if the step is better for it."""
-        tracks = [sequence.ngram_memory for sequence in sequences]
-        longer, n_drafts, n_more = [], 0, 0.0
-        for sequence, track, entry in zip(sequences, tracks, entries, strict=True):
-            assert track is not None, "made by _propose"
-            found = entry
-            if sequence.n_draft is None and track.is_better:
-                found = _stretched(sequence, track, entry, limits)
-            longer.append(found)
-            n_drafts += found.n_draft
-            if found is not entry:
-                n_more += track.n_expected(found) - track.n_expected(entry)
-        if not n_more or n_drafts > n_room:
+        longer = [
+            _stretched(sequence, entry, limits)
+            for sequence, entry in zip(sequences, entries, strict=True)
+        ]
+        if all(map(_is_same, longer, entries)) or sum([e.n_draft for e in longer]) > n_room:
             return entries
-        n_expected = len(entries) + sum(
-            [t.n_expected(e) for t, e in zip(tracks, entries, strict=True) if t is not None]
-        )
-        rate = n_expected / seconds(entries)
-        is_better = (n_expected + n_more) / seconds(longer) > rate * (1 + _MARGIN)
+        rate = _n_expected(sequences, entries) / seconds(entries)
+        is_better = _n_expected(sequences, longer) / seconds(longer) > rate * (1 + _MARGIN)
         return longer if is_better else entries
 
     def observe(self, sequence: Quotable, entry: ResultEntry) -> None:
@@ -426,16 +408,22 @@ class NgramDrafter:
         track = sequence.ngram_memory
         if track is None:
             return
-        proposal = track.proposal
-        if proposal:
-            n_right = 0
-            n_seen = min(len(proposal), len(entry.tokens))
-            while n_right < n_seen and proposal[n_right] == entry.tokens[n_right]:
-                n_right += 1
-            track.record.add(n_right, n_right < n_seen)
-            track.proposal = []
         if entry.n_drafted and not entry.is_given:
             track.drafter.add(entry.n_accepted, entry.n_accepted < entry.n_drafted)
+        proposal = track.proposal
+        if not proposal:
+            return
+        tokens, n = entry.tokens, len(entry.tokens)
+        if proposal[:n] == tokens:
+            track.record.add(n, False)
+            track.cursor += n
+            track.n_matched += n
+        else:
+            n_right = _n_common(proposal, tokens)
+            track.record.add(n_right, n_right < len(proposal))
+            track.text = None
+            track.n_matched = 0
+        track.proposal = []
 
     def forget(self, sequence: Quotable, *, is_finished: bool) -> None:
         """Takes leave of a sequence that has ended.
@@ -459,16 +447,40 @@ def _may_use_pool(sequence: Quotable) -> bool:
     return sequence.sampling.temperature <= 0 or sequence.sampling.seed is None
 
 
-def _stretched(
-    sequence: Quotable, track: NgramTrack, entry: PlanEntry, limits: EngineLimits
-) -> PlanEntry:
+def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns how many tokens two lists begin with alike."""
+    n = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        n += 1
+    return n
+
+
+def _is_same(one: PlanEntry, other: PlanEntry) -> bool:
+    return one is other
+
+
+def _n_expected(sequences: Sequence[Quotable], entries: list[PlanEntry]) -> float:
+    """Returns the tokens that a step is expected to yield."""
+    n_expected = 0.0
+    for sequence, entry in zip(sequences, entries, strict=True):
+        track = sequence.ngram_memory
+        assert track is not None, "made by fill"
+        n_expected += 1 + track.n_expected(entry)
+    return n_expected
+
+
+def _stretched(sequence: Quotable, entry: PlanEntry, limits: EngineLimits) -> PlanEntry:
     """Returns an entry with as much of the proposal as is of use; the same if that is no more."""
-    if track.record.share < _NEARLY_CERTAIN or sequence.n_no_room:
+    track = sequence.ngram_memory
+    assert track is not None, "made by fill"
+    is_wanted = bool(track.proposal) and track.is_better and sequence.n_draft is None
+    if not is_wanted or track.record.share < _NEARLY_CERTAIN or sequence.n_no_room:
         return entry
-    n_cells_left = limits.n_ctx_seq - sequence.n_computed - 1
-    n_draft = min(len(track.proposal), sequence.n_output_left - 1, n_cells_left)
+    n_useful = min(sequence.n_output_left, limits.n_ctx_seq - sequence.n_computed) - 1
+    n_draft = min(len(track.proposal), limits.n_draft_max, n_useful)
     if n_draft <= entry.n_draft:
         return entry
-    return PlanEntry(
-        entry.seq_id, entry.n_past, entry.tokens, n_draft, True, track.proposal[:n_draft]
-    )
+    given = track.proposal[:n_draft]
+    return PlanEntry(entry.seq_id, entry.n_past, entry.tokens, n_draft, True, given)

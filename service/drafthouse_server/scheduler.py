@@ -18,7 +18,6 @@ ended are retained until they or their cells are needed: prompts of the same ten
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
@@ -788,8 +787,7 @@ class Scheduler:
 
 def _as_drafted(result: StepResult) -> StepResult:
     """Returns a result without the drafts that were given: they say nothing of the drafter."""
-    entries = [entry for entry in result.entries if not entry.is_given]
-    return dataclasses.replace(result, entries=entries)
+    return StepResult([entry for entry in result.entries if not entry.is_given])
 
 
 def _is_generating(sequence: Sequence) -> bool:

@@ -1,6 +1,6 @@
 """What Python costs between two steps: each part of it, by the number of sequences.
 
-    python -m tests.bench.host_cost [--sequences 1,8,32,64] [--drafts 0,3] [--steps 50]
+    python -m tests.bench.host_cost [--sequences 1,8,32,64] [--drafts 0,3] [--steps 50] [--ngrams]
 
 All sequences generate, one step after the other, without a model: the extension's part is answered
 from a table. The best of several rounds counts: a busy machine only ever adds.
@@ -21,6 +21,7 @@ import numpy as np
 import drafthouse_engine
 from drafthouse_server.engine import LlamaEngine, _pack
 from drafthouse_server.engine_thread import EngineThread, StepReport
+from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import Sequence
 from drafthouse_server.speculation import FixedDraft
@@ -28,6 +29,8 @@ from drafthouse_server.step import EngineLimits, SequenceStatus, StepPlan, StepR
 
 PARTS = ("reap", "plan", "pack", "unpack", "commit", "hand over")
 _N_ROUNDS = 40
+_N_PERIOD = 61
+_FLAG_GIVEN = int(drafthouse_engine.ResultFlag.GIVEN)
 
 
 class _Answers(LlamaEngine):
@@ -45,10 +48,12 @@ class _Answers(LlamaEngine):
             n_tokens = max(1, entry.n_draft)
             n_past = entry.n_past + len(entry.tokens) + n_tokens - 1
             n_accepted = n_tokens - 1
+            flags = _FLAG_GIVEN if entry.given else 0
             rows.append(
-                (entry.seq_id, 0, n_past, len(tokens), n_tokens, entry.n_draft, n_accepted, 0)
+                (entry.seq_id, 0, n_past, len(tokens), n_tokens, entry.n_draft, n_accepted, flags)
             )
-            tokens += [7] * n_tokens
+            # A text that repeats itself: n-gram lookup has something to find.
+            tokens += [(n_past + i) % _N_PERIOD for i in range(1, 1 + n_tokens)]
         table = np.array(rows, dtype=np.int32)
         times = dict.fromkeys(("draft", "decode", "process", "sample", "total"), 5)
         return SimpleNamespace(
@@ -74,13 +79,16 @@ class _Stopwatch:
         self.seconds[name] += time.perf_counter() - started
 
 
-def measure(n_sequences: int, n_draft: int, n_steps: int) -> dict[str, float]:
+def measure(
+    n_sequences: int, n_draft: int, n_steps: int, *, has_ngrams: bool = False
+) -> dict[str, float]:
     """Returns the microseconds per step of each part."""
     n_ctx = 16 + n_steps * (n_draft + 1)
     limits = EngineLimits(
         "mtp", n_sequences, n_ctx * n_sequences, n_ctx, 8192, 8192, max(1, n_draft), 8192
     )
-    scheduler = Scheduler(limits, FixedDraft(n_draft))
+    ngrams = NgramDrafter(3, 4096) if has_ngrams else None
+    scheduler = Scheduler(limits, FixedDraft(n_draft), ngrams=ngrams)
     for i in range(n_sequences):
         scheduler.submit(Sequence(str(i), [1, 2, 3], None))
     answers = _Answers()
@@ -119,11 +127,13 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,8,32,64")
     parser.add_argument("--drafts", default="0,3")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--ngrams", action="store_true", help="look drafts up first")
     options = parser.parse_args()
     print("us per step        " + "".join(f"{name:>11}" for name in (*PARTS, "all")))
     for n_draft in map(int, options.drafts.split(",")):
         for n_sequences in map(int, options.sequences.split(",")):
-            row = best(partial(measure, n_sequences, n_draft, options.steps))
+            once = partial(measure, n_sequences, n_draft, options.steps, has_ngrams=options.ngrams)
+            row = best(once)
             cells = "".join(f"{value:11.1f}" for value in row.values())
             print(f"{n_sequences:3} sequences, K {n_draft:2} {cells}", flush=True)
 
