@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine, LlamaEngine
 from drafthouse_server.errors import EngineError, InvalidRequest, ModelLoadError
 from drafthouse_server.fake import FakeEngine
+from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import FinishEvent, FinishReason, Sequence, SequenceState
 from drafthouse_server.speculation import FixedDraft
@@ -134,9 +136,7 @@ def test_given_drafts_change_nothing_but_the_number_of_steps(engine: CountingEng
     expected: list[int] = []
     outcomes = []
     for n_right in (None, n_most, 1, 0):
-        plan = StepPlan(
-            [PlanEntry(0, 0, prompt, 0, True)], [Start(0, engine.make_sampler(GREEDY))]
-        )
+        plan = StepPlan([PlanEntry(0, 0, prompt, 0, True)], [Start(0, engine.make_sampler(GREEDY))])
         entry = engine.step(plan).entries[0]
         output = list(entry.tokens)
         while len(output) < 12:
@@ -261,17 +261,23 @@ def test_ngram_drafts_before_the_drafter_change_nothing_and_are_accepted(
 ) -> None:
     if not engine.limits.n_draft_max:
         pytest.skip("it has room for no draft")
+    texts = (*QUOTING, *TEXTS[:3])
+    references = [make(engine, text, 60) for text in texts]
+    run(engine, references, 0)
     ngrams = NgramDrafter(3, 2000)
+    counts = []
     for _ in range(2):  # the second time with what the first has said
-        crowd = [make(engine, text, 60) for text in (*QUOTING, *TEXTS)]
-        with Counting(engine) as counts:
+        crowd = [make(engine, text, 60) for text in texts]
+        with mock.patch.object(ngrams, "observe", wraps=ngrams.observe) as observe:
             run(engine, crowd, 4, ngrams=ngrams)
-        for sequence in crowd:
-            reference = make(engine, bytes_of(engine, sequence.prompt), 60)
-            run(engine, [reference], 0)
+        for sequence, reference in zip(crowd, references, strict=True):
             assert_same_or_tied(engine, sequence, reference)
-    assert counts.n_accepted > 20
-    assert counts.n_accepted > counts.n_drafted / 2
+        given = [entry for _, entry in (c.args for c in observe.call_args_list) if entry.is_given]
+        counts.append((sum(e.n_drafted for e in given), sum(e.n_accepted for e in given)))
+    # Nothing that the fake engine says repeats itself; what models say does.
+    assert counts[0][1] > 20 or isinstance(engine, FakeEngine)
+    assert counts[1][1] > 40
+    assert counts[1][1] > counts[1][0] / 2
 
 
 def test_those_who_leave_change_nothing_for_those_who_stay(engine: CountingEngine) -> None:
