@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.bench.distribution import compare
 from tests.hand import DENSE, HYBRID, TEXTS, emitted, engine, plan, sampler, tokens_of
 
 from drafthouse_engine import (
@@ -174,6 +176,52 @@ def test_a_seed_draws_what_it_draws_without_a_draft(
     assert outputs == expected
     assert {is_given for _, _, is_given in drafts} == {True}
     assert (K, 2, True) in drafts
+
+
+N_SIDE = 16
+PROMPT = 300
+LIKELY = (11, 267)
+
+
+def draw(target: Engine, n: int, k: int) -> Counter[tuple[int, ...]]:
+    """Returns the first three tokens of n draws after one prompt; a seed of its own for each.
+
+    With drafts, what was drawn first decides who drafts, as looking drafts up does.
+    """
+    paths = Counter[tuple[int, ...]]()
+    for first in range(0, n, N_SIDE):
+        outputs: list[list[int]] = [[] for _ in range(N_SIDE)]
+        for i in range(N_SIDE):
+            target.seq_end(i)
+            sampling = SamplingParams(temperature=1.2, top_k=4, seed=first + i, ignore_eos=True)
+            target.seq_begin(i, sampler(sampling))
+        while running := [i for i, output in enumerate(outputs) if len(output) < 3]:
+            rows, given, tokens = [], [], list[int]()
+            for i in running:
+                output = outputs[i]
+                rows.append((i, target.seq_n_past(i), len(tokens), 1, k if output else 0, 1))
+                tokens.append(output[-1] if output else PROMPT)
+                if k and output and output[0] % 2:
+                    given.append((i, len(tokens), 2))
+                    tokens += LIKELY
+            result = target.step(plan(*rows), tokens, np.array(given, DRAFT_DTYPE))
+            for place, i in enumerate(running):
+                outputs[i] += emitted(result, place)
+        paths.update(tuple(output[:3]) for output in outputs)
+    return paths
+
+
+def test_drafts_given_beside_sampled_ones_keep_the_distribution() -> None:
+    """Verified by rejection where the drafter drafted, by matching where the caller did."""
+    n = 1600
+    fields: dict[str, Any] = {"n_seq_max": N_SIDE, "n_ctx_seq": 64, "probabilistic": True}
+    with (
+        engine("none", n_seq_max=N_SIDE, n_ctx_seq=64) as nobody,
+        engine("mtp", n_draft_max=K, **fields) as target,
+    ):
+        draw(target, N_SIDE, K)  # each slot's first draft is the drafter's
+        plain, drafted = draw(nobody, n, 0), draw(target, n, K)
+    assert compare(plain, drafted).z < 3.5
 
 
 def test_given_drafts_need_no_draft_state() -> None:
