@@ -213,7 +213,7 @@ def draw(target: Engine, n: int, k: int) -> Counter[tuple[int, ...]]:
 
 def test_drafts_given_beside_sampled_ones_keep_the_distribution() -> None:
     """Verified by rejection where the drafter drafted, by matching where the caller did."""
-    n = 1600
+    n = 640
     fields: dict[str, Any] = {"n_seq_max": N_SIDE, "n_ctx_seq": 64, "probabilistic": True}
     with (
         engine("none", n_seq_max=N_SIDE, n_ctx_seq=64) as nobody,
