@@ -229,6 +229,22 @@ def test_proposals_that_are_wrong_yield_to_the_drafter_and_come_back_when_right(
     assert all(use[50:])
 
 
+def test_the_end_of_an_earlier_text_is_not_the_end_of_lookup() -> None:
+    drafter = NgramDrafter(2, 100)
+    earlier = sequence_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 1)
+    drafter.forget(earlier, is_finished=True)
+    text = [50, 2, 3, 4, 5, 6, 7, 8, 9, 10, *[11, 12, 13] * 10]
+    sequence = sequence_of(text[:4])
+    n_yielded = []
+    while len(sequence.tokens) + 4 < len(text):
+        before = len(sequence.tokens)
+        entry = drafter.fill([sequence], [entry_of(sequence, 3)], LARGE, 3)[0]
+        say(drafter, sequence, entry, text)
+        n_yielded.append(len(sequence.tokens) - before)
+    assert max(n_yielded[:4]) == 4
+    assert n_yielded[-2:] == [4, 4]
+
+
 def test_a_long_prompt_is_indexed_over_several_steps() -> None:
     drafter = NgramDrafter(3)
     prompt = [random.Random(i).randrange(1000) for i in range(4 * N_INDEXED_MAX)]

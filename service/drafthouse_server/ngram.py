@@ -418,6 +418,9 @@ class NgramDrafter:
             track.record.add(n, False)
             track.cursor += n
             track.n_matched += n
+            if track.cursor >= len(track.text or ()) and track.text is not sequence.tokens:
+                track.text = None  # the end of what an earlier one said
+                track.n_matched = 0
         else:
             n_right = _n_common(proposal, tokens)
             track.record.add(n_right, n_right < len(proposal))

@@ -1,7 +1,8 @@
 """N-gram lookup before the drafter: its gain where answers repeat prompts, its cost elsewhere.
 
     python -m tests.bench.quoting [--model FILE] [--draft-type mtp] [--draft-model FILE]
-        [--streams 1,4,8,16,32] [--loads edit,plain] [--rounds 3] [--output 96] [--pool 0] [--threads 0]
+        [--streams 1,4,8,16,32] [--loads edit,plain] [--rounds 3] [--output 96] [--pool 0]
+        [--threads 0]
 
 Scheduler and engine without gRPC, adaptive K, greedy; the settings take turns on one engine. Edits
 are prompts of a file's beginning, "the same again" and the file's first lines once more; plain
