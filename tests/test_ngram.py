@@ -107,6 +107,16 @@ def test_what_a_pool_forgets_is_gone_and_what_came_later_stays() -> None:
     assert pool.n_tokens("a") == 2 * N_CHUNK
 
 
+def test_a_pool_forgets_no_younger_text_with_the_same_words() -> None:
+    pool = NgramPool(2 * N_CHUNK, 2)
+    young = [3, 4, *range(1000, 1000 + N_CHUNK - 2)]
+    for text in (list(range(N_CHUNK)), young, list(range(2000, 2000 + N_CHUNK))):
+        pool.add("a", text)
+        pool.index()
+    assert pool.find("a", [5, 6]) is None
+    assert pool.find("a", [3, 4]) == (young, 2)
+
+
 def sequence_of(tokens: Tokens[int], n_prompt: int | None = None, **more: object) -> Sequence:
     """Returns a running sequence that has these tokens."""
     n_prompt = len(tokens) - 1 if n_prompt is None else n_prompt
