@@ -252,7 +252,11 @@ def test_random_plans_run_or_change_nothing(draft_type: DraftType) -> None:
 
 
 @pytest.mark.parametrize("name", [DENSE, HYBRID])
-@pytest.mark.parametrize("draft_type", DRAFT_TYPES)
+@pytest.mark.parametrize(
+    "draft_type",
+    # These need models that are made for the test: see test_block_drafts.
+    [draft_type for draft_type in DRAFT_TYPES if draft_type not in ("dflash", "dspark")],
+)
 def test_every_draft_type_gives_the_greedy_tokens(draft_type: DraftType, name: str) -> None:
     prompts = [tokens_of(text) for text in TEXTS]
     with engine("none", name) as plain:
