@@ -126,6 +126,13 @@ class Config:
     """Address to listen at."""
     port: int = _setting(50051, _between(0, 65535), "Port to listen at; 0 takes any free one.")
     """Port to listen at."""
+    metrics_port: int = _setting(
+        0,
+        _between(0, 65535),
+        "Port of the same address at which Prometheus finds metrics: HTTP, /metrics, no key."
+        " 0: none.",
+    )
+    """Port of the metrics; 0 is none."""
     n_seq_max: int = _setting(8, _between(1, 256), "Slots: requests that run at once; others wait.")
     """Slots."""
     n_ctx_seq: int = _setting(

@@ -32,7 +32,7 @@ N_INDEXED_MAX = 512
 N_CHUNK = 64
 """Tokens of the pool that are indexed in one step, and forgotten together."""
 
-_N_LAG = 8
+_N_LAG = 16
 """Tokens that a sequence has added before they are indexed: a few at once take less time."""
 
 _N_CHUNKS_DUE_MAX = 4096
