@@ -1274,6 +1274,7 @@ enum class rollback_kind { any, bounded, none };
 struct proposal {
     llama_tokens tokens;
     std::vector<std::vector<llama_token_data>> q;
+    bool is_given = false; // by the plan, not by the drafter
 };
 
 // A draft of an n-gram drafter and what became of it. Its state is a function of the tokens and of
@@ -1433,6 +1434,7 @@ struct spec_engine {
     common_speculative_ptr spec; // null for NONE and the n-gram kinds; freed before the contexts
     rollback_kind target_rollback = rollback_kind::any;
     std::vector<sequence> sequences;
+    std::vector<bool> has_drafted; // by id, since the engine was made; see can_verify_given
     common_batch batch;
     int64_t n_decodes = 0; // of the target
 
@@ -2088,6 +2090,7 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     engine->sampling.init(llama_n_threads(engine->target.get()));
     attach_pool(*engine);
     engine->sequences.resize(static_cast<size_t>(params.n_seq_max));
+    engine->has_drafted.resize(engine->sequences.size());
     return engine.release();
 }
 
@@ -2279,6 +2282,39 @@ void check_capacity(spec_engine & engine, const spec_plan & plan) {
     }
 }
 
+// Given drafts are the caller's to choose, but not their place.
+void check_given(const spec_engine & engine, const spec_plan & plan) {
+    if (plan.n_drafts < 0 || plan.n_drafts > plan.n_entries) {
+        fail(SPEC_ERR_BAD_PLAN, "the plan has " + std::to_string(plan.n_drafts) + " drafts and " +
+                                    std::to_string(plan.n_entries) + " entries");
+    }
+    if (plan.n_drafts > 0) {
+        deref(plan.drafts, "plan.drafts");
+    }
+    std::vector<int32_t> n_drafts(engine.sequences.size(), 0);
+    for (int32_t i = 0; i < plan.n_entries; ++i) {
+        n_drafts[static_cast<size_t>(plan.entries[i].seq_id)] = plan.entries[i].n_draft;
+    }
+    for (int32_t i = 0; i < plan.n_drafts; ++i) {
+        const spec_given_draft & d = plan.drafts[i];
+        if (d.seq_id < 0 || d.seq_id >= engine.limits.n_seq_max) {
+            bad_plan(d.seq_id, "a draft for a sequence that does not exist");
+        }
+        int32_t & n_draft = n_drafts[static_cast<size_t>(d.seq_id)];
+        if (d.n_tokens < 1 || d.n_tokens > n_draft) {
+            bad_plan(d.seq_id, "a draft of " + std::to_string(d.n_tokens) +
+                                   " tokens is given; expected one, of [1, n_draft] tokens");
+        }
+        n_draft = 0; // each once
+        if (d.token_offset < 0 || d.token_offset > plan.n_tokens - d.n_tokens) {
+            bad_plan(d.seq_id, "its draft lies outside the plan's tokens");
+        }
+        for (int32_t k = 0; k < d.n_tokens; ++k) {
+            check_token(plan.tokens[d.token_offset + k], engine.limits.n_vocab, "draft");
+        }
+    }
+}
+
 void check_plan(spec_engine & engine, const spec_plan & plan) {
     if (plan.n_entries < 0 || plan.n_entries > engine.limits.n_seq_max || plan.n_tokens < 0) {
         fail(SPEC_ERR_BAD_PLAN, "the plan has " + std::to_string(plan.n_entries) + " entries and " +
@@ -2303,6 +2339,7 @@ void check_plan(spec_engine & engine, const spec_plan & plan) {
         is_seen[id] = true;
         check_entry(engine, seq, e, plan);
     }
+    check_given(engine, plan);
     check_capacity(engine, plan);
 }
 
@@ -2349,8 +2386,30 @@ void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
     dp.seed = seq.sampler->seed;
 }
 
-// Tells the drafter how much of its draft was accepted.
+// Whether the drafter, if there is one to follow the sequence, can be told what became of a draft
+// that is not its own. MTP and EAGLE-3 must be: they go on from the hidden row of the last accepted
+// token. llama.cpp lets them only for an id that they have drafted for before, be it for another
+// sequence (`impl_last` of common_speculative is set by a draft, and never reset); before that it
+// would end the process.
+bool can_verify_given(const spec_engine & engine, const sequence & seq, int32_t seq_id) {
+    return !engine.spec || seq.is_cold || engine.has_drafted[static_cast<size_t>(seq_id)];
+}
+
+// Takes a given draft, up to its first end token: nothing follows that. The target's own draws
+// verify it, so any cut is exact.
+void take_given(const spec_engine & engine, sequence & seq, const int32_t * tokens, int32_t n) {
+    const int32_t * end = std::find_if(tokens, tokens + n, [&](llama_token token) {
+        return llama_vocab_is_eog(engine.target_model->vocab, token);
+    });
+    seq.draft.tokens.assign(tokens, end);
+    seq.draft.is_given = !seq.draft.tokens.empty();
+}
+
+// Tells the drafter how much of the draft was accepted.
 void accept_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_accepted) {
+    if (seq.draft.is_given && (seq.ngram || !engine.spec || seq.is_cold)) {
+        return; // drafters that follow the tokens alone need not know
+    }
     common_speculative_accept(drafter_of(engine, seq), drafter_id(seq, seq_id),
                               static_cast<uint16_t>(n_accepted));
     if (!seq.ngram_events.empty()) {
@@ -2415,6 +2474,11 @@ void run_drafters(spec_engine & engine, const std::vector<int32_t> & armed) {
             common_speculative_draft(engine.spec.get());
             count_work(engine, armed);
         }
+        for (const int32_t seq_id : armed) {
+            const auto id = static_cast<size_t>(seq_id);
+            engine.has_drafted[id] =
+                engine.has_drafted[id] || !engine.sequences[id].draft.tokens.empty();
+        }
         return;
     }
     for (const int32_t seq_id : armed) {
@@ -2425,10 +2489,19 @@ void run_drafters(spec_engine & engine, const std::vector<int32_t> & armed) {
 void draft_plan(spec_engine & engine, const spec_plan & plan) {
     std::vector<int32_t> armed;
     for (int32_t i = 0; i < plan.n_entries; ++i) {
+        engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)].draft = {};
+    }
+    for (int32_t i = 0; i < plan.n_drafts; ++i) {
+        const spec_given_draft & d = plan.drafts[i];
+        sequence & seq = engine.sequences[static_cast<size_t>(d.seq_id)];
+        if (can_verify_given(engine, seq, d.seq_id)) {
+            take_given(engine, seq, plan.tokens + d.token_offset, d.n_tokens);
+        }
+    }
+    for (int32_t i = 0; i < plan.n_entries; ++i) {
         const spec_plan_entry & e = plan.entries[i];
         sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
-        seq.draft = {};
-        if (e.n_draft > 0 && can_draft(engine, seq)) {
+        if (e.n_draft > 0 && !seq.draft.is_given && can_draft(engine, seq)) {
             arm(engine, seq, e.seq_id, e.n_draft, seq.id_last);
             armed.push_back(e.seq_id);
         }
@@ -3088,6 +3161,7 @@ void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry &
     emit(engine, r, out);
     r.n_drafted = n_draft;
     r.n_accepted = n_acc;
+    r.flags |= seq.draft.is_given ? SPEC_RESULT_GIVEN : 0;
     if (n_draft > 0) {
         accept_draft(engine, seq, e.seq_id, n_acc);
     }

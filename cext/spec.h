@@ -373,17 +373,34 @@ typedef struct spec_plan_entry {
     int32_t token_offset; /* first token in spec_plan.tokens */
     int32_t n_tokens;     /* >= 1: a piece of the prompt, or the last emitted token alone; of a
                              resumed sequence a piece of what it had, up to that token */
-    int32_t n_draft;   /* K: draft tokens wanted; 0 = none. > 0 only with is_output and only for the
-                          last emitted token */
+    int32_t n_draft; /* K: draft tokens wanted, or at most given; 0 = none. > 0 only with is_output
+                        and only for the last emitted token */
     int32_t is_output; /* 1: choose a token after the last one given (end of the prompt, or
                           generation); 0: prompt piece */
 } spec_plan_entry;
+
+/* A draft that the caller proposes for one entry of a plan, for instance out of the sequence's own
+ * text. It is verified instead of one of the engine's drafter, which goes on following the
+ * sequence; a sequence without a draft state may be given drafts too. Each position is sampled from
+ * the target and the draft stands as long as it agrees, so a given draft changes no token, whatever
+ * it is. It ends before its first end token. The drafter is asked after all, for the entry's
+ * n_draft tokens, where nothing is left of the given draft, and for the first draft of each seq_id
+ * in an engine's life. since ABI 4 */
+typedef struct spec_given_draft {
+    int32_t seq_id;       /* of an entry with n_draft > 0; each once */
+    int32_t token_offset; /* first token in spec_plan.tokens */
+    int32_t n_tokens;     /* [1, the entry's n_draft] */
+} spec_given_draft;
 
 typedef struct spec_plan {
     const spec_plan_entry * entries;
     int32_t n_entries;
     const int32_t * tokens;
     int32_t n_tokens; /* length of tokens */
+
+    /* since ABI 4 */
+    const spec_given_draft * drafts; /* may be NULL when n_drafts is 0 */
+    int32_t n_drafts;
 } spec_plan;
 
 enum spec_result_flags {
@@ -391,6 +408,7 @@ enum spec_result_flags {
     SPEC_RESULT_DRAFT_COLD =
         2, /* the draft state was lost; the sequence goes on without speculation */
     SPEC_RESULT_REPLAYED = 4, /* the rollback went through a checkpoint */
+    SPEC_RESULT_GIVEN = 8,    /* the draft that was verified is the plan's. since ABI 4 */
 };
 
 typedef struct spec_result_entry {

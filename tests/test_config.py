@@ -143,6 +143,12 @@ def test_every_draft_type_can_be_configured(draft_type: str) -> None:
     assert Config(draft_type=draft_type, draft_model=draft_model).draft_type == draft_type
 
 
+def test_lookup_before_the_drafter_needs_a_drafter() -> None:
+    assert Config(has_ngram_first=True).has_ngram_first
+    with pytest.raises(ConfigError, match="has_ngram_first"):
+        Config(has_ngram_first=True, draft_type="none")
+
+
 def test_the_example_lists_every_setting_with_its_default_and_a_sentence(tmp_path: Path) -> None:
     example = describe()
     file = tmp_path / "example.toml"

@@ -90,6 +90,29 @@ async def test_a_crowd_of_32_gets_the_tokens_and_the_acceptance_of_each_alone(
         assert rate > LEAST_ACCEPTANCE[draft_type]
 
 
+@pytest.mark.parametrize(
+    ("target", "draft_policy"), [("dense", "adaptive"), ("hybrid", "fixed")], indirect=["target"]
+)
+async def test_drafts_that_were_looked_up_change_no_token_of_a_crowd(
+    target: str, draft_policy: str, referee: Referee
+) -> None:
+    expected = await reference(target)
+    crowd = prompts(LENGTHS)
+    settings = demo_config(
+        target, "mtp", has_ngram_first=True, n_ngram_pool_max=8192, draft_policy=draft_policy
+    )
+    ties = []
+    async with serving(settings) as (client, loop):
+        for _ in range(2):  # the second time from what was said the first time
+            found = await asyncio.gather(*(generate(client, prompt) for prompt in crowd))
+            ties += compare(referee, expected, found)
+        sources = loop.statistics().by_source
+        assert await n_cells_used(loop) == 0
+    assert len({tie.prompt for tie in ties}) <= 3
+    assert sources["ngram"].n_accepted > 200
+    assert sources["ngram"].acceptance_rate > 0.5
+
+
 N_POOL = 48
 POOL_LENGTHS = tuple(8 + (i * 37) % 120 for i in range(N_POOL))
 N_POOL_OUTPUT = 24

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine, LlamaEngine
 from drafthouse_server.errors import EngineError, InvalidRequest, ModelLoadError
 from drafthouse_server.fake import FakeEngine
+from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import FinishEvent, FinishReason, Sequence, SequenceState
 from drafthouse_server.speculation import FixedDraft
@@ -174,6 +176,42 @@ def test_drafts_are_let_go_and_taken_up_again_beside_others_and_change_nothing(
     assert outputs[0] == outputs[1]
 
 
+def test_given_drafts_change_nothing_but_the_number_of_steps(engine: CountingEngine) -> None:
+    """Right ones, wrong ones and empty ones, after the drafter has drafted for the slot."""
+    n_most = engine.limits.n_draft_max
+    if not n_most:
+        pytest.skip("it has room for no draft")
+    prompt = engine.tokenize("Once upon a time", add_special=True, parse_special=False)
+    end = engine.card.token_eos
+    expected: list[int] = []
+    outcomes = []
+    for n_right in (None, n_most, 1, 0):
+        plan = StepPlan([PlanEntry(0, 0, prompt, 0, True)], [Start(0, engine.make_sampler(GREEDY))])
+        entry = engine.step(plan).entries[0]
+        output = list(entry.tokens)
+        while len(output) < 12:
+            given: list[int] = []
+            if n_right is not None:
+                given = expected[len(output) : len(output) + n_right]
+                given += [(expected[len(output) + n_right] + 1) % 255][: n_most - n_right]
+            plan = StepPlan([PlanEntry(0, entry.n_past, output[-1:], n_most, True, given)])
+            entry = engine.step(plan).entries[0]
+            output += entry.tokens
+            if given:
+                assert entry.is_given
+                outcomes.append((n_right, entry.n_drafted, entry.n_accepted))
+        if n_right is None:
+            assert not entry.is_given
+            expected = output + [1] * n_most
+            plan = StepPlan([PlanEntry(0, entry.n_past, output[-1:], n_most, True, [end])])
+            assert not engine.step(plan).entries[0].is_given
+        assert_tokens(engine, prompt, output[:12], expected[:12])
+        engine.step(StepPlan(frees=[0]))
+    assert (n_most, n_most, n_most) in outcomes
+    assert (1, 2, 1) in outcomes
+    assert (0, 1, 0) in outcomes
+
+
 def make(
     engine: Engine, text: str, n_output_max: int = 40, options: SamplingOptions = GREEDY
 ) -> Sequence:
@@ -186,9 +224,10 @@ def run(
     sequences: list[Sequence],
     n_draft: int,
     cancel: dict[int, Sequence] | None = None,
+    ngrams: NgramDrafter | None = None,
 ) -> dict[Sequence, list[float]]:
     """Runs all to their ends and returns their log-probabilities; cancels some before a step."""
-    scheduler = Scheduler(engine.limits, FixedDraft(n_draft))
+    scheduler = Scheduler(engine.limits, FixedDraft(n_draft), ngrams=ngrams)
     logprobs: dict[Sequence, list[float]] = {sequence: [] for sequence in sequences}
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -259,6 +298,38 @@ def test_greedy_output_is_the_same_alone_in_a_crowd_and_with_drafts(
         assert sum(sequence.n_accepted for sequence in crowd) > 0
 
 
+QUOTING = (
+    TEXTS[2] * 3 + "\n\n# The same again, renamed:\n" + TEXTS[2].replace("Stack", "Pile")[:60],
+    "a, b, c, d = 1, 2, 3, 4\n" * 8,
+    TEXTS[4] + TEXTS[1],
+)
+"""Prompts whose continuations repeat them, as edits of code do."""
+
+
+def test_ngram_drafts_before_the_drafter_change_nothing_and_are_accepted(
+    engine: CountingEngine,
+) -> None:
+    if not engine.limits.n_draft_max:
+        pytest.skip("it has room for no draft")
+    texts = (*QUOTING, *TEXTS[:3])
+    references = [make(engine, text, 60) for text in texts]
+    run(engine, references, 0)
+    ngrams = NgramDrafter(3, 2000)
+    counts = []
+    for _ in range(2):  # the second time with what the first has said
+        crowd = [make(engine, text, 60) for text in texts]
+        with mock.patch.object(ngrams, "observe", wraps=ngrams.observe) as observe:
+            run(engine, crowd, 4, ngrams=ngrams)
+        for sequence, reference in zip(crowd, references, strict=True):
+            assert_same_or_tied(engine, sequence, reference)
+        given = [entry for _, entry in (c.args for c in observe.call_args_list) if entry.is_given]
+        counts.append((sum(e.n_drafted for e in given), sum(e.n_accepted for e in given)))
+    # Nothing that the fake engine says repeats itself; what models say does.
+    assert counts[0][1] > 20 or isinstance(engine, FakeEngine)
+    assert counts[1][1] > 40
+    assert counts[1][1] > counts[1][0] / 2
+
+
 def test_those_who_leave_change_nothing_for_those_who_stay(engine: CountingEngine) -> None:
     crowd = [make(engine, text) for text in TEXTS * 2]
     leaving = {2 + i: sequence for i, sequence in enumerate(crowd[::3])}
@@ -321,6 +392,9 @@ def test_wrong_plans_are_refused_and_change_nothing(engine: CountingEngine) -> N
         PlanEntry(0, n_past, last * 2, 0, True),
         PlanEntry(0, n_past, [engine.card.n_vocab], 0, True),
         PlanEntry(0, n_past, last, engine.limits.n_draft_max + 1, True),
+        PlanEntry(0, n_past, last, 0, True, [1]),
+        PlanEntry(0, n_past, last, min(1, engine.limits.n_draft_max), True, [1, 2]),
+        PlanEntry(0, n_past, last, min(1, engine.limits.n_draft_max), True, [-1]),
         PlanEntry(1, 0, [1], 0, True),
         PlanEntry(4, 0, [1], 0, True),
         PlanEntry(-1, 0, [1], 0, True),

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from drafthouse_server.metrics import Metrics
+from drafthouse_server.metrics import DraftCounts, Metrics, SchedulerCounts
 from drafthouse_server.step import ResultEntry, SequenceStatus, StepResult, StepTimings
 
 
@@ -25,6 +25,27 @@ def test_steps_add_up() -> None:
     assert statistics.acceptance_rate == 0.5
     assert (statistics.draft_s, statistics.decode_s) == (2.0, 4.0)
     assert (statistics.process_s, statistics.sample_s, statistics.engine_s) == (6.0, 8.0, 21.0)
+
+
+def test_drafts_are_told_apart_by_who_proposed_them() -> None:
+    metrics = Metrics(scheduler=SchedulerCounts(n_planned=8, n_draft_planned=20))
+    entries = [
+        ResultEntry(0, SequenceStatus.OK, 5, [1, 2, 3], n_drafted=4, n_accepted=2),
+        ResultEntry(1, SequenceStatus.OK, 5, [1] * 9, n_drafted=8, n_accepted=8, is_given=True),
+        ResultEntry(2, SequenceStatus.OK, 5, [1] * 3, n_drafted=6, n_accepted=2, is_given=True),
+    ]
+    metrics.count_step(StepResult(entries))
+    statistics = metrics.statistics()
+    assert statistics.by_source == {
+        "drafter": DraftCounts(1, 4, 2),
+        "ngram": DraftCounts(2, 14, 10),
+    }
+    assert statistics.by_source["ngram"].mean_length == 7.0
+    assert statistics.by_source["drafter"].acceptance_rate == 0.5
+    assert statistics.drafts.mean_length == 6.0
+    assert statistics.mean_n_draft == 2.5
+    empty = Metrics().statistics()
+    assert (empty.mean_n_draft, empty.drafts.mean_length, empty.acceptance_rate) == (0, 0, 0)
 
 
 def test_requests_are_counted_by_outcome() -> None:

@@ -328,3 +328,33 @@ async def test_waiting_requests_run_when_slots_are_free(
         gated_engine.release()
         results = [await stream for stream in streams]
     assert all(result.usage.output_tokens == 3 for result in results)
+
+
+async def test_a_tenants_earlier_answers_are_drafts_for_it_and_for_nobody_else(
+    start_server: ServerFactory,
+) -> None:
+    server = await start_server(
+        FakeEngine(acceptance=[0]),
+        has_ngram_first=True,
+        n_ngram_pool_max=1000,
+        api_keys=("acme:one", "globex:two"),
+    )
+
+    async def ask(key: str) -> tuple[list[int], int]:
+        """Returns the tokens, and how many of them were accepted drafts."""
+        async with drafthouse.AsyncClient(server.target, api_key=key, retry=None) as client:
+            result = await client.generate("hello", temperature=0, max_output_tokens=60)
+        assert result.speculation is not None
+        return list(result.token_ids), result.speculation.n_accepted
+
+    tokens, n_accepted = await ask("one")
+    assert n_accepted == 0
+    assert await ask("two") == (tokens, 0)
+    again, n_accepted = await ask("one")
+    assert again == tokens
+    assert n_accepted > 20
+    statistics = server.loop.statistics()
+    assert statistics.by_source["ngram"].n_accepted == n_accepted == statistics.n_accepted
+    assert statistics.by_source["drafter"].n_drafts > 0
+    assert 0 < statistics.mean_n_draft <= 3
+    assert 0 < statistics.drafts.mean_length <= 3

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from drafthouse_server.errors import EngineError
 from drafthouse_server.fake import FakeEngine
+from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import (
@@ -66,6 +67,8 @@ class Setup:
     """Host memory of prefixes; None is no reuse at all."""
     is_paced: bool = False
     """Whether prompts are cut by time."""
+    n_pool_max: int | None = None
+    """Tokens to draft from of each tenant's past, n-gram lookup first; None is no lookup."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -81,6 +84,8 @@ SETUPS = (
     Setup(n_host_bytes_max=0),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_recurrent=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_pool_max=500),
+    Setup(n_ctx=130, n_ctx_seq=100, n_host_bytes_max=0, is_paced=True, n_pool_max=100),
 )
 
 
@@ -97,9 +102,13 @@ class World:
             prefixes = PrefixCache(
                 can_cut=not setup.is_recurrent, n_host_bytes_max=setup.n_host_bytes_max
             )
+        ngrams = None
+        if setup.n_pool_max is not None:
+            ngrams = NgramDrafter(2, setup.n_pool_max, can_lengthen=setup.is_paced)
         self.scheduler = Scheduler(
             limits,
             FixedDraft(3),
+            ngrams=ngrams,
             cost=StepCost() if setup.is_paced else None,
             n_parked_bytes_max=setup.n_parked_bytes_max,
             prefixes=prefixes,

@@ -115,7 +115,14 @@ from drafthouse_engine.sessions import (
     SimpleSession,
     SpeculativeSession,
 )
-from drafthouse_engine.step import PLAN_DTYPE, RESULT_DTYPE, Fault, ResultFlag, StepResult
+from drafthouse_engine.step import (
+    DRAFT_DTYPE,
+    PLAN_DTYPE,
+    RESULT_DTYPE,
+    Fault,
+    ResultFlag,
+    StepResult,
+)
 from drafthouse_engine.tree import DraftTree
 from drafthouse_engine.tree_decoder import TreeDecoder
 
@@ -123,6 +130,7 @@ from drafthouse_engine.tree_decoder import TreeDecoder
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
+    "DRAFT_DTYPE",
     "DRAFT_TYPES",
     "PLAN_DTYPE",
     "POOLINGS",

@@ -37,7 +37,7 @@ from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import DraftWork, EngineLimits
 from drafthouse_engine.options import DRAFT_TYPES, SAMPLERS, EngineParams, SamplingParams
-from drafthouse_engine.step import PLAN_DTYPE, RESULT_DTYPE, StepResult
+from drafthouse_engine.step import DRAFT_DTYPE, PLAN_DTYPE, RESULT_DTYPE, StepResult
 
 __all__ = [
     "DecoderContext",
@@ -1241,15 +1241,17 @@ cdef class Engine:
         self._leave(spec.spec_engine_get_draft_work(self._enter(), &c))
         return DraftWork(n_drafts=c.n_drafts, n_positions=c.n_positions, n_passes=c.n_passes)
 
-    def step(self, entries, tokens):
+    def step(self, entries, tokens, drafts=None):
         """Runs one step of all sequences of a plan: draft, decode, verify, accept, roll back.
 
         Args:
             entries: one per sequence; see `spec_plan_entry` in `spec.h`.
-            tokens: the tokens that the entries point to.
+            tokens: the tokens that the entries and drafts point to.
+            drafts: drafts to be verified in place of the drafter's; see `spec_given_draft`.
 
         Shape:
-            entries [n_entries] PLAN_DTYPE, tokens [n_tokens] int32.
+            entries [n_entries] PLAN_DTYPE, tokens [n_tokens] int32,
+            drafts [n_drafts] DRAFT_DTYPE.
 
         Raises:
             BadPlan, BadSeqId, SeqIdle, InvalidArgument: the plan is wrong; nothing has changed.
@@ -1261,12 +1263,23 @@ cdef class Engine:
         if not isinstance(entries, np.ndarray) or entries.dtype != PLAN_DTYPE or entries.ndim != 1:
             raise TypeError("entries must be an array of PLAN_DTYPE with one dimension")
         cdef Buffer c_entries = Buffer(np.ascontiguousarray(entries))
+        cdef Buffer c_drafts
         cdef Buffer c_tokens = Buffer(int32_array(tokens, "tokens"))
         cdef spec.spec_plan plan
         plan.entries = <const spec.spec_plan_entry *>c_entries.view.buf
         plan.n_entries = <int32_t>(c_entries.view.len // <Py_ssize_t>sizeof(spec.spec_plan_entry))
         plan.tokens = <const int32_t *>c_tokens.view.buf
         plan.n_tokens = <int32_t>(c_tokens.view.len // <Py_ssize_t>sizeof(int32_t))
+        plan.drafts = NULL
+        plan.n_drafts = 0
+        if drafts is not None:
+            if getattr(drafts, "dtype", None) != DRAFT_DTYPE or drafts.ndim != 1:
+                raise TypeError("drafts must be an array of DRAFT_DTYPE with one dimension")
+            c_drafts = Buffer(np.ascontiguousarray(drafts))
+            plan.drafts = <const spec.spec_given_draft *>c_drafts.view.buf
+            plan.n_drafts = <int32_t>(
+                c_drafts.view.len // <Py_ssize_t>sizeof(spec.spec_given_draft)
+            )
         return self._step(&plan)
 
     cdef object _step(self, const spec.spec_plan * plan):

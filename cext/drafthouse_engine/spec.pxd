@@ -200,11 +200,18 @@ cdef extern from "spec.h" nogil:
         int32_t n_draft
         int32_t is_output
 
+    ctypedef struct spec_given_draft:
+        int32_t seq_id
+        int32_t token_offset
+        int32_t n_tokens
+
     ctypedef struct spec_plan:
         const spec_plan_entry * entries
         int32_t n_entries
         const int32_t * tokens
         int32_t n_tokens
+        const spec_given_draft * drafts
+        int32_t n_drafts
 
     ctypedef struct spec_result_entry:
         int32_t seq_id

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PLAN_DTYPE", "RESULT_DTYPE", "Fault", "ResultFlag", "StepResult"]
+__all__ = ["DRAFT_DTYPE", "PLAN_DTYPE", "RESULT_DTYPE", "Fault", "ResultFlag", "StepResult"]
 
 PLAN_DTYPE: Final = np.dtype(
     [
@@ -22,6 +22,11 @@ PLAN_DTYPE: Final = np.dtype(
     ]
 )
 """One sequence's part of a step: `spec_plan_entry` of `spec.h`, where the fields are explained."""
+
+DRAFT_DTYPE: Final = np.dtype(
+    [("seq_id", np.int32), ("token_offset", np.int32), ("n_tokens", np.int32)]
+)
+"""A draft that the caller proposes: `spec_given_draft` of `spec.h`, which explains the fields."""
 
 RESULT_DTYPE: Final = np.dtype(
     [
@@ -44,6 +49,7 @@ class ResultFlag(enum.IntFlag):
     EOG = 1
     DRAFT_COLD = 2
     REPLAYED = 4
+    GIVEN = 8
 
 
 class Fault(enum.IntEnum):

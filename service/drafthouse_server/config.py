@@ -126,6 +126,13 @@ class Config:
     """Address to listen at."""
     port: int = _setting(50051, _between(0, 65535), "Port to listen at; 0 takes any free one.")
     """Port to listen at."""
+    metrics_port: int = _setting(
+        0,
+        _between(0, 65535),
+        "Port of the same address at which Prometheus finds metrics: HTTP, /metrics, no key."
+        " 0: none.",
+    )
+    """Port of the metrics; 0 is none."""
     n_seq_max: int = _setting(8, _between(1, 256), "Slots: requests that run at once; others wait.")
     """Slots."""
     n_ctx_seq: int = _setting(
@@ -201,6 +208,28 @@ class Config:
         "Draft tokens per step when the request does not say, with draft_policy fixed. 0: none.",
     )
     """K when the request does not say, of policy fixed."""
+    has_ngram_first: bool = _setting(
+        False,
+        _ANY,
+        "Where the last tokens of a request stood before in its prompt or output, draft what"
+        " followed them then, as long as that is right at least as often as what draft_type drafts:"
+        " for edits of code, summaries, answers with quotations. Needs a draft_type.",
+    )
+    """Whether drafts are looked up before they are made."""
+    n_ngram_min: int = _setting(
+        3,
+        _between(1, 16),
+        "With has_ngram_first: how many last tokens must have stood before. Twice as many are"
+        " looked for first.",
+    )
+    """Shortest n-gram that is looked up."""
+    n_ngram_pool_max: int = _setting(
+        0,
+        _between(0, 1 << 24),
+        "With has_ngram_first: tokens of each tenant's finished outputs that its later requests may"
+        " draft from, about 0.5 KiB each. No tenant drafts from another's. 0: none.",
+    )
+    """Most tokens of ended sequences to draft from, of each tenant."""
     p_min: float = _setting(
         0.0, _between(0, 0.999), "Stop drafting below this probability of the drafted token."
     )
@@ -311,6 +340,12 @@ class Config:
             "draft_model",
             self.draft_model,
             f"{'a path' if needs_file else 'nothing'} with draft_type {self.draft_type!r}",
+        )
+        _require(
+            not self.has_ngram_first or self.draft_type != "none",
+            "has_ngram_first",
+            self.has_ngram_first,
+            "false with draft_type none; ngram-simple looks drafts up without a draft model",
         )
         _require(
             len(self.synth_rates) in {0, 0 if self.draft_type == "none" else self.n_draft_max},

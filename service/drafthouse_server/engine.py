@@ -44,6 +44,7 @@ else:
     # As plain numbers: an operation on an enum takes a microsecond.
     _FLAG_EOG = int(drafthouse_engine.ResultFlag.EOG)
     _FLAG_DRAFT_COLD = int(drafthouse_engine.ResultFlag.DRAFT_COLD)
+    _FLAG_GIVEN = int(drafthouse_engine.ResultFlag.GIVEN)
     _N_RESULT_FIELDS = drafthouse_engine.RESULT_DTYPE.itemsize // 4
 
 __all__ = ["Engine", "EngineLimits", "LlamaEngine", "ModelCard", "engine_version"]
@@ -388,6 +389,7 @@ class LlamaEngine:
                     n_accepted,
                     flags & _FLAG_EOG != 0,
                     flags & _FLAG_DRAFT_COLD != 0,
+                    flags & _FLAG_GIVEN != 0,
                 )
             )
         return entries
@@ -571,11 +573,17 @@ def _card(model: drafthouse_engine.Model, name: str) -> ModelCard:
     )
 
 
-def _pack(entries: Sequence[PlanEntry]) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32]]:
-    """Returns a plan as the extension's arrays. Shape: [n_entries] PLAN_DTYPE, [n_tokens] int32."""
+def _pack(
+    entries: Sequence[PlanEntry],
+) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32], npt.NDArray[np.void] | None]:
+    """Returns a plan as the extension's arrays.
+
+    Shape: [n_entries] PLAN_DTYPE, [n_tokens] int32, [n_drafts] DRAFT_DTYPE or None.
+    """
     # One flat list of numbers turns into an array three times faster than a list of tuples.
     rows: list[int] = []
     tokens: list[int] = []
+    drafts: list[int] = []
     for entry in entries:
         rows += (
             entry.seq_id,
@@ -586,8 +594,14 @@ def _pack(entries: Sequence[PlanEntry]) -> tuple[npt.NDArray[np.void], npt.NDArr
             entry.is_output,
         )
         tokens += entry.tokens
+        if entry.given:
+            drafts += (entry.seq_id, len(tokens), len(entry.given))
+            tokens += entry.given
     table = np.array(rows, dtype=np.int32).view(drafthouse_engine.PLAN_DTYPE)
-    return table, np.array(tokens, dtype=np.int32)
+    given = None
+    if drafts:
+        given = np.array(drafts, dtype=np.int32).view(drafthouse_engine.DRAFT_DTYPE)
+    return table, np.array(tokens, dtype=np.int32), given
 
 
 def _told(logprobs: list[float]) -> Sequence[float]:

@@ -454,6 +454,8 @@ class FakeEngine:
             _require(n_after <= len(sampler.seen), "BAD_PLAN", "tokens after the last one chosen")
             is_last = n_after == len(sampler.seen)
             _require(entry.is_output == is_last, "BAD_PLAN", "is_output: at the last token chosen")
+        _require(len(entry.given) <= entry.n_draft, "BAD_PLAN", "more given than n_draft")
+        _require(all(0 <= t < _N_VOCAB for t in entry.given), "INVALID_ARGUMENT", "given token id")
         is_going_on = sampler.n_chosen > 0 and len(tokens) == 1 and entry.is_output
         _require(is_going_on or not entry.n_draft, "BAD_PLAN", "a draft after more than a token")
 
@@ -512,20 +514,25 @@ class FakeEngine:
     def _generate(self, entry: PlanEntry, slot: _Slot) -> ResultEntry:
         """Emits the accepted part of the draft and one token more; an end token is the last one."""
         tokens: list[int] = []
-        for _ in range(self._count_accepted(entry, slot) + 1):
+        given = list(itertools.takewhile(lambda token: not self.is_eog(token), entry.given))
+        n_most = len(given) if given else self._count_accepted(entry, slot)
+        for place in range(n_most + 1):
             slot.compute(tokens[-1:])
             tokens.append(slot.sampler.choose(slot.digest, self._eog_period))
-            if tokens[-1] == _EOS:
+            is_rejected = bool(given) and tokens[-1:] != given[place : place + 1]
+            if tokens[-1] == _EOS or is_rejected:
                 break
+        n_drafted = 0 if slot.is_cold else entry.n_draft
         return ResultEntry(
             seq_id=entry.seq_id,
             status=SequenceStatus.OK,
             n_past=slot.n_past,
             tokens=tokens,
             logprobs=self._logprobs(slot, tokens),
-            n_drafted=0 if slot.is_cold else entry.n_draft,
+            n_drafted=len(given) or n_drafted,
             n_accepted=len(tokens) - 1,
             is_eog=tokens[-1] == _EOS,
+            is_given=bool(given),
         )
 
     def _count_accepted(self, entry: PlanEntry, slot: _Slot) -> int:

@@ -115,7 +115,8 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
     """Tells what is served, and where."""
     card, limits = server.loop.engine.card, server.loop.engine.limits
     drafts = (
-        f"{limits.draft_type}, {_how_many(config)} tokens per step by default,"
+        f"{'n-gram lookup, else ' if config.has_ngram_first else ''}{limits.draft_type},"
+        f" {_how_many(config)} tokens per step by default,"
         f" at most {limits.n_draft_max}"
         if limits.n_draft_max
         else "none"

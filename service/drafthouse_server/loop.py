@@ -20,6 +20,7 @@ from drafthouse_server.engine import Engine
 from drafthouse_server.engine_thread import EngineThread, StepReport
 from drafthouse_server.errors import DrafthouseError, Draining, EngineError, QueueFull
 from drafthouse_server.metrics import Metrics, Statistics
+from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.outbox import Outbox, Pacer
 from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
@@ -410,6 +411,13 @@ def make_scheduler(engine: Engine, config: Config) -> Scheduler:
         prefixes = PrefixCache(
             can_cut=not is_recurrent, n_host_bytes_max=config.n_prefix_mib_max << 20
         )
+    ngrams = None
+    if config.has_ngram_first:
+        ngrams = NgramDrafter(
+            config.n_ngram_min,
+            config.n_ngram_pool_max,
+            can_lengthen=config.draft_policy == "adaptive",
+        )
     return Scheduler(
         engine.limits,
         _make_policy(engine, config, cost, splitting),
@@ -418,6 +426,7 @@ def make_scheduler(engine: Engine, config: Config) -> Scheduler:
         gap_s=config.gap_target_ms / 1000,
         n_parked_bytes_max=config.n_parked_mib_max << 20,
         prefixes=prefixes,
+        ngrams=ngrams,
     )
 
 

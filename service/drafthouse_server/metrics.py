@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from drafthouse_server.step import StepResult
 
-__all__ = ["Metrics", "SchedulerCounts", "Statistics"]
+__all__ = ["DraftCounts", "Metrics", "SchedulerCounts", "Statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,32 @@ class SchedulerCounts:
     """Prompt tokens that were not computed again."""
     n_retained: int = 0
     """Slots that hold an ended sequence's tokens now."""
+    n_planned: int = 0
+    """Times that a sequence that generates had its part in a step."""
+    n_draft_planned: int = 0
+    """Draft tokens chosen for them (K), over all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """What became of drafts. Counts only grow."""
+
+    n_drafts: int = 0
+    """Drafts verified."""
+    n_drafted: int = 0
+    """Draft tokens verified."""
+    n_accepted: int = 0
+    """Of these, accepted."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the draft tokens; 0 without any."""
+        return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a draft; 0 without any."""
+        return self.n_drafted / self.n_drafts if self.n_drafts else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +101,37 @@ class Statistics:
     """Seconds between steps: the engine waits while Python reaps, plans and commits."""
     fan_out_s: float
     """Seconds of the event loop spent on handing out what steps yielded, while the next one ran."""
+    given: DraftCounts = DraftCounts()
+    """Of the drafts, those that were found in what was said before, and not made by the drafter."""
     scheduler: SchedulerCounts = SchedulerCounts()
     """How slots and cells were shared."""
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted share of the draft tokens; 0 without any."""
-        return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
+        return self.drafts.acceptance_rate
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """All drafts."""
+        return DraftCounts(self.n_drafts, self.n_drafted, self.n_accepted)
+
+    @property
+    def by_source(self) -> Mapping[str, DraftCounts]:
+        """Drafts by who proposed them: the engine's "drafter", or "ngram" lookup before it."""
+        given = self.given
+        made = DraftCounts(
+            self.n_drafts - given.n_drafts,
+            self.n_drafted - given.n_drafted,
+            self.n_accepted - given.n_accepted,
+        )
+        return {"drafter": made, "ngram": given}
+
+    @property
+    def mean_n_draft(self) -> float:
+        """Draft tokens chosen (K) per sequence and step that generated; 0 without any."""
+        n_planned = self.scheduler.n_planned
+        return self.scheduler.n_draft_planned / n_planned if n_planned else 0.0
 
 
 @dataclass(slots=True)
@@ -110,6 +160,9 @@ class Metrics:
     _n_drafts: int = 0
     _n_drafted: int = 0
     _n_accepted: int = 0
+    _n_drafts_given: int = 0
+    _n_drafted_given: int = 0
+    _n_accepted_given: int = 0
     _n_steps: int = 0
     _n_batch_tokens: int = 0
     _draft_s: float = 0.0
@@ -127,6 +180,11 @@ class Metrics:
             self._n_drafts += len(drafted)
             self._n_drafted += sum([entry.n_drafted for entry in drafted])
             self._n_accepted += sum([entry.n_accepted for entry in drafted])
+            given = [entry for entry in drafted if entry.is_given]
+            if given:
+                self._n_drafts_given += len(given)
+                self._n_drafted_given += sum([entry.n_drafted for entry in given])
+                self._n_accepted_given += sum([entry.n_accepted for entry in given])
         timings = result.timings
         self._draft_s += timings.draft_s
         self._decode_s += timings.decode_s
@@ -167,5 +225,6 @@ class Metrics:
             engine_s=self._engine_s,
             host_s=self.host_s,
             fan_out_s=self.fan_out_s,
+            given=DraftCounts(self._n_drafts_given, self._n_drafted_given, self._n_accepted_given),
             scheduler=self.scheduler,
         )

@@ -25,6 +25,7 @@ from heapq import heapify, heappop, heappush
 from drafthouse_server.cells import CellLedger
 from drafthouse_server.errors import ContextTooLong, DrafthouseError, EngineError
 from drafthouse_server.metrics import SchedulerCounts
+from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.parking import ParkingLot
 from drafthouse_server.prefill import PrefillPacer, PrefillTurns
 from drafthouse_server.prefix_cache import BLOCK_SIZE, Match, Prefix, PrefixCache, Tier
@@ -68,6 +69,9 @@ _PREFILL_MIN_SHARE = 32
 _N_DEADLINES_MIN = 64
 """Deadlines of ended sequences that may be held before they are swept."""
 
+_FINISHED = (FinishReason.STOP, FinishReason.LENGTH)
+"""Ends of sequences that said all that they were to say."""
+
 _End = FinishReason | DrafthouseError
 
 
@@ -88,6 +92,7 @@ class Scheduler:
             unloaded 99th percentile.
         n_parked_bytes_max: Most bytes of parked sequences in host memory; 0 is none.
         prefixes: Finds prefixes to go on from; None: ended sequences' slots are given back at once.
+        ngrams: Proposes drafts before the engine's drafter is asked; None: nobody does.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Scheduler:
         gap_s: float = 0.0,
         n_parked_bytes_max: int = 1 << 30,
         prefixes: PrefixCache | None = None,
+        ngrams: NgramDrafter | None = None,
     ) -> None:
         if limits.n_batch < limits.n_seq_max or limits.n_outputs_max < limits.n_seq_max:
             raise ValueError(
@@ -115,6 +121,7 @@ class Scheduler:
         self._ledger = CellLedger(limits)
         self._lot = ParkingLot(n_parked_bytes_max)
         self._prefixes = prefixes
+        self._ngrams = ngrams
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}  # by slot
         self._parking: dict[int, Sequence] = {}  # by the slot that the plan in flight takes away
@@ -133,6 +140,8 @@ class Scheduler:
         self._n_submitted = 0
         self._n_turns = 0  # of the policy, that were carried out
         self._n_decodes = 0  # of the plan in flight
+        self._n_planned = 0  # entries of all plans that generate
+        self._n_draft_planned = 0  # their draft tokens
         self._has_moves = False  # whether it starts, saves or parks
         self._now = 0.0
         self._planned_at = 0.0
@@ -176,6 +185,8 @@ class Scheduler:
             n_prefix_hits=found.n_hits if found else 0,
             n_reused=found.n_reused if found else 0,
             n_retained=len(self._retained),
+            n_planned=self._n_planned,
+            n_draft_planned=self._n_draft_planned,
         )
 
     @property
@@ -276,13 +287,19 @@ class Scheduler:
         self._fill_slots()
         decodes, prefills = self._split_running()
         n_free = self._n_cells_free() - len(decodes)
-        drafts = self._share_drafts(decodes, prefills, n_free)
+        n_room, n_floor = self._draft_room(decodes, prefills, n_free)
+        drafts = self._policy.choose_all(decodes, self._limits, n_room, n_floor)
         entries = [
             PlanEntry(sequence.seq_id, sequence.n_computed, sequence.tokens[-1:], n_draft, True)
             for sequence, n_draft in zip(decodes, drafts, strict=True)
         ]
+        if self._ngrams is not None and decodes:
+            entries = self._quote(self._ngrams, decodes, entries, n_room)
+        n_draft = sum([entry.n_draft for entry in entries])
+        self._n_planned += len(entries)
+        self._n_draft_planned += n_draft
         if prefills:
-            n_left = min(self._limits.n_batch - len(entries), n_free) - sum(drafts)
+            n_left = min(self._limits.n_batch - len(entries), n_free) - n_draft
             if entries and n_left > 0:
                 n_left = self._pace(entries, prefills, n_left)
             entries += self._share_prefill(prefills, n_left)
@@ -500,10 +517,10 @@ class Scheduler:
                 prefills.append(sequence)
         return decodes, prefills
 
-    def _share_drafts(
+    def _draft_room(
         self, decodes: list[Sequence], prefills: list[Sequence], n_free: int
-    ) -> list[int]:
-        """Returns K for each sequence that generates."""
+    ) -> tuple[int, int]:
+        """Returns the most draft tokens of all together, and the prompt tokens beside them."""
         limits = self._limits
         n_used = len(decodes) + len(prefills)
         n_left = min(min(limits.n_batch, limits.n_outputs_max) - n_used, n_free)
@@ -512,7 +529,26 @@ class Scheduler:
             n_pending = sum(sequence.n_pending for sequence in prefills)
             n_floor = min(n_pending, limits.n_batch // _PREFILL_FLOOR_SHARE)
             n_left = min(n_left, limits.n_batch - len(decodes) - n_floor)
-        return self._policy.choose_all(decodes, limits, max(0, n_left), n_floor)
+        return max(0, n_left), n_floor
+
+    def _quote(
+        self,
+        ngrams: NgramDrafter,
+        decodes: list[Sequence],
+        entries: list[PlanEntry],
+        n_room: int,
+    ) -> list[PlanEntry]:
+        """Returns the entries with drafts out of what was said before, where they pay."""
+        cost = self._cost
+        if cost is None or not cost.n_observed:
+            return ngrams.fill(decodes, entries, self._limits, n_room)
+        return ngrams.fill(
+            decodes,
+            entries,
+            self._limits,
+            n_room,
+            lambda entries: cost.predict(self._decode_shape(entries)),
+        )
 
     def _pace(self, entries: list[PlanEntry], prefills: list[Sequence], n_left: int) -> int:
         """Returns how many prompt tokens fit beside running streams, so that their gap holds."""
@@ -527,19 +563,20 @@ class Scheduler:
 
     def _decode_shape(self, entries: list[PlanEntry]) -> StepShape:
         """Returns the shape of a step that has these last tokens and drafts, and no more."""
-        parts = sorted([(entry.seq_id, 1 + entry.n_draft) for entry in entries])
+        parts = sorted([(entry.seq_id, 1 + entry.n_verified) for entry in entries])
         lengths = [length for _, length in parts]
-        n_draft = sum(lengths) - len(lengths)
+        n_tokens = sum(lengths)
+        drafts = [entry.n_draft for entry in entries if not entry.given]
         return StepShape(
             n_decodes=len(entries),
-            n_depth=max(lengths) - 1,
-            n_draft=n_draft,
-            n_tokens=n_draft + len(entries),
-            n_outputs=n_draft + len(entries),
+            n_depth=max(drafts, default=0),
+            n_draft=sum(drafts),
+            n_tokens=n_tokens,
+            n_outputs=n_tokens,
             n_ubatches=count_ubatches(
                 [seq_id for seq_id, _ in parts], lengths, self._splitting, self._limits.n_ubatch
             ),
-            n_pairs=sum([(1 + entry.n_draft) * entry.n_past for entry in entries]),
+            n_pairs=sum([(1 + entry.n_verified) * entry.n_past for entry in entries]),
         )
 
     def _share_prefill(self, prefills: list[Sequence], n_left: int) -> Iterator[PlanEntry]:
@@ -578,7 +615,7 @@ class Scheduler:
                 events.append((sequence, self._fail(sequence, entry.status.value)))
             else:
                 self._retry(sequence, events)
-        self._policy.observe(result)
+        self._policy.observe(_as_drafted(result) if self._ngrams is not None else result)
         if self._parking:
             self._take_parked(result, events)
         if self._storing:
@@ -620,6 +657,8 @@ class Scheduler:
             self._note_prefill(sequence, events)
         if not entry.tokens:
             return
+        if self._ngrams is not None:
+            self._ngrams.observe(sequence, entry)
         event, reason = sequence.extend(entry, self._now)
         events.append((sequence, event))
         if reason is not None:
@@ -721,6 +760,8 @@ class Scheduler:
             self._lot.take(sequence)
             if sequence.is_parked:
                 sequence.parked_s += self._now - sequence.parked_at
+        if self._ngrams is not None:
+            self._ngrams.forget(sequence, is_finished=end in _FINISHED)
         if isinstance(end, FinishReason):
             if sequence.n_steps:
                 self._ledger.lengths.observe(sequence)
@@ -753,6 +794,12 @@ class Scheduler:
         self._prefixes.hold(sequence.seq_id, sequence.tenant, tokens, is_running=False)
         self._retained[sequence.seq_id] = n_computed
         return True
+
+
+def _as_drafted(result: StepResult) -> StepResult:
+    """Returns a result without the drafts that were given: they say nothing of the drafter."""
+    drafted = [entry for entry in result.entries if not entry.is_given]
+    return StepResult(drafted, timings=result.timings)
 
 
 def _is_generating(sequence: Sequence) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from drafthouse_server.acceptance import Track
 from drafthouse_server.errors import DrafthouseError
+from drafthouse_server.ngram import NgramTrack
 from drafthouse_server.step import ResultEntry, SamplingOptions
 
 __all__ = [
@@ -202,6 +203,8 @@ class Sequence:
     """Whether the draft state was lost, so that speculation is over."""
     draft_memory: Track | None = None
     """What the draft policy remembers of it."""
+    ngram_memory: NgramTrack | None = None
+    """What the n-gram drafter remembers of it."""
     terminal: FinishEvent | ErrorEvent | None = None
     """How it ended; None while it goes on."""
     slot_at: float = math.nan

@@ -16,6 +16,7 @@ from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_
 from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine
 from drafthouse_server.errors import ConfigError
+from drafthouse_server.exposition import MetricsEndpoint
 from drafthouse_server.interceptors import Authenticate, Observe, TranslateErrors, current_call
 from drafthouse_server.loop import StepLoop
 from drafthouse_server.rpc import GenerationService, ModelService, Served
@@ -68,6 +69,7 @@ class Server:
         self._force = asyncio.Event()
         self._loop: StepLoop | None = None
         self._server: grpc.aio.Server | None = None
+        self._metrics: MetricsEndpoint | None = None
         self._port = 0
 
     @property
@@ -137,6 +139,9 @@ class Server:
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             await self._listen(self._loop)
+            if self._config.metrics_port:
+                self._metrics = MetricsEndpoint(self._loop.statistics)
+                await self._metrics.open(self._config.host, self._config.metrics_port)
             undo.pop_all()
         _log.info("listening at %s", self.target)
 
@@ -210,6 +215,8 @@ class Server:
 
     async def close(self) -> None:
         """Ends everything now. Harmless when done twice."""
+        if self._metrics is not None:
+            self._metrics.close()
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(None)

@@ -141,6 +141,19 @@ class PlanEntry:
     """Draft tokens wanted (K); 0 is none. Above 0 only when `tokens` is the last emitted token."""
     is_output: bool
     """Whether a token is chosen after the last one of `tokens`."""
+    given: Sequence[int] = ()
+    """A draft that the host proposes, at most `n_draft` tokens, to be verified in place of one of
+    the engine's drafter.
+
+    It changes no token, whatever it is. The engine cuts it before its first end token, and asks its
+    drafter after all where nothing is left, or where it cannot tell the drafter of a foreign draft:
+    `ResultEntry.is_given` says what was verified. A sequence without draft state may be given one.
+    """
+
+    @property
+    def n_verified(self) -> int:
+        """Draft tokens that are likely to be verified."""
+        return len(self.given) or self.n_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +272,9 @@ class ResultEntry:
     is_eog: bool = False
     """Whether the last emitted token ends the generation."""
     is_draft_cold: bool = False
-    """Whether the draft state was lost: the sequence goes on without speculation."""
+    """Whether the draft state was lost: the sequence goes on without its drafter."""
+    is_given: bool = False
+    """Whether the draft that was verified is `PlanEntry.given`, and not the drafter's."""
 
 
 @dataclass(frozen=True, slots=True)

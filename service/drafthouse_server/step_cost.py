@@ -141,7 +141,12 @@ def shape_of(
     drafted = [result.n_drafted for result in results]
     lengths = [len(entry.tokens) + n for entry, n in zip(entries, drafted, strict=True)]
     n_pairs = sum([n * entry.n_past for entry, n in zip(entries, lengths, strict=True)])
-    wanted = [entry.n_draft for entry in entries if entry.is_output]
+    # A given draft costs no drafting.
+    wanted = [
+        0 if result.is_given else entry.n_draft
+        for entry, result in zip(entries, results, strict=True)
+        if entry.is_output
+    ]
     n_decodes = len(wanted)
     # Only outputs have drafts.
     n_outputs = n_decodes + sum(drafted)

@@ -1,7 +1,7 @@
 """What Python costs between two steps: each part of it, by the number of sequences.
 
     python -m tests.bench.host_cost [--sequences 1,8,32,64] [--steps 400] [--rounds 5]
-        [--policy adaptive|fixed] [--drafts 3] [--profile]
+        [--policy adaptive|fixed] [--drafts 3] [--ngrams] [--profile]
 
 All sequences generate, one step after the other, without a model: the extension's part is answered
 from a table, in which every sequence's drafts fail as often as its place in the crowd says. The
@@ -33,6 +33,7 @@ from tests.bench.crowd import Machine
 import drafthouse_engine
 from drafthouse_server.engine import LlamaEngine, _pack, _timings
 from drafthouse_server.loop import StepLoop
+from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.outbox import Pacer
 from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
@@ -48,6 +49,8 @@ PARTS = ("reap", "plan", "pack", "unpack", "commit", "hand over", "fan out")
 N_WARM = 500
 """Steps after which the models of cost and acceptance have learnt what a crowd does."""
 
+_N_PERIOD = 61
+_FLAG_GIVEN = int(drafthouse_engine.ResultFlag.GIVEN)
 _N_DRAFT_MAX = 4
 _MACHINE = Machine(
     ubatch_s=0.004,
@@ -92,10 +95,12 @@ class _Answers(LlamaEngine):
             n_accepted = min(entry.n_draft, outcomes[i_step % len(outcomes)])
             n_past = entry.n_past + len(entry.tokens) + n_accepted
             n_tokens = n_accepted + 1
+            flags = _FLAG_GIVEN if entry.given else 0
             rows.append(
-                (entry.seq_id, 0, n_past, len(tokens), n_tokens, entry.n_draft, n_accepted, 0)
+                (entry.seq_id, 0, n_past, len(tokens), n_tokens, entry.n_draft, n_accepted, flags)
             )
-            tokens += [7] * n_tokens
+            # A text that repeats itself: n-gram lookup has something to find.
+            tokens += [(n_past + i) % _N_PERIOD for i in range(1, 1 + n_tokens)]
         table = np.array(rows, dtype=np.int32)
         entries = table.view(drafthouse_engine.RESULT_DTYPE)[:, 0]
         results = [ResultEntry(0, SequenceStatus.OK, 0, n_drafted=row[5]) for row in rows]
@@ -135,12 +140,20 @@ class Bench:
         n_sequences: Sequences, all of which generate.
         n_steps: Steps that will be run after the first `N_WARM`.
         n_draft: K of all; None chooses it as `serve` does.
+        has_ngrams: Whether drafts are looked up first.
 
     Thread:
         A running event loop's.
     """
 
-    def __init__(self, n_sequences: int, n_steps: int, n_draft: int | None = None) -> None:
+    def __init__(
+        self,
+        n_sequences: int,
+        n_steps: int,
+        n_draft: int | None = None,
+        *,
+        has_ngrams: bool = False,
+    ) -> None:
         n_ctx = 64 + (N_WARM + n_steps) * (_N_DRAFT_MAX + 1)
         limits = EngineLimits(
             "mtp", n_sequences, n_ctx * n_sequences, n_ctx, 8192, 512, _N_DRAFT_MAX, 8192
@@ -150,7 +163,8 @@ class Bench:
         if n_draft is not None:
             policy = FixedDraft(n_draft)
         prefixes = PrefixCache(can_cut=True, n_host_bytes_max=1 << 28)
-        scheduler = Scheduler(limits, policy, cost=cost, prefixes=prefixes)
+        ngrams = NgramDrafter(3, 4096) if has_ngrams else None
+        scheduler = Scheduler(limits, policy, cost=cost, prefixes=prefixes, ngrams=ngrams)
         self.watch = _Stopwatch()
         self._answers = _Answers(limits)
         self._loop = StepLoop(self._answers, policy, scheduler=scheduler)
@@ -205,10 +219,10 @@ class Bench:
 
 
 def measure(
-    n_sequences: int, n_steps: int, n_rounds: int, n_draft: int | None
+    n_sequences: int, n_steps: int, n_rounds: int, n_draft: int | None, *, has_ngrams: bool
 ) -> tuple[dict[str, float], float]:
     """Returns the microseconds per step of each part, of the best round, and the mean K."""
-    bench = Bench(n_sequences, n_steps * n_rounds, n_draft)
+    bench = Bench(n_sequences, n_steps * n_rounds, n_draft, has_ngrams=has_ngrams)
     rounds = []
     for i_round in range(n_rounds):
         for i_step in range(n_steps):
@@ -239,7 +253,9 @@ async def _run(options: argparse.Namespace) -> None:
         "us per step    " + "".join(f"{name:>10}" for name in (*PARTS, "between", "all", "mean K"))
     )
     for n_sequences in map(int, options.sequences.split(",")):
-        row, mean = measure(n_sequences, options.steps, options.rounds, n_draft)
+        row, mean = measure(
+            n_sequences, options.steps, options.rounds, n_draft, has_ngrams=options.ngrams
+        )
         total = sum(row.values())
         cells = (*row.values(), total - row["fan out"], total)
         line = "".join(f"{value:10.1f}" for value in cells)
@@ -254,6 +270,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3, help="K, where it is fixed")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ngrams", action="store_true", help="look drafts up first")
     parser.add_argument("--profile", action="store_true")
     asyncio.run(_run(parser.parse_args()))
 

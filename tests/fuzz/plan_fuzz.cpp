@@ -206,6 +206,7 @@ private:
     // A valid plan of random sequences, in `entries_` and `tokens_`.
     void make_plan() {
         entries_.clear();
+        drafts_.clear();
         tokens_.clear();
         int32_t n_left = limits_.n_batch;
         const int32_t first = in_.below(N_SEQ);
@@ -234,6 +235,39 @@ private:
                 tokens_.push_back(s.has_emitted ? s.last : 300 + in_.below(6));
             }
             entries_.push_back(e);
+            if (e.n_draft > 0 && in_.below(2) == 0) {
+                give(id, 1 + in_.below(e.n_draft));
+            }
+        }
+    }
+
+    // A draft of the caller's own.
+    void give(int32_t id, int32_t n) {
+        drafts_.push_back({id, static_cast<int32_t>(tokens_.size()), n});
+        for (int32_t k = 0; k < n; ++k) {
+            tokens_.push_back(in_.below(limits_.n_vocab));
+        }
+    }
+
+    void damage_draft() {
+        if (drafts_.empty()) {
+            give(in_.below(N_SEQ), 1);
+            return;
+        }
+        spec_given_draft & d =
+            drafts_[static_cast<size_t>(in_.below(static_cast<int32_t>(drafts_.size())))];
+        switch (in_.below(4)) {
+        case 0:
+            d.seq_id = in_.wild();
+            break;
+        case 1:
+            d.token_offset = in_.wild();
+            break;
+        case 2:
+            d.n_tokens = in_.wild();
+            break;
+        default:
+            drafts_.push_back(d);
         }
     }
 
@@ -245,7 +279,10 @@ private:
             }
             spec_plan_entry & e =
                 entries_[static_cast<size_t>(in_.below(static_cast<int32_t>(entries_.size())))];
-            switch (in_.below(9)) {
+            switch (in_.below(10)) {
+            case 9:
+                damage_draft();
+                break;
             case 0:
                 e.seq_id = in_.wild();
                 break;
@@ -287,6 +324,8 @@ private:
         plan.n_entries = static_cast<int32_t>(entries_.size());
         plan.tokens = tokens_.empty() ? nullptr : tokens_.data();
         plan.n_tokens = static_cast<int32_t>(tokens_.size());
+        plan.drafts = drafts_.empty() ? nullptr : drafts_.data();
+        plan.n_drafts = static_cast<int32_t>(drafts_.size());
         if (!is_valid && in_.below(8) == 0) { // fewer than there are: reads nothing beyond
             plan.n_entries = in_.below(plan.n_entries + 1) - 1;
             plan.n_tokens = in_.below(plan.n_tokens + 1) - 1;
@@ -461,6 +500,7 @@ private:
     bool is_by_hand_ = false; // sequences moved without a step: a valid plan may be refused
     int32_t n_decoded_ = 0;
     std::vector<spec_plan_entry> entries_;
+    std::vector<spec_given_draft> drafts_;
     std::vector<int32_t> tokens_;
 };
 
