@@ -16,7 +16,7 @@ from drafthouse_server.fake import FakeEngine
 from drafthouse_server.ngram import N_CHUNK, N_INDEXED_MAX, NgramDrafter, NgramIndex, NgramPool
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import FinishReason, Sequence
-from drafthouse_server.speculation import AdaptiveDraft
+from drafthouse_server.speculation import FixedDraft
 from drafthouse_server.step import (
     PlanEntry,
     ResultEntry,
@@ -24,7 +24,6 @@ from drafthouse_server.step import (
     SequenceStatus,
     StepResult,
 )
-from drafthouse_server.step_cost import StepCost
 
 GREEDY = SamplingOptions(temperature=0)
 texts = st.lists(st.integers(0, 3), max_size=60)
