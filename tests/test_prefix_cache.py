@@ -162,6 +162,7 @@ def test_counts_tell_what_was_saved() -> None:
     prefixes = cache()
     prefixes.hold(0, "a", tokens(2 * B), is_running=False)
     prefixes.count(3 * B, prefixes.find("a", tokens(3 * B)))
+    prefixes.count_hit(2 * B)
     prefixes.count(B, None)
     counts = prefixes.counts
     assert (counts.n_lookups, counts.n_hits) == (2, 1)

@@ -21,13 +21,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from drafthouse_server.cells import CellLedger
 from drafthouse_server.errors import ContextTooLong, DrafthouseError, EngineError
 from drafthouse_server.metrics import SchedulerCounts
-from drafthouse_server.parking import ParkingLot
+from drafthouse_server.parking import ParkingLot, SnapshotCost
 from drafthouse_server.prefill import PrefillPacer, PrefillTurns
-from drafthouse_server.prefix_cache import BLOCK_SIZE, Match, Prefix, PrefixCache, Tier
+from drafthouse_server.prefix_cache import (
+    BLOCK_SIZE,
+    CacheEvent,
+    Match,
+    Prefix,
+    PrefixCache,
+    Tier,
+)
 from drafthouse_server.sequence import (
     Event,
     FinishReason,
@@ -64,6 +72,22 @@ _PREFILL_FLOOR_SHARE = 4
 
 _PREFILL_MIN_SHARE = 32
 """Of the step's budget, one part in so many goes to prompts however long the step is already."""
+
+_N_BEFORE_END = BLOCK_SIZE
+"""A checkpoint of a recurrent state is taken so many tokens before the end of a prompt.
+
+Not at the end: there stands what the chat template puts before an answer, which it may put
+otherwise, or not at all, once the answer is there (the mark of a thought, for one).
+"""
+
+_N_CHECKPOINT_MIN = 64
+"""Tokens of a prompt that a checkpoint must save over what was computed before."""
+
+_COPY_SHARE = 64
+"""Of a slot's cells one part in so many must be of use for a copy between caches to pay.
+
+It copies all of them; to compute a token takes hundreds of times as long as to copy a cell.
+"""
 
 _N_DEADLINES_MIN = 64
 """Deadlines of ended sequences that may be held before they are swept."""
@@ -113,12 +137,16 @@ class Scheduler:
         self._pacer = PrefillPacer(gap_s)
         self._turns = PrefillTurns()
         self._ledger = CellLedger(limits)
-        self._lot = ParkingLot(n_parked_bytes_max)
+        self._snapshots = SnapshotCost()
+        self._lot = ParkingLot(n_parked_bytes_max, self._snapshots)
         self._prefixes = prefixes
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}  # by slot
         self._parking: dict[int, Sequence] = {}  # by the slot that the plan in flight takes away
         self._retained: dict[int, int] = {}  # cells by slot, of sequences that have ended
+        self._n_retained_cells = 0
+        self._borders: list[Sequence] = []  # computed up to where a checkpoint is to be taken
+        self._hits: list[Sequence] = []  # started by the plan in flight with a prefix
         self._storing: dict[int, Prefix] = {}  # by the slot that the plan in flight saves
         # The lowest first: llama.cpp computes sequences whose ids follow one another together.
         self._free_slots = list(range(limits.n_seq_max))
@@ -133,6 +161,7 @@ class Scheduler:
         self._n_submitted = 0
         self._n_decodes = 0  # of the plan in flight
         self._has_moves = False  # whether it starts, saves or parks
+        self._stall_s = math.inf  # a step of running streams: a snapshot may hold them up as long
         self._now = 0.0
         self._planned_at = 0.0
 
@@ -159,7 +188,7 @@ class Scheduler:
     @property
     def n_cells_held(self) -> int:
         """KV cells in use: the running sequences' and the retained slots', <= limits.n_ctx."""
-        return self._n_cells_running() + sum(self._retained.values())
+        return self._n_cells_running() + self._n_retained_cells
 
     @property
     def counts(self) -> SchedulerCounts:
@@ -173,9 +202,21 @@ class Scheduler:
             n_recomputed=lot.n_recomputed,
             n_prefix_lookups=found.n_lookups if found else 0,
             n_prefix_hits=found.n_hits if found else 0,
+            n_prefix_tokens=found.n_prompt_tokens if found else 0,
             n_reused=found.n_reused if found else 0,
+            n_prefix_evicted=found.n_evicted if found else 0,
+            n_prefix_bytes=self._prefixes.n_host_bytes if self._prefixes else 0,
             n_retained=len(self._retained),
+            n_retained_cells=self._n_retained_cells,
         )
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Returns which prefixes came and went since the last call, in order.
+
+        Always empty where the prefix cache was not made to tell.
+        """
+        prefixes = self._prefixes
+        return prefixes.take_events() if prefixes is not None and prefixes.has_events else []
 
     @property
     def is_idle(self) -> bool:
@@ -273,6 +314,8 @@ class Scheduler:
         if self._ledger.is_shared:
             self._make_room()
         self._fill_slots()
+        if self._borders:
+            self._save_borders()
         decodes, prefills = self._split_running()
         n_free = self._n_cells_free() - len(decodes)
         drafts = self._share_drafts(decodes, prefills, n_free)
@@ -354,10 +397,9 @@ class Scheduler:
     def _park(self, sequence: Sequence) -> None:
         """Takes a sequence's slot away; `commit` lets it wait for another."""
         seq_id, n_computed = sequence.seq_id, sequence.n_computed
-        recompute_s = None
-        if self._cost is not None and self._cost.n_observed:
-            recompute_s = self._cost.recompute_s(n_computed, self._limits.n_batch)
-        if self._lot.is_worth_saving(n_computed, recompute_s):
+        recompute_s = self._recompute_s(n_computed)
+        is_drawn = sequence.sampling.temperature > 0 and sequence.n_steps > 0
+        if self._lot.is_worth_saving(n_computed, recompute_s, is_drawn=is_drawn):
             self._saves.append(seq_id)
         self._parks.append(seq_id)
         self._parking[seq_id] = sequence
@@ -369,6 +411,12 @@ class Scheduler:
         sequence.n_parks += 1
         sequence.n_no_room = 0
         self._lot.n_preempted += 1
+
+    def _recompute_s(self, n_tokens: int) -> float | None:
+        """Returns the seconds of computing so many tokens; None if that is unknown."""
+        if self._cost is None or not self._cost.n_observed:
+            return None
+        return self._cost.recompute_s(n_tokens, self._limits.n_batch)
 
     def _fill_slots(self) -> None:
         """Gives free slots to those who wait, as far as they are likely to find cells.
@@ -437,12 +485,16 @@ class Scheduler:
         else:
             sequence.slot_at = self._now
             sequence.n_reused = sequence.n_computed
+            if match is not None:
+                self._hits.append(sequence)
 
     def _find_prefix(self, sequence: Sequence) -> Match | None:
         """Returns the prefix that a sequence goes on from."""
         if self._prefixes is None:
             return None
         match = self._prefixes.find(sequence.tenant, sequence.tokens)
+        if match is not None and match.prefix.tier is Tier.RUNNING and not self._ledger.is_shared:
+            match = match if match.n_tokens * _COPY_SHARE >= self._limits.n_ctx_seq else None
         if not sequence.is_parked:
             self._prefixes.count(sequence.n_prompt, match)
         return match
@@ -453,32 +505,86 @@ class Scheduler:
             assert self._prefixes is not None, "it has found the prefix"
             seq_id = match.prefix.seq_id
             self._prefixes.drop(seq_id)
-            del self._retained[seq_id]
+            self._n_retained_cells -= self._retained.pop(seq_id)
             return seq_id
         if self._free_slots:
             return heappop(self._free_slots)
-        return self._evict_oldest()[0]
+        seq_id = self._choose_retained()
+        self._evict(seq_id)
+        return seq_id
 
-    def _evict_oldest(self) -> tuple[int, int]:
-        """Gives up the slot that was retained longest; its tokens may move to host memory.
+    def _choose_retained(self) -> int:
+        """Returns the retained slot to give up: the least recently used one.
 
-        Returns:
-            The slot, and its cells.
+        With cells of its own for each slot: of the half that was not used for longest, one beside
+        a running sequence, if there is one. Sequences whose ids follow one another share a
+        physical batch, and that is worth more than a slightly older prefix.
         """
         assert self._prefixes is not None, "it has noted what is retained"
-        seq_id = next(self._prefixes.retained()).seq_id
+        if self._ledger.is_shared:
+            return next(self._prefixes.retained()).seq_id
+        n_oldest = (len(self._retained) + 1) // 2
+        oldest = [prefix.seq_id for prefix in islice(self._prefixes.retained(), n_oldest)]
+        running = self._running
+        return max(oldest, key=lambda i: (i - 1 in running) + (i + 1 in running))
+
+    def _evict(self, seq_id: int) -> int:
+        """Gives up a retained slot, whose tokens may move to host memory; returns its cells."""
+        assert self._prefixes is not None, "it has noted what is retained"
         prefix = self._prefixes.evict(seq_id)
-        if self._prefixes.is_worth_storing(prefix):
+        if self._is_worth_storing(prefix):
             self._saves.append(seq_id)
             self._storing[seq_id] = prefix
-        return seq_id, self._retained.pop(seq_id)
+        n_cells = self._retained.pop(seq_id)
+        self._n_retained_cells -= n_cells
+        return n_cells
+
+    def _is_worth_storing(self, prefix: Prefix) -> bool:
+        """Returns whether to write a prefix to host memory.
+
+        What is written must not hold up running streams for longer than a step of theirs takes.
+        """
+        assert self._prefixes is not None, "it has made the prefix"
+        n_tokens = len(prefix.tokens)
+        n_bytes = self._snapshots.n_bytes(n_tokens)
+        return self._is_snapshot_cheap(n_tokens) and self._prefixes.is_worth_storing(
+            prefix, n_bytes
+        )
+
+    def _is_snapshot_cheap(self, n_tokens: int) -> bool:
+        """Returns whether a snapshot of a prefix promises to save more time than it costs."""
+        assert self._prefixes is not None, "asked for a prefix"
+        snapshots = self._snapshots
+        n_storing = sum(len(prefix.tokens) for prefix in self._storing.values())
+        is_anybody_held_up = any(map(_is_generating, self._running.values()))
+        if is_anybody_held_up and snapshots.write_s(n_storing + n_tokens) > self._stall_s:
+            return False
+        recompute_s = self._recompute_s(n_tokens)
+        if recompute_s is None:
+            return True
+        return snapshots.total_s(n_tokens) < self._prefixes.host_hit_rate * recompute_s
+
+    def _save_borders(self) -> None:
+        """Takes checkpoints of prompts, for the next turns of their conversations."""
+        assert self._prefixes is not None, "there are no borders without"
+        borders, self._borders = self._borders, []
+        for sequence in borders:
+            n_tokens = sequence.n_computed
+            if self._running.get(sequence.seq_id) is not sequence or n_tokens != _border(sequence):
+                continue  # it has ended, or was parked
+            prefix = self._prefixes.make(
+                sequence.seq_id, sequence.tenant, sequence.tokens[:n_tokens]
+            )
+            if self._is_worth_storing(prefix):
+                self._saves.append(sequence.seq_id)
+                self._storing[sequence.seq_id] = prefix
 
     def _evict_for(self, n_wanted: int) -> None:
         """Gives up retained slots until the step finds its cells."""
         n_free = self._ledger.n_cells - self.n_cells_held
         while self._retained and n_free < n_wanted:
-            seq_id, n_cells = self._evict_oldest()
-            n_free += n_cells
+            seq_id = self._choose_retained()
+            n_free += self._evict(seq_id)
             self._frees.append(seq_id)
             heappush(self._free_slots, seq_id)
 
@@ -534,13 +640,33 @@ class Scheduler:
 
     def _share_prefill(self, prefills: list[Sequence], n_left: int) -> Iterator[PlanEntry]:
         """Yields pieces of prompts until the budget is used up."""
-        parts = [(sequence, _n_prefill(sequence)) for sequence in prefills]
+        parts = [(sequence, self._n_prefill(sequence)) for sequence in prefills]
         for sequence, n_tokens in self._turns.share(parts, n_left):
             start = sequence.n_computed
             piece = sequence.tokens[start : start + n_tokens]
             # A resumed sequence knows what comes after its last token but one.
             is_output = n_tokens == sequence.n_pending
             yield PlanEntry(sequence.seq_id, start, piece, 0, is_output)
+
+    def _n_prefill(self, sequence: Sequence) -> int:
+        """Returns the tokens to compute next before a sequence generates.
+
+        The prompt, up to where a checkpoint is to be taken; or, where the sequence was parked, all
+        but the last token: that one goes on as if nothing had happened, with a draft.
+        """
+        n_pending = sequence.n_pending
+        if sequence.n_steps:
+            return n_pending - 1
+        n_border = _border(sequence) - sequence.n_computed
+        if n_border > 0 and self._has_borders and self._is_snapshot_cheap(_border(sequence)):
+            return n_border
+        return n_pending
+
+    @property
+    def _has_borders(self) -> bool:
+        """Whether checkpoints of prompts are taken: what cannot be cut is good only as a whole."""
+        prefixes = self._prefixes
+        return prefixes is not None and prefixes.has_host and not prefixes.can_cut
 
     def commit(self, result: StepResult, now: float) -> list[tuple[Sequence, Event]]:
         """Takes the engine's answer to the last plan.
@@ -559,6 +685,8 @@ class Scheduler:
             self._learn(result, now - self._planned_at)
         if result.n_kept:
             self._take_refusals(result)
+        if self._hits:
+            self._count_hits()
         for entry in result.entries:
             sequence = running[entry.seq_id]
             if entry.status is SequenceStatus.OK:
@@ -585,6 +713,16 @@ class Scheduler:
             has_prefill = len(entries) > self._n_decodes
             self._pacer.observe(cost.predict(shape), step_s, has_prefill=has_prefill)
         cost.observe(shape, result.timings, 0.0 if self._has_moves else step_s)
+        if self._n_decodes and not self._has_moves:
+            self._stall_s = step_s
+
+    def _count_hits(self) -> None:
+        """Counts the starts that have kept the prefix that was found for them."""
+        assert self._prefixes is not None, "it has found the prefixes"
+        hits, self._hits = self._hits, []
+        for sequence in hits:
+            if sequence.n_reused:
+                self._prefixes.count_hit(sequence.n_reused)
 
     def _take_refusals(self, result: StepResult) -> None:
         """Notes which starts kept less than they were to."""
@@ -621,6 +759,8 @@ class Scheduler:
         n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
         if n_computed == n_prompt and self._prefixes is not None and self._prefixes.can_cut:
             self._prefixes.hold(sequence.seq_id, sequence.tenant, sequence.tokens, is_running=True)
+        elif self._has_borders and n_computed == _border(sequence):
+            self._borders.append(sequence)
         if sequence.has_progress and n_computed > sequence.n_progress:
             sequence.n_progress = n_computed
             events.append((sequence, ProgressEvent(n_computed, n_prompt)))
@@ -656,6 +796,7 @@ class Scheduler:
         for seq_id, prefix in storing.items():
             snapshot = result.snapshots.get(seq_id)
             if snapshot is not None:
+                self._snapshots.observe(len(prefix.tokens), len(snapshot))
                 self._prefixes.store(prefix.tenant, prefix.tokens, snapshot)
 
     def abandon(self, plan: StepPlan, error: Exception) -> list[tuple[Sequence, Event]]:
@@ -679,6 +820,7 @@ class Scheduler:
         lost = [self._running[seq_id] for seq_id in seq_ids]
         parking, self._parking = self._parking, {}
         self._storing.clear()
+        self._hits.clear()
         for sequence in parking.values():
             self._waiting.push(sequence)  # where `_end` finds it
         return [(sequence, self._fail(sequence, status)) for sequence in (*lost, *parking.values())]
@@ -691,6 +833,7 @@ class Scheduler:
             self._prefixes.drop(seq_id)
             heappush(self._free_slots, seq_id)
         self._retained.clear()
+        self._n_retained_cells = 0
         return seq_ids
 
     def _fail(self, sequence: Sequence, status: str) -> Event:
@@ -741,6 +884,7 @@ class Scheduler:
         tokens = sequence.tokens[:n_computed]
         self._prefixes.hold(sequence.seq_id, sequence.tenant, tokens, is_running=False)
         self._retained[sequence.seq_id] = n_computed
+        self._n_retained_cells += n_computed
         return True
 
 
@@ -750,11 +894,7 @@ def _is_generating(sequence: Sequence) -> bool:
     return sequence.n_computed == n_target - 1 and n_target > sequence.n_prompt
 
 
-def _n_prefill(sequence: Sequence) -> int:
-    """Returns the tokens to compute before a sequence generates.
-
-    The prompt, or, where the sequence was parked, all but the last token: that one goes on as if
-    nothing had happened, with a draft.
-    """
-    n_pending = sequence.n_pending
-    return n_pending - 1 if len(sequence.tokens) > sequence.n_prompt else n_pending
+def _border(sequence: Sequence) -> int:
+    """Returns how much of a prompt a checkpoint holds; 0 where it would save too little."""
+    n_tokens = sequence.n_prompt - _N_BEFORE_END
+    return n_tokens if n_tokens - sequence.n_reused >= _N_CHECKPOINT_MIN else 0
