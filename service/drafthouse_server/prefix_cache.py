@@ -21,6 +21,7 @@ __all__ = [
     "BlocksRemoved",
     "BlocksStored",
     "CacheEvent",
+    "CacheReset",
     "Match",
     "Prefix",
     "PrefixCache",
@@ -100,7 +101,12 @@ class BlocksRemoved:
     """Of the blocks, the last one of a prompt first."""
 
 
-CacheEvent = BlocksStored | BlocksRemoved
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """What was told before is void: what follows is all that there is."""
+
+
+CacheEvent = BlocksStored | BlocksRemoved | CacheReset
 
 
 @dataclass(slots=True)
@@ -357,6 +363,23 @@ class PrefixCache:
         events, self._events = self._events, []
         return events
 
+    def tell(self, *, is_told: bool) -> None:
+        """Begins to note events, with all that is held now; or noting them ends.
+
+        Done again, it begins again.
+        """
+        self._has_events = is_told
+        self._events = []
+        if not is_told:
+            return
+        self._events.append(CacheReset())
+        told: set[int] = set()
+        for prefix in (*self._slots.values(), *self._hosted):
+            n_known = sum(block_hash in told for block_hash in prefix.hashes)
+            if n_known < len(prefix.hashes):
+                self._events.append(_stored(prefix, n_known))
+                told.update(prefix.hashes)
+
     def make(self, seq_id: int, tenant: str, tokens: Sequence[int]) -> Prefix:
         """Returns what a slot holds as a prefix, at least one block; it is not noted."""
         return self._make(tenant, tokens, Tier.RUNNING, seq_id)
@@ -413,15 +436,7 @@ class PrefixCache:
                 holders[prefix] = None
         self._ends.setdefault(prefix.hashes[-1], {})[prefix] = None
         if self._has_events and n_known < len(prefix.hashes):
-            n_end = len(prefix.hashes) * BLOCK_SIZE
-            self._events.append(
-                BlocksStored(
-                    prefix.tenant,
-                    prefix.hashes[n_known:],
-                    prefix.hashes[n_known - 1] if n_known else None,
-                    prefix.tokens[n_known * BLOCK_SIZE : n_end],
-                )
-            )
+            self._events.append(_stored(prefix, n_known))
 
     def _remove(self, prefix: Prefix) -> None:
         removed = [
@@ -441,6 +456,16 @@ def _hashes(tenant: str, tokens: Sequence[int]) -> Iterator[int]:
         block = array("i", tokens[start : start + BLOCK_SIZE]).tobytes()
         digest = blake2b(digest + block, digest_size=_HASH_BYTES).digest()
         yield int.from_bytes(digest)
+
+
+def _stored(prefix: Prefix, n_known: int) -> BlocksStored:
+    """Returns the event of a prefix whose first blocks are known already."""
+    return BlocksStored(
+        prefix.tenant,
+        prefix.hashes[n_known:],
+        prefix.hashes[n_known - 1] if n_known else None,
+        prefix.tokens[n_known * BLOCK_SIZE : len(prefix.hashes) * BLOCK_SIZE],
+    )
 
 
 def _n_common(first: Sequence[int], second: Sequence[int]) -> int:

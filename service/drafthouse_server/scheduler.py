@@ -80,9 +80,6 @@ Not at the end: there stands what the chat template puts before an answer, which
 otherwise, or not at all, once the answer is there (the mark of a thought, for one).
 """
 
-_N_CHECKPOINT_MIN = 64
-"""Tokens of a prompt that a checkpoint must save over what was computed before."""
-
 _COPY_SHARE = 64
 """Of a slot's cells one part in so many must be of use for a copy between caches to pay.
 
@@ -112,6 +109,8 @@ class Scheduler:
             unloaded 99th percentile.
         n_parked_bytes_max: Most bytes of parked sequences in host memory; 0 is none.
         prefixes: Finds prefixes to go on from; None: ended sequences' slots are given back at once.
+        n_checkpoint_min: Tokens of a prompt that a checkpoint must save over what was computed
+            before; of recurrent targets only.
     """
 
     def __init__(
@@ -124,6 +123,7 @@ class Scheduler:
         gap_s: float = 0.0,
         n_parked_bytes_max: int = 1 << 30,
         prefixes: PrefixCache | None = None,
+        n_checkpoint_min: int = 64,
     ) -> None:
         if limits.n_batch < limits.n_seq_max or limits.n_outputs_max < limits.n_seq_max:
             raise ValueError(
@@ -140,6 +140,7 @@ class Scheduler:
         self._snapshots = SnapshotCost()
         self._lot = ParkingLot(n_parked_bytes_max, self._snapshots)
         self._prefixes = prefixes
+        self._n_checkpoint_min = n_checkpoint_min
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}  # by slot
         self._parking: dict[int, Sequence] = {}  # by the slot that the plan in flight takes away
@@ -210,10 +211,15 @@ class Scheduler:
             n_retained_cells=self._n_retained_cells,
         )
 
+    def tell_cache(self, *, is_told: bool) -> None:
+        """Has `take_cache_events` tell what is cached, from all that is there now; or ends it."""
+        if self._prefixes is not None:
+            self._prefixes.tell(is_told=is_told)
+
     def take_cache_events(self) -> list[CacheEvent]:
         """Returns which prefixes came and went since the last call, in order.
 
-        Always empty where the prefix cache was not made to tell.
+        Always empty unless `tell_cache` has asked for it.
         """
         prefixes = self._prefixes
         return prefixes.take_events() if prefixes is not None and prefixes.has_events else []
@@ -570,7 +576,8 @@ class Scheduler:
         borders, self._borders = self._borders, []
         for sequence in borders:
             n_tokens = sequence.n_computed
-            if self._running.get(sequence.seq_id) is not sequence or n_tokens != _border(sequence):
+            is_running = self._running.get(sequence.seq_id) is sequence
+            if not is_running or n_tokens != self._border(sequence):
                 continue  # it has ended, or was parked
             prefix = self._prefixes.make(
                 sequence.seq_id, sequence.tenant, sequence.tokens[:n_tokens]
@@ -657,10 +664,15 @@ class Scheduler:
         n_pending = sequence.n_pending
         if sequence.n_steps:
             return n_pending - 1
-        n_border = _border(sequence) - sequence.n_computed
-        if n_border > 0 and self._has_borders and self._is_snapshot_cheap(_border(sequence)):
+        n_border = self._border(sequence) - sequence.n_computed
+        if n_border > 0 and self._has_borders and self._is_snapshot_cheap(self._border(sequence)):
             return n_border
         return n_pending
+
+    def _border(self, sequence: Sequence) -> int:
+        """Returns how much of a prompt a checkpoint holds; 0 where it would save too little."""
+        n_tokens = sequence.n_prompt - _N_BEFORE_END
+        return n_tokens if n_tokens - sequence.n_reused >= self._n_checkpoint_min else 0
 
     @property
     def _has_borders(self) -> bool:
@@ -759,7 +771,7 @@ class Scheduler:
         n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
         if n_computed == n_prompt and self._prefixes is not None and self._prefixes.can_cut:
             self._prefixes.hold(sequence.seq_id, sequence.tenant, sequence.tokens, is_running=True)
-        elif self._has_borders and n_computed == _border(sequence):
+        elif self._has_borders and n_computed == self._border(sequence):
             self._borders.append(sequence)
         if sequence.has_progress and n_computed > sequence.n_progress:
             sequence.n_progress = n_computed
@@ -892,9 +904,3 @@ def _is_generating(sequence: Sequence) -> bool:
     """Returns whether all but the last token are computed, and that one is an output."""
     n_target = len(sequence.tokens)
     return sequence.n_computed == n_target - 1 and n_target > sequence.n_prompt
-
-
-def _border(sequence: Sequence) -> int:
-    """Returns how much of a prompt a checkpoint holds; 0 where it would save too little."""
-    n_tokens = sequence.n_prompt - _N_BEFORE_END
-    return n_tokens if n_tokens - sequence.n_reused >= _N_CHECKPOINT_MIN else 0
