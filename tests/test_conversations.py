@@ -42,7 +42,8 @@ def referee(case: tuple[str, str]) -> Iterator[Referee]:
 
 def settings(case: tuple[str, str], **more: object) -> Config:
     # Two slots for three conversations: some of what they had must come back from host memory.
-    return demo_config(*case, **{"n_seq_max": 2, "n_ctx_seq": 512} | more)
+    target, draft_type = case
+    return demo_config(target, draft_type, n_seq_max=2, n_ctx_seq=512, **more)
 
 
 async def ask(client: AsyncClient, prompt: list[int]) -> Result:
@@ -83,15 +84,11 @@ async def test_three_turns_reuse_what_was_computed_and_change_nothing(
     case: tuple[str, str], referee: Referee, *, is_rewritten: bool
 ) -> None:
     async with serving(settings(case)) as (client, loop):
-        talks = [
-            await talk(client, i, is_rewritten=is_rewritten) for i in range(N_TALKS)
-        ]
+        talks = [await talk(client, i, is_rewritten=is_rewritten) for i in range(N_TALKS)]
         counts = loop.statistics().scheduler
         assert await n_cells_used(loop) == counts.n_retained_cells
     async with serving(settings(case, has_prefix_cache=False)) as (client, _):
-        plain = [
-            [(prompt, await ask(client, prompt)) for prompt, _ in turns] for turns in talks
-        ]
+        plain = [[(prompt, await ask(client, prompt)) for prompt, _ in turns] for turns in talks]
     n_ties = 0
     for turns, plain_turns in zip(talks, plain, strict=True):
         for turn, ((prompt, found), (_, expected)) in enumerate(
@@ -108,7 +105,7 @@ async def test_three_turns_reuse_what_was_computed_and_change_nothing(
             else:
                 n_same = len(turns[turn - 1][0]) + (0 if is_rewritten else N_OUTPUT - 1)
                 assert n_reused >= n_same
-    # A prompt computed in other pieces rounds otherwise, and two logits within 0.0001 change places.
+    # A prompt computed in other pieces rounds otherwise: two logits 0.0001 apart change places.
     assert n_ties <= 1
     n_reused = sum(r.usage.reused_prompt_tokens for turns in talks for _, r in turns)
     assert counts.n_reused == n_reused
@@ -154,8 +151,6 @@ async def test_a_chat_of_three_turns_reuses_its_history(case: tuple[str, str]) -
         messages: list[ChatMessage] = []
         for turn, tokens in enumerate(texts):
             messages.append(ChatMessage("user", await client.detokenize(tokens)))
-            result = await client.generate(
-                messages, max_output_tokens=N_OUTPUT, temperature=0.0
-            )
+            result = await client.generate(messages, max_output_tokens=N_OUTPUT, temperature=0.0)
             messages.append(ChatMessage("assistant", result.text))
             assert (result.usage.reused_prompt_tokens > N_FIRST / 2) is (turn > 0)

@@ -76,6 +76,7 @@ def submit(
     scheduler: Scheduler,
     prompt: Sequence[int],
     i: int,
+    *,
     is_sampled: bool,
     n_output: int = N_OUTPUT,
 ) -> TokenSequence:
@@ -87,10 +88,15 @@ def submit(
 
 
 def alone(
-    engine: LlamaEngine, prompt: Sequence[int], i: int, is_sampled: bool, n_output: int = N_OUTPUT
+    engine: LlamaEngine,
+    prompt: Sequence[int],
+    i: int,
+    *,
+    is_sampled: bool,
+    n_output: int = N_OUTPUT,
 ) -> list[int]:
     scheduler = Scheduler(engine.limits, FixedDraft(3))
-    sequence = submit(engine, scheduler, prompt, i, is_sampled, n_output)
+    sequence = submit(engine, scheduler, prompt, i, is_sampled=is_sampled, n_output=n_output)
     while not scheduler.is_idle:
         step(engine, scheduler)
     return sequence.output
@@ -102,7 +108,7 @@ class Crowd:
     def __init__(self, engine: LlamaEngine, is_sampled: bool, n_bytes_max: int) -> None:
         scheduler = Scheduler(engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max)
         self.sequences = [
-            submit(engine, scheduler, prompt, i, is_sampled)
+            submit(engine, scheduler, prompt, i, is_sampled=is_sampled)
             for i, prompt in enumerate(prompts(LENGTHS))
         ]
         self.parks: list[tuple[TokenSequence, int]] = []
@@ -127,7 +133,7 @@ def test_parked_streams_get_the_tokens_that_they_get_alone(
 ) -> None:
     saved, recomputed = (Crowd(engine, is_sampled, n_bytes_max) for n_bytes_max in (1 << 28, 0))
     assert saved.counts.n_recomputed == 0 < recomputed.counts.n_recomputed
-    expected = [alone(engine, p, i, is_sampled) for i, p in enumerate(prompts(LENGTHS))]
+    expected = [alone(engine, p, i, is_sampled=is_sampled) for i, p in enumerate(prompts(LENGTHS))]
     for crowd in (saved, recomputed):
         crowd.check(engine)
         if is_sampled:
@@ -164,7 +170,7 @@ def interrupted(
     pool = prompts(LENGTHS)
     scheduler = Scheduler(engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max)
     streams = [
-        submit(engine, scheduler, pool[i], i, is_sampled, N_INTERRUPTED)
+        submit(engine, scheduler, pool[i], i, is_sampled=is_sampled, n_output=N_INTERRUPTED)
         for i in range(engine.limits.n_seq_max)
     ]
     for n in range(1000):
@@ -191,7 +197,9 @@ def test_not_a_token_changes_where_the_arithmetic_is_exact(
 ) -> None:
     """Saved or computed again: the same random state, the same drafts, the same tokens."""
     pool = prompts(LENGTHS)
-    expected = [alone(exact, pool[i], i, is_sampled, N_INTERRUPTED) for i in range(2)]
+    expected = [
+        alone(exact, pool[i], i, is_sampled=is_sampled, n_output=N_INTERRUPTED) for i in range(2)
+    ]
     for n_bytes_max in (1 << 28, 0):
         _, streams = interrupted(exact, n_bytes_max, is_sampled=is_sampled)
         assert [stream.output for stream in streams] == expected
@@ -204,7 +212,7 @@ def test_a_snapshot_changes_not_a_token_with_any_kernels(
 ) -> None:
     """With one slot every batch has the same width as alone."""
     engine = LlamaEngine.load(demo_config(target, draft_type, n_seq_max=1, n_ctx_seq=400))
-    expected = alone(engine, prompts(LENGTHS)[0], 0, is_sampled, N_INTERRUPTED)
+    expected = alone(engine, prompts(LENGTHS)[0], 0, is_sampled=is_sampled, n_output=N_INTERRUPTED)
     _, streams = interrupted(engine, 1 << 28, is_sampled=is_sampled)
     engine.close()
     assert streams[0].output == expected
@@ -225,9 +233,8 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     )
     engine = LlamaEngine.load(settings)
     scheduler = make_scheduler(engine, settings)
-    sequences = []
+    sequences, greedy = [], options(None)
     for i, prompt in enumerate(prompts(LENGTHS * 2)):
-        greedy = options(None)
         sequence = TokenSequence(
             f"r{i}",
             prompt,
@@ -267,7 +274,7 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     engine.close()
     reference = LlamaEngine.load(demo_config(target, "none", n_seq_max=1, n_ctx_seq=400))
     for i, s in enumerate(sequences[: 2 * N_STREAMS : 3]):
-        expected = alone(reference, s.prompt, i, False, 90)
+        expected = alone(reference, s.prompt, i, is_sampled=False, n_output=90)
         referee.compare(s.prompt, expected, s.output)
     reference.close()
 

@@ -65,8 +65,8 @@ async def test_cancel_frees_the_slot_within_one_step(
         await eventually(lambda: "code=CANCELLED" in caplog.text)  # it has crossed the wire
         gated_engine.release()
         await assert_all_free(server, gated_engine, eventually)
-    # The step after the one in flight, if there is one, gives the slot back and does nothing for the
-    # one who left. A long prompt's tokens stay in the slot, and the engine has nothing to do.
+    # The step after the one in flight, if there is one, gives the slot back and does nothing else.
+    # A long prompt's tokens stay in the slot, and the engine has nothing to do.
     assert [plan.entries for plan in gated_engine.plans[n_plans:]] == [[]] * (phase == "decoding")
     assert server.loop.statistics().n_requests == {"cancelled": 1}
 

@@ -13,7 +13,7 @@ __all__ = ["CacheFeed"]
 
 
 class CacheFeed:
-    """Cache events in order, until their one reader takes them. Bounded; it never makes anyone wait.
+    """Cache events in order, until their one reader takes them. Bounded; nobody waits for it.
 
     It begins with a `CacheReset` and all that is held. A reader that falls too far behind loses
     what it has not read, and gets the same again: a reset, and all that is held by then. So a

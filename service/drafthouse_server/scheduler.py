@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from itertools import islice
 
 from drafthouse_server.cells import CellLedger
 from drafthouse_server.errors import ContextTooLong, DrafthouseError, EngineError
@@ -469,17 +468,20 @@ class Scheduler:
         if snapshot is None:
             sequence.is_draft_cold = False
             match = self._find_prefix(sequence)
+        seq_id, match = self._place(match)
+        self._take_slot(seq_id, match)
         if match is not None:
+            prefix = match.prefix
             sequence.n_computed = match.n_tokens
-            snapshot = match.prefix.snapshot or None
-            source = match.prefix.seq_id if match.prefix.tier is Tier.RUNNING else None
-        sequence.seq_id = seq_id = self._take_slot(match)
+            snapshot = prefix.snapshot or None
+            source = prefix.seq_id if prefix.tier is not Tier.HOST else None
+        sequence.seq_id = seq_id
         self._running[seq_id] = sequence
         start = Start(
             seq_id,
             sequence.sampler,
             n_kept=sequence.n_computed,
-            source=source,
+            source=source if source != seq_id else None,
             snapshot=snapshot,
             is_resumed=sequence.is_parked,
         )
@@ -495,44 +497,69 @@ class Scheduler:
                 self._hits.append(sequence)
 
     def _find_prefix(self, sequence: Sequence) -> Match | None:
-        """Returns the prefix that a sequence goes on from."""
+        """Returns the prefix that a sequence could go on from."""
         if self._prefixes is None:
             return None
         match = self._prefixes.find(sequence.tenant, sequence.tokens)
-        if match is not None and match.prefix.tier is Tier.RUNNING and not self._ledger.is_shared:
-            match = match if match.n_tokens * _COPY_SHARE >= self._limits.n_ctx_seq else None
         if not sequence.is_parked:
             self._prefixes.count(sequence.n_prompt, match)
         return match
 
-    def _take_slot(self, match: Match | None) -> int:
-        """Returns a slot to take into use: the one that holds the prefix, if it is retained."""
-        if match is not None and match.prefix.tier is Tier.RETAINED:
-            assert self._prefixes is not None, "it has found the prefix"
-            seq_id = match.prefix.seq_id
-            self._prefixes.drop(seq_id)
-            self._n_retained_cells -= self._retained.pop(seq_id)
-            return seq_id
+    def _place(self, match: Match | None) -> tuple[int, Match | None]:
+        """Returns the slot to take, and the prefix to go on from there.
+
+        Sequences whose ids follow one another are computed together; each gap between them costs
+        another physical batch in every step, which reads all weights again. So a prefix is used
+        where it is only if that is as good a place as any; otherwise it is copied.
+        """
+        best = self._choose_slot()
+        if match is None or match.prefix.tier is Tier.HOST:
+            return best, match
+        assert self._prefixes is not None, "it has found the prefix"
+        held = match.prefix.seq_id
+        if match.prefix.tier is Tier.RETAINED:
+            can_move = self._prefixes.can_cut and not self._ledger.is_shared
+            if not can_move or self._n_neighbours(held) >= self._n_neighbours(best):
+                return held, match
+        if not self._ledger.is_shared and match.n_tokens * _COPY_SHARE < self._limits.n_ctx_seq:
+            return best, None
+        return best, match
+
+    def _n_neighbours(self, seq_id: int) -> int:
+        """Returns how many of the slots next to one are running."""
+        running = self._running
+        return (seq_id - 1 in running) + (seq_id + 1 in running)
+
+    def _choose_slot(self) -> int:
+        """Returns the slot to take if any will do; it is free, or retained.
+
+        Of several as good the lowest free one, or the one that was not used for longest.
+        """
         if self._free_slots:
-            return heappop(self._free_slots)
-        seq_id = self._choose_retained()
-        self._evict(seq_id)
-        return seq_id
+            if not self._retained:
+                return self._free_slots[0]  # as the running ones are the lowest, too
+            return max(sorted(self._free_slots), key=self._n_neighbours)
+        return self._choose_retained()
 
     def _choose_retained(self) -> int:
-        """Returns the retained slot to give up: the least recently used one.
-
-        With cells of its own for each slot: of the half that was not used for longest, one beside
-        a running sequence, if there is one. Sequences whose ids follow one another share a
-        physical batch, and that is worth more than a slightly older prefix.
-        """
+        """Returns the retained slot to give up: beside running ones, not used for longest."""
         assert self._prefixes is not None, "it has noted what is retained"
+        oldest_first = (prefix.seq_id for prefix in self._prefixes.retained())
         if self._ledger.is_shared:
-            return next(self._prefixes.retained()).seq_id
-        n_oldest = (len(self._retained) + 1) // 2
-        oldest = [prefix.seq_id for prefix in islice(self._prefixes.retained(), n_oldest)]
-        running = self._running
-        return max(oldest, key=lambda i: (i - 1 in running) + (i + 1 in running))
+            return next(oldest_first)
+        return max(oldest_first, key=self._n_neighbours)
+
+    def _take_slot(self, seq_id: int, match: Match | None) -> None:
+        """Takes a free slot, or a retained one, whose tokens are lost unless they are the match."""
+        if seq_id not in self._retained:
+            self._free_slots.remove(seq_id)
+            heapify(self._free_slots)
+        elif match is not None and match.prefix.seq_id == seq_id:
+            assert self._prefixes is not None, "it has found the prefix"
+            self._prefixes.drop(seq_id)
+            self._n_retained_cells -= self._retained.pop(seq_id)
+        else:
+            self._evict(seq_id)
 
     def _evict(self, seq_id: int) -> int:
         """Gives up a retained slot, whose tokens may move to host memory; returns its cells."""
