@@ -11,6 +11,7 @@ from tests.demo import config as demo_config
 
 from drafthouse import AsyncClient, ChatMessage, Result
 from drafthouse_server.config import Config
+from drafthouse_server.scheduler import Scheduler
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
@@ -18,7 +19,7 @@ N_TALKS = 3
 N_TURNS = 3
 N_FIRST = 120
 """Tokens of the first prompt of a conversation."""
-N_MORE = 30
+N_MORE = 45
 """Tokens that the user adds before each later turn."""
 N_OUTPUT = 32
 ACCEPTANCE_SHARE = 0.9
@@ -38,6 +39,12 @@ def referee(case: tuple[str, str]) -> Iterator[Referee]:
     found = Referee(case[0])
     yield found
     found.close()
+
+
+@pytest.fixture(autouse=True)
+def _snapshots_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast this machine is at this moment must not decide what a test sees."""
+    monkeypatch.setattr(Scheduler, "_is_snapshot_cheap", lambda *_: True)
 
 
 def settings(case: tuple[str, str], **more: object) -> Config:
@@ -111,7 +118,7 @@ async def test_three_turns_reuse_what_was_computed_and_change_nothing(
     assert counts.n_reused == n_reused
     assert counts.n_prefix_hits == N_TALKS * (N_TURNS - 1)
     assert counts.prefix_hit_rate == pytest.approx((N_TURNS - 1) / N_TURNS)
-    assert counts.reuse_rate > 0.5
+    assert counts.reuse_rate > 0.4
     if case[1] != "none":
         assert accepted(talks) >= ACCEPTANCE_SHARE * accepted(plain)
 

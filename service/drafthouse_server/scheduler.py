@@ -572,7 +572,7 @@ class Scheduler:
         self._n_retained_cells -= n_cells
         return n_cells
 
-    def _is_worth_storing(self, prefix: Prefix) -> bool:
+    def _is_worth_storing(self, prefix: Prefix, n_reused: int = 0) -> bool:
         """Returns whether to write a prefix to host memory.
 
         What is written must not hold up running streams for longer than a step of theirs takes.
@@ -580,19 +580,23 @@ class Scheduler:
         assert self._prefixes is not None, "it has made the prefix"
         n_tokens = len(prefix.tokens)
         n_bytes = self._snapshots.n_bytes(n_tokens)
-        return self._is_snapshot_cheap(n_tokens) and self._prefixes.is_worth_storing(
-            prefix, n_bytes
-        )
+        is_cheap = self._is_snapshot_cheap(n_tokens, n_reused)
+        return is_cheap and self._prefixes.is_worth_storing(prefix, n_bytes)
 
-    def _is_snapshot_cheap(self, n_tokens: int) -> bool:
-        """Returns whether a snapshot of a prefix promises to save more time than it costs."""
+    def _is_snapshot_cheap(self, n_tokens: int, n_reused: int = 0) -> bool:
+        """Returns whether a snapshot of a prefix promises to save more time than it costs.
+
+        Args:
+            n_tokens: Tokens that it would hold.
+            n_reused: Of these, tokens that another prefix holds.
+        """
         assert self._prefixes is not None, "asked for a prefix"
         snapshots = self._snapshots
         n_storing = sum(len(prefix.tokens) for prefix in self._storing.values())
         is_anybody_held_up = any(map(_is_generating, self._running.values()))
         if is_anybody_held_up and snapshots.write_s(n_storing + n_tokens) > self._stall_s:
             return False
-        recompute_s = self._recompute_s(n_tokens)
+        recompute_s = self._recompute_s(n_tokens - n_reused)
         if recompute_s is None:
             return True
         return snapshots.total_s(n_tokens) < self._prefixes.host_hit_rate * recompute_s
@@ -609,7 +613,7 @@ class Scheduler:
             prefix = self._prefixes.make(
                 sequence.seq_id, sequence.tenant, sequence.tokens[:n_tokens]
             )
-            if self._is_worth_storing(prefix):
+            if self._is_worth_storing(prefix, sequence.n_reused):
                 self._saves.append(sequence.seq_id)
                 self._storing[sequence.seq_id] = prefix
 
@@ -691,10 +695,11 @@ class Scheduler:
         n_pending = sequence.n_pending
         if sequence.n_steps:
             return n_pending - 1
-        n_border = self._border(sequence) - sequence.n_computed
-        if n_border > 0 and self._has_borders and self._is_snapshot_cheap(self._border(sequence)):
-            return n_border
-        return n_pending
+        border = self._border(sequence)
+        if border <= sequence.n_computed or not self._has_borders:
+            return n_pending
+        is_cheap = self._is_snapshot_cheap(border, sequence.n_reused)
+        return border - sequence.n_computed if is_cheap else n_pending
 
     def _border(self, sequence: Sequence) -> int:
         """Returns how much of a prompt a checkpoint holds; 0 where it would save too little."""
