@@ -109,6 +109,7 @@ static void test_engine_nulls(void) {
     INVALID(spec_engine_seq_start(NULL, &start, &sampler, &n));
     INVALID(spec_engine_seq_start(NULL, NULL, NULL, NULL));
     EXPECT(spec_engine_seq_let_go(NULL, 0), SPEC_ERR_INVALID_ARGUMENT);
+    EXPECT(spec_engine_seq_take_up(NULL, 0), SPEC_ERR_INVALID_ARGUMENT);
     INVALID(spec_engine_seq_park(NULL, 0, &sampler));
     INVALID(spec_engine_seq_park(NULL, 0, NULL));
     INVALID(spec_sampler_get_history(NULL, &n, &has_chosen));
@@ -335,6 +336,8 @@ static void test_starts(const spec_model * model, spec_engine * engine) {
     EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
     EXPECT(spec_engine_seq_let_go(engine, -1), SPEC_ERR_BAD_SEQ_ID);
     EXPECT(spec_engine_seq_let_go(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_take_up(engine, -1), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_OK);
     INVALID(spec_engine_seq_park(engine, 0, NULL));
     EXPECT(spec_engine_seq_park(engine, -1, &sampler), SPEC_ERR_BAD_SEQ_ID);
     EXPECT(spec_engine_seq_park(engine, 0, &sampler), SPEC_OK);

@@ -1300,7 +1300,8 @@ struct hidden_rows {
 
 struct sequence {
     bool is_begun = false;
-    bool is_cold = false;     // draft state lost: no more drafts
+    bool is_cold = false;     // no draft state: no drafts
+    bool is_awaited = false;  // cold, and fed again from its next tokens on
     bool has_emitted = false; // a step has chosen a token: generation
     bool has_drafter_begun = false;
     llama_token id_last = LLAMA_TOKEN_NULL;
@@ -1414,11 +1415,18 @@ struct team {
 
 } // namespace
 
+struct threadpool_deleter {
+    void operator()(ggml_threadpool * pool) const { ggml_threadpool_free(pool); }
+};
+
+using threadpool_ptr = std::unique_ptr<ggml_threadpool, threadpool_deleter>;
+
 struct spec_engine {
     const spec_model * target_model = nullptr;
     const spec_model * draft_model = nullptr; // null for NONE, MTP and the n-gram kinds
     spec_engine_limits limits = {};
     spec_engine_params params = {};
+    threadpool_ptr pool; // of both contexts, which are freed before it
     llama_context_ptr target;
     llama_context_ptr draft; // null for NONE and the n-gram kinds
     common_params_speculative spec_params;
@@ -2044,6 +2052,22 @@ void fill_synth_probs(spec_engine & engine) {
     }
 }
 
+// Gives both contexts threads that outlive a decode. Without a pool ggml makes one for every
+// decode: with OpenMP that costs an allocation, without it the start and the end of every thread.
+void attach_pool(spec_engine & engine) {
+    llama_context * target = engine.target.get();
+    const int32_t n = std::max(llama_n_threads(target), llama_n_threads_batch(target));
+    ggml_threadpool_params params = ggml_threadpool_params_default(n);
+    engine.pool.reset(ggml_threadpool_new(&params));
+    if (!engine.pool) {
+        throw std::bad_alloc();
+    }
+    llama_attach_threadpool(target, engine.pool.get(), nullptr);
+    if (engine.draft) {
+        llama_attach_threadpool(engine.draft.get(), engine.pool.get(), nullptr);
+    }
+}
+
 spec_engine * make_engine(const spec_model & target, const spec_model * draft,
                           const spec_engine_params & params) {
     check_engine_params(params);
@@ -2062,6 +2086,7 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     fill_synth_probs(*engine);
     engine->batch = common_batch(engine->target.get());
     engine->sampling.init(llama_n_threads(engine->target.get()));
+    attach_pool(*engine);
     engine->sequences.resize(static_cast<size_t>(params.n_seq_max));
     return engine.release();
 }
@@ -2576,9 +2601,59 @@ bool has_draft_cells(const spec_engine & engine) {
 // From here on the sequence generates without drafts: its draft state no longer follows the target.
 void make_cold(spec_engine & engine, int32_t seq_id) {
     engine.sequences[static_cast<size_t>(seq_id)].is_cold = true;
+    engine.sequences[static_cast<size_t>(seq_id)].is_awaited = false;
     if (has_draft_cells(engine)) {
         llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
     }
+}
+
+// Tokens that a draft model reads again when it is taken up. The other drafters read the target's
+// hidden rows, which are gone: they start from nothing, and are as good as before some tokens
+// later.
+constexpr int32_t N_CATCH_UP = 256;
+
+// Has the draft model read the end of what comes before a position.
+void catch_up(spec_engine & engine, int32_t seq_id, int32_t n_past) {
+    const sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+    llama_context * ctx = engine.draft.get();
+    common_batch batch(ctx);
+    const int32_t n_most = std::min(N_CATCH_UP, static_cast<int32_t>(llama_n_batch(ctx)));
+    for (int32_t pos = std::max(0, n_past - n_most); pos < n_past; ++pos) {
+        batch.add(seq.tokens[static_cast<size_t>(pos)], pos, seq_id, false);
+    }
+    if (batch.size() > 0 && llama_process(ctx, LLAMA_PROCESS_TYPE_DECODE, batch.get()) != 0) {
+        llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
+    }
+}
+
+// Tells the drafter whom it is fed for, and prepares those that it is fed for again. False when
+// there is nobody.
+bool choose_fed(spec_engine & engine) {
+    bool is_wanted = false;
+    int32_t before = -1;
+    for (const auto & token : engine.batch.tokens) {
+        if (token.seq_id == before) {
+            continue;
+        }
+        before = token.seq_id;
+        const sequence & seq = engine.sequences[static_cast<size_t>(token.seq_id)];
+        const bool is_fed = !seq.is_cold || seq.is_awaited;
+        common_speculative_set_fed(engine.spec.get(), token.seq_id, is_fed);
+        is_wanted = is_wanted || is_fed;
+        if (seq.is_awaited) {
+            common_speculative_begin(engine.spec.get(), token.seq_id, {});
+            if (engine.limits.draft_type == SPEC_DRAFT_SIMPLE) {
+                catch_up(engine, token.seq_id, token.pos[0]);
+            }
+        }
+    }
+    return is_wanted;
+}
+
+// Feeds a cold sequence's drafter again, from its next tokens on.
+void take_up(spec_engine & engine, int32_t seq_id) {
+    sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+    seq.is_awaited = seq.is_cold && engine.spec;
 }
 
 // Keeps the hidden rows of the last two tokens of each prompt in the batch, while the target still
@@ -2617,19 +2692,17 @@ void keep_hidden_rows(spec_engine & engine) {
 }
 
 void process_batch(spec_engine & engine) {
-    // A drafter that nobody will use again need not follow.
-    const bool is_wanted =
-        engine.spec &&
-        std::any_of(engine.batch.tokens.begin(), engine.batch.tokens.end(),
-                    [&](const auto & token) {
-                        return !engine.sequences[static_cast<size_t>(token.seq_id)].is_cold;
-                    });
-    if (!is_wanted) {
+    if (!engine.spec || !choose_fed(engine)) {
         return;
     }
     const bool is_failed = engine.take_fault(SPEC_FAULT_PROCESS);
     if (!is_failed && common_speculative_process(engine.spec.get(), engine.batch)) {
         keep_hidden_rows(engine);
+        for (const auto & token : engine.batch.tokens) {
+            sequence & seq = engine.sequences[static_cast<size_t>(token.seq_id)];
+            seq.is_cold = seq.is_cold && !seq.is_awaited;
+            seq.is_awaited = false;
+        }
         return;
     }
     for (const auto & token : engine.batch.tokens) {
@@ -5664,6 +5737,13 @@ int32_t spec_engine_seq_let_go(spec_engine * engine, int32_t seq_id) {
     return guarded([&] {
         begun(deref(engine, "engine"), seq_id);
         make_cold(*engine, seq_id);
+    });
+}
+
+int32_t spec_engine_seq_take_up(spec_engine * engine, int32_t seq_id) {
+    return guarded([&] {
+        begun(deref(engine, "engine"), seq_id);
+        take_up(*engine, seq_id);
     });
 }
 

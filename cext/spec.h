@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define SPEC_ABI_VERSION 3
+#define SPEC_ABI_VERSION 4
 
 /* Errors. */
 
@@ -616,10 +616,14 @@ int32_t spec_engine_seq_load(spec_engine * engine, int32_t seq_id, const void * 
 /* *out is true when the sequence has lost its draft state and goes on without drafts. Errors:
  * BAD_SEQ_ID, SEQ_IDLE. since ABI 2 */
 int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool * out);
-/* Gives up a sequence's draft state for good: it goes on without drafts. Steps in which all
- * sequences have given it up feed no drafter, which saves that time. Errors: BAD_SEQ_ID, SEQ_IDLE.
- * since ABI 2 */
+/* Gives up a sequence's draft state: it goes on without drafts, and nothing is computed for them
+ * any more. Errors: BAD_SEQ_ID, SEQ_IDLE. since ABI 2 */
 int32_t spec_engine_seq_let_go(spec_engine * engine, int32_t seq_id);
+/* Has a sequence without draft state (let go, or lost) fed to its drafter again, from its next
+ * tokens on; after them it is cold no more and can draft. Drafts are as good as before some ten
+ * tokens later: what lies before is missing. A draft model reads the last 256 tokens again. No-op
+ * where the sequence has its draft state. Errors: BAD_SEQ_ID, SEQ_IDLE. since ABI 4 */
+int32_t spec_engine_seq_take_up(spec_engine * engine, int32_t seq_id);
 /* Copies the tokens that a sequence has in the target's KV cache; *n_needed is their count.
  * *id_last, which may be NULL, is the last chosen token, -1 before the first. Errors: BAD_SEQ_ID,
  * SEQ_IDLE, BUFFER_TOO_SMALL. since ABI 2 */

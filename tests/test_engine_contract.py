@@ -124,6 +124,56 @@ def test_a_draft_state_that_is_let_go_costs_nothing_and_changes_nothing(
     assert outputs[0][:7] == outputs[1]
 
 
+def test_drafts_are_let_go_and_taken_up_again_beside_others_and_change_nothing(
+    engine: CountingEngine,
+) -> None:
+    """One is let go, then all, then both are taken up, in any order: tokens are the same."""
+    n_most = min(2, engine.limits.n_draft_max)
+    if not n_most:
+        pytest.skip("an engine without drafts has nothing to let go")
+    texts = ["Once upon a time", "def parse(self"]
+    prompts = [engine.tokenize(t, add_special=True, parse_special=False) for t in texts]
+    # Step: slots that are let go, and taken up.
+    moves: dict[int, tuple[list[int], list[int]]] = {
+        2: ([0], []),
+        5: ([1], []),
+        8: ([], [0]),
+        11: ([], [0, 1]),
+        14: ([0, 1], []),
+        15: ([], [1]),
+        18: ([], [0]),
+    }
+    outputs = []
+    for has_moves in (False, True):
+        starts = [Start(i, engine.make_sampler(GREEDY)) for i in range(2)]
+        entries = [PlanEntry(i, 0, prompt, 0, True) for i, prompt in enumerate(prompts)]
+        result = engine.step(StepPlan(entries, starts))
+        streams = [list(entry.tokens) for entry in result.entries]
+        is_cold = [False, False]
+        n_drafted_late = 0
+        for i in range(30):
+            let_go, take_up = moves.get(i, ([], [])) if has_moves else ([], [])
+            entries = [
+                PlanEntry(entry.seq_id, entry.n_past, streams[entry.seq_id][-1:], n_most, True)
+                for entry in result.entries
+            ]
+            before = list(is_cold)
+            result = engine.step(StepPlan(entries, let_go=let_go, take_up=take_up))
+            for seq_id in let_go:
+                before[seq_id] = is_cold[seq_id] = True
+            for seq_id in take_up:
+                is_cold[seq_id] = False
+            for entry in result.entries:
+                assert entry.is_draft_cold == is_cold[entry.seq_id], (i, entry)
+                assert not (before[entry.seq_id] and entry.n_drafted), "it was not fed"
+                n_drafted_late += entry.n_drafted if i > 20 else 0
+                streams[entry.seq_id] += entry.tokens
+        assert n_drafted_late > 0, "drafts go on"
+        engine.step(StepPlan(frees=[0, 1]))
+        outputs.append([stream[:30] for stream in streams])
+    assert outputs[0] == outputs[1]
+
+
 def make(
     engine: Engine, text: str, n_output_max: int = 40, options: SamplingOptions = GREEDY
 ) -> Sequence:

@@ -446,7 +446,8 @@ async def test_nothing_is_lost_when_a_third_of_2000_requests_leaves() -> None:
                 sequence = make(loop, f"request {number}", chance.randrange(1, 40))
                 outbox = loop.submit(sequence)
                 if number % 3 == 0:
-                    await asyncio.sleep(chance.random() * 0.01)
+                    # Half of them at once: how many are still here later depends on our speed.
+                    await asyncio.sleep(chance.choice((0.0, chance.random() * 0.01)))
                     chance.choice((loop.cancel, loop.finish))(sequence)
                 tokens, event = await collect(outbox)
                 assert isinstance(event, FinishEvent)

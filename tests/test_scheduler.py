@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -409,12 +410,40 @@ def test_a_cold_draft_stays_off() -> None:
     bench = Bench(n_draft=3)
     bench.add("a", n_output_max=20)
     bench.step()
-    plan = bench.scheduler.plan(2.0)
-    result = bench.engine.step(plan)
-    cold = [dataclasses.replace(entry, is_draft_cold=True) for entry in result.entries]
-    bench.scheduler.commit(dataclasses.replace(result, entries=cold), 2.0)
+    bench.engine.step(StepPlan(let_go=[0]))  # it is lost
     bench.run()
-    assert {entry.n_draft for plan in bench.plans[1:] for entry in plan.entries} == {0}
+    depths = [entry.n_draft for plan in bench.plans[1:] for entry in plan.entries]
+    assert depths[0] == 3, "nobody can know yet"
+    assert set(depths[1:]) == {0}
+
+
+def test_a_drafter_is_fed_for_those_alone_who_get_drafts() -> None:
+    bench = Bench(n_draft=3)
+    bench.add("a", n_output_max=20)
+    bench.add("none", n_output_max=20, n_draft=0)
+    plan = bench.step()
+    assert (plan.let_go, plan.take_up) == ([1], [0])
+    bench.run()
+    assert 3 in {e.n_draft for p in bench.plans[1:] for e in p.entries if e.seq_id == 0}
+    assert not any(plan.let_go or plan.take_up for plan in bench.plans[1:]), "once is enough"
+
+
+def test_drafters_are_let_go_and_taken_up_as_the_policy_turns() -> None:
+    bench = Bench(n_draft=3)
+    sequence = bench.add("a", n_output_max=60)
+    bench.step()
+    bench.step()
+    policy = bench.scheduler.policy
+    with mock.patch.object(policy, "wants", return_value=False):
+        policy.n_turns += 1
+        assert bench.step().let_go == [0]
+        assert sequence.is_draft_cold
+        assert [entry.n_draft for entry in bench.step().entries] == [0]
+    policy.n_turns += 1
+    plan = bench.step()
+    assert plan.take_up == [0]
+    assert [entry.n_draft for entry in plan.entries] == [0], "it is not fed yet"
+    assert [entry.n_draft for entry in bench.step().entries] == [3]
 
 
 def test_an_engine_that_miscounts_is_an_error_and_not_a_wrong_stream() -> None:

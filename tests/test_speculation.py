@@ -167,7 +167,7 @@ MACHINES = {
 def test_as_fast_as_the_best_fixed_k_at_every_concurrency_and_acceptance(
     machine: Machine, n: int
 ) -> None:
-    n_steps = 1000 if n <= 2 else 2400 // n if n <= 8 else 100
+    n_steps = 1000 if n <= 2 else 4000 // n if n <= 8 else 250
     for acceptance in (0.3, 0.7, 0.95):
         policy, cost = adaptive()
         noise = random.Random(n)
@@ -175,8 +175,7 @@ def test_as_fast_as_the_best_fixed_k_at_every_concurrency_and_acceptance(
         run(policy, cost, machine, crowd, 600 if n <= 8 else 330, noise=noise)
         rate, _ = run(policy, cost, machine, crowd, n_steps, noise=noise)
         best, n_draft = best_fixed(machine, [acceptance] * n)
-        # Emission is random too: its share of the deviation is bounded, not the policy's alone.
-        assert rate >= 0.97 * best, (acceptance, n_draft, rate / best)
+        assert rate >= 0.98 * best, (acceptance, n_draft, rate / best)
 
 
 def test_much_faster_than_any_one_k_over_a_load_that_changes() -> None:
@@ -238,7 +237,7 @@ def test_recovery_is_noticed(n: int) -> None:
     for member in crowd:
         member.acceptance = lambda _: 0.95
     _, after = run(policy, cost, machine, crowd, 3000 if n == 1 else 1500)
-    assert sorted(after[-200:])[100] >= 3
+    assert sorted(after[-200:])[100] >= 2
 
 
 def test_a_stationary_load_changes_k_rarely() -> None:
@@ -257,8 +256,10 @@ def test_a_drafter_that_does_not_pay_is_let_go_and_taken_back_when_it_does() -> 
     run(policy, cost, machine, make_crowd([0.8] * 24), 600)
     assert not policy.is_warm
     # The crowd leaves; for one sequence a draft is cheap.
-    run(policy, cost, machine, make_crowd([0.8]), 60)
-    assert policy.is_warm
+    crowd = make_crowd([0.8])
+    crowd[0].is_draft_cold, crowd[0].n_fed = True, 0
+    _, depths = run(policy, cost, machine, crowd, 400)
+    assert sorted(depths[-100:])[50] > 0
 
 
 def test_a_tenant_is_known_when_its_next_sequence_comes() -> None:

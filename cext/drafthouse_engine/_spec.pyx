@@ -1496,9 +1496,9 @@ cdef class Engine:
         return out
 
     def seq_let_go(self, seq_id):
-        """Gives up a sequence's draft state for good: it goes on without drafts.
+        """Gives up a sequence's draft state: it goes on without drafts.
 
-        Steps in which all sequences have given it up feed no drafter, which saves that time.
+        Feeding its drafter costs no time any more. `seq_take_up` turns it back.
 
         Args:
             seq_id: [0, n_seq_max).
@@ -1508,6 +1508,22 @@ cdef class Engine:
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
         self._leave(spec.spec_engine_seq_let_go(self._enter(), c_seq_id), c_seq_id)
+
+    def seq_take_up(self, seq_id):
+        """Has a sequence without draft state fed to its drafter again, from its next tokens on.
+
+        After them it is cold no more. Its drafts are as good as before some ten tokens later: what
+        lies before is missing; a draft model (`simple`) reads the last 256 tokens again. Does
+        nothing where the sequence has its draft state.
+
+        Args:
+            seq_id: [0, n_seq_max).
+
+        Raises:
+            SeqIdle: the sequence has not begun.
+        """
+        cdef int32_t c_seq_id = self._seq_id(seq_id)
+        self._leave(spec.spec_engine_seq_take_up(self._enter(), c_seq_id), c_seq_id)
 
     cdef tuple _tokens(self, int32_t seq_id):
         tokens = np.empty(self.limits.n_ctx_seq, np.int32)

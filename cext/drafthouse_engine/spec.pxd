@@ -319,6 +319,7 @@ cdef extern from "spec.h" nogil:
         spec_engine * engine, int32_t seq_id, const void * buf, size_t n)
     int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool * out)
     int32_t spec_engine_seq_let_go(spec_engine * engine, int32_t seq_id)
+    int32_t spec_engine_seq_take_up(spec_engine * engine, int32_t seq_id)
     int32_t spec_engine_seq_tokens(
         const spec_engine * engine, int32_t seq_id, int32_t * tokens, size_t cap, size_t * n_needed,
         int32_t * id_last)

@@ -45,10 +45,6 @@ class _Record:
         self.n_failed = 0.0
         self.n_expected = 0.0
 
-    def add(self, is_failed: bool, n_expected: float, fading: float) -> None:
-        self.n_failed = self.n_failed * fading + is_failed
-        self.n_expected = self.n_expected * fading + n_expected
-
     def add_all(self, n_failed: int, n_expected: float, n: int) -> None:
         fading: float = _FADING_TENANT**n
         self.n_failed = self.n_failed * fading + n_failed
@@ -66,12 +62,13 @@ class _Record:
 class Track:
     """What is remembered of one sequence. Made by `Acceptance.track`."""
 
-    __slots__ = ("_record", "grade", "n_asked", "n_computed_free", "n_draft", "tenant")
+    __slots__ = ("grade", "n_asked", "n_computed_free", "n_draft", "record", "tenant")
 
     def __init__(self, tenant: _Record, n_asked: int | None) -> None:
         self.tenant = tenant
         """Its tenant's record; `Acceptance` alone reads it."""
-        self._record = _Record()
+        self.record = _Record()
+        """Its own; `Acceptance` alone writes it, and `regrade` draws the conclusion."""
         self.n_asked = n_asked
         """K asked for."""
         self.n_computed_free = -1
@@ -82,18 +79,14 @@ class Track:
         """Of its drafts: 0 is as usual, lower is better; see `Acceptance.yields`."""
         self.regrade()
 
-    def add(self, is_failed: bool, n_expected: float) -> None:
-        """Learns from one draft; `regrade` draws the conclusion."""
-        self._record.add(is_failed, n_expected, _FADING_SEQUENCE)
-
     def discount(self, share: float) -> None:
-        """Lets the past count less: it seems to be over."""
-        self._record.discount(share)
+        """Lets the past count less."""
+        self.record.discount(share)
 
     def regrade(self) -> None:
         """Brings the grade up to date."""
         tenant = self.tenant.factor(1.0, _WEIGHT_TENANT)
-        factor = self._record.factor(tenant, _WEIGHT_SEQUENCE)
+        factor = self.record.factor(tenant, _WEIGHT_SEQUENCE)
         self.grade = round(math.log(max(factor, _FAILURE_MIN)) / _LOG_STEP)
 
 
@@ -117,6 +110,11 @@ class Acceptance:
         self._outcomes: dict[tuple[_Record, int, int, bool], int] = {}
         self.refresh(())
 
+    @property
+    def n_seen(self) -> float:
+        """Drafts that the first position's share rests on."""
+        return self._n_tried[0]
+
     def track(self, tenant: str, n_asked: int | None) -> Track:
         """Returns the memory of a new sequence.
 
@@ -136,15 +134,22 @@ class Acceptance:
         self.n_drafts += 1
         is_failed = n_accepted < n_drafted
         n_reached = min(n_accepted + is_failed, self._n_positions)
-        track.add(is_failed, self._n_expected[n_reached])
+        record = track.record
+        record.n_failed = record.n_failed * _FADING_SEQUENCE + is_failed
+        record.n_expected = record.n_expected * _FADING_SEQUENCE + self._n_expected[n_reached]
         key = track.tenant, track.grade, n_reached, is_failed
         self._outcomes[key] = self._outcomes.get(key, 0) + 1
 
-    def discount(self, tracks: list[Track], share: float) -> None:
-        """Lets the past of some sequences, their tenants and all positions count less."""
+    def forget_differences(self, tracks: Iterable[Track]) -> None:
+        """Lets sequences and their tenants be as any other."""
+        self.refresh(())
         for track in tracks:
-            track.discount(share)
-        for record in {track.tenant for track in tracks}:
+            track.discount(0.0)
+            track.tenant.discount(0.0)
+
+    def discount_all(self, share: float) -> None:
+        """Lets the past of all tenants and positions count less: it may be over."""
+        for record in self._tenants.values():
             record.discount(share)
         self._n_tried = [n * share for n in self._n_tried]
         self._n_failed = [n * share for n in self._n_failed]

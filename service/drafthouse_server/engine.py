@@ -229,6 +229,9 @@ class LlamaEngine:
             for seq_id in plan.let_go:
                 if seq_id not in kept_less:
                     self._engine.seq_let_go(seq_id)
+            for seq_id in plan.take_up:
+                if seq_id not in kept_less:
+                    self._engine.seq_take_up(seq_id)
             computed = [entry for entry in plan.entries if entry.seq_id not in kept_less]
             result = self._engine.step(*_pack(computed)) if computed else None
         except drafthouse_engine.EngineError as error:

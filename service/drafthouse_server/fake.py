@@ -136,6 +136,7 @@ class _Slot:
     n_drafts: int = 0
     """Place in the acceptance pattern."""
     is_cold: bool = False
+    is_awaited: bool = False
     """Whether its draft state was let go."""
 
     @property
@@ -315,7 +316,9 @@ class FakeEngine:
         self._check_entries(plan, draft)
         self._commit(plan, draft)
         for seq_id in plan.let_go:
-            self._slots[seq_id].is_cold = True
+            self._slots[seq_id].is_cold, self._slots[seq_id].is_awaited = True, False
+        for seq_id in plan.take_up:
+            self._slots[seq_id].is_awaited = self._slots[seq_id].is_cold
         entries = [self._run(entry, draft) for entry in plan.entries]
         self.n_cells_max = max(self.n_cells_max, self.n_cells_used)
         computed = [entry for entry in plan.entries if entry.seq_id not in draft.refused]
@@ -498,9 +501,13 @@ class FakeEngine:
             del self._slots[entry.seq_id]
             return ResultEntry(entry.seq_id, status, 0)
         slot.compute(entry.tokens)
-        if not entry.is_output:
-            return ResultEntry(entry.seq_id, status, slot.n_past)
-        return self._generate(entry, slot)
+        if entry.is_output:
+            done = self._generate(entry, slot)
+        else:
+            done = ResultEntry(entry.seq_id, status, slot.n_past)
+        slot.is_cold, slot.is_awaited = slot.is_cold and not slot.is_awaited, False
+        done.is_draft_cold = slot.is_cold
+        return done
 
     def _generate(self, entry: PlanEntry, slot: _Slot) -> ResultEntry:
         """Emits the accepted part of the draft and one token more; an end token is the last one."""
@@ -519,7 +526,6 @@ class FakeEngine:
             n_drafted=0 if slot.is_cold else entry.n_draft,
             n_accepted=len(tokens) - 1,
             is_eog=tokens[-1] == _EOS,
-            is_draft_cold=slot.is_cold,
         )
 
     def _count_accepted(self, entry: PlanEntry, slot: _Slot) -> int:

@@ -398,13 +398,17 @@ class StepLoop:
         for sequence, event in events:
             outbox = outboxes[sequence]
             outbox.put(event)
-            if isinstance(event, FinishEvent | ErrorEvent):
+            # Nearly all are tokens, and so the question that is asked first is the cheapest.
+            if type(event) is TokensEvent:
+                if outbox.is_new:
+                    outbox.wake()
+                elif not outbox.is_held:
+                    hold(outbox)
+            elif isinstance(event, FinishEvent | ErrorEvent):
                 outbox.wake()
                 del outboxes[sequence]
                 self._census.remove(sequence)
                 self._count_end(sequence, event)
-            elif isinstance(event, TokensEvent) and outbox.is_new:
-                outbox.wake()
             else:
                 hold(outbox)
         if not outboxes:

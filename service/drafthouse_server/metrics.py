@@ -140,11 +140,11 @@ class Metrics:
         """Counts one successful step."""
         self._n_steps += 1
         self._n_batch_tokens += result.n_batch_tokens
-        for entry in result.entries:
-            if entry.n_drafted:
-                self._n_drafts += 1
-                self._n_drafted += entry.n_drafted
-                self._n_accepted += entry.n_accepted
+        drafted = [entry for entry in result.entries if entry.n_drafted]
+        if drafted:
+            self._n_drafts += len(drafted)
+            self._n_drafted += sum([entry.n_drafted for entry in drafted])
+            self._n_accepted += sum([entry.n_accepted for entry in drafted])
         timings = result.timings
         self._draft_s += timings.draft_s
         self._decode_s += timings.decode_s

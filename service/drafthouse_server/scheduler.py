@@ -159,6 +159,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._n_reserved = 0
         self._n_submitted = 0
+        self._n_turns = 0  # of the policy, that were carried out
         self._n_decodes = 0  # of the plan in flight
         self._has_moves = False  # whether it starts, saves or parks
         self._stall_s = math.inf  # a step of running streams: a snapshot may hold them up as long
@@ -337,24 +338,28 @@ class Scheduler:
             self._evict_for(sum(len(entry.tokens) + entry.n_draft for entry in entries))
         self._entries, self._n_decodes = entries, len(decodes)
         self._has_moves = bool(self._starts or self._parks or self._saves)
+        let_go, take_up = self._turn_drafters()
         plan = StepPlan(
-            entries, self._starts, self._frees, self._parks, self._saves, self._let_go()
+            entries, self._starts, self._frees, self._parks, self._saves, let_go, take_up
         )
         self._starts, self._frees, self._parks, self._saves = [], [], [], []
         return plan
 
-    def _let_go(self) -> list[int]:
-        """Returns the slots whose drafter need not be fed any more."""
-        if self._policy.is_warm:
-            return []
-        sequences = [
-            sequence
-            for sequence in self._running.values()
-            if sequence.n_draft is None and not sequence.is_draft_cold
-        ]
-        for sequence in sequences:
-            sequence.is_draft_cold = True
-        return [sequence.seq_id for sequence in sequences]
+    def _turn_drafters(self) -> tuple[list[int], list[int]]:
+        """Returns the slots whose drafter is fed no more, and those for which it is fed again."""
+        policy, running = self._policy, self._running
+        turned = [running[start.seq_id] for start in self._starts]  # whatever they come from
+        if policy.n_turns != self._n_turns:
+            self._n_turns = policy.n_turns
+            turned = list(running.values())
+        let_go: list[int] = []
+        take_up: list[int] = []
+        for sequence in turned:
+            is_wanted = policy.wants(sequence)
+            (take_up if is_wanted else let_go).append(sequence.seq_id)
+            if not is_wanted:
+                sequence.is_draft_cold = True
+        return let_go, take_up
 
     def _n_cells_running(self) -> int:
         return sum([sequence.n_computed for sequence in self._running.values()])
@@ -631,7 +636,12 @@ class Scheduler:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._running.values():
-            (decodes if _is_generating(sequence) else prefills).append(sequence)
+            # As in `_is_generating`; written out, because this runs once per sequence and step.
+            n_target = len(sequence.tokens)
+            if sequence.n_computed == n_target - 1 and n_target > sequence.n_prompt:
+                decodes.append(sequence)
+            else:
+                prefills.append(sequence)
         return decodes, prefills
 
     def _share_drafts(
@@ -731,11 +741,12 @@ class Scheduler:
             self._take_refusals(result)
         if self._hits:
             self._count_hits()
+        ok, no_room = SequenceStatus.OK, SequenceStatus.NO_ROOM
         for entry in result.entries:
-            sequence = running[entry.seq_id]
-            if entry.status is SequenceStatus.OK:
+            sequence, status = running[entry.seq_id], entry.status
+            if status is ok:
                 self._advance(sequence, entry, events)
-            elif entry.status is not SequenceStatus.NO_ROOM:
+            elif status is not no_room:
                 events.append((sequence, self._fail(sequence, entry.status.value)))
             else:
                 self._retry(sequence, events)
@@ -750,7 +761,8 @@ class Scheduler:
         """Compares what the step took with what it should have taken."""
         cost, entries = self._cost, self._entries
         assert cost is not None, "asked by the caller"
-        if any(entry.status is not SequenceStatus.OK for entry in result.entries) or result.n_kept:
+        statuses = [entry.status for entry in result.entries]
+        if result.n_kept or statuses.count(SequenceStatus.OK) < len(statuses):
             return
         shape = shape_of(entries, result.entries, self._splitting, self._limits.n_ubatch)
         if cost.n_observed and self._n_decodes and not self._has_moves:
@@ -785,8 +797,7 @@ class Scheduler:
         """Moves a sequence on by one successful step."""
         sequence.n_computed = entry.n_past
         sequence.n_no_room = 0
-        if entry.is_draft_cold:
-            sequence.is_draft_cold = True
+        sequence.is_draft_cold = entry.is_draft_cold
         if sequence.n_steps == 0:
             self._note_prefill(sequence, events)
         if not entry.tokens:

@@ -222,8 +222,8 @@ class Sequence:
     """Draft tokens verified."""
     n_accepted: int = 0
     """Draft tokens accepted."""
-    n_accepted_by_position: list[int] = field(default_factory=list)
-    """Accepted tokens by their place in the draft."""
+    n_drafts_by_accepted: list[int] = field(default_factory=list)
+    """Verified drafts by how many of their tokens were accepted: one count a step."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -287,7 +287,7 @@ class Sequence:
             n_drafts=self.n_drafts,
             n_drafted=self.n_drafted,
             n_accepted=self.n_accepted,
-            n_accepted_by_position=tuple(self.n_accepted_by_position),
+            n_accepted_by_position=self._n_accepted_by_position(),
             n_steps=self.n_steps,
         )
 
@@ -302,8 +302,10 @@ class Sequence:
             The tokens that count, and why the sequence ends, if it does.
         """
         tokens, logprobs, reason = entry.tokens, entry.logprobs, None
+        n_after = len(self.tokens) + len(tokens)
+        assert self.n_output_max is not None, "set at submission"
         # Most steps end nothing; this runs once per sequence and step.
-        if entry.is_eog or self.stop_token_ids or len(tokens) >= self.n_output_left:
+        if entry.is_eog or self.stop_token_ids or n_after >= self.n_prompt + self.n_output_max:
             n_kept, reason = self._find_end(entry)
             if n_kept < len(tokens):
                 tokens, logprobs = tokens[:n_kept], logprobs[:n_kept]
@@ -331,14 +333,19 @@ class Sequence:
         return len(tokens), None
 
     def _count_draft(self, entry: ResultEntry) -> None:
+        n_drafted, n_accepted = entry.n_drafted, entry.n_accepted
         self.n_drafts += 1
-        self.n_drafted += entry.n_drafted
-        self.n_accepted += entry.n_accepted
-        by_position = self.n_accepted_by_position
-        if len(by_position) < entry.n_drafted:
-            by_position.extend([0] * (entry.n_drafted - len(by_position)))
-        for position in range(entry.n_accepted):
-            by_position[position] += 1
+        self.n_drafted += n_drafted
+        self.n_accepted += n_accepted
+        by_accepted = self.n_drafts_by_accepted
+        if len(by_accepted) <= n_drafted:
+            by_accepted += [0] * (n_drafted + 1 - len(by_accepted))
+        by_accepted[n_accepted] += 1
+
+    def _n_accepted_by_position(self) -> tuple[int, ...]:
+        """Returns accepted tokens by their place: of as many drafts as were accepted beyond it."""
+        by_accepted = self.n_drafts_by_accepted
+        return tuple([sum(by_accepted[n:]) for n in range(1, len(by_accepted))])
 
     def finish(self, reason: FinishReason) -> FinishEvent:
         """Ends the sequence well and returns its terminal event. At most one end per sequence."""

@@ -7,16 +7,19 @@ so that the step yields the most tokens per second that can be expected:
 - Drafts of one length share a physical batch, so one K for all is tried first; where sequences
   differ, drafts for some are tried too, and taken if they pay for their own physical batches.
 - A new choice must promise more than the old one by a margin: no flapping.
-- While nothing is drafted nothing is learnt, so every now and then a short draft is tried: less and
-  less often while it fails, more often when it did better than expected.
-- When drafts have not paid for long, feeding the drafter (`process`), which costs time even in
-  steps without a draft, is given up: see `AdaptiveDraft.is_warm`.
+- What is not done is not learnt. So K is varied when a server has just started, and a little of the
+  time goes to trials of another K for some steps in a row, rarer as they tell nothing new.
+- Feeding the drafter (`process`) costs time even in steps without a draft. When steps without it
+  promise more than the best drafts, sequences let their draft state go, and all that is left of
+  speculation is a visit now and then: the drafters are fed again, some steps later drafts are
+  tried, and what they yield decides. See `AdaptiveDraft.wants`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import getitem, sub
 from typing import NamedTuple, Protocol
 
 from drafthouse_server.acceptance import Acceptance, Track
@@ -71,12 +74,11 @@ class Draftable(Protocol):
 class DraftPolicy(Protocol):
     """Chooses K and learns from what became of it. Pure: no clock, no randomness."""
 
-    @property
-    def is_warm(self) -> bool:
-        """Whether sequences that leave K to the policy shall have drafts in the future.
+    n_turns: int
+    """How often the answers of `wants` have changed."""
 
-        If not, the drafter need not be fed for them: their draft state may be let go.
-        """
+    def wants(self, sequence: Draftable) -> bool:
+        """Returns whether a sequence's drafter shall be fed; if not, it gets no draft."""
         ...
 
     def choose_all(
@@ -104,10 +106,15 @@ class FixedDraft:
         n_draft_default: K for requests that do not ask, >= 0.
     """
 
-    is_warm = True
+    n_turns = 0
 
     def __init__(self, n_draft_default: int) -> None:
         self._n_draft_default = n_draft_default
+
+    def wants(self, sequence: Draftable) -> bool:
+        """Returns whether it is one that gets drafts."""
+        n_draft = sequence.n_draft
+        return (self._n_draft_default if n_draft is None else n_draft) > 0
 
     def choose_all(
         self, sequences: Sequence[Draftable], limits: EngineLimits, n_room: int, n_prefill: int
@@ -126,42 +133,49 @@ class FixedDraft:
         """Learns nothing: K is fixed."""
 
 
-_N_STEPS_KEPT = 8
-"""A choice stands for so many steps, unless the number of sequences changes much."""
+_N_STEPS_KEPT = (8, 24)
+"""A choice stands for so many steps, unless the number of sequences changes much.
+
+At first, and when it was found good again and again: to choose takes time as well.
+"""
 _CHANGE = 0.25
 """Of the number of sequences: much."""
-_MARGIN = 0.015
+_MARGIN = 0.01
 """By how much a new choice must be better."""
 _N_GRADES_MIXED = 4
 """Sequences whose grades are so far apart may get drafts of different lengths."""
-_PROBE_SHARE = 0.005
-"""Of the time, the most that probes may take in the long run."""
-_N_STEPS_PROBE = 16
-"""Steps between probes, at least."""
-_N_STEPS_UNKNOWN = 4
-"""The same, until enough drafts were seen."""
-_N_DRAFTS_KNOWN = 128
-"""Enough drafts."""
-_PROBE_GROWTH = 8
-"""Probes that disappoint become rarer, down to one in so many times the least interval."""
+_N_STEPS_TRIAL = 4
+"""Steps of a trial: the first one of another shape costs more, and tells less."""
+_N_TIMES_CALIBRATED = 2
+"""How often every K that is tried when a server starts has its turn."""
+_N_CROWD = 8
+"""More sequences are a crowd, which is calibrated with less."""
+_TRIAL_SHARE = 0.01
+"""Of the time, the most that trials may cost, and visits."""
+_EARLY_SHARE = 0.03
+"""The same, of a visit that is made because drafts should pay now."""
+_N_STEPS_REST = 24
+"""Steps between trials, at least."""
+_GROWTH = 16
+"""Trials that tell nothing new become rarer, down to one in so many times the least interval."""
+_N_DRAFTS_TRIAL = 16
+"""Drafts that a visit sees at least: few sequences draft in more steps."""
+_N_STEPS_WARMING = 10
+"""Steps of a visit in which drafters are fed and nothing is drafted: after them drafts are good."""
 _SIGNIFICANCE = 2.5
-"""Standard deviations by which probes must beat the expected before the past is discounted."""
+"""Standard deviations by which trials must beat what was expected for the past to be over."""
 _DISCOUNT = 0.2
 """What the past counts then."""
-_N_STEPS_RECOVERY = 3
-"""Steps to the next probe then."""
-_N_STEPS_OTHER = (8, 128)
-"""Steps between trials of another K than the one chosen: at first, and in the long run."""
-_N_TRIALS = 6
-"""Drafts of one token more than the choice, in a row."""
-_N_STEPS_UNPAID = 256
-"""Steps in a row that would be better off without a drafter, after which it is let go."""
-_N_STEPS_COLD = (2048, 32768)
-"""Steps without a drafter after which it is tried again, at least and at most."""
+_FADING_SURPRISE = 0.8
+"""What is left of earlier trials' surprises after one more."""
+_N_SEARCHES_UNPAID = 2
+"""Searches in a row that find steps without a drafter better, after which it is let go."""
+_BENEFIT = 1.5
+"""Standard deviations by which acceptance may be better than it looks: the benefit of the doubt."""
 _PROCESS_SHARE = 0.01
 """Of a step's time: a drafter that takes less to feed is never let go."""
-_WARM_MARGIN = 0.05
-"""What drafts must promise beyond steps without a drafter before it is fed again."""
+_EARLY_MARGIN = 0.05
+"""What drafts must promise beyond steps without a drafter for an early visit."""
 
 
 class _Crowd(NamedTuple):
@@ -230,8 +244,10 @@ class _Situation:
         self._bounded = crowd.bounded
         self._cost, self._splitting, self._n_ubatch = machine
         seq_ids = [sequence.seq_id for sequence in crowd.sequences]
-        self._order = sorted(range(self._n), key=seq_ids.__getitem__)
         self._seq_ids = sorted(seq_ids)
+        self._order: list[int] | None = None  # of the sequences by slot, where it is another one
+        if seq_ids != self._seq_ids:
+            self._order = sorted(range(self._n), key=seq_ids.__getitem__)
         self._n_cells = sum([sequence.n_computed for sequence in crowd.sequences]) / self._n
         self._n_prefill = 0
         self._base_s = 0.0
@@ -254,7 +270,10 @@ class _Situation:
         """Returns the shape of the step."""
         n_draft = sum(n_drafts)
         n_tokens = self._n + n_draft
-        lengths = [1 + n_drafts[i] for i in self._order]
+        if self._order is None:
+            lengths = [1 + n for n in n_drafts]
+        else:
+            lengths = [1 + n_drafts[i] for i in self._order]
         n_ubatches = count_ubatches(self._seq_ids, lengths, self._splitting, self._n_ubatch)
         n_prefill = self._n_prefill
         return StepShape(
@@ -273,14 +292,14 @@ class _Situation:
 
     def rate(self, n_drafts: list[int]) -> float:
         """Returns the tokens per second to expect."""
-        n_emitted = self._n + sum(map(tuple.__getitem__, self.yields, n_drafts))
+        n_emitted = self._n + sum(map(getitem, self.yields, n_drafts))
         return n_emitted / self.seconds(n_drafts)
 
-    def rate_undrafted(self) -> tuple[float, float]:
+    def rate_unfed(self) -> tuple[float, float]:
         """Returns tokens per second without a drafter, and the share of time that feeding takes."""
         shape = self.shape([0] * self._n)
-        total_s, process_s = self._cost.predict(shape), self._cost.process_s(shape)
-        return self._n / (total_s - process_s), process_s / total_s
+        process_share = self._cost.process_s(shape) / self._cost.predict(shape)
+        return self._n / self._cost.predict_unfed(shape), process_share
 
     def unequal(self, equal: list[int]) -> Iterator[list[int]]:
         """Yields choices that give more to sequences whose drafts are better.
@@ -295,112 +314,142 @@ class _Situation:
             return
         # What a draft token must yield to pay: what its time would give otherwise.
         price = self.rate(equal) * (self.seconds(neighbour) - self.seconds(equal)) / n_more
-        wishes = {
-            table: max(range(len(table)), key=lambda n, t=table: t[n] - price * n)  # type: ignore[misc]
-            for table in set(self.yields)
-        }
-        yield self._bounded([wishes[table] for table in self.yields])
-        for n_draft in set(wishes.values()):
+        # Tables have numbers: looking one up by its contents for every sequence takes long.
+        numbers: dict[tuple[float, ...], int] = {}
+        kinds = [numbers.setdefault(table, len(numbers)) for table in self.yields]
+        tables = list(numbers)
+        costs = [price * n for n in range(len(tables[0]))]
+        gains = [list(map(sub, table, costs)) for table in tables]
+        wishes = [gain.index(max(gain)) for gain in gains]
+        yield self._bounded([wishes[kind] for kind in kinds])
+        for n_draft in set(wishes):
             for n_other in {0, n_common} - {n_draft}:
                 least = price * (n_draft - n_other)
-                is_better = {table: table[n_draft] - table[n_other] > least for table in wishes}
-                yield self._bounded(
-                    [n_draft if is_better[table] else n_other for table in self.yields]
-                )
+                n_drafts = [
+                    n_draft if table[n_draft] - table[n_other] > least else n_other
+                    for table in tables
+                ]
+                yield self._bounded([n_drafts[kind] for kind in kinds])
 
 
-class _Probes:
-    """When to try a draft though none is chosen, and what its outcome says."""
+def n_steps_visit(n: int) -> int:
+    """Returns the steps with drafts in a visit of so many sequences."""
+    return max(_N_STEPS_TRIAL, -(-_N_DRAFTS_TRIAL // n))
+
+
+class _Surprise:
+    """Whether trials do much better than the past lets expect."""
 
     def __init__(self) -> None:
-        self._n_idle = 0
-        self._interval = _N_STEPS_PROBE
-        self._interval_min = _N_STEPS_PROBE
-        self._surplus = 0.0  # accepted tokens beyond what was expected
+        self._surplus = 0.0  # accepted first tokens beyond what was expected
         self._variance = 0.0
-        self._has_probed = False
 
-    def reset(self) -> None:
-        """Starts over: something pays."""
-        self._n_idle = 0
-        self._interval = _N_STEPS_PROBE
-        self._surplus = self._variance = 0.0
-
-    def is_due(self) -> bool:
-        """Counts a step without drafts, and returns whether to try one in it."""
-        self._n_idle += 1
-        return self._n_idle >= self._interval
-
-    def begin(self, extra_share: float, *, is_known: bool) -> None:
-        """Notes that a probe is made.
-
-        Args:
-            extra_share: Seconds that it costs, in steps without it.
-            is_known: Whether enough drafts were seen to do without more.
-        """
-        self._n_idle = 0
-        self._has_probed = True
-        if not is_known:
-            self._interval = self._interval_min = _N_STEPS_UNKNOWN
-            return
-        self._interval_min = max(_N_STEPS_PROBE, math.ceil(extra_share / _PROBE_SHARE))
-        longest = _PROBE_GROWTH * self._interval_min
-        self._interval = min(longest, max(self._interval_min, 2 * self._interval))
-        self._surplus *= 0.8
-        self._variance *= 0.64
-
-    def observe(self, n_expected: float, is_accepted: bool) -> None:
+    def add(self, n_expected: float, *, is_accepted: bool) -> None:
         """Learns of one sequence's first draft token."""
         self._surplus += is_accepted - n_expected
         self._variance += n_expected * (1 - n_expected)
 
-    def has_recovered(self) -> bool:
-        """Returns whether probes do much better than the past lets expect; then starts over."""
-        if not self._has_probed:
-            return False
-        self._has_probed = False
-        if self._surplus > 0:
-            self._interval = max(self._interval_min, self._interval // 2)
-        if self._surplus <= _SIGNIFICANCE * math.sqrt(self._variance):
-            return False
-        self._surplus = self._variance = 0.0
-        self._interval = _N_STEPS_RECOVERY
-        return True
+    def conclude(self) -> bool:
+        """Returns whether they do; called after a trial."""
+        is_great = self._surplus > _SIGNIFICANCE * math.sqrt(self._variance)
+        keeps = 0.0 if is_great else _FADING_SURPRISE
+        self._surplus *= keeps
+        self._variance *= keeps**2
+        return is_great
 
 
-class _Feeding:
-    """Whether the drafter is fed: it costs time in every step, with a draft or without."""
+class _Trials:
+    """What is tried instead of the choice, and when. Times are seconds that steps took."""
 
     def __init__(self) -> None:
-        self.is_warm = True
-        self._n_unpaid = 0
-        self._n_cold = 0
-        self._interval = _N_STEPS_COLD[0]
+        self._steps: list[int] = []
+        self._is_first = False
+        self.is_calibrating = True
+        self.is_visit = False
+        self._n_trials = 0
+        self._due_s = 0.0
+        self._interval = float(_N_STEPS_REST)
 
-    def weigh(self, n_steps: int, drafted: float, undrafted: float, process_share: float) -> None:
-        """Decides once more.
+    def next(self, n: int) -> int | None:
+        """Returns K of the next step of the trial; None when there is none.
 
         Args:
-            n_steps: Steps since the last time.
-            drafted: Tokens per second with a drafter, were all sequences fed.
-            undrafted: Tokens per second without.
-            process_share: Share of a step's time that feeding takes.
+            n: Sequences.
         """
-        if self.is_warm:
-            if process_share < _PROCESS_SHARE or undrafted <= drafted * (1 + _MARGIN):
-                self._n_unpaid = 0
-                return
-            self._n_unpaid += n_steps
-            self.is_warm = self._n_unpaid < _N_STEPS_UNPAID
-            return
-        self._n_cold += n_steps
-        is_better = drafted > undrafted * (1 + _WARM_MARGIN)
-        if is_better or self._n_cold >= self._interval:
-            self._interval = _N_STEPS_COLD[0] if is_better else self._longer()
-            self.is_warm, self._n_cold, self._n_unpaid = True, 0, 0
+        if self._is_first and n > _N_CROWD:
+            self._steps = [k for k in self._steps if k <= 1]
+        if self._steps:
+            return self._steps.pop()
+        self._is_first = False
+        return None
 
-    def _longer(self) -> int:
-        return min(2 * self._interval, _N_STEPS_COLD[1])
+    def calibrate(self, n: int, n_draft_max: int) -> None:
+        """Begins what tells costs and acceptance when nothing is known. Once.
+
+        The most and the least first: what lies between follows from them. A crowd does without the
+        most: it would wait for it, and learns the rest soon enough.
+
+        Args:
+            n: Sequences.
+            n_draft_max: Longest draft.
+        """
+        self.is_calibrating = False
+        self._is_first = True
+        depths = dict.fromkeys((n_draft_max, 0, 1, n_draft_max // 2))
+        self._steps = [k for k in depths for _ in range(_N_STEPS_TRIAL)]
+        self._steps *= 1 if n > _N_CROWD else _N_TIMES_CALIBRATED
+        self._steps.reverse()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether steps of a trial are left."""
+        return bool(self._steps)
+
+    def is_due(self, now_s: float) -> bool:
+        """Returns whether it is time for another."""
+        return now_s >= self._due_s
+
+    def visit(self, n: int) -> None:
+        """Begins a visit: the least that tells whether drafts pay.
+
+        One token tells most of what there is to know of drafts, and costs least.
+
+        Args:
+            n: Sequences.
+        """
+        self._steps = [*[1] * n_steps_visit(n), *[0] * _N_STEPS_WARMING]
+        self.is_visit = True
+
+    def begin(self, n: int, n_draft: int, n_draft_max: int) -> int:
+        """Begins a trial of another K than the choice, and returns it.
+
+        Beside none it is one, which costs least and tells whether anything has changed. One more
+        tells what another position would yield; one less, or none, what of the cost belongs to the
+        step and what to its tokens.
+        """
+        other = (n_draft + 1, 0, n_draft + 1, n_draft - 1)[self._n_trials % 4] if n_draft else 1
+        if other > n_draft_max:
+            other = n_draft - 1
+        self._n_trials += 1
+        n_steps = _N_STEPS_TRIAL if other < n_draft else max(_N_STEPS_TRIAL, 8 // n)
+        self._steps = [other] * n_steps
+        return other
+
+    def rest(self, now_s: float, cost_s: float, step_s: float) -> None:
+        """Notes the end of a trial.
+
+        Args:
+            now_s: Time.
+            cost_s: What it costs, beside steps of the best kind.
+            step_s: What a usual step takes.
+        """
+        least_s = max(0.0, cost_s) / _TRIAL_SHARE
+        self._due_s = now_s + max(least_s, self._interval * step_s)
+        self._interval = min(2 * self._interval, _GROWTH * _N_STEPS_REST)
+
+    def refresh(self) -> None:
+        """Has the next trials come sooner: something has changed."""
+        self._interval = float(_N_STEPS_REST)
 
 
 class AdaptiveDraft:
@@ -410,7 +459,7 @@ class AdaptiveDraft:
         n_draft_max: Of the engine's limits.
         cost: What steps cost; whoever runs steps teaches it.
         splitting: How a decode of the target is cut into physical batches.
-        can_let_go: Whether sequences can give up their draft state.
+        can_let_go: Whether sequences can give up their draft state, and be fed again.
     """
 
     def __init__(
@@ -423,32 +472,35 @@ class AdaptiveDraft:
     ) -> None:
         self.n_changes = 0
         """How often the choice changed."""
+        self.n_turns = 0
+        self.is_warm = True
+        """Whether sequences that leave K to the policy are fed to their drafters."""
         self._n_draft_max = n_draft_max
         self._machine = _Machine(cost, splitting, 1 << 30)
         self._can_let_go = can_let_go
         self._acceptance = Acceptance(n_draft_max)
-        self._feeding = _Feeding()
-        self._probes = _Probes()
+        self._trials = _Trials()
+        self._surprise = _Surprise()
+        self._is_trial = False  # whether a trial was among the steps since the last search
+        self._trial_cost_s = self._step_s = 0.0  # of the last trial, and of usual steps
+        self._now_s = 0.0  # steps so far took
+        self._n_unpaid = 0  # searches in a row
+        self._n_drafts_warm = 0  # since drafters were fed again
+        self._visited_s = 0.0  # when the last visit began, and then when it ended
+        self._n_visited = 0.0  # tokens emitted since
+        self._early_s = 0.0  # when a visit may be made early
         self._n_kept = 0  # steps since the last search
+        self._n_keep = _N_STEPS_KEPT[0]
         self._n_searched = 0  # sequences of the last search
         self._n_common: int | None = None  # K of sequences that are new
-        self._n_same = 0  # steps since another K than the chosen was tried
-        self._n_other_interval = _N_STEPS_OTHER[0]
-        self._n_others = 0  # trials
-        self._n_more = 0  # steps that the trial goes on
-        self._probed: list[Track] = []
         self._by_slot: dict[int, Track] = {}  # of the last choice
 
-    @property
-    def is_warm(self) -> bool:
-        """Whether sequences that leave K to the policy shall have drafts in the future.
+    def wants(self, sequence: Draftable) -> bool:
+        """Returns whether a sequence's drafter shall be fed.
 
-        Once steps without a drafter have been the better ones for long, sequences let theirs go,
-        for good: what it misses cannot be fed to it later. New sequences are fed again as soon as
-        drafts should pay for as many as there are then, and now and then to see whether acceptance
-        has changed.
+        Those that ask for drafts are; the others while drafts pay, or are tried.
         """
-        return self._feeding.is_warm
+        return self.is_warm if sequence.n_draft is None else sequence.n_draft > 0
 
     def choose_all(
         self, sequences: Sequence[Draftable], limits: EngineLimits, n_room: int, n_prefill: int
@@ -457,14 +509,21 @@ class AdaptiveDraft:
         n_most = limits.n_draft_max
         if not n_most or not sequences:
             return [0] * len(sequences)
-        self._machine = self._machine._replace(n_ubatch=limits.n_ubatch)
+        if self._machine.n_ubatch != limits.n_ubatch:
+            self._machine = self._machine._replace(n_ubatch=limits.n_ubatch)
         crowd = self._crowd(sequences, limits)
-        if self._is_due(len(sequences)):
+        if self._trials.is_calibrating:
+            self._trials.calibrate(len(sequences), self._n_draft_max)
+        elif self._is_due(len(sequences)):
             self._search(crowd, n_room, n_prefill)
-        self._by_slot = {
-            sequence.seq_id: track for sequence, track in zip(sequences, crowd.tracks, strict=True)
-        }
-        n_drafts = self._explore(crowd, crowd.current(), n_room)
+        seq_ids = [sequence.seq_id for sequence in sequences]
+        self._by_slot = dict(zip(seq_ids, crowd.tracks, strict=True))
+        n_tried = self._trials.next(len(sequences))
+        if n_tried is not None:
+            self._is_trial = True
+            n_drafts = crowd.bounded([n_tried] * len(crowd.caps))
+        else:
+            n_drafts = crowd.current()
         return n_drafts if sum(n_drafts) <= n_room else level(n_drafts, n_room)
 
     def _crowd(self, sequences: Sequence[Draftable], limits: EngineLimits) -> _Crowd:
@@ -496,49 +555,137 @@ class AdaptiveDraft:
     def _is_due(self, n: int) -> bool:
         """Returns whether it is time for another search."""
         self._n_kept += 1
+        if self._trials.is_running:
+            return False
         is_changed = abs(n - self._n_searched) > _CHANGE * self._n_searched
-        return is_changed or self._n_kept >= _N_STEPS_KEPT
+        return is_changed or self._n_kept >= self._n_keep
 
     def _search(self, crowd: _Crowd, n_room: int, n_prefill: int) -> None:
-        """Chooses K for all, and sets it in their tracks."""
+        """Chooses K for all and sets it in their tracks, or begins a trial."""
+        if self._is_trial:
+            self._end_trial(crowd.tracks)
         self._acceptance.refresh(crowd.tracks)
-        yields = self._yields(crowd)
-        situation = _Situation(crowd, yields, self._machine, n_prefill)
-        candidates = _candidates(situation, crowd)
-        self._weigh_feeding(crowd, situation, max(candidates)[0])
+        fed = crowd if self.is_warm else self._as_fed(crowd)
+        yields = [self._acceptance.yields(track.grade) for track in crowd.tracks]
+        situation = _Situation(fed, yields, self._machine, n_prefill)
+        doubt = self._doubt(yields)
+        candidates = _candidates(situation, fed, 1 + doubt)
+        best_rate, _ = max(candidates)
         self._n_kept, self._n_searched = 0, len(crowd.caps)
+        self._n_keep = min(self._n_keep + 2, _N_STEPS_KEPT[1])
+        unfed_rate, process_share = situation.rate_unfed()
+        if not self._can_let_go or process_share < _PROCESS_SHARE:
+            unfed_rate = 0.0
+        if not self.is_warm:
+            self._consider_visit(len(crowd.caps), best_rate, unfed_rate)
+            return
+        is_visit, self._trials.is_visit = self._trials.is_visit, False
+        if is_visit:
+            self._end_visit(unfed_rate)
+        if unfed_rate > best_rate * (1 + _MARGIN):
+            self._n_unpaid += 1
+            if is_visit or self._n_unpaid >= _N_SEARCHES_UNPAID:
+                self._let_go(crowd, situation, unfed_rate, is_visit=is_visit)
+                return
+        else:
+            self._n_unpaid = 0
+        self._choose(crowd, situation, candidates, n_room, 1 + doubt)
+
+    def _doubt(self, yields: list[tuple[float, ...]]) -> float:
+        """Returns by how much steps with drafts may be better than they seem, as a share.
+
+        What few drafts tell is not sure, and to learn more costs little where it is close.
+        """
+        n_accepted = sum([table[1] for table in yields]) / len(yields)
+        n_seen = self._acceptance.n_seen + self._n_drafts_warm
+        deviation = math.sqrt(n_accepted * (1 - n_accepted) / max(1.0, n_seen))
+        return _BENEFIT * deviation / (1 + n_accepted)
+
+    def _as_fed(self, crowd: _Crowd) -> _Crowd:
+        """Returns a crowd as it would be if drafts were possible for all."""
+        zipped = zip(crowd.caps, crowd.tracks, strict=True)
+        caps = [self._n_draft_max if track.n_asked is None else cap for cap, track in zipped]
+        return crowd._replace(caps=caps)
+
+    def _end_trial(self, tracks: list[Track]) -> None:
+        """Draws the conclusion of a trial or a visit."""
+        self._is_trial = False
+        self._n_keep = _N_STEPS_KEPT[0]
+        if not self._n_searched:
+            # What sequences did beside a prior that was far off says nothing about them.
+            self._acceptance.forget_differences(tracks)
+        if self._surprise.conclude():
+            self._acceptance.discount_all(_DISCOUNT)
+            self._trials.refresh()
+        if not self._trials.is_visit:
+            self._trials.rest(self._now_s, self._trial_cost_s, self._step_s)
+
+    def _choose(
+        self,
+        crowd: _Crowd,
+        situation: _Situation,
+        candidates: list[tuple[float, list[int]]],
+        n_room: int,
+        benefit: float,
+    ) -> None:
         now = crowd.current()
+        now_rate = situation.rate(now) * (benefit if any(now) else 1)
         fitting = [found for found in candidates if sum(found[1]) <= n_room]
         best_rate, best = max(fitting, default=(0.0, now))
         if self._n_common is None:
             self._take(crowd, best)
-        elif best != now and best_rate > situation.rate(now) * (1 + _MARGIN):
+        elif best != now and best_rate > now_rate * (1 + _MARGIN):
             self.n_changes += 1
-            self._n_other_interval = min(self._n_other_interval, 8 * _N_STEPS_OTHER[0])
+            self._n_keep = _N_STEPS_KEPT[0]
+            self._trials.refresh()
             self._take(crowd, best)
+        elif self._trials.is_due(self._now_s) and not crowd.has_bound:
+            self._try(crowd, situation, now, best_rate)
 
-    @property
-    def _is_known(self) -> bool:
-        return self._acceptance.n_drafts >= _N_DRAFTS_KNOWN
+    def _try(self, crowd: _Crowd, situation: _Situation, now: list[int], best_rate: float) -> None:
+        """Begins a trial of another K."""
+        n = len(now)
+        other = self._trials.begin(n, max(now), self._n_draft_max)
+        n_drafts = situation.equal(other)
+        step_s, other_s = situation.seconds(now), situation.seconds(n_drafts)
+        loss_s = other_s * (1 - situation.rate(n_drafts) / best_rate)
+        self._trial_cost_s, self._step_s = _N_STEPS_TRIAL * loss_s, step_s
 
-    def _yields(self, crowd: _Crowd) -> list[tuple[float, ...]]:
-        return [self._acceptance.yields(track.grade) for track in crowd.tracks]
+    def _let_go(
+        self, crowd: _Crowd, situation: _Situation, unfed_rate: float, *, is_visit: bool
+    ) -> None:
+        """Has sequences give up their draft state."""
+        if not is_visit:
+            n = len(crowd.caps)
+            fed_s, tried_s = situation.seconds([0] * n), situation.seconds(situation.equal(1))
+            cost_s = _N_STEPS_WARMING * (fed_s - n / unfed_rate)
+            cost_s += n_steps_visit(n) * (tried_s - n / unfed_rate)
+            self._rest_from_visits(cost_s, fed_s)
+        self.is_warm = False
+        self.n_turns += 1
+        self.n_changes += 1
+        self._n_unpaid = 0
+        self._take(crowd, [0] * len(crowd.caps))
 
-    def _weigh_feeding(self, crowd: _Crowd, situation: _Situation, drafted: float) -> None:
-        """Decides whether the drafter is fed.
+    def _consider_visit(self, n: int, best_rate: float, unfed_rate: float) -> None:
+        """Sees whether it is time to try drafts again."""
+        is_promising = best_rate > unfed_rate * (1 + _EARLY_MARGIN)
+        if self._trials.is_due(self._now_s) or (is_promising and self._now_s >= self._early_s):
+            self.is_warm = True
+            self.n_turns += 1
+            self._visited_s, self._n_visited = self._now_s, 0.0
+            self._n_drafts_warm = 0
+            self._trials.visit(n)
 
-        Args:
-            crowd: Those that generate.
-            situation: Theirs.
-            drafted: The most tokens per second.
-        """
-        if not (self._can_let_go and self._is_known):
-            return
-        if any(sequence.is_draft_cold for sequence in crowd.sequences):
-            as_fed = crowd._replace(caps=[self._n_draft_max] * len(crowd.caps))
-            imagined = _Situation(as_fed, situation.yields, self._machine)
-            drafted = max(_candidates(imagined, as_fed))[0]
-        self._feeding.weigh(self._n_kept, drafted, *situation.rate_undrafted())
+    def _end_visit(self, unfed_rate: float) -> None:
+        """Reckons what a visit has cost, and so when the next one may be made."""
+        took_s = self._now_s - self._visited_s
+        cost_s = took_s - self._n_visited / unfed_rate if unfed_rate else 0.0
+        self._rest_from_visits(cost_s, took_s / _N_STEPS_WARMING)
+
+    def _rest_from_visits(self, cost_s: float, step_s: float) -> None:
+        self._trials.rest(self._now_s, cost_s, step_s)
+        self._early_s = self._now_s + max(cost_s, 0.0) / _EARLY_SHARE
 
     def _take(self, crowd: _Crowd, n_drafts: list[int]) -> None:
         n_longest = max(n_drafts)
@@ -547,79 +694,41 @@ class AdaptiveDraft:
             track.n_draft = n_draft if n_draft < cap else n_longest
         self._n_common = sorted(n_drafts)[len(n_drafts) // 2]
 
-    def _explore(self, crowd: _Crowd, n_drafts: list[int], n_room: int) -> list[int]:
-        """Returns the choice, or now and then a longer one, to learn what it would yield."""
-        n_longest = max(n_drafts)
-        if n_longest:
-            self._probes.reset()
-            return self._other(crowd, n_drafts) if self._other_is_due() else n_drafts
-        bounds = crowd.caps
-        if crowd.has_bound:
-            zipped = zip(bounds, crowd.tracks, strict=True)
-            bounds = [cap if track.n_asked is None else 0 for cap, track in zipped]
-        if not any(bounds) or not self._probes.is_due():
-            return n_drafts
-        n_probe = 2 if len(bounds) <= 2 else 1
-        probe = [min(n_probe, bound) for bound in bounds]
-        if sum(probe) > n_room:
-            return n_drafts
-        situation = _Situation(crowd, self._yields(crowd), self._machine)
-        without_s, with_s = situation.seconds(n_drafts), situation.seconds(probe)
-        n_gained = sum(map(tuple.__getitem__, situation.yields, probe)) / len(probe)
-        extra_share = max(0.0, with_s / without_s - 1 - n_gained)
-        self._probes.begin(extra_share, is_known=self._is_known)
-        self._probed = [track for track, n in zip(crowd.tracks, probe, strict=True) if n]
-        return probe
-
-    def _other_is_due(self) -> bool:
-        """Returns whether to do without the choice for a step; less and less often."""
-        if self._n_more > 0:
-            self._n_more -= 1
-            return True
-        self._n_same += 1
-        if self._n_same < self._n_other_interval:
-            return False
-        self._n_same = 0
-        self._n_other_interval = min(2 * self._n_other_interval, _N_STEPS_OTHER[1])
-        self._n_others += 1
-        return True
-
-    def _other(self, crowd: _Crowd, n_drafts: list[int]) -> list[int]:
-        """Returns one token more than the choice, or one less, or none, in turns.
-
-        One more tells what another position would yield, and few sequences try it several times.
-        The others tell what of the cost belongs to the step, and what to its tokens.
-        """
-        change = (1, -max(n_drafts), 1, -1)[self._n_others % 4]
-        if change == 1 and self._n_same == 0:
-            self._n_same = 1
-            self._n_more = _N_TRIALS // len(n_drafts)
-        return crowd.bounded([max(0, n + change) for n in n_drafts])
-
     def observe(self, result: StepResult) -> None:
         """Learns how the drafts of a step did."""
+        self._now_s += result.timings.total_s
         tracks, acceptance = self._by_slot, self._acceptance
+        n_emitted = n_drafts = 0
+        is_trial, add = self._is_trial, acceptance.add
         for entry in result.entries:
-            if entry.n_drafted:
+            n_emitted += len(entry.tokens)
+            n_drafted = entry.n_drafted
+            if n_drafted:
+                n_drafts += 1
                 track = tracks[entry.seq_id]
-                if self._probed:
+                if is_trial:
                     n_expected = acceptance.yields(track.grade)[1]
-                    self._probes.observe(n_expected, entry.n_accepted > 0)
-                acceptance.add(track, entry.n_drafted, entry.n_accepted)
-        if self._probed:
-            if self._probes.has_recovered():
-                acceptance.discount(self._probed, _DISCOUNT)
-            self._probed = []
-            self._n_kept = _N_STEPS_KEPT
+                    self._surprise.add(n_expected, is_accepted=entry.n_accepted > 0)
+                add(track, n_drafted, entry.n_accepted)
+        self._n_drafts_warm += n_drafts
+        self._n_visited += n_emitted
 
 
-def _candidates(situation: _Situation, crowd: _Crowd) -> list[tuple[float, list[int]]]:
-    """Returns choices worth a look, each with its tokens per second."""
+def _candidates(
+    situation: _Situation, crowd: _Crowd, benefit: float
+) -> list[tuple[float, list[int]]]:
+    """Returns choices worth a look, each with its tokens per second.
+
+    Args:
+        situation: What the crowd is in.
+        crowd: Those that generate.
+        benefit: Factor for choices with drafts, because of what is not known of them.
+    """
     candidates = [(situation.rate(found), found) for found in situation.all_equal()]
     if max(crowd.caps) and crowd.is_mixed:
         unequal = situation.unequal(max(candidates)[1])
         candidates += [(situation.rate(found), found) for found in unequal]
-    return candidates
+    return [(rate * benefit if any(found) else rate, found) for rate, found in candidates]
 
 
 def fit(n_draft: int, sequence: Draftable, limits: EngineLimits) -> int:

@@ -205,7 +205,12 @@ class StepPlan:
     saves: Sequence[int] = ()
     """Slots in use to be written to `StepResult.snapshots`; they stay as they are."""
     let_go: Sequence[int] = ()
-    """Slots in use, starts included, whose draft state is given up for good."""
+    """Slots in use, starts included, whose draft state is given up. Harmless without one."""
+    take_up: Sequence[int] = ()
+    """Slots in use, starts included, whose drafters are fed again, from this step's tokens on.
+
+    They are cold until those are computed. Harmless where the draft state is there.
+    """
 
     @property
     def is_empty(self) -> bool:

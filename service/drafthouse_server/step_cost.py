@@ -5,20 +5,25 @@ of non-negative coefficients times counts of the step's `StepShape`:
 
 - draft: per drafting pass (as many as the longest draft is long), per draft token;
 - decode: per physical batch, per token (less or more as the batch widens: weights are read once per
-  batch, so few tokens cost little more than one), per sampled position, per pair of token and cell;
+  batch, so few tokens cost little more than one), per sampled position, per pair of token and cell,
+  and for a shape other than the last step's: llama.cpp then builds its graph anew;
 - process: per physical batch, per token. It is paid in steps without drafts too;
 - sample: per step, per sampled position;
 - the rest, host included: per step, per sequence.
 
 The fit is least squares of the relative error, with weights that keep outliers from counting, and
 forgets per kind of step: a kind that was not seen for long keeps what was learnt of it.
+
+No such sum fits a machine everywhere. So what steps of one draft length and about as many sequences
+took, beside what the sum says, is learnt too, and corrects it: it is these that compete.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from operator import mul
+from collections import deque
+from collections.abc import Sequence
+from operator import add, mul
 from typing import NamedTuple
 
 from drafthouse_server.step import PlanEntry, ResultEntry, StepTimings
@@ -86,17 +91,21 @@ def count_ubatches(
 
 def _count_strokes(seq_ids: Sequence[int], lengths: Sequence[int]) -> int:
     """Counts the level strokes that paint a skyline: each takes as much as its shortest allows."""
-    n_strokes = 0
-    levels: list[int] = []
+    n_strokes = top = 0
+    levels = [0]
     last_id = -2
     for seq_id, length in zip(seq_ids, lengths, strict=True):
         if seq_id != last_id + 1:
-            levels.clear()
+            levels, top = [0], 0
         last_id = seq_id
-        while levels and levels[-1] > length:
+        if length == top:
+            continue
+        while top > length:
             levels.pop()
-        if not levels or levels[-1] < length:
+            top = levels[-1]
+        if top < length:
             levels.append(length)
+            top = length
             n_strokes += 1
     return n_strokes
 
@@ -113,8 +122,8 @@ def _count_groups(seq_ids: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def shape_of(
-    entries: Iterable[PlanEntry],
-    results: Iterable[ResultEntry],
+    entries: Sequence[PlanEntry],
+    results: Sequence[ResultEntry],
     splitting: Splitting,
     n_ubatch: int,
 ) -> StepShape:
@@ -128,22 +137,22 @@ def shape_of(
         splitting: How the target's decode is cut.
         n_ubatch: Most tokens of one physical batch.
     """
-    n_decodes = n_depth = n_draft = n_outputs = n_pairs = 0
-    parts: list[tuple[int, int]] = []
-    for entry, result in zip(entries, results, strict=True):
-        n_drafted = result.n_drafted
-        length = len(entry.tokens) + n_drafted
-        parts.append((entry.seq_id, length))
-        n_pairs += length * entry.n_past
-        if entry.is_output:
-            n_decodes += 1
-            n_outputs += 1 + n_drafted
-            n_draft += entry.n_draft
-            n_depth = max(n_depth, entry.n_draft)
-    parts.sort()
-    lengths = [length for _, length in parts]
-    n_ubatches = count_ubatches([seq_id for seq_id, _ in parts], lengths, splitting, n_ubatch)
-    return StepShape(n_decodes, n_depth, n_draft, sum(lengths), n_outputs, n_ubatches, n_pairs)
+    # One loop over all of it takes twice as long, and this runs after every step.
+    drafted = [result.n_drafted for result in results]
+    lengths = [len(entry.tokens) + n for entry, n in zip(entries, drafted, strict=True)]
+    n_pairs = sum([n * entry.n_past for entry, n in zip(entries, lengths, strict=True)])
+    wanted = [entry.n_draft for entry in entries if entry.is_output]
+    n_decodes = len(wanted)
+    # Only outputs have drafts.
+    n_outputs = n_decodes + sum(drafted)
+    seq_ids = [entry.seq_id for entry in entries]
+    if seq_ids != sorted(seq_ids):
+        parts = sorted(zip(seq_ids, lengths, strict=True))
+        seq_ids = [seq_id for seq_id, _ in parts]
+        lengths = [length for _, length in parts]
+    n_ubatches = count_ubatches(seq_ids, lengths, splitting, n_ubatch)
+    n_depth = max(wanted, default=0)
+    return StepShape(n_decodes, n_depth, sum(wanted), sum(lengths), n_outputs, n_ubatches, n_pairs)
 
 
 _KNOTS = (2, 8, 32, 128)
@@ -154,7 +163,7 @@ _UNIT_S = 0.01
 
 # Costs before anything is known, as shares of the unit.
 _PRIOR_DRAFT = (0.15, 0.01)
-_PRIOR_DECODE = (1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 1e-5)
+_PRIOR_DECODE = (1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 1e-5, 0.05)
 _PRIOR_PROCESS = (0.05, 0.005)
 _PRIOR_SAMPLE = (0.01, 0.01)
 _PRIOR_REST = (0.02, 0.002)
@@ -175,6 +184,14 @@ _N_RATIOS = 15
 """Well known steps whose median tells whether the machine has changed."""
 _SPEED_TOLERANCE = 0.15
 """How far off that median may be."""
+_UNFED = -1
+"""Draft length, as a kind of step, where nobody's drafter is fed."""
+_N_CORRECTION = 25
+"""Steps that a correction rests on, at most."""
+_N_CORRECTION_KNOWN = 7
+"""The same, at least, for it to be known."""
+_WEIGHT_CORRECTION = 2.0
+"""Of the correction of all draft lengths as a prior of one's, in steps."""
 _HUBER = 3.0
 """Deviations beyond which an observation counts less."""
 _DEVIATION_MIN = 0.02
@@ -194,7 +211,7 @@ class _Fit:
     def __init__(self, prior: Sequence[float], slopes: range = range(0)) -> None:
         self._prior = tuple(prior)
         self._slopes = slopes
-        self._kinds: dict[int, tuple[list[list[float]], list[float]]] = {}
+        self._kinds: dict[int, tuple[list[float], list[float]]] = {}
         self._deviation = 0.3
         self.n_observed = 0
         self.coefficients = [0.0] * len(self._prior)
@@ -206,16 +223,16 @@ class _Fit:
         scaled = [share * unit_s for share in self._prior]
         n = len(scaled)
         self.coefficients = scaled
-        self._moments = [[0.0] * n for _ in range(n)]
+        self._moments = [0.0] * n**2  # row after row
         self._targets = [0.0] * n
         for i, value in enumerate(scaled):
             weight = _PRIOR_WEIGHT / value**2
-            self._moments[i][i] = weight
+            self._moments[i * n + i] = weight
             self._targets[i] = weight * value
         for i in self._slopes[:-1]:
             weight = _SMOOTHNESS / scaled[i] ** 2
             for row, column, sign in ((i, i, 1), (i + 1, i + 1, 1), (i, i + 1, -1), (i + 1, i, -1)):
-                self._moments[row][column] += sign * weight
+                self._moments[row * n + column] += sign * weight
 
     def predict(self, counts: Sequence[float]) -> float:
         """Returns the seconds that counts stand for."""
@@ -255,30 +272,51 @@ class _Fit:
         self, weighted: Sequence[float], counts: Sequence[float], seconds: float, kind: int
     ) -> None:
         """Adds an observation to its kind, whose past fades."""
-        rows, targets = self._kinds.get(kind) or (
-            [[0.0] * len(counts) for _ in counts],
-            [0.0] * len(counts),
-        )
+        n = len(counts)
+        past, targets = self._kinds.get(kind) or ([0.0] * n**2, [0.0] * n)
         fading = 1 - _FORGETTING
-        for i, factor in enumerate(weighted):
-            row = rows[i]
-            changes = [
-                factor * count - fading * old for count, old in zip(counts, row, strict=True)
-            ]
-            rows[i] = list(map(float.__add__, row, changes))
-            self._moments[i] = list(map(float.__add__, self._moments[i], changes))
-            change = factor * seconds - fading * targets[i]
-            targets[i] += change
-            self._targets[i] += change
-        self._kinds[kind] = rows, targets
+        # One row after the other, in one list: a list for each takes twice as long.
+        products = [factor * count for factor in weighted for count in counts]
+        changes = [new - fading * old for new, old in zip(products, past, strict=True)]
+        target_changes = [
+            factor * seconds - fading * old for factor, old in zip(weighted, targets, strict=True)
+        ]
+        self._kinds[kind] = list(map(add, past, changes)), list(map(add, targets, target_changes))
+        self._moments = list(map(add, self._moments, changes))
+        self._targets = list(map(add, self._targets, target_changes))
 
     def _solve(self) -> None:
         """One sweep over the coefficients; the next observation goes on from there."""
-        coefficients, moments = self.coefficients, self._moments
+        coefficients, moments, n = self.coefficients, self._moments, len(self.coefficients)
         for i, target in enumerate(self._targets):
-            row = moments[i]
+            row = moments[i * n : (i + 1) * n]
             rest = target - sum(map(mul, row, coefficients))
             coefficients[i] = max(0.0, coefficients[i] + rest / row[i])
+
+
+class _Correction:
+    """What steps took over what they should have taken: the median of the last ones."""
+
+    __slots__ = ("_median", "_ratios")
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=_N_CORRECTION)
+        self._median = 1.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there were enough."""
+        return len(self._ratios) >= _N_CORRECTION_KNOWN
+
+    def add(self, ratio: float) -> None:
+        """Learns from a step."""
+        self._ratios.append(ratio)
+        self._median = sorted(self._ratios)[len(self._ratios) // 2]
+
+    def value(self, prior: float) -> float:
+        """Returns the factor to correct with."""
+        n = len(self._ratios)
+        return (n * self._median + _WEIGHT_CORRECTION * prior) / (n + _WEIGHT_CORRECTION)
 
 
 class StepCost:
@@ -297,7 +335,12 @@ class StepCost:
         self._fits = (self._draft, self._decode, self._process, self._sample, self._rest)
         self._n_by_kind: dict[tuple[int, int], int] = {}
         self._speed = 1.0  # what a second of the fits is now, in seconds
-        self._ratios: list[float] = []
+        self._ratios: list[tuple[tuple[int, int], float]] = []
+        self._last_shape: StepShape | None = None
+        # By sequences, as a power of two, and draft length; and by sequences alone.
+        self._corrections: dict[tuple[int, int], _Correction] = {}
+        self._corrections_all: dict[int, _Correction] = {}
+        self._correction_overall = _Correction()
 
     @property
     def n_observed(self) -> int:
@@ -310,7 +353,44 @@ class StepCost:
         return {name: tuple(fit.coefficients) for name, fit in zip(names, self._fits, strict=True)}
 
     def predict(self, shape: StepShape) -> float:
-        """Returns how long a step will take, in seconds, the host's part included."""
+        """Returns how long a step will take, in seconds, the host's part included.
+
+        It is one in a row of its kind: what a change of shape costs is not in it.
+        """
+        seconds = self._sum(shape)
+        if shape.n_tokens == shape.n_outputs:
+            seconds *= self._correction(shape.n_decodes.bit_length(), shape.n_depth)
+        return seconds
+
+    def predict_unfed(self, shape: StepShape) -> float:
+        """Returns how long a step without drafts will take when nobody's drafter is fed."""
+        seconds = self._sum(shape) - self.process_s(shape)
+        return seconds * self._correction(shape.n_decodes.bit_length(), _UNFED)
+
+    def _correction(self, n_bits: int, n_depth: int) -> float:
+        prior = self._correction_overall.value(1.0)
+        alike = self._corrections_all.get(n_bits)
+        if alike is None:
+            return prior
+        prior = alike.value(prior)
+        found = self._corrections.get((n_bits, n_depth))
+        return found.value(prior) if found else prior
+
+    def _correct(self, kind: tuple[int, int], ratio: float) -> None:
+        """Learns what a step of nothing but decodes took, beside what the sum says.
+
+        Args:
+            kind: Sequences as a power of two, and draft length.
+            ratio: Of the two.
+        """
+        if kind not in self._corrections:
+            self._corrections[kind] = _Correction()
+            self._corrections_all.setdefault(kind[0], _Correction())
+        self._corrections[kind].add(ratio)
+        self._corrections_all[kind[0]].add(ratio)
+        self._correction_overall.add(ratio)
+
+    def _sum(self, shape: StepShape) -> float:
         n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _ = shape
         draft = self._draft.coefficients
         process = self._process.coefficients
@@ -347,28 +427,42 @@ class StepCost:
         # A drafter that was let go is not fed: such steps tell nothing about what feeding costs.
         process_s = self.process_s(shape)
         is_fed = not self.n_observed or timings.process_s > 0.1 * process_s
+        last, self._last_shape = self._last_shape, shape
+        is_same = last is not None and last[:6] == shape[:6]
         n_known = self._n_by_kind.get((shape.n_depth, width_kind), 0)
         self._n_by_kind[shape.n_depth, width_kind] = n_known + 1
-        if n_known > _N_KNOWN:
-            expected_s = self.predict(shape) - (0.0 if is_fed else process_s)
-            self._follow_speed(max(timings.total_s, wall_s) / max(expected_s, 1e-9))
-            if n_known % _THINNING:
-                return
+        if is_same and shape.n_tokens == shape.n_outputs and self.n_observed:
+            expected_s = self._sum(shape) - (0.0 if is_fed else process_s)
+            ratio = max(timings.total_s, wall_s) / max(expected_s, 1e-9)
+            kind = shape.n_decodes.bit_length(), shape.n_depth if is_fed else _UNFED
+            found = self._corrections.get(kind)
+            if found is not None and found.is_known:
+                self._follow_speed(kind, ratio)
+            else:
+                self._correct(kind, ratio)
+        if n_known > _N_KNOWN and n_known % _THINNING:
+            return
         is_first = self._decode.n_observed == 0
-        self._learn(shape, timings, max(timings.total_s, wall_s), width_kind, is_fed)
+        seconds = max(timings.total_s, wall_s)
+        self._learn(shape, timings, seconds, width_kind, is_fed=is_fed, is_same=is_same)
         if is_first:
             for fit in self._fits:
                 if fit is not self._decode:
                     fit.rescale(self._decode.unit_s)
 
-    def _follow_speed(self, ratio: float) -> None:
+    def _follow_speed(self, kind: tuple[int, int], ratio: float) -> None:
         """Notices when steps that are well known take another time: the machine has changed."""
-        self._ratios.append(ratio)
-        if len(self._ratios) >= _N_RATIOS:
-            median = sorted(self._ratios)[_N_RATIOS // 2]
-            self._ratios.clear()
-            if abs(median - 1) > _SPEED_TOLERANCE:
-                self._speed *= median
+        self._ratios.append((kind, ratio))
+        if len(self._ratios) < _N_RATIOS:
+            return
+        found = sorted([past / self._correction(*then) for then, past in self._ratios])
+        median = found[_N_RATIOS // 2]
+        if abs(median - 1) <= _SPEED_TOLERANCE:
+            median = 1.0
+        self._speed *= median
+        for then, past in self._ratios:
+            self._correct(then, past / median)
+        self._ratios.clear()
 
     def _learn(
         self,
@@ -376,7 +470,9 @@ class StepCost:
         timings: StepTimings,
         seconds: float,
         width_kind: int,
+        *,
         is_fed: bool,
+        is_same: bool,
     ) -> None:
         n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _ = shape
         parts_s = timings.draft_s + timings.decode_s + timings.process_s + timings.sample_s
@@ -384,7 +480,8 @@ class StepCost:
         decode_s = timings.decode_s or timings.total_s - parts_s
         rest_s = max(0.0, seconds - (parts_s - timings.decode_s + decode_s))
         speed = self._speed
-        self._decode.observe(_decode_counts(shape), decode_s / speed, width_kind)
+        counts = _decode_counts(shape, 0 if is_same else n_ubatches)
+        self._decode.observe(counts, decode_s / speed, width_kind)
         if n_depth:
             self._draft.observe((n_depth, n_draft), timings.draft_s / speed, n_depth)
         if is_fed:
@@ -447,8 +544,13 @@ def _with_prefill(shape: StepShape, n_tokens: int, n_past: int) -> StepShape:
     )
 
 
-def _decode_counts(shape: StepShape) -> tuple[float, ...]:
-    """Returns what the decode's coefficients are multiplied with."""
+def _decode_counts(shape: StepShape, n_rebuilt: int = 0) -> tuple[float, ...]:
+    """Returns what the decode's coefficients are multiplied with.
+
+    Args:
+        shape: Of the step.
+        n_rebuilt: Physical batches whose graphs are built anew.
+    """
     n_ubatches = shape.n_ubatches
     width = shape.n_tokens / n_ubatches
     n = n_ubatches
@@ -463,4 +565,5 @@ def _decode_counts(shape: StepShape) -> tuple[float, ...]:
         0.0 if width <= d else n * (width - d),
         shape.n_outputs,
         shape.n_pairs,
+        n_rebuilt,
     )

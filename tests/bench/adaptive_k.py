@@ -103,7 +103,9 @@ def _contenders(arguments: argparse.Namespace, n_streams: int, rate: str) -> lis
         "draft_model": str(MODELS / files[arguments.draft]) if arguments.draft in files else "",
     }
     if rate != "real":
-        drafted["synth_rates"] = tuple(f"{float(rate) ** (k + 1):.6f}" for k in range(Config().n_draft_max))
+        drafted["synth_rates"] = tuple(
+            f"{float(rate) ** (k + 1):.6f}" for k in range(Config().n_draft_max)
+        )
     cases = {"none": {"draft_type": "none"}}
     for n in arguments.fixed:
         cases[f"K={n}"] = drafted | {"draft_policy": "fixed", "n_draft_default": n}

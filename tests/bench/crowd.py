@@ -21,6 +21,10 @@ from drafthouse_server.step_cost import Splitting, StepCost, StepShape, shape_of
 __all__ = ["Machine", "Member", "best_fixed", "limits_of", "make_crowd", "run"]
 
 
+_N_FED_GOOD = 8
+"""Steps after which a drafter that is fed again is as good as before."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """True costs, in seconds."""
@@ -81,11 +85,25 @@ class Member:
     n_no_room: int = 0
     """Always room."""
     is_draft_cold: bool = False
-    """Whether it has let its drafter go."""
+    """Whether its drafter is not fed."""
+    n_fed: int = _N_FED_GOOD
+    """Steps for which its drafter has been fed."""
     draft_memory: Track | None = None
     """The policy's."""
     random: random.Random = field(default_factory=random.Random)
     """Decides what is accepted."""
+
+    def verify(self, n_draft: int) -> tuple[int, float]:
+        """Returns how many tokens of a draft are accepted, and how many could be expected."""
+        quality = min(1.0, self.n_fed / _N_FED_GOOD)
+        n_accepted, n_expected, still = 0, 0.0, 1.0
+        for position in range(n_draft):
+            share = quality * self.acceptance(position)
+            still *= share
+            n_expected += still
+            if n_accepted == position and self.random.random() < share:
+                n_accepted += 1
+        return n_accepted, n_expected
 
 
 def limits_of(n: int, n_draft_max: int) -> EngineLimits:
@@ -118,20 +136,19 @@ def run(
         Tokens per second, and the longest draft of each step.
     """
     limits = limits_of(len(crowd), n_draft_max)
-    n_emitted, total_s, depths = 0, 0.0, []
+    n_emitted, total_s, depths = 0.0, 0.0, []
     for _ in range(n_steps):
         if n_emitted >= n_tokens:
             break
         n_drafts = policy.choose_all(crowd, limits, limits.n_outputs_max - len(crowd), 0)
-        if not policy.is_warm:
-            for member in crowd:
-                member.is_draft_cold = True
+        for member in crowd:  # as the engine does: cold until fed once
+            if not policy.wants(member):
+                member.is_draft_cold, member.n_fed = True, 0
         entries, results = [], []
         for member, n_draft in zip(crowd, n_drafts, strict=True):
-            n_accepted = 0
-            while n_accepted < n_draft and member.random.random() < member.acceptance(n_accepted):
-                n_accepted += 1
-            n_emitted += 1 + n_accepted
+            n_accepted, n_expected = member.verify(n_draft)
+            # What it could expect counts, so that luck does not.
+            n_emitted += 1 + n_expected
             entries.append(PlanEntry(member.seq_id, member.n_computed, [1], n_draft, True))
             results.append(
                 ResultEntry(
@@ -147,12 +164,16 @@ def run(
         factor = 1.0
         if noise is not None:
             factor = noise.gauss(1.0, 0.05) * (8 if noise.random() < 0.01 else 1)
-        is_fed = not all(member.is_draft_cold for member in crowd)
+        is_fed = any(map(policy.wants, crowd))
         measured = machine.timings(shape, is_fed=is_fed, noise=max(0.5, factor))
         # What it should have taken counts, so that luck with outliers does not.
         total_s += machine.timings(shape, is_fed=is_fed).total_s
-        policy.observe(StepResult(results))
+        policy.observe(StepResult(results, timings=measured))
         cost.observe(shape, measured)
+        for member in crowd:
+            if policy.wants(member):
+                member.is_draft_cold = False
+                member.n_fed += 1
         depths.append(max(n_drafts))
     return n_emitted / total_s, depths
 

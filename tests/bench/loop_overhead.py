@@ -1,12 +1,14 @@
 """How much of the engine's time the server wastes: share of the ideal rate, over gRPC.
 
     python -m tests.bench.loop_overhead [--streams 1,32] [--step-ms 0.4,1.5] [--seconds 1]
-        [--rounds 5] [--busy]
+        [--rounds 5] [--drafts 0] [--busy]
 
 The engine is a clock: a step takes exactly so long, without the GIL, as a decode in C would. So the
 ideal rate is known, and what is missing was lost between steps. The client is another process, as
 the machine's other load is; on two cores it takes its part as it does in `drafthouse bench`.
-`--busy` computes instead of sleeping, so that the engine's core is taken.
+`--busy` computes instead of sleeping, so that the engine's core is taken. With `--drafts` the
+engine speculates, drafts cost nothing and half of each is accepted, so that the server does all
+that it does for a draft model: it chooses K, learns what drafts yield, and learns what steps cost.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from drafthouse_server.bench_load import Load, LoadResult, run_load
 from drafthouse_server.config import Config
 from drafthouse_server.fake import FakeEngine
 from drafthouse_server.server import Server
-from drafthouse_server.step import EngineLimits, ResultEntry, SequenceStatus, StepPlan, StepResult
+from drafthouse_server.step import (
+    EngineLimits,
+    ResultEntry,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
 
 _SWITCH_INTERVAL_S = 1e-4
 _CLOCK_MONOTONIC, _TIMER_ABSTIME, _PR_SET_TIMERSLACK = 1, 1, 29
@@ -44,10 +53,15 @@ class PacedEngine(FakeEngine):
         n_seq: Slots.
         step_s: Seconds of a step.
         is_busy: Computes for so long instead of sleeping.
+        n_draft: Longest draft; 0 does not speculate.
     """
 
-    def __init__(self, n_seq: int, step_s: float, *, is_busy: bool) -> None:
-        super().__init__(EngineLimits("none", n_seq, 4096 * n_seq, 4096, 8192, 8192, 0, 8192))
+    def __init__(self, n_seq: int, step_s: float, *, is_busy: bool, n_draft: int = 0) -> None:
+        draft_type = "mtp" if n_draft else "none"
+        super().__init__(
+            EngineLimits(draft_type, n_seq, 8192 * n_seq, 8192, 8192, 8192, n_draft, 8192)
+        )
+        self._timings = StepTimings(decode_s=step_s, total_s=step_s)
         self._pace_s = step_s
         self._libc = ctypes.CDLL(None)  # its calls are made without the GIL
         self._libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
@@ -81,7 +95,7 @@ class PacedEngine(FakeEngine):
         return (time.perf_counter() - started) / 200
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Waits, and emits one token per entry."""
+        """Waits, and emits one token per entry, and half of its draft."""
         self.n_steps += 1
         for start in plan.starts:
             self._lengths[start.seq_id] = 0
@@ -89,11 +103,22 @@ class PacedEngine(FakeEngine):
         results = []
         lengths = self._lengths
         for entry in plan.entries:
-            lengths[entry.seq_id] += len(entry.tokens)
-            n_past = lengths[entry.seq_id]
-            tokens = [97 + n_past % 26] if entry.is_output else []
-            results.append(ResultEntry(entry.seq_id, SequenceStatus.OK, n_past, tokens))
-        return StepResult(results, len(plan.entries))
+            seq_id, n_draft = entry.seq_id, entry.n_draft
+            n_accepted = (n_draft + self.n_steps % 2) // 2
+            lengths[seq_id] += len(entry.tokens) + n_accepted
+            n_past = lengths[seq_id]
+            tokens = [97 + n_past % 26] * (1 + n_accepted) if entry.is_output else []
+            results.append(
+                ResultEntry(
+                    seq_id,
+                    SequenceStatus.OK,
+                    n_past,
+                    tokens,
+                    n_drafted=n_draft,
+                    n_accepted=n_accepted,
+                )
+            )
+        return StepResult(results, len(plan.entries), timings=self._timings)
 
 
 @dataclass(frozen=True)
@@ -110,6 +135,8 @@ class Case:
     """Whether the engine computes."""
     n_rounds: int
     """Loads; the best one counts, because a busy machine only ever takes."""
+    n_draft: int
+    """Longest draft."""
 
 
 def _client(target: str, load: Load, pipe: Connection) -> None:
@@ -143,12 +170,13 @@ class Round:
 
 async def measure(case: Case) -> str:
     """Runs one case and returns its line, of the round that was disturbed the least."""
-    engine = PacedEngine(case.n_streams, case.step_s, is_busy=case.is_busy)
+    engine = PacedEngine(case.n_streams, case.step_s, is_busy=case.is_busy, n_draft=case.n_draft)
     config = Config(port=0, n_seq_max=case.n_streams, n_draft_default=0, log_level="error")
     ideal_s = min(engine.ideal_s() for _ in range(3))
     server = Server(config, lambda: engine)
     await server.startup()
-    n_output = min(4000, max(8, int(case.seconds / case.step_s)))
+    n_output = int(case.seconds / case.step_s * (1 + case.n_draft / 2))
+    n_output = min(8000 if case.n_draft else 4000, max(8, n_output))
     load = Load(((65, 66, 67),) * case.n_streams, n_output, case.n_streams)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -161,7 +189,7 @@ async def measure(case: Case) -> str:
         ours.send("stop")
         await asyncio.to_thread(process.join)
         await server.close()
-    return _line(case, ideal_s, max(rounds, key=lambda r: r.load.tokens_per_s))
+    return _line(case, ideal_s, max(rounds, key=lambda r: r.n_steps / r.load.elapsed_s))
 
 
 async def _round(server: Server, client: Connection) -> Round:
@@ -183,7 +211,8 @@ def _line(case: Case, ideal_s: float, found: Round) -> str:
     gaps, firsts = sorted(load.gaps_s), sorted(load.first_tokens_s)
     return (
         f"{case.n_streams:4} streams, {ideal_s * 1e3:.2f} ms a step:"
-        f" share {load.tokens_per_s * ideal_s / case.n_streams:.3f},"
+        f" share {n_steps * ideal_s / load.elapsed_s:.3f},"
+        f" tokens/step {load.tokens_per_s * load.elapsed_s / n_steps / case.n_streams:.2f},"
         f" lost {(load.elapsed_s / n_steps - ideal_s) * 1e6:4.0f} us a step,"
         f" host {found.host_s / n_steps * 1e6:4.0f} us,"
         f" fan-out {found.fan_out_s / n_steps * 1e6:3.0f} us,"
@@ -203,13 +232,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step-ms", default="0.4,1.5")
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--drafts", type=int, default=0, help="longest draft")
     parser.add_argument("--busy", action="store_true")
     options = parser.parse_args(arguments)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     streams = [int(n) for n in options.streams.split(",")]
     steps = [float(ms) / 1e3 for ms in options.step_ms.split(",")]
     for n_streams, step_s in zip(streams, steps, strict=True):
-        case = Case(n_streams, step_s, options.seconds, options.busy, options.rounds)
+        case = Case(
+            n_streams, step_s, options.seconds, options.busy, options.rounds, options.drafts
+        )
         print(asyncio.run(measure(case)), flush=True)
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
