@@ -177,6 +177,7 @@ async def measure(program: Path, options: argparse.Namespace) -> list[Seen]:
         draft_type=options.draft,
         n_seq_max=options.streams,
         n_threads=options.threads,
+        has_prefix_cache=False,  # the same prompts are sent again: they must be computed again
         log_level="warning",
     )
     async with (

@@ -63,12 +63,14 @@ def config(target: str, draft_type: str, **settings: object) -> Config:
 
 
 @asynccontextmanager
-async def serving(settings: Config) -> AsyncIterator[tuple[AsyncClient, StepLoop]]:
+async def serving(
+    settings: Config, api_key: str | None = None
+) -> AsyncIterator[tuple[AsyncClient, StepLoop]]:
     """Runs a server in this process; yields a client and the server's loop."""
     server = Server(settings, lambda: LlamaEngine.load(settings))
     await server.startup()
     try:
-        async with AsyncClient(server.target, retry=None) as client:
+        async with AsyncClient(server.target, api_key=api_key, retry=None) as client:
             yield client, server.loop
     finally:
         await server.close()

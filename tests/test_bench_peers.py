@@ -20,7 +20,7 @@ from drafthouse_server.__main__ import main
 from drafthouse_server.bench_case import PeerCase, PeerPlan, find_target, parse_only
 from drafthouse_server.bench_contender import Running, peer_flags, require_peer, run_peer
 from drafthouse_server.bench_http import HttpClient, StreamParser
-from drafthouse_server.bench_process import BenchError
+from drafthouse_server.bench_process import BenchError, server_flags
 from drafthouse_server.bench_scenario import agreement, run_closed, run_open, run_stall
 from drafthouse_server.bench_trace import (
     Figures,
@@ -231,6 +231,10 @@ def test_both_get_the_same_settings() -> None:
     assert given["--spec-draft-n-max"] == str(config.n_draft_default) == "3"
     assert given["--spec-type"] == "draft-mtp"
     assert "--no-kv-unified" in flags
+    # Nobody goes on from former prompts.
+    assert dict(pairwise(server_flags(config)))["--has-prefix-cache"] == "false"
+    assert "--no-cache-prompt" in flags
+    assert (given["--cache-ram"], given["--ctx-checkpoints"]) == ("0", "0")
     plain = peer_flags(PLAN.config(dataclasses.replace(CASE, draft="none"), target), 1)
     assert "--spec-type" not in plain
     ngram = PLAN.config(dataclasses.replace(CASE, draft="ngram"), target)

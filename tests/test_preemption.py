@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from tests.demo import Referee, prompts
+from tests.demo import MODELS, TARGETS, Referee, prompts
 from tests.demo import config as demo_config
 
+import drafthouse_engine
 from drafthouse_server.engine import LlamaEngine
+from drafthouse_server.loop import make_scheduler
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import FinishEvent, SequenceState
 from drafthouse_server.sequence import Sequence as TokenSequence
@@ -26,8 +28,10 @@ N_TIES_MAX = 2
 N_AFTER = 8
 """Tokens after its return that a sampled stream must share with its reference.
 
-A pool of cells rounds as the neighbours' cells lie, so now and then a draw falls to the other side
-of a border, parked or not. A sampler in a wrong state chooses something else at once.
+A pool of cells rounds as the neighbours' cells lie, and computing again rounds as wide batches do,
+so now and then a draw falls to the other side of a border, parked or not. A sampler in a wrong
+state chooses something else at once. Where nothing rounds otherwise, every token must be the same:
+the tests further down.
 """
 
 
@@ -68,18 +72,31 @@ def step(engine: LlamaEngine, scheduler: Scheduler) -> list[TokenSequence]:
 
 
 def submit(
-    engine: LlamaEngine, scheduler: Scheduler, prompt: Sequence[int], i: int, is_sampled: bool
+    engine: LlamaEngine,
+    scheduler: Scheduler,
+    prompt: Sequence[int],
+    i: int,
+    *,
+    is_sampled: bool,
+    n_output: int = N_OUTPUT,
 ) -> TokenSequence:
     sampling = SamplingOptions(seed=i) if is_sampled else SamplingOptions(temperature=0)
     sampler = engine.make_sampler(sampling)
-    sequence = TokenSequence(f"r{i}", prompt, sampler, sampling=sampling, n_output_max=N_OUTPUT)
+    sequence = TokenSequence(f"r{i}", prompt, sampler, sampling=sampling, n_output_max=n_output)
     scheduler.submit(sequence)
     return sequence
 
 
-def alone(engine: LlamaEngine, prompt: Sequence[int], i: int, is_sampled: bool) -> list[int]:
+def alone(
+    engine: LlamaEngine,
+    prompt: Sequence[int],
+    i: int,
+    *,
+    is_sampled: bool,
+    n_output: int = N_OUTPUT,
+) -> list[int]:
     scheduler = Scheduler(engine.limits, FixedDraft(3))
-    sequence = submit(engine, scheduler, prompt, i, is_sampled)
+    sequence = submit(engine, scheduler, prompt, i, is_sampled=is_sampled, n_output=n_output)
     while not scheduler.is_idle:
         step(engine, scheduler)
     return sequence.output
@@ -91,7 +108,7 @@ class Crowd:
     def __init__(self, engine: LlamaEngine, is_sampled: bool, n_bytes_max: int) -> None:
         scheduler = Scheduler(engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max)
         self.sequences = [
-            submit(engine, scheduler, prompt, i, is_sampled)
+            submit(engine, scheduler, prompt, i, is_sampled=is_sampled)
             for i, prompt in enumerate(prompts(LENGTHS))
         ]
         self.parks: list[tuple[TokenSequence, int]] = []
@@ -116,7 +133,7 @@ def test_parked_streams_get_the_tokens_that_they_get_alone(
 ) -> None:
     saved, recomputed = (Crowd(engine, is_sampled, n_bytes_max) for n_bytes_max in (1 << 28, 0))
     assert saved.counts.n_recomputed == 0 < recomputed.counts.n_recomputed
-    expected = [alone(engine, p, i, is_sampled) for i, p in enumerate(prompts(LENGTHS))]
+    expected = [alone(engine, p, i, is_sampled=is_sampled) for i, p in enumerate(prompts(LENGTHS))]
     for crowd in (saved, recomputed):
         crowd.check(engine)
         if is_sampled:
@@ -127,6 +144,139 @@ def test_parked_streams_get_the_tokens_that_they_get_alone(
             pairs = zip(expected, crowd.sequences, strict=True)
             ties = [referee.compare(s.prompt, tokens, s.output) for tokens, s in pairs]
             assert sum(tie is not None for tie in ties) <= N_TIES_MAX
+
+
+@pytest.fixture(scope="module", params=["none", "mtp"])
+def exact(request: pytest.FixtureRequest, target: str) -> Iterator[LlamaEngine]:
+    """An engine of two slots whose arithmetic depends on nothing but a sequence's own tokens."""
+    model = drafthouse_engine.Model(MODELS / TARGETS[target])
+    params = drafthouse_engine.EngineParams(
+        draft_type=request.param, n_seq_max=2, n_ctx_seq=400, n_draft_max=3, n_threads=1, exact=True
+    )
+    engine = LlamaEngine(drafthouse_engine.Engine(model, None, params), "exact")
+    yield engine
+    engine.close()
+
+
+URGENT_AT = (6, 7, 16, 25, 26, 27)
+"""Steps after which a sequence of higher priority comes: one, or enough for two slots."""
+N_INTERRUPTED = 70
+
+
+def interrupted(
+    engine: LlamaEngine, n_bytes_max: int, *, is_sampled: bool
+) -> tuple[Scheduler, list[TokenSequence]]:
+    """Runs a long stream for each slot, which all lose it again and again to what is urgent."""
+    pool = prompts(LENGTHS)
+    scheduler = Scheduler(engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max)
+    streams = [
+        submit(engine, scheduler, pool[i], i, is_sampled=is_sampled, n_output=N_INTERRUPTED)
+        for i in range(engine.limits.n_seq_max)
+    ]
+    for n in range(1000):
+        if scheduler.is_idle:
+            break
+        if n in URGENT_AT:
+            sampler = engine.make_sampler(options(n))
+            urgent = TokenSequence(
+                f"urgent {n}", pool[-1], sampler, sampling=options(n), n_output_max=5, priority=1
+            )
+            scheduler.submit(urgent)
+        step(engine, scheduler)
+    assert scheduler.counts.n_preempted >= 2
+    assert (scheduler.counts.n_recomputed == 0) is (n_bytes_max > 0)
+    assert all(stream.n_parks for stream in streams)
+    is_speculative = engine.limits.draft_type != "none"
+    assert all((stream.n_drafted > 0) is is_speculative for stream in streams)
+    return scheduler, streams
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+def test_not_a_token_changes_where_the_arithmetic_is_exact(
+    exact: LlamaEngine, *, is_sampled: bool
+) -> None:
+    """Saved or computed again: the same random state, the same drafts, the same tokens."""
+    pool = prompts(LENGTHS)
+    expected = [
+        alone(exact, pool[i], i, is_sampled=is_sampled, n_output=N_INTERRUPTED) for i in range(2)
+    ]
+    for n_bytes_max in (1 << 28, 0):
+        _, streams = interrupted(exact, n_bytes_max, is_sampled=is_sampled)
+        assert [stream.output for stream in streams] == expected
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft_type", ["none", "mtp"])
+def test_a_snapshot_changes_not_a_token_with_any_kernels(
+    target: str, draft_type: str, *, is_sampled: bool
+) -> None:
+    """With one slot every batch has the same width as alone."""
+    engine = LlamaEngine.load(demo_config(target, draft_type, n_seq_max=1, n_ctx_seq=400))
+    expected = alone(engine, prompts(LENGTHS)[0], 0, is_sampled=is_sampled, n_output=N_INTERRUPTED)
+    _, streams = interrupted(engine, 1 << 28, is_sampled=is_sampled)
+    engine.close()
+    assert streams[0].output == expected
+
+
+@pytest.mark.parametrize("draft_type", ["none", "mtp"])
+def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee: Referee) -> None:
+    """As a server does it, with three tenants, priorities, conversations and a tiny pool."""
+    settings = demo_config(
+        target,
+        draft_type,
+        is_kv_unified=True,
+        n_seq_max=N_STREAMS,
+        n_ctx=256,
+        n_ctx_seq=250,
+        n_parked_mib_max=1,
+        n_prefix_mib_max=1,
+    )
+    engine = LlamaEngine.load(settings)
+    scheduler = make_scheduler(engine, settings)
+    sequences, greedy = [], options(None)
+    for i, prompt in enumerate(prompts(LENGTHS * 2)):
+        sequence = TokenSequence(
+            f"r{i}",
+            prompt,
+            engine.make_sampler(greedy),
+            tenant=f"tenant {i % 3}",
+            priority=i % 2,
+            sampling=greedy,
+            n_output_max=90,
+        )
+        scheduler.submit(sequence)
+        sequences.append(sequence)
+    for n in range(4000):
+        if scheduler.is_idle:
+            break
+        if n == 60:  # the next turn of what has ended by then, while others run
+            ended = [s for s in sequences if s.terminal is not None and len(s.tokens) < 200]
+            for sequence in ended[:2]:
+                again = [*sequence.tokens, *sequence.prompt[:20]]
+                sampler = engine.make_sampler(greedy)
+                follow_up = TokenSequence(
+                    f"{sequence.request_id}+",
+                    again,
+                    sampler,
+                    tenant=sequence.tenant,
+                    sampling=greedy,
+                    n_output_max=20,
+                )
+                scheduler.submit(follow_up)
+                sequences.append(follow_up)
+        step(engine, scheduler)
+    counts = scheduler.counts
+    assert scheduler.is_idle
+    assert all(isinstance(s.terminal, FinishEvent) for s in sequences)
+    assert counts.n_preempted == counts.n_resumed > 0
+    assert (counts.n_parked, counts.n_parked_bytes) == (0, 0)
+    assert engine.n_cells_used == counts.n_retained_cells <= 256
+    engine.close()
+    reference = LlamaEngine.load(demo_config(target, "none", n_seq_max=1, n_ctx_seq=400))
+    for i, s in enumerate(sequences[: 2 * N_STREAMS : 3]):
+        expected = alone(reference, s.prompt, i, is_sampled=False, n_output=90)
+        referee.compare(s.prompt, expected, s.output)
+    reference.close()
 
 
 def check_sampled(crowd: Crowd, expected: Sequence[list[int]]) -> int:

@@ -162,6 +162,7 @@ def test_counts_tell_what_was_saved() -> None:
     prefixes = cache()
     prefixes.hold(0, "a", tokens(2 * B), is_running=False)
     prefixes.count(3 * B, prefixes.find("a", tokens(3 * B)))
+    prefixes.count_hit(2 * B)
     prefixes.count(B, None)
     counts = prefixes.counts
     assert (counts.n_lookups, counts.n_hits) == (2, 1)
@@ -226,6 +227,39 @@ def test_no_longer_prefix_exists(
     assert (match.n_tokens if match else 0) == (best if best >= B else 0)
 
 
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 9), st.integers(1, 60)), min_size=1, max_size=80
+    )
+)
+def test_host_memory_is_given_up_in_the_order_of_last_use(
+    calls: list[tuple[bool, int, int]],
+) -> None:
+    """Against a list that is kept by hand: stored or used last stands last."""
+    n_max = 100
+    prefixes = cache(n_host_bytes_max=n_max, can_cut=False)
+    model: list[tuple[int, int]] = []  # which text, and its bytes; the least recently used first
+    for is_store, i, n_bytes in calls:
+        text = tokens(2 * B, 1000 * i)
+        known = next((entry for entry in model if entry[0] == i), None)
+        if is_store:
+            assert prefixes.store("a", text, bytes(n_bytes)) is (known is None)
+        else:
+            match = prefixes.find("a", [*text, 1])
+            assert (match is None) is (known is None)
+            prefixes.count(2 * B + 1, match)
+        if known is not None:
+            model.remove(known)
+            model.append(known)
+        elif is_store:
+            while sum(n for _, n in model) + n_bytes > n_max:
+                del model[0]
+            model.append((i, n_bytes))
+        held = [prefix.tokens[0] // 1000 for prefix in prefixes._hosted]
+        assert held == [i for i, _ in model]
+        assert prefixes.n_host_bytes == sum(n for _, n in model) <= n_max
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Whatever is held, stored and dropped: nothing dangling is found, and nothing is left over."""
 
@@ -271,6 +305,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert event.parent is None or event.parent in self.blocks
                 self.blocks |= set(event.hashes)
             else:
+                assert isinstance(event, BlocksRemoved)
                 assert set(event.hashes) <= self.blocks
                 self.blocks -= set(event.hashes)
         assert self.cache.n_host_bytes <= 50

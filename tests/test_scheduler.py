@@ -10,7 +10,7 @@ import pytest
 
 from drafthouse_server.errors import ContextTooLong, Draining, EngineError
 from drafthouse_server.fake import FakeEngine
-from drafthouse_server.prefix_cache import PrefixCache
+from drafthouse_server.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduler import N_NO_ROOM_MAX, Scheduler
 from drafthouse_server.sequence import (
     ErrorEvent,
@@ -688,3 +688,215 @@ def test_a_start_that_kept_nothing_in_a_step_without_room_for_it_is_noted() -> N
     assert again.n_computed == 0
     bench.run()
     assert isinstance(again.terminal, FinishEvent)
+
+
+ROOMY = dataclasses.replace(LIMITS, n_ctx=8 * 400, n_ctx_seq=400, n_seq_max=8, n_batch=64)
+
+
+def follow_up(bench: Bench, before: Sequence, more: list[int], **options: object) -> Sequence:
+    """Submits the next turn of a conversation."""
+    sampler = bench.engine.make_sampler(GREEDY)
+    sequence = Sequence("next", [*before.tokens, *more], sampler, **options)  # type: ignore[arg-type]
+    bench.scheduler.submit(sequence)
+    return sequence
+
+
+def test_a_prefix_beside_nobody_is_copied_to_where_the_others_run() -> None:
+    """A gap between running slots would cost a physical batch in every step."""
+    bench = Bench(ROOMY, scheduler={"prefixes": PrefixCache(can_cut=True)})
+    ended = [bench.add(name, n_prompt=40, n_output_max=2) for name in "abcdefgh"]
+    bench.run()
+    assert bench.scheduler.counts.n_retained == 8
+    bench.add("x", n_prompt=20, n_output_max=90, tenant="other")
+    bench.step()
+    assert [s.seq_id for s in bench.scheduler.sequences()] == [0]  # not used for longest
+    again = follow_up(bench, ended[5], [7] * 3, n_output_max=20)
+    (start,) = bench.step().starts
+    assert (start.seq_id, start.source, start.n_kept) == (1, 5, 41)
+    assert again.n_reused == 41
+    near = follow_up(bench, ended[2], [7] * 3, n_output_max=20)
+    (start,) = bench.step().starts
+    assert (start.seq_id, start.source) == (2, None)  # where it is, it is well placed
+    bench.run()
+    assert again.usage.n_reused == near.usage.n_reused == 41
+    assert bench.scheduler.counts.n_prefix_hits == 2
+
+
+def test_a_short_prefix_is_not_worth_a_copy_of_a_whole_cache() -> None:
+    limits = dataclasses.replace(ROOMY, n_ctx=8 * 2000, n_ctx_seq=2000)
+    bench = Bench(limits, scheduler={"prefixes": PrefixCache(can_cut=True)})
+    bench.add("a", n_prompt=40, n_output_max=50)
+    for _ in range(3):
+        bench.step()
+    assert bench.add("a", n_prompt=30) in bench.scheduler.sequences()  # 29 tokens of it
+    (start,) = bench.step().starts
+    assert (start.source, start.n_kept) == (None, 0)
+    bench.add("a", n_prompt=60)  # 40
+    (start,) = bench.step().starts
+    assert (start.source, start.n_kept) == (0, 40)
+
+
+def test_running_slots_stay_together_while_retained_ones_are_given_up() -> None:
+    bench = Bench(ROOMY, scheduler={"prefixes": PrefixCache(can_cut=True)})
+    n_runs = n_plans = n_added = 0
+    for _ in range(600):
+        while len(bench.scheduler.sequences()) < 4:
+            n_added += 1
+            prompt = chr(n_added)
+            bench.add(prompt, n_prompt=20, n_output_max=10 + n_added * 37 % 60)
+        slots = sorted(entry.seq_id for entry in bench.step().entries)
+        n_runs += sum(i - 1 not in slots for i in slots)
+        n_plans += 1
+    assert bench.scheduler.counts.n_retained >= 4
+    assert n_runs / n_plans < 1.3  # with the least recently used slot it is above 2
+
+
+def test_a_start_that_kept_nothing_is_no_hit() -> None:
+    bench = Bench(scheduler={"prefixes": PrefixCache(can_cut=True)})
+    bench.add("a", n_prompt=40, n_output_max=2)
+    bench.run()
+    bench.engine.refuse(n_starts=1)
+    bench.add("a", n_prompt=40, n_output_max=2)
+    bench.run()
+    counts = bench.scheduler.counts
+    assert (counts.n_prefix_lookups, counts.n_prefix_hits, counts.n_reused) == (2, 0, 0)
+    bench.add("a", n_prompt=40, n_output_max=2)
+    bench.run()
+    counts = bench.scheduler.counts
+    assert (counts.n_prefix_hits, counts.n_reused, counts.n_prefix_tokens) == (1, 39, 120)
+    assert counts.prefix_hit_rate == pytest.approx(1 / 3)
+    assert counts.reuse_rate == pytest.approx(39 / 120)
+
+
+def recurrent(**scheduler: object) -> Bench:
+    prefixes = PrefixCache(can_cut=False, n_host_bytes_max=1 << 20)
+    return Bench(ROOMY, scheduler={"prefixes": prefixes, **scheduler}, is_recurrent=True)
+
+
+def test_a_recurrent_conversation_goes_on_from_its_last_prompt_whatever_became_of_the_answer() -> (
+    None
+):
+    bench = recurrent()
+    first = bench.add("a", n_prompt=120, n_output_max=8)
+    plans = [bench.step() for _ in range(3)]
+    # Cut where the checkpoint is taken: a block before the end.
+    assert [shape(plan)[0][1] for plan in plans] == [64, 40, 16]
+    assert [list(plan.saves) for plan in plans] == [[], [], [0]]
+    bench.run()
+    sampler = bench.engine.make_sampler(GREEDY)
+    again = Sequence("b", [*first.prompt, 1, 2, 3], sampler, n_output_max=4)
+    bench.scheduler.submit(again)
+    bench.run()
+    assert again.n_reused == 120 - BLOCK_SIZE
+    same = Sequence("c", first.prompt, bench.engine.make_sampler(GREEDY), n_output_max=8)
+    bench.scheduler.submit(same)
+    bench.run()
+    assert same.n_reused == 120 - BLOCK_SIZE
+    assert same.output == first.output
+    assert bench.scheduler.counts.n_prefix_bytes > 0
+
+
+@pytest.mark.parametrize("n_prompt", [64, 79])
+def test_a_checkpoint_that_saves_little_is_not_taken(n_prompt: int) -> None:
+    bench = recurrent()
+    bench.add("a", n_prompt=n_prompt, n_output_max=4)
+    bench.run()
+    assert not any(plan.saves for plan in bench.plans)
+
+
+def test_snapshots_of_prefixes_must_promise_more_than_they_cost() -> None:
+    """Nobody comes back to what is stored: soon it is not worth the time any more."""
+    limits = dataclasses.replace(LIMITS, n_seq_max=1, n_ctx=100)
+    prefixes = PrefixCache(can_cut=True, n_host_bytes_max=1 << 20)
+    bench = Bench(limits, scheduler={"prefixes": prefixes, "cost": StepCost()})
+    saves = []
+    for n in range(60):
+        sequence = bench.add(chr(n), n_prompt=40, n_output_max=2, tenant=f"tenant {n}")
+        while sequence.terminal is None:
+            plan = bench.scheduler.plan(bench.now)
+            saves += [n] * len(plan.saves)
+            result = bench.engine.step(plan)
+            # Its tokens take five times as long as a snapshot.
+            timings = StepTimings(total_s=1.25e-4 * result.n_batch_tokens)
+            result = dataclasses.replace(result, timings=timings)
+            bench.scheduler.commit(result, bench.now + timings.total_s)
+    assert 8 <= len(saves) < 30
+    assert max(saves) < 40
+    assert prefixes.host_hit_rate == pytest.approx(0.2, abs=0.05)
+
+
+def test_a_sequence_that_draws_is_parked_by_snapshot_even_where_computing_again_is_cheaper() -> (
+    None
+):
+    lot_first = [True, False]
+    for is_drawn in (True, False):
+        cost = StepCost()
+        limits = dataclasses.replace(LIMITS, n_seq_max=1, n_ctx=100)
+        bench = Bench(limits, scheduler={"cost": cost})
+        sampling = SamplingOptions(temperature=0.8 if is_drawn else 0.0, seed=1)
+        sampler = bench.engine.make_sampler(sampling)
+        low = Sequence("low", [1] * 9, sampler, sampling=sampling, n_output_max=40)
+        bench.scheduler.submit(low)
+        for _ in range(12):
+            bench.now += 1
+            plan = bench.scheduler.plan(bench.now)
+            result = bench.engine.step(plan)
+            result = dataclasses.replace(result, timings=StepTimings(total_s=1e-7))
+            bench.scheduler.commit(result, bench.now)
+        bench.add("high", priority=1)
+        plan = bench.step()
+        assert plan.parks == [0]
+        assert bool(plan.saves) is lot_first[not is_drawn]
+        bench.run()
+        assert low.n_output == 40
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_thousands_of_requests_leave_nothing_behind(*, is_recurrent: bool) -> None:
+    n_bytes_max = 20_000
+    prefixes = PrefixCache(can_cut=not is_recurrent, n_host_bytes_max=n_bytes_max)
+    bench = Bench(
+        ROOMY, scheduler={"prefixes": prefixes, "n_checkpoint_min": 16}, is_recurrent=is_recurrent
+    )
+    ended: list[Sequence] = []
+    live: list[Sequence] = []
+    n_done = n_bytes = 0
+    for n in range(3000):
+        while len(live) < 10 and n < 2900:
+            k = n_done + len(live)
+            tenant = f"tenant {k % 3}"
+            if ended and k % 2:
+                before = ended.pop()
+                sequence = follow_up(
+                    bench, before, [k % 256, 1], n_output_max=3, tenant=before.tenant
+                )
+            else:
+                sequence = bench.add(
+                    chr(k % 250), n_prompt=17 + k * 7 % 60, n_output_max=4, tenant=tenant
+                )
+            live.append(sequence)
+        if n % 5 == 0 and live:
+            bench.scheduler.mark(live[n % len(live)], FinishReason.CANCELLED)
+        bench.step()
+        bench.plans.clear()
+        bench.events.clear()
+        over = [sequence for sequence in live if sequence.terminal is not None]
+        ended = [*ended, *(s for s in over if s.n_output and len(s.tokens) < 300)][-20:]
+        live = [sequence for sequence in live if sequence.terminal is None]
+        n_done += len(over)
+        assert prefixes.n_host_bytes == sum(len(p.snapshot) for p in prefixes._hosted)
+        assert prefixes.n_host_bytes <= n_bytes_max
+        n_bytes = max(n_bytes, prefixes.n_host_bytes)
+    counts = bench.scheduler.counts
+    assert n_done > 2000
+    assert counts.n_prefix_hits > n_done / 10
+    assert counts.n_prefix_evicted > 500
+    assert n_bytes > n_bytes_max * 0.8  # the bound was reached
+    # What tables hold is what slots and host memory hold; nothing of what was.
+    held = {h for p in (*prefixes._slots.values(), *prefixes._hosted) for h in p.hashes}
+    assert prefixes._holders.keys() == held
+    assert bench.engine.n_cells_used == counts.n_retained_cells == bench.scheduler.n_cells_held
+    left = bench.scheduler._borders, bench.scheduler._hits, bench.scheduler._storing
+    assert not any(left)
+    prefixes.clear()
+    assert (prefixes._holders, prefixes._ends, prefixes.n_host_bytes) == ({}, {}, 0)

@@ -93,6 +93,7 @@ class World:
     """One scheduler with its engine, and all that came out of them."""
 
     def __init__(self, setup: Setup = SETUPS[0]) -> None:
+        self.setup = setup
         self.limits = limits = setup.limits
         self.engine = FakeEngine(
             limits, acceptance=ACCEPTANCE, eog_period=EOG_PERIOD, is_recurrent=setup.is_recurrent
@@ -112,6 +113,7 @@ class World:
             cost=StepCost() if setup.is_paced else None,
             n_parked_bytes_max=setup.n_parked_bytes_max,
             prefixes=prefixes,
+            n_checkpoint_min=1,
         )
         self.sequences: list[Sequence] = []
         self.events: dict[str, list[Event]] = {}
@@ -327,6 +329,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         counts = self.world.scheduler.counts
         assert counts.n_parked == len(parked)
         assert counts.n_parked_bytes == sum(len(s.snapshot or b"") for s in parked)
+        assert counts.n_parked_bytes <= self.world.setup.n_parked_bytes_max
+        assert counts.n_prefix_bytes <= (self.world.setup.n_host_bytes_max or 0)
+        assert counts.n_prefix_hits <= counts.n_prefix_lookups
+        assert counts.n_reused <= counts.n_prefix_tokens
         assert all(s.n_computed == 0 for s in parked if s.snapshot is None)
 
     @invariant()

@@ -104,6 +104,7 @@ class Plan:
             n_draft_max=_N_DRAFT,
             draft_policy="fixed",  # as the bare loop, which knows nothing else
             n_draft_default=_N_DRAFT,
+            has_prefix_cache=False,  # every prompt is computed, as by the bare loop
             log_level="warning",
         )
 

@@ -199,6 +199,7 @@ class PeerPlan:
             n_threads=self.n_threads,
             n_draft_max=n_draft,
             n_draft_default=n_draft,
+            has_prefix_cache=False,  # every prompt is computed, as by the peer (`peer_flags`)
             synth_rates=tuple(f"{rate:.6f}" for rate in rates),
             log_level="warning",
         )

@@ -176,16 +176,18 @@ class Config:
     )
     """Host memory of parked sequences."""
     has_prefix_cache: bool = _setting(
-        False,
+        True,
         _ANY,
         "Keep what was computed for a request until its memory is needed: a later request of the"
         " same tenant that begins with the same tokens goes on from there.",
     )
     """Whether prefixes are reused."""
     n_prefix_mib_max: int = _setting(
-        0,
+        256,
         _between(0, 1 << 20),
-        "MiB of host memory for prefixes whose slots were needed; 0: they are given up.",
+        "MiB of host memory for prefixes: those whose slots were needed, and, of recurrent models,"
+        " the state near the end of each prompt, from which the next turn of a conversation goes on"
+        " whatever became of the answer. 0: none.",
     )
     """Host memory of prefixes."""
     n_draft_max: int = _setting(

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 
 from drafthouse_server.engine import Engine
 from drafthouse_server.errors import DrafthouseError
+from drafthouse_server.prefix_cache import CacheEvent
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import Event, FinishReason, Sequence
 from drafthouse_server.step import StepPlan, StepResult
@@ -39,6 +40,8 @@ class StepReport:
     """The step's result; None when there was no step, or it was lost."""
     is_lost: bool = False
     """Whether a step was lost."""
+    cache_events: list[CacheEvent] = field(default_factory=list)
+    """Which prefixes came and went, if anybody wants to know."""
     host_s: float = 0.0
     """Seconds during which the engine waited for reaping, planning, committing and handing over."""
 
@@ -85,6 +88,13 @@ class EngineThread:
     def mark(self, sequence: Sequence, end: FinishReason | DrafthouseError) -> None:
         """Asks for a sequence's end. Its slot is free after the step in flight."""
         self.post(self._scheduler.mark, sequence, end)
+
+    def tell_cache(self, *, is_told: bool) -> None:
+        """Has reports tell what is cached, from all that is there now; or ends it."""
+        self.post(self._tell_cache, is_told)
+
+    def _tell_cache(self, is_told: bool) -> None:
+        self._scheduler.tell_cache(is_told=is_told)
 
     def stop(self) -> None:
         """Makes `run` return after the step in flight."""
@@ -176,6 +186,8 @@ class EngineThread:
     def _flush(self) -> None:
         """Hands over what has happened, if anything has."""
         report = self._report
-        if report.events or report.moves or report.result is not None or report.is_lost:
+        report.cache_events = self._scheduler.take_cache_events()
+        has_news = report.events or report.moves or report.cache_events
+        if has_news or report.result is not None or report.is_lost:
             self._report = StepReport()
             self._hand_over(report)

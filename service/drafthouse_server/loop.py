@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from drafthouse_server.bell import Bell
+from drafthouse_server.cache_feed import CacheFeed
 from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine
 from drafthouse_server.engine_thread import EngineThread, StepReport
@@ -139,6 +140,7 @@ class StepLoop:
         self._census = _Census()
         self._outboxes: dict[Sequence, Outbox] = {}
         self._pacer = Pacer(time.perf_counter)
+        self._feeds: list[CacheFeed] = []
         self._reports: deque[StepReport] = deque()
         self._is_posted = False
         self._idle = asyncio.Event()
@@ -265,6 +267,25 @@ class StepLoop:
         self._metrics.scheduler = self._scheduler.counts
         return self._metrics.statistics()
 
+    def watch_cache(self, n_events_max: int = 4096) -> CacheFeed:
+        """Returns a feed of what the prefix cache holds: first all of it, then what changes.
+
+        For routers, which send a prompt to where its prefix is computed. Whoever reads it slowly,
+        or not at all, holds up nobody; close it when it is no longer read.
+
+        Args:
+            n_events_max: Most events that wait for the reader.
+        """
+        feed = CacheFeed(self._tell_cache, n_events_max)
+        self._feeds.append(feed)
+        self._tell_cache()
+        return feed
+
+    def _tell_cache(self) -> None:
+        """Has the engine thread tell what is cached, as long as anybody listens."""
+        self._feeds = [feed for feed in self._feeds if not feed.is_closed]
+        self._thread.tell_cache(is_told=bool(self._feeds))
+
     async def drain(self, timeout_s: float) -> int:
         """Takes no more requests, lets those here finish, and ends what is left after a time.
 
@@ -294,6 +315,8 @@ class StepLoop:
         self._thread.stop()
         if self._task is not None:
             await asyncio.wait([self._task])  # its error, if any, was logged
+        for feed in tuple(self._feeds):
+            feed.close()
         await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.close)
         self._executor.shutdown()
 
@@ -350,6 +373,9 @@ class StepLoop:
             if sequence in self._outboxes:
                 self._census.move(sequence, has_slot=has_slot)
         self._deliver(report.events)
+        if report.cache_events:
+            for feed in self._feeds:
+                feed.put(report.cache_events)
         self._metrics.host_s += report.host_s
         was_healthy = self.is_healthy
         if report.is_lost:

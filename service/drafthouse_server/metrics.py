@@ -29,14 +29,32 @@ class SchedulerCounts:
     """Prompts that got a slot while prefixes were reused."""
     n_prefix_hits: int = 0
     """Of these, those that went on from a prefix."""
+    n_prefix_tokens: int = 0
+    """Prompt tokens of all of them."""
     n_reused: int = 0
-    """Prompt tokens that were not computed again."""
+    """Of these, tokens that were not computed again."""
+    n_prefix_evicted: int = 0
+    """Prefixes that had to leave a slot or host memory."""
+    n_prefix_bytes: int = 0
+    """Bytes of prefixes in host memory now."""
     n_retained: int = 0
     """Slots that hold an ended sequence's tokens now."""
+    n_retained_cells: int = 0
+    """KV cells of these slots."""
     n_planned: int = 0
     """Times that a sequence that generates had its part in a step."""
     n_draft_planned: int = 0
     """Draft tokens chosen for them (K), over all."""
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompts that went on from a prefix; 0 without any."""
+        return self.n_prefix_hits / self.n_prefix_lookups if self.n_prefix_lookups else 0.0
+
+    @property
+    def reuse_rate(self) -> float:
+        """Share of the prompt tokens that were not computed again; 0 without any."""
+        return self.n_reused / self.n_prefix_tokens if self.n_prefix_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

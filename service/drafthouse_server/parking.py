@@ -1,10 +1,10 @@
-"""Sequences that had to give their slot back: what is kept of them, and where."""
+"""Sequences that had to give their slot back: what is kept of them, and where; what that costs."""
 
 from __future__ import annotations
 
 from drafthouse_server.sequence import Sequence
 
-__all__ = ["ParkingLot"]
+__all__ = ["ParkingLot", "SnapshotCost"]
 
 _BYTES_PER_S = 1e9
 """Speed at which a snapshot is written, and read again: one core that copies and checks bytes."""
@@ -13,19 +13,45 @@ _FIXED_S = 1e-3
 """Time of a snapshot besides its bytes, written and read."""
 
 
+class SnapshotCost:
+    """Predicts size and time of a snapshot from those that were written."""
+
+    def __init__(self) -> None:
+        self._bytes_per_token = 0.0
+
+    def observe(self, n_tokens: int, n_bytes: int) -> None:
+        """Learns from a snapshot of so many tokens, at least one."""
+        # Recurrent states make short ones dear; the dearest is the safe guess.
+        self._bytes_per_token = max(self._bytes_per_token, n_bytes / n_tokens)
+
+    def n_bytes(self, n_tokens: int) -> float:
+        """Returns the size of a snapshot, rather too much; 0 until one was seen."""
+        return self._bytes_per_token * n_tokens
+
+    def write_s(self, n_tokens: int) -> float:
+        """Returns the seconds that writing it takes; nothing else goes on meanwhile."""
+        return self.n_bytes(n_tokens) / _BYTES_PER_S + _FIXED_S / 2
+
+    def total_s(self, n_tokens: int) -> float:
+        """Returns the seconds of writing it and reading it again."""
+        return 2 * self.write_s(n_tokens)
+
+
 class ParkingLot:
     """Decides how sequences are parked, and bounds the host memory that they take.
 
-    A snapshot brings a sequence back bit by bit; without one its tokens are computed again.
+    A snapshot brings a sequence back bit by bit. Without one its tokens are computed again, in a
+    batch of another width, which rounds differently: where two tokens tie, another may win.
 
     Args:
         n_bytes_max: Most bytes of snapshots; 0 is none.
+        snapshots: Predicts what one costs; shared with whoever writes snapshots too.
     """
 
-    def __init__(self, n_bytes_max: int) -> None:
+    def __init__(self, n_bytes_max: int, snapshots: SnapshotCost | None = None) -> None:
         self._n_bytes_max = n_bytes_max
         self._n_bytes = 0
-        self._bytes_per_token = 0.0
+        self._snapshots = snapshots or SnapshotCost()
         self.n_preempted = 0
         """Times that a sequence was parked."""
         self.n_resumed = 0
@@ -38,19 +64,25 @@ class ParkingLot:
         """Bytes of snapshots held."""
         return self._n_bytes
 
-    def is_worth_saving(self, n_computed: int, recompute_s: float | None) -> bool:
+    def is_worth_saving(
+        self, n_computed: int, recompute_s: float | None, *, is_drawn: bool = False
+    ) -> bool:
         """Returns whether to write a snapshot of a sequence that is about to be parked.
+
+        One that draws tokens at random is saved while there is room, whatever that costs: each of
+        its draws falls near a border of two tokens now and then, and other roundings would move it
+        across. A greedy one parts only where two tokens tie.
 
         Args:
             n_computed: Tokens that the snapshot would hold.
             recompute_s: Predicted seconds of computing them again; None if that is unknown.
+            is_drawn: Whether the sequence has drawn tokens at random.
         """
         if not n_computed or not self._n_bytes_max:
             return False
-        n_bytes = self._bytes_per_token * n_computed  # 0 until one was seen
-        if self._n_bytes + n_bytes > self._n_bytes_max:
+        if self._n_bytes + self._snapshots.n_bytes(n_computed) > self._n_bytes_max:
             return False
-        return recompute_s is None or 2 * n_bytes / _BYTES_PER_S + _FIXED_S < recompute_s
+        return is_drawn or recompute_s is None or self._snapshots.total_s(n_computed) < recompute_s
 
     def put(self, sequence: Sequence, snapshot: bytes | None) -> None:
         """Keeps a parked sequence's snapshot, if there is one and room for it.
@@ -58,9 +90,7 @@ class ParkingLot:
         Without one, nothing of it is computed any more.
         """
         if snapshot is not None:
-            per_token = len(snapshot) / sequence.n_computed
-            # Recurrent states make short ones dear; the dearest is the safe guess.
-            self._bytes_per_token = max(self._bytes_per_token, per_token)
+            self._snapshots.observe(sequence.n_computed, len(snapshot))
             if self._n_bytes + len(snapshot) > self._n_bytes_max:
                 snapshot = None
         if snapshot is None:

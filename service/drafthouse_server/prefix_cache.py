@@ -21,6 +21,7 @@ __all__ = [
     "BlocksRemoved",
     "BlocksStored",
     "CacheEvent",
+    "CacheReset",
     "Match",
     "Prefix",
     "PrefixCache",
@@ -32,6 +33,9 @@ BLOCK_SIZE = 16
 """Tokens of one block; shorter prefixes are not worth the look-up."""
 
 _HASH_BYTES = 8
+
+_N_PRIOR = 8
+"""Snapshots, every second of them of use, that count until more is known."""
 
 
 class Tier(enum.IntEnum):
@@ -97,7 +101,12 @@ class BlocksRemoved:
     """Of the blocks, the last one of a prompt first."""
 
 
-CacheEvent = BlocksStored | BlocksRemoved
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """What was told before is void: what follows is all that there is."""
+
+
+CacheEvent = BlocksStored | BlocksRemoved | CacheReset
 
 
 @dataclass(slots=True)
@@ -112,6 +121,10 @@ class PrefixCounts:
     """Tokens of these prompts."""
     n_reused: int = 0
     """Of these, not computed again."""
+    n_stored: int = 0
+    """Snapshots that came to host memory."""
+    n_host_hits: int = 0
+    """Prompts for which a snapshot was the best that there was."""
     n_evicted: int = 0
     """Prefixes that had to leave a slot or host memory."""
 
@@ -156,6 +169,22 @@ class PrefixCache:
     def n_retained(self) -> int:
         """Slots that hold an ended sequence's tokens."""
         return sum(prefix.tier is Tier.RETAINED for prefix in self._slots.values())
+
+    @property
+    def has_host(self) -> bool:
+        """Whether prefixes may go to host memory."""
+        return self._n_host_bytes_max > 0
+
+    @property
+    def host_hit_rate(self) -> float:
+        """How often a snapshot in host memory will be of use: hits per snapshot, (0, 1]."""
+        n_hits = self.counts.n_host_hits + _N_PRIOR / 2
+        return min(1.0, n_hits / (self.counts.n_stored + _N_PRIOR))
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take_events` is of interest."""
+        return self._has_events
 
     @property
     def n_host_bytes(self) -> int:
@@ -225,13 +254,17 @@ class PrefixCache:
         return None
 
     def count(self, n_prompt: int, match: Match | None) -> None:
-        """Counts a prompt that got its slot, and the prefix that it went on from, if any."""
+        """Counts a prompt that got its slot, and notes that the prefix it found is of use."""
         self.counts.n_lookups += 1
         self.counts.n_prompt_tokens += n_prompt
         if match is not None:
-            self.counts.n_hits += 1
-            self.counts.n_reused += match.n_tokens
+            self.counts.n_host_hits += match.prefix.tier is Tier.HOST
             self._touch(match.prefix)
+
+    def count_hit(self, n_tokens: int) -> None:
+        """Counts a prompt that went on from a prefix: so many tokens were not computed again."""
+        self.counts.n_hits += 1
+        self.counts.n_reused += n_tokens
 
     def hold(self, seq_id: int, tenant: str, tokens: Sequence[int], *, is_running: bool) -> None:
         """Notes what a slot holds: computed tokens only. What was noted of it before is forgotten.
@@ -270,12 +303,17 @@ class PrefixCache:
         self.counts.n_evicted += 1
         return prefix
 
-    def is_worth_storing(self, prefix: Prefix) -> bool:
+    def is_worth_storing(self, prefix: Prefix, n_bytes: float = 0.0) -> bool:
         """Returns whether a prefix about to leave its slot should go to host memory.
 
-        Not where host memory has it already, or is off.
+        Not where host memory has it already, is off, or is too small.
+
+        Args:
+            prefix: In a slot.
+            n_bytes: Size of its snapshot, as far as that can be told.
         """
-        return self._n_host_bytes_max > 0 and self._covering(prefix) is None
+        n_max = self._n_host_bytes_max
+        return 0 < n_max >= n_bytes and self._covering(prefix) is None
 
     def store(self, tenant: str, tokens: Sequence[int], snapshot: bytes) -> bool:
         """Keeps a snapshot in host memory; the least recently used ones make room for it.
@@ -304,6 +342,7 @@ class PrefixCache:
             self.counts.n_evicted += 1
         self._hosted[prefix] = None
         self._n_host_bytes += len(snapshot)
+        self.counts.n_stored += 1
         return True
 
     def clear(self, tenant: str | None = None) -> list[int]:
@@ -323,6 +362,27 @@ class PrefixCache:
         """Returns what was stored and removed since the last call, in order."""
         events, self._events = self._events, []
         return events
+
+    def tell(self, *, is_told: bool) -> None:
+        """Begins to note events, with all that is held now; or noting them ends.
+
+        Done again, it begins again.
+        """
+        self._has_events = is_told
+        self._events = []
+        if not is_told:
+            return
+        self._events.append(CacheReset())
+        told: set[int] = set()
+        for prefix in (*self._slots.values(), *self._hosted):
+            n_known = sum(block_hash in told for block_hash in prefix.hashes)
+            if n_known < len(prefix.hashes):
+                self._events.append(_stored(prefix, n_known))
+                told.update(prefix.hashes)
+
+    def make(self, seq_id: int, tenant: str, tokens: Sequence[int]) -> Prefix:
+        """Returns what a slot holds as a prefix, at least one block; it is not noted."""
+        return self._make(tenant, tokens, Tier.RUNNING, seq_id)
 
     def _make(self, tenant: str, tokens: Sequence[int], tier: Tier, seq_id: int = -1) -> Prefix:
         n_whole = len(tokens) - len(tokens) % BLOCK_SIZE
@@ -376,15 +436,7 @@ class PrefixCache:
                 holders[prefix] = None
         self._ends.setdefault(prefix.hashes[-1], {})[prefix] = None
         if self._has_events and n_known < len(prefix.hashes):
-            n_end = len(prefix.hashes) * BLOCK_SIZE
-            self._events.append(
-                BlocksStored(
-                    prefix.tenant,
-                    prefix.hashes[n_known:],
-                    prefix.hashes[n_known - 1] if n_known else None,
-                    prefix.tokens[n_known * BLOCK_SIZE : n_end],
-                )
-            )
+            self._events.append(_stored(prefix, n_known))
 
     def _remove(self, prefix: Prefix) -> None:
         removed = [
@@ -404,6 +456,16 @@ def _hashes(tenant: str, tokens: Sequence[int]) -> Iterator[int]:
         block = array("i", tokens[start : start + BLOCK_SIZE]).tobytes()
         digest = blake2b(digest + block, digest_size=_HASH_BYTES).digest()
         yield int.from_bytes(digest)
+
+
+def _stored(prefix: Prefix, n_known: int) -> BlocksStored:
+    """Returns the event of a prefix whose first blocks are known already."""
+    return BlocksStored(
+        prefix.tenant,
+        prefix.hashes[n_known:],
+        prefix.hashes[n_known - 1] if n_known else None,
+        prefix.tokens[n_known * BLOCK_SIZE : len(prefix.hashes) * BLOCK_SIZE],
+    )
 
 
 def _n_common(first: Sequence[int], second: Sequence[int]) -> int:

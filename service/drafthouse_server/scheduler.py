@@ -26,9 +26,16 @@ from drafthouse_server.cells import CellLedger
 from drafthouse_server.errors import ContextTooLong, DrafthouseError, EngineError
 from drafthouse_server.metrics import SchedulerCounts
 from drafthouse_server.ngram import NgramDrafter
-from drafthouse_server.parking import ParkingLot
+from drafthouse_server.parking import ParkingLot, SnapshotCost
 from drafthouse_server.prefill import PrefillPacer, PrefillTurns
-from drafthouse_server.prefix_cache import BLOCK_SIZE, Match, Prefix, PrefixCache, Tier
+from drafthouse_server.prefix_cache import (
+    BLOCK_SIZE,
+    CacheEvent,
+    Match,
+    Prefix,
+    PrefixCache,
+    Tier,
+)
 from drafthouse_server.sequence import (
     Event,
     FinishReason,
@@ -66,6 +73,19 @@ _PREFILL_FLOOR_SHARE = 4
 _PREFILL_MIN_SHARE = 32
 """Of the step's budget, one part in so many goes to prompts however long the step is already."""
 
+_N_BEFORE_END = BLOCK_SIZE
+"""A checkpoint of a recurrent state is taken so many tokens before the end of a prompt.
+
+Not at the end: there stands what the chat template puts before an answer, which it may put
+otherwise, or not at all, once the answer is there (the mark of a thought, for one).
+"""
+
+_COPY_SHARE = 64
+"""Of a slot's cells one part in so many must be of use for a copy between caches to pay.
+
+It copies all of them; to compute a token takes hundreds of times as long as to copy a cell.
+"""
+
 _N_DEADLINES_MIN = 64
 """Deadlines of ended sequences that may be held before they are swept."""
 
@@ -93,6 +113,8 @@ class Scheduler:
         n_parked_bytes_max: Most bytes of parked sequences in host memory; 0 is none.
         prefixes: Finds prefixes to go on from; None: ended sequences' slots are given back at once.
         ngrams: Proposes drafts before the engine's drafter is asked; None: nobody does.
+        n_checkpoint_min: Tokens of a prompt that a checkpoint must save over what was computed
+            before; of recurrent targets only.
     """
 
     def __init__(
@@ -106,6 +128,7 @@ class Scheduler:
         n_parked_bytes_max: int = 1 << 30,
         prefixes: PrefixCache | None = None,
         ngrams: NgramDrafter | None = None,
+        n_checkpoint_min: int = 64,
     ) -> None:
         if limits.n_batch < limits.n_seq_max or limits.n_outputs_max < limits.n_seq_max:
             raise ValueError(
@@ -119,13 +142,18 @@ class Scheduler:
         self._pacer = PrefillPacer(gap_s)
         self._turns = PrefillTurns()
         self._ledger = CellLedger(limits)
-        self._lot = ParkingLot(n_parked_bytes_max)
+        self._snapshots = SnapshotCost()
+        self._lot = ParkingLot(n_parked_bytes_max, self._snapshots)
         self._prefixes = prefixes
         self._ngrams = ngrams
+        self._n_checkpoint_min = n_checkpoint_min
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}  # by slot
         self._parking: dict[int, Sequence] = {}  # by the slot that the plan in flight takes away
         self._retained: dict[int, int] = {}  # cells by slot, of sequences that have ended
+        self._n_retained_cells = 0
+        self._borders: list[Sequence] = []  # computed up to where a checkpoint is to be taken
+        self._hits: list[Sequence] = []  # started by the plan in flight with a prefix
         self._storing: dict[int, Prefix] = {}  # by the slot that the plan in flight saves
         # The lowest first: llama.cpp computes sequences whose ids follow one another together.
         self._free_slots = list(range(limits.n_seq_max))
@@ -143,6 +171,7 @@ class Scheduler:
         self._n_planned = 0  # entries of all plans that generate
         self._n_draft_planned = 0  # their draft tokens
         self._has_moves = False  # whether it starts, saves or parks
+        self._stall_s = math.inf  # a step of running streams: a snapshot may hold them up as long
         self._now = 0.0
         self._planned_at = 0.0
 
@@ -169,7 +198,7 @@ class Scheduler:
     @property
     def n_cells_held(self) -> int:
         """KV cells in use: the running sequences' and the retained slots', <= limits.n_ctx."""
-        return self._n_cells_running() + sum(self._retained.values())
+        return self._n_cells_running() + self._n_retained_cells
 
     @property
     def counts(self) -> SchedulerCounts:
@@ -183,11 +212,28 @@ class Scheduler:
             n_recomputed=lot.n_recomputed,
             n_prefix_lookups=found.n_lookups if found else 0,
             n_prefix_hits=found.n_hits if found else 0,
+            n_prefix_tokens=found.n_prompt_tokens if found else 0,
             n_reused=found.n_reused if found else 0,
+            n_prefix_evicted=found.n_evicted if found else 0,
+            n_prefix_bytes=self._prefixes.n_host_bytes if self._prefixes else 0,
             n_retained=len(self._retained),
             n_planned=self._n_planned,
             n_draft_planned=self._n_draft_planned,
+            n_retained_cells=self._n_retained_cells,
         )
+
+    def tell_cache(self, *, is_told: bool) -> None:
+        """Has `take_cache_events` tell what is cached, from all that is there now; or ends it."""
+        if self._prefixes is not None:
+            self._prefixes.tell(is_told=is_told)
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Returns which prefixes came and went since the last call, in order.
+
+        Always empty unless `tell_cache` has asked for it.
+        """
+        prefixes = self._prefixes
+        return prefixes.take_events() if prefixes is not None and prefixes.has_events else []
 
     @property
     def is_idle(self) -> bool:
@@ -285,6 +331,8 @@ class Scheduler:
         if self._ledger.is_shared:
             self._make_room()
         self._fill_slots()
+        if self._borders:
+            self._save_borders()
         decodes, prefills = self._split_running()
         n_free = self._n_cells_free() - len(decodes)
         n_room, n_floor = self._draft_room(decodes, prefills, n_free)
@@ -376,10 +424,9 @@ class Scheduler:
     def _park(self, sequence: Sequence) -> None:
         """Takes a sequence's slot away; `commit` lets it wait for another."""
         seq_id, n_computed = sequence.seq_id, sequence.n_computed
-        recompute_s = None
-        if self._cost is not None and self._cost.n_observed:
-            recompute_s = self._cost.recompute_s(n_computed, self._limits.n_batch)
-        if self._lot.is_worth_saving(n_computed, recompute_s):
+        recompute_s = self._recompute_s(n_computed)
+        is_drawn = sequence.sampling.temperature > 0 and sequence.n_steps > 0
+        if self._lot.is_worth_saving(n_computed, recompute_s, is_drawn=is_drawn):
             self._saves.append(seq_id)
         self._parks.append(seq_id)
         self._parking[seq_id] = sequence
@@ -391,6 +438,12 @@ class Scheduler:
         sequence.n_parks += 1
         sequence.n_no_room = 0
         self._lot.n_preempted += 1
+
+    def _recompute_s(self, n_tokens: int) -> float | None:
+        """Returns the seconds of computing so many tokens; None if that is unknown."""
+        if self._cost is None or not self._cost.n_observed:
+            return None
+        return self._cost.recompute_s(n_tokens, self._limits.n_batch)
 
     def _fill_slots(self) -> None:
         """Gives free slots to those who wait, as far as they are likely to find cells.
@@ -437,17 +490,20 @@ class Scheduler:
         if snapshot is None:
             sequence.is_draft_cold = False
             match = self._find_prefix(sequence)
+        seq_id, match = self._place(match)
+        self._take_slot(seq_id, match)
         if match is not None:
+            prefix = match.prefix
             sequence.n_computed = match.n_tokens
-            snapshot = match.prefix.snapshot or None
-            source = match.prefix.seq_id if match.prefix.tier is Tier.RUNNING else None
-        sequence.seq_id = seq_id = self._take_slot(match)
+            snapshot = prefix.snapshot or None
+            source = prefix.seq_id if prefix.tier is not Tier.HOST else None
+        sequence.seq_id = seq_id
         self._running[seq_id] = sequence
         start = Start(
             seq_id,
             sequence.sampler,
             n_kept=sequence.n_computed,
-            source=source,
+            source=source if source != seq_id else None,
             snapshot=snapshot,
             is_resumed=sequence.is_parked,
         )
@@ -459,9 +515,11 @@ class Scheduler:
         else:
             sequence.slot_at = self._now
             sequence.n_reused = sequence.n_computed
+            if match is not None:
+                self._hits.append(sequence)
 
     def _find_prefix(self, sequence: Sequence) -> Match | None:
-        """Returns the prefix that a sequence goes on from."""
+        """Returns the prefix that a sequence could go on from."""
         if self._prefixes is None:
             return None
         match = self._prefixes.find(sequence.tenant, sequence.tokens)
@@ -469,38 +527,124 @@ class Scheduler:
             self._prefixes.count(sequence.n_prompt, match)
         return match
 
-    def _take_slot(self, match: Match | None) -> int:
-        """Returns a slot to take into use: the one that holds the prefix, if it is retained."""
-        if match is not None and match.prefix.tier is Tier.RETAINED:
-            assert self._prefixes is not None, "it has found the prefix"
-            seq_id = match.prefix.seq_id
-            self._prefixes.drop(seq_id)
-            del self._retained[seq_id]
-            return seq_id
-        if self._free_slots:
-            return heappop(self._free_slots)
-        return self._evict_oldest()[0]
+    def _place(self, match: Match | None) -> tuple[int, Match | None]:
+        """Returns the slot to take, and the prefix to go on from there.
 
-    def _evict_oldest(self) -> tuple[int, int]:
-        """Gives up the slot that was retained longest; its tokens may move to host memory.
-
-        Returns:
-            The slot, and its cells.
+        Sequences whose ids follow one another are computed together; each gap between them costs
+        another physical batch in every step, which reads all weights again. So a prefix is used
+        where it is only if that is as good a place as any; otherwise it is copied.
         """
+        best = self._choose_slot()
+        if match is None or match.prefix.tier is Tier.HOST:
+            return best, match
+        assert self._prefixes is not None, "it has found the prefix"
+        held = match.prefix.seq_id
+        if match.prefix.tier is Tier.RETAINED:
+            can_move = self._prefixes.can_cut and not self._ledger.is_shared
+            if not can_move or self._n_neighbours(held) >= self._n_neighbours(best):
+                return held, match
+        if not self._ledger.is_shared and match.n_tokens * _COPY_SHARE < self._limits.n_ctx_seq:
+            return best, None
+        return best, match
+
+    def _n_neighbours(self, seq_id: int) -> int:
+        """Returns how many of the slots next to one are running."""
+        running = self._running
+        return (seq_id - 1 in running) + (seq_id + 1 in running)
+
+    def _choose_slot(self) -> int:
+        """Returns the slot to take if any will do; it is free, or retained.
+
+        Of several as good the lowest free one, or the one that was not used for longest.
+        """
+        if self._free_slots:
+            if not self._retained:
+                return self._free_slots[0]  # as the running ones are the lowest, too
+            return max(sorted(self._free_slots), key=self._n_neighbours)
+        return self._choose_retained()
+
+    def _choose_retained(self) -> int:
+        """Returns the retained slot to give up: beside running ones, not used for longest."""
         assert self._prefixes is not None, "it has noted what is retained"
-        seq_id = next(self._prefixes.retained()).seq_id
+        oldest_first = (prefix.seq_id for prefix in self._prefixes.retained())
+        if self._ledger.is_shared:
+            return next(oldest_first)
+        return max(oldest_first, key=self._n_neighbours)
+
+    def _take_slot(self, seq_id: int, match: Match | None) -> None:
+        """Takes a free slot, or a retained one, whose tokens are lost unless they are the match."""
+        if seq_id not in self._retained:
+            self._free_slots.remove(seq_id)
+            heapify(self._free_slots)
+        elif match is not None and match.prefix.seq_id == seq_id:
+            assert self._prefixes is not None, "it has found the prefix"
+            self._prefixes.drop(seq_id)
+            self._n_retained_cells -= self._retained.pop(seq_id)
+        else:
+            self._evict(seq_id)
+
+    def _evict(self, seq_id: int) -> int:
+        """Gives up a retained slot, whose tokens may move to host memory; returns its cells."""
+        assert self._prefixes is not None, "it has noted what is retained"
         prefix = self._prefixes.evict(seq_id)
-        if self._prefixes.is_worth_storing(prefix):
+        if self._is_worth_storing(prefix):
             self._saves.append(seq_id)
             self._storing[seq_id] = prefix
-        return seq_id, self._retained.pop(seq_id)
+        n_cells = self._retained.pop(seq_id)
+        self._n_retained_cells -= n_cells
+        return n_cells
+
+    def _is_worth_storing(self, prefix: Prefix, n_reused: int = 0) -> bool:
+        """Returns whether to write a prefix to host memory.
+
+        What is written must not hold up running streams for longer than a step of theirs takes.
+        """
+        assert self._prefixes is not None, "it has made the prefix"
+        n_tokens = len(prefix.tokens)
+        n_bytes = self._snapshots.n_bytes(n_tokens)
+        is_cheap = self._is_snapshot_cheap(n_tokens, n_reused)
+        return is_cheap and self._prefixes.is_worth_storing(prefix, n_bytes)
+
+    def _is_snapshot_cheap(self, n_tokens: int, n_reused: int = 0) -> bool:
+        """Returns whether a snapshot of a prefix promises to save more time than it costs.
+
+        Args:
+            n_tokens: Tokens that it would hold.
+            n_reused: Of these, tokens that another prefix holds.
+        """
+        assert self._prefixes is not None, "asked for a prefix"
+        snapshots = self._snapshots
+        n_storing = sum(len(prefix.tokens) for prefix in self._storing.values())
+        is_anybody_held_up = any(map(_is_generating, self._running.values()))
+        if is_anybody_held_up and snapshots.write_s(n_storing + n_tokens) > self._stall_s:
+            return False
+        recompute_s = self._recompute_s(n_tokens - n_reused)
+        if recompute_s is None:
+            return True
+        return snapshots.total_s(n_tokens) < self._prefixes.host_hit_rate * recompute_s
+
+    def _save_borders(self) -> None:
+        """Takes checkpoints of prompts, for the next turns of their conversations."""
+        assert self._prefixes is not None, "there are no borders without"
+        borders, self._borders = self._borders, []
+        for sequence in borders:
+            n_tokens = sequence.n_computed
+            is_running = self._running.get(sequence.seq_id) is sequence
+            if not is_running or n_tokens != self._border(sequence):
+                continue  # it has ended, or was parked
+            prefix = self._prefixes.make(
+                sequence.seq_id, sequence.tenant, sequence.tokens[:n_tokens]
+            )
+            if self._is_worth_storing(prefix, sequence.n_reused):
+                self._saves.append(sequence.seq_id)
+                self._storing[sequence.seq_id] = prefix
 
     def _evict_for(self, n_wanted: int) -> None:
         """Gives up retained slots until the step finds its cells."""
         n_free = self._ledger.n_cells - self.n_cells_held
         while self._retained and n_free < n_wanted:
-            seq_id, n_cells = self._evict_oldest()
-            n_free += n_cells
+            seq_id = self._choose_retained()
+            n_free += self._evict(seq_id)
             self._frees.append(seq_id)
             heappush(self._free_slots, seq_id)
 
@@ -581,13 +725,39 @@ class Scheduler:
 
     def _share_prefill(self, prefills: list[Sequence], n_left: int) -> Iterator[PlanEntry]:
         """Yields pieces of prompts until the budget is used up."""
-        parts = [(sequence, _n_prefill(sequence)) for sequence in prefills]
+        parts = [(sequence, self._n_prefill(sequence)) for sequence in prefills]
         for sequence, n_tokens in self._turns.share(parts, n_left):
             start = sequence.n_computed
             piece = sequence.tokens[start : start + n_tokens]
             # A resumed sequence knows what comes after its last token but one.
             is_output = n_tokens == sequence.n_pending
             yield PlanEntry(sequence.seq_id, start, piece, 0, is_output)
+
+    def _n_prefill(self, sequence: Sequence) -> int:
+        """Returns the tokens to compute next before a sequence generates.
+
+        The prompt, up to where a checkpoint is to be taken; or, where the sequence was parked, all
+        but the last token: that one goes on as if nothing had happened, with a draft.
+        """
+        n_pending = sequence.n_pending
+        if sequence.n_steps:
+            return n_pending - 1
+        border = self._border(sequence)
+        if border <= sequence.n_computed or not self._has_borders:
+            return n_pending
+        is_cheap = self._is_snapshot_cheap(border, sequence.n_reused)
+        return border - sequence.n_computed if is_cheap else n_pending
+
+    def _border(self, sequence: Sequence) -> int:
+        """Returns how much of a prompt a checkpoint holds; 0 where it would save too little."""
+        n_tokens = sequence.n_prompt - _N_BEFORE_END
+        return n_tokens if n_tokens - sequence.n_reused >= self._n_checkpoint_min else 0
+
+    @property
+    def _has_borders(self) -> bool:
+        """Whether checkpoints of prompts are taken: what cannot be cut is good only as a whole."""
+        prefixes = self._prefixes
+        return prefixes is not None and prefixes.has_host and not prefixes.can_cut
 
     def commit(self, result: StepResult, now: float) -> list[tuple[Sequence, Event]]:
         """Takes the engine's answer to the last plan.
@@ -606,6 +776,8 @@ class Scheduler:
             self._learn(result, now - self._planned_at)
         if result.n_kept:
             self._take_refusals(result)
+        if self._hits:
+            self._count_hits()
         ok, no_room = SequenceStatus.OK, SequenceStatus.NO_ROOM
         for entry in result.entries:
             sequence, status = running[entry.seq_id], entry.status
@@ -634,6 +806,16 @@ class Scheduler:
             has_prefill = len(entries) > self._n_decodes
             self._pacer.observe(cost.predict(shape), step_s, has_prefill=has_prefill)
         cost.observe(shape, result.timings, 0.0 if self._has_moves else step_s)
+        if self._n_decodes and not self._has_moves:
+            self._stall_s = step_s
+
+    def _count_hits(self) -> None:
+        """Counts the starts that have kept the prefix that was found for them."""
+        assert self._prefixes is not None, "it has found the prefixes"
+        hits, self._hits = self._hits, []
+        for sequence in hits:
+            if sequence.n_reused:
+                self._prefixes.count_hit(sequence.n_reused)
 
     def _take_refusals(self, result: StepResult) -> None:
         """Notes which starts kept less than they were to."""
@@ -671,6 +853,8 @@ class Scheduler:
         n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
         if n_computed == n_prompt and self._prefixes is not None and self._prefixes.can_cut:
             self._prefixes.hold(sequence.seq_id, sequence.tenant, sequence.tokens, is_running=True)
+        elif self._has_borders and n_computed == self._border(sequence):
+            self._borders.append(sequence)
         if sequence.has_progress and n_computed > sequence.n_progress:
             sequence.n_progress = n_computed
             events.append((sequence, ProgressEvent(n_computed, n_prompt)))
@@ -706,6 +890,7 @@ class Scheduler:
         for seq_id, prefix in storing.items():
             snapshot = result.snapshots.get(seq_id)
             if snapshot is not None:
+                self._snapshots.observe(len(prefix.tokens), len(snapshot))
                 self._prefixes.store(prefix.tenant, prefix.tokens, snapshot)
 
     def abandon(self, plan: StepPlan, error: Exception) -> list[tuple[Sequence, Event]]:
@@ -729,6 +914,7 @@ class Scheduler:
         lost = [self._running[seq_id] for seq_id in seq_ids]
         parking, self._parking = self._parking, {}
         self._storing.clear()
+        self._hits.clear()
         for sequence in parking.values():
             self._waiting.push(sequence)  # where `_end` finds it
         return [(sequence, self._fail(sequence, status)) for sequence in (*lost, *parking.values())]
@@ -741,6 +927,7 @@ class Scheduler:
             self._prefixes.drop(seq_id)
             heappush(self._free_slots, seq_id)
         self._retained.clear()
+        self._n_retained_cells = 0
         return seq_ids
 
     def _fail(self, sequence: Sequence, status: str) -> Event:
@@ -793,6 +980,7 @@ class Scheduler:
         tokens = sequence.tokens[:n_computed]
         self._prefixes.hold(sequence.seq_id, sequence.tenant, tokens, is_running=False)
         self._retained[sequence.seq_id] = n_computed
+        self._n_retained_cells += n_computed
         return True
 
 
@@ -806,13 +994,3 @@ def _is_generating(sequence: Sequence) -> bool:
     """Returns whether all but the last token are computed, and that one is an output."""
     n_target = len(sequence.tokens)
     return sequence.n_computed == n_target - 1 and n_target > sequence.n_prompt
-
-
-def _n_prefill(sequence: Sequence) -> int:
-    """Returns the tokens to compute before a sequence generates.
-
-    The prompt, or, where the sequence was parked, all but the last token: that one goes on as if
-    nothing had happened, with a draft.
-    """
-    n_pending = sequence.n_pending
-    return n_pending - 1 if len(sequence.tokens) > sequence.n_prompt else n_pending

@@ -332,7 +332,7 @@ class _Situation:
                 yield self._bounded([n_drafts[kind] for kind in kinds])
 
 
-def n_steps_visit(n: int) -> int:
+def _n_steps_visit(n: int) -> int:
     """Returns the steps with drafts in a visit of so many sequences."""
     return max(_N_STEPS_TRIAL, -(-_N_DRAFTS_TRIAL // n))
 
@@ -417,7 +417,7 @@ class _Trials:
         Args:
             n: Sequences.
         """
-        self._steps = [*[1] * n_steps_visit(n), *[0] * _N_STEPS_WARMING]
+        self._steps = [*[1] * _n_steps_visit(n), *[0] * _N_STEPS_WARMING]
         self.is_visit = True
 
     def begin(self, n: int, n_draft: int, n_draft_max: int) -> int:
@@ -659,7 +659,7 @@ class AdaptiveDraft:
             n = len(crowd.caps)
             fed_s, tried_s = situation.seconds([0] * n), situation.seconds(situation.equal(1))
             cost_s = _N_STEPS_WARMING * (fed_s - n / unfed_rate)
-            cost_s += n_steps_visit(n) * (tried_s - n / unfed_rate)
+            cost_s += _n_steps_visit(n) * (tried_s - n / unfed_rate)
             self._rest_from_visits(cost_s, fed_s)
         self.is_warm = False
         self.n_turns += 1
