@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from drafthouse_engine import (
@@ -55,6 +55,7 @@ def test_a_pattern_accepts_what_re_matches_as_a_whole(pattern: str, texts: list[
 def test_a_pattern_accepts_texts_made_for_it(data: st.DataObject) -> None:
     pattern = data.draw(PATTERNS)
     text = data.draw(st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True))
+    assume(len(text) <= 16)  # nested repetitions: `re` takes 2^n steps
     if "\0" not in text and re.fullmatch(pattern, text, re.ASCII):
         assert grammar_accepts(regex_grammar(pattern), text), (pattern, text)
 
