@@ -107,7 +107,7 @@ async def test_drafts_that_were_looked_up_change_no_token_of_a_crowd(
             found = await asyncio.gather(*(generate(client, prompt) for prompt in crowd))
             ties += compare(referee, expected, found)
         sources = loop.statistics().by_source
-        assert await n_cells_used(loop) == 0
+        assert await n_cells_used(loop) == loop.statistics().scheduler.n_retained_cells
     assert len({tie.prompt for tie in ties}) <= 3
     assert sources["ngram"].n_accepted > 200
     assert sources["ngram"].acceptance_rate > 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drafthouse_server.prefill import GAP_FACTOR, N_QUANTUM, PrefillPacer, PrefillTurns
+from drafthouse_server.prefill import GAP_FACTOR, N_QUANTUM, STEP_FREE_S, PrefillPacer, PrefillTurns
 from drafthouse_server.sequence import Sequence
 
 
@@ -81,4 +81,5 @@ def test_old_steps_are_forgotten() -> None:
         pacer.observe(0.01, 0.04, has_prefill=False)
     for _ in range(300):
         pacer.observe(0.01, 0.01, has_prefill=False)
-    assert pacer.target_s(0.01) == pytest.approx(0.02)
+    assert pacer.target_s(0.02) == pytest.approx(0.04)
+    assert pacer.target_s(0.01) == STEP_FREE_S, "nobody notices less"

@@ -14,10 +14,17 @@ from collections.abc import Iterable, Sequence
 from drafthouse_server.sequence import Sequence as TokenSequence
 from drafthouse_server.waiting import rank
 
-__all__ = ["GAP_FACTOR", "N_QUANTUM", "PrefillPacer", "PrefillTurns"]
+__all__ = ["GAP_FACTOR", "N_QUANTUM", "STEP_FREE_S", "PrefillPacer", "PrefillTurns"]
 
 GAP_FACTOR = 2.0
 """With prompts, a gap may be so many times the unloaded 99th percentile."""
+
+STEP_FREE_S = 0.025
+"""Steps up to so long are nobody's loss: forty tokens a second are more than anybody reads.
+
+Where steps are shorter, cutting prompts finer for twice their time would cost prompts dearly: small
+pieces are slow to compute, and few streams would hold up many.
+"""
 
 N_QUANTUM = 32
 """Tokens of one prompt that are worth a place in a step, if so many are left."""
@@ -62,7 +69,8 @@ class PrefillPacer:
     """Tells how long a step with a piece of a prompt may take, as the cost model counts.
 
     Args:
-        gap_s: Target of the gap between tokens, seconds; 0 is twice the unloaded 99th percentile.
+        gap_s: Target of the gap between tokens, seconds; 0 is twice the unloaded 99th percentile,
+            but no less than `STEP_FREE_S`.
     """
 
     def __init__(self, gap_s: float = 0.0) -> None:
@@ -76,7 +84,9 @@ class PrefillPacer:
         Args:
             decode_s: Predicted seconds of the step without prompts.
         """
-        return self._gap_s or GAP_FACTOR * decode_s * self._unloaded.high
+        if self._gap_s:
+            return self._gap_s
+        return max(GAP_FACTOR * decode_s * self._unloaded.high, STEP_FREE_S)
 
     def step_s(self, decode_s: float) -> float:
         """Returns what a step may be predicted to take, so that nearly all hold the target.
@@ -84,7 +94,8 @@ class PrefillPacer:
         Args:
             decode_s: Predicted seconds of the step without prompts.
         """
-        return self.target_s(decode_s) / self._loaded.high
+        seconds = self.target_s(decode_s) / self._loaded.high
+        return seconds if self._gap_s else max(seconds, STEP_FREE_S)
 
     def observe(self, predicted_s: float, step_s: float, *, has_prefill: bool) -> None:
         """Learns from a step in which streams went on.
