@@ -20,7 +20,7 @@ run() {
     mkdir -p "$corpus"
     [ -d "$seeds" ] || seeds=
     "$out/$name" -fork=1 -ignore_crashes=1 -ignore_timeouts=1 -ignore_ooms=1 -max_total_time="$seconds" -len_control=10 \
-        -max_len=1024 -timeout=20 -rss_limit_mb=4096 -artifact_prefix="$out/findings/$name-" "$corpus" $seeds \
+        -max_len=1024 -timeout=60 -rss_limit_mb=4096 -artifact_prefix="$out/findings/$name-" "$corpus" $seeds \
         >"$out/$name.log" 2>&1 || true
     tail -n 1 "$out/$name.log"
 }
