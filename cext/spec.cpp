@@ -1354,6 +1354,10 @@ struct outcome {
 
 // Runs jobs on ggml's threads, which are awake right after a decode: a graph of one node, whose
 // threads take the jobs one by one.
+//
+// The hand-over is by two counters of its own, not by ggml's barriers alone: whoever takes a job
+// sees what was written before `run`, and whoever called `run` sees what the jobs wrote. So a
+// sanitizer sees it too.
 struct team {
     int32_t n_threads = 1;
     ggml_context_ptr ctx;
@@ -1362,6 +1366,7 @@ struct team {
     std::vector<uint8_t> work;
     ggml_cplan plan = {};
     std::atomic<size_t> i_next{0};
+    std::atomic<size_t> n_done{0};
     size_t n_jobs = 0;
     void (*job)(const void *, size_t) = nullptr; // throws nothing
     const void * user = nullptr;
@@ -1375,6 +1380,7 @@ struct team {
         team & t = *static_cast<team *>(self);
         for (size_t i = t.i_next++; i < t.n_jobs; i = t.i_next++) {
             t.job(t.user, i);
+            ++t.n_done;
         }
     }
 
@@ -1406,11 +1412,14 @@ struct team {
             }
             return;
         }
-        i_next = 0;
         n_jobs = n;
         job = [](const void * b, size_t i) { (*static_cast<const Body *>(b))(i); };
         user = &body;
-        ggml_graph_compute(graph, &plan);
+        n_done = 0;
+        i_next = 0; // last: it hands the rest over
+        if (ggml_graph_compute(graph, &plan) != GGML_STATUS_SUCCESS || n_done != n) {
+            fail(SPEC_ERR_INTERNAL, "the threads that choose tokens did not finish");
+        }
     }
 };
 
@@ -3022,8 +3031,8 @@ void verify(spec_engine & engine, sequence & seq, int32_t i_first, outcome & out
 }
 
 // The part of an entry's end that touches its own sequence only, so that threads may share the
-// entries. (llama.cpp's synchronise is called by several of them; with nothing queued it stores
-// what is there already.)
+// entries. They read the target's logits through llama.cpp, which synchronises each time; since
+// decode_batch has synchronised, that writes nothing (patch 0005).
 void choose(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
     const spec_plan_entry & e = plan.entries[i_entry];
     sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];

@@ -2,7 +2,7 @@
 # Compiles spec.cpp, and the parts of llama.cpp that handle untrusted input, with instrumentation.
 #
 #   scripts/instrument.sh address    -> build/address/{abi_test,step_bench,_spec…so}   (GCC, ASan and UBSan)
-#   scripts/instrument.sh thread     -> build/thread/handover_test                     (clang, TSan)
+#   scripts/instrument.sh thread     -> build/thread/{handover_test,sampling_test}     (clang, TSan)
 #   scripts/instrument.sh fuzz       -> build/fuzz/{plan_fuzz,grammar_fuzz,…}          (clang, libFuzzer, ASan, UBSan)
 #
 # The rest of llama.cpp, ggml's kernels above all, is linked as `make dev` built it (DRAFTHOUSE_BUILD names another
@@ -53,6 +53,9 @@ fi
 include="-Icext -isystem $llama/common -isystem $llama/include -isystem $llama/ggml/include -isystem $llama
     -isystem $llama/src -isystem $llama/vendor"
 parts='common/sampling common/speculative common/ngram-cache common/ngram-map src/llama-grammar'
+if [ "$kind" = thread ]; then
+    parts="$parts src/llama-context src/llama-sampler" # threads choose tokens from one context
+fi
 if [ "$kind" = fuzz ]; then
     parts="$parts common/common common/ngram-mod common/reasoning-budget src/llama-batch src/llama-context
         src/llama-kv-cache src/llama-kv-cache-iswa src/llama-memory src/llama-memory-hybrid
@@ -78,6 +81,17 @@ for part in $parts; do
 done
 compile cext/spec.cpp spec
 objects=$out/obj/spec.o
+if [ "$kind" = thread ]; then
+    # ggml's own threads instead of OpenMP's, whose hand-overs a sanitizer does not see.
+    if [ ! -e "$out/obj/ggml-cpu.o" ] || [ scripts/instrument.sh -nt "$out/obj/ggml-cpu.o" ]; then
+        # shellcheck disable=SC2086
+        ${clang%%++*}${clang##*++} -std=gnu11 -O2 -g -fPIC -w -DNDEBUG -D_GNU_SOURCE -D_XOPEN_SOURCE=600 -march=native \
+            -DGGML_SCHED_MAX_COPIES=4 -DGGML_USE_CPU_REPACK -DGGML_USE_LLAMAFILE $flags -I"$llama/ggml/src" \
+            -I"$llama/ggml/src/ggml-cpu" -I"$llama/ggml/include" -c "$llama/ggml/src/ggml-cpu/ggml-cpu.c" \
+            -o "$out/obj/ggml-cpu.o"
+    fi
+    objects="$objects $out/obj/ggml-cpu.o"
+fi
 for part in $parts; do
     objects="$objects $out/obj/$(basename "$part").o"
 done
@@ -113,9 +127,11 @@ address)
     link "python/drafthouse_engine/_spec$suffix" $flags -shared "$out/obj/_spec.o"
     ;;
 thread)
-    compile tests/fuzz/handover_test.cpp handover_test -Itests/fuzz
-    # shellcheck disable=SC2086
-    link handover_test $flags "$out/obj/handover_test.o"
+    for program in handover_test sampling_test; do
+        compile tests/fuzz/$program.cpp $program -Itests/fuzz
+        # shellcheck disable=SC2086
+        link $program $flags "$out/obj/$program.o"
+    done
     ;;
 fuzz)
     for source in tests/fuzz/*_fuzz.cpp; do

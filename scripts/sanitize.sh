@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs the C tests and a Python stress test under AddressSanitizer and UndefinedBehaviorSanitizer, and the hand-over of
-# an engine between threads under ThreadSanitizer.
+# Runs the C tests and a Python stress test under AddressSanitizer and UndefinedBehaviorSanitizer; the hand-over of an
+# engine between threads, and sampling on several threads, under ThreadSanitizer.
 set -eu
 cd "$(dirname "$0")/.."
 python=${DRAFTHOUSE_PYTHON:-$PWD/.venv/bin/python}
@@ -25,5 +25,7 @@ ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc
     tests/test_recurrent_rollback.py tests/test_rollback_by_hand.py tests/test_bad_input.py tests/test_ngram_guards.py \
     tests/test_bad_grammars.py tests/test_cext_snapshots.py
 echo '== hand-over between threads'
-TSAN_OPTIONS=halt_on_error=0:suppressions=tests/fuzz/tsan.supp build/thread/handover_test
+build/thread/handover_test
+echo '== sampling on several threads'
+build/thread/sampling_test
 echo 'sanitize: clean'

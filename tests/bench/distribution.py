@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 
 from tests.bench.drawing import Drawer, Path, TreeDrawer
+from tests.block_draft import N_VOCAB, block_draft, following, repeating
 from tests.demo import EAGLE3, MODELS, SIMPLE, TARGETS, prompts, vocabulary
 
 from drafthouse_engine import Model
@@ -36,9 +37,16 @@ DRAFTS: dict[str, tuple[DraftType, bool]] = {
     "simple match": ("simple", False),
     "eagle3 match": ("eagle3", False),
     "ngram match": ("ngram-simple", False),
+    "dflash match": ("dflash", False),
+    "dspark match": ("dspark", False),
 }
 """Draft type, and whether drafts are sampled and verified by rejection."""
 TREE = "tree match"
+BLOCK_DRAFTS = FilePath("build/block-drafts")
+"""Folder of the DFlash and DSpark models, which nobody trained; they are written at first use."""
+LIKELY = (18, 1690)
+"""The likeliest first token after the short prompt, and the likeliest after that, on both targets;
+so that drafts of untrained models are accepted now and then."""
 
 SETTINGS: dict[str, dict[str, object]] = {
     "t1.0": {"temperature": 1.0},
@@ -101,6 +109,22 @@ def compare(a: Counter[Path], b: Counter[Path]) -> Verdict:
     return Verdict(z, distance, noise)
 
 
+def block_model(draft_type: str) -> Model:
+    """Returns a draft model of random weights but for its output: some drafts are accepted.
+
+    DFlash drafts the likeliest first token again and again. DSpark does after any token but this,
+    after which it drafts the likeliest second one.
+    """
+    BLOCK_DRAFTS.mkdir(parents=True, exist_ok=True)
+    first, second = LIKELY
+    path = BLOCK_DRAFTS / f"{draft_type}.gguf"
+    if draft_type == "dflash":
+        return Model(block_draft(path, has_own_tables=True, weights=repeating(first)))
+    successors = dict.fromkeys(range(N_VOCAB), first) | {first: second}
+    weights = following(successors)
+    return Model(block_draft(path, markov_rank=N_VOCAB, has_own_tables=True, weights=weights))
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the table."""
@@ -128,6 +152,8 @@ class Case:
         draft_type, is_probabilistic = DRAFTS[self.drafts]
         files = {"eagle3": EAGLE3[self.target], "simple": SIMPLE}
         draft = Model(MODELS / files[draft_type]) if draft_type in files else None
+        if draft_type in ("dflash", "dspark"):
+            draft = block_model(draft_type)
         return Drawer(target, draft, draft_type, is_probabilistic=is_probabilistic)
 
 

@@ -1,18 +1,21 @@
 // plan_fuzz.cpp: engines under plans and calls that no honest caller would make.
 //
 // The input chooses an engine and a row of calls. A shadow of the engine makes valid plans, and
-// most of them are then damaged in one place. Whatever comes: no crash, a refused call changes
-// nothing, and what a step reports agrees with what the engine says afterwards.
+// most of them are then damaged in one place. Between the steps sequences are forked, saved and
+// loaded, parked, and started again with what is kept of them. Whatever comes: no crash, a refused
+// call changes nothing, and what a step reports agrees with what the engine says afterwards.
 #include "harness.h"
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 namespace {
 
 constexpr int32_t N_SEQ = 4;
 constexpr int32_t N_CALLS_MAX = 48;
+constexpr size_t N_HELD_MAX = 3; // parked samplers, and snapshots
 constexpr int32_t N_ENGINES = 9;
 
 struct fixture {
@@ -69,6 +72,19 @@ struct shadow {
     bool is_begun = false;
     bool has_emitted = false;
     int32_t last = 0;
+    std::vector<int32_t> known; // resumed: what must be computed again, up to the last token
+    bool is_exact = true;       // false: not all of it is known here, so plans may be refused
+};
+
+struct parked_sampler {
+    spec_sampler * sampler = nullptr;
+    shadow s;
+};
+
+struct saved_sequence {
+    std::vector<uint8_t> bytes;
+    int32_t n_past = 0;
+    shadow s;
 };
 
 class driver {
@@ -83,9 +99,18 @@ public:
         REQUIRE(spec_engine_n_cells_used(f.engine) == 0);
     }
 
+    driver(const driver &) = delete;
+    driver & operator=(const driver &) = delete;
+
+    ~driver() {
+        for (const parked_sampler & p : parked_) {
+            spec_sampler_free(p.sampler);
+        }
+    }
+
     void run() {
         for (int32_t i = 0; i < N_CALLS_MAX && !in_.is_empty(); ++i) {
-            call(in_.below(20));
+            call(in_.below(30));
         }
     }
 
@@ -136,11 +161,45 @@ private:
         case 12:
         case 13:
         case 14:
+        case 15:
             step(true);
             break;
-        default:
+        case 16:
+        case 17:
+        case 18:
+        case 19:
             step(false);
+            break;
+        case 20:
+        case 21:
+        case 22:
+            start();
+            break;
+        case 23:
+        case 24:
+            park();
+            break;
+        case 25:
+            save();
+            break;
+        case 26:
+            load();
+            break;
+        case 27:
+            fork();
+            break;
+        case 28:
+            let_go();
+            break;
+        default:
+            ask();
         }
+    }
+
+    static shadow begun_anew() {
+        shadow s;
+        s.is_begun = true;
+        return s;
     }
 
     void begin(int32_t id) {
@@ -152,7 +211,7 @@ private:
         REQUIRE(rc == (seqs_[id].is_begun ? SPEC_ERR_SEQ_BUSY : SPEC_OK) ||
                 (rc == SPEC_ERR_BAD_PLAN && is_by_hand_));
         if (rc == SPEC_OK) {
-            seqs_[id] = {true, false, 0};
+            seqs_[id] = begun_anew();
             REQUIRE(spec_engine_seq_n_past(f_.engine, id) == 0);
         } else {
             REQUIRE(look() == before);
@@ -177,6 +236,11 @@ private:
         REQUIRE(spec_engine_seq_n_past(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(spec_engine_seq_rollback(f_.engine, id, 0) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(spec_engine_seq_accept(f_.engine, id, 0) == SPEC_ERR_BAD_SEQ_ID);
+        REQUIRE(spec_engine_seq_park(f_.engine, id, &sampler) == SPEC_ERR_BAD_SEQ_ID);
+        REQUIRE(spec_engine_seq_let_go(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
+        size_t n = 0;
+        REQUIRE(spec_engine_seq_save(f_.engine, id, nullptr, 0, &n) == SPEC_ERR_BAD_SEQ_ID);
+        REQUIRE(spec_engine_seq_load(f_.engine, id, "", 0) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(look() == before);
     }
 
@@ -200,7 +264,283 @@ private:
         REQUIRE(spec_engine_seq_n_past(f_.engine, id) == n);
         if (n != before[static_cast<size_t>(id)]) {
             seqs_[id].has_emitted = false;
+            seqs_[id].known.clear();
         }
+    }
+
+    // The tokens of a sequence and, once it has chosen one, the last.
+    std::vector<int32_t> tokens_of(int32_t id) const {
+        std::vector<int32_t> tokens(static_cast<size_t>(limits_.n_ctx_seq) + 1);
+        size_t n = 0;
+        int32_t last = -1;
+        REQUIRE(spec_engine_seq_tokens(f_.engine, id, tokens.data(), tokens.size(), &n, &last) ==
+                SPEC_OK);
+        REQUIRE(static_cast<int32_t>(n) == spec_engine_seq_n_past(f_.engine, id));
+        tokens.resize(n);
+        if (seqs_[id].has_emitted) {
+            REQUIRE(last == seqs_[id].last || !seqs_[id].is_exact || is_by_hand_);
+            tokens.push_back(seqs_[id].last);
+        }
+        return tokens;
+    }
+
+    // What a sampler that leaves its sequence knows of it.
+    shadow history_of(int32_t id) const {
+        shadow s = seqs_[id];
+        const int32_t n_past = spec_engine_seq_n_past(f_.engine, id);
+        if (static_cast<int32_t>(s.known.size()) <= n_past) {
+            s.known = tokens_of(id);
+        }
+        return s;
+    }
+
+    template <typename T> void hold(std::vector<T> & all, T one) {
+        all.push_back(std::move(one));
+        if (all.size() > N_HELD_MAX) {
+            all.erase(all.begin());
+        }
+    }
+
+    void park() {
+        const int32_t id = in_.below(N_SEQ);
+        const state before = look();
+        const shadow s = seqs_[id].is_begun ? history_of(id) : shadow{};
+        spec_sampler * sampler = nullptr;
+        const int32_t rc = spec_engine_seq_park(f_.engine, id, &sampler);
+        REQUIRE((rc == SPEC_OK) == (sampler != nullptr));
+        if (rc != SPEC_OK) {
+            REQUIRE(rc == (s.is_begun ? SPEC_ERR_BAD_PLAN : SPEC_ERR_SEQ_IDLE));
+            REQUIRE(!s.is_begun || is_by_hand_);
+            REQUIRE(look() == before);
+            return;
+        }
+        REQUIRE(spec_engine_seq_n_past(f_.engine, id) == 0);
+        int32_t n_known = -1;
+        bool has_chosen = false;
+        REQUIRE(spec_sampler_get_history(sampler, &n_known, &has_chosen) == SPEC_OK);
+        if (s.is_exact && !is_by_hand_) {
+            REQUIRE(n_known == static_cast<int32_t>(s.known.size()));
+            REQUIRE(has_chosen == s.has_emitted);
+        }
+        seqs_[id] = {};
+        if (parked_.size() == N_HELD_MAX) {
+            spec_sampler_free(parked_.front().sampler);
+        }
+        hold(parked_, {sampler, s});
+    }
+
+    void save() {
+        const int32_t id = in_.below(N_SEQ);
+        const state before = look();
+        size_t n = 0;
+        int32_t rc = spec_engine_seq_save(f_.engine, id, nullptr, 0, &n);
+        if (!seqs_[id].is_begun) {
+            REQUIRE(rc == SPEC_ERR_SEQ_IDLE);
+        } else if (rc != SPEC_ERR_BUFFER_TOO_SMALL) {
+            REQUIRE(rc == SPEC_ERR_BAD_PLAN && is_by_hand_);
+        } else {
+            saved_sequence saved;
+            saved.bytes.resize(n);
+            saved.n_past = spec_engine_seq_n_past(f_.engine, id);
+            saved.s = seqs_[id];
+            rc = spec_engine_seq_save(f_.engine, id, saved.bytes.data(), n, &n);
+            REQUIRE(rc == SPEC_OK && n == saved.bytes.size());
+            hold(saved_, std::move(saved));
+        }
+        REQUIRE(look() == before);
+    }
+
+    // One of the snapshots, now and then damaged; damage shows in n_past -1.
+    saved_sequence a_snapshot() {
+        if (saved_.empty()) {
+            return {};
+        }
+        saved_sequence b =
+            saved_[static_cast<size_t>(in_.below(static_cast<int32_t>(saved_.size())))];
+        const int32_t how = in_.below(8);
+        if (how == 0) {
+            b.bytes[(static_cast<size_t>(in_.byte()) << 8 | in_.byte()) % b.bytes.size()] ^= 1;
+            b.n_past = -1;
+        } else if (how == 1) {
+            b.bytes.resize(b.bytes.size() / 2);
+            b.n_past = -1;
+        }
+        return b;
+    }
+
+    void load() {
+        const saved_sequence from = a_snapshot();
+        const int32_t id = in_.below(N_SEQ);
+        const state before = look();
+        const int32_t rc =
+            spec_engine_seq_load(f_.engine, id, from.bytes.data(), from.bytes.size());
+        if (rc == SPEC_OK) {
+            REQUIRE(from.n_past >= 0 && !seqs_[id].is_begun);
+            REQUIRE(spec_engine_seq_n_past(f_.engine, id) == from.n_past);
+            seqs_[id] = from.s;
+            return;
+        }
+        REQUIRE(look() == before);
+        REQUIRE(from.n_past < 0 || from.bytes.empty() ||
+                (rc == SPEC_ERR_SEQ_BUSY && seqs_[id].is_begun) ||
+                (rc == SPEC_ERR_BAD_PLAN && is_by_hand_) ||
+                (rc == SPEC_ERR_NO_ROOM && limits_.kv_unified));
+    }
+
+    void fork() {
+        const int32_t src = in_.below(N_SEQ);
+        const int32_t n_past = in_.below(2) == 0 ? -1 : in_.below(64);
+        const int32_t n = 1 + in_.below(2);
+        const int32_t dst[] = {in_.below(N_SEQ), in_.below(N_SEQ)};
+        spec_sampler * samplers[] = {greedy(f_.target), greedy(f_.target, 1.0f)};
+        const state before = look();
+        const int32_t rc = spec_engine_fork(f_.engine, src, n_past, dst, samplers, n);
+        for (int32_t i = 0; i < 2; ++i) {
+            REQUIRE((samplers[i] == nullptr) == (rc == SPEC_OK && i < n));
+            spec_sampler_free(samplers[i]);
+        }
+        if (rc != SPEC_OK) {
+            REQUIRE(look() == before);
+            return;
+        }
+        for (int32_t i = 0; i < n; ++i) {
+            REQUIRE(n_past == -1 || spec_engine_seq_n_past(f_.engine, dst[i]) == n_past);
+            seqs_[dst[i]] = begun_anew();
+        }
+    }
+
+    void let_go() {
+        const int32_t id = in_.below(N_SEQ);
+        const state before = look();
+        bool is_cold = false;
+        const int32_t rc = spec_engine_seq_let_go(f_.engine, id);
+        REQUIRE(rc == (seqs_[id].is_begun ? SPEC_OK : SPEC_ERR_SEQ_IDLE));
+        REQUIRE(spec_engine_seq_is_cold(f_.engine, id, &is_cold) == rc);
+        REQUIRE(is_cold == seqs_[id].is_begun);
+        const state after = look(); // fewer cells, the draft's, may be in use
+        REQUIRE(std::equal(before.begin(), before.begin() + N_SEQ, after.begin()));
+    }
+
+    void ask() {
+        const int32_t id = in_.below(N_SEQ);
+        const state before = look();
+        int32_t token = 0;
+        size_t n = 0;
+        const int32_t rc = spec_engine_seq_tokens(f_.engine, id, &token, 1, &n, nullptr);
+        const auto n_past = static_cast<size_t>(std::max(before[static_cast<size_t>(id)], 0));
+        REQUIRE(rc == (!seqs_[id].is_begun ? SPEC_ERR_SEQ_IDLE
+                       : n_past > 1        ? SPEC_ERR_BUFFER_TOO_SMALL
+                                           : SPEC_OK));
+        REQUIRE(!seqs_[id].is_begun || n == n_past);
+        int32_t n_known = 0;
+        bool has_chosen = false;
+        REQUIRE(spec_sampler_get_history(nullptr, &n_known, &has_chosen) ==
+                SPEC_ERR_INVALID_ARGUMENT);
+        REQUIRE(look() == before);
+    }
+
+    // Where a start takes its tokens from: nowhere, the slot itself, another one, a snapshot.
+    spec_start make_start(int32_t id, const saved_sequence & from) {
+        spec_start start = {};
+        start.seq_id = id;
+        start.source = -1;
+        int32_t n_there = 0;
+        switch (in_.below(4)) {
+        case 0:
+            return start;
+        case 1:
+            n_there = spec_engine_seq_n_past(f_.engine, id);
+            break;
+        case 2:
+            start.source = (id + 1 + in_.below(N_SEQ - 1)) % N_SEQ;
+            n_there = spec_engine_seq_n_past(f_.engine, start.source);
+            break;
+        default:
+            start.snapshot = from.bytes.data();
+            start.n_snapshot = from.bytes.size();
+            n_there = std::max(from.n_past, 1);
+        }
+        // All of it is what recurrent targets can go on from.
+        start.n_kept = in_.below(2) == 0 ? n_there : in_.below(n_there + 1);
+        return start;
+    }
+
+    void damage(spec_start & start) {
+        switch (in_.below(5)) {
+        case 0:
+            start.seq_id = in_.wild();
+            break;
+        case 1:
+            start.n_kept = in_.wild();
+            break;
+        case 2:
+            start.source = in_.wild();
+            break;
+        case 3:
+            start.n_snapshot = start.snapshot != nullptr ? start.n_snapshot / 2 : 0;
+            break;
+        default:
+            start.is_resumed = !start.is_resumed;
+        }
+    }
+
+    // What is known of a sequence after a start that kept n tokens.
+    shadow started(const spec_start & start, int32_t n, const shadow & s,
+                   const saved_sequence & from) const {
+        if (!start.is_resumed) {
+            return begun_anew();
+        }
+        shadow now = s;
+        const bool is_own = &s == &from.s;
+        if (is_own && n == from.n_past) {
+            return now; // as it was saved
+        }
+        // Which tokens a snapshot's sampler knew is not known here, and a parked one may meet
+        // other tokens than it knows.
+        now.is_exact = now.is_exact && !is_own && n == 0;
+        now.is_begun = true;
+        return now;
+    }
+
+    void start() {
+        const saved_sequence from = a_snapshot();
+        const int32_t id = in_.below(N_SEQ);
+        spec_start start = make_start(id, from);
+        const int32_t kind = in_.below(3); // a new sampler, a parked one, the snapshot's
+        parked_sampler p;
+        if (kind == 1 && !parked_.empty()) {
+            p = parked_.back();
+            parked_.pop_back();
+            start.is_resumed = true;
+        } else if (kind == 2 && start.snapshot != nullptr) {
+            start.is_resumed = true;
+        } else {
+            p.sampler = greedy(f_.target, in_.below(2) == 0 ? 0.0f : 1.0f);
+        }
+        const bool is_damaged = in_.below(4) == 0;
+        if (is_damaged) {
+            damage(start);
+        }
+        const bool has_sampler = p.sampler != nullptr;
+        const state before = look();
+        int32_t n = -1;
+        const int32_t rc = spec_engine_seq_start(f_.engine, &start, &p.sampler, &n);
+        if (rc != SPEC_OK) {
+            REQUIRE((p.sampler != nullptr) == has_sampler); // still the caller's
+            spec_sampler_free(p.sampler);
+            REQUIRE(look() == before && n == 0);
+            return;
+        }
+        REQUIRE(p.sampler == nullptr);
+        REQUIRE(start.seq_id == id || is_damaged);
+        REQUIRE(n == start.n_kept || n == 0);
+        REQUIRE(spec_engine_seq_n_past(f_.engine, start.seq_id) == n);
+        shadow & s = seqs_[start.seq_id];
+        if (!has_sampler && n == 0) {
+            s = {}; // its snapshot was refused
+            return;
+        }
+        s = started(start, n, has_sampler ? p.s : from.s, from);
     }
 
     // A valid plan of random sequences, in `entries_` and `tokens_`.
@@ -221,9 +561,13 @@ private:
             e.seq_id = id;
             e.n_past = spec_engine_seq_n_past(f_.engine, id);
             e.token_offset = static_cast<int32_t>(tokens_.size());
-            e.n_tokens = s.has_emitted ? 1 : 1 + in_.below(12);
-            e.is_output = s.has_emitted || in_.below(3) != 0;
-            e.n_draft = s.has_emitted ? in_.below(limits_.n_draft_max + 1) : 0;
+            // A resumed sequence computes again what it knew, up to the last token it chose.
+            const int32_t n_again =
+                std::max(static_cast<int32_t>(s.known.size()) - e.n_past, s.has_emitted ? 1 : 0);
+            e.n_tokens = n_again > 0 ? 1 + in_.below(n_again) : 1 + in_.below(12);
+            const bool is_last = s.has_emitted && e.n_tokens == n_again;
+            e.is_output = is_last || (n_again == 0 && in_.below(3) != 0);
+            e.n_draft = is_last && n_again == 1 ? in_.below(limits_.n_draft_max + 1) : 0;
             if (e.n_past + e.n_tokens + e.n_draft > limits_.n_ctx_seq ||
                 e.n_tokens + e.n_draft > n_left) {
                 end(id); // full: it makes room for the next
@@ -232,7 +576,10 @@ private:
             n_left -= e.n_tokens + e.n_draft;
             for (int32_t k = 0; k < e.n_tokens; ++k) {
                 // Few different tokens, so that n-gram drafters find something.
-                tokens_.push_back(s.has_emitted ? s.last : 300 + in_.below(6));
+                const auto at = static_cast<size_t>(e.n_past + k);
+                tokens_.push_back(at < s.known.size() ? s.known[at]
+                                  : s.has_emitted     ? s.last
+                                                      : 300 + in_.below(6));
             }
             entries_.push_back(e);
             if (e.n_draft > 0 && in_.below(2) == 0) {
@@ -331,12 +678,19 @@ private:
             plan.n_tokens = in_.below(plan.n_tokens + 1) - 1;
         }
         const state before = look();
+        for (int32_t id = 0; id < N_SEQ; ++id) {
+            is_cold_[id] = false;
+            spec_engine_seq_is_cold(f_.engine, id, &is_cold_[id]);
+        }
+        const bool is_exact = std::all_of(entries_.begin(), entries_.end(), [&](const auto & e) {
+            return e.seq_id < 0 || e.seq_id >= N_SEQ || seqs_[e.seq_id].is_exact;
+        });
         spec_result result = {};
         const int32_t rc = spec_engine_step(f_.engine, &plan, &result);
         if (rc != SPEC_OK) {
             REQUIRE(rc == SPEC_ERR_BAD_PLAN || rc == SPEC_ERR_BAD_SEQ_ID ||
                     rc == SPEC_ERR_SEQ_IDLE || rc == SPEC_ERR_INVALID_ARGUMENT);
-            REQUIRE(!is_valid || is_by_hand_ || rc == SPEC_ERR_BAD_PLAN);
+            REQUIRE(!is_valid || is_by_hand_ || !is_exact || entries_.empty());
             REQUIRE(spec_last_error()[0] != '\0');
             REQUIRE(look() == before);
             return;
@@ -363,6 +717,7 @@ private:
             s = {};
             return;
         }
+        REQUIRE(!is_cold_[e.seq_id] || r.n_drafted == 0);
         REQUIRE(r.n_drafted <= e.n_draft && r.n_accepted <= r.n_drafted && r.n_accepted >= 0);
         REQUIRE(r.n_tokens == (e.is_output != 0 ? r.n_accepted + 1 : 0));
         REQUIRE(r.n_past == e.n_past + e.n_tokens + r.n_accepted);
@@ -372,6 +727,7 @@ private:
             REQUIRE(result.logprobs[k] <= 1e-4f);
             s.last = result.tokens[k];
             s.has_emitted = true;
+            s.known.clear();
         }
     }
 
@@ -496,6 +852,9 @@ private:
     choices & in_;
     spec_engine_limits limits_ = {};
     shadow seqs_[N_SEQ];
+    std::vector<parked_sampler> parked_;
+    std::vector<saved_sequence> saved_;
+    bool is_cold_[N_SEQ] = {};
     bool has_fault_ = false;
     bool is_by_hand_ = false; // sequences moved without a step: a valid plan may be refused
     int32_t n_decoded_ = 0;
