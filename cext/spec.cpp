@@ -3032,7 +3032,7 @@ void verify(spec_engine & engine, sequence & seq, int32_t i_first, outcome & out
 
 // The part of an entry's end that touches its own sequence only, so that threads may share the
 // entries. They read the target's logits through llama.cpp, which synchronises each time; since
-// decode_batch has synchronised, that writes nothing (patch 0005).
+// decode_batch has synchronised, that writes nothing (patch 0006).
 void choose(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
     const spec_plan_entry & e = plan.entries[i_entry];
     sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
