@@ -18,7 +18,10 @@ One takes it half of that on a small machine, most of it inside grpc.
 """
 
 _N_UNPACED = 4
-"""So few streams are no burden: their tokens go out after every step."""
+"""So few streams are no burden: their tokens go out as soon as `_INTERVAL_S` allows."""
+
+_INTERVAL_S = 0.004
+"""A reader is woken no more often. Nobody can tell, and a quick model's tokens share messages."""
 
 
 class Outbox:
@@ -38,6 +41,8 @@ class Outbox:
         """Whether it is in the queue of those to be woken."""
         self.is_new = True
         """Whether its reader was never woken."""
+        self.woken_at = -math.inf
+        """When a pacer woke its reader last."""
 
     def put(self, event: Event) -> None:
         """Adds an event. The reader sees it once it is woken."""
@@ -86,8 +91,8 @@ class Pacer:
     A message costs the event loop about as much as the engine needs for a token of a small model.
     Were every reader woken after every step, many streams would keep the loop busy all the time:
     it would take the interpreter, and on a small machine the core, from the engine thread. So
-    tokens wait for those of the next step, for `_MESSAGE_S` times the number of readers at most. A
-    few streams, or steps of ordinary models, are never held.
+    tokens wait for those of the next step, for `_MESSAGE_S` times the number of readers at most,
+    and each reader for `_INTERVAL_S`. Steps of ordinary models are longer, and never held.
 
     Args:
         clock: Monotonic time in seconds.
@@ -119,16 +124,19 @@ class Pacer:
         self._counted_at = now
         if n_readers <= _N_UNPACED:
             n_allowed = max(n_allowed, len(held))
-        while held and n_allowed >= 1.0:
+        latest = now - _INTERVAL_S
+        while held and n_allowed >= 1.0 and held[0].woken_at <= latest:
             n_allowed -= 1.0
             outbox = held.popleft()
             outbox.is_held = False
+            outbox.woken_at = now
             outbox.wake()
         self._n_allowed = n_allowed
         if held and self._timer is None:
             # The next step will come before, as a rule; not if it computes a long prompt.
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(len(held) * _MESSAGE_S, self._on_timer, n_readers)
+            wait_s = max(len(held) * _MESSAGE_S, held[0].woken_at - latest)
+            self._timer = loop.call_later(wait_s, self._on_timer, n_readers)
 
     def _on_timer(self, n_readers: int) -> None:
         self._timer = None
