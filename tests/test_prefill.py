@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from drafthouse_server.prefill import GAP_FACTOR, N_QUANTUM, STEP_FREE_S, PrefillPacer, PrefillTurns
+from drafthouse_server.prefill import (
+    GAP_FACTOR,
+    N_PAST_TILED,
+    N_QUANTUM,
+    N_TILE,
+    STEP_FREE_S,
+    PrefillPacer,
+    PrefillTurns,
+)
 from drafthouse_server.sequence import Sequence
 
 
@@ -83,3 +91,13 @@ def test_old_steps_are_forgotten() -> None:
         pacer.observe(0.01, 0.01, has_prefill=False)
     assert pacer.target_s(0.02) == pytest.approx(0.04)
     assert pacer.target_s(0.01) == STEP_FREE_S, "nobody notices less"
+
+
+def test_pieces_of_long_prompts_fill_tiles() -> None:
+    pacer = PrefillPacer()
+    assert pacer.align(40, N_PAST_TILED - 1, 1) == 40, "there attention is cheap"
+    for n_tokens, n_aligned in ((1, 65), (64, 65), (128, 65), (129, 129), (200, 193)):
+        assert pacer.align(n_tokens, N_PAST_TILED, 1) == n_aligned
+    assert pacer.align(200, 1000, 5) == 5 + 3 * N_TILE
+    assert PrefillPacer(0.05).align(40, 1000, 1) == 40, "a target that was set is held"
+    assert PrefillPacer(0.05).align(140, 1000, 1) == 1 + 2 * N_TILE

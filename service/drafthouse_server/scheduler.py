@@ -703,7 +703,11 @@ class Scheduler:
         n_past = max(sequence.n_computed for sequence in prefills)
         n_tokens = self._cost.fit_prefill(shape, seconds, n_past, n_left)
         n_least = max(1, self._limits.n_batch // _PREFILL_MIN_SHARE)
-        return max(n_tokens, min(n_least, n_left))
+        # Where slots have cells of their own, what all have is computed together: a piece's first
+        # tokens with the last tokens and drafts of the others.
+        is_split = self._splitting is Splitting.STREAMS
+        n_lead = min([1 + entry.n_verified for entry in entries]) if is_split else 0
+        return min(n_left, self._pacer.align(max(n_tokens, n_least), n_past, n_lead))
 
     def _decode_shape(self, entries: list[PlanEntry]) -> StepShape:
         """Returns the shape of a step that has these last tokens and drafts, and no more."""
