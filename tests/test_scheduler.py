@@ -617,7 +617,7 @@ def test_a_long_prompt_is_cut_so_that_running_streams_keep_their_gap() -> None:
     bench.add("a", n_prompt=4, n_output_max=1500)
     bench.add("x", n_prompt=300, n_output_max=1)  # from which the model learns what prompts cost
     unloaded = max(paced(bench, has_prompt=False)[-40:])
-    prompt = bench.add("b", n_prompt=600, n_output_max=1)
+    prompt = bench.add("b", n_prompt=500, n_output_max=1)
     spans = paced(bench, has_prompt=True)
     assert prompt.n_output == 1
     assert max(spans) <= 2.6 * unloaded  # twice the 99th percentile, which is not known so well
