@@ -347,10 +347,15 @@ class Scheduler:
         self._n_planned += len(entries)
         self._n_draft_planned += n_draft
         if prefills:
-            n_left = min(self._limits.n_batch - len(entries), n_free) - n_draft
-            if entries and n_left > 0:
-                n_left = self._pace(entries, prefills, n_left)
-            entries += self._share_prefill(prefills, n_left)
+            n_most = min(self._limits.n_batch - len(entries), n_free) - n_draft
+            n_left, n_lead = n_most, None
+            if entries and n_most > 0 and self._cost is not None and self._cost.n_observed:
+                n_left = self._pace(entries, prefills, n_most)
+                # Where slots have cells of their own, what all have is computed together: a piece's
+                # first tokens with the last tokens and drafts of the others.
+                is_split = self._splitting is Splitting.STREAMS
+                n_lead = min([1 + entry.n_verified for entry in entries]) if is_split else 0
+            entries += self._share_prefill(prefills, n_left, n_most, n_lead)
         if self._retained and self._ledger.is_shared:
             self._evict_for(sum(len(entry.tokens) + entry.n_draft for entry in entries))
         self._entries, self._n_decodes = entries, len(decodes)
@@ -696,18 +701,13 @@ class Scheduler:
 
     def _pace(self, entries: list[PlanEntry], prefills: list[Sequence], n_left: int) -> int:
         """Returns how many prompt tokens fit beside running streams, so that their gap holds."""
-        if self._cost is None or not self._cost.n_observed:
-            return n_left
+        assert self._cost is not None, "asked by the caller"
         shape = self._decode_shape(entries)
         seconds = self._pacer.step_s(self._cost.predict(shape))
         n_past = max(sequence.n_computed for sequence in prefills)
         n_tokens = self._cost.fit_prefill(shape, seconds, n_past, n_left)
         n_least = max(1, self._limits.n_batch // _PREFILL_MIN_SHARE)
-        # Where slots have cells of their own, what all have is computed together: a piece's first
-        # tokens with the last tokens and drafts of the others.
-        is_split = self._splitting is Splitting.STREAMS
-        n_lead = min([1 + entry.n_verified for entry in entries]) if is_split else 0
-        return min(n_left, self._pacer.align(max(n_tokens, n_least), n_past, n_lead))
+        return min(n_left, max(n_tokens, n_least))
 
     def _decode_shape(self, entries: list[PlanEntry]) -> StepShape:
         """Returns the shape of a step that has these last tokens and drafts, and no more."""
@@ -727,10 +727,28 @@ class Scheduler:
             n_pairs=sum([(1 + entry.n_verified) * entry.n_past for entry in entries]),
         )
 
-    def _share_prefill(self, prefills: list[Sequence], n_left: int) -> Iterator[PlanEntry]:
-        """Yields pieces of prompts until the budget is used up."""
-        parts = [(sequence, self._n_prefill(sequence)) for sequence in prefills]
-        for sequence, n_tokens in self._turns.share(parts, n_left):
+    def _share_prefill(
+        self, prefills: list[Sequence], n_left: int, n_most: int, n_lead: int | None
+    ) -> Iterator[PlanEntry]:
+        """Yields pieces of prompts until the budget is used up.
+
+        Args:
+            prefills: Those with tokens to compute.
+            n_left: Tokens to share.
+            n_most: Tokens that the step has room for: whole tiles may need more.
+            n_lead: Tokens of a piece that are computed with running streams'; None: nothing runs,
+                or nothing is known of what a piece takes.
+        """
+        wanted = {sequence: self._n_prefill(sequence) for sequence in prefills}
+        n_given = 0
+        for sequence, n_share in self._turns.share(wanted.items(), n_left):
+            n_tokens = n_share
+            if n_lead is not None and n_tokens < wanted[sequence]:
+                n_tokens = self._pacer.align(n_tokens, sequence.n_computed, n_lead)
+                n_tokens = min(n_tokens, wanted[sequence], n_most - n_given)
+                if n_tokens <= 0 or (n_given and n_given + n_tokens > n_left):
+                    continue  # its tile waits for a step of its own
+            n_given += n_tokens
             start = sequence.n_computed
             piece = sequence.tokens[start : start + n_tokens]
             # A resumed sequence knows what comes after its last token but one.
