@@ -8,6 +8,7 @@ from drafthouse_server.prefill import (
     GAP_FACTOR,
     N_PAST_TILED,
     N_QUANTUM,
+    N_ROWS_ALONE,
     N_TILE,
     STEP_FREE_S,
     PrefillPacer,
@@ -95,9 +96,12 @@ def test_old_steps_are_forgotten() -> None:
 
 def test_pieces_of_long_prompts_fill_tiles() -> None:
     pacer = PrefillPacer()
-    assert pacer.align(40, N_PAST_TILED - 1, 1) == 40, "there attention is cheap"
+    assert pacer.align(40, 999, N_PAST_TILED - 1, 1) == 40, "there attention is cheap"
     for n_tokens, n_aligned in ((1, 65), (64, 65), (128, 65), (129, 129), (200, 193)):
-        assert pacer.align(n_tokens, N_PAST_TILED, 1) == n_aligned
-    assert pacer.align(200, 1000, 5) == 5 + 3 * N_TILE
-    assert PrefillPacer(0.05).align(40, 1000, 1) == 40, "a target that was set is held"
-    assert PrefillPacer(0.05).align(140, 1000, 1) == 1 + 2 * N_TILE
+        assert pacer.align(n_tokens, 999, N_PAST_TILED, 1) == n_aligned
+    assert pacer.align(200, 999, 1000, 5) == 5 + 3 * N_TILE
+    assert pacer.align(200, 70, 1000, 1) == 65
+    assert pacer.align(200, 64, 1000, 1) == 1 + N_ROWS_ALONE, "the end fills no tile"
+    assert pacer.align(200, 5, 1000, 1) == 5
+    assert PrefillPacer(0.05).align(40, 999, 1000, 1) == 40, "a target that was set is held"
+    assert PrefillPacer(0.05).align(140, 999, 1000, 1) == 1 + 2 * N_TILE

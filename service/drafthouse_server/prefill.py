@@ -18,6 +18,7 @@ __all__ = [
     "GAP_FACTOR",
     "N_PAST_TILED",
     "N_QUANTUM",
+    "N_ROWS_ALONE",
     "N_TILE",
     "STEP_FREE_S",
     "PrefillPacer",
@@ -39,6 +40,9 @@ N_TILE = 64
 
 A piece with fewer is computed row by row: at 3,400 cells 16 rows took as long as 64.
 """
+
+N_ROWS_ALONE = 18
+"""Rows that take about as long, computed one by one, where thousands of cells come before."""
 
 N_PAST_TILED = 512
 """Cells from which that decides what a piece takes."""
@@ -117,21 +121,26 @@ class PrefillPacer:
         seconds = self.target_s(decode_s) / self._loaded.high
         return seconds if self._gap_s else max(seconds, STEP_FREE_S)
 
-    def align(self, n_tokens: int, n_past: int, n_lead: int) -> int:
+    def align(self, n_tokens: int, n_wanted: int, n_past: int, n_lead: int) -> int:
         """Returns a number of prompt tokens that fills attention's tiles.
 
-        At least one tile, unless a target was set that it would miss.
+        At least one tile, unless a target was set that it would miss. What is left at the end, and
+        fills none, goes in pieces that take no longer than a tile.
 
         Args:
             n_tokens: As many as the target allows, >= 0.
+            n_wanted: As many as are left.
             n_past: Tokens of the prompt that are computed.
             n_lead: Tokens of a piece that are computed together with those of running streams.
         """
+        n_tokens = min(n_tokens, n_wanted)
         if n_past < N_PAST_TILED:
             return n_tokens
         n_tiles = (n_tokens - n_lead) // N_TILE
         if n_tiles < 1 and self._gap_s:
             return n_tokens
+        if n_wanted < n_lead + N_TILE:
+            return min(n_wanted, n_lead + N_ROWS_ALONE)
         return n_lead + N_TILE * max(1, n_tiles)
 
     def observe(self, predicted_s: float, step_s: float, *, has_prefill: bool) -> None:

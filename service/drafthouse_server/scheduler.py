@@ -743,9 +743,10 @@ class Scheduler:
         n_given = 0
         for sequence, n_share in self._turns.share(wanted.items(), n_left):
             n_tokens = n_share
-            if n_lead is not None and n_tokens < wanted[sequence]:
-                n_tokens = self._pacer.align(n_tokens, sequence.n_computed, n_lead)
-                n_tokens = min(n_tokens, wanted[sequence], n_most - n_given)
+            if n_lead is not None:
+                n_wanted, n_past = wanted[sequence], sequence.n_computed
+                n_tokens = self._pacer.align(n_tokens, n_wanted, n_past, n_lead)
+                n_tokens = min(n_tokens, n_most - n_given)
                 if n_tokens <= 0 or (n_given and n_given + n_tokens > n_left):
                     continue  # its tile waits for a step of its own
             n_given += n_tokens
