@@ -774,7 +774,8 @@ class Scheduler:
     def _border(self, sequence: Sequence) -> int:
         """Returns how much of a prompt a checkpoint holds; 0 where it would save too little."""
         n_tokens = sequence.n_prompt - _N_BEFORE_END
-        return n_tokens if n_tokens - sequence.n_reused >= self._n_checkpoint_min else 0
+        n_least = max(self._n_checkpoint_min, BLOCK_SIZE)  # less cannot be found
+        return n_tokens if n_tokens - sequence.n_reused >= n_least else 0
 
     @property
     def _has_borders(self) -> bool:
