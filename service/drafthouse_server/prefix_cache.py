@@ -313,7 +313,9 @@ class PrefixCache:
             n_bytes: Size of its snapshot, as far as that can be told.
         """
         n_max = self._n_host_bytes_max
-        return 0 < n_max >= n_bytes and self._covering(prefix) is None
+        # What is shorter than a block cannot be found again.
+        is_storable = bool(prefix.hashes) and 0 < n_max >= n_bytes
+        return is_storable and self._covering(prefix) is None
 
     def store(self, tenant: str, tokens: Sequence[int], snapshot: bytes) -> bool:
         """Keeps a snapshot in host memory; the least recently used ones make room for it.
