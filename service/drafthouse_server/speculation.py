@@ -364,7 +364,7 @@ class _Trials:
     def __init__(self) -> None:
         self._steps: list[int] = []
         self._is_first = False
-        self.is_calibrating = True
+        self.is_new = True
         self.is_visit = False
         self._n_trials = 0
         self._due_s = 0.0
@@ -393,7 +393,7 @@ class _Trials:
             n: Sequences.
             n_draft_max: Longest draft.
         """
-        self.is_calibrating = False
+        self.is_new = False
         self._is_first = True
         depths = dict.fromkeys((n_draft_max, 0, 1, n_draft_max // 2))
         self._steps = [k for k in depths for _ in range(_N_STEPS_TRIAL)]
@@ -512,7 +512,7 @@ class AdaptiveDraft:
         if self._machine.n_ubatch != limits.n_ubatch:
             self._machine = self._machine._replace(n_ubatch=limits.n_ubatch)
         crowd = self._crowd(sequences, limits)
-        if self._trials.is_calibrating:
+        if self._trials.is_new:
             self._trials.calibrate(len(sequences), self._n_draft_max)
         elif self._is_due(len(sequences)):
             self._search(crowd, n_room, n_prefill)

@@ -47,7 +47,7 @@ def sampling(settings: dict[str, object], seed: int) -> SamplingParams:
     """Returns the parameters of one draw."""
     values = PLAIN | settings | {"seed": seed * 7919 + 1}
     values |= {} if "grammar" in settings else {"ignore_eos": True}
-    return SamplingParams(**values)  # type: ignore[arg-type]  # by their names
+    return SamplingParams(**values)  # type: ignore[arg-type]  # a table gives them by name
 
 
 class Drawer:

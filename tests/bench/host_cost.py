@@ -172,6 +172,7 @@ class Bench:
         self._now = 0.0
         # Time flies: the readers of every step are woken, as they are when steps take longer.
         self._loop._pacer = Pacer(lambda: self._now * 1e3)
+        # The event loop is called by hand, so nobody need be woken.
         self._loop._bell.ring = lambda: None  # type: ignore[method-assign]
         for i in range(n_sequences):
             prompt = [random.Random(i).randrange(1000) for _ in range(24)]
@@ -204,6 +205,7 @@ class Bench:
         raw = self._answers.answer(plan, i_step)
         self._now += raw.t_total_us * 1e-6
         with watch.part("unpack"):
+            # An answer from a table stands in for the extension's.
             entries = self._answers._unpack(raw)  # type: ignore[arg-type]
             timings = _timings(raw)  # type: ignore[arg-type]
             result = StepResult(entries, raw.n_batch_tokens, timings=timings)
