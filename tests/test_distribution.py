@@ -1,7 +1,7 @@
 """Sampling with speculation draws from the target's own distribution, exactly.
 
 The exact probabilities of the first three tokens are computed from the target's logits. Draws with
-drafts, eight sequences side by side among forks, rollbacks, cancels and snapshots, are counted
+drafts, 24 sequences side by side among forks, rollbacks, cancels and snapshots, are counted
 against them: see `tests/bench/drawing.py`. `tests/bench/distribution.py` draws the long table.
 """
 

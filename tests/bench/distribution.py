@@ -4,8 +4,9 @@
 
 For each target and sampler setting an engine without drafts draws a few tokens after one prompt
 again and again; so do engines with drafts of every type, verified by rejection or by matching.
-Eight draws run side by side, among forks, rollbacks, cancels and snapshots: see `drawing.py`. The
-counts of two engines are compared by a chi-square test of two samples and by total variation.
+Twenty-four draws run side by side, among forks, rollbacks, cancels and snapshots: see
+`drawing.py`. The counts of two engines are compared by a chi-square test of two samples and by
+total variation.
 
 The finished cases lie in the file; a second run goes on where the first was stopped. All cases of
 one setting are compared with the same draws without drafts, so their z are not independent: the

@@ -1,4 +1,4 @@
-"""Draws of a few tokens each, eight sequences at a time, among sequences that come and go.
+"""Draws of a few tokens each, 24 sequences at a time, among sequences that come and go.
 
 No draw may be favoured by what happens to it, or the counts prove nothing. So each draw's length is
 fixed by its number before it begins, and it is cancelled as soon as it has that many tokens, in
@@ -30,7 +30,8 @@ from drafthouse_engine import (
 )
 from drafthouse_engine.options import DraftType
 
-N_SEQ = 8
+N_SEQ = 24
+"""Draws side by side."""
 N_DISTURBERS = 2
 N_DRAFT = 3
 LENGTHS: Final = (1, 2, 3, 3, 3, 3, 3, 3)
