@@ -171,7 +171,9 @@ class Engine:
         entries: npt.NDArray[Any],
         tokens: Sequence[int] | npt.NDArray[np.integer[Any]],
         drafts: npt.NDArray[Any] | None = None,
+        n_steps: int = 1,
     ) -> StepResult: ...
+    def interrupt(self) -> None: ...
     def draft_many(self, requests: Sequence[tuple[int, int, int, int]]) -> list[list[int]]: ...
     def decode(
         self,

@@ -1241,13 +1241,20 @@ cdef class Engine:
         self._leave(spec.spec_engine_get_draft_work(self._enter(), &c))
         return DraftWork(n_drafts=c.n_drafts, n_positions=c.n_positions, n_passes=c.n_passes)
 
-    def step(self, entries, tokens, drafts=None):
+    def step(self, entries, tokens, drafts=None, n_steps=1):
         """Runs one step of all sequences of a plan: draft, decode, verify, accept, roll back.
+
+        With `n_steps` it may run more of them, each sequence going on from the token that it has
+        emitted: for callers who have nothing to decide in between, and whose part takes longer
+        than a step of a small model. The run ends early with the step in which a sequence emits an
+        end token, fails, finds no room or fills its context, or when somebody calls `interrupt`.
 
         Args:
             entries: one per sequence; see `spec_plan_entry` in `spec.h`.
             tokens: the tokens that the entries and drafts point to.
             drafts: drafts to be verified in place of the drafter's; see `spec_given_draft`.
+            n_steps: most steps of a run, [1, 64]; above 1 every entry is an output without a
+                draft.
 
         Shape:
             entries [n_entries] PLAN_DTYPE, tokens [n_tokens] int32,
@@ -1272,6 +1279,7 @@ cdef class Engine:
         plan.n_tokens = <int32_t>(c_tokens.view.len // <Py_ssize_t>sizeof(int32_t))
         plan.drafts = NULL
         plan.n_drafts = 0
+        plan.n_steps = int32_of(n_steps, "n_steps")
         if drafts is not None:
             if getattr(drafts, "dtype", None) != DRAFT_DTYPE or drafts.ndim != 1:
                 raise TypeError("drafts must be an array of DRAFT_DTYPE with one dimension")
@@ -1298,6 +1306,17 @@ cdef class Engine:
                 self._seq_id(plan.entries[i].seq_id)
             check(rc)
         return result
+
+    def interrupt(self):
+        """Ends the run of steps in flight, or else the next one, after the step that it is in.
+
+        Harmless on a closed engine, and where no run is in flight.
+
+        Thread:
+            Any.
+        """
+        # The interpreter is not released: `close` cannot come in between.
+        spec.spec_engine_interrupt(self._handle)
 
     def draft_many(self, requests):
         """Drafts for several sequences in one batched call.
@@ -1680,7 +1699,8 @@ cdef object result_of(const spec.spec_result * r):
         array_of(r.logprobs, r.n_tokens, _float32), r.n_batch_tokens,
         r.t_draft_us, r.t_decode_us, r.t_process_us, r.t_sample_us, r.t_total_us,
         array_of(r.top_tokens, r.n_tokens * r.n_top, _int32).reshape(r.n_tokens, r.n_top),
-        array_of(r.top_logprobs, r.n_tokens * r.n_top, _float32).reshape(r.n_tokens, r.n_top))
+        array_of(r.top_logprobs, r.n_tokens * r.n_top, _float32).reshape(r.n_tokens, r.n_top),
+        r.n_steps)
 
 
 # Grammars.

@@ -64,7 +64,7 @@ class Fault(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What one step did. The arrays are read-only copies: they stay valid for ever."""
+    """What a step did, or a run of steps. The arrays are read-only copies: they stay valid for ever."""
 
     entries: npt.NDArray[Any]
     """One per plan entry, in the plan's order. Shape: [n_entries] RESULT_DTYPE."""
@@ -95,3 +95,5 @@ class StepResult:
     """Natural log-probabilities of `top_tokens` under the target's unmodified distribution; NaN
     where not asked for.
     Shape: [n_tokens, n_top] float32."""
+    n_steps: int = 1
+    """Steps that were run; counts and times are their sums."""
