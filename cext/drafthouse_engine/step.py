@@ -64,7 +64,7 @@ class Fault(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step did, or a run of steps. The arrays are read-only copies: they stay valid for ever."""
+    """What a step did, or a run of steps. The arrays are read-only copies, valid for ever."""
 
     entries: npt.NDArray[Any]
     """One per plan entry, in the plan's order. Shape: [n_entries] RESULT_DTYPE."""

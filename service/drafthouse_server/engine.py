@@ -79,6 +79,10 @@ class Engine(Protocol):
         """
         ...
 
+    def interrupt(self) -> None:
+        """Has the run of steps in flight end with the step that it is in, or else the next one."""
+        ...
+
     def make_sampler(self, options: SamplingOptions) -> object:
         """Makes a sampler for one sequence and compiles its grammar.
 
@@ -234,7 +238,10 @@ class LlamaEngine:
                 if seq_id not in kept_less:
                     self._engine.seq_take_up(seq_id)
             computed = [entry for entry in plan.entries if entry.seq_id not in kept_less]
-            result = self._engine.step(*_pack(computed)) if computed else None
+            result = None
+            if computed:
+                n_steps = 1 if kept_less else plan.n_steps
+                result = self._engine.step(*_pack(computed), n_steps)
         except drafthouse_engine.EngineError as error:
             raise EngineError(_status_name(error), detail=str(error)) from error
         done = self._unpack(result) if result else []
@@ -247,7 +254,12 @@ class LlamaEngine:
             snapshots,
             samplers,
             _timings(result) if result else StepTimings(),
+            result.n_steps if result else 1,
         )
+
+    def interrupt(self) -> None:
+        """Ends the run of steps in flight, or else the next one, with the step that it is in."""
+        self._engine.interrupt()
 
     def _save(self, seq_ids: Sequence[int]) -> dict[int, bytes]:
         """Returns snapshots of slots in use, without those that cannot be written."""
