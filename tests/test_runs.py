@@ -12,10 +12,12 @@ import pytest
 from tests.hand import DENSE, HYBRID, TEXTS, emitted, engine, model, plan, sampler, tokens_of
 
 from drafthouse_engine import (
+    DRAFT_DTYPE,
     BadPlan,
     DraftType,
     Engine,
     Fault,
+    InvalidArgument,
     ResultFlag,
     SamplingParams,
     Status,
@@ -220,3 +222,54 @@ def test_bad_runs_are_refused_and_change_nothing(case: str) -> None:
         run.target.step(plan(*entries), last, n_steps=n_steps)
     assert [run.target.seq_n_past(i) for i in range(3)] == n_past
     run.target.close()
+
+
+def test_rows_of_numbers_are_the_arrays() -> None:
+    arrays, rows = (Crowd.of(engine("mtp"), DENSE) for _ in range(2))
+    for n_draft, n_steps in ((3, 1), (0, 4), (2, 1)):
+        last = [output[-1] for output in rows.outputs]
+        entries = [(i, rows.target.seq_n_past(i), i, 1, n_draft, 1) for i in range(3)]
+        given = [0, 3, 1] if n_draft else []
+        expected = arrays.target.step(
+            plan(*entries), [*last, 5], np.array([given][: bool(given)], np.int32).reshape(-1, 3)
+            .view(DRAFT_DTYPE)[:, 0], n_steps,
+        )  # fmt: skip
+        flat = [number for entry in entries for number in entry]
+        found = rows.target.step_rows(flat, [*last, 5], given, n_steps, has_logprobs=True)
+        assert found.entries == [tuple(map(int, entry)) for entry in expected.entries]
+        assert found.tokens == expected.tokens.tolist()
+        np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+        assert (found.n_steps, found.n_batch_tokens) == (n_steps, expected.n_batch_tokens)
+        assert found.t_total_us > 0
+        arrays.take(expected)
+        for seq_id, _, _, start, n, *_ in found.entries:
+            rows.outputs[seq_id] += found.tokens[start : start + n]
+    assert rows.outputs == arrays.outputs
+    arrays.target.close()
+    rows.target.close()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error"),
+    [
+        (([0, 0, 0, 1, 0], [5], []), InvalidArgument),  # five numbers
+        (([0, 0, 0, 1, 0, 0], [5], [1, 2]), InvalidArgument),
+        (([0, 0, 0, 1, 0, 0], [2**31], []), InvalidArgument),
+        (([0, -(2**70), 0, 1, 0, 0], [5], []), InvalidArgument),
+        (([0, 0, 0, 1, 0, 0], ["5"], []), TypeError),
+        (([0, 0, 0, 1.5, 0, 0], [5], []), TypeError),
+        (((0, 0, 0, 1, 0, 0), [5], []), TypeError),
+        (([0, 0, 1, 1, 0, 0], [5], []), BadPlan),  # beyond the tokens
+        (([], [], [0, 0, 1]), BadPlan),  # a draft for nobody
+    ],
+)
+def test_bad_rows_are_refused_and_change_nothing(
+    numbers: tuple[Any, Any, Any], error: type[Exception]
+) -> None:
+    target = engine()
+    target.seq_begin(0, sampler())
+    with pytest.raises(error):
+        target.step_rows(*numbers)
+    assert target.seq_n_past(0) == 0
+    assert target.step_rows([0, 0, 0, 1, 0, 0], [5], []).entries[0][2] == 1
+    target.close()
