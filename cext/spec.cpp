@@ -1299,6 +1299,17 @@ struct hidden_rows {
     }
 };
 
+// The hidden rows that the drafter has the target give, as llama.cpp's flags.
+struct row_flags {
+    bool has_last = false; // of the last layer
+    bool is_masked = false;
+    std::vector<bool> layers; // inputs of layers
+
+    bool is_any() const {
+        return has_last || std::find(layers.begin(), layers.end(), true) != layers.end();
+    }
+};
+
 struct sequence {
     bool is_begun = false;
     bool is_cold = false;     // no draft state: no drafts
@@ -1327,6 +1338,9 @@ struct sequence {
     int32_t n_past_proposed = 0;
 
     int32_t n_past() const { return static_cast<int32_t>(tokens.size()); }
+
+    // Whether its next tokens go to the drafter.
+    bool is_fed() const { return !is_cold || is_awaited; }
 
     // Tokens of the sequence, from the first on, that the sampler must not be fed (again).
     int32_t n_known() const { return std::max(n_heard, n_past() + (has_emitted ? 1 : 0)); }
@@ -1446,6 +1460,10 @@ struct spec_engine {
     std::vector<bool> has_drafted; // by id, since the engine was made; see can_verify_given
     common_batch batch;
     int64_t n_decodes = 0; // of the target
+
+    row_flags asked;      // by the drafter
+    bool has_rows = true; // the target's last decode gave them
+    int32_t n_unfed = 0;  // decodes in a row that fed nobody
 
     std::vector<int32_t> rows;     // batch index of each plan entry's first token
     std::vector<outcome> outcomes; // one per plan entry
@@ -2022,6 +2040,9 @@ void make_drafter(spec_engine & engine, const spec_model * draft) {
     if (!engine.spec) {
         fail(SPEC_ERR_UNSUPPORTED, "llama.cpp offers no drafter of this type");
     }
+    const llama_cparams & flags = engine.target->get_cparams();
+    engine.asked = {flags.embeddings_nextn, flags.embeddings_nextn_masked,
+                    flags.embeddings_layer_inp};
 }
 
 void fill_limits(spec_engine & engine) {
@@ -2658,7 +2679,43 @@ void note_states(spec_engine & engine) {
     }
 }
 
+// Has the target give the drafter's rows or not. Not by llama.cpp's setters: after these the next
+// decode reserves its graphs anew, which takes twice as long as the decode of a small model, and a
+// graph without rows fits where one with them does. A graph is used again only while `masked`
+// stays as it was, so another is built; without rows it has no other meaning.
+void give_rows(spec_engine & engine, bool is_on) {
+    auto & flags = const_cast<llama_cparams &>(engine.target->get_cparams());
+    const row_flags & asked = engine.asked;
+    flags.embeddings_nextn = is_on && asked.has_last;
+    flags.embeddings_nextn_masked = is_on ? asked.is_masked : !asked.is_masked;
+    for (size_t i = 0; i < asked.layers.size(); ++i) {
+        flags.embeddings_layer_inp[i] = is_on && asked.layers[i];
+    }
+    engine.has_rows = is_on;
+}
+
+// Decodes in a row that feed nobody before the target gives no rows. A change costs one more graph.
+constexpr int32_t N_UNFED = 8;
+
+// Chooses whether the coming decode gives rows. They cost little where every token is an output; of
+// a prompt they make the last layer compute all tokens, not the last one alone.
+void choose_rows(spec_engine & engine) {
+    if (!engine.spec || !engine.asked.is_any()) {
+        return;
+    }
+    const auto & tokens = engine.batch.tokens;
+    const bool is_wanted = std::any_of(tokens.begin(), tokens.end(), [&](const auto & token) {
+        return engine.sequences[static_cast<size_t>(token.seq_id)].is_fed();
+    });
+    engine.n_unfed = is_wanted ? 0 : std::min(engine.n_unfed + 1, N_UNFED);
+    const bool is_on = engine.n_unfed < N_UNFED;
+    if (is_on != engine.has_rows) {
+        give_rows(engine, is_on);
+    }
+}
+
 int32_t decode_batch(spec_engine & engine) {
+    choose_rows(engine);
     ++engine.n_decodes;
     if (engine.take_fault(SPEC_FAULT_DECODE_NO_ROOM)) {
         return 1;
@@ -2724,8 +2781,11 @@ void catch_up(spec_engine & engine, int32_t seq_id, int32_t n_past) {
 }
 
 // Tells the drafter whom it is fed for, and prepares those that it is fed for again. False when
-// there is nobody.
+// there is nobody. Who was taken up, by hand, after a decode without rows waits for the next one.
 bool choose_fed(spec_engine & engine) {
+    if (!engine.has_rows) {
+        return false;
+    }
     bool is_wanted = false;
     int32_t before = -1;
     for (const auto & token : engine.batch.tokens) {
@@ -2734,9 +2794,8 @@ bool choose_fed(spec_engine & engine) {
         }
         before = token.seq_id;
         const sequence & seq = engine.sequences[static_cast<size_t>(token.seq_id)];
-        const bool is_fed = !seq.is_cold || seq.is_awaited;
-        common_speculative_set_fed(engine.spec.get(), token.seq_id, is_fed);
-        is_wanted = is_wanted || is_fed;
+        common_speculative_set_fed(engine.spec.get(), token.seq_id, seq.is_fed());
+        is_wanted = is_wanted || seq.is_fed();
         if (seq.is_awaited) {
             common_speculative_begin(engine.spec.get(), token.seq_id, {});
             if (engine.limits.draft_type == SPEC_DRAFT_SIMPLE) {

@@ -27,6 +27,7 @@ typedef struct options {
     int32_t threads;
     int32_t ignore_eos;
     int32_t kv_unified;
+    int32_t let_go;
 } options;
 
 typedef struct prompt {
@@ -144,6 +145,7 @@ static options read_options(int argc, char ** argv) {
         {"--n-ctx-seq", NULL, &o.n_ctx_seq},   {"--n-batch", NULL, &o.n_batch},
         {"--n-ubatch", NULL, &o.n_ubatch},     {"--threads", NULL, &o.threads},
         {"--ignore-eos", NULL, &o.ignore_eos}, {"--kv-unified", NULL, &o.kv_unified},
+        {"--let-go", NULL, &o.let_go},
     };
     const size_t n_known = sizeof known / sizeof known[0];
     for (int i = 1; i + 1 < argc; i += 2) {
@@ -165,7 +167,8 @@ static options read_options(int argc, char ** argv) {
                      "FILE] [--n-seq N] "
                      "[--n-draft K] [--n-gen N] [--n-requests N] [--n-ctx-seq N] [--n-batch N] "
                      "[--n-ubatch N] "
-                     "[--threads N] [--ignore-eos 0|1] [--kv-unified 0|1]; a line of the prompts "
+                     "[--threads N] [--ignore-eos 0|1] [--kv-unified 0|1] [--let-go 0|1]; a line "
+                     "of the prompts "
                      "file is token ids");
     }
     return o;
@@ -277,6 +280,9 @@ static void start(bench * b, int32_t seq_id) {
     params.ignore_eos = b->options.ignore_eos != 0;
     check(spec_sampler_init(b->model, &params, &sampler), "sampler");
     check(spec_engine_seq_begin(b->engine, seq_id, &sampler), "begin");
+    if (b->options.let_go != 0) {
+        check(spec_engine_seq_let_go(b->engine, seq_id), "let go");
+    }
     const prompt * p = &b->prompts[b->n_started++ % b->n_prompts];
     b->slots[seq_id] = (slot){.prompt = p, .t_start = now_s()};
 }
