@@ -1526,14 +1526,15 @@ cdef class Engine:
         """Has a sequence without draft state fed to its drafter again, from its next tokens on.
 
         After them it is cold no more. Its drafts are as good as before some ten tokens later: what
-        lies before is missing; a draft model (`simple`) reads the last 256 tokens again. Does
-        nothing where the sequence has its draft state.
+        lies before is missing; a draft model (`simple`) reads the last 256 tokens again, an n-gram
+        drafter all, and at once. Does nothing where the sequence has its draft state.
 
         Args:
             seq_id: [0, n_seq_max).
 
         Raises:
             SeqIdle: the sequence has not begun.
+            BadPlan: its last batch was not processed.
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
         self._leave(spec.spec_engine_seq_take_up(self._enter(), c_seq_id), c_seq_id)
