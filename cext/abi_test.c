@@ -233,7 +233,7 @@ static void begin(const spec_model * model, spec_engine * engine, int32_t seq_id
 static void test_plans(spec_engine * engine) {
     int32_t tokens[4] = {5, 6, 7, 8};
     spec_plan_entry entry = {0, 0, 0, 2, 0, 0};
-    spec_plan plan = {&entry, 1, tokens, 4, NULL, 0};
+    spec_plan plan = {&entry, 1, tokens, 4, NULL, 0, 0};
     spec_result result;
     INVALID(spec_engine_step(engine, NULL, &result));
     INVALID(spec_engine_step(engine, &plan, NULL));
@@ -260,6 +260,15 @@ static void test_plans(spec_engine * engine) {
     plan.drafts = &draft;
     EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
     plan.n_drafts = 0;
+    plan.n_steps = 2; /* a prompt piece */
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    plan.n_steps = INT32_MIN;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    plan.n_steps = SPEC_RUN_MAX + 1;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    plan.n_steps = 0;
+    spec_engine_interrupt(NULL);
+    spec_engine_interrupt(engine);
     tokens[0] = -1;
     TRUE(spec_engine_step(engine, &plan, &result) < 0);
     TRUE(spec_engine_seq_n_past(engine, 0) == 0);
@@ -302,7 +311,7 @@ static void test_snapshots(spec_engine * engine) {
 static void test_starts(const spec_model * model, spec_engine * engine) {
     int32_t tokens[4] = {5, 6, 7, 8};
     spec_plan_entry entry = {0, 0, 0, 4, 0, 0};
-    const spec_plan plan = {&entry, 1, tokens, 4, NULL, 0};
+    const spec_plan plan = {&entry, 1, tokens, 4, NULL, 0, 0};
     spec_result result;
     spec_sampler * sampler = NULL;
     spec_sampler_params p;
@@ -389,7 +398,7 @@ static void test_by_hand(spec_engine * engine) {
 
 static void test_generation(spec_engine * engine, const int32_t * prompt, int32_t n_prompt) {
     spec_plan_entry entry = {0, 0, 0, n_prompt, 0, 1};
-    spec_plan plan = {&entry, 1, prompt, n_prompt, NULL, 0};
+    spec_plan plan = {&entry, 1, prompt, n_prompt, NULL, 0, 0};
     spec_result result;
     int32_t last = -1;
     for (int i = 0; i < 16; ++i) {
@@ -400,7 +409,7 @@ static void test_generation(spec_engine * engine, const int32_t * prompt, int32_
         }
         last = result.tokens[0];
         entry = (spec_plan_entry){0, result.entries[0].n_past, 0, 1, 0, 1};
-        plan = (spec_plan){&entry, 1, &last, 1, NULL, 0};
+        plan = (spec_plan){&entry, 1, &last, 1, NULL, 0, 0};
     }
     TRUE(spec_engine_seq_n_past(engine, 0) == n_prompt + 15);
     EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);

@@ -1460,6 +1460,8 @@ struct spec_engine {
 
     bool has_copies_due = false; // cells of forks that llama.cpp has yet to copy
 
+    std::atomic<bool> is_interrupted{false}; // by another thread: the run ends with this step
+
     // Benchmarks: probability that a drafted token is accepted when those before it were.
     std::vector<double> synth_probs;
     uint32_t n_synth_begun = 0; // seeds their generators: the same order, the same decisions
@@ -2324,6 +2326,18 @@ void check_given(const spec_engine & engine, const spec_plan & plan) {
     }
 }
 
+void check_run(const spec_plan & plan) {
+    if (plan.n_steps < 0 || plan.n_steps > SPEC_RUN_MAX) {
+        fail(SPEC_ERR_BAD_PLAN, "n_steps is " + std::to_string(plan.n_steps) + "; expected [0, " +
+                                    std::to_string(SPEC_RUN_MAX) + "]");
+    }
+    for (int32_t i = 0; plan.n_steps > 1 && i < plan.n_entries; ++i) {
+        if (plan.entries[i].is_output == 0 || plan.entries[i].n_draft != 0) {
+            bad_plan(plan.entries[i].seq_id, "in a run every entry is an output without a draft");
+        }
+    }
+}
+
 void check_plan(spec_engine & engine, const spec_plan & plan) {
     if (plan.n_entries < 0 || plan.n_entries > engine.limits.n_seq_max || plan.n_tokens < 0) {
         fail(SPEC_ERR_BAD_PLAN, "the plan has " + std::to_string(plan.n_entries) + " entries and " +
@@ -2350,6 +2364,7 @@ void check_plan(spec_engine & engine, const spec_plan & plan) {
     }
     check_given(engine, plan);
     check_capacity(engine, plan);
+    check_run(plan);
 }
 
 // The parts of a step.
@@ -3314,7 +3329,7 @@ void run_step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
         const int32_t seq_id = plan.entries[i].seq_id;
         save_checkpoint(engine, engine.sequences[static_cast<size_t>(seq_id)], seq_id);
     }
-    out.t_draft_us = now_us() - t_begin;
+    out.t_draft_us += now_us() - t_begin;
     if (engine.take_fault(SPEC_FAULT_THROW)) {
         throw std::runtime_error("injected fault");
     }
@@ -3325,16 +3340,101 @@ void run_step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     }
 }
 
-void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
-    check_plan(engine, plan);
-    out = {};
-    const int64_t t_begin = now_us();
+// One step of a plan that was checked.
+void step_once(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     begin_result(engine, plan);
     if (plan.n_entries > 0 && guarded([&] { run_step(engine, plan, out); }) != SPEC_OK) {
         group all(static_cast<size_t>(plan.n_entries));
         std::iota(all.begin(), all.end(), size_t{0});
         fail_entries(engine, plan, all);
     }
+    ++out.n_steps;
+}
+
+template <typename T>
+void append_range(std::vector<T> & all, const std::vector<T> & some, size_t from, size_t n) {
+    const auto start = some.begin() + static_cast<std::ptrdiff_t>(from);
+    all.insert(all.end(), start, start + static_cast<std::ptrdiff_t>(n));
+}
+
+// Adds to each entry's outcome what the last step has emitted for it.
+void collect(const spec_engine & engine, std::vector<outcome> & outcomes) {
+    const auto n_top = static_cast<size_t>(engine.n_top);
+    for (size_t i = 0; i < outcomes.size(); ++i) {
+        const auto from = static_cast<size_t>(engine.out_entries[i].token_offset);
+        const auto n = static_cast<size_t>(engine.out_entries[i].n_tokens);
+        append_range(outcomes[i].emitted, engine.out_tokens, from, n);
+        append_range(outcomes[i].logprobs, engine.out_logprobs, from, n);
+        append_range(outcomes[i].top_tokens, engine.out_top_tokens, from * n_top, n * n_top);
+        append_range(outcomes[i].top_logprobs, engine.out_top_logprobs, from * n_top, n * n_top);
+    }
+}
+
+// Makes the last step's result that of the whole run.
+void tell_run(spec_engine & engine, const std::vector<outcome> & outcomes) {
+    engine.out_tokens.clear();
+    engine.out_logprobs.clear();
+    engine.out_top_tokens.clear();
+    engine.out_top_logprobs.clear();
+    for (size_t i = 0; i < outcomes.size(); ++i) {
+        spec_result_entry & r = engine.out_entries[i];
+        r.token_offset = static_cast<int32_t>(engine.out_tokens.size());
+        r.n_tokens = static_cast<int32_t>(outcomes[i].emitted.size());
+        if (r.status == SPEC_ERR_NO_ROOM) {
+            r.status = SPEC_OK; // it is where the step before has left it
+        }
+        append(engine.out_tokens, outcomes[i].emitted);
+        append(engine.out_logprobs, outcomes[i].logprobs);
+        append(engine.out_top_tokens, outcomes[i].top_tokens);
+        append(engine.out_top_logprobs, outcomes[i].top_logprobs);
+    }
+}
+
+// Whether there is nothing to decide between the last step and the next one.
+bool may_go_on(const spec_engine & engine) {
+    const auto goes_on = [&](const spec_result_entry & r) {
+        return r.status == SPEC_OK && (r.flags & SPEC_RESULT_EOG) == 0 &&
+               r.n_past < engine.limits.n_ctx_seq;
+    };
+    return !engine.is_interrupted &&
+           std::all_of(engine.out_entries.begin(), engine.out_entries.end(), goes_on);
+}
+
+// The further steps of a run: each sequence goes on from the token that it has emitted.
+void run_on(spec_engine & engine, const spec_plan & plan, spec_result & out) {
+    std::vector<outcome> outcomes(static_cast<size_t>(plan.n_entries));
+    std::vector<spec_plan_entry> entries(plan.entries, plan.entries + plan.n_entries);
+    std::vector<int32_t> tokens(entries.size());
+    spec_plan next = {};
+    next.entries = entries.data();
+    next.n_entries = plan.n_entries;
+    next.tokens = tokens.data();
+    next.n_tokens = plan.n_entries;
+    collect(engine, outcomes);
+    while (out.n_steps < plan.n_steps && may_go_on(engine)) {
+        for (size_t i = 0; i < entries.size(); ++i) {
+            entries[i].n_past = engine.out_entries[i].n_past;
+            entries[i].token_offset = static_cast<int32_t>(i);
+            entries[i].n_tokens = 1;
+            tokens[i] = outcomes[i].emitted.back();
+        }
+        step_once(engine, next, out);
+        collect(engine, outcomes);
+    }
+    if (out.n_steps > 1) {
+        tell_run(engine, outcomes);
+    }
+}
+
+void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
+    check_plan(engine, plan);
+    out = {};
+    const int64_t t_begin = now_us();
+    step_once(engine, plan, out);
+    if (plan.n_steps > 1) {
+        run_on(engine, plan, out);
+    }
+    engine.is_interrupted = false;
     out.entries = engine.out_entries.data();
     out.n_entries = static_cast<int32_t>(engine.out_entries.size());
     out.tokens = engine.out_tokens.data();
@@ -5658,6 +5758,12 @@ int32_t spec_engine_get_draft_work(const spec_engine * engine, spec_draft_work *
 
 int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_result * out) {
     return guarded([&] { step(deref(engine, "engine"), deref(plan, "plan"), deref(out, "out")); });
+}
+
+void spec_engine_interrupt(spec_engine * engine) {
+    if (engine != nullptr) {
+        engine->is_interrupted = true;
+    }
 }
 
 int32_t spec_engine_seq_draft(spec_engine * engine, const spec_draft_request * requests,

@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define SPEC_ABI_VERSION 4
+#define SPEC_ABI_VERSION 5
 
 /* Errors. */
 
@@ -401,7 +401,15 @@ typedef struct spec_plan {
     /* since ABI 4 */
     const spec_given_draft * drafts; /* may be NULL when n_drafts is 0 */
     int32_t n_drafts;
+
+    /* since ABI 5 */
+    int32_t n_steps; /* most steps of a run, [0, SPEC_RUN_MAX]; 0 and 1: the plan alone. More only
+                        where every entry is an output without a draft: each goes on from the token
+                        that it has just emitted, as if the caller had planned it so */
 } spec_plan;
+
+/* Most steps of a run. since ABI 5 */
+#define SPEC_RUN_MAX 64
 
 enum spec_result_flags {
     SPEC_RESULT_EOG = 1, /* the last emitted token ends the generation */
@@ -442,13 +450,26 @@ typedef struct spec_result {
     const float * top_logprobs; /* [n_tokens, n_top]; natural log under the target's unmodified
                                    distribution; NaN where not asked for */
     int32_t n_top; /* greatest n_top_logprobs of the plan's sequences; 0: both arrays are empty */
+
+    /* since ABI 5 */
+    int32_t n_steps; /* steps that were run; counts and times are their sums */
 } spec_result;
 
 /* One step for all sequences of the plan: draft, undo the draft's KV, decode prompt pieces, last
  * tokens and drafts at once, process, verify, accept, roll both contexts back. Returns BAD_PLAN,
  * BAD_SEQ_ID, SEQ_IDLE or INVALID_ARGUMENT when the plan is wrong: then nothing has changed.
- * Otherwise SPEC_OK, and each entry's status tells what became of its sequence. since ABI 1 */
+ * Otherwise SPEC_OK, and each entry's status tells what became of its sequence.
+ *
+ * With n_steps the engine goes on without its caller, whose part between two steps takes as long as
+ * the step of a small model. The run ends early with the first step in which a sequence emits an
+ * end token, fails, finds no room or fills its context, or after which spec_engine_interrupt was
+ * called. An entry's tokens are those of all steps; one that found no room after its first step is
+ * SPEC_OK with fewer than the others. since ABI 1, runs since ABI 5 */
 int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_result * out);
+
+/* Ends the run in flight, or else the next one, after the step that it is in. Any thread, as long
+ * as the engine is not freed; NULL is harmless. since ABI 5 */
+void spec_engine_interrupt(spec_engine * engine);
 
 /* the
  * same, one call at a time

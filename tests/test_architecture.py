@@ -19,7 +19,7 @@ PACKAGES = (SERVICE, CEXT / "drafthouse_engine", ROOT / "clients" / "python" / "
 GRPC_FILES = {"server.py", "rpc.py", "interceptors.py"}
 GRPC_MODULES = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
 PURE_FILES = (
-    "scheduler.py", "waiting.py", "prefill.py", "cells.py", "parking.py",
+    "scheduler.py", "waiting.py", "prefill.py", "run_pacer.py", "cells.py", "parking.py",
     "speculation.py", "sequence.py", "tenants.py", "prefix_cache.py", "step_cost.py",
 )  # fmt: skip
 IMPURE_MODULES = {

@@ -176,6 +176,44 @@ def test_drafts_are_let_go_and_taken_up_again_beside_others_and_change_nothing(
     assert outputs[0] == outputs[1]
 
 
+def test_a_run_is_its_steps_and_an_interrupt_ends_it(engine: CountingEngine) -> None:
+    texts = ["Once upon a time", "def parse(self"]
+    prompts = [engine.tokenize(t, add_special=True, parse_special=False) for t in texts]
+    outputs = []
+    for n_steps in (1, 4):
+        starts = [Start(i, engine.make_sampler(GREEDY)) for i in range(2)]
+        entries = [PlanEntry(i, 0, prompt, 0, True) for i, prompt in enumerate(prompts)]
+        result = engine.step(StepPlan(entries, starts))
+        streams = [list(entry.tokens) for entry in result.entries]
+        n_run = 0
+        while n_run < 12:
+            entries = [
+                PlanEntry(entry.seq_id, entry.n_past, streams[entry.seq_id][-1:], 0, True)
+                for entry in result.entries
+            ]
+            is_interrupted = n_run == 4
+            if is_interrupted:
+                engine.interrupt()
+            result = engine.step(StepPlan(entries, n_steps=n_steps))
+            assert result.n_steps == (1 if is_interrupted else n_steps)
+            assert result.n_batch_tokens == 2 * result.n_steps
+            n_run += result.n_steps
+            for entry in result.entries:
+                assert len(entry.tokens) == result.n_steps
+                streams[entry.seq_id] += entry.tokens
+        n_draft = min(1, engine.limits.n_draft_max)
+        if n_draft:
+            entries = [
+                PlanEntry(entry.seq_id, entry.n_past, streams[entry.seq_id][-1:], n_draft, True)
+                for entry in result.entries
+            ]
+            with pytest.raises(EngineError, match="BAD_PLAN"):
+                engine.step(StepPlan(entries, n_steps=2))
+        engine.step(StepPlan(frees=[0, 1]))
+        outputs.append([stream[:13] for stream in streams])
+    assert outputs[0] == outputs[1]
+
+
 def test_given_drafts_change_nothing_but_the_number_of_steps(engine: CountingEngine) -> None:
     """Right ones, wrong ones and empty ones, after the drafter has drafted for the slot."""
     n_most = engine.limits.n_draft_max

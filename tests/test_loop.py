@@ -327,6 +327,38 @@ async def test_one_thread_makes_uses_and_closes_the_engine() -> None:
     assert threading.get_ident() not in engine.threads
 
 
+class LongRuns(FakeEngine):
+    """Notes how long runs were planned, and became."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS, step_s=0.002)
+        self.runs: list[tuple[int, int]] = []
+
+    def step(self, plan: StepPlan) -> StepResult:
+        result = super().step(plan)
+        self.runs.append((plan.n_steps, result.n_steps))
+        return result
+
+
+async def test_whoever_comes_or_goes_ends_a_run_of_steps() -> None:
+    loop = await StepLoop.open(LongRuns, Config(draft_policy="fixed", n_draft_default=0))
+    engine = loop.engine
+    assert isinstance(engine, LongRuns)
+    first = make(loop, n_output_max=90)
+    outbox = loop.submit(first)
+    while not any(run > 1 for _, run in engine.runs):
+        await outbox.receive()
+    assert all(run == planned for planned, run in engine.runs), "nobody came"
+    for i in range(8):
+        other = make(loop, f"other {i}", n_output_max=1)
+        await asyncio.sleep(0.001)
+        await collect(loop.submit(other))
+    loop.cancel(first)
+    await collect(outbox)
+    assert any(run < planned for planned, run in engine.runs), engine.runs
+    await loop.close()
+
+
 async def test_an_engine_that_cannot_be_made_tells_why() -> None:
     def fail() -> FakeEngine:
         raise ModelLoadError("m.gguf", "the file is cut short", "download it again")

@@ -122,6 +122,7 @@ from drafthouse_engine.step import (
     Fault,
     ResultFlag,
     StepResult,
+    StepRows,
 )
 from drafthouse_engine.tree import DraftTree
 from drafthouse_engine.tree_decoder import TreeDecoder
@@ -205,6 +206,7 @@ __all__ = [
     "SpeculativeSession",
     "Status",
     "StepResult",
+    "StepRows",
     "TreeDecoder",
     "TreeDrafter",
     "TreeScorer",

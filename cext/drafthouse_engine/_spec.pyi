@@ -12,7 +12,7 @@ from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import DraftWork, EngineLimits
 from drafthouse_engine.options import EngineParams, SamplingParams
-from drafthouse_engine.step import Fault, StepResult
+from drafthouse_engine.step import Fault, StepResult, StepRows
 
 __all__ = [
     "DecoderContext",
@@ -171,7 +171,18 @@ class Engine:
         entries: npt.NDArray[Any],
         tokens: Sequence[int] | npt.NDArray[np.integer[Any]],
         drafts: npt.NDArray[Any] | None = None,
+        n_steps: int = 1,
     ) -> StepResult: ...
+    def step_rows(
+        self,
+        entries: list[int],
+        tokens: list[int],
+        drafts: list[int],
+        n_steps: int = 1,
+        *,
+        has_logprobs: bool = False,
+    ) -> StepRows: ...
+    def interrupt(self) -> None: ...
     def draft_many(self, requests: Sequence[tuple[int, int, int, int]]) -> list[list[int]]: ...
     def decode(
         self,

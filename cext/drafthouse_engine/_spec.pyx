@@ -17,9 +17,10 @@ from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release
 from cpython.bytearray cimport PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.long cimport PyLong_AsLong
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.pythread cimport PyThread_get_thread_ident
-from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t
+from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t
 from posix.unistd cimport pause, usleep
 
 from drafthouse_engine cimport spec
@@ -37,7 +38,7 @@ from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import DraftWork, EngineLimits
 from drafthouse_engine.options import DRAFT_TYPES, SAMPLERS, EngineParams, SamplingParams
-from drafthouse_engine.step import DRAFT_DTYPE, PLAN_DTYPE, RESULT_DTYPE, StepResult
+from drafthouse_engine.step import DRAFT_DTYPE, PLAN_DTYPE, RESULT_DTYPE, StepResult, StepRows
 
 __all__ = [
     "DecoderContext",
@@ -1241,13 +1242,20 @@ cdef class Engine:
         self._leave(spec.spec_engine_get_draft_work(self._enter(), &c))
         return DraftWork(n_drafts=c.n_drafts, n_positions=c.n_positions, n_passes=c.n_passes)
 
-    def step(self, entries, tokens, drafts=None):
+    def step(self, entries, tokens, drafts=None, n_steps=1):
         """Runs one step of all sequences of a plan: draft, decode, verify, accept, roll back.
+
+        With `n_steps` it may run more of them, each sequence going on from the token that it has
+        emitted: for callers who have nothing to decide in between, and whose part takes longer
+        than a step of a small model. The run ends early with the step in which a sequence emits an
+        end token, fails, finds no room or fills its context, or when somebody calls `interrupt`.
 
         Args:
             entries: one per sequence; see `spec_plan_entry` in `spec.h`.
             tokens: the tokens that the entries and drafts point to.
             drafts: drafts to be verified in place of the drafter's; see `spec_given_draft`.
+            n_steps: most steps of a run, [1, 64]; above 1 every entry is an output without a
+                draft.
 
         Shape:
             entries [n_entries] PLAN_DTYPE, tokens [n_tokens] int32,
@@ -1272,6 +1280,7 @@ cdef class Engine:
         plan.n_tokens = <int32_t>(c_tokens.view.len // <Py_ssize_t>sizeof(int32_t))
         plan.drafts = NULL
         plan.n_drafts = 0
+        plan.n_steps = int32_of(n_steps, "n_steps")
         if drafts is not None:
             if getattr(drafts, "dtype", None) != DRAFT_DTYPE or drafts.ndim != 1:
                 raise TypeError("drafts must be an array of DRAFT_DTYPE with one dimension")
@@ -1280,24 +1289,86 @@ cdef class Engine:
             plan.n_drafts = <int32_t>(
                 c_drafts.view.len // <Py_ssize_t>sizeof(spec.spec_given_draft)
             )
-        return self._step(&plan)
-
-    cdef object _step(self, const spec.spec_plan * plan):
         cdef spec.spec_result r
+        return self._step(&plan, &r, False, False)
+
+    def step_rows(
+        self, list entries, list tokens, list drafts, n_steps=1, *, bint has_logprobs=False
+    ):
+        """Runs one step, or a run of them, as `step` does, from plain numbers and to plain numbers.
+
+        For servers: between two steps the engine idles, and arrays take longer to make than small
+        plans to compute.
+
+        Args:
+            entries: the fields of PLAN_DTYPE, one entry after the other.
+            tokens: the tokens that the entries and drafts point to.
+            drafts: the fields of DRAFT_DTYPE, one draft after the other.
+            n_steps: most steps of a run; see `step`.
+            has_logprobs: whether log-probabilities are wanted.
+
+        Raises:
+            BadPlan, BadSeqId, SeqIdle, InvalidArgument: the plan is wrong; nothing has changed.
+
+        Returns:
+            `StepRows`.
+        """
+        cdef Py_ssize_t n_entries = len(entries)
+        cdef Py_ssize_t n_tokens = len(tokens)
+        cdef Py_ssize_t n_drafts = len(drafts)
+        if n_entries % 6 or n_drafts % 3:
+            raise errors.InvalidArgument(
+                "entries are rows of 6 numbers and drafts of 3; got "
+                f"{n_entries} and {n_drafts} numbers")
+        cdef size_t n = <size_t>(n_entries + n_tokens + n_drafts) + 1
+        cdef int32_t * numbers = <int32_t *>PyMem_Malloc(n * sizeof(int32_t))
+        if numbers is NULL:
+            raise MemoryError
+        cdef spec.spec_plan plan
+        cdef spec.spec_result r
+        try:
+            copy_numbers(entries, numbers)
+            copy_numbers(tokens, numbers + n_entries)
+            copy_numbers(drafts, numbers + n_entries + n_tokens)
+            plan.entries = <const spec.spec_plan_entry *>numbers
+            plan.n_entries = <int32_t>(n_entries // 6)
+            plan.tokens = numbers + n_entries
+            plan.n_tokens = <int32_t>n_tokens
+            plan.drafts = <const spec.spec_given_draft *>(numbers + n_entries + n_tokens)
+            plan.n_drafts = <int32_t>(n_drafts // 3)
+            plan.n_steps = int32_of(n_steps, "n_steps")
+            return self._step(&plan, &r, True, has_logprobs)
+        finally:
+            PyMem_Free(numbers)
+
+    cdef object _step(
+        self, const spec.spec_plan * plan, spec.spec_result * r, bint is_plain, bint has_logprobs
+    ):
         cdef int32_t rc
         cdef int32_t i
         cdef spec.spec_engine * handle = self._enter()
         with nogil:
-            rc = spec.spec_engine_step(handle, plan, &r)
+            rc = spec.spec_engine_step(handle, plan, r)
         result = None
         if rc == spec.SPEC_OK:
-            result = result_of(&r)
+            result = rows_of(r, has_logprobs) if is_plain else result_of(r)
         self._leave(spec.SPEC_OK if rc == spec.SPEC_ERR_BAD_SEQ_ID else rc)
         if rc == spec.SPEC_ERR_BAD_SEQ_ID:
             for i in range(plan.n_entries):
                 self._seq_id(plan.entries[i].seq_id)
             check(rc)
         return result
+
+    def interrupt(self):
+        """Ends the run of steps in flight, or else the next one, after the step that it is in.
+
+        Harmless on a closed engine, and where no run is in flight.
+
+        Thread:
+            Any.
+        """
+        # The interpreter is not released: `close` cannot come in between.
+        spec.spec_engine_interrupt(self._handle)
 
     def draft_many(self, requests):
         """Drafts for several sequences in one batched call.
@@ -1675,13 +1746,45 @@ cdef class Engine:
         self._leave(spec.spec_engine_inject_fault(self._enter(), c_fault, n))
 
 
+cdef int copy_numbers(list values, int32_t * out) except -1:
+    """Copies integers of 32 bits."""
+    cdef Py_ssize_t i
+    cdef long value
+    for i in range(len(values)):
+        try:
+            value = PyLong_AsLong(values[i])  # takes no fraction
+        except OverflowError:
+            value = INT64_MAX
+        if not INT32_MIN <= value <= INT32_MAX:
+            raise errors.InvalidArgument(f"{values[i]} does not fit 32 bits")
+        out[i] = <int32_t>value
+    return 0
+
+
+cdef object rows_of(const spec.spec_result * r, bint has_logprobs):
+    cdef int32_t i
+    cdef const spec.spec_result_entry * e
+    entries = []
+    for i in range(r.n_entries):
+        e = &r.entries[i]
+        entries.append((
+            e.seq_id, e.status, e.n_past, e.token_offset, e.n_tokens, e.n_drafted, e.n_accepted,
+            e.flags))
+    tokens = [r.tokens[i] for i in range(r.n_tokens)]
+    logprobs = [r.logprobs[i] for i in range(r.n_tokens)] if has_logprobs else []
+    return StepRows(
+        entries, tokens, logprobs, r.n_batch_tokens, r.n_steps,
+        r.t_draft_us, r.t_decode_us, r.t_process_us, r.t_sample_us, r.t_total_us)
+
+
 cdef object result_of(const spec.spec_result * r):
     return StepResult(
         array_of(r.entries, r.n_entries, RESULT_DTYPE), array_of(r.tokens, r.n_tokens, _int32),
         array_of(r.logprobs, r.n_tokens, _float32), r.n_batch_tokens,
         r.t_draft_us, r.t_decode_us, r.t_process_us, r.t_sample_us, r.t_total_us,
         array_of(r.top_tokens, r.n_tokens * r.n_top, _int32).reshape(r.n_tokens, r.n_top),
-        array_of(r.top_logprobs, r.n_tokens * r.n_top, _float32).reshape(r.n_tokens, r.n_top))
+        array_of(r.top_logprobs, r.n_tokens * r.n_top, _float32).reshape(r.n_tokens, r.n_top),
+        r.n_steps)
 
 
 # Grammars.

@@ -212,6 +212,7 @@ cdef extern from "spec.h" nogil:
         int32_t n_tokens
         const spec_given_draft * drafts
         int32_t n_drafts
+        int32_t n_steps
 
     ctypedef struct spec_result_entry:
         int32_t seq_id
@@ -238,8 +239,10 @@ cdef extern from "spec.h" nogil:
         const int32_t * top_tokens
         const float * top_logprobs
         int32_t n_top
+        int32_t n_steps
 
     int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_result * out)
+    void spec_engine_interrupt(spec_engine * engine)
 
     ctypedef struct spec_draft_request:
         int32_t seq_id

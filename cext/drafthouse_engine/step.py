@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DRAFT_DTYPE", "PLAN_DTYPE", "RESULT_DTYPE", "Fault", "ResultFlag", "StepResult"]
+__all__ = [
+    "DRAFT_DTYPE",
+    "PLAN_DTYPE",
+    "RESULT_DTYPE",
+    "Fault",
+    "ResultFlag",
+    "StepResult",
+    "StepRows",
+]
 
 PLAN_DTYPE: Final = np.dtype(
     [
@@ -43,6 +51,31 @@ RESULT_DTYPE: Final = np.dtype(
 """What became of one sequence: `spec_result_entry` of `spec.h`, where the fields are explained."""
 
 
+class StepRows(NamedTuple):
+    """What one step did, or a run of steps, in plain numbers; see `StepResult`."""
+
+    entries: list[tuple[int, int, int, int, int, int, int, int]]
+    """One per plan entry, in the plan's order: the fields of RESULT_DTYPE."""
+    tokens: list[int]
+    """Emitted tokens of all entries."""
+    logprobs: list[float]
+    """Log-probabilities of `tokens`; empty when not asked for."""
+    n_batch_tokens: int
+    """Tokens of the target's decodes."""
+    n_steps: int
+    """Steps that were run."""
+    t_draft_us: int
+    """Drafting for all sequences."""
+    t_decode_us: int
+    """The target's decodes."""
+    t_process_us: int
+    """Feeding the decoded batches to the draft."""
+    t_sample_us: int
+    """Verification, log-probabilities and rollback."""
+    t_total_us: int
+    """All of it."""
+
+
 class ResultFlag(enum.IntFlag):
     """Bits of the field `flags` of `RESULT_DTYPE`."""
 
@@ -64,7 +97,7 @@ class Fault(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What one step did. The arrays are read-only copies: they stay valid for ever."""
+    """What a step did, or a run of steps. The arrays are read-only copies, valid for ever."""
 
     entries: npt.NDArray[Any]
     """One per plan entry, in the plan's order. Shape: [n_entries] RESULT_DTYPE."""
@@ -95,3 +128,5 @@ class StepResult:
     """Natural log-probabilities of `top_tokens` under the target's unmodified distribution; NaN
     where not asked for.
     Shape: [n_tokens, n_top] float32."""
+    n_steps: int = 1
+    """Steps that were run; counts and times are their sums."""

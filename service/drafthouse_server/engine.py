@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from drafthouse_server.config import Config
 from drafthouse_server.errors import (
     EngineError,
@@ -45,7 +42,6 @@ else:
     _FLAG_EOG = int(drafthouse_engine.ResultFlag.EOG)
     _FLAG_DRAFT_COLD = int(drafthouse_engine.ResultFlag.DRAFT_COLD)
     _FLAG_GIVEN = int(drafthouse_engine.ResultFlag.GIVEN)
-    _N_RESULT_FIELDS = drafthouse_engine.RESULT_DTYPE.itemsize // 4
 
 __all__ = ["Engine", "EngineLimits", "LlamaEngine", "ModelCard", "engine_version"]
 
@@ -77,6 +73,10 @@ class Engine(Protocol):
             EngineError: the plan contradicts the engine's state; nothing has changed
                 (ENGINE_FAILURE).
         """
+        ...
+
+    def interrupt(self) -> None:
+        """Has the run of steps in flight end with the step that it is in, or else the next one."""
         ...
 
     def make_sampler(self, options: SamplingOptions) -> object:
@@ -234,7 +234,13 @@ class LlamaEngine:
                 if seq_id not in kept_less:
                     self._engine.seq_take_up(seq_id)
             computed = [entry for entry in plan.entries if entry.seq_id not in kept_less]
-            result = self._engine.step(*_pack(computed)) if computed else None
+            result = None
+            if computed:
+                n_steps = 1 if kept_less else plan.n_steps
+                has_logprobs = bool(self._with_logprobs)
+                result = self._engine.step_rows(
+                    *_pack(computed), n_steps, has_logprobs=has_logprobs
+                )
         except drafthouse_engine.EngineError as error:
             raise EngineError(_status_name(error), detail=str(error)) from error
         done = self._unpack(result) if result else []
@@ -247,7 +253,12 @@ class LlamaEngine:
             snapshots,
             samplers,
             _timings(result) if result else StepTimings(),
+            result.n_steps if result else 1,
         )
+
+    def interrupt(self) -> None:
+        """Ends the run of steps in flight, or else the next one, with the step that it is in."""
+        self._engine.interrupt()
 
     def _save(self, seq_ids: Sequence[int]) -> dict[int, bytes]:
         """Returns snapshots of slots in use, without those that cannot be written."""
@@ -366,15 +377,11 @@ class LlamaEngine:
             n = n_held.get(seq_id, 0)
             _require(n_kept <= n, "BAD_PLAN", f"n_kept {n_kept}, held {n}")
 
-    def _unpack(self, result: drafthouse_engine.StepResult) -> list[ResultEntry]:
-        tokens: list[int] = result.tokens.tolist()
-        logprobs: list[float] = result.logprobs.tolist() if self._with_logprobs else []
+    def _unpack(self, result: drafthouse_engine.StepRows) -> list[ResultEntry]:
+        tokens, logprobs = result.tokens, result.logprobs
         statuses, with_logprobs = self._statuses, self._with_logprobs
         entries = []
-        # As a table of numbers: records turn into tuples several times more slowly.
-        table = result.entries.view(np.int32).reshape(-1, _N_RESULT_FIELDS)
-        for row in table.tolist():
-            seq_id, status, n_past, start, n_tokens, n_drafted, n_accepted, flags = row
+        for seq_id, status, n_past, start, n_tokens, n_drafted, n_accepted, flags in result.entries:
             end = start + n_tokens
             if self._statuses[status] in _LOST:
                 self._in_use.discard(seq_id)
@@ -573,14 +580,8 @@ def _card(model: drafthouse_engine.Model, name: str) -> ModelCard:
     )
 
 
-def _pack(
-    entries: Sequence[PlanEntry],
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int32], npt.NDArray[np.void] | None]:
-    """Returns a plan as the extension's arrays.
-
-    Shape: [n_entries] PLAN_DTYPE, [n_tokens] int32, [n_drafts] DRAFT_DTYPE or None.
-    """
-    # One flat list of numbers turns into an array three times faster than a list of tuples.
+def _pack(entries: Sequence[PlanEntry]) -> tuple[list[int], list[int], list[int]]:
+    """Returns a plan as the extension's rows of entries, tokens, and rows of given drafts."""
     rows: list[int] = []
     tokens: list[int] = []
     drafts: list[int] = []
@@ -597,11 +598,7 @@ def _pack(
         if entry.given:
             drafts += (entry.seq_id, len(tokens), len(entry.given))
             tokens += entry.given
-    table = np.array(rows, dtype=np.int32).view(drafthouse_engine.PLAN_DTYPE)
-    given = None
-    if drafts:
-        given = np.array(drafts, dtype=np.int32).view(drafthouse_engine.DRAFT_DTYPE)
-    return table, np.array(tokens, dtype=np.int32), given
+    return rows, tokens, drafts
 
 
 def _told(logprobs: list[float]) -> Sequence[float]:
@@ -614,7 +611,7 @@ def _require(condition: bool, status: str, detail: str) -> None:
         raise EngineError(status, detail=detail)
 
 
-def _timings(result: drafthouse_engine.StepResult) -> StepTimings:
+def _timings(result: drafthouse_engine.StepRows) -> StepTimings:
     return StepTimings(
         draft_s=result.t_draft_us * _US,
         decode_s=result.t_decode_us * _US,

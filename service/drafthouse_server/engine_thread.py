@@ -78,8 +78,9 @@ class EngineThread:
         self._is_stopping = False
 
     def post(self, function: Callable[..., None], *arguments: object) -> None:
-        """Has a call made on the engine thread, between two steps. It must not raise."""
+        """Has a call made on the engine thread, after the step in flight. It must not raise."""
         self._inbox.put((function, arguments))
+        self._engine.interrupt()
 
     def submit(self, sequence: Sequence) -> None:
         """Lets a sequence wait for a slot. It must fit the context."""

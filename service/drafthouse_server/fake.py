@@ -245,6 +245,7 @@ class FakeEngine:
         self._n_start_refusals = 0
         self._n_save_refusals = 0
         self._is_closed = False
+        self._is_interrupted = False
         self.n_steps = 0
         """Steps asked for, failed ones too."""
         self.n_cells_max = 0
@@ -320,16 +321,49 @@ class FakeEngine:
         for seq_id in plan.take_up:
             self._slots[seq_id].is_awaited = self._slots[seq_id].is_cold
         entries = [self._run(entry, draft) for entry in plan.entries]
+        n_steps = 1
+        while n_steps < plan.n_steps and self._may_go_on(entries):
+            self._go_on(entries)
+            n_steps += 1
+        self._is_interrupted = False
         self.n_cells_max = max(self.n_cells_max, self.n_cells_used)
         computed = [entry for entry in plan.entries if entry.seq_id not in draft.refused]
         return StepResult(
             entries=entries,
-            n_batch_tokens=sum(len(entry.tokens) + entry.n_draft for entry in computed),
+            n_batch_tokens=sum(len(entry.tokens) + entry.n_draft for entry in computed)
+            + (n_steps - 1) * len(computed),
             n_kept=dict.fromkeys(draft.refused, 0),
             snapshots=draft.snapshots,
             samplers=draft.samplers,
             timings=StepTimings(total_s=time.perf_counter() - started),
+            n_steps=n_steps,
         )
+
+    def interrupt(self) -> None:
+        """Ends the run of steps in flight, or else the next one. See `Engine.interrupt`."""
+        self._is_interrupted = True
+
+    def _may_go_on(self, entries: list[ResultEntry]) -> bool:
+        """Returns whether a run has another step; a fault waits for a step of its own."""
+        n_cells = self.n_cells_used + len(entries)
+        if self._is_interrupted or self._faults or n_cells > self._limits.n_ctx:
+            return False
+        return all(
+            entry.tokens and not entry.is_eog and entry.n_past < self._limits.n_ctx_seq
+            for entry in entries
+        )
+
+    def _go_on(self, entries: list[ResultEntry]) -> None:
+        """Runs another step of a run."""
+        self.n_steps += 1
+        if self._step_s:
+            time.sleep(self._step_s)
+        for entry in entries:
+            slot = self._slots[entry.seq_id]
+            slot.compute(entry.tokens[-1:])
+            tokens = [*entry.tokens, slot.sampler.choose(slot.digest, self._eog_period)]
+            entry.tokens, entry.logprobs = tokens, self._logprobs(slot, tokens)
+            entry.n_past, entry.is_eog = slot.n_past, tokens[-1] == _EOS
 
     def _raise_fault(self) -> None:
         for fault in self._faults:
@@ -426,6 +460,8 @@ class FakeEngine:
         budget = _Budget(n_cells=sum(slot.n_past for slot in draft.slots.values()))
         _require(budget.n_cells <= self._limits.n_ctx, "BAD_PLAN", "n_ctx, after the starts")
         for entry in plan.entries:
+            is_steady = entry.is_output and not entry.n_draft
+            _require(plan.n_steps <= 1 or is_steady, "BAD_PLAN", "in a run, a draft or a piece")
             _check_seq_id(entry.seq_id, self._limits)
             slot = draft.slots.get(entry.seq_id)
             if entry.seq_id in draft.refused:

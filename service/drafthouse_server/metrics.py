@@ -190,8 +190,8 @@ class Metrics:
     _engine_s: float = 0.0
 
     def count_step(self, result: StepResult) -> None:
-        """Counts one successful step."""
-        self._n_steps += 1
+        """Counts one successful step, or a run of them."""
+        self._n_steps += result.n_steps
         self._n_batch_tokens += result.n_batch_tokens
         drafted = [entry for entry in result.entries if entry.n_drafted]
         if drafted:

@@ -36,6 +36,7 @@ from drafthouse_server.prefix_cache import (
     PrefixCache,
     Tier,
 )
+from drafthouse_server.run_pacer import RunPacer
 from drafthouse_server.sequence import (
     Event,
     FinishReason,
@@ -52,6 +53,7 @@ from drafthouse_server.step import (
     Start,
     StepPlan,
     StepResult,
+    StepTimings,
 )
 from drafthouse_server.step_cost import Splitting, StepCost, StepShape, count_ubatches, shape_of
 from drafthouse_server.waiting import WaitingQueue, rank
@@ -140,6 +142,7 @@ class Scheduler:
         self._cost = cost
         self._splitting = splitting
         self._pacer = PrefillPacer(gap_s)
+        self._runs = RunPacer(gap_s)
         self._turns = PrefillTurns()
         self._ledger = CellLedger(limits)
         self._snapshots = SnapshotCost()
@@ -168,8 +171,8 @@ class Scheduler:
         self._n_submitted = 0
         self._n_turns = 0  # of the policy, that were carried out
         self._n_decodes = 0  # of the plan in flight
-        self._n_planned = 0  # entries of all plans that generate
-        self._n_draft_planned = 0  # their draft tokens
+        # Entries of all plans that generate, once a step, and their draft tokens.
+        self._n_planned = self._n_draft_planned = 0
         self._has_moves = False  # whether it starts, saves or parks
         self._stall_s = math.inf  # a step of running streams: a snapshot may hold them up as long
         self._now = 0.0
@@ -356,13 +359,18 @@ class Scheduler:
                 is_split = self._splitting is Splitting.STREAMS
                 n_lead = min([1 + entry.n_verified for entry in entries]) if is_split else 0
             entries += self._share_prefill(prefills, n_left, n_most, n_lead)
-        if self._retained and self._ledger.is_shared:
-            self._evict_for(sum(len(entry.tokens) + entry.n_draft for entry in entries))
         self._entries, self._n_decodes = entries, len(decodes)
         self._has_moves = bool(self._starts or self._parks or self._saves)
+        is_steady = bool(decodes) and not (prefills or n_draft or self._has_moves)
+        n_steps = 1
+        if is_steady and self._ngrams is None:
+            n_steps = self._runs.n_steps(decodes, self._stall_s, 1 + n_free // len(decodes))
+        if self._retained and self._ledger.is_shared:
+            n_cells = sum(len(entry.tokens) + entry.n_draft for entry in entries)
+            self._evict_for(n_cells * n_steps)
         let_go, take_up = self._turn_drafters()
         plan = StepPlan(
-            entries, self._starts, self._frees, self._parks, self._saves, let_go, take_up
+            entries, self._starts, self._frees, self._parks, self._saves, let_go, take_up, n_steps
         )
         self._starts, self._frees, self._parks, self._saves = [], [], [], []
         return plan
@@ -798,6 +806,7 @@ class Scheduler:
         running = self._running
         if self._cost is not None and self._entries:
             self._learn(result, now - self._planned_at)
+        self._n_planned += (result.n_steps - 1) * self._n_decodes
         if result.n_kept:
             self._take_refusals(result)
         if self._hits:
@@ -808,7 +817,7 @@ class Scheduler:
             if status is ok:
                 self._advance(sequence, entry, events)
             elif status is not no_room:
-                events.append((sequence, self._fail(sequence, entry.status.value)))
+                self._lose(sequence, entry, events)
             else:
                 self._retry(sequence, events)
         self._policy.observe(_as_drafted(result) if self._ngrams is not None else result)
@@ -825,11 +834,14 @@ class Scheduler:
         statuses = [entry.status for entry in result.entries]
         if result.n_kept or statuses.count(SequenceStatus.OK) < len(statuses):
             return
+        timings = result.timings
+        if result.n_steps > 1:
+            step_s, timings = step_s / result.n_steps, _of_one_step(result)
         shape = shape_of(entries, result.entries, self._splitting, self._limits.n_ubatch)
         if cost.n_observed and self._n_decodes and not self._has_moves:
             has_prefill = len(entries) > self._n_decodes
             self._pacer.observe(cost.predict(shape), step_s, has_prefill=has_prefill)
-        cost.observe(shape, result.timings, 0.0 if self._has_moves else step_s)
+        cost.observe(shape, timings, 0.0 if self._has_moves else step_s)
         if self._n_decodes and not self._has_moves:
             self._stall_s = step_s
 
@@ -871,6 +883,14 @@ class Scheduler:
             events.append((sequence, self._end(sequence, reason)))
         elif sequence.n_computed != len(sequence.tokens) - 1:
             events.append((sequence, self._fail(sequence, "BAD_RESULT")))
+
+    def _lose(
+        self, sequence: Sequence, entry: ResultEntry, events: list[tuple[Sequence, Event]]
+    ) -> None:
+        """Ends a sequence whose step failed, after what the steps before it in a run yielded."""
+        if entry.tokens:
+            events.append((sequence, sequence.extend(entry, self._now)[0]))
+        events.append((sequence, self._fail(sequence, entry.status.value)))
 
     def _note_prefill(self, sequence: Sequence, events: list[tuple[Sequence, Event]]) -> None:
         """Tells how far the prompt is, to those who want to know."""
@@ -1012,6 +1032,18 @@ def _as_drafted(result: StepResult) -> StepResult:
     """Returns a result without the drafts that were given: they say nothing of the drafter."""
     drafted = [entry for entry in result.entries if not entry.is_given]
     return StepResult(drafted, timings=result.timings)
+
+
+def _of_one_step(result: StepResult) -> StepTimings:
+    """Returns the mean times of a run's steps."""
+    n, timings = result.n_steps, result.timings
+    return StepTimings(
+        timings.draft_s / n,
+        timings.decode_s / n,
+        timings.process_s / n,
+        timings.sample_s / n,
+        timings.total_s / n,
+    )
 
 
 def _is_generating(sequence: Sequence) -> bool:

@@ -316,7 +316,8 @@ class Sequence:
         if self.n_steps == 0:
             self.first_token_at = now
         self.last_token_at = now
-        self.n_steps += 1
+        # A step yields what was accepted and one token more; a run of steps several such.
+        self.n_steps += len(entry.tokens) - entry.n_accepted
         if entry.n_drafted:
             self._count_draft(entry)
         return TokensEvent(tokens, logprobs), reason

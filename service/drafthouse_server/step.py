@@ -224,6 +224,14 @@ class StepPlan:
 
     They are cold until those are computed. Harmless where the draft state is there.
     """
+    n_steps: int = 1
+    """Most steps that the engine may run before it answers.
+
+    Above 1 every entry is an output without a draft; in the further steps each goes on from the
+    token that it has emitted, and nothing else of the plan is done again. The run ends with the
+    step in which a sequence emits an end token, fails, finds no room or fills its context, or at
+    `Engine.interrupt`. An engine may always run fewer.
+    """
 
     @property
     def is_empty(self) -> bool:
@@ -300,7 +308,7 @@ class StepResult:
     entries: Sequence[ResultEntry] = ()
     """One per plan entry, in the plan's order."""
     n_batch_tokens: int = 0
-    """Tokens of the target's decode."""
+    """Tokens of the target's decodes."""
     n_kept: Mapping[int, int] = field(default_factory=dict)
     """By slot: the tokens that a start kept, where they are fewer than the plan said: so far 0.
 
@@ -312,4 +320,6 @@ class StepResult:
     samplers: Mapping[int, object] = field(default_factory=dict)
     """By slot: what `StepPlan.parks` asked for, all of it, as it was before the step."""
     timings: StepTimings = field(default_factory=StepTimings)
-    """Where the time went."""
+    """Where the time went, of all its steps."""
+    n_steps: int = 1
+    """Steps that were run, >= 1. What failed after the first one has its tokens nevertheless."""

@@ -25,9 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
-import numpy as np
 from tests.bench.crowd import Machine
 
 import drafthouse_engine
@@ -85,9 +83,9 @@ class _Answers(LlamaEngine):
             n += 1
         return n
 
-    def answer(self, plan: StepPlan, i_step: int) -> SimpleNamespace:
+    def answer(self, plan: StepPlan, i_step: int) -> drafthouse_engine.StepRows:
         """Returns what the extension would; some of each draft is accepted."""
-        rows: list[tuple[int, ...]] = []
+        rows: list[tuple[int, int, int, int, int, int, int, int]] = []
         tokens: list[int] = []
         for entry in plan.entries:
             self.n_drafts += entry.n_draft
@@ -101,8 +99,6 @@ class _Answers(LlamaEngine):
             )
             # A text that repeats itself: n-gram lookup has something to find.
             tokens += [(n_past + i) % _N_PERIOD for i in range(1, 1 + n_tokens)]
-        table = np.array(rows, dtype=np.int32)
-        entries = table.view(drafthouse_engine.RESULT_DTYPE)[:, 0]
         results = [ResultEntry(0, SequenceStatus.OK, 0, n_drafted=row[5]) for row in rows]
         shape = shape_of(plan.entries, results, Splitting.STREAMS, 512)
         timings = _MACHINE.timings(shape)
@@ -110,11 +106,12 @@ class _Answers(LlamaEngine):
             name: int(getattr(timings, f"{name}_s") * 1e6)
             for name in ("draft", "decode", "process", "sample", "total")
         }
-        return SimpleNamespace(
-            entries=entries,
-            tokens=np.array(tokens, dtype=np.int32),
-            logprobs=np.zeros(len(tokens), dtype=np.float32),
+        return drafthouse_engine.StepRows(
+            entries=rows,
+            tokens=tokens,
+            logprobs=[],
             n_batch_tokens=shape.n_tokens,
+            n_steps=1,
             **{f"t_{name}_us": value for name, value in times.items()},
         )
 
@@ -205,9 +202,8 @@ class Bench:
         raw = self._answers.answer(plan, i_step)
         self._now += raw.t_total_us * 1e-6
         with watch.part("unpack"):
-            # An answer from a table stands in for the extension's.
-            entries = self._answers._unpack(raw)  # type: ignore[arg-type]
-            timings = _timings(raw)  # type: ignore[arg-type]
+            entries = self._answers._unpack(raw)
+            timings = _timings(raw)
             result = StepResult(entries, raw.n_batch_tokens, timings=timings)
         with watch.part("commit"):
             thread._report.result = result

@@ -183,6 +183,7 @@ class Simulation:
         self.scheduler.reap(self.now)
         plan = self.scheduler.plan(self.now)
         planned = time.perf_counter()
+        self.engine.interrupt()  # somebody always comes
         result = self.engine.step(plan)
         shape = shape_of(plan.entries, result.entries, self._machine.splitting, 512)
         timings = self._machine.timings(shape)

@@ -23,7 +23,7 @@ void generate(spec_sampler * sampler) {
     int32_t token = 300;
     for (int32_t i = 0; i < N_TOKENS; ++i) {
         const spec_plan_entry entry = {0, i, 0, 1, 0, 1};
-        const spec_plan plan = {&entry, 1, &token, 1, nullptr, 0};
+        const spec_plan plan = {&entry, 1, &token, 1, nullptr, 0, 0};
         spec_result result = {};
         REQUIRE(spec_engine_step(engine(), &plan, &result) == SPEC_OK);
         const int32_t status = result.entries[0].status;

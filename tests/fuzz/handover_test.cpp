@@ -29,7 +29,7 @@ void take_step(table & t) {
         REQUIRE(spec_engine_seq_begin(t.engine, 0, &sampler) == SPEC_OK);
     }
     const spec_plan_entry entry = {0, t.n_past, 0, 1, t.n_past > 0 ? 3 : 0, 1};
-    const spec_plan plan = {&entry, 1, &t.last, 1, nullptr, 0};
+    const spec_plan plan = {&entry, 1, &t.last, 1, nullptr, 0, 0};
     spec_result result = {};
     REQUIRE(spec_engine_step(t.engine, &plan, &result) == SPEC_OK);
     REQUIRE(result.entries[0].status == SPEC_OK);

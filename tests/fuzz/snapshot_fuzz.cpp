@@ -124,7 +124,7 @@ bool step(fixture & f, int32_t seq_id, int32_t n_draft) {
     const int32_t n_past = spec_engine_seq_n_past(f.engine, seq_id);
     const int32_t token = id_last >= 0 ? id_last : 300;
     const spec_plan_entry entry = {seq_id, n_past, 0, 1, id_last >= 0 ? n_draft : 0, 1};
-    const spec_plan plan = {&entry, 1, &token, 1, nullptr, 0};
+    const spec_plan plan = {&entry, 1, &token, 1, nullptr, 0, 0};
     spec_result result = {};
     const int32_t rc = spec_engine_step(f.engine, &plan, &result);
     REQUIRE(rc == SPEC_OK || rc == SPEC_ERR_BAD_PLAN);
@@ -135,7 +135,7 @@ void begin(fixture & f, int32_t seq_id, int32_t kind) {
     spec_sampler * sampler = sampler_of(f.target, kind);
     REQUIRE(spec_engine_seq_begin(f.engine, seq_id, &sampler) == SPEC_OK);
     const spec_plan_entry entry = {seq_id, 0, 0, N_PROMPT, 0, 1};
-    const spec_plan plan = {&entry, 1, PROMPT, N_PROMPT, nullptr, 0};
+    const spec_plan plan = {&entry, 1, PROMPT, N_PROMPT, nullptr, 0, 0};
     spec_result result = {};
     REQUIRE(spec_engine_step(f.engine, &plan, &result) == SPEC_OK);
     REQUIRE(result.entries[0].status == SPEC_OK);
