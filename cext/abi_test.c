@@ -453,7 +453,7 @@ static void test_given_drafts(spec_engine * engine, const int32_t * tokens, int3
         {{0, 1, 1}, 2},  {{0, 1, 1}, -1}, {{0, 1, 1}, INT32_MAX},
     };
     spec_plan_entry entry = {0, n_past, 0, 1, 2, 1};
-    spec_plan plan = {&entry, 1, tokens, 4, NULL, 0};
+    spec_plan plan = {&entry, 1, tokens, 4, NULL, 0, 0};
     spec_result result;
     for (size_t i = 0; i < sizeof WRONG / sizeof WRONG[0]; ++i) {
         const spec_given_draft drafts[2] = {WRONG[i].draft, WRONG[i].draft};
@@ -497,7 +497,7 @@ static void test_drafting(const spec_model * model) {
     spec_engine_params p;
     const int32_t prompt[4] = {5, 6, 7, 8};
     const spec_plan_entry entry = {0, 0, 0, 4, 0, 1};
-    const spec_plan plan = {&entry, 1, prompt, 4, NULL, 0};
+    const spec_plan plan = {&entry, 1, prompt, 4, NULL, 0, 0};
     spec_result result;
     spec_engine_default_params(&p);
     p.draft_type = SPEC_DRAFT_MTP;

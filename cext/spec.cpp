@@ -3382,6 +3382,8 @@ void tell_run(spec_engine & engine, const std::vector<outcome> & outcomes) {
         r.n_tokens = static_cast<int32_t>(outcomes[i].emitted.size());
         if (r.status == SPEC_ERR_NO_ROOM) {
             r.status = SPEC_OK; // it is where the step before has left it
+            const bool is_cold = engine.sequences[static_cast<size_t>(r.seq_id)].is_cold;
+            r.flags = is_cold ? SPEC_RESULT_DRAFT_COLD : 0;
         }
         append(engine.out_tokens, outcomes[i].emitted);
         append(engine.out_logprobs, outcomes[i].logprobs);

@@ -3,9 +3,10 @@
 // The input chooses an engine and a row of calls. A shadow of the engine makes valid plans, and
 // most of them are then damaged in one place. Between the steps sequences are forked, saved and
 // loaded, parked, let go from their drafter and taken up, and started again with what is kept of
-// them; drafts are given. Whatever comes: no crash, a refused call changes nothing, what a step
-// reports agrees with what the engine says afterwards, and each token that a step chose has the
-// probability that the target alone gives it after the tokens before it; a greedy one is the best.
+// them; drafts are given, steps run in a row. Whatever comes: no crash, a refused call changes
+// nothing, what a step reports agrees with what the engine says afterwards, and each token that a
+// step chose has the probability that the target alone gives it after the tokens before it; a
+// greedy one is the best.
 #include "harness.h"
 
 #include <algorithm>
@@ -206,6 +207,9 @@ public:
         REQUIRE(spec_engine_get_limits(f.engine, &limits_) == SPEC_OK);
         REQUIRE(spec_engine_inject_fault(f.engine, SPEC_FAULT_NONE, 0) == SPEC_OK);
         spec_engine_process(f.engine); // what an earlier input left decoded
+        const spec_plan nothing = {};
+        spec_result result = {};
+        REQUIRE(spec_engine_step(f.engine, &nothing, &result) == SPEC_OK); // takes an interrupt
         for (int32_t id = 0; id < N_SEQ; ++id) {
             end(id);
         }
@@ -725,8 +729,8 @@ private:
         s = started(start, n, has_sampler ? p.s : from.s, from);
     }
 
-    // A valid plan of random sequences, in `entries_` and `tokens_`.
-    void make_plan() {
+    // A valid plan of random sequences, in `entries_` and `tokens_`; of a run all generate.
+    void make_plan(bool is_run) {
         entries_.clear();
         drafts_.clear();
         tokens_.clear();
@@ -746,10 +750,12 @@ private:
             // A resumed sequence computes again what it knew, up to the last token it chose.
             const int32_t n_again =
                 std::max(static_cast<int32_t>(s.known.size()) - e.n_past, s.has_emitted ? 1 : 0);
-            e.n_tokens = n_again > 0 ? 1 + in_.below(n_again) : 1 + in_.below(12);
+            e.n_tokens = n_again == 0 ? 1 + in_.below(12)
+                         : is_run     ? n_again
+                                      : 1 + in_.below(n_again);
             const bool is_last = s.has_emitted && e.n_tokens == n_again;
-            e.is_output = is_last || (n_again == 0 && in_.below(3) != 0);
-            e.n_draft = is_last && n_again == 1 ? in_.below(limits_.n_draft_max + 1) : 0;
+            e.is_output = is_last || (n_again == 0 && (is_run || in_.below(3) != 0));
+            e.n_draft = is_last && n_again == 1 && !is_run ? in_.below(limits_.n_draft_max + 1) : 0;
             if (e.n_past + e.n_tokens + e.n_draft > limits_.n_ctx_seq ||
                 e.n_tokens + e.n_draft > n_left) {
                 end(id); // full: it makes room for the next
@@ -860,8 +866,9 @@ private:
         if (in_.below(4) == 0) {
             turn(in_.below(N_SEQ));
         }
-        make_plan();
         spec_plan plan = {};
+        plan.n_steps = in_.below(4) == 0 ? 2 + in_.below(6) : in_.below(2);
+        make_plan(plan.n_steps > 1);
         if (!is_valid) {
             damage();
         }
@@ -881,6 +888,13 @@ private:
             plan.n_drafts = is_read ? plan.n_drafts : n_wild;
             plan.drafts = in_.below(2) == 0 ? nullptr : plan.drafts;
         }
+        if (!is_valid && in_.below(8) == 0) {
+            plan.n_steps = in_.wild();
+        }
+        if (in_.below(8) == 0) {
+            spec_engine_interrupt(f_.engine);
+            is_interrupted_ = true;
+        }
         const state before = look();
         for (int32_t id = 0; id < N_SEQ; ++id) {
             is_cold_[id] = is_cold(id);
@@ -899,10 +913,24 @@ private:
             return;
         }
         REQUIRE(result.n_entries == plan.n_entries);
+        check_run(plan, result);
         for (int32_t i = 0; i < result.n_entries; ++i) {
             check(plan.entries[i], result.entries[i], result);
         }
         check_cells();
+    }
+
+    // A run ends before its last step for a reason.
+    void check_run(const spec_plan & plan, const spec_result & result) {
+        REQUIRE(result.n_steps >= 1 && result.n_steps <= std::max(plan.n_steps, 1));
+        const auto is_end = [&](const spec_result_entry & r) {
+            return r.status != SPEC_OK || (r.flags & SPEC_RESULT_EOG) != 0 ||
+                   r.n_past >= limits_.n_ctx_seq || r.n_tokens < result.n_steps;
+        };
+        REQUIRE(result.n_steps >= plan.n_steps || is_interrupted_ ||
+                std::any_of(result.entries, result.entries + result.n_entries, is_end));
+        REQUIRE(result.n_steps == 1 || !is_interrupted_);
+        is_interrupted_ = false;
     }
 
     void check(const spec_plan_entry & e, const spec_result_entry & r, const spec_result & result) {
@@ -916,7 +944,7 @@ private:
         }
         if (r.status != SPEC_OK) {
             REQUIRE(has_fault_);
-            REQUIRE(r.n_past == 0 && r.n_tokens == 0);
+            REQUIRE(r.n_past == 0 && (r.n_tokens == 0 || result.n_steps > 1));
             s = {};
             return;
         }
@@ -926,8 +954,14 @@ private:
         REQUIRE(!s.is_awaited || has_fault_ || !is_cold(e.seq_id));
         s.is_awaited = s.is_awaited && is_cold(e.seq_id);
         REQUIRE(r.n_drafted <= e.n_draft && r.n_accepted <= r.n_drafted && r.n_accepted >= 0);
-        REQUIRE(r.n_tokens == (e.is_output != 0 ? r.n_accepted + 1 : 0));
-        REQUIRE(r.n_past == e.n_past + e.n_tokens + r.n_accepted);
+        if (result.n_steps > 1) {
+            REQUIRE(r.n_tokens == result.n_steps ||
+                    (r.n_tokens == result.n_steps - 1 && (has_fault_ || limits_.kv_unified)));
+            REQUIRE(e.is_output != 0 && r.n_drafted == 0);
+        } else {
+            REQUIRE(r.n_tokens == (e.is_output != 0 ? r.n_accepted + 1 : 0));
+        }
+        REQUIRE(r.n_past == e.n_past + e.n_tokens + std::max(r.n_tokens - 1, 0));
         REQUIRE(r.token_offset >= 0 && r.token_offset + r.n_tokens <= result.n_tokens);
         for (int32_t k = r.token_offset; k < r.token_offset + r.n_tokens; ++k) {
             REQUIRE(result.tokens[k] >= 0 && result.tokens[k] < limits_.n_vocab);
@@ -1090,6 +1124,7 @@ private:
     std::vector<saved_sequence> saved_;
     bool is_cold_[N_SEQ] = {};
     bool has_fault_ = false;
+    bool is_interrupted_ = false;
     bool is_by_hand_ = false; // sequences moved without a step: a valid plan may be refused
     std::vector<spec_plan_entry> entries_;
     std::vector<spec_given_draft> drafts_;
