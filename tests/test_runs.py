@@ -283,3 +283,27 @@ def test_bad_rows_are_refused_and_change_nothing(
     assert target.seq_n_past(0) == 0
     assert target.step_rows([0, 0, 0, 1, 0, 0], [5], []).entries[0][2] == 1
     target.close()
+
+
+def test_rows_that_grow_while_they_are_read_write_nothing_beyond() -> None:
+    tokens = [5]
+
+    class Growing:
+        def __index__(self) -> int:
+            tokens.extend([7] * 10_000)
+            return 0
+
+    class Shrinking:
+        def __index__(self) -> int:
+            tokens.clear()
+            return 0
+
+    target = engine()
+    target.seq_begin(0, sampler())
+    entries: list[Any] = [Growing(), 0, 0, 1, 0, 0]
+    assert target.step_rows(entries, tokens, []).entries[0][2] == 1
+    entries = [Shrinking(), 1, 0, 1, 0, 0]
+    with pytest.raises(IndexError):
+        target.step_rows(entries, tokens, [])
+    assert target.seq_n_past(0) == 1
+    target.close()

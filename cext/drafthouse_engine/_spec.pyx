@@ -1327,9 +1327,9 @@ cdef class Engine:
         cdef spec.spec_plan plan
         cdef spec.spec_result r
         try:
-            copy_numbers(entries, numbers)
-            copy_numbers(tokens, numbers + n_entries)
-            copy_numbers(drafts, numbers + n_entries + n_tokens)
+            copy_numbers(entries, n_entries, numbers)
+            copy_numbers(tokens, n_tokens, numbers + n_entries)
+            copy_numbers(drafts, n_drafts, numbers + n_entries + n_tokens)
             plan.entries = <const spec.spec_plan_entry *>numbers
             plan.n_entries = <int32_t>(n_entries // 6)
             plan.tokens = numbers + n_entries
@@ -1746,11 +1746,14 @@ cdef class Engine:
         self._leave(spec.spec_engine_inject_fault(self._enter(), c_fault, n))
 
 
-cdef int copy_numbers(list values, int32_t * out) except -1:
-    """Copies integers of 32 bits."""
+cdef int copy_numbers(list values, Py_ssize_t n, int32_t * out) except -1:
+    """Copies n integers of 32 bits.
+
+    The length is the caller's: an integer's own `__index__` may have changed the list since.
+    """
     cdef Py_ssize_t i
     cdef long value
-    for i in range(len(values)):
+    for i in range(n):
         try:
             value = PyLong_AsLong(values[i])  # takes no fraction
         except OverflowError:
