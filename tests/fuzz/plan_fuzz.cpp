@@ -754,7 +754,8 @@ private:
                          : is_run     ? n_again
                                       : 1 + in_.below(n_again);
             const bool is_last = s.has_emitted && e.n_tokens == n_again;
-            e.is_output = is_last || (n_again == 0 && (is_run || in_.below(3) != 0));
+            e.is_output =
+                is_last || (is_run && !s.has_emitted) || (n_again == 0 && in_.below(3) != 0);
             e.n_draft = is_last && n_again == 1 && !is_run ? in_.below(limits_.n_draft_max + 1) : 0;
             if (e.n_past + e.n_tokens + e.n_draft > limits_.n_ctx_seq ||
                 e.n_tokens + e.n_draft > n_left) {
