@@ -61,7 +61,7 @@ class Drawer:
             draft_type=draft_type,
             n_seq_max=N_SEQ + N_DISTURBERS + 1,
             n_ctx_seq=128,
-            n_batch=512,
+            n_batch=1024,  # a prompt of 34 tokens in every slot
             n_ubatch=256,
             # The simple n-gram drafter proposes nothing shorter than 4.
             n_draft_max=8 if draft_type == "ngram-simple" else N_DRAFT,
