@@ -440,6 +440,83 @@ static void test_engine(const spec_model * model) {
     spec_engine_free(engine);
 }
 
+/* Drafts of the caller's own that are refused: the sequence stays as it was. */
+static void test_given_drafts(spec_engine * engine, const int32_t * tokens, int32_t n_past) {
+    static const struct {
+        spec_given_draft draft;
+        int32_t n; /* how often it stands in the plan */
+    } WRONG[] = {
+        {{-1, 1, 1}, 1}, {{2, 1, 1}, 1},  {{INT32_MAX, 1, 1}, 1}, {{1, 1, 1}, 1}, /* idle */
+        {{0, 1, 0}, 1},  {{0, 1, -1}, 1}, {{0, 1, 3}, 1},         {{0, 1, INT32_MAX}, 1},
+        {{0, -1, 1}, 1}, {{0, 4, 1}, 1},  {{0, INT32_MAX, 1}, 1}, {{0, INT32_MIN, 2}, 1},
+        {{0, 3, 1}, 1}, /* no token of the vocabulary */
+        {{0, 1, 1}, 2},  {{0, 1, 1}, -1}, {{0, 1, 1}, INT32_MAX},
+    };
+    spec_plan_entry entry = {0, n_past, 0, 1, 2, 1};
+    spec_plan plan = {&entry, 1, tokens, 4, NULL, 0, 0};
+    spec_result result;
+    for (size_t i = 0; i < sizeof WRONG / sizeof WRONG[0]; ++i) {
+        const spec_given_draft drafts[2] = {WRONG[i].draft, WRONG[i].draft};
+        plan.drafts = drafts;
+        plan.n_drafts = WRONG[i].n;
+        TRUE(spec_engine_step(engine, &plan, &result) < 0);
+        TRUE(spec_engine_seq_n_past(engine, 0) == n_past);
+    }
+    const spec_given_draft draft = {0, 1, 1};
+    plan.drafts = &draft;
+    plan.n_drafts = 1;
+    entry.n_draft = 0; /* it wants none */
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    entry = (spec_plan_entry){1, 0, 1, 2, 1, 1}; /* its prompt is not done */
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_SEQ_IDLE);
+    entry = (spec_plan_entry){0, n_past, 0, 1, 2, 1};
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    TRUE(result.n_entries == 1 && result.entries[0].status == SPEC_OK);
+}
+
+/* A drafter is given up, and fed again in the right place only. */
+static void test_taking_up(spec_engine * engine) {
+    const spec_token token = {0, spec_engine_seq_n_past(engine, 0), 5, 1};
+    bool is_cold = false;
+    EXPECT(spec_engine_seq_take_up(engine, 2), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_take_up(engine, 1), SPEC_ERR_SEQ_IDLE);
+    EXPECT(spec_engine_seq_let_go(engine, 1), SPEC_ERR_SEQ_IDLE);
+    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_OK); /* never let go */
+    EXPECT(spec_engine_decode(engine, &token, 1), SPEC_OK);
+    EXPECT(spec_engine_seq_let_go(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_ERR_BAD_PLAN); /* not processed */
+    EXPECT(spec_engine_process(engine), SPEC_OK);
+    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_is_cold(engine, 0, &is_cold), SPEC_OK);
+    TRUE(is_cold);
+}
+
+static void test_drafting(const spec_model * model) {
+    spec_engine * engine = NULL;
+    spec_engine_params p;
+    const int32_t prompt[4] = {5, 6, 7, 8};
+    const spec_plan_entry entry = {0, 0, 0, 4, 0, 1};
+    const spec_plan plan = {&entry, 1, prompt, 4, NULL, 0, 0};
+    spec_result result;
+    spec_engine_default_params(&p);
+    p.draft_type = SPEC_DRAFT_MTP;
+    p.n_ctx_seq = 64;
+    p.n_seq_max = 2;
+    EXPECT(spec_engine_init(model, NULL, &p, &engine), SPEC_OK);
+    if (engine == NULL) {
+        return;
+    }
+    begin(model, engine, 0, SPEC_OK);
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    if (n_failed == 0) {
+        const int32_t tokens[4] = {result.tokens[0], 6, 7, INT32_MAX};
+        test_given_drafts(engine, tokens, 4);
+        test_taking_up(engine);
+    }
+    spec_engine_free(engine);
+}
+
 static void test_extras_nulls(void) {
     spec_embedder * embedder = NULL;
     spec_embedder_limits limits;
@@ -632,6 +709,7 @@ static void test_with_model(const char * path) {
     test_sampler(model);
     test_engine_params(model);
     test_engine(model);
+    test_drafting(model);
     test_embedder(model);
     test_decoder(model);
     spec_model_free(model);

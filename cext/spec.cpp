@@ -2435,9 +2435,11 @@ void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
 // that is not its own. MTP and EAGLE-3 must be: they go on from the hidden row of the last accepted
 // token. llama.cpp lets them only for an id that they have drafted for before, be it for another
 // sequence (`impl_last` of common_speculative is set by a draft, and never reset); before that it
-// would end the process.
+// would end the process. A cold sequence that is awaited has its drafter follow from this very step
+// on.
 bool can_verify_given(const spec_engine & engine, const sequence & seq, int32_t seq_id) {
-    return !engine.spec || seq.is_cold || engine.has_drafted[static_cast<size_t>(seq_id)];
+    const bool is_followed = engine.spec && (!seq.is_cold || seq.is_awaited);
+    return !is_followed || engine.has_drafted[static_cast<size_t>(seq_id)];
 }
 
 // Takes a given draft, up to its first end token: nothing follows that. The target's own draws
@@ -2806,9 +2808,17 @@ bool choose_fed(spec_engine & engine) {
     return is_wanted;
 }
 
-// Feeds a cold sequence's drafter again, from its next tokens on.
+// Feeds a cold sequence's drafter again, from its next tokens on; those of a batch that waits for
+// `process` are none of them, and may have been taken back. An n-gram drafter reads the sequence's
+// tokens: it has missed nothing.
 void take_up(spec_engine & engine, int32_t seq_id) {
-    sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+    sequence & seq = begun(engine, seq_id);
+    if (is_unprocessed(engine, seq_id)) {
+        bad_plan(seq_id, "its last batch has not been processed");
+    }
+    if (seq.ngram) {
+        seq.is_cold = false;
+    }
     seq.is_awaited = seq.is_cold && engine.spec;
 }
 
@@ -3431,6 +3441,8 @@ void tell_run(spec_engine & engine, const std::vector<outcome> & outcomes) {
         r.n_tokens = static_cast<int32_t>(outcomes[i].emitted.size());
         if (r.status == SPEC_ERR_NO_ROOM) {
             r.status = SPEC_OK; // it is where the step before has left it
+            const bool is_cold = engine.sequences[static_cast<size_t>(r.seq_id)].is_cold;
+            r.flags = is_cold ? SPEC_RESULT_DRAFT_COLD : 0;
         }
         append(engine.out_tokens, outcomes[i].emitted);
         append(engine.out_logprobs, outcomes[i].logprobs);
@@ -3768,7 +3780,7 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
 // Snapshots.
 
 constexpr char SNAPSHOT_MAGIC[8] = {'D', 'R', 'A', 'F', 'T', 'S', 'E', 'Q'};
-constexpr uint32_t SNAPSHOT_FORMAT = 2;
+constexpr uint32_t SNAPSHOT_FORMAT = 3;
 constexpr size_t CHECKSUM_BYTES = sizeof(uint64_t);
 
 // What a snapshot is bound to. All members have 8 bytes, so that there is no padding.
@@ -3946,6 +3958,7 @@ bool has_drafter_state(const spec_engine & engine) {
 
 template <typename Archive, typename Sequence> void visit_sequence(Archive & io, Sequence & seq) {
     io.value(seq.is_cold);
+    io.value(seq.is_awaited);
     io.value(seq.has_emitted);
     io.value(seq.has_drafter_begun);
     io.value(seq.n_prompt);
@@ -4088,6 +4101,9 @@ void check_parts(const spec_engine & engine, const sequence & seq) {
         (seq.id_last != LLAMA_TOKEN_NULL && !is_token(seq.id_last)) ||
         (seq.has_emitted && seq.id_last == LLAMA_TOKEN_NULL)) {
         corrupt("a token is out of range");
+    }
+    if (seq.is_awaited && !seq.is_cold) {
+        corrupt("it awaits a draft state that it has");
     }
     const int32_t n_tokens_known = static_cast<int32_t>(seq.known.size());
     if (!std::all_of(seq.known.begin(), seq.known.end(), is_token) || seq.n_heard < 0 ||
@@ -4354,6 +4370,7 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
     sequence & to = engine.sequences[static_cast<size_t>(dst)];
     to.tokens.assign(from.tokens.begin(), from.tokens.begin() + n_past);
     to.is_cold = from.is_cold;
+    to.is_awaited = from.is_awaited;
     for (const llama_token token : to.tokens) {
         to.feed(token);
     }
@@ -4534,10 +4551,13 @@ std::unique_ptr<spec_sampler> park_sequence(spec_engine & engine, int32_t seq_id
     return sampler;
 }
 
-// A sequence with the first tokens of another and no sampler yet. `rows` belong to the last of them
-// and go on with it; without them the drafter's first row is poorer.
-void begin_kept(spec_engine & engine, int32_t seq_id, llama_tokens tokens, bool is_cold,
+// A sequence with the first tokens of another, or of itself, and no sampler yet. `rows` belong to
+// the last of them and go on with it; without them the drafter's first row is poorer.
+void begin_kept(spec_engine & engine, int32_t seq_id, const sequence & from, int32_t n_kept,
                 const std::string & rows) {
+    llama_tokens tokens(from.tokens.begin(), from.tokens.begin() + n_kept);
+    const bool is_cold = from.is_cold;
+    const bool is_awaited = from.is_awaited;
     sequence & seq = at(engine, seq_id);
     seq = sequence{};
     begin_drafter(engine, seq, seq_id);
@@ -4546,6 +4566,7 @@ void begin_kept(spec_engine & engine, int32_t seq_id, llama_tokens tokens, bool 
     }
     seq.tokens = std::move(tokens);
     seq.is_cold = is_cold;
+    seq.is_awaited = is_awaited;
 }
 
 // EAGLE-3's row of the last kept token was written with the token that followed it there. It stays:
@@ -4571,8 +4592,7 @@ bool keep_in_place(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
     if (!is_whole) {
         cut_cells(engine, seq_id, n_kept);
     }
-    begin_kept(engine, seq_id, {seq.tokens.begin(), seq.tokens.begin() + n_kept}, seq.is_cold,
-               rows);
+    begin_kept(engine, seq_id, seq, n_kept, rows);
     return true;
 }
 
@@ -4594,8 +4614,7 @@ bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_k
     if (!is_whole) {
         cut_cells(engine, seq_id, n_kept);
     }
-    begin_kept(engine, seq_id, {from.tokens.begin(), from.tokens.begin() + n_kept}, from.is_cold,
-               rows);
+    begin_kept(engine, seq_id, from, n_kept, rows);
     return true;
 }
 
@@ -5989,10 +6008,7 @@ int32_t spec_engine_seq_let_go(spec_engine * engine, int32_t seq_id) {
 }
 
 int32_t spec_engine_seq_take_up(spec_engine * engine, int32_t seq_id) {
-    return guarded([&] {
-        begun(deref(engine, "engine"), seq_id);
-        take_up(*engine, seq_id);
-    });
+    return guarded([&] { take_up(deref(engine, "engine"), seq_id); });
 }
 
 int32_t spec_engine_seq_tokens(const spec_engine * engine, int32_t seq_id, int32_t * tokens,

@@ -660,8 +660,9 @@ int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool
 int32_t spec_engine_seq_let_go(spec_engine * engine, int32_t seq_id);
 /* Has a sequence without draft state (let go, or lost) fed to its drafter again, from its next
  * tokens on; after them it is cold no more and can draft. Drafts are as good as before some ten
- * tokens later: what lies before is missing. A draft model reads the last 256 tokens again. No-op
- * where the sequence has its draft state. Errors: BAD_SEQ_ID, SEQ_IDLE. since ABI 4 */
+ * tokens later: what lies before is missing. A draft model reads the last 256 tokens again, an
+ * n-gram drafter all, and at once. No-op where the sequence has its draft state. Errors:
+ * BAD_SEQ_ID, SEQ_IDLE, BAD_PLAN (its last batch was not processed). since ABI 4 */
 int32_t spec_engine_seq_take_up(spec_engine * engine, int32_t seq_id);
 /* Copies the tokens that a sequence has in the target's KV cache; *n_needed is their count.
  * *id_last, which may be NULL, is the last chosen token, -1 before the first. Errors: BAD_SEQ_ID,

@@ -134,6 +134,17 @@ thread)
     done
     ;;
 fuzz)
+    "$python" - "$out/models" <<'END'
+import sys
+from pathlib import Path
+
+from tests.block_draft import block_draft
+
+folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+block_draft(folder / "dflash.gguf")
+block_draft(folder / "dspark.gguf", markov_rank=32, has_confidence=True)
+END
     for source in tests/fuzz/*_fuzz.cpp; do
         name=$(basename "$source" .cpp)
         if [ "$name" = snapshot_fuzz ] && ! grep -q spec_engine_seq_load cext/spec.h; then

@@ -18,12 +18,24 @@ for model in tiny-mimo2-f16 tiny-qwen35-f16; do
     done
 done
 echo '== Python stress test'
+# Without site (-S): an editable installation would import the engine without instrumentation, whatever the path says.
 # CPython and numpy keep memory until the end: leaks are not looked for.
-packages=$PWD:$PWD/$out/python:$PWD/service:$PWD/clients/python
-ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" PYTHONMALLOC=malloc \
-    PYTHONPATH=$packages${PYTHONPATH:+:$PYTHONPATH} "$python" -m pytest -q -p no:cacheprovider --timeout 900 \
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+run_python() {
+    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+        LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \
+        PYTHONPATH=$PWD:$PWD/$out/python:$PWD/service:$PWD/clients/python:$site "$python" -S "$@"
+}
+case $(run_python -c 'import drafthouse_engine._spec as it; print(it.__file__)') in
+"$PWD/$out"/*) ;;
+*)
+    echo 'Python did not import the engine with instrumentation' >&2
+    exit 1
+    ;;
+esac
+run_python -m pytest -q -p no:cacheprovider --timeout 900 \
     tests/test_recurrent_rollback.py tests/test_rollback_by_hand.py tests/test_bad_input.py tests/test_ngram_guards.py \
-    tests/test_bad_grammars.py tests/test_cext_snapshots.py
+    tests/test_bad_grammars.py tests/test_cext_snapshots.py tests/test_taken_up.py tests/test_given_drafts.py
 echo '== hand-over between threads'
 build/thread/handover_test
 echo '== sampling on several threads'

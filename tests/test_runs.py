@@ -150,6 +150,16 @@ def test_no_room_ends_the_run_and_nobody() -> None:
     target.close()
 
 
+def test_who_finds_no_room_within_a_run_has_still_no_draft_state() -> None:
+    target = engine("mtp", kv_unified=True, n_ctx=256)
+    run = Crowd.of(target, DENSE)
+    target.seq_let_go(1)
+    while (result := run.step(60)).n_steps == 60:
+        pass
+    assert result.entries["flags"].tolist() == [0, ResultFlag.DRAFT_COLD, 0]
+    target.close()
+
+
 def test_a_failure_within_a_run_ends_its_own_sequence() -> None:
     ids = range(model().n_vocab)
     banned = tuple((i, -math.inf) for i in ids if model().token_bytes(i).startswith(b"Q"))
@@ -272,4 +282,28 @@ def test_bad_rows_are_refused_and_change_nothing(
         target.step_rows(*numbers)
     assert target.seq_n_past(0) == 0
     assert target.step_rows([0, 0, 0, 1, 0, 0], [5], []).entries[0][2] == 1
+    target.close()
+
+
+def test_rows_that_grow_while_they_are_read_write_nothing_beyond() -> None:
+    tokens = [5]
+
+    class Growing:
+        def __index__(self) -> int:
+            tokens.extend([7] * 10_000)
+            return 0
+
+    class Shrinking:
+        def __index__(self) -> int:
+            tokens.clear()
+            return 0
+
+    target = engine()
+    target.seq_begin(0, sampler())
+    entries: list[Any] = [Growing(), 0, 0, 1, 0, 0]
+    assert target.step_rows(entries, tokens, []).entries[0][2] == 1
+    entries = [Shrinking(), 1, 0, 1, 0, 0]
+    with pytest.raises(IndexError):
+        target.step_rows(entries, tokens, [])
+    assert target.seq_n_past(0) == 1
     target.close()

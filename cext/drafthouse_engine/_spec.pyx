@@ -1327,9 +1327,9 @@ cdef class Engine:
         cdef spec.spec_plan plan
         cdef spec.spec_result r
         try:
-            copy_numbers(entries, numbers)
-            copy_numbers(tokens, numbers + n_entries)
-            copy_numbers(drafts, numbers + n_entries + n_tokens)
+            copy_numbers(entries, n_entries, numbers)
+            copy_numbers(tokens, n_tokens, numbers + n_entries)
+            copy_numbers(drafts, n_drafts, numbers + n_entries + n_tokens)
             plan.entries = <const spec.spec_plan_entry *>numbers
             plan.n_entries = <int32_t>(n_entries // 6)
             plan.tokens = numbers + n_entries
@@ -1597,14 +1597,15 @@ cdef class Engine:
         """Has a sequence without draft state fed to its drafter again, from its next tokens on.
 
         After them it is cold no more. Its drafts are as good as before some ten tokens later: what
-        lies before is missing; a draft model (`simple`) reads the last 256 tokens again. Does
-        nothing where the sequence has its draft state.
+        lies before is missing; a draft model (`simple`) reads the last 256 tokens again, an n-gram
+        drafter all, and at once. Does nothing where the sequence has its draft state.
 
         Args:
             seq_id: [0, n_seq_max).
 
         Raises:
             SeqIdle: the sequence has not begun.
+            BadPlan: its last batch was not processed.
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
         self._leave(spec.spec_engine_seq_take_up(self._enter(), c_seq_id), c_seq_id)
@@ -1745,11 +1746,14 @@ cdef class Engine:
         self._leave(spec.spec_engine_inject_fault(self._enter(), c_fault, n))
 
 
-cdef int copy_numbers(list values, int32_t * out) except -1:
-    """Copies integers of 32 bits."""
+cdef int copy_numbers(list values, Py_ssize_t n, int32_t * out) except -1:
+    """Copies n integers of 32 bits.
+
+    The length is the caller's: an integer's own `__index__` may have changed the list since.
+    """
     cdef Py_ssize_t i
     cdef long value
-    for i in range(len(values)):
+    for i in range(n):
         try:
             value = PyLong_AsLong(values[i])  # takes no fraction
         except OverflowError:

@@ -1,7 +1,8 @@
 // handover_test.cpp: one engine that two threads use in turn, under ThreadSanitizer.
 //
 // A mutex is all that stands between the two, as between the server's engine thread and the one
-// that closes it. Meanwhile others tokenise, format and build samplers from the same model.
+// that closes it. Every other turn is a run of steps. Meanwhile others interrupt it, tokenise,
+// format and build samplers from the same model.
 #include "harness.h"
 
 #include <atomic>
@@ -28,8 +29,9 @@ void take_step(table & t) {
         spec_sampler * sampler = greedy(t.target, 0.8f);
         REQUIRE(spec_engine_seq_begin(t.engine, 0, &sampler) == SPEC_OK);
     }
-    const spec_plan_entry entry = {0, t.n_past, 0, 1, t.n_past > 0 ? 3 : 0, 1};
-    const spec_plan plan = {&entry, 1, &t.last, 1, nullptr, 0, 0};
+    const bool is_run = t.rounds % 2 == 0;
+    const spec_plan_entry entry = {0, t.n_past, 0, 1, t.n_past > 0 && !is_run ? 3 : 0, 1};
+    const spec_plan plan = {&entry, 1, &t.last, 1, nullptr, 0, is_run ? 4 : 1};
     spec_result result = {};
     REQUIRE(spec_engine_step(t.engine, &plan, &result) == SPEC_OK);
     REQUIRE(result.entries[0].status == SPEC_OK);
@@ -53,8 +55,9 @@ void drive(table & t) {
     }
 }
 
-void talk(const spec_model * model, std::atomic<bool> & is_over) {
+void talk(const spec_model * model, spec_engine * engine, std::atomic<bool> & is_over) {
     while (!is_over.load()) {
+        spec_engine_interrupt(engine);
         int32_t tokens[64];
         size_t n = 0;
         REQUIRE(spec_model_tokenize(model, "the river and the mill", 22, true, true, tokens, 64,
@@ -87,7 +90,7 @@ int main() {
     std::atomic<bool> is_over{false};
     std::vector<std::thread> talkers;
     for (int i = 0; i < 2; ++i) {
-        talkers.emplace_back([&] { talk(t.target, is_over); });
+        talkers.emplace_back([&] { talk(t.target, t.engine, is_over); });
     }
     std::thread first([&] { drive(t); });
     std::thread second([&] { drive(t); });

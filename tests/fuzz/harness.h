@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <string>
 
 // Not assert: it must hold in every build.
@@ -53,10 +54,14 @@ private:
     size_t at_ = 0;
 };
 
-// DRAFTHOUSE_FUZZ_MODELS, or models/ of the current directory.
+// A demo model: of DRAFTHOUSE_FUZZ_MODELS, or models/ of the current directory; or one that
+// instrument.sh has made, of build/fuzz/models.
 inline spec_model * load_demo(const char * name) {
     const char * folder = std::getenv("DRAFTHOUSE_FUZZ_MODELS");
-    const std::string path = std::string(folder != nullptr ? folder : "models") + "/" + name;
+    std::string path = std::string(folder != nullptr ? folder : "models") + "/" + name;
+    if (!std::ifstream(path)) {
+        path = std::string("build/fuzz/models/") + name;
+    }
     spec_model_params params = {};
     params.path = path.c_str();
     params.use_mmap = true;
@@ -78,7 +83,8 @@ inline spec_sampler * greedy(const spec_model * model, float temperature = 0.0f)
 }
 
 inline spec_engine * make_demo_engine(const spec_model * target, const spec_model * draft,
-                                      int32_t draft_type, bool is_unified = false) {
+                                      int32_t draft_type, bool is_unified = false,
+                                      int32_t n_rs_seq = -1) {
     spec_engine_params params;
     spec_engine_default_params(&params);
     params.draft_type = draft_type;
@@ -87,6 +93,7 @@ inline spec_engine * make_demo_engine(const spec_model * target, const spec_mode
     params.n_batch = 64;
     params.n_ubatch = 32;
     params.n_seq_max = 4;
+    params.n_rs_seq = n_rs_seq;
     params.n_threads = 1;
     params.kv_unified = is_unified;
     params.probabilistic = true;

@@ -2,12 +2,17 @@
 //
 // The input chooses an engine and a row of calls. A shadow of the engine makes valid plans, and
 // most of them are then damaged in one place. Between the steps sequences are forked, saved and
-// loaded, parked, and started again with what is kept of them. Whatever comes: no crash, a refused
-// call changes nothing, and what a step reports agrees with what the engine says afterwards.
+// loaded, parked, let go from their drafter and taken up, and started again with what is kept of
+// them; drafts are given, steps run in a row. Whatever comes: no crash, a refused call changes
+// nothing, what a step reports agrees with what the engine says afterwards, and each token that a
+// step chose has the probability that the target alone gives it after the tokens before it; a
+// greedy one is the best.
 #include "harness.h"
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -15,65 +20,174 @@ namespace {
 
 constexpr int32_t N_SEQ = 4;
 constexpr int32_t N_CALLS_MAX = 48;
-constexpr size_t N_HELD_MAX = 3; // parked samplers, and snapshots
-constexpr int32_t N_ENGINES = 9;
+constexpr size_t N_HELD_MAX = 3;     // parked samplers, and snapshots
+constexpr int32_t N_REFERENCE = 128; // > n_ctx_seq of every engine
+constexpr float TIE_LOGITS = 0.05f;  // of two kernels over the same numbers
+
+constexpr char DENSE[] = "tiny-mimo2-f16.gguf";
+constexpr char HYBRID[] = "tiny-qwen35-f16.gguf";
+constexpr char SIMPLE[] = "tiny-draft-f16.gguf";
+
+struct engine_kind {
+    const char * target;
+    const char * draft; // a demo model; null for none
+    int32_t draft_type;
+    bool is_unified;
+    int32_t n_rs_seq;
+};
+
+constexpr engine_kind ENGINES[] = {
+    {DENSE, nullptr, SPEC_DRAFT_NONE, false, -1},
+    {DENSE, nullptr, SPEC_DRAFT_MTP, false, -1},
+    {DENSE, "tiny-mimo2-eagle3-f16.gguf", SPEC_DRAFT_EAGLE3, false, -1},
+    {DENSE, SIMPLE, SPEC_DRAFT_SIMPLE, true, -1},
+    {DENSE, nullptr, SPEC_DRAFT_NGRAM_CACHE, true, -1},
+    {DENSE, "dflash.gguf", SPEC_DRAFT_DFLASH, false, -1},
+    {DENSE, "dspark.gguf", SPEC_DRAFT_DSPARK, true, -1},
+    {DENSE, nullptr, SPEC_DRAFT_NGRAM_SIMPLE, false, -1},
+    {DENSE, nullptr, SPEC_DRAFT_NGRAM_MAP_K4V, true, -1},
+    {HYBRID, nullptr, SPEC_DRAFT_NONE, true, -1},
+    {HYBRID, nullptr, SPEC_DRAFT_MTP, false, -1},
+    {HYBRID, "tiny-qwen35-eagle3-f16.gguf", SPEC_DRAFT_EAGLE3, false, -1},
+    {HYBRID, SIMPLE, SPEC_DRAFT_SIMPLE, false, 0}, // rolls back through checkpoints
+    {HYBRID, nullptr, SPEC_DRAFT_NGRAM_MOD, false, -1},
+    {HYBRID, nullptr, SPEC_DRAFT_NGRAM_MAP_K, false, 0},
+    {HYBRID, "dflash.gguf", SPEC_DRAFT_DFLASH, true, -1},
+};
+constexpr int32_t N_ENGINES = sizeof ENGINES / sizeof *ENGINES;
+
+// The target alone, one sequence, no speculation: what its logits are after given tokens.
+class reference {
+public:
+    explicit reference(const spec_model * target) {
+        spec_decoder_params params;
+        spec_decoder_default_params(&params);
+        params.n_seq_max = 1;
+        params.n_branch_max = 0;
+        params.n_ctx_seq = params.n_outputs_max = params.n_batch = params.n_ubatch = N_REFERENCE;
+        params.n_threads = 1;
+        REQUIRE(spec_decoder_init(target, &params, &decoder_) == SPEC_OK);
+        spec_decoder_limits limits;
+        REQUIRE(spec_decoder_get_limits(decoder_, &limits) == SPEC_OK);
+        n_vocab_ = static_cast<size_t>(limits.n_vocab);
+    }
+
+    reference(const reference &) = delete;
+    reference & operator=(const reference &) = delete;
+    ~reference() { spec_decoder_free(decoder_); }
+
+    // Reads the tokens from the start; then `row(i)` is what comes after token i.
+    void read(const std::vector<int32_t> & tokens) {
+        REQUIRE(spec_decoder_seq_rollback(decoder_, 0, 0) == SPEC_OK);
+        go_on(tokens);
+    }
+
+    const float * row(size_t i) const { return rows_.data() + i * n_vocab_; }
+
+    // The likeliest token after token i.
+    int32_t best(size_t i) const {
+        return static_cast<int32_t>(std::max_element(row(i), row(i) + n_vocab_) - row(i));
+    }
+
+    // The likeliest n tokens after these, one after the other.
+    std::vector<int32_t> follow(const std::vector<int32_t> & tokens, int32_t n) {
+        read(tokens);
+        std::vector<int32_t> next = {best(tokens.size() - 1)};
+        while (static_cast<int32_t>(next.size()) < n) {
+            go_on({next.back()});
+            next.push_back(best(0));
+        }
+        return next;
+    }
+
+    float logprob(size_t i, int32_t token) const {
+        const float * const logits = row(i);
+        const float most = logits[best(i)];
+        double sum = 0.0;
+        for (size_t k = 0; k < n_vocab_; ++k) {
+            sum += std::exp(static_cast<double>(logits[k] - most));
+        }
+        return logits[token] - most - static_cast<float>(std::log(sum));
+    }
+
+private:
+    void go_on(const std::vector<int32_t> & tokens) {
+        rows_.resize(tokens.size() * n_vocab_);
+        REQUIRE(spec_decoder_decode(decoder_, 0, tokens.data(), static_cast<int32_t>(tokens.size()),
+                                    true) == SPEC_OK);
+        REQUIRE(spec_decoder_read(decoder_, SPEC_ROWS_LOGITS, rows_.data(), rows_.size()) ==
+                SPEC_OK);
+    }
+
+    spec_decoder * decoder_ = nullptr;
+    size_t n_vocab_ = 0;
+    std::vector<float> rows_;
+};
 
 struct fixture {
     const spec_model * target;
     spec_engine * engine;
+    reference * alone;
 };
+
+const spec_model * model_of(const std::string & name) {
+    static std::map<std::string, const spec_model *> models;
+    const spec_model *& model = models[name];
+    if (model == nullptr) {
+        model = load_demo(name.c_str());
+    }
+    return model;
+}
+
+reference * reference_of(const spec_model * target) {
+    static std::map<const spec_model *, std::unique_ptr<reference>> references;
+    std::unique_ptr<reference> & r = references[target];
+    if (!r) {
+        r = std::make_unique<reference>(target);
+    }
+    return r.get();
+}
 
 // Made at first use; kept, since a context costs more than a step.
 fixture & engine_of(int32_t i) {
-    static const spec_model * dense = load_demo("tiny-mimo2-f16.gguf");
-    static const spec_model * hybrid = load_demo("tiny-qwen35-f16.gguf");
-    static const spec_model * draft = load_demo("tiny-draft-f16.gguf");
-    static const spec_model * eagle_dense = load_demo("tiny-mimo2-eagle3-f16.gguf");
-    static const spec_model * eagle_hybrid = load_demo("tiny-qwen35-eagle3-f16.gguf");
     static fixture fixtures[N_ENGINES] = {};
     fixture & f = fixtures[i];
     if (f.engine == nullptr) {
-        const bool is_hybrid = i >= 5;
-        f.target = is_hybrid ? hybrid : dense;
-        switch (i) {
-        case 0:
-            f.engine = make_demo_engine(dense, nullptr, SPEC_DRAFT_NONE);
-            break;
-        case 1:
-            f.engine = make_demo_engine(dense, nullptr, SPEC_DRAFT_MTP);
-            break;
-        case 2:
-            f.engine = make_demo_engine(dense, eagle_dense, SPEC_DRAFT_EAGLE3);
-            break;
-        case 3:
-            f.engine = make_demo_engine(dense, draft, SPEC_DRAFT_SIMPLE, true);
-            break;
-        case 4:
-            f.engine = make_demo_engine(dense, nullptr, SPEC_DRAFT_NGRAM_CACHE, true);
-            break;
-        case 5:
-            f.engine = make_demo_engine(hybrid, nullptr, SPEC_DRAFT_MTP);
-            break;
-        case 6:
-            f.engine = make_demo_engine(hybrid, draft, SPEC_DRAFT_SIMPLE);
-            break;
-        case 7:
-            f.engine = make_demo_engine(hybrid, eagle_hybrid, SPEC_DRAFT_EAGLE3);
-            break;
-        default:
-            f.engine = make_demo_engine(hybrid, nullptr, SPEC_DRAFT_NGRAM_MOD);
-        }
+        const engine_kind & kind = ENGINES[i];
+        f.target = model_of(kind.target);
+        f.engine =
+            make_demo_engine(f.target, kind.draft != nullptr ? model_of(kind.draft) : nullptr,
+                             kind.draft_type, kind.is_unified, kind.n_rs_seq);
+        f.alone = reference_of(f.target);
     }
     return f;
 }
+
+// A token that a step chose.
+struct emission {
+    int32_t pos;
+    int32_t token;
+    float logprob;
+};
 
 // What the caller knows of a sequence.
 struct shadow {
     bool is_begun = false;
     bool has_emitted = false;
+    bool is_greedy = false;
+    bool is_awaited = false; // taken up, and nothing but steps has touched it since
     int32_t last = 0;
-    std::vector<int32_t> known; // resumed: what must be computed again, up to the last token
-    bool is_exact = true;       // false: not all of it is known here, so plans may be refused
+    std::vector<int32_t> known;      // resumed: what must be computed again, up to the last token
+    bool is_exact = true;            // false: not all of it is known here, so plans may be refused
+    std::vector<emission> emissions; // those whose tokens before are still the sequence's
+
+    // The tokens from position n on are others now, or may be.
+    void forget_from(int32_t n) {
+        is_awaited = false;
+        emissions.erase(std::remove_if(emissions.begin(), emissions.end(),
+                                       [n](const emission & e) { return e.pos > n; }),
+                        emissions.end());
+    }
 };
 
 struct parked_sampler {
@@ -93,6 +207,9 @@ public:
         REQUIRE(spec_engine_get_limits(f.engine, &limits_) == SPEC_OK);
         REQUIRE(spec_engine_inject_fault(f.engine, SPEC_FAULT_NONE, 0) == SPEC_OK);
         spec_engine_process(f.engine); // what an earlier input left decoded
+        const spec_plan nothing = {};
+        spec_result result = {};
+        REQUIRE(spec_engine_step(f.engine, &nothing, &result) == SPEC_OK); // takes an interrupt
         for (int32_t id = 0; id < N_SEQ; ++id) {
             end(id);
         }
@@ -110,7 +227,10 @@ public:
 
     void run() {
         for (int32_t i = 0; i < N_CALLS_MAX && !in_.is_empty(); ++i) {
-            call(in_.below(30));
+            call(in_.below(32));
+        }
+        for (int32_t id = 0; id < N_SEQ; ++id) {
+            compare(id);
         }
     }
 
@@ -123,7 +243,22 @@ private:
             s.push_back(spec_engine_seq_n_past(f_.engine, id));
         }
         s.push_back(spec_engine_n_cells_used(f_.engine));
+        for (int32_t id = 0; id < N_SEQ; ++id) {
+            s.push_back(is_cold(id) ? 1 : 0);
+        }
         return s;
+    }
+
+    bool is_cold(int32_t id) const {
+        bool is_cold = false;
+        REQUIRE(spec_engine_seq_is_cold(f_.engine, id, &is_cold) ==
+                (seqs_[id].is_begun ? SPEC_OK : SPEC_ERR_SEQ_IDLE));
+        return is_cold;
+    }
+
+    bool is_ngram() const {
+        return limits_.draft_type >= SPEC_DRAFT_NGRAM_SIMPLE &&
+               limits_.draft_type <= SPEC_DRAFT_NGRAM_CACHE;
     }
 
     void call(int32_t kind) {
@@ -189,29 +324,33 @@ private:
             fork();
             break;
         case 28:
-            let_go();
+        case 29:
+        case 30:
+            turn(in_.below(N_SEQ));
             break;
         default:
             ask();
         }
     }
 
-    static shadow begun_anew() {
+    static shadow begun_anew(bool is_greedy) {
         shadow s;
         s.is_begun = true;
+        s.is_greedy = is_greedy;
         return s;
     }
 
     void begin(int32_t id) {
         const state before = look();
-        spec_sampler * sampler = greedy(f_.target, in_.below(2) == 0 ? 0.0f : 1.0f);
+        const bool is_greedy = in_.below(2) == 0;
+        spec_sampler * sampler = greedy(f_.target, is_greedy ? 0.0f : 1.0f);
         const int32_t rc = spec_engine_seq_begin(f_.engine, id, &sampler);
         REQUIRE(sampler == nullptr);
         // By hand a batch may wait for process, with tokens of the former sequence of this id.
         REQUIRE(rc == (seqs_[id].is_begun ? SPEC_ERR_SEQ_BUSY : SPEC_OK) ||
                 (rc == SPEC_ERR_BAD_PLAN && is_by_hand_));
         if (rc == SPEC_OK) {
-            seqs_[id] = begun_anew();
+            seqs_[id] = begun_anew(is_greedy);
             REQUIRE(spec_engine_seq_n_past(f_.engine, id) == 0);
         } else {
             REQUIRE(look() == before);
@@ -238,6 +377,7 @@ private:
         REQUIRE(spec_engine_seq_accept(f_.engine, id, 0) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(spec_engine_seq_park(f_.engine, id, &sampler) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(spec_engine_seq_let_go(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
+        REQUIRE(spec_engine_seq_take_up(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
         size_t n = 0;
         REQUIRE(spec_engine_seq_save(f_.engine, id, nullptr, 0, &n) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(spec_engine_seq_load(f_.engine, id, "", 0) == SPEC_ERR_BAD_SEQ_ID);
@@ -265,6 +405,7 @@ private:
         if (n != before[static_cast<size_t>(id)]) {
             seqs_[id].has_emitted = false;
             seqs_[id].known.clear();
+            seqs_[id].forget_from(n);
         }
     }
 
@@ -287,6 +428,7 @@ private:
     // What a sampler that leaves its sequence knows of it.
     shadow history_of(int32_t id) const {
         shadow s = seqs_[id];
+        s.is_awaited = false;
         const int32_t n_past = spec_engine_seq_n_past(f_.engine, id);
         if (static_cast<int32_t>(s.known.size()) <= n_past) {
             s.known = tokens_of(id);
@@ -405,20 +547,59 @@ private:
         }
         for (int32_t i = 0; i < n; ++i) {
             REQUIRE(n_past == -1 || spec_engine_seq_n_past(f_.engine, dst[i]) == n_past);
-            seqs_[dst[i]] = begun_anew();
+            seqs_[dst[i]] = begun_anew(i == 0);
         }
     }
 
-    void let_go() {
-        const int32_t id = in_.below(N_SEQ);
+    // Lets a sequence go from its drafter, or takes it up.
+    void turn(int32_t id) {
+        const bool is_up = in_.below(2) == 0;
+        const auto call = is_up ? spec_engine_seq_take_up : spec_engine_seq_let_go;
+        shadow & s = seqs_[id];
         const state before = look();
-        bool is_cold = false;
-        const int32_t rc = spec_engine_seq_let_go(f_.engine, id);
-        REQUIRE(rc == (seqs_[id].is_begun ? SPEC_OK : SPEC_ERR_SEQ_IDLE));
-        REQUIRE(spec_engine_seq_is_cold(f_.engine, id, &is_cold) == rc);
-        REQUIRE(is_cold == seqs_[id].is_begun);
+        const bool was_cold = is_cold(id);
+        const int32_t rc = call(f_.engine, id);
+        REQUIRE(rc == (s.is_begun ? SPEC_OK : SPEC_ERR_SEQ_IDLE) ||
+                (rc == SPEC_ERR_BAD_PLAN && is_up && is_by_hand_));
         const state after = look(); // fewer cells, the draft's, may be in use
         REQUIRE(std::equal(before.begin(), before.begin() + N_SEQ, after.begin()));
+        if (rc != SPEC_OK) {
+            REQUIRE(after == before);
+            return;
+        }
+        REQUIRE(is_cold(id) == (!is_up || (was_cold && !is_ngram())));
+        REQUIRE(call(f_.engine, id) == SPEC_OK && look() == after); // twice is once
+        s.is_awaited = is_up && is_cold(id) && limits_.draft_type != SPEC_DRAFT_NONE;
+    }
+
+    // Whether the target alone would have chosen what a sequence's steps chose.
+    void compare(int32_t id) {
+        const shadow & s = seqs_[id];
+        const int32_t n_past = spec_engine_seq_n_past(f_.engine, id);
+        if (!s.is_begun || n_past == 0 || s.emissions.empty()) {
+            return;
+        }
+        std::vector<int32_t> tokens(static_cast<size_t>(n_past));
+        size_t n = 0;
+        REQUIRE(spec_engine_seq_tokens(f_.engine, id, tokens.data(), tokens.size(), &n, nullptr) ==
+                SPEC_OK);
+        f_.alone->read(tokens);
+        for (const emission & e : s.emissions) {
+            if (e.pos > n_past) {
+                continue; // resumed, and not yet computed again
+            }
+            const auto i = static_cast<size_t>(e.pos - 1);
+            const float expected = f_.alone->logprob(i, e.token);
+            const float best = f_.alone->logprob(i, f_.alone->best(i));
+            if (std::fabs(e.logprob - expected) > TIE_LOGITS ||
+                (s.is_greedy && best - expected > TIE_LOGITS)) {
+                std::fprintf(stderr,
+                             "sequence %d, draft type %d: token %d at %d has log-probability %f, "
+                             "alone %f; the best has %f\n",
+                             id, limits_.draft_type, e.token, e.pos, e.logprob, expected, best);
+                REQUIRE(!"the token is the target's own");
+            }
+        }
     }
 
     void ask() {
@@ -488,7 +669,7 @@ private:
     shadow started(const spec_start & start, int32_t n, const shadow & s,
                    const saved_sequence & from) const {
         if (!start.is_resumed) {
-            return begun_anew();
+            return begun_anew(s.is_greedy);
         }
         shadow now = s;
         const bool is_own = &s == &from.s;
@@ -499,6 +680,10 @@ private:
         // other tokens than it knows.
         now.is_exact = now.is_exact && !is_own && n == 0;
         now.is_begun = true;
+        now.is_awaited = false;
+        if (!now.is_exact) {
+            now.emissions.clear();
+        }
         return now;
     }
 
@@ -515,7 +700,8 @@ private:
         } else if (kind == 2 && start.snapshot != nullptr) {
             start.is_resumed = true;
         } else {
-            p.sampler = greedy(f_.target, in_.below(2) == 0 ? 0.0f : 1.0f);
+            p.s.is_greedy = in_.below(2) == 0;
+            p.sampler = greedy(f_.target, p.s.is_greedy ? 0.0f : 1.0f);
         }
         const bool is_damaged = in_.below(4) == 0;
         if (is_damaged) {
@@ -543,8 +729,8 @@ private:
         s = started(start, n, has_sampler ? p.s : from.s, from);
     }
 
-    // A valid plan of random sequences, in `entries_` and `tokens_`.
-    void make_plan() {
+    // A valid plan of random sequences, in `entries_` and `tokens_`; of a run all generate.
+    void make_plan(bool is_run) {
         entries_.clear();
         drafts_.clear();
         tokens_.clear();
@@ -564,10 +750,13 @@ private:
             // A resumed sequence computes again what it knew, up to the last token it chose.
             const int32_t n_again =
                 std::max(static_cast<int32_t>(s.known.size()) - e.n_past, s.has_emitted ? 1 : 0);
-            e.n_tokens = n_again > 0 ? 1 + in_.below(n_again) : 1 + in_.below(12);
+            e.n_tokens = n_again == 0 ? 1 + in_.below(12)
+                         : is_run     ? n_again
+                                      : 1 + in_.below(n_again);
             const bool is_last = s.has_emitted && e.n_tokens == n_again;
-            e.is_output = is_last || (n_again == 0 && in_.below(3) != 0);
-            e.n_draft = is_last && n_again == 1 ? in_.below(limits_.n_draft_max + 1) : 0;
+            e.is_output =
+                is_last || (is_run && !s.has_emitted) || (n_again == 0 && in_.below(3) != 0);
+            e.n_draft = is_last && n_again == 1 && !is_run ? in_.below(limits_.n_draft_max + 1) : 0;
             if (e.n_past + e.n_tokens + e.n_draft > limits_.n_ctx_seq ||
                 e.n_tokens + e.n_draft > n_left) {
                 end(id); // full: it makes room for the next
@@ -588,22 +777,29 @@ private:
         }
     }
 
-    // A draft of the caller's own.
+    // A draft of the caller's own; one in four is what the target will choose.
     void give(int32_t id, int32_t n) {
-        drafts_.push_back({id, static_cast<int32_t>(tokens_.size()), n});
-        for (int32_t k = 0; k < n; ++k) {
-            tokens_.push_back(in_.below(limits_.n_vocab));
+        std::vector<int32_t> draft;
+        if (in_.below(4) == 0 && seqs_[id].is_begun && spec_engine_seq_n_past(f_.engine, id) > 0) {
+            std::vector<int32_t> before = tokens_of(id);
+            before.resize(std::min(before.size(), static_cast<size_t>(N_REFERENCE - n)));
+            draft = f_.alone->follow(before, n);
         }
+        for (auto k = static_cast<int32_t>(draft.size()); k < n; ++k) {
+            draft.push_back(in_.below(4) * 256 + in_.byte());
+        }
+        drafts_.push_back({id, static_cast<int32_t>(tokens_.size()), n});
+        tokens_.insert(tokens_.end(), draft.begin(), draft.end());
     }
 
     void damage_draft() {
-        if (drafts_.empty()) {
-            give(in_.below(N_SEQ), 1);
+        if (drafts_.empty() || in_.below(8) == 0) { // for whoever it is: prefilling, not there
+            give(in_.below(N_SEQ), 1 + in_.below(limits_.n_draft_max + 1));
             return;
         }
         spec_given_draft & d =
             drafts_[static_cast<size_t>(in_.below(static_cast<int32_t>(drafts_.size())))];
-        switch (in_.below(4)) {
+        switch (in_.below(6)) {
         case 0:
             d.seq_id = in_.wild();
             break;
@@ -612,6 +808,12 @@ private:
             break;
         case 2:
             d.n_tokens = in_.wild();
+            break;
+        case 3:
+            d.n_tokens = in_.below(limits_.n_draft_max + 2);
+            break;
+        case 4:
+            tokens_.back() = in_.wild(); // of the last draft
             break;
         default:
             drafts_.push_back(d);
@@ -662,8 +864,12 @@ private:
     }
 
     void step(bool is_valid) {
-        make_plan();
+        if (in_.below(4) == 0) {
+            turn(in_.below(N_SEQ));
+        }
         spec_plan plan = {};
+        plan.n_steps = in_.below(4) == 0 ? 2 + in_.below(6) : in_.below(2);
+        make_plan(plan.n_steps > 1);
         if (!is_valid) {
             damage();
         }
@@ -677,10 +883,22 @@ private:
             plan.n_entries = in_.below(plan.n_entries + 1) - 1;
             plan.n_tokens = in_.below(plan.n_tokens + 1) - 1;
         }
+        if (!is_valid && in_.below(8) == 0) { // as many as there are, or so many that none is read
+            const int32_t n_wild = in_.wild();
+            const bool is_read = n_wild >= 0 && n_wild <= plan.n_entries;
+            plan.n_drafts = is_read ? plan.n_drafts : n_wild;
+            plan.drafts = in_.below(2) == 0 ? nullptr : plan.drafts;
+        }
+        if (!is_valid && in_.below(8) == 0) {
+            plan.n_steps = in_.wild();
+        }
+        if (in_.below(8) == 0) {
+            spec_engine_interrupt(f_.engine);
+            is_interrupted_ = true;
+        }
         const state before = look();
         for (int32_t id = 0; id < N_SEQ; ++id) {
-            is_cold_[id] = false;
-            spec_engine_seq_is_cold(f_.engine, id, &is_cold_[id]);
+            is_cold_[id] = is_cold(id);
         }
         const bool is_exact = std::all_of(entries_.begin(), entries_.end(), [&](const auto & e) {
             return e.seq_id < 0 || e.seq_id >= N_SEQ || seqs_[e.seq_id].is_exact;
@@ -696,10 +914,24 @@ private:
             return;
         }
         REQUIRE(result.n_entries == plan.n_entries);
+        check_run(plan, result);
         for (int32_t i = 0; i < result.n_entries; ++i) {
             check(plan.entries[i], result.entries[i], result);
         }
         check_cells();
+    }
+
+    // A run ends before its last step for a reason.
+    void check_run(const spec_plan & plan, const spec_result & result) {
+        REQUIRE(result.n_steps >= 1 && result.n_steps <= std::max(plan.n_steps, 1));
+        const auto is_end = [&](const spec_result_entry & r) {
+            return r.status != SPEC_OK || (r.flags & SPEC_RESULT_EOG) != 0 ||
+                   r.n_past >= limits_.n_ctx_seq || r.n_tokens < result.n_steps;
+        };
+        REQUIRE(result.n_steps >= plan.n_steps || is_interrupted_ ||
+                std::any_of(result.entries, result.entries + result.n_entries, is_end));
+        REQUIRE(result.n_steps == 1 || !is_interrupted_);
+        is_interrupted_ = false;
     }
 
     void check(const spec_plan_entry & e, const spec_result_entry & r, const spec_result & result) {
@@ -713,14 +945,24 @@ private:
         }
         if (r.status != SPEC_OK) {
             REQUIRE(has_fault_);
-            REQUIRE(r.n_past == 0 && r.n_tokens == 0);
+            REQUIRE(r.n_past == 0 && (r.n_tokens == 0 || result.n_steps > 1));
             s = {};
             return;
         }
-        REQUIRE(!is_cold_[e.seq_id] || r.n_drafted == 0);
+        const bool is_given = (r.flags & SPEC_RESULT_GIVEN) != 0;
+        REQUIRE(!is_cold_[e.seq_id] || r.n_drafted == 0 || is_given);
+        REQUIRE(((r.flags & SPEC_RESULT_DRAFT_COLD) != 0) == is_cold(e.seq_id));
+        REQUIRE(!s.is_awaited || has_fault_ || !is_cold(e.seq_id));
+        s.is_awaited = s.is_awaited && is_cold(e.seq_id);
         REQUIRE(r.n_drafted <= e.n_draft && r.n_accepted <= r.n_drafted && r.n_accepted >= 0);
-        REQUIRE(r.n_tokens == (e.is_output != 0 ? r.n_accepted + 1 : 0));
-        REQUIRE(r.n_past == e.n_past + e.n_tokens + r.n_accepted);
+        if (result.n_steps > 1) {
+            REQUIRE(r.n_tokens == result.n_steps ||
+                    (r.n_tokens == result.n_steps - 1 && (has_fault_ || limits_.kv_unified)));
+            REQUIRE(e.is_output != 0 && r.n_drafted == 0);
+        } else {
+            REQUIRE(r.n_tokens == (e.is_output != 0 ? r.n_accepted + 1 : 0));
+        }
+        REQUIRE(r.n_past == e.n_past + e.n_tokens + std::max(r.n_tokens - 1, 0));
         REQUIRE(r.token_offset >= 0 && r.token_offset + r.n_tokens <= result.n_tokens);
         for (int32_t k = r.token_offset; k < r.token_offset + r.n_tokens; ++k) {
             REQUIRE(result.tokens[k] >= 0 && result.tokens[k] < limits_.n_vocab);
@@ -728,7 +970,22 @@ private:
             s.last = result.tokens[k];
             s.has_emitted = true;
             s.known.clear();
+            s.emissions.push_back(
+                {e.n_past + e.n_tokens + k - r.token_offset, s.last, result.logprobs[k]});
         }
+        if (is_given) {
+            check_given(r, result);
+        }
+    }
+
+    // What was accepted of a given draft is what was given.
+    void check_given(const spec_result_entry & r, const spec_result & result) {
+        const auto d = std::find_if(drafts_.begin(), drafts_.end(),
+                                    [&](const auto & one) { return one.seq_id == r.seq_id; });
+        REQUIRE(d != drafts_.end() && r.n_drafted > 0 && r.n_drafted <= d->n_tokens);
+        REQUIRE(std::equal(tokens_.begin() + d->token_offset,
+                           tokens_.begin() + d->token_offset + r.n_accepted,
+                           result.tokens + r.token_offset));
     }
 
     void check_cells() {
@@ -766,8 +1023,9 @@ private:
             spec_engine_decode(f_.engine, tokens.data(), static_cast<int32_t>(tokens.size()));
         if (rc == SPEC_OK) {
             is_by_hand_ = true;
-            // A generating sequence has moved on: what it emitted last is decoded.
-            n_decoded_ = static_cast<int32_t>(tokens.size());
+            for (const spec_token & t : tokens) {
+                seqs_[t.seq_id].forget_from(before[static_cast<size_t>(t.seq_id)]);
+            }
         } else if (rc == SPEC_ERR_DECODE_FAILED) {
             REQUIRE(has_fault_);
             for (const spec_token & t : tokens) {
@@ -798,7 +1056,7 @@ private:
         case 2:
             spec_engine_process(f_.engine);
             is_by_hand_ = true;
-            return; // it may write rows of the draft's cache
+            return; // it may write rows of the draft's cache, and end a wait for the drafter
         default:
             if (spec_engine_seq_accept(f_.engine, id, i) == SPEC_OK) {
                 is_by_hand_ = true;
@@ -806,6 +1064,12 @@ private:
             }
         }
         REQUIRE(look() == before);
+    }
+
+    void maybe_turn(int32_t id) {
+        if (in_.below(8) == 0) {
+            turn(id);
+        }
     }
 
     // draft -> decode -> process -> accept, sometimes with a part left out.
@@ -821,24 +1085,29 @@ private:
             return;
         }
         is_by_hand_ = true;
-        REQUIRE(count >= 0 && count <= n_draft);
+        REQUIRE(count >= 0 && count <= request.n_draft);
         std::vector<spec_token> tokens = {{id, n_past, request.id_last, 1}};
         for (int32_t k = 0; k < count; ++k) {
             tokens.push_back({id, n_past + 1 + k, drafted[static_cast<size_t>(k)], 1});
         }
         tokens.resize(tokens.size() - static_cast<size_t>(in_.below(count + 1)));
+        maybe_turn(id);
         if (in_.below(8) == 0) {
             return; // leaves the proposal open
         }
         const int32_t n = static_cast<int32_t>(tokens.size());
         const int32_t rc = spec_engine_decode(f_.engine, tokens.data(), n);
-        if (rc == SPEC_ERR_DECODE_FAILED) {
+        if (rc == SPEC_OK) {
+            seqs_[id].forget_from(n_past);
+        } else if (rc == SPEC_ERR_DECODE_FAILED) {
             seqs_[id] = {};
         }
         if (rc != SPEC_OK || in_.below(8) == 0) {
             return;
         }
+        maybe_turn(id);
         spec_engine_process(f_.engine);
+        maybe_turn(id);
         const int32_t n_accepted = in_.below(n + 1);
         const int32_t accepted = spec_engine_seq_accept(f_.engine, id, n_accepted);
         REQUIRE(accepted != SPEC_OK ||
@@ -856,8 +1125,8 @@ private:
     std::vector<saved_sequence> saved_;
     bool is_cold_[N_SEQ] = {};
     bool has_fault_ = false;
+    bool is_interrupted_ = false;
     bool is_by_hand_ = false; // sequences moved without a step: a valid plan may be refused
-    int32_t n_decoded_ = 0;
     std::vector<spec_plan_entry> entries_;
     std::vector<spec_given_draft> drafts_;
     std::vector<int32_t> tokens_;

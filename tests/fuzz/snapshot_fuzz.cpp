@@ -15,6 +15,7 @@ namespace {
 
 constexpr int32_t N_ENGINES = 5;
 constexpr int32_t N_SAMPLERS = 3;
+constexpr int32_t N_KINDS = 5;    // one for each sampler, and without draft state, and awaiting it
 constexpr size_t N_BYTES_AT = 16; // place of the header's size
 constexpr size_t WORD = sizeof(uint64_t);
 
@@ -23,8 +24,8 @@ using bytes = std::vector<uint8_t>;
 struct fixture {
     const spec_model * target = nullptr;
     spec_engine * engine = nullptr;
-    bytes snapshots[N_SAMPLERS];
-    size_t cells_at[N_SAMPLERS] = {}; // what comes before is ours
+    bytes snapshots[N_KINDS];
+    size_t cells_at[N_KINDS] = {}; // what comes before is ours
 };
 
 uint64_t word_at(const bytes & b, size_t at) {
@@ -161,10 +162,17 @@ fixture & fixture_of(int32_t i) {
     }
     f.target = load_demo(i == 1 ? "tiny-qwen35-f16.gguf" : "tiny-mimo2-f16.gguf");
     f.engine = engine_of(i, f.target);
-    for (int32_t kind = 0; kind < N_SAMPLERS; ++kind) {
-        begin(f, 0, kind);
+    for (int32_t kind = 0; kind < N_KINDS; ++kind) {
+        begin(f, 0, kind % N_SAMPLERS);
         for (int32_t k = 0; k < 3; ++k) {
             REQUIRE(step(f, 0, 2));
+        }
+        if (kind >= N_SAMPLERS) {
+            REQUIRE(spec_engine_seq_let_go(f.engine, 0) == SPEC_OK);
+            REQUIRE(step(f, 0, 2));
+        }
+        if (kind > N_SAMPLERS) {
+            REQUIRE(spec_engine_seq_take_up(f.engine, 0) == SPEC_OK);
         }
         size_t n = 0;
         bytes & snapshot = f.snapshots[kind];
@@ -246,7 +254,7 @@ void use(fixture & f, int32_t seq_id) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     choices in(data, size);
     fixture & f = fixture_of(in.below(N_ENGINES));
-    const int32_t kind = in.below(N_SAMPLERS);
+    const int32_t kind = in.below(N_KINDS);
     const int32_t how = in.below(16);
     const bytes b = how == 0 ? bytes(data, data + size) : edited(f, kind, how > 2, in);
     const int32_t n_past = spec_engine_seq_n_past(f.engine, 1);
