@@ -227,7 +227,7 @@ public:
 
     void run() {
         for (int32_t i = 0; i < N_CALLS_MAX && !in_.is_empty(); ++i) {
-            call(in_.below(32));
+            call(in_.below(33));
         }
         for (int32_t id = 0; id < N_SEQ; ++id) {
             compare(id);
@@ -327,6 +327,9 @@ private:
         case 29:
         case 30:
             turn(in_.below(N_SEQ));
+            break;
+        case 31:
+            is_unfed_ = !is_unfed_;
             break;
         default:
             ask();
@@ -570,6 +573,16 @@ private:
         REQUIRE(is_cold(id) == (!is_up || (was_cold && !is_ngram())));
         REQUIRE(call(f_.engine, id) == SPEC_OK && look() == after); // twice is once
         s.is_awaited = is_up && is_cold(id) && limits_.draft_type != SPEC_DRAFT_NONE;
+    }
+
+    // While it is so, every decode finds all sequences let go: after some of them the target gives
+    // no rows for the drafter.
+    void unfeed() {
+        for (int32_t id = 0; id < N_SEQ && is_unfed_; ++id) {
+            REQUIRE(spec_engine_seq_let_go(f_.engine, id) ==
+                    (seqs_[id].is_begun ? SPEC_OK : SPEC_ERR_SEQ_IDLE));
+            seqs_[id].is_awaited = false;
+        }
     }
 
     // Whether the target alone would have chosen what a sequence's steps chose.
@@ -870,6 +883,7 @@ private:
         spec_plan plan = {};
         plan.n_steps = in_.below(4) == 0 ? 2 + in_.below(6) : in_.below(2);
         make_plan(plan.n_steps > 1);
+        unfeed();
         if (!is_valid) {
             damage();
         }
@@ -1018,6 +1032,7 @@ private:
             int32_t * const fields[] = {&t.seq_id, &t.pos, &t.token, &t.is_output};
             *fields[in_.below(4)] = in_.wild();
         }
+        unfeed();
         const state before = look();
         const int32_t rc =
             spec_engine_decode(f_.engine, tokens.data(), static_cast<int32_t>(tokens.size()));
@@ -1126,6 +1141,7 @@ private:
     bool is_cold_[N_SEQ] = {};
     bool has_fault_ = false;
     bool is_interrupted_ = false;
+    bool is_unfed_ = false;
     bool is_by_hand_ = false; // sequences moved without a step: a valid plan may be refused
     std::vector<spec_plan_entry> entries_;
     std::vector<spec_given_draft> drafts_;
