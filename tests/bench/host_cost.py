@@ -77,6 +77,9 @@ class _Answers(LlamaEngine):
             share = 0.5 + 0.45 * i / limits.n_seq_max
             self._outcomes.append([self._n_accepted(share) for _ in range(499)])
 
+    def interrupt(self) -> None:
+        """No run is in flight: every step is answered at once."""
+
     def _n_accepted(self, share: float) -> int:
         n = 0
         while n < _N_DRAFT_MAX and self._random.random() < share:
