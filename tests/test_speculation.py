@@ -262,6 +262,20 @@ def test_a_drafter_that_does_not_pay_is_let_go_and_taken_back_when_it_does() -> 
     assert sorted(depths[-100:])[50] > 0
 
 
+@pytest.mark.parametrize("n_prompt", [16, 128])
+def test_prompts_in_every_step_keep_no_drafter_that_does_not_pay(n_prompt: int) -> None:
+    """As many streams have it: somebody's prompt is always being computed."""
+    policy, cost = adaptive()
+    machine = Machine(process_token_s=0.0004)
+    run(policy, cost, machine, make_crowd([0.4] * 24), 300, n_prompt=n_prompt)
+    assert not policy.is_warm
+    # Where drafts pay, prompts do not turn them off.
+    policy, cost = adaptive()
+    _, depths = run(policy, cost, Machine(), make_crowd([0.9] * 2), 300, n_prompt=n_prompt)
+    assert policy.is_warm
+    assert sorted(depths[-100:])[50] > 0
+
+
 def test_a_tenant_is_known_when_its_next_sequence_comes() -> None:
     policy, cost = adaptive()
     machine = Machine(splitting=Splitting.NONE)

@@ -251,10 +251,11 @@ class _Situation:
         self._n_cells = sum([sequence.n_computed for sequence in crowd.sequences]) / self._n
         self._n_prefill = 0
         self._base_s = 0.0
+        zeros = [0] * self._n
+        self._alone = self.shape(zeros)
         if n_prefill:
             # Prompts are not this choice's business: only what drafts cost beside them is.
-            zeros = [0] * self._n
-            alone_s = self.seconds(zeros)
+            alone_s = self._cost.predict(self._alone)
             self._n_prefill = n_prefill
             self._base_s = alone_s - self.seconds(zeros)
 
@@ -296,8 +297,11 @@ class _Situation:
         return n_emitted / self.seconds(n_drafts)
 
     def rate_unfed(self) -> tuple[float, float]:
-        """Returns tokens per second without a drafter, and the share of time that feeding takes."""
-        shape = self.shape([0] * self._n)
+        """Returns tokens per second without a drafter, and the share of time that feeding takes.
+
+        Of a step without prompts, as the rates with drafts are.
+        """
+        shape = self._alone
         process_share = self._cost.process_s(shape) / self._cost.predict(shape)
         return self._n / self._cost.predict_unfed(shape), process_share
 

@@ -129,9 +129,10 @@ def run(
     *,
     n_draft_max: int = 4,
     n_tokens: int = 1 << 60,
+    n_prompt: int = 0,
     noise: random.Random | None = None,
 ) -> tuple[float, list[int]]:
-    """Runs a policy for so many steps, or tokens.
+    """Runs a policy for so many steps, or tokens; a piece of a prompt is in every step, or none.
 
     Returns:
         Tokens per second, and the longest draft of each step.
@@ -141,7 +142,7 @@ def run(
     for _ in range(n_steps):
         if n_emitted >= n_tokens:
             break
-        n_drafts = policy.choose_all(crowd, limits, limits.n_outputs_max - len(crowd), 0)
+        n_drafts = policy.choose_all(crowd, limits, limits.n_outputs_max - len(crowd), n_prompt)
         for member in crowd:  # as the engine does: cold until fed once
             if not policy.wants(member):
                 member.is_draft_cold, member.n_fed = True, 0
@@ -161,6 +162,9 @@ def run(
                     n_accepted=n_accepted,
                 )
             )
+        if n_prompt:
+            entries.append(PlanEntry(len(crowd), 0, [1] * n_prompt, 0, False))
+            results.append(ResultEntry(len(crowd), SequenceStatus.OK, n_prompt))
         shape = shape_of(entries, results, machine.splitting, limits.n_ubatch)
         factor = 1.0
         if noise is not None:
