@@ -120,7 +120,7 @@ def sequence_of(tokens: Tokens[int], n_prompt: int | None = None, **more: object
     """Returns a running sequence that has these tokens."""
     n_prompt = len(tokens) - 1 if n_prompt is None else n_prompt
     more = {"n_output_max": 1000, "sampling": GREEDY} | more
-    sequence = Sequence("r", tokens[:n_prompt], object(), **more)  # type: ignore[arg-type]
+    sequence = Sequence("r", tokens[:n_prompt], object(), **more)  # type: ignore[arg-type]  # passed on
     sequence.tokens += tokens[n_prompt:]
     sequence.seq_id, sequence.n_computed = 0, len(sequence.tokens) - 1
     return sequence
@@ -288,7 +288,7 @@ def ask(bench: Bench, tenant: str, prompt: str, **more: object) -> Sequence:
         tenant=tenant,
         sampling=options,
         n_output_max=60,
-        **more,  # type: ignore[arg-type]
+        **more,  # type: ignore[arg-type]  # passed on
     )
     bench.scheduler.submit(sequence)
     bench.run()
@@ -379,7 +379,7 @@ def test_nearly_certain_drafts_are_longer_than_the_policy_chose_where_that_pays(
                 LARGE,
                 4,
                 lambda entries, per=seconds_per_token: (
-                    0.01  # type: ignore[misc]
+                    0.01  # type: ignore[misc]  # its default has no type
                     + per * sum(e.n_draft for e in entries)
                 ),
             )[0]

@@ -71,7 +71,7 @@ class Bench:
             prompt,
             sampler,
             n_output_max=n_output_max,
-            **more,  # type: ignore[arg-type]
+            **more,  # type: ignore[arg-type]  # passed on
         )
         self.scheduler.submit(sequence)
         return sequence
