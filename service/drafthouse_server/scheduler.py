@@ -340,6 +340,7 @@ class Scheduler:
         n_free = self._n_cells_free() - len(decodes)
         n_room, n_floor = self._draft_room(decodes, prefills, n_free)
         drafts = self._policy.choose_all(decodes, self._limits, n_room, n_floor)
+        self._is_fed = any(map(self._policy.wants, self._running.values()))
         entries = [
             PlanEntry(sequence.seq_id, sequence.n_computed, sequence.tokens[-1:], n_draft, True)
             for sequence, n_draft in zip(decodes, drafts, strict=True)
@@ -733,6 +734,7 @@ class Scheduler:
                 [seq_id for seq_id, _ in parts], lengths, self._splitting, self._limits.n_ubatch
             ),
             n_pairs=sum([(1 + entry.n_verified) * entry.n_past for entry in entries]),
+            is_fed=self._is_fed,
         )
 
     def _share_prefill(
@@ -837,7 +839,8 @@ class Scheduler:
         timings = result.timings
         if result.n_steps > 1:
             step_s, timings = step_s / result.n_steps, _of_one_step(result)
-        shape = shape_of(entries, result.entries, self._splitting, self._limits.n_ubatch)
+        n_ubatch = self._limits.n_ubatch
+        shape = shape_of(entries, result.entries, self._splitting, n_ubatch, is_fed=self._is_fed)
         if cost.n_observed and self._n_decodes and not self._has_moves:
             has_prefill = len(entries) > self._n_decodes
             self._pacer.observe(cost.predict(shape), step_s, has_prefill=has_prefill)

@@ -303,7 +303,7 @@ class _Situation:
         """
         shape = self._alone
         process_share = self._cost.process_s(shape) / self._cost.predict(shape)
-        return self._n / self._cost.predict_unfed(shape), process_share
+        return self._n / self._cost.predict(shape._replace(is_fed=False)), process_share
 
     def unequal(self, equal: list[int]) -> Iterator[list[int]]:
         """Yields choices that give more to sequences whose drafts are better.

@@ -65,6 +65,8 @@ class StepShape(NamedTuple):
     """Physical batches of the target's decode."""
     n_pairs: float = 0.0
     """Pairs of a token and a cell before it: the work of attention."""
+    is_fed: bool = True
+    """Whether anybody's drafter is fed: what that takes is left out where nobody's is."""
 
 
 def count_ubatches(
@@ -126,6 +128,8 @@ def shape_of(
     results: Sequence[ResultEntry],
     splitting: Splitting,
     n_ubatch: int,
+    *,
+    is_fed: bool = True,
 ) -> StepShape:
     """Returns the shape of a step that was run.
 
@@ -136,6 +140,7 @@ def shape_of(
         results: The engine's, in the same order.
         splitting: How the target's decode is cut.
         n_ubatch: Most tokens of one physical batch.
+        is_fed: Whether anybody's drafter was to be fed.
     """
     # One loop over all of it takes twice as long, and this runs after every step.
     drafted = [result.n_drafted for result in results]
@@ -157,7 +162,10 @@ def shape_of(
         lengths = [length for _, length in parts]
     n_ubatches = count_ubatches(seq_ids, lengths, splitting, n_ubatch)
     n_depth = max(wanted, default=0)
-    return StepShape(n_decodes, n_depth, sum(wanted), sum(lengths), n_outputs, n_ubatches, n_pairs)
+    n_draft, n_tokens = sum(wanted), sum(lengths)
+    return StepShape(
+        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, n_pairs, is_fed
+    )
 
 
 _KNOTS = (2, 8, 32, 128)
@@ -172,6 +180,8 @@ _PRIOR_DECODE = (1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 1e-5, 0.05)
 _PRIOR_PROCESS = (0.05, 0.005)
 _PRIOR_SAMPLE = (0.01, 0.01)
 _PRIOR_REST = (0.02, 0.002)
+_NOTHING = (0.0, 0.0)
+"""Coefficients of feeding, where nobody's drafter is fed."""
 _SLOPES = range(1, 6)
 """Places of the slopes among the decode's coefficients."""
 
@@ -364,13 +374,9 @@ class StepCost:
         """
         seconds = self._sum(shape)
         if shape.n_tokens == shape.n_outputs:
-            seconds *= self._correction(shape.n_decodes.bit_length(), shape.n_depth)
+            kind = shape.n_depth if shape.is_fed else _UNFED
+            seconds *= self._correction(shape.n_decodes.bit_length(), kind)
         return seconds
-
-    def predict_unfed(self, shape: StepShape) -> float:
-        """Returns how long a step without drafts will take when nobody's drafter is fed."""
-        seconds = self._sum(shape) - self.process_s(shape)
-        return seconds * self._correction(shape.n_decodes.bit_length(), _UNFED)
 
     def _correction(self, n_bits: int, n_depth: int) -> float:
         prior = self._correction_overall.value(1.0)
@@ -396,9 +402,9 @@ class StepCost:
         self._correction_overall.add(ratio)
 
     def _sum(self, shape: StepShape) -> float:
-        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _ = shape
+        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _, is_fed = shape
         draft = self._draft.coefficients
-        process = self._process.coefficients
+        process = self._process.coefficients if is_fed else _NOTHING
         sample = self._sample.coefficients
         rest = self._rest.coefficients
         return self._speed * (
@@ -414,7 +420,7 @@ class StepCost:
         )
 
     def process_s(self, shape: StepShape) -> float:
-        """Returns what feeding the drafter takes of a step, in seconds."""
+        """Returns what feeding the drafter takes of such a step, in seconds, if it is fed."""
         per_batch, per_token = self._process.coefficients
         return self._speed * (per_batch * shape.n_ubatches + per_token * shape.n_tokens)
 
@@ -429,17 +435,13 @@ class StepCost:
         if timings.total_s <= 0 or not shape.n_tokens:
             return
         width_kind = (shape.n_tokens // shape.n_ubatches).bit_length()
-        # A drafter that was let go is not fed: such steps tell nothing about what feeding costs.
-        process_s = self.process_s(shape)
-        is_fed = not self.n_observed or timings.process_s > 0.1 * process_s
         last, self._last_shape = self._last_shape, shape
         is_same = last is not None and last[:6] == shape[:6]
         n_known = self._n_by_kind.get((shape.n_depth, width_kind), 0)
         self._n_by_kind[shape.n_depth, width_kind] = n_known + 1
         if is_same and shape.n_tokens == shape.n_outputs and self.n_observed:
-            expected_s = self._sum(shape) - (0.0 if is_fed else process_s)
-            ratio = max(timings.total_s, wall_s) / max(expected_s, 1e-9)
-            kind = shape.n_decodes.bit_length(), shape.n_depth if is_fed else _UNFED
+            ratio = max(timings.total_s, wall_s) / max(self._sum(shape), 1e-9)
+            kind = shape.n_decodes.bit_length(), shape.n_depth if shape.is_fed else _UNFED
             found = self._corrections.get(kind)
             if found is not None and found.is_known:
                 self._follow_speed(kind, ratio)
@@ -449,7 +451,7 @@ class StepCost:
             return
         is_first = self._decode.n_observed == 0
         seconds = max(timings.total_s, wall_s)
-        self._learn(shape, timings, seconds, width_kind, is_fed=is_fed, is_same=is_same)
+        self._learn(shape, timings, seconds, width_kind, is_same=is_same)
         if is_first:
             for fit in self._fits:
                 if fit is not self._decode:
@@ -476,10 +478,9 @@ class StepCost:
         seconds: float,
         width_kind: int,
         *,
-        is_fed: bool,
         is_same: bool,
     ) -> None:
-        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _ = shape
+        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches = shape[:6]
         parts_s = timings.draft_s + timings.decode_s + timings.process_s + timings.sample_s
         # An engine that tells the total only is one whose decode is everything.
         decode_s = timings.decode_s or timings.total_s - parts_s
@@ -489,7 +490,7 @@ class StepCost:
         self._decode.observe(counts, decode_s / speed, width_kind)
         if n_depth:
             self._draft.observe((n_depth, n_draft), timings.draft_s / speed, n_depth)
-        if is_fed:
+        if shape.is_fed:  # others tell nothing about what feeding costs
             self._process.observe((n_ubatches, n_tokens), timings.process_s / speed, width_kind)
         if n_outputs:
             self._sample.observe((1.0, n_outputs), timings.sample_s / speed, width_kind)
@@ -535,7 +536,7 @@ def _with_prefill(shape: StepShape, n_tokens: int, n_past: int) -> StepShape:
 
     Prompts make a physical batch of their own beside decodes.
     """
-    n_decodes, n_depth, n_draft, n_before, n_outputs, n_ubatches, n_pairs = shape
+    n_decodes, n_depth, n_draft, n_before, n_outputs, n_ubatches, n_pairs, is_fed = shape
     if n_tokens:
         n_ubatches = n_ubatches + 1 if n_before else 1
     return StepShape(
@@ -546,6 +547,7 @@ def _with_prefill(shape: StepShape, n_tokens: int, n_past: int) -> StepShape:
         n_outputs,
         max(1, n_ubatches),
         n_pairs + n_tokens * (n_past + n_tokens / 2),
+        is_fed,
     )
 
 

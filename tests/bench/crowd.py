@@ -165,11 +165,11 @@ def run(
         if n_prompt:
             entries.append(PlanEntry(len(crowd), 0, [1] * n_prompt, 0, False))
             results.append(ResultEntry(len(crowd), SequenceStatus.OK, n_prompt))
-        shape = shape_of(entries, results, machine.splitting, limits.n_ubatch)
+        is_fed = any(map(policy.wants, crowd))
+        shape = shape_of(entries, results, machine.splitting, limits.n_ubatch, is_fed=is_fed)
         factor = 1.0
         if noise is not None:
             factor = noise.gauss(1.0, 0.05) * (8 if noise.random() < 0.01 else 1)
-        is_fed = any(map(policy.wants, crowd))
         measured = machine.timings(shape, is_fed=is_fed, noise=max(0.5, factor))
         # What it should have taken counts, so that luck with outliers does not.
         total_s += machine.timings(shape, is_fed=is_fed).total_s
