@@ -163,9 +163,7 @@ def shape_of(
     n_ubatches = count_ubatches(seq_ids, lengths, splitting, n_ubatch)
     n_depth = max(wanted, default=0)
     n_draft, n_tokens = sum(wanted), sum(lengths)
-    return StepShape(
-        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, n_pairs, is_fed
-    )
+    return StepShape(n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, n_pairs, is_fed)
 
 
 _KNOTS = (2, 8, 32, 128)
