@@ -601,7 +601,7 @@ def paced(bench: Bench, *, has_prompt: bool) -> list[float]:
     for _ in range(60):
         plan = bench.scheduler.plan(bench.now)
         result = bench.engine.step(plan)
-        took_s = 0.010 + 0.001 * result.n_batch_tokens
+        took_s = 0.020 + 0.002 * result.n_batch_tokens
         bench.now += took_s
         result = dataclasses.replace(result, timings=StepTimings(decode_s=took_s, total_s=took_s))
         bench.scheduler.commit(result, bench.now)

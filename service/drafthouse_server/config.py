@@ -165,7 +165,7 @@ class Config:
         _between(0, 60_000),
         "Milliseconds that running streams may wait for their next tokens while prompts are"
         " computed; prompts are cut so that nearly all steps hold it. 0: twice what 99 of 100 steps"
-        " take without prompts, and steps of 25 ms at least.",
+        " take without prompts, and steps of 40 ms at least.",
     )
     """Target of the gap between tokens; 0 is automatic."""
     n_parked_mib_max: int = _setting(

@@ -28,11 +28,11 @@ __all__ = [
 GAP_FACTOR = 2.0
 """With prompts, a gap may be so many times the unloaded 99th percentile."""
 
-STEP_FREE_S = 0.025
-"""Steps up to so long are nobody's loss: forty tokens a second are more than anybody reads.
+STEP_FREE_S = 0.04
+"""Steps up to so long are nobody's loss: 25 tokens a second are more than anybody reads.
 
 Where steps are shorter, cutting prompts finer for twice their time would cost prompts dearly: small
-pieces are slow to compute, and few streams would hold up many.
+pieces are slow to compute, and few streams would hold up many: those whose prompts wait.
 """
 
 N_TILE = 64

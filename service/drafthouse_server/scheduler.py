@@ -171,6 +171,7 @@ class Scheduler:
         self._n_submitted = 0
         self._n_turns = 0  # of the policy, that were carried out
         self._n_decodes = 0  # of the plan in flight
+        self._is_fed = True  # whether anybody's drafter is, in the plan in flight
         # Entries of all plans that generate, once a step, and their draft tokens.
         self._n_planned = self._n_draft_planned = 0
         self._has_moves = False  # whether it starts, saves or parks
