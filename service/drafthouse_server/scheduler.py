@@ -167,8 +167,7 @@ class Scheduler:
         self._entries: list[PlanEntry] = []  # of the plan in flight
         self._marks: dict[Sequence, _End] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []
-        self._n_reserved = 0
-        self._n_submitted = 0
+        self._n_reserved = self._n_submitted = 0
         self._n_turns = 0  # of the policy, that were carried out
         self._n_decodes = 0  # of the plan in flight
         self._is_fed = True  # whether anybody's drafter is, in the plan in flight
