@@ -6,10 +6,10 @@ import pytest
 
 from drafthouse_server.prefill import (
     GAP_FACTOR,
-    N_PAST_TILED,
+    N_PAST_LONG,
+    N_PIECE,
     N_QUANTUM,
     N_ROWS_ALONE,
-    N_TILE,
     STEP_FREE_S,
     PrefillPacer,
     PrefillTurns,
@@ -94,14 +94,14 @@ def test_old_steps_are_forgotten() -> None:
     assert pacer.target_s(0.01) == STEP_FREE_S, "nobody notices less"
 
 
-def test_pieces_of_long_prompts_fill_tiles() -> None:
+def test_pieces_of_long_prompts_are_not_smaller_than_pays() -> None:
     pacer = PrefillPacer()
-    assert pacer.align(40, 999, N_PAST_TILED - 1, 1) == 40, "there attention is cheap"
-    for n_tokens, n_aligned in ((1, 65), (64, 65), (128, 65), (129, 129), (200, 193)):
-        assert pacer.align(n_tokens, 999, N_PAST_TILED, 1) == n_aligned
-    assert pacer.align(200, 999, 1000, 5) == 5 + 3 * N_TILE
-    assert pacer.align(200, 70, 1000, 1) == 65
-    assert pacer.align(200, 64, 1000, 1) == 1 + N_ROWS_ALONE, "the end fills no tile"
-    assert pacer.align(200, 5, 1000, 1) == 5
-    assert PrefillPacer(0.05).align(40, 999, 1000, 1) == 40, "a target that was set is held"
-    assert PrefillPacer(0.05).align(140, 999, 1000, 1) == 1 + 2 * N_TILE
+    assert pacer.align(3, 999, N_PAST_LONG - 1, 1) == 3, "there attention is cheap"
+    for n_tokens in (0, 1, N_PIECE, N_PIECE + 1):
+        assert pacer.align(n_tokens, 999, N_PAST_LONG, 1) == 1 + N_PIECE
+    assert pacer.align(130, 999, N_PAST_LONG, 1) == 130
+    assert pacer.align(5, 999, 1000, 5) == 5 + N_PIECE
+    assert pacer.align(200, 70, 1000, 1) == 70
+    assert pacer.align(20, N_PIECE, 1000, 1) == 1 + N_ROWS_ALONE, "the end makes no piece"
+    assert pacer.align(2, 5, 1000, 1) == 5
+    assert PrefillPacer(0.05).align(4, 999, 1000, 1) == 4, "a target that was set is held"

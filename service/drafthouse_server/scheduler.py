@@ -745,7 +745,7 @@ class Scheduler:
         Args:
             prefills: Those with tokens to compute.
             n_left: Tokens to share.
-            n_most: Tokens that the step has room for: whole tiles may need more.
+            n_most: Tokens that the step has room for: a piece may need more.
             n_lead: Tokens of a piece that are computed with running streams'; None: nothing runs,
                 or nothing is known of what a piece takes.
         """
@@ -758,7 +758,7 @@ class Scheduler:
                 n_tokens = self._pacer.align(n_tokens, n_wanted, n_past, n_lead)
                 n_tokens = min(n_tokens, n_most - n_given)
                 if n_tokens <= 0 or (n_given and n_given + n_tokens > n_left):
-                    continue  # its tile waits for a step of its own
+                    continue  # its piece waits for a step of its own
             n_given += n_tokens
             start = sequence.n_computed
             piece = sequence.tokens[start : start + n_tokens]
