@@ -70,6 +70,13 @@ _N_COMPARED = 8
 _N_DRAFT_MIXED = 4
 """Largest K of the mixed load."""
 
+_N_WAVES_FIRST = 2
+_N_WAVES_MIXED = 3
+"""Requests per stream of a mixed load: before it is measured, and at least while it is.
+
+In one wave prompts come first, all of them, and then none: no load is like that.
+"""
+
 _SEED = 1
 _QUIET = 0.5
 _T = TypeVar("_T")
@@ -410,8 +417,12 @@ class _BenchPeers:
                 async with starting as running:
                     speed = await self._warm_up(case, target, [running])
                     n_requests = n_requests or self._plan.n_requests(case.streams, n_output, speed)
-                    prompts = self._mixed_prompts(target, n_requests)
-                    load = await run_closed(running, prompts, n_output, case.streams)
+                    # What K pays is learnt once in a server's life: that is not counted.
+                    n_first = _N_WAVES_FIRST * case.streams
+                    n_counted = max(n_requests, _N_WAVES_MIXED * case.streams)
+                    prompts = self._mixed_prompts(target, n_first + n_counted)
+                    await run_closed(running, prompts[:n_first], n_output, case.streams)
+                    load = await run_closed(running, prompts[n_first:], n_output, case.streams)
                     turns[name].append(figures(load))
         best = turns.get("adaptive", [])
         return [
