@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv/bin
 ARGS ?=
 SECONDS ?= 60
+# Test files side by side, one a core; a file's tests share what they load.
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 # cython-lint and protoc start other tools of the virtual environment by name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 CXX_FILES = $(wildcard cext/*.h cext/*.cpp cext/*.c)
@@ -29,11 +31,11 @@ serve: build ## build, then serve the demo model
 
 test: dev verify unit ## build, verify, run all tests
 	@echo "== tests without the engine, asyncio debug mode"
-	@PYTHONASYNCIODEBUG=1 $(VENV)/pytest -q -m "not model and not gpu and not bench" --durations=0 --durations-min=5
+	@PYTHONASYNCIODEBUG=1 $(VENV)/pytest $(PARALLEL) -q -m "not model and not gpu and not bench" --durations=0 --durations-min=5
 
 unit: dev ## run the tests; ARGS="-k name" chooses
 	@echo "== tests"
-	@$(VENV)/pytest -m "not bench" --cov --cov-report=term $(ARGS)
+	@$(VENV)/pytest $(PARALLEL) -m "not bench" --cov --cov-report=term $(ARGS)
 
 verify: dev ## check format, lint, types, imports, generated code; change nothing
 	@status=0; \
