@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -111,17 +112,22 @@ def run(command: list[str], progress: Progress, *, env: dict[str, str] | None = 
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,  # so that it can be stopped with all that it has started
     )
     assert process.stdout is not None
     with LOG.open("a", buffering=1, encoding="utf-8") as log, process:
-        for line in process.stdout:
-            lines.append(line)
-            log.write(line)
-            part = NINJA_PROGRESS.search(line)
-            if part:
-                progress.show_part(int(part[1]), int(part[2]))
-            else:
-                progress.show(line.strip()[:60])
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                log.write(line)
+                part = NINJA_PROGRESS.search(line)
+                if part:
+                    progress.show_part(int(part[1]), int(part[2]))
+                else:
+                    progress.show(line.strip()[:60])
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGTERM)  # compilers would go on for minutes
+            raise
     if process.returncode:
         first = next((i for i, line in enumerate(lines) if FAILURE.search(line)), -N_LOG_LINES)
         sys.stderr.write("\n" + "".join(lines[first:][:N_LOG_LINES]))
@@ -350,6 +356,7 @@ def main() -> int:
     arguments = parser.parse_args()
     extras = ["build"] + ["dev"] * arguments.dev + ["models"] * arguments.models
     BUILD.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with exclusive():
             LOG.unlink(missing_ok=True)
