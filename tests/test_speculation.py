@@ -178,6 +178,39 @@ def test_as_fast_as_the_best_fixed_k_at_every_concurrency_and_acceptance(
         assert rate >= 0.98 * best, (acceptance, n_draft, rate / best)
 
 
+@pytest.mark.parametrize("splitting", list(Splitting))
+@pytest.mark.parametrize("n", [1, 4, 8, 24])
+def test_as_fast_as_the_best_fixed_k_where_drafts_come_seldom(n: int, splitting: Splitting) -> None:
+    """As n-grams' do: whoever has one then costs a physical batch beside the others."""
+    machine = Machine(draft_pass_s=0, draft_token_s=0, process_token_s=0, splitting=splitting)
+    for coming in (0.15, 0.5, 0.9):
+        rates = []
+        cost = StepCost()
+        policies: list[DraftPolicy] = [AdaptiveDraft(4, cost, splitting)]
+        for policy in policies + [FixedDraft(k) for k in range(5)]:
+            crowd, noise = make_crowd([0.75] * n), random.Random(n)
+            for member in crowd:
+                member.coming = coming
+            run(policy, cost, machine, crowd, 600 if n <= 8 else 330, noise=noise)
+            rates.append(run(policy, cost, machine, crowd, 1500 if n <= 2 else 400, noise=noise)[0])
+        assert rates[0] >= 0.97 * max(rates[1:]), (coming, rates)
+
+
+def test_only_those_whose_drafts_come_are_asked_for_them_where_that_pays() -> None:
+    """One stream quotes, the others seldom: theirs would cut the decode into more pieces."""
+    machine = Machine(draft_pass_s=0, draft_token_s=0, process_token_s=0)
+    rates = []
+    adapting, cost = adaptive(8)
+    policies: list[DraftPolicy] = [adapting]
+    for policy in policies + [FixedDraft(k) for k in range(9)]:
+        crowd = make_crowd([0.95, 0.75, 0.75, 0.75])
+        for member in crowd[1:]:
+            member.coming = 0.5
+        run(policy, cost, machine, crowd, 400, n_draft_max=8)
+        rates.append(run(policy, cost, machine, crowd, 600, n_draft_max=8)[0])
+    assert rates[0] >= 1.02 * max(rates[1:]), rates
+
+
 def test_much_faster_than_any_one_k_over_a_load_that_changes() -> None:
     """Day and night: few streams and many, easy text and hard. No K is right for all of it."""
     policy, cost = adaptive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from drafthouse_server.step_cost import (
     StepCost,
     StepShape,
     count_ubatches,
+    expect_ubatches,
     shape_of,
 )
 
@@ -139,6 +141,41 @@ def test_physical_batches_as_llama_cpp_makes_them(
     splitting: Splitting, seq_ids: list[int], lengths: list[int], n_ubatches: int
 ) -> None:
     assert count_ubatches(seq_ids, lengths, splitting, 32) == n_ubatches
+
+
+slots = st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(sorted)
+
+
+@given(slots, st.integers(1, 4), st.data())
+@settings(max_examples=200, deadline=None)
+def test_physical_batches_to_expect_are_the_mean_over_the_drafts_that_come(
+    seq_ids: list[int], k: int, data: st.DataObject
+) -> None:
+    n = len(seq_ids)
+    asked = data.draw(st.lists(st.sampled_from([0, k]), min_size=n, max_size=n))
+    shares = data.draw(st.lists(st.sampled_from([0.1, 0.5, 1.0]), min_size=n, max_size=n))
+    for splitting in Splitting:
+        mean = 0.0
+        for comes in itertools.product((False, True), repeat=n):
+            probability = 1.0
+            for is_there, share in zip(comes, shares, strict=True):
+                probability *= share if is_there else 1 - share
+            lengths = [1 + wish * is_there for wish, is_there in zip(asked, comes, strict=True)]
+            mean += probability * count_ubatches(seq_ids, lengths, splitting, 512)
+        lengths = [1 + wish for wish in asked]
+        found = expect_ubatches(seq_ids, lengths, shares, splitting, 512)
+        assert found == pytest.approx(mean)
+
+
+@given(slots, st.data())
+def test_physical_batches_to_expect_are_those_there_are_where_all_drafts_come(
+    seq_ids: list[int], data: st.DataObject
+) -> None:
+    n = len(seq_ids)
+    lengths = data.draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
+    for splitting in Splitting:
+        found = expect_ubatches(seq_ids, lengths, [1.0] * n, splitting, 16)
+        assert found == count_ubatches(seq_ids, lengths, splitting, 16)
 
 
 def test_the_shape_of_a_step_counts_what_was_drafted_and_what_was_verified() -> None:

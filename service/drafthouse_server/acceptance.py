@@ -4,6 +4,9 @@ The share of drafts that fail at each position is learnt for the model as a whol
 less often than that the drafts of a tenant, and of a sequence, fail is one number each, whose prior
 is 1, and the tenant's. So a new sequence starts from what is known, a few drafts tell it apart,
 and positions that it has never reached follow from those that it has. All averages are exponential.
+
+Some drafters often have nothing to propose, n-grams above all. How often a draft comes where one is
+asked for is learnt too, for the model and for each sequence.
 """
 
 from __future__ import annotations
@@ -32,6 +35,12 @@ _FAILURE_PRIOR = 0.3
 """Share of first draft tokens that are rejected, before anything is known."""
 _FAILURE_MIN = 0.002
 """Least share, and least factor: nothing is certain."""
+_FADING_WISHES = 0.95
+"""What is left of a sequence's past after each draft that it asks for."""
+_WEIGHT_WISHES = 8.0
+"""Of the prior of how often drafts come, in drafts: of the model's, which is 1; a sequence's."""
+_GRAIN_MET = 8
+"""A sequence's share is rounded to one in so many: one table of yields for each."""
 _N_TENANTS_MAX = 1024
 """Tenants remembered; the oldest is forgotten."""
 
@@ -59,16 +68,47 @@ class _Record:
         return (self.n_failed + weight * prior) / (self.n_expected + weight)
 
 
+class _Wishes:
+    """How often drafts come where they are asked for."""
+
+    __slots__ = ("_n_met", "_n_wanted")
+
+    def __init__(self) -> None:
+        self._n_wanted = self._n_met = 0.0
+
+    def add(self, n_wanted: int, n_met: int, fading: float) -> None:
+        self._n_wanted = self._n_wanted * fading + n_wanted
+        self._n_met = self._n_met * fading + n_met
+
+    def share(self, prior: float) -> float:
+        """Returns the share of them, shrunk towards a prior."""
+        n_wanted = self._n_wanted + _WEIGHT_WISHES
+        return (self._n_met + _WEIGHT_WISHES * prior) / n_wanted
+
+
 class Track:
     """What is remembered of one sequence. Made by `Acceptance.track`."""
 
-    __slots__ = ("grade", "n_asked", "n_computed_free", "n_draft", "record", "tenant")
+    __slots__ = (
+        "grade",
+        "met",
+        "n_asked",
+        "n_computed_free",
+        "n_draft",
+        "record",
+        "tenant",
+        "wishes",
+    )
 
     def __init__(self, tenant: _Record, n_asked: int | None) -> None:
         self.tenant = tenant
         """Its tenant's record; `Acceptance` alone reads it."""
         self.record = _Record()
         """Its own; `Acceptance` alone writes it, and `regrade` draws the conclusion."""
+        self.wishes = _Wishes()
+        """For drafts; `Acceptance` alone reads and writes it."""
+        self.met = 1.0
+        """Share of the drafts asked for that come, (0, 1]."""
         self.n_asked = n_asked
         """K asked for."""
         self.n_computed_free = -1
@@ -106,8 +146,12 @@ class Acceptance:
         self._n_expected = [0.0]  # failures of a draft that reaches so many positions
         self._tenants: dict[str, _Record] = {}
         self._yields: dict[int, tuple[float, ...]] = {}
+        self._yields_asked: dict[tuple[int, float], tuple[float, ...]] = {}
         self._n_positions = n_draft_max
         self._outcomes: dict[tuple[_Record, int, int, bool], int] = {}
+        self._wishes = _Wishes()
+        self._n_came = self._n_missing = 0  # since the last call of refresh
+        self._is_sure = True  # no draft was missing so far
         self.refresh(())
 
     @property
@@ -132,6 +176,9 @@ class Acceptance:
     def add(self, track: Track, n_drafted: int, n_accepted: int) -> None:
         """Learns from one verified draft; `refresh` draws the conclusions."""
         self.n_drafts += 1
+        self._n_came += 1
+        if not self._is_sure:
+            track.wishes.add(1, 1, _FADING_WISHES)
         is_failed = n_accepted < n_drafted
         n_reached = min(n_accepted + is_failed, self._n_positions)
         record = track.record
@@ -139,6 +186,12 @@ class Acceptance:
         record.n_expected = record.n_expected * _FADING_SEQUENCE + self._n_expected[n_reached]
         key = track.tenant, track.grade, n_reached, is_failed
         self._outcomes[key] = self._outcomes.get(key, 0) + 1
+
+    def add_missing(self, track: Track) -> None:
+        """Learns that a draft was asked for and none came."""
+        self._is_sure = False
+        self._n_missing += 1
+        track.wishes.add(1, 0, _FADING_WISHES)
 
     def forget_differences(self, tracks: Iterable[Track]) -> None:
         """Lets sequences and their tenants be as any other."""
@@ -168,8 +221,16 @@ class Acceptance:
             before = self._failures[position] = min(1.0, max(_FAILURE_MIN, share))
             self._n_expected.append(self._n_expected[-1] + before)
         self._yields.clear()
+        self._yields_asked.clear()
+        n_wanted = self._n_came + self._n_missing
+        self._wishes.add(n_wanted, self._n_came, _FADING_MODEL**n_wanted)
+        self._n_came = self._n_missing = 0
+        met = self._wishes.share(1.0)
         for track in tracks:
             track.regrade()
+            if not self._is_sure:
+                n_parts = round(_GRAIN_MET * track.wishes.share(met))
+                track.met = max(n_parts, 0.5) / _GRAIN_MET
 
     def _add_outcome(self, grade: int, n_reached: int, n: int, n_failed: int) -> None:
         fading = _FADING_MODEL**n
@@ -193,4 +254,15 @@ class Acceptance:
                 n_accepted += still
                 values.append(n_accepted)
             found = self._yields[grade] = tuple(values)
+        return found
+
+    def yields_asked(self, track: Track) -> tuple[float, ...]:
+        """Returns the same for a sequence's drafts as they are asked for: they may not come."""
+        met = track.met
+        if met == 1.0:
+            return self.yields(track.grade)
+        found = self._yields_asked.get((track.grade, met))
+        if found is None:
+            found = tuple([met * n_accepted for n_accepted in self.yields(track.grade)])
+            self._yields_asked[track.grade, met] = found
         return found

@@ -6,6 +6,8 @@ so that the step yields the most tokens per second that can be expected:
 - What a draft yields is learnt by `Acceptance`, what it costs by `StepCost`.
 - Drafts of one length share a physical batch, so one K for all is tried first; where sequences
   differ, drafts for some are tried too, and taken if they pay for their own physical batches.
+- Where drafts often do not come, as n-grams', a step is what can be expected of it: whoever has a
+  draft costs physical batches beside those that have none.
 - A new choice must promise more than the old one by a margin: no flapping.
 - What is not done is not learnt. So K is varied when a server has just started, and a little of the
   time goes to trials of another K for some steps in a row, rarer as they tell nothing new.
@@ -19,12 +21,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from operator import getitem, sub
+from operator import getitem, mul, sub
 from typing import NamedTuple, Protocol
 
 from drafthouse_server.acceptance import Acceptance, Track
 from drafthouse_server.step import EngineLimits, StepResult
-from drafthouse_server.step_cost import Splitting, StepCost, StepShape, count_ubatches
+from drafthouse_server.step_cost import (
+    Splitting,
+    StepCost,
+    StepShape,
+    count_ubatches,
+    expect_ubatches,
+)
 
 __all__ = ["AdaptiveDraft", "DraftPolicy", "Draftable", "FixedDraft", "fit", "level"]
 
@@ -144,6 +152,8 @@ _MARGIN = 0.01
 """By how much a new choice must be better."""
 _N_GRADES_MIXED = 4
 """Sequences whose grades are so far apart may get drafts of different lengths."""
+_MET_MIXED = 0.5
+"""The same, of sequences whose drafts come so much more often."""
 _N_STEPS_TRIAL = 4
 """Steps of a trial: the first one of another shape costs more, and tells less."""
 _N_TIMES_CALIBRATED = 2
@@ -205,9 +215,12 @@ class _Crowd(NamedTuple):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether their drafts differ much in quality."""
+        """Whether their drafts differ much in quality, or in how often they come."""
         grades = [track.grade for track in self.tracks]
-        return max(grades) - min(grades) >= _N_GRADES_MIXED
+        if max(grades) - min(grades) >= _N_GRADES_MIXED:
+            return True
+        met = [track.met for track in self.tracks]
+        return max(met) - min(met) >= _MET_MIXED
 
 
 class _Machine(NamedTuple):
@@ -241,6 +254,8 @@ class _Situation:
         self.caps = crowd.caps
         self.yields = yields
         self._n = len(self.caps)
+        self._met = [track.met for track in crowd.tracks]
+        self._is_sure = min(self._met) == 1.0  # all drafts that are asked for come
         self._bounded = crowd.bounded
         self._cost, self._splitting, self._n_ubatch = machine
         seq_ids = [sequence.seq_id for sequence in crowd.sequences]
@@ -268,8 +283,10 @@ class _Situation:
         return [self.equal(n_draft) for n_draft in range(max(self.caps) + 1)]
 
     def shape(self, n_drafts: list[int]) -> StepShape:
-        """Returns the shape of the step."""
+        """Returns the shape of the step; where drafts may not come, what can be expected."""
         n_draft = sum(n_drafts)
+        if n_draft and not self._is_sure:
+            return self._shape_expected(n_drafts)
         n_tokens = self._n + n_draft
         if self._order is None:
             lengths = [1 + n for n in n_drafts]
@@ -285,6 +302,26 @@ class _Situation:
             n_tokens,
             n_ubatches + 1 if n_prefill else n_ubatches,
             n_tokens * self._n_cells,
+        )
+
+    def _shape_expected(self, n_drafts: list[int]) -> StepShape:
+        order = range(self._n) if self._order is None else self._order
+        lengths = [1 + n_drafts[i] for i in order]
+        met = [self._met[i] for i in order]
+        n_ubatches = expect_ubatches(self._seq_ids, lengths, met, self._splitting, self._n_ubatch)
+        n_tokens = self._n + sum(map(mul, n_drafts, self._met))
+        none_comes = math.prod([1 - share for n, share in zip(lengths, met, strict=True) if n > 1])
+        is_prefill = self._n_prefill > 0
+        return StepShape(
+            self._n,
+            max(n_drafts),
+            sum(n_drafts),
+            n_tokens + self._n_prefill,
+            n_tokens,
+            n_ubatches + is_prefill,
+            n_tokens * self._n_cells,
+            # The next step is alike only if nothing comes again.
+            n_rebuilt=n_ubatches * (1 - none_comes**2),
         )
 
     def seconds(self, n_drafts: list[int]) -> float:
@@ -498,6 +535,7 @@ class AdaptiveDraft:
         self._n_searched = 0  # sequences of the last search
         self._n_common: int | None = None  # K of sequences that are new
         self._by_slot: dict[int, Track] = {}  # of the last choice
+        self._wanted: dict[int, int] = {}  # K by slot, where it asked for any draft
 
     def wants(self, sequence: Draftable) -> bool:
         """Returns whether a sequence's drafter shall be fed.
@@ -512,6 +550,7 @@ class AdaptiveDraft:
         """Returns K for each sequence."""
         n_most = limits.n_draft_max
         if not n_most or not sequences:
+            self._wanted = {}
             return [0] * len(sequences)
         if self._machine.n_ubatch != limits.n_ubatch:
             self._machine = self._machine._replace(n_ubatch=limits.n_ubatch)
@@ -528,7 +567,11 @@ class AdaptiveDraft:
             n_drafts = crowd.bounded([n_tried] * len(crowd.caps))
         else:
             n_drafts = crowd.current()
-        return n_drafts if sum(n_drafts) <= n_room else level(n_drafts, n_room)
+        n_draft = sum(n_drafts)
+        if n_draft > n_room:
+            n_drafts = level(n_drafts, n_room)
+        self._wanted = dict(zip(seq_ids, n_drafts, strict=True)) if n_draft else {}
+        return n_drafts
 
     def _crowd(self, sequences: Sequence[Draftable], limits: EngineLimits) -> _Crowd:
         n_most = limits.n_draft_max
@@ -570,7 +613,7 @@ class AdaptiveDraft:
             self._end_trial(crowd.tracks)
         self._acceptance.refresh(crowd.tracks)
         fed = crowd if self.is_warm else self._as_fed(crowd)
-        yields = [self._acceptance.yields(track.grade) for track in crowd.tracks]
+        yields = [self._acceptance.yields_asked(track) for track in crowd.tracks]
         situation = _Situation(fed, yields, self._machine, n_prefill)
         doubt = self._doubt(yields)
         candidates = _candidates(situation, fed, 1 + doubt)
@@ -701,7 +744,7 @@ class AdaptiveDraft:
     def observe(self, result: StepResult) -> None:
         """Learns how the drafts of a step did."""
         self._now_s += result.timings.total_s
-        tracks, acceptance = self._by_slot, self._acceptance
+        tracks, wanted, acceptance = self._by_slot, self._wanted, self._acceptance
         n_emitted = n_drafts = 0
         is_trial, add = self._is_trial, acceptance.add
         for entry in result.entries:
@@ -714,6 +757,8 @@ class AdaptiveDraft:
                     n_expected = acceptance.yields(track.grade)[1]
                     self._surprise.add(n_expected, is_accepted=entry.n_accepted > 0)
                 add(track, n_drafted, entry.n_accepted)
+            elif wanted.get(entry.seq_id) and entry.tokens:
+                acceptance.add_missing(tracks[entry.seq_id])
         self._n_drafts_warm += n_drafts
         self._n_visited += n_emitted
 

@@ -28,7 +28,14 @@ from typing import NamedTuple
 
 from drafthouse_server.step import PlanEntry, ResultEntry, StepTimings
 
-__all__ = ["Splitting", "StepCost", "StepShape", "count_ubatches", "shape_of"]
+__all__ = [
+    "Splitting",
+    "StepCost",
+    "StepShape",
+    "count_ubatches",
+    "expect_ubatches",
+    "shape_of",
+]
 
 
 class Splitting(enum.Enum):
@@ -57,16 +64,21 @@ class StepShape(NamedTuple):
     """Longest draft; the drafter runs as many passes."""
     n_draft: int = 0
     """Draft tokens, over all sequences."""
-    n_tokens: int = 0
-    """Tokens of the target's decode: last tokens, drafts and pieces of prompts."""
-    n_outputs: int = 0
+    n_tokens: float = 0
+    """Tokens of the target's decode: last tokens, drafts and pieces of prompts.
+
+    Of a step that may come out in several ways this, and what follows, is what can be expected.
+    """
+    n_outputs: float = 0
     """Sampled positions."""
-    n_ubatches: int = 1
+    n_ubatches: float = 1
     """Physical batches of the target's decode."""
     n_pairs: float = 0.0
     """Pairs of a token and a cell before it: the work of attention."""
     is_fed: bool = True
     """Whether anybody's drafter is fed: what that takes is left out where nobody's is."""
+    n_rebuilt: float = 0.0
+    """Physical batches whose graphs are built anew, where steps are known to vary."""
 
 
 def count_ubatches(
@@ -89,6 +101,58 @@ def count_ubatches(
         return max(1, n_filled)
     count = _count_strokes if splitting is Splitting.STREAMS else _count_groups
     return max(n_filled, count(seq_ids, lengths))
+
+
+def expect_ubatches(
+    seq_ids: Sequence[int],
+    lengths: Sequence[int],
+    shares: Sequence[float],
+    splitting: Splitting,
+    n_ubatch: int,
+) -> float:
+    """Returns how many physical batches to expect where drafts come with a probability.
+
+    Where each draft is as long as the others, or none comes, it is exact for the rule.
+
+    Args:
+        seq_ids: Slots, ascending.
+        lengths: Tokens of each if its draft comes, >= 1; else it has one.
+        shares: Probability of each one's draft, [0, 1].
+        splitting: The rule.
+        n_ubatch: Most tokens of one physical batch.
+    """
+    n_sequences = len(lengths)
+    n_drafted = sum([(n - 1) * share for n, share in zip(lengths, shares, strict=True)])
+    n_filled = -(-(n_sequences + n_drafted) // n_ubatch)
+    if splitting is Splitting.NONE:
+        return max(1.0, n_filled)
+    n_alone = count_ubatches(seq_ids, [1] * n_sequences, splitting, n_ubatch)
+    if not n_drafted:
+        return n_alone
+    comes = [share if n > 1 else 0.0 for n, share in zip(lengths, shares, strict=True)]
+    n_more = _count_borders(seq_ids, comes, splitting)
+    # What lengths that differ cost when all drafts come, beside none or one length.
+    certain = [1.0 if n > 1 else 0.0 for n in lengths]
+    n_all = count_ubatches(seq_ids, lengths, splitting, n_ubatch)
+    n_unequal = n_all - n_alone - _count_borders(seq_ids, certain, splitting)
+    share = sum(comes) / sum(certain)
+    return max(n_filled, n_alone + n_more + share * n_unequal)
+
+
+def _count_borders(seq_ids: Sequence[int], shares: Sequence[float], splitting: Splitting) -> float:
+    """Returns the batches to expect beyond those of single tokens, with drafts of one length."""
+    is_grouped = splitting is Splitting.GROUPS
+    n_borders, last_id, last, all_come = 0.0, -2, 0.0, 0.0
+    for seq_id, share in zip(seq_ids, shares, strict=True):
+        if seq_id != last_id + 1:
+            # Where the drafts of all neighbours come, they need no batch of their own.
+            n_borders += (0.0 if is_grouped else share) - all_come
+            all_come = 0.0 if is_grouped else share
+        else:
+            n_borders += share * (1 - last) + (last * (1 - share) if is_grouped else 0.0)
+            all_come *= share
+        last_id, last = seq_id, share
+    return n_borders - all_come
 
 
 def _count_strokes(seq_ids: Sequence[int], lengths: Sequence[int]) -> int:
@@ -400,7 +464,7 @@ class StepCost:
         self._correction_overall.add(ratio)
 
     def _sum(self, shape: StepShape) -> float:
-        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _, is_fed = shape
+        n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches, _, is_fed, _ = shape
         draft = self._draft.coefficients
         process = self._process.coefficients if is_fed else _NOTHING
         sample = self._sample.coefficients
@@ -432,7 +496,7 @@ class StepCost:
         """
         if timings.total_s <= 0 or not shape.n_tokens:
             return
-        width_kind = (shape.n_tokens // shape.n_ubatches).bit_length()
+        width_kind = int(shape.n_tokens // shape.n_ubatches).bit_length()
         last, self._last_shape = self._last_shape, shape
         is_same = last is not None and last[:6] == shape[:6]
         n_known = self._n_by_kind.get((shape.n_depth, width_kind), 0)
@@ -484,7 +548,7 @@ class StepCost:
         decode_s = timings.decode_s or timings.total_s - parts_s
         rest_s = max(0.0, seconds - (parts_s - timings.decode_s + decode_s))
         speed = self._speed
-        counts = _decode_counts(shape, 0 if is_same else n_ubatches)
+        counts = _decode_counts(shape._replace(n_rebuilt=0 if is_same else n_ubatches))
         self._decode.observe(counts, decode_s / speed, width_kind)
         if n_depth:
             self._draft.observe((n_depth, n_draft), timings.draft_s / speed, n_depth)
@@ -534,28 +598,18 @@ def _with_prefill(shape: StepShape, n_tokens: int, n_past: int) -> StepShape:
 
     Prompts make a physical batch of their own beside decodes.
     """
-    n_decodes, n_depth, n_draft, n_before, n_outputs, n_ubatches, n_pairs, is_fed = shape
+    n_before, n_ubatches = shape.n_tokens, shape.n_ubatches
     if n_tokens:
         n_ubatches = n_ubatches + 1 if n_before else 1
-    return StepShape(
-        n_decodes,
-        n_depth,
-        n_draft,
-        n_before + n_tokens,
-        n_outputs,
-        max(1, n_ubatches),
-        n_pairs + n_tokens * (n_past + n_tokens / 2),
-        is_fed,
+    return shape._replace(
+        n_tokens=n_before + n_tokens,
+        n_ubatches=max(1, n_ubatches),
+        n_pairs=shape.n_pairs + n_tokens * (n_past + n_tokens / 2),
     )
 
 
-def _decode_counts(shape: StepShape, n_rebuilt: int = 0) -> tuple[float, ...]:
-    """Returns what the decode's coefficients are multiplied with.
-
-    Args:
-        shape: Of the step.
-        n_rebuilt: Physical batches whose graphs are built anew.
-    """
+def _decode_counts(shape: StepShape) -> tuple[float, ...]:
+    """Returns what the decode's coefficients are multiplied with."""
     n_ubatches = shape.n_ubatches
     width = shape.n_tokens / n_ubatches
     n = n_ubatches
@@ -570,5 +624,5 @@ def _decode_counts(shape: StepShape, n_rebuilt: int = 0) -> tuple[float, ...]:
         0.0 if width <= d else n * (width - d),
         shape.n_outputs,
         shape.n_pairs,
-        n_rebuilt,
+        shape.n_rebuilt,
     )

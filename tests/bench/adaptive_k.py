@@ -150,7 +150,9 @@ def main() -> None:
     """Prints a line per case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="dense", choices=sorted(TARGETS))
-    parser.add_argument("--draft", default="mtp", choices=("mtp", "eagle3", "simple"))
+    parser.add_argument(
+        "--draft", default="mtp", choices=("mtp", "eagle3", "simple", "ngram-simple")
+    )
     parser.add_argument("--streams", default="1,4,8,16,32")
     parser.add_argument("--acceptances", default="real,0.3,0.6,0.9")
     parser.add_argument("--fixed", default="1,2,4")

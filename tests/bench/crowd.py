@@ -74,6 +74,8 @@ class Member:
     """Slot."""
     acceptance: Callable[[int], float]
     """Probability of acceptance by position."""
+    coming: float = 1.0
+    """Probability that its drafter has anything to propose."""
     tenant: str = "default"
     """Name of the tenant."""
     n_draft: int | None = None
@@ -92,6 +94,10 @@ class Member:
     """The policy's."""
     random: random.Random = field(default_factory=random.Random)
     """Decides what is accepted."""
+
+    def propose(self, n_draft: int) -> int:
+        """Returns the length of a draft that is asked for."""
+        return n_draft if self.coming == 1.0 or self.random.random() < self.coming else 0
 
     def verify(self, n_draft: int) -> tuple[int, float]:
         """Returns how many tokens of a draft are accepted, and how many could be expected."""
@@ -148,7 +154,8 @@ def run(
                 member.is_draft_cold, member.n_fed = True, 0
         entries, results = [], []
         for member, n_draft in zip(crowd, n_drafts, strict=True):
-            n_accepted, n_expected = member.verify(n_draft)
+            n_drafted = member.propose(n_draft)
+            n_accepted, n_expected = member.verify(n_drafted)
             # What it could expect counts, so that luck does not.
             n_emitted += 1 + n_expected
             entries.append(PlanEntry(member.seq_id, member.n_computed, [1], n_draft, True))
@@ -158,7 +165,7 @@ def run(
                     SequenceStatus.OK,
                     member.n_computed + 1 + n_accepted,
                     [1] * (1 + n_accepted),
-                    n_drafted=n_draft,
+                    n_drafted=n_drafted,
                     n_accepted=n_accepted,
                 )
             )

@@ -113,7 +113,7 @@ class _Answers(LlamaEngine):
             entries=rows,
             tokens=tokens,
             logprobs=[],
-            n_batch_tokens=shape.n_tokens,
+            n_batch_tokens=int(shape.n_tokens),
             n_steps=1,
             **{f"t_{name}_us": value for name, value in times.items()},
         )
