@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
 N_BEFORE = 600
 """Cells before the piece: most of them are seen, so 16 rows make a tile."""
-WIDTHS = (1, 15, 16, 17, 33, 63, 64, 65)
-"""Around the least rows of a tile, and around a full one."""
+WIDTHS = (1, 15, 16, 17, 22, 33, 40, 63, 64, 65)
+"""Around the least rows of a tile, around a full one, and those of two heads in one or in two."""
 
 
 def logits_of_pieces(
