@@ -379,6 +379,19 @@ async def test_agreement_counts_the_common_start() -> None:
     assert await agreement(one, other, [[1]], 5) == [2]  # type: ignore[arg-type]
 
 
+async def test_where_answers_part_whoever_answers_otherwise_alone_is_named() -> None:
+    _, one = slow()
+    _, other = slow()
+    answers = iter([[0, 1, 9, 3, 4], [0, 1, 2, 3, 4]])
+    other.whole = lambda *_: asyncio.sleep(0, next(answers))  # type: ignore[method-assign]
+    said: list[str] = []
+    assert await agreement(one, other, [[1]], 5, said.append) == [2]  # type: ignore[arg-type]
+    assert said == ["prompt 0 parts after 2 tokens; asked alone, llama-server changes it"]
+    other.whole = lambda *_: asyncio.sleep(0, [0, 7])  # type: ignore[method-assign]
+    await agreement(one, other, [[1]], 5, said.append)  # type: ignore[arg-type]
+    assert said[1:] == ["prompt 0 parts after 1 tokens; asked alone, nobody changes it"]
+
+
 def run(*arguments: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     code = main(("bench-peers", *arguments), Terminal(out, err, io.StringIO()))

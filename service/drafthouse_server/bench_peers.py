@@ -326,7 +326,8 @@ class _BenchPeers:
         compared = None
         if not target.is_random:
             prompts = self._prompts(target, _N_COMPARED)
-            compared = await agreement(both[0].client, both[1].client, prompts, n_output)
+            clients = both[0].client, both[1].client
+            compared = await agreement(*clients, prompts, n_output, self._terminal.note)
         if case.scenario == "closed":
             n_requests = self._plan.n_requests(case.streams, n_output, speed)
             prompts = self._prompts(target, n_requests)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
-from drafthouse_server.bench_contender import Client, Running
+from drafthouse_server.bench_contender import OURS, THEIRS, Client, Running
 from drafthouse_server.bench_process import BenchError, cpu_s
 from drafthouse_server.bench_report import percentile
 from drafthouse_server.bench_trace import PeerLoad, Trace, gaps_between
@@ -159,20 +159,41 @@ async def run_stall(
     )
 
 
-async def agreement(ours: Client, theirs: Client, prompts: Prompts, n_output: int) -> list[int]:
+async def agreement(
+    ours: Client,
+    theirs: Client,
+    prompts: Prompts,
+    n_output: int,
+    report: Callable[[str], None] = lambda _: None,
+) -> list[int]:
     """Returns for each prompt how many greedy tokens agree from the start; n_output: all.
 
     Where they differ the candidates may tie: `tests/test_crowd.py` shows when ours do.
+
+    Args:
+        ours: Our server.
+        theirs: llama-server.
+        prompts: All asked at once, of both.
+        n_output: Tokens of an answer.
+        report: Told in a sentence where answers part, and whose is another one when asked alone.
     """
 
-    async def both(prompt: Sequence[int]) -> int:
-        mine, other = await asyncio.gather(
-            ours.whole(prompt, n_output), theirs.whole(prompt, n_output)
-        )
-        pairs = enumerate(zip(mine, other, strict=False))
-        return next((i for i, (a, b) in pairs if a != b), min(len(mine), len(other)))
+    async def ask(prompt: Sequence[int]) -> tuple[list[int], list[int]]:
+        return await asyncio.gather(ours.whole(prompt, n_output), theirs.whole(prompt, n_output))
 
-    return list(await asyncio.gather(*map(both, prompts)))
+    found = []
+    for i, (mine, other) in enumerate(await asyncio.gather(*map(ask, prompts))):
+        pairs = enumerate(zip(mine, other, strict=False))
+        n_common = next((k for k, (a, b) in pairs if a != b), min(len(mine), len(other)))
+        found.append(n_common)
+        if mine != other:
+            changed = []
+            for name, client, before in ((OURS, ours, mine), (THEIRS, theirs, other)):
+                if await client.whole(prompts[i], n_output) != before:
+                    changed.append(name)
+            whose = " and ".join(changed) or "nobody"
+            report(f"prompt {i} parts after {n_common} tokens; asked alone, {whose} changes it")
+    return found
 
 
 @contextlib.asynccontextmanager
