@@ -109,7 +109,8 @@ async def test_drafts_that_were_looked_up_change_no_token_of_a_crowd(
         sources = loop.statistics().by_source
         assert await n_cells_used(loop) == loop.statistics().scheduler.n_retained_cells
     assert len({tie.prompt for tie in ties}) <= 3
-    assert sources["ngram"].n_accepted > 200
+    # Adaptive K goes by what steps take here and now: a slow machine may draft for a while only.
+    assert sources["ngram"].n_accepted > (200 if draft_policy == "fixed" else 20)
     assert sources["ngram"].acceptance_rate > 0.5
 
 
