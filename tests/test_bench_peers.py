@@ -383,6 +383,7 @@ async def test_where_answers_part_whoever_answers_otherwise_alone_is_named() -> 
     _, one = slow()
     _, other = slow()
     answers = iter([[0, 1, 9, 3, 4], [0, 1, 2, 3, 4]])
+    # As above: each stands in for a client.
     other.whole = lambda *_: asyncio.sleep(0, next(answers))  # type: ignore[method-assign]
     said: list[str] = []
     assert await agreement(one, other, [[1]], 5, said.append) == [2]  # type: ignore[arg-type]
