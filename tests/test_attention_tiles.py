@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ WIDTHS = (1, 15, 16, 17, 22, 33, 40, 63, 64, 65)
 
 
 def logits_of_pieces(
-    target: Model, tokens: Sequence[int], *, n_seq: int = 1, is_exact: bool = False, **more: object
+    target: Model, tokens: Sequence[int], *, n_seq: int = 1, is_exact: bool = False, **more: Any
 ) -> list[npt.NDArray[np.float32]]:
     """Returns the logits of the last token of a piece of each width, after the same cells."""
     params = EngineParams(
@@ -29,7 +30,7 @@ def logits_of_pieces(
         n_batch=2048,
         n_ubatch=1024,
         exact=is_exact,
-        **more,  # type: ignore[arg-type]  # passed on
+        **more,
     )
     found = []
     with Engine(target, None, params) as engine:
@@ -65,13 +66,13 @@ def logits_of_pieces(
     ids=["one", "two threads", "three streams", "one pool"],
 )
 def test_a_piece_of_any_width_gives_the_logits_of_single_rows(
-    target_name: str, setup: dict[str, int]
+    target_name: str, setup: dict[str, Any]
 ) -> None:
     tokens = prompts((720,))[0]
     with Model(MODELS / TARGETS[target_name]) as target:
         n_seq = setup.get("n_seq", 1)
         expected = logits_of_pieces(target, tokens, n_seq=n_seq, is_exact=True)
-        found = logits_of_pieces(target, tokens, **setup)  # type: ignore[arg-type]  # passed on
+        found = logits_of_pieces(target, tokens, **setup)
     for row, reference in zip(found, expected, strict=True):
         # Between likely tokens lie 0.1 and more; products of other orders differ by a hundredth.
         assert np.abs(row - reference).max() < 0.1

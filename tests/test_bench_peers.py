@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -316,7 +317,7 @@ class SlowClient:
         self._is_free.set()
         self.n_now = self.n_most = 0
 
-    async def stream(self, prompt: list[int], n_output: int, trace: Trace) -> None:
+    async def stream(self, prompt: Sequence[int], n_output: int, trace: Trace) -> None:
         self.n_now += 1
         self.n_most = max(self.n_most, self.n_now)
         try:
@@ -332,14 +333,13 @@ class SlowClient:
         finally:
             self.n_now -= 1
 
-    async def whole(self, prompt: list[int], n_output: int) -> list[int]:
+    async def whole(self, prompt: Sequence[int], n_output: int) -> list[int]:
         return [*range(n_output)] if prompt[0] else [0] * n_output
 
 
 def slow() -> tuple[Running, SlowClient]:
     client = SlowClient()
-    # It stands in for a client; it has no more of one than is called here.
-    return Running("slow", os.getpid(), client, client), client  # type: ignore[arg-type]
+    return Running("slow", os.getpid(), client, client), client
 
 
 async def test_a_closed_loop_keeps_so_many_requests_running() -> None:
@@ -370,26 +370,30 @@ async def test_a_stall_is_seen_in_the_gaps_of_the_streams() -> None:
     assert client.n_now == 0  # nothing is left behind
 
 
+class TellingClient(SlowClient):
+    """Gives these answers, one after the other."""
+
+    def __init__(self, *answers: list[int]) -> None:
+        super().__init__()
+        self._answers = iter(answers)
+
+    async def whole(self, prompt: Sequence[int], n_output: int) -> list[int]:
+        return next(self._answers)
+
+
 async def test_agreement_counts_the_common_start() -> None:
-    _, one = slow()
-    _, other = slow()
-    # As above: each stands in for a client.
-    assert await agreement(one, other, [[1], [2]], 5) == [5, 5]  # type: ignore[arg-type]
-    other.whole = lambda *_: asyncio.sleep(0, [0, 1, 9, 3, 4])  # type: ignore[method-assign]
-    assert await agreement(one, other, [[1]], 5) == [2]  # type: ignore[arg-type]
+    assert await agreement(SlowClient(), SlowClient(), [[1], [2]], 5) == [5, 5]
+    wrong = [0, 1, 9, 3, 4]
+    assert await agreement(SlowClient(), TellingClient(wrong, wrong), [[1]], 5) == [2]
 
 
 async def test_where_answers_part_whoever_answers_otherwise_alone_is_named() -> None:
-    _, one = slow()
-    _, other = slow()
-    answers = iter([[0, 1, 9, 3, 4], [0, 1, 2, 3, 4]])
-    # As above: each stands in for a client.
-    other.whole = lambda *_: asyncio.sleep(0, next(answers))  # type: ignore[method-assign]
     said: list[str] = []
-    assert await agreement(one, other, [[1]], 5, said.append) == [2]  # type: ignore[arg-type]
+    other = TellingClient([0, 1, 9, 3, 4], [0, 1, 2, 3, 4])
+    assert await agreement(SlowClient(), other, [[1]], 5, said.append) == [2]
     assert said == ["prompt 0 parts after 2 tokens; asked alone, llama-server changes it"]
-    other.whole = lambda *_: asyncio.sleep(0, [0, 7])  # type: ignore[method-assign]
-    await agreement(one, other, [[1]], 5, said.append)  # type: ignore[arg-type]
+    other = TellingClient([0, 7], [0, 7])
+    await agreement(SlowClient(), other, [[1]], 5, said.append)
     assert said[1:] == ["prompt 0 parts after 1 tokens; asked alone, nobody changes it"]
 
 
