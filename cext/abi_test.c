@@ -57,7 +57,6 @@ static void test_model_nulls(void) {
     spec_model_info info;
     spec_model * model = NULL;
     spec_model_params params = {0};
-    const char * const texts[1] = {"x"};
 
     INVALID(spec_model_load(NULL, &model));
     INVALID(spec_model_load(&params, NULL));
@@ -71,8 +70,40 @@ static void test_model_nulls(void) {
     INVALID(spec_model_tokenize(NULL, "x", 1, true, true, tokens, 4, &n));
     INVALID(spec_model_token_bytes(NULL, 0, true, buf, sizeof buf, &n));
     INVALID(spec_model_is_eog(NULL, 0, &is_eog));
-    INVALID(spec_model_chat(NULL, texts, texts, 1, true, buf, sizeof buf, &n));
     spec_model_free(NULL);
+}
+
+static void test_chat(void) {
+    char buf[64];
+    size_t n = 0;
+    spec_chat * chat = NULL;
+    spec_chat_params params = {"{{ bos_token }}{{ messages[0].content }}", "<s>", "</s>", true, true};
+    const char * const roles[1] = {"user"};
+    const char * const contents[1] = {"x</s>"};
+
+    INVALID(spec_chat_open(NULL, &chat));
+    INVALID(spec_chat_open(&params, NULL));
+    INVALID(spec_chat_format(NULL, roles, contents, 1, true, buf, sizeof buf, &n));
+    spec_chat_free(NULL);
+    EXPECT(spec_chat_open(&params, &chat), SPEC_OK);
+    EXPECT(spec_chat_format(chat, roles, contents, 1, true, buf, 1, &n), SPEC_ERR_BUFFER_TOO_SMALL);
+    EXPECT(spec_chat_format(chat, roles, contents, 1, true, buf, sizeof buf, &n), SPEC_OK);
+    TRUE(n == 2 && strcmp(buf, "x") == 0); /* without what the tokenizer adds */
+    INVALID(spec_chat_format(chat, NULL, contents, 1, true, buf, sizeof buf, &n));
+    INVALID(spec_chat_format(chat, roles, NULL, 1, true, buf, sizeof buf, &n));
+    INVALID(spec_chat_format(chat, roles, contents, 0, true, buf, sizeof buf, &n));
+    INVALID(spec_chat_format(chat, roles, contents, 1, true, buf, sizeof buf, NULL));
+    spec_chat_free(chat);
+    params.source = "{% for %}";
+    EXPECT(spec_chat_open(&params, &chat), SPEC_ERR_BAD_TEMPLATE);
+    params.source = "";
+    INVALID(spec_chat_open(&params, &chat));
+    params.source = NULL;
+    INVALID(spec_chat_open(&params, &chat));
+    params.source = "x";
+    params.bos = NULL;
+    INVALID(spec_chat_open(&params, &chat));
+    TRUE(chat == NULL);
 }
 
 static void test_engine_nulls(void) {
@@ -156,8 +187,6 @@ static void test_model(const spec_model * model) {
     INVALID(spec_model_token_bytes(model, info.n_vocab, true, buf, sizeof buf, &n));
     INVALID(spec_model_is_eog(model, INT32_MAX, &is_eog));
     INVALID(spec_model_is_eog(model, 0, NULL));
-    INVALID(spec_model_chat(model, NULL, NULL, 1, true, buf, sizeof buf, &n));
-    INVALID(spec_model_chat(model, NULL, NULL, 0, true, buf, sizeof buf, &n));
 }
 
 static void test_sampler(const spec_model * model) {
@@ -718,6 +747,7 @@ static void test_with_model(const char * path) {
 int main(int argc, char ** argv) {
     test_names();
     test_model_nulls();
+    test_chat();
     test_engine_nulls();
     test_extras_nulls();
     test_decoder_nulls();

@@ -240,9 +240,7 @@ struct spec_model {
     llama_model_ptr model;
     const llama_vocab * vocab = nullptr;
     bool vocab_only = false;
-    uint64_t fingerprint = 0;      // digest of the file
-    mutable std::mutex chat_mutex; // guards `chat`, made at first use
-    mutable common_chat_templates_ptr chat;
+    uint64_t fingerprint = 0; // digest of the file
 
     int32_t n_vocab() const { return llama_vocab_n_tokens(vocab); }
 
@@ -494,6 +492,7 @@ spec_model_info describe(const spec_model & model) {
     info.token_bos = llama_vocab_bos(model.vocab);
     info.token_eos = llama_vocab_eos(model.vocab);
     info.add_bos = llama_vocab_get_add_bos(model.vocab);
+    info.add_eos = llama_vocab_get_add_eos(model.vocab);
     if (model.vocab_only) {
         return info;
     }
@@ -575,14 +574,12 @@ size_t end_of_tag(const std::string & text, size_t begin, char kind) {
     return std::min(at, text.size());
 }
 
-// A template is a program of the model's file. llama.cpp parses and evaluates it by recursion
-// without a bound and dies of a full stack, so its nesting is bounded here; how long it runs is not
-// (docs/fatal_paths.md).
-void check_template(const char * source) {
+// llama.cpp parses a template by recursion without a bound and dies of a full stack, so its nesting
+// is bounded here. What it does when it runs is bounded from outside (chat_process.py).
+void check_template(const std::string & text) {
     constexpr size_t N_BYTES_MAX = 1 << 20;
     constexpr int N_BLOCKS_MAX = 128;
     constexpr int N_ELIF_MAX = 1024;
-    const std::string text = source != nullptr ? source : "";
     if (text.size() > N_BYTES_MAX) {
         bad_template("is longer than 1 MiB");
     }
@@ -610,11 +607,60 @@ void check_template(const char * source) {
     }
 }
 
-std::string format_chat(const spec_model & model, const char * const * roles,
-                        const char * const * contents, size_t n, bool add_generation_prompt) {
-    if (llama_model_chat_template(model.model.get(), nullptr) == nullptr) {
-        fail(SPEC_ERR_UNSUPPORTED, "the model has no chat template");
+} // namespace
+
+// A chat template, and what the tokenizer adds to its texts.
+struct spec_chat {
+    common_chat_templates_ptr templates;
+    std::string bos;
+    std::string eos;
+    bool add_bos = false;
+    bool add_eos = false;
+
+    // The text without the tokens that the tokenizer adds itself.
+    std::string without_added(std::string text) const {
+        if (add_bos && text.compare(0, bos.size(), bos) == 0) {
+            text.erase(0, bos.size());
+        }
+        if (add_eos && text.size() >= eos.size() &&
+            text.compare(text.size() - eos.size(), eos.size(), eos) == 0) {
+            text.resize(text.size() - eos.size());
+        }
+        return text;
     }
+};
+
+namespace {
+
+// What a template throws becomes BAD_TEMPLATE.
+template <typename Body> auto run_template(const Body & body) {
+    try {
+        return body();
+    } catch (const failure &) {
+        throw;
+    } catch (const std::exception & e) {
+        fail(SPEC_ERR_BAD_TEMPLATE, std::string("the chat template failed: ") + e.what());
+    }
+}
+
+std::unique_ptr<spec_chat> open_chat(const spec_chat_params & params) {
+    auto chat = std::make_unique<spec_chat>();
+    const std::string source = &deref(params.source, "source");
+    chat->bos = &deref(params.bos, "bos");
+    chat->eos = &deref(params.eos, "eos");
+    chat->add_bos = params.add_bos;
+    chat->add_eos = params.add_eos;
+    if (source.empty()) { // llama.cpp asserts that it has a model then
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the chat template is empty");
+    }
+    check_template(source);
+    chat->templates = run_template(
+        [&] { return common_chat_templates_init(nullptr, source, chat->bos, chat->eos); });
+    return chat;
+}
+
+std::string format_chat(const spec_chat & chat, const char * const * roles,
+                        const char * const * contents, size_t n, bool add_generation_prompt) {
     common_chat_templates_inputs inputs;
     inputs.add_generation_prompt = add_generation_prompt;
     inputs.use_jinja = true;
@@ -624,20 +670,9 @@ std::string format_chat(const spec_model & model, const char * const * roles,
         message.content = &deref(contents[i], "content");
         inputs.messages.push_back(std::move(message));
     }
-    const std::lock_guard<std::mutex> lock(model.chat_mutex);
-    try {
-        if (!model.chat) {
-            for (const char * name : {static_cast<const char *>(nullptr), "tool_use"}) {
-                check_template(llama_model_chat_template(model.model.get(), name));
-            }
-            model.chat = common_chat_templates_init(model.model.get(), "");
-        }
-        return common_chat_templates_apply(model.chat.get(), inputs).prompt;
-    } catch (const failure &) {
-        throw;
-    } catch (const std::exception & e) {
-        fail(SPEC_ERR_BAD_TEMPLATE, std::string("the chat template failed: ") + e.what());
-    }
+    return run_template([&] {
+        return chat.without_added(common_chat_templates_apply(chat.templates.get(), inputs).prompt);
+    });
 }
 
 } // namespace
@@ -5670,14 +5705,24 @@ int32_t spec_model_is_eog(const spec_model * model, int32_t token, bool * out) {
     });
 }
 
-int32_t spec_model_chat(const spec_model * model, const char * const * roles,
-                        const char * const * contents, size_t n_messages,
-                        bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed) {
+int32_t spec_chat_open(const spec_chat_params * params, spec_chat ** out) {
+    return guarded([&] {
+        spec_chat *& slot = deref(out, "out");
+        slot = nullptr;
+        slot = open_chat(deref(params, "params")).release();
+    });
+}
+
+void spec_chat_free(spec_chat * chat) { delete chat; }
+
+int32_t spec_chat_format(const spec_chat * chat, const char * const * roles,
+                         const char * const * contents, size_t n_messages,
+                         bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed) {
     return guarded([&] {
         if (n_messages == 0) {
             fail(SPEC_ERR_INVALID_ARGUMENT, "there are no messages");
         }
-        copy_out(format_chat(deref(model, "model"), &deref(roles, "roles"),
+        copy_out(format_chat(deref(chat, "chat"), &deref(roles, "roles"),
                              &deref(contents, "contents"), n_messages, add_generation_prompt),
                  buf, cap, n_needed);
     });

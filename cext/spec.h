@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define SPEC_ABI_VERSION 5
+#define SPEC_ABI_VERSION 6
 
 /* Errors. */
 
@@ -120,6 +120,7 @@ typedef struct spec_model_info {
     int32_t n_target_layers; /* > 0 for EAGLE-3 and DFlash draft models: layers of the target that
                                 it reads */
     bool add_bos;
+    bool add_eos;
     bool is_recurrent;
     bool is_hybrid;
     bool has_encoder;
@@ -150,11 +151,29 @@ int32_t spec_model_token_bytes(const spec_model * model, int32_t token, bool spe
                                size_t cap, size_t * n_needed);
 /* *out is true when the token ends a generation. since ABI 1 */
 int32_t spec_model_is_eog(const spec_model * model, int32_t token, bool * out);
-/* Formats chat messages with the model's template (Jinja). Errors: BAD_TEMPLATE, UNSUPPORTED (no
- * template). since ABI 1 */
-int32_t spec_model_chat(const spec_model * model, const char * const * roles,
-                        const char * const * contents, size_t n_messages,
-                        bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed);
+
+/* Chat templates (Jinja). A template is a program that a model's file brings, and llama.cpp's
+ * interpreter does not bound what it does: a hostile one ends the process or never ends. Open and
+ * format in a process of its own, as chat_process.py does. One thread at a time. since ABI 6 */
+
+typedef struct spec_chat spec_chat;
+
+typedef struct spec_chat_params {
+    const char * source; /* the template's text */
+    const char * bos;    /* spelling of the token; "" when there is none */
+    const char * eos;
+    bool add_bos; /* the tokenizer adds the token, so one in front of a chat is taken away */
+    bool add_eos; /* likewise at the end */
+} spec_chat_params;
+
+/* Parses a template and runs it on examples. Errors: INVALID_ARGUMENT, BAD_TEMPLATE. */
+int32_t spec_chat_open(const spec_chat_params * params, spec_chat ** out);
+void spec_chat_free(spec_chat * chat);
+/* Formats messages, as a NUL-terminated text; *n_needed is its length with the NUL. Errors:
+ * INVALID_ARGUMENT, BAD_TEMPLATE, BUFFER_TOO_SMALL (nothing is written). */
+int32_t spec_chat_format(const spec_chat * chat, const char * const * roles,
+                         const char * const * contents, size_t n_messages,
+                         bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed);
 
 /* Samplers. */
 

@@ -29,6 +29,7 @@ except ImportError as error:
     ) from error
 
 from drafthouse_engine.batch import Batch
+from drafthouse_engine.chat_process import ChatProcess
 from drafthouse_engine.choice import choice_grammar
 from drafthouse_engine.decoder import Decoder
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
@@ -147,6 +148,7 @@ __all__ = [
     "Batch",
     "CacheRollback",
     "Cancelled",
+    "ChatProcess",
     "Closed",
     "DecodeFailed",
     "Decoder",

@@ -34,6 +34,7 @@ import weakref
 import numpy as np
 
 from drafthouse_engine import errors
+from drafthouse_engine.chat_process import ChatProcess
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import DraftWork, EngineLimits
@@ -41,6 +42,7 @@ from drafthouse_engine.options import DRAFT_TYPES, SAMPLERS, EngineParams, Sampl
 from drafthouse_engine.step import DRAFT_DTYPE, PLAN_DTYPE, RESULT_DTYPE, StepResult, StepRows
 
 __all__ = [
+    "ChatTemplate",
     "DecoderContext",
     "Embedder",
     "Engine",
@@ -358,6 +360,7 @@ cdef class Model:
     cdef readonly str chat_template
     """The chat template (Jinja); empty when the model has none."""
     cdef tuple _eos_token_ids
+    cdef object _chat
 
     def __cinit__(self, path, *, n_gpu_layers=-1, use_mmap=True, vocab_only=False, progress=None):
         cdef spec.spec_model_params params
@@ -377,6 +380,14 @@ cdef class Model:
         self.arch = self._text(spec.spec_model_text, b"arch")
         self.description = self._text(spec.spec_model_text, b"desc")
         self.chat_template = self._text(spec.spec_model_text, b"chat_template")
+        if self.chat_template:
+            self._chat = ChatProcess(
+                self.chat_template, bos=self._spelling(self._facts.token_bos),
+                eos=self._spelling(self._facts.token_eos), add_bos=self._facts.add_bos,
+                add_eos=self._facts.add_eos)
+
+    cdef str _spelling(self, int32_t token):
+        return "" if token < 0 else self._token_bytes(token, True).decode("utf-8", "replace").partition("\0")[0]
 
     cdef int _load(self, const spec.spec_model_params * params, Progress watcher) except -1:
         cdef int32_t rc
@@ -415,6 +426,8 @@ cdef class Model:
         """Refuses further calls and frees the model when nothing uses it any more. Harmless when
         done twice."""
         self.is_closed = True
+        if self._chat is not None:
+            self._chat.close()
         self._free_if_unused()
 
     def __enter__(self):
@@ -635,35 +648,106 @@ cdef class Model:
     def format_chat(self, messages, add_generation_prompt=True):
         """Returns messages in the model's chat format.
 
+        The template is a program of the model's file; it runs in a process of its own
+        (`ChatProcess`), which starts with the first chat, or with `start_chat`.
+
         Args:
             messages: pairs of role and content.
             add_generation_prompt: end with what makes the model answer.
 
         Raises:
-            BadTemplate: the template failed on these messages.
+            InvalidArgument: there are no messages, or a text has a NUL or a lone surrogate.
+            BadTemplate: the template failed on these messages, or used up its time or memory.
             Unsupported: the model has no template.
+            InternalError: the process cannot be started.
         """
-        pairs = list(messages)
-        roles = Strings([role for role, _ in pairs], "role")
-        contents = Strings([content for _, content in pairs], "content")
-        self._use()
-        try:
-            return self._chat(roles, contents, bool(add_generation_prompt))
-        finally:
-            self._unuse()
+        return self._chat_process().format(messages, add_generation_prompt)
 
-    cdef str _chat(self, Strings roles, Strings contents, c_bool add_generation_prompt):
-        cdef size_t n = 65536
-        cdef size_t n_messages = len(roles.encoded)
+    def start_chat(self):
+        """Starts the process that formats chats and returns at once, so that the first chat need
+        not wait for it (about 0.3 s).
+
+        Raises:
+            Unsupported: the model has no template.
+            InternalError: the process cannot be started.
+        """
+        self._chat_process().start()
+
+    cdef object _chat_process(self):
+        self._use()
+        self._unuse()
+        if self._chat is None:
+            raise errors.Unsupported(f"the model {self.path} has no chat template")
+        return self._chat
+
+
+# Chat templates.
+
+@cython.final
+cdef class ChatTemplate:
+    """A chat template, run here: a hostile one ends this process. `ChatProcess` runs it elsewhere.
+
+    Args:
+        source: the template (Jinja).
+        bos: spelling of the token at the beginning; empty when there is none.
+        eos: spelling of the token at the end.
+        add_bos: the tokenizer adds the token, so it is taken away from a chat's beginning.
+        add_eos: likewise at the end.
+
+    Raises:
+        BadTemplate: the template cannot be parsed, is too long or nests too deep.
+
+    Thread:
+        One at a time.
+    """
+
+    cdef spec.spec_chat * _handle
+
+    def __cinit__(self, source, bos, eos, bint add_bos, bint add_eos):
+        cdef spec.spec_chat_params params
+        cdef int32_t rc
+        encoded = (encode(source, "source"), encode(bos, "bos"), encode(eos, "eos"))
+        params.source = encoded[0]
+        params.bos = encoded[1]
+        params.eos = encoded[2]
+        params.add_bos = add_bos
+        params.add_eos = add_eos
+        enter_call()
+        with nogil:
+            rc = spec.spec_chat_open(&params, &self._handle)
+        leave_call(rc)
+
+    def __dealloc__(self):
+        spec.spec_chat_free(self._handle)
+
+    def format(self, roles, contents, c_bool add_generation_prompt):
+        """Returns messages in the template's format.
+
+        Args:
+            roles: who says each message.
+            contents: what they say.
+            add_generation_prompt: end with what makes a model answer.
+
+        Raises:
+            InvalidArgument: there are no messages, or not as many roles as contents.
+            BadTemplate: the template failed on these messages.
+        """
+        cdef Strings c_roles = Strings(roles, "role")
+        cdef Strings c_contents = Strings(contents, "content")
+        cdef size_t n_messages = len(c_roles.encoded)
+        cdef size_t n = 65536 + 2 * sum(map(len, c_contents.encoded))
         cdef int32_t rc = spec.SPEC_ERR_BUFFER_TOO_SMALL
         cdef char * out
+        if len(c_contents.encoded) != n_messages:
+            raise errors.InvalidArgument(
+                f"there are {n_messages} roles and {len(c_contents.encoded)} contents")
         while rc == spec.SPEC_ERR_BUFFER_TOO_SMALL:
             buf = PyByteArray_FromStringAndSize(NULL, n)
             out = buf
             enter_call()
             with nogil:
-                rc = spec.spec_model_chat(
-                    self._handle, roles.pointers, contents.pointers, n_messages,
+                rc = spec.spec_chat_format(
+                    self._handle, c_roles.pointers, c_contents.pointers, n_messages,
                     add_generation_prompt, out, n, &n)
             leave_call(spec.SPEC_OK if rc == spec.SPEC_ERR_BUFFER_TOO_SMALL else rc)
         return bytes(buf[:n - 1]).decode("utf-8", "replace")

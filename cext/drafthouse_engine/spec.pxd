@@ -51,6 +51,7 @@ cdef extern from "spec.h" nogil:
         int32_t token_eos
         int32_t n_target_layers
         bool add_bos
+        bool add_eos
         bool is_recurrent
         bool is_hybrid
         bool has_encoder
@@ -69,8 +70,21 @@ cdef extern from "spec.h" nogil:
         const spec_model * model, int32_t token, bool special, char * buf, size_t cap,
         size_t * n_needed)
     int32_t spec_model_is_eog(const spec_model * model, int32_t token, bool * out)
-    int32_t spec_model_chat(
-        const spec_model * model, const char * const * roles, const char * const * contents,
+
+    ctypedef struct spec_chat:
+        pass
+
+    ctypedef struct spec_chat_params:
+        const char * source
+        const char * bos
+        const char * eos
+        bool add_bos
+        bool add_eos
+
+    int32_t spec_chat_open(const spec_chat_params * params, spec_chat ** out)
+    void spec_chat_free(spec_chat * chat)
+    int32_t spec_chat_format(
+        const spec_chat * chat, const char * const * roles, const char * const * contents,
         size_t n_messages, bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed)
 
     ctypedef struct spec_sampler:

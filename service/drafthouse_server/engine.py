@@ -196,6 +196,8 @@ class LlamaEngine:
             )
         with _explained(config.draft_model or config.model):
             engine = drafthouse_engine.Engine(target, draft, _engine_params(config, target))
+            if target.chat_template:
+                target.start_chat()  # a process, which the first chat should not have to wait for
         return cls(engine, config.model_name)
 
     @property
