@@ -1,8 +1,10 @@
-"""Pieces of prompts in tiles of attention (patch 0008): any width, one answer."""
+"""Attention as our patches compute it: single rows (0009), pieces of prompts in tiles (0008)."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from tests.demo import MODELS, TARGETS, prompts
 from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+
+KERNEL_TEST = Path(__file__).resolve().parent.parent / "build" / "bin" / "attention_test"
 
 N_BEFORE = 600
 """Cells before the piece: most of them are seen, so 16 rows make a tile."""
@@ -77,3 +81,14 @@ def test_a_piece_of_any_width_gives_the_logits_of_single_rows(
         # Between likely tokens lie 0.1 and more; products of other orders differ by a hundredth.
         assert np.abs(row - reference).max() < 0.1
         assert row.argmax() == reference.argmax()
+
+
+def test_every_kind_of_attention_is_a_plain_sum() -> None:
+    """Masks, biases by head, soft caps, sinks, types and shapes: no demo model has them all."""
+    if not KERNEL_TEST.exists():
+        pytest.skip("build/bin/attention_test is not built: `make dev`")
+    done = subprocess.run(
+        [str(KERNEL_TEST)], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("ok: ")
