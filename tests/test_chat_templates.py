@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -317,6 +318,18 @@ def test_an_interpreter_that_cannot_be_started_is_named(monkeypatch: pytest.Monk
         chats.format([("user", "x")])
     monkeypatch.undo()
     assert chats.format([("user", "x")]) == "x"
+    chats.close()
+
+
+def test_chats_need_no_folder_that_may_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    chats = ChatProcess(ON_DEMAND)
+    assert chats.format([("user", "x")]) == "x"
+    with pytest.raises(BadTemplate, match="SIGFPE"):
+        chats.format([("user", "die")])
     chats.close()
 
 

@@ -48,7 +48,7 @@ class _Child:
     def __init__(self, template: dict[str, Any], cpu_seconds: int) -> None:
         ours, theirs = Pipe()
         self.channel: Connection = ours
-        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `end`
+        self.output = _output()
         try:
             self.process = _spawn(theirs, self.output, cpu_seconds)
         except OSError as error:
@@ -99,13 +99,21 @@ class _Child:
         return self.output.read()[-2000:].decode("utf-8", "replace").strip()
 
 
+def _output() -> IO[bytes]:
+    """Returns a file for what a child prints; nothing is kept where no file may be written."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:
+        return open(os.devnull, "r+b")
+
+
 def _spawn(channel: Connection, output: IO[bytes], cpu_seconds: int) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment["OPENBLAS_NUM_THREADS"] = environment["OMP_NUM_THREADS"] = "1"
     return subprocess.Popen(  # noqa: S603  # our own interpreter and module
         [
-            *(sys.executable, "-P", "-m", "drafthouse_engine.chat_worker"),
+            *(sys.executable or "python3", "-P", "-m", "drafthouse_engine.chat_worker"),
             *(str(channel.fileno()), str(cpu_seconds)),
         ],
         stdin=subprocess.DEVNULL,
