@@ -77,7 +77,8 @@ static void test_chat(void) {
     char buf[64];
     size_t n = 0;
     spec_chat * chat = NULL;
-    spec_chat_params params = {"{{ bos_token }}{{ messages[0].content }}", "<s>", "</s>", true, true};
+    spec_chat_params params = {"{{ bos_token }}{{ messages[0].content }}", "<s>", "</s>", true,
+                               true};
     const char * const roles[1] = {"user"};
     const char * const contents[1] = {"x</s>"};
 

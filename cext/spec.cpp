@@ -5713,7 +5713,9 @@ int32_t spec_chat_open(const spec_chat_params * params, spec_chat ** out) {
     });
 }
 
-void spec_chat_free(spec_chat * chat) { delete chat; }
+void spec_chat_free(spec_chat * chat) {
+    delete chat;
+}
 
 int32_t spec_chat_format(const spec_chat * chat, const char * const * roles,
                          const char * const * contents, size_t n_messages,

@@ -387,7 +387,9 @@ cdef class Model:
                 add_eos=self._facts.add_eos)
 
     cdef str _spelling(self, int32_t token):
-        return "" if token < 0 else self._token_bytes(token, True).decode("utf-8", "replace").partition("\0")[0]
+        if token < 0:
+            return ""
+        return self._token_bytes(token, True).decode("utf-8", "replace").partition("\0")[0]
 
     cdef int _load(self, const spec.spec_model_params * params, Progress watcher) except -1:
         cdef int32_t rc
