@@ -1,5 +1,6 @@
-// Attention on the processor, as our patches 0008 and 0009 compute it, against a plain sum in double
-// precision: rows one by one, in tiles, with masks, biases by head (ALiBi), soft caps and sinks.
+// Attention on the processor, as our patches 0008 and 0009 compute it, against a plain sum in
+// double precision: rows one by one, in tiles, with masks, biases by head (ALiBi), soft caps and
+// sinks.
 //
 // Prints what differs and returns 1, or prints "ok".
 #include "ggml-backend.h"
@@ -88,8 +89,7 @@ std::vector<float> computed(const setup & s, const values & x) {
         s.has_mask ? ggml_new_tensor_4d(ctx, GGML_TYPE_F16, s.n_cells, s.n_rows, 1, s.n_stream)
                    : nullptr;
     ggml_tensor * sinks = s.has_sinks ? ggml_new_tensor_1d(ctx, GGML_TYPE_F32, s.n_head) : nullptr;
-    ggml_tensor * out =
-        ggml_flash_attn_ext(ctx, q, k, v, mask, s.scale(), s.max_bias, s.softcap);
+    ggml_tensor * out = ggml_flash_attn_ext(ctx, q, k, v, mask, s.scale(), s.max_bias, s.softcap);
     if (sinks != nullptr) {
         ggml_flash_attn_ext_add_sinks(out, sinks);
     }
@@ -129,8 +129,8 @@ double slope_of(const setup & s, int64_t head) {
         return 1.0;
     }
     const double n = std::pow(2.0, std::floor(std::log2(double(s.n_head))));
-    const double base = double(head) < n ? std::pow(2.0, -s.max_bias / n)
-                                         : std::pow(2.0, -s.max_bias / 2.0 / n);
+    const double base =
+        double(head) < n ? std::pow(2.0, -s.max_bias / n) : std::pow(2.0, -s.max_bias / 2.0 / n);
     return std::pow(base, double(head) < n ? double(head + 1) : 2.0 * (double(head) - n) + 1.0);
 }
 
@@ -140,9 +140,9 @@ std::vector<float> expected(const setup & s, const values & x) {
     for (int64_t stream = 0; stream < s.n_stream; ++stream) {
         for (int64_t row = 0; row < s.n_rows; ++row) {
             for (int64_t head = 0; head < s.n_head; ++head) {
-                const int64_t head_kv =
-                    stream * s.n_head_kv + head / (s.n_head / s.n_head_kv);
-                const float * q = &x.q[size_t(((stream * s.n_head + head) * s.n_rows + row) * s.d_k)];
+                const int64_t head_kv = stream * s.n_head_kv + head / (s.n_head / s.n_head_kv);
+                const float * q =
+                    &x.q[size_t(((stream * s.n_head + head) * s.n_rows + row) * s.d_k)];
                 double most = s.has_sinks ? x.sinks[size_t(head)] : -INFINITY;
                 for (int64_t cell = 0; cell < s.n_cells; ++cell) {
                     const float * k = &x.k[size_t((head_kv * s.n_cells + cell) * s.d_k)];
