@@ -64,6 +64,14 @@ def test_dear_tokens_ask_for_none() -> None:
     assert "no draft pays" in report
 
 
+def test_a_slow_model_is_measured_by_fewer_steps() -> None:
+    clock, err = Clock(), io.StringIO()
+    terminal = Terminal(out=io.StringIO(), err=err)
+    tune(Config(), lambda c: TimedEngine(c, clock, 0.03), ["held out text " * 90], terminal, clock)
+    assert clock.now < 90  # 122 s when every K had prompts of its own, and as many steps
+    assert "4 streams, K = 0, 1, …: " in err.getvalue()
+
+
 def test_the_smallest_batch_that_is_nearly_as_fast_is_enough() -> None:
     measured = Measurements(
         threads={1: 50.0, 2: 90.0, 4: 80.0},

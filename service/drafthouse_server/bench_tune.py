@@ -15,7 +15,7 @@ from statistics import median
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine
-from drafthouse_server.step import PlanEntry, SamplingOptions, Start, StepPlan
+from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, Start, StepPlan
 from drafthouse_server.terminal import Terminal
 
 __all__ = ["Advice", "Measurements", "advise", "measure", "tune"]
@@ -23,6 +23,11 @@ __all__ = ["Advice", "Measurements", "advise", "measure", "tune"]
 _OPTIONS = SamplingOptions(temperature=0.0, ignore_eos=True)
 _N_STEPS = 12
 """Steps of a measurement, after two that warm up."""
+_N_STEPS_MIN = 3
+_SECONDS_MAX = 2.0
+"""Of a measurement that has so many steps: where a step takes a second, few must do."""
+_N_PROMPT_MAX = 128
+"""Tokens of a stream's prompt; a step costs little more with a few hundred cells."""
 _GAIN_MIN = 0.02
 """What a larger setting must give more to be worth it."""
 _SHARE_OF_BEST = 0.95
@@ -88,10 +93,12 @@ class _Streams:
 
     def rate(self, n_draft: int) -> tuple[float, float]:
         """Returns tokens per second and the accepted share of drafts, at K."""
-        rates = []
+        rates: list[tuple[int, float]] = []
         n_drafted = n_accepted = 0
-        n_room = self._engine.limits.n_ctx_seq - max(past for past, _ in self._last.values())
-        for i in range(min(2 + _N_STEPS, n_room // (1 + n_draft))):
+        begun = self._clock()
+        for i in range(min(2 + _N_STEPS, self._n_steps_left(n_draft))):
+            if len(rates) >= _N_STEPS_MIN and self._clock() - begun > _SECONDS_MAX:
+                break
             entries = [
                 PlanEntry(seq_id, n_past, [token], n_draft, True)
                 for seq_id, (n_past, token) in self._last.items()
@@ -105,6 +112,14 @@ class _Streams:
         n_mean = sum(n for n, _ in rates) / len(rates)
         return n_mean / median(s for _, s in rates), n_accepted / max(1, n_drafted)
 
+    def has_room(self, n_draft: int) -> bool:
+        """Returns whether their context holds one more measurement at K."""
+        return self._n_steps_left(n_draft) >= 2 + _N_STEPS
+
+    def _n_steps_left(self, n_draft: int) -> int:
+        n_room = self._engine.limits.n_ctx_seq - max(past for past, _ in self._last.values())
+        return n_room // (1 + n_draft)
+
     def close(self) -> None:
         """Gives the slots back."""
         self._engine.step(StepPlan(frees=list(self._last)))
@@ -112,30 +127,35 @@ class _Streams:
 
 def measure(
     engine: Engine,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int]],
     measured: Measurements,
     clock: Callable[[], float] = time.perf_counter,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> None:
     """Measures drafts and prompts on an engine.
 
     Args:
         engine: Without sequences.
-        prompts: Held-out texts as token ids; they are cut to a sixth of the context.
+        prompts: Held-out texts as token ids; they are cut.
         measured: Takes the figures.
         clock: Time in seconds.
+        tell: Takes a line about every number of streams.
     """
     limits = engine.limits
-    n_prompt = max(1, limits.n_ctx_seq // 6)
     n_streams = 1
     while n_streams <= limits.n_seq_max:
+        cut = [_cut(prompts[i % len(prompts)], limits) for i in range(n_streams)]
+        streams = _Streams(engine, cut, clock)
         for n_draft in range(limits.n_draft_max + 1):
-            cut = [prompts[i % len(prompts)][:n_prompt] for i in range(n_streams)]
-            cut = [prompt[: limits.n_batch] for prompt in cut]
-            streams = _Streams(engine, cut, clock)
+            if not streams.has_room(n_draft):
+                streams.close()
+                streams = _Streams(engine, cut, clock)
             rate, acceptance = streams.rate(n_draft)
-            streams.close()
             measured.drafts[n_streams, n_draft] = rate
             measured.acceptance[n_draft] = acceptance
+        streams.close()
+        rates = [measured.drafts[n_streams, k] for k in range(limits.n_draft_max + 1)]
+        tell(f"{n_streams} streams, K = 0, 1, …: {', '.join(f'{r:.0f}' for r in rates)} tokens/s")
         n_streams *= 2
     _measure_prefill(engine, prompts, measured, clock)
 
@@ -152,8 +172,8 @@ def _measure_prefill(
         n_piece *= 2  # a step holds everybody's draft
     while n_piece <= min(engine.limits.n_batch, engine.limits.n_ctx_seq - 1):
         tokens = (text * (1 + n_piece // len(text)))[:n_piece]
-        times = []
-        for _ in range(3):
+        times: list[float] = []
+        while len(times) < _N_STEPS_MIN and sum(times) < _SECONDS_MAX:
             start = Start(0, engine.make_sampler(_OPTIONS))
             started = clock()
             engine.step(StepPlan([PlanEntry(0, 0, tokens, 0, True)], [start]))
@@ -241,7 +261,7 @@ def tune(
     best = max(measured.threads, key=measured.threads.__getitem__)
     engine = load(dataclasses.replace(config, n_threads=best))
     try:
-        measure(engine, _tokenize(engine, texts), measured, clock)
+        measure(engine, _tokenize(engine, texts), measured, clock, terminal.note)
     finally:
         engine.close()
     advice = advise(measured)
@@ -258,6 +278,10 @@ def tune(
     return advice
 
 
+def _cut(prompt: list[int], limits: EngineLimits) -> list[int]:
+    return prompt[: min(limits.n_batch, max(1, limits.n_ctx_seq // 6), _N_PROMPT_MAX)]
+
+
 def _tokenize(engine: Engine, texts: Sequence[str]) -> list[list[int]]:
     return [engine.tokenize(text, add_special=True, parse_special=False) for text in texts]
 
@@ -271,10 +295,8 @@ def _plain_rate(
 ) -> float:
     engine = load(dataclasses.replace(config, n_threads=n_threads))
     try:
-        limits = engine.limits
-        n_prompt = min(limits.n_batch, max(1, limits.n_ctx_seq // 6))
-        prompts = [prompt[:n_prompt] for prompt in _tokenize(engine, texts)]
-        n_streams = min(limits.n_seq_max, 8)
+        prompts = [_cut(prompt, engine.limits) for prompt in _tokenize(engine, texts)]
+        n_streams = min(engine.limits.n_seq_max, 8)
         streams = _Streams(engine, [prompts[i % len(prompts)] for i in range(n_streams)], clock)
         return streams.rate(0)[0]
     finally:
