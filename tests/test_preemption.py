@@ -25,6 +25,8 @@ N_CTX = 512
 LENGTHS = (12, 70, 25, 40, 90, 16, 33, 55)  # with the outputs three times what there is
 N_TIES_MAX = 2
 """Of the greedy streams, those that may part from their references where two tokens tie."""
+N_PARTED_MAX = 1
+"""Of the parked sampled streams, those that may part from their references soon afterwards."""
 N_AFTER = 8
 """Tokens after its return that a sampled stream must share with its reference.
 
@@ -280,16 +282,17 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
 
 
 def check_sampled(crowd: Crowd, expected: Sequence[list[int]]) -> int:
-    """The streams that were as they should be when they were parked, are so afterwards.
+    """The streams that were as they should be when they were parked are so afterwards, but for one.
 
     Returns:
-        How many those were.
+        How many of those were.
     """
-    n_checked = 0
+    n_checked = n_parted = 0
     for sequence, n_before in crowd.parks:
         tokens = expected[crowd.sequences.index(sequence)]
         if sequence.output[:n_before] == tokens[:n_before]:
             n_checked += 1
             n_after = min(n_before + N_AFTER, len(tokens))
-            assert sequence.output[:n_after] == tokens[:n_after]
-    return n_checked
+            n_parted += sequence.output[:n_after] != tokens[:n_after]
+    assert n_parted <= N_PARTED_MAX
+    return n_checked - n_parted
