@@ -7,7 +7,7 @@ SECONDS ?= 60
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 # cython-lint and protoc start other tools of the virtual environment by name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-CXX_FILES = $(wildcard cext/*.h cext/*.cpp cext/*.c tests/kernels/*.cpp)
+CXX_FILES = $(wildcard cext/*.h cext/*.hpp cext/*.cpp cext/*.c tests/kernels/*.cpp)
 CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd)
 
 .DEFAULT_GOAL := help

@@ -45,6 +45,12 @@ static void test_names(void) {
     TRUE(strcmp(spec_status_name(7), "UNKNOWN") == 0);
     TRUE(spec_abi_version() == SPEC_ABI_VERSION);
     TRUE(spec_build_info()[0] != '\0');
+    spec_cores cores;
+    INVALID(spec_find_cores(NULL, NULL, NULL));
+    EXPECT(spec_find_cores("", "no list", &cores), SPEC_OK);
+    EXPECT(spec_find_cores(NULL, NULL, &cores), SPEC_OK);
+    TRUE(1 <= cores.n_cores && cores.n_cores <= cores.n_physical);
+    TRUE(cores.n_physical <= cores.n_logical && cores.quota >= 0.0);
     TRUE(spec_last_error() != NULL);
     spec_set_log(NULL, NULL);
 }

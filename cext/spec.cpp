@@ -6,6 +6,8 @@
 
 #include "spec.h"
 
+#include "cores.hpp"
+
 #include "chat.h"
 #include "common.h"
 #include "llama.h"
@@ -1918,7 +1920,7 @@ void check_draft(const spec_model & target, const spec_model * draft,
 }
 
 int32_t all_cores() {
-    return std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+    return cores::find("", "").n_cores;
 }
 
 llama_context_params context_params(const spec_engine & engine) {
@@ -5363,7 +5365,8 @@ ggml_backend_ptr backend_of(const ggml_tensor * tensor) {
         fail(SPEC_ERR_OUT_OF_MEMORY, "no backend can be made for the model's device");
     }
     if (ggml_backend_is_cpu(backend.get())) {
-        ggml_backend_cpu_set_n_threads(backend.get(), all_cores());
+        static const int32_t n_cores = all_cores(); // dozens of files, in calls of microseconds
+        ggml_backend_cpu_set_n_threads(backend.get(), n_cores);
     }
     return backend;
 }
@@ -5625,6 +5628,13 @@ const char * spec_build_info(void) {
     static const std::string text =
         std::string("llama.cpp ") + llama_version() + "; " + llama_print_system_info();
     return text.c_str();
+}
+
+int32_t spec_find_cores(const char * root, const char * cpus, spec_cores * out) {
+    return guarded([&] {
+        spec_cores & found = deref(out, "out");
+        found = cores::find(root != nullptr ? root : "", cpus != nullptr ? cpus : "");
+    });
 }
 
 void spec_set_log(spec_log_callback callback, void * user) {

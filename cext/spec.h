@@ -38,7 +38,7 @@
 extern "C" {
 #endif
 
-#define SPEC_ABI_VERSION 6
+#define SPEC_ABI_VERSION 7
 
 /* Errors. */
 
@@ -84,6 +84,19 @@ const char * spec_last_error(void);
 int32_t spec_abi_version(void);
 /* Version of llama.cpp and the CPU features that it was built for. Static storage. since ABI 1 */
 const char * spec_build_info(void);
+
+/* What this process may compute on. since ABI 7 */
+typedef struct spec_cores {
+    int32_t n_cores;    /* threads that "all cores" means: n_physical, at most quota, rounded down;
+                           at least 1 */
+    int32_t n_physical; /* cores behind n_logical; of a processor with two kinds, the quick ones */
+    int32_t n_logical;  /* hardware threads in the calling thread's affinity mask */
+    double quota;       /* cores' worth of time that its cgroups grant; 0 = no limit */
+} spec_cores;
+
+/* Finds them. root: put before /proc and /sys; cpus: hardware threads, "0-3,8", in place of the
+ * affinity mask; both NULL or "" but in tests. since ABI 7 */
+int32_t spec_find_cores(const char * root, const char * cpus, spec_cores * out);
 
 /* Levels as in ggml: 1 debug, 2 info, 3 warn, 4 error. `callback` NULL silences llama.cpp.
  * Process-wide; call before any other function. The callback must not call back into this library.
@@ -286,8 +299,8 @@ typedef struct spec_engine_params {
                             NONE; DFLASH and DSPARK draft no more than their model's block holds */
     int32_t n_rs_seq;    /* recurrent-state snapshots per sequence; -1 = n_draft_max where the model
                             supports them */
-    int32_t n_threads;   /* threads of a decode of few tokens; 0 = all cores */
-    int32_t n_threads_batch; /* threads of a decode of many tokens; 0 = n_threads */
+    int32_t n_threads;   /* threads of a decode of one token; 0 = spec_cores.n_cores */
+    int32_t n_threads_batch; /* threads of a decode of several tokens; 0 = n_threads */
     float p_min;             /* stop drafting below this probability; [0, 1) */
     bool probabilistic; /* sample drafts and verify by rejection at temperature > 0 (MTP, SIMPLE);
                            else argmax and match */
@@ -558,7 +571,7 @@ typedef struct spec_decoder_params {
     int32_t n_batch;   /* most tokens of one decode; > 0 */
     int32_t n_ubatch;  /* most tokens of one physical batch; > 0, <= n_batch */
     int32_t n_rs_seq;  /* recurrent-state snapshots per sequence; [0, 64] */
-    int32_t n_threads; /* 0 = all cores */
+    int32_t n_threads; /* 0 = spec_cores.n_cores */
     bool flash_attention;
 } spec_decoder_params;
 
@@ -738,7 +751,7 @@ typedef struct spec_embedder_params {
     int32_t pooling;   /* spec_pooling */
     int32_t n_batch;   /* most tokens of one decode, and so of one text; [1, 65536] */
     int32_t n_seq_max; /* most texts of one decode; [1, 256] */
-    int32_t n_threads; /* 0 = all cores */
+    int32_t n_threads; /* 0 = spec_cores.n_cores */
     bool flash_attention;
 } spec_embedder_params;
 

@@ -192,7 +192,7 @@ def test_only_spec_cpp_includes_llama_cpp() -> None:
     upstream = r'#\s*include\s*[<"]((?:llama|ggml|gguf|common|sampling|speculative|chat)[^>"]*)[>"]'
     users = {
         path.name
-        for path in (*CEXT.glob("*.h"), *CEXT.glob("*.c"), *CEXT.glob("*.cpp"))
+        for path in CEXT.glob("*.[ch]*")
         if re.search(upstream, path.read_text(encoding="utf-8"))
     }
     assert users == {"spec.cpp"}

@@ -302,14 +302,14 @@ class ThreadedEngine(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__(LIMITS)
-        self.threads = {threading.get_ident()}
+        self.users = {threading.get_ident()}
 
     def step(self, plan: StepPlan) -> StepResult:
-        self.threads.add(threading.get_ident())
+        self.users.add(threading.get_ident())
         return super().step(plan)
 
     def close(self) -> None:
-        self.threads.add(threading.get_ident())
+        self.users.add(threading.get_ident())
         super().close()
 
 
@@ -323,8 +323,8 @@ async def test_one_thread_makes_uses_and_closes_the_engine() -> None:
     await loop.close()
     await loop.close()
     assert engine.is_closed
-    assert len(engine.threads) == 1
-    assert threading.get_ident() not in engine.threads
+    assert len(engine.users) == 1
+    assert threading.get_ident() not in engine.users
 
 
 class LongRuns(FakeEngine):

@@ -16,6 +16,7 @@ from drafthouse_server.sequence import FinishEvent, SequenceState
 from drafthouse_server.sequence import Sequence as TokenSequence
 from drafthouse_server.speculation import FixedDraft
 from drafthouse_server.step import SamplingOptions
+from drafthouse_server.threads import Threads
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
@@ -155,7 +156,7 @@ def exact(request: pytest.FixtureRequest, target: str) -> Iterator[LlamaEngine]:
     params = drafthouse_engine.EngineParams(
         draft_type=request.param, n_seq_max=2, n_ctx_seq=400, n_draft_max=3, n_threads=1, exact=True
     )
-    engine = LlamaEngine(drafthouse_engine.Engine(model, None, params), "exact")
+    engine = LlamaEngine(drafthouse_engine.Engine(model, None, params), "exact", Threads(1, 1))
     yield engine
     engine.close()
 

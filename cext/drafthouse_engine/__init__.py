@@ -19,6 +19,7 @@ try:
         abi_version,
         build_version,
         check_grammar,
+        find_cores,
         grammar_accepts,
         set_log,
     )
@@ -31,6 +32,7 @@ except ImportError as error:
 from drafthouse_engine.batch import Batch
 from drafthouse_engine.chat_process import ChatProcess
 from drafthouse_engine.choice import choice_grammar
+from drafthouse_engine.cores import Cores
 from drafthouse_engine.decoder import Decoder
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.decoder_pool import DecoderPool
@@ -150,6 +152,7 @@ __all__ = [
     "Cancelled",
     "ChatProcess",
     "Closed",
+    "Cores",
     "DecodeFailed",
     "Decoder",
     "DecoderConfig",
@@ -222,6 +225,7 @@ __all__ = [
     "build_version",
     "check_grammar",
     "choice_grammar",
+    "find_cores",
     "generate",
     "generate_autoregressive",
     "generate_tree",

@@ -8,6 +8,7 @@ from typing import Any, Self, final
 import numpy as np
 import numpy.typing as npt
 
+from drafthouse_engine.cores import Cores
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import DraftWork, EngineLimits
@@ -25,12 +26,14 @@ __all__ = [
     "build_version",
     "check_grammar",
     "embed_tokens",
+    "find_cores",
     "grammar_accepts",
     "set_log",
 ]
 
 def abi_version() -> int: ...
 def build_version() -> str: ...
+def find_cores(*, root: str | os.PathLike[str] = "", cpus: str = "") -> Cores: ...
 def set_log(level: int, callback: Callable[[int, str], object] | None = None) -> None: ...
 def check_grammar(grammar: str) -> None: ...
 def grammar_accepts(grammar: str, text: str) -> bool: ...

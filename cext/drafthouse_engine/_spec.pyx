@@ -35,6 +35,7 @@ import numpy as np
 
 from drafthouse_engine import errors
 from drafthouse_engine.chat_process import ChatProcess
+from drafthouse_engine.cores import Cores
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import DraftWork, EngineLimits
@@ -53,6 +54,7 @@ __all__ = [
     "build_version",
     "check_grammar",
     "embed_tokens",
+    "find_cores",
     "grammar_accepts",
     "set_log",
 ]
@@ -2589,6 +2591,20 @@ def abi_version():
 def build_version():
     """Returns the version of llama.cpp and the CPU features that it was built for."""
     return spec.spec_build_info().decode("utf-8", "replace")
+
+
+def find_cores(*, root="", cpus=""):
+    """Returns what this process may compute on: affinity mask, cgroups' quota, cores.
+
+    Args:
+        root: Put before /proc and /sys, by tests.
+        cpus: Hardware threads, as "0-3,8", in place of the calling thread's affinity mask.
+    """
+    cdef spec.spec_cores found
+    cdef bytes c_root = os.fsencode(root)
+    cdef bytes c_cpus = cpus.encode("ascii")
+    check(spec.spec_find_cores(c_root, c_cpus, &found))
+    return Cores(found.n_cores, found.n_physical, found.n_logical, found.quota)
 
 
 cdef int check_layout() except -1:

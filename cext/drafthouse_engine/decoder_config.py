@@ -34,7 +34,7 @@ class DecoderConfig:
     """Recurrent-state snapshots per sequence, [0, 64]: how far a recurrent model goes back without
     decoding again."""
     n_threads: int = 0
-    """Threads, [0, 512]; 0 is all cores."""
+    """Threads, [0, 512]; 0 is all cores that the process may use (`find_cores`)."""
     flash_attention: bool = True
     """Attention is computed by the fused kernel."""
 

@@ -34,7 +34,7 @@ class EmbedderParams:
     n_seq_max: int = 16
     """Most texts of one decode, [1, 256]."""
     n_threads: int = 0
-    """Threads; 0 is all cores."""
+    """Threads; 0 is all cores that the process may use (`find_cores`)."""
     flash_attention: bool = True
     """Attention is computed by the fused kernel."""
 

@@ -557,7 +557,7 @@ def generate(
         shape: size of the trees of the method tree; None means the defaults.
         sampling: how tokens are chosen; None is greedy. The methods vanilla and tree know
             temperature, top_k, top_p, min_p, ignore_eos and seed.
-        n_threads: 0 is all cores.
+        n_threads: 0 is all cores that the process may use (`find_cores`).
 
     Raises:
         InvalidConfig: there is no such method.

@@ -232,9 +232,9 @@ class EngineParams:
     n_rs_seq: int = -1
     """Recurrent-state snapshots per sequence; −1 is n_draft_max where the model supports them."""
     n_threads: int = 0
-    """Threads of a decode of few tokens; 0 is all cores."""
+    """Threads of a decode of one token; 0 is all cores that the process may use (`find_cores`)."""
     n_threads_batch: int = 0
-    """Threads of a decode of many tokens; 0 is n_threads."""
+    """Threads of a decode of several tokens; 0 is n_threads."""
     p_min: float = 0.0
     """Drafting stops below this probability, [0, 1)."""
     probabilistic: bool = False

@@ -86,7 +86,7 @@ class SessionConfig:
     n_ubatch: int = 512
     """Most tokens of one physical batch, [1, n_batch]."""
     n_threads: int = 0
-    """Threads; 0 is all cores."""
+    """Threads; 0 is all cores that the process may use (`find_cores`)."""
 
     def __post_init__(self) -> None:
         check_int(self, "n_seq", 1, 256)

@@ -23,6 +23,14 @@ cdef extern from "spec.h" nogil:
     int32_t spec_abi_version()
     const char * spec_build_info()
 
+    ctypedef struct spec_cores:
+        int32_t n_cores
+        int32_t n_physical
+        int32_t n_logical
+        double quota
+
+    int32_t spec_find_cores(const char * root, const char * cpus, spec_cores * out)
+
     ctypedef void (*spec_log_callback)(int32_t level, const char * text, void * user) noexcept
     void spec_set_log(spec_log_callback callback, void * user)
 

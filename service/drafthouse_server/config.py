@@ -247,14 +247,15 @@ class Config:
     n_threads: int = _setting(
         0,
         _between(0, 1024),
-        "Threads of a decode of few tokens. 0: all cores but one, which is left to the rest of the"
-        " server: the engine's threads spin, and a step that loses a core is many times slower.",
+        "Threads of a decode of one token. 0: all cores that affinity and cgroup quota allow; one"
+        " is left to the rest of the server where steps are short (less than 16 MB of weights per"
+        " core) and nothing else is left to it.",
     )
-    """Threads of a decode of few tokens."""
+    """Threads of a decode of one token."""
     n_threads_batch: int = _setting(
-        0, _between(0, 1024), "Threads of a decode of many tokens. 0: as n_threads."
+        0, _between(0, 1024), "Threads of a decode of several tokens. 0: as n_threads."
     )
-    """Threads of a decode of many tokens."""
+    """Threads of a decode of several tokens."""
     n_gpu_layers: int = _setting(
         -1, _between(-1, 10000), "Layers kept on an accelerator, if there is one. -1: all."
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
@@ -30,6 +29,7 @@ from drafthouse_server.step import (
     StepResult,
     StepTimings,
 )
+from drafthouse_server.threads import Threads, choose_threads
 
 # The fake engine, and all tests that use it, work without the extension.
 try:
@@ -64,6 +64,11 @@ class Engine(Protocol):
     @property
     def card(self) -> ModelCard:
         """Returns what a client may know of the model."""
+        ...
+
+    @property
+    def threads(self) -> Threads:
+        """Returns how many threads it computes with."""
         ...
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -151,16 +156,18 @@ class LlamaEngine:
     Args:
         engine: Made on the thread that will call `step` and `close`.
         name: Name that requests use.
+        threads: What it was made with.
 
     Thread:
         As `Engine` says: `load`, `step` and `close` on one thread, everything else on any.
     """
 
-    def __init__(self, engine: drafthouse_engine.Engine, name: str) -> None:
+    def __init__(self, engine: drafthouse_engine.Engine, name: str, threads: Threads) -> None:
         self._engine = engine
         self._model = engine.target
         self._limits = _limits(engine)
         self._card = _card(engine.target, name)
+        self._threads = threads
         self._eog = frozenset(self._model.eos_token_ids)
         self._token_bytes: dict[int, bytes] = {}
         self._with_logprobs: set[int] = set()
@@ -194,11 +201,13 @@ class LlamaEngine:
                 "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is not"
                 " the model's output"
             )
+        threads = _threads(config, target)
         with _explained(config.draft_model or config.model):
-            engine = drafthouse_engine.Engine(target, draft, _engine_params(config, target))
+            params = _engine_params(config, target, threads)
+            engine = drafthouse_engine.Engine(target, draft, params)
             if target.chat_template:
                 target.start_chat()  # a process, which the first chat should not have to wait for
-        return cls(engine, config.model_name)
+        return cls(engine, config.model_name, threads)
 
     @property
     def limits(self) -> EngineLimits:
@@ -209,6 +218,11 @@ class LlamaEngine:
     def card(self) -> ModelCard:
         """Returns what a client may know of the model."""
         return self._card
+
+    @property
+    def threads(self) -> Threads:
+        """Returns how many threads it computes with."""
+        return self._threads
 
     @property
     def n_cells_used(self) -> int:
@@ -535,8 +549,17 @@ def _advice(error: drafthouse_engine.EngineError) -> str:
     return next((text for kind, text in table if isinstance(error, kind)), "see the log")
 
 
+def _threads(config: Config, target: drafthouse_engine.Model) -> Threads:
+    """Returns what the settings say, and where they say nothing what suits model and machine."""
+    if config.n_threads:
+        return Threads(config.n_threads, config.n_threads_batch or config.n_threads, "as set")
+    cores = drafthouse_engine.find_cores()
+    found = choose_threads(cores.n_cores, cores.n_spare, target.size_bytes)
+    return dataclasses.replace(found, n_batch=config.n_threads_batch or found.n_batch)
+
+
 def _engine_params(
-    config: Config, target: drafthouse_engine.Model
+    config: Config, target: drafthouse_engine.Model, threads: Threads
 ) -> drafthouse_engine.EngineParams:
     n_ctx_seq = config.n_ctx_seq or min(target.n_ctx_train, _N_CTX_SEQ_AUTOMATIC)
     return drafthouse_engine.EngineParams(
@@ -547,18 +570,14 @@ def _engine_params(
         n_ubatch=config.n_ubatch,
         n_seq_max=config.n_seq_max,
         n_draft_max=config.n_draft_max,
-        n_threads=config.n_threads or _spare_one_core(),
-        n_threads_batch=config.n_threads_batch,
+        n_threads=threads.n,
+        n_threads_batch=threads.n_batch,
         p_min=config.p_min,
         probabilistic=config.is_probabilistic,
         kv_unified=config.is_kv_unified,
         flash_attention=config.has_flash_attention,
         synth_rates=tuple(map(float, config.synth_rates)),
     )
-
-
-def _spare_one_core() -> int:
-    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _limits(engine: drafthouse_engine.Engine) -> EngineLimits:

@@ -27,6 +27,7 @@ from drafthouse_server.step import (
     StepResult,
     StepTimings,
 )
+from drafthouse_server.threads import Threads
 
 __all__ = ["FakeEngine", "FakeSampler"]
 
@@ -260,6 +261,11 @@ class FakeEngine:
     def card(self) -> ModelCard:
         """Returns what a client may know of the model."""
         return self._card
+
+    @property
+    def threads(self) -> Threads:
+        """Returns how many threads it computes with."""
+        return Threads(1, 1, "a fake engine")
 
     @property
     def is_closed(self) -> bool:

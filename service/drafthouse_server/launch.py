@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import os
 import socket
 import sys
 from importlib.metadata import version
@@ -20,6 +19,7 @@ from drafthouse_server.engine import LlamaEngine, engine_version
 from drafthouse_server.errors import ConfigError, StartupError
 from drafthouse_server.server import Server
 from drafthouse_server.terminal import Terminal
+from drafthouse_server.threads import Threads
 
 __all__ = ["CHECKOUT", "LISTENS_AT", "add_serve", "format_bytes", "format_count"]
 
@@ -135,8 +135,13 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
         f"  slots    {limits.n_seq_max} of {limits.n_ctx_seq} tokens,"
         f" {limits.n_ctx} KV cells together"
     )
-    terminal.line(f"  threads  {config.n_threads or 'all but one'} of {os.cpu_count()} cores")
+    terminal.line(f"  threads  {_how_many_threads(server.loop.engine.threads)}")
     terminal.line(f"{LISTENS_AT}{server.target}")
+
+
+def _how_many_threads(threads: Threads) -> str:
+    batch = f", {threads.n_batch} for several tokens" if threads.n_batch != threads.n else ""
+    return f"{threads.n}{batch} ({threads.reason})"
 
 
 def _how_many(config: Config) -> str:

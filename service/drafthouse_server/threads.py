@@ -1,0 +1,53 @@
+"""How many threads decodes get when no setting says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Threads", "choose_threads"]
+
+_N_LONG_BYTES = 16_000_000
+"""Weights that a thread must have to read in a step, for the step to be long: about 2 ms."""
+
+_ENOUGH = 0.5
+"""Cores' worth of time, beyond the engine's threads, that the rest of the server can live on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads of the engine's decodes."""
+
+    n: int
+    """Of a decode of one token, >= 1."""
+    n_batch: int
+    """Of a decode of several tokens, >= 1."""
+    reason: str = ""
+    """Why so many, in a few words."""
+
+
+def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
+    """Returns the threads of a model's decodes: all cores, or all but one.
+
+    All threads of a decode wait for each other at every layer. With as many as there are cores,
+    whatever else runs, as the event loop does for each message, holds up all of them. For a long
+    step that is little beside the core that would stand idle; a step of a small model would take
+    many times as long.
+
+    No clock is asked, so a server always starts with the same number: sums over a context are cut
+    by it, and another one may round otherwise.
+
+    Args:
+        n_cores: Cores that the process may use, >= 1.
+        n_spare: Cores' worth of time that it may use besides: hardware threads that share these
+            cores, or the rest of a quota.
+        n_bytes: Weights of the model, which a step reads once.
+    """
+    if n_cores == 1:
+        return Threads(1, 1, "the only core")
+    if n_spare >= _ENOUGH:
+        return Threads(n_cores, n_cores, f"{n_spare:g} more are left to the rest of the server")
+    if n_bytes >= n_cores * _N_LONG_BYTES:
+        share = f"{n_bytes / n_cores / 1e6:.0f} MB of weights for each"
+        return Threads(n_cores, n_cores, f"steps are long: {share}")
+    n = n_cores - 1
+    return Threads(n, n, "steps are short: one core is left to the rest of the server")
