@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import random
 
 import pytest
@@ -108,6 +110,28 @@ def test_host_time_counts_and_an_engine_with_a_total_alone_is_one_decode() -> No
         cost.observe(shape(4, 0), StepTimings(total_s=0.01), wall_s=0.015)
     assert cost.predict(shape(4, 0)) == pytest.approx(0.015, rel=0.05)
     StepCost().observe(shape(4, 0), StepTimings())  # nothing measured, nothing learnt
+
+
+@pytest.mark.parametrize("seed", [11030, 14846, 23511])
+def test_a_part_of_the_step_that_takes_next_to_no_time_is_learnt(seed: int) -> None:
+    """In these rows of steps what is expected of it falls to where its square is zero."""
+    draw = random.Random(seed)
+    cost = StepCost()
+    for _ in range(25):
+        if draw.random() < 0.7:
+            s = shape(draw.choice([1, 2, 4, 8]), 0)
+        else:
+            s = StepShape(0, 0, 0, draw.choice([20, 32, 100]), 0, 1, 100.0)
+        process_s = draw.choice([0.0] * 9 + [1e-6])
+        cost.observe(s, dataclasses.replace(true_timings(s), process_s=process_s, sample_s=0.0))
+    assert 0 < cost.predict(shape(4, 0)) < 1
+
+
+def test_steps_as_short_as_a_float_can_be_are_learnt() -> None:
+    cost = StepCost()
+    for seconds in (5e-324, 1e-200, 0.01, 1e-170, 1e-300):
+        cost.observe(shape(4, 2), StepTimings(seconds, seconds, seconds, seconds, seconds))
+        assert math.isfinite(cost.predict(shape(4, 2)))
 
 
 def test_prefill_is_cut_by_time() -> None:

@@ -233,6 +233,9 @@ def shape_of(
 _KNOTS = (2, 8, 32, 128)
 """Widths of a physical batch at which a token's cost may change."""
 
+_RESOLUTION_S = 1e-6
+"""Seconds below which a difference tells nothing: a part of a step may take no time at all."""
+
 _UNIT_S = 0.01
 """Seconds of the target's decode of one token, before anything is known."""
 
@@ -296,7 +299,7 @@ class _Fit:
 
     def rescale(self, unit_s: float) -> None:
         """Starts over from the prior, for a machine and a model on which the unit takes so long."""
-        self.unit_s = unit_s
+        self.unit_s = unit_s = max(unit_s, _RESOLUTION_S)
         scaled = [share * unit_s for share in self._prior]
         n = len(scaled)
         self.coefficients = scaled
@@ -323,12 +326,12 @@ class _Fit:
             seconds: What it took, >= 0.
             kind: Of steps that are forgotten together.
         """
-        expected = self.predict(counts)
-        if expected <= 0:
+        if not any(counts):
             return
+        expected = self.predict(counts)
         if self.n_observed == 0 and seconds > 0:
             self.rescale(seconds / sum(map(mul, self._prior, counts)))
-            expected = seconds
+            expected = self.predict(counts)
         self.n_observed += 1
         weight = self._weigh(seconds, expected)
         self._add([count * weight for count in counts], counts, seconds, kind)
@@ -337,7 +340,7 @@ class _Fit:
     def _weigh(self, seconds: float, expected: float) -> float:
         """Returns an observation's weight: less when it is far off, for how far is usual."""
         # The smaller of both as scale would let one slow step weigh like hundreds.
-        scale = max(seconds, expected)
+        scale = max(seconds, expected, _RESOLUTION_S)
         off = abs(seconds - expected) / scale
         bound = _HUBER * self._deviation
         usual = min(off, self._deviation * _DEVIATION_GROWTH * 2)
