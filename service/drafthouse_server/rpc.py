@@ -63,6 +63,11 @@ _MODES: dict[str, _Mode] = {
     "mtp": model_pb2.SPECULATION_MODE_MTP,
     "eagle3": model_pb2.SPECULATION_MODE_EAGLE3,
     "simple": model_pb2.SPECULATION_MODE_SIMPLE,
+    "ngram-simple": model_pb2.SPECULATION_MODE_NGRAM,
+    "ngram-map-k": model_pb2.SPECULATION_MODE_NGRAM,
+    "ngram-map-k4v": model_pb2.SPECULATION_MODE_NGRAM,
+    "ngram-mod": model_pb2.SPECULATION_MODE_NGRAM,
+    "ngram-cache": model_pb2.SPECULATION_MODE_NGRAM,
     "dflash": model_pb2.SPECULATION_MODE_DFLASH,
     "dspark": model_pb2.SPECULATION_MODE_DSPARK,
 }
@@ -247,7 +252,7 @@ class Served:
     @property
     def mode(self) -> _Mode:
         """How this server drafts."""
-        return _MODES.get(self.limits.draft_type, model_pb2.SPECULATION_MODE_NGRAM)
+        return _MODES[self.limits.draft_type]
 
     def enter(self) -> Caller:
         """Returns the caller, if the server takes calls.
@@ -639,7 +644,7 @@ def _model_message(served: Served) -> model_pb2.Model:
         training_context_tokens=card.n_ctx_train,
         recurrent=card.is_recurrent,
         chat_template=card.has_chat_template,
-        speculation_mode=served.mode if is_speculating else model_pb2.SPECULATION_MODE_UNSPECIFIED,
+        speculation_mode=served.mode,
         max_draft_tokens=limits.n_draft_max if is_speculating else 0,
         default_draft_tokens=served.n_draft_default if is_speculating else 0,
         slot_count=limits.n_seq_max,

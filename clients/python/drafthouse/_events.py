@@ -208,7 +208,7 @@ class Collected:
             text=self.text,
             token_ids=tuple(self._token_ids),
             log_probabilities=tuple(self._log_probabilities),
-            finish_reason=_finish_reason(end.finish_reason),
+            finish_reason=_FINISH_REASONS.get(end.finish_reason, FinishReason.UNSPECIFIED),
             stop_sequence=end.stop_sequence,
             usage=Usage(
                 end.usage.prompt_tokens,
@@ -253,15 +253,16 @@ def _speculation(statistics: generation_pb2.SpeculationStatistics) -> Speculatio
     )
 
 
+# By number; one that is missing is a newer server's.
+_MODES = {
+    int(model_pb2.SpeculationMode.Value(f"SPECULATION_MODE_{member.name}")): member
+    for member in SpeculationMode
+}
+_FINISH_REASONS = {
+    int(generation_pb2.FinishReason.Value(f"FINISH_REASON_{member.name}")): member
+    for member in FinishReason
+}
+
+
 def _mode(value: int) -> SpeculationMode:
-    if value not in model_pb2.SpeculationMode.values():  # a newer server
-        return SpeculationMode.UNSPECIFIED
-    name = model_pb2.SpeculationMode.Name(model_pb2.SpeculationMode.ValueType(value))
-    return SpeculationMode[name.removeprefix("SPECULATION_MODE_")]
-
-
-def _finish_reason(value: int) -> FinishReason:
-    if value not in generation_pb2.FinishReason.values():  # a newer server
-        return FinishReason.UNSPECIFIED
-    name = generation_pb2.FinishReason.Name(generation_pb2.FinishReason.ValueType(value))
-    return FinishReason[name.removeprefix("FINISH_REASON_")]
+    return _MODES.get(value, SpeculationMode.UNSPECIFIED)

@@ -41,7 +41,7 @@ class SpeculationMode(enum.StrEnum):
     """How draft tokens are proposed."""
 
     UNSPECIFIED = "unspecified"
-    """In a request the server's default; in a `Model` never."""
+    """In a request the server's default; in an answer a mode that this SDK does not know."""
     OFF = "off"
     """No speculation: every step yields one token."""
     MTP = "mtp"
@@ -52,6 +52,10 @@ class SpeculationMode(enum.StrEnum):
     """An ordinary small model with the same vocabulary."""
     NGRAM = "ngram"
     """Repetition in the sequence's own tokens."""
+    DFLASH = "dflash"
+    """A DFlash draft model: a whole block of tokens in one pass."""
+    DSPARK = "dspark"
+    """A DSpark draft model: a block whose tokens depend on each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,11 @@ class GenerateOptions(TypedDict, total=False):
     """Send the log-probability of every token."""
     progress: bool
     """Send how much of the prompt is computed: chunks without text, see `Chunk.progress`."""
-    speculation: SpeculationMode | Literal["off", "mtp", "eagle3", "simple", "ngram"] | None
+    speculation: (
+        SpeculationMode
+        | Literal["off", "mtp", "eagle3", "simple", "ngram", "dflash", "dspark"]
+        | None
+    )
     """How tokens are drafted; None is the server's default. Changes the speed, never the output."""
     max_draft_tokens: int | None
     """Draft tokens per step, [0, Model.max_draft_tokens]; None is the server's default."""
