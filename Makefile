@@ -72,7 +72,8 @@ peers: ## build the stock llama-server that bench-peers compares with; minutes
 bench-models: dev ## write the random-weight models into build/bench; ARGS="dense-50m --quants Q8_0" chooses
 	@$(VENV)/python -m models.bench_models $(ARGS)
 
-bench-peers: dev peers ## measure beside llama-server; ARGS="--quick", "--list", "--only draft=mtp,streams=8"
+bench-peers: dev peers ## measure beside llama-server; ARGS="--quick", "--list", "--only draft=mtp,streams=8", "--scenarios defaults"
+	@$(VENV)/python -m models.bench_models qwen3-0.6b-like --quants Q4_0
 	@$(VENV)/drafthouse bench-peers --json build/bench-peers.json $(ARGS)
 
 bench-aiperf: dev ## aiperf through our gRPC beside our own load; installs 1.2 GB once

@@ -18,10 +18,18 @@ import pytest
 
 from drafthouse_server import bench_plot
 from drafthouse_server.__main__ import main
-from drafthouse_server.bench_case import PeerCase, PeerPlan, find_target, parse_only
-from drafthouse_server.bench_contender import Running, peer_flags, require_peer, run_peer
+from drafthouse_server.bench_case import PeerCase, PeerPlan, Target, find_target, parse_only
+from drafthouse_server.bench_contender import (
+    Running,
+    default_peer_flags,
+    peer_flags,
+    require_peer,
+    run_peer,
+)
+from drafthouse_server.bench_defaults import draw_requests
 from drafthouse_server.bench_http import HttpClient, StreamParser
 from drafthouse_server.bench_process import BenchError, server_flags
+from drafthouse_server.bench_report import Machine
 from drafthouse_server.bench_scenario import agreement, run_closed, run_open, run_stall
 from drafthouse_server.bench_trace import (
     Figures,
@@ -31,7 +39,14 @@ from drafthouse_server.bench_trace import (
     gaps_between,
     poisson_arrivals,
 )
-from drafthouse_server.bench_versus import PeerRow, peer_lines, ratio, write_peers_json
+from drafthouse_server.bench_versus import (
+    DefaultsRow,
+    PeerRow,
+    defaults_lines,
+    peer_lines,
+    ratio,
+    write_peers_json,
+)
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.terminal import Terminal
@@ -246,6 +261,32 @@ def test_both_get_the_same_settings() -> None:
     assert "0.500000,0.250000,0.125000" in peer_flags(rated, 1)
 
 
+def test_own_defaults_are_nothing_but_a_model() -> None:
+    plan = dataclasses.replace(PLAN, scenarios=("defaults",))
+    names = ["qwen3-0.6b-like-Q4_0", "dense", "hybrid"]
+    assert [(case.model, case.streams) for case in plan.cases()] == [
+        (name, streams) for name in names for streams in (1, 8)
+    ]
+    dense = plan.config(plan.cases()[2], find_target("dense"))
+    assert dense == Config(model=str(find_target("dense").path))
+    qwen = plan.config(plan.cases()[0], Target(names[0], Path("q.gguf"), {}, is_random=True))
+    assert qwen == Config(model="q.gguf", draft_type="none")  # it has no heads
+    assert default_peer_flags(300, 40960) == []
+    assert default_peer_flags(257, 1024) == ["--ctx-size", "4096"]
+
+
+def test_requests_are_drawn_alike_for_all_and_anew_for_each_round() -> None:
+    texts = [[*range(1000)], [*range(5000, 5020)]]
+    first = draw_requests(texts, (16, 48), 32, 400, 1)
+    assert first == draw_requests(texts, (16, 48), 32, 400, 1)
+    assert first != draw_requests(texts, (16, 48), 32, 400, 2)
+    lengths = [length for _, length in first]
+    assert (min(lengths), max(lengths)) == (8, 56)
+    assert all(16 <= len(prompt) <= 48 or len(prompt) == 20 for prompt, _ in first)
+    assert len({tuple(prompt[:16]) for prompt, _ in first}) > 150  # nothing for a prompt cache
+    assert {n for _, n in draw_requests([[1]], (16, 48), 1, 20, 1)} == {1, 2}
+
+
 @pytest.mark.parametrize("rates", [("0.5",), ("0.5", "0.6", "0.1", "0"), ("a",) * 4, ("2",) * 4])
 def test_synthetic_rates_that_are_none(rates: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="synth_rates"):
@@ -287,6 +328,23 @@ def test_the_ratio_is_taken_round_by_round(tmp_path: Path) -> None:
     write_peers_json(path, describe_machine(1, "engine", "command"), [both])
     content = json.loads(path.read_text("utf-8"))
     assert content["rows"][0]["theirs"][1]["tokens_per_s"] == 100
+
+
+def test_the_table_of_own_defaults_names_the_machine_and_both_sides_threads(
+    tmp_path: Path,
+) -> None:
+    case = PeerCase("defaults", "dense", "own", 8)
+    ours, plain, theirs = [turn(300), turn(200)], [turn(150), turn(90)], [turn(100), turn(100)]
+    found = DefaultsRow(case, ours, plain, theirs, (1, 0), ("", "--ctx-size 4096"))
+    machine = Machine("A Processor", 2, 0.1, 1, "engine", "command")
+    caption, header, _, cells = defaults_lines(machine, [found])
+    assert "A Processor, 2 cores" in caption
+    assert "ours nothing, theirs --ctx-size 4096" in caption
+    assert header.split()[0] == "streams"
+    assert cells.split()[:7] == ["8", "250", "120", "100", "2.50", "2.00–3.00", "1.20"]
+    assert cells.split()[-2:] == ["1", "?"]
+    write_peers_json(tmp_path / "peers.json", machine, [found])
+    assert json.loads((tmp_path / "peers.json").read_text("utf-8"))["rows"][0]["threads"] == [1, 0]
 
 
 def test_plots_are_drawn_or_refused_in_one_sentence(
@@ -349,6 +407,11 @@ async def test_a_closed_loop_keeps_so_many_requests_running() -> None:
     assert len(load.traces) == 7
     assert all(trace.is_finished for trace in load.traces)
     assert load.elapsed_s >= 4 * 3 * 0.01
+
+
+async def test_outputs_of_a_closed_loop_may_differ() -> None:
+    load = await run_closed(slow()[0], [[1]] * 3, [2, 5, 1], 2)
+    assert sorted(trace.n_output for trace in load.traces) == [1, 2, 5]
 
 
 async def test_an_open_loop_waits_for_nobody() -> None:

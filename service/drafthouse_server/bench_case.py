@@ -22,8 +22,12 @@ _DEMOS = {
 _DEMO_DRAFT = "tiny-draft-f16.gguf"
 _BENCH_DRAFT = "draft-30m-Q8_0.gguf"
 
-SCENARIOS = ("closed", "open", "stall", "mixed")
+SCENARIOS = ("closed", "open", "stall", "mixed", "defaults")
 """Kinds of load."""
+
+_DEFAULTS_MODELS = ("qwen3-0.6b-like-Q4_0", *_DEMOS)
+_WITHOUT_HEADS = ("qwen3-", "llama-", "draft-")
+"""How the names of models begin for which our server needs another draft type than its default."""
 
 NGRAM = "ngram-simple"
 """The n-gram kind of both contenders."""
@@ -132,10 +136,12 @@ class PeerPlan:
     """Threads of a decode."""
     n_output: int = 0
     """Tokens of a request; 0: 96 of a demo model, 32 of others."""
+    defaults_models: tuple[str, ...] = _DEFAULTS_MODELS
+    """Targets of the scenario with each side's own defaults."""
 
     def cases(self) -> list[PeerCase]:
         """Returns the cases that are selected, in the order in which they are measured."""
-        every = [*self._closed(), *self._open(), *self._stall(), *self._mixed()]
+        every = [*self._closed(), *self._open(), *self._stall(), *self._mixed(), *self._defaults()]
         return [case for case in every if _is_selected(case, self.only)]
 
     def _closed(self) -> Iterator[PeerCase]:
@@ -160,6 +166,12 @@ class PeerPlan:
             for streams in (8, 32):
                 yield PeerCase("mixed", "dense", "mtp", streams)
 
+    def _defaults(self) -> Iterator[PeerCase]:
+        if "defaults" in self.scenarios:
+            for model in self.defaults_models:
+                for streams in (1, 8):
+                    yield PeerCase("defaults", model, "own", streams)
+
     def _drafted(self, scenario: str) -> Iterator[tuple[str, str, float | None]]:
         """Yields model, draft type and synthetic acceptance of a scenario's cases."""
         if scenario not in self.scenarios:
@@ -181,11 +193,15 @@ class PeerPlan:
         return (16, 48) if target.is_random else (64, 256)
 
     def config(self, case: PeerCase, target: Target) -> Config:
-        """Returns the settings of a case, for both contenders.
+        """Returns the settings of a case, for both contenders; with own defaults, those of ours.
 
         Raises:
             ConfigError: a draft model is missing.
         """
+        if case.scenario == "defaults":
+            has_heads = not target.name.startswith(_WITHOUT_HEADS)
+            draft_type = Config().draft_type if has_heads else "none"
+            return Config(model=str(target.path), draft_type=draft_type)
         draft_type = NGRAM if case.draft == "ngram" else case.draft
         n_draft = _N_DRAFT_NGRAM if case.draft == "ngram" else _N_DRAFT
         n_ctx_seq = self.prompt_bounds(target)[1] + self.n_output_of(target) + n_draft + 1
@@ -224,9 +240,11 @@ class PeerPlan:
         turn_s = max(self.round_s, wave_s)
         if case.scenario == "open":
             turn_s = max(4 * self.round_s, wave_s) + wave_s / 2
+        if case.scenario == "defaults":
+            turn_s = max(self.round_s, 3 * wave_s)
         if case.scenario == "stall":
             turn_s = 2 * self.round_s + 3 * self.n_long / (1000 if "50m" in case.model else 150)
-        n_turns = 2 * self.n_rounds if case.scenario != "mixed" else 6 * self.n_rounds
+        n_turns = {"mixed": 6, "defaults": 4}.get(case.scenario, 2) * self.n_rounds
         return _STARTUP_S[is_demo] + 1.3 * n_turns * turn_s + 2 * min(wave_s, 8.0)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import socket
 import tempfile
 import time
@@ -23,7 +24,20 @@ from drafthouse_server.bench_process import BenchError, ServerProcess
 from drafthouse_server.bench_trace import Trace
 from drafthouse_server.config import Config
 
-__all__ = ["Client", "GrpcClient", "Running", "peer_flags", "require_peer", "run_ours", "run_peer"]
+__all__ = [
+    "OURS",
+    "THEIRS",
+    "Client",
+    "DefaultPeer",
+    "GrpcClient",
+    "Running",
+    "default_peer_flags",
+    "peer_flags",
+    "require_peer",
+    "run_ours",
+    "run_peer",
+    "run_peer_with",
+]
 
 OURS = "drafthouse"
 THEIRS = "llama-server"
@@ -32,6 +46,9 @@ _END_S = 20.0
 _TENANTS = ("one:key-of-one", "two:key-of-two")
 _N_HTTP_THREADS = 128
 """A kept connection holds a thread of llama-server; its default would make clients wait."""
+
+_N_PEER_SLOTS = 4
+"""Of llama-server when nobody says."""
 
 _PEER_TYPES = {"mtp": "draft-mtp", "eagle3": "draft-eagle3", "simple": "draft-simple"}
 _NGRAM_SIZES = {"ngram-simple": 4, "ngram-map-k": 4, "ngram-map-k4v": 4}
@@ -150,22 +167,64 @@ async def run_peer(
     Raises:
         BenchError: it is not built, or does not start.
     """
-    require_peer(program)
     port = _free_port()
+    client = HttpClient("127.0.0.1", port)
+    async with _run_program(program, [*peer_flags(config, port), *flags], client) as (pid, _):
+        yield Running(THEIRS, pid, client, client)
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultPeer:
+    """llama-server with its own defaults."""
+
+    running: Running
+    """It takes requests."""
+    n_threads: int
+    """Threads of a decode, as it tells; 0: it does not."""
+
+
+@contextlib.asynccontextmanager
+async def run_peer_with(
+    program: Path, model: str, flags: Sequence[str]
+) -> AsyncIterator[DefaultPeer]:
+    """Runs llama-server with its own defaults for the time of a block.
+
+    Args:
+        program: llama-server.
+        model: The model's path.
+        flags: Besides model and address.
+
+    Raises:
+        BenchError: it is not built, or does not start.
+    """
+    port = _free_port()
+    client = HttpClient("127.0.0.1", port, has_cache=True)
+    where = ["--model", model, "--host", "127.0.0.1", "--port", str(port)]
+    async with _run_program(program, [*where, *flags], client) as (pid, log):
+        log.seek(0)
+        found = re.search(rb"n_threads = (\d+)", log.read())
+        running = Running(THEIRS, pid, client, client)
+        yield DefaultPeer(running, int(found[1]) if found else 0)
+
+
+@contextlib.asynccontextmanager
+async def _run_program(
+    program: Path, flags: Sequence[str], client: HttpClient
+) -> AsyncIterator[tuple[int, IO[bytes]]]:
+    """Runs llama-server until the block ends; yields its process and its log."""
+    require_peer(program)
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
             str(program),
-            *peer_flags(config, port),
             *flags,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env={k: v for k, v in os.environ.items() if not k.startswith("LLAMA_")},
         )
-        client = HttpClient("127.0.0.1", port)
         try:
             await _until_ready(process, client, log)
-            yield Running(THEIRS, process.pid, client, client)
+            yield process.pid, log
         finally:
             client.close()
             await _end(process)
@@ -190,6 +249,20 @@ def peer_flags(config: Config, port: int) -> list[str]:
     flags += ["--threads-http", str(_N_HTTP_THREADS), "--fit", "off", "--offline", "--no-ui"]
     flags += ["--log-verbosity", "1"]
     return flags + _draft_flags(config)
+
+
+def default_peer_flags(n_longest: int, n_ctx_train: int) -> list[str]:
+    """Returns what llama-server must be told beside its defaults to serve the load at all.
+
+    Its four slots share as many cells as the model was trained with. Where four requests do not fit
+    into them it gets as many for each slot.
+
+    Args:
+        n_longest: Tokens of the longest request.
+        n_ctx_train: The model's context.
+    """
+    has_room = _N_PEER_SLOTS * n_longest <= n_ctx_train
+    return [] if has_room else ["--ctx-size", str(_N_PEER_SLOTS * n_ctx_train)]
 
 
 def _draft_flags(config: Config) -> list[str]:

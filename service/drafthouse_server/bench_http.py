@@ -215,15 +215,17 @@ def _note(trace: Trace, events: Sequence[dict[str, Any]], now: float) -> None:
 
 
 class HttpClient:
-    """llama-server's `/completion`, greedy, past end tokens, without its prompt cache.
+    """llama-server's `/completion`, greedy, past end tokens.
 
     Args:
         host: Address.
         port: Port.
+        has_cache: Whether prompts may go on from former ones, as llama-server does by default.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, has_cache: bool = False) -> None:
         self._host, self._port = host, port
+        self._has_cache = has_cache
         self._idle: list[_Connection] = []
 
     async def stream(self, prompt: Sequence[int], n_output: int, trace: Trace) -> None:
@@ -265,7 +267,7 @@ class HttpClient:
                 "n_predict": n_output,
                 "temperature": 0.0,
                 "ignore_eos": True,
-                "cache_prompt": False,
+                "cache_prompt": self._has_cache,
                 "stream": is_stream,
                 "return_tokens": not is_stream,
             }

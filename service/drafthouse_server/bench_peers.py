@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import random
 import shlex
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ from drafthouse_server.bench_case import (
     parse_only,
 )
 from drafthouse_server.bench_contender import Running, require_peer, run_ours, run_peer
+from drafthouse_server.bench_defaults import measure_defaults
 from drafthouse_server.bench_load import cut_prompts, read_texts
 from drafthouse_server.bench_process import BenchError
 from drafthouse_server.bench_report import Machine, describe_machine, n_cores
@@ -44,9 +46,11 @@ from drafthouse_server.bench_scenario import (
 )
 from drafthouse_server.bench_trace import Figures, figures, poisson_arrivals
 from drafthouse_server.bench_versus import (
+    DefaultsRow,
     MixedRow,
     PeerRow,
     StallRow,
+    defaults_lines,
     mixed_lines,
     peer_lines,
     stall_lines,
@@ -254,7 +258,7 @@ class _BenchPeers:
         self._terminal = terminal
         self._policies = _policies(arguments)
         self._texts: dict[Path, list[list[int]]] = {}
-        self._rows: list[PeerRow | StallRow | MixedRow] = []
+        self._rows: list[PeerRow | StallRow | MixedRow | DefaultsRow] = []
 
     async def run(self) -> None:
         """Measures all cases; tables, files and plot at the end, the files after each case too."""
@@ -278,7 +282,7 @@ class _BenchPeers:
 
     def _said(self, case: PeerCase) -> str:
         row = self._rows[-1]
-        if isinstance(row, PeerRow):
+        if isinstance(row, PeerRow | DefaultsRow):
             ours, theirs = row.ours[-1].tokens_per_s, row.theirs[-1].tokens_per_s
             return f"{case.name}: {ours:.0f} and {theirs:.0f} tokens/s"
         return case.name
@@ -299,14 +303,28 @@ class _BenchPeers:
             line("\ncode, prose and random tokens mixed")
             for text in mixed_lines(mixed):
                 line(text)
+        defaults = [row for row in self._rows if isinstance(row, DefaultsRow)]
+        for model in dict.fromkeys(row.case.model for row in defaults):
+            line("")
+            of_model = [row for row in defaults if row.case.model == model]
+            for text in defaults_lines(self._machine, of_model):
+                line(text)
         if self._arguments.plot and bench_plot.draw(self._arguments.plot, closed_and_open):
             self._terminal.note(f"plots: {self._arguments.plot}")
 
     async def _measure(
         self, case: PeerCase, target: Target
-    ) -> Sequence[PeerRow | StallRow | MixedRow]:
+    ) -> Sequence[PeerRow | StallRow | MixedRow | DefaultsRow]:
         if case.scenario == "mixed":
             return await self._mixed(case, target)
+        if case.scenario == "defaults":
+            texts = self._tokens(target)
+            peer, n_ctx_train = self._arguments.peer, self._n_ctx_train(target)
+            return [
+                await measure_defaults(
+                    self._plan, case, target, peer, texts=texts, n_ctx_train=n_ctx_train
+                )
+            ]
         config = self._plan.config(case, target)
         peer_flags = self._arguments.peer_flags
         async with (
@@ -456,12 +474,23 @@ class _BenchPeers:
         """Returns texts in token ids: all models of the benchmark have one vocabulary."""
         if path not in self._texts:
             texts = read_texts(path) if path.suffix == ".json" else [path.read_text("utf-8")]
-            config = Config(model=str(target.path), draft_type="none", n_seq_max=1, n_ctx_seq=64)
-            engine = LlamaEngine.load(config)
-            try:
+            with _loaded(target) as engine:
                 self._texts[path] = [
                     engine.tokenize(text, add_special=True, parse_special=False) for text in texts
                 ]
-            finally:
-                engine.close()
         return self._texts[path]
+
+    def _n_ctx_train(self, target: Target) -> int:
+        with _loaded(target) as engine:
+            return engine.card.n_ctx_train
+
+
+@contextlib.contextmanager
+def _loaded(target: Target) -> Iterator[LlamaEngine]:
+    """Loads a model, to be asked things, for the time of a block."""
+    config = Config(model=str(target.path), draft_type="none", n_seq_max=1, n_ctx_seq=64)
+    engine = LlamaEngine.load(config)
+    try:
+        yield engine
+    finally:
+        engine.close()

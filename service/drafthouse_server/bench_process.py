@@ -71,6 +71,8 @@ class ServerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self.target = ""
         """Address, "host:port"."""
+        self.start_lines: list[str] = []
+        """What it said of itself before that."""
 
     @property
     def pid(self) -> int:
@@ -102,6 +104,7 @@ class ServerProcess:
                 async for line in self._process.stdout:
                     if line.startswith(LISTENS_AT.encode()):
                         return line.decode().removeprefix(LISTENS_AT).strip()
+                    self.start_lines.append(line.decode(errors="replace").rstrip())
         raise BenchError(f"the server does not start: {_last_line(log)}")
 
     async def _end(self) -> None:

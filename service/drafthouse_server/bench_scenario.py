@@ -22,21 +22,30 @@ _STALL_S = 300.0
 """A long prompt that takes longer is a failure."""
 
 
-async def run_closed(running: Running, prompts: Prompts, n_output: int, n_streams: int) -> PeerLoad:
+async def run_closed(
+    running: Running, prompts: Prompts, n_output: int | Sequence[int], n_streams: int
+) -> PeerLoad:
     """Keeps so many requests running until all prompts are done.
+
+    Args:
+        running: The contender.
+        prompts: Taken in this order.
+        n_output: Tokens of each output, or of all.
+        n_streams: Requests at once.
 
     Raises:
         BenchError: a request failed.
         drafthouse.DrafthouseError: likewise.
     """
-    queue = iter(prompts)
+    lengths = [n_output] * len(prompts) if isinstance(n_output, int) else n_output
+    queue = iter(zip(prompts, lengths, strict=True))
     traces: list[Trace] = []
 
     async def stream() -> None:
-        for prompt in queue:
+        for prompt, length in queue:
             trace = Trace(time.perf_counter())
             traces.append(trace)
-            await running.client.stream(prompt, n_output, trace)
+            await running.client.stream(prompt, length, trace)
 
     async with _measured(running, traces) as load:
         await _together([stream() for _ in range(n_streams)])

@@ -15,9 +15,11 @@ from drafthouse_server.bench_trace import Figures
 from drafthouse_server.terminal import format_table
 
 __all__ = [
+    "DefaultsRow",
     "MixedRow",
     "PeerRow",
     "StallRow",
+    "defaults_lines",
     "mixed_lines",
     "peer_lines",
     "ratio",
@@ -69,6 +71,24 @@ class MixedRow:
     """Round by round."""
     ratios: list[float] = field(default_factory=list)
     """Of the adaptive policy's tokens per second to this one's, round by round."""
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultsRow:
+    """A case of own defaults: one value of each contender per round."""
+
+    case: PeerCase
+    """What was measured."""
+    ours: list[Figures]
+    """Our server, round by round."""
+    plain: list[Figures]
+    """The same without drafts; `ours` itself where the default drafts nothing."""
+    theirs: list[Figures]
+    """llama-server."""
+    threads: tuple[int, int]
+    """Threads of a decode, ours and theirs; 0 is not known."""
+    flags: tuple[str, str]
+    """Flags that both were started with, besides model and address."""
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -192,8 +212,50 @@ def _mixed_cells(row: MixedRow) -> list[str]:
     ]
 
 
+_DEFAULTS_HEADER = (
+    "streams", "tokens/s", "no drafts", "llama", "ratio", "min–max", "no drafts",
+    "TTFT p50", "llama", "p95 ms", "llama", "gap p50", "llama", "p99 ms", "llama",
+    "cores", "llama", "threads", "llama",
+)  # fmt: skip
+
+
+def defaults_lines(machine: Machine, rows: Sequence[DefaultsRow]) -> list[str]:
+    """Returns the lines of a model's table: a row per case, medians over rounds, times in ms."""
+    ours, theirs = rows[0].flags
+    return [
+        f"{rows[0].case.model}, each with its own defaults, on {machine.cpu}, {machine.n_cores}"
+        f" cores; set besides model and address: ours {ours or 'nothing'},"
+        f" theirs {theirs or 'nothing'}",
+        *format_table(_DEFAULTS_HEADER, [_defaults_cells(row) for row in rows]),
+    ]
+
+
+def _defaults_cells(row: DefaultsRow) -> list[str]:
+    speeds = [_middle(each, "tokens_per_s") for each in (row.ours, row.plain, row.theirs)]
+    share, plain = _speed_ratio(row.ours, row.theirs), _speed_ratio(row.plain, row.theirs)
+    cells = [str(row.case.streams), *(f"{speed:.0f}" for speed in speeds)]
+    cells += [f"{share.median:.2f}", f"{share.low:.2f}–{share.high:.2f}", f"{plain.median:.2f}"]
+    for name in ("ttft_p50_s", "ttft_p95_s", "gap_p50_s", "gap_p99_s"):
+        cells += [f"{_middle(each, name) * 1000:.1f}" for each in (row.ours, row.theirs)]
+    cells += [f"{_middle(each, 'server_cores'):.2f}" for each in (row.ours, row.theirs)]
+    return cells + [str(n) if n else "?" for n in row.threads]
+
+
+def _middle(turns: Sequence[Figures], name: str) -> float:
+    found = spread(getattr(each, name) for each in turns)
+    return found.median if found else 0.0
+
+
+def _speed_ratio(ours: Sequence[Figures], theirs: Sequence[Figures]) -> Spread:
+    """Returns the ratio of tokens per second, round by round."""
+    pairs = zip(ours, theirs, strict=True)
+    found = spread(a.tokens_per_s / b.tokens_per_s for a, b in pairs if b.tokens_per_s)
+    assert found is not None, "there is a round, and tokens in it"
+    return found
+
+
 def write_peers_json(
-    path: Path, machine: Machine, rows: Sequence[PeerRow | StallRow | MixedRow]
+    path: Path, machine: Machine, rows: Sequence[PeerRow | StallRow | MixedRow | DefaultsRow]
 ) -> None:
     """Writes everything as JSON; times in seconds, every round.
 
