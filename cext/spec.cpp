@@ -29,6 +29,8 @@
 #include "../src/unicode.h"
 // Internal, for its scheduler: the way to the CPU backend of a context.
 #include "../src/llama-context.h"
+// Internal, for the tensors by name and the shape of the attention windows.
+#include "../src/llama-model.h"
 #include "gguf.h"
 
 #include <algorithm>
@@ -50,10 +52,6 @@
 #include <thread>
 #include <type_traits>
 #include <vector>
-
-// Of src/llama-model.h, the rest of which nothing here needs.
-const std::vector<std::pair<std::string, ggml_tensor *>> &
-llama_internal_get_tensor_map(const llama_model * model);
 
 namespace {
 
@@ -2024,6 +2022,41 @@ void make_draft(spec_engine & engine, const spec_model * draft) {
     make_exact(engine, engine.draft.get());
 }
 
+// Sliding windows.
+//
+// A windowed layer reads the last n_swa tokens only, and llama.cpp gives cells up that lie behind
+// the window of the sequence's end: a snapshot leaves them out, and in a pool that sequences share
+// the tokens of others take their place. A sequence that is cut to fewer tokens needs some of them
+// again. So whatever cuts a cache asks `holds_window` first.
+
+bool has_window(const llama_context * context) {
+    return context->get_model().hparams.swa_type != LLAMA_SWA_TYPE_NONE;
+}
+
+// Tokens that the target's windowed layers look back; 0 where it has none.
+int32_t window_of(const llama_context * context) {
+    return has_window(context) ? static_cast<int32_t>(context->get_model().hparams.n_swa) : 0;
+}
+
+// Whether a sequence has all cells that its token at position n_past would read. It has those from
+// the first one on, without a gap; so the one before the first must lie outside the window.
+bool holds_window(const llama_context * context, int32_t seq_id, int32_t n_past) {
+    if (window_of(context) == 0 || n_past == 0) {
+        return true;
+    }
+    const llama_hparams & hparams = context->get_model().hparams;
+    const llama_pos first = llama_memory_seq_pos_min(context->get_memory(), seq_id);
+    return first == 0 || (first > 0 && llama_hparams::is_masked_swa(hparams.n_swa, hparams.swa_type,
+                                                                    first - 1, n_past));
+}
+
+[[noreturn]] void no_window(int32_t n_past) {
+    fail(SPEC_ERR_UNSUPPORTED,
+         "the sequence cannot be cut to " + std::to_string(n_past) +
+             " tokens: the model's sliding window needs cells that llama.cpp has given up since; "
+             "end it and compute these tokens again");
+}
+
 rollback_kind probe_rollback(llama_context * context, const char * which) {
     switch (common_context_can_seq_rm(
         context)) { // clears the context's memory: only here, before the first step
@@ -2104,6 +2137,7 @@ void fill_limits(spec_engine & engine) {
                      : 0;
     l.n_vocab = engine.target_model->n_vocab();
     l.kv_unified = p.kv_unified;
+    l.n_window = window_of(ctx);
     l.has_checkpoints = engine.target_rollback != rollback_kind::any && l.n_draft_max > l.n_rs_seq;
 }
 
@@ -2649,39 +2683,55 @@ group sorted_entries(const spec_plan & plan) {
     return entries;
 }
 
-// Whether an entry fits into the ubatch of a group whose entries have drafts of the same length.
-bool joins(const spec_engine & engine, const spec_plan & plan, const group & entries, size_t i,
-           size_t n_draft) {
-    if ((entries.size() + 1) * (1 + n_draft) > static_cast<size_t>(engine.limits.n_ubatch)) {
+// Tokens that an entry with a draft brings.
+size_t n_verified(const spec_engine & engine, const spec_plan & plan, size_t i) {
+    const auto id = static_cast<size_t>(plan.entries[i].seq_id);
+    return 1 + engine.sequences[id].draft.tokens.size();
+}
+
+// Whether an entry fits into the ubatch of a group.
+bool joins(const spec_engine & engine, const spec_plan & plan, const group & entries, size_t i) {
+    size_t n_tokens = n_verified(engine, plan, i);
+    for (const size_t other : entries) {
+        n_tokens += n_verified(engine, plan, other);
+    }
+    if (n_tokens > static_cast<size_t>(engine.limits.n_ubatch)) {
         return false;
     }
     return engine.limits.kv_unified ||
            plan.entries[entries.back()].seq_id + 1 == plan.entries[i].seq_id;
 }
 
-// Which entries are decoded together. All of them, except on a target with recurrent layers: there
-// llama.cpp moves the state of a sequence, but not the snapshots that its rollback needs, when a
-// later ubatch of the same decode gathers other sequences. So a decode with drafts is one ubatch:
-// neighbours with drafts of one length, as many as fit. What has no draft is never taken back and
-// goes first.
+// Whether a draft can be taken back only if the decode that verified it was one ubatch. With
+// recurrent layers llama.cpp moves the state of a sequence, but not the snapshots that its rollback
+// needs, when a later ubatch of the same decode gathers other sequences. In a shared pool a later
+// ubatch takes the cells that lie behind the window of the draft's end.
+bool needs_one_ubatch(const spec_engine & engine) {
+    return engine.target_rollback != rollback_kind::any ||
+           (engine.limits.kv_unified && engine.limits.n_window > 0);
+}
+
+// Which entries are decoded together. All of them, except where a decode with drafts must be one
+// ubatch: then as many as fit; on a target with recurrent layers neighbours with drafts of one
+// length. What has no draft is never taken back and goes first.
 std::vector<group> make_groups(const spec_engine & engine, const spec_plan & plan) {
     std::vector<group> groups(1);
-    std::map<size_t, group> open; // by length of the draft
+    std::map<size_t, group> open; // by length of the draft, where that matters
+    const bool is_recurrent = engine.target_rollback != rollback_kind::any;
     for (const size_t i : sorted_entries(plan)) {
-        const auto id = static_cast<size_t>(plan.entries[i].seq_id);
-        const size_t n_draft = engine.sequences[id].draft.tokens.size();
-        if (engine.target_rollback == rollback_kind::any || n_draft == 0) {
+        const size_t n = n_verified(engine, plan, i);
+        if (n == 1 || !needs_one_ubatch(engine)) {
             groups.front().push_back(i);
             continue;
         }
-        group & neighbours = open[n_draft];
-        if (!neighbours.empty() && !joins(engine, plan, neighbours, i, n_draft)) {
+        group & neighbours = open[is_recurrent ? n : 0];
+        if (!neighbours.empty() && !joins(engine, plan, neighbours, i)) {
             groups.push_back(std::move(neighbours));
             neighbours.clear();
         }
         neighbours.push_back(i);
     }
-    for (auto & [n_draft, entries] : open) {
+    for (auto & [n, entries] : open) {
         groups.push_back(std::move(entries));
     }
     if (groups.front().empty()) {
@@ -2797,6 +2847,18 @@ void make_cold(spec_engine & engine, int32_t seq_id) {
     engine.sequences[static_cast<size_t>(seq_id)].is_awaited = false;
     if (has_draft_cells(engine)) {
         llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
+    }
+}
+
+// Where the drafter's own layers lack the window before n_past, it starts from nothing, as one that
+// is taken up. (In a shared pool drafts lose cells at the far end of their window to one another,
+// at most a draft's length of them. That costs a little acceptance, and is let be.)
+void restart_unless_held(spec_engine & engine, int32_t seq_id, int32_t n_past) {
+    sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+    if (!seq.is_cold && has_draft_cells(engine) &&
+        !holds_window(engine.draft.get(), seq_id, n_past)) {
+        make_cold(engine, seq_id);
+        seq.is_awaited = true;
     }
 }
 
@@ -3238,6 +3300,13 @@ void cut_draft(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     llama_memory_seq_rm(engine.draft_memory(), seq_id, std::max(n_keep, 0), -1);
 }
 
+// Cuts the target's cells, within what its last decode brought. False where it cannot go back.
+bool cut_target(spec_engine & engine, int32_t seq_id, int32_t n_past) {
+    const bool is_any = engine.target_rollback == rollback_kind::any;
+    return (!is_any || holds_window(engine.target.get(), seq_id, n_past)) &&
+           llama_memory_seq_rm(engine.target_memory(), seq_id, n_past, -1);
+}
+
 // A sequence whose checkpoint must be replayed, after the logits of this step have been read for
 // all.
 struct pending_replay {
@@ -3255,7 +3324,7 @@ void roll_back(spec_engine & engine, sequence & seq, const spec_plan_entry & e, 
     seq.n_back_max = 0; // once per decode
     if (seq.checkpoint.empty() ||
         (engine.target_rollback == rollback_kind::bounded && n_back <= engine.limits.n_rs_seq)) {
-        if (!llama_memory_seq_rm(engine.target_memory(), e.seq_id, n_new, -1)) {
+        if (!cut_target(engine, e.seq_id, n_new)) {
             fail(SPEC_ERR_DECODE_FAILED, "the rejected draft could not be taken back");
         }
         return;
@@ -3661,6 +3730,11 @@ void check_tokens(spec_engine & engine, const spec_token * tokens, int32_t n) {
     }
     if (is_verified && engine.target_rollback != rollback_kind::any) {
         check_one_ubatch(engine, tokens, n);
+    } else if (is_verified && needs_one_ubatch(engine) && n > engine.limits.n_ubatch) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             "with sliding windows in a shared pool a decode by hand that verifies drafts takes at "
+             "most n_ubatch = " +
+                 std::to_string(engine.limits.n_ubatch) + " tokens, not " + std::to_string(n));
     }
     for (const sequence & seq : engine.sequences) {
         n_cells += seq.n_past();
@@ -3766,7 +3840,7 @@ void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
     }
     seq.n_back_max = 0; // once per decode
     cut_draft(engine, seq_id, n_new);
-    if (!llama_memory_seq_rm(engine.target_memory(), seq_id, n_new, -1)) {
+    if (!cut_target(engine, seq_id, n_new)) {
         clear_sequence(engine, seq_id);
         fail(SPEC_ERR_DECODE_FAILED,
              "the rejected draft could not be taken back; the sequence was cleared");
@@ -3792,6 +3866,10 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
                                        " tokens here, not " + std::to_string(n_back) +
                                        ": as many as its last decode holds, if no other followed");
     }
+    if (engine.target_rollback == rollback_kind::any &&
+        !holds_window(engine.target.get(), seq_id, n_past)) {
+        no_window(n_past);
+    }
     if (!llama_memory_seq_rm(engine.target_memory(), seq_id, n_past > 0 ? n_past : -1, -1)) {
         fail(SPEC_ERR_UNSUPPORTED, "the target cannot go back from here; decode first");
     }
@@ -3804,6 +3882,7 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
         if (!drafts_blocks(engine.limits.draft_type)) {
             make_cold(engine, seq_id); // the draft's hidden rows do not go back with the cache
         }
+        restart_unless_held(engine, seq_id, n_past);
     }
     if (engine.is_ngram()) {
         begin_drafter(engine, seq, seq_id); // what it has learnt includes the tokens taken back
@@ -4360,6 +4439,9 @@ void check_fork_source(spec_engine & engine, int32_t src, int32_t n_past) {
                           "holds: [1, " +
                           std::to_string(n_max) + "]");
     }
+    if (!holds_window(engine.target.get(), src, n_past)) {
+        no_window(n_past);
+    }
 }
 
 void check_fork(spec_engine & engine, int32_t src, int32_t n_past, const int32_t * dst,
@@ -4422,6 +4504,7 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
     if (!llama_memory_seq_rm(engine.target_memory(), dst, n_past, -1)) {
         fail(SPEC_ERR_INTERNAL, "the copy could not be cut");
     }
+    restart_unless_held(engine, dst, n_past);
 }
 
 void fork_sequences(spec_engine & engine, int32_t src, int32_t n_past, const int32_t * dst,
@@ -4617,12 +4700,19 @@ void cut_cells(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
     }
 }
 
+// Whether the first tokens of a slot can be kept without the others. The snapshots of a recurrent
+// state last until the next decode only.
+bool can_keep_part(const spec_engine & engine, int32_t seq_id, int32_t n_kept) {
+    return engine.target_rollback == rollback_kind::any &&
+           holds_window(engine.target.get(), seq_id, n_kept);
+}
+
 // Goes on from the first tokens that the slot holds. False where the target cannot go back.
 bool keep_in_place(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
     const sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
     const bool is_whole = n_kept == seq.n_past();
-    if (!is_whole && engine.target_rollback != rollback_kind::any) {
-        return false; // the snapshots of a recurrent state last until the next decode only
+    if (!is_whole && !can_keep_part(engine, seq_id, n_kept)) {
+        return false;
     }
     const std::string rows =
         is_whole && !seq.is_cold ? drafter_rows(engine, seq_id) : std::string();
@@ -4630,6 +4720,9 @@ bool keep_in_place(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
         cut_cells(engine, seq_id, n_kept);
     }
     begin_kept(engine, seq_id, seq, n_kept, rows);
+    if (!is_whole) {
+        restart_unless_held(engine, seq_id, n_kept);
+    }
     return true;
 }
 
@@ -4640,6 +4733,9 @@ bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_k
     }
     const sequence & from = engine.sequences[static_cast<size_t>(source)];
     const bool is_whole = n_kept == from.n_past();
+    if (!is_whole && !can_keep_part(engine, source, n_kept)) {
+        return false;
+    }
     const std::string rows =
         is_whole && !from.is_cold ? drafter_rows(engine, source) : std::string();
     clear_sequence(engine, seq_id);
@@ -4652,6 +4748,9 @@ bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_k
         cut_cells(engine, seq_id, n_kept);
     }
     begin_kept(engine, seq_id, from, n_kept, rows);
+    if (!is_whole) {
+        restart_unless_held(engine, seq_id, n_kept);
+    }
     return true;
 }
 
@@ -5016,6 +5115,9 @@ void rollback_decoder(spec_decoder & decoder, int32_t seq_id, int32_t n_past) {
         fail(SPEC_ERR_UNSUPPORTED, "the model can go back " + std::to_string(seq.n_back_max) +
                                        " tokens here, not " + std::to_string(n_back));
     }
+    if (!decoder.is_recurrent() && !holds_window(decoder.context.get(), seq_id, n_past)) {
+        no_window(n_past);
+    }
     if (!llama_memory_seq_rm(decoder.memory(), seq_id, n_past > 0 ? n_past : -1, -1)) {
         fail(SPEC_ERR_UNSUPPORTED, "the model cannot go back from here");
     }
@@ -5128,7 +5230,19 @@ tree_plan plan_tree(const spec_decoder & decoder, int32_t seq_id, const int32_t 
     return plan;
 }
 
+// Whether a branch can be cut to one of its nodes: a tree deeper than the window loses its top.
+void check_node_held(const spec_decoder & decoder, const tree_node & node) {
+    if (!holds_window(decoder.context.get(), node.branch, node.pos + 1)) {
+        no_window(node.pos + 1);
+    }
+}
+
 void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & plan) {
+    for (const auto & [branch, old] : plan.copies) {
+        if (old >= 0) {
+            check_node_held(decoder, decoder.tree[static_cast<size_t>(old)]);
+        }
+    }
     const int32_t n_past = decoder.sequences[static_cast<size_t>(seq_id)].n_past;
     for (const auto & [branch, old] : plan.copies) {
         const bool is_node = old >= 0;
@@ -5183,6 +5297,7 @@ void commit_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * path, i
     check_path(decoder, path, n);
     if (n > 0) {
         const tree_node & last = decoder.tree[static_cast<size_t>(path[n - 1])];
+        check_node_held(decoder, last);
         llama_memory_seq_cp(decoder.memory(), last.branch, seq_id, seq.n_past, last.pos + 1);
         seq.n_past = last.pos + 1;
     }

@@ -333,6 +333,9 @@ typedef struct spec_engine_limits {
     int32_t n_vocab;
     bool kv_unified;
     bool has_checkpoints; /* rollbacks beyond n_rs_seq restore a checkpoint and decode again */
+    int32_t n_window; /* tokens that the target's sliding windows look back; 0 = no such layers. A
+                         snapshot holds no more of these layers: what was loaded from one with more
+                         tokens can be kept whole, or but for its last token. since ABI 7 */
 } spec_engine_limits;
 
 void spec_engine_default_params(spec_engine_params * out);
@@ -548,7 +551,8 @@ int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, 
 int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_accepted);
 /* Cuts a sequence to its first n_past tokens. UNSUPPORTED when a recurrent target cannot go back so
  * far: more than n_rs_seq tokens, all tokens of its last decode, twice, or after a decode without
- * it; n_past = 0 always works. since ABI 1 */
+ * it; or when a sliding window needs cells that are gone (see n_window); n_past = 0 always works.
+ * since ABI 1 */
 int32_t spec_engine_seq_rollback(spec_engine * engine, int32_t seq_id, int32_t n_past);
 
 /* Decoders: one model over one context, several sequences, no sampler and no speculation.
@@ -616,7 +620,8 @@ int32_t spec_decoder_decode(spec_decoder * decoder, int32_t seq_id, const int32_
                             int32_t n_tokens, bool is_output);
 /* Cuts a sequence to its first n_past tokens. UNSUPPORTED when a recurrent model cannot go back so
  * far: more than n_rs_seq tokens, all tokens of the last decode, or twice without a decode in
- * between; n_past = 0 always works. since ABI 2 */
+ * between; or when a sliding window needs cells that are gone; n_past = 0 always works. since
+ * ABI 2 */
 int32_t spec_decoder_seq_rollback(spec_decoder * decoder, int32_t seq_id, int32_t n_past);
 
 /* Decodes n_nodes tree nodes at once, all scored, each seeing the sequence and its own ancestors
@@ -628,7 +633,8 @@ int32_t spec_decoder_seq_rollback(spec_decoder * decoder, int32_t seq_id, int32_
 int32_t spec_decoder_tree(spec_decoder * decoder, int32_t seq_id, const int32_t * tokens,
                           const int32_t * parents, int32_t n_nodes);
 /* Ends the tree: the nodes of the path, from a root downwards, become part of the sequence without
- * being decoded again; all others are dropped. An empty path drops all. since ABI 2 */
+ * being decoded again; all others are dropped. An empty path drops all. UNSUPPORTED: the tree is
+ * deeper than the model's sliding window and has lost its top; it still hangs. since ABI 2 */
 int32_t spec_decoder_tree_commit(spec_decoder * decoder, int32_t seq_id, const int32_t * path,
                                  int32_t n_path);
 
@@ -729,7 +735,8 @@ int32_t spec_grammar_accepts(const char * grammar, const char * text, size_t n_t
  * caller, at least one token. Drafts go on in dst. MTP's first is as good as the source's where
  * n_past is the end of the source's prompt or one token before, else poorer: the hidden row of the
  * token before is kept for these two. The engine owns samplers[0..n) on SPEC_OK only, and sets
- * them to NULL. Errors: UNSUPPORTED (recurrent target), BAD_SEQ_ID, SEQ_IDLE, SEQ_BUSY, BAD_PLAN,
+ * them to NULL. Errors: UNSUPPORTED (recurrent target, or a sliding window needs cells that are
+ * gone), BAD_SEQ_ID, SEQ_IDLE, SEQ_BUSY, BAD_PLAN,
  * INVALID_ARGUMENT; then nothing has changed. since ABI 2 */
 int32_t spec_engine_fork(spec_engine * engine, int32_t src, int32_t n_past, const int32_t * dst,
                          spec_sampler ** samplers, int32_t n);

@@ -108,11 +108,12 @@ def prompts(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 class Referee:
     """Decides whether two unlike outputs of one prompt are both right: only where logits tie.
 
-    Holds an engine of its own without speculation, for one sequence.
+    Holds an engine of its own without speculation, for one sequence; of a demo model, or of another
+    file.
     """
 
-    def __init__(self, target: str) -> None:
-        self._model = drafthouse_engine.Model(MODELS / TARGETS[target])
+    def __init__(self, target: str, path: Path | None = None) -> None:
+        self._model = drafthouse_engine.Model(path or MODELS / TARGETS[target])
         params = drafthouse_engine.EngineParams(
             draft_type="none", n_seq_max=1, n_ctx_seq=1024, n_batch=1024, n_ubatch=512, n_threads=1
         )

@@ -80,12 +80,11 @@ def fused(
     target: Engine, prompts: Sequence[Sequence[int]], n: int, n_draft: int = 3
 ) -> list[list[int]]:
     """Returns n greedy tokens of each prompt, generated together by `step`; frees the sequences."""
-    name = Path(target.target.path).name
     n_draft = min(n_draft, target.limits.n_draft_max)
     outputs: list[list[int]] = [[] for _ in prompts]
     pending = [list(prompt) for prompt in prompts]
     for seq_id in range(len(prompts)):
-        target.seq_begin(seq_id, sampler(name=name))
+        target.seq_begin(seq_id, Sampler(target.target, GREEDY))
     while running := [i for i, output in enumerate(outputs) if len(output) < n]:
         rows, tokens = [], list[int]()
         for i in running:

@@ -22,8 +22,12 @@ def tokens(n: int, first: int = 0) -> list[int]:
     return list(range(first, first + n))
 
 
-def cache(*, can_cut: bool = True, n_host_bytes_max: int = 1000, **more: bool) -> PrefixCache:
-    return PrefixCache(can_cut=can_cut, n_host_bytes_max=n_host_bytes_max, **more)
+def cache(
+    *, can_cut: bool = True, n_window: int = 0, n_host_bytes_max: int = 1000, **more: bool
+) -> PrefixCache:
+    return PrefixCache(
+        can_cut=can_cut, n_window=n_window, n_host_bytes_max=n_host_bytes_max, **more
+    )
 
 
 def test_nothing_is_found_in_an_empty_cache() -> None:
@@ -79,6 +83,46 @@ def test_a_recurrent_prefix_is_used_whole_or_not_at_all() -> None:
     assert match is not None
     assert (match.prefix.seq_id, match.n_tokens) == (1, B + 7)
     assert prefixes.find("a", [*tokens(B), 9999, 9999]) is None
+
+
+@pytest.mark.parametrize(
+    ("n_window", "n_held", "n_shared", "n_found"),
+    [
+        (40, 3 * B, 2 * B, None),  # what lies before the window is gone
+        (40, 3 * B, 3 * B - 2, None),
+        (40, 3 * B, 3 * B - 1, 3 * B - 1),
+        (40, 3 * B, 3 * B, 3 * B),
+        (3 * B, 3 * B, 2 * B, 2 * B),  # all of it lies in the window
+        (3 * B - 1, 3 * B, 2 * B, None),
+    ],
+)
+def test_a_snapshot_beyond_the_window_is_used_whole_or_but_for_its_last_token(
+    n_window: int, n_held: int, n_shared: int, n_found: int | None
+) -> None:
+    prefixes = cache(n_window=n_window)
+    assert prefixes.store("a", tokens(n_held), bytes(10))
+    match = prefixes.find("a", tokens(n_shared) + [9999] * B)
+    assert (match and match.n_tokens) == n_found
+
+
+def test_a_slot_that_came_out_of_a_snapshot_is_cut_no_shorter() -> None:
+    prefixes = cache(n_window=B)
+    prefixes.hold(0, "a", tokens(5 * B), is_running=False, n_cut_min=3 * B)
+    assert prefixes.find("a", tokens(3 * B - 1) + [9999] * B) is None
+    match = prefixes.find("a", tokens(3 * B) + [9999] * B)
+    assert match is not None
+    assert match.n_tokens == 3 * B
+
+
+def test_where_the_longest_cannot_be_cut_the_next_one_is_taken() -> None:
+    prefixes = cache(n_window=B)
+    prefixes.store("a", tokens(5 * B), bytes(10))
+    prefixes.store("a", tokens(2 * B), bytes(10))  # not covered: the longer one is of no use for it
+    match = prefixes.find("a", tokens(4 * B) + [9999] * B)
+    assert match is not None
+    assert (match.n_tokens, match.prefix.tokens) == (2 * B, tuple(tokens(2 * B)))
+    prefixes.store("a", tokens(3 * B), bytes(10))  # nor does a shorter one leave for it
+    assert prefixes.n_host_bytes == 30
 
 
 def test_the_cheapest_of_equals_is_taken() -> None:

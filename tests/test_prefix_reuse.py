@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 
 import pytest
 from tests.demo import Referee, prompts
 from tests.demo import config as demo_config
+from tests.windows import windowed
 
 from drafthouse_server.engine import LlamaEngine
 from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import Sequence as TokenSequence
 from drafthouse_server.speculation import FixedDraft
-from drafthouse_server.step import SamplingOptions
+from drafthouse_server.step import SamplingOptions, StepPlan
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
@@ -78,3 +80,54 @@ def test_turns_go_on_from_slots_and_from_host_memory(target: str, engine: LlamaE
             assert sequence.n_accepted >= 0.5 * expected.n_accepted
     finally:
         referee.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own-cells", "shared-cells"])
+@pytest.mark.parametrize("n_window", [64, 500])
+def test_documents_asked_for_in_turn_get_the_answers_of_a_cache_that_is_off(
+    n_window: int, is_shared: bool
+) -> None:
+    """More documents than slots: they go to host memory, which holds a window of each."""
+    documents = prompts((300, 350, 400, 450))
+    chance = random.Random(5)
+    asked: list[tuple[int, ...]] = []
+    for share in (0.95, 0.7, 0.3):
+        asked += documents
+        asked += [
+            (*text[: round(share * len(text))], *(chance.randrange(33, 120) for _ in range(9)))
+            for text in documents
+        ]
+    path = windowed(n_window)
+    n_ctx = 1200 if is_shared else 0
+    settings = demo_config(
+        "dense", "none", model=str(path), n_seq_max=2, n_ctx=n_ctx, n_ctx_seq=512,
+        is_kv_unified=is_shared,
+    )  # fmt: skip
+    engine, referee = LlamaEngine.load(settings), Referee("dense", path)
+    try:
+        with_cache, without = (
+            Scheduler(
+                engine.limits,
+                FixedDraft(0),
+                prefixes=PrefixCache(
+                    can_cut=True, n_window=engine.limits.n_window, n_host_bytes_max=1 << 28
+                )
+                if has_cache
+                else None,
+            )
+            for has_cache in (True, False)
+        )
+        found = [ask(engine, with_cache, prompt) for prompt in asked]
+        n_reused = [sequence.n_reused for sequence in found]
+        assert engine.limits.n_window == n_window
+        assert sum(n > 0 for n in n_reused) >= len(asked) / 4, n_reused
+        for seq_id in range(2):
+            engine.step(StepPlan(frees=[seq_id]))
+        ties = []
+        for prompt, sequence in zip(asked, found, strict=True):
+            expected = ask(engine, without, prompt)
+            ties.append(referee.compare(prompt, expected.output, sequence.output))
+        assert sum(tie is not None for tie in ties) <= 2
+    finally:
+        referee.close()
+        engine.close()

@@ -67,12 +67,16 @@ class Setup:
     """Host memory of prefixes; None is no reuse at all."""
     is_paced: bool = False
     """Whether prompts are cut by time."""
+    n_window: int = 0
+    """Tokens that the engine's sliding windows look back; 0: it has none."""
     n_pool_max: int | None = None
     """Tokens to draft from of each tenant's past, n-gram lookup first; None is no lookup."""
 
     @property
     def limits(self) -> EngineLimits:
-        return dataclasses.replace(LIMITS, n_ctx=self.n_ctx, n_ctx_seq=self.n_ctx_seq)
+        return dataclasses.replace(
+            LIMITS, n_ctx=self.n_ctx, n_ctx_seq=self.n_ctx_seq, n_window=self.n_window
+        )
 
 
 SETUPS = (
@@ -84,6 +88,8 @@ SETUPS = (
     Setup(n_host_bytes_max=0),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_recurrent=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, n_window=7),
+    Setup(n_host_bytes_max=4000, n_window=20, is_paced=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_pool_max=500),
     Setup(n_ctx=130, n_ctx_seq=100, n_host_bytes_max=0, is_paced=True, n_pool_max=100),
 )
@@ -101,7 +107,9 @@ class World:
         prefixes = None
         if setup.n_host_bytes_max is not None:
             prefixes = PrefixCache(
-                can_cut=not setup.is_recurrent, n_host_bytes_max=setup.n_host_bytes_max
+                can_cut=not setup.is_recurrent,
+                n_window=setup.n_window,
+                n_host_bytes_max=setup.n_host_bytes_max,
             )
         ngrams = None
         if setup.n_pool_max is not None:
@@ -117,6 +125,8 @@ class World:
         )
         self.sequences: list[Sequence] = []
         self.events: dict[str, list[Event]] = {}
+        self.has_refusals = False
+        """Whether the engine was asked to refuse starts."""
 
     def submit(
         self,
@@ -153,6 +163,7 @@ class World:
         except RuntimeError as error:
             self._take(self.scheduler.abandon(plan, error))
         else:
+            assert self.has_refusals or not result.n_kept, "a start that cannot keep what it should"
             n_running = self.scheduler.n_running
             took_s = simulated_s(result)
             result = dataclasses.replace(result, timings=StepTimings(total_s=took_s))
@@ -316,6 +327,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def refuse(self, n_starts: int, n_saves: int) -> None:
         for world in self.worlds:
             world.engine.refuse(n_starts=n_starts, n_saves=n_saves)
+            world.has_refusals = True
 
     @invariant()
     def slots_and_cells_add_up(self) -> None:

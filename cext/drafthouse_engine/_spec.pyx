@@ -1065,6 +1065,7 @@ cdef class Engine:
             n_vocab=c.n_vocab,
             kv_unified=c.kv_unified,
             has_checkpoints=c.has_checkpoints,
+            n_window=c.n_window,
         )
 
     def __dealloc__(self):

@@ -37,6 +37,9 @@ class EngineLimits:
     """Whether all sequences share one pool of cells."""
     has_checkpoints: bool
     """Whether rollbacks beyond n_rs_seq restore a checkpoint and decode again."""
+    n_window: int
+    """Tokens that the target's sliding windows look back; 0: it has none. Of a snapshot with more
+    tokens a start keeps all, or all but the last."""
 
 
 @dataclass(frozen=True, slots=True)

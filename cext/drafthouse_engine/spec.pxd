@@ -182,6 +182,7 @@ cdef extern from "spec.h" nogil:
         int32_t n_vocab
         bool kv_unified
         bool has_checkpoints
+        int32_t n_window
 
     void spec_engine_default_params(spec_engine_params * out)
     int32_t spec_engine_init(

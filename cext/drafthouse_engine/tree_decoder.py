@@ -12,6 +12,7 @@ from drafthouse_engine.errors import (
     EngineError,
     InvalidArgument,
     ProposalPending,
+    Unsupported,
     WrongRoot,
 )
 from drafthouse_engine.scores import Rows, Scores
@@ -153,16 +154,35 @@ class TreeDecoder(Decoder):
         if not nodes or self._tree.path_to(nodes[-1]) != nodes:
             raise InvalidArgument(f"{nodes} is no path from the root of the tree")
         n = len(self._history)
+        is_kept = True
         if self._has_nodes(self._tree):
             kept = [node + self._root for node in nodes if node + self._root >= 0]
-            self._context.tree_commit(self._seq_id, [*range(self._root), *kept])
+            is_kept = self._commit([*range(self._root), *kept])
         if self._follower is not None:
             first = 0 if self._root >= 0 else 1  # node of the context's tree
             self._follower._keep_path(n - 1 + first, [node - first for node in nodes[first:]])
         self._history += [self._tree.tokens[node] for node in nodes[1:]]
-        self._n_cached = n + len(nodes) - 1
-        self._scores = self._tree_scores.pick(n, nodes)
+        scores = self._tree_scores.pick(n, nodes)
+        if is_kept:
+            self._n_cached = n + len(nodes) - 1
+            self._scores = scores
+        else:
+            self._resync()
         self._tree = self._tree_scores = None
+
+    def _commit(self, path: list[int]) -> bool:
+        """Takes a path of the context's tree into the cache.
+
+        Returns:
+            False where it cannot be taken: a tree deeper than the model's sliding window has lost
+            its top. Then the tree is dropped, and the next forward decodes the path again.
+        """
+        try:
+            self._context.tree_commit(self._seq_id, path)
+        except Unsupported:
+            self._context.tree_commit(self._seq_id, [])
+            return False
+        return True
 
     def reset(self) -> None:
         """Forgets the history, and the tree that waits."""

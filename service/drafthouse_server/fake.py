@@ -139,6 +139,8 @@ class _Slot:
     is_cold: bool = False
     is_awaited: bool = False
     """Whether its draft state was let go."""
+    n_cut_min: int = 0
+    """Fewest of its tokens that can be kept, but 0: what came before has left the window."""
 
     @property
     def n_past(self) -> int:
@@ -237,7 +239,6 @@ class FakeEngine:
     ) -> None:
         self._limits = limits
         self._card = dataclasses.replace(card, is_recurrent=is_recurrent or card.is_recurrent)
-        self._is_recurrent = self._card.is_recurrent
         self._acceptance = tuple(acceptance)
         self._eog_period = eog_period
         self._step_s = step_s
@@ -401,14 +402,19 @@ class FakeEngine:
             _require(start.seq_id not in draft.n_planned, "BAD_PLAN", "a slot started twice")
             self._check_start(start, draft)
             draft.n_planned[start.seq_id] = start.n_kept
-            kept, sampler = self._kept(start, draft)
-            if start.n_kept and kept is None:
+            held = self._held(start, draft)
+            is_kept = held is not None and self._can_keep(start, held, draft)
+            if start.n_kept and not is_kept:
                 draft.refused.add(start.seq_id)
             draft.slots.pop(start.seq_id, None)
+            sampler = start.sampler or (held.sampler if held is not None and is_kept else None)
             if sampler is None:
                 continue
+            assert isinstance(sampler, FakeSampler), "checked before"
             slot = _Slot(sampler.copy(is_owned=True))
-            slot.compute(kept or ())
+            if held is not None and is_kept:
+                slot.compute(held.tokens[: start.n_kept])
+                slot.n_cut_min = held.n_cut_min
             draft.slots[start.seq_id] = slot
 
     def _check_start(self, start: Start, draft: _Draft) -> None:
@@ -439,27 +445,27 @@ class FakeEngine:
             n_held = draft.n_held(slot_id)
             _require(start.n_kept <= n_held, "BAD_PLAN", f"n_kept {start.n_kept}, held {n_held}")
 
-    def _kept(self, start: Start, draft: _Draft) -> tuple[Sequence[int] | None, FakeSampler | None]:
-        """Returns the tokens that a start keeps, None where it is refused, and its sampler."""
-        given = start.sampler
-        assert given is None or isinstance(given, FakeSampler), "checked before"
-        sampler = given
+    def _held(self, start: Start, draft: _Draft) -> _Slot | None:
+        """Returns what a start goes on from: a slot, or what a snapshot says of one."""
         if not start.n_kept:
-            return None, given
-        if start.snapshot is not None:
-            saved = _read_snapshot(start.snapshot)
-            tokens, own = (saved.tokens, saved.sampler) if saved else ([], None)
-            sampler = given or own
-        else:
-            slot_id = start.seq_id if start.source is None else start.source
-            tokens = draft.slots[slot_id].tokens if slot_id in draft.slots else []
-        cannot_cut = start.source is not None or len(tokens) > start.n_kept
-        if len(tokens) < start.n_kept or (self._is_recurrent and cannot_cut):
-            return None, given
-        if draft.n_start_refusals:
-            draft.n_start_refusals -= 1
-            return None, given
-        return tokens[: start.n_kept], sampler
+            return None
+        if start.snapshot is None:
+            return draft.slots.get(start.seq_id if start.source is None else start.source)
+        saved = _read_snapshot(start.snapshot)
+        if saved is not None and 0 < self._limits.n_window < saved.n_past:
+            saved.n_cut_min = saved.n_past - 1
+        return saved
+
+    def _can_keep(self, start: Start, held: _Slot, draft: _Draft) -> bool:
+        """Returns whether a start keeps its tokens; one of the refusals asked for is used up."""
+        is_cut = held.n_past > start.n_kept
+        if held.n_past < start.n_kept or (is_cut and start.n_kept < held.n_cut_min):
+            return False
+        if self._card.is_recurrent and (is_cut or start.source is not None):
+            return False
+        is_refused = draft.n_start_refusals > 0
+        draft.n_start_refusals -= is_refused
+        return not is_refused
 
     def _check_entries(self, plan: StepPlan, draft: _Draft) -> None:
         """Raises EngineError where `spec.h` returns BAD_PLAN and the like."""

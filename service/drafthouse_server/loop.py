@@ -435,7 +435,9 @@ def make_scheduler(engine: Engine, config: Config) -> Scheduler:
     prefixes = None
     if config.has_prefix_cache:
         prefixes = PrefixCache(
-            can_cut=not is_recurrent, n_host_bytes_max=config.n_prefix_mib_max << 20
+            can_cut=not is_recurrent,
+            n_window=engine.limits.n_window,
+            n_host_bytes_max=config.n_prefix_mib_max << 20,
         )
     ngrams = None
     if config.has_ngram_first:

@@ -65,6 +65,8 @@ class Prefix:
     """What the engine wrote; empty in a slot."""
     hashes: tuple[int, ...] = ()
     """Of the whole blocks, in order."""
+    n_cut_min: int = 0
+    """Fewest of its tokens that can be used: less reaches back behind a sliding window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +142,24 @@ class PrefixCache:
     Args:
         can_cut: Whether a prefix can be used in part and copied from slot to slot. A recurrent
             target cannot: there a prefix is used whole, or not at all.
+        n_window: Tokens that the target's sliding windows look back; 0: it has none. A snapshot
+            holds no more of the windowed layers, so one with more tokens can be used whole, or but
+            for its last token.
         n_host_bytes_max: Most bytes of snapshots in host memory; 0 is none.
         has_events: Whether `take_events` is of interest.
     """
 
     def __init__(
-        self, *, can_cut: bool, n_host_bytes_max: int = 0, has_events: bool = False
+        self,
+        *,
+        can_cut: bool,
+        n_window: int = 0,
+        n_host_bytes_max: int = 0,
+        has_events: bool = False,
     ) -> None:
         self.counts = PrefixCounts()
         self._can_cut = can_cut
+        self._n_window = n_window
         self._n_host_bytes_max = n_host_bytes_max
         self._has_events = has_events
         self._events: list[CacheEvent] = []
@@ -164,6 +175,11 @@ class PrefixCache:
     def can_cut(self) -> bool:
         """Whether a prefix can be used in part and copied from slot to slot."""
         return self._can_cut
+
+    @property
+    def can_cut_host(self) -> bool:
+        """Whether a prefix in host memory can be used in part, however long it is."""
+        return self._can_cut and self._n_window == 0
 
     @property
     def n_retained(self) -> int:
@@ -227,17 +243,17 @@ class PrefixCache:
         return known
 
     def _find_part(self, tokens: Sequence[int], hashes: list[int], n_max: int) -> Match | None:
-        if not hashes:
-            return None
-        start = len(hashes) * BLOCK_SIZE
-        rest = tokens[start : min(n_max, start + BLOCK_SIZE)]
-        return min(
-            (
+        for n_blocks in range(len(hashes), 0, -1):
+            start = n_blocks * BLOCK_SIZE
+            rest = tokens[start : min(n_max, start + BLOCK_SIZE)]
+            matches = (
                 Match(prefix, start + _n_common(prefix.tokens[start : start + BLOCK_SIZE], rest))
-                for prefix in self._holders[hashes[-1]]
-            ),
-            key=lambda match: (-match.n_tokens, match.prefix.tier),
-        )
+                for prefix in self._holders[hashes[n_blocks - 1]]
+            )
+            usable = [match for match in matches if match.n_tokens >= match.prefix.n_cut_min]
+            if usable:
+                return min(usable, key=lambda match: (-match.n_tokens, match.prefix.tier))
+        return None
 
     def _find_whole(self, tokens: Sequence[int], hashes: list[int], n_max: int) -> Match | None:
         for n_blocks in range(len(hashes), 0, -1):
@@ -266,7 +282,15 @@ class PrefixCache:
         self.counts.n_hits += 1
         self.counts.n_reused += n_tokens
 
-    def hold(self, seq_id: int, tenant: str, tokens: Sequence[int], *, is_running: bool) -> None:
+    def hold(
+        self,
+        seq_id: int,
+        tenant: str,
+        tokens: Sequence[int],
+        *,
+        is_running: bool,
+        n_cut_min: int = 0,
+    ) -> None:
         """Notes what a slot holds: computed tokens only. What was noted of it before is forgotten.
 
         Args:
@@ -274,11 +298,14 @@ class PrefixCache:
             tenant: Whose tokens they are.
             tokens: Those in the slot's cells; fewer than one block are not worth noting.
             is_running: Whether the sequence goes on. If not, the slot is retained.
+            n_cut_min: Fewest of its tokens that can be kept, but 0: of a slot that came out of a
+                snapshot.
         """
         before = self._slots.get(seq_id)
         tier = Tier.RUNNING if is_running else Tier.RETAINED
         prefix = self._make(tenant, tokens, tier, seq_id) if len(tokens) >= BLOCK_SIZE else None
         if prefix is not None:
+            prefix.n_cut_min = n_cut_min
             self._add(prefix)  # before the old one goes, so that shared blocks make no events
         if before is not None:
             del self._slots[seq_id]
@@ -331,6 +358,7 @@ class PrefixCache:
         if len(tokens) < BLOCK_SIZE or len(snapshot) > self._n_host_bytes_max:
             return False
         prefix = self._make(tenant, tokens, Tier.HOST)
+        prefix.n_cut_min = self.n_cut_min_of_snapshot(len(tokens))
         covering = self._covering(prefix)
         if covering is not None:
             self._touch(covering)
@@ -346,6 +374,10 @@ class PrefixCache:
         self._n_host_bytes += len(snapshot)
         self.counts.n_stored += 1
         return True
+
+    def n_cut_min_of_snapshot(self, n_tokens: int) -> int:
+        """Returns the fewest tokens that can be kept of a snapshot of so many, but 0."""
+        return n_tokens - 1 if 0 < self._n_window < n_tokens else 0
 
     def clear(self, tenant: str | None = None) -> list[int]:
         """Forgets everything, or all of one tenant, but what running sequences hold.
@@ -404,7 +436,11 @@ class PrefixCache:
         table = self._holders if self._can_cut else self._ends
         n = len(prefix.tokens)
         for other in table.get(prefix.hashes[-1], ()):
-            is_enough = len(other.tokens) >= n if self._can_cut else len(other.tokens) == n
+            is_enough = (
+                len(other.tokens) >= n >= other.n_cut_min
+                if self._can_cut
+                else len(other.tokens) == n
+            )
             if other.tier is Tier.HOST and is_enough and other.tokens[:n] == prefix.tokens:
                 return other
         return None
@@ -419,6 +455,7 @@ class PrefixCache:
             for other in self._ends.get(block_hash, ())
             if other.tier is Tier.HOST
             and other in self._hosted
+            and len(other.tokens) >= prefix.n_cut_min
             and prefix.tokens[: len(other.tokens)] == other.tokens
         ]
 

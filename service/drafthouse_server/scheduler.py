@@ -501,14 +501,18 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> None:
         """Gives a sequence its slot, with as much of its tokens as is computed somewhere."""
         snapshot, match, source = self._lot.take(sequence), None, None
+        sequence.n_cut_min = 0
         if snapshot is None:
             sequence.is_draft_cold = False
             match = self._find_prefix(sequence)
+        elif self._prefixes is not None:
+            sequence.n_cut_min = self._prefixes.n_cut_min_of_snapshot(sequence.n_computed)
         seq_id, match = self._place(match)
         self._take_slot(seq_id, match)
         if match is not None:
             prefix = match.prefix
             sequence.n_computed = match.n_tokens
+            sequence.n_cut_min = prefix.n_cut_min
             snapshot = prefix.snapshot or None
             source = prefix.seq_id if prefix.tier is not Tier.HOST else None
         sequence.seq_id = seq_id
@@ -791,7 +795,7 @@ class Scheduler:
     def _has_borders(self) -> bool:
         """Whether checkpoints of prompts are taken: what cannot be cut is good only as a whole."""
         prefixes = self._prefixes
-        return prefixes is not None and prefixes.has_host and not prefixes.can_cut
+        return prefixes is not None and prefixes.has_host and not prefixes.can_cut_host
 
     def commit(self, result: StepResult, now: float) -> list[tuple[Sequence, Event]]:
         """Takes the engine's answer to the last plan.
@@ -866,6 +870,7 @@ class Scheduler:
                 sequence.n_reused = n_kept
             # The plan may have had no entry for it: no budget was left.
             sequence.n_computed = n_kept
+            sequence.n_cut_min = 0
 
     def _advance(
         self, sequence: Sequence, entry: ResultEntry, events: list[tuple[Sequence, Event]]
@@ -899,8 +904,14 @@ class Scheduler:
         """Tells how far the prompt is, to those who want to know."""
         n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
         if n_computed == n_prompt and self._prefixes is not None and self._prefixes.can_cut:
-            self._prefixes.hold(sequence.seq_id, sequence.tenant, sequence.tokens, is_running=True)
-        elif self._has_borders and n_computed == self._border(sequence):
+            self._prefixes.hold(
+                sequence.seq_id,
+                sequence.tenant,
+                sequence.tokens,
+                is_running=True,
+                n_cut_min=sequence.n_cut_min,
+            )
+        if self._has_borders and n_computed == self._border(sequence):
             self._borders.append(sequence)
         if sequence.has_progress and n_computed > sequence.n_progress:
             sequence.n_progress = n_computed
@@ -1025,7 +1036,13 @@ class Scheduler:
         if self._prefixes is None or not BLOCK_SIZE <= n_computed <= len(sequence.tokens):
             return False
         tokens = sequence.tokens[:n_computed]
-        self._prefixes.hold(sequence.seq_id, sequence.tenant, tokens, is_running=False)
+        self._prefixes.hold(
+            sequence.seq_id,
+            sequence.tenant,
+            tokens,
+            is_running=False,
+            n_cut_min=sequence.n_cut_min,
+        )
         self._retained[sequence.seq_id] = n_computed
         self._n_retained_cells += n_computed
         return True

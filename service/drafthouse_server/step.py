@@ -71,6 +71,9 @@ class EngineLimits:
     """Most draft tokens of one sequence and step; 0 when the engine does not speculate."""
     n_outputs_max: int
     """Most sampled positions of one step: sum of 1 + n_draft over entries with is_output."""
+    n_window: int = 0
+    """Tokens that the model's sliding windows look back; 0: it has none. Of a snapshot with more
+    tokens a start keeps all, or all but the last; so it does of a slot that came out of one."""
 
 
 @dataclass(frozen=True, slots=True)
