@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from collections.abc import Sequence as Tokens
 from contextlib import asynccontextmanager
 
 import pytest
@@ -24,6 +23,7 @@ from drafthouse_server.errors import (
 from drafthouse_server.fake import FakeEngine
 from drafthouse_server.loop import N_FAILURES_UNHEALTHY, StepLoop
 from drafthouse_server.outbox import Outbox
+from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import (
     ErrorEvent,
     Event,
@@ -32,7 +32,7 @@ from drafthouse_server.sequence import (
     Sequence,
     TokensEvent,
 )
-from drafthouse_server.speculation import Draftable, FixedDraft
+from drafthouse_server.speculation import FixedDraft
 from drafthouse_server.step import EngineLimits, SamplingOptions, Start, StepPlan, StepResult
 
 LIMITS = EngineLimits("mtp", 2, 2048, 1000, 32, 32, 4, 10)
@@ -272,18 +272,19 @@ async def test_health_goes_when_steps_keep_failing_and_comes_back() -> None:
         assert len(tokens) == 10
 
 
-class BrokenPolicy(FixedDraft):
+class BrokenScheduler(Scheduler):
     """A bug of ours."""
 
-    def choose_all(
-        self, sequences: Tokens[Draftable], limits: EngineLimits, n_room: int, n_prefill: int
-    ) -> list[int]:
+    def plan(self, now: float) -> StepPlan:
         raise ZeroDivisionError
 
 
 async def test_nobody_waits_for_ever_when_the_loop_itself_fails() -> None:
     health: list[bool] = []
-    loop = StepLoop(FakeEngine(LIMITS), BrokenPolicy(0), on_health=health.append)
+    scheduler = BrokenScheduler(LIMITS, FixedDraft(0))
+    loop = StepLoop(
+        FakeEngine(LIMITS), scheduler.policy, on_health=health.append, scheduler=scheduler
+    )
     loop.start()
     outboxes = [loop.submit(make(loop, str(i))) for i in range(4)]
     for outbox in outboxes:
@@ -417,15 +418,17 @@ async def test_a_loop_that_is_cancelled_ends_everybody_and_its_thread() -> None:
     await until(lambda: threading.active_count() <= n_threads)
 
 
-class LateBrokenPolicy(FixedDraft):
-    """A bug of ours that shows in the middle of a commit, when other sequences have ended."""
+class LateBrokenScheduler(Scheduler):
+    """A bug of ours that shows at the end of a commit, when sequences have ended."""
 
-    def observe(self, result: StepResult) -> None:
+    def commit(self, result: StepResult, now: float) -> list[tuple[Sequence, Event]]:
+        super().commit(result, now)
         raise ZeroDivisionError
 
 
 async def test_who_ended_in_the_commit_that_failed_is_told() -> None:
-    loop = StepLoop(FakeEngine(LIMITS), LateBrokenPolicy(0))
+    scheduler = LateBrokenScheduler(LIMITS, FixedDraft(0))
+    loop = StepLoop(FakeEngine(LIMITS), scheduler.policy, scheduler=scheduler)
     short, long = make(loop, "short", 1), make(loop, "long", 100)
     loop.start()
     outboxes = [loop.submit(short), loop.submit(long)]  # one step computes both

@@ -455,6 +455,7 @@ def make_scheduler(engine: Engine, config: Config) -> Scheduler:
         n_parked_bytes_max=config.n_parked_mib_max << 20,
         prefixes=prefixes,
         ngrams=ngrams,
+        n_draft_fixed=config.n_draft_default,
     )
 
 

@@ -45,6 +45,8 @@ class SchedulerCounts:
     """Times that a sequence that generates had its part in a step."""
     n_draft_planned: int = 0
     """Draft tokens chosen for them (K), over all."""
+    n_estimator_resets: int = 0
+    """Times that an estimator failed and started over; streams go on."""
 
     @property
     def prefix_hit_rate(self) -> float:

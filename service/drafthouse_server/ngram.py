@@ -321,8 +321,14 @@ class NgramDrafter:
     def __init__(self, n_min: int = 3, n_pool_max: int = 0, *, can_lengthen: bool = False) -> None:
         self._n_min = n_min
         self._n_long = 2 * n_min
-        self._pool = NgramPool(n_pool_max, n_min) if n_pool_max else None
+        self._n_pool_max = n_pool_max
         self._can_lengthen = can_lengthen
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all tenants' ended sequences; those that run have to be given new memories."""
+        n_pool_max = self._n_pool_max
+        self._pool = NgramPool(n_pool_max, self._n_min) if n_pool_max else None
 
     def fill(
         self,

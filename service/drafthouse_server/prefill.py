@@ -101,6 +101,10 @@ class PrefillPacer:
 
     def __init__(self, gap_s: float = 0.0) -> None:
         self._gap_s = gap_s
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets how far steps have fallen behind their predictions."""
         self._unloaded = _Ratios()
         self._loaded = _Ratios()
 

@@ -18,12 +18,14 @@ ended are retained until they or their cells are needed: prompts of the same ten
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 
 from drafthouse_server.cells import CellLedger
 from drafthouse_server.errors import ContextTooLong, DrafthouseError, EngineError
+from drafthouse_server.guard import Guard, checked, is_duration
 from drafthouse_server.metrics import SchedulerCounts
 from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.parking import ParkingLot, SnapshotCost
@@ -44,7 +46,7 @@ from drafthouse_server.sequence import (
     Sequence,
     SequenceState,
 )
-from drafthouse_server.speculation import DraftPolicy
+from drafthouse_server.speculation import DraftPolicy, FixedDraft
 from drafthouse_server.step import (
     EngineLimits,
     PlanEntry,
@@ -117,6 +119,7 @@ class Scheduler:
         ngrams: Proposes drafts before the engine's drafter is asked; None: nobody does.
         n_checkpoint_min: Tokens of a prompt that a checkpoint must save over what was computed
             before; of recurrent targets only.
+        n_draft_fixed: K of the fixed policy, which answers where `policy` fails.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         ngrams: NgramDrafter | None = None,
         n_checkpoint_min: int = 64,
+        n_draft_fixed: int = 0,
     ) -> None:
         if limits.n_batch < limits.n_seq_max or limits.n_outputs_max < limits.n_seq_max:
             raise ValueError(
@@ -139,7 +143,16 @@ class Scheduler:
             )
         self._limits = limits
         self._policy = policy
+        self._fixed = FixedDraft(n_draft_fixed)
         self._cost = cost
+        self._guard = Guard(
+            {
+                "cost": self._reset_cost,
+                "n-grams": self._reset_ngrams,
+                "pacing": self._reset_pacing,
+                "policy": self._reset_policy,
+            }
+        )
         self._splitting = splitting
         self._pacer = PrefillPacer(gap_s)
         self._runs = RunPacer(gap_s)
@@ -168,15 +181,15 @@ class Scheduler:
         self._marks: dict[Sequence, _End] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._n_reserved = self._n_submitted = 0
-        self._n_turns = 0  # of the policy, that were carried out
-        self._n_decodes = 0  # of the plan in flight
+        # Turns of the policy that were carried out; decodes of the plan in flight.
+        self._n_turns = self._n_decodes = 0
         self._is_fed = True  # whether anybody's drafter is, in the plan in flight
         # Entries of all plans that generate, once a step, and their draft tokens.
         self._n_planned = self._n_draft_planned = 0
-        self._has_moves = False  # whether it starts, saves or parks
+        # Whether it starts, saves or parks, and whether its drafts are the policy's choice.
+        self._has_moves = self._has_choice = False
         self._stall_s = math.inf  # a step of running streams: a snapshot may hold them up as long
-        self._now = 0.0
-        self._planned_at = 0.0
+        self._now = self._planned_at = 0.0
 
     @property
     def policy(self) -> DraftPolicy:
@@ -223,6 +236,7 @@ class Scheduler:
             n_planned=self._n_planned,
             n_draft_planned=self._n_draft_planned,
             n_retained_cells=self._n_retained_cells,
+            n_estimator_resets=self._guard.n_resets,
         )
 
     def tell_cache(self, *, is_told: bool) -> None:
@@ -339,14 +353,11 @@ class Scheduler:
         decodes, prefills = self._split_running()
         n_free = self._n_cells_free() - len(decodes)
         n_room, n_floor = self._draft_room(decodes, prefills, n_free)
-        drafts = self._policy.choose_all(decodes, self._limits, n_room, n_floor)
-        self._is_fed = any(map(self._policy.wants, self._running.values()))
-        entries = [
-            PlanEntry(sequence.seq_id, sequence.n_computed, sequence.tokens[-1:], n_draft, True)
-            for sequence, n_draft in zip(decodes, drafts, strict=True)
-        ]
+        drafts = self._choose_drafts(decodes, n_room, n_floor)
+        self._is_fed = any(self._wanted(self._running.values()))
+        entries = _decode_entries(decodes, drafts)
         if self._ngrams is not None and decodes:
-            entries = self._quote(self._ngrams, decodes, entries, n_room)
+            entries = self._quote(self._ngrams, decodes, drafts, n_room)
         n_draft = sum([entry.n_draft for entry in entries])
         self._n_planned += len(entries)
         self._n_draft_planned += n_draft
@@ -365,7 +376,7 @@ class Scheduler:
         is_steady = bool(decodes) and not (prefills or n_draft or self._has_moves)
         n_steps = 1
         if is_steady and self._ngrams is None:
-            n_steps = self._runs.n_steps(decodes, self._stall_s, 1 + n_free // len(decodes))
+            n_steps = self._n_steps_run(decodes, 1 + n_free // len(decodes))
         if self._retained and self._ledger.is_shared:
             n_cells = sum(len(entry.tokens) + entry.n_draft for entry in entries)
             self._evict_for(n_cells * n_steps)
@@ -385,12 +396,91 @@ class Scheduler:
             turned = list(running.values())
         let_go: list[int] = []
         take_up: list[int] = []
-        for sequence in turned:
-            is_wanted = policy.wants(sequence)
+        for sequence, is_wanted in zip(turned, self._wanted(turned), strict=True):
             (take_up if is_wanted else let_go).append(sequence.seq_id)
             if not is_wanted:
                 sequence.is_draft_cold = True
         return let_go, take_up
+
+    def _choose_drafts(self, decodes: list[Sequence], n_room: int, n_prefill: int) -> list[int]:
+        """Returns K for each sequence that generates."""
+        policy, limits = self._policy, self._limits
+
+        def choose() -> list[int]:
+            self._has_choice = True
+            drafts = policy.choose_all(decodes, limits, n_room, n_prefill)
+            self._check_drafts(decodes, drafts, n_room)
+            return drafts
+
+        return self._guard.ask(
+            "policy", choose, lambda: self._fixed.choose_all(decodes, limits, n_room, n_prefill)
+        )
+
+    def _check_drafts(self, decodes: list[Sequence], drafts: list[int], n_room: int) -> None:
+        """Raises ValueError where the engine could not carry drafts of these lengths."""
+        limits = self._limits
+        is_possible = len(drafts) == len(decodes) and sum(drafts) <= n_room
+        if is_possible and any(drafts):
+            n_most, n_ctx_seq = limits.n_draft_max, limits.n_ctx_seq
+            is_possible = all(
+                0 <= n <= n_most and sequence.n_computed + n < n_ctx_seq
+                for sequence, n in zip(decodes, drafts, strict=True)
+            )
+        if not is_possible:
+            raise ValueError(f"drafts {drafts} for {len(decodes)} sequences, room for {n_room}")
+
+    def _wanted(self, sequences: Collection[Sequence]) -> list[bool]:
+        """Returns for each sequence whether its drafter is fed."""
+        return self._guard.ask(
+            "policy",
+            lambda: list(map(self._policy.wants, sequences)),
+            lambda: list(map(self._fixed.wants, sequences)),
+        )
+
+    def _n_steps_run(self, decodes: list[Sequence], n_steps_free: int) -> int:
+        """Returns how many steps the engine may run in a row."""
+
+        def count() -> int:
+            n_steps = self._runs.n_steps(decodes, self._stall_s, n_steps_free)
+            if not 1 <= n_steps <= n_steps_free:
+                raise ValueError(f"a run of {n_steps} steps, cells for {n_steps_free}")
+            return n_steps
+
+        return self._guard.ask("pacing", count, lambda: 1)
+
+    def _predict(self, shape: StepShape) -> float:
+        """Returns the seconds that a step is predicted to take, > 0; infinity if nobody knows."""
+        cost = self._cost
+        assert cost is not None, "asked by the caller"
+
+        def predict() -> float:
+            seconds = cost.predict(shape)
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"a step was predicted to take {seconds} s")
+            return seconds
+
+        return self._guard.ask("cost", predict, lambda: math.inf)
+
+    def _reset_cost(self) -> None:
+        if self._cost is not None:
+            self._cost.reset()
+
+    def _reset_policy(self) -> None:
+        """Resets the policy and the cost model that it asks: which of the two was wrong is open."""
+        self._has_choice = False
+        self._policy.reset()
+        self._reset_cost()
+        for sequence in self.sequences():
+            sequence.draft_memory = None
+
+    def _reset_ngrams(self) -> None:
+        if self._ngrams is not None:
+            self._ngrams.reset()
+        for sequence in self.sequences():
+            sequence.ngram_memory = None
+
+    def _reset_pacing(self) -> None:
+        self._pacer.reset()
 
     def _n_cells_running(self) -> int:
         return sum([sequence.n_computed for sequence in self._running.values()])
@@ -457,7 +547,8 @@ class Scheduler:
         """Returns the seconds of computing so many tokens; None if that is unknown."""
         if self._cost is None or not self._cost.n_observed:
             return None
-        return self._cost.recompute_s(n_tokens, self._limits.n_batch)
+        cost, n_batch = self._cost, self._limits.n_batch
+        return self._guard.ask("cost", lambda: cost.recompute_s(n_tokens, n_batch), lambda: None)
 
     def _fill_slots(self) -> None:
         """Gives free slots to those who wait, as far as they are likely to find cells.
@@ -694,31 +785,37 @@ class Scheduler:
         return max(0, n_left), n_floor
 
     def _quote(
-        self,
-        ngrams: NgramDrafter,
-        decodes: list[Sequence],
-        entries: list[PlanEntry],
-        n_room: int,
+        self, ngrams: NgramDrafter, decodes: list[Sequence], drafts: list[int], n_room: int
     ) -> list[PlanEntry]:
         """Returns the entries with drafts out of what was said before, where they pay."""
-        cost = self._cost
-        if cost is None or not cost.n_observed:
-            return ngrams.fill(decodes, entries, self._limits, n_room)
-        return ngrams.fill(
-            decodes,
-            entries,
-            self._limits,
-            n_room,
-            lambda entries: cost.predict(self._decode_shape(entries)),
-        )
+        seconds = None
+        if self._cost is not None and self._cost.n_observed:
+            seconds = self._predict_decode
+
+        def quote() -> list[PlanEntry]:
+            entries = _decode_entries(decodes, drafts)
+            entries = ngrams.fill(decodes, entries, self._limits, n_room, seconds)
+            self._check_drafts(decodes, [entry.n_draft for entry in entries], n_room)
+            return entries
+
+        return self._guard.ask("n-grams", quote, lambda: _decode_entries(decodes, drafts))
+
+    def _predict_decode(self, entries: list[PlanEntry]) -> float:
+        return self._predict(self._decode_shape(entries))
 
     def _pace(self, entries: list[PlanEntry], prefills: list[Sequence], n_left: int) -> int:
         """Returns how many prompt tokens fit beside running streams, so that their gap holds."""
-        assert self._cost is not None, "asked by the caller"
+        cost = self._cost
+        assert cost is not None, "asked by the caller"
         shape = self._decode_shape(entries)
-        seconds = self._pacer.step_s(self._cost.predict(shape))
-        n_past = max(sequence.n_computed for sequence in prefills)
-        n_tokens = self._cost.fit_prefill(shape, seconds, n_past, n_left)
+        decode_s = self._predict(shape)
+        n_tokens = 0
+        if decode_s < math.inf:
+            seconds = self._guard.ask("pacing", lambda: self._pacer.step_s(decode_s), lambda: 0.0)
+            n_past = max(sequence.n_computed for sequence in prefills)
+            n_tokens = self._guard.ask(
+                "cost", lambda: cost.fit_prefill(shape, seconds, n_past, n_left), lambda: 0
+            )
         n_least = max(1, self._limits.n_batch // _PREFILL_MIN_SHARE)
         return min(n_left, max(n_tokens, n_least))
 
@@ -759,8 +856,8 @@ class Scheduler:
             n_tokens = n_share
             if n_lead is not None:
                 n_wanted, n_past = wanted[sequence], sequence.n_computed
-                n_tokens = self._pacer.align(n_tokens, n_wanted, n_past, n_lead)
-                n_tokens = min(n_tokens, n_most - n_given)
+                n_tokens = self._align(n_share, n_wanted, n_past, n_lead)
+                n_tokens = min(n_tokens, n_wanted, n_most - n_given)
                 if n_tokens <= 0 or (n_given and n_given + n_tokens > n_left):
                     continue  # its piece waits for a step of its own
             n_given += n_tokens
@@ -769,6 +866,14 @@ class Scheduler:
             # A resumed sequence knows what comes after its last token but one.
             is_output = n_tokens == sequence.n_pending
             yield PlanEntry(sequence.seq_id, start, piece, 0, is_output)
+
+    def _align(self, n_tokens: int, n_wanted: int, n_past: int, n_lead: int) -> int:
+        """Returns the tokens of a piece that attention computes together."""
+        return self._guard.ask(
+            "pacing",
+            lambda: self._pacer.align(n_tokens, n_wanted, n_past, n_lead),
+            lambda: n_tokens,
+        )
 
     def _n_prefill(self, sequence: Sequence) -> int:
         """Returns the tokens to compute next before a sequence generates.
@@ -810,6 +915,7 @@ class Scheduler:
         self._now = now
         events: list[tuple[Sequence, Event]] = []
         running = self._running
+        result = _with_checked_timings(result)
         if self._cost is not None and self._entries:
             self._learn(result, now - self._planned_at)
         self._n_planned += (result.n_steps - 1) * self._n_decodes
@@ -817,6 +923,7 @@ class Scheduler:
             self._take_refusals(result)
         if self._hits:
             self._count_hits()
+        self._teach_ngrams(result)
         ok, no_room = SequenceStatus.OK, SequenceStatus.NO_ROOM
         for entry in result.entries:
             sequence, status = running[entry.seq_id], entry.status
@@ -826,7 +933,7 @@ class Scheduler:
                 self._lose(sequence, entry, events)
             else:
                 self._retry(sequence, events)
-        self._policy.observe(_as_drafted(result) if self._ngrams is not None else result)
+        self._teach_policy(result)
         if self._parking:
             self._take_parked(result, events)
         if self._storing:
@@ -835,22 +942,49 @@ class Scheduler:
 
     def _learn(self, result: StepResult, step_s: float) -> None:
         """Compares what the step took with what it should have taken."""
-        cost, entries = self._cost, self._entries
-        assert cost is not None, "asked by the caller"
         statuses = [entry.status for entry in result.entries]
         if result.n_kept or statuses.count(SequenceStatus.OK) < len(statuses):
             return
+        if not is_duration(step_s):
+            step_s = 0.0  # the clock has jumped
         timings = result.timings
         if result.n_steps > 1:
             step_s, timings = step_s / result.n_steps, _of_one_step(result)
-        n_ubatch = self._limits.n_ubatch
-        shape = shape_of(entries, result.entries, self._splitting, n_ubatch, is_fed=self._is_fed)
-        if cost.n_observed and self._n_decodes and not self._has_moves:
-            has_prefill = len(entries) > self._n_decodes
-            self._pacer.observe(cost.predict(shape), step_s, has_prefill=has_prefill)
-        cost.observe(shape, timings, 0.0 if self._has_moves else step_s)
-        if self._n_decodes and not self._has_moves:
+        self._guard.tell("cost", lambda: self._learn_cost(result, timings, step_s))
+        if self._n_decodes and not self._has_moves and step_s > 0:
             self._stall_s = step_s
+
+    def _learn_cost(self, result: StepResult, timings: StepTimings, step_s: float) -> None:
+        cost, entries, n_ubatch = self._cost, self._entries, self._limits.n_ubatch
+        assert cost is not None, "asked by the caller"
+        shape = shape_of(entries, result.entries, self._splitting, n_ubatch, is_fed=self._is_fed)
+        if cost.n_observed and self._n_decodes and not self._has_moves and step_s > 0:
+            has_prefill = len(entries) > self._n_decodes
+            predicted_s = self._predict(shape)
+            self._guard.tell(
+                "pacing",
+                lambda: self._pacer.observe(predicted_s, step_s, has_prefill=has_prefill),
+            )
+        cost.observe(shape, timings, 0.0 if self._has_moves else step_s)
+
+    def _teach_policy(self, result: StepResult) -> None:
+        """Lets the policy learn what became of the drafts that it has chosen."""
+        if self._has_choice:
+            drafted = _as_drafted(result) if self._ngrams is not None else result
+            self._guard.tell("policy", lambda: self._policy.observe(drafted))
+
+    def _teach_ngrams(self, result: StepResult) -> None:
+        """Lets the n-grams learn what became of their proposals."""
+        ngrams, running, ok = self._ngrams, self._running, SequenceStatus.OK
+        if ngrams is None:
+            return
+
+        def teach() -> None:
+            for entry in result.entries:
+                if entry.status is ok and entry.tokens:
+                    ngrams.observe(running[entry.seq_id], entry)
+
+        self._guard.tell("n-grams", teach)
 
     def _count_hits(self) -> None:
         """Counts the starts that have kept the prefix that was found for them."""
@@ -883,8 +1017,6 @@ class Scheduler:
             self._note_prefill(sequence, events)
         if not entry.tokens:
             return
-        if self._ngrams is not None:
-            self._ngrams.observe(sequence, entry)
         event, reason = sequence.extend(entry, self._now)
         events.append((sequence, event))
         if reason is not None:
@@ -1005,8 +1137,9 @@ class Scheduler:
             self._lot.take(sequence)
             if sequence.is_parked:
                 sequence.parked_s += self._now - sequence.parked_at
-        if self._ngrams is not None:
-            self._ngrams.forget(sequence, is_finished=end in _FINISHED)
+        if (ngrams := self._ngrams) is not None:
+            is_finished = end in _FINISHED
+            self._guard.tell("n-grams", lambda: ngrams.forget(sequence, is_finished=is_finished))
         if isinstance(end, FinishReason):
             if sequence.n_steps:
                 self._ledger.lengths.observe(sequence)
@@ -1046,6 +1179,19 @@ class Scheduler:
         self._retained[sequence.seq_id] = n_computed
         self._n_retained_cells += n_computed
         return True
+
+
+def _decode_entries(decodes: list[Sequence], drafts: list[int]) -> list[PlanEntry]:
+    """Returns the entries of sequences that generate, with drafts of these lengths."""
+    return [
+        PlanEntry(sequence.seq_id, sequence.n_computed, sequence.tokens[-1:], n_draft, True)
+        for sequence, n_draft in zip(decodes, drafts, strict=True)
+    ]
+
+
+def _with_checked_timings(result: StepResult) -> StepResult:
+    timings = checked(result.timings)
+    return result if timings is result.timings else dataclasses.replace(result, timings=timings)
 
 
 def _as_drafted(result: StepResult) -> StepResult:

@@ -106,6 +106,13 @@ class DraftPolicy(Protocol):
         """Learns how the drafts of a step did; they are those that were chosen last."""
         ...
 
+    def reset(self) -> None:
+        """Forgets all that was learnt.
+
+        The sequences' `draft_memory` is no longer valid; whoever calls it sets it to None.
+        """
+        ...
+
 
 class FixedDraft:
     """K as the request asks, or else the server's default.
@@ -139,6 +146,9 @@ class FixedDraft:
 
     def observe(self, result: StepResult) -> None:
         """Learns nothing: K is fixed."""
+
+    def reset(self) -> None:
+        """Forgets nothing: nothing was learnt."""
 
 
 _N_STEPS_KEPT = (8, 24)
@@ -511,15 +521,19 @@ class AdaptiveDraft:
         *,
         can_let_go: bool = True,
     ) -> None:
+        self._n_draft_max = n_draft_max
+        self._machine = _Machine(cost, splitting, 1 << 30)
+        self._can_let_go = can_let_go
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what drafts yield and what was tried, but not what steps cost."""
         self.n_changes = 0
         """How often the choice changed."""
         self.n_turns = 0
         self.is_warm = True
         """Whether sequences that leave K to the policy are fed to their drafters."""
-        self._n_draft_max = n_draft_max
-        self._machine = _Machine(cost, splitting, 1 << 30)
-        self._can_let_go = can_let_go
-        self._acceptance = Acceptance(n_draft_max)
+        self._acceptance = Acceptance(self._n_draft_max)
         self._trials = _Trials()
         self._surprise = _Surprise()
         self._is_trial = False  # whether a trial was among the steps since the last search

@@ -264,6 +264,8 @@ _N_RATIOS = 15
 """Well known steps whose median tells whether the machine has changed."""
 _SPEED_TOLERANCE = 0.15
 """How far off that median may be."""
+_SPEED_MAX = 1e4
+"""So many times slower, or quicker, a machine may become: beyond that its times are wrong."""
 _UNFED = -1
 """Draft length, as a kind of step, where nobody's drafter is fed."""
 _N_CORRECTION = 25
@@ -407,6 +409,10 @@ class StepCost:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all steps: it answers from its prior again."""
         self._draft = _Fit(_PRIOR_DRAFT)
         self._decode = _Fit(_PRIOR_DECODE, _SLOPES)
         self._process = _Fit(_PRIOR_PROCESS)
@@ -505,7 +511,8 @@ class StepCost:
         n_known = self._n_by_kind.get((shape.n_depth, width_kind), 0)
         self._n_by_kind[shape.n_depth, width_kind] = n_known + 1
         if is_same and shape.n_tokens == shape.n_outputs and self.n_observed:
-            ratio = max(timings.total_s, wall_s) / max(self._sum(shape), 1e-9)
+            seconds = max(timings.total_s, wall_s, _RESOLUTION_S)
+            ratio = seconds / max(self._sum(shape), _RESOLUTION_S)
             kind = shape.n_decodes.bit_length(), shape.n_depth if shape.is_fed else _UNFED
             found = self._corrections.get(kind)
             if found is not None and found.is_known:
@@ -531,7 +538,7 @@ class StepCost:
         median = found[_N_RATIOS // 2]
         if abs(median - 1) <= _SPEED_TOLERANCE:
             median = 1.0
-        self._speed *= median
+        self._speed = min(max(self._speed * median, 1 / _SPEED_MAX), _SPEED_MAX)
         for then, past in self._ratios:
             self._correct(then, past / median)
         self._ratios.clear()
@@ -548,7 +555,7 @@ class StepCost:
         n_decodes, n_depth, n_draft, n_tokens, n_outputs, n_ubatches = shape[:6]
         parts_s = timings.draft_s + timings.decode_s + timings.process_s + timings.sample_s
         # An engine that tells the total only is one whose decode is everything.
-        decode_s = timings.decode_s or timings.total_s - parts_s
+        decode_s = timings.decode_s or max(0.0, timings.total_s - parts_s)
         rest_s = max(0.0, seconds - (parts_s - timings.decode_s + decode_s))
         speed = self._speed
         counts = _decode_counts(shape._replace(n_rebuilt=0 if is_same else n_ubatches))
