@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "cext"))
+
+import build_jobs  # noqa: E402  shared with CMake
+
 BUILD = ROOT / "build"
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -40,7 +45,15 @@ FAILURE = re.compile(
     r"^\s*(FAILED:|CMake Error|ERROR:)|: (fatal )?error:|^\s*error: (?!subprocess)"
 )
 # What changes how the engine is configured; a change of any of them configures it again.
-ENVIRONMENT = ("CMAKE_ARGS", "DRAFTHOUSE_LLAMA_CPP", "CC", "CXX", "CFLAGS", "CXXFLAGS")
+ENVIRONMENT = (
+    *("CMAKE_ARGS", "CMAKE_PREFIX_PATH", "CMAKE_TOOLCHAIN_FILE", "CMAKE_GENERATOR"),
+    *("CMAKE_BUILD_TYPE", "SKBUILD_CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE", "SOURCE_DATE_EPOCH"),
+    *("CC", "CXX", "CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "PKG_CONFIG_PATH"),
+    *("CUDACXX", "CUDAARCHS", "CUDAFLAGS", "CUDAHOSTCXX", "CUDA_PATH", "HIPCXX", "HIP_PATH"),
+    *("ROCM_PATH", "VULKAN_SDK", "ONEAPI_ROOT"),
+    *("DRAFTHOUSE_LLAMA_CPP", "DRAFTHOUSE_CPU_KERNELS"),
+)
+OLDEST = {"GCC": 11, "Clang": 14}
 PACKAGES_STAMP = VENV / "drafthouse-packages.stamp"
 ENGINE_STAMP = VENV / "drafthouse-engine.stamp"
 
@@ -164,15 +177,51 @@ def check_machine() -> None:
         ("CC", ("cc", "gcc", "clang"), "gcc"),
         ("CXX", ("c++", "g++", "clang++"), "g++"),
     ):
-        own = os.environ.get(variable, "").split()
-        if not any(shutil.which(name) for name in own[:1] or names):
+        own = shlex.split(os.environ.get(variable, ""))
+        found = own if own else [name for name in names if shutil.which(name)][:1]
+        if not found or not shutil.which(found[0]):
             raise BuildError(
                 f"No {'C++' if variable == 'CXX' else 'C'} compiler: apt-get install {package} "
                 f"(or set {variable})."
             )
+        check_compiler(found, variable)
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.exists():
         raise BuildError(f"Python's headers are missing ({header}): apt-get install python3-dev")
+
+
+def compiler_version(command: list[str]) -> tuple[str, int]:
+    """Returns which compiler a command is, GCC or Clang, and its major version.
+
+    Any other name with a version of 0 where the compiler does not say: CMake knows more of them.
+    """
+    ask = [*command, "-dM", "-E", "-x", "c", os.devnull]
+    try:
+        macros = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return "unknown", 0
+    found = dict(re.findall(r"^#define (__\w+__) (\d+)$", macros, re.MULTILINE))
+    if "__apple_build_version__" in found:
+        return "Apple Clang", 0
+    if "__clang_major__" in found:
+        return "Clang", int(found["__clang_major__"])
+    if "__GNUC__" in found:
+        return "GCC", int(found["__GNUC__"])
+    return "unknown", 0
+
+
+def check_compiler(command: list[str], variable: str) -> None:
+    """Refuses a compiler with which llama.cpp would fail, after minutes.
+
+    Raises:
+        BuildError: it is too old.
+    """
+    name, version = compiler_version(command)
+    if 0 < version < OLDEST.get(name, 0):
+        raise BuildError(
+            f"{shlex.join(command)} is {name} {version}; llama.cpp needs GCC {OLDEST['GCC']} or "
+            f"Clang {OLDEST['Clang']} or newer (set {variable})."
+        )
 
 
 def digest(*parts: str) -> str:
@@ -223,7 +272,9 @@ def size_bytes(folder: Path) -> int:
 def environment() -> dict[str, str]:
     """Returns the environment of the build tools: the virtual environment first on the path."""
     path = f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    is_gpu = bool(build_jobs.GPU_OPTION.search(os.environ.get("CMAKE_ARGS", "")))
     return os.environ | {
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(build_jobs.jobs(is_gpu=is_gpu)),
         "PATH": path,
         "VIRTUAL_ENV": str(VENV),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -314,11 +365,7 @@ def build_engine(source: str) -> None:
 def rebuild(folder: Path, progress: Progress) -> None:
     """Compiles what changed and puts the extension where the editable install looks for it."""
     cmake = shutil.which("cmake", path=environment()["PATH"]) or "cmake"
-    run(
-        [cmake, "--build", str(folder), "--parallel", str(os.cpu_count() or 1)],
-        progress,
-        env=environment(),
-    )
+    run([cmake, "--build", str(folder)], progress, env=environment())
     site = next(VENV.glob("lib/python*/site-packages"))
     install = [
         cmake,
@@ -346,6 +393,13 @@ def exclusive() -> Iterator[None]:
         yield
 
 
+def stop_on_signals() -> None:
+    """Lets SIGTERM and a closed terminal stop a build as Ctrl-C does: all that it has started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it goes on
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+
+
 def main() -> int:
     """Builds; 0 or, after one sentence on standard error, 1."""
     parser = argparse.ArgumentParser(description="make what `make serve` and `make test` need")
@@ -356,7 +410,7 @@ def main() -> int:
     arguments = parser.parse_args()
     extras = ["build"] + ["dev"] * arguments.dev + ["models"] * arguments.models
     BUILD.mkdir(exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop_on_signals()
     try:
         with exclusive():
             LOG.unlink(missing_ok=True)

@@ -12,11 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
-import pathlib, signal, sys
+import pathlib, sys
 sys.path.insert(0, sys.argv[1])
 import build
 build.LOG = pathlib.Path(sys.argv[2]) / "build.log"
-signal.signal(signal.SIGTERM, signal.default_int_handler)
+build.stop_on_signals()
 build.run(["sh", "-c", "sleep 60 & echo compiler $!; wait"], build.Progress(5, "engine"))
 """
 
@@ -29,7 +29,7 @@ def is_running(pid: int) -> bool:
     return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_compilers_end_with_a_build_that_is_stopped(tmp_path: Path, stop: signal.Signals) -> None:
     command = [sys.executable, "-c", SCRIPT, str(ROOT / "scripts"), str(tmp_path)]
     log = tmp_path / "build.log"
