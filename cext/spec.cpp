@@ -17,6 +17,8 @@
 
 // Staging API of llama.cpp: the layers that an EAGLE-3 draft reads.
 #include "../src/llama-ext.h"
+// Patch 0003: random generators as text.
+#include "../src/llama-rng.h"
 // Which kind of cache a context has: only the plain ones are known to carry draft trees.
 #include "../src/llama-kv-cache-iswa.h"
 #include "../src/llama-kv-cache.h"
@@ -41,12 +43,14 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <locale>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <numeric>
 #include <random>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -715,8 +719,10 @@ struct sampler_history {
 };
 
 struct spec_sampler {
-    common_sampler_ptr chain;
-    sampler_source source; // for snapshots
+    common_sampler_ptr chain;  // has no grammar: that is ours
+    llama_sampler_ptr grammar; // null: none
+    std::mt19937 rng;          // of the rejection rule; independent of the chain's and the draft's
+    sampler_source source;     // for snapshots
     float temperature = 0.0f;
     uint32_t seed = 0;
     bool logprobs = false;
@@ -730,6 +736,16 @@ struct spec_sampler {
     // Only so many of the greatest logits can be chosen or change what is; 0: all may.
     int32_t n_greatest = 0;
     std::vector<llama_token> banned; // biased by -inf; valid with is_argmax
+
+    llama_sampler * samplers() const { return common_sampler_get(chain.get()); }
+
+    // A grammar knows of what was generated only.
+    void accept(llama_token token, bool is_generated) {
+        if (grammar && is_generated) {
+            llama_sampler_accept(grammar.get(), token);
+        }
+        common_sampler_accept(chain.get(), token, is_generated);
+    }
 };
 
 namespace {
@@ -905,14 +921,47 @@ struct grammar_choices {
 
 using grammar_ptr = std::unique_ptr<llama_grammar, decltype(&llama_grammar_free_impl)>;
 
+// Over white space and comments, which may stand before the first rule.
+const char * skip_blank(const char * at) {
+    for (;;) {
+        at += std::strspn(at, " \t\r\n");
+        if (*at != '#') {
+            return at;
+        }
+        at += std::strcspn(at, "\r\n");
+    }
+}
+
+// Rule by rule: where llama.cpp parses a whole grammar that is wrong, it writes the text to
+// standard error. It is a client's, who is told the reason.
+void parse_rules(llama_grammar_parser & parser, const char * text) {
+    try {
+        for (const char * at = skip_blank(text); *at != '\0';) {
+            at = parser.parse_rule(at);
+        }
+    } catch (const std::bad_alloc &) {
+        throw;
+    } catch (const std::exception & error) {
+        constexpr size_t N_MAX = 400; // the reason may end with the rest of the text
+        const std::string reason = std::string(error.what()).substr(0, N_MAX);
+        bad_grammar("the grammar cannot be parsed (" + reason + ")");
+    }
+    if (parser.rules.empty()) {
+        bad_grammar("the grammar has no rules");
+    }
+    for (const auto & [name, id] : parser.symbol_ids) {
+        if (id >= parser.rules.size() || parser.rules[id].empty()) {
+            bad_grammar("the grammar cannot be parsed (Undefined rule " + name + ")");
+        }
+    }
+}
+
 grammar_ptr parse_grammar(const llama_vocab * vocab, const std::string & grammar) {
     check_grammar(grammar);
     last_llama_error.clear();
     {
         llama_grammar_parser parser(vocab);
-        if (!parser.parse(grammar.c_str()) || parser.rules.empty()) {
-            bad_grammar("the grammar cannot be parsed" + llama_reason());
-        }
+        parse_rules(parser, grammar.c_str());
         grammar_choices choices(parser.rules);
         for (size_t id = 0; id < parser.rules.size(); ++id) {
             choices.visit(id, 0);
@@ -1160,9 +1209,6 @@ common_params_sampling to_common(const spec_sampler_params & p, const spec_model
             }
         }
     }
-    if (p.grammar != nullptr && p.grammar[0] != '\0') {
-        s.grammar = {COMMON_GRAMMAR_TYPE_USER, p.grammar};
-    }
     return s;
 }
 
@@ -1282,9 +1328,16 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
     } catch (const std::bad_alloc &) {
         throw;
     } catch (const std::exception & e) {
-        fail(grammar.empty() ? SPEC_ERR_INVALID_ARGUMENT : SPEC_ERR_BAD_GRAMMAR,
-             e.what() + llama_reason());
+        fail(SPEC_ERR_INVALID_ARGUMENT, e.what() + llama_reason());
     }
+    if (!grammar.empty()) {
+        sampler->grammar.reset(llama_sampler_init_grammar(model.vocab, grammar.c_str(), "root"));
+        if (!sampler->grammar) {
+            bad_grammar("the grammar cannot be parsed" + llama_reason());
+        }
+    }
+    // From the same seed as the chain, but not the same numbers.
+    sampler->rng.seed(llama_sampler_get_seed(sampler->samplers()) ^ 0x9e3779b9u);
     sampler->source = copy_source(p);
     sampler->temperature = p.temperature;
     sampler->seed = p.seed;
@@ -1382,7 +1435,7 @@ struct sequence {
 
     // Feeds the sampler a token that it did not choose.
     void feed(llama_token token) {
-        common_sampler_accept(sampler->chain.get(), token, false);
+        sampler->accept(token, false);
         heard.push_back(token);
     }
 };
@@ -3110,48 +3163,101 @@ void find_greatest(const float * logits, int32_t n_vocab, int32_t n,
     std::sort(out.begin(), out.end(), is_less);
 }
 
+// What a chain has chosen; it may have chosen nothing.
+const llama_token_data & choice(const llama_token_data_array & array) {
+    if (array.selected < 0 || array.selected >= static_cast<int64_t>(array.size)) {
+        nothing_allowed();
+    }
+    return array.data[array.selected];
+}
+
+// Sees that the chain left it a probability: where a grammar, a bias or an overflow leaves none,
+// llama.cpp returns any token, and a grammar that is given it aborts.
+const llama_token_data & checked_choice(const llama_token_data_array & array) {
+    const llama_token_data & chosen = choice(array);
+    if (!std::isfinite(chosen.logit)) {
+        nothing_allowed();
+    }
+    return chosen;
+}
+
 // Chooses a token with the chain, from the candidates that can be chosen.
 llama_token sample_greatest(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
     thread_local std::vector<llama_token_data> candidates;
     find_greatest(logits, n_vocab, std::min(sampler.n_greatest, n_vocab), candidates);
     llama_token_data_array array = {candidates.data(), candidates.size(), -1, false};
-    llama_sampler_apply(common_sampler_get(sampler.chain.get()), &array);
-    if (array.selected < 0 || array.selected >= static_cast<int64_t>(array.size) ||
-        !std::isfinite(array.data[array.selected].logit)) {
-        nothing_allowed();
-    }
-    return array.data[array.selected].id;
+    llama_sampler_apply(sampler.samplers(), &array);
+    return checked_choice(array).id;
 }
 
-// Chooses a token and sees that the chain left it a probability: where a grammar, a bias or an
-// overflow leaves none, llama.cpp returns any token, and a grammar that is given it aborts.
-llama_token sample_checked(spec_engine & engine, const spec_sampler & sampler, const float * logits,
-                           int32_t i_batch) {
+// All tokens of a row as candidates: each thread's own, from logits in host memory. The context is
+// not asked, so threads share nothing but the logits.
+struct row_candidates {
+    std::vector<llama_token_data> data;
+    llama_token_data_array array = {};
+
+    void fill(const float * logits, int32_t n_vocab) {
+        data.resize(static_cast<size_t>(n_vocab));
+        for (int32_t id = 0; id < n_vocab; ++id) {
+            data[static_cast<size_t>(id)] = {id, logits[id], 0.0f};
+        }
+        array = {data.data(), data.size(), -1, false};
+    }
+
+    // What a position is verified with looks at the likeliest first.
+    void sort() {
+        if (!array.sorted) {
+            std::sort(array.data, array.data + array.size,
+                      [](const auto & a, const auto & b) { return a.p > b.p; });
+            array.sorted = true;
+        }
+    }
+};
+
+bool is_allowed(const spec_sampler & sampler, llama_token token) {
+    if (!sampler.grammar) {
+        return true;
+    }
+    llama_token_data candidate = {token, 1.0f, 0.0f};
+    llama_token_data_array array = {&candidate, 1, -1, false};
+    llama_sampler_apply(sampler.grammar.get(), &array);
+    return candidate.logit != -INFINITY;
+}
+
+// Chooses a token of a row with the whole chain, and leaves what it was chosen from in `row`. The
+// grammar is slow: only if it forbids the choice, it is asked about all tokens, and the chain
+// again.
+llama_token sample_row(const spec_sampler & sampler, const float * logits, int32_t n_vocab,
+                       row_candidates & row) {
+    row.fill(logits, n_vocab);
+    llama_sampler_apply(sampler.samplers(), &row.array);
+    if (!is_allowed(sampler, choice(row.array).id)) {
+        row.fill(logits, n_vocab);
+        llama_sampler_apply(sampler.grammar.get(), &row.array);
+        llama_sampler_apply(sampler.samplers(), &row.array);
+    }
+    return checked_choice(row.array).id;
+}
+
+// Chooses a token of a row, in the shortest way that its sampler allows.
+llama_token sample_checked(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
     if (sampler.is_argmax) {
-        return argmax(logits, engine.limits.n_vocab, sampler.banned);
+        return argmax(logits, n_vocab, sampler.banned);
     }
     if (sampler.n_greatest > 0) {
-        return sample_greatest(sampler, logits, engine.limits.n_vocab);
+        return sample_greatest(sampler, logits, n_vocab);
     }
-    const llama_token id = common_sampler_sample(sampler.chain.get(), engine.target.get(), i_batch);
-    const llama_token_data_array * candidates =
-        common_sampler_get_candidates(sampler.chain.get(), false);
-    const int64_t i = candidates->selected;
-    if (i < 0 || i >= static_cast<int64_t>(candidates->size) ||
-        !std::isfinite(candidates->data[i].logit)) {
-        nothing_allowed();
-    }
-    return id;
+    thread_local row_candidates row;
+    return sample_row(sampler, logits, n_vocab, row);
 }
 
 // Each position is sampled as without a draft; the draft stands as long as it agrees. So a seed
 // draws what it draws without speculation, and samplers that learn from their draws stay right.
-void sample_and_match(spec_engine & engine, const sequence & seq, int32_t i_first, outcome & out) {
+void sample_and_match(const spec_engine & engine, const sequence & seq, outcome & out) {
     const llama_tokens & draft = seq.draft.tokens;
     for (size_t i = 0; i < out.rows.size(); ++i) {
-        const llama_token id =
-            sample_checked(engine, *seq.sampler, out.rows[i], i_first + static_cast<int32_t>(i));
-        common_sampler_accept(seq.sampler->chain.get(), id, true);
+        const llama_token id = sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
+        seq.sampler->accept(id, true);
         out.emitted.push_back(id);
         if (i >= draft.size() || id != draft[i] ||
             llama_vocab_is_eog(engine.target_model->vocab, id)) {
@@ -3160,28 +3266,82 @@ void sample_and_match(spec_engine & engine, const sequence & seq, int32_t i_firs
     }
 }
 
-void sample_and_reject(spec_engine & engine, const sequence & seq, int32_t i_first, outcome & out) {
-    std::vector<int> idxs(out.rows.size());
-    std::iota(idxs.begin(), idxs.end(), i_first);
-    out.emitted = common_sampler_sample_and_accept_n_rejection(
-        seq.sampler->chain.get(), engine.target.get(), idxs, seq.draft.tokens, seq.draft.q);
+// The probability of a token among candidates, 0 where it is none of them.
+float probability(const llama_token_data * candidates, size_t n, llama_token token) {
+    const auto * end = candidates + n;
+    const auto * at =
+        std::find_if(candidates, end, [&](const auto & it) { return it.id == token; });
+    return at != end ? at->p : 0.0f;
+}
+
+// Draws from what the target's distribution has more than the draft's; `otherwise` where it has
+// nothing more.
+llama_token draw_rest(std::mt19937 & rng, const llama_token_data_array & p,
+                      const std::vector<llama_token_data> & q, llama_token otherwise) {
+    std::vector<llama_token_data> rest;
+    float sum = 0.0f;
+    for (size_t k = 0; k < p.size; ++k) {
+        const float more = p.data[k].p - probability(q.data(), q.size(), p.data[k].id);
+        if (more > 0.0f) {
+            rest.push_back({p.data[k].id, 0.0f, more});
+            sum += more;
+        }
+    }
+    if (rest.empty()) {
+        return otherwise;
+    }
+    float u = std::uniform_real_distribution<float>(0.0f, 1.0f)(rng) * sum;
+    for (const llama_token_data & candidate : rest) {
+        u -= candidate.p;
+        if (u <= 0.0f) {
+            return candidate.id;
+        }
+    }
+    return rest.back().id;
+}
+
+// A drafted token stands with probability min(1, p/q); the first that does not is drawn anew from
+// the rest, so that what is emitted has the target's distribution (Leviathan et al.,
+// arXiv:2211.17192, Alg. 1). Without a grammar: see is_match_only.
+void sample_and_reject(const spec_engine & engine, const sequence & seq, outcome & out) {
+    thread_local row_candidates row;
+    spec_sampler & sampler = *seq.sampler;
+    std::uniform_real_distribution<float> uniform(0.0f, 1.0f);
+    for (size_t i = 0; i < out.rows.size(); ++i) {
+        const llama_token own = sample_row(sampler, out.rows[i], engine.limits.n_vocab, row);
+        llama_token emitted = own;
+        bool is_accepted = false;
+        if (i < seq.draft.tokens.size()) {
+            row.sort();
+            const llama_token drafted = seq.draft.tokens[i];
+            const std::vector<llama_token_data> & draft_q = seq.draft.q[i];
+            const float p = probability(row.array.data, row.array.size, drafted);
+            const float q = probability(draft_q.data(), draft_q.size(), drafted);
+            is_accepted = q > 0.0f && (p >= q || uniform(sampler.rng) < p / q);
+            emitted = is_accepted ? drafted : draw_rest(sampler.rng, row.array, draft_q, own);
+        }
+        sampler.accept(emitted, true);
+        out.emitted.push_back(emitted);
+        if (!is_accepted) {
+            break;
+        }
+    }
 }
 
 // Benchmarks: accepts drafts at the rates asked for. Every position is sampled all the same, as a
 // verification would, for its cost. A drafted end token is never accepted: it would end the
 // sequence early.
-void accept_at_random(spec_engine & engine, sequence & seq, int32_t i_first, outcome & out) {
+void accept_at_random(const spec_engine & engine, sequence & seq, outcome & out) {
     const llama_tokens & draft = seq.draft.tokens;
     std::uniform_real_distribution<double> uniform(0.0, 1.0);
     for (size_t i = 0; i < out.rows.size(); ++i) {
-        const llama_token own =
-            sample_checked(engine, *seq.sampler, out.rows[i], i_first + static_cast<int32_t>(i));
+        const llama_token own = sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
         const bool is_accepted = i < draft.size() &&
                                  uniform(seq.synth_rng) < engine.synth_probs[i] &&
                                  !llama_vocab_is_eog(engine.target_model->vocab, draft[i]);
         out.emitted.push_back(is_accepted ? draft[i] : own);
         // A drafted token need not fit the grammar; the target's own does.
-        common_sampler_accept(seq.sampler->chain.get(), out.emitted.back(), !is_accepted);
+        seq.sampler->accept(out.emitted.back(), !is_accepted);
         if (!is_accepted) {
             break;
         }
@@ -3190,13 +3350,13 @@ void accept_at_random(spec_engine & engine, sequence & seq, int32_t i_first, out
 
 // Chooses the tokens that a sequence emits: the accepted part of its draft and one of the target's
 // own.
-void verify(spec_engine & engine, sequence & seq, int32_t i_first, outcome & out) {
+void verify(const spec_engine & engine, sequence & seq, outcome & out) {
     if (!engine.synth_probs.empty()) {
-        accept_at_random(engine, seq, i_first, out);
+        accept_at_random(engine, seq, out);
     } else if (seq.draft.q.empty()) {
-        sample_and_match(engine, seq, i_first, out);
+        sample_and_match(engine, seq, out);
     } else {
-        sample_and_reject(engine, seq, i_first, out);
+        sample_and_reject(engine, seq, out);
     }
     for (const llama_token token : out.emitted) {
         seq.heard.push_back(-1 - token);
@@ -3214,8 +3374,8 @@ void verify(spec_engine & engine, sequence & seq, int32_t i_first, outcome & out
 }
 
 // The part of an entry's end that touches its own sequence only, so that threads may share the
-// entries. They read the target's logits through llama.cpp, which synchronises each time; since
-// decode_batch has synchronised, that writes nothing (patch 0006).
+// entries. They read the target's logits where find_rows has found them: a context belongs to one
+// thread, and even waiting for one writes to it.
 void choose(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
     const spec_plan_entry & e = plan.entries[i_entry];
     sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
@@ -3225,7 +3385,7 @@ void choose(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
     }
     seq.n_heard = std::max(seq.n_known(), e.n_past + e.n_tokens);
     if (e.is_output != 0) {
-        verify(engine, seq, engine.rows[i_entry] + e.n_tokens - 1, engine.outcomes[i_entry]);
+        verify(engine, seq, engine.outcomes[i_entry]);
     }
 }
 
@@ -3798,11 +3958,10 @@ void check_logits_index(const spec_engine & engine, int32_t i) {
 // fed in part.
 llama_token sample_by_hand(spec_engine & engine, int32_t seq_id, int32_t i) {
     sequence & seq = begun(engine, seq_id);
-    common_sampler * sampler = seq.sampler->chain.get();
     try {
-        const llama_token token =
-            sample_checked(engine, *seq.sampler, llama_get_logits_ith(engine.target.get(), i), i);
-        common_sampler_accept(sampler, token, true);
+        const float * logits = llama_get_logits_ith(engine.target.get(), i);
+        const llama_token token = sample_checked(*seq.sampler, logits, engine.limits.n_vocab);
+        seq.sampler->accept(token, true);
         seq.heard.push_back(-1 - token);
         seq.id_last = token;
         return token;
@@ -4086,15 +4245,24 @@ template <typename Archive, typename Sequence> void visit_sequence(Archive & io,
     io.array(seq.ngram_events);
 }
 
+// What a sampler's parameters and tokens do not tell: its random generators and adaptive terms.
+std::string write_sampler_state(const spec_sampler & sampler) {
+    std::ostringstream rng;
+    rng.imbue(std::locale::classic());
+    llama_rng_write(rng, sampler.rng);
+    std::string rest;
+    if (!llama_sampler_get_state(sampler.samplers(), rest)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the sequence's sampler has a state that cannot be written");
+    }
+    return rng.str() + rest;
+}
+
 // All of a snapshot between the header and the cells.
 std::string write_parts(spec_engine & engine, const sequence & seq, int32_t seq_id) {
     snapshot_writer out;
     visit_sequence(out, seq);
     write_source(out, seq.sampler->source);
-    std::string state;
-    if (!common_sampler_get_state(seq.sampler->chain.get(), state)) {
-        fail(SPEC_ERR_UNSUPPORTED, "the sequence's sampler has a state that cannot be written");
-    }
+    std::string state = write_sampler_state(*seq.sampler);
     out.array(state);
     state.clear();
     if (has_drafter_state(engine) &&
@@ -4246,7 +4414,6 @@ void replay_sampler(const spec_engine & engine, const sequence & seq, const std:
             ? nullptr
             : llama_sampler_init_grammar(engine.target_model->vocab, grammar.c_str(), "root"),
         llama_sampler_free);
-    common_sampler * chain = seq.sampler->chain.get();
     for (const int32_t x : seq.heard) {
         const llama_token token = x < 0 ? -1 - x : x;
         if (check && x < 0) {
@@ -4258,7 +4425,17 @@ void replay_sampler(const spec_engine & engine, const sequence & seq, const std:
             }
             llama_sampler_accept(check.get(), token);
         }
-        common_sampler_accept(chain, token, x < 0);
+        seq.sampler->accept(token, x < 0);
+    }
+}
+
+void read_sampler_state(spec_sampler & sampler, const std::string & state) {
+    std::istringstream in(state);
+    in.imbue(std::locale::classic());
+    llama_rng_read(in, sampler.rng);
+    if (!in.good() || !llama_sampler_set_state(sampler.samplers(),
+                                               state.substr(static_cast<size_t>(in.tellg())))) {
+        corrupt("the sampler's random state does not fit its parameters");
     }
 }
 
@@ -4273,9 +4450,7 @@ void restore_sampler(const spec_engine & engine, snapshot_reader & in, sequence 
     } catch (const failure & e) {
         corrupt(e.what()); // parameters that no sampler can have
     }
-    if (!common_sampler_set_state(seq.sampler->chain.get(), state)) {
-        corrupt("the sampler's random state does not fit its parameters");
-    }
+    read_sampler_state(*seq.sampler, state);
 }
 
 // The row that a drafter goes on from. A draft from another position would fail the drafts of all

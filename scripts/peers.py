@@ -30,6 +30,7 @@ N_LOG_LINES = 15
 sys.path.insert(0, str(ROOT / "cext"))
 
 import fetch_llama_cpp as pinned  # noqa: E402  the one module that knows the pinned source
+import patch_files  # noqa: E402
 
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -65,20 +66,15 @@ def make_stock(source: Path, patches: list[Path]) -> None:
     """Copies the source and takes our patches back, last first.
 
     Raises:
-        PeerError: a patch does not come off cleanly, or `patch` is missing.
+        PeerError: a patch does not come off cleanly.
     """
-    if not shutil.which("patch"):
-        raise PeerError("Taking our patches back needs `patch`: apt-get install patch.")
     part = SOURCE.with_name("source.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part, symlinks=True)
-    for patch in reversed(patches):
-        command = ["patch", "-p1", "--reverse", "--batch", "--fuzz=0", "--no-backup-if-mismatch"]
-        run = subprocess.run(
-            [*command, "--input", str(patch)], cwd=part, capture_output=True, text=True, check=False
-        )
-        if run.returncode:
-            raise PeerError(f"{patch.name} cannot be taken back: {run.stdout.strip()[-300:]}.")
+    try:
+        patch_files.apply(part, patches, is_reverse=True)
+    except patch_files.PatchError as error:
+        raise PeerError(f"Our patches cannot be taken back: {error}") from error
     shutil.rmtree(SOURCE, ignore_errors=True)
     part.rename(SOURCE)
 
@@ -118,8 +114,9 @@ def make_peer() -> str:
         pinned.FetchError: the source cannot be fetched.
     """
     started_s = time.monotonic()
-    is_own = bool(os.environ.get("DRAFTHOUSE_LLAMA_CPP"))
-    source = pinned.source_path()
+    own = pinned.own_checkout()
+    is_own = own is not None
+    source = own or pinned.source_path()
     patches = [] if is_own else pinned.patches()
     wanted = state(source, patches)
     PEERS.mkdir(parents=True, exist_ok=True)
