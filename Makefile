@@ -12,7 +12,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build dev serve test unit verify fix gen bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz
+.PHONY: help build dev serve test test-deps unit verify fix gen bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -32,6 +32,9 @@ serve: build ## build, then serve the demo model
 test: dev verify unit ## build, verify, run all tests
 	@echo "== tests without the engine, asyncio debug mode"
 	@PYTHONASYNCIODEBUG=1 $(VENV)/pytest $(PARALLEL) -q -m "not model and not gpu and not bench" --durations=0 --durations-min=5
+
+test-deps: ## install what test has besides (compilers, qemu-user): Debian packages, as root
+	@$(PYTHON) scripts/test_deps.py
 
 unit: dev ## run the tests; ARGS="-k name" chooses
 	@echo "== tests"
@@ -81,6 +84,9 @@ bench-aiperf: dev ## aiperf through our gRPC beside our own load; installs 1.2 G
 
 sanitize: dev ## address, undefined-behaviour and thread sanitizers; needs clang-14, libclang-rt-14-dev
 	@scripts/sanitize.sh
+
+portability: dev ## compile for other CPUs and compilers, run under qemu-user; half an hour; needs test-deps
+	@$(VENV)/python scripts/portability.py $(ARGS)
 
 fuzz: dev ## fuzz plans, grammars and snapshots for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
 	@scripts/instrument.sh fuzz
