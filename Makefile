@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 ARGS ?=
 SECONDS ?= 60
+N ?= 1000
 # Test files side by side, one a core; a file's tests share what they load.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 # cython-lint and protoc start other tools of the virtual environment by name.
@@ -12,7 +13,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build dev serve test test-deps unit verify fix gen bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability
+.PHONY: help build dev serve test test-deps unit verify fix gen bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability soak soak-starts
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -91,6 +92,12 @@ portability: dev ## compile for other CPUs and compilers, run under qemu-user; h
 fuzz: dev ## fuzz plans, grammars and snapshots for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
 	@scripts/instrument.sh fuzz
 	@scripts/fuzz.sh $(SECONDS)
+
+soak: dev ## clients that leave and deadlines of 50 ms for SECONDS=60: no error in the log, every slot free
+	@$(VENV)/python -m tests.bench.soak --seconds $(SECONDS) $(ARGS)
+
+soak-starts: dev ## N=1000 starts of a quick model under load from the first moment: none loses a stream
+	@$(VENV)/python -m tests.bench.soak_starts --starts $(N) $(ARGS)
 
 models: ## train the demo models again; an hour and more
 	@$(PYTHON) scripts/build.py --models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -143,7 +144,7 @@ class Observe(grpc.aio.ServerInterceptor):
             call = Call(method, _request_id(context), self._clock(), _UNKNOWN)
             _current_call.set(call)
             context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
-            outcome = "CANCELLED"  # unless something else becomes of it
+            outcome = ""
             try:
                 response = await inner(request, context)
                 outcome = "OK"
@@ -151,7 +152,7 @@ class Observe(grpc.aio.ServerInterceptor):
                 outcome = _code_name(context)
                 raise
             finally:
-                self._log(call, outcome)
+                self._log(call, outcome or _code_of_gone(context))
             return response
 
         return await _intercept(wrap, continuation, handler_call_details)
@@ -169,7 +170,11 @@ class Observe(grpc.aio.ServerInterceptor):
 
 
 class TranslateErrors(grpc.aio.ServerInterceptor):
-    """Turns our exceptions into statuses; any other becomes ENGINE_FAILURE, its trace is logged."""
+    """Turns our exceptions into statuses; any other becomes ENGINE_FAILURE, its trace is logged.
+
+    A call may end, by its deadline or because its client has left, while something is written to it
+    or it is refused: grpc.aio then fails to send, which is no fault. Such a call is cancelled.
+    """
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -179,9 +184,16 @@ class TranslateErrors(grpc.aio.ServerInterceptor):
 
     async def _wrap(self, inner: _Behaviour, request: Message, context: _Context) -> _Answer:
         try:
+            return await self._translate(inner, request, context)
+        except grpc.aio.InternalError as error:
+            _log.debug("request %s had ended: %s", current_call().request_id, error)
+            raise asyncio.CancelledError from error
+
+    async def _translate(self, inner: _Behaviour, request: Message, context: _Context) -> _Answer:
+        try:
             return await inner(request, context)
-        except grpc.aio.AbortError:
-            raise  # already a status
+        except (grpc.aio.AbortError, grpc.aio.InternalError):
+            raise  # already a status, or there is nobody left to tell
         except DrafthouseError as error:
             await _abort(error, context)
         except Exception:
@@ -228,6 +240,13 @@ def _request_id(context: _Context) -> str:
 def _api_key(context: _Context) -> str | None:
     scheme, _, key = (_metadata(context, "authorization") or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None
+
+
+def _code_of_gone(context: _Context) -> str:
+    """Returns the status code's name of a call that ended while it was served."""
+    remaining: float | None = context.time_remaining()
+    is_late = remaining is not None and remaining <= 0
+    return "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
 
 
 def _code_name(context: _Context) -> str:

@@ -373,6 +373,11 @@ class GenerationService(GenerationServiceServicer):
         except DrafthouseError as error:
             self._served.loop.metrics.count_request(error.reason, 0, 0)
             raise
+        except asyncio.CancelledError:  # it has left, or its time is over, before its submission
+            is_late = self._deadline(context) <= self._served.clock()
+            outcome = FinishReason.DEADLINE if is_late else FinishReason.CANCELLED
+            self._served.loop.metrics.count_request(outcome.name.lower(), 0, 0)
+            raise
         try:
             await self._stream(outbox, sequence, wanted, context)
         finally:

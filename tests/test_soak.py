@@ -1,0 +1,140 @@
+"""Calls that end while they are refused, finished or written to: no error in the log, one outcome.
+
+`python -m tests.bench.soak --seconds 3600` is the same for as long as wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.bench.soak import Soak
+
+import drafthouse
+from drafthouse_server.config import Config
+from drafthouse_server.engine import Engine, LlamaEngine
+from drafthouse_server.errors import Unauthenticated
+from drafthouse_server.fake import FakeEngine
+from drafthouse_server.rpc import GenerationService
+from drafthouse_server.tenants import Tenant, TenantRegistry
+
+if TYPE_CHECKING:
+    from tests.conftest import Eventually, ServerFactory
+
+
+def load_demo() -> Engine:
+    return LlamaEngine.load(Config(port=0, n_seq_max=4, n_threads=1))
+
+
+@pytest.mark.parametrize(
+    "make", [FakeEngine, pytest.param(load_demo, marks=pytest.mark.model)], ids=["fake", "demo"]
+)
+async def test_clients_that_leave_and_deadlines_that_pass_are_no_errors(
+    make: Callable[[], Engine],
+) -> None:
+    soak = Soak(make)
+    await soak.run(3.0)
+    assert soak.errors == []
+    assert soak.n_left == 0
+    assert soak.outcomes["left"]
+    assert soak.outcomes["DEADLINE_EXCEEDED"]
+    known = {"length", "stop", "cancelled", "deadline", "INVALID_FIELD"}
+    assert set(soak.counted) <= known, "ENGINE_FAILURE is a fault of ours"
+
+
+class SlowRefusal(TenantRegistry):
+    """Refuses everybody, so late that nobody waits for it: the event loop stands still."""
+
+    def authenticate(self, key: str | None) -> Tenant:
+        time.sleep(0.3)
+        raise Unauthenticated
+
+
+class SlowAnswer(TenantRegistry):
+    """Lets everybody in, so late that nobody waits for it."""
+
+    def authenticate(self, key: str | None) -> Tenant:
+        time.sleep(0.3)
+        return super().authenticate(key)
+
+
+@pytest.mark.parametrize("kind", [SlowRefusal, SlowAnswer])
+@pytest.mark.parametrize("name", ["generate", "get_model", "list_models"])
+async def test_a_call_whose_deadline_passes_before_it_is_answered(
+    start_server: ServerFactory,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[TenantRegistry],
+    name: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    server = await start_server(tenants=kind({}))
+
+    def call() -> None:
+        with drafthouse.Client(server.target, retry=None) as client:
+            if name == "generate":
+                client.generate("x", timeout=0.1).result()
+            else:
+                getattr(client, name)(timeout=0.1)
+
+    with pytest.raises(drafthouse.DeadlineExceeded):
+        await asyncio.to_thread(call)
+    await eventually(lambda: "call method=" in caplog.text)
+    await asyncio.sleep(0.05)
+    told = [record.getMessage() for record in caplog.records if "call method=" in record.message]
+    assert len(told) == 1
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    counted = server.loop.statistics().n_requests
+    assert sum(counted.values()) <= 1
+    assert "ENGINE_FAILURE" not in counted
+
+
+async def test_a_call_whose_deadline_passes_while_it_is_told_so(
+    start_server: ServerFactory,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sequence ends by its deadline, and before that can be said the call has ended too."""
+    finish = GenerationService._finish
+
+    async def late(*arguments: Any) -> None:
+        time.sleep(0.4)  # noqa: ASYNC251  # the event loop learns nothing meanwhile
+        await finish(*arguments)
+
+    monkeypatch.setattr(GenerationService, "_finish", late)
+    monkeypatch.setattr(GenerationService, "_deadline", lambda *_: time.monotonic() + 0.1)
+    server = await start_server(FakeEngine(step_s=0.005))
+
+    def call() -> None:
+        with drafthouse.Client(server.target, retry=None) as client:
+            client.generate("x", timeout=0.3).result()
+
+    with pytest.raises(drafthouse.DeadlineExceeded):
+        await asyncio.to_thread(call)
+    await eventually(lambda: bool(server.loop.statistics().n_requests))
+    await asyncio.sleep(0.1)
+    assert server.loop.statistics().n_requests == {"deadline": 1}
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_a_client_that_leaves_before_its_prompt_is_tokenised_is_counted_once(
+    start_server: ServerFactory, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    class SlowTokenizer(FakeEngine):
+        def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+            time.sleep(0.3)
+            return super().tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    server = await start_server(SlowTokenizer())
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        with pytest.raises(drafthouse.DeadlineExceeded):
+            await client.generate("x", timeout=0.1)
+        await eventually(lambda: bool(server.loop.statistics().n_requests))
+    assert sum(server.loop.statistics().n_requests.values()) == 1
+    assert set(server.loop.statistics().n_requests) <= {"deadline", "cancelled"}
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
