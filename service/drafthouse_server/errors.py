@@ -20,6 +20,8 @@ What the operator is told before the server serves; one clear sentence each:
     StartupError
     ├── ConfigError
     └── ModelLoadError
+
+And when it had to end by itself: ServerFailed.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ __all__ = [
     "PermissionDenied",
     "QueueFull",
     "QuotaExceeded",
+    "ServerFailed",
     "StartupError",
     "Unauthenticated",
 ]
@@ -240,12 +243,14 @@ class Draining(Overloaded):
 
     Args:
         retry_after_s: When another attempt, then at another server, may succeed, seconds from now.
+        is_failed: Whether it shuts down because its step loop has failed.
     """
 
     reason = "SERVER_DRAINING"
 
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__("the server is shutting down", retry_after_s)
+    def __init__(self, retry_after_s: float, *, is_failed: bool = False) -> None:
+        because = ": its step loop has failed" if is_failed else ""
+        super().__init__(f"the server is shutting down{because}", retry_after_s)
 
 
 class EngineError(DrafthouseError):
@@ -273,6 +278,10 @@ class EngineError(DrafthouseError):
 
 class StartupError(Exception):
     """Keeps the server from starting. Its text is one sentence that says what to do."""
+
+
+class ServerFailed(Exception):
+    """Ended a server that was serving. Its text is one sentence that says what to do."""
 
 
 class ConfigError(StartupError):

@@ -16,18 +16,26 @@ from pathlib import Path
 from drafthouse_server import config as settings
 from drafthouse_server.config import Config
 from drafthouse_server.engine import LlamaEngine, engine_version
-from drafthouse_server.errors import ConfigError, StartupError
+from drafthouse_server.errors import ConfigError, ServerFailed, StartupError
 from drafthouse_server.server import Server
 from drafthouse_server.terminal import Terminal
 from drafthouse_server.threads import Threads
 
-__all__ = ["CHECKOUT", "LISTENS_AT", "add_serve", "format_bytes", "format_count"]
+__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "add_serve", "format_bytes", "format_count"]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Root of the repository; of an installed package, a folder without models."""
 
 LISTENS_AT = "listening at "
 """How the line starts that tells the address, "host:port", when the server takes calls."""
+
+FAILED = 70
+"""Exit code of a server whose step loop has failed: EX_SOFTWARE of sysexits.h."""
+
+_EXIT_CODES = (
+    "exit codes: 0 ended by SIGTERM or SIGINT; 1 cannot start, and says why; 2 a setting is wrong;"
+    f" {FAILED} the step loop has failed: every stream was told ENGINE_FAILURE, start it again"
+)
 
 _SWITCH_INTERVAL_S = 1e-4
 """How long the event loop may keep the interpreter from the engine thread, which waits for it
@@ -41,6 +49,7 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="serve a model; without flags, the demo model",
         description="Serves a GGUF model over gRPC. Flags win over DRAFTHOUSE_* variables, these"
         " over the file of --config.",
+        epilog=_EXIT_CODES,
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
@@ -63,6 +72,9 @@ def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
     except StartupError as error:
         terminal.error(str(error))
         return 1
+    except ServerFailed as error:
+        terminal.error(str(error))
+        return FAILED
     return 0
 
 

@@ -109,6 +109,8 @@ class StepLoop:
         retry_after_s: Advice to those who are refused, seconds.
         clock: Monotonic time in seconds; called on the engine thread.
         on_health: Called with False when steps keep failing, and with True when they succeed again.
+        on_failure: Called when the loop itself has failed and every stream was told: it runs no
+            more steps.
         executor: The engine thread; one of its own when not given.
         scheduler: Decides who gets what; a plain one with this policy when not given.
 
@@ -126,6 +128,7 @@ class StepLoop:
         retry_after_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         on_health: Callable[[bool], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
         executor: ThreadPoolExecutor | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
@@ -134,6 +137,7 @@ class StepLoop:
         self._n_waiting_max = n_waiting_max
         self._retry_after_s = retry_after_s
         self._on_health = on_health
+        self._on_failure = on_failure
         self._executor = executor or _engine_executor()
         self._thread = EngineThread(engine, self._scheduler, self._post, clock)
         self._metrics = Metrics()
@@ -147,6 +151,7 @@ class StepLoop:
         self._idle.set()
         self._is_draining = False
         self._is_stopping = False
+        self._has_failed = False
         self._n_failures = 0
         self._bell = Bell(self._take_reports)
         self._task: asyncio.Task[None] | None = None
@@ -158,6 +163,7 @@ class StepLoop:
         config: Config,
         *,
         on_health: Callable[[bool], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> StepLoop:
         """Makes the engine on its own thread and starts a loop over it.
 
@@ -176,6 +182,7 @@ class StepLoop:
             n_waiting_max=config.n_waiting_max,
             retry_after_s=config.retry_after_s,
             on_health=on_health,
+            on_failure=on_failure,
             executor=executor,
             scheduler=scheduler,
         )
@@ -196,6 +203,11 @@ class StepLoop:
     def is_healthy(self) -> bool:
         """Whether the last steps were not all lost."""
         return self._n_failures < N_FAILURES_UNHEALTHY
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the loop itself has failed: it runs no more steps."""
+        return self._has_failed
 
     @property
     def is_draining(self) -> bool:
@@ -230,7 +242,7 @@ class StepLoop:
             ContextTooLong: it does not fit the context (CONTEXT_TOO_LONG).
         """
         if self._is_draining:
-            raise Draining(self._retry_after_s)
+            raise Draining(self._retry_after_s, is_failed=self._has_failed)
         n_waiting = self._census.n_waiting
         if n_waiting >= self._n_waiting_max:
             raise QueueFull(n_waiting, self._retry_after_s)
@@ -339,6 +351,7 @@ class StepLoop:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _log.critical("the step loop failed", exc_info=error)
+            self._has_failed = True
             self._n_failures = N_FAILURES_UNHEALTHY
             if self._on_health is not None:
                 self._on_health(False)
@@ -350,6 +363,8 @@ class StepLoop:
                 EngineError("LOOP_FAILED", sequence.request_id)
             )
             self._deliver([(sequence, end)])
+        if error is not None and self._on_failure is not None:
+            self._on_failure(error)
 
     def _post(self, report: StepReport) -> None:
         """Passes a report on to the event loop. Thread: engine thread only."""

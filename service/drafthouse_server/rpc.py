@@ -261,7 +261,7 @@ class Served:
             Draining: the server is shutting down (SERVER_DRAINING).
         """
         if self.loop.is_draining:
-            raise Draining(self._retry_after_s)
+            raise Draining(self._retry_after_s, is_failed=self.loop.has_failed)
         return self._current_call()
 
     def enter_model(self, model: str) -> Caller:

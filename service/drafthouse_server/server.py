@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine
-from drafthouse_server.errors import ConfigError
+from drafthouse_server.errors import ConfigError, ServerFailed
 from drafthouse_server.exposition import MetricsEndpoint
 from drafthouse_server.interceptors import Authenticate, Observe, TranslateErrors, current_call
 from drafthouse_server.loop import StepLoop
@@ -67,6 +67,7 @@ class Server:
         self._health_changes: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
+        self._failure: BaseException | None = None
         self._loop: StepLoop | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
@@ -96,6 +97,7 @@ class Server:
 
         Raises:
             StartupError: it cannot start.
+            ServerFailed: the step loop has failed; every stream was told.
         """
         await self.startup()
         try:
@@ -104,6 +106,11 @@ class Server:
                     on_ready(self)
                 await self._stop.wait()
                 await self.shutdown()
+            if self._failure is not None:
+                raise ServerFailed(
+                    "the step loop failed and the server has ended, see the log above;"
+                    " start it again, and report the trace"
+                ) from self._failure
         finally:
             await self.close()
 
@@ -135,7 +142,12 @@ class Server:
         Raises:
             StartupError: a model cannot be loaded, or the address cannot be listened at.
         """
-        self._loop = await StepLoop.open(self._make_engine, self._config, on_health=self._on_health)
+        self._loop = await StepLoop.open(
+            self._make_engine,
+            self._config,
+            on_health=self._on_health,
+            on_failure=self._on_failure,
+        )
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             await self._listen(self._loop)
@@ -178,6 +190,11 @@ class Server:
         change = asyncio.get_running_loop().create_task(self._set_health(is_healthy))
         self._health_changes.add(change)
         change.add_done_callback(self._health_changes.discard)
+
+    def _on_failure(self, error: BaseException) -> None:
+        """Ends the server: without its loop it would refuse everything for ever."""
+        self._failure = error
+        self.stop()
 
     async def _set_health(self, is_healthy: bool) -> None:
         statuses = health_pb2.HealthCheckResponse

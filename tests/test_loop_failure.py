@@ -1,0 +1,142 @@
+"""A loop that fails: every stream is told, health says so, and the process ends with code 70."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+import drafthouse
+from drafthouse_server.fake import FakeEngine
+from drafthouse_server.launch import FAILED, LISTENS_AT
+from drafthouse_server.scheduler import Scheduler
+from drafthouse_server.sequence import Event, Sequence
+from drafthouse_server.step import StepResult
+
+if TYPE_CHECKING:
+    from tests.conftest import Eventually, ServerFactory
+
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+N_STREAMS = 10
+
+# `drafthouse serve` with an engine without a model and a bug of ours in the scheduler.
+BROKEN = textwrap.dedent(
+    """
+    import sys
+    from drafthouse_server import __main__, launch
+    from drafthouse_server.engine import LlamaEngine
+    from drafthouse_server.fake import FakeEngine
+    from drafthouse_server.scheduler import Scheduler
+
+    n_commits = 0
+    commit = Scheduler.commit
+
+    def broken(self, result, now):
+        global n_commits
+        n_commits += 1
+        events = commit(self, result, now)
+        if n_commits == 50:
+            raise RuntimeError("a bug of ours")
+        return events
+
+    Scheduler.commit = broken
+    launch.LlamaEngine.load = lambda *_: FakeEngine(step_s=0.01)
+    sys.exit(__main__.main(["serve", "--port", "0", *sys.argv[1:]]))
+    """
+)
+
+
+def health(channel: grpc.aio.Channel, method: str) -> grpc.aio.UnaryStreamMultiCallable:
+    make = channel.unary_stream if method == "Watch" else channel.unary_unary
+    return make(
+        f"/grpc.health.v1.Health/{method}",
+        health_pb2.HealthCheckRequest.SerializeToString,
+        health_pb2.HealthCheckResponse.FromString,
+    )
+
+
+async def watch(target: str) -> list[int]:
+    """Returns what health has said until the server was gone."""
+    told = []
+    async with grpc.aio.insecure_channel(target) as channel:
+        try:
+            async for response in health(channel, "Watch")(health_pb2.HealthCheckRequest()):
+                told.append(response.status)
+        except grpc.aio.AioRpcError:
+            pass
+    return told
+
+
+async def test_a_served_process_tells_every_stream_and_ends_with_its_code() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", BROKEN),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        target = ""
+        while not target:
+            line = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
+            assert line, (await process.communicate())[1].decode()
+            if line.startswith(LISTENS_AT):
+                target = line.removeprefix(LISTENS_AT).strip()
+        watching = asyncio.create_task(watch(target))
+        async with drafthouse.AsyncClient(target, retry=None) as client:
+            streams = [
+                client.generate("x", max_output_tokens=900, ignore_end_token=True).result()
+                for _ in range(N_STREAMS)
+            ]
+            ends = await asyncio.gather(*streams, return_exceptions=True)
+        assert [type(end) for end in ends] == [drafthouse.EngineFailure] * N_STREAMS
+        for end in ends:
+            assert isinstance(end, drafthouse.EngineFailure)
+            assert end.metadata["status"] == "LOOP_FAILED"
+        _, err = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == FAILED == 70
+        assert (await watching)[-1] == NOT_SERVING
+    finally:
+        if process.returncode is None:
+            process.kill()
+    log = err.decode()
+    assert "a bug of ours" in log, "the trace"
+    assert log.splitlines()[-1].startswith("drafthouse: the step loop failed"), "what to do"
+
+
+class BrokenScheduler(Scheduler):
+    """A bug of ours that shows at the first commit."""
+
+    def commit(self, result: StepResult, now: float) -> list[tuple[Sequence, Event]]:
+        raise RuntimeError("a bug of ours")
+
+
+async def test_a_call_that_comes_after_the_failure_is_told_why(
+    start_server: ServerFactory, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafthouse_server.loop.Scheduler", BrokenScheduler)
+    server = await start_server(FakeEngine())  # not `serve`: it stays as it is
+    async with (
+        drafthouse.AsyncClient(server.target, retry=None) as client,
+        grpc.aio.insecure_channel(server.target) as channel,
+    ):
+        with pytest.raises(drafthouse.EngineFailure):
+            await client.generate("x")
+        await eventually(lambda: server.loop.has_failed)
+        for call in (client.generate("y").result(), client.tokenize("y"), client.get_model()):
+            with pytest.raises(drafthouse.ServerDraining, match="its step loop has failed"):
+                await call
+        response = await health(channel, "Check")(health_pb2.HealthCheckRequest())
+        assert response.status == NOT_SERVING
+
+
+async def test_the_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    from drafthouse_server.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(("serve", "--help"))
+    assert str(FAILED) in capsys.readouterr().out
