@@ -4,6 +4,7 @@
 #   scripts/instrument.sh address    -> build/address/{abi_test,step_bench,attention_test,_spec…so}   (GCC, ASan and UBSan)
 #   scripts/instrument.sh thread     -> build/thread/{handover_test,sampling_test}     (clang, TSan)
 #   scripts/instrument.sh fuzz       -> build/fuzz/{plan_fuzz,grammar_fuzz,…}          (clang, libFuzzer, ASan, UBSan)
+#   scripts/instrument.sh texts      -> build/texts/{split_test,tokenizer_counts}      (GCC, tokenisers that count)
 #
 # The rest of llama.cpp, ggml's kernels above all, is linked as `make dev` built it (DRAFTHOUSE_BUILD names another
 # build folder): an object with instrumentation is linked before the archive and so takes the place of the plain one.
@@ -40,8 +41,12 @@ fuzz)
     cxx=$clang
     flags='-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer'
     ;;
+texts)
+    cxx=${CXX:-g++}
+    flags='-fsanitize-coverage=trace-pc'
+    ;;
 *)
-    echo "unknown kind \"$kind\"; expected address, thread or fuzz" >&2
+    echo "unknown kind \"$kind\"; expected address, thread, fuzz or texts" >&2
     exit 2
     ;;
 esac
@@ -76,11 +81,32 @@ compile() { # source name extra flags…
     fi
 }
 
+if [ "$kind" = texts ]; then
+    parts='src/llama-vocab src/unicode'
+fi
+
+# Every list of expressions of llama-vocab.cpp; and src/unicode.cpp as it was before patch 0010.
+if [ "$kind" = fuzz ] || [ "$kind" = texts ]; then
+    awk '/regex_exprs = \{$/ { print "{"; inside = 1; next }
+        inside && /^ *\};$/ { print "},"; inside = 0 }
+        inside { print }' "$llama/src/llama-vocab.cpp" >"$out/splitters.inc"
+    rm -rf "$out/unpatched"
+    mkdir -p "$out/unpatched/src"
+    for file in unicode.cpp unicode.h llama-vocab.cpp unicode-regex.h; do
+        cp "$llama/src/$file" "$out/unpatched/src"
+    done
+    patch -d "$out/unpatched" -p1 -R --batch --quiet -i "$PWD/cext/patches/0010-texts-of-any-length.patch"
+    include="$include -I$out"
+fi
+
 for part in $parts; do
     compile "$llama/$part.cpp" "$(basename "$part")" -w -DNDEBUG # as it is released
 done
-compile cext/spec.cpp spec
-objects=$out/obj/spec.o
+objects=
+if [ "$kind" != texts ]; then
+    compile cext/spec.cpp spec
+    objects=$out/obj/spec.o
+fi
 if [ "$kind" = thread ]; then
     # ggml's own threads instead of OpenMP's, whose hand-overs a sanitizer does not see.
     if [ ! -e "$out/obj/ggml-cpu.o" ] || [ scripts/instrument.sh -nt "$out/obj/ggml-cpu.o" ]; then
@@ -152,14 +178,34 @@ folder.mkdir(exist_ok=True)
 block_draft(folder / "dflash.gguf")
 block_draft(folder / "dspark.gguf", markov_rank=32, has_confidence=True)
 END
+    cp "$llama"/models/ggml-vocab-*.gguf "$out/models/"
+    compile tests/fuzz/unpatched_split.cpp unpatched_split -w -DNDEBUG
     for source in tests/fuzz/*_fuzz.cpp; do
         name=$(basename "$source" .cpp)
         if [ "$name" = snapshot_fuzz ] && ! grep -q spec_engine_seq_load cext/spec.h; then
             continue # this engine has no snapshots
         fi
         compile "$source" "$name" -Itests/fuzz
-        link "$name" -fsanitize=fuzzer,address,undefined "$out/obj/$name.o"
+        more=
+        if [ "$name" = tokenizer_fuzz ]; then
+            more=$out/obj/unpatched_split.o
+        fi
+        # shellcheck disable=SC2086
+        link "$name" -fsanitize=fuzzer,address,undefined "$out/obj/$name.o" $more
     done
+    ;;
+texts)
+    flags= # what follows is not counted
+    for program in unpatched_split split_test tokenizer_counts; do
+        compile tests/fuzz/$program.cpp $program -w -DNDEBUG -Itests/fuzz
+    done
+    link split_test "$out/obj/split_test.o" "$out/obj/unpatched_split.o"
+    wrap=
+    for function in memcpy memmove memset memcmp memchr _ZSt11_Hash_bytesPKvmm; do
+        wrap="$wrap -Wl,--wrap=$function"
+    done
+    # shellcheck disable=SC2086
+    link tokenizer_counts "$out/obj/tokenizer_counts.o" -static-libstdc++ $wrap
     ;;
 esac
 echo "built $out"
