@@ -240,7 +240,7 @@ async def test_a_load_sees_every_token_and_message(start_server: ServerFactory) 
     assert result.n_output == 200
     assert len(result.first_tokens_s) == 10
     assert len(result.gaps_s) == result.n_messages - 10
-    assert 1 <= result.tokens_per_message <= 5
+    assert result.tokens_per_message >= 1
     counted = server.loop.statistics()
     assert counted.n_output_tokens == 200
     assert (result.n_drafted, result.n_accepted) == (counted.n_drafted, counted.n_accepted)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,20 +197,25 @@ def test_interrupt_ends_one_run() -> None:
 
 
 def test_interrupt_reaches_a_run_in_flight() -> None:
-    run = Crowd.of(engine(n_ctx_seq=2048), DENSE, (GREEDY,))
+    """At random moments, until one falls into a run: where it falls is the machine's business."""
+    chance = random.Random(1)
+    run = Crowd.of(engine(n_ctx_seq=512), DENSE, (GREEDY,))
+    before, n_first = time.perf_counter(), run.step(32).n_steps
+    step_s = (time.perf_counter() - before) / n_first
     is_over = threading.Event()
 
     def interrupt() -> None:
-        while not is_over.wait(0.001):
+        while not is_over.wait(step_s * chance.uniform(1, 16)):
             run.target.interrupt()
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    n_steps = [run.step(64).n_steps for _ in range(20)]
+    while not 1 < run.step(32).n_steps < 32:
+        if run.target.seq_n_past(0) > 400:
+            run.target.seq_end(0)
+            run = Crowd.of(run.target, DENSE, (GREEDY,))
     is_over.set()
     thread.join()
-    # It comes every millisecond: some run, at least, was in flight then, and not at its start.
-    assert any(1 < n < 64 for n in n_steps), n_steps
     run.target.close()
 
 

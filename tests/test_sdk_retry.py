@@ -29,7 +29,8 @@ def refusal(
     if reason:
         details.append(packed(ErrorInfo(reason=reason, domain=domain or "drafthouse.dev")))
     if retry_s is not None:
-        details.append(packed(RetryInfo(retry_delay=Duration(nanos=int(retry_s * 1e9)))))
+        delay = Duration(seconds=int(retry_s), nanos=int(retry_s % 1 * 1e9))
+        details.append(packed(RetryInfo(retry_delay=delay)))
     status = Status(code=code.value[0], message="refused", details=details)
     return code, (("grpc-status-details-bin", status.SerializeToString()),)
 
@@ -171,12 +172,11 @@ async def test_the_server_says_how_long_to_wait(script: Script) -> None:
 
 
 async def test_no_wait_beyond_the_deadline(script: Script) -> None:
-    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=0.9)]
+    """It would wait for longer than this test may take."""
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
     async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
-        started = time.monotonic()
         with pytest.raises(drafthouse.QueueFull):
-            await client.tokenize("x", timeout=0.5)
-        assert time.monotonic() - started < 0.4
+            await client.tokenize("x", timeout=600)
 
 
 async def test_a_stream_without_a_result_is_an_error(script: Script) -> None:
