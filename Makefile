@@ -86,11 +86,10 @@ bench-aiperf: dev ## aiperf through our gRPC beside our own load; installs 1.2 G
 sanitize: dev ## address, undefined-behaviour and thread sanitizers; needs clang-14, libclang-rt-14-dev
 	@scripts/sanitize.sh
 
-<<<<<<< HEAD
 portability: dev ## compile for other CPUs and compilers, run under qemu-user; half an hour; needs test-deps
 	@$(VENV)/python scripts/portability.py $(ARGS)
 
-fuzz: dev ## fuzz plans, grammars and snapshots for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
+fuzz: dev ## fuzz plans, grammars, snapshots and texts for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
 	@scripts/instrument.sh fuzz
 	@scripts/fuzz.sh $(SECONDS)
 
@@ -99,14 +98,9 @@ soak: dev ## clients that leave and deadlines of 50 ms for SECONDS=60: no error 
 
 soak-starts: dev ## N=1000 starts of a quick model under load from the first moment: none loses a stream
 	@$(VENV)/python -m tests.bench.soak_starts --starts $(N) $(ARGS)
-=======
-fuzz: dev ## fuzz plans, grammars, snapshots and texts for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
-	@scripts/instrument.sh fuzz
-	@scripts/fuzz.sh $(SECONDS)
 
 tokenizer-counts: dev ## what tokenising costs for every tokeniser of llama.cpp and texts of 1, 2 and 4 MiB; half an hour
 	@$(VENV)/python -m tests.bench.tokenizer_counts $(ARGS)
->>>>>>> bef3200 (A text of any length is tokenised in n log n, on a small stack)
 
 models: ## train the demo models again; an hour and more
 	@$(PYTHON) scripts/build.py --models
