@@ -120,7 +120,6 @@ def test_a_draft_state_that_is_let_go_costs_nothing_and_changes_nothing(
             if is_let_go:
                 assert entry.is_draft_cold
                 assert entry.n_drafted == 0
-                assert result.timings.process_s < 50e-6
         engine.step(StepPlan(frees=[0]))
         outputs.append(output)
     assert outputs[0][:7] == outputs[1]

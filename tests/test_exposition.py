@@ -60,7 +60,7 @@ async def fetch(port: int, request: bytes) -> tuple[str, str]:
     """Returns status line and body of an answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
-    answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+    answer = (await asyncio.wait_for(reader.read(), 100)).decode()
     writer.close()
     await writer.wait_closed()
     head, _, body = answer.partition("\r\n\r\n")

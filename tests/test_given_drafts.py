@@ -20,7 +20,7 @@ from drafthouse_engine import (
     SamplingParams,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
 N_OUTPUT = 24
 K = 3

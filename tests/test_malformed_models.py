@@ -12,7 +12,7 @@ from tests.demo import EAGLE3, MODELS, SIMPLE, TARGETS
 from drafthouse_engine import Model
 from drafthouse_engine.errors import BadModel
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
 
 FILES = {

@@ -15,7 +15,7 @@ from drafthouse_engine import (
     Unsupported,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize("draft_type", ["mtp", "eagle3", "simple"])
