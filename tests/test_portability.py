@@ -53,8 +53,11 @@ def test_every_file_that_we_change_is_compiled() -> None:
     units = portability.patched_units()
     assert "ggml/src/ggml-cpu/ops.cpp" in units
     assert "common/speculative.cpp" in units
-    first = [it for it in portability.targets() if it.is_first]
-    assert all(set(units) <= set(portability.units_of(it)) for it in first)
+    whole = [it for it in portability.targets() if it.is_whole]
+    assert {(it.compiler.name, it.compiler.architecture) for it in whole} == {
+        (it.name, it.architecture) for it in portability.compilers()
+    }
+    assert all(set(units) <= set(portability.units_of(it)) for it in whole)
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "cext").glob("*.c*")}
     own |= {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "kernels").glob("*.c*")}
     assert own == set(portability.OWN)
