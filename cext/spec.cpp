@@ -63,6 +63,7 @@ namespace {
 
 thread_local std::string last_error;
 thread_local std::string last_llama_error;
+thread_local bool is_skipping_mtp = false; // while a model is loaded
 
 std::atomic<spec_log_callback> log_callback{nullptr};
 std::atomic<void *> log_user{nullptr};
@@ -137,9 +138,16 @@ void remember(const char * text) {
     }
 }
 
+// Whether what llama.cpp warns of is our choice: what a window drops cannot be rolled back, and MTP
+// layers that nobody drafts with are not loaded.
+bool is_chosen(const char * text) {
+    return std::strstr(text, "full-size SWA cache") != nullptr ||
+           (is_skipping_mtp && std::strstr(text, "model has unused tensor blk.") != nullptr);
+}
+
 void on_llama_log(ggml_log_level level, const char * text, void * /*user*/) {
-    if (text != nullptr && std::strstr(text, "full-size SWA cache") != nullptr) {
-        level = GGML_LOG_LEVEL_INFO; // our choice: what a window drops cannot be rolled back
+    if (text != nullptr && is_chosen(text)) {
+        level = GGML_LOG_LEVEL_INFO;
     }
     if (level == GGML_LOG_LEVEL_ERROR && text != nullptr) {
         remember(text);
@@ -335,8 +343,12 @@ bool ends_with(const std::string & text, const std::string & end) {
            text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
-// Why a floating-point number of an architecture cannot be, or nullptr.
+// Why a floating-point number of an architecture cannot be, or nullptr. llama.cpp's own saver
+// writes the numbers of all architectures, and "no bound" is minus infinity.
 const char * wrong_float(const std::string & key, float value) {
+    if (ends_with(key, ".kda.gate_lower_bound") && value == -INFINITY) {
+        return nullptr;
+    }
     if (!std::isfinite(value)) {
         return "not a finite number";
     }
@@ -356,8 +368,8 @@ template <typename Number> const char * wrong_layers(const std::string & arch, N
     if (n_layer < 1 || n_layer > N_LAYERS_MAX) {
         return "block_count is not in [1, 512]";
     }
-    if (number(".nextn_predict_layers", 0) >= n_layer) {
-        return "nextn_predict_layers is not below block_count";
+    if (number(".nextn_predict_layers", 0) > n_layer) {
+        return "nextn_predict_layers is above block_count";
     }
     if (number(".full_attention_interval", 1) == 0) {
         return "full_attention_interval is 0";
@@ -368,6 +380,32 @@ template <typename Number> const char * wrong_layers(const std::string & arch, N
     return nullptr;
 }
 
+// Architectures whose graphs assert that the heads of keys and values are rotated whole, and those
+// that assert no more than that both are equally wide. Read from llama.cpp's graphs;
+// tests/test_malformed_models.py compares.
+const std::initializer_list<const char *> ROTATED_WHOLE = {
+    "apertus",    "arcee",         "arctic",       "baichuan",       "chameleon",     "codeshell",
+    "cogvlm",     "cohere2moe",    "dbrx",         "deci",           "deepseek",      "dots1",
+    "dream",      "ernie4_5",      "ernie4_5-moe", "exaone",         "exaone-moe",    "exaone4",
+    "falcon",     "granite",       "granite_swa",  "granitemoe",     "graniteswitch", "grok",
+    "grovemoe",   "hunyuan-dense", "hunyuan-moe",  "hunyuan_vl",     "hy_v3",         "internlm2",
+    "jais2",      "llada",         "llada-moe",    "llama",          "llama-embed",   "llama4",
+    "maincoder",  "mellum",        "minicpm",      "mistral3",       "olmo",          "olmo2",
+    "olmoe",      "orion",         "paddleocr",    "pangu-embedded", "plamo",         "pockettts",
+    "qwen2",      "qwen2moe",      "qwen2vl",      "qwen3",          "qwen3moe",      "qwen3tts",
+    "qwen3vl",    "qwen3vlmoe",    "rnd1",         "seed_oss",       "smallthinker",  "smollm3",
+    "starcoder2", "talkie",        "xverse"};
+const std::initializer_list<const char *> OF_EQUAL_WIDTHS = {
+    "afmoe",        "bailingmoe2",  "bert",           "bitnet",   "bloom",         "chatglm",
+    "clef",         "cohere2",      "command-r",      "dflash",   "eagle3",        "eurobert",
+    "glm4",         "glm4moe",      "gpt2",           "gptneox",  "granitehybrid", "jais",
+    "jina-bert-v2", "jina-bert-v3", "k2-horizon",     "laguna",   "maple",         "minimax-01",
+    "minimax-m2",   "minimax-m3",   "modern-bert",    "mpt",      "muse-glimmer",  "nanbeige",
+    "nemotron",     "nemotron_h",   "nemotron_h_moe", "neo-bert", "nomic-bert",    "nomic-bert-moe",
+    "openelm",      "phi2",         "phi3",           "phimoe",   "qwen",          "qwen35",
+    "qwen35moe",    "qwen3next",    "qwen4exp",       "refact",   "spark2_5",      "stablelm",
+    "starcoder",    "t5",           "t5encoder"};
+
 template <typename Number> const char * wrong_heads(const std::string & arch, Number && number) {
     const uint32_t n_head = number(".attention.head_count", 0);
     const uint32_t n_embd = number(".embedding_length", 0);
@@ -376,17 +414,11 @@ template <typename Number> const char * wrong_heads(const std::string & arch, Nu
     if (n_rot % 2 != 0 || (width > 0 && n_rot > width)) {
         return "rope.dimension_count is odd or above attention.key_length";
     }
-    const bool is_rotated_whole = is_one_of(
-        arch, {"llama",      "llama4",     "qwen2",       "qwen2moe",   "qwen2vl",   "qwen3",
-               "qwen3moe",   "qwen3vl",    "qwen3vlmoe",  "baichuan",   "exaone",    "exaone4",
-               "granite",    "grok",       "hunyuan-moe", "hunyuan_vl", "internlm2", "minimax-01",
-               "minimax-m2", "mistral3",   "nanbeige",    "olmo",       "olmo2",     "olmoe",
-               "smollm3",    "starcoder2", "xverse",      "deepseek",   "dots1"});
-    if (is_rotated_whole && width > 0 && n_rot != width) {
+    if (is_one_of(arch, ROTATED_WHOLE) && width > 0 && n_rot != width) {
         return "rope.dimension_count is not the width of a head";
     }
     const bool has_equal_widths =
-        is_rotated_whole || is_one_of(arch, {"eagle3", "qwen35", "qwen35moe", "qwen3next"});
+        is_one_of(arch, ROTATED_WHOLE) || is_one_of(arch, OF_EQUAL_WIDTHS);
     if (has_equal_widths && number(".attention.value_length", width) != width) {
         return "attention.value_length is not attention.key_length";
     }
@@ -447,6 +479,13 @@ void check_header(const std::string & path) {
             fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
         }
     }
+    if (number(".nextn_predict_layers", 0) == number(".block_count", 1)) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             path + " holds MTP layers alone (" + arch +
+                 "), which draft inside another model; only models that bring their MTP layers in "
+                 "their own file are supported. Give the target's file with its MTP layers, or "
+                 "another kind of draft");
+    }
     for (int64_t i = 0; i < gguf_get_n_kv(header.get()); ++i) {
         const std::string key = gguf_get_key(header.get(), i);
         const bool is_float = gguf_get_kv_type(header.get(), i) == GGUF_TYPE_FLOAT32;
@@ -456,6 +495,27 @@ void check_header(const std::string & path) {
         if (reason != nullptr) {
             fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + key + " is " + reason);
         }
+    }
+}
+
+// llama.cpp ends the process where it is to add a token that does not exist.
+void check_special_tokens(const llama_vocab & vocab, const std::string & path) {
+    const enum llama_vocab_type type = llama_vocab_type(&vocab);
+    if (type == LLAMA_VOCAB_TYPE_NONE || type == LLAMA_VOCAB_TYPE_RWKV) {
+        return; // adds none
+    }
+    const bool is_wpm = type == LLAMA_VOCAB_TYPE_WPM;
+    const bool lacks_bos =
+        (is_wpm || llama_vocab_get_add_bos(&vocab)) && llama_vocab_bos(&vocab) == LLAMA_TOKEN_NULL;
+    const bool lacks_end =
+        is_wpm ? llama_vocab_sep(&vocab) == LLAMA_TOKEN_NULL
+               : llama_vocab_get_add_eos(&vocab) && llama_vocab_eos(&vocab) == LLAMA_TOKEN_NULL;
+    if (lacks_bos || lacks_end) {
+        fail(SPEC_ERR_BAD_MODEL, path + " is damaged: its tokenizer adds a token to every text, " +
+                                     (lacks_bos ? "bos"
+                                      : is_wpm  ? "sep"
+                                                : "eos") +
+                                     ", that the file does not name (tokenizer.ggml.*_token_id)");
     }
 }
 
@@ -470,13 +530,15 @@ spec_model * load_model(const spec_model_params & params) {
     mparams.n_gpu_layers = params.n_gpu_layers;
     mparams.load_mode = params.use_mmap ? LLAMA_LOAD_MODE_AUTO : LLAMA_LOAD_MODE_NONE;
     mparams.vocab_only = params.vocab_only;
-    mparams.load_mtp = true; // MTP heads are part of the model; whether they draft is chosen later
+    mparams.load_mtp = !params.skip_mtp;
     mparams.progress_callback = on_progress;
     mparams.progress_callback_user_data = &progress;
 
     last_llama_error.clear();
     auto model = std::make_unique<spec_model>();
+    is_skipping_mtp = params.skip_mtp;
     model->model.reset(llama_model_load_from_file(path.c_str(), mparams));
+    is_skipping_mtp = false;
     if (progress.is_cancelled) {
         fail(SPEC_ERR_CANCELLED, "loading " + path + " was stopped");
     }
@@ -484,6 +546,7 @@ spec_model * load_model(const spec_model_params & params) {
         fail(SPEC_ERR_BAD_MODEL, path + " cannot be loaded" + llama_reason());
     }
     model->vocab = llama_model_get_vocab(model->model.get());
+    check_special_tokens(*model->vocab, path);
     model->vocab_only = params.vocab_only;
     model->fingerprint = params.vocab_only ? 0 : fingerprint_of(path);
     return model.release();
@@ -1929,18 +1992,46 @@ void check_target_name(const spec_model & target, const spec_model & draft) {
     }
 }
 
+// Models that do not write one token after the other.
+void check_generates(const spec_model & model, const char * which) {
+    const std::string what = std::string("the ") + which + " (" + model.arch() + ")";
+    if (llama_model_has_encoder(model.model.get())) {
+        fail(SPEC_ERR_UNSUPPORTED, what + " has an encoder; only models that decode are supported");
+    }
+    if (llama_model_is_diffusion(model.model.get())) {
+        fail(SPEC_ERR_UNSUPPORTED, what + " is a diffusion model: it fills in a text as a whole, "
+                                          "not one token after the other");
+    }
+}
+
+// The layer that MTP drafts with: it may be missing in the file, or was not loaded.
+bool has_mtp_weights(const spec_model & model) {
+    const std::string first = "blk." + std::to_string(llama_model_n_layer(model.model.get())) + ".";
+    const auto & tensors = llama_internal_get_tensor_map(model.model.get());
+    return std::any_of(tensors.begin(), tensors.end(),
+                       [&](const auto & named) { return named.first.rfind(first, 0) == 0; });
+}
+
+void check_mtp(const spec_model & target) {
+    if (llama_model_n_layer_nextn(target.model.get()) <= 0) {
+        fail(SPEC_ERR_NO_MTP_HEADS, "the target (" + target.arch() +
+                                        ") has no MTP (NextN) heads; choose another draft type");
+    }
+    if (!has_mtp_weights(target)) {
+        fail(SPEC_ERR_NO_MTP_HEADS, "the weights of the target's MTP (NextN) heads were not "
+                                    "loaded, or are not in its file");
+    }
+}
+
 void check_draft(const spec_model & target, const spec_model * draft,
                  const spec_engine_params & p) {
     if (llama_model_target_layer_ids_n(target.model.get()) > 0) {
         fail(SPEC_ERR_UNSUPPORTED,
              "this is a draft model (" + target.arch() + "); it cannot be a target");
     }
-    if (llama_model_has_encoder(target.model.get())) {
-        fail(SPEC_ERR_UNSUPPORTED, "encoder-decoder models are not supported as targets");
-    }
-    if (p.draft_type == SPEC_DRAFT_MTP && llama_model_n_layer_nextn(target.model.get()) <= 0) {
-        fail(SPEC_ERR_NO_MTP_HEADS, "the target (" + target.arch() +
-                                        ") has no MTP (NextN) heads; choose another draft type");
+    check_generates(target, "target");
+    if (p.draft_type == SPEC_DRAFT_MTP) {
+        check_mtp(target);
     }
     if (!needs_draft_model(p.draft_type)) {
         if (draft != nullptr) {
@@ -1963,6 +2054,8 @@ void check_draft(const spec_model & target, const spec_model * draft,
         fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
              "the draft model is of architecture \"" + draft->arch() +
                  "\", which drafts from the target's hidden states; expected an ordinary model");
+    } else {
+        check_generates(*draft, "draft model");
     }
     check_target_name(target, *draft);
     if (!common_speculative_are_compatible(target.model.get(), draft->model.get())) {
@@ -1997,6 +2090,19 @@ int64_t wanted_cells(const spec_engine & engine) {
     return p.n_ctx > 0 ? p.n_ctx : n_seq * p.n_seq_max;
 }
 
+// Weights that are not as the file has them, on another device or repacked for wider kernels, are
+// multiplied by kernels that have no reference beside them.
+void check_plain_weights(const llama_model & model) {
+    for (const auto & [name, tensor] : llama_internal_get_tensor_map(&model)) {
+        if (tensor->buffer != nullptr && !ggml_backend_buffer_is_host(tensor->buffer)) {
+            fail(SPEC_ERR_UNSUPPORTED, "exact needs weights as they are in the file; \"" + name +
+                                           "\" lies in " +
+                                           ggml_backend_buffer_name(tensor->buffer) +
+                                           ": use a model in f16 or f32, without an accelerator");
+        }
+    }
+}
+
 // llama.cpp chooses kernels by the width of a batch: tinyBLAS from two rows on, tiled flash
 // attention from 64 queries on, attention split over the cells for a single query. Each sums in an
 // order of its own. The reference kernels sum a row alone, always in one order.
@@ -2004,12 +2110,16 @@ void make_exact(const spec_engine & engine, llama_context * context) {
     if (!engine.params.exact) {
         return;
     }
+    check_plain_weights(context->get_model());
     ggml_backend_sched_t sched = context->get_sched();
     for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
         ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
-        if (ggml_backend_is_cpu(backend)) {
-            ggml_backend_cpu_set_use_ref(backend, true);
+        if (!ggml_backend_is_cpu(backend)) {
+            fail(SPEC_ERR_UNSUPPORTED, std::string("exact holds on the CPU alone; this model also "
+                                                   "computes on ") +
+                                           ggml_backend_name(backend));
         }
+        ggml_backend_cpu_set_use_ref(backend, true);
     }
 }
 
@@ -2110,7 +2220,16 @@ bool holds_window(const llama_context * context, int32_t seq_id, int32_t n_past)
              "end it and compute these tokens again");
 }
 
+void check_memory(llama_context * context, const char * which) {
+    if (llama_get_memory(context) == nullptr) {
+        fail(SPEC_ERR_UNSUPPORTED, std::string("the ") + which +
+                                       " keeps no tokens in a cache: it is made for embeddings or "
+                                       "the like, not to generate");
+    }
+}
+
 rollback_kind probe_rollback(llama_context * context, const char * which) {
+    check_memory(context, which);
     switch (common_context_can_seq_rm(
         context)) { // clears the context's memory: only here, before the first step
     case COMMON_CONTEXT_SEQ_RM_TYPE_PART:
@@ -2638,8 +2757,27 @@ void count_work(spec_engine & engine, const std::vector<int32_t> & armed) {
     engine.draft_work.n_passes += is_block ? std::min<int64_t>(n_most, 1) : n_most;
 }
 
+// The orders to draft are withdrawn when the drafters have run, in whatever way: one that is left
+// would draft for a sequence that is gone, or end the process beside a given draft.
+struct armed_orders {
+    spec_engine & engine;
+    const std::vector<int32_t> & armed;
+
+    ~armed_orders() {
+        for (const int32_t seq_id : armed) {
+            sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+            common_speculative_get_draft_params(drafter_of(engine, seq), drafter_id(seq, seq_id))
+                .drafting = false;
+        }
+    }
+};
+
 // Drafts for all armed sequences: one batched call, or one call per sequence for the n-gram kinds.
 void run_drafters(spec_engine & engine, const std::vector<int32_t> & armed) {
+    const armed_orders orders{engine, armed};
+    if (engine.take_fault(SPEC_FAULT_DRAFT)) {
+        throw std::runtime_error("injected fault of a draft");
+    }
     if (!engine.is_ngram()) {
         if (!armed.empty()) {
             common_speculative_draft(engine.spec.get());
@@ -2869,6 +3007,9 @@ int32_t decode_batch(spec_engine & engine) {
         llama_synchronize(engine.target.get());
         note_states(engine);
     }
+    if (engine.take_fault(SPEC_FAULT_DECODE_THROW)) {
+        throw std::runtime_error("injected fault of a decode");
+    }
     return engine.take_fault(SPEC_FAULT_DECODE_FATAL) ? -3 : rc;
 }
 
@@ -3043,8 +3184,9 @@ void score_top(outcome & out, const float * logits, int32_t n_vocab, int32_t n, 
     const int32_t n_best = std::min(n, n_vocab);
     std::vector<int32_t> ids(n_best > 0 ? static_cast<size_t>(n_vocab) : 0);
     std::iota(ids.begin(), ids.end(), 0);
+    const auto rank = [&](int32_t id) { return std::isnan(logits[id]) ? -INFINITY : logits[id]; };
     std::partial_sort(ids.begin(), ids.begin() + n_best, ids.end(), [&](int32_t a, int32_t b) {
-        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+        return rank(a) != rank(b) ? rank(a) > rank(b) : a < b;
     });
     for (int32_t k = 0; k < n_columns; ++k) {
         const bool is_told = k < n_best;
@@ -3138,6 +3280,9 @@ void find_greatest(const float * logits, int32_t n_vocab, int32_t n,
     out.clear();
     const auto n_wanted = static_cast<size_t>(n);
     const auto add = [&](int32_t id) {
+        if (std::isnan(logits[id])) {
+            return; // it has no place in any order
+        }
         if (out.size() == n_wanted) {
             if (!(logits[id] > out.front().logit)) {
                 return;
@@ -3185,6 +3330,9 @@ const llama_token_data & checked_choice(const llama_token_data_array & array) {
 llama_token sample_greatest(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
     thread_local std::vector<llama_token_data> candidates;
     find_greatest(logits, n_vocab, std::min(sampler.n_greatest, n_vocab), candidates);
+    if (candidates.empty()) {
+        nothing_allowed();
+    }
     llama_token_data_array array = {candidates.data(), candidates.size(), -1, false};
     llama_sampler_apply(sampler.samplers(), &array);
     return checked_choice(array).id;
@@ -3199,7 +3347,9 @@ struct row_candidates {
     void fill(const float * logits, int32_t n_vocab) {
         data.resize(static_cast<size_t>(n_vocab));
         for (int32_t id = 0; id < n_vocab; ++id) {
-            data[static_cast<size_t>(id)] = {id, logits[id], 0.0f};
+            // What is no number breaks the order that sorting relies on.
+            const float logit = std::isnan(logits[id]) ? -INFINITY : logits[id];
+            data[static_cast<size_t>(id)] = {id, logit, 0.0f};
         }
         array = {data.data(), data.size(), -1, false};
     }
@@ -3909,6 +4059,13 @@ void check_tokens(spec_engine & engine, const spec_token * tokens, int32_t n) {
     }
 }
 
+// After a decode that failed in its midst nobody knows what the cache holds of its sequences.
+void clear_batch(spec_engine & engine, const spec_token * tokens, int32_t n) {
+    for (int32_t i = 0; i < n; ++i) {
+        clear_sequence(engine, tokens[i].seq_id);
+    }
+}
+
 void decode_by_hand(spec_engine & engine, const spec_token * tokens, int32_t n) {
     check_range("n_tokens", n, 1, engine.limits.n_batch);
     deref(tokens, "tokens");
@@ -3922,14 +4079,19 @@ void decode_by_hand(spec_engine & engine, const spec_token * tokens, int32_t n) 
         engine.batch.add(tokens[i].token, tokens[i].pos, tokens[i].seq_id,
                          tokens[i].is_output != 0);
     }
-    const int32_t rc = decode_batch(engine);
+    int32_t rc = 0;
+    try {
+        rc = decode_batch(engine);
+    } catch (const std::exception & error) {
+        clear_batch(engine, tokens, n);
+        fail(SPEC_ERR_DECODE_FAILED,
+             std::string(error.what()) + "; the batch's sequences were cleared");
+    }
     if (rc == 1) {
         fail(SPEC_ERR_NO_ROOM, "no room in the KV cache");
     }
     if (rc != 0) {
-        for (int32_t i = 0; i < n; ++i) {
-            clear_sequence(engine, tokens[i].seq_id);
-        }
+        clear_batch(engine, tokens, n);
         fail(SPEC_ERR_DECODE_FAILED, "the decode returned " + std::to_string(rc) +
                                          "; the batch's sequences were cleared" + llama_reason());
     }
@@ -5066,9 +5228,7 @@ void check_decoder_model(const spec_model & model) {
                                        ") drafts from another model's hidden states and cannot "
                                        "decode on its own");
     }
-    if (llama_model_has_encoder(model.model.get()) || !llama_model_has_decoder(model.model.get())) {
-        fail(SPEC_ERR_UNSUPPORTED, "models with an encoder cannot be decoders here");
-    }
+    check_generates(model, "model");
 }
 
 bool is_recurrent_model(const spec_model & model) {
@@ -5106,10 +5266,10 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
     c.ctx_other = decoder.target != nullptr ? decoder.target->context.get() : nullptr;
     last_llama_error.clear();
     decoder.context.reset(llama_init_from_model(decoder.model->model.get(), c));
-    if (!decoder.context || decoder.memory() == nullptr) {
-        fail(decoder.context ? SPEC_ERR_UNSUPPORTED : SPEC_ERR_OUT_OF_MEMORY,
-             "the decoder's context cannot be made" + llama_reason());
+    if (!decoder.context) {
+        fail(SPEC_ERR_OUT_OF_MEMORY, "the decoder's context cannot be made" + llama_reason());
     }
+    check_memory(decoder.context.get(), "model");
     decoder.limits.n_ctx_seq = n_ctx_seq;
     const bool is_plain = dynamic_cast<llama_kv_cache *>(decoder.memory()) != nullptr ||
                           dynamic_cast<llama_kv_cache_iswa *>(decoder.memory()) != nullptr;
@@ -5645,8 +5805,11 @@ void check_table(const ggml_tensor * table, int64_t width, int64_t n_rows) {
 }
 
 ggml_backend_ptr backend_of(const ggml_tensor * tensor) {
+    // Memory of the host that an accelerator reads names that device, and is the CPU's to compute.
     ggml_backend_dev_t device =
-        ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
+        ggml_backend_buffer_is_host(tensor->buffer)
+            ? nullptr
+            : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
     if (device == nullptr) {
         device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     }
@@ -5763,7 +5926,8 @@ llama_context_params embedder_context(const spec_embedder_params & p) {
     c.n_ctx = static_cast<uint32_t>(p.n_batch);
     c.n_batch = static_cast<uint32_t>(p.n_batch);
     c.n_ubatch = static_cast<uint32_t>(p.n_batch);
-    c.n_seq_max = static_cast<uint32_t>(p.n_seq_max);
+    // A text has a token at least; llama.cpp ends the process where sequences outnumber outputs.
+    c.n_seq_max = static_cast<uint32_t>(std::min(p.n_seq_max, p.n_batch));
     c.n_threads = p.n_threads > 0 ? p.n_threads : all_cores();
     c.n_threads_batch = c.n_threads;
     c.flash_attn_type =
@@ -5792,7 +5956,7 @@ spec_embedder * make_embedder(const spec_model & model, const spec_embedder_para
     spec_embedder_limits & l = embedder->limits;
     l.pooling = pooling_of(context);
     l.n_batch = static_cast<int32_t>(std::min(llama_n_batch(context), llama_n_ubatch(context)));
-    l.n_seq_max = p.n_seq_max;
+    l.n_seq_max = static_cast<int32_t>(llama_n_seq_max(context));
     l.n_vocab = model.n_vocab();
     l.n_embd = l.pooling == SPEC_POOLING_RANK
                    ? static_cast<int32_t>(llama_model_n_cls_out(model.model.get()))
@@ -5976,6 +6140,9 @@ int32_t spec_model_tokenize(const spec_model * model, const char * text, size_t 
         deref(n_needed, "n_needed");
         if (n_text > static_cast<size_t>(std::numeric_limits<int32_t>::max())) {
             fail(SPEC_ERR_INVALID_ARGUMENT, "the text is longer than 2 GiB");
+        }
+        if (llama_vocab_type(m.vocab) == LLAMA_VOCAB_TYPE_NONE) {
+            fail(SPEC_ERR_UNSUPPORTED, "the model's file has no tokenizer; give token ids");
         }
         const std::string input(n_text > 0 ? &deref(text, "text") : "", n_text);
         const llama_tokens ids = common_tokenize(m.vocab, input, add_special, parse_special);
@@ -6377,7 +6544,7 @@ int32_t spec_engine_seq_tokens(const spec_engine * engine, int32_t seq_id, int32
 int32_t spec_engine_inject_fault(spec_engine * engine, int32_t fault, int32_t n_steps) {
     return guarded([&] {
         spec_engine & e = deref(engine, "engine");
-        check_range("fault", fault, SPEC_FAULT_NONE, SPEC_FAULT_THROW);
+        check_range("fault", fault, SPEC_FAULT_NONE, SPEC_FAULT_COUNT - 1);
         check_range("n_steps", n_steps, 0, std::numeric_limits<int32_t>::max());
         e.fault = fault;
         e.n_fault = n_steps;

@@ -116,6 +116,8 @@ typedef struct spec_model_params {
     int32_t n_gpu_layers; /* layers kept on an accelerator; -1 all; ignored without one */
     bool use_mmap;
     bool vocab_only; /* tokenizer and metadata only; such a model cannot make an engine */
+    bool skip_mtp;   /* leave the weights of MTP layers out: without SPEC_DRAFT_MTP they are of no
+                        use. since ABI 7 */
     spec_progress_callback progress; /* may be NULL */
     void * user;
 } spec_model_params;
@@ -139,8 +141,8 @@ typedef struct spec_model_info {
     bool has_encoder;
 } spec_model_info;
 
-/* Loads a model. Errors: INVALID_ARGUMENT, NOT_FOUND, BAD_MODEL, OUT_OF_MEMORY, CANCELLED. since
- * ABI 1 */
+/* Loads a model. Errors: INVALID_ARGUMENT, NOT_FOUND, BAD_MODEL, UNSUPPORTED (MTP layers without
+ * their model), OUT_OF_MEMORY, CANCELLED. since ABI 1 */
 int32_t spec_model_load(const spec_model_params * params, spec_model ** out);
 void spec_model_free(spec_model * model);
 
@@ -310,7 +312,8 @@ typedef struct spec_engine_params {
     int32_t n_min; /* shorter drafts are dropped; [0, n_draft_max], [0, 1] with probabilistic, where
                       more would change the distribution. since ABI 2 */
     bool exact;    /* CPU kernels whose result does not depend on what else is in the batch; slower.
-                      Not with kv_unified, accelerators or repacked (quantised) weights. since ABI 2 */
+                      UNSUPPORTED on accelerators and with weights that llama.cpp has repacked, as it
+                      does with some quantised ones; INVALID_ARGUMENT with kv_unified. since ABI 2 */
     /* BENCHMARKS ONLY: drafts are accepted at random instead of verified, as llama-server does with
      * --spec-synth-rates, so that random weights show what a step costs at a given acceptance; what
      * is generated is not the model's. Entry i is the probability that the first i + 1 drafted
@@ -716,6 +719,9 @@ enum spec_fault {
     SPEC_FAULT_DECODE_FATAL = 2,   /* the target's decode fails after it has changed the cache */
     SPEC_FAULT_PROCESS = 3,        /* the draft's process fails */
     SPEC_FAULT_THROW = 4,          /* an exception is thrown inside the step */
+    SPEC_FAULT_DRAFT = 5,          /* the drafter throws. since ABI 7 */
+    SPEC_FAULT_DECODE_THROW = 6,   /* the decode throws after it has changed the cache */
+    SPEC_FAULT_COUNT
 };
 
 /* Makes the next `n_steps` steps fail, for tests of the failure paths. since ABI 1 */

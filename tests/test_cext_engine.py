@@ -342,7 +342,7 @@ def test_no_room_leaves_the_sequences_as_they_were(bench: Bench) -> None:
     untouched.engine.close()
 
 
-@pytest.mark.parametrize("fault", [Fault.DECODE_FATAL, Fault.THROW])
+@pytest.mark.parametrize("fault", [Fault.DECODE_FATAL, Fault.THROW, Fault.DECODE_THROW])
 def test_failed_decode_ends_its_sequences_and_no_other(bench: Bench, fault: Fault) -> None:
     bench.engine.step(plan((1, 0, 0, 1, 0, 0)), [5])
     bench.engine.inject_fault(fault)
@@ -375,16 +375,39 @@ def test_failed_decode_by_hand_clears_the_batch(bench: Bench) -> None:
     with pytest.raises(NoRoom):
         bench.engine.decode([5], [0], [1], [True])
     assert bench.engine.seq_n_past(1) == 0
-    bench.engine.inject_fault(Fault.DECODE_FATAL)
-    with pytest.raises(DecodeFailed):
-        bench.engine.decode([5], [0], [1], [True])
+    for fault in (Fault.DECODE_FATAL, Fault.DECODE_THROW):
+        bench.engine.seq_end(1)
+        bench.engine.seq_begin(1, sampler())
+        bench.engine.inject_fault(fault)
+        with pytest.raises(DecodeFailed):
+            bench.engine.decode([5], [0], [1], [True])
+        assert bench.engine.n_cells_used == bench.n
     assert bench.state() == (bench.n, 0, 0, bench.n)
 
 
-@pytest.mark.parametrize("fault", [-1, 5, 2**31 - 1])
+@pytest.mark.parametrize("fault", [-1, 7, 2**31 - 1])
 def test_unknown_fault_is_refused(bench: Bench, fault: int) -> None:
     with pytest.raises(InvalidArgument):
         bench.engine.inject_fault(fault)
+
+
+@pytest.mark.parametrize("draft_type", ["mtp", "simple", "eagle3", "ngram-simple"])
+def test_a_drafter_that_throws_leaves_no_orders(draft_type: DraftType) -> None:
+    """An order that was left drafted for a sequence that was gone, or ended the process."""
+    texts = [tokens_of(text) for text in TEXTS[:2]]
+    with engine(draft_type) as target:
+        expected = fused(target, texts, 24)
+        last = []
+        for seq_id, text in enumerate(texts):
+            target.seq_begin(seq_id, sampler())
+            result = target.step(plan((seq_id, 0, 0, len(text), 0, 1)), text)
+            last.append(emitted(result, 0)[0])
+        target.inject_fault(Fault.DRAFT)
+        rows = [(seq_id, len(text), seq_id, 1, 3, 1) for seq_id, text in enumerate(texts)]
+        result = target.step(plan(*rows), last)
+        assert result.entries["status"].tolist() == [Status.DECODE_FAILED] * 2
+        assert fused(target, texts[:1], 24) == expected[:1]
+        assert fused(target, texts, 24) == expected
 
 
 def test_cells_come_back() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import numpy as np
 import pytest
 from tests.demo import MODELS, TARGETS, prompts
@@ -14,6 +17,7 @@ from drafthouse_engine import (
     InvalidConfig,
     Model,
     Unsupported,
+    WrongThread,
 )
 
 pytestmark = pytest.mark.model
@@ -87,3 +91,38 @@ def test_draft_models_have_no_embeddings() -> None:
         pytest.raises(Unsupported, match="draft model"),
     ):
         Embedder(model)
+
+
+@pytest.mark.parametrize(("n_batch", "n_seq_max"), [(1, 256), (8, 16), (8, 8), (16, 1)])
+def test_any_sizes_work(n_batch: int, n_seq_max: int) -> None:
+    """More texts than tokens in a decode ended the process."""
+    text = list(prompts((n_batch,))[0])
+    params = EmbedderParams(pooling="mean", n_batch=n_batch, n_seq_max=n_seq_max, n_threads=1)
+    with Model(MODELS / TARGETS["dense"]) as model, Embedder(model, params) as embedder:
+        assert embedder.limits.n_seq_max == min(n_batch, n_seq_max)
+        rows = embedder.encode([text, text[:1], text[:1]])
+        assert rows.shape[0] == 3
+        np.testing.assert_allclose(rows[1], rows[2], atol=TOLERANCE)
+
+
+def test_nobody_closes_an_embedder_in_the_midst_of_a_call() -> None:
+    text = list(prompts((60,))[0])
+    params = EmbedderParams(pooling="mean", n_batch=64, n_threads=1)
+    with Model(MODELS / TARGETS["dense"]) as model:
+        for _ in range(10):
+            embedder = Embedder(model, params)
+            done: list[object] = []
+
+            def encode(embedder: Embedder = embedder, done: list[object] = done) -> None:
+                try:
+                    done.append(embedder.encode([text] * 4).shape)
+                except (Closed, WrongThread) as error:
+                    done.append(error)
+
+            thread = threading.Thread(target=encode)
+            thread.start()
+            while not embedder.is_closed:
+                with contextlib.suppress(WrongThread):
+                    embedder.close()
+            thread.join()
+            assert len(done) == 1

@@ -11,6 +11,7 @@ from typing import Protocol
 from unittest import mock
 
 import pytest
+from tests.gguf_copy import copied
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine, LlamaEngine
@@ -762,6 +763,21 @@ class TestLoading:
         assert caught.value.advice != "see the log"
         assert "\n" not in str(caught.value)
         return str(caught.value)
+
+    def test_advice_is_of_use(self, tmp_path: Path) -> None:
+        """Not "set draft_type to none" where it is none; and the file at fault is named."""
+        diffusion = copied(
+            MODELS / "tiny-draft-f16.gguf",
+            tmp_path / "dream.gguf",
+            arch="dream",
+            change=lambda name, tensor: None if "_q_norm" in name or "_k_norm" in name else tensor,
+        )
+        assert "draft_type" not in self.fails(diffusion)
+        told = self.fails(MODELS / "tiny-mimo2-f16.gguf", "simple", diffusion)
+        assert "dream.gguf" in told
+        assert "set draft_type to none" in told
+        told = self.fails(diffusion, "simple", MODELS / "tiny-draft-f16.gguf")
+        assert told.startswith(f"cannot load '{diffusion}'")
 
     def test_a_missing_file(self, tmp_path: Path) -> None:
         assert "check the path" in self.fails(tmp_path / "nowhere.gguf")

@@ -49,6 +49,7 @@ class Model:
         n_gpu_layers: int = -1,
         use_mmap: bool = True,
         vocab_only: bool = False,
+        load_mtp: bool = True,
         progress: Callable[[float], object] | None = None,
     ) -> None: ...
     def __enter__(self) -> Self: ...

@@ -100,9 +100,13 @@ cdef int leave_call(int32_t rc, int32_t seq_id=-1) except -1:
     global n_in_flight
     n_in_flight -= 1
     sleep_if_exiting()
+    # Before the log is delivered: whoever reads it may make a call that fails in another way.
+    error = None if rc >= 0 else error_in(rc, seq_id)
     if not log_ring_is_empty():
         deliver_log()
-    return check(rc, seq_id)
+    if error is not None:
+        raise error
+    return 0
 
 
 def _at_exit():
@@ -128,14 +132,18 @@ atexit.register(_at_exit)
 # Errors.
 
 cdef int check(int32_t rc, int32_t seq_id=-1) except -1:
-    if rc >= 0:
-        return 0
+    if rc < 0:
+        raise error_in(rc, seq_id)
+    return 0
+
+
+cdef object error_in(int32_t rc, int32_t seq_id):
     error = error_of(rc)
     if isinstance(error, (errors.SeqBusy, errors.SeqIdle)):
         error.seq_id = seq_id
     if isinstance(error, errors.SnapshotError):
         error.kind = errors.SnapshotKind(rc)
-    raise error
+    return error
 
 
 cdef object error_of(int32_t rc):
@@ -336,12 +344,15 @@ cdef class Model:
         n_gpu_layers: layers kept on an accelerator; −1 all.
         use_mmap: map the file instead of reading it.
         vocab_only: load tokenizer and metadata only; such a model cannot make an engine.
+        load_mtp: load the weights of MTP heads too, if there are any; the draft type `mtp` needs
+            them.
         progress: called with the share loaded, [0, 1]; an exception in it stops the load and is
             raised again.
 
     Raises:
         ModelNotFound: the file does not exist or cannot be read.
         BadModel: the file is not a usable GGUF model.
+        Unsupported: the file holds MTP layers alone, without their model.
         OutOfMemory: memory could not be allocated.
 
     Thread:
@@ -364,7 +375,10 @@ cdef class Model:
     cdef tuple _eos_token_ids
     cdef object _chat
 
-    def __cinit__(self, path, *, n_gpu_layers=-1, use_mmap=True, vocab_only=False, progress=None):
+    def __cinit__(
+        self, path, *, n_gpu_layers=-1, use_mmap=True, vocab_only=False, load_mtp=True,
+        progress=None
+    ):
         cdef spec.spec_model_params params
         if progress is not None and not callable(progress):
             raise TypeError("progress must be callable or None")
@@ -375,6 +389,7 @@ cdef class Model:
         params.n_gpu_layers = int32_of(n_gpu_layers, "n_gpu_layers")
         params.use_mmap = bool(use_mmap)
         params.vocab_only = bool(vocab_only)
+        params.skip_mtp = not load_mtp
         params.progress = on_progress
         params.user = <void *>watcher
         self._load(&params, watcher)
@@ -804,6 +819,24 @@ cdef class Sampler:
     def __dealloc__(self):
         self._free()
 
+    cdef spec.spec_sampler * _take(self, Model target) except NULL:
+        """Takes the handle out, so that no other thread can close it or hand it over meanwhile."""
+        cdef spec.spec_sampler * handle = self._handle
+        if handle is NULL:
+            raise errors.Closed("the sampler was used or closed before")
+        if self._model is not target:
+            raise errors.InvalidArgument("the sampler was made for another model")
+        self._handle = NULL
+        return handle
+
+    cdef void _put(self, spec.spec_sampler * handle) noexcept:
+        """Puts back what `_take` returned; NULL where an engine owns it now."""
+        if handle is NULL or self._model is None:  # closed meanwhile
+            spec.spec_sampler_free(handle)
+            self._free()
+        else:
+            self._handle = handle
+
     cdef void _free(self) noexcept:
         spec.spec_sampler_free(self._handle)
         self._handle = NULL
@@ -1182,16 +1215,16 @@ cdef class Engine:
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
         cdef spec.spec_engine * handle = self._enter()
+        cdef spec.spec_sampler * owned = NULL
         cdef int32_t rc
-        if sampler._handle is NULL:
+        try:
+            owned = sampler._take(self.target)
+        except BaseException:
             self._leave(spec.SPEC_OK)
-            raise errors.Closed("the sampler was used or closed before")
-        if sampler._model is not self.target:
-            self._leave(spec.SPEC_OK)
-            raise errors.InvalidArgument("the sampler was made for another model")
+            raise
         with nogil:
-            rc = spec.spec_engine_seq_begin(handle, c_seq_id, &sampler._handle)
-        sampler._free()
+            rc = spec.spec_engine_seq_begin(handle, c_seq_id, &owned)
+        sampler._put(owned)
         self._sampler_params[c_seq_id] = sampler.params
         self._leave(rc, c_seq_id)
 
@@ -1241,19 +1274,17 @@ cdef class Engine:
             held = Buffer(snapshot)
             c.snapshot = held.view.buf
             c.n_snapshot = <size_t>held.view.len
-        if sampler is not None:
-            if sampler._handle is NULL:
-                raise errors.Closed("the sampler was used or closed before")
-            if sampler._model is not self.target:
-                raise errors.InvalidArgument("the sampler was made for another model")
         cdef spec.spec_engine * handle = self._enter()
         if sampler is not None:
-            owned = sampler._handle
+            try:
+                owned = sampler._take(self.target)
+            except BaseException:
+                self._leave(spec.SPEC_OK)
+                raise
         with nogil:
             rc = spec.spec_engine_seq_start(handle, &c, &owned, &n)
-        if sampler is not None and owned is NULL:
-            sampler._handle = NULL
-            sampler._free()
+        if sampler is not None:
+            sampler._put(owned)
         if rc == spec.SPEC_OK:
             self._sampler_params[c.seq_id] = None if sampler is None else sampler.params
         self._leave(rc, c.seq_id)
@@ -1438,14 +1469,20 @@ cdef class Engine:
         cdef spec.spec_engine * handle = self._enter()
         with nogil:
             rc = spec.spec_engine_step(handle, plan, r)
-        result = None
-        if rc == spec.SPEC_OK:
-            result = rows_of(r, has_logprobs) if is_plain else result_of(r)
-        self._leave(spec.SPEC_OK if rc == spec.SPEC_ERR_BAD_SEQ_ID else rc)
-        if rc == spec.SPEC_ERR_BAD_SEQ_ID:
+        result = error = None
+        try:
+            if rc == spec.SPEC_OK:
+                result = rows_of(r, has_logprobs) if is_plain else result_of(r)
+            elif rc == spec.SPEC_ERR_BAD_SEQ_ID:
+                error = error_of(rc)
+        except BaseException:
+            self._leave(spec.SPEC_OK)
+            raise
+        self._leave(spec.SPEC_OK if error is not None else rc)
+        if error is not None:
             for i in range(plan.n_entries):
                 self._seq_id(plan.entries[i].seq_id)
-            check(rc)
+            raise error
         return result
 
     def interrupt(self):
@@ -1562,8 +1599,12 @@ cdef class Engine:
         with nogil:
             rc = spec.spec_engine_logits(handle, index, &out)
         copy = b""
-        if rc == spec.SPEC_OK:
-            copy = PyByteArray_FromStringAndSize(<char *>out, n_vocab * sizeof(float))
+        try:
+            if rc == spec.SPEC_OK:
+                copy = PyByteArray_FromStringAndSize(<char *>out, n_vocab * sizeof(float))
+        except BaseException:
+            self._leave(spec.SPEC_OK)
+            raise
         self._leave(rc)
         return np.frombuffer(copy, _float32)
 
@@ -1729,20 +1770,20 @@ cdef class Engine:
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
         cdef size_t n = 0
-        cdef int32_t rc = self._save(c_seq_id, NULL, 0, &n)
-        if rc != spec.SPEC_ERR_BUFFER_TOO_SMALL:
-            check(rc, c_seq_id)
+        self._save(c_seq_id, NULL, 0, &n)
         blob = PyBytes_FromStringAndSize(NULL, n)
-        check(self._save(c_seq_id, <char *>blob, n, &n), c_seq_id)
+        if not self._save(c_seq_id, <char *>blob, n, &n):
+            raise errors.InternalError("the snapshot grew while it was written")
         return blob
 
-    cdef int32_t _save(self, int32_t seq_id, char * buf, size_t cap, size_t * n) except? 1:
+    cdef bint _save(self, int32_t seq_id, char * buf, size_t cap, size_t * n) except -1:
+        """Writes a snapshot; False where the buffer is too small."""
         cdef int32_t rc
         cdef spec.spec_engine * handle = self._enter()
         with nogil:
             rc = spec.spec_engine_seq_save(handle, seq_id, buf, cap, n)
-        self._leave(spec.SPEC_OK)
-        return rc
+        self._leave(spec.SPEC_OK if rc == spec.SPEC_ERR_BUFFER_TOO_SMALL else rc, seq_id)
+        return rc == spec.SPEC_OK
 
     def load(self, seq_id, snapshot):
         """Takes an idle sequence into use as a snapshot left it.
@@ -1791,14 +1832,11 @@ cdef class Engine:
         ids = np.array([self._seq_id(seq_id) for seq_id in samplers], np.int32)
         handles = np.zeros(len(ids), np.uintp)
         held = list(samplers.values())
-        for i, sampler in enumerate(held):
+        for sampler in held:
             if not isinstance(sampler, Sampler):
                 raise TypeError(f"samplers must be Sampler, not {type(sampler).__name__}")
-            if (<Sampler>sampler)._handle is NULL:
-                raise errors.Closed("the sampler was used or closed before")
-            if (<Sampler>sampler)._model is not self.target:
-                raise errors.InvalidArgument("the sampler was made for another model")
-            handles[i] = <size_t>(<Sampler>sampler)._handle
+        if len({id(sampler) for sampler in held}) < len(held):
+            raise errors.InvalidArgument("a sampler is given twice")
         cdef int32_t n = -1 if n_past is None else int32_of(n_past, "n_past")
         self._fork(c_src, n, Buffer(ids), Buffer(handles, True), held)
 
@@ -1808,16 +1846,25 @@ cdef class Engine:
         cdef int32_t rc
         cdef Py_ssize_t i
         cdef int32_t n = <int32_t>len(samplers)
+        cdef spec.spec_sampler ** owned = <spec.spec_sampler **>handles.view.buf
+        cdef Py_ssize_t n_taken = 0
         cdef spec.spec_engine * handle = self._enter()
+        try:
+            for sampler in samplers:
+                owned[n_taken] = (<Sampler>sampler)._take(self.target)
+                n_taken += 1
+        except BaseException:
+            for i in range(n_taken):
+                (<Sampler>samplers[i])._put(owned[i])
+            self._leave(spec.SPEC_OK)
+            raise
         with nogil:
             rc = spec.spec_engine_fork(
-                handle, src, n_past, <const int32_t *>ids.view.buf,
-                <spec.spec_sampler **>handles.view.buf, n)
+                handle, src, n_past, <const int32_t *>ids.view.buf, owned, n)
         for i, sampler in enumerate(samplers):
-            if (<spec.spec_sampler **>handles.view.buf)[i] is NULL:  # the engine took it
-                (<Sampler>sampler)._handle = NULL
-                (<Sampler>sampler)._free()
+            if owned[i] is NULL:  # the engine took it
                 self._sampler_params[(<const int32_t *>ids.view.buf)[i]] = sampler.params
+            (<Sampler>sampler)._put(owned[i])
         return self._leave(rc, src)
 
     def inject_fault(self, fault, n_steps=1):
@@ -2086,7 +2133,6 @@ cdef class Embedder:
         tokens = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
         if n_rows > INT32_MAX or len(tokens) > INT32_MAX:
             raise errors.InvalidArgument("there are more than 2^31 − 1 tokens")
-        self._check_idle()
         rows = np.empty((n_rows, self.limits.n_embd), np.float32)
         cdef Buffer c_tokens = Buffer(tokens)
         cdef Buffer c_lengths = Buffer(np.array([len(array) for array in arrays], np.int32))
@@ -2094,22 +2140,24 @@ cdef class Embedder:
         cdef int32_t n_tokens = <int32_t>len(tokens)
         cdef int32_t n_texts = <int32_t>len(arrays)
         cdef size_t cap = rows.size
-        enter_call()
-        self._is_busy = True
+        cdef spec.spec_embedder * handle = self._enter()
         with nogil:
             rc = spec.spec_embedder_encode(
-                self._handle, <const int32_t *>c_tokens.view.buf, n_tokens,
+                handle, <const int32_t *>c_tokens.view.buf, n_tokens,
                 <const int32_t *>c_lengths.view.buf, n_texts, <float *>out.view.buf, cap)
         self._is_busy = False
         leave_call(rc)
         return rows
 
-    cdef int _check_idle(self) except -1:
+    cdef spec.spec_embedder * _enter(self) except NULL:
+        """Begins a call: from here on no other one, nor `close`, comes in between."""
         if self._handle is NULL:
             raise errors.Closed("the embedder is closed")
         if self._is_busy:
             raise errors.WrongThread("an embedder was called while a call was in flight")
-        return 0
+        enter_call()
+        self._is_busy = True
+        return self._handle
 
 
 # Decoders.

@@ -44,6 +44,7 @@ cdef extern from "spec.h" nogil:
         int32_t n_gpu_layers
         bool use_mmap
         bool vocab_only
+        bool skip_mtp
         spec_progress_callback progress
         void * user
 

@@ -93,6 +93,8 @@ class Fault(enum.IntEnum):
     DECODE_FATAL = 2
     PROCESS = 3
     THROW = 4
+    DRAFT = 5
+    DECODE_THROW = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)

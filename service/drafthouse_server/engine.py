@@ -192,7 +192,9 @@ class LlamaEngine:
         """
         if _unbuilt is not None:
             raise StartupError(_unbuilt)
-        target = _load_model(config.model, config.n_gpu_layers, progress)
+        target = _load_model(
+            config.model, config.n_gpu_layers, progress, load_mtp=config.draft_type == "mtp"
+        )
         draft = None
         if config.draft_model:
             draft = _load_model(config.draft_model, config.n_gpu_layers, progress)
@@ -202,7 +204,7 @@ class LlamaEngine:
                 " the model's output"
             )
         threads = _threads(config, target)
-        with _explained(config.draft_model or config.model):
+        with _explained(config.model, config):
             params = _engine_params(config, target, threads)
             engine = drafthouse_engine.Engine(target, draft, params)
             if target.chat_template:
@@ -437,10 +439,17 @@ class LlamaEngine:
             raise _invalid("sampling", error) from error
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Returns the token ids of a text."""
-        tokens: list[int] = self._model.tokenize(
-            text, add_special=add_special, parse_special=parse_special
-        ).tolist()
+        """Returns the token ids of a text.
+
+        Raises:
+            InvalidRequest: the model's file has no tokenizer (INVALID_FIELD).
+        """
+        try:
+            tokens: list[int] = self._model.tokenize(
+                text, add_special=add_special, parse_special=parse_special
+            ).tolist()
+        except drafthouse_engine.Unsupported as error:
+            raise _invalid("prompt.text", error) from error
         return tokens
 
     def token_bytes(self, token: int, *, special: bool) -> bytes:
@@ -496,57 +505,81 @@ def engine_version() -> str:
 
 
 def _load_model(
-    path: str, n_gpu_layers: int, progress: Callable[[str, float], object] | None
+    path: str,
+    n_gpu_layers: int,
+    progress: Callable[[str, float], object] | None,
+    *,
+    load_mtp: bool = False,
 ) -> drafthouse_engine.Model:
     with _explained(path):
         return drafthouse_engine.Model(
             path,
             n_gpu_layers=n_gpu_layers,
+            load_mtp=load_mtp,
             # Returning None goes on; only False would stop the load.
             progress=None if progress is None else lambda share: progress(path, share),
         )
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
-    """Turns the extension's errors into one sentence: which file, what is wrong, what to do."""
+def _explained(path: str, config: Config | None = None) -> Iterator[None]:
+    """Turns the extension's errors into one sentence: which file, what is wrong, what to do.
+
+    Args:
+        path: The file that is loaded.
+        config: The settings, where the models are there and the contexts are made.
+    """
     try:
         yield
     except drafthouse_engine.EngineError as error:
         problem = error.message.removesuffix(".")
-        raise ModelLoadError(path, problem, _advice(error)) from error
+        if config is None:
+            raise ModelLoadError(path, problem, _advice(error, _OF_LOADING)) from error
+        if config.draft_model and _is_of_draft(error):
+            path = config.draft_model
+        advice = _OF_CONTEXTS if config.draft_type != "none" else _OF_CONTEXTS_WITHOUT_DRAFTS
+        raise ModelLoadError(path, problem, _advice(error, advice)) from error
 
 
-def _advice(error: drafthouse_engine.EngineError) -> str:
-    """Returns what the operator can do about a failed load; the most specific class first."""
-    table: list[tuple[type[Exception], str]] = [
-        (drafthouse_engine.ModelNotFound, "check the path in the settings model and draft_model"),
-        (
-            drafthouse_engine.BadModel,
-            "give a complete GGUF file; if this one was downloaded, download it again",
-        ),
-        (
-            drafthouse_engine.NoMtpHeads,
-            "use a model with MTP heads, or set draft_type to none, eagle3, simple, …",
-        ),
-        (
-            drafthouse_engine.NotEagle3,
-            "give an EAGLE-3 model as draft_model, or set draft_type to simple",
-        ),
-        (drafthouse_engine.NotDflash, "give a DFlash model as draft_model, or another draft_type"),
-        (drafthouse_engine.NotDspark, "give a DSpark model as draft_model, or another draft_type"),
-        (
-            drafthouse_engine.IncompatibleDraft,
-            "give a draft model that was made for this target, or set draft_type to none",
-        ),
-        (
-            drafthouse_engine.OutOfMemory,
-            "lower n_seq_max, n_ctx_seq or n_ctx, or use a smaller model",
-        ),
-        (drafthouse_engine.Unsupported, "set draft_type to none, or use another model"),
-        (drafthouse_engine.InvalidArgument, "change this setting"),
-    ]
-    return next((text for kind, text in table if isinstance(error, kind)), "see the log")
+def _is_of_draft(error: drafthouse_engine.EngineError) -> bool:
+    """Returns whether an error is about the draft model's file, not the target's."""
+    kinds = ("NotEagle3", "NotDflash", "NotDspark", "IncompatibleDraft")
+    return type(error).__name__ in kinds or error.message.startswith("the draft model")
+
+
+def _advice(error: drafthouse_engine.EngineError, table: Mapping[str, str]) -> str:
+    """Returns what the operator can do, by the name of the most specific class that is known."""
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return next((table[name] for name in names if name in table), "see the log")
+
+
+_OF_LOADING = {
+    "ModelNotFound": "check the path in the settings model and draft_model",
+    "BadModel": "give a complete GGUF file; if this one was downloaded, download it again",
+    "OutOfMemory": "use a smaller model, or free memory",
+    "Unsupported": "use another file",
+    "InvalidArgument": "change this setting",
+}
+"""What to do when a file cannot be loaded, by the name of the error's class."""
+
+_OF_CONTEXTS_WITHOUT_DRAFTS = {
+    "BadModel": _OF_LOADING["BadModel"],
+    "OutOfMemory": "lower n_seq_max, n_ctx_seq or n_ctx, or use a smaller model",
+    "Unsupported": "use another model",
+    "InvalidArgument": "change this setting",
+}
+"""What to do when the contexts cannot be made."""
+
+_OF_CONTEXTS = _OF_CONTEXTS_WITHOUT_DRAFTS | {
+    "NoMtpHeads": "use a model with MTP heads, or set draft_type to none, eagle3, simple, …",
+    "NotEagle3": "give an EAGLE-3 model as draft_model, or set draft_type to simple",
+    "NotDflash": "give a DFlash model as draft_model, or another draft_type",
+    "NotDspark": "give a DSpark model as draft_model, or another draft_type",
+    "IncompatibleDraft": "give a draft model that was made for this target, or set draft_type to"
+    " none",
+    "Unsupported": "use another model; if the drafter is at fault, set draft_type to none",
+}
+"""The same, where there is a drafter."""
 
 
 def _threads(config: Config, target: drafthouse_engine.Model) -> Threads:
