@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from drafthouse_server.config import DRAFT_TYPES, Config, add_flags, describe, load
+from drafthouse_server.config import DRAFT_TYPES, Config, add_flags, describe, is_loopback, load
 from drafthouse_server.errors import ConfigError
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
     file = tmp_path / "drafthouse.toml"
-    file.write_text('port = 1\nn_seq_max = 2\nhost = "h"\ndrain_timeout_s = 5\n')
+    file.write_text('port = 1\nn_seq_max = 2\nhost = "::1"\ndrain_timeout_s = 5\n')
     config = load(
         str(file), {"DRAFTHOUSE_PORT": "3", "DRAFTHOUSE_N_SEQ_MAX": "4"}, {"n_seq_max": "5"}
     )
-    assert (config.host, config.port, config.n_seq_max) == ("h", 3, 5)
+    assert (config.host, config.port, config.n_seq_max) == ("::1", 3, 5)
     assert config.drain_timeout_s == 5.0
     assert config.n_batch == Config().n_batch
 
@@ -47,8 +47,72 @@ def test_help_of_the_flags_can_be_formatted() -> None:
 
 
 def test_variables_of_the_build_and_of_others_are_left_alone() -> None:
-    environment = {"DRAFTHOUSE_LLAMA_CPP": "/x", "DRAFTHOUSE_UNKNOWN": "1", "PATH": "/bin"}
-    assert load(environment=environment) == Config()
+    names = "LLAMA_CPP CACHE CPU_KERNELS PORTABLE DEV SANITIZE PINNED API_KEY CI PYTHON BUILD"
+    environment = {f"DRAFTHOUSE_{name}": text for name in names.split() for text in ("", "/x")}
+    assert load(environment=environment | {"PATH": "", "LANG": "C"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "similar"),
+    [
+        ("DRAFTHOUSE_N_SEQS_MAX", "DRAFTHOUSE_N_SEQ_MAX"),
+        ("DRAFTHOUSE_API_KEYZ", "DRAFTHOUSE_API_KEYS"),
+        ("DRAFTHOUSE_prot", "DRAFTHOUSE_PORT"),
+        ("DRAFTHOUSE_CONFG", "DRAFTHOUSE_CONFIG"),
+        ("DRAFTHOUSE_", ""),
+        ("DRAFTHOUSE_ZZZZZZ", ""),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_refused(variable: str, similar: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting '{variable}'") as caught:
+        load(environment={variable: "1"})
+    assert str(caught.value).endswith(f"did you mean '{similar}'?" if similar else "remove it")
+
+
+@pytest.mark.parametrize("name", ["API_KEYS", "PORT", "DRAFT_MODEL", "INSECURE_NO_AUTH", "CONFIG"])
+def test_an_empty_variable_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="unset the variable") as caught:
+        load(environment={f"DRAFTHOUSE_{name}": ""})
+    assert f"DRAFTHOUSE_{name}" in str(caught.value)
+
+
+def test_an_unknown_key_of_a_file_names_what_was_meant(tmp_path: Path) -> None:
+    file = tmp_path / "drafthouse.toml"
+    file.write_text("n_seqs_max = 2\n")
+    with pytest.raises(ConfigError, match="did you mean 'n_seq_max'") as caught:
+        load(str(file), {})
+    assert str(file) in str(caught.value)
+
+
+LOOPBACK = ("127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost", "LOCALHOST", "unix:/tmp/d.sock")
+EVERY = "0.0.0.0"  # noqa: S104  # nothing listens there in these tests
+BEYOND = (EVERY, "::", "[::]", "10.0.0.1", "::ffff:10.0.0.1", "server.example", "h", "0", "*")
+
+
+@pytest.mark.parametrize("host", LOOPBACK)
+def test_on_loopback_no_key_is_needed(host: str) -> None:
+    assert is_loopback(host)
+    assert not Config(host=host).is_open
+
+
+@pytest.mark.parametrize("host", BEYOND)
+def test_beyond_loopback_a_server_needs_keys_or_to_be_told_that_it_is_open(host: str) -> None:
+    assert not is_loopback(host)
+    with pytest.raises(ConfigError) as caught:
+        Config(host=host)
+    for words in (repr(host), "everybody", "api_keys", "insecure_no_auth"):
+        assert words in str(caught.value)
+    assert not Config(host=host, api_keys=("acme:k",)).is_open
+    assert Config(host=host, insecure_no_auth=True).is_open
+
+
+def test_a_flag_that_is_true_or_false_may_stand_alone() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    words = ["--insecure-no-auth", "--has-prefix-cache", "false", "--host", EVERY]
+    config = load(environment={}, flags=vars(parser.parse_args(words)))
+    assert (config.insecure_no_auth, config.has_prefix_cache) == (True, False)
+    assert config.host == EVERY
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import drafthouse
 from drafthouse_server.__main__ import main
 from drafthouse_server.config import Config
 from drafthouse_server.fake import FakeEngine
-from drafthouse_server.launch import LISTENS_AT, format_bytes, format_count
+from drafthouse_server.launch import LISTENS_AT, _describe, format_bytes, format_count
 from drafthouse_server.server import Server
 from drafthouse_server.terminal import Terminal, format_table
 
@@ -33,6 +33,7 @@ MODELS = Path(__file__).resolve().parent.parent / "models"
 DENSE = MODELS / "tiny-mimo2-f16.gguf"
 FOREIGN_EAGLE3 = MODELS / "tiny-qwen35-eagle3-f16.gguf"
 COMMAND = (sys.executable, "-m", "drafthouse_server")
+EVERY = "0.0.0.0"  # noqa: S104  # nothing listens there in these tests
 GREEDY = ("--temperature", "0", "--max-tokens", "20")
 
 
@@ -256,6 +257,23 @@ def test_every_setting_is_a_documented_flag(capsys: pytest.CaptureFixture[str]) 
 )
 def test_a_wrong_setting_is_one_sentence(arguments: tuple[str, ...], words: str) -> None:
     assert_failed(run("serve", *arguments), 2, words)
+
+
+def test_beyond_loopback_without_keys_is_one_sentence() -> None:
+    outcome = run("serve", "--host", EVERY, "--model", "never-looked-at.gguf")
+    assert_failed(outcome, 2, "insecure_no_auth")
+
+
+async def test_a_server_that_is_open_says_so_when_it_starts(start_server: ServerFactory) -> None:
+    server = await start_server()  # on loopback: only what it says is tested
+    for config, is_told in (
+        (Config(host=EVERY, insecure_no_auth=True), True),
+        (Config(host=EVERY, api_keys=("acme:k",)), False),
+        (Config(insecure_no_auth=True), False),
+    ):
+        out = io.StringIO()
+        _describe(server, config, Terminal(out, io.StringIO(), io.StringIO()))
+        assert ("OPEN to everybody" in out.getvalue()) is is_told
 
 
 def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded() -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -46,6 +47,19 @@ async def test_health_of_the_whole_and_of_each_service(server: Server) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await check(server, "no.such.Service")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_unix_socket_is_served(start_server: ServerFactory, tmp_path: Path) -> None:
+    server = await start_server(host=f"unix:{tmp_path}/d.sock")
+    assert server.target == f"unix:{tmp_path}/d.sock"
+    assert await check(server) == SERVING
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_ipv6_with_and_without_brackets(start_server: ServerFactory, host: str) -> None:
+    server = await start_server(host=host)
+    assert server.target == f"[::1]:{server.port}"
+    assert await check(server) == SERVING
 
 
 async def test_health_and_reflection_need_no_key(start_server: ServerFactory) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.bench.soak import Soak
+from tests.bench.soak_starts import Starts
 
 import drafthouse
 from drafthouse_server.config import Config
@@ -44,6 +45,15 @@ async def test_clients_that_leave_and_deadlines_that_pass_are_no_errors(
     assert soak.outcomes["DEADLINE_EXCEEDED"]
     known = {"length", "stop", "cancelled", "deadline", "INVALID_FIELD"}
     assert set(soak.counted) <= known, "ENGINE_FAILURE is a fault of ours"
+
+
+@pytest.mark.model
+@pytest.mark.timeout(120)
+async def test_no_start_loses_a_stream() -> None:
+    starts = Starts()
+    for i in range(3):
+        await starts.start(i, is_process=i == 0)
+    assert (starts.failures, starts.n_passed) == ([], 3)
 
 
 class SlowRefusal(TenantRegistry):

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import ipaddress
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafthouse_server.errors import ConfigError
+from drafthouse_server.errors import ConfigError, UnknownSetting
 
-__all__ = ["DRAFT_POLICIES", "DRAFT_TYPES", "Config", "add_flags", "describe", "load"]
+__all__ = [
+    "DRAFT_POLICIES",
+    "DRAFT_TYPES",
+    "Config",
+    "add_flags",
+    "describe",
+    "is_loopback",
+    "load",
+]
 
 DRAFT_TYPES = (
     "none",
@@ -38,8 +48,23 @@ DRAFT_POLICIES = ("adaptive", "fixed")
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _ENVIRONMENT_PREFIX = "DRAFTHOUSE_"
-# Read by the build, not by the server.
-_FOREIGN_VARIABLES = frozenset({"DRAFTHOUSE_LLAMA_CPP"})
+# Read by the build, its tests and the client, not by the server.
+_FOREIGN_VARIABLES = frozenset(
+    {
+        "DRAFTHOUSE_API_KEY",
+        "DRAFTHOUSE_BUILD",
+        "DRAFTHOUSE_CACHE",
+        "DRAFTHOUSE_CI",
+        "DRAFTHOUSE_CPU_KERNELS",
+        "DRAFTHOUSE_DEV",
+        "DRAFTHOUSE_FUZZ_MODELS",
+        "DRAFTHOUSE_LLAMA_CPP",
+        "DRAFTHOUSE_PINNED",
+        "DRAFTHOUSE_PORTABLE",
+        "DRAFTHOUSE_PYTHON",
+        "DRAFTHOUSE_SANITIZE",
+    }
+)
 _DRAFT_TYPES_WITH_FILE = frozenset({"eagle3", "simple", "dflash", "dspark"})
 
 _TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -121,7 +146,10 @@ class Config:
     name: str = _setting("", _ANY, "Name that requests use. Empty: the model's file name.")
     """Name that requests use; see `model_name`."""
     host: str = _setting(
-        "127.0.0.1", _NOT_EMPTY, "Address to listen at; 0.0.0.0 is every IPv4 interface."
+        "127.0.0.1",
+        _NOT_EMPTY,
+        "Address to listen at; 0.0.0.0 is every IPv4 interface, unix:PATH a socket of this machine."
+        " Beyond loopback it needs api_keys, or insecure_no_auth.",
     )
     """Address to listen at."""
     port: int = _setting(50051, _between(0, 65535), "Port to listen at; 0 takes any free one.")
@@ -313,9 +341,17 @@ class Config:
         (),
         _API_KEYS,
         'Keys that open the server, each as "tenant:key"; a tenant may have several.'
-        ' Empty: no key is asked for, and everybody is tenant "default".',
+        ' Empty: no key is asked for, everybody is tenant "default", and the server listens on'
+        " loopback only.",
     )
     """Keys and their tenants."""
+    insecure_no_auth: bool = _setting(
+        False,
+        _ANY,
+        "Listen beyond loopback without api_keys: everybody who reaches the port may use the"
+        " server.",
+    )
+    """Whether everybody may use a server that is reached from elsewhere."""
     log_level: str = _setting("info", _one_of(_LOG_LEVELS), "Least severity that is logged.")
     """Least severity that is logged."""
 
@@ -329,6 +365,14 @@ class Config:
 
     def _check_together(self) -> None:
         """Checks the rules that tie several settings."""
+        _require(
+            not self.is_open or self.insecure_no_auth,
+            "host",
+            self.host,
+            "a loopback address (127.0.0.1, ::1, localhost, unix:PATH) while api_keys is empty:"
+            " everybody who reaches the port could use the server; set api_keys, or"
+            " insecure_no_auth to let them",
+        )
         _require(self.n_batch >= self.n_seq_max, "n_batch", self.n_batch, "at least n_seq_max")
         _require(self.n_ubatch <= self.n_batch, "n_ubatch", self.n_ubatch, "at most n_batch")
         _require(
@@ -358,9 +402,25 @@ class Config:
         )
 
     @property
+    def is_open(self) -> bool:
+        """Whether callers from elsewhere need no key."""
+        return not (self.api_keys or is_loopback(self.host))
+
+    @property
     def model_name(self) -> str:
         """Name that requests use."""
         return self.name or Path(self.model).stem
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches an address; no other name than localhost is."""
+    if host.startswith("unix:") or host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return address.is_loopback
 
 
 def _require(condition: bool, key: str, value: object, expected: str) -> None:
@@ -422,7 +482,7 @@ def _read_file(path: Path) -> dict[str, object]:
     source = str(path)
     for name in entries:
         if name not in _FIELDS:
-            raise ConfigError(name, "given", "a known setting", source)
+            raise UnknownSetting(name, _similar(name, _FIELDS), source)
     return {name: _from_toml(name, value, source) for name, value in entries.items()}
 
 
@@ -432,11 +492,23 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, object]:
         if not variable.startswith(_ENVIRONMENT_PREFIX) or variable in _FOREIGN_VARIABLES:
             continue
         name = variable.removeprefix(_ENVIRONMENT_PREFIX).lower()
-        if name == "config":
-            continue
-        if name in _FIELDS:
-            settings[name] = _from_text(name, text, f"environment variable {variable}")
+        if name not in _FIELDS and name != "config":
+            similar = _similar(name, (*_FIELDS, "config")).upper()
+            meant = _ENVIRONMENT_PREFIX + similar if similar else ""
+            raise UnknownSetting(variable, meant, "environment")
+        source = f"environment variable {variable}"
+        if not text:
+            raise ConfigError(
+                name, text, "a value; unset the variable to leave the default", source
+            )
+        if name != "config":
+            settings[name] = _from_text(name, text, source)
     return settings
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    """Returns the known name that is most like another one; empty when none is."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 
 def load(
@@ -448,16 +520,17 @@ def load(
 
     Args:
         path: A TOML file; without one the variable DRAFTHOUSE_CONFIG names it, or there is none.
-        environment: Variables; `os.environ` when not given. Names that are no setting are ignored.
+        environment: Variables; `os.environ` when not given. A DRAFTHOUSE_* that is empty or no
+            setting is an error, but for those that the build and the client read.
         flags: Texts by setting name, as `add_flags` parses them; None stands for a flag not given.
 
     Raises:
         ConfigError: a source cannot be read, or a value breaks its rule.
     """
     environment = os.environ if environment is None else environment
+    variables = _read_environment(environment)
     path = path or environment.get(_ENVIRONMENT_PREFIX + "CONFIG")
-    settings = _read_file(Path(path)) if path else {}
-    settings |= _read_environment(environment)
+    settings = (_read_file(Path(path)) if path else {}) | variables
     for name, text in (flags or {}).items():
         if text is not None:
             settings[name] = _from_text(name, text, f"flag --{name.replace('_', '-')}")
@@ -465,15 +538,20 @@ def load(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per setting: `--n-seq-max` for `n_seq_max`. Not given, a flag is None."""
+    """Adds one flag per setting: `--n-seq-max` for `n_seq_max`. Not given, a flag is None.
+
+    That of a setting that is true or false may stand alone: true.
+    """
     for name, field in _FIELDS.items():
         about: str = field.metadata["about"]
+        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if _kind(name) is bool else {}
         # argparse reads % in a help text as a format.
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
             metavar="VALUE",
             help=f"{about} Default: {_toml(field.default)}.".replace("%", "%%"),
+            **alone,
         )
 
 

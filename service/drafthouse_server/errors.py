@@ -19,6 +19,7 @@ What the operator is told before the server serves; one clear sentence each:
 
     StartupError
     ├── ConfigError
+    │   └── UnknownSetting
     └── ModelLoadError
 
 And when it had to end by itself: ServerFailed.
@@ -47,6 +48,7 @@ __all__ = [
     "ServerFailed",
     "StartupError",
     "Unauthenticated",
+    "UnknownSetting",
 ]
 
 
@@ -301,6 +303,21 @@ class ConfigError(StartupError):
         self.source = source
         origin = f" ({source})" if source else ""
         super().__init__(f"setting {key!r}{origin} is {value!r}; expected {expected}")
+
+
+class UnknownSetting(ConfigError):
+    """A setting is given that does not exist.
+
+    Args:
+        name: As it was written.
+        similar: The setting that was meant, perhaps; empty when none is like it.
+        source: Where it was given, such as a file or the environment.
+    """
+
+    def __init__(self, name: str, similar: str, source: str) -> None:
+        advice = f"did you mean {similar!r}?" if similar else "remove it"
+        super().__init__(name, "given", "a known setting", source)
+        self.args = (f"unknown setting {name!r} ({source}); {advice}",)
 
 
 class ModelLoadError(StartupError):

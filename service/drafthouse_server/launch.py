@@ -107,6 +107,9 @@ def _check_address(host: str, port: int) -> None:
     Raises:
         StartupError: we may not, or somebody else does.
     """
+    if host.startswith("unix:"):
+        return  # grpc takes the place of a socket that is left over
+    host = host.removeprefix("[").removesuffix("]")
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in places[:1]:
@@ -148,6 +151,8 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
         f" {limits.n_ctx} KV cells together"
     )
     terminal.line(f"  threads  {_how_many_threads(server.loop.engine.threads)}")
+    if config.is_open:
+        terminal.line("  keys     none: OPEN to everybody who reaches this port (insecure_no_auth)")
     terminal.line(f"{LISTENS_AT}{server.target}")
 
 

@@ -250,6 +250,9 @@ def _bind(server: grpc.aio.Server, config: Config) -> int:
 
 
 def _address(host: str, port: int) -> str:
+    if host.startswith("unix:"):
+        return host
+    host = host.removeprefix("[").removesuffix("]")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
