@@ -484,6 +484,63 @@ def test_a_list_measures_nothing_and_an_empty_selection_is_refused() -> None:
     assert "no case is selected" in err
 
 
+STAND_IN = f"""#!{sys.executable}
+import asyncio, json, sys
+
+print("system_info: n_threads = 7 (n_threads_batch = 7) / 8", file=sys.stderr, flush=True)
+
+
+async def serve(reader, writer):
+    while head := await reader.readline():
+        length = 0
+        while (line := await reader.readline()).strip():
+            name, _, value = line.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        body = await reader.readexactly(length)
+        writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: ")
+        if b"/health" in head:
+            text = b'{{"status": "ok"}}'
+        else:
+            assert json.loads(body)["cache_prompt"] is True
+            n = json.loads(body)["n_predict"]
+            text = json.dumps({{"tokens_predicted": n, "stop": True}}).encode()
+            text = b"data: " + text + b"\\n\\n"
+        writer.write(b"%d\\r\\n\\r\\n" % len(text) + text)
+        await writer.drain()
+
+
+async def main():
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    assert sys.argv[-2:] == ["--ctx-size", "4096"], sys.argv
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.model
+@pytest.mark.timeout(300)
+def test_own_defaults_are_measured_beside_a_stand_in(tmp_path: Path) -> None:
+    """Our server twice, with and without drafts, and a program in llama-server's place."""
+    peer, path = tmp_path / "llama-server", tmp_path / "peers.json"
+    peer.write_text(STAND_IN, "utf-8")
+    peer.chmod(0o755)
+    code, out, err = run(
+        *("--scenarios", "defaults", "--only", "model=dense,streams=1", "--rounds", "1"),
+        *("--round-s", "0.1", "--peer", str(peer), "--json", str(path)),
+    )
+    assert code == 0, err
+    assert "dense, each with its own defaults" in out
+    [found] = json.loads(path.read_text("utf-8"))["rows"]
+    assert found["threads"][0] >= 1
+    assert found["threads"][1] == 7
+    assert found["flags"] == ["", "--ctx-size 4096"]
+    n_tokens = {name: found[name][0]["n_output"] for name in ("ours", "plain", "theirs")}
+    assert len(set(n_tokens.values())) == 1, "the same requests for all"
+
+
 needs_peer = pytest.mark.skipif(not PEER.exists(), reason="no llama-server: `make peers` builds it")
 
 
