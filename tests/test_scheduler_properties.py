@@ -25,7 +25,7 @@ from drafthouse_server.sequence import (
     SequenceState,
     TokensEvent,
 )
-from drafthouse_server.speculation import FixedDraft
+from drafthouse_server.speculation import AdaptiveDraft, DraftPolicy, FixedDraft
 from drafthouse_server.step import (
     EngineLimits,
     SamplingOptions,
@@ -71,6 +71,8 @@ class Setup:
     """Tokens that the engine's sliding windows look back; 0: it has none."""
     n_pool_max: int | None = None
     """Tokens to draft from of each tenant's past, n-gram lookup first; None is no lookup."""
+    is_adaptive: bool = False
+    """Whether K is chosen by acceptance and cost, as by default; else it is 3."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -92,6 +94,9 @@ SETUPS = (
     Setup(n_host_bytes_max=4000, n_window=20, is_paced=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_pool_max=500),
     Setup(n_ctx=130, n_ctx_seq=100, n_host_bytes_max=0, is_paced=True, n_pool_max=100),
+    Setup(is_paced=True, is_adaptive=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True, is_adaptive=True),
+    Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_adaptive=True),
 )
 
 
@@ -114,11 +119,15 @@ class World:
         ngrams = None
         if setup.n_pool_max is not None:
             ngrams = NgramDrafter(2, setup.n_pool_max, can_lengthen=setup.is_paced)
+        cost = StepCost() if setup.is_paced else None
+        policy: DraftPolicy = FixedDraft(3)
+        if setup.is_adaptive and cost is not None:
+            policy = AdaptiveDraft(limits.n_draft_max, cost)
         self.scheduler = Scheduler(
             limits,
-            FixedDraft(3),
+            policy,
             ngrams=ngrams,
-            cost=StepCost() if setup.is_paced else None,
+            cost=cost,
             n_parked_bytes_max=setup.n_parked_bytes_max,
             prefixes=prefixes,
             n_checkpoint_min=1,
@@ -339,6 +348,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.world.engine.n_cells_max <= self.world.limits.n_ctx
         parked = [s for s in self.world.live if s.state is SequenceState.PARKED]
         counts = self.world.scheduler.counts
+        assert counts.n_estimator_resets == 0
         assert counts.n_parked == len(parked)
         assert counts.n_parked_bytes == sum(len(s.snapshot or b"") for s in parked)
         assert counts.n_parked_bytes <= self.world.setup.n_parked_bytes_max

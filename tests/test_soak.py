@@ -148,3 +148,22 @@ async def test_a_client_that_leaves_before_its_prompt_is_tokenised_is_counted_on
     assert sum(server.loop.statistics().n_requests.values()) == 1
     assert set(server.loop.statistics().n_requests) <= {"deadline", "cancelled"}
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_a_server_that_ends_among_its_streams_logs_no_error(
+    start_server: ServerFactory, caplog: pytest.LogCaptureFixture, is_drained: bool
+) -> None:
+    for _ in range(5):
+        server = await start_server(FakeEngine(step_s=0.001), drain_timeout_s=0.05)
+        async with drafthouse.AsyncClient(server.target, retry=None) as client:
+            streams = [
+                asyncio.create_task(client.generate("x" * i, max_output_tokens=900).result())
+                for i in range(1, 30)
+            ]
+            await asyncio.sleep(0.1)
+            await (server.shutdown() if is_drained else server.close())
+            ends = await asyncio.gather(*streams, return_exceptions=True)
+        kinds = (drafthouse.Unavailable, drafthouse.Cancelled, drafthouse.Result)
+        assert all(isinstance(end, kinds) for end in ends), ends
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
