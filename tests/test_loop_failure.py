@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import textwrap
 from typing import TYPE_CHECKING
@@ -51,24 +52,18 @@ BROKEN = textwrap.dedent(
 )
 
 
-def health(channel: grpc.aio.Channel, method: str) -> grpc.aio.UnaryStreamMultiCallable:
-    make = channel.unary_stream if method == "Watch" else channel.unary_unary
-    return make(
-        f"/grpc.health.v1.Health/{method}",
-        health_pb2.HealthCheckRequest.SerializeToString,
-        health_pb2.HealthCheckResponse.FromString,
-    )
-
-
 async def watch(target: str) -> list[int]:
     """Returns what health has said until the server was gone."""
-    told = []
+    told: list[int] = []
     async with grpc.aio.insecure_channel(target) as channel:
-        try:
-            async for response in health(channel, "Watch")(health_pb2.HealthCheckRequest()):
-                told.append(response.status)
-        except grpc.aio.AioRpcError:
-            pass
+        call = channel.unary_stream(
+            "/grpc.health.v1.Health/Watch",
+            health_pb2.HealthCheckRequest.SerializeToString,
+            health_pb2.HealthCheckResponse.FromString,
+        )
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for response in call(health_pb2.HealthCheckRequest()):
+                told += [response.status]
     return told
 
 
@@ -120,18 +115,14 @@ async def test_a_call_that_comes_after_the_failure_is_told_why(
 ) -> None:
     monkeypatch.setattr("drafthouse_server.loop.Scheduler", BrokenScheduler)
     server = await start_server(FakeEngine())  # not `serve`: it stays as it is
-    async with (
-        drafthouse.AsyncClient(server.target, retry=None) as client,
-        grpc.aio.insecure_channel(server.target) as channel,
-    ):
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
         with pytest.raises(drafthouse.EngineFailure):
             await client.generate("x")
         await eventually(lambda: server.loop.has_failed)
         for call in (client.generate("y").result(), client.tokenize("y"), client.get_model()):
             with pytest.raises(drafthouse.ServerDraining, match="its step loop has failed"):
                 await call
-        response = await health(channel, "Check")(health_pb2.HealthCheckRequest())
-        assert response.status == NOT_SERVING
+        assert not await client.health()
 
 
 async def test_the_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
