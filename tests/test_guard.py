@@ -291,6 +291,21 @@ def test_the_cost_of_a_step_is_a_positive_number_whatever_checked_times_it_has_l
         assert 0 <= cost.recompute_s(1000, 512) < INF
 
 
+durations = seconds.filter(is_duration)
+
+
+@given(st.lists(st.tuples(seconds, durations, st.booleans()), max_size=60), durations, seconds)
+def test_pacing_answers_with_usable_numbers_whatever_it_has_learnt(
+    steps: list[tuple[float, float, bool]], decode_s: float, stall_s: float
+) -> None:
+    pacer = PrefillPacer()
+    for predicted_s, step_s, has_prefill in steps:
+        pacer.observe(predicted_s, step_s, has_prefill=has_prefill)
+    assert 0 < pacer.step_s(decode_s) < INF
+    assert 0 <= pacer.align(24, 100, 600, 3) <= 100
+    assert RunPacer().n_steps([], stall_s, 100) in range(1, 101)
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, -1e-9, 86400.0, 1e300])
 def test_a_duration_is_finite_and_less_than_a_day(bad: float) -> None:
     assert not is_duration(bad)
