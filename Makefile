@@ -99,7 +99,7 @@ soak: dev ## clients that leave and deadlines of 50 ms for SECONDS=60: no error 
 soak-starts: dev ## N=1000 starts of a quick model under load from the first moment: none loses a stream
 	@$(VENV)/python -m tests.bench.soak_starts --starts $(N) $(ARGS)
 
-tokenizer-counts: dev ## what tokenising costs for every tokeniser of llama.cpp and texts of 1, 2 and 4 MiB; half an hour
+tokenizer-counts: dev ## what tokenising costs for every tokeniser of llama.cpp and texts of 1, 2 and 4 MiB; half an hour of a core
 	@$(VENV)/python -m tests.bench.tokenizer_counts $(ARGS)
 
 models: ## train the demo models again; an hour and more

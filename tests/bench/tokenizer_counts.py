@@ -3,7 +3,8 @@
 A count is the same on every run with the same compiler (`tests/fuzz/tokenizer_counts.cpp` says what
 is counted), so its growth tells n log n from n², whatever else the machine does.
 
-Run: `make tokenizer-counts`, some minutes; `ARGS="--kib 64 128 256"` takes other sizes.
+Run: `make tokenizer-counts`, half an hour of a core; `ARGS="--kib 64 128 256 --kinds all"` takes
+every kind of text, shorter.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "build" / "texts" / "tokenizer_counts"
 
+KINDS = ["exclamation", "spaces", "mixed"]
+"""One character, spaces, mixed scripts; `tests/fuzz/tokenizer_counts.cpp` knows fifteen more."""
 GROWTH_MAX = 2.2
 """Most that twice the text may cost: of n log n, 2.1 from 1 to 2 MiB; of n², 4."""
 
@@ -176,13 +179,16 @@ def main() -> int:
     """Prints a table; 1 where the cost of a text grows faster than n log n."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kib", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--kinds", nargs="+", default=[""], help="such as spaces; default all")
+    parser.add_argument(
+        "--kinds", nargs="+", default=KINDS, help=f"default {', '.join(KINDS)}; all"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     arguments = parser.parse_args()
     build()
     sizes = [n * 1024 for n in arguments.kib]
     rows = []
-    for row in count_all(sizes, kinds=arguments.kinds, n_jobs=arguments.jobs):
+    kinds = [""] if arguments.kinds == ["all"] else arguments.kinds
+    for row in count_all(sizes, kinds=kinds, n_jobs=arguments.jobs):
         rows.append(row)
         figures = "  ".join(f"{n / size:7.1f}" for n, size in zip(row.counts, sizes, strict=True))
         mark = "  FASTER THAN N LOG N" if row.growth > GROWTH_MAX else ""
