@@ -151,18 +151,22 @@ def compilers() -> list[Compiler]:
             ("libc++", newest, ("-stdlib=libc++",), "the newest libc++-dev"),
         ):
             command = (program, target, *more)
-            can = is_there and triple_of(program) != "" and has_library(command)
+            can = is_there and shutil.which(program)
             found.append(Compiler(name, architecture, command if can else (), package))
     return found
 
 
-def has_library(command: tuple[str, ...]) -> bool:
-    """Tells whether a compiler finds the C++ library that it is asked to use."""
+@functools.cache
+def is_missing(compiler: Compiler) -> bool:
+    """Tells whether a compiler, or the C++ library that it is asked to use, is not installed."""
+    command = compiler.command
+    if not command:
+        return True
     ask = [*command, "-fsyntax-only", "-x", "c++", "-"]
     run = subprocess.run(
         ask, input="#include <vector>\n", capture_output=True, text=True, check=False
     )
-    return run.returncode == 0
+    return run.returncode != 0
 
 
 def targets() -> list[Target]:
@@ -405,7 +409,7 @@ def check_all(wanted: Iterable[Target]) -> None:
     """
     source = pinned.source_path()
     for target in wanted:
-        if not target.compiler.command:
+        if is_missing(target.compiler):
             raise PortabilityError(
                 f"{target.name} needs {target.compiler.package}, which is not installed: "
                 "make test-deps"

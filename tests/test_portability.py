@@ -35,7 +35,7 @@ def skip_or_fail(reason: str) -> None:
     "target", [it for it in portability.targets() if it.is_quick], ids=lambda it: it.name
 )
 def test_target_compiles(target: portability.Target) -> None:
-    if not target.compiler.command:
+    if portability.is_missing(target.compiler):
         skip_or_fail(f"{target.compiler.package} is not installed")
     portability.check(target, pinned.source_path())
 
@@ -75,7 +75,7 @@ def rng_programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for compiler in portability.compilers():
         if compiler.architecture != portability_host() or compiler.name not in ("gcc", "libc++"):
             continue
-        if not compiler.command:
+        if portability.is_missing(compiler):
             skip_or_fail(f"{compiler.package} is not installed")
         program = folder / compiler.name
         command = [*compiler.command, "-std=c++17", include, str(RNG_TEST), "-o", str(program)]
