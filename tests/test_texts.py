@@ -79,17 +79,17 @@ def run_child(paths: list[Path]) -> None:
     assert last == ["end"], run.stderr[-2000:]
 
 
-@pytest.mark.parametrize("kind", pre_tokenizers(SOURCE))
-def test_no_text_ends_the_process_with_any_pre_tokenizer(kind: str, tmp_path: Path) -> None:
+def test_no_text_ends_the_process_with_any_pre_tokenizer(tmp_path: Path) -> None:
     content = vocabulary("gpt-2").read_bytes()
-    path = tmp_path / f"{kind}.gguf"
-    path.write_bytes(with_pre(content, pre_tokenizers(SOURCE)[kind][0]))
-    run_child([path])
+    paths = []
+    for names in pre_tokenizers(SOURCE).values():
+        paths.append(tmp_path / f"{names[0]}.gguf")
+        paths[-1].write_bytes(with_pre(content, names[0]))
+    run_child(paths)
 
 
-@pytest.mark.parametrize("path", vocabularies(SOURCE), ids=lambda path: path.stem)
-def test_no_text_ends_the_process_with_any_vocabulary(path: Path) -> None:
-    run_child([path])
+def test_no_text_ends_the_process_with_any_vocabulary() -> None:
+    run_child(vocabularies(SOURCE))
 
 
 def test_every_name_of_a_pre_tokenizer_is_known(tmp_path: Path) -> None:
@@ -132,6 +132,6 @@ def test_pre_tokenizers_split_as_std_regex_does(programs: None) -> None:
 
 
 def test_no_text_takes_more_than_n_log_n(programs: None) -> None:
-    rows = list(tokenizer_counts.count_all([8192, 16384, 32768]))
+    rows = list(tokenizer_counts.count_all([8192, 16384]))
     assert len({row.tokenizer for row in rows}) > 80
     assert [row for row in rows if row.growth > GROWTH_MAX] == []
