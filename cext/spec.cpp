@@ -1611,6 +1611,8 @@ struct spec_engine {
     std::vector<bool> has_drafted; // by id, since the engine was made; see can_verify_given
     common_batch batch;
     int64_t n_decodes = 0; // of the target
+    int32_t n_threads = 1; // of narrow decodes
+    int32_t n_threads_batch = 1;
 
     row_flags asked;      // by the drafter
     bool has_rows = true; // the target's last decode gave them
@@ -1733,6 +1735,7 @@ void check_engine_params(const spec_engine_params & p) {
     check_range("n_rs_seq", p.n_rs_seq, -1, N_RS_SEQ_LIMIT);
     check_range("n_threads", p.n_threads, 0, 512);
     check_range("n_threads_batch", p.n_threads_batch, 0, 512);
+    check_range("n_wide", p.n_wide, 0, std::numeric_limits<int32_t>::max());
     check_range("p_min", p.p_min, 0.0, 0.999999);
     check_range("n_min", p.n_min, 0, p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max);
     if (p.probabilistic && p.n_min > 1) {
@@ -2363,6 +2366,8 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     fill_synth_probs(*engine);
     engine->batch = common_batch(engine->target.get());
     engine->sampling.init(llama_n_threads(engine->target.get()));
+    engine->n_threads = llama_n_threads(engine->target.get());
+    engine->n_threads_batch = llama_n_threads_batch(engine->target.get());
     attach_pool(*engine);
     engine->sequences.resize(static_cast<size_t>(params.n_seq_max));
     engine->has_drafted.resize(engine->sequences.size());
@@ -2994,7 +2999,16 @@ void choose_rows(spec_engine & engine) {
     }
 }
 
+// Gives a context the threads that a batch of this width gets.
+void set_threads(const spec_engine & engine, llama_context * context) {
+    const size_t n_wide = static_cast<size_t>(std::max(2, engine.params.n_wide));
+    const bool is_wide = engine.batch.tokens.size() >= n_wide;
+    const int32_t n = is_wide ? engine.n_threads_batch : engine.n_threads;
+    llama_set_n_threads(context, n, n);
+}
+
 int32_t decode_batch(spec_engine & engine) {
+    set_threads(engine, engine.target.get());
     choose_rows(engine);
     ++engine.n_decodes;
     if (engine.take_fault(SPEC_FAULT_DECODE_NO_ROOM)) {
@@ -3153,6 +3167,9 @@ void keep_hidden_rows(spec_engine & engine) {
 void process_batch(spec_engine & engine) {
     if (!engine.spec || !choose_fed(engine)) {
         return;
+    }
+    if (engine.draft) {
+        set_threads(engine, engine.draft.get());
     }
     const bool is_failed = engine.take_fault(SPEC_FAULT_PROCESS);
     if (!is_failed && common_speculative_process(engine.spec.get(), engine.batch)) {
@@ -6257,6 +6274,7 @@ void spec_engine_default_params(spec_engine_params * out) {
     out->n_draft_max = 3;
     out->n_rs_seq = -1;
     out->flash_attention = true;
+    out->n_wide = 2;
 }
 
 int32_t spec_engine_init(const spec_model * target, const spec_model * draft,

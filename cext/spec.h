@@ -301,8 +301,8 @@ typedef struct spec_engine_params {
                             NONE; DFLASH and DSPARK draft no more than their model's block holds */
     int32_t n_rs_seq;    /* recurrent-state snapshots per sequence; -1 = n_draft_max where the model
                             supports them */
-    int32_t n_threads;   /* threads of a decode of one token; 0 = spec_cores.n_cores */
-    int32_t n_threads_batch; /* threads of a decode of several tokens; 0 = n_threads */
+    int32_t n_threads;   /* threads of a narrow decode; 0 = spec_cores.n_cores */
+    int32_t n_threads_batch; /* threads of a wide decode; 0 = n_threads */
     float p_min;             /* stop drafting below this probability; [0, 1) */
     bool probabilistic; /* sample drafts and verify by rejection at temperature > 0 (MTP, SIMPLE);
                            else argmax and match */
@@ -321,6 +321,7 @@ typedef struct spec_engine_params {
      * spec_engine_init only. since ABI 3 */
     const float * synth_rates;
     int32_t n_synth_rates; /* 0 = off */
+    int32_t n_wide;        /* a decode of so many tokens is wide; >= 0, 0 = 2. since ABI 7 */
 } spec_engine_params;
 
 typedef struct spec_engine_limits {

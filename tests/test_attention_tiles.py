@@ -14,7 +14,7 @@ from tests.demo import MODELS, TARGETS, prompts
 
 from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 KERNEL_TEST = Path(__file__).resolve().parent.parent / "build" / "bin" / "attention_test"
 
@@ -88,7 +88,7 @@ def test_every_kind_of_attention_is_a_plain_sum() -> None:
     if not KERNEL_TEST.exists():
         pytest.skip("build/bin/attention_test is not built: `make dev`")
     done = subprocess.run(
-        [str(KERNEL_TEST)], capture_output=True, text=True, timeout=110, check=False
+        [str(KERNEL_TEST)], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("ok: ")

@@ -12,7 +12,7 @@ import drafthouse_engine as engine_library
 from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
 from drafthouse_engine.errors import BadGrammar
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 SAMPLING_FAILED = -16
 

@@ -521,7 +521,7 @@ asyncio.run(main())
 
 
 @pytest.mark.model
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_own_defaults_are_measured_beside_a_stand_in(tmp_path: Path) -> None:
     """Our server twice, with and without drafts, and a program in llama-server's place."""
     peer, path = tmp_path / "llama-server", tmp_path / "peers.json"

@@ -163,7 +163,7 @@ needs_cmake = pytest.mark.skipif(not shutil.which("cmake"), reason="cmake is not
 
 
 @needs_cmake
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "option", ["BUILD_SHARED_LIBS", "GGML_BACKEND_DL", "GGML_CPU_ALL_VARIANTS"]
 )

@@ -290,8 +290,10 @@ def test_embedders_are_freed_at_exit() -> None:
 
 def test_keyboard_interrupt_stops_a_load() -> None:
     script = textwrap.dedent(f"""
-        import _thread
+        import _thread, signal
         from drafthouse_engine import Model
+        # A job in the background begins with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             Model({str(MODELS / DENSE)!r}, progress=lambda share: _thread.interrupt_main())
         except KeyboardInterrupt:

@@ -30,7 +30,7 @@ from drafthouse_engine.errors import (
     Unsupported,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 N = 100_000
 FATAL = {

@@ -13,7 +13,7 @@ from drafthouse import AsyncClient, ChatMessage, Result
 from drafthouse_server.config import Config
 from drafthouse_server.scheduler import Scheduler
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 N_TALKS = 3
 N_TURNS = 3

@@ -13,7 +13,7 @@ from tests.demo import config as demo_config
 from drafthouse import AsyncClient, Result
 from drafthouse_server.loop import StepLoop
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 N_STREAMS = 32
 N_OUTPUT = 60

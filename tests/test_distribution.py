@@ -22,7 +22,7 @@ from tests.demo import EAGLE3, MODELS, SIMPLE, TARGETS, prompts, vocabulary
 from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
 from drafthouse_engine.options import DraftType
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 N_DRAWS = 800
 TOP_K = 4

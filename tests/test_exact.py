@@ -12,7 +12,7 @@ from tests.demo import MODELS, TARGETS, prompts
 from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
 from drafthouse_engine.errors import InvalidArgument
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 N_SEQ = 16
 N_DRAFT = 7

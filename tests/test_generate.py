@@ -62,7 +62,7 @@ def tree(
 WAYS: dict[str, Way] = {"vanilla": vanilla, "tree": tree}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_token_is_drawn_from_the_target(way: str, draft: str) -> None:

@@ -20,7 +20,7 @@ from drafthouse_engine import (
     SamplingParams,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 N_OUTPUT = 24
 K = 3

@@ -29,7 +29,7 @@ from drafthouse_engine import (
 )
 from drafthouse_engine.errors import BadModel, NoMtpHeads, Unsupported
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 
 FILES = {

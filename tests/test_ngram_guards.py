@@ -9,7 +9,7 @@ from tests.demo import MODELS, TARGETS
 import drafthouse_engine as engine_library
 from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 NGRAM_TYPES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 

@@ -18,7 +18,7 @@ from drafthouse_server.speculation import FixedDraft
 from drafthouse_server.step import SamplingOptions
 from drafthouse_server.threads import Threads
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 N_STREAMS = 8
 N_OUTPUT = 140

@@ -17,7 +17,7 @@ from drafthouse_server.sequence import Sequence as TokenSequence
 from drafthouse_server.speculation import FixedDraft
 from drafthouse_server.step import SamplingOptions, StepPlan
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 GREEDY = SamplingOptions(temperature=0)
 N_OUTPUT = 30

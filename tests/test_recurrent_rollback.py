@@ -16,7 +16,7 @@ from tests.demo import EAGLE3, MODELS, TARGETS, Referee, prompts
 
 import drafthouse_engine as engine_library
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 N_SEQ = 12
 N_OUTPUT = 48

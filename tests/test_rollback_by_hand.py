@@ -15,7 +15,7 @@ from drafthouse_engine import (
     Unsupported,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("draft_type", ["mtp", "eagle3", "simple"])

@@ -26,7 +26,7 @@ from drafthouse_engine import (
     StepResult,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, n_top_logprobs=2, logprobs=True)
 SAMPLED = SamplingParams(temperature=1.0, top_k=20, penalty_repeat=1.2, seed=7, ignore_eos=True)

@@ -399,4 +399,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestScheduler = pytest.mark.timeout(120)(TestScheduler)
+TestScheduler = pytest.mark.timeout(600)(TestScheduler)

@@ -58,7 +58,7 @@ def test_a_sequence_costs_a_step_few_calls() -> None:
     assert n_calls_of_a_step(32, 100) <= 30 * 32
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(600)
 def test_nobody_starves_at_ten_thousand_requests_a_second() -> None:
     found = Simulation(64).run(10_000, 0.15, ("a", "b", "c"))
     assert found.n_ended == found.n_submitted == 1500

@@ -11,7 +11,7 @@ from tests.hand import DENSE, GREEDY, HYBRID, TEXTS, emitted, engine, plan, samp
 
 from drafthouse_engine import DRAFT_DTYPE, BadPlan, DraftType, Engine
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 K = 3
 TOKENS = tokens_of(TEXTS[1])

@@ -15,7 +15,7 @@ from tests.bench.tokenizer_counts import GROWTH_MAX, pre_tokenizers, vocabularie
 
 from drafthouse_engine import Model
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = tokenizer_counts.llama_cpp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,23 @@ def test_a_reason_is_told() -> None:
     assert choose_threads(2, 0, DEMO).reason.startswith("steps are short")
     assert choose_threads(2, 0, QWEN_600M_Q4).reason.endswith("175 MB of weights for each")
     assert choose_threads(4, 0.7, DEMO).reason.startswith("0.7 more")
+
+
+@pytest.mark.parametrize(
+    ("n_cores", "n_bytes", "n_batch", "n_wide"),
+    [
+        (1, DEMO, 1, 2),
+        (2, DEMO, 2, 19),
+        (4, DEMO, 4, 38),
+        (4, DENSE_50M, 4, 8),
+        (2, DENSE_50M, 2, 2),
+    ],
+)
+def test_prompts_and_crowds_take_all_cores(
+    n_cores: int, n_bytes: int, n_batch: int, n_wide: int
+) -> None:
+    found = choose_threads(n_cores, 0, n_bytes)
+    assert (found.n_batch, found.n_wide) == (n_batch, n_wide)
 
 
 def test_a_larger_model_or_a_larger_machine_never_gets_fewer_threads() -> None:
@@ -215,3 +233,25 @@ def test_a_demo_model_in_a_container(quota: float, cpus: str, n: int, tmp_path: 
     root = write(tmp_path, NO_GROUP | {"sys/fs/cgroup/cpu.max": limit})
     cores = find_cores(root=root, cpus=cpus)
     assert choose_threads(cores.n_cores, cores.n_spare, DEMO).n == n
+
+
+@pytest.mark.model
+def test_threads_by_width_change_no_bit_where_the_arithmetic_is_exact() -> None:
+    """A prompt is wide, the steps after it are narrow; a pool of two threads serves both."""
+    from tests.hand import TEXTS, engine, fused, tokens_of
+
+    prompts = [tokens_of(text) for text in TEXTS]
+    outputs = []
+    wide: dict[str, Any] = {"n_threads_batch": 2, "n_wide": 6}
+    narrow: dict[str, Any] = {"n_threads": 2, "n_threads_batch": 1}
+    for threads in ({}, wide, narrow):
+        with engine("mtp", exact=True, **threads) as target:
+            outputs.append(fused(target, prompts, 24, 3))
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_width_below_two_is_refused() -> None:
+    from drafthouse_engine import EngineParams, InvalidConfig
+
+    with pytest.raises(InvalidConfig, match="n_wide"):
+        EngineParams(n_wide=1)

@@ -23,7 +23,7 @@ from drafthouse_engine import (
     Unsupported,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 SIZES = [(64, 32, False), (64, 65, False), (64, 130, False), (500, 505, False), (64, 130, True)]
 """Window, tokens held, whether the pool of cells is shared."""

@@ -970,6 +970,7 @@ cdef int fill_engine_params(spec.spec_engine_params * c, params) except -1:
     c.n_rs_seq = params.n_rs_seq
     c.n_threads = params.n_threads
     c.n_threads_batch = params.n_threads_batch
+    c.n_wide = params.n_wide
     c.p_min = params.p_min
     c.probabilistic = params.probabilistic
     c.kv_unified = params.kv_unified
@@ -994,6 +995,7 @@ def default_engine_params():
         n_rs_seq=c.n_rs_seq,
         n_threads=c.n_threads,
         n_threads_batch=c.n_threads_batch,
+        n_wide=c.n_wide,
         p_min=c.p_min,
         probabilistic=c.probabilistic,
         kv_unified=c.kv_unified,

@@ -232,9 +232,11 @@ class EngineParams:
     n_rs_seq: int = -1
     """Recurrent-state snapshots per sequence; −1 is n_draft_max where the model supports them."""
     n_threads: int = 0
-    """Threads of a decode of one token; 0 is all cores that the process may use (`find_cores`)."""
+    """Threads of a narrow decode; 0 is all cores that the process may use (`find_cores`)."""
     n_threads_batch: int = 0
-    """Threads of a decode of several tokens; 0 is n_threads."""
+    """Threads of a wide decode; 0 is n_threads."""
+    n_wide: int = 2
+    """A decode of so many tokens is wide, ≥ 2."""
     p_min: float = 0.0
     """Drafting stops below this probability, [0, 1)."""
     probabilistic: bool = False
@@ -261,6 +263,7 @@ class EngineParams:
             raise refusal(self, "draft_type", self.draft_type, f"one of {', '.join(DRAFT_TYPES)}")
         for field in ("n_ctx", "n_ctx_seq", "n_threads", "n_threads_batch"):
             check_int(self, field, 0)
+        check_int(self, "n_wide", 2)
         check_int(self, "n_batch", 1)
         check_int(self, "n_ubatch", 1, self.n_batch)
         check_int(self, "n_seq_max", 1, 256)

@@ -169,6 +169,7 @@ cdef extern from "spec.h" nogil:
         bool exact
         const float * synth_rates
         int32_t n_synth_rates
+        int32_t n_wide
 
     ctypedef struct spec_engine_limits:
         int32_t draft_type

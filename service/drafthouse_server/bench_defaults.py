@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import random
 import re
+import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -64,7 +65,14 @@ def draw_requests(
 
 
 async def measure_defaults(
-    plan: PeerPlan, case: PeerCase, target: Target, peer: Path, *, texts: Prompts, n_ctx_train: int
+    plan: PeerPlan,
+    case: PeerCase,
+    target: Target,
+    peer: Path,
+    *,
+    texts: Prompts,
+    n_ctx_train: int,
+    flags: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> DefaultsRow:
     """Measures a case, all contenders in turns.
 
@@ -75,6 +83,7 @@ async def measure_defaults(
         peer: llama-server.
         texts: As `draw_requests` wants them.
         n_ctx_train: The model's context.
+        flags: More flags of ours and of llama-server, to see what another default would do.
 
     Raises:
         BenchError: a contender does not start, or a request failed.
@@ -82,13 +91,13 @@ async def measure_defaults(
     """
     config = plan.config(case, target)
     n_output, bounds = plan.n_output_of(target), plan.prompt_bounds(target)
-    peer_flags = default_peer_flags(bounds[1] + 2 * n_output, n_ctx_train)
+    peer_flags = [*default_peer_flags(bounds[1] + 2 * n_output, n_ctx_train), *flags[1]]
     async with contextlib.AsyncExitStack() as stack:
-        ours, n_threads = await stack.enter_async_context(_run_ours(OURS, config))
+        ours, n_threads = await stack.enter_async_context(_run_ours(OURS, config, flags[0]))
         runs = [ours]
         if config.draft_type != "none":
             plain = Config(model=config.model, draft_type="none")
-            runs.append((await stack.enter_async_context(_run_ours(PLAIN, plain)))[0])
+            runs.append((await stack.enter_async_context(_run_ours(PLAIN, plain, flags[0])))[0])
         theirs = await stack.enter_async_context(run_peer_with(peer, config.model, peer_flags))
         runs.append(theirs.running)
 
@@ -104,7 +113,7 @@ async def measure_defaults(
         turns.get(PLAIN, turns[OURS]),
         turns[THEIRS],
         (n_threads, theirs.n_threads),
-        (_own_flags(config), " ".join(peer_flags)),
+        (shlex.join([*_own_flags(config), *flags[0]]), shlex.join(peer_flags)),
     )
 
 
@@ -130,15 +139,17 @@ async def _take_turns(
     return turns
 
 
-def _own_flags(config: Config) -> str:
+def _own_flags(config: Config) -> list[str]:
     """Returns what our server is told besides model and address."""
-    return " ".join(server_flags(dataclasses.replace(config, model=Config().model))[2:])
+    return server_flags(dataclasses.replace(config, model=Config().model))[2:]
 
 
 @contextlib.asynccontextmanager
-async def _run_ours(name: str, config: Config) -> AsyncIterator[tuple[Running, int]]:
+async def _run_ours(
+    name: str, config: Config, flags: Sequence[str]
+) -> AsyncIterator[tuple[Running, int]]:
     """Runs our server for the time of a block; yields it with the threads that it tells."""
-    async with ServerProcess(config).run() as server:
+    async with ServerProcess(config, flags).run() as server:
         found = re.search(r"^ *threads +(\d+)", "\n".join(server.start_lines), re.M)
         async with drafthouse.AsyncClient(server.target, retry=None) as client:
             grpc = GrpcClient(client)

@@ -319,12 +319,16 @@ class _BenchPeers:
             return await self._mixed(case, target)
         if case.scenario == "defaults":
             texts = self._tokens(target)
-            peer, n_ctx_train = self._arguments.peer, self._n_ctx_train(target)
-            return [
-                await measure_defaults(
-                    self._plan, case, target, peer, texts=texts, n_ctx_train=n_ctx_train
-                )
-            ]
+            row = await measure_defaults(
+                self._plan,
+                case,
+                target,
+                self._arguments.peer,
+                texts=texts,
+                n_ctx_train=self._n_ctx_train(target),
+                flags=(self._arguments.server_flags, self._arguments.peer_flags),
+            )
+            return [row]
         config = self._plan.config(case, target)
         peer_flags = self._arguments.peer_flags
         async with (

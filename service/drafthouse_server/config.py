@@ -275,13 +275,16 @@ class Config:
     n_threads: int = _setting(
         0,
         _between(0, 1024),
-        "Threads of a decode of one token. 0: all cores that affinity and cgroup quota allow; one"
-        " is left to the rest of the server where steps are short (less than 16 MB of weights per"
-        " core) and nothing else is left to it.",
+        "Threads of a decode. 0: all cores that affinity and cgroup quota allow; where steps are"
+        " short (less than 16 MB of weights per core) and nothing else is left to the rest of the"
+        " server, one less in steps of few tokens.",
     )
-    """Threads of a decode of one token."""
+    """Threads of a decode."""
     n_threads_batch: int = _setting(
-        0, _between(0, 1024), "Threads of a decode of several tokens. 0: as n_threads."
+        0,
+        _between(0, 1024),
+        "Threads of a decode of two tokens and more. 0: as n_threads; where that is 0 too, all"
+        " cores for prompts and crowds.",
     )
     """Threads of a decode of several tokens."""
     n_gpu_layers: int = _setting(

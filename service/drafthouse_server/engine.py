@@ -584,11 +584,12 @@ _OF_CONTEXTS = _OF_CONTEXTS_WITHOUT_DRAFTS | {
 
 def _threads(config: Config, target: drafthouse_engine.Model) -> Threads:
     """Returns what the settings say, and where they say nothing what suits model and machine."""
-    if config.n_threads:
-        return Threads(config.n_threads, config.n_threads_batch or config.n_threads, "as set")
+    n, n_batch = config.n_threads, config.n_threads_batch
+    if n:
+        return Threads(n, n_batch or n, reason="as set")
     cores = drafthouse_engine.find_cores()
     found = choose_threads(cores.n_cores, cores.n_spare, target.size_bytes)
-    return dataclasses.replace(found, n_batch=config.n_threads_batch or found.n_batch)
+    return dataclasses.replace(found, n_batch=n_batch, n_wide=2) if n_batch else found
 
 
 def _engine_params(
@@ -605,6 +606,7 @@ def _engine_params(
         n_draft_max=config.n_draft_max,
         n_threads=threads.n,
         n_threads_batch=threads.n_batch,
+        n_wide=threads.n_wide,
         p_min=config.p_min,
         probabilistic=config.is_probabilistic,
         kv_unified=config.is_kv_unified,

@@ -266,7 +266,7 @@ class FakeEngine:
     @property
     def threads(self) -> Threads:
         """Returns how many threads it computes with."""
-        return Threads(1, 1, "a fake engine")
+        return Threads(1, 1, reason="a fake engine")
 
     @property
     def is_closed(self) -> bool:

@@ -157,8 +157,8 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
 
 
 def _how_many_threads(threads: Threads) -> str:
-    batch = f", {threads.n_batch} for several tokens" if threads.n_batch != threads.n else ""
-    return f"{threads.n}{batch} ({threads.reason})"
+    wide = f", {threads.n_batch} for {threads.n_wide} tokens and more"
+    return f"{threads.n}{wide if threads.n_batch != threads.n else ''} ({threads.reason})"
 
 
 def _how_many(config: Config) -> str:

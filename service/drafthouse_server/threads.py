@@ -9,6 +9,9 @@ __all__ = ["Threads", "choose_threads"]
 _N_LONG_BYTES = 16_000_000
 """Weights that a thread must have to read in a step, for the step to be long: about 2 ms."""
 
+_N_WIDE_BYTES = 100_000_000
+"""Weights times tokens that it must have to multiply: of many tokens, as long as reading is."""
+
 _ENOUGH = 0.5
 """Cores' worth of time, beyond the engine's threads, that the rest of the server can live on."""
 
@@ -18,15 +21,17 @@ class Threads:
     """Threads of the engine's decodes."""
 
     n: int
-    """Of a decode of one token, >= 1."""
+    """Of a narrow decode, >= 1."""
     n_batch: int
-    """Of a decode of several tokens, >= 1."""
+    """Of a wide one, >= 1."""
+    n_wide: int = 2
+    """A decode of so many tokens is wide, >= 2."""
     reason: str = ""
     """Why so many, in a few words."""
 
 
 def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
-    """Returns the threads of a model's decodes: all cores, or all but one.
+    """Returns the threads of a model's decodes: all cores, or all but one where they are short.
 
     All threads of a decode wait for each other at every layer. With as many as there are cores,
     whatever else runs, as the event loop does for each message, holds up all of them. For a long
@@ -43,11 +48,12 @@ def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
         n_bytes: Weights of the model, which a step reads once.
     """
     if n_cores == 1:
-        return Threads(1, 1, "the only core")
+        return Threads(1, 1, reason="the only core")
     if n_spare >= _ENOUGH:
-        return Threads(n_cores, n_cores, f"{n_spare:g} more are left to the rest of the server")
+        return Threads(n_cores, n_cores, reason=f"{n_spare:g} more are left to the rest")
     if n_bytes >= n_cores * _N_LONG_BYTES:
         share = f"{n_bytes / n_cores / 1e6:.0f} MB of weights for each"
-        return Threads(n_cores, n_cores, f"steps are long: {share}")
-    n = n_cores - 1
-    return Threads(n, n, "steps are short: one core is left to the rest of the server")
+        return Threads(n_cores, n_cores, reason=f"steps are long: {share}")
+    n_wide = max(2, -(-n_cores * _N_WIDE_BYTES // max(1, n_bytes)))
+    reason = "steps are short: one core is left to the rest of the server"
+    return Threads(n_cores - 1, n_cores, n_wide, reason)
