@@ -295,6 +295,7 @@ durations = seconds.filter(is_duration)
 
 
 @given(st.lists(st.tuples(seconds, durations, st.booleans()), max_size=60), durations, seconds)
+@example([], 0.0, 5e-324)
 def test_pacing_answers_with_usable_numbers_whatever_it_has_learnt(
     steps: list[tuple[float, float, bool]], decode_s: float, stall_s: float
 ) -> None:

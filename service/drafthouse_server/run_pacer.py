@@ -55,7 +55,9 @@ class RunPacer:
         """
         if not 0 < 2 * step_s <= self._run_s:
             return 1
-        n_steps = min(N_STEPS_MAX, n_steps_free, int(self._run_s / step_s))
+        # Multiplied first: a step that takes next to no time would make the quotient infinite.
+        is_long = N_STEPS_MAX * step_s <= self._run_s
+        n_steps = min(n_steps_free, N_STEPS_MAX if is_long else int(self._run_s / step_s))
         for sequence in sequences:
             if sequence.stop_token_ids:
                 return 1  # the engine does not know them

@@ -354,7 +354,7 @@ class Scheduler:
         n_free = self._n_cells_free() - len(decodes)
         n_room, n_floor = self._draft_room(decodes, prefills, n_free)
         drafts = self._choose_drafts(decodes, n_room, n_floor)
-        self._is_fed = any(self._wanted(self._running.values()))
+        self._is_fed = self._is_any_wanted()
         entries = _decode_entries(decodes, drafts)
         if self._ngrams is not None and decodes:
             entries = self._quote(self._ngrams, decodes, drafts, n_room)
@@ -422,10 +422,8 @@ class Scheduler:
         is_possible = len(drafts) == len(decodes) and sum(drafts) <= n_room
         if is_possible and any(drafts):
             n_most, n_ctx_seq = limits.n_draft_max, limits.n_ctx_seq
-            is_possible = all(
-                0 <= n <= n_most and sequence.n_computed + n < n_ctx_seq
-                for sequence, n in zip(decodes, drafts, strict=True)
-            )
+            for sequence, n in zip(decodes, drafts, strict=True):
+                is_possible &= 0 <= n <= n_most and sequence.n_computed + n < n_ctx_seq
         if not is_possible:
             raise ValueError(f"drafts {drafts} for {len(decodes)} sequences, room for {n_room}")
 
@@ -435,6 +433,14 @@ class Scheduler:
             "policy",
             lambda: list(map(self._policy.wants, sequences)),
             lambda: list(map(self._fixed.wants, sequences)),
+        )
+
+    def _is_any_wanted(self) -> bool:
+        running = self._running.values()
+        return self._guard.ask(
+            "policy",
+            lambda: any(map(self._policy.wants, running)),
+            lambda: any(map(self._fixed.wants, running)),
         )
 
     def _n_steps_run(self, decodes: list[Sequence], n_steps_free: int) -> int:

@@ -307,19 +307,20 @@ class Sequence:
             The tokens that count, and why the sequence ends, if it does.
         """
         tokens, logprobs, reason = entry.tokens, entry.logprobs, None
-        n_after = len(self.tokens) + len(tokens)
+        n_tokens = len(tokens)
+        n_after = len(self.tokens) + n_tokens
         assert self.n_output_max is not None, "set at submission"
         # Most steps end nothing; this runs once per sequence and step.
         if entry.is_eog or self.stop_token_ids or n_after >= self.n_prompt + self.n_output_max:
             n_kept, reason = self._find_end(entry)
-            if n_kept < len(tokens):
+            if n_kept < n_tokens:
                 tokens, logprobs = tokens[:n_kept], logprobs[:n_kept]
         self.tokens += tokens
         if self.n_steps == 0:
             self.first_token_at = now
         self.last_token_at = now
         # A step yields what was accepted and one token more; a run of steps several such.
-        self.n_steps += len(entry.tokens) - entry.n_accepted
+        self.n_steps += n_tokens - entry.n_accepted
         if entry.n_drafted:
             self._count_draft(entry)
         return TokensEvent(tokens, logprobs), reason
