@@ -1966,9 +1966,6 @@ void check_block_draft(const spec_model & target, const spec_model & draft,
                                               std::to_string(llama_model_n_embd(d)) +
                                               "; this target's have " + std::to_string(n_embd));
     }
-    if (draft.meta("dflash.attention.key_length") != draft.meta("dflash.attention.value_length")) {
-        fail(SPEC_ERR_BAD_MODEL, "the draft model's keys and values have different widths");
-    }
     const llama_token mask = llama_vocab_mask(draft.vocab);
     if (mask < 0 || mask >= target.n_vocab()) {
         fail(SPEC_ERR_BAD_MODEL, "the draft model names no mask token of its vocabulary "

@@ -340,7 +340,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two widths": (
         {"n_layer": 1, "keys": {"value_length": 32},
          "weights": {"blk.0.attn_v.weight": np.zeros((64, 256), np.float16)}},
-        BadModel, "different widths",
+        BadModel, "value_length is not attention.key_length",
     ),
     "selector unnamed": ({"keys": {"selector_top_k": 4}}, BadModel, "has no selector"),
 }  # fmt: skip
