@@ -324,3 +324,32 @@ def test_engine_and_model_say_what_they_are() -> None:
     assert DENSE in repr(model())
     made.close()
     assert "closed" in repr(made)
+
+
+def test_a_sampler_is_handed_over_once_whoever_else_would_have_it() -> None:
+    """Closed, or given to another engine, by other threads meanwhile: it was freed twice."""
+    engines = [engine(), engine()]
+    for i in range(300):
+        shared = sampler()
+        found: list[object] = []
+
+        def take(target: Engine, shared: Sampler = shared, found: list[object] = found) -> None:
+            target.bind_thread()
+            try:
+                target.seq_begin(0, shared)
+                found.append(target)
+            except Closed:
+                pass
+
+        threads = [threading.Thread(target=take, args=(target,)) for target in engines]
+        threads += [threading.Thread(target=shared.close)] * (i % 2)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) <= 1
+        for target in engines:
+            target.bind_thread()
+            target.seq_end(0)
+    for target in engines:
+        target.close()

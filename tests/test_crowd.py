@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from tests.demo import Referee, Tie, n_cells_used, prompts, serving
 from tests.demo import config as demo_config
+from tests.windows import windowed
 
 from drafthouse import AsyncClient, Result
 from drafthouse_server.loop import StepLoop
@@ -178,3 +179,31 @@ async def all_given_back(loop: StepLoop) -> None:
         if is_idle and await n_cells_used(loop) == statistics.scheduler.n_retained_cells:
             return
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_kv_unified", [False, True])
+async def test_a_crowd_on_a_windowed_model_gets_the_tokens_of_each_alone(
+    is_kv_unified: bool,
+) -> None:
+    """Documents that begin alike: with drafts, from one another's cells and from host memory."""
+    path = windowed(64)
+    heads = prompts((400, 300, 200))
+    crowd = [(*heads[i % 3][: 60 + 25 * i], *range(33, 40 + i)) for i in range(12)]
+    settings = {"model": str(path), "n_seq_max": 4, "n_ctx_seq": 512}
+    async with serving(demo_config("dense", "none", **settings, has_prefix_cache=False)) as plain:
+        expected = await alone(plain[0], crowd)
+    async with serving(
+        demo_config(
+            "dense", "mtp", **settings, is_kv_unified=is_kv_unified, n_ctx=1800 * is_kv_unified
+        )
+    ) as (client, loop):
+        found = await asyncio.gather(*(generate(client, prompt) for prompt in crowd * 2))
+        assert loop.statistics().scheduler.n_reused > 0
+        await all_given_back(loop)
+    referee = Referee("dense", path)
+    ties = [
+        referee.compare(prompt, a.token_ids, b.token_ids)
+        for prompt, a, b in zip(crowd * 2, expected * 2, found, strict=True)
+    ]
+    referee.close()
+    assert sum(tie is not None for tie in ties) <= 4

@@ -65,18 +65,19 @@ def test_limits_tell_the_window() -> None:
 @pytest.mark.parametrize("draft_type", ["mtp", "simple", "ngram-simple"])
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_rejected_drafts_leave_the_window_whole(draft_type: DraftType, is_shared: bool) -> None:
-    """Small ubatches: in a shared pool the later ones took cells that a rejected draft needs."""
+    """Small ubatches: in a shared pool the later ones took cells that a rejected draft needs.
+
+    Drafts are nearly as long as the window, so that they would take most of it.
+    """
     crowd = [list(prompt) for prompt in prompts((200, 120, 90, 150, 60, 170, 80, 140))]
-    target = model(64)
+    target = model(16)
     params = EngineParams(
-        draft_type=draft_type, n_seq_max=8, n_ctx=1400 if is_shared else 0, n_ctx_seq=256,
-        n_batch=1024, n_ubatch=16, n_draft_max=6, n_threads=1, kv_unified=is_shared,
+        draft_type=draft_type, n_seq_max=8, n_ctx=1460 if is_shared else 0, n_ctx_seq=256,
+        n_batch=1024, n_ubatch=16, n_draft_max=13, n_threads=1, kv_unified=is_shared,
     )  # fmt: skip
-    draft = (
-        model(100) if draft_type == "simple" else None
-    )  # windowed as well, and unlike the target
+    draft = model(100) if draft_type == "simple" else None  # windowed, and unlike the target
     with Engine(target, draft, params) as engine:
-        found = fused(engine, crowd, 40, n_draft=6)
+        found = fused(engine, crowd, 40, n_draft=13)
     plain = EngineParams(n_seq_max=1, n_ctx_seq=256, n_batch=256, n_ubatch=16, n_threads=1)
     with Engine(target, None, plain) as engine:
         for prompt, tokens in zip(crowd, found, strict=True):
