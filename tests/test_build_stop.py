@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# A signal that is ignored where the tests are started (nohup, a background shell) is inherited.
 SCRIPT = """
-import pathlib, sys
+import pathlib, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, sys.argv[1])
 import build
 build.LOG = pathlib.Path(sys.argv[2]) / "build.log"
