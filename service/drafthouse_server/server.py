@@ -25,6 +25,7 @@ from drafthouse_server.tenants import Admission, TenantRegistry
 __all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
+_grpc_log = logging.getLogger("grpc._cython.cygrpc")
 
 _FLUSH_S = 5.0
 """Seconds that handlers have to write their last messages when all generations have ended."""
@@ -42,6 +43,16 @@ _SERVICES = (
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
 )
 _HEALTH_NAMES = (health.OVERALL_HEALTH, *_SERVICES)
+
+
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Returns whether a line of gRPC's log tells of a fault.
+
+    gRPC itself sends the answer of a call without a stream, after the handler has returned. That
+    the client was gone by then is logged as an error there, with its trace, and is none.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "ExecuteBatchError"
 
 
 class Server:
@@ -142,6 +153,7 @@ class Server:
         Raises:
             StartupError: a model cannot be loaded, or the address cannot be listened at.
         """
+        _grpc_log.addFilter(_is_fault)
         self._loop = await StepLoop.open(
             self._make_engine,
             self._config,
