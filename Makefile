@@ -86,7 +86,7 @@ bench-aiperf: dev ## aiperf through our gRPC beside our own load; installs 1.2 G
 sanitize: dev ## address, undefined-behaviour and thread sanitizers; needs clang-14, libclang-rt-14-dev
 	@scripts/sanitize.sh
 
-portability: dev ## compile for other CPUs and compilers, run under qemu-user; half an hour; needs test-deps
+portability: dev ## compile for other CPUs and compilers, run under qemu-user; an hour and more; needs test-deps
 	@$(VENV)/python scripts/portability.py $(ARGS)
 
 fuzz: dev ## fuzz plans, grammars, snapshots and texts for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
