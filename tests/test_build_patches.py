@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -162,7 +163,8 @@ def test_other_tools_apply_them_alike_without_fuzz_or_offset(
     tool: str, patches: list[Path], upstream: Path, tmp_path: Path
 ) -> None:
     if not shutil.which(tool):
-        pytest.skip(f"{tool} is not installed")
+        assert not os.environ.get("CI"), f"{tool} is missing: make test-deps"
+        pytest.skip(f"{tool} is not installed: make test-deps")
     folder = tmp_path / "tree"
     shutil.copytree(upstream, folder)
     commands = {

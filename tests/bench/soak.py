@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import drafthouse
 from drafthouse_server.config import Config
@@ -148,7 +149,7 @@ def main() -> int:
     config = Config(port=0, n_seq_max=4)
     make: Callable[[], Engine] = FakeEngine
     if arguments.engine == "demo":
-        make = lambda: LlamaEngine.load(config)  # noqa: E731
+        make = partial(LlamaEngine.load, config)
     soak = Soak(make)
     asyncio.run(soak.run(arguments.seconds))
     rss_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
