@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -304,27 +305,29 @@ def test_sampled_pairs_are_distributed_as_the_target_says(
         DecoderPool(models[SIMPLE], config) as drafts,
     ):
         target, draft = pool.tree_decoder(), drafts.tree_decoder()
-        eagle3 = Eagle3Drafter(target, models[EAGLE3["dense"]])
         exact = exact_pairs(target, prompt, sampling)
         counts = dict.fromkeys(exact, 0)
-        target.observe(prompt[:-1])
-        draft.observe(prompt[:-1])
-        for _ in range(N_DRAWS):
-            target.rollback_to(len(prompt) - 1)
-            draft.rollback_to(len(prompt) - 1)
-            if METHODS[way] == "tree":
-                shape = TreeShape(depth=1, width=3, n_nodes=3)
-                drafter = draft if way == "tree" else eagle3
-                found = generate_tree(
-                    target, drafter, prompt[-1:], 2, shape=shape, sampling=sampling, rng=rng
-                )
-            else:
-                found = generate_vanilla(
-                    target, draft, prompt[-1:], 2, n_draft=1, sampling=sampling, rng=rng
-                )
-            first, second = found.tokens
-            counts[first, second] += 1  # a KeyError: a token of probability 0
-        eagle3.close()
+        with contextlib.ExitStack() as stack:
+            drafter: TreeDecoder | Eagle3Drafter = draft
+            if way == "eagle3 tree":
+                heads = models[EAGLE3["dense"]]
+                drafter = stack.enter_context(Eagle3Drafter(target, heads, config))
+            target.observe(prompt[:-1])
+            draft.observe(prompt[:-1])
+            for _ in range(N_DRAWS):
+                target.rollback_to(len(prompt) - 1)
+                draft.rollback_to(len(prompt) - 1)
+                if METHODS[way] == "tree":
+                    shape = TreeShape(depth=1, width=3, n_nodes=3)
+                    found = generate_tree(
+                        target, drafter, prompt[-1:], 2, shape=shape, sampling=sampling, rng=rng
+                    )
+                else:
+                    found = generate_vanilla(
+                        target, draft, prompt[-1:], 2, n_draft=1, sampling=sampling, rng=rng
+                    )
+                first, second = found.tokens
+                counts[first, second] += 1  # a KeyError: a token of probability 0
     gaps = [(counts[pair] - N_DRAWS * p) ** 2 / (N_DRAWS * p) for pair, p in exact.items()]
     assert len(gaps) == 16
     assert sum(gaps) < CHI_SQUARE_15
