@@ -1,9 +1,11 @@
-"""The SDK's enums are the protos', and what a newer server knows besides never raises."""
+"""The SDK's enums are the protos', and what a newer server knows besides is told by its number."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
+import pickle
 import typing
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 
 import drafthouse
+from drafthouse._enums import OpenEnum
+from drafthouse._options import generate_request
 from drafthouse.v1 import (
     errors_pb2,
     generation_pb2,
@@ -143,11 +147,39 @@ async def newer_server() -> AsyncIterator[str]:
 
 def check(result: drafthouse.Result, models: list[drafthouse.Model]) -> None:
     assert (result.text, result.token_ids) == ("a", (97,))
-    assert result.finish_reason is drafthouse.FinishReason.UNSPECIFIED
-    assert result.speculation.mode is drafthouse.SpeculationMode.UNSPECIFIED
+    assert (result.finish_reason, result.finish_reason.number) == (f"unknown-{NEWER}", NEWER)
+    assert result.speculation.mode.number == NEWER
     for model in models:
         assert model.name == "m"
-        assert model.speculation_mode is drafthouse.SpeculationMode.UNSPECIFIED
+        assert model.speculation_mode is result.speculation.mode
+
+
+OPEN = (drafthouse.FinishReason, drafthouse.SpeculationMode)
+
+
+@pytest.mark.parametrize("kind", OPEN)
+@pytest.mark.parametrize("number", [99, -1, 2**31 - 1, -(2**31)])
+def test_a_value_that_is_not_known_keeps_its_number(kind: type[OpenEnum], number: int) -> None:
+    value = kind.of(number)
+    assert (str(value), value.number) == (f"unknown-{number}", number)
+    assert value is kind.of(number) is kind(f"unknown-{number}")
+    assert value is copy.deepcopy(value) is pickle.loads(pickle.dumps(value))  # noqa: S301  # ours
+    assert isinstance(value, kind)
+    assert value not in list(kind)
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_a_value_that_is_known_is_its_member(kind: type[OpenEnum]) -> None:
+    for member in kind:
+        assert kind.of(member.number) is kind(f"unknown-{member.number}") is member
+    for text in ("unknown", "unknown-", "unknown-01", "unknown-x", "99"):
+        with pytest.raises(ValueError, match="is not a valid"):
+            kind(text)
+
+
+def test_a_mode_that_is_not_known_is_sent_as_its_number() -> None:
+    mode = drafthouse.SpeculationMode.of(NEWER)
+    assert generate_request("x", {"speculation": mode}).speculation.mode == NEWER
 
 
 async def test_what_a_newer_server_says_never_raises(newer_server: str) -> None:

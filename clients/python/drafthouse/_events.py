@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from drafthouse._enums import OpenEnum
 from drafthouse._options import SpeculationMode
 from drafthouse.v1 import generation_pb2, model_pb2
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import EnumDescriptor
 
 __all__ = [
     "Chunk",
@@ -24,15 +28,19 @@ __all__ = [
 ]
 
 
-class FinishReason(enum.StrEnum):
-    """Why a generation ended."""
+class FinishReason(OpenEnum):
+    """Why a generation ended; a reason that this SDK does not know is "unknown-NUMBER"."""
 
     UNSPECIFIED = "unspecified"
-    """A reason that this version of the SDK does not know."""
+    """The server has given none; it always does."""
     STOP = "stop"
     """The model chose its end token, or a stop text or stop token was reached."""
     LENGTH = "length"
     """`max_output_tokens` or the end of the context was reached."""
+
+    @classmethod
+    def _proto(cls) -> EnumDescriptor:
+        return generation_pb2.DESCRIPTOR.enum_types_by_name["FinishReason"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +216,7 @@ class Collected:
             text=self.text,
             token_ids=tuple(self._token_ids),
             log_probabilities=tuple(self._log_probabilities),
-            finish_reason=_FINISH_REASONS.get(end.finish_reason, FinishReason.UNSPECIFIED),
+            finish_reason=FinishReason.of(end.finish_reason),
             stop_sequence=end.stop_sequence,
             usage=Usage(
                 end.usage.prompt_tokens,
@@ -239,30 +247,15 @@ def chunk_from(message: generation_pb2.GenerateResponse) -> Chunk:
 def model_from(model: model_pb2.Model) -> Model:
     """Returns the model of a message."""
     values = {field.name: getattr(model, field.name) for field in model.DESCRIPTOR.fields}
-    return Model(**values | {"speculation_mode": _mode(model.speculation_mode)})
+    return Model(**values | {"speculation_mode": SpeculationMode.of(model.speculation_mode)})
 
 
 def _speculation(statistics: generation_pb2.SpeculationStatistics) -> SpeculationStatistics:
     return SpeculationStatistics(
-        mode=_mode(statistics.mode),
+        mode=SpeculationMode.of(statistics.mode),
         n_drafts=statistics.draft_count,
         n_drafted=statistics.drafted_tokens,
         n_accepted=statistics.accepted_tokens,
         n_accepted_by_position=tuple(statistics.accepted_tokens_by_position),
         n_steps=statistics.step_count,
     )
-
-
-# By number; one that is missing is a newer server's.
-_MODES = {
-    int(model_pb2.SpeculationMode.Value(f"SPECULATION_MODE_{member.name}")): member
-    for member in SpeculationMode
-}
-_FINISH_REASONS = {
-    int(generation_pb2.FinishReason.Value(f"FINISH_REASON_{member.name}")): member
-    for member in FinishReason
-}
-
-
-def _mode(value: int) -> SpeculationMode:
-    return _MODES.get(value, SpeculationMode.UNSPECIFIED)

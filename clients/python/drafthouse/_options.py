@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
+from drafthouse._enums import OpenEnum
 from drafthouse._errors import FieldViolation, InvalidField
 from drafthouse.v1 import generation_pb2, model_pb2
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import EnumDescriptor
 
 __all__ = [
     "ChatMessage",
@@ -37,11 +40,11 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, st
 """Text, token ids, or chat messages (`ChatMessage` or `{"role": …, "content": …}`)."""
 
 
-class SpeculationMode(enum.StrEnum):
-    """How draft tokens are proposed."""
+class SpeculationMode(OpenEnum):
+    """How draft tokens are proposed; a mode that this SDK does not know is "unknown-NUMBER"."""
 
     UNSPECIFIED = "unspecified"
-    """In a request the server's default; in an answer a mode that this SDK does not know."""
+    """In a request the server's default; in an answer never."""
     OFF = "off"
     """No speculation: every step yields one token."""
     MTP = "mtp"
@@ -56,6 +59,10 @@ class SpeculationMode(enum.StrEnum):
     """A DFlash draft model: a whole block of tokens in one pass."""
     DSPARK = "dspark"
     """A DSpark draft model: a block whose tokens depend on each other."""
+
+    @classmethod
+    def _proto(cls) -> EnumDescriptor:
+        return model_pb2.DESCRIPTOR.enum_types_by_name["SpeculationMode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +275,8 @@ def _set_progress(request: generation_pb2.GenerateRequest, value: bool) -> None:
 
 
 def _set_speculation(request: generation_pb2.GenerateRequest, mode: str) -> None:
-    name = f"SPECULATION_MODE_{SpeculationMode(mode).name}"
-    request.speculation.mode = model_pb2.SpeculationMode.Value(name)
+    number = SpeculationMode(mode).number
+    request.speculation.mode = model_pb2.SpeculationMode.ValueType(number)
 
 
 def _set_max_draft_tokens(request: generation_pb2.GenerateRequest, value: int) -> None:
