@@ -70,9 +70,10 @@ def test_a_variable_that_is_no_setting_is_refused(variable: str, similar: str) -
 
 
 @pytest.mark.parametrize("name", ["API_KEYS", "PORT", "DRAFT_MODEL", "INSECURE_NO_AUTH", "CONFIG"])
-def test_an_empty_variable_is_refused(name: str) -> None:
+@pytest.mark.parametrize("text", ["", "  ", " , "])
+def test_an_empty_variable_is_refused(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match="unset the variable") as caught:
-        load(environment={f"DRAFTHOUSE_{name}": ""})
+        load(environment={f"DRAFTHOUSE_{name}": text})
     assert f"DRAFTHOUSE_{name}" in str(caught.value)
 
 
@@ -130,6 +131,9 @@ def test_a_flag_that_is_true_or_false_may_stand_alone() -> None:
         ({"draft_type": "eagle3"}, "draft_model", ""),
         ({"draft_type": "mtp", "draft_model": "d.gguf"}, "draft_model", "d.gguf"),
         ({"log_level": "loud"}, "log_level", "loud"),
+        ({"host": ""}, "host", ""),
+        ({"host": "unix:"}, "host", "unix:"),
+        ({"host": "unix:/d.sock", "metrics_port": 9090}, "metrics_port", 9090),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key(

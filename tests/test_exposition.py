@@ -56,9 +56,9 @@ def test_every_count_is_told_with_its_source() -> None:
     assert values["drafthouse_prompt_tokens_total"] == 7
 
 
-async def fetch(port: int, request: bytes) -> tuple[str, str]:
+async def fetch(port: int, request: bytes, host: str = "127.0.0.1") -> tuple[str, str]:
     """Returns status line and body of an answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
     answer = (await asyncio.wait_for(reader.read(), 100)).decode()
     writer.close()
@@ -89,6 +89,15 @@ async def test_a_server_tells_its_metrics_and_survives_strange_clients(
     assert values['drafthouse_requests_total{outcome="length"}'] == 1
     assert values["drafthouse_output_tokens_total"] == 20
     assert values['drafthouse_drafts_total{source="drafter"}'] > 0
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_metrics_are_told_at_the_servers_own_address(
+    start_server: ServerFactory, free_port: int, host: str
+) -> None:
+    await start_server(host=host, metrics_port=free_port)
+    status, _ = await fetch(free_port, b"GET /metrics HTTP/1.1\r\n\r\n", "::1")
+    assert status == "HTTP/1.1 200 OK"
 
 
 async def test_a_taken_port_is_an_error_of_its_setting(

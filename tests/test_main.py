@@ -22,7 +22,13 @@ import drafthouse
 from drafthouse_server.__main__ import main
 from drafthouse_server.config import Config
 from drafthouse_server.fake import FakeEngine
-from drafthouse_server.launch import LISTENS_AT, _describe, format_bytes, format_count
+from drafthouse_server.launch import (
+    LISTENS_AT,
+    _check_address,
+    _describe,
+    format_bytes,
+    format_count,
+)
 from drafthouse_server.server import Server
 from drafthouse_server.terminal import Terminal, format_table
 
@@ -281,6 +287,32 @@ def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded() -> None:
         port = str(holder.getsockname()[1])
         outcome = run("serve", "--port", port, "--model", "never-looked-at.gguf")
     assert_failed(outcome, 1, f"cannot listen at 127.0.0.1:{port}: address already in use")
+
+
+def test_a_socket_in_use_is_one_sentence_and_stays_with_its_server(tmp_path: Path) -> None:
+    """grpc would take its place: the server that is running would never be asked again."""
+    path = tmp_path / "d.sock"
+    command = ("serve", "--host", f"unix:{path}", "--model", "never-looked-at.gguf")
+    with socket.socket(socket.AF_UNIX) as holder:
+        holder.bind(str(path))
+        holder.listen(1)
+        assert_failed(run(*command), 1, f"cannot listen at unix:{path}: address already in use")
+        assert path.is_socket()
+    _check_address(f"unix:{path}", 0)  # what an ended server has left behind is no hindrance
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("no/folder/d.sock", "no such file"), ("x" * 108, "too long"), ("file", "already in use")],
+)
+def test_a_path_at_which_no_socket_can_be_is_one_sentence(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    outcome = run("serve", "--host", f"unix:{tmp_path / name}", "--model", "never-looked-at.gguf")
+    assert_failed(outcome, 1, words)
+    assert "choose another --host" in outcome.err
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ __all__ = [
     "DRAFT_TYPES",
     "Config",
     "add_flags",
+    "bare_host",
     "describe",
     "is_loopback",
     "load",
@@ -90,6 +91,8 @@ def _one_of(choices: tuple[str, ...]) -> _Rule:
 
 _ANY = _Rule("anything", lambda _: True)
 _NOT_EMPTY = _Rule("a text that is not empty", bool)
+_UNIX = "unix:"
+_HOST = _Rule("an address, a name, or unix:PATH", lambda host: host not in ("", _UNIX))
 
 
 def _are_api_keys(keys: tuple[str, ...]) -> bool:
@@ -147,7 +150,7 @@ class Config:
     """Name that requests use; see `model_name`."""
     host: str = _setting(
         "127.0.0.1",
-        _NOT_EMPTY,
+        _HOST,
         "Address to listen at; 0.0.0.0 is every IPv4 interface, unix:PATH a socket of this machine."
         " Beyond loopback it needs api_keys, or insecure_no_auth.",
     )
@@ -376,6 +379,12 @@ class Config:
             " everybody who reaches the port could use the server; set api_keys, or"
             " insecure_no_auth to let them",
         )
+        _require(
+            not (self.metrics_port and self.host.startswith(_UNIX)),
+            "metrics_port",
+            self.metrics_port,
+            "0 while host is a socket of this machine, which has no ports",
+        )
         _require(self.n_batch >= self.n_seq_max, "n_batch", self.n_batch, "at least n_seq_max")
         _require(self.n_ubatch <= self.n_batch, "n_ubatch", self.n_ubatch, "at most n_batch")
         _require(
@@ -417,13 +426,18 @@ class Config:
 
 def is_loopback(host: str) -> bool:
     """Returns whether only this machine reaches an address; no other name than localhost is."""
-    if host.startswith("unix:") or host.lower() == "localhost":
+    if host.startswith(_UNIX) or host.lower() == "localhost":
         return True
     try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        address = ipaddress.ip_address(bare_host(host))
     except ValueError:
         return False
     return address.is_loopback
+
+
+def bare_host(host: str) -> str:
+    """Returns an address without the brackets that an IPv6 address may be written in."""
+    return host.removeprefix("[").removesuffix("]")
 
 
 def _require(condition: bool, key: str, value: object, expected: str) -> None:
@@ -500,7 +514,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, object]:
             meant = _ENVIRONMENT_PREFIX + similar if similar else ""
             raise UnknownSetting(variable, meant, "environment")
         source = f"environment variable {variable}"
-        if not text:
+        if not text.strip(" ,"):  # a list of nothing is empty too
             raise ConfigError(
                 name, text, "a value; unset the variable to leave the default", source
             )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
+from drafthouse_server.config import bare_host
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.metrics import Statistics
 
@@ -120,7 +121,7 @@ class MetricsEndpoint:
         """
         try:
             self._server = await asyncio.start_server(
-                self._answer, host, port, limit=_HEAD_BYTES_MAX
+                self._answer, bare_host(host), port, limit=_HEAD_BYTES_MAX
             )
         except OSError as error:
             expected = f"a port of {host} that is free ({error.strerror})"

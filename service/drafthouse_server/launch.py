@@ -6,15 +6,17 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import gc
 import logging
+import os
 import socket
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 from drafthouse_server import config as settings
-from drafthouse_server.config import Config
+from drafthouse_server.config import Config, bare_host
 from drafthouse_server.engine import LlamaEngine, engine_version
 from drafthouse_server.errors import ConfigError, ServerFailed, StartupError
 from drafthouse_server.server import Server
@@ -36,6 +38,9 @@ _EXIT_CODES = (
     "exit codes: 0 ended by SIGTERM or SIGINT; 1 cannot start, and says why; 2 a setting is wrong;"
     f" {FAILED} the step loop has failed: every stream was told ENGINE_FAILURE, start it again"
 )
+
+_PROBE_S = 1.0
+"""How long a socket may take to answer whether somebody listens at it."""
 
 _SWITCH_INTERVAL_S = 1e-4
 """How long the event loop may keep the interpreter from the engine thread, which waits for it
@@ -107,23 +112,47 @@ def _check_address(host: str, port: int) -> None:
     Raises:
         StartupError: we may not, or somebody else does.
     """
-    if host.startswith("unix:"):
-        return  # grpc takes the place of a socket that is left over
-    host = host.removeprefix("[").removesuffix("]")
+    is_unix = host.startswith("unix:")
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in places[:1]:
-            with socket.socket(family, kind, protocol) as probe:
-                # As grpc does: what an ended server leaves behind does not hold the port.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                # Without it two sockets that both allow reuse may bind, and only listening fails.
-                probe.listen(1)
+        if is_unix:
+            _try_socket(Path(host.removeprefix("unix:")))
+        else:
+            _try_port(bare_host(host), port)
     except OSError as error:
+        place, flags = (host, "--host") if is_unix else (f"{host}:{port}", "--port or --host")
         raise StartupError(
-            f"cannot listen at {host}:{port}: {(error.strerror or str(error)).lower()};"
-            " choose another --port or --host, or stop what listens there"
+            f"cannot listen at {place}: {(error.strerror or str(error)).lower()};"
+            f" choose another {flags}, or stop what listens there"
         ) from error
+
+
+def _try_port(host: str, port: int) -> None:
+    """Raises OSError where we may not listen, or somebody else does."""
+    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, address in places[:1]:
+        with socket.socket(family, kind, protocol) as probe:
+            # As grpc does: what an ended server leaves behind does not hold the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            # Without it two sockets that both allow reuse may bind, and only listening fails.
+            probe.listen(1)
+
+
+def _try_socket(path: Path) -> None:
+    """Raises OSError where we may not listen, or somebody else does.
+
+    grpc takes the place of any socket, so that a server that is running would lose its own.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        if path.is_socket():
+            probe.settimeout(_PROBE_S)
+            code = probe.connect_ex(str(path))
+            if code != errno.ECONNREFUSED:  # as what an ended server leaves behind does
+                code = code or errno.EADDRINUSE
+                raise OSError(code, os.strerror(code))
+        else:
+            probe.bind(str(path))
+            path.unlink()
 
 
 def _describe(server: Server, config: Config, terminal: Terminal) -> None:

@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
-from drafthouse_server.config import Config
+from drafthouse_server.config import Config, bare_host
 from drafthouse_server.engine import Engine
 from drafthouse_server.errors import ConfigError, ServerFailed
 from drafthouse_server.exposition import MetricsEndpoint
@@ -257,6 +257,9 @@ def _bind(server: grpc.aio.Server, config: Config) -> int:
     try:
         return server.add_insecure_port(_address(config.host, config.port))
     except RuntimeError:
+        if config.host.startswith("unix:"):
+            expected = "a path at which we may listen, of 107 bytes at most"
+            raise ConfigError("host", config.host, expected) from None
         expected = f"a port of {config.host} that is free and that we may listen at"
         raise ConfigError("port", config.port, expected) from None
 
@@ -264,7 +267,7 @@ def _bind(server: grpc.aio.Server, config: Config) -> int:
 def _address(host: str, port: int) -> str:
     if host.startswith("unix:"):
         return host
-    host = host.removeprefix("[").removesuffix("]")
+    host = bare_host(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
