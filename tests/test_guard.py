@@ -16,9 +16,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from drafthouse_server.cells import OutputLengths
 from drafthouse_server.fake import FakeEngine
 from drafthouse_server.guard import Guard, checked, is_duration
 from drafthouse_server.ngram import NgramDrafter
+from drafthouse_server.parking import SnapshotCost
 from drafthouse_server.prefill import PrefillPacer
 from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.run_pacer import RunPacer
@@ -228,12 +230,22 @@ NONSENSE: list[tuple[type, str, Any]] = [
 def test_an_answer_that_makes_no_sense_costs_no_token(
     monkeypatch: pytest.MonkeyPatch, kind: type, name: str, answer: Any
 ) -> None:
-    monkeypatch.setattr(kind, name, lambda *_, **__: answer)
+    n_asked = 0
+
+    def answer_it(*_: Any, **__: Any) -> Any:
+        nonlocal n_asked
+        n_asked += 1
+        return answer
+
+    monkeypatch.setattr(kind, name, answer_it)
     world = World()
     if kind is RunPacer:
         world.without_drafts()
     world.start()
     world.check(world.run(usual, ticking()))
+    assert n_asked, "the test is to no purpose"
+    if name != "process_s":  # only the policy asks that, and what the policy answers is checked
+        assert world.scheduler.counts.n_estimator_resets, "nonsense is noticed"
 
 
 seconds = st.one_of(
@@ -305,6 +317,35 @@ def test_pacing_answers_with_usable_numbers_whatever_it_has_learnt(
     assert 0 < pacer.step_s(decode_s) < INF
     assert 0 <= pacer.align(24, 100, 600, 3) <= 100
     assert RunPacer().n_steps([], stall_s, 100) in range(1, 101)
+
+
+counts = st.integers(0, 1 << 40)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1 << 20), counts), max_size=20),
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 500)), max_size=60),
+    st.tuples(counts, counts),
+    st.integers(0, 1 << 20),
+)
+def test_what_is_counted_and_not_measured_needs_no_guard(
+    snapshots: list[tuple[int, int]],
+    lengths: list[tuple[str, int]],
+    hosted: tuple[int, int],
+    n_tokens: int,
+) -> None:
+    """Sizes of snapshots, lengths of outputs and hits: no clock comes in, so no nonsense either."""
+    cost, learnt, prefixes = SnapshotCost(), OutputLengths(), PrefixCache(can_cut=True)
+    for n, n_bytes in snapshots:
+        cost.observe(n, n_bytes)
+    assert 0 < cost.write_s(n_tokens) < cost.total_s(n_tokens) < INF
+    for tenant, n_output in lengths:
+        ended = Sequence("r", [1], None, tenant=tenant, n_output_max=1 << 21)
+        ended.tokens += [0] * n_output
+        learnt.observe(ended)
+        assert ended.n_output < learnt.likely(ended) <= 1 << 21
+    prefixes.counts.n_host_hits, prefixes.counts.n_stored = hosted
+    assert 0 < prefixes.host_hit_rate <= 1
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, -1e-9, 86400.0, 1e300])

@@ -554,7 +554,14 @@ class Scheduler:
         if self._cost is None or not self._cost.n_observed:
             return None
         cost, n_batch = self._cost, self._limits.n_batch
-        return self._guard.ask("cost", lambda: cost.recompute_s(n_tokens, n_batch), lambda: None)
+
+        def recompute() -> float | None:
+            seconds = cost.recompute_s(n_tokens, n_batch)
+            if not is_duration(seconds):
+                raise ValueError(f"{n_tokens} tokens were predicted to take {seconds} s")
+            return seconds
+
+        return self._guard.ask("cost", recompute, lambda: None)
 
     def _fill_slots(self) -> None:
         """Gives free slots to those who wait, as far as they are likely to find cells.
@@ -815,13 +822,24 @@ class Scheduler:
         assert cost is not None, "asked by the caller"
         shape = self._decode_shape(entries)
         decode_s = self._predict(shape)
+        n_past = max(sequence.n_computed for sequence in prefills)
+
+        def step_s() -> float:
+            seconds = self._pacer.step_s(decode_s)
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"a step may take {seconds} s")
+            return seconds
+
+        def fit() -> int:
+            n_tokens = cost.fit_prefill(shape, seconds, n_past, n_left)
+            if not 0 <= n_tokens <= n_left:
+                raise ValueError(f"{n_tokens} tokens fit into a step, of {n_left}")
+            return n_tokens
+
         n_tokens = 0
         if decode_s < math.inf:
-            seconds = self._guard.ask("pacing", lambda: self._pacer.step_s(decode_s), lambda: 0.0)
-            n_past = max(sequence.n_computed for sequence in prefills)
-            n_tokens = self._guard.ask(
-                "cost", lambda: cost.fit_prefill(shape, seconds, n_past, n_left), lambda: 0
-            )
+            seconds = self._guard.ask("pacing", step_s, lambda: 0.0)
+            n_tokens = self._guard.ask("cost", fit, lambda: 0)
         n_least = max(1, self._limits.n_batch // _PREFILL_MIN_SHARE)
         return min(n_left, max(n_tokens, n_least))
 
@@ -875,11 +893,14 @@ class Scheduler:
 
     def _align(self, n_tokens: int, n_wanted: int, n_past: int, n_lead: int) -> int:
         """Returns the tokens of a piece that attention computes together."""
-        return self._guard.ask(
-            "pacing",
-            lambda: self._pacer.align(n_tokens, n_wanted, n_past, n_lead),
-            lambda: n_tokens,
-        )
+
+        def align() -> int:
+            n_aligned = self._pacer.align(n_tokens, n_wanted, n_past, n_lead)
+            if not 0 <= n_aligned <= n_wanted:
+                raise ValueError(f"a piece of {n_aligned} tokens, of {n_wanted}")
+            return n_aligned
+
+        return self._guard.ask("pacing", align, lambda: n_tokens)
 
     def _n_prefill(self, sequence: Sequence) -> int:
         """Returns the tokens to compute next before a sequence generates.
@@ -967,10 +988,11 @@ class Scheduler:
         if cost.n_observed and self._n_decodes and not self._has_moves and step_s > 0:
             has_prefill = len(entries) > self._n_decodes
             predicted_s = self._predict(shape)
-            self._guard.tell(
-                "pacing",
-                lambda: self._pacer.observe(predicted_s, step_s, has_prefill=has_prefill),
-            )
+            if predicted_s < math.inf:
+                self._guard.tell(
+                    "pacing",
+                    lambda: self._pacer.observe(predicted_s, step_s, has_prefill=has_prefill),
+                )
         cost.observe(shape, timings, 0.0 if self._has_moves else step_s)
 
     def _teach_policy(self, result: StepResult) -> None:
