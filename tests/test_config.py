@@ -10,8 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from drafthouse_server.config import DRAFT_TYPES, Config, add_flags, describe, is_loopback, load
+from drafthouse_server.config import (
+    _FOREIGN_VARIABLES,
+    DRAFT_TYPES,
+    Config,
+    add_flags,
+    describe,
+    is_loopback,
+    load,
+)
 from drafthouse_server.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
@@ -47,9 +57,22 @@ def test_help_of_the_flags_can_be_formatted() -> None:
 
 
 def test_variables_of_the_build_and_of_others_are_left_alone() -> None:
-    names = "LLAMA_CPP CACHE CPU_KERNELS PORTABLE DEV SANITIZE PINNED API_KEY CI PYTHON BUILD"
+    names = "LLAMA_CPP CACHE CPU_KERNELS PORTABLE DEV SANITIZE PINNED API_KEY PYTHON BUILD"
     environment = {f"DRAFTHOUSE_{name}": text for name in names.split() for text in ("", "/x")}
     assert load(environment=environment | {"PATH": "", "LANG": "C"}) == Config()
+
+
+def test_every_variable_that_is_left_alone_is_read_by_something_else() -> None:
+    folders = ("scripts", "cext", "clients", "tests/fuzz", "service")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
+    endings = {".py", ".sh", ".h", ".cpp", ".txt", ".cmake"}
+    texts = [
+        path.read_text("utf-8")
+        for path in paths
+        if path.suffix in endings and path.name != "config.py"
+    ]
+    unread = {name for name in _FOREIGN_VARIABLES if not any(name in text for text in texts)}
+    assert unread == set()
 
 
 @pytest.mark.parametrize(

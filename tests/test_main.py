@@ -290,7 +290,7 @@ def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded() -> None:
 
 
 def test_a_socket_in_use_is_one_sentence_and_stays_with_its_server(tmp_path: Path) -> None:
-    """grpc would take its place: the server that is running would never be asked again."""
+    """Otherwise gRPC takes its place, and the server that is running is never asked again."""
     path = tmp_path / "d.sock"
     command = ("serve", "--host", f"unix:{path}", "--model", "never-looked-at.gguf")
     with socket.socket(socket.AF_UNIX) as holder:
