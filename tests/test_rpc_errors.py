@@ -376,6 +376,7 @@ async def test_an_unforeseen_error_shows_its_trace_to_the_log_alone(
     assert "secret" not in f"{failure.message}{failure.status}"
     assert "ZeroDivisionError: the secret of the house" in caplog.text
     assert failure.find(RequestInfo).request_id in caplog.text
+    assert server.loop.statistics().n_requests == {"ENGINE_FAILURE": 1}
 
 
 async def test_every_call_leaves_a_line_in_the_log(

@@ -23,6 +23,7 @@ from drafthouse_server.engine import Engine, EngineLimits, ModelCard
 from drafthouse_server.errors import (
     DrafthouseError,
     Draining,
+    EngineError,
     FieldViolation,
     InvalidRequest,
     NotFound,
@@ -364,20 +365,24 @@ class GenerationService(GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> None:
         """Generates tokens and streams them as they are verified."""
+        outcome = EngineError.reason  # as TranslateErrors calls whatever is no error of ours
         try:
             caller = self._served.enter_model(request.model)
             wanted = _check_generate(request, self._served)
             sequence = await self._prepare(request.prompt, wanted, caller, context)
             self._admit(caller)
             outbox = self._served.loop.submit(sequence)
+            outcome = ""
         except DrafthouseError as error:
-            self._served.loop.metrics.count_request(error.reason, 0, 0)
+            outcome = error.reason
             raise
         except asyncio.CancelledError:  # it has left, or its time is over, before its submission
             is_late = self._deadline(context) <= self._served.clock()
-            outcome = FinishReason.DEADLINE if is_late else FinishReason.CANCELLED
-            self._served.loop.metrics.count_request(outcome.name.lower(), 0, 0)
+            outcome = (FinishReason.DEADLINE if is_late else FinishReason.CANCELLED).name.lower()
             raise
+        finally:
+            if outcome:
+                self._served.loop.metrics.count_request(outcome, 0, 0)
         try:
             await self._stream(outbox, sequence, wanted, context)
         finally:
