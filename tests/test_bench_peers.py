@@ -541,19 +541,18 @@ def test_own_defaults_are_measured_beside_a_stand_in(tmp_path: Path) -> None:
     assert len(set(n_tokens.values())) == 1, "the same requests for all"
 
 
-needs_peer = pytest.mark.skipif(not PEER.exists(), reason="no llama-server: `make peers` builds it")
-
-
-@needs_peer
-async def test_a_peer_that_does_not_start_is_one_sentence() -> None:
-    with pytest.raises(BenchError, match="llama-server does not start"):
-        async with run_peer(PEER, Config(model="missing.gguf", n_ctx_seq=64, n_threads=1)):
+async def test_a_peer_that_does_not_start_is_one_sentence(tmp_path: Path) -> None:
+    peer = tmp_path / "llama-server"
+    peer.write_text(f'#!{sys.executable}\nraise SystemExit("no such model")\n', "utf-8")
+    peer.chmod(0o755)
+    with pytest.raises(BenchError, match=r"llama-server does not start: .*no such model"):
+        async with run_peer(peer, Config(model="missing.gguf", n_ctx_seq=64, n_threads=1)):
             pytest.fail("it runs")
 
 
 @pytest.mark.bench
 @pytest.mark.model
-@needs_peer
+@pytest.mark.skipif(not PEER.exists(), reason="no llama-server: `make peers` builds it")
 @pytest.mark.timeout(240)
 def test_a_small_run_beside_llama_server(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
