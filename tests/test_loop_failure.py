@@ -22,6 +22,7 @@ from drafthouse_server.step import StepResult
 if TYPE_CHECKING:
     from tests.conftest import Eventually, ServerFactory
 
+SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 N_STREAMS = 10
 
@@ -34,27 +35,23 @@ BROKEN = textwrap.dedent(
     from drafthouse_server.fake import FakeEngine
     from drafthouse_server.scheduler import Scheduler
 
-    n_commits = 0
     commit = Scheduler.commit
 
     def broken(self, result, now):
-        global n_commits
-        n_commits += 1
         events = commit(self, result, now)
-        if n_commits == 50:
+        if len(self.sequences()) == N_STREAMS:
             raise RuntimeError("a bug of ours")
         return events
 
     Scheduler.commit = broken
-    launch.LlamaEngine.load = lambda *_: FakeEngine(step_s=0.01)
-    sys.exit(__main__.main(["serve", "--port", "0", *sys.argv[1:]]))
-    """
+    launch.LlamaEngine.load = lambda *_: FakeEngine(step_s=0.05)
+    sys.exit(__main__.main(["serve", "--port", "0", "--draft-policy", "fixed"]))
+    """.replace("N_STREAMS", str(N_STREAMS))
 )
 
 
-async def watch(target: str) -> list[int]:
-    """Returns what health has said until the server was gone."""
-    told: list[int] = []
+async def watch(target: str, told: list[int]) -> None:
+    """Notes what health says until the server is gone."""
     async with grpc.aio.insecure_channel(target) as channel:
         call = channel.unary_stream(
             "/grpc.health.v1.Health/Watch",
@@ -64,10 +61,11 @@ async def watch(target: str) -> list[int]:
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for response in call(health_pb2.HealthCheckRequest()):
                 told += [response.status]
-    return told
 
 
-async def test_a_served_process_tells_every_stream_and_ends_with_its_code() -> None:
+async def test_a_served_process_tells_every_stream_and_ends_with_its_code(
+    eventually: Eventually,
+) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", BROKEN),
         stdout=asyncio.subprocess.PIPE,
@@ -81,7 +79,9 @@ async def test_a_served_process_tells_every_stream_and_ends_with_its_code() -> N
             assert line, (await process.communicate())[1].decode()
             if line.startswith(LISTENS_AT):
                 target = line.removeprefix(LISTENS_AT).strip()
-        watching = asyncio.create_task(watch(target))
+        told: list[int] = []
+        watching = asyncio.create_task(watch(target, told))
+        await eventually(lambda: bool(told))
         async with drafthouse.AsyncClient(target, retry=None) as client:
             streams = [
                 client.generate("x", max_output_tokens=900, ignore_end_token=True).result()
@@ -94,7 +94,8 @@ async def test_a_served_process_tells_every_stream_and_ends_with_its_code() -> N
             assert end.metadata["status"] == "LOOP_FAILED"
         _, err = await asyncio.wait_for(process.communicate(), 20)
         assert process.returncode == FAILED == 70
-        assert (await watching)[-1] == NOT_SERVING
+        await watching
+        assert told == [SERVING, NOT_SERVING]
     finally:
         if process.returncode is None:
             process.kill()
