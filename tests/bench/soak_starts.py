@@ -86,7 +86,7 @@ async def _process(model: str) -> AsyncIterator[str]:
     process = await asyncio.create_subprocess_exec(
         *command, *flags, "--n-threads", "1", "--log-level", "error",
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
         env={name: text for name, text in os.environ.items() if "DRAFTHOUSE_" not in name},
     )  # fmt: skip
     try:
@@ -96,9 +96,10 @@ async def _process(model: str) -> AsyncIterator[str]:
                 yield line.decode().removeprefix(LISTENS_AT).strip()
                 break
         process.terminate()
-        code = await process.wait()
-        if code:
-            raise RuntimeError(f"exit code {code}")
+        _, log = await process.communicate()
+        # A step that is lost and an estimator that starts over are errors in the log.
+        if process.returncode or b" ERROR " in log:
+            raise RuntimeError(f"exit code {process.returncode}: {log.decode()}")
     finally:
         if process.returncode is None:
             process.kill()
