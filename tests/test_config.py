@@ -100,6 +100,19 @@ def test_an_empty_variable_is_refused(name: str, text: str) -> None:
     assert f"DRAFTHOUSE_{name}" in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["", "  ", " , "])
+def test_keys_that_are_none_open_no_server(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('api_keys = ["acme:k"]')
+    with pytest.raises(ConfigError, match="flag --api-keys"):
+        load(str(file), {}, {"api_keys": text})
+
+
+def test_a_flag_that_names_no_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="flag --config"):
+        load("", {})
+
+
 def test_an_unknown_key_of_a_file_names_what_was_meant(tmp_path: Path) -> None:
     file = tmp_path / "drafthouse.toml"
     file.write_text("n_seqs_max = 2\n")

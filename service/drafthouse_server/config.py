@@ -539,17 +539,27 @@ def load(
         environment: Variables; `os.environ` when not given. A DRAFTHOUSE_* that is empty or no
             setting is an error, but for those that the build and the client read.
         flags: Texts by setting name, as `add_flags` parses them; None stands for a flag not given.
+            No keys, and no path, are an error as they are in a variable.
 
     Raises:
         ConfigError: a source cannot be read, or a value breaks its rule.
     """
     environment = os.environ if environment is None else environment
     variables = _read_environment(environment)
-    path = path or environment.get(_ENVIRONMENT_PREFIX + "CONFIG")
+    if path is None:
+        path = environment.get(_ENVIRONMENT_PREFIX + "CONFIG")
+    elif not path.strip():
+        raise ConfigError(
+            "config", path, "a path; leave the flag out to read none", "flag --config"
+        )
     settings = (_read_file(Path(path)) if path else {}) | variables
     for name, text in (flags or {}).items():
         if text is not None:
-            settings[name] = _from_text(name, text, f"flag --{name.replace('_', '-')}")
+            source = f"flag --{name.replace('_', '-')}"
+            # As "$KEYS" is where nobody has set it: that must not open the server.
+            if name == "api_keys" and not text.strip(" ,"):
+                raise ConfigError(name, text, "keys; leave the flag out to set none", source)
+            settings[name] = _from_text(name, text, source)
     return Config(**settings)  # type: ignore[arg-type]  # checked one by one above
 
 
