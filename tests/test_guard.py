@@ -27,7 +27,7 @@ from drafthouse_server.run_pacer import RunPacer
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import Event, FinishEvent, Sequence
 from drafthouse_server.speculation import AdaptiveDraft, DraftPolicy, FixedDraft
-from drafthouse_server.step import EngineLimits, SamplingOptions, StepTimings
+from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, StepTimings
 from drafthouse_server.step_cost import StepCost, StepShape
 
 LIMITS = EngineLimits(
@@ -246,6 +246,41 @@ def test_an_answer_that_makes_no_sense_costs_no_token(
     assert n_asked, "the test is to no purpose"
     if name != "process_s":  # only the policy asks that, and what the policy answers is checked
         assert world.scheduler.counts.n_estimator_resets, "nonsense is noticed"
+
+
+def spoil(entry: PlanEntry, how: str) -> PlanEntry:
+    """Returns an entry with which the engine would refuse the plan of all."""
+    n_draft = entry.n_draft
+    spoilt: dict[str, dict[str, Any]] = {
+        "another slot": {"seq_id": (entry.seq_id + 1) % LIMITS.n_seq_max},
+        "another place": {"n_past": entry.n_past + 1},
+        "other tokens": {"tokens": [1, 2]},
+        "no output": {"is_output": False},
+        "a longer draft": {"given": [65] * (n_draft + 1)},
+        "a draft of no tokens": {"given": [-5] * n_draft},
+        "a draft of texts": {"given": ["a"] * n_draft},
+    }
+    return dataclasses.replace(entry, **spoilt[how])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("another slot", "another place", "other tokens", "no output"),
+        *("a longer draft", "a draft of no tokens", "a draft of texts"),
+    ],
+)
+def test_proposals_that_would_spoil_the_plan_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def fill(_: Any, sequences: Any, entries: list[PlanEntry], *__: Any) -> list[PlanEntry]:
+        return [spoil(entry, how) for entry in entries]
+
+    monkeypatch.setattr(NgramDrafter, "fill", fill)
+    world = World()
+    world.start()
+    world.check(world.run(usual, ticking()))
+    assert world.scheduler.counts.n_estimator_resets, "nonsense is noticed"
 
 
 seconds = st.one_of(

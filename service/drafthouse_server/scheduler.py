@@ -809,6 +809,7 @@ class Scheduler:
             entries = _decode_entries(decodes, drafts)
             entries = ngrams.fill(decodes, entries, self._limits, n_room, seconds)
             self._check_drafts(decodes, [entry.n_draft for entry in entries], n_room)
+            _check_given(decodes, entries)
             return entries
 
         return self._guard.ask("n-grams", quote, lambda: _decode_entries(decodes, drafts))
@@ -1215,6 +1216,23 @@ def _decode_entries(decodes: list[Sequence], drafts: list[int]) -> list[PlanEntr
         PlanEntry(sequence.seq_id, sequence.n_computed, sequence.tokens[-1:], n_draft, True)
         for sequence, n_draft in zip(decodes, drafts, strict=True)
     ]
+
+
+def _check_given(decodes: list[Sequence], entries: list[PlanEntry]) -> None:
+    """Raises ValueError where entries are not these sequences', or give drafts that are none.
+
+    The engine refuses the plan of all for one such entry.
+    """
+    for sequence, entry in zip(decodes, entries, strict=True):
+        given = entry.given
+        is_own = (
+            entry.seq_id == sequence.seq_id
+            and entry.n_past == sequence.n_computed
+            and entry.tokens == sequence.tokens[-1:]
+            and entry.is_output
+        )
+        if not is_own or len(given) > entry.n_draft or (given and min(given) < 0):
+            raise ValueError(f"{entry} for {sequence.request_id}")
 
 
 def _with_checked_timings(result: StepResult) -> StepResult:
