@@ -13,10 +13,13 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 import drafthouse
+from drafthouse_server.config import Config
+from drafthouse_server.errors import ServerFailed
 from drafthouse_server.fake import FakeEngine
 from drafthouse_server.launch import FAILED, LISTENS_AT
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import Event, Sequence
+from drafthouse_server.server import Server
 from drafthouse_server.step import StepResult
 
 if TYPE_CHECKING:
@@ -124,6 +127,29 @@ async def test_a_call_that_comes_after_the_failure_is_told_why(
             with pytest.raises(drafthouse.ServerDraining, match="its step loop has failed"):
                 await call
         assert not await client.health()
+
+
+class UncloseableEngine(FakeEngine):
+    """Is so broken that it cannot even be closed."""
+
+    def close(self) -> None:
+        raise OSError("the device is gone")
+
+
+async def test_an_engine_that_cannot_be_closed_does_not_hide_the_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("drafthouse_server.loop.Scheduler", BrokenScheduler)
+    server = Server(Config(port=0), UncloseableEngine)
+    is_ready = asyncio.Event()
+    serving = asyncio.create_task(server.serve(lambda _: is_ready.set()))
+    await is_ready.wait()
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        with pytest.raises(drafthouse.EngineFailure):
+            await client.generate("x")
+    with pytest.raises(ServerFailed) as caught:
+        await serving
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 async def test_the_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:

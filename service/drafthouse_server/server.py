@@ -117,13 +117,16 @@ class Server:
                     on_ready(self)
                 await self._stop.wait()
                 await self.shutdown()
-            if self._failure is not None:
-                raise ServerFailed(
-                    "the step loop failed and the server has ended, see the log above;"
-                    " start it again, and report the trace"
-                ) from self._failure
         finally:
-            await self.close()
+            try:
+                await self.close()
+            finally:
+                # Whatever else fails on the way: this came first.
+                if self._failure is not None:
+                    raise ServerFailed(
+                        "the step loop failed and the server has ended, see the log above;"
+                        " start it again, and report the trace"
+                    ) from self._failure
 
     def stop(self) -> None:
         """Makes `serve` end; at the second call without waiting for running requests."""
