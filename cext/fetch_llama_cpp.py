@@ -19,6 +19,7 @@ Environment:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import os
@@ -397,12 +398,31 @@ def fetch(lock: Lock, target: Path, applied: Sequence[Path]) -> None:
 
 
 def remove_unused(root: Path) -> None:
-    """Removes sources that no build has used for a month: each changed patch leaves one behind."""
-    for folder in root.glob("llama.cpp-*"):
-        stamp = folder / MANIFEST if (folder / MANIFEST).exists() else folder
-        if time.time() - stamp.stat().st_mtime > UNUSED_S:
+    """Removes sources that no build has used for a month: each changed patch leaves one behind.
+
+    One that was changed since stays: somebody has edited it.
+    """
+    for folder in (*root.glob("llama.cpp-*"), *root.glob(".fetch-*")):  # of a killed build
+        if is_unused(folder):
             say(f"removing {folder}: no build has used it for a month")
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_unused(folder: Path) -> bool:
+    """Tells whether a source of the cache is as it was unpacked, and was last used long ago."""
+    manifest = folder / MANIFEST
+    stamp = manifest if manifest.exists() else folder
+    try:
+        age_s = time.time() - stamp.stat().st_mtime
+    except OSError:  # another build has removed it
+        return False
+    return age_s > UNUSED_S and (stamp == folder or changed_file(folder) is None)
+
+
+def mark_used(folder: Path) -> None:
+    """Lets `remove_unused` know that a build uses a source; another user's cannot be marked."""
+    with contextlib.suppress(OSError):
+        folder.joinpath(MANIFEST).touch()
 
 
 def is_llama_cpp(folder: Path) -> bool:
@@ -427,7 +447,7 @@ def kept(base: Path, make: Callable[[Path], None]) -> Path:
             return target
         changed = changed_file(target)
         if changed is None:
-            target.joinpath(MANIFEST).touch()  # it is in use: see remove_unused
+            mark_used(target)
             return target
         say(
             f"{target} is left alone: {changed} is not what was unpacked there. "
@@ -472,6 +492,7 @@ def patched_checkout(folder: Path) -> Path:
         with manifest.open(encoding="utf-8") as file:
             if file.readline() != manifest_head(patches()):
                 say(f"{folder} was patched by other patches than these; it is built as it is.")
+        mark_used(folder)
         return folder
     missing = missing_patches(folder)
     if not missing:

@@ -304,6 +304,36 @@ def test_a_source_that_nobody_builds_is_removed_after_a_month(pinned: build_fetc
     assert not unused.exists()
 
 
+def test_an_edited_source_stays_however_old_it_is(pinned: build_fetch.Lock) -> None:
+    first = build_fetch.source_path()
+    (first / "include" / "llama.h").write_text("by hand\n")
+    os.utime(first / build_fetch.MANIFEST, (0, 0))
+    assert build_fetch.source_path() != first  # made anew, which removes what is unused
+    assert (first / "include" / "llama.h").read_text() == "by hand\n"
+
+
+def test_what_a_killed_build_left_is_removed_after_a_month(pinned: build_fetch.Lock) -> None:
+    root = build_fetch.cache_root()
+    for name, age_days in ((".fetch-new", 0), (".fetch-old", 31)):
+        (root / name / "source").mkdir(parents=True)
+        then = time.time() - 86400 * age_days
+        os.utime(root / name, (then, then))
+    build_fetch.source_path()
+    assert sorted(path.name for path in root.glob(".fetch-*")) == [".fetch-new"]
+
+
+def test_a_cache_of_another_user_is_built_from(
+    pinned: build_fetch.Lock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = build_fetch.source_path()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", refuse)  # may be read alone
+    assert build_fetch.source_path() == source
+
+
 def test_a_build_marks_its_source_as_used(pinned: build_fetch.Lock) -> None:
     stamp = build_fetch.source_path() / build_fetch.MANIFEST
     os.utime(stamp, (0, 0))
@@ -400,7 +430,9 @@ def test_an_edited_copy_of_the_cache_is_built_as_it_is(
     shutil.copytree(build_fetch.source_path(), copy)
     (copy / "include" / "llama.h").write_text("an experiment\n")
     monkeypatch.setenv("DRAFTHOUSE_LLAMA_CPP", str(copy))
+    os.utime(copy / build_fetch.MANIFEST, (0, 0))
     assert build_fetch.source_path() == copy
+    assert (copy / build_fetch.MANIFEST).stat().st_mtime > 0, "it may lie in the cache"
 
 
 def test_a_checkout_that_cannot_be_patched_is_one_sentence(checkout: Path) -> None:
