@@ -49,20 +49,25 @@ def read_patch(patch: Path) -> list[FileChange]:
 
     Raises:
         PatchError: it is none, or uses what we have no use for (removed and renamed files, last
-            lines without an end).
+            lines without an end, hunks without context).
     """
-    lines = patch.read_bytes().split(b"\n")
+    lines = [*patch.read_bytes().split(b"\n"), b""]
     changes: list[FileChange] = []
     i = 0
     while i < len(lines):
         line = lines[i]
-        if line.startswith(b"--- ") and lines[i + 1].startswith(b"+++ b/"):
+        if line.startswith(b"--- ") and lines[i + 1].startswith(b"+++ "):
+            if not lines[i + 1].startswith(b"+++ b/"):
+                raise PatchError(f'{patch.name} line {i + 2}: expected "+++ b/" and a path.')
             path = lines[i + 1].removeprefix(b"+++ b/").split(b"\t")[0].decode()
             changes.append(FileChange(path, line.split(b"\t")[0].endswith(NO_FILE)))
             i += 2
         elif changes and line.startswith(b"@@"):
-            hunk, i = _read_hunk(patch, lines, i)
+            hunk, at = _read_hunk(patch, lines, i)
+            if not hunk.new or not (hunk.old or changes[-1].is_new):
+                raise PatchError(f"{patch.name} line {i + 1}: the hunk has no context.")
             changes[-1].hunks.append(hunk)
+            i = at
         elif changes and line:
             raise PatchError(f"{patch.name} line {i + 1} belongs to no hunk.")
         else:

@@ -106,7 +106,15 @@ def test_a_missing_file_and_one_too_many_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["no patch\n", PATCH.replace(" line 12\n", ""), PATCH + "trailing words\n", PATCH[:-9] + "x\n"],
+    [
+        "no patch\n",
+        "--- ",
+        PATCH.replace(" line 12\n", ""),
+        PATCH + "trailing words\n",
+        PATCH[:-9] + "x\n",
+        "--- a/other.txt\n+++ /dev/null\n@@ -1 +0,0 @@\n-gone\n" + PATCH,  # was passed over
+        "--- a/file.txt\n+++ b/file.txt\n@@ -20,0 +21 @@\n+anywhere\n",  # went to the first line
+    ],
 )
 def test_a_damaged_patch_is_refused(folder: Path, text: str) -> None:
     with pytest.raises(patch_files.PatchError, match=r"1\.patch"):
