@@ -1,5 +1,5 @@
 # DRAFTHOUSE_PORTABLE: which instructions ggml may use, by the levels of x86-64. What -DGGML_… names stays as it is named.
-if(DEFINED ENV{SOURCE_DATE_EPOCH} AND NOT DRAFTHOUSE_PORTABLE AND NOT DEFINED CACHE{GGML_NATIVE})
+if(DEFINED ENV{SOURCE_DATE_EPOCH} AND NOT DRAFTHOUSE_PORTABLE AND NOT (DEFINED CACHE{GGML_NATIVE} AND GGML_NATIVE))
   set(DRAFTHOUSE_PORTABLE ON) # llama.cpp would take the oldest CPU of the architecture, and say nothing
   message(NOTICE "SOURCE_DATE_EPOCH is set, so the build is not for this machine's CPU: DRAFTHOUSE_PORTABLE=ON.")
 endif()
@@ -7,7 +7,8 @@ if(NOT DRAFTHOUSE_PORTABLE)
   return()
 endif()
 if(DEFINED CACHE{GGML_NATIVE} AND GGML_NATIVE)
-  message(FATAL_ERROR "DRAFTHOUSE_PORTABLE=${DRAFTHOUSE_PORTABLE} and GGML_NATIVE=ON exclude each other.")
+  message(FATAL_ERROR "DRAFTHOUSE_PORTABLE=${DRAFTHOUSE_PORTABLE} and GGML_NATIVE=ON exclude each other. "
+    "(If nobody asked for GGML_NATIVE, this folder was configured for its own CPU before: remove its CMakeCache.txt.)")
 endif()
 set(GGML_NATIVE OFF)
 

@@ -231,17 +231,21 @@ def units_of(target: Target) -> list[str]:
     return [*OWN, *patched] if target.is_whole else kernels
 
 
-def inputs_digest(target: Target, source: Path) -> str:
-    """Returns a hash of what decides whether a target passes."""
-    files = [CEXT / "spec.h", Path(__file__), *(ROOT / unit for unit in OWN)]
+def inputs(source: Path) -> list[Path]:
+    """Returns the files that decide whether a target passes."""
+    files = [*sorted(CEXT.glob("*.h*")), Path(__file__), *(ROOT / unit for unit in OWN)]
     manifest = source / pinned.MANIFEST
     files += [manifest] if manifest.exists() else []
-    files += [*pinned.needed_patches(), *pinned.kernel_patches()]
+    return [*files, *pinned.needed_patches(), *pinned.kernel_patches()]
+
+
+def inputs_digest(target: Target, source: Path) -> str:
+    """Returns a hash of what decides whether a target passes."""
     version = subprocess.run(
         [*target.compiler.command, "--version"], capture_output=True, text=True, check=False
     ).stdout
     digest = hashlib.sha256(f"{target.compiler.command} {version} {source}".encode())
-    for path in files:
+    for path in inputs(source):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

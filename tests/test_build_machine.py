@@ -236,9 +236,12 @@ def test_a_portable_build_is_off_unless_asked_for(tmp_path: Path) -> None:
 
 @needs_cmake
 def test_a_reproducible_build_is_no_build_for_the_oldest_cpu(tmp_path: Path) -> None:
-    found, said = portable(tmp_path, SOURCE_DATE_EPOCH="1")
-    assert found == V3
-    assert "SOURCE_DATE_EPOCH is set" in said
+    for option in ([], ["-DGGML_NATIVE=OFF"]):
+        found, said = portable(tmp_path, *option, SOURCE_DATE_EPOCH="1")
+        assert found == V3
+        assert "SOURCE_DATE_EPOCH is set" in said
+    found, said = portable(tmp_path, "-DGGML_NATIVE=ON", SOURCE_DATE_EPOCH="1")
+    assert (found, said) == (["NATIVE"], "on NATIVE")
 
 
 @needs_cmake
@@ -246,7 +249,7 @@ def test_a_reproducible_build_is_no_build_for_the_oldest_cpu(tmp_path: Path) -> 
     ("options", "told"),
     [
         (["-DDRAFTHOUSE_PORTABLE=v5"], "expected OFF, ON, v1, v2, v3 or v4"),
-        (["-DDRAFTHOUSE_PORTABLE=v3", "-DGGML_NATIVE=ON"], "exclude each other"),
+        (["-DDRAFTHOUSE_PORTABLE=v3", "-DGGML_NATIVE=ON"], "remove its CMakeCache.txt"),
         (["-DDRAFTHOUSE_PORTABLE=v3", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"], "is a level of x86-64"),
     ],
 )

@@ -7,6 +7,7 @@ test-deps` installs the compilers.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,6 +48,17 @@ def test_every_level_and_every_compiler_is_quick() -> None:
         assert {it.level for it in ours} == set(levels)
         assert {it.compiler.name for it in ours} == {"gcc", "clang-14", "clang-new", "libc++"}
         assert {(it.level, it.has_kernels) for it in ours} >= {(it, False) for it in levels}
+
+
+def test_a_change_of_any_header_is_checked_again() -> None:
+    included = {
+        portability.CEXT / name
+        for unit in portability.OWN
+        for name in re.findall(r'#include "([^"]+)"', (ROOT / unit).read_text(encoding="utf-8"))
+    }
+    ours = {path for path in included if path.exists()}
+    assert portability.CEXT / "cores.hpp" in ours
+    assert ours <= set(portability.inputs(pinned.source_path()))
 
 
 def test_every_file_that_we_change_is_compiled() -> None:
