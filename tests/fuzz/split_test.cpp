@@ -1,4 +1,5 @@
-// split_test.cpp: every pre-tokeniser splits a text as it did before patch 0010.
+// split_test.cpp: every pre-tokeniser splits a text as it did before patch 0010; where memory runs
+// out it says that and nothing else.
 //
 // split_test SEED N FILE…: the files, and N random texts of one to sixty places, with every list of expressions.
 #include "src/unicode.h" // common/ has another
@@ -9,9 +10,21 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <new>
 #include <random>
 
 extern "C" void __sanitizer_cov_trace_pc() {} // of the objects that tokenizer_counts shares
+
+namespace {
+size_t n_left = 0; // allocations until one fails; 0: none does
+}
+
+void * operator new(size_t size) {
+    void * memory = n_left > 0 && --n_left == 0 ? nullptr : std::malloc(size > 0 ? size : 1);
+    return memory != nullptr ? memory : throw std::bad_alloc();
+}
+void operator delete(void * memory) noexcept { std::free(memory); }
+void operator delete(void * memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -123,6 +136,25 @@ void compare(const std::string & text) {
     }
 }
 
+// Has each allocation of a split fail in turn: bad_alloc is what the caller is to see.
+void run_out_of_memory(const std::string & text) {
+    for (size_t i = 0; i < all_splitters().size(); ++i) {
+        bool is_done = false;
+        for (size_t n = 1; !is_done; ++n) {
+            try {
+                n_left = n;
+                is_done = !unicode_regex_split(text, all_splitters()[i], true).empty();
+            } catch (const std::bad_alloc &) {
+            } catch (const std::exception & e) {
+                ++n_different;
+                std::printf("no memory, and expressions %zu say: %s\n", i, e.what());
+                is_done = true;
+            }
+            n_left = 0;
+        }
+    }
+}
+
 } // namespace
 
 int main(int argc, char ** argv) {
@@ -137,6 +169,7 @@ int main(int argc, char ** argv) {
     for (int n = argc > 2 ? std::atoi(argv[2]) : 100; n > 0; --n) {
         compare(texts.next());
     }
+    run_out_of_memory("It\u2019s a 4\u00e9 \u4e2d\n  \n1234 x!");
     std::printf("%zu lists of expressions, %zu comparisons, %zu differ\n", all_splitters().size(),
                 n_compared, n_different);
     return n_different == 0 ? 0 : 1;
