@@ -2759,13 +2759,22 @@ void count_work(spec_engine & engine, const std::vector<int32_t> & armed) {
     engine.draft_work.n_passes += is_block ? std::min<int64_t>(n_most, 1) : n_most;
 }
 
-// The orders to draft are withdrawn when the drafters have run, in whatever way: one that is left
-// would draft for a sequence that is gone, or end the process beside a given draft.
-struct armed_orders {
+// Orders to draft. They are withdrawn when the drafters have run, or when something fails before:
+// one that is left would draft for a sequence that is gone, or end the process beside a given
+// draft.
+struct draft_orders {
     spec_engine & engine;
-    const std::vector<int32_t> & armed;
+    std::vector<int32_t> armed;
 
-    ~armed_orders() {
+    void give(sequence & seq, int32_t seq_id, int32_t n_draft, llama_token id_last) {
+        armed.push_back(seq_id); // first: nothing is armed that is not withdrawn
+        arm(engine, seq, seq_id, n_draft, id_last);
+        if (engine.take_fault(SPEC_FAULT_DRAFT)) {
+            throw std::runtime_error("injected fault of a draft");
+        }
+    }
+
+    ~draft_orders() {
         for (const int32_t seq_id : armed) {
             sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
             common_speculative_get_draft_params(drafter_of(engine, seq), drafter_id(seq, seq_id))
@@ -2776,10 +2785,6 @@ struct armed_orders {
 
 // Drafts for all armed sequences: one batched call, or one call per sequence for the n-gram kinds.
 void run_drafters(spec_engine & engine, const std::vector<int32_t> & armed) {
-    const armed_orders orders{engine, armed};
-    if (engine.take_fault(SPEC_FAULT_DRAFT)) {
-        throw std::runtime_error("injected fault of a draft");
-    }
     if (!engine.is_ngram()) {
         if (!armed.empty()) {
             common_speculative_draft(engine.spec.get());
@@ -2798,7 +2803,7 @@ void run_drafters(spec_engine & engine, const std::vector<int32_t> & armed) {
 }
 
 void draft_plan(spec_engine & engine, const spec_plan & plan) {
-    std::vector<int32_t> armed;
+    draft_orders orders{engine, {}};
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)].draft = {};
     }
@@ -2813,10 +2818,10 @@ void draft_plan(spec_engine & engine, const spec_plan & plan) {
         const spec_plan_entry & e = plan.entries[i];
         sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
         if (e.n_draft > 0 && !seq.draft.is_given && can_draft(engine, seq)) {
-            arm(engine, seq, e.seq_id, e.n_draft, seq.id_last);
-            armed.push_back(e.seq_id);
+            orders.give(seq, e.seq_id, e.n_draft, seq.id_last);
         }
     }
+    const std::vector<int32_t> & armed = orders.armed;
     run_drafters(engine, armed);
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         const spec_plan_entry & e = plan.entries[i];
@@ -3973,24 +3978,23 @@ void draft_by_hand(spec_engine & engine, const spec_draft_request * requests, in
     if (engine.is_decoded && !engine.is_processed && engine.spec) {
         fail(SPEC_ERR_BAD_PLAN, "the last batch has not been processed");
     }
-    std::vector<int32_t> armed;
+    std::vector<int32_t> asked;
     for (int32_t i = 0; i < n; ++i) {
         check_draft_request(engine, requests[i]);
-        if (std::find(armed.begin(), armed.end(), requests[i].seq_id) != armed.end()) {
+        if (std::find(asked.begin(), asked.end(), requests[i].seq_id) != asked.end()) {
             bad_plan(requests[i].seq_id, "it is asked for twice");
         }
-        armed.push_back(requests[i].seq_id);
+        asked.push_back(requests[i].seq_id);
     }
+    draft_orders orders{engine, {}};
     for (int32_t i = 0; i < n; ++i) {
         sequence & seq = begun(engine, requests[i].seq_id);
         seq.draft = {};
-        if (!can_draft(engine, seq)) {
-            armed.erase(std::find(armed.begin(), armed.end(), requests[i].seq_id));
-        } else {
-            arm(engine, seq, requests[i].seq_id, requests[i].n_draft, requests[i].id_last);
+        if (can_draft(engine, seq)) {
+            orders.give(seq, requests[i].seq_id, requests[i].n_draft, requests[i].id_last);
         }
     }
-    run_drafters(engine, armed);
+    run_drafters(engine, orders.armed);
     for (int32_t i = 0; i < n; ++i) {
         sequence & seq = begun(engine, requests[i].seq_id);
         settle_draft(engine, seq, requests[i].seq_id, requests[i].n_draft);

@@ -720,7 +720,7 @@ enum spec_fault {
     SPEC_FAULT_DECODE_FATAL = 2,   /* the target's decode fails after it has changed the cache */
     SPEC_FAULT_PROCESS = 3,        /* the draft's process fails */
     SPEC_FAULT_THROW = 4,          /* an exception is thrown inside the step */
-    SPEC_FAULT_DRAFT = 5,          /* the drafter throws. since ABI 7 */
+    SPEC_FAULT_DRAFT = 5,          /* a drafter throws as it is told to draft. since ABI 7 */
     SPEC_FAULT_DECODE_THROW = 6,   /* the decode throws after it has changed the cache */
     SPEC_FAULT_COUNT
 };

@@ -388,10 +388,10 @@ private:
     }
 
     void fault() {
-        const int32_t kind = in_.below(5);
+        const int32_t kind = in_.below(SPEC_FAULT_COUNT);
         REQUIRE(spec_engine_inject_fault(f_.engine, kind, in_.below(3)) == SPEC_OK);
         has_fault_ = has_fault_ || kind != SPEC_FAULT_NONE;
-        REQUIRE(spec_engine_inject_fault(f_.engine, 5 + in_.below(100), 1) ==
+        REQUIRE(spec_engine_inject_fault(f_.engine, SPEC_FAULT_COUNT + in_.below(100), 1) ==
                 SPEC_ERR_INVALID_ARGUMENT);
     }
 
