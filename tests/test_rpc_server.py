@@ -150,6 +150,22 @@ async def test_drain_is_bounded(start_server: ServerFactory) -> None:
     assert engine.is_closed
 
 
+async def test_calls_that_are_on_their_way_when_nothing_runs_any_more_are_told_to_come_again(
+    start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafthouse_server.server._LINGER_S", 600.0)  # however slow we are
+    server = await start_server()
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        await client.health()
+        calls = [asyncio.create_task(client.generate("x").result()) for _ in range(100)]
+        shutdown = asyncio.create_task(server.shutdown())
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(end) for end in ends} <= {drafthouse.ServerDraining, drafthouse.Result}
+        server.stop()
+        server.stop()  # a second one does not wait
+        await shutdown
+
+
 async def test_second_stop_does_not_wait(start_server: ServerFactory) -> None:
     server = await start_server(FakeEngine(step_s=0.02), drain_timeout_s=600)
     async with drafthouse.AsyncClient(server.target, retry=None) as client:

@@ -32,6 +32,9 @@ _FLUSH_S = 5.0
 
 _FORCED_FLUSH_S = 0.2
 
+_LINGER_S = 0.2
+"""Seconds for which calls that were on their way when the last generation ended are answered."""
+
 _N_SPARE_STREAMS = 128
 """Streams of one connection beyond slots and queue: the queue's limit shall be met first."""
 
@@ -221,13 +224,16 @@ class Server:
         """Lets running requests finish, within `drain_timeout_s`, and ends the server.
 
         In order: health says NOT_SERVING; new calls are refused; generations finish, or are ended
-        when their time is over or `stop` was called twice; their last messages are written; the
-        port closes; the engine closes.
+        when their time is over or `stop` was called twice; calls that are on their way are refused
+        too; last messages are written; the port closes; the engine closes.
         """
         await self._health.enter_graceful_shutdown()
         n_ended = await self._drain()
         if n_ended:
             _log.warning("%d requests were ended early", n_ended)
+        # gRPC would cancel a call whose handler has not begun: clients do not try that again.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._force.wait(), _LINGER_S)
         if self._server is not None:
             await self._server.stop(_FORCED_FLUSH_S if self._force.is_set() else _FLUSH_S)
         await self.close()
