@@ -94,10 +94,13 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
 @given(st.integers(1, 64), st.integers(0, 7), st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None)
 def test_more_work_never_costs_less(n: int, k: int, seed: int) -> None:
-    cost = StepCost()
+    cost, last = StepCost(), StepShape()
     draw = random.Random(seed)
-    for _ in range(40):
-        s = shape(draw.randrange(1, 64), draw.randrange(8), draw.randrange(1, 3))
+    for i in range(40):
+        # Never twice the same: what steps in a row take corrects predictions of their kind alone.
+        s = shape(draw.randrange(1, 64), draw.randrange(8), 1 + i % 2)
+        assert s != last
+        last = s
         cost.observe(s, slower(true_timings(s), draw.uniform(0.1, 10)))
     assert min(sum(cost.coefficients().values(), ())) >= 0
     assert cost.predict(shape(n, k)) <= cost.predict(shape(n, k + 1))
@@ -215,3 +218,21 @@ def test_the_shape_of_a_step_counts_what_was_drafted_and_what_was_verified() -> 
         ResultEntry(1, ok, 3),
     ]
     assert shape_of(entries, results, Splitting.NONE, 64) == StepShape(2, 4, 4, 8, 5, 1, 60)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kinds_that_are_not_seen_keep_their_cost_while_a_machine_changes_speed(seed: int) -> None:
+    """The speed of a machine is learnt twice, as speed and as costs: it must not add up."""
+    chance, cost = random.Random(seed), StepCost()
+    prompt, decodes = StepShape(0, 0, 0, 94, 0, 1, 94 * 47.0), shape(4, 0)
+    for _ in range(30):
+        cost.observe(prompt, true_timings(prompt))
+        cost.observe(decodes, true_timings(decodes))
+    true_s, found_s = true_timings(prompt).total_s, []
+    for _ in range(150):
+        timings = slower(true_timings(decodes), chance.choice([1, 3, 10, 30]))
+        for _ in range(40):
+            cost.observe(decodes, timings)
+        found_s.append(cost.predict(prompt))
+    assert true_s / 15 < min(found_s)
+    assert max(found_s) < 15 * true_s

@@ -264,8 +264,9 @@ _N_RATIOS = 15
 """Well known steps whose median tells whether the machine has changed."""
 _SPEED_TOLERANCE = 0.15
 """How far off that median may be."""
-_SPEED_MAX = 1e4
-"""So many times slower, or quicker, a machine may become: beyond that its times are wrong."""
+_SPEED_MAX = 10.0
+"""So many times slower, or quicker, the machine may be than when it was learnt: the costs of steps
+that are seen are learnt anew meanwhile, those of the others would drift away without end."""
 _UNFED = -1
 """Draft length, as a kind of step, where nobody's drafter is fed."""
 _N_CORRECTION = 25
