@@ -21,7 +21,7 @@ GRPC_MODULES = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google
 PURE_FILES = (
     "scheduler.py", "waiting.py", "prefill.py", "run_pacer.py", "cells.py", "parking.py",
     "speculation.py", "sequence.py", "tenants.py", "prefix_cache.py", "step_cost.py",
-    "acceptance.py", "ngram.py", "step.py", "guard.py",
+    "acceptance.py", "ngram.py", "step.py", "guard.py", "plain_cost.py", "plain_draft.py",
 )  # fmt: skip
 IMPURE_MODULES = {
     "asyncio", "concurrent", "datetime", "grpc", "io", "multiprocessing", "os", "pathlib", "queue",

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 from drafthouse_server.bell import Bell
 from drafthouse_server.cache_feed import CacheFeed
@@ -23,6 +24,8 @@ from drafthouse_server.errors import DrafthouseError, Draining, EngineError, Que
 from drafthouse_server.metrics import Metrics, Statistics
 from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.outbox import Outbox, Pacer
+from drafthouse_server.plain_cost import PlainCost
+from drafthouse_server.plain_draft import PlainDraft
 from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import (
@@ -34,7 +37,7 @@ from drafthouse_server.sequence import (
     TokensEvent,
 )
 from drafthouse_server.speculation import AdaptiveDraft, DraftPolicy, FixedDraft
-from drafthouse_server.step_cost import Splitting, StepCost
+from drafthouse_server.step_cost import CostModel, Splitting, StepCost
 from drafthouse_server.tenants import Load
 
 __all__ = ["N_FAILURES_UNHEALTHY", "StepLoop", "make_scheduler"]
@@ -440,13 +443,22 @@ class StepLoop:
         self._metrics.count_request(outcome, sequence.n_prompt, sequence.n_output)
 
 
-def make_scheduler(engine: Engine, config: Config) -> Scheduler:
-    """Returns the scheduler of a configuration for an engine."""
+def make_scheduler(
+    engine: Engine, config: Config, *, chooser: Literal["model", "plain"] = "model"
+) -> Scheduler:
+    """Returns the scheduler of a configuration for an engine.
+
+    Args:
+        engine: It will run the steps.
+        config: The settings.
+        chooser: What chooses K and cuts prompts where the policy is adaptive: the cost model, or
+            the plain averages that are on trial beside it (`tests.bench.trial`). No setting.
+    """
     is_recurrent = engine.card.is_recurrent
     splitting = Splitting.NONE if config.is_kv_unified else Splitting.STREAMS
     if is_recurrent:
         splitting = Splitting.GROUPS
-    cost = StepCost()
+    policy, cost = _make_policy(engine, config, splitting, chooser)
     prefixes = None
     if config.has_prefix_cache:
         prefixes = PrefixCache(
@@ -463,7 +475,7 @@ def make_scheduler(engine: Engine, config: Config) -> Scheduler:
         )
     return Scheduler(
         engine.limits,
-        _make_policy(engine, config, cost, splitting),
+        policy,
         cost=cost,
         splitting=splitting,
         gap_s=config.gap_target_ms / 1000,
@@ -475,11 +487,15 @@ def make_scheduler(engine: Engine, config: Config) -> Scheduler:
 
 
 def _make_policy(
-    engine: Engine, config: Config, cost: StepCost, splitting: Splitting
-) -> DraftPolicy:
+    engine: Engine, config: Config, splitting: Splitting, chooser: str
+) -> tuple[DraftPolicy, CostModel]:
+    n_draft_max = engine.limits.n_draft_max
     if config.draft_policy == "fixed":
-        return FixedDraft(config.n_draft_default)
-    return AdaptiveDraft(engine.limits.n_draft_max, cost, splitting)
+        return FixedDraft(config.n_draft_default), StepCost()
+    if chooser == "plain":
+        return PlainDraft(n_draft_max), PlainCost()
+    cost = StepCost()
+    return AdaptiveDraft(n_draft_max, cost, splitting), cost
 
 
 def _engine_executor() -> ThreadPoolExecutor:

@@ -57,7 +57,13 @@ from drafthouse_server.step import (
     StepResult,
     StepTimings,
 )
-from drafthouse_server.step_cost import Splitting, StepCost, StepShape, count_ubatches, shape_of
+from drafthouse_server.step_cost import (
+    CostModel,
+    Splitting,
+    StepShape,
+    count_ubatches,
+    shape_of,
+)
 from drafthouse_server.waiting import WaitingQueue, rank
 
 __all__ = ["N_NO_ROOM_MAX", "Scheduler"]
@@ -127,7 +133,7 @@ class Scheduler:
         limits: EngineLimits,
         policy: DraftPolicy,
         *,
-        cost: StepCost | None = None,
+        cost: CostModel | None = None,
         splitting: Splitting = Splitting.STREAMS,
         gap_s: float = 0.0,
         n_parked_bytes_max: int = 1 << 30,
@@ -189,7 +195,8 @@ class Scheduler:
         # Whether it starts, saves or parks, and whether its drafts are the policy's choice.
         self._has_moves = self._has_choice = False
         self._stall_s = math.inf  # a step of running streams: a snapshot may hold them up as long
-        self._now = self._planned_at = 0.0
+        # Times, and what the last step took without its prompts; 0 is not known.
+        self._now = self._planned_at = self._streams_s = 0.0
 
     @property
     def policy(self) -> DraftPolicy:
@@ -944,6 +951,7 @@ class Scheduler:
         events: list[tuple[Sequence, Event]] = []
         running = self._running
         result = _with_checked_timings(result)
+        self._streams_s = 0.0
         if self._cost is not None and self._entries:
             self._learn(result, now - self._planned_at)
         self._n_planned += (result.n_steps - 1) * self._n_decodes
@@ -976,6 +984,8 @@ class Scheduler:
         if not is_duration(step_s):
             step_s = 0.0  # the clock has jumped
         timings = result.timings
+        if len(self._entries) == self._n_decodes and not self._has_moves:
+            self._streams_s = step_s
         if result.n_steps > 1:
             step_s, timings = step_s / result.n_steps, _of_one_step(result)
         self._guard.tell("cost", lambda: self._learn_cost(result, timings, step_s))
@@ -994,13 +1004,16 @@ class Scheduler:
                     "pacing",
                     lambda: self._pacer.observe(predicted_s, step_s, has_prefill=has_prefill),
                 )
+                if has_prefill:
+                    decode_s = self._predict(self._decode_shape(entries[: self._n_decodes]))
+                    self._streams_s = step_s * min(1.0, decode_s / predicted_s)
         cost.observe(shape, timings, 0.0 if self._has_moves else step_s)
 
     def _teach_policy(self, result: StepResult) -> None:
         """Lets the policy learn what became of the drafts that it has chosen."""
         if self._has_choice:
             drafted = _as_drafted(result) if self._ngrams is not None else result
-            self._guard.tell("policy", lambda: self._policy.observe(drafted))
+            self._guard.tell("policy", lambda: self._policy.observe(drafted, self._streams_s))
 
     def _teach_ngrams(self, result: StepResult) -> None:
         """Lets the n-grams learn what became of their proposals."""

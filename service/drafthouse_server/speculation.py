@@ -102,8 +102,14 @@ class DraftPolicy(Protocol):
         """
         ...
 
-    def observe(self, result: StepResult) -> None:
-        """Learns how the drafts of a step did; they are those that were chosen last."""
+    def observe(self, result: StepResult, streams_s: float = 0.0) -> None:
+        """Learns how the drafts of a step did; they are those that were chosen last.
+
+        Args:
+            result: The step's; without entries that say nothing of the drafter.
+            streams_s: Seconds of the step without what its prompts took, the host's part included;
+                0 is not known.
+        """
         ...
 
     def reset(self) -> None:
@@ -144,7 +150,7 @@ class FixedDraft:
             n_draft = self._n_draft_default
         return fit(n_draft, sequence, limits) if n_draft > 0 else 0
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, result: StepResult, streams_s: float = 0.0) -> None:
         """Learns nothing: K is fixed."""
 
     def reset(self) -> None:
@@ -755,8 +761,8 @@ class AdaptiveDraft:
             track.n_draft = n_draft if n_draft < cap else n_longest
         self._n_common = sorted(n_drafts)[len(n_drafts) // 2]
 
-    def observe(self, result: StepResult) -> None:
-        """Learns how the drafts of a step did."""
+    def observe(self, result: StepResult, streams_s: float = 0.0) -> None:
+        """Learns how the drafts of a step did; `StepCost` learns what it took."""
         self._now_s += result.timings.total_s
         tracks, wanted, acceptance = self._by_slot, self._wanted, self._acceptance
         n_emitted = n_drafts = 0

@@ -24,11 +24,12 @@ import enum
 from collections import deque
 from collections.abc import Sequence
 from operator import add, mul
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from drafthouse_server.step import PlanEntry, ResultEntry, StepTimings
 
 __all__ = [
+    "CostModel",
     "Splitting",
     "StepCost",
     "StepShape",
@@ -79,6 +80,35 @@ class StepShape(NamedTuple):
     """Whether anybody's drafter is fed: what that takes is left out where nobody's is."""
     n_rebuilt: float = 0.0
     """Physical batches whose graphs are built anew, where steps are known to vary."""
+
+
+class CostModel(Protocol):
+    """Predicts what steps take, and learns from each. Pure: no clock, no randomness."""
+
+    @property
+    def n_observed(self) -> int:
+        """Steps learnt from."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets all that was learnt."""
+        ...
+
+    def predict(self, shape: StepShape) -> float:
+        """Returns the seconds that a step takes, > 0."""
+        ...
+
+    def observe(self, shape: StepShape, timings: StepTimings, wall_s: float = 0.0) -> None:
+        """Learns from a step that succeeded, its seconds with the host's part `wall_s`."""
+        ...
+
+    def fit_prefill(self, shape: StepShape, seconds: float, n_past: int, n_most: int) -> int:
+        """Returns how many tokens of a prompt fit into a step beside what it does already."""
+        ...
+
+    def recompute_s(self, n_tokens: int, n_batch: int) -> float:
+        """Returns the seconds of computing a prompt again, in steps of its own."""
+        ...
 
 
 def count_ubatches(

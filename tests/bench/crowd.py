@@ -16,7 +16,7 @@ from drafthouse_server.step import (
     StepResult,
     StepTimings,
 )
-from drafthouse_server.step_cost import Splitting, StepCost, StepShape, shape_of
+from drafthouse_server.step_cost import CostModel, Splitting, StepShape, shape_of
 
 __all__ = ["Machine", "Member", "best_fixed", "limits_of", "make_crowd", "run"]
 
@@ -128,7 +128,7 @@ def make_crowd(acceptances: list[float], seed: int = 1) -> list[Member]:
 
 def run(
     policy: DraftPolicy,
-    cost: StepCost,
+    cost: CostModel,
     machine: Machine,
     crowd: list[Member],
     n_steps: int,
@@ -180,7 +180,16 @@ def run(
         measured = machine.timings(shape, is_fed=is_fed, noise=max(0.5, factor))
         # What it should have taken counts, so that luck with outliers does not.
         total_s += machine.timings(shape, is_fed=is_fed).total_s
-        policy.observe(StepResult(results, timings=measured))
+        # Of what prompts took the scheduler has as good a guess.
+        alone = shape_of(
+            entries[: len(crowd)],
+            results[: len(crowd)],
+            machine.splitting,
+            limits.n_ubatch,
+            is_fed=is_fed,
+        )
+        streams_s = machine.timings(alone, is_fed=is_fed, noise=max(0.5, factor)).total_s
+        policy.observe(StepResult(results, timings=measured), streams_s)
         cost.observe(shape, measured)
         for member in crowd:
             if policy.wants(member):
