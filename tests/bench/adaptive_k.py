@@ -18,7 +18,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tests.demo import EAGLE3, MODELS, SIMPLE, TARGETS
 
@@ -30,7 +30,9 @@ from drafthouse_server.sequence import FinishEvent, Sequence, TokensEvent
 from drafthouse_server.speculation import AdaptiveDraft
 from drafthouse_server.step import SamplingOptions
 
-_N_PROMPT, _N_OUTPUT = 64, 160
+__all__ = ["Contender"]
+
+_N_OUTPUT = 160
 
 
 @dataclass
@@ -45,18 +47,24 @@ class Contender:
     """Requests at once."""
     is_mixed: bool = False
     """Whether every other stream is sampled."""
+    chooser: Literal["model", "plain"] = "model"
+    """What chooses K where the configuration is adaptive."""
+    n_prompt: int = 64
+    """Tokens of a prompt."""
     rates: list[float] = field(default_factory=list)
-    """Tokens per second, by round."""
+    """Tokens per second, by slice."""
     lengths: Counter[int] = field(default_factory=Counter)
     """How often which K was planned, of generating entries."""
 
     def __post_init__(self) -> None:
         """Loads the engine and starts the streams."""
         self.engine = LlamaEngine.load(self.config)
-        self.scheduler = make_scheduler(self.engine, self.config)
+        self.scheduler = make_scheduler(self.engine, self.config, chooser=self.chooser)
         texts = read_texts(MODELS / "prompts.json")
         tokens = [self.engine.tokenize(t, add_special=True, parse_special=False) for t in texts]
-        self._prompts = itertools.cycle([t[:_N_PROMPT] for t in tokens if len(t) >= _N_PROMPT])
+        self._prompts = itertools.cycle(
+            [t[: self.n_prompt] for t in tokens if len(t) >= self.n_prompt]
+        )
         self._n_submitted = 0
         for _ in range(self.n_streams):
             self._submit()
