@@ -18,7 +18,7 @@ _FADING = 0.95  # what is left of a kind's steps after one more: the last 20 cou
 _LEAST_S = 1e-6  # seconds: clocks are no finer, and what is divided by it stays finite
 _PRIOR = (0.5, 0.5, 1e-4)  # parts of the first step's seconds: batches, tokens; a pair of a token
 _PRIOR_WEIGHT = 0.01  # of the prior, in steps: it decides only what no step has told yet
-_N_SWEEPS = 4  # over the coefficients after each step; the next step's go on from there
+_N_SWEEPS = 2  # over the coefficients after each step; the next step's go on from there
 
 
 def _counts(shape: StepShape) -> tuple[float, float, float]:
@@ -79,17 +79,16 @@ class PlainCost:
         self._solve()
 
     def _solve(self) -> None:
-        found = self._coefficients
+        found, (some, others) = self._coefficients, self._squares.values()
+        rows = [
+            [x + y for x, y in zip(*pair, strict=True)] for pair in zip(some, others, strict=True)
+        ]
+        targets = [x + y for x, y in zip(*self._targets.values(), strict=True)]
         for _ in range(_N_SWEEPS):
-            for i in range(3):
-                weight = _PRIOR_WEIGHT / self._prior[i] ** 2
-                target, square = weight * self._prior[i], weight
-                for kind in (False, True):
-                    row = self._squares[kind][i]
-                    square += row[i]
-                    target += self._targets[kind][i]
-                    target -= sum(row[j] * found[j] for j in range(3) if j != i)
-                found[i] = max(0.0, target / square)
+            for i, (row, prior) in enumerate(zip(rows, self._prior, strict=True)):
+                weight = _PRIOR_WEIGHT / prior**2
+                rest = row[0] * found[0] + row[1] * found[1] + row[2] * found[2] - row[i] * found[i]
+                found[i] = max(0.0, (targets[i] + weight * prior - rest) / (row[i] + weight))
 
     def fit_prefill(self, shape: StepShape, seconds: float, n_past: int, n_most: int) -> int:
         """Returns how many tokens of a prompt fit into a step beside what it does already.
