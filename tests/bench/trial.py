@@ -11,6 +11,10 @@ Models of 0.6 B and 1.2 B have random weights (`make bench-models ARGS="dense-0.
 --quants Q4_0"`) and an MTP block; their drafts are accepted at random (`synth_rates`), each
 position with the cell's acceptance if those before it were. The demo models' drafts are verified.
 
+Each turn notes how many cores the process had, since a machine that others use as well tells
+nothing of choosers: rounds in which these numbers differ are to be measured again. With
+--threads 1 they are 1 on a quiet machine.
+
 The file is written after every round; the same command goes on from it. `--table` measures
 nothing. A ratio is taken inside each round, to the arm without a chooser that has the best median;
 the best of four medians is a little too good by luck, the same for both choosers.
@@ -146,10 +150,13 @@ def _turn(arm: Contender, seconds: float) -> dict[str, Any]:
     """Returns what an arm did in its turn."""
     n_changes = _n_changes(arm)
     arm.lengths.clear()
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
     arm.run(seconds)
+    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
     n_all = max(1, sum(arm.lengths.values()))
     return {
         "tokens_per_s": round(arm.rates[-1], 3),
+        "n_cores": round(cpu_s / wall_s, 3),  # fewer than threads: others had the machine
         "changes_per_s": round(max(0, _n_changes(arm) - n_changes) / seconds, 3),
         "chosen": {str(k): round(n / n_all, 3) for k, n in sorted(arm.lengths.items())},
         "n_resets": arm.scheduler.counts.n_estimator_resets,
@@ -201,7 +208,9 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
         for arm, found in speeds.items():
             low, middle, high = _quartiles(found)
             parts.append(f"{arm} {middle:.1f} ({low:.1f}-{high:.1f})")
-        print(f"{cell.name:14} {len(rounds)} rounds  " + "  ".join(parts) + f"  best {best}")
+        cores = [arms[arm]["n_cores"] for arms in rounds for arm in speeds]
+        busy = f"cores {min(cores):.2f}-{max(cores):.2f}"
+        print(f"{cell.name:14} {len(rounds)} rounds  {'  '.join(parts)}  best {best}  {busy}")
         for chooser in CHOOSERS:
             pairs = zip(speeds[chooser], speeds[best], strict=True)
             low, ratio, high = _quartiles([a / b for a, b in pairs])
