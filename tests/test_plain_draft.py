@@ -239,14 +239,14 @@ def test_what_is_forgotten_is_learnt_again_and_the_scheduler_is_told() -> None:
     policy, cost = chooser("plain")
     machine = Machine(process_token_s=0.0004)
     crowd = make_crowd([0.3] * 24)
-    run(policy, cost, machine, crowd, 300)
-    assert not policy.is_warm
-    n_turns = policy.n_turns
-    policy.reset()
-    assert policy.is_warm
-    assert policy.n_turns > n_turns
-    run(policy, cost, machine, crowd, 300)
-    assert not policy.is_warm
+    told = []
+    for _ in range(2):
+        run(policy, cost, machine, crowd, 300)
+        told.append((policy.is_warm, policy.n_turns))
+        policy.reset()
+        told.append((policy.is_warm, policy.n_turns))
+    assert [is_warm for is_warm, _ in told] == [False, True, False, True]
+    assert told[0][1] < told[1][1] < told[2][1] < told[3][1]
 
 
 def test_one_k_for_all_is_what_a_mixed_crowd_loses() -> None:

@@ -14,6 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from drafthouse_server.errors import EngineError
 from drafthouse_server.fake import FakeEngine
 from drafthouse_server.ngram import NgramDrafter
+from drafthouse_server.plain_cost import PlainCost
+from drafthouse_server.plain_draft import PlainDraft
 from drafthouse_server.prefix_cache import PrefixCache
 from drafthouse_server.scheduler import Scheduler
 from drafthouse_server.sequence import (
@@ -34,7 +36,7 @@ from drafthouse_server.step import (
     StepResult,
     StepTimings,
 )
-from drafthouse_server.step_cost import StepCost
+from drafthouse_server.step_cost import CostModel, StepCost
 
 LIMITS = EngineLimits(
     draft_type="mtp",
@@ -73,6 +75,8 @@ class Setup:
     """Tokens to draft from of each tenant's past, n-gram lookup first; None is no lookup."""
     is_adaptive: bool = False
     """Whether K is chosen by acceptance and cost, as by default; else it is 3."""
+    is_plain: bool = False
+    """Whether the plain averages on trial do that, and cut prompts."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -97,6 +101,8 @@ SETUPS = (
     Setup(is_paced=True, is_adaptive=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True, is_adaptive=True),
     Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_adaptive=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True, is_plain=True),
+    Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_plain=True),
 )
 
 
@@ -119,10 +125,13 @@ class World:
         ngrams = None
         if setup.n_pool_max is not None:
             ngrams = NgramDrafter(2, setup.n_pool_max, can_lengthen=setup.is_paced)
-        cost = StepCost() if setup.is_paced else None
+        model = StepCost()
+        cost: CostModel | None = model if setup.is_paced else None
         policy: DraftPolicy = FixedDraft(3)
-        if setup.is_adaptive and cost is not None:
-            policy = AdaptiveDraft(limits.n_draft_max, cost)
+        if setup.is_adaptive:
+            policy = AdaptiveDraft(limits.n_draft_max, model)
+        if setup.is_plain:
+            policy, cost = PlainDraft(limits.n_draft_max), PlainCost()
         self.scheduler = Scheduler(
             limits,
             policy,

@@ -50,6 +50,7 @@ _MODELS = {
     "hybrid": ("hybrid", None),
 }
 _STREAMS = (1, 4, 8, 32)
+_N_WARM_UP = 60  # steps of a chooser before the first round: both try each K when they start
 
 # The rule, fixed before the trial.
 _NO_WORSE = 0.98  # plain ÷ model, of the medians of cells, from which plain replaces the model
@@ -139,11 +140,13 @@ def _n_changes(arm: Contender) -> int:
 
 
 def _warm_up(arm: Contender, seconds: float) -> None:
-    """Runs until the first prompts are computed and every stream generates, and then some."""
+    """Runs until every stream generates and a chooser's first probes are over, and then some."""
     arm.run(0.0)
     while not all(sequence.n_steps for sequence in arm.scheduler.sequences()):
         arm.run(0.2)
     arm.run(seconds)
+    while arm.name in CHOOSERS and arm.scheduler.counts.n_planned < _N_WARM_UP * arm.n_streams:
+        arm.run(0.2)
 
 
 def _turn(arm: Contender, seconds: float) -> dict[str, Any]:
