@@ -14,13 +14,11 @@ from drafthouse_server.step import EngineLimits, StepResult
 __all__ = ["PlainDraft"]
 
 _MARGIN = (1.02, 1.1)  # ratios of tokens/s: a probe's K is better; it is probed before its turn
-_CHANGE_S = 1.0  # seconds between two changes of K, at least
-_N_PROBE = 6  # steps of a probe; the first is not counted: llama.cpp builds its graph anew
-_N_WARM = 8  # steps that a drafter is fed before it is asked again: it needs some tokens before
-_REST_S = (1.0, 16.0)  # seconds between probes: doubled while they change nothing, else quartered
+_N_PROBE, _N_WARM = 6, 8  # steps: of a probe (the first, with a new graph, is left out); fed before
+_REST_S = (1.0, 16.0)  # seconds from probe to probe: doubled, or quartered by a change; these, too
 _COST = 0.007  # share of the time that probes may lose: dear ones are rarer
 _N_SECONDS = (8, 2)  # steps that an average rests on (5 % noise each); an old one is worth
-_STALL = 1.25  # times the average, beyond which a step's seconds are cut: a stall is not K's
+_STALL = (1.25, 2.0)  # a step counts for so many averages at most, and an average for two steps
 _N_DRAFTS = 400  # drafts that an average of accepted tokens rests on: its error is 2 points
 _PRIOR, _N_PRIOR = 0.6, 8  # share of first tokens before any draft; drafts a prior is worth
 _FEEDING = 0.01  # share of a step: a drafter that takes less to feed is fed while K = 0, too
@@ -54,7 +52,7 @@ class PlainDraft:
         self._buckets = defaultdict[int, _Bucket](lambda: _Bucket(self._k, self._n_draft_max))
         self._accepted = [_Mean() for _ in range(self._n_draft_max)]  # by position
         self._probed, self._n_probe, self._n_left = -1, 0, 0  # K (-1: no probe), steps, steps left
-        self._now_s, self._changed_s, self._feeding = 0.0, -_CHANGE_S, _Mean()
+        self._now_s, self._changed_s, self._feeding = 0.0, -_REST_S[0], _Mean()
         self._kind = self._last = (-1, -1, True)  # of a step: bucket, K, whether drafters are fed
         self._asked, self._base, self._free = dict[int, int](), 1.0, 1.0  # K by slot; `choose_all`
 
@@ -84,7 +82,7 @@ class PlainDraft:
             self._conclude(bucket, n)
         if self._probed < 0 and self._now_s >= bucket.early_s:
             self._probe(bucket, n)
-        if self._probed < 0 and bucket.k != self._k and self._now_s >= self._changed_s + _CHANGE_S:
+        if self._probed < 0 and bucket.k != self._k and self._now_s >= self._changed_s + _REST_S[0]:
             self._k, self._changed_s, self.n_changes = bucket.k, self._now_s, self.n_changes + 1
         is_warm = self._k > 0 or self._probed >= 0 or self._feeding.value < _FEEDING
         if is_warm != self.is_warm:
@@ -110,9 +108,10 @@ class PlainDraft:
             mean.n = min(mean.n, _N_PRIOR)
 
     def _conclude(self, bucket: _Bucket, n: int) -> None:  # chooses; says when to probe again
-        rate, rate_kept = (self._rate(k, bucket.seconds[k]) for k in (self._probed, bucket.k))
-        probe_s = self._n_probe * n * bucket.seconds[self._probed].value
-        lost_s = probe_s * max(0.0, 1 - rate / rate_kept) if rate_kept else 0.0
+        tried, kept = bucket.seconds[self._probed], bucket.seconds[bucket.k]
+        rate, rate_kept = self._rate(self._probed, tried), self._rate(bucket.k, kept)
+        lost = max(0.0, 1 - rate / rate_kept) if rate_kept else 0.0
+        lost_s = lost * self._n_probe * n * min(tried.value, 3 * kept.value)  # 3: stalls aside
         is_better = rate > _MARGIN[0] * rate_kept
         bucket.k = self._probed if is_better else bucket.k
         bucket.rest_s = min(max(_REST_S[0], bucket.rest_s * (0.25 if is_better else 2)), _REST_S[1])
@@ -145,6 +144,7 @@ class PlainDraft:
         if k < 0 or is_first or not (seconds > 1e-9 and is_duration(seconds)):
             return
         mean = self._buckets[i_bucket].seconds[k]
-        mean.add(min(seconds, _STALL * mean.value) if mean.n else seconds, _N_SECONDS[0])
+        mean.value = min(mean.value, _STALL[1] * seconds) if mean.n else seconds
+        mean.add(min(seconds, _STALL[0] * mean.value), _N_SECONDS[0])
         if is_warm and not k:
             self._feeding.add(share, _N_SECONDS[0])
