@@ -270,7 +270,7 @@ def test_own_defaults_are_nothing_but_a_model() -> None:
     dense = plan.config(plan.cases()[2], find_target("dense"))
     assert dense == Config(model=str(find_target("dense").path))
     qwen = plan.config(plan.cases()[0], Target(names[0], Path("q.gguf"), {}, is_random=True))
-    assert qwen == Config(model="q.gguf", draft_type="none")  # it has no heads
+    assert qwen == Config(model="q.gguf")
     assert default_peer_flags(300, 40960) == []
     assert default_peer_flags(257, 1024) == ["--ctx-size", "4096"]
 

@@ -11,11 +11,12 @@ from typing import Protocol
 from unittest import mock
 
 import pytest
+from tests.block_draft import block_draft
 from tests.gguf_copy import copied
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine import Engine, LlamaEngine
-from drafthouse_server.errors import EngineError, InvalidRequest, ModelLoadError
+from drafthouse_server.errors import ConfigError, EngineError, InvalidRequest, ModelLoadError
 from drafthouse_server.fake import FakeEngine
 from drafthouse_server.ngram import NgramDrafter
 from drafthouse_server.scheduler import Scheduler
@@ -792,6 +793,36 @@ class TestLoading:
         file = tmp_path / "cut.gguf"
         file.write_bytes((MODELS / "tiny-mimo2-f16.gguf").read_bytes()[:n_bytes])
         assert "GGUF" in self.fails(file)
+
+    @pytest.mark.parametrize(
+        ("model", "draft_model", "found"),
+        [
+            ("tiny-mimo2-f16", "", "mtp"),
+            ("tiny-draft-f16", "", "none"),  # without heads it is served all the same
+            ("tiny-mimo2-f16", "tiny-mimo2-eagle3-f16", "eagle3"),
+            ("tiny-mimo2-f16", "tiny-draft-f16", "simple"),
+            ("tiny-mimo2-f16", "dflash", "dflash"),
+            ("tiny-mimo2-f16", "dspark", "dspark"),
+        ],
+    )
+    def test_the_draft_type_that_fits_is_found(
+        self, tmp_path: Path, model: str, draft_model: str, found: str
+    ) -> None:
+        files = {name: str(MODELS / f"{name}.gguf") for name in (model, draft_model)} | {"": ""}
+        if draft_model in ("dflash", "dspark"):
+            files[draft_model] = str(tmp_path / "draft.gguf")
+            block_draft(tmp_path / "draft.gguf", markov_rank=8 if draft_model == "dspark" else 0)
+        engine = LlamaEngine.load(
+            Config(model=files[model], draft_model=files[draft_model], n_seq_max=2, n_ctx_seq=128)
+        )
+        assert engine.limits.draft_type == found
+        assert (engine.limits.n_draft_max > 0) == (found != "none")
+        engine.close()
+
+    def test_what_needs_a_drafter_is_refused_where_none_is_found(self) -> None:
+        wrong = Config(model=str(MODELS / "tiny-draft-f16.gguf"), has_ngram_first=True)
+        with pytest.raises(ConfigError, match="'has_ngram_first' is True; expected false"):
+            LlamaEngine.load(wrong).close()
 
     def test_mtp_without_heads(self) -> None:
         assert "MTP" in self.fails(MODELS / "tiny-draft-f16.gguf", "mtp")

@@ -256,7 +256,7 @@ def test_every_setting_is_a_documented_flag(capsys: pytest.CaptureFixture[str]) 
     [
         (("--port", "x"), "'port'"),
         (("--n-seq-max", "0"), "'n_seq_max'"),
-        (("--draft-type", "magic"), "one of none, mtp"),
+        (("--draft-type", "magic"), "one of auto, none, mtp"),
         (("--draft-type", "eagle3"), "'draft_model'"),
         (("--config", "missing.toml"), "a readable file"),
     ],

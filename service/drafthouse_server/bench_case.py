@@ -26,8 +26,6 @@ SCENARIOS = ("closed", "open", "stall", "mixed", "defaults")
 """Kinds of load."""
 
 _DEFAULTS_MODELS = ("qwen3-0.6b-like-Q4_0", *_DEMOS)
-_WITHOUT_HEADS = ("qwen3-", "llama-", "draft-")
-"""How the names of models begin for which our server needs another draft type than its default."""
 
 NGRAM = "ngram-simple"
 """The n-gram kind of both contenders."""
@@ -199,9 +197,7 @@ class PeerPlan:
             ConfigError: a draft model is missing.
         """
         if case.scenario == "defaults":
-            has_heads = not target.name.startswith(_WITHOUT_HEADS)
-            draft_type = Config().draft_type if has_heads else "none"
-            return Config(model=str(target.path), draft_type=draft_type)
+            return Config(model=str(target.path))
         draft_type = NGRAM if case.draft == "ngram" else case.draft
         n_draft = _N_DRAFT_NGRAM if case.draft == "ngram" else _N_DRAFT
         n_ctx_seq = self.prompt_bounds(target)[1] + self.n_output_of(target) + n_draft + 1

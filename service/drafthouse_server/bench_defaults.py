@@ -94,10 +94,8 @@ async def measure_defaults(
     peer_flags = [*default_peer_flags(bounds[1] + 2 * n_output, n_ctx_train), *flags[1]]
     async with contextlib.AsyncExitStack() as stack:
         ours, n_threads = await stack.enter_async_context(_run_ours(OURS, config, flags[0]))
-        runs = [ours]
-        if config.draft_type != "none":
-            plain = Config(model=config.model, draft_type="none")
-            runs.append((await stack.enter_async_context(_run_ours(PLAIN, plain, flags[0])))[0])
+        plain = Config(model=config.model, draft_type="none")
+        runs = [ours, (await stack.enter_async_context(_run_ours(PLAIN, plain, flags[0])))[0]]
         theirs = await stack.enter_async_context(run_peer_with(peer, config.model, peer_flags))
         runs.append(theirs.running)
 
@@ -110,7 +108,7 @@ async def measure_defaults(
     return DefaultsRow(
         case,
         turns[OURS],
-        turns.get(PLAIN, turns[OURS]),
+        turns[PLAIN],
         turns[THEIRS],
         (n_threads, theirs.n_threads),
         (shlex.join([*_own_flags(config), *flags[0]]), shlex.join(peer_flags)),

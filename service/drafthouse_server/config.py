@@ -19,6 +19,7 @@ from typing import Any
 from drafthouse_server.errors import ConfigError, UnknownSetting
 
 __all__ = [
+    "AUTOMATIC",
     "DRAFT_POLICIES",
     "DRAFT_TYPES",
     "Config",
@@ -43,6 +44,9 @@ DRAFT_TYPES = (
     "dspark",
 )
 """How drafts can be made."""
+
+AUTOMATIC = "auto"
+"""The draft type that fits the models."""
 
 DRAFT_POLICIES = ("adaptive", "fixed")
 """How K is chosen."""
@@ -132,16 +136,17 @@ class Config:
     )
     """Path of the target model."""
     draft_type: str = _setting(
-        "mtp",
-        _one_of(DRAFT_TYPES),
-        "How drafts are made. eagle3, simple, dflash and dspark need draft_model; mtp needs a model"
-        " with heads.",
+        "auto",
+        _one_of((AUTOMATIC, *DRAFT_TYPES)),
+        "How drafts are made. auto: by draft_model as its architecture says; without one by the"
+        " model's MTP heads, or not at all where it has none. eagle3, simple, dflash and dspark"
+        " need draft_model.",
     )
-    """How drafts are made."""
+    """How drafts are made; the engine's limits tell what `auto` has found."""
     draft_model: str = _setting(
         "",
         _ANY,
-        "Path of the draft model, a GGUF file; only for draft types eagle3, simple, dflash,"
+        "Path of the draft model, a GGUF file; only for draft types auto, eagle3, simple, dflash,"
         " dspark.",
     )
     """Path of the draft model; empty when the draft type needs none."""
@@ -394,7 +399,7 @@ class Config:
         )
         needs_file = self.draft_type in _DRAFT_TYPES_WITH_FILE
         _require(
-            bool(self.draft_model) == needs_file,
+            self.draft_type == AUTOMATIC or bool(self.draft_model) == needs_file,
             "draft_model",
             self.draft_model,
             f"{'a path' if needs_file else 'nothing'} with draft_type {self.draft_type!r}",

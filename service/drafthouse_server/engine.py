@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from drafthouse_server.config import Config
+from drafthouse_server.config import AUTOMATIC, Config
 from drafthouse_server.errors import (
     EngineError,
     FieldViolation,
@@ -192,9 +192,8 @@ class LlamaEngine:
         """
         if _unbuilt is not None:
             raise StartupError(_unbuilt)
-        target = _load_model(
-            config.model, config.n_gpu_layers, progress, load_mtp=config.draft_type == "mtp"
-        )
+        may_be_mtp = config.draft_type in ("mtp", AUTOMATIC) and not config.draft_model
+        target = _load_model(config.model, config.n_gpu_layers, progress, load_mtp=may_be_mtp)
         draft = None
         if config.draft_model:
             draft = _load_model(config.draft_model, config.n_gpu_layers, progress)
@@ -204,9 +203,8 @@ class LlamaEngine:
                 " the model's output"
             )
         threads = _threads(config, target)
+        engine = _make_engine(config, target, draft, threads)
         with _explained(config.model, config):
-            params = _engine_params(config, target, threads)
-            engine = drafthouse_engine.Engine(target, draft, params)
             if target.chat_template:
                 target.start_chat()  # a process, which the first chat should not have to wait for
         return cls(engine, config.model_name, threads)
@@ -593,11 +591,11 @@ def _threads(config: Config, target: drafthouse_engine.Model) -> Threads:
 
 
 def _engine_params(
-    config: Config, target: drafthouse_engine.Model, threads: Threads
+    config: Config, draft_type: str, target: drafthouse_engine.Model, threads: Threads
 ) -> drafthouse_engine.EngineParams:
     n_ctx_seq = config.n_ctx_seq or min(target.n_ctx_train, _N_CTX_SEQ_AUTOMATIC)
     return drafthouse_engine.EngineParams(
-        draft_type=config.draft_type,  # type: ignore[arg-type]  # Config allows the same names only
+        draft_type=draft_type,  # type: ignore[arg-type]  # Config allows the same names only
         n_ctx=config.n_ctx,
         n_ctx_seq=n_ctx_seq,
         n_batch=config.n_batch,
@@ -613,6 +611,50 @@ def _engine_params(
         flash_attention=config.has_flash_attention,
         synth_rates=tuple(map(float, config.synth_rates)),
     )
+
+
+def _make_engine(
+    config: Config,
+    target: drafthouse_engine.Model,
+    draft: drafthouse_engine.Model | None,
+    threads: Threads,
+) -> drafthouse_engine.Engine:
+    """Makes the contexts, with the first drafter that fits where the setting leaves it open.
+
+    Raises:
+        ConfigError: a setting needs a drafter, and none fits.
+        ModelLoadError: they cannot be made; says why and what to do.
+    """
+    *others, last = _draft_types(config, draft)
+    for draft_type in others:
+        params = _engine_params(config, draft_type, target, threads)
+        with suppress(*_unfit()):
+            return drafthouse_engine.Engine(target, draft, params)
+    # Its rules hold for what was found, too: n-grams first, before nothing, is refused.
+    config = dataclasses.replace(config, draft_type=last)
+    with _explained(config.model, config):
+        return drafthouse_engine.Engine(
+            target, draft, _engine_params(config, last, target, threads)
+        )
+
+
+def _unfit() -> tuple[type[drafthouse_engine.EngineError], ...]:
+    """Returns the errors of a draft type that is not these models'."""
+    return (
+        drafthouse_engine.NoMtpHeads,
+        drafthouse_engine.NotDflash,
+        drafthouse_engine.Unsupported,
+    )
+
+
+def _draft_types(config: Config, draft: drafthouse_engine.Model | None) -> tuple[str, ...]:
+    """Returns the draft types to try, one after the other."""
+    if config.draft_type != AUTOMATIC:
+        return (config.draft_type,)
+    if draft is None:
+        return ("mtp", "none")
+    by_architecture = {"eagle3": ("eagle3",), "dflash": ("dflash", "dspark")}
+    return by_architecture.get(draft.arch, ("simple",))
 
 
 def _limits(engine: drafthouse_engine.Engine) -> EngineLimits:
