@@ -80,6 +80,10 @@ def install() -> None:
     if not newest_clang():
         apt("update")
     missing = [name for name in wanted() if not is_installed(name)]
+    unknown = [name for name in missing if not output("apt-cache", "show", name)]
+    if unknown:  # one of them would have apt-get install none
+        sys.stdout.write(f"test-deps: this release has no {', '.join(unknown)}: left out\n")
+    missing = [name for name in missing if name not in unknown]
     if not missing:
         sys.stdout.write("test-deps: there\n")
         return
