@@ -23,7 +23,7 @@ class OpenEnum(enum.StrEnum):
 
     @classmethod
     def _proto(cls) -> EnumDescriptor:
-        """Returns the enum of the protos."""
+        """Returns the enum of the protos; subclasses say it: an enum has no abstract methods."""
         raise NotImplementedError
 
     @classmethod
