@@ -819,6 +819,17 @@ class TestLoading:
         assert (engine.limits.n_draft_max > 0) == (found != "none")
         engine.close()
 
+    def test_other_errors_are_explained_where_the_draft_type_is_found(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        drafthouse_engine = pytest.importorskip("drafthouse_engine")
+
+        def fail(*_: object) -> None:
+            raise drafthouse_engine.OutOfMemory("no room for the contexts")
+
+        monkeypatch.setattr(drafthouse_engine, "Engine", fail)
+        assert "lower n_seq_max" in self.fails(MODELS / "tiny-mimo2-f16.gguf", "auto")
+
     def test_what_needs_a_drafter_is_refused_where_none_is_found(self) -> None:
         wrong = Config(model=str(MODELS / "tiny-draft-f16.gguf"), has_ngram_first=True)
         with pytest.raises(ConfigError, match="'has_ngram_first' is True; expected false"):

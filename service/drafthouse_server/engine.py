@@ -628,7 +628,7 @@ def _make_engine(
     *others, last = _draft_types(config, draft)
     for draft_type in others:
         params = _engine_params(config, draft_type, target, threads)
-        with suppress(*_unfit()):
+        with _explained(config.model, config), suppress(*_unfit()):
             return drafthouse_engine.Engine(target, draft, params)
     # Its rules hold for what was found, too: n-grams first, before nothing, is refused.
     config = dataclasses.replace(config, draft_type=last)
