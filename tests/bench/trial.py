@@ -1,7 +1,7 @@
 """The trial of what chooses K: the plain averages, the cost model, no drafts, and K = 1, 2, 3.
 
     python -m tests.bench.trial [--rounds 5] [--seconds 15] [--only cell=0.6b@0.8,streams=1+8]
-        [--minutes 30] [--threads 0] [--json build/trial.json] [--table]
+        [--minutes 30] [--threads 0] [--json build/trial.json] [--lock FILE] [--table]
 
 A cell is a model, an acceptance and a number of streams. In each of its rounds every arm has one
 turn, in an order that rotates. Arms run in this process, without the network, each with an engine
@@ -15,6 +15,9 @@ Each turn notes how many cores the process had, since a machine that others use 
 nothing of choosers: rounds in which these numbers differ are to be measured again. With
 --threads 1 they are 1 on a quiet machine.
 
+With --lock each turn holds that file's lock (flock), so that other work on the machine can wait
+for the turn's end: `flock -s FILE make test`.
+
 The file is written after every round; the same command goes on from it. `--table` measures
 nothing. A ratio is taken inside each round, to the arm without a chooser that has the best median;
 the best of four medians is a little too good by luck, the same for both choosers.
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import statistics
 import sys
@@ -166,6 +170,18 @@ def _turn(arm: Contender, seconds: float) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _quiet(path: Path | None) -> Iterator[None]:
+    """Holds a file's lock while something is measured; those that wait have a chance before."""
+    if path is None:
+        yield
+        return
+    time.sleep(0.3)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _measure(cell: Cell, store: Store, options: argparse.Namespace, stop_at: float) -> None:
     n_done = len(store.of(cell))
     if n_done >= options.rounds:
@@ -174,12 +190,16 @@ def _measure(cell: Cell, store: Store, options: argparse.Namespace, stop_at: flo
         arms = _arms(cell, options.threads)
         for arm in arms:
             stack.callback(arm.engine.close)
-            _warm_up(arm, options.warm_up)
+            with _quiet(options.lock):
+                _warm_up(arm, options.warm_up)
         for i in range(n_done, options.rounds):
             if time.monotonic() + options.seconds * len(arms) > stop_at:
                 return
             turn = i % len(arms)
-            found = {arm.name: _turn(arm, options.seconds) for arm in arms[turn:] + arms[:turn]}
+            found = {}
+            for arm in arms[turn:] + arms[:turn]:
+                with _quiet(options.lock):
+                    found[arm.name] = _turn(arm, options.seconds)
             store.add(cell, options.seconds, options.threads, found)
             speeds = "  ".join(f"{arm.name} {arm.rates[-1]:.1f}" for arm in arms)
             print(f"{cell.name}  round {i + 1}: {speeds}", flush=True)
@@ -274,6 +294,7 @@ def main() -> None:
     add("--threads", type=int, default=0, help="of a decode; 0 is the server's default")
     add("--only", default="", help="cell=NAME+NAME,streams=N+N")
     add("--json", type=Path, default=Path("build/trial.json"))
+    add("--lock", type=Path, help="a file whose lock is held while something is measured")
     add("--table", action="store_true", help="measure nothing, print the table of the file")
     options = parser.parse_args()
     stop_at = time.monotonic() + 60 * options.minutes
