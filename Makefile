@@ -7,7 +7,7 @@ N ?= 1000
 # Test files side by side, one a core; a file's tests share what they load.
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 # The debug mode of asyncio has something to say where there is a loop.
-ASYNC_TESTS = $(shell grep -lE 'asyncio|async def' tests/test_*.py)
+ASYNC_TESTS = $(shell grep -rlE --include='test_*.py' 'asyncio|async def' tests)
 # cython-lint and protoc start other tools of the virtual environment by name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 CXX_FILES = $(wildcard cext/*.h cext/*.hpp cext/*.cpp cext/*.c tests/kernels/*.cpp)
@@ -73,7 +73,7 @@ gen: dev ## generate the Python stubs of protos/
 	@$(VENV)/python scripts/gen.py
 
 bench: dev ## measure: streams × draft types; minutes
-	@$(VENV)/drafthouse bench $(ARGS)
+	@$(VENV)/drafthouse-bench matrix $(ARGS)
 
 peers: ## build the stock llama-server that bench-peers compares with; minutes
 	@$(PYTHON) scripts/peers.py
@@ -83,10 +83,10 @@ bench-models: dev ## write the random-weight models into build/bench; ARGS="dens
 
 bench-peers: dev peers ## measure beside llama-server; ARGS="--quick", "--list", "--only draft=mtp,streams=8", "--scenarios defaults"
 	@$(VENV)/python -m models.bench_models qwen3-0.6b-like --quants Q4_0
-	@$(VENV)/drafthouse bench-peers --json build/bench-peers.json $(ARGS)
+	@$(VENV)/drafthouse-bench peers --json build/bench-peers.json $(ARGS)
 
 bench-aiperf: dev ## aiperf through our gRPC beside our own load; installs 1.2 GB once
-	@$(VENV)/python scripts/bench_aiperf.py $(ARGS)
+	@$(VENV)/drafthouse-bench aiperf $(ARGS)
 
 sanitize: dev ## address, undefined-behaviour and thread sanitizers; needs clang-14, libclang-rt-14-dev
 	@scripts/sanitize.sh
@@ -99,13 +99,13 @@ fuzz: dev ## fuzz plans, grammars, snapshots and texts for SECONDS=60 each; need
 	@scripts/fuzz.sh $(SECONDS)
 
 soak: dev ## clients that leave and deadlines of 50 ms for SECONDS=60: no error in the log, every slot free
-	@$(VENV)/python -m tests.bench.soak --seconds $(SECONDS) $(ARGS)
+	@$(VENV)/python -m tests.proofs.soak --seconds $(SECONDS) $(ARGS)
 
 soak-starts: dev ## N=1000 starts of a quick model under load from the first moment: none loses a stream
-	@$(VENV)/python -m tests.bench.soak_starts --starts $(N) $(ARGS)
+	@$(VENV)/python -m tests.proofs.soak_starts --starts $(N) $(ARGS)
 
 tokenizer-counts: dev ## what tokenising costs for every tokeniser of llama.cpp and texts of 1, 2 and 4 MiB; half an hour of a core
-	@$(VENV)/python -m tests.bench.tokenizer_counts $(ARGS)
+	@$(VENV)/python -m tests.proofs.tokenizer_counts $(ARGS)
 
 models: ## train the demo models again; an hour and more
 	@$(PYTHON) scripts/build.py --models

@@ -382,7 +382,7 @@ template <typename Number> const char * wrong_layers(const std::string & arch, N
 
 // Architectures whose graphs assert that the heads of keys and values are rotated whole, and those
 // that assert no more than that both are equally wide. Read from llama.cpp's graphs;
-// tests/test_malformed_models.py compares.
+// tests/cext/test_malformed_models.py compares.
 const std::initializer_list<const char *> ROTATED_WHOLE = {
     "apertus",    "arcee",         "arctic",       "baichuan",       "chameleon",     "codeshell",
     "cogvlm",     "cohere2moe",    "dbrx",         "deci",           "deepseek",      "dots1",
@@ -461,7 +461,7 @@ template <typename Number> const char * wrong_states(const std::string & arch, N
 }
 
 // Refuses numbers on which llama.cpp ends the process instead of refusing them itself: found by
-// tests/bench/malformed.py.
+// tests/proofs/malformed.py.
 void check_header(const std::string & path) {
     const std::unique_ptr<gguf_context, decltype(&gguf_free)> header(
         gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);

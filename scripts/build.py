@@ -292,11 +292,12 @@ def make_venv() -> None:
 
 
 def install_packages(extras: list[str]) -> None:
-    """Step 3: third-party packages, then our SDK (editable)."""
+    """Step 3: third-party packages, then our pure ones (editable)."""
     progress = Progress(3, "Python packages")
     wanted = packages(extras)
-    sdk = (ROOT / "clients" / "python" / "pyproject.toml").read_text()
-    state = {*wanted, digest(sdk)}
+    # The benchmarks are for who develops; a server has none.
+    own = ["clients/python", *(["bench"] if "dev" in extras else [])]
+    state = {*wanted, *(digest((ROOT / path / "pyproject.toml").read_text()) for path in own)}
     # A subset: what `make test` installed serves `make serve` too.
     if state <= stamped(PACKAGES_STAMP):
         progress.end("there")
@@ -304,7 +305,7 @@ def install_packages(extras: list[str]) -> None:
     pip = [str(PYTHON), "-m", "pip", "install", "--progress-bar", "off"]
     run([*pip, *wanted], progress, env=environment())
     run(
-        [*pip, "--no-deps", "--no-build-isolation", "--editable", "clients/python"],
+        [*pip, "--no-deps", "--no-build-isolation", *(f"--editable={path}" for path in own)],
         progress,
         env=environment(),
     )
@@ -330,6 +331,12 @@ def fetch_source() -> str:
     return fetch.stdout.strip()
 
 
+def python_files() -> Iterator[Path]:
+    """Yields the Python files that the editable install of the server knows."""
+    for package in ("cext/drafthouse_engine", "service/drafthouse_server"):
+        yield from (ROOT / package).rglob("*.py")
+
+
 def build_engine(source: str) -> None:
     """Step 5: the engine; all of it through pip, later what changed through ninja."""
     progress = Progress(5, "engine")
@@ -337,7 +344,9 @@ def build_engine(source: str) -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     own = [pyproject["build-system"], pyproject["project"], pyproject["tool"]["scikit-build"]]
     settings = [f"{name}={os.environ.get(name, '')}" for name in ENVIRONMENT]
-    state = digest(source, python_version, *settings, *map(repr, own))
+    # The editable install knows each file by name: one that is new, or has moved, is a new state.
+    names = sorted(str(path.relative_to(ROOT)) for path in python_files())
+    state = digest(source, python_version, *settings, *map(repr, own), *names)
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-*"
     folder = next((path.parent for path in BUILD.glob(f"{tag}/build.ninja")), None)
     if folder and stamped(ENGINE_STAMP) == {state}:

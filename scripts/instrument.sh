@@ -171,7 +171,7 @@ fuzz)
 import sys
 from pathlib import Path
 
-from tests.block_draft import block_draft
+from tests.support.block_draft import block_draft
 
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)

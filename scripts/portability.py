@@ -3,7 +3,7 @@
 The quick part checks syntax and types (no code is made): our C and C++ and every file of llama.cpp
 that our patches change, for the levels of x86-64 and for ARM with and without SVE, with GCC and two
 Clangs, one with libc++ too, and with and without the patches of the CPU kernels. `make test` runs
-it, a test for each target (tests/test_portability.py); what passed is not done again until
+it, a test for each target (tests/scripts/test_portability.py); what passed is not done again until
 something of it changes.
 
 The full part builds llama.cpp for some of these targets and runs abi_test, attention_test,

@@ -65,8 +65,9 @@ def attributes(node: ast.ClassDef) -> set[str]:
     """Returns the names that a class's methods assign on `self`."""
     found = set()
     for part in ast.walk(node):
-        is_stored = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-        if is_stored and isinstance(part.value, ast.Name) and part.value.id == "self":
+        if not isinstance(part, ast.Attribute) or not isinstance(part.ctx, ast.Store):
+            continue
+        if isinstance(part.value, ast.Name) and part.value.id == "self":
             found.add(part.attr)
     return found
 
@@ -118,7 +119,7 @@ def measure(revision: str, folder: str) -> Shape:
     edges = {
         module: {name for name in imported(tree) if name in trees and name != module}
         for module, tree in trees.items()
-        if not (module.count(".") == 0)
+        if module.count(".") != 0
     }
     edges = {module: names & edges.keys() for module, names in edges.items()}
     shape.longest_chain = longest_chain(edges)

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, settings
 
 import drafthouse
 from drafthouse_server.config import Config
-from drafthouse_server.engine import Engine
-from drafthouse_server.fake import FakeEngine
-from drafthouse_server.server import Server
+from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.engine.protocol import Engine
+from drafthouse_server.rpc.server import Server
 from drafthouse_server.step import StepPlan, StepResult
-from drafthouse_server.tenants import TenantRegistry
+from drafthouse_server.tenancy.tenants import TenantRegistry
 
 HELD_MAX_S = 100.0
 

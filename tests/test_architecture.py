@@ -15,19 +15,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CEXT = ROOT / "cext"
 SERVICE = ROOT / "service" / "drafthouse_server"
+BENCH = ROOT / "bench" / "drafthouse_bench"
 PACKAGES = (SERVICE, CEXT / "drafthouse_engine", ROOT / "clients" / "python" / "drafthouse")
-GRPC_FILES = {"server.py", "rpc.py", "interceptors.py"}
 GRPC_MODULES = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
-PURE_FILES = (
-    "scheduler.py", "waiting.py", "prefill.py", "run_pacer.py", "cells.py", "parking.py",
-    "speculation.py", "sequence.py", "tenants.py", "prefix_cache.py", "step_cost.py",
-    "acceptance.py", "ngram.py", "step.py", "guard.py", "plain_cost.py", "plain_draft.py",
-)  # fmt: skip
+PURE_FOLDERS = ("scheduling", "drafting")
+PURE_FILES = (SERVICE / "step.py", SERVICE / "errors.py", SERVICE / "tenancy" / "tenants.py")
+"""Those beside the pure folders."""
+N_FILES_MAX = 12
+"""Python files of a folder, without `__init__.py`."""
 IMPURE_MODULES = {
     "asyncio", "concurrent", "datetime", "grpc", "io", "multiprocessing", "os", "pathlib", "queue",
     "random", "secrets", "selectors", "socket", "subprocess", "threading", "time", "uuid",
 }  # fmt: skip
-CATCH_ALL_FILES = {"interceptors.py", "engine_thread.py", "guard.py"}
+CATCH_ALL_FILES = {"rpc/interceptors.py", "serving/engine_thread.py", "drafting/guard.py"}
 TEXT_SUFFIXES = {
     ".c", ".cfg", ".cpp", ".h", ".lock", ".md", ".proto", ".pxd", ".py", ".pyi", ".pyx", ".sh",
     ".toml", ".ts", ".txt", ".yaml", ".yml",
@@ -121,26 +121,50 @@ def test_module_exports_are_sorted_and_name_every_public_definition() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_service_has_no_sub_packages() -> None:
-    nested = [path for path in sources(SERVICE) if path.parent != SERVICE]
-    assert not nested
+def within(path: Path) -> str:
+    """Returns a file's path inside the service."""
+    return str(path.relative_to(SERVICE))
+
+
+def users_of(modules: set[str]) -> set[str]:
+    """Returns the folders of the service in which a file imports one of the modules."""
+    return {within(path.parent) for path in sources(SERVICE) if imported(path) & modules}
+
+
+def test_folders_are_flat_and_hold_a_dozen_files() -> None:
+    folders = {path.parent for path in sources(SERVICE)}
+    assert {folder.parent for folder in folders} <= {SERVICE, SERVICE.parent}
+    crowded = {
+        within(folder): len(files)
+        for folder in folders
+        if len(files := [path for path in folder.glob("*.py") if path.stem != "__init__"])
+        > N_FILES_MAX
+    }
+    assert not crowded
 
 
 def test_only_engine_imports_the_extension() -> None:
-    users = {path.name for path in sources(SERVICE) if "drafthouse_engine" in roots(path)}
-    assert users <= {"engine.py"}
+    assert users_of({"drafthouse_engine"}) == {"engine"}
 
 
-def test_only_the_three_rpc_files_know_grpc_and_protobuf() -> None:
-    users = {path.name for path in sources(SERVICE) if roots(path) & GRPC_MODULES}
-    assert users <= GRPC_FILES
-    stubs = {path.name for path in sources(SERVICE) if "drafthouse.v1" in imported(path)}
-    assert stubs <= GRPC_FILES
+def test_only_rpc_knows_grpc_and_protobuf() -> None:
+    users = {within(path.parent) for path in sources(SERVICE) if roots(path) & GRPC_MODULES}
+    assert users == {"rpc"}
+    assert users_of({"drafthouse.v1"}) == {"rpc"}
 
 
-@pytest.mark.parametrize("name", PURE_FILES)
-def test_pure_files_have_no_clock_no_chance_no_io_no_async(name: str) -> None:
-    path = SERVICE / name
+def test_of_the_sdk_the_service_has_the_stubs_and_the_command_line_the_client() -> None:
+    users = {within(path.parent) for path in sources(SERVICE) if "drafthouse" in roots(path)}
+    assert users == {"rpc", "cli"}
+
+
+def pure_sources() -> list[Path]:
+    """Returns the files without clock, chance, input and output."""
+    return [path for name in PURE_FOLDERS for path in sources(SERVICE / name)] + [*PURE_FILES]
+
+
+@pytest.mark.parametrize("path", pure_sources(), ids=within)
+def test_pure_files_have_no_clock_no_chance_no_io_no_async(path: Path) -> None:
     assert not roots(path) & IMPURE_MODULES
     assert "numpy.random" not in imported(path)
     kinds = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
@@ -149,9 +173,19 @@ def test_pure_files_have_no_clock_no_chance_no_io_no_async(name: str) -> None:
     assert not names & {"open", "print", "input"}
 
 
+def test_no_test_imports_a_benchmark_but_its_own() -> None:
+    tests = ROOT / "tests"
+    users = {
+        path.relative_to(tests).parts[0]
+        for path in tests.rglob("*.py")
+        if "drafthouse_bench" in roots(path)
+    }
+    assert users == {"bench"}
+
+
 def test_every_exception_is_caught_in_three_files_only() -> None:
-    users = {path.name for path in sources(SERVICE) if catches_all(path)}
-    assert users <= CATCH_ALL_FILES
+    users = {within(path) for path in sources(SERVICE) if catches_all(path)}
+    assert users == CATCH_ALL_FILES
 
 
 def catches_all(path: Path) -> bool:

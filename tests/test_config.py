@@ -63,7 +63,7 @@ def test_variables_of_the_build_and_of_others_are_left_alone() -> None:
 
 
 def test_every_variable_that_is_left_alone_is_read_by_something_else() -> None:
-    folders = ("scripts", "cext", "clients", "tests/fuzz", "service")
+    folders = ("scripts", "cext", "clients", "tests/fuzz", "service", "bench")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
     endings = {".py", ".sh", ".h", ".cpp", ".txt", ".cmake"}
     texts = [

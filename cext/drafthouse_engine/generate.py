@@ -18,7 +18,7 @@ So a tree pays where the target verifies further nodes nearly for free (large we
 or where the draft is slow: 2 levels of 4 nodes reach what a chain reaches with 4 draft forwards.
 On small models on a CPU, where each node costs, the chain is faster, with an EAGLE-3 model too
 (3.6 tokens a forward by 4 × 4 levels with 16 nodes, 3.1 by a chain of 4). Measure your own models:
-`python -m drafthouse_engine.bench_tree`.
+`python -m drafthouse_bench.tree`.
 """
 
 from __future__ import annotations

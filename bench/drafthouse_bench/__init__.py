@@ -1,0 +1,1 @@
+"""Every benchmark of Drafthouse; a development tool, never installed on a server."""

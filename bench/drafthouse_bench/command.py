@@ -1,0 +1,73 @@
+"""The command line: `drafthouse-bench matrix | peers | …`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from drafthouse_bench.demos import CHECKOUT
+from drafthouse_bench.matrix import add_matrix
+from drafthouse_bench.peers.command import add_peers
+from drafthouse_server.cli.terminal import Terminal
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130
+
+_PROGRAMS = {
+    "adaptive-k": "which K is chosen, beside none and every fixed K, on the real engine",
+    "aiperf": "aiperf through our gRPC, beside our own load",
+    "host-cost": "what a step costs Python",
+    "loop-overhead": "what the event loop adds to a step, over an engine that only waits",
+    "openmp": "OpenMP beside ggml's own thread pool",
+    "quoting": "prompt lookup on texts that repeat what they were given",
+    "tree": "draft trees beside single drafts, as a library",
+    "trial": "what chooses K, on trial: plain averages, the cost model, none, K = 1, 2, 3",
+}
+"""Programs with flags of their own, and what they measure."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="drafthouse-bench", description="Measures Drafthouse.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_matrix(commands)
+    add_peers(commands)
+    for name, text in _PROGRAMS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _run_program(name: str, arguments: Sequence[str]) -> int:
+    """Runs a program of `_PROGRAMS` as `python -m` does."""
+    sys.argv = [f"drafthouse-bench {name}", *arguments]
+    sys.path.insert(0, str(CHECKOUT))  # host-cost drives the crowd of tests/support
+    code: int | None = import_module(f"drafthouse_bench.{name.replace('-', '_')}").main()
+    return code or 0
+
+
+def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = None) -> int:
+    """Runs a benchmark.
+
+    Args:
+        arguments: What follows the program's name; `sys.argv` when not given.
+        terminal: Where the command reads and writes.
+
+    Returns:
+        The exit code: 0 done, 1 failed and said why, 2 wrong settings, 130 stopped by Ctrl-C.
+
+    Raises:
+        SystemExit: the arguments are wrong (code 2), or ask for help (0).
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given and given[0] in _PROGRAMS:
+            return _run_program(given[0], given[1:])
+        parsed = _parser().parse_args(given)
+        code: int = parsed.run(parsed, terminal or Terminal())
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return code

@@ -1,0 +1,1 @@
+"""Drafthouse beside llama-server of the same source, in turns."""

@@ -1,0 +1,272 @@
+"""Which cases `drafthouse-bench peers` measures, and how long that takes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafthouse_bench.demos import CHECKOUT, DEMOS, MODELS, N_DRAFT, draft_models
+from drafthouse_server.config import Config
+
+__all__ = ["PeerCase", "PeerPlan", "Target", "describe_estimate", "find_target", "parse_only"]
+
+_BENCH_MODELS = CHECKOUT / "build" / "bench"
+_BENCH_DRAFT = "draft-30m-Q8_0.gguf"
+
+SCENARIOS = ("closed", "open", "stall", "mixed", "defaults")
+"""Kinds of load."""
+
+_DEFAULTS_MODELS = ("qwen3-0.6b-like-Q4_0", *DEMOS)
+
+NGRAM = "ngram-simple"
+"""The n-gram kind of both contenders."""
+
+_N_DRAFT_NGRAM = 8
+"""An n-gram drafter proposes nothing shorter than 4."""
+
+_STARTUP_S = {True: 3.0, False: 8.0}
+"""Of both servers together with the comparison of their tokens, demo model or not; estimated."""
+
+_TOKENS_PER_S = {True: 2000.0, False: 30.0}
+"""Of the slower contender, demo model or not; estimated for small machines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model of the benchmark with what belongs to it."""
+
+    name: str
+    """As `--models` names it."""
+    path: Path
+    """The GGUF file."""
+    drafts: Mapping[str, Path]
+    """Draft models by draft type."""
+    is_random: bool
+    """Whether its weights are random, so that acceptance must be synthetic."""
+
+
+def find_target(name: str) -> Target:
+    """Returns a demo model, or a random-weight model of `python -m models.bench_models`.
+
+    Raises:
+        ValueError: there is none of this name; says what makes it.
+    """
+    if name in DEMOS:
+        return Target(name, MODELS / DEMOS[name][0], draft_models(name), is_random=False)
+    path = _BENCH_MODELS / f"{name}.gguf"
+    if not path.exists():
+        shape, _, quant = name.rpartition("-")
+        raise ValueError(
+            f"there is no model {name!r}: dense and hybrid are shipped;"
+            f" `make bench-models ARGS='{shape} draft-30m --quants {quant} Q8_0'` makes others"
+        )
+    draft = _BENCH_MODELS / _BENCH_DRAFT
+    return Target(name, path, {"simple": draft} if draft.exists() else {}, is_random=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCase:
+    """What is measured at once, for both contenders."""
+
+    scenario: str
+    """One of `SCENARIOS`."""
+    model: str
+    """Name of the target."""
+    draft: str
+    """How drafts are made."""
+    streams: int
+    """Requests at once; under an open load, slots."""
+    load: float | None = None
+    """Open: requests per second, as a share of what the slower contender manages."""
+    acceptance: float | None = None
+    """Synthetic acceptance of each draft position, given those before it; None: the model's own."""
+
+    @property
+    def name(self) -> str:
+        """All of it in a line."""
+        parts = [self.scenario, self.model, self.draft, f"× {self.streams}"]
+        if self.load is not None:
+            parts.append(f"load {self.load:.0%}")
+        if self.acceptance is not None:
+            parts.append(f"acceptance {self.acceptance:g}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPlan:
+    """What to measure, and how long."""
+
+    models: tuple[str, ...]
+    """Targets of the closed and open loops."""
+    drafts: tuple[str, ...]
+    """Draft types."""
+    streams: tuple[int, ...]
+    """Requests at once of the closed loop."""
+    loads: tuple[float, ...]
+    """Shares of capacity of the open loop."""
+    acceptances: tuple[float, ...]
+    """Synthetic acceptance rates of models with random weights."""
+    scenarios: tuple[str, ...]
+    """Of `SCENARIOS`."""
+    stall_model: str
+    """Target with room for the long prompt."""
+    n_long: int
+    """Tokens of the long prompt."""
+    only: Mapping[str, frozenset[str]]
+    """Selection, as `parse_only` returns it."""
+    n_rounds: int
+    """Turns of each contender."""
+    round_s: float
+    """Seconds of a turn, about."""
+    n_threads: int
+    """Threads of a decode."""
+    n_output: int = 0
+    """Tokens of a request; 0: 96 of a demo model, 32 of others."""
+    defaults_models: tuple[str, ...] = _DEFAULTS_MODELS
+    """Targets of the scenario with each side's own defaults."""
+
+    def cases(self) -> list[PeerCase]:
+        """Returns the cases that are selected, in the order in which they are measured."""
+        every = [*self._closed(), *self._open(), *self._stall(), *self._mixed(), *self._defaults()]
+        return [case for case in every if _is_selected(case, self.only)]
+
+    def _closed(self) -> Iterator[PeerCase]:
+        for model, draft, rate in self._drafted("closed"):
+            for streams in self.streams:
+                yield PeerCase("closed", model, draft, streams, acceptance=rate)
+
+    def _open(self) -> Iterator[PeerCase]:
+        for model, draft, rate in self._drafted("open"):
+            if draft not in {"none", "mtp"} and "draft" not in self.only:
+                continue
+            for load in self.loads:
+                yield PeerCase("open", model, draft, 16, load=load, acceptance=rate)
+
+    def _stall(self) -> Iterator[PeerCase]:
+        if "stall" in self.scenarios:
+            yield PeerCase("stall", self.stall_model, "none", 8)
+            yield PeerCase("stall", self.stall_model, "mtp", 8, acceptance=self.acceptances[-1])
+
+    def _mixed(self) -> Iterator[PeerCase]:
+        if "mixed" in self.scenarios:
+            for streams in (8, 32):
+                yield PeerCase("mixed", "dense", "mtp", streams)
+
+    def _defaults(self) -> Iterator[PeerCase]:
+        if "defaults" in self.scenarios:
+            for model in self.defaults_models:
+                for streams in (1, 8):
+                    yield PeerCase("defaults", model, "own", streams)
+
+    def _drafted(self, scenario: str) -> Iterator[tuple[str, str, float | None]]:
+        """Yields model, draft type and synthetic acceptance of a scenario's cases."""
+        if scenario not in self.scenarios:
+            return
+        for model in self.models:
+            for draft in self.drafts:
+                if model in DEMOS or draft == "none":
+                    yield model, draft, None
+                elif draft in {"mtp", "simple"}:  # what random weights can draft
+                    for rate in self.acceptances:
+                        yield model, draft, rate
+
+    def n_output_of(self, target: Target) -> int:
+        """Returns the tokens of a request."""
+        return self.n_output or (32 if target.is_random else 96)
+
+    def prompt_bounds(self, target: Target) -> tuple[int, int]:
+        """Returns the tokens of the shortest and the longest prompt."""
+        return (16, 48) if target.is_random else (64, 256)
+
+    def config(self, case: PeerCase, target: Target) -> Config:
+        """Returns the settings of a case, for both contenders; with own defaults, those of ours.
+
+        Raises:
+            ConfigError: a draft model is missing.
+        """
+        if case.scenario == "defaults":
+            return Config(model=str(target.path))
+        draft_type = NGRAM if case.draft == "ngram" else case.draft
+        n_draft = _N_DRAFT_NGRAM if case.draft == "ngram" else N_DRAFT
+        n_ctx_seq = self.prompt_bounds(target)[1] + self.n_output_of(target) + n_draft + 1
+        rates = [] if case.acceptance is None else [case.acceptance**i for i in range(1, 4)]
+        return Config(
+            model=str(target.path),
+            draft_type=draft_type,
+            draft_model=str(target.drafts.get(draft_type, "")),
+            n_seq_max=case.streams + (case.scenario == "stall"),
+            n_ctx_seq=self.n_long + 256 if case.scenario == "stall" else n_ctx_seq,
+            n_threads=self.n_threads,
+            n_draft_max=n_draft,
+            n_draft_default=n_draft,
+            has_prefix_cache=False,  # every prompt is computed, as by the peer (`peer_flags`)
+            synth_rates=tuple(f"{rate:.6f}" for rate in rates),
+            log_level="warning",
+        )
+
+    def n_requests(self, n_streams: int, n_output: int, tokens_per_s: float) -> int:
+        """Returns the requests of a closed turn: whole waves of streams, about `round_s` long.
+
+        Args:
+            n_streams: Requests at once.
+            n_output: Tokens of each.
+            tokens_per_s: Of the slower contender.
+        """
+        n_waves = self.round_s * tokens_per_s / (n_output * n_streams)
+        n_least = 4 if n_streams == 1 else 1
+        return n_streams * max(n_least, round(n_waves))
+
+    def estimate_s(self, case: PeerCase) -> float:
+        """Returns about how long a case takes, in seconds."""
+        is_demo = case.model in DEMOS
+        rate, n_output = _TOKENS_PER_S[is_demo], 96 if is_demo else 32
+        wave_s = case.streams * (self.n_output or n_output) / rate
+        turn_s = max(self.round_s, wave_s)
+        if case.scenario == "open":
+            turn_s = max(4 * self.round_s, wave_s) + wave_s / 2
+        if case.scenario == "defaults":
+            turn_s = max(self.round_s, 3 * wave_s)
+        if case.scenario == "stall":
+            turn_s = 2 * self.round_s + 3 * self.n_long / (1000 if "50m" in case.model else 150)
+        n_turns = {"mixed": 6, "defaults": 4}.get(case.scenario, 2) * self.n_rounds
+        return _STARTUP_S[is_demo] + 1.3 * n_turns * turn_s + 2 * min(wave_s, 8.0)
+
+
+def describe_estimate(plan: PeerPlan, cases: Sequence[PeerCase]) -> str:
+    """Returns how many cases there are and about how long they take."""
+    minutes = math.ceil(sum(map(plan.estimate_s, cases)) / 60)
+    return (
+        f"{len(cases)} cases, {plan.n_rounds} rounds of about {plan.round_s:g} s each:"
+        f" about {minutes} min on a small machine that is quiet"
+    )
+
+
+_KEYS = ("scenario", "model", "draft", "streams", "load", "acceptance")
+
+
+def parse_only(text: str) -> dict[str, frozenset[str]]:
+    """Returns a selection: `draft=mtp+none,model=dense,streams=8`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    chosen: dict[str, frozenset[str]] = {}
+    for part in text.split(","):
+        key, _, values = part.partition("=")
+        if key not in _KEYS or not values:
+            raise argparse.ArgumentTypeError(
+                f"{part!r}; write KEY=VALUE or KEY=VALUE+VALUE with a key of {', '.join(_KEYS)}"
+            )
+        chosen[key] = frozenset(values.split("+"))
+    return chosen
+
+
+def _is_selected(case: PeerCase, only: Mapping[str, frozenset[str]]) -> bool:
+    def shown(key: str) -> str:
+        value = getattr(case, key)
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    return all(shown(key) in values for key, values in only.items())

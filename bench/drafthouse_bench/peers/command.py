@@ -1,0 +1,501 @@
+"""`drafthouse-bench peers`: our server and llama-server of the same source, in turns.
+
+Both servers of a case run at once and idle in turns: A B, B A, A B, …, so that a machine that
+becomes slower becomes so for both, and ratios are taken round by round. The load comes from this
+process, over loopback: gRPC through the SDK to ours, HTTP with server-sent events to llama-server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import random
+import shlex
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import drafthouse
+from drafthouse_bench.demos import CHECKOUT, PROMPTS
+from drafthouse_bench.load import cut_prompts
+from drafthouse_bench.peers import plot as bench_plot
+from drafthouse_bench.peers.case import (
+    NGRAM,
+    SCENARIOS,
+    PeerCase,
+    PeerPlan,
+    Target,
+    describe_estimate,
+    find_target,
+    parse_only,
+)
+from drafthouse_bench.peers.contender import Running, require_peer, run_ours, run_peer
+from drafthouse_bench.peers.defaults import measure_defaults
+from drafthouse_bench.peers.scenario import (
+    Prompts,
+    StallResult,
+    agreement,
+    run_closed,
+    run_open,
+    run_stall,
+)
+from drafthouse_bench.peers.versus import (
+    DefaultsRow,
+    MixedRow,
+    PeerRow,
+    StallRow,
+    defaults_lines,
+    mixed_lines,
+    peer_lines,
+    stall_lines,
+    write_peers_json,
+)
+from drafthouse_bench.process import BenchError
+from drafthouse_bench.report import Machine, describe_machine, n_cores
+from drafthouse_bench.trace import Figures, figures, poisson_arrivals
+from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.cli.texts import read_texts
+from drafthouse_server.config import Config
+from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.engine.loading import engine_version
+from drafthouse_server.errors import ConfigError, StartupError
+
+__all__ = ["add_peers"]
+
+_PEER = CHECKOUT / "build" / "peers" / "cmake" / "bin" / "llama-server"
+_PROSE = CHECKOUT / "ARCHITECTURE.md"
+_N_WARM_UP_OUTPUT = 16
+_N_COMPARED = 8
+"""Prompts whose greedy tokens are compared."""
+
+_N_DRAFT_MIXED = 4
+"""Largest K of the mixed load."""
+
+_N_WAVES_FIRST = 2
+_N_WAVES_MIXED = 3
+"""Requests per stream of a mixed load: before it is measured, and at least while it is.
+
+In one wave prompts come first, all of them, and then none: no load is like that.
+"""
+
+_SEED = 1
+_QUIET = 0.5
+_T = TypeVar("_T")
+
+
+def add_peers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `peers`."""
+    parser = commands.add_parser(
+        "peers",
+        help="measure beside llama-server, which `make peers` builds",
+        description="Measures our server and llama-server of the same source, with the same model"
+        " and settings, in turns. Starts both on free ports of loopback.",
+        allow_abbrev=False,
+    )
+    _add_what(parser)
+    _add_how(parser)
+    parser.set_defaults(run=_bench_peers)
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--models", type=_names, metavar="A,B", help="default: dense,hybrid; else of build/bench")
+    add("--drafts", type=_names, metavar="A,B", help="default: none,mtp,eagle3,simple,ngram")
+    add("--streams", type=_whole, metavar="N,M", help="default: 1,4,8,16,32")
+    add("--loads", type=_numbers, metavar="A,B", help="open loop: shares of what the slower"
+        " contender manages; default: 0.4,0.7,0.9")  # fmt: skip
+    add("--acceptances", type=_numbers, metavar="A,B", help="synthetic, for random weights;"
+        " default: 0.3,0.6,0.9")  # fmt: skip
+    add("--scenarios", type=_names, metavar="A,B", help=f"default: {','.join(SCENARIOS)}")
+    add("--only", type=parse_only, default={}, metavar="KEY=A+B,…", help="cases to measure, as"
+        " draft=mtp,model=dense,streams=8; keys: scenario, model, draft, streams, load,"
+        " acceptance")  # fmt: skip
+    add("--stall-model", default="dense-50m-Q8_0", metavar="NAME", help="default: %(default)s")
+    add("--n-long", type=_count, metavar="N", help="tokens of the long prompt; default: 4096")
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a few cases of every scenario, one short round")
+    add("--rounds", type=_count, metavar="N", help="turns of each; default: 3")
+    add("--round-s", type=float, metavar="S", help="seconds of a turn, about; default: 2")
+    add("--n-output", type=int, default=0, metavar="N", help="tokens per request; 0: by model")
+    add("--threads", type=_count, metavar="N", help="of a decode; default: all cores but 1")
+    add("--server-flags", type=shlex.split, default=[], metavar="FLAGS", help="more, of ours")
+    add("--peer-flags", type=shlex.split, default=[], metavar="FLAGS", help="of llama-server")
+    add("--adaptive-flags", type=shlex.split, metavar="FLAGS", help="flags with which our server"
+        " chooses K itself; default: its own policy, if it has one")  # fmt: skip
+    add("--fixed-flags", type=shlex.split, metavar="FLAGS", help="those with which it does not")
+    add("--peer", type=Path, default=_PEER, metavar="FILE", help="llama-server")
+    add("--json", type=Path, metavar="FILE", help="also write every round as JSON")
+    add("--plot", type=Path, metavar="FILE", help="also draw, SVG or PNG; needs matplotlib")
+    add("--list", action="store_true", help="show the cases and about how long they take")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _count(text: str) -> int:
+    n = int(text)
+    if n < 1:
+        raise ValueError(text)
+    return n
+
+
+def _whole(text: str) -> tuple[int, ...]:
+    return tuple(map(_count, text.split(",")))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    values = tuple(map(float, text.split(",")))
+    if not all(value > 0 for value in values):
+        raise ValueError(text)
+    return values
+
+
+def _plan(arguments: argparse.Namespace) -> PeerPlan:
+    quick = arguments.quick
+    plan = PeerPlan(
+        models=arguments.models or (("dense",) if quick else ("dense", "hybrid")),
+        drafts=arguments.drafts
+        or (("none", "mtp") if quick else ("none", "mtp", "eagle3", "simple", "ngram")),
+        streams=arguments.streams or ((1, 8) if quick else (1, 4, 8, 16, 32)),
+        loads=arguments.loads or ((0.7,) if quick else (0.4, 0.7, 0.9)),
+        acceptances=arguments.acceptances or (0.3, 0.6, 0.9),
+        scenarios=arguments.scenarios or SCENARIOS,
+        stall_model=arguments.stall_model,
+        n_long=arguments.n_long or (1024 if quick else 4096),
+        only=arguments.only,
+        n_rounds=arguments.rounds or (1 if quick else 3),
+        round_s=arguments.round_s or (1.0 if quick else 2.0),
+        n_threads=arguments.threads or max(1, n_cores() - 1),
+        n_output=arguments.n_output,
+    )
+    if unknown := set(plan.scenarios) - set(SCENARIOS):
+        raise ValueError(f"no such scenario: {', '.join(sorted(unknown))}")
+    if not plan.cases():
+        raise ValueError("no case is selected; --list shows those that there are")
+    return plan
+
+
+def _policies(arguments: argparse.Namespace) -> dict[str, tuple[list[str], list[str]]]:
+    """Returns the flags of the mixed load's policies: those of a fixed K, and the adaptive one's.
+
+    The server's own setting, where it has one, is the default.
+    """
+    has_policy = any(setting.name == "draft_policy" for setting in dataclasses.fields(Config))
+    given = arguments.fixed_flags, arguments.adaptive_flags
+    fixed, adaptive = (
+        flags if flags is not None else ["--draft-policy", name] * has_policy
+        for flags, name in zip(given, ("fixed", "adaptive"), strict=True)
+    )
+    return {"fixed": (fixed, []), "adaptive": (adaptive, adaptive)}
+
+
+def _bench_peers(arguments: argparse.Namespace, terminal: Terminal) -> int:
+    try:
+        plan = _plan(arguments)
+        terminal.line(describe_estimate(plan, plan.cases()))
+        if arguments.list:
+            for case in plan.cases():
+                terminal.line(f"  {case.name}: {plan.estimate_s(case):.0f} s")
+            return 0
+        require_peer(arguments.peer)
+        if arguments.plot:
+            bench_plot.require_matplotlib()
+        command = shlex.join(["drafthouse-bench", *sys.argv[1:]])
+        machine = describe_machine(plan.n_threads, engine_version(), command)
+        _describe(machine, plan, terminal)
+        asyncio.run(_BenchPeers(plan, arguments, machine, terminal).run())
+    except ConfigError as error:
+        terminal.error(str(error))
+        return 2
+    except (BenchError, OSError, StartupError, ValueError, drafthouse.DrafthouseError) as error:
+        terminal.error(str(error))
+        return 1
+    return 0
+
+
+def _describe(machine: Machine, plan: PeerPlan, terminal: Terminal) -> None:
+    terminal.line(f"$ {machine.command}")
+    terminal.line(
+        f"{machine.cpu}, {machine.n_cores} cores; load average {machine.load_average:.2f}"
+    )
+    terminal.line(machine.engine.strip(" |"))
+    terminal.line(
+        f"threads per decode: {plan.n_threads}; greedy; K = 3 (n-gram: {NGRAM}, 8); prompt caches"
+        f" off; gaps are between tokens, those of one message have a gap of 0"
+    )
+    terminal.line("client of both: this process; ours by drafthouse.AsyncClient, theirs by raw SSE")
+    if machine.load_average > _QUIET:
+        terminal.note("the machine is busy: numbers will be too low; see the load average")
+
+
+class _BenchPeers:
+    """One run.
+
+    Args:
+        plan: What to measure.
+        arguments: Of the command line: flags, files.
+        machine: Where.
+        terminal: Takes the tables.
+    """
+
+    def __init__(
+        self,
+        plan: PeerPlan,
+        arguments: argparse.Namespace,
+        machine: Machine,
+        terminal: Terminal,
+    ) -> None:
+        self._plan = plan
+        self._arguments = arguments
+        self._machine = machine
+        self._terminal = terminal
+        self._policies = _policies(arguments)
+        self._texts: dict[Path, list[list[int]]] = {}
+        self._rows: list[PeerRow | StallRow | MixedRow | DefaultsRow] = []
+
+    async def run(self) -> None:
+        """Measures all cases; tables, files and plot at the end, the files after each case too."""
+        cases = self._plan.cases()
+        started_s = time.monotonic()
+        for i, case in enumerate(cases, 1):
+            try:
+                target = find_target(case.model)
+                self._plan.config(case, target)
+            except (ConfigError, ValueError) as error:
+                if self._plan.only or len(cases) == 1:
+                    raise
+                self._terminal.note(f"{case.name}: left out: {error}")
+                continue
+            self._rows += await self._measure(case, target)
+            elapsed_s = time.monotonic() - started_s
+            self._terminal.note(f"[{i}/{len(cases)}, {elapsed_s:.0f} s] {self._said(case)}")
+            if self._arguments.json:
+                write_peers_json(self._arguments.json, self._machine, self._rows)
+        self._show()
+
+    def _said(self, case: PeerCase) -> str:
+        row = self._rows[-1]
+        if isinstance(row, PeerRow | DefaultsRow):
+            ours, theirs = row.ours[-1].tokens_per_s, row.theirs[-1].tokens_per_s
+            return f"{case.name}: {ours:.0f} and {theirs:.0f} tokens/s"
+        return case.name
+
+    def _show(self) -> None:
+        line = self._terminal.line
+        closed_and_open = [row for row in self._rows if isinstance(row, PeerRow)]
+        for key in dict.fromkeys((row.case.model, row.case.scenario) for row in closed_and_open):
+            rows = [row for row in closed_and_open if (row.case.model, row.case.scenario) == key]
+            line(f"\n{key[0]}, {key[1]} loop: drafthouse beside llama-server")
+            for text in peer_lines(rows):
+                line(text)
+        if stalls := [row for row in self._rows if isinstance(row, StallRow)]:
+            line(f"\n{stalls[0].case.model}: another tenant's prompt of {self._plan.n_long} tokens")
+            for text in stall_lines(stalls):
+                line(text)
+        if mixed := [row for row in self._rows if isinstance(row, MixedRow)]:
+            line("\ncode, prose and random tokens mixed")
+            for text in mixed_lines(mixed):
+                line(text)
+        defaults = [row for row in self._rows if isinstance(row, DefaultsRow)]
+        for model in dict.fromkeys(row.case.model for row in defaults):
+            line("")
+            of_model = [row for row in defaults if row.case.model == model]
+            for text in defaults_lines(self._machine, of_model):
+                line(text)
+        if self._arguments.plot and bench_plot.draw(self._arguments.plot, closed_and_open):
+            self._terminal.note(f"plots: {self._arguments.plot}")
+
+    async def _measure(
+        self, case: PeerCase, target: Target
+    ) -> Sequence[PeerRow | StallRow | MixedRow | DefaultsRow]:
+        if case.scenario == "mixed":
+            return await self._mixed(case, target)
+        if case.scenario == "defaults":
+            texts = self._tokens(target)
+            row = await measure_defaults(
+                self._plan,
+                case,
+                target,
+                self._arguments.peer,
+                texts=texts,
+                n_ctx_train=self._n_ctx_train(target),
+                flags=(self._arguments.server_flags, self._arguments.peer_flags),
+            )
+            return [row]
+        config = self._plan.config(case, target)
+        peer_flags = self._arguments.peer_flags
+        async with (
+            run_ours(config, self._arguments.server_flags) as ours,
+            run_peer(self._arguments.peer, config, peer_flags) as theirs,
+        ):
+            both = (ours, theirs)
+            if case.scenario == "stall":
+                return [await self._stall(case, target, both)]
+            return [await self._turns(case, target, both)]
+
+    async def _turns(
+        self, case: PeerCase, target: Target, both: tuple[Running, Running]
+    ) -> PeerRow:
+        n_output = self._plan.n_output_of(target)
+        speed = await self._warm_up(case, target, both)
+        compared = None
+        if not target.is_random:
+            prompts = self._prompts(target, _N_COMPARED)
+            clients = both[0].client, both[1].client
+            compared = await agreement(*clients, prompts, n_output, self._terminal.note)
+        if case.scenario == "closed":
+            n_requests = self._plan.n_requests(case.streams, n_output, speed)
+            prompts = self._prompts(target, n_requests)
+
+            async def turn(running: Running, _: int) -> Figures:
+                return figures(await run_closed(running, prompts, n_output, case.streams))
+
+            ours, theirs = await self._rounds(both, turn)
+            return PeerRow(case, ours, theirs, compared, n_output)
+        assert case.load is not None, "an open loop has a load"
+        rate = case.load * speed / n_output
+        duration_s = max(4 * self._plan.round_s, 8 / rate)
+
+        async def open_turn(running: Running, i_round: int) -> Figures:
+            arrivals = poisson_arrivals(rate, duration_s, _SEED + i_round)
+            prompts = self._prompts(target, len(arrivals))
+            return figures(await run_open(running, prompts, n_output, arrivals))
+
+        ours, theirs = await self._rounds(both, open_turn)
+        return PeerRow(case, ours, theirs, compared, n_output, requests_per_s=rate)
+
+    async def _rounds(
+        self,
+        both: tuple[Running, Running],
+        turn: Callable[[Running, int], Awaitable[_T]],
+    ) -> tuple[list[_T], list[_T]]:
+        """Lets both take turns, each first in every other round."""
+        ours, theirs = both
+        results: dict[str, list[_T]] = {ours.name: [], theirs.name: []}
+        for i in range(self._plan.n_rounds):
+            for running in (ours, theirs) if i % 2 == 0 else (theirs, ours):
+                results[running.name].append(await turn(running, i))
+        return results[ours.name], results[theirs.name]
+
+    async def _warm_up(self, case: PeerCase, target: Target, both: Sequence[Running]) -> float:
+        """Returns the tokens per second of the slower one."""
+        n_output = min(self._plan.n_output_of(target), _N_WARM_UP_OUTPUT)
+        prompts = self._prompts(target, case.streams)
+        speeds = []
+        for running in both:
+            await run_closed(running, prompts, 2, case.streams)
+            load = await run_closed(running, prompts, n_output, case.streams)
+            speeds.append(figures(load).tokens_per_s)
+        return min(speeds)
+
+    async def _stall(
+        self, case: PeerCase, target: Target, both: tuple[Running, Running]
+    ) -> StallRow:
+        prompts = self._prompts(target, case.streams)
+        # Another text each time, so that no prefix is known.
+        texts = self._tokens(target)
+        n_long, lead_s = self._plan.n_long, 2 * self._plan.round_s
+
+        async def turn(running: Running, i_round: int) -> StallResult:
+            flat = [token for text in texts[i_round:] + texts[:i_round] for token in text]
+            long_prompt = (flat * (1 + n_long // len(flat)))[:n_long]
+            return await run_stall(running, prompts, long_prompt, n_long, lead_s)
+
+        return StallRow(case, *await self._rounds(both, turn))
+
+    async def _mixed(self, case: PeerCase, target: Target) -> list[MixedRow]:
+        """Our server with each K and with its adaptive policy, and llama-server, in turns."""
+        base = self._plan.config(case, target)
+        base = dataclasses.replace(base, n_draft_max=_N_DRAFT_MIXED)
+        fixed, adaptive = self._policies["fixed"][0], self._policies["adaptive"][0]
+        flags = self._arguments.server_flags
+        runs: dict[str, tuple[Config, list[str]]] = {
+            f"K = {k}": (dataclasses.replace(base, n_draft_default=k), [*flags, *fixed])
+            for k in range(_N_DRAFT_MIXED + 1)
+        }
+        if adaptive:
+            runs["adaptive"] = base, [*flags, *adaptive]
+        else:
+            self._terminal.note("no adaptive policy to compare; --adaptive-flags names it")
+        turns: dict[str, list[Figures]] = {name: [] for name in runs}
+        peer = f"llama-server, K = {base.n_draft_default}"
+        turns[peer] = []
+        n_output = self._plan.n_output_of(target)
+        n_requests = 0
+        for i in range(self._plan.n_rounds):
+            order = list(turns) if i % 2 == 0 else list(reversed(turns))
+            for name in order:
+                starting = (
+                    run_ours(*runs[name])
+                    if name in runs
+                    else run_peer(self._arguments.peer, base, self._arguments.peer_flags)
+                )
+                async with starting as running:
+                    speed = await self._warm_up(case, target, [running])
+                    n_requests = n_requests or self._plan.n_requests(case.streams, n_output, speed)
+                    # What K pays is learnt once in a server's life: that is not counted.
+                    n_first = _N_WAVES_FIRST * case.streams
+                    n_counted = max(n_requests, _N_WAVES_MIXED * case.streams)
+                    prompts = self._mixed_prompts(target, n_first + n_counted)
+                    await run_closed(running, prompts[:n_first], n_output, case.streams)
+                    load = await run_closed(running, prompts[n_first:], n_output, case.streams)
+                    turns[name].append(figures(load))
+        best = turns.get("adaptive", [])
+        return [
+            MixedRow(
+                case,
+                name,
+                each,
+                [a.tokens_per_s / b.tokens_per_s for a, b in zip(best, each, strict=False)],
+            )
+            for name, each in turns.items()
+        ]
+
+    def _prompts(self, target: Target, n_prompts: int) -> Prompts:
+        low, high = self._plan.prompt_bounds(target)
+        return cut_prompts(self._tokens(target), n_prompts, low, high)
+
+    def _mixed_prompts(self, target: Target, n_prompts: int) -> Prompts:
+        """Returns prompts of code, prose and random tokens in turn."""
+        low, high = self._plan.prompt_bounds(target)
+        generator = random.Random(_SEED)
+        n_known = max(map(max, self._tokens(target))) + 1
+        noise = [[generator.randrange(n_known) for _ in range(high)] for _ in range(8)]
+        prose = self._tokens(target, _PROSE)[0]
+        pieces = [prose[i : i + high] for i in range(0, len(prose) - high, high)]
+        kinds = [self._tokens(target), pieces, noise]
+        cut = [cut_prompts(texts, n_prompts, low, high) for texts in kinds]
+        return [cut[i % 3][i] for i in range(n_prompts)]
+
+    def _tokens(self, target: Target, path: Path = PROMPTS) -> list[list[int]]:
+        """Returns texts in token ids: all models of the benchmark have one vocabulary."""
+        if path not in self._texts:
+            texts = read_texts(path) if path.suffix == ".json" else [path.read_text("utf-8")]
+            with _loaded(target) as engine:
+                self._texts[path] = [
+                    engine.tokenize(text, add_special=True, parse_special=False) for text in texts
+                ]
+        return self._texts[path]
+
+    def _n_ctx_train(self, target: Target) -> int:
+        with _loaded(target) as engine:
+            return engine.card.n_ctx_train
+
+
+@contextlib.contextmanager
+def _loaded(target: Target) -> Iterator[LlamaEngine]:
+    """Loads a model, to be asked things, for the time of a block."""
+    config = Config(model=str(target.path), draft_type="none", n_seq_max=1, n_ctx_seq=64)
+    engine = LlamaEngine.load(config)
+    try:
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,316 @@
+"""The contenders of `drafthouse-bench peers`: our server and llama-server, with the same settings.
+
+Each is a process of its own on a free port of loopback; this process is the client of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import re
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+import drafthouse
+from drafthouse_bench.peers.http import HttpClient
+from drafthouse_bench.process import BenchError, ServerProcess
+from drafthouse_bench.trace import Trace
+from drafthouse_server.config import Config
+
+__all__ = [
+    "OURS",
+    "THEIRS",
+    "Client",
+    "DefaultPeer",
+    "GrpcClient",
+    "Running",
+    "default_peer_flags",
+    "peer_flags",
+    "require_peer",
+    "run_ours",
+    "run_peer",
+    "run_peer_with",
+]
+
+OURS = "drafthouse"
+THEIRS = "llama-server"
+_STARTUP_S = 180.0
+_END_S = 20.0
+_TENANTS = ("one:key-of-one", "two:key-of-two")
+_N_HTTP_THREADS = 128
+"""A kept connection holds a thread of llama-server; its default would make clients wait."""
+
+_N_PEER_SLOTS = 4
+"""Of llama-server when nobody says."""
+
+_PEER_TYPES = {"mtp": "draft-mtp", "eagle3": "draft-eagle3", "simple": "draft-simple"}
+_NGRAM_SIZES = {"ngram-simple": 4, "ngram-map-k": 4, "ngram-map-k4v": 4}
+"""Tokens that an n-gram drafter looks up, as `spec.cpp` sets them."""
+
+
+class Client(Protocol):
+    """What a load needs of a contender. Greedy, past end tokens, no reuse of former prompts."""
+
+    async def stream(self, prompt: Sequence[int], n_output: int, trace: Trace) -> None:
+        """Generates and notes in the trace when tokens come."""
+        ...
+
+    async def whole(self, prompt: Sequence[int], n_output: int) -> list[int]:
+        """Generates and returns the token ids."""
+        ...
+
+
+class GrpcClient:
+    """Our server through the SDK.
+
+    Args:
+        client: Connected.
+    """
+
+    def __init__(self, client: drafthouse.AsyncClient) -> None:
+        self._client = client
+
+    async def stream(self, prompt: Sequence[int], n_output: int, trace: Trace) -> None:
+        """Generates and notes in the trace when tokens come.
+
+        Raises:
+            drafthouse.DrafthouseError: the request failed.
+        """
+        stream = self._start(prompt, n_output)
+        async for chunk in stream:
+            if chunk.token_ids:
+                trace.add(time.perf_counter(), len(chunk.token_ids))
+        counts = (await stream).speculation
+        trace.n_drafted, trace.n_accepted = counts.n_drafted, counts.n_accepted
+        trace.is_finished = True
+
+    async def whole(self, prompt: Sequence[int], n_output: int) -> list[int]:
+        """Generates and returns the token ids.
+
+        Raises:
+            drafthouse.DrafthouseError: the request failed.
+        """
+        return [token async for chunk in self._start(prompt, n_output) for token in chunk.token_ids]
+
+    def _start(self, prompt: Sequence[int], n_output: int) -> drafthouse.AsyncGenerationStream:
+        return self._client.generate(
+            tuple(prompt), max_output_tokens=n_output, temperature=0.0, ignore_end_token=True
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A contender that takes requests."""
+
+    name: str
+    """`drafthouse` or `llama-server`."""
+    pid: int
+    """Its process."""
+    client: Client
+    """Of the tenant that loads it."""
+    other: Client
+    """Of another tenant; llama-server knows one only."""
+
+
+@contextlib.asynccontextmanager
+async def run_ours(config: Config, flags: Sequence[str] = ()) -> AsyncIterator[Running]:
+    """Runs our server for the time of a block, with two tenants.
+
+    Args:
+        config: Settings.
+        flags: More flags of `drafthouse serve`.
+
+    Raises:
+        BenchError: it does not start.
+    """
+    config = dataclasses.replace(config, api_keys=_TENANTS)
+    keys = [entry.partition(":")[2] for entry in _TENANTS]
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(ServerProcess(config, flags).run())
+        one, two = [
+            await stack.enter_async_context(
+                drafthouse.AsyncClient(server.target, api_key=key, retry=None)
+            )
+            for key in keys
+        ]
+        yield Running(OURS, server.pid, GrpcClient(one), GrpcClient(two))
+
+
+def require_peer(program: Path) -> None:
+    """Sees that llama-server is built.
+
+    Raises:
+        BenchError: it is not.
+    """
+    if not (program.is_file() and os.access(program, os.X_OK)):
+        raise BenchError(f"llama-server is not built ({program}); `make peers` builds it")
+
+
+@contextlib.asynccontextmanager
+async def run_peer(
+    program: Path, config: Config, flags: Sequence[str] = ()
+) -> AsyncIterator[Running]:
+    """Runs llama-server for the time of a block, with the settings of ours.
+
+    Args:
+        program: llama-server.
+        config: Settings of our server.
+        flags: More flags of llama-server; they win.
+
+    Raises:
+        BenchError: it is not built, or does not start.
+    """
+    port = _free_port()
+    client = HttpClient("127.0.0.1", port)
+    async with _run_program(program, [*peer_flags(config, port), *flags], client) as (pid, _):
+        yield Running(THEIRS, pid, client, client)
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultPeer:
+    """llama-server with its own defaults."""
+
+    running: Running
+    """It takes requests."""
+    n_threads: int
+    """Threads of a decode, as it tells; 0: it does not."""
+
+
+@contextlib.asynccontextmanager
+async def run_peer_with(
+    program: Path, model: str, flags: Sequence[str]
+) -> AsyncIterator[DefaultPeer]:
+    """Runs llama-server with its own defaults for the time of a block.
+
+    Args:
+        program: llama-server.
+        model: The model's path.
+        flags: Besides model and address.
+
+    Raises:
+        BenchError: it is not built, or does not start.
+    """
+    port = _free_port()
+    client = HttpClient("127.0.0.1", port, has_cache=True)
+    where = ["--model", model, "--host", "127.0.0.1", "--port", str(port)]
+    async with _run_program(program, [*where, *flags], client) as (pid, log):
+        log.seek(0)
+        found = re.search(rb"n_threads = (\d+)", log.read())
+        running = Running(THEIRS, pid, client, client)
+        yield DefaultPeer(running, int(found[1]) if found else 0)
+
+
+@contextlib.asynccontextmanager
+async def _run_program(
+    program: Path, flags: Sequence[str], client: HttpClient
+) -> AsyncIterator[tuple[int, IO[bytes]]]:
+    """Runs llama-server until the block ends; yields its process and its log."""
+    require_peer(program)
+    with tempfile.TemporaryFile() as log:
+        process = await asyncio.create_subprocess_exec(
+            str(program),
+            *flags,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={k: v for k, v in os.environ.items() if not k.startswith("LLAMA_")},
+        )
+        try:
+            await _until_ready(process, client, log)
+            yield process.pid, log
+        finally:
+            client.close()
+            await _end(process)
+
+
+def peer_flags(config: Config, port: int) -> list[str]:
+    """Returns the flags with which llama-server does what our settings say.
+
+    Its prompt cache and checkpoints are off, as a cold run wants. EAGLE-3 samples its drafts on the
+    CPU: with its default several sequences draft wrongly at the pinned version.
+    """
+    n_threads = str(config.n_threads)
+    flags = ["--model", config.model, "--host", "127.0.0.1", "--port", str(port)]
+    flags += ["--parallel", str(config.n_seq_max)]
+    flags += ["--ctx-size", str(config.n_ctx or config.n_seq_max * config.n_ctx_seq)]
+    flags += ["--batch-size", str(config.n_batch), "--ubatch-size", str(config.n_ubatch)]
+    flags += ["--threads", n_threads, "--threads-batch", str(config.n_threads_batch or n_threads)]
+    flags += ["--kv-unified" if config.is_kv_unified else "--no-kv-unified", "--swa-full"]
+    flags += ["--flash-attn", "on" if config.has_flash_attention else "off"]
+    flags += ["--gpu-layers", "999" if config.n_gpu_layers < 0 else str(config.n_gpu_layers)]
+    flags += ["--no-cache-prompt", "--cache-ram", "0", "--ctx-checkpoints", "0"]
+    flags += ["--threads-http", str(_N_HTTP_THREADS), "--fit", "off", "--offline", "--no-ui"]
+    flags += ["--log-verbosity", "1"]
+    return flags + _draft_flags(config)
+
+
+def default_peer_flags(n_longest: int, n_ctx_train: int) -> list[str]:
+    """Returns what llama-server must be told beside its defaults to serve the load at all.
+
+    Its four slots share as many cells as the model was trained with. Where four requests do not fit
+    into them it gets as many for each slot.
+
+    Args:
+        n_longest: Tokens of the longest request.
+        n_ctx_train: The model's context.
+    """
+    has_room = _N_PEER_SLOTS * n_longest <= n_ctx_train
+    return [] if has_room else ["--ctx-size", str(_N_PEER_SLOTS * n_ctx_train)]
+
+
+def _draft_flags(config: Config) -> list[str]:
+    kind, n_draft = config.draft_type, str(config.n_draft_default)
+    if kind == "none" or not config.n_draft_default:
+        return []
+    flags = ["--spec-type", _PEER_TYPES.get(kind, kind)]
+    if kind in _NGRAM_SIZES:
+        flags += [f"--spec-{kind}-size-n", str(_NGRAM_SIZES[kind])]
+        flags += [f"--spec-{kind}-size-m", n_draft, f"--spec-{kind}-min-hits", "1"]
+        return flags
+    flags += ["--spec-draft-n-max", n_draft, "--spec-draft-n-min", "0"]
+    flags += ["--spec-draft-p-min", str(config.p_min)]
+    if config.draft_model:
+        flags += ["--spec-draft-model", config.draft_model]
+    if kind == "eagle3":
+        flags += ["--no-spec-draft-backend-sampling"]
+    if config.synth_rates:
+        flags += ["--spec-synth-rates", ",".join(config.synth_rates)]
+    return flags
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _until_ready(
+    process: asyncio.subprocess.Process, client: HttpClient, log: IO[bytes]
+) -> None:
+    until_s = time.monotonic() + _STARTUP_S
+    while time.monotonic() < until_s and process.returncode is None:
+        if await client.is_ready():
+            return
+        await asyncio.sleep(0.05)
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines() or ["it says nothing"]
+    raise BenchError(f"llama-server does not start: {lines[-1]}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _END_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

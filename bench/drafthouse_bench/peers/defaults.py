@@ -1,0 +1,154 @@
+"""Each server with its own defaults, as whoever tries both would start them.
+
+Nothing is set but the model and the port, and what one of them cannot serve without; the table says
+which. Prompts and lengths of outputs are drawn anew for each round, the same for all, so prompt
+caches are on and find nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import re
+import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import drafthouse
+from drafthouse_bench.peers.case import PeerCase, PeerPlan, Target
+from drafthouse_bench.peers.contender import (
+    OURS,
+    THEIRS,
+    GrpcClient,
+    Running,
+    default_peer_flags,
+    run_peer_with,
+)
+from drafthouse_bench.peers.scenario import Prompts, run_closed
+from drafthouse_bench.peers.versus import DefaultsRow
+from drafthouse_bench.process import ServerProcess, server_flags
+from drafthouse_bench.trace import Figures, figures
+from drafthouse_server.config import Config
+
+__all__ = ["draw_requests", "measure_defaults"]
+
+PLAIN = f"{OURS} without drafts"
+"""Our server with draft_type none, the rest by default."""
+
+_N_WAVES = 3
+_N_LEAST = 4
+_SEED = 20
+
+
+def draw_requests(
+    texts: Prompts, bounds: tuple[int, int], n_output: int, n_requests: int, seed: int
+) -> list[tuple[list[int], int]]:
+    """Returns prompts with the tokens that each generates; the same arguments give the same.
+
+    Args:
+        texts: Token ids of long texts; prompts begin anywhere in them.
+        bounds: Tokens of the shortest and the longest prompt.
+        n_output: Mean of the outputs, which lie between a quarter of it and seven quarters.
+        n_requests: How many.
+        seed: Another one for each round.
+    """
+    chance = random.Random(seed)
+    requests = []
+    for _ in range(n_requests):
+        text = chance.choice(texts)
+        length = chance.randint(*bounds)
+        start = chance.randrange(max(1, len(text) - length))
+        n = chance.randint(max(1, n_output // 4), max(1, 2 * n_output - n_output // 4))
+        requests.append((list(text[start : start + length]), n))
+    return requests
+
+
+async def measure_defaults(
+    plan: PeerPlan,
+    case: PeerCase,
+    target: Target,
+    peer: Path,
+    *,
+    texts: Prompts,
+    n_ctx_train: int,
+    flags: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> DefaultsRow:
+    """Measures a case, all contenders in turns.
+
+    Args:
+        plan: How long.
+        case: What.
+        target: The case's model.
+        peer: llama-server.
+        texts: As `draw_requests` wants them.
+        n_ctx_train: The model's context.
+        flags: More flags of ours and of llama-server, to see what another default would do.
+
+    Raises:
+        BenchError: a contender does not start, or a request failed.
+        drafthouse.DrafthouseError: a request failed.
+    """
+    config = plan.config(case, target)
+    n_output, bounds = plan.n_output_of(target), plan.prompt_bounds(target)
+    peer_flags = [*default_peer_flags(bounds[1] + 2 * n_output, n_ctx_train), *flags[1]]
+    async with contextlib.AsyncExitStack() as stack:
+        ours, n_threads = await stack.enter_async_context(_run_ours(OURS, config, flags[0]))
+        plain = Config(model=config.model, draft_type="none")
+        runs = [ours, (await stack.enter_async_context(_run_ours(PLAIN, plain, flags[0])))[0]]
+        theirs = await stack.enter_async_context(run_peer_with(peer, config.model, peer_flags))
+        runs.append(theirs.running)
+
+        async def turn(running: Running, n_requests: int, i_round: int) -> Figures:
+            drawn = draw_requests(texts, bounds, n_output, n_requests, _SEED + i_round)
+            prompts, lengths = zip(*drawn, strict=True)
+            return figures(await run_closed(running, prompts, lengths, case.streams))
+
+        turns = await _take_turns(plan, case, n_output, runs, turn)
+    return DefaultsRow(
+        case,
+        turns[OURS],
+        turns[PLAIN],
+        turns[THEIRS],
+        (n_threads, theirs.n_threads),
+        (shlex.join([*_own_flags(config), *flags[0]]), shlex.join(peer_flags)),
+    )
+
+
+async def _take_turns(
+    plan: PeerPlan,
+    case: PeerCase,
+    n_output: int,
+    runs: Sequence[Running],
+    turn: Callable[[Running, int, int], Awaitable[Figures]],
+) -> dict[str, list[Figures]]:
+    """Lets all take turns, each first in one round after the other; returns theirs by name."""
+    # What K pays is learnt once in a server's life: a turn of each is not counted.
+    first = [await turn(running, 2 * case.streams, -1) for running in runs]
+    slowest = min(each.tokens_per_s for each in first)
+    n_requests = max(
+        _N_LEAST, _N_WAVES * case.streams, plan.n_requests(case.streams, n_output, slowest)
+    )
+    turns: dict[str, list[Figures]] = {running.name: [] for running in runs}
+    for i in range(plan.n_rounds):
+        for k in range(len(runs)):
+            running = runs[(i + k) % len(runs)]
+            turns[running.name].append(await turn(running, n_requests, i))
+    return turns
+
+
+def _own_flags(config: Config) -> list[str]:
+    """Returns what our server is told besides model and address."""
+    return server_flags(dataclasses.replace(config, model=Config().model))[2:]
+
+
+@contextlib.asynccontextmanager
+async def _run_ours(
+    name: str, config: Config, flags: Sequence[str]
+) -> AsyncIterator[tuple[Running, int]]:
+    """Runs our server for the time of a block; yields it with the threads that it tells."""
+    async with ServerProcess(config, flags).run() as server:
+        found = re.search(r"^ *threads +(\d+)", "\n".join(server.start_lines), re.M)
+        async with drafthouse.AsyncClient(server.target, retry=None) as client:
+            grpc = GrpcClient(client)
+            yield Running(name, server.pid, grpc, grpc), int(found[1]) if found else 0

@@ -1,0 +1,253 @@
+"""The contenders of a benchmark, each a process of its own: the server and the bare step loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from drafthouse_bench.load import Load
+from drafthouse_server.cli.serve import LISTENS_AT
+from drafthouse_server.config import Config
+
+__all__ = [
+    "BareResult",
+    "BenchError",
+    "ServerProcess",
+    "bare_flags",
+    "cpu_s",
+    "parse_bare",
+    "run_bare",
+    "server_flags",
+]
+
+_STARTUP_S = 120.0
+_END_S = 20.0
+_BARE_S = 600.0
+
+
+class BenchError(Exception):
+    """Keeps a benchmark from going on. Its text is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class BareResult:
+    """What the bare step loop did: `spec_engine_step` in C, in a process of its own."""
+
+    n_output: int
+    """Tokens generated."""
+    n_drafted: int
+    """Draft tokens verified."""
+    n_accepted: int
+    """Of these, accepted."""
+    elapsed_s: float
+    """From its first step to its last; loading is not in it."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second over all streams."""
+        return self.n_output / self.elapsed_s if self.elapsed_s else 0.0
+
+
+class ServerProcess:
+    """`drafthouse serve` with given settings, on a free port of loopback.
+
+    Args:
+        config: Its settings; the port is ignored.
+        flags: More flags of `drafthouse serve`; they win.
+    """
+
+    def __init__(self, config: Config, flags: Sequence[str] = ()) -> None:
+        self._config = config
+        self._flags = flags
+        self._process: asyncio.subprocess.Process | None = None
+        self.target = ""
+        """Address, "host:port"."""
+        self.start_lines: list[str] = []
+        """What it said of itself before that."""
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @contextlib.asynccontextmanager
+    async def run(self) -> AsyncIterator[ServerProcess]:
+        """Runs the server for the time of a block.
+
+        Raises:
+            BenchError: it does not start.
+        """
+        with tempfile.TemporaryFile() as log:
+            self._process = await _start(self._config, self._flags, log)
+            try:
+                self.target = await self._address(log)
+                yield self
+            finally:
+                await self._end()
+
+    async def _address(self, log: IO[bytes]) -> str:
+        """Waits until the server tells where it listens."""
+        assert self._process is not None, "not started"
+        assert self._process.stdout is not None, "it is a pipe"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STARTUP_S):
+                async for line in self._process.stdout:
+                    if line.startswith(LISTENS_AT.encode()):
+                        return line.decode().removeprefix(LISTENS_AT).strip()
+                    self.start_lines.append(line.decode(errors="replace").rstrip())
+        raise BenchError(f"the server does not start: {_last_line(log)}")
+
+    async def _end(self) -> None:
+        process = self._process
+        assert process is not None, "not started"
+        if process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _start(
+    config: Config, flags: Sequence[str], log: IO[bytes]
+) -> asyncio.subprocess.Process:
+    # Settings of the environment would reach one contender only.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTHOUSE_")}
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "drafthouse_server",
+        "serve",
+        *server_flags(config),
+        *flags,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=log,
+        env=environment,
+    )
+
+
+def server_flags(config: Config) -> list[str]:
+    """Returns the flags of `drafthouse serve` for settings that are not the default."""
+    flags = ["--port", "0"]
+    default = Config()
+    for setting in dataclasses.fields(Config):
+        value = getattr(config, setting.name)
+        if setting.name != "port" and value != getattr(default, setting.name):
+            text = _flag_text(value)
+            flags += [f"--{setting.name.replace('_', '-')}", text]
+    return flags
+
+
+def _flag_text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it says nothing"
+
+
+def cpu_s(pid: int) -> float | None:
+    """Returns the CPU time that a process has used, in seconds; None where /proc is missing."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8")
+    except OSError:
+        return None
+    # The name, in parentheses, may contain anything; user and system time are fields 14 and 15.
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def run_bare(program: Path, config: Config, load: Load) -> BareResult:
+    """Puts a load on the bare step loop, with the settings of the server.
+
+    Args:
+        program: `step_bench`, as `make build` makes it.
+        config: Settings; it runs n_seq_max streams.
+        load: What to send.
+
+    Raises:
+        BenchError: it fails.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".tokens") as file:
+        file.writelines(" ".join(map(str, prompt)) + "\n" for prompt in load.prompts)
+        file.flush()
+        process = await asyncio.create_subprocess_exec(
+            str(program),
+            *bare_flags(config, load, file.name),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), _BARE_S)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    if process.returncode:
+        lines = err.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+        raise BenchError(f"the bare step loop failed: {lines[-1]}")
+    return parse_bare(out)
+
+
+def bare_flags(config: Config, load: Load, prompts: str) -> list[str]:
+    """Returns the flags of `step_bench` for a load.
+
+    Args:
+        config: Settings of the server.
+        load: What to send.
+        prompts: Path of a file with the load's prompts.
+    """
+    flags = {
+        "model": config.model,
+        "draft-type": config.draft_type,
+        "draft-model": config.draft_model,
+        "prompts": prompts,
+        "n-seq": config.n_seq_max,
+        "n-draft": config.n_draft_default,
+        "n-gen": load.n_output,
+        "n-requests": len(load.prompts),
+        "n-ctx-seq": config.n_ctx_seq,
+        "n-batch": config.n_batch,
+        "n-ubatch": config.n_ubatch,
+        "threads": config.n_threads,
+        "ignore-eos": 1,
+        "kv-unified": int(config.is_kv_unified),
+    }
+    given = {name: value for name, value in flags.items() if value != ""}
+    return [text for name, value in given.items() for text in (f"--{name}", str(value))]
+
+
+def parse_bare(out: bytes) -> BareResult:
+    """Returns the result of the bare step loop, the last line of its output.
+
+    Raises:
+        BenchError: it cannot be read.
+    """
+    try:
+        counts = json.loads(out.splitlines()[-1])
+        return BareResult(
+            n_output=int(counts["tokens"]),
+            n_drafted=int(counts["n_drafted"]),
+            n_accepted=int(counts["n_accepted"]),
+            elapsed_s=float(counts["seconds"]),
+        )
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise BenchError(f"the bare step loop's result cannot be read: {out[:200]!r}") from error

@@ -1,0 +1,312 @@
+"""The trial of what chooses K: the plain averages, the cost model, no drafts, and K = 1, 2, 3.
+
+    drafthouse-bench trial [--rounds 5] [--seconds 15] [--only cell=0.6b@0.8,streams=1+8]
+        [--minutes 30] [--threads 0] [--json build/trial.json] [--lock FILE] [--table]
+
+A cell is a model, an acceptance and a number of streams. In each of its rounds every arm has one
+turn, in an order that rotates. Arms run in this process, without the network, each with an engine
+and a scheduler of its own, whose streams wait while others have their turn: that leaves out the
+noise of sockets, of a second process and of the event loop, and what a chooser has learnt stays.
+Models of 0.6 B and 1.2 B have random weights (`make bench-models ARGS="dense-0.6b dense-1.2b
+--quants Q4_0"`) and an MTP block; their drafts are accepted at random (`synth_rates`), each
+position with the cell's acceptance if those before it were. The demo models' drafts are verified.
+
+Each turn notes how many cores the process had, since a machine that others use as well tells
+nothing of choosers: rounds in which these numbers differ are to be measured again. With
+--threads 1 they are 1 on a quiet machine.
+
+With --lock each turn holds that file's lock (flock), so that other work on the machine can wait
+for the turn's end: `flock -s FILE make test`.
+
+The file is written after every round; the same command goes on from it. `--table` measures
+nothing. A ratio is taken inside each round, to the arm without a chooser that has the best median;
+the best of four medians is a little too good by luck, the same for both choosers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafthouse_bench.adaptive_k import Contender
+from drafthouse_bench.peers.case import find_target
+from drafthouse_server.config import Config
+
+CHOOSERS = ("plain", "model")
+FIXED = ("none", "K=1", "K=2", "K=3")
+_N_DRAFT_MAX = 3
+_MODELS = {
+    "0.6b@0.4": ("dense-0.6b-Q4_0", 0.4),
+    "0.6b@0.6": ("dense-0.6b-Q4_0", 0.6),
+    "0.6b@0.8": ("dense-0.6b-Q4_0", 0.8),
+    "1.2b@0.6": ("dense-1.2b-Q4_0", 0.6),
+    "dense": ("dense", None),
+    "hybrid": ("hybrid", None),
+}
+_STREAMS = (1, 4, 8, 32)
+_N_WARM_UP = 60  # steps of a chooser before the first round: both try each K when they start
+
+# The rule, fixed before the trial.
+_NO_WORSE = 0.98  # plain ÷ model, of the medians of cells, from which plain replaces the model
+_MEDIAN_LEAST = 0.98  # of the ratios of all cells
+_CELL_LEAST = 0.93  # of a cell's ratio; a miss counts where its upper quartile is below, too
+_CHANGES_MOST = 1.0  # changes of K a second
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is measured at once."""
+
+    model: str
+    """A key of `_MODELS`."""
+    n_streams: int
+    """Requests at once."""
+
+    @property
+    def name(self) -> str:
+        """Both in a word."""
+        return f"{self.model} x{self.n_streams}"
+
+
+class Store:
+    """The rounds that were measured, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        content = path.read_text(encoding="utf-8") if path.exists() else "[]"
+        self.rounds: list[dict[str, Any]] = json.loads(content)
+
+    def of(self, cell: Cell) -> list[dict[str, Any]]:
+        """Returns a cell's rounds."""
+        return [found for found in self.rounds if found["cell"] == cell.name]
+
+    def add(self, cell: Cell, seconds: float, n_threads: int, arms: dict[str, Any]) -> None:
+        """Adds a round and writes the file, whole or not at all."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.rounds.append(
+            {
+                "cell": cell.name,
+                "when": when,
+                "seconds": seconds,
+                "n_threads": n_threads,
+                "arms": arms,
+            }
+        )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_suffix(".part")
+        beside.write_text(json.dumps(self.rounds, indent=1) + "\n", encoding="utf-8")
+        beside.replace(self._path)
+
+
+def _arms(cell: Cell, n_threads: int) -> list[Contender]:
+    name, acceptance = _MODELS[cell.model]
+    target = find_target(name)
+    n_prompt = 24 if target.is_random else 64
+    common: dict[str, Any] = {
+        "model": str(target.path),
+        "n_seq_max": cell.n_streams,
+        "n_ctx_seq": 320,
+        "n_threads": n_threads,
+        "has_prefix_cache": False,
+    }
+    drafted: dict[str, Any] = {"draft_type": "mtp", "n_draft_max": _N_DRAFT_MAX}
+    if acceptance is not None:
+        rates = [acceptance**k for k in range(1, _N_DRAFT_MAX + 1)]
+        drafted["synth_rates"] = tuple(f"{rate:.6f}" for rate in rates)
+    cases: dict[str, dict[str, Any]] = dict.fromkeys(CHOOSERS, drafted)
+    cases["none"] = {"draft_type": "none"}
+    for k in range(1, _N_DRAFT_MAX + 1):
+        cases[f"K={k}"] = drafted | {"draft_policy": "fixed", "n_draft_default": k}
+    return [
+        Contender(
+            name,
+            Config(**common | case),
+            cell.n_streams,
+            chooser="plain" if name == "plain" else "model",
+            n_prompt=n_prompt,
+        )
+        for name, case in cases.items()
+    ]
+
+
+def _n_changes(arm: Contender) -> int:
+    return int(getattr(arm.scheduler.policy, "n_changes", 0))
+
+
+def _warm_up(arm: Contender, seconds: float) -> None:
+    """Runs until every stream generates and a chooser's first probes are over, and then some."""
+    arm.run(0.0)
+    while not all(sequence.n_steps for sequence in arm.scheduler.sequences()):
+        arm.run(0.2)
+    arm.run(seconds)
+    while arm.name in CHOOSERS and arm.scheduler.counts.n_planned < _N_WARM_UP * arm.n_streams:
+        arm.run(0.2)
+
+
+def _turn(arm: Contender, seconds: float) -> dict[str, Any]:
+    """Returns what an arm did in its turn."""
+    n_changes = _n_changes(arm)
+    arm.lengths.clear()
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    arm.run(seconds)
+    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+    n_all = max(1, sum(arm.lengths.values()))
+    return {
+        "tokens_per_s": round(arm.rates[-1], 3),
+        "n_cores": round(cpu_s / wall_s, 3),  # fewer than threads: others had the machine
+        "changes_per_s": round(max(0, _n_changes(arm) - n_changes) / seconds, 3),
+        "chosen": {str(k): round(n / n_all, 3) for k, n in sorted(arm.lengths.items())},
+        "n_resets": arm.scheduler.counts.n_estimator_resets,
+    }
+
+
+@contextlib.contextmanager
+def _quiet(path: Path | None) -> Iterator[None]:
+    """Holds a file's lock while something is measured; those that wait have a chance before."""
+    if path is None:
+        yield
+        return
+    time.sleep(0.3)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _measure(cell: Cell, store: Store, options: argparse.Namespace, stop_at: float) -> None:
+    n_done = len(store.of(cell))
+    if n_done >= options.rounds:
+        return
+    with contextlib.ExitStack() as stack:
+        arms = _arms(cell, options.threads)
+        for arm in arms:
+            stack.callback(arm.engine.close)
+            with _quiet(options.lock):
+                _warm_up(arm, options.warm_up)
+        for i in range(n_done, options.rounds):
+            if time.monotonic() + options.seconds * len(arms) > stop_at:
+                return
+            turn = i % len(arms)
+            found = {}
+            for arm in arms[turn:] + arms[:turn]:
+                with _quiet(options.lock):
+                    found[arm.name] = _turn(arm, options.seconds)
+            store.add(cell, options.seconds, options.threads, found)
+            speeds = "  ".join(f"{arm.name} {arm.rates[-1]:.1f}" for arm in arms)
+            print(f"{cell.name}  round {i + 1}: {speeds}", flush=True)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Returns lower quartile, median and upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _table(store: Store, cells: Sequence[Cell]) -> None:
+    """Prints a line for each cell, and the verdict."""
+    print("medians of tokens/s; then each chooser ÷ the best of the other four, with quartiles")
+    ratios: dict[str, list[float]] = {chooser: [] for chooser in CHOOSERS}
+    misses: dict[str, list[str]] = {chooser: [] for chooser in CHOOSERS}
+    changes: dict[str, float] = dict.fromkeys(CHOOSERS, 0.0)
+    for cell in cells:
+        rounds = [found["arms"] for found in store.of(cell)]
+        if not rounds:
+            continue
+        speeds = {
+            arm: [arms[arm]["tokens_per_s"] for arms in rounds] for arm in (*CHOOSERS, *FIXED)
+        }
+        best = max(FIXED, key=lambda arm: statistics.median(speeds[arm]))
+        parts = []
+        for arm, found in speeds.items():
+            low, middle, high = _quartiles(found)
+            parts.append(f"{arm} {middle:.1f} ({low:.1f}-{high:.1f})")
+        cores = [arms[arm]["n_cores"] for arms in rounds for arm in speeds]
+        busy = f"cores {min(cores):.2f}-{max(cores):.2f}"
+        print(f"{cell.name:14} {len(rounds)} rounds  {'  '.join(parts)}  best {best}  {busy}")
+        for chooser in CHOOSERS:
+            pairs = zip(speeds[chooser], speeds[best], strict=True)
+            low, ratio, high = _quartiles([a / b for a, b in pairs])
+            per_s = statistics.mean(arms[chooser]["changes_per_s"] for arms in rounds)
+            ratios[chooser].append(ratio)
+            changes[chooser] = max(changes[chooser], per_s)
+            if ratio < _CELL_LEAST and high < _CELL_LEAST:
+                misses[chooser].append(cell.name)
+            print(f"    {chooser:6} {ratio:.3f} ({low:.3f}-{high:.3f}), {per_s:.2f} changes/s")
+    if ratios["plain"]:
+        _print_verdict(ratios, misses, changes)
+
+
+def _print_verdict(
+    ratios: dict[str, list[float]], misses: dict[str, list[str]], changes: dict[str, float]
+) -> None:
+    """Prints which chooser stays by the rule, and whether each does what any choice must."""
+    for chooser in CHOOSERS:
+        median, worst = statistics.median(ratios[chooser]), min(ratios[chooser])
+        is_good = median >= _MEDIAN_LEAST and not misses[chooser]
+        is_good = is_good and changes[chooser] <= _CHANGES_MOST
+        print(
+            f"{chooser}: median of {len(ratios[chooser])} cells {median:.3f}, worst {worst:.3f},"
+            f" below {_CELL_LEAST} in {', '.join(misses[chooser]) or 'none'}, at most"
+            f" {changes[chooser]:.2f} changes/s: {'holds' if is_good else 'does not hold'}"
+        )
+    plain, model = (statistics.median(ratios[chooser]) for chooser in CHOOSERS)
+    is_near, is_safe = plain >= _NO_WORSE * model, min(ratios["plain"]) >= min(ratios["model"])
+    print(
+        f"plain ÷ model {plain / model:.3f} in the median (rule: {_NO_WORSE}), worst cell"
+        f" {'no worse' if is_safe else 'worse'}:"
+        f" {'plain replaces the model' if is_near and is_safe else 'the model stays'}"
+    )
+
+
+def _selected(only: str) -> Iterator[Cell]:
+    """Yields the cells that a selection names, such as `cell=dense+hybrid,streams=1`."""
+    chosen = dict(part.split("=", 1) for part in only.split(",") if part)
+    if not set(chosen) <= {"cell", "streams"}:
+        raise ValueError(f"--only {only!r}: expected cell=NAME+NAME and streams=N+N")
+    models = chosen.get("cell", "+".join(_MODELS)).split("+")
+    streams = [int(n) for n in chosen.get("streams", "+".join(map(str, _STREAMS))).split("+")]
+    for model in models:
+        if model not in _MODELS:
+            raise ValueError(f"there is no cell {model!r}; there are {', '.join(_MODELS)}")
+        for n_streams in streams:
+            yield Cell(model, n_streams)
+
+
+def main() -> None:
+    """Measures the cells that are not yet complete, and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="of each cell, those of earlier sittings included")
+    add("--seconds", type=float, default=15.0, help="of an arm's turn")
+    add("--warm-up", type=float, default=5.0, help="seconds of each arm before the first round")
+    add("--minutes", type=float, default=1e6, help="no round begins that would end later")
+    add("--threads", type=int, default=0, help="of a decode; 0 is the server's default")
+    add("--only", default="", help="cell=NAME+NAME,streams=N+N")
+    add("--json", type=Path, default=Path("build/trial.json"))
+    add("--lock", type=Path, help="a file whose lock is held while something is measured")
+    add("--table", action="store_true", help="measure nothing, print the table of the file")
+    options = parser.parse_args()
+    stop_at = time.monotonic() + 60 * options.minutes
+    try:
+        cells = list(_selected(options.only))
+    except ValueError as error:
+        sys.exit(str(error))
+    store = Store(options.json)
+    if not options.table:
+        for cell in cells:
+            _measure(cell, store, options, stop_at)
+    _table(store, cells)
+
+
+if __name__ == "__main__":
+    main()

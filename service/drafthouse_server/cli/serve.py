@@ -1,0 +1,209 @@
+"""`drafthouse serve`: from flags to a server that listens."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import gc
+import logging
+import os
+import socket
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from drafthouse_server import config as settings
+from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.config import Config, bare_host
+from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.engine.loading import engine_version
+from drafthouse_server.engine.threads import Threads
+from drafthouse_server.errors import ConfigError, ServerFailed, StartupError
+from drafthouse_server.rpc.server import Server
+
+__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "add_serve", "format_bytes", "format_count"]
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+"""Root of the repository; of an installed package, a folder without models."""
+
+LISTENS_AT = "listening at "
+"""How the line starts that tells the address, "host:port", when the server takes calls."""
+
+FAILED = 70
+"""Exit code of a server whose step loop has failed: EX_SOFTWARE of sysexits.h."""
+
+_EXIT_CODES = (
+    "exit codes: 0 ended by SIGTERM or SIGINT; 1 cannot start, and says why; 2 a setting is wrong;"
+    f" {FAILED} the step loop has failed: every stream was told ENGINE_FAILURE, start it again"
+)
+
+_PROBE_S = 1.0
+"""How long a socket may take to answer whether somebody listens at it."""
+
+_SWITCH_INTERVAL_S = 1e-4
+"""How long the event loop may keep the interpreter from the engine thread, which waits for it
+before and after each step. Python's 5 ms are the length of ten steps of a small model."""
+
+
+def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `serve`."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model; without flags, the demo model",
+        description="Serves a GGUF model over gRPC. Flags win over DRAFTHOUSE_* variables, these"
+        " over the file of --config.",
+        epilog=_EXIT_CODES,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    settings.add_flags(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
+    names = [field.name for field in dataclasses.fields(Config)]
+    try:
+        config = settings.load(arguments.config, flags={n: getattr(arguments, n) for n in names})
+    except ConfigError as error:
+        terminal.error(str(error))
+        return 2
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        asyncio.run(_run(_found(config), terminal))
+    except StartupError as error:
+        terminal.error(str(error))
+        return 1
+    except ServerFailed as error:
+        terminal.error(str(error))
+        return FAILED
+    return 0
+
+
+def _found(config: Config) -> Config:
+    """Returns the settings with the demo model's path, wherever the command was started."""
+    demo = CHECKOUT / config.model
+    if config.model == Config().model and not Path(config.model).exists() and demo.exists():
+        return dataclasses.replace(config, model=str(demo))
+    return config
+
+
+async def _run(config: Config, terminal: Terminal) -> None:
+    _check_address(config.host, config.port)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with contextlib.ExitStack() as loading:
+        progress = loading.enter_context(terminal.loading())
+
+        def announce(server: Server) -> None:
+            loading.close()
+            # What is here stays: no reason to look through it again and again while all wait.
+            gc.freeze()
+            _describe(server, config, terminal)
+
+        await Server(config, lambda: LlamaEngine.load(config, progress)).serve(announce)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Finds out whether we may listen there before a large model is loaded for nothing.
+
+    Raises:
+        StartupError: we may not, or somebody else does.
+    """
+    is_unix = host.startswith("unix:")
+    try:
+        if is_unix:
+            _try_socket(Path(host.removeprefix("unix:")))
+        else:
+            _try_port(bare_host(host), port)
+    except OSError as error:
+        place, flags = (host, "--host") if is_unix else (f"{host}:{port}", "--port or --host")
+        raise StartupError(
+            f"cannot listen at {place}: {(error.strerror or str(error)).lower()};"
+            f" choose another {flags}, or stop what listens there"
+        ) from error
+
+
+def _try_port(host: str, port: int) -> None:
+    """Raises OSError where we may not listen, or somebody else does."""
+    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, address in places[:1]:
+        with socket.socket(family, kind, protocol) as probe:
+            # As grpc does: what an ended server leaves behind does not hold the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            # Without it two sockets that both allow reuse may bind, and only listening fails.
+            probe.listen(1)
+
+
+def _try_socket(path: Path) -> None:
+    """Raises OSError where we may not listen, or somebody else does.
+
+    grpc takes the place of any socket, so that a server that is running would lose its own.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        if path.is_socket():
+            probe.settimeout(_PROBE_S)
+            code = probe.connect_ex(str(path))
+            if code != errno.ECONNREFUSED:  # as what an ended server leaves behind does
+                code = code or errno.EADDRINUSE
+                raise OSError(code, os.strerror(code))
+        else:
+            probe.bind(str(path))
+            path.unlink()
+
+
+def _describe(server: Server, config: Config, terminal: Terminal) -> None:
+    """Tells what is served, and where."""
+    card, limits = server.loop.engine.card, server.loop.engine.limits
+    drafts = (
+        f"{'n-gram lookup, else ' if config.has_ngram_first else ''}{limits.draft_type},"
+        f" {_how_many(config)} tokens per step by default,"
+        f" at most {limits.n_draft_max}"
+        if limits.n_draft_max
+        else "none"
+    )
+    terminal.line(
+        f"drafthouse {version('drafthouse-server')}, {engine_version().partition(';')[0]}"
+    )
+    terminal.line(
+        f"  model    {card.name}: {card.architecture}, {format_count(card.n_params)} parameters,"
+        f" {format_bytes(card.size_bytes)}"
+    )
+    terminal.line(
+        f"  draft    {drafts}" + (f" ({config.draft_model})" if config.draft_model else "")
+    )
+    terminal.line(
+        f"  slots    {limits.n_seq_max} of {limits.n_ctx_seq} tokens,"
+        f" {limits.n_ctx} KV cells together"
+    )
+    terminal.line(f"  threads  {_how_many_threads(server.loop.engine.threads)}")
+    if config.is_open:
+        terminal.line("  keys     none: OPEN to everybody who reaches this port (insecure_no_auth)")
+    terminal.line(f"{LISTENS_AT}{server.target}")
+
+
+def _how_many_threads(threads: Threads) -> str:
+    wide = f", {threads.n_batch} for {threads.n_wide} tokens and more"
+    return f"{threads.n}{wide if threads.n_batch != threads.n else ''} ({threads.reason})"
+
+
+def _how_many(config: Config) -> str:
+    return str(config.n_draft_default) if config.draft_policy == "fixed" else "as many as pay"
+
+
+def format_count(n: float) -> str:
+    """Returns a count in three figures: 5.31 M."""
+    for unit in ("", " k", " M", " G"):
+        if n < 999.5:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g} T"
+
+
+def format_bytes(n_bytes: int) -> str:
+    """Returns a size in three figures: 10.6 MB."""
+    return f"{format_count(n_bytes)}B" if n_bytes >= 1000 else f"{n_bytes} B"

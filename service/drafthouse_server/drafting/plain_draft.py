@@ -1,0 +1,150 @@
+"""One K for all sequences of a step: the one with the most tokens per second measured. Pure.
+
+Tokens of a step over its seconds: averages of the seconds by bucket of running sequences and K, and
+of accepted tokens by position, for all K. Only a probe, some steps with another K, changes the one.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from drafthouse_server.drafting.guard import checked, is_duration
+from drafthouse_server.drafting.policy import Draftable, FixedDraft
+from drafthouse_server.step import EngineLimits, StepResult
+
+__all__ = ["PlainDraft"]
+
+_MARGIN = (1.02, 1.1)  # ratios of tokens/s: a probe's K is better; it is probed before its turn
+_N_PROBE, _N_WARM = 6, 8  # steps: of a probe (the first, with a new graph, is left out); fed before
+_REST_S = (1.0, 16.0)  # seconds from probe to probe: doubled, or quartered by a change; these, too
+_COST = 0.007  # share of the time that probes may lose: dear ones are rarer
+_N_SECONDS = (8, 2)  # steps that an average rests on (5 % noise each); an old one is worth
+_STALL = (1.25, 2.0)  # a step counts for so many averages at most, and an average for two steps
+_N_DRAFTS = 400  # drafts that an average of accepted tokens rests on: its error is 2 points
+_PRIOR, _N_PRIOR = 0.6, 8  # share of first tokens before any draft; drafts a prior is worth
+_FEEDING = 0.01  # share of a step: a drafter that takes less to feed is fed while K = 0, too
+
+
+class _Mean:
+    value, n = 0.0, 0
+
+    def add(self, value: float, n_max: int, n: int = 1) -> None:
+        self.n = min(self.n + n, n_max)
+        self.value += (value - self.value) * min(1.0, n / self.n)
+
+
+class _Bucket:  # of 1, 2, 3 to 4, 5 to 8 and so on sequences
+    def __init__(self, k: int, n_draft_max: int) -> None:
+        self.k, self.n_probes, self.early_s, self.due_s, self.rest_s = k, 0, 0.0, 0.0, _REST_S[0]
+        self.seconds = [_Mean() for _ in range(n_draft_max + 1)]  # by K; a sequence's
+
+
+class PlainDraft:
+    """The plain `DraftPolicy`; `n_draft_max` is the engine's limit."""
+
+    def __init__(self, n_draft_max: int) -> None:
+        self._n_draft_max, self.n_turns = n_draft_max, 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all that was learnt; drafters are fed."""
+        self.n_turns, self.n_changes, self.is_warm = self.n_turns + 1, 0, True
+        self._k, self._n_fed = min(1, self._n_draft_max), _N_WARM  # K beside probes; steps fed
+        self._buckets = defaultdict[int, _Bucket](lambda: _Bucket(self._k, self._n_draft_max))
+        self._accepted = [_Mean() for _ in range(self._n_draft_max)]  # by position
+        self._probed, self._n_probe, self._n_left = -1, 0, 0  # K (-1: no probe), steps, steps left
+        self._now_s, self._changed_s, self._feeding = 0.0, -_REST_S[0], _Mean()
+        self._kind = self._last = (-1, -1, True)  # of a step: bucket, K, whether drafters are fed
+        self._asked, self._base, self._free = dict[int, int](), 1.0, 1.0  # K by slot; `choose_all`
+
+    def wants(self, sequence: Draftable) -> bool:
+        """Returns whether a sequence's drafter shall be fed."""
+        return self.is_warm if sequence.n_draft is None else sequence.n_draft > 0
+
+    def choose_all(
+        self, sequences: Sequence[Draftable], limits: EngineLimits, n_room: int, n_prefill: int
+    ) -> list[int]:
+        """Returns K for each sequence; who asks for one gets it."""
+        bound = [s.n_draft for s in sequences if s.n_draft is not None]
+        n, k, i_bucket = len(sequences), -1, (len(sequences) - 1).bit_length()
+        if n > len(bound) and self._n_draft_max:
+            self._base, self._free = 1 + sum(map(self._gain, bound)) / n, 1 - len(bound) / n
+            k = self._next(i_bucket, n)
+        drafts = FixedDraft(k).choose_all(sequences, limits, n_room, n_prefill)
+        self._asked = {s.seq_id: d for s, d in zip(sequences, drafts, strict=True)}
+        self._kind = i_bucket, k if k <= max(drafts, default=0) else -1, self.is_warm
+        return drafts
+
+    def _next(self, i_bucket: int, n: int) -> int:
+        bucket = self._buckets[i_bucket]
+        if i_bucket != self._kind[0]:
+            self._probed = -1
+        elif self._probed >= 0 and self._n_left <= 0:
+            self._conclude(bucket, n)
+        if self._probed < 0 and self._now_s >= bucket.early_s:
+            self._probe(bucket, n)
+        if self._probed < 0 and bucket.k != self._k and self._now_s >= self._changed_s + _REST_S[0]:
+            self._k, self._changed_s, self.n_changes = bucket.k, self._now_s, self.n_changes + 1
+        is_warm = self._k > 0 or self._probed >= 0 or self._feeding.value < _FEEDING
+        if is_warm != self.is_warm:
+            self.is_warm, self.n_turns, self._n_fed = is_warm, self.n_turns + 1, 0
+        if self._n_fed < _N_WARM:
+            return -1 if self.is_warm else 0
+        self._n_left -= 1
+        return self._probed if self._probed >= 0 else self._k
+
+    def _probe(self, bucket: _Bucket, n: int) -> None:  # of 0, 1, 2, up while better; then others
+        rates = [self._rate(k, mean) for k, mean in enumerate(bucket.seconds)]
+        new = [k for k, r in enumerate(rates) if not r and (k < 3 or rates[k - 1] > rates[k - 2])]
+        k = new[0] if new else max(range(len(rates)), key=lambda k: rates[k] * (k != bucket.k))
+        is_early = bool(new) or rates[k] > _MARGIN[1] * rates[bucket.k]
+        if self._now_s < bucket.due_s and not is_early:
+            return
+        near = [k for k in (bucket.k + 1, 0, bucket.k - 1) if k <= self._n_draft_max]
+        k = k if is_early or not bucket.k else near[bucket.n_probes % len(near)]
+        self._probed, bucket.n_probes = k, bucket.n_probes + 1
+        self._n_left = self._n_probe = max(_N_PROBE, 0 if self._k else 2 * _N_PRIOR // n)
+        bucket.seconds[self._probed].n = min(bucket.seconds[self._probed].n, _N_SECONDS[1])
+        for mean in self._accepted if not self._k else ():
+            mean.n = min(mean.n, _N_PRIOR)
+
+    def _conclude(self, bucket: _Bucket, n: int) -> None:  # chooses; says when to probe again
+        tried, kept = bucket.seconds[self._probed], bucket.seconds[bucket.k]
+        rate, rate_kept = self._rate(self._probed, tried), self._rate(bucket.k, kept)
+        lost = max(0.0, 1 - rate / rate_kept) if rate_kept else 0.0
+        lost_s = lost * self._n_probe * n * min(tried.value, 3 * kept.value)  # 3: stalls aside
+        is_better = rate > _MARGIN[0] * rate_kept
+        bucket.k = self._probed if is_better else bucket.k
+        bucket.rest_s = min(max(_REST_S[0], bucket.rest_s * (0.25 if is_better else 2)), _REST_S[1])
+        wait_s = max(bucket.rest_s, lost_s / _COST)
+        self._probed, bucket.due_s = -1, self._now_s + wait_s
+        bucket.early_s = self._now_s + wait_s / 4 * (bucket.n_probes > self._n_draft_max)
+
+    def _gain(self, k: int) -> float:  # accepted tokens; a position's prior is the one before
+        total, still, share = 0.0, 1.0, _PRIOR
+        for mean in self._accepted[:k]:
+            share = (mean.n * mean.value + _N_PRIOR * share) / (mean.n + _N_PRIOR)
+            still *= share
+            total += still
+        return total
+
+    def _rate(self, k: int, seconds: _Mean) -> float:  # tokens/s of a sequence; 0: not measured
+        return (self._base + self._free * self._gain(k)) / seconds.value if seconds.n else 0.0
+
+    def observe(self, result: StepResult, streams_s: float = 0.0) -> None:
+        """Learns from a step that took `streams_s` without its prompts; 0 is not known."""
+        (i_bucket, k, is_warm), n, timings = self._kind, len(self._asked), checked(result.timings)
+        is_first, self._last = self._kind != self._last, self._kind
+        self._now_s, self._n_fed = self._now_s + timings.total_s, self._n_fed + is_warm
+        counts = Counter((self._asked.get(e.seq_id, 0), e.n_accepted) for e in result.entries)
+        for (n_asked, n_right), n_drafts in counts.items():
+            for i, mean in enumerate(self._accepted[: min(n_asked, n_right + 1)]):
+                mean.add(float(i < n_right), _N_DRAFTS, n_drafts)
+        share = 0.0 if k else timings.process_s / max(timings.total_s, 1e-9)  # of the step: feeding
+        seconds = streams_s * (1 - share) / max(1, n * result.n_steps)
+        if k < 0 or is_first or not (seconds > 1e-9 and is_duration(seconds)):
+            return
+        mean = self._buckets[i_bucket].seconds[k]
+        mean.value = min(mean.value, _STALL[1] * seconds) if mean.n else seconds
+        mean.add(min(seconds, _STALL[0] * mean.value), _N_SECONDS[0])
+        if is_warm and not k:
+            self._feeding.add(share, _N_SECONDS[0])

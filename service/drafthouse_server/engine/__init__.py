@@ -1,0 +1,1 @@
+"""The engine behind one protocol. Alone imports `drafthouse_engine`."""

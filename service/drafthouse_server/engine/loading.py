@@ -1,0 +1,253 @@
+"""Loads the models and makes the contexts, or says in a sentence why not and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from drafthouse_server.config import AUTOMATIC, Config
+from drafthouse_server.engine.threads import Threads, choose_threads
+from drafthouse_server.errors import ModelLoadError, StartupError
+from drafthouse_server.step import EngineLimits, ModelCard
+
+# The fake engine, and all tests that use it, work without the extension.
+try:
+    import drafthouse_engine
+except ImportError as error:
+    _unbuilt: str | None = str(error)
+else:
+    _unbuilt = None
+
+__all__ = ["card_of", "engine_version", "limits_of", "load_engine"]
+
+_log = logging.getLogger(__name__)
+
+_N_CTX_SEQ_AUTOMATIC = 4096
+"""Bound of `Config.n_ctx_seq` 0.
+
+Models are trained with contexts that no small machine can hold.
+"""
+
+
+def load_engine(
+    config: Config, progress: Callable[[str, float], object] | None = None
+) -> tuple[drafthouse_engine.Engine, Threads]:
+    """Loads the models of a configuration and makes the contexts. Thread: the engine thread.
+
+    Args:
+        config: The server's settings.
+        progress: Called with a file and the share of it that is loaded, [0, 1].
+
+    Raises:
+        ModelLoadError: a file is missing, broken, or does not fit; says which and what to do.
+        StartupError: the extension is not built.
+    """
+    if _unbuilt is not None:
+        raise StartupError(_unbuilt)
+    may_be_mtp = config.draft_type in ("mtp", AUTOMATIC) and not config.draft_model
+    target = _load_model(config.model, config.n_gpu_layers, progress, load_mtp=may_be_mtp)
+    draft = None
+    if config.draft_model:
+        draft = _load_model(config.draft_model, config.n_gpu_layers, progress)
+    if config.synth_rates:
+        _log.warning(
+            "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is not"
+            " the model's output"
+        )
+    threads = _threads(config, target)
+    engine = _make_engine(config, target, draft, threads)
+    with _explained(config.model, config):
+        if target.chat_template:
+            target.start_chat()  # a process, which the first chat should not have to wait for
+    return engine, threads
+
+
+def engine_version() -> str:
+    """Returns the version of llama.cpp and how it was built.
+
+    Raises:
+        StartupError: the extension is not built.
+    """
+    if _unbuilt is not None:
+        raise StartupError(_unbuilt)
+    return drafthouse_engine.build_version()
+
+
+def _load_model(
+    path: str,
+    n_gpu_layers: int,
+    progress: Callable[[str, float], object] | None,
+    *,
+    load_mtp: bool = False,
+) -> drafthouse_engine.Model:
+    with _explained(path):
+        return drafthouse_engine.Model(
+            path,
+            n_gpu_layers=n_gpu_layers,
+            load_mtp=load_mtp,
+            # Returning None goes on; only False would stop the load.
+            progress=None if progress is None else lambda share: progress(path, share),
+        )
+
+
+@contextmanager
+def _explained(path: str, config: Config | None = None) -> Iterator[None]:
+    """Turns the extension's errors into one sentence: which file, what is wrong, what to do.
+
+    Args:
+        path: The file that is loaded.
+        config: The settings, where the models are there and the contexts are made.
+    """
+    try:
+        yield
+    except drafthouse_engine.EngineError as error:
+        problem = error.message.removesuffix(".")
+        if config is None:
+            raise ModelLoadError(path, problem, _advice(error, _OF_LOADING)) from error
+        if config.draft_model and _is_of_draft(error):
+            path = config.draft_model
+        advice = _OF_CONTEXTS if config.draft_type != "none" else _OF_CONTEXTS_WITHOUT_DRAFTS
+        raise ModelLoadError(path, problem, _advice(error, advice)) from error
+
+
+def _is_of_draft(error: drafthouse_engine.EngineError) -> bool:
+    """Returns whether an error is about the draft model's file, not the target's."""
+    kinds = ("NotEagle3", "NotDflash", "NotDspark", "IncompatibleDraft")
+    return type(error).__name__ in kinds or error.message.startswith("the draft model")
+
+
+def _advice(error: drafthouse_engine.EngineError, table: Mapping[str, str]) -> str:
+    """Returns what the operator can do, by the name of the most specific class that is known."""
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return next((table[name] for name in names if name in table), "see the log")
+
+
+_OF_LOADING = {
+    "ModelNotFound": "check the path in the settings model and draft_model",
+    "BadModel": "give a complete GGUF file; if this one was downloaded, download it again",
+    "OutOfMemory": "use a smaller model, or free memory",
+    "Unsupported": "use another file",
+    "InvalidArgument": "change this setting",
+}
+"""What to do when a file cannot be loaded, by the name of the error's class."""
+
+_OF_CONTEXTS_WITHOUT_DRAFTS = {
+    "BadModel": _OF_LOADING["BadModel"],
+    "OutOfMemory": "lower n_seq_max, n_ctx_seq or n_ctx, or use a smaller model",
+    "Unsupported": "use another model",
+    "InvalidArgument": "change this setting",
+}
+"""What to do when the contexts cannot be made."""
+
+_OF_CONTEXTS = _OF_CONTEXTS_WITHOUT_DRAFTS | {
+    "NoMtpHeads": "use a model with MTP heads, or set draft_type to none, eagle3, simple, …",
+    "NotEagle3": "give an EAGLE-3 model as draft_model, or set draft_type to simple",
+    "NotDflash": "give a DFlash model as draft_model, or another draft_type",
+    "NotDspark": "give a DSpark model as draft_model, or another draft_type",
+    "IncompatibleDraft": "give a draft model that was made for this target, or set draft_type to"
+    " none",
+    "Unsupported": "use another model; if the drafter is at fault, set draft_type to none",
+}
+"""The same, where there is a drafter."""
+
+
+def _threads(config: Config, target: drafthouse_engine.Model) -> Threads:
+    """Returns what the settings say, and where they say nothing what suits model and machine."""
+    n, n_batch = config.n_threads, config.n_threads_batch
+    if n:
+        return Threads(n, n_batch or n, reason="as set")
+    cores = drafthouse_engine.find_cores()
+    found = choose_threads(cores.n_cores, cores.n_spare, target.size_bytes)
+    return dataclasses.replace(found, n_batch=n_batch, n_wide=2) if n_batch else found
+
+
+def _engine_params(
+    config: Config, draft_type: str, target: drafthouse_engine.Model, threads: Threads
+) -> drafthouse_engine.EngineParams:
+    n_ctx_seq = config.n_ctx_seq or min(target.n_ctx_train, _N_CTX_SEQ_AUTOMATIC)
+    return drafthouse_engine.EngineParams(
+        draft_type=draft_type,  # type: ignore[arg-type]  # Config allows the same names only
+        n_ctx=config.n_ctx,
+        n_ctx_seq=n_ctx_seq,
+        n_batch=config.n_batch,
+        n_ubatch=config.n_ubatch,
+        n_seq_max=config.n_seq_max,
+        n_draft_max=config.n_draft_max,
+        n_threads=threads.n,
+        n_threads_batch=threads.n_batch,
+        n_wide=threads.n_wide,
+        p_min=config.p_min,
+        probabilistic=config.is_probabilistic,
+        kv_unified=config.is_kv_unified,
+        flash_attention=config.has_flash_attention,
+        synth_rates=tuple(map(float, config.synth_rates)),
+    )
+
+
+def _make_engine(
+    config: Config,
+    target: drafthouse_engine.Model,
+    draft: drafthouse_engine.Model | None,
+    threads: Threads,
+) -> drafthouse_engine.Engine:
+    """Makes the contexts, with the first drafter that fits where the setting leaves it open.
+
+    Raises:
+        ConfigError: a setting needs a drafter, and none fits.
+        ModelLoadError: they cannot be made; says why and what to do.
+    """
+    *others, last = _draft_types(config, draft)
+    for draft_type in others:
+        params = _engine_params(config, draft_type, target, threads)
+        with _explained(config.model, config), suppress(*_unfit()):
+            return drafthouse_engine.Engine(target, draft, params)
+    # Its rules hold for what was found, too: n-grams first, before nothing, is refused.
+    config = dataclasses.replace(config, draft_type=last)
+    with _explained(config.model, config):
+        return drafthouse_engine.Engine(
+            target, draft, _engine_params(config, last, target, threads)
+        )
+
+
+def _unfit() -> tuple[type[drafthouse_engine.EngineError], ...]:
+    """Returns the errors of a draft type that is not these models'."""
+    return (
+        drafthouse_engine.NoMtpHeads,
+        drafthouse_engine.NotDflash,
+        drafthouse_engine.Unsupported,
+    )
+
+
+def _draft_types(config: Config, draft: drafthouse_engine.Model | None) -> tuple[str, ...]:
+    """Returns the draft types to try, one after the other."""
+    if config.draft_type != AUTOMATIC:
+        return (config.draft_type,)
+    if draft is None:
+        return ("mtp", "none")
+    by_architecture = {"eagle3": ("eagle3",), "dflash": ("dflash", "dspark")}
+    return by_architecture.get(draft.arch, ("simple",))
+
+
+def limits_of(engine: drafthouse_engine.Engine) -> EngineLimits:
+    """Returns the capacities that a plan must respect."""
+    limits = engine.limits
+    names = (field.name for field in dataclasses.fields(EngineLimits))
+    return EngineLimits(**{name: getattr(limits, name) for name in names})
+
+
+def card_of(model: drafthouse_engine.Model, name: str) -> ModelCard:
+    """Returns what a client may know of a model, which is served by this name."""
+    return ModelCard(
+        name=name,
+        architecture=model.arch,
+        description=model.description,
+        n_params=model.n_params,
+        size_bytes=model.size_bytes,
+        n_vocab=model.n_vocab,
+        n_ctx_train=model.n_ctx_train,
+        is_recurrent=model.is_recurrent or model.is_hybrid,
+        has_chat_template=bool(model.chat_template),
+        token_eos=model.token_eos,
+    )

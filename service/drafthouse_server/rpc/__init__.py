@@ -1,0 +1,1 @@
+"""gRPC: translates. Alone knows grpc and protobuf."""

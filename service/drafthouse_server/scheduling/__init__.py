@@ -1,0 +1,1 @@
+"""Who gets which part of the next step. Every file here is pure."""

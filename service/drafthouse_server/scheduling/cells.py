@@ -1,0 +1,117 @@
+"""How many KV cells sequences are likely to need, and how many there are for all of them.
+
+With cells of its own for each slot (`kv_unified` off) there is always room. Where slots share one
+pool, reserving all that every sequence could ever hold would leave most of it unused: few generate
+as much as they may. So a sequence counts with what others of its tenant came to, and when too many
+come to more, the scheduler parks some.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.step import EngineLimits
+
+__all__ = ["CellLedger", "OutputLengths"]
+
+_N_MEMORY = 32
+"""Sequences over which a length is averaged."""
+
+_PRIOR_SHARE = 4
+"""Without any observation one part in so many of the allowed output is expected."""
+
+_PRIOR_MIN = 64
+"""But at least so many tokens."""
+
+_GROWTH_SHARE = 4
+"""Who has more output than expected will have one part in so many more."""
+
+_GROWTH_MIN = 16
+"""But at least so many tokens more."""
+
+
+@dataclass(slots=True)
+class _Average:
+    """Moving average and mean deviation."""
+
+    n: int = 0
+    """Observations."""
+    mean: float = 0.0
+    """Of the observations, recent ones above all."""
+    deviation: float = 0.0
+    """Mean distance from the mean."""
+
+    def observe(self, value: float) -> None:
+        """Takes one more observation."""
+        self.n += 1
+        weight = 1 / min(self.n, _N_MEMORY)
+        distance = value - self.mean
+        self.mean += weight * distance
+        if self.n > 1:
+            self.deviation += weight * (abs(distance) - self.deviation)
+
+
+class OutputLengths:
+    """Learns how many tokens sequences generate, by tenant."""
+
+    def __init__(self) -> None:
+        self._all = _Average()
+        self._by_tenant: dict[str, _Average] = {}
+
+    def observe(self, sequence: Sequence) -> None:
+        """Learns from a sequence that has ended."""
+        self._all.observe(sequence.n_output)
+        self._by_tenant.setdefault(sequence.tenant, _Average()).observe(sequence.n_output)
+
+    def likely(self, sequence: Sequence) -> int:
+        """Returns the tokens that a sequence is likely to generate in all, <= n_output_max.
+
+        Always more than it has generated.
+        """
+        n_max = sequence.n_output_max
+        assert n_max is not None, "set at submission"
+        average = self._by_tenant.get(sequence.tenant, self._all)
+        if average.n:
+            expected = math.ceil(average.mean + average.deviation)
+        else:
+            expected = max(n_max // _PRIOR_SHARE, _PRIOR_MIN)
+        n_output = sequence.n_output
+        if expected <= n_output:
+            expected = n_output + max(n_output // _GROWTH_SHARE, _GROWTH_MIN)
+        return min(max(expected, 1), n_max)
+
+
+class CellLedger:
+    """Knows how many cells there are, and tells how many a sequence is likely to need.
+
+    Args:
+        limits: What the engine can carry.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+        self._n_cells = limits.n_ctx
+        self.lengths = OutputLengths()
+        """What sequences came to."""
+        self.is_shared = limits.n_ctx < limits.n_seq_max * limits.n_ctx_seq
+        """Whether the slots together could need more cells than there are."""
+
+    @property
+    def n_cells(self) -> int:
+        """Cells that can be counted on, <= limits.n_ctx."""
+        return self._n_cells
+
+    def need(self, sequence: Sequence) -> int:
+        """Returns the cells that a sequence is likely to need, those for trying out drafts too."""
+        n_tokens = sequence.n_prompt + self.lengths.likely(sequence) + self._limits.n_draft_max
+        return min(n_tokens, self._limits.n_ctx_seq, self._limits.n_ctx)
+
+    def shrink(self, n_used: int) -> None:
+        """Notes that the engine found no free cell although only so many should be in use."""
+        self._n_cells = max(1, min(self._n_cells, n_used))
+
+    def restore(self) -> None:
+        """Notes that a sequence has ended: what was short may be there again."""
+        self._n_cells = self._limits.n_ctx

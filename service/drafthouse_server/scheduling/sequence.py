@@ -1,0 +1,376 @@
+"""One token stream: what was asked, how far it is, and how it ended."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from drafthouse_server.drafting.acceptance import Track
+from drafthouse_server.drafting.ngram import NgramTrack
+from drafthouse_server.errors import DrafthouseError
+from drafthouse_server.step import ResultEntry, SamplingOptions
+
+__all__ = [
+    "ErrorEvent",
+    "Event",
+    "FinishEvent",
+    "FinishReason",
+    "ProgressEvent",
+    "Sequence",
+    "SequenceState",
+    "SpeculationCounts",
+    "Timings",
+    "TokensEvent",
+    "Usage",
+]
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is. There is no prefill state and no decode state."""
+
+    WAITING = enum.auto()
+    """It has no slot yet."""
+    RUNNING = enum.auto()
+    """It owns a slot."""
+    PARKED = enum.auto()
+    """It had to give its slot back, and goes on as soon as it gets another."""
+    FINISHED = enum.auto()
+    """It has had its terminal event."""
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended without an error."""
+
+    STOP = enum.auto()
+    """End token, stop token or stop text."""
+    LENGTH = enum.auto()
+    """Its output limit or the end of the context."""
+    CANCELLED = enum.auto()
+    """The client left."""
+    DEADLINE = enum.auto()
+    """Its deadline passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens counted."""
+
+    n_prompt: int
+    """Tokens of the prompt."""
+    n_output: int
+    """Tokens generated, the end token included."""
+    n_reused: int = 0
+    """Of the prompt, tokens that were not computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time went, in seconds; 0 for what was not reached."""
+
+    queue_s: float
+    """From the receipt to the slot."""
+    prefill_s: float
+    """From the slot to the first token."""
+    decode_s: float
+    """From the first token to the last."""
+    first_token_s: float
+    """From the receipt to the first token."""
+    parked_s: float = 0.0
+    """Without a slot after the first one, within the spans above."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """How speculation did."""
+
+    n_drafts: int
+    """Steps that verified a draft."""
+    n_drafted: int
+    """Draft tokens verified."""
+    n_accepted: int
+    """Of these, accepted."""
+    n_accepted_by_position: tuple[int, ...]
+    """Accepted tokens by their place in the draft."""
+    n_steps: int
+    """Steps that generated tokens, with a draft or without."""
+
+
+# Not frozen: one is made per sequence and step, and a frozen one takes three times as long.
+@dataclass(slots=True)
+class TokensEvent:
+    """New tokens of one step."""
+
+    tokens: Tokens[int]
+    """At least one, in order."""
+    logprobs: Tokens[float] = ()
+    """One per token, or empty."""
+
+
+@dataclass(slots=True)
+class ProgressEvent:
+    """More of the prompt is computed."""
+
+    n_computed: int
+    """Tokens of the prompt in the KV cache, [1, n_prompt]."""
+    n_prompt: int
+    """Length of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEvent:
+    """The sequence ended well. Terminal."""
+
+    reason: FinishReason
+    """Why."""
+    usage: Usage
+    """Tokens counted."""
+    timings: Timings
+    """Where the time went."""
+    speculation: SpeculationCounts
+    """How speculation did."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorEvent:
+    """The sequence ended in an error. Terminal."""
+
+    error: DrafthouseError
+    """What the client is told."""
+
+
+Event = TokensEvent | ProgressEvent | FinishEvent | ErrorEvent
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's token stream. The scheduler alone changes it."""
+
+    request_id: str
+    """Id of the request, as in logs and errors."""
+    prompt: Tokens[int]
+    """Token ids, at least one."""
+    sampler: object
+    """Made by `Engine.make_sampler`; the engine owns it once the sequence has a slot."""
+    tenant: str = "default"
+    """Name of the tenant."""
+    priority: int = 0
+    """[-100, 100]; higher runs first."""
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    """What the sampler was made from."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the sequence besides the model's own."""
+    n_output_max: int | None = None
+    """Most tokens to generate, >= 1.
+
+    None: until the context is full. The scheduler sets it at submission.
+    """
+    n_draft: int | None = None
+    """K asked for; None is the server's default."""
+    deadline: float = math.inf
+    """Monotonic time in seconds after which nobody waits for the output."""
+    received_at: float = 0.0
+    """Monotonic time of the request's receipt, in seconds."""
+    has_progress: bool = False
+    """Whether `ProgressEvent`s are wanted."""
+
+    tokens: list[int] = field(init=False)
+    """Prompt and output."""
+    n_prompt: int = field(init=False)
+    """Length of the prompt."""
+    seq_id: int = -1
+    """Slot; -1 without one."""
+    n_computed: int = 0
+    """Tokens in the KV cache."""
+    n_reserved: int = 0
+    """KV cells that it is likely to need."""
+    n_reused: int = 0
+    """Tokens of the prompt that were not computed again."""
+    n_cut_min: int = 0
+    """Fewest of its tokens that its slot can be cut to, but 0: see `Prefix.n_cut_min`."""
+    n_progress: int = 0
+    """Tokens of the prompt that its last `ProgressEvent` told of."""
+    snapshot: bytes | None = None
+    """All that its slot held, while it is parked in host memory."""
+    is_parked: bool = False
+    """Whether it had to give its slot back and waits for another."""
+    n_parks: int = 0
+    """How often it was parked."""
+    order: int = -1
+    """Place in the order of arrival; -1 before submission."""
+    n_no_room: int = 0
+    """Steps in a row that found no cell."""
+    is_draft_cold: bool = False
+    """Whether the draft state was lost, so that speculation is over."""
+    draft_memory: Track | None = None
+    """What the draft policy remembers of it."""
+    ngram_memory: NgramTrack | None = None
+    """What the n-gram drafter remembers of it."""
+    terminal: FinishEvent | ErrorEvent | None = None
+    """How it ended; None while it goes on."""
+    slot_at: float = math.nan
+    """When it got its first slot."""
+    parked_at: float = math.nan
+    """When it was parked last."""
+    parked_s: float = 0.0
+    """Seconds that it was parked, all times together; the current one is not counted yet."""
+    first_token_at: float = math.nan
+    """When its first token was there."""
+    last_token_at: float = math.nan
+    """When its last token was there."""
+    n_steps: int = 0
+    """Steps that generated tokens."""
+    n_drafts: int = 0
+    """Steps that verified a draft."""
+    n_drafted: int = 0
+    """Draft tokens verified."""
+    n_accepted: int = 0
+    """Draft tokens accepted."""
+    n_drafts_by_accepted: list[int] = field(default_factory=list)
+    """Verified drafts by how many of their tokens were accepted: one count a step."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.n_prompt = len(self.tokens)
+
+    @property
+    def state(self) -> SequenceState:
+        """Where it is."""
+        if self.terminal is not None:
+            return SequenceState.FINISHED
+        if self.seq_id >= 0:
+            return SequenceState.RUNNING
+        return SequenceState.PARKED if self.is_parked else SequenceState.WAITING
+
+    @property
+    def n_target(self) -> int:
+        """Tokens that are known; the next one is chosen when all of them are computed."""
+        return len(self.tokens)
+
+    @property
+    def n_pending(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.tokens) - self.n_computed
+
+    @property
+    def n_output(self) -> int:
+        """Tokens generated."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens generated."""
+        return self.tokens[self.n_prompt :]
+
+    @property
+    def n_output_left(self) -> int:
+        """Tokens that may still be generated; the scheduler has set the limit."""
+        assert self.n_output_max is not None, "read before submission"
+        return self.n_output_max - self.n_output
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far."""
+        return Usage(self.n_prompt, self.n_output, self.n_reused)
+
+    @property
+    def timings(self) -> Timings:
+        """Where the time went so far."""
+        return Timings(
+            queue_s=_span(self.received_at, self.slot_at),
+            prefill_s=_span(self.slot_at, self.first_token_at),
+            decode_s=_span(self.first_token_at, self.last_token_at),
+            first_token_s=_span(self.received_at, self.first_token_at),
+            parked_s=self.parked_s,
+        )
+
+    @property
+    def speculation(self) -> SpeculationCounts:
+        """How speculation did so far."""
+        return SpeculationCounts(
+            n_drafts=self.n_drafts,
+            n_drafted=self.n_drafted,
+            n_accepted=self.n_accepted,
+            n_accepted_by_position=self._n_accepted_by_position(),
+            n_steps=self.n_steps,
+        )
+
+    def extend(self, entry: ResultEntry, now: float) -> tuple[TokensEvent, FinishReason | None]:
+        """Takes one step's tokens; those after an end are dropped.
+
+        Args:
+            entry: The engine's answer, with at least one token.
+            now: Monotonic time in seconds.
+
+        Returns:
+            The tokens that count, and why the sequence ends, if it does.
+        """
+        tokens, logprobs, reason = entry.tokens, entry.logprobs, None
+        n_tokens = len(tokens)
+        n_after = len(self.tokens) + n_tokens
+        assert self.n_output_max is not None, "set at submission"
+        # Most steps end nothing; this runs once per sequence and step.
+        if entry.is_eog or self.stop_token_ids or n_after >= self.n_prompt + self.n_output_max:
+            n_kept, reason = self._find_end(entry)
+            if n_kept < n_tokens:
+                tokens, logprobs = tokens[:n_kept], logprobs[:n_kept]
+        self.tokens += tokens
+        if self.n_steps == 0:
+            self.first_token_at = now
+        self.last_token_at = now
+        # A step yields what was accepted and one token more; a run of steps several such.
+        self.n_steps += n_tokens - entry.n_accepted
+        if entry.n_drafted:
+            self._count_draft(entry)
+        return TokensEvent(tokens, logprobs), reason
+
+    def _find_end(self, entry: ResultEntry) -> tuple[int, FinishReason | None]:
+        """Returns how many of the tokens count, and why the sequence ends after them."""
+        tokens = entry.tokens
+        n_left = self.n_output_left
+        if self.stop_token_ids:
+            for i, token in enumerate(tokens[:n_left]):
+                if token in self.stop_token_ids:
+                    return i + 1, FinishReason.STOP
+        if entry.is_eog and len(tokens) <= n_left:
+            return len(tokens), FinishReason.STOP
+        if len(tokens) >= n_left:
+            return n_left, FinishReason.LENGTH
+        return len(tokens), None
+
+    def _count_draft(self, entry: ResultEntry) -> None:
+        n_drafted, n_accepted = entry.n_drafted, entry.n_accepted
+        self.n_drafts += 1
+        self.n_drafted += n_drafted
+        self.n_accepted += n_accepted
+        by_accepted = self.n_drafts_by_accepted
+        if len(by_accepted) <= n_drafted:
+            by_accepted += [0] * (n_drafted + 1 - len(by_accepted))
+        by_accepted[n_accepted] += 1
+
+    def _n_accepted_by_position(self) -> tuple[int, ...]:
+        """Returns accepted tokens by their place: of as many drafts as were accepted beyond it."""
+        by_accepted = self.n_drafts_by_accepted
+        return tuple([sum(by_accepted[n:]) for n in range(1, len(by_accepted))])
+
+    def finish(self, reason: FinishReason) -> FinishEvent:
+        """Ends the sequence well and returns its terminal event. At most one end per sequence."""
+        assert self.terminal is None, f"{self.request_id} ended twice"
+        event = FinishEvent(reason, self.usage, self.timings, self.speculation)
+        self.terminal = event
+        return event
+
+    def fail(self, error: DrafthouseError) -> ErrorEvent:
+        """Ends the sequence in an error and returns its terminal event.
+
+        At most one end per sequence.
+        """
+        assert self.terminal is None, f"{self.request_id} ended twice"
+        event = ErrorEvent(error)
+        self.terminal = event
+        return event
+
+
+def _span(start: float, end: float) -> float:
+    return 0.0 if math.isnan(start) or math.isnan(end) else end - start

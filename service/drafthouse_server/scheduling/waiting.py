@@ -1,0 +1,133 @@
+"""Sequences that wait for a slot: tenant by tenant in turn, and by rank inside a tenant."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from drafthouse_server.scheduling.sequence import Sequence
+
+__all__ = ["WaitingQueue", "rank"]
+
+_N_REMOVED_MIN = 64
+"""Removed entries that a line may hold before it is swept."""
+
+
+def rank(sequence: Sequence) -> tuple[int, int]:
+    """Returns a sequence's place inside its tenant: the least goes first."""
+    return -sequence.priority, sequence.order
+
+
+@dataclass(slots=True)
+class _Line:
+    """One tenant's sequences."""
+
+    heap: list[tuple[tuple[int, int], Sequence]] = field(default_factory=list)
+    """By rank; some may have been removed."""
+    n_live: int = 0
+    """Entries that were not removed."""
+    n_parked: int = 0
+    """Of these, parked ones."""
+
+
+class WaitingQueue:
+    """Gives every tenant its turn. No operation takes longer because more sequences wait.
+
+    A tenant with parked sequences goes before those without: what has begun shall end. Inside a
+    tenant higher priority goes first, then the earlier arrival, parked or not.
+    """
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, _Line] = OrderedDict()  # the tenant whose turn it is, first
+        self._parked: OrderedDict[str, None] = OrderedDict()  # tenants with parked sequences
+        self._removed: set[Sequence] = set()
+        self._n_live = 0
+        self._n_parked = 0
+
+    def __len__(self) -> int:
+        return self._n_live
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yields all, by rank over all tenants."""
+        entries = [entry for line in self._lines.values() for entry in line.heap]
+        return (s for _, s in sorted(entries, key=_entry_rank) if s not in self._removed)
+
+    @property
+    def n_parked(self) -> int:
+        """Sequences that had a slot already."""
+        return self._n_parked
+
+    def push(self, sequence: Sequence) -> None:
+        """Adds a sequence, new or parked."""
+        line = self._lines.get(sequence.tenant)
+        if line is None:
+            line = self._lines[sequence.tenant] = _Line()
+        heappush(line.heap, (rank(sequence), sequence))
+        line.n_live += 1
+        self._n_live += 1
+        if sequence.is_parked:
+            line.n_parked += 1
+            self._n_parked += 1
+            self._parked.setdefault(sequence.tenant)
+
+    def peek(self) -> Sequence | None:
+        """Returns who goes next; None if nobody waits."""
+        if not self._n_live:
+            return None
+        tenant = next(iter(self._parked or self._lines))
+        heap = self._lines[tenant].heap
+        while heap[0][1] in self._removed:
+            self._removed.remove(heappop(heap)[1])
+        return heap[0][1]
+
+    def pop(self) -> Sequence:
+        """Takes out who goes next; its tenant's next turn comes after all others'.
+
+        Raises:
+            IndexError: nobody waits.
+        """
+        sequence = self.peek()
+        if sequence is None:
+            raise IndexError("nobody waits")
+        heappop(self._lines[sequence.tenant].heap)
+        self._lines.move_to_end(sequence.tenant)
+        if sequence.tenant in self._parked:
+            self._parked.move_to_end(sequence.tenant)
+        self._forget(sequence)
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes out a sequence that waits here, and will not come back."""
+        self._removed.add(sequence)
+        self._forget(sequence)
+        line = self._lines.get(sequence.tenant)
+        if line is not None and len(line.heap) > 2 * line.n_live + _N_REMOVED_MIN:
+            self._sweep(line)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Counts a sequence no more."""
+        tenant = sequence.tenant
+        line = self._lines[tenant]
+        line.n_live -= 1
+        self._n_live -= 1
+        if sequence.is_parked:
+            line.n_parked -= 1
+            self._n_parked -= 1
+            if not line.n_parked:
+                del self._parked[tenant]
+        if not line.n_live:
+            self._sweep(line)
+            del self._lines[tenant]
+
+    def _sweep(self, line: _Line) -> None:
+        """Drops the removed entries, in time that is proportional to their number."""
+        gone = [entry for entry in line.heap if entry[1] in self._removed]
+        line.heap = [entry for entry in line.heap if entry[1] not in self._removed]
+        heapify(line.heap)
+        self._removed.difference_update(sequence for _, sequence in gone)
+
+
+def _entry_rank(entry: tuple[tuple[int, int], Sequence]) -> tuple[int, int]:
+    return entry[0]

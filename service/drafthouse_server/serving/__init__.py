@@ -1,0 +1,1 @@
+"""The step loop beside the event loop: submit, fan-out, text, counts."""

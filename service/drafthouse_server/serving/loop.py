@@ -1,0 +1,502 @@
+"""The step loop as the event loop sees it: takes requests, and hands out what steps yield.
+
+The loop itself runs on the engine thread (`engine_thread`); this side sends it messages and gets
+one report a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+from drafthouse_server.config import Config
+from drafthouse_server.drafting.cost import CostModel, Splitting, StepCost
+from drafthouse_server.drafting.ngram import NgramDrafter
+from drafthouse_server.drafting.plain_cost import PlainCost
+from drafthouse_server.drafting.plain_draft import PlainDraft
+from drafthouse_server.drafting.policy import AdaptiveDraft, DraftPolicy, FixedDraft
+from drafthouse_server.engine.protocol import Engine
+from drafthouse_server.errors import DrafthouseError, Draining, EngineError, QueueFull
+from drafthouse_server.scheduling.prefix_cache import PrefixCache
+from drafthouse_server.scheduling.scheduler import Scheduler
+from drafthouse_server.scheduling.sequence import (
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Sequence,
+    TokensEvent,
+)
+from drafthouse_server.serving.bell import Bell
+from drafthouse_server.serving.cache_feed import CacheFeed
+from drafthouse_server.serving.engine_thread import EngineThread, StepReport
+from drafthouse_server.serving.metrics import Metrics, Statistics
+from drafthouse_server.serving.outbox import Outbox, Pacer
+from drafthouse_server.tenancy.tenants import Load
+
+__all__ = ["N_FAILURES_UNHEALTHY", "StepLoop", "make_scheduler"]
+
+_log = logging.getLogger(__name__)
+
+N_FAILURES_UNHEALTHY = 3
+"""Lost steps in a row after which the server is no longer healthy."""
+
+
+class _Census:
+    """Counts the sequences that wait or run, by tenant."""
+
+    def __init__(self) -> None:
+        self._waiting: set[Sequence] = set()
+        self._n_waiting: Counter[str] = Counter()
+        self._n_active: Counter[str] = Counter()
+        self.n_active = 0
+        """Sequences that wait or run."""
+
+    @property
+    def n_waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def n_running(self) -> int:
+        """Sequences that have a slot."""
+        return self.n_active - len(self._waiting)
+
+    def load(self, tenant: str, is_draining: bool) -> Load:
+        """Returns the counts as admission needs them."""
+        n_waiting_tenant, n_active_tenant = self._n_waiting[tenant], self._n_active[tenant]
+        return Load(len(self._waiting), n_waiting_tenant, n_active_tenant, is_draining)
+
+    def add(self, sequence: Sequence) -> None:
+        """Counts a sequence that is new and waits."""
+        self.n_active += 1
+        self._n_active[sequence.tenant] += 1
+        self.move(sequence, has_slot=False)
+
+    def move(self, sequence: Sequence, *, has_slot: bool) -> None:
+        """Counts a sequence that got a slot, or lost it and waits again."""
+        if has_slot and sequence in self._waiting:
+            self._waiting.remove(sequence)
+            _decrease(self._n_waiting, sequence.tenant)
+        elif not has_slot and sequence not in self._waiting:
+            self._waiting.add(sequence)
+            self._n_waiting[sequence.tenant] += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Counts a sequence no more."""
+        self.move(sequence, has_slot=True)
+        self.n_active -= 1
+        _decrease(self._n_active, sequence.tenant)
+
+
+def _decrease(counts: Counter[str], tenant: str) -> None:
+    """Takes one from a count; what is zero is forgotten, or tenants of the past would add up."""
+    counts[tenant] -= 1
+    if not counts[tenant]:
+        del counts[tenant]
+
+
+class StepLoop:
+    """Starts the engine thread, feeds it, and delivers what it reports.
+
+    Args:
+        engine: Used by the engine thread from now on.
+        policy: Chooses K.
+        n_waiting_max: Requests that may wait for a slot.
+        retry_after_s: Advice to those who are refused, seconds.
+        clock: Monotonic time in seconds; called on the engine thread.
+        on_health: Called with False when steps keep failing, and with True when they succeed again.
+        on_failure: Called when the loop itself has failed and every stream was told: it runs no
+            more steps.
+        executor: The engine thread; one of its own when not given.
+        scheduler: Decides who gets what; a plain one with this policy when not given.
+
+    Thread:
+        Event loop only. The scheduler and `Engine.step` and `Engine.close` belong to the engine
+        thread; all that crosses is a message in one direction and a report in the other.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: DraftPolicy,
+        *,
+        n_waiting_max: int = 256,
+        retry_after_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_health: Callable[[bool], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
+        executor: ThreadPoolExecutor | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler or Scheduler(engine.limits, policy)
+        self._n_waiting_max = n_waiting_max
+        self._retry_after_s = retry_after_s
+        self._on_health = on_health
+        self._on_failure = on_failure
+        self._executor = executor or _engine_executor()
+        self._thread = EngineThread(engine, self._scheduler, self._post, clock)
+        self._metrics = Metrics()
+        self._census = _Census()
+        self._outboxes: dict[Sequence, Outbox] = {}
+        self._pacer = Pacer(time.perf_counter)
+        self._feeds: list[CacheFeed] = []
+        self._reports: deque[StepReport] = deque()
+        self._is_posted = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+        self._is_stopping = False
+        self._has_failed = False
+        self._n_failures = 0
+        self._bell = Bell(self._take_reports)
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        make_engine: Callable[[], Engine],
+        config: Config,
+        *,
+        on_health: Callable[[bool], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> StepLoop:
+        """Makes the engine on its own thread and starts a loop over it.
+
+        Raises:
+            ModelLoadError: a model cannot be loaded.
+        """
+        executor = _engine_executor()
+        with contextlib.ExitStack() as undo:
+            undo.callback(executor.shutdown, wait=False)
+            engine = await asyncio.get_running_loop().run_in_executor(executor, make_engine)
+            undo.pop_all()
+        scheduler = make_scheduler(engine, config)
+        loop = cls(
+            engine,
+            scheduler.policy,
+            n_waiting_max=config.n_waiting_max,
+            retry_after_s=config.retry_after_s,
+            on_health=on_health,
+            on_failure=on_failure,
+            executor=executor,
+            scheduler=scheduler,
+        )
+        loop.start()
+        return loop
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; its thread rules apply."""
+        return self._engine
+
+    @property
+    def metrics(self) -> Metrics:
+        """What is counted; handlers add what they refuse."""
+        return self._metrics
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the last steps were not all lost."""
+        return self._n_failures < N_FAILURES_UNHEALTHY
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the loop itself has failed: it runs no more steps."""
+        return self._has_failed
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no more requests are taken."""
+        return self._is_draining
+
+    def start(self) -> None:
+        """Starts the engine thread."""
+        assert self._task is None, "started twice"
+        self._bell.open()
+        self._task = asyncio.create_task(self._run(), name="step-loop")
+        self._task.add_done_callback(self._on_end)
+
+    def check(self, n_prompt: int, n_output_max: int | None) -> int:
+        """Checks that a request fits the context, and returns the most tokens it may generate.
+
+        Raises:
+            ContextTooLong: it does not fit (CONTEXT_TOO_LONG).
+        """
+        return self._scheduler.check(n_prompt, n_output_max)
+
+    def load(self, tenant: str) -> Load:
+        """Returns how busy the loop is, for `Admission.admit`."""
+        return self._census.load(tenant, self._is_draining)
+
+    def submit(self, sequence: Sequence) -> Outbox:
+        """Takes a sequence. Atomic: either it will have its terminal event, or an error is raised.
+
+        Raises:
+            Draining: the loop takes no more (SERVER_DRAINING).
+            QueueFull: too many wait already (QUEUE_FULL).
+            ContextTooLong: it does not fit the context (CONTEXT_TOO_LONG).
+        """
+        if self._is_draining:
+            raise Draining(self._retry_after_s, is_failed=self._has_failed)
+        n_waiting = self._census.n_waiting
+        if n_waiting >= self._n_waiting_max:
+            raise QueueFull(n_waiting, self._retry_after_s)
+        self._scheduler.check(sequence.n_prompt, sequence.n_output_max)
+        outbox = self._outboxes[sequence] = Outbox()
+        self._census.add(sequence)
+        self._idle.clear()
+        self._thread.submit(sequence)
+        return outbox
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Asks for the end of a sequence whose client has left.
+
+        Its slot is free after the step in flight.
+        """
+        self._mark(sequence, FinishReason.CANCELLED)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Asks for the good end of a sequence, because its text is complete.
+
+        Its slot is free after the step in flight.
+        """
+        self._mark(sequence, FinishReason.STOP)
+
+    def _mark(self, sequence: Sequence, end: FinishReason | DrafthouseError) -> None:
+        # Most handlers cancel what has ended long ago: no reason to wake the thread.
+        if sequence in self._outboxes:
+            self._thread.mark(sequence, end)
+
+    def statistics(self) -> Statistics:
+        """Returns what was counted so far."""
+        self._metrics.n_running = self._census.n_running
+        self._metrics.n_waiting = self._census.n_waiting
+        self._metrics.scheduler = self._scheduler.counts
+        return self._metrics.statistics()
+
+    def watch_cache(self, n_events_max: int = 4096) -> CacheFeed:
+        """Returns a feed of what the prefix cache holds: first all of it, then what changes.
+
+        For routers, which send a prompt to where its prefix is computed. Whoever reads it slowly,
+        or not at all, holds up nobody; close it when it is no longer read.
+
+        Args:
+            n_events_max: Most events that wait for the reader.
+        """
+        feed = CacheFeed(self._tell_cache, n_events_max)
+        self._feeds.append(feed)
+        self._tell_cache()
+        return feed
+
+    def _tell_cache(self) -> None:
+        """Has the engine thread tell what is cached, as long as anybody listens."""
+        self._feeds = [feed for feed in self._feeds if not feed.is_closed]
+        self._thread.tell_cache(is_told=bool(self._feeds))
+
+    async def drain(self, timeout_s: float) -> int:
+        """Takes no more requests, lets those here finish, and ends what is left after a time.
+
+        Args:
+            timeout_s: Seconds that they may go on.
+
+        Returns:
+            How many were ended early, with `Draining`.
+        """
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        left = list(self._outboxes)
+        for sequence in left:
+            self._mark(sequence, Draining(self._retry_after_s))
+        if left and self._task is not None and not self._task.done():
+            await self._idle.wait()
+        return len(left)
+
+    async def close(self) -> None:
+        """Ends everything, stops the loop and closes the engine. Harmless when done twice."""
+        if self._is_stopping:
+            return
+        await self.drain(0.0)
+        self._is_stopping = True
+        self._thread.stop()
+        if self._task is not None:
+            await asyncio.wait([self._task])  # its error, if any, was logged
+        for feed in tuple(self._feeds):
+            feed.close()
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.close)
+        self._executor.shutdown()
+
+    async def _run(self) -> None:
+        """Lives as long as the engine thread's loop; cancelled, it ends that one first."""
+        end = asyncio.get_running_loop().run_in_executor(self._executor, self._thread.run)
+        try:
+            await asyncio.shield(end)
+        except asyncio.CancelledError:
+            self._thread.stop()
+            await end
+            raise
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """Ends whoever is left when the loop itself has failed or was cancelled.
+
+        Nobody waits for ever.
+        """
+        self._is_draining = True
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.critical("the step loop failed", exc_info=error)
+            self._has_failed = True
+            self._n_failures = N_FAILURES_UNHEALTHY
+            if self._on_health is not None:
+                self._on_health(False)
+        self._take_reports()
+        self._bell.close()
+        for sequence in list(self._outboxes):
+            # What had ended when the loop failed, has its event already, but it was not reported.
+            end = sequence.terminal or sequence.fail(
+                EngineError("LOOP_FAILED", sequence.request_id)
+            )
+            self._deliver([(sequence, end)])
+        if error is not None and self._on_failure is not None:
+            self._on_failure(error)
+
+    def _post(self, report: StepReport) -> None:
+        """Passes a report on to the event loop. Thread: engine thread only."""
+        self._reports.append(report)
+        # One wake-up is enough for all reports that are not taken yet.
+        if not self._is_posted:
+            self._is_posted = True
+            self._bell.ring()
+
+    def _take_reports(self) -> None:
+        self._bell.answer()
+        self._is_posted = False  # first: a report that comes from now on wakes us again
+        started = time.perf_counter()
+        while self._reports:
+            self._take(self._reports.popleft())
+        self._pacer.wake(len(self._outboxes))
+        self._metrics.fan_out_s += time.perf_counter() - started
+
+    def _take(self, report: StepReport) -> None:
+        for sequence, has_slot in report.moves:
+            if sequence in self._outboxes:
+                self._census.move(sequence, has_slot=has_slot)
+        self._deliver(report.events)
+        if report.cache_events:
+            for feed in self._feeds:
+                feed.put(report.cache_events)
+        self._metrics.host_s += report.host_s
+        was_healthy = self.is_healthy
+        if report.is_lost:
+            self._n_failures += 1
+            self._metrics.n_steps_failed += 1
+        elif report.result is not None:
+            self._n_failures = 0
+            self._metrics.count_step(report.result)
+        self._report_health(was_healthy)
+
+    def _report_health(self, was_healthy: bool) -> None:
+        if self._on_health is not None and self.is_healthy != was_healthy:
+            self._on_health(self.is_healthy)
+
+    def _deliver(self, events: Iterable[tuple[Sequence, Event]]) -> None:
+        """Puts events into the outboxes; a terminal one is the last.
+
+        First tokens and ends go out at once.
+        """
+        outboxes, hold = self._outboxes, self._pacer.hold
+        for sequence, event in events:
+            outbox = outboxes[sequence]
+            outbox.put(event)
+            # Nearly all are tokens, and so the question that is asked first is the cheapest.
+            if type(event) is TokensEvent:
+                if outbox.is_new:
+                    outbox.wake()
+                elif not outbox.is_held:
+                    hold(outbox)
+            elif isinstance(event, FinishEvent | ErrorEvent):
+                outbox.wake()
+                del outboxes[sequence]
+                self._census.remove(sequence)
+                self._count_end(sequence, event)
+            else:
+                hold(outbox)
+        if not outboxes:
+            self._idle.set()
+
+    def _count_end(self, sequence: Sequence, event: FinishEvent | ErrorEvent) -> None:
+        if isinstance(event, ErrorEvent):
+            outcome = event.error.reason
+            if isinstance(event.error, EngineError):
+                _log.error("request %s: %s", sequence.request_id, event.error)
+        else:
+            outcome = event.reason.name.lower()
+        self._metrics.count_request(outcome, sequence.n_prompt, sequence.n_output)
+
+
+def make_scheduler(
+    engine: Engine, config: Config, *, chooser: Literal["model", "plain"] = "model"
+) -> Scheduler:
+    """Returns the scheduler of a configuration for an engine.
+
+    Args:
+        engine: It will run the steps.
+        config: The settings.
+        chooser: What chooses K and cuts prompts where the policy is adaptive: the cost model, or
+            the plain averages that are on trial beside it (`drafthouse_bench.trial`). No setting.
+    """
+    is_recurrent = engine.card.is_recurrent
+    splitting = Splitting.NONE if config.is_kv_unified else Splitting.STREAMS
+    if is_recurrent:
+        splitting = Splitting.GROUPS
+    policy, cost = _make_policy(engine, config, splitting, chooser)
+    prefixes = None
+    if config.has_prefix_cache:
+        prefixes = PrefixCache(
+            can_cut=not is_recurrent,
+            n_window=engine.limits.n_window,
+            n_host_bytes_max=config.n_prefix_mib_max << 20,
+        )
+    ngrams = None
+    if config.has_ngram_first:
+        ngrams = NgramDrafter(
+            config.n_ngram_min,
+            config.n_ngram_pool_max,
+            can_lengthen=config.draft_policy == "adaptive",
+        )
+    return Scheduler(
+        engine.limits,
+        policy,
+        cost=cost,
+        splitting=splitting,
+        gap_s=config.gap_target_ms / 1000,
+        n_parked_bytes_max=config.n_parked_mib_max << 20,
+        prefixes=prefixes,
+        ngrams=ngrams,
+        n_draft_fixed=config.n_draft_default,
+    )
+
+
+def _make_policy(
+    engine: Engine, config: Config, splitting: Splitting, chooser: str
+) -> tuple[DraftPolicy, CostModel]:
+    n_draft_max = engine.limits.n_draft_max
+    if config.draft_policy == "fixed":
+        return FixedDraft(config.n_draft_default), StepCost()
+    if chooser == "plain":
+        return PlainDraft(n_draft_max), PlainCost()
+    cost = StepCost()
+    return AdaptiveDraft(n_draft_max, cost, splitting), cost
+
+
+def _engine_executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")

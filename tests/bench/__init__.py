@@ -1,1 +1,0 @@
-"""Long runs that prove losslessness; not part of the daily tests."""

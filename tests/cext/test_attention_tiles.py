@@ -1,0 +1,96 @@
+"""Attention as our patches compute it: single rows (0009), pieces of prompts in tiles (0008)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.support.demo import MODELS, TARGETS, prompts
+
+from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+KERNEL_TEST = Path(__file__).resolve().parents[2] / "build" / "bin" / "attention_test"
+
+N_BEFORE = 600
+"""Cells before the piece: most of them are seen, so 16 rows make a tile."""
+WIDTHS = (1, 15, 16, 17, 22, 33, 40, 63, 64, 65)
+"""Around the least rows of a tile, around a full one, and those of two heads in one or in two."""
+
+
+def logits_of_pieces(
+    target: Model, tokens: Sequence[int], *, n_seq: int = 1, is_exact: bool = False, **more: Any
+) -> list[npt.NDArray[np.float32]]:
+    """Returns the logits of the last token of a piece of each width, after the same cells."""
+    params = EngineParams(
+        n_seq_max=n_seq,
+        n_ctx_seq=768,
+        n_batch=2048,
+        n_ubatch=1024,
+        exact=is_exact,
+        **more,
+    )
+    found = []
+    with Engine(target, None, params) as engine:
+        for width in WIDTHS:
+            rows: list[tuple[int, int]] = []
+            for seq_id in range(n_seq):
+                engine.seq_end(seq_id)
+                engine.seq_begin(seq_id, Sampler(target, SamplingParams(temperature=0.0)))
+            for start, end in ((0, N_BEFORE), (N_BEFORE, N_BEFORE + width)):
+                rows = [(seq_id, i) for seq_id in range(n_seq) for i in range(start, end)]
+                engine.decode(
+                    # Every sequence reads the text from another place.
+                    [tokens[i + 7 * seq_id] for seq_id, i in rows],
+                    [i for _, i in rows],
+                    [seq_id for seq_id, _ in rows],
+                    [i == N_BEFORE + width - 1 for _, i in rows],
+                )
+                engine.process()
+            first = [i for i, (_, place) in enumerate(rows) if place == N_BEFORE + width - 1]
+            found += [engine.logits(i).copy() for i in first]
+    return found
+
+
+@pytest.mark.parametrize("target_name", ["dense", "hybrid"])
+@pytest.mark.parametrize(
+    "setup",
+    [
+        {"n_threads": 1},
+        {"n_threads": 2},
+        {"n_seq": 3, "n_threads": 2},
+        {"n_seq": 3, "kv_unified": True, "n_ctx": 2304},
+    ],
+    ids=["one", "two threads", "three streams", "one pool"],
+)
+def test_a_piece_of_any_width_gives_the_logits_of_single_rows(
+    target_name: str, setup: dict[str, Any]
+) -> None:
+    tokens = prompts((720,))[0]
+    with Model(MODELS / TARGETS[target_name]) as target:
+        n_seq = setup.get("n_seq", 1)
+        expected = logits_of_pieces(target, tokens, n_seq=n_seq, is_exact=True)
+        found = logits_of_pieces(target, tokens, **setup)
+    for row, reference in zip(found, expected, strict=True):
+        # Between likely tokens lie 0.1 and more; products of other orders differ by a hundredth.
+        assert np.abs(row - reference).max() < 0.1
+        assert row.argmax() == reference.argmax()
+
+
+def test_every_kind_of_attention_is_a_plain_sum() -> None:
+    """Masks, biases by head, soft caps, sinks, types and shapes: no demo model has them all."""
+    if not KERNEL_TEST.exists():
+        assert not os.environ.get("CI"), "build/bin/attention_test is missing"
+        pytest.skip("build/bin/attention_test is not built: `make dev`")
+    done = subprocess.run(
+        [str(KERNEL_TEST)], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("ok: ")

@@ -1,0 +1,80 @@
+"""llama.cpp's log reaches Python's logging from warnings on, or a callback, and never stderr."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.hand import DENSE, MODELS
+
+from drafthouse_engine import BadModel, Model, set_log
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(autouse=True)
+def default_log() -> Iterator[None]:
+    yield
+    set_log(logging.WARNING)
+
+
+def bad_file(folder: Path) -> Path:
+    path = folder / "bad.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 64)
+    return path
+
+
+def test_errors_reach_the_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(BadModel):
+        Model(bad_file(tmp_path))
+    records = [record for record in caplog.records if record.name == "drafthouse_engine.llama"]
+    assert records
+    assert all(record.levelno >= logging.WARNING for record in records)
+
+
+def test_loading_a_good_model_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    Model(MODELS / DENSE).close()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_callback_takes_lines_from_its_level_on() -> None:
+    lines: list[tuple[int, str]] = []
+    set_log(logging.INFO, lambda level, line: lines.append((level, line)))
+    Model(MODELS / DENSE).close()
+    assert any("mimo2" in line for _, line in lines)
+    assert all(level >= logging.INFO and "\n" not in line for level, line in lines)
+    lines.clear()
+    set_log(logging.CRITICAL, lambda level, line: lines.append((level, line)))
+    Model(MODELS / DENSE).close()
+    assert not lines
+
+
+def test_callback_may_call_the_library() -> None:
+    found: list[int] = []
+    model = Model(MODELS / DENSE, vocab_only=True)
+    set_log(logging.INFO, lambda *_: found.append(len(model.tokenize("x"))) if not found else None)
+    Model(MODELS / DENSE, vocab_only=True).close()
+    assert found
+
+
+def test_callback_must_be_callable() -> None:
+    with pytest.raises(TypeError):
+        set_log(logging.INFO, "print")  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_unconfigured_program_prints_nothing(tmp_path: Path) -> None:
+    script = f"""
+from drafthouse_engine import *
+Engine(Model({str(MODELS / DENSE)!r}), None, EngineParams(n_ctx_seq=64))
+try:
+    Model({str(bad_file(tmp_path))!r})
+except BadModel:
+    pass
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,80 @@
+"""A rollback by hand takes back the cells of both contexts, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.demo import EAGLE3, MODELS, SIMPLE, TARGETS
+from tests.support.hand import HYBRID, engine, model, plan
+
+from drafthouse_engine import (
+    Engine,
+    EngineParams,
+    Model,
+    Sampler,
+    SamplingParams,
+    Unsupported,
+)
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("draft_type", ["mtp", "eagle3", "simple"])
+def test_a_rollback_frees_the_drafts_cells_too(draft_type: str) -> None:
+    """EAGLE-3 and simple drafts kept theirs: the draft's cache then held a future of nobody."""
+    file = {"eagle3": EAGLE3["dense"], "simple": SIMPLE}.get(draft_type)
+    draft = Model(MODELS / file) if file else None
+    with Model(MODELS / TARGETS["dense"]) as target:
+        params = EngineParams(
+            draft_type=draft_type,  # type: ignore[arg-type]  # parametrised by its names
+            n_ctx_seq=64,
+            n_batch=64,
+            n_ubatch=64,
+            n_threads=1,
+        )
+        with Engine(target, draft, params) as engine:
+            engine.seq_begin(0, Sampler(target, SamplingParams(temperature=0.0)))
+            tokens = list(range(300, 330))
+            engine.decode(tokens, range(30), [0] * 30, [False] * 30)
+            engine.process()
+            engine.rollback(0, 10)
+            assert engine.seq_n_past(0) == engine.n_cells_used == 10
+            engine.decode(tokens[:5], range(10, 15), [0] * 5, [False] * 5)
+            engine.process()
+            assert engine.n_cells_used == 15
+
+
+def logprobs_after(driven: Engine, seq_id: int, tokens: list[int], n_rest: int) -> list[float]:
+    """Gives a sequence the rest of its tokens in one step; the best tokens that follow."""
+    n_past = driven.seq_n_past(seq_id)
+    assert n_past + n_rest == len(tokens)
+    result = driven.step(plan((seq_id, n_past, 0, n_rest, 0, 1)), tokens[n_past:])
+    assert not result.entries["status"].any()
+    return [float(x) for x in result.top_logprobs[0]]
+
+
+@pytest.mark.parametrize("pieces", [(9, 1, 1, 1), (9, 3), (9, 2, 1), (4, 8), (12,)])
+@pytest.mark.parametrize("n_back", [1, 2, 3])
+@pytest.mark.parametrize("has_neighbour", [False, True])
+def test_recurrent_target_goes_back_to_the_right_state_or_says_no(
+    pieces: tuple[int, ...], n_back: int, has_neighbour: bool
+) -> None:
+    """There are states of the last decode's tokens only: a token further back was a stale one."""
+    tokens = [300 + 7 * i % 90 for i in range(12)]
+    sampling = SamplingParams(temperature=0.0, logprobs=True, n_top_logprobs=8)
+    with engine("mtp", HYBRID, n_draft_max=4) as driven:
+        for seq_id in range(3):
+            driven.seq_begin(seq_id, Sampler(model(HYBRID), sampling))
+        expected = logprobs_after(driven, 2, tokens, len(tokens))
+        at = 0
+        for n in pieces:
+            driven.step(plan((0, at, 0, n, 0, 0)), tokens[at : at + n])
+            at += n
+        if has_neighbour:
+            driven.step(plan((1, 0, 0, 5, 0, 0)), tokens[:5])
+        try:
+            driven.rollback(0, at - n_back)
+        except Unsupported:
+            assert n_back >= pieces[-1] or has_neighbour, "the last decode has its states"
+            driven.rollback(0, 0)
+        n_rest = len(tokens) - driven.seq_n_past(0)
+        assert logprobs_after(driven, 0, tokens, n_rest) == pytest.approx(expected, abs=0.03)

@@ -1,0 +1,282 @@
+"""Every sampler of llama.cpp, constraints and top log-probabilities, with and without drafts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.support.demo import MODELS, TARGETS, prompts
+
+from drafthouse_engine import (
+    PLAN_DTYPE,
+    Engine,
+    EngineParams,
+    InvalidConfig,
+    Model,
+    Sampler,
+    SamplingParams,
+    Status,
+    choice_grammar,
+    json_schema_grammar,
+    regex_grammar,
+)
+
+pytestmark = pytest.mark.model
+
+LOGPROB_TOLERANCE = 0.02
+"""A batch of another width rounds sums in another order."""
+
+
+def params(draft_type: Any, n_seq_max: int = 4) -> EngineParams:
+    return EngineParams(
+        draft_type=draft_type, n_seq_max=n_seq_max, n_ctx_seq=512, n_batch=512, n_threads=1,
+        probabilistic=True,
+    )  # fmt: skip
+
+
+class Run:
+    """What sequences emitted: tokens, status, and their top log-probabilities."""
+
+    def __init__(self, n: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(n)]
+        self.tops: list[list[npt.NDArray[Any]]] = [[] for _ in range(n)]
+        self.logprobs: list[list[float]] = [[] for _ in range(n)]
+        self.status = [0] * n
+        self.n_accepted = 0
+
+
+def generate(engine: Engine, samplings: list[SamplingParams], n_tokens: int, k: int) -> Run:
+    """Generates from different prompts side by side until an end token or n_tokens."""
+    run = Run(len(samplings))
+    texts = prompts((24, 31, 17, 40))[: len(samplings)]
+    last = [list(text) for text in texts]
+    n_past = [0] * len(samplings)
+    for seq_id, sampling in enumerate(samplings):
+        engine.seq_begin(seq_id, Sampler(engine.target, sampling))
+    live = list(range(len(samplings)))
+    while live:
+        rows, flat = [], list[int]()
+        for i in live:
+            n_draft = k if run.tokens[i] and k else 0
+            rows.append((i, n_past[i], len(flat), len(last[i]), n_draft, 1))
+            flat += last[i]
+        result = engine.step(np.array(rows, PLAN_DTYPE), flat)
+        for i, entry in zip(list(live), result.entries, strict=True):
+            span = slice(entry["token_offset"], entry["token_offset"] + entry["n_tokens"])
+            run.tokens[i] += result.tokens[span].tolist()
+            run.logprobs[i] += result.logprobs[span].tolist()
+            run.tops[i] += list(
+                zip(result.top_tokens[span], result.top_logprobs[span], strict=True)  # type: ignore[arg-type]  # pairs
+            )
+            run.status[i] = int(entry["status"])
+            run.n_accepted += int(entry["n_accepted"])
+            n_past[i], last[i] = int(entry["n_past"]), run.tokens[i][-1:]
+            if entry["status"] or entry["flags"] & 1 or len(run.tokens[i]) >= n_tokens:
+                live.remove(i)
+    for seq_id in range(len(samplings)):
+        engine.seq_end(seq_id)
+    return run
+
+
+STATEFUL: list[dict[str, Any]] = [
+    {"mirostat": 1, "temperature": 1.0},
+    {"mirostat": 2, "temperature": 1.1, "mirostat_tau": 3.0},
+    {"adaptive_target": 0.4, "temperature": 1.0},
+    {"dynatemp_range": 0.5, "temperature": 0.9},
+    {"samplers": ("temperature", "top_k", "min_p"), "temperature": 1.2, "min_keep": 2},
+    {"samplers": (), "temperature": 0.0},
+    {"samplers": ("top_k", "temperature", "infill"), "top_k": 20},
+]
+
+
+@pytest.mark.parametrize("target_name", ["dense", "hybrid"])
+@pytest.mark.parametrize("options", STATEFUL, ids=lambda o: "-".join(map(str, o)))
+def test_samplers_draw_the_same_tokens_with_drafts_as_without(
+    target_name: str, options: dict[str, Any]
+) -> None:
+    is_stateful = "mirostat" in options or "adaptive_target" in options
+    samplings = [SamplingParams(seed=seed, **options) for seed in range(1, 4)]
+    runs = {}
+    with Model(MODELS / TARGETS[target_name]) as target:
+        for draft_type in ("none", "mtp"):
+            with Engine(target, None, params(draft_type)) as engine:
+                runs[draft_type] = generate(engine, samplings, 30, 0 if draft_type == "none" else 3)
+    assert runs["mtp"].status == [0, 0, 0]
+    assert runs["mtp"].n_accepted > 0
+    if is_stateful:
+        # Verified by match: the same seed draws the same, until rounding tips a draw over.
+        pairs = zip(runs["none"].tokens, runs["mtp"].tokens, strict=True)
+        assert sum(n_common(a, b) for a, b in pairs) >= 40
+
+
+def n_common(a: list[int], b: list[int]) -> int:
+    """Returns the length of the common beginning."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def test_options_change_what_is_drawn() -> None:
+    plain = SamplingParams(seed=5, temperature=1.0)
+    with (
+        Model(MODELS / TARGETS["dense"]) as target,
+        Engine(target, None, params("none")) as engine,
+    ):
+        expected = generate(engine, [plain], 40, 0).tokens
+        for options in STATEFUL:
+            changed = generate(engine, [SamplingParams(**{"seed": 5, **options})], 40, 0).tokens
+            assert changed != expected, options
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"samplers": ("top_k", "top_k")}, "samplers"),
+        ({"samplers": ["top_k"]}, "samplers"),
+        ({"samplers": ("topk",)}, "samplers"),
+        ({"mirostat": 3}, "mirostat"),
+        ({"mirostat": 2, "adaptive_target": 0.5}, "adaptive_target"),
+        ({"adaptive_decay": 1.0}, "adaptive_decay"),
+        ({"dynatemp_range": -0.1}, "dynatemp_range"),
+        ({"min_keep": -1}, "min_keep"),
+        ({"n_top_logprobs": 33}, "n_top_logprobs"),
+        ({"mirostat_tau": float("nan")}, "mirostat_tau"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        SamplingParams(**options)
+    assert caught.value.field == field
+
+
+def test_infill_is_refused_where_it_would_hang_or_abort() -> None:
+    with Model(MODELS / TARGETS["dense"]) as target:
+        for options in (
+            {"samplers": ("infill",)},
+            {"samplers": ("infill", "top_k")},
+            {"samplers": ("top_k", "infill"), "top_k": 2000},
+            {"samplers": ("top_k", "infill"), "grammar": 'root ::= "a"'},
+        ):
+            with pytest.raises(ValueError, match="infill needs"):
+                Sampler(target, SamplingParams(**options))
+
+
+@pytest.mark.parametrize("target_name", ["dense", "hybrid"])
+def test_top_logprobs_with_drafts_equal_those_without(target_name: str) -> None:
+    samplings = [
+        SamplingParams(temperature=0.0, logprobs=True, n_top_logprobs=n) for n in (5, 0, 3)
+    ]
+    runs = {}
+    with Model(MODELS / TARGETS[target_name]) as target:
+        for draft_type in ("none", "mtp"):
+            with Engine(target, None, params(draft_type)) as engine:
+                runs[draft_type] = generate(engine, samplings, 40, 0 if draft_type == "none" else 3)
+    assert runs["mtp"].n_accepted > 0
+    for i, n in enumerate((5, 0, 3)):
+        compare_tops(runs["none"], runs["mtp"], i, n)
+
+
+def compare_tops(plain: Run, drafted: Run, i: int, n: int) -> None:
+    n_same = 0
+    for token, other, row, other_row, logprob in zip(
+        plain.tokens[i], drafted.tokens[i], plain.tops[i], drafted.tops[i], drafted.logprobs[i],
+        strict=False,
+    ):  # fmt: skip
+        if token != other:
+            break  # a near-tie; what follows is another text
+        n_same += 1
+        ids, values = other_row
+        assert len(ids) >= n  # the greatest of the plan
+        assert (ids[n:] == -1).all()
+        assert np.isnan(values[n:]).all()
+        np.testing.assert_allclose(row[1][:n], values[:n], atol=LOGPROB_TOLERANCE)
+        assert (np.diff(values[:n]) <= 0).all()
+        if n:
+            assert (ids[0], values[0]) == (other, pytest.approx(logprob))  # greedy
+            assert np.exp(values[:n].astype(np.float64)).sum() <= 1 + 1e-5
+    assert n_same >= 10
+
+
+def test_nothing_is_told_that_was_not_asked_for() -> None:
+    with (
+        Model(MODELS / TARGETS["dense"]) as target,
+        Engine(target, None, params("none")) as engine,
+    ):
+        run = generate(engine, [SamplingParams(temperature=0.0)], 3, 0)
+    assert all(len(ids) == 0 for ids, _ in run.tops[0])
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": -3, "maximum": 120},
+        "s": {"type": "string", "maxLength": 6},
+        "k": {"enum": ["x", "y", None]},
+    },
+    "required": ["n", "k"],
+}
+PATTERN = r"(def|class) [a-z_]{1,8}\((self(, [a-z]{1,3}){0,2})?\):"
+WORDS = ["alpha", "alphabet", "beta", "gamma ray"]
+
+
+def is_valid_object(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        set(value) <= {"n", "s", "k"}
+        and type(value["n"]) is int
+        and -3 <= value["n"] <= 120
+        and value["k"] in ("x", "y", None)
+        and len(value.get("s", "")) <= 6
+    )
+
+
+CONSTRAINTS: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "regex": (regex_grammar(PATTERN), lambda text: bool(re.fullmatch(PATTERN, text))),
+    "schema": (json_schema_grammar(SCHEMA), is_valid_object),
+    "choice": (choice_grammar(WORDS), lambda text: text in WORDS),
+}
+
+
+@pytest.mark.parametrize("target_name", ["dense", "hybrid"])
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_generated_texts_obey_their_constraint(target_name: str, name: str) -> None:
+    grammar, is_valid = CONSTRAINTS[name]
+    with (
+        Model(MODELS / TARGETS[target_name]) as target,
+        Engine(target, None, params("mtp")) as engine,
+    ):
+        n_ended = 0
+        for first in range(0, 12, 4):
+            seeds = range(first, first + 4)
+            samplings = [
+                SamplingParams(seed=seed, temperature=1.5, top_k=0, top_p=1.0, grammar=grammar)
+                for seed in seeds
+            ]
+            run = generate(engine, samplings, 120, 3)
+            assert run.status == [0] * 4
+            for tokens in run.tokens:
+                if target.is_eog(tokens[-1]):
+                    n_ended += 1
+                    text = target.detokenize(tokens[:-1]).decode()
+                    assert is_valid(text), text
+        assert n_ended >= 10  # others ran into the limit of tokens
+
+
+@pytest.mark.parametrize("draft_type", ["none", "mtp"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_leads_nowhere_ends_its_sequence_alone(
+    draft_type: str, temperature: float
+) -> None:
+    nowhere = SamplingParams(seed=1, temperature=temperature, grammar="root ::= [ab] <[999999]>")
+    with (
+        Model(MODELS / TARGETS["dense"]) as target,
+        Engine(target, None, params(draft_type)) as engine,
+    ):
+        k = 0 if draft_type == "none" else 2
+        run = generate(engine, [nowhere, SamplingParams(temperature=0.0)], 8, k)
+    assert run.status == [Status.SAMPLING_FAILED, 0]
+    assert len(run.tokens[1]) >= 8

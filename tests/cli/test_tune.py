@@ -1,0 +1,82 @@
+"""`drafthouse tune`: the settings follow from what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.cli.tune import Measurements, advise, tune
+from drafthouse_server.config import Config
+from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.step import EngineLimits, StepPlan, StepResult
+
+LIMITS = EngineLimits("mtp", 4, 4096, 1024, 64, 64, 3, 16)
+
+
+class Clock:
+    """Virtual time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedEngine(FakeEngine):
+    """Steps take a millisecond, and so much per token; more threads are faster, up to a point."""
+
+    def __init__(self, config: Config, clock: Clock, token_s: float) -> None:
+        super().__init__(LIMITS, acceptance=(0, 2, 1))
+        self._clock = clock
+        self._slowness = {1: 2.0, 2: 1.0}.get(config.n_threads, 1.5)
+        self._token_s = token_s
+
+    def step(self, plan: StepPlan) -> StepResult:
+        result = super().step(plan)
+        self._clock.now += self._slowness * (0.001 + self._token_s * result.n_batch_tokens)
+        return result
+
+
+def tuned(token_s: float) -> tuple[dict[str, Any], str]:
+    clock, out = Clock(), io.StringIO()
+    terminal = Terminal(out=out, err=io.StringIO())
+    advice = tune(
+        Config(), lambda c: TimedEngine(c, clock, token_s), ["held out text " * 9], terminal, clock
+    )
+    return {found.name: found.value for found in advice}, out.getvalue()
+
+
+def test_cheap_tokens_ask_for_drafts_and_the_report_says_how_to_use_them() -> None:
+    settings, report = tuned(token_s=1e-6)
+    assert settings["n_draft_max"] in (2, 3)
+    assert settings["draft_policy"] == "adaptive"
+    assert f"--n-draft-max {settings['n_draft_max']}" in report
+    assert 'draft_policy = "adaptive"' in report
+    assert "x none" in report
+    assert dataclasses.replace(Config(), **settings).n_batch == settings["n_batch"]
+
+
+def test_dear_tokens_ask_for_none() -> None:
+    settings, report = tuned(token_s=1e-2)
+    assert settings["draft_type"] == "none"
+    assert "no draft pays" in report
+
+
+def test_a_slow_model_is_measured_by_fewer_steps() -> None:
+    clock, err = Clock(), io.StringIO()
+    terminal = Terminal(out=io.StringIO(), err=err)
+    tune(Config(), lambda c: TimedEngine(c, clock, 0.03), ["held out text " * 90], terminal, clock)
+    assert clock.now < 90  # 122 s when every K had prompts of its own, and as many steps
+    assert "4 streams, K = 0, 1, …: " in err.getvalue()
+
+
+def test_the_smallest_batch_that_is_nearly_as_fast_is_enough() -> None:
+    measured = Measurements(
+        threads={1: 50.0, 2: 90.0, 4: 80.0},
+        prefill={16: 100.0, 32: 196.0, 64: 200.0},
+        prefill_s={16: 0.16, 32: 0.163, 64: 0.32},
+    )
+    settings = {found.name: found.value for found in advise(measured)}
+    assert settings == {"n_threads": 2, "n_batch": 32, "n_ubatch": 32}

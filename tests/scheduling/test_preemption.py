@@ -1,0 +1,292 @@
+"""Streams that are parked and resumed on the demo models: the same tokens as alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.support.demo import MODELS, TARGETS, Referee, prompts
+from tests.support.demo import config as demo_config
+
+import drafthouse_engine
+from drafthouse_server.drafting.policy import FixedDraft
+from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.engine.threads import Threads
+from drafthouse_server.scheduling.scheduler import Scheduler
+from drafthouse_server.scheduling.sequence import FinishEvent, SequenceState
+from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
+from drafthouse_server.serving.loop import make_scheduler
+from drafthouse_server.step import SamplingOptions
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+N_STREAMS = 8
+N_OUTPUT = 140
+N_CTX = 512
+LENGTHS = (12, 70, 25, 40, 90, 16, 33, 55)  # with the outputs three times what there is
+N_AFTER = 8
+"""Tokens after its return in which a sampled stream is compared with its reference.
+
+A pool of cells rounds as the neighbours' cells lie, and computing again rounds as wide batches do,
+so now and then a draw falls to the other side of a border, parked or not. A sampler in a wrong
+state chooses something else at once, in every stream. Where nothing rounds otherwise, every token
+must be the same: the tests further down.
+"""
+
+
+@pytest.fixture(scope="module", params=["dense", "hybrid"])
+def target(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def referee(target: str) -> Iterator[Referee]:
+    found = Referee(target)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=["none", "mtp"])
+def engine(request: pytest.FixtureRequest, target: str) -> Iterator[LlamaEngine]:
+    """An engine whose eight slots share cells for fewer than four of the streams."""
+    settings = demo_config(
+        target, request.param, is_kv_unified=True, n_seq_max=N_STREAMS, n_ctx=N_CTX, n_ctx_seq=400
+    )
+    engine = LlamaEngine.load(settings)
+    yield engine
+    engine.close()
+
+
+def options(seed: int | None) -> SamplingOptions:
+    """Past end tokens: whatever is chosen, all outputs are as long as they may be."""
+    if seed is None:
+        return SamplingOptions(temperature=0, ignore_eos=True)
+    return SamplingOptions(seed=seed, ignore_eos=True)
+
+
+def step(engine: LlamaEngine, scheduler: Scheduler) -> list[TokenSequence]:
+    """Runs one step and returns the sequences that it parked. Nothing depends on time."""
+    before = {s.seq_id: s for s in scheduler.sequences() if s.state is SequenceState.RUNNING}
+    plan = scheduler.plan(0.0)
+    scheduler.commit(engine.step(plan), 0.0)
+    return [before[seq_id] for seq_id in plan.parks]
+
+
+def submit(
+    engine: LlamaEngine,
+    scheduler: Scheduler,
+    prompt: Sequence[int],
+    i: int,
+    *,
+    is_sampled: bool,
+    n_output: int = N_OUTPUT,
+) -> TokenSequence:
+    sampling = options(i if is_sampled else None)
+    sampler = engine.make_sampler(sampling)
+    sequence = TokenSequence(f"r{i}", prompt, sampler, sampling=sampling, n_output_max=n_output)
+    scheduler.submit(sequence)
+    return sequence
+
+
+def alone(
+    engine: LlamaEngine,
+    prompt: Sequence[int],
+    i: int,
+    *,
+    is_sampled: bool,
+    n_output: int = N_OUTPUT,
+) -> list[int]:
+    scheduler = Scheduler(engine.limits, FixedDraft(3))
+    sequence = submit(engine, scheduler, prompt, i, is_sampled=is_sampled, n_output=n_output)
+    while not scheduler.is_idle:
+        step(engine, scheduler)
+    return sequence.output
+
+
+class Crowd:
+    """All prompts at once, and what became of them."""
+
+    def __init__(self, engine: LlamaEngine, is_sampled: bool, n_bytes_max: int) -> None:
+        scheduler = Scheduler(engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max)
+        self.sequences = [
+            submit(engine, scheduler, prompt, i, is_sampled=is_sampled)
+            for i, prompt in enumerate(prompts(LENGTHS))
+        ]
+        self.parks: list[tuple[TokenSequence, int]] = []
+        """Who was parked, and after how many output tokens."""
+        for _ in range(3000):
+            if scheduler.is_idle:
+                break
+            self.parks += [(sequence, sequence.n_output) for sequence in step(engine, scheduler)]
+        self.counts = scheduler.counts
+
+    def check(self, engine: LlamaEngine) -> None:
+        """Everybody has come to a good end, and nothing is left."""
+        assert all(isinstance(s.terminal, FinishEvent) for s in self.sequences)
+        assert len(self.parks) == self.counts.n_preempted == self.counts.n_resumed > 0
+        assert (self.counts.n_parked, self.counts.n_parked_bytes) == (0, 0)
+        assert engine.n_cells_used == 0
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+def test_parked_streams_get_the_tokens_that_they_get_alone(
+    engine: LlamaEngine, referee: Referee, *, is_sampled: bool
+) -> None:
+    saved, recomputed = (Crowd(engine, is_sampled, n_bytes_max) for n_bytes_max in (1 << 28, 0))
+    # Outputs of full length need three times the cells: whoever is parked had computed something.
+    assert saved.counts.n_recomputed == 0 < recomputed.counts.n_recomputed
+    expected = [alone(engine, p, i, is_sampled=is_sampled) for i, p in enumerate(prompts(LENGTHS))]
+    for crowd in (saved, recomputed):
+        crowd.check(engine)
+        assert all(s.n_output == N_OUTPUT for s in crowd.sequences)
+        if is_sampled:
+            check_sampled(crowd, expected)
+        else:
+            for tokens, s in zip(expected, crowd.sequences, strict=True):
+                referee.compare(s.prompt, tokens, s.output)
+
+
+@pytest.fixture(scope="module", params=["none", "mtp"])
+def exact(request: pytest.FixtureRequest, target: str) -> Iterator[LlamaEngine]:
+    """An engine of two slots whose arithmetic depends on nothing but a sequence's own tokens."""
+    model = drafthouse_engine.Model(MODELS / TARGETS[target])
+    params = drafthouse_engine.EngineParams(
+        draft_type=request.param, n_seq_max=2, n_ctx_seq=400, n_draft_max=3, n_threads=1, exact=True
+    )
+    engine = LlamaEngine(drafthouse_engine.Engine(model, None, params), "exact", Threads(1, 1))
+    yield engine
+    engine.close()
+
+
+URGENT_AT = (6, 7, 16, 25, 26, 27)
+"""Steps after which a sequence of higher priority comes: one, or enough for two slots."""
+N_INTERRUPTED = 70
+
+
+def interrupted(
+    engine: LlamaEngine, n_bytes_max: int, *, is_sampled: bool
+) -> tuple[Scheduler, list[TokenSequence]]:
+    """Runs a long stream for each slot, which all lose it again and again to what is urgent."""
+    pool = prompts(LENGTHS)
+    scheduler = Scheduler(engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max)
+    streams = [
+        submit(engine, scheduler, pool[i], i, is_sampled=is_sampled, n_output=N_INTERRUPTED)
+        for i in range(engine.limits.n_seq_max)
+    ]
+    for n in range(1000):
+        if scheduler.is_idle:
+            break
+        if n in URGENT_AT:
+            sampler = engine.make_sampler(options(n))
+            urgent = TokenSequence(
+                f"urgent {n}", pool[-1], sampler, sampling=options(n), n_output_max=5, priority=1
+            )
+            scheduler.submit(urgent)
+        step(engine, scheduler)
+    assert scheduler.counts.n_preempted >= 2
+    assert (scheduler.counts.n_recomputed == 0) is (n_bytes_max > 0)
+    assert all(stream.n_parks for stream in streams)
+    is_speculative = engine.limits.draft_type != "none"
+    assert all((stream.n_drafted > 0) is is_speculative for stream in streams)
+    return scheduler, streams
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+def test_not_a_token_changes_where_the_arithmetic_is_exact(
+    exact: LlamaEngine, *, is_sampled: bool
+) -> None:
+    """Saved or computed again: the same random state, the same drafts, the same tokens."""
+    pool = prompts(LENGTHS)
+    expected = [
+        alone(exact, pool[i], i, is_sampled=is_sampled, n_output=N_INTERRUPTED) for i in range(2)
+    ]
+    for n_bytes_max in (1 << 28, 0):
+        _, streams = interrupted(exact, n_bytes_max, is_sampled=is_sampled)
+        assert [stream.output for stream in streams] == expected
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft_type", ["none", "mtp"])
+def test_a_snapshot_changes_not_a_token_with_any_kernels(
+    target: str, draft_type: str, *, is_sampled: bool
+) -> None:
+    """With one slot every batch has the same width as alone."""
+    engine = LlamaEngine.load(demo_config(target, draft_type, n_seq_max=1, n_ctx_seq=400))
+    expected = alone(engine, prompts(LENGTHS)[0], 0, is_sampled=is_sampled, n_output=N_INTERRUPTED)
+    _, streams = interrupted(engine, 1 << 28, is_sampled=is_sampled)
+    engine.close()
+    assert streams[0].output == expected
+
+
+@pytest.mark.parametrize("draft_type", ["none", "mtp"])
+def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee: Referee) -> None:
+    """As a server does it, with three tenants, priorities, conversations and a tiny pool."""
+    settings = demo_config(
+        target,
+        draft_type,
+        is_kv_unified=True,
+        n_seq_max=N_STREAMS,
+        n_ctx=256,
+        n_ctx_seq=250,
+        n_parked_mib_max=1,
+        n_prefix_mib_max=1,
+    )
+    engine = LlamaEngine.load(settings)
+    scheduler = make_scheduler(engine, settings)
+    sequences, greedy = [], options(None)
+    for i, prompt in enumerate(prompts(LENGTHS * 2)):
+        sequence = TokenSequence(
+            f"r{i}",
+            prompt,
+            engine.make_sampler(greedy),
+            tenant=f"tenant {i % 3}",
+            priority=i % 2,
+            sampling=greedy,
+            n_output_max=90,
+        )
+        scheduler.submit(sequence)
+        sequences.append(sequence)
+    for n in range(4000):
+        if scheduler.is_idle:
+            break
+        if n == 60:  # the next turn of what has ended by then, while others run
+            ended = [s for s in sequences if s.terminal is not None and len(s.tokens) < 200]
+            for sequence in ended[:2]:
+                again = [*sequence.tokens, *sequence.prompt[:20]]
+                sampler = engine.make_sampler(greedy)
+                follow_up = TokenSequence(
+                    f"{sequence.request_id}+",
+                    again,
+                    sampler,
+                    tenant=sequence.tenant,
+                    sampling=greedy,
+                    n_output_max=20,
+                )
+                scheduler.submit(follow_up)
+                sequences.append(follow_up)
+        step(engine, scheduler)
+    counts = scheduler.counts
+    assert scheduler.is_idle
+    assert all(isinstance(s.terminal, FinishEvent) for s in sequences)
+    assert counts.n_preempted == counts.n_resumed > 0
+    assert (counts.n_parked, counts.n_parked_bytes) == (0, 0)
+    assert engine.n_cells_used == counts.n_retained_cells <= 256
+    engine.close()
+    reference = LlamaEngine.load(demo_config(target, "none", n_seq_max=1, n_ctx_seq=400))
+    for i, s in enumerate(sequences[: 2 * N_STREAMS : 3]):
+        expected = alone(reference, s.prompt, i, is_sampled=False, n_output=90)
+        referee.compare(s.prompt, expected, s.output)
+    reference.close()
+
+
+def check_sampled(crowd: Crowd, expected: Sequence[list[int]]) -> None:
+    """Of the streams that were as they should be when they were parked, most go on so."""
+    n_checked = n_parted = 0
+    for sequence, n_before in crowd.parks:
+        tokens = expected[crowd.sequences.index(sequence)]
+        if sequence.output[:n_before] == tokens[:n_before]:
+            n_checked += 1
+            n_after = min(n_before + N_AFTER, len(tokens))
+            n_parted += sequence.output[:n_after] != tokens[:n_after]
+    assert n_parted <= max(1, n_checked // 2), (n_parted, n_checked)

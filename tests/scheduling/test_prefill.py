@@ -1,0 +1,107 @@
+"""How many prompt tokens a step carries, and whose."""
+
+from __future__ import annotations
+
+import pytest
+
+from drafthouse_server.scheduling.prefill import (
+    GAP_FACTOR,
+    N_PAST_LONG,
+    N_PIECE,
+    N_QUANTUM,
+    N_ROWS_ALONE,
+    STEP_FREE_S,
+    PrefillPacer,
+    PrefillTurns,
+)
+from drafthouse_server.scheduling.sequence import Sequence
+
+
+def make(order: int, tenant: str, priority: int = 0) -> Sequence:
+    sequence = Sequence(f"{tenant}{order}", [1], None, tenant=tenant, priority=priority)
+    sequence.order = order
+    return sequence
+
+
+def shares(
+    turns: PrefillTurns, wanted: list[tuple[Sequence, int]], n_tokens: int
+) -> dict[str, int]:
+    return {s.request_id: n for s, n in turns.share(wanted, n_tokens)}
+
+
+def test_inside_a_tenant_rank_decides() -> None:
+    wanted = [(make(0, "a"), 50), (make(1, "a", priority=1), 30), (make(2, "a"), 50)]
+    assert shares(PrefillTurns(), wanted, 100) == {"a1": 30, "a0": 50, "a2": 20}
+
+
+def test_a_short_prompt_is_not_behind_another_tenants_long_one() -> None:
+    wanted = [(make(0, "a"), 4000), (make(1, "b"), 20)]
+    assert shares(PrefillTurns(), wanted, 200) == {"a0": 180, "b1": 20}
+
+
+def test_tenants_get_equal_parts_and_nothing_is_left_over() -> None:
+    wanted = [(make(0, "a"), 4000), (make(1, "b"), 4000), (make(2, "c"), 10)]
+    found = shares(PrefillTurns(), wanted, 300)
+    assert sum(found.values()) == 300
+    assert found["c2"] == 10
+    assert abs(found["a0"] - found["b1"]) <= 60
+
+
+def test_where_little_is_left_tenants_take_turns_and_nobody_is_forgotten() -> None:
+    turns = PrefillTurns()
+    wanted = [(make(i, f"t{i}"), 10_000) for i in range(10)]
+    total = dict.fromkeys([s.request_id for s, _ in wanted], 0)
+    for _ in range(50):
+        found = shares(turns, wanted, N_QUANTUM + 8)
+        assert sum(found.values()) == N_QUANTUM + 8
+        for name, n in found.items():
+            total[name] += n
+    assert max(total.values()) < 1.5 * min(total.values())
+
+
+@pytest.mark.parametrize("n_tokens", [0, -3])
+def test_without_tokens_nobody_gets_any(n_tokens: int) -> None:
+    wanted = [(make(0, "a"), 5), (make(1, "b"), 5)]
+    assert shares(PrefillTurns(), wanted, n_tokens) == {}
+    assert shares(PrefillTurns(), wanted[:1], n_tokens) == {}
+
+
+def test_the_gap_is_twice_the_unloaded_99th_percentile() -> None:
+    pacer = PrefillPacer()
+    for i in range(1000):  # one step in fifty takes twice as long as predicted
+        pacer.observe(0.01, 0.02 if i % 50 == 0 else 0.01, has_prefill=False)
+    assert pacer.target_s(0.01) == pytest.approx(GAP_FACTOR * 0.02)
+    assert pacer.target_s(0.03) == pytest.approx(GAP_FACTOR * 0.06)
+
+
+def test_steps_with_prompts_that_are_late_make_the_pieces_smaller() -> None:
+    pacer = PrefillPacer(gap_s=0.05)
+    before = pacer.step_s(0.01)
+    for _ in range(100):
+        pacer.observe(0.03, 0.045, has_prefill=True)
+    assert pacer.target_s(0.01) == 0.05
+    assert pacer.step_s(0.01) == pytest.approx(0.05 / 1.5)
+    assert pacer.step_s(0.01) < before
+
+
+def test_old_steps_are_forgotten() -> None:
+    pacer = PrefillPacer()
+    for _ in range(50):
+        pacer.observe(0.01, 0.04, has_prefill=False)
+    for _ in range(300):
+        pacer.observe(0.01, 0.01, has_prefill=False)
+    assert pacer.target_s(0.02) == pytest.approx(0.04)
+    assert pacer.target_s(0.01) == STEP_FREE_S, "nobody notices less"
+
+
+def test_pieces_of_long_prompts_are_not_smaller_than_pays() -> None:
+    pacer = PrefillPacer()
+    assert pacer.align(3, 999, N_PAST_LONG - 1, 1) == 3, "there attention is cheap"
+    for n_tokens in (0, 1, N_PIECE, N_PIECE + 1):
+        assert pacer.align(n_tokens, 999, N_PAST_LONG, 1) == 1 + N_PIECE
+    assert pacer.align(130, 999, N_PAST_LONG, 1) == 130
+    assert pacer.align(5, 999, 1000, 5) == 5 + N_PIECE
+    assert pacer.align(200, 70, 1000, 1) == 70
+    assert pacer.align(20, N_PIECE, 1000, 1) == 1 + N_ROWS_ALONE, "the end makes no piece"
+    assert pacer.align(2, 5, 1000, 1) == 5
+    assert PrefillPacer(0.05).align(4, 999, 1000, 1) == 4, "a target that was set is held"

@@ -1,0 +1,133 @@
+"""Conversations on the demo models go on from what was computed before: the same tokens as anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.support.demo import Referee, prompts
+from tests.support.demo import config as demo_config
+from tests.support.windows import windowed
+
+from drafthouse_server.drafting.policy import FixedDraft
+from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.scheduling.prefix_cache import PrefixCache
+from drafthouse_server.scheduling.scheduler import Scheduler
+from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
+from drafthouse_server.step import SamplingOptions, StepPlan
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+GREEDY = SamplingOptions(temperature=0)
+N_OUTPUT = 30
+N_SLOTS = 2
+
+
+@pytest.fixture(scope="module", params=["dense", "hybrid"])
+def target(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=[False, True], ids=["own-cells", "shared-cells"])
+def engine(request: pytest.FixtureRequest, target: str) -> Iterator[LlamaEngine]:
+    n_ctx = 512 if request.param else 0
+    settings = demo_config(
+        target, "mtp", n_seq_max=N_SLOTS, is_kv_unified=request.param, n_ctx=n_ctx, n_ctx_seq=400
+    )
+    engine = LlamaEngine.load(settings)
+    yield engine
+    engine.close()
+
+
+def ask(
+    engine: LlamaEngine, scheduler: Scheduler, prompt: Sequence[int], tenant: str = "a"
+) -> TokenSequence:
+    """Runs one request to its end."""
+    sampler = engine.make_sampler(GREEDY)
+    sequence = TokenSequence("r", prompt, sampler, n_output_max=N_OUTPUT, tenant=tenant)
+    scheduler.submit(sequence)
+    for _ in range(500):
+        if scheduler.is_idle:
+            break
+        scheduler.commit(engine.step(scheduler.plan(0.0)), 0.0)
+    return sequence
+
+
+def test_turns_go_on_from_slots_and_from_host_memory(target: str, engine: LlamaEngine) -> None:
+    prefixes = PrefixCache(can_cut=target == "dense", n_host_bytes_max=1 << 28)
+    scheduler = Scheduler(engine.limits, FixedDraft(3), prefixes=prefixes)
+    opening, *others = prompts((60, 70, 50))
+    first = ask(engine, scheduler, opening)
+    second = ask(engine, scheduler, [*first.tokens, 5, 6, 7])
+    for prompt in others:  # they need all slots
+        assert ask(engine, scheduler, prompt, tenant="b").n_reused == 0
+    third = ask(engine, scheduler, [*second.tokens, 9, 8])
+    # All but the last token of an answer are computed, and so is that of the turn before.
+    assert second.n_reused == len(first.tokens) - 1
+    assert third.n_reused == len(second.tokens) - 1
+    assert scheduler.counts.n_prefix_hits == 2
+    assert engine.n_cells_used == scheduler.n_cells_held
+    stranger = ask(engine, scheduler, third.prompt, tenant="c")
+    assert stranger.n_reused == 0
+    referee = Referee(target)
+    try:
+        anew = Scheduler(engine.limits, FixedDraft(3))
+        for sequence in (second, third):
+            expected = ask(engine, anew, sequence.prompt)
+            referee.compare(sequence.prompt, expected.output, sequence.output)
+            assert sequence.n_accepted >= 0.5 * expected.n_accepted
+    finally:
+        referee.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own-cells", "shared-cells"])
+@pytest.mark.parametrize("n_window", [64, 500])
+def test_documents_asked_for_in_turn_get_the_answers_of_a_cache_that_is_off(
+    n_window: int, is_shared: bool
+) -> None:
+    """More documents than slots: they go to host memory, which holds a window of each."""
+    documents = prompts((300, 350, 400, 450))
+    chance = random.Random(5)
+    asked: list[tuple[int, ...]] = []
+    for share in (0.95, 0.7, 0.3):
+        asked += documents
+        asked += [
+            (*text[: round(share * len(text))], *(chance.randrange(33, 120) for _ in range(9)))
+            for text in documents
+        ]
+    path = windowed(n_window)
+    n_ctx = 1200 if is_shared else 0
+    settings = demo_config(
+        "dense", "none", model=str(path), n_seq_max=2, n_ctx=n_ctx, n_ctx_seq=512,
+        is_kv_unified=is_shared,
+    )  # fmt: skip
+    engine, referee = LlamaEngine.load(settings), Referee("dense", path)
+    try:
+        with_cache, without = (
+            Scheduler(
+                engine.limits,
+                FixedDraft(0),
+                prefixes=PrefixCache(
+                    can_cut=True, n_window=engine.limits.n_window, n_host_bytes_max=1 << 28
+                )
+                if has_cache
+                else None,
+            )
+            for has_cache in (True, False)
+        )
+        found = [ask(engine, with_cache, prompt) for prompt in asked]
+        n_reused = [sequence.n_reused for sequence in found]
+        assert engine.limits.n_window == n_window
+        assert sum(n > 0 for n in n_reused) >= len(asked) / 4, n_reused
+        for seq_id in range(2):
+            engine.step(StepPlan(frees=[seq_id]))
+        ties = []
+        for prompt, sequence in zip(asked, found, strict=True):
+            expected = ask(engine, without, prompt)
+            ties.append(referee.compare(prompt, expected.output, sequence.output))
+        assert sum(tie is not None for tie in ties) <= 2
+    finally:
+        referee.close()
+        engine.close()

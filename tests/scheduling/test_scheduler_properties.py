@@ -1,0 +1,411 @@
+"""Whatever clients and engine do, in whatever order: the scheduler's promises hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from drafthouse_server.drafting.cost import CostModel, StepCost
+from drafthouse_server.drafting.ngram import NgramDrafter
+from drafthouse_server.drafting.plain_cost import PlainCost
+from drafthouse_server.drafting.plain_draft import PlainDraft
+from drafthouse_server.drafting.policy import AdaptiveDraft, DraftPolicy, FixedDraft
+from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.errors import EngineError
+from drafthouse_server.scheduling.prefix_cache import PrefixCache
+from drafthouse_server.scheduling.scheduler import Scheduler
+from drafthouse_server.scheduling.sequence import (
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Sequence,
+    SequenceState,
+    TokensEvent,
+)
+from drafthouse_server.step import (
+    EngineLimits,
+    SamplingOptions,
+    SequenceStatus,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
+
+LIMITS = EngineLimits(
+    draft_type="mtp",
+    n_seq_max=3,
+    n_ctx=100,
+    n_ctx_seq=48,
+    n_batch=12,
+    n_ubatch=12,
+    n_draft_max=4,
+    n_outputs_max=9,
+)
+GREEDY = SamplingOptions(temperature=0)
+ACCEPTANCE = (2, 0, 4, 1)
+EOG_PERIOD = 23
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a world is made of."""
+
+    n_ctx: int = 144
+    """KV cells of three slots; fewer than they could need are shared."""
+    n_ctx_seq: int = 48
+    """Most tokens of one sequence."""
+    is_recurrent: bool = False
+    """Whether the engine behaves like one with a recurrent target."""
+    n_parked_bytes_max: int = 1 << 20
+    """Host memory of parked sequences."""
+    n_host_bytes_max: int | None = None
+    """Host memory of prefixes; None is no reuse at all."""
+    is_paced: bool = False
+    """Whether prompts are cut by time."""
+    n_window: int = 0
+    """Tokens that the engine's sliding windows look back; 0: it has none."""
+    n_pool_max: int | None = None
+    """Tokens to draft from of each tenant's past, n-gram lookup first; None is no lookup."""
+    is_adaptive: bool = False
+    """Whether K is chosen by acceptance and cost, as by default; else it is 3."""
+    is_plain: bool = False
+    """Whether the plain averages on trial do that, and cut prompts."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        return dataclasses.replace(
+            LIMITS, n_ctx=self.n_ctx, n_ctx_seq=self.n_ctx_seq, n_window=self.n_window
+        )
+
+
+SETUPS = (
+    Setup(),
+    Setup(n_ctx=100),
+    Setup(n_ctx=130, n_ctx_seq=100),
+    Setup(n_ctx=90, n_ctx_seq=80, n_parked_bytes_max=0),
+    Setup(n_ctx=110, n_ctx_seq=100, n_parked_bytes_max=900, is_recurrent=True, is_paced=True),
+    Setup(n_host_bytes_max=0),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_recurrent=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, n_window=7),
+    Setup(n_host_bytes_max=4000, n_window=20, is_paced=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_pool_max=500),
+    Setup(n_ctx=130, n_ctx_seq=100, n_host_bytes_max=0, is_paced=True, n_pool_max=100),
+    Setup(is_paced=True, is_adaptive=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True, is_adaptive=True),
+    Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_adaptive=True),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True, is_plain=True),
+    Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_plain=True),
+)
+
+
+class World:
+    """One scheduler with its engine, and all that came out of them."""
+
+    def __init__(self, setup: Setup = SETUPS[0]) -> None:
+        self.setup = setup
+        self.limits = limits = setup.limits
+        self.engine = FakeEngine(
+            limits, acceptance=ACCEPTANCE, eog_period=EOG_PERIOD, is_recurrent=setup.is_recurrent
+        )
+        prefixes = None
+        if setup.n_host_bytes_max is not None:
+            prefixes = PrefixCache(
+                can_cut=not setup.is_recurrent,
+                n_window=setup.n_window,
+                n_host_bytes_max=setup.n_host_bytes_max,
+            )
+        ngrams = None
+        if setup.n_pool_max is not None:
+            ngrams = NgramDrafter(2, setup.n_pool_max, can_lengthen=setup.is_paced)
+        model = StepCost()
+        cost: CostModel | None = model if setup.is_paced else None
+        policy: DraftPolicy = FixedDraft(3)
+        if setup.is_adaptive:
+            policy = AdaptiveDraft(limits.n_draft_max, model)
+        if setup.is_plain:
+            policy, cost = PlainDraft(limits.n_draft_max), PlainCost()
+        self.scheduler = Scheduler(
+            limits,
+            policy,
+            ngrams=ngrams,
+            cost=cost,
+            n_parked_bytes_max=setup.n_parked_bytes_max,
+            prefixes=prefixes,
+            n_checkpoint_min=1,
+        )
+        self.sequences: list[Sequence] = []
+        self.events: dict[str, list[Event]] = {}
+        self.has_refusals = False
+        """Whether the engine was asked to refuse starts."""
+
+    def submit(
+        self,
+        prompt: list[int],
+        n_output_max: int | None,
+        options: SamplingOptions = GREEDY,
+        **more: object,
+    ) -> None:
+        sequence = Sequence(
+            f"r{len(self.sequences)}",
+            prompt,
+            self.engine.make_sampler(options),
+            sampling=options,
+            n_output_max=n_output_max,
+            **more,  # type: ignore[arg-type]  # drawn with the right types
+        )
+        self.scheduler.submit(sequence)
+        self.sequences.append(sequence)
+        self.events[sequence.request_id] = []
+
+    def step(self, now: float) -> StepPlan:
+        self._take(self.scheduler.reap(now))
+        running = [s for s in self.live if s.state is SequenceState.RUNNING]
+        generating = {s.seq_id for s in running if s.n_output and s.n_pending == 1}
+        plan = self.scheduler.plan(now)
+        check_budget(plan, self.limits)
+        # No stream that goes on waits for anything, unless it loses its slot.
+        outputs = {entry.seq_id for entry in plan.entries if entry.is_output}
+        assert generating - set(plan.parks) <= outputs
+        try:
+            result = self.engine.step(plan)
+        except EngineError:
+            raise  # a wrong plan
+        except RuntimeError as error:
+            self._take(self.scheduler.abandon(plan, error))
+        else:
+            assert self.has_refusals or not result.n_kept, "a start that cannot keep what it should"
+            n_running = self.scheduler.n_running
+            took_s = simulated_s(result)
+            result = dataclasses.replace(result, timings=StepTimings(total_s=took_s))
+            events = self.scheduler.commit(result, now + took_s)
+            self._check_innocent(events, n_running)
+            self._take(events)
+        return plan
+
+    def _check_innocent(self, events: Iterable[tuple[Sequence, Event]], n_running: int) -> None:
+        """Cells that run out end nobody who could have been given another's."""
+        for _, event in events:
+            if isinstance(event, ErrorEvent) and isinstance(event.error, EngineError):
+                is_shared = self.limits.n_ctx < 3 * self.limits.n_ctx_seq
+                assert event.error.status != "NO_ROOM" or not is_shared or n_running == 1
+
+    def _take(self, events: Iterable[tuple[Sequence, Event]]) -> None:
+        for sequence, event in events:
+            self.events[sequence.request_id].append(event)
+
+    @property
+    def live(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.state is not SequenceState.FINISHED]
+
+
+def simulated_s(result: StepResult) -> float:
+    """A step's time: something fixed, and something per token."""
+    return 0.01 + 0.001 * result.n_batch_tokens
+
+
+def check_budget(plan: StepPlan, limits: EngineLimits) -> None:
+    """A plan stays inside the limits, and gives every slot to one sequence."""
+    assert sum(len(e.tokens) + e.n_draft for e in plan.entries) <= limits.n_batch
+    assert sum(1 + e.n_draft for e in plan.entries if e.is_output) <= limits.n_outputs_max
+    for seq_ids in (
+        [e.seq_id for e in plan.entries],
+        [start.seq_id for start in plan.starts],
+        [*plan.frees, *plan.parks],
+        list(plan.saves),
+    ):
+        assert len(set(seq_ids)) == len(seq_ids)
+
+
+def plan_shape(plan: StepPlan) -> tuple[object, ...]:
+    """Everything of a plan that two runs can share: samplers are objects of their own."""
+    starts = [dataclasses.replace(start, sampler=None) for start in plan.starts]
+    return list(plan.entries), starts, list(plan.frees), list(plan.parks), list(plan.saves)
+
+
+def alone(sequence: Sequence, n_tokens: int) -> list[int]:
+    """What a prompt gives alone, without speculation and without a scheduler's budget."""
+    world = World(Setup(n_ctx=300, n_ctx_seq=100))
+    world.submit(list(sequence.prompt), n_tokens, sequence.sampling, n_draft=0)
+    for now in range(120):
+        world.step(float(now))
+        if not world.live:
+            break
+    return world.sequences[0].output
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives two worlds with the same calls: what they do must be the same, and right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worlds: tuple[World, World]
+        self.world: World
+        self.now = 0.0
+        self.n_faults = 0
+
+    @initialize(setup=st.sampled_from(SETUPS))
+    def begin(self, setup: Setup) -> None:
+        self.worlds = (World(setup), World(setup))
+        self.world = self.worlds[0]
+
+    @rule(
+        # Often a prompt that begins like others.
+        prompt=st.one_of(
+            st.lists(st.integers(0, 255), min_size=1, max_size=40),
+            st.integers(16, 40).map(lambda n: list(range(n))),
+        ),
+        tenant=st.sampled_from(["a", "a", "b"]),
+        seed=st.one_of(st.none(), st.integers(0, 5)),
+        n_output_max=st.one_of(st.none(), st.integers(1, 8), st.integers(20, 40)),
+        n_draft=st.one_of(st.none(), st.integers(0, 9)),
+        priority=st.integers(-2, 2),
+        lifetime=st.one_of(st.just(float("inf")), st.floats(0, 30)),
+        stop_token_ids=st.frozensets(st.integers(32, 126), max_size=5),
+    )
+    def submit(
+        self,
+        *,
+        prompt: list[int],
+        tenant: str,
+        seed: int | None,
+        n_output_max: int | None,
+        n_draft: int | None,
+        priority: int,
+        lifetime: float,
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        if n_output_max is not None:
+            n_output_max = min(n_output_max, self.world.limits.n_ctx_seq - len(prompt))
+        options = GREEDY if seed is None else SamplingOptions(temperature=1.0, seed=seed)
+        for world in self.worlds:
+            world.submit(
+                prompt,
+                n_output_max,
+                options,
+                tenant=tenant,
+                n_draft=n_draft,
+                priority=priority,
+                deadline=self.now + lifetime,
+                stop_token_ids=stop_token_ids,
+            )
+
+    @precondition(lambda self: self.world.sequences)
+    @rule(choice=st.integers(0, 1000), more=st.lists(st.integers(0, 255), min_size=1, max_size=4))
+    def follow_up(self, choice: int, more: list[int]) -> None:
+        """The next turn of a conversation: all that was said before, and something new."""
+        before = self.world.sequences[choice % len(self.world.sequences)]
+        prompt = [*before.tokens, *more]
+        if len(prompt) < self.world.limits.n_ctx_seq:
+            for world in self.worlds:
+                world.submit(prompt, 1, tenant=before.tenant)
+
+    @rule(n_steps=st.integers(1, 4))
+    def step(self, n_steps: int) -> None:
+        for _ in range(n_steps):
+            self.now += 1.0
+            first, second = (world.step(self.now) for world in self.worlds)
+            assert plan_shape(first) == plan_shape(second)
+
+    @precondition(lambda self: self.world.sequences)
+    @rule(choice=st.integers(0, 1000), reason=st.sampled_from(list(FinishReason)))
+    def mark(self, choice: int, reason: FinishReason) -> None:
+        for world in self.worlds:
+            sequence = world.sequences[choice % len(world.sequences)]
+            world.scheduler.mark(sequence, reason)
+
+    @rule(seconds=st.floats(1, 40))
+    def let_time_pass(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(
+        status=st.sampled_from([s for s in SequenceStatus if s is not SequenceStatus.OK]),
+        seq_id=st.one_of(st.none(), st.integers(0, 2)),
+        n_steps=st.integers(1, 20),
+    )
+    def break_a_sequence(self, status: SequenceStatus, seq_id: int | None, n_steps: int) -> None:
+        self.n_faults += 1
+        for world in self.worlds:
+            world.engine.inject(status, seq_id=seq_id, n_steps=n_steps)
+
+    @rule()
+    def break_a_step(self) -> None:
+        self.n_faults += 1
+        for world in self.worlds:
+            world.engine.inject(RuntimeError("boom"))
+
+    @rule(n_starts=st.integers(0, 2), n_saves=st.integers(0, 2))
+    def refuse(self, n_starts: int, n_saves: int) -> None:
+        for world in self.worlds:
+            world.engine.refuse(n_starts=n_starts, n_saves=n_saves)
+            world.has_refusals = True
+
+    @invariant()
+    def slots_and_cells_add_up(self) -> None:
+        running = [s for s in self.world.live if s.state is SequenceState.RUNNING]
+        assert len({s.seq_id for s in running}) == len(running) == self.world.scheduler.n_running
+        assert all(0 <= s.seq_id < LIMITS.n_seq_max for s in running)
+        assert sum(s.n_reserved for s in running) == self.world.scheduler.n_reserved
+        assert self.world.scheduler.n_cells_held <= self.world.limits.n_ctx
+        assert self.world.engine.n_cells_max <= self.world.limits.n_ctx
+        parked = [s for s in self.world.live if s.state is SequenceState.PARKED]
+        counts = self.world.scheduler.counts
+        assert counts.n_estimator_resets == 0
+        assert counts.n_parked == len(parked)
+        assert counts.n_parked_bytes == sum(len(s.snapshot or b"") for s in parked)
+        assert counts.n_parked_bytes <= self.world.setup.n_parked_bytes_max
+        assert counts.n_prefix_bytes <= (self.world.setup.n_host_bytes_max or 0)
+        assert counts.n_prefix_hits <= counts.n_prefix_lookups
+        assert counts.n_reused <= counts.n_prefix_tokens
+        assert all(s.n_computed == 0 for s in parked if s.snapshot is None)
+
+    @invariant()
+    def cells_are_counted_as_the_engine_counts_them(self) -> None:
+        for sequence in self.world.live:
+            if sequence.state is SequenceState.RUNNING:
+                assert sequence.n_computed == self.world.engine.n_past(sequence.seq_id)
+
+    @invariant()
+    def events_end_once_and_carry_the_whole_output(self) -> None:
+        for sequence in self.world.sequences:
+            events = self.world.events[sequence.request_id]
+            terminal = [e for e in events if isinstance(e, FinishEvent | ErrorEvent)]
+            is_over = sequence.state is SequenceState.FINISHED
+            assert terminal == ([sequence.terminal] if is_over else [])
+            assert not terminal or events[-1] is terminal[0]
+            tokens = [t for e in events if isinstance(e, TokensEvent) for t in e.tokens]
+            assert tokens == sequence.output
+
+    def teardown(self) -> None:
+        """Everybody is served in bounded time, gets what it would get alone, and leaves nothing."""
+        n_steps_max = 60 * (1 + len(self.world.live)) + 40 * self.n_faults
+        for _ in range(n_steps_max):
+            if self.world.scheduler.is_idle:
+                break
+            self.step(1)
+        assert self.world.live == []
+        self.events_end_once_and_carry_the_whole_output()
+        assert self.world.scheduler.is_idle
+        assert self.world.scheduler.n_reserved == 0
+        counts = self.world.scheduler.counts
+        assert (counts.n_parked, counts.n_parked_bytes) == (0, 0)
+        assert self.world.engine.n_cells_used == self.world.scheduler.n_cells_held
+        assert counts.n_retained or self.world.engine.n_cells_used == 0
+        assert [w.output for w in self.worlds[0].sequences] == [
+            w.output for w in self.worlds[1].sequences
+        ]
+        for sequence in self.world.sequences:
+            if sequence.n_output:
+                assert sequence.output == alone(sequence, sequence.n_output)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestScheduler = pytest.mark.timeout(600)(TestScheduler)

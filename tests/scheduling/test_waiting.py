@@ -1,0 +1,94 @@
+"""Who waits, and whose turn it is."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import pytest
+
+from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.waiting import WaitingQueue
+
+
+def make(order: int, tenant: str = "a", priority: int = 0, *, is_parked: bool = False) -> Sequence:
+    sequence = Sequence(f"{tenant}{order}", [1], None, tenant=tenant, priority=priority)
+    sequence.order = order
+    sequence.is_parked = is_parked
+    return sequence
+
+
+def drain(queue: WaitingQueue) -> list[str]:
+    return [queue.pop().request_id for _ in range(len(queue))]
+
+
+def fill(*sequences: Sequence) -> WaitingQueue:
+    queue = WaitingQueue()
+    for sequence in sequences:
+        queue.push(sequence)
+    return queue
+
+
+def test_tenants_take_turns_and_a_flood_delays_its_own_tenant_only() -> None:
+    queue = fill(*(make(i) for i in range(4)), make(4, "b"), make(5, "c"), make(6, "b"))
+    assert drain(queue) == ["a0", "b4", "c5", "a1", "b6", "a2", "a3"]
+
+
+def test_priority_counts_inside_a_tenant_only() -> None:
+    queue = fill(make(0), make(1, priority=5), make(2, "b"), make(3, "b", priority=9))
+    assert drain(queue) == ["a1", "b3", "a0", "b2"]
+
+
+def test_what_has_begun_goes_before_what_is_new() -> None:
+    queue = fill(make(0), make(1, "b"), make(2, "c", is_parked=True), make(3, "c"))
+    assert queue.n_parked == 1
+    assert drain(queue) == ["c2", "a0", "b1", "c3"]
+
+
+def test_a_higher_priority_of_its_tenant_goes_before_a_parked_one() -> None:
+    queue = fill(make(0, is_parked=True), make(1, priority=1), make(2, "b"))
+    assert drain(queue) == ["a1", "a0", "b2"]
+
+
+def test_removed_ones_never_show_up_and_come_no_more() -> None:
+    sequences = [make(i, "ab"[i % 2]) for i in range(6)]
+    queue = fill(*sequences)
+    for i in (0, 1, 4):
+        queue.remove(sequences[i])
+    assert [s.request_id for s in queue] == ["a2", "b3", "b5"]
+    assert drain(queue) == ["a2", "b3", "b5"]
+    assert queue.peek() is None
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_cancelled_ones_do_not_pile_up_behind_a_head_that_stays() -> None:
+    queue = fill(make(0))
+    for i in range(1, 5000):
+        sequence = make(i)
+        queue.push(sequence)
+        queue.remove(sequence)
+    assert len(queue) == 1
+    assert len(queue._lines["a"].heap) < 200
+    assert len(queue._removed) < 200
+
+
+def test_a_thousand_waiting_cost_a_step_nothing() -> None:
+    few, many = fill(make(0)), fill(*(make(i, f"t{i % 100}") for i in range(10_000)))
+
+    def n_calls(queue: WaitingQueue) -> int:
+        """Counts calls of Python and C, which do not depend on how busy we are."""
+        n = 0
+
+        def count(_frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal n
+            n += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        for _ in range(100):
+            queue.peek()
+        sys.setprofile(None)
+        return n
+
+    n_calls(many)  # the first one may put things in order
+    assert n_calls(many) <= 2 * n_calls(few)

@@ -1,0 +1,109 @@
+"""Tokens to text: whole characters, stop texts held back, the same however tokens are split."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthouse_server.serving.detokenizer import Detokenizer
+
+
+def one_byte(token: int) -> bytes:
+    """Tokens below 256 are bytes; others are control tokens, which are not rendered."""
+    return bytes([token]) if token < 256 else b""
+
+
+def make(*stops: str) -> Detokenizer:
+    return Detokenizer(one_byte, stops)
+
+
+def test_a_character_is_written_when_it_is_whole() -> None:
+    detokenizer = make()
+    smile = "😀".encode()
+    assert [detokenizer.feed([byte]).text for byte in smile] == ["", "", "", "😀"]
+    assert detokenizer.finish() == ""
+
+
+def test_an_incomplete_character_becomes_a_replacement_at_the_end_only() -> None:
+    detokenizer = make()
+    assert detokenizer.feed(b"a" + "é".encode()[:1]).text == "a"
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_invalid_bytes_become_replacements_and_the_stream_goes_on() -> None:
+    detokenizer = make()
+    assert detokenizer.feed(b"a\xff\xfeb").text == "a\ufffd\ufffdb"
+    assert detokenizer.feed(b"\xc3(").text == "\ufffd("
+
+
+def test_control_tokens_are_not_rendered() -> None:
+    text = make().feed([104, 300, 105])
+    assert (text.text, text.n_tokens) == ("hi", 3)
+
+
+def test_a_stop_text_across_tokens_is_never_seen() -> None:
+    detokenizer = make("###")
+    assert detokenizer.feed(b"ab#").text == "ab"
+    assert detokenizer.feed(b"#").text == ""
+    end = detokenizer.feed(b"#tail")
+    assert (end.text, end.matched_stop, end.n_tokens) == ("", "###", 1)
+    assert detokenizer.matched_stop == "###"
+    assert detokenizer.finish() == ""
+
+
+def test_nothing_is_taken_after_a_stop() -> None:
+    detokenizer = make("x")
+    assert detokenizer.feed(b"axb").text == "a"
+    after = detokenizer.feed(b"more")
+    assert (after.text, after.n_tokens, after.matched_stop) == ("", 0, "x")
+
+
+def test_what_was_held_back_is_written_when_it_was_no_stop() -> None:
+    detokenizer = make("aab")
+    assert detokenizer.feed(b"aa").text == ""
+    assert detokenizer.feed(b"a").text == "a"
+    assert detokenizer.feed(b"c").text == "aac"
+    assert detokenizer.feed(b"a").text == ""
+    assert detokenizer.finish() == "a"
+
+
+@pytest.mark.parametrize(
+    ("stops", "output", "text", "matched"),
+    [
+        (("bc", "abcd"), b"xabcde", "xa", "bc"),  # complete first
+        (("bc", "abc"), b"xabcde", "x", "abc"),  # complete together: the longer
+        (("é",), "caféx".encode(), "caf", "é"),
+        (("\n\n", "END"), b"a\nb\n\nEND", "a\nb", "\n\n"),
+    ],
+)
+def test_the_stop_that_is_complete_first_ends_the_text(
+    stops: tuple[str, ...], output: bytes, text: str, matched: str
+) -> None:
+    found = make(*stops).feed(output)
+    assert (found.text, found.matched_stop) == (text, matched)
+
+
+def expected(output: bytes, stops: list[str]) -> str:
+    """What a reader who sees the whole output would cut out of it."""
+    text = output.decode("utf-8", "replace")
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return text[: min(ends)[1]] if ends else text
+
+
+@given(
+    output=st.one_of(st.text("ab€").map(str.encode), st.binary(max_size=20)),
+    stops=st.lists(st.text("ab€", min_size=1, max_size=4), max_size=4),
+    data=st.data(),
+)
+def test_any_split_gives_the_same_text(
+    output: bytes, stops: list[str], data: st.DataObject
+) -> None:
+    detokenizer = make(*stops)
+    written, rest = "", output
+    while rest:
+        n = data.draw(st.integers(1, len(rest)))
+        written += detokenizer.feed(rest[:n]).text
+        assert not any(stop in written for stop in stops)
+        rest = rest[n:]
+    assert written + detokenizer.finish() == expected(output, stops)

@@ -1,0 +1,69 @@
+"""Counts add up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from drafthouse_server.scheduling.counts import SchedulerCounts
+from drafthouse_server.serving.metrics import DraftCounts, Metrics
+from drafthouse_server.step import ResultEntry, SequenceStatus, StepResult, StepTimings
+
+
+def test_steps_add_up() -> None:
+    metrics = Metrics()
+    entries = [
+        ResultEntry(0, SequenceStatus.OK, 5, [1, 2, 3], n_drafted=4, n_accepted=2),
+        ResultEntry(1, SequenceStatus.OK, 5, [1]),
+    ]
+    timings = StepTimings(draft_s=1.0, decode_s=2.0, process_s=3.0, sample_s=4.0, total_s=10.5)
+    for _ in range(2):
+        metrics.count_step(StepResult(entries, n_batch_tokens=7, timings=timings))
+    statistics = metrics.statistics()
+    assert (statistics.n_steps, statistics.n_batch_tokens) == (2, 14)
+    assert (statistics.n_drafts, statistics.n_drafted, statistics.n_accepted) == (2, 8, 4)
+    assert statistics.acceptance_rate == 0.5
+    assert (statistics.draft_s, statistics.decode_s) == (2.0, 4.0)
+    assert (statistics.process_s, statistics.sample_s, statistics.engine_s) == (6.0, 8.0, 21.0)
+
+
+def test_drafts_are_told_apart_by_who_proposed_them() -> None:
+    metrics = Metrics(scheduler=SchedulerCounts(n_planned=8, n_draft_planned=20))
+    entries = [
+        ResultEntry(0, SequenceStatus.OK, 5, [1, 2, 3], n_drafted=4, n_accepted=2),
+        ResultEntry(1, SequenceStatus.OK, 5, [1] * 9, n_drafted=8, n_accepted=8, is_given=True),
+        ResultEntry(2, SequenceStatus.OK, 5, [1] * 3, n_drafted=6, n_accepted=2, is_given=True),
+    ]
+    metrics.count_step(StepResult(entries))
+    statistics = metrics.statistics()
+    assert statistics.by_source == {
+        "drafter": DraftCounts(1, 4, 2),
+        "ngram": DraftCounts(2, 14, 10),
+    }
+    assert statistics.by_source["ngram"].mean_length == 7.0
+    assert statistics.by_source["drafter"].acceptance_rate == 0.5
+    assert statistics.drafts.mean_length == 6.0
+    assert statistics.mean_n_draft == 2.5
+    empty = Metrics().statistics()
+    assert (empty.mean_n_draft, empty.drafts.mean_length, empty.acceptance_rate) == (0, 0, 0)
+
+
+def test_requests_are_counted_by_outcome() -> None:
+    metrics = Metrics()
+    metrics.count_request("stop", 10, 5)
+    metrics.count_request("stop", 20, 6)
+    metrics.count_request("QUEUE_FULL", 0, 0)
+    statistics = metrics.statistics()
+    assert statistics.n_requests == {"stop": 2, "QUEUE_FULL": 1}
+    assert (statistics.n_prompt_tokens, statistics.n_output_tokens) == (30, 11)
+
+
+def test_a_snapshot_does_not_change() -> None:
+    metrics = Metrics()
+    before = metrics.statistics()
+    metrics.count_request("stop", 1, 1)
+    assert before.n_requests == {}
+    assert before.acceptance_rate == 0.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.n_steps = 3  # type: ignore[misc]  # frozen on purpose
