@@ -26,7 +26,7 @@ from drafthouse_server.config import Config
 from drafthouse_server.drafting.policy import AdaptiveDraft
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.scheduling.sequence import FinishEvent, Sequence, TokensEvent
-from drafthouse_server.serving.loop import make_scheduler
+from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import SamplingOptions
 
 __all__ = ["Contender"]

@@ -167,7 +167,7 @@ class Bench:
         scheduler = Scheduler(limits, policy, cost=cost, prefixes=prefixes, ngrams=ngrams)
         self.watch = _Stopwatch()
         self._answers = _Answers(limits)
-        self._loop = StepLoop(self._answers, policy, scheduler=scheduler)
+        self._loop = StepLoop(self._answers, scheduler)
         self._scheduler, self._thread = scheduler, self._loop._thread
         self._now = 0.0
         # Time flies: the readers of every step are woken, as they are when steps take longer.

@@ -23,7 +23,7 @@ from drafthouse_bench.demos import MODELS, PROMPTS
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.scheduling.sequence import Sequence
-from drafthouse_server.serving.loop import make_scheduler
+from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.serving.metrics import Metrics, Statistics
 from drafthouse_server.step import SamplingOptions
 

@@ -24,10 +24,9 @@ from drafthouse_server.drafting.plain_draft import PlainDraft
 from drafthouse_server.drafting.policy import AdaptiveDraft, DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.scheduling.cells import OutputLengths
+from drafthouse_server.scheduling.pacing import PrefillPacer, RunPacer
 from drafthouse_server.scheduling.preemption import SnapshotCost
-from drafthouse_server.scheduling.prefill import PrefillPacer
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
-from drafthouse_server.scheduling.run_pacer import RunPacer
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import Event, FinishEvent, Sequence
 from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, StepTimings

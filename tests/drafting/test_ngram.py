@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence as Tokens
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from drafthouse_server.drafting.ngram import (
     NgramDrafter,
     NgramIndex,
     NgramPool,
+    NgramTrack,
 )
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
@@ -269,7 +271,7 @@ def test_a_long_prompt_is_indexed_over_several_steps() -> None:
     for _ in range(6):
         sequence.tokens.append(prompt[len(sequence.tokens) - len(prompt)])
         entry = drafter.fill([sequence], [entry_of(sequence, 4)], limits, 4)[0]
-        assert sequence.ngram_memory is not None
+        assert isinstance(sequence.ngram_memory, NgramTrack)
         found.append(sequence.ngram_memory.index.n_indexed)
         drafter.observe(sequence, ResultEntry(0, SequenceStatus.OK, 0, [1 << 20]))
         assert entry.n_draft == 4
@@ -279,7 +281,7 @@ def test_a_long_prompt_is_indexed_over_several_steps() -> None:
 # In the scheduler.
 
 
-def bench_of(n_draft: int = 3, n_pool_max: int = 0, **fake: object) -> Bench:
+def bench_of(n_draft: int = 3, n_pool_max: int = 0, **fake: Any) -> Bench:
     return Bench(LARGE, n_draft, {"ngrams": NgramDrafter(3, n_pool_max)}, **fake)
 
 

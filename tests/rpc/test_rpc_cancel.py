@@ -151,7 +151,7 @@ async def test_the_sequence_itself_carries_the_deadline(
         gated_engine.hold()
         async with client.generate("x", timeout=500.0):
             await eventually(lambda: gated_engine.is_stuck)
-            [sequence] = server.loop._scheduler.sequences()
+            [sequence] = server.loop._thread._scheduler.sequences()
             now = time.monotonic()
             deadline = sequence.deadline
             gated_engine.release()

@@ -17,6 +17,7 @@ from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.rpc.interceptors import Call
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.rpc.services import GenerationService, Served
+from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.step import PlanEntry, SamplingOptions, Start, StepPlan
 from drafthouse_server.tenancy.tenants import Admission, Tenant, TenantRegistry
@@ -293,7 +294,8 @@ class SlowContext:
 async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     eventually: Eventually,
 ) -> None:
-    loop = StepLoop(FakeEngine(step_s=0.001), FixedDraft(3))
+    engine = FakeEngine(step_s=0.001)
+    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(3)))
     loop.start()
     served = Served(
         loop,

@@ -15,7 +15,7 @@ from drafthouse_server.engine.threads import Threads
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import FinishEvent, SequenceState
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
-from drafthouse_server.serving.loop import make_scheduler
+from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import SamplingOptions
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from drafthouse_server.scheduling.prefill import (
+from drafthouse_server.scheduling.pacing import (
     GAP_FACTOR,
     N_PAST_LONG,
     N_PIECE,
-    N_QUANTUM,
     N_ROWS_ALONE,
     STEP_FREE_S,
     PrefillPacer,
-    PrefillTurns,
 )
+from drafthouse_server.scheduling.prefill import N_QUANTUM, PrefillTurns
 from drafthouse_server.scheduling.sequence import Sequence
 
 

@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 
 from drafthouse_server.drafting.cost import StepCost
-from drafthouse_server.drafting.policy import FixedDraft
+from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import ContextTooLong, Draining, EngineError
+from drafthouse_server.scheduling.cells import check_context
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.scheduler import N_NO_ROOM_MAX, Scheduler
 from drafthouse_server.scheduling.sequence import (
@@ -53,10 +54,11 @@ class Bench:
         limits: EngineLimits = LIMITS,
         n_draft: int = 0,
         scheduler: dict[str, Any] | None = None,
+        policy: DraftPolicy | None = None,
         **fake: object,
     ) -> None:
         self.engine = FakeEngine(limits, **fake)  # type: ignore[arg-type]  # passed on
-        self.scheduler = Scheduler(limits, FixedDraft(n_draft), **scheduler or {})
+        self.scheduler = Scheduler(limits, policy or FixedDraft(n_draft), **scheduler or {})
         self.now = 0.0
         self.events: list[tuple[Sequence, Event]] = []
         self.plans: list[StepPlan] = []
@@ -273,10 +275,11 @@ def test_what_does_not_fit_is_refused(n_prompt: int, n_output_max: int | None) -
 
 
 def test_a_small_pool_bounds_the_context() -> None:
-    bench = Bench(dataclasses.replace(LIMITS, n_ctx=50))
-    assert bench.scheduler.check(40, None) == 10
+    limits = dataclasses.replace(LIMITS, n_ctx=50)
+    bench = Bench(limits)
+    assert check_context(limits, 40, None) == 10
     with pytest.raises(ContextTooLong):
-        bench.scheduler.check(40, 11)
+        check_context(limits, 40, 11)
     bench.add("a", n_prompt=40, n_output_max=10)
     bench.run()
 
@@ -639,8 +642,7 @@ def n_prompt_tokens(*, is_fed: bool, process_token_s: float) -> list[int]:
     """Returns the prompt tokens of steps, where feeding the drafter takes so long per token."""
     limits = dataclasses.replace(LIMITS, n_ctx=8000, n_ctx_seq=2000, n_batch=512, n_ubatch=512)
     cost, policy = StepCost(), Unfed(is_fed=True)
-    bench = Bench(limits, scheduler={"cost": cost, "gap_s": 0.3})
-    bench.scheduler._policy = policy
+    bench = Bench(limits, scheduler={"cost": cost, "gap_s": 0.3}, policy=policy)
     bench.add("a", n_prompt=4, n_output_max=1500)
     found: list[int] = []
     for i in range(210):
@@ -943,7 +945,8 @@ def test_thousands_of_requests_leave_nothing_behind(*, is_recurrent: bool) -> No
     held = {h for p in (*prefixes._slots.values(), *prefixes._hosted) for h in p.hashes}
     assert prefixes._holders.keys() == held
     assert bench.engine.n_cells_used == counts.n_retained_cells == bench.scheduler.n_cells_held
-    left = bench.scheduler._borders, bench.scheduler._hits, bench.scheduler._storing
-    assert not any(left)
+    in_flight, n_due = bench.scheduler._in_flight, bench.scheduler._checkpoints.n_due
+    assert not in_flight.preempted
+    assert n_due == 0
     prefixes.clear()
     assert (prefixes._holders, prefixes._ends, prefixes.n_host_bytes) == ({}, {}, 0)

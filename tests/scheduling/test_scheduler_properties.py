@@ -77,6 +77,10 @@ class Setup:
     """Whether K is chosen by acceptance and cost, as by default; else it is 3."""
     is_plain: bool = False
     """Whether the plain averages on trial do that, and cut prompts."""
+    step_s: float = 0.01
+    """What a step takes besides its tokens: short ones are run in a row."""
+    acceptance: tuple[int, ...] = ACCEPTANCE
+    """Accepted tokens of drafts, over and over: where none is, drafters are let go."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -84,6 +88,17 @@ class Setup:
             LIMITS, n_ctx=self.n_ctx, n_ctx_seq=self.n_ctx_seq, n_window=self.n_window
         )
 
+
+QUICK = Setup(
+    n_ctx=270,
+    n_ctx_seq=90,
+    is_paced=True,
+    is_adaptive=True,
+    n_host_bytes_max=4000,
+    step_s=0.0005,
+    acceptance=(0,),
+)
+"""As served by default, on a machine that is quick and with drafts that are never right."""
 
 SETUPS = (
     Setup(),
@@ -103,6 +118,8 @@ SETUPS = (
     Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_adaptive=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True, is_plain=True),
     Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_plain=True),
+    QUICK,
+    dataclasses.replace(QUICK, n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000),
 )
 
 
@@ -113,7 +130,10 @@ class World:
         self.setup = setup
         self.limits = limits = setup.limits
         self.engine = FakeEngine(
-            limits, acceptance=ACCEPTANCE, eog_period=EOG_PERIOD, is_recurrent=setup.is_recurrent
+            limits,
+            acceptance=setup.acceptance,
+            eog_period=EOG_PERIOD,
+            is_recurrent=setup.is_recurrent,
         )
         prefixes = None
         if setup.n_host_bytes_max is not None:
@@ -143,6 +163,7 @@ class World:
         )
         self.sequences: list[Sequence] = []
         self.events: dict[str, list[Event]] = {}
+        self._unfed: set[int] = set()
         self.has_refusals = False
         """Whether the engine was asked to refuse starts."""
 
@@ -183,12 +204,24 @@ class World:
         else:
             assert self.has_refusals or not result.n_kept, "a start that cannot keep what it should"
             n_running = self.scheduler.n_running
-            took_s = simulated_s(result)
-            result = dataclasses.replace(result, timings=StepTimings(total_s=took_s))
+            timings = self._timings(plan, result)
+            took_s = timings.total_s
+            result = dataclasses.replace(result, timings=timings)
             events = self.scheduler.commit(result, now + took_s)
             self._check_innocent(events, n_running)
             self._take(events)
         return plan
+
+    def _timings(self, plan: StepPlan, result: StepResult) -> StepTimings:
+        """A step's time: something fixed, something per token, and to draft and feed drafters."""
+        self._unfed.difference_update(plan.take_up, plan.frees, plan.parks)
+        self._unfed.update(plan.let_go)
+        unit_s = self.setup.step_s
+        decode_s = unit_s * (result.n_steps + 0.1 * result.n_batch_tokens)
+        is_fed = any(entry.seq_id not in self._unfed for entry in plan.entries)
+        process_s = 0.5 * unit_s * result.n_steps if is_fed else 0.0
+        draft_s = unit_s * max([entry.n_draft for entry in plan.entries], default=0)
+        return StepTimings(draft_s, decode_s, process_s, 0.0, draft_s + decode_s + process_s)
 
     def _check_innocent(self, events: Iterable[tuple[Sequence, Event]], n_running: int) -> None:
         """Cells that run out end nobody who could have been given another's."""
@@ -204,11 +237,6 @@ class World:
     @property
     def live(self) -> list[Sequence]:
         return [s for s in self.sequences if s.state is not SequenceState.FINISHED]
-
-
-def simulated_s(result: StepResult) -> float:
-    """A step's time: something fixed, and something per token."""
-    return 0.01 + 0.001 * result.n_batch_tokens
 
 
 def check_budget(plan: StepPlan, limits: EngineLimits) -> None:
@@ -227,7 +255,8 @@ def check_budget(plan: StepPlan, limits: EngineLimits) -> None:
 def plan_shape(plan: StepPlan) -> tuple[object, ...]:
     """Everything of a plan that two runs can share: samplers are objects of their own."""
     starts = [dataclasses.replace(start, sampler=None) for start in plan.starts]
-    return list(plan.entries), starts, list(plan.frees), list(plan.parks), list(plan.saves)
+    moves = list(plan.frees), list(plan.parks), list(plan.saves)
+    return list(plan.entries), starts, moves, plan.let_go, plan.take_up, plan.n_steps
 
 
 def alone(sequence: Sequence, n_tokens: int) -> list[int]:
@@ -239,6 +268,22 @@ def alone(sequence: Sequence, n_tokens: int) -> list[int]:
         if not world.live:
             break
     return world.sequences[0].output
+
+
+@pytest.mark.parametrize("setup", SETUPS[-2:], ids=["own cells", "shared cells"])
+def test_the_quick_setups_reach_runs_of_steps_and_turned_drafters(setup: Setup) -> None:
+    world, turned = World(setup), [0, 0]
+    n_in_a_row = 0
+    for now in range(600):
+        while len(world.live) < 3:
+            world.submit([now % 256, 7], 40)
+        plan = world.step(float(now))
+        started = {start.seq_id for start in plan.starts}
+        turned[0] += bool(set(plan.let_go) - started)
+        turned[1] += bool(set(plan.take_up) - started)
+        n_in_a_row = max(n_in_a_row, plan.n_steps)
+    assert min(turned) > 0, "running sequences' drafters were let go and taken up"
+    assert n_in_a_row > 1
 
 
 class SchedulerMachine(RuleBasedStateMachine):

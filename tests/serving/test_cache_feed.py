@@ -135,4 +135,4 @@ async def test_a_server_without_readers_tells_nothing(start_server: ServerFactor
     server = await start_server()
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         await client.generate("Once upon a time in the west, ", max_output_tokens=4)
-    assert server.loop._scheduler.take_cache_events() == []
+    assert server.loop._thread._scheduler.prefixes.take_events() == []

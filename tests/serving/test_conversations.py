@@ -11,7 +11,7 @@ from tests.support.demo import config as demo_config
 
 from drafthouse import AsyncClient, ChatMessage, Result
 from drafthouse_server.config import Config
-from drafthouse_server.scheduling.scheduler import Scheduler
+from drafthouse_server.scheduling.checkpoints import Checkpoints
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -44,7 +44,7 @@ def referee(case: tuple[str, str]) -> Iterator[Referee]:
 @pytest.fixture(autouse=True)
 def _snapshots_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast this machine is at this moment must not decide what a test sees."""
-    monkeypatch.setattr(Scheduler, "_is_snapshot_cheap", lambda *_: True)
+    monkeypatch.setattr(Checkpoints, "_is_cheap", lambda *_: True)
 
 
 def settings(case: tuple[str, str], **more: object) -> Config:

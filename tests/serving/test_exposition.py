@@ -12,10 +12,9 @@ import pytest
 
 import drafthouse
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.scheduling.counts import SchedulerCounts
 from drafthouse_server.serving.exposition import render
 from drafthouse_server.serving.metrics import Metrics
-from drafthouse_server.step import ResultEntry, SequenceStatus, StepResult
+from drafthouse_server.step import ResultEntry, SchedulerCounts, SequenceStatus, StepResult
 
 if TYPE_CHECKING:
     from tests.conftest import ServerFactory

@@ -30,7 +30,8 @@ from drafthouse_server.scheduling.sequence import (
     Sequence,
     TokensEvent,
 )
-from drafthouse_server.serving.loop import N_FAILURES_UNHEALTHY, StepLoop, make_scheduler
+from drafthouse_server.serving.compose import make_scheduler
+from drafthouse_server.serving.loop import N_FAILURES_UNHEALTHY, StepLoop
 from drafthouse_server.serving.outbox import Outbox
 from drafthouse_server.step import (
     EngineLimits,
@@ -59,7 +60,9 @@ class ManualClock:
 async def running(
     engine: FakeEngine | None = None, *, n_draft: int = 0, **options: object
 ) -> AsyncIterator[StepLoop]:
-    loop = StepLoop(engine or FakeEngine(LIMITS), FixedDraft(n_draft), **options)  # type: ignore[arg-type]
+    engine = engine or FakeEngine(LIMITS)
+    scheduler = Scheduler(engine.limits, FixedDraft(n_draft))
+    loop = StepLoop(engine, scheduler, **options)  # type: ignore[arg-type]
     loop.start()
     try:
         yield loop
@@ -288,9 +291,7 @@ class BrokenScheduler(Scheduler):
 async def test_nobody_waits_for_ever_when_the_loop_itself_fails() -> None:
     health: list[bool] = []
     scheduler = BrokenScheduler(LIMITS, FixedDraft(0))
-    loop = StepLoop(
-        FakeEngine(LIMITS), scheduler.policy, on_health=health.append, scheduler=scheduler
-    )
+    loop = StepLoop(FakeEngine(LIMITS), scheduler, on_health=health.append)
     loop.start()
     outboxes = [loop.submit(make(loop, str(i))) for i in range(4)]
     for outbox in outboxes:
@@ -364,9 +365,7 @@ async def test_whoever_comes_or_goes_ends_a_run_of_steps() -> None:
     config = Config(draft_policy="fixed", n_draft_default=0)
     scheduler = make_scheduler(engine, config)
     # Each step takes a millisecond, whatever it takes.
-    loop = StepLoop(
-        engine, scheduler.policy, scheduler=scheduler, clock=lambda: engine.n_steps * 0.001
-    )
+    loop = StepLoop(engine, scheduler, clock=lambda: engine.n_steps * 0.001)
     loop.start()
     await collect(loop.submit(make(loop, n_output_max=90)))
     assert any(run > 1 for _, run in engine.runs)
@@ -396,7 +395,7 @@ async def test_an_engine_that_cannot_be_made_tells_why() -> None:
 
 async def test_close_ends_what_is_left() -> None:
     engine = FakeEngine(LIMITS, step_s=0.001)
-    loop = StepLoop(engine, FixedDraft(0))
+    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(0)))
     loop.start()
     outbox = loop.submit(make(loop, n_output_max=900))
     await outbox.receive()
@@ -425,7 +424,7 @@ async def test_a_reader_who_is_cancelled_loses_nothing() -> None:
 async def test_a_loop_that_is_cancelled_ends_everybody_and_its_thread() -> None:
     engine = FakeEngine(LIMITS, step_s=0.001)
     n_threads = threading.active_count()
-    loop = StepLoop(engine, FixedDraft(0))
+    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(0)))
     loop.start()
     outbox = loop.submit(make(loop, n_output_max=900))
     await outbox.receive()
@@ -452,7 +451,7 @@ class LateBrokenScheduler(Scheduler):
 
 async def test_who_ended_in_the_commit_that_failed_is_told() -> None:
     scheduler = LateBrokenScheduler(LIMITS, FixedDraft(0))
-    loop = StepLoop(FakeEngine(LIMITS), scheduler.policy, scheduler=scheduler)
+    loop = StepLoop(FakeEngine(LIMITS), scheduler)
     short, long = make(loop, "short", 1), make(loop, "long", 100)
     loop.start()
     outboxes = [loop.submit(short), loop.submit(long)]  # one step computes both
@@ -465,7 +464,7 @@ async def test_who_ended_in_the_commit_that_failed_is_told() -> None:
 async def test_a_dead_engine_does_not_delay_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafthouse_server.serving.engine_thread._PAUSE_S", 3600.0)
     engine = FakeEngine(LIMITS)
-    loop = StepLoop(engine, FixedDraft(0))
+    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(0)))
     loop.start()
     engine.inject(RuntimeError("boom"), n_steps=1000)
     await collect(loop.submit(make(loop)))
@@ -519,8 +518,8 @@ async def test_nothing_is_lost_when_a_third_of_2000_requests_leaves() -> None:
         assert sum(statistics.n_requests.values()) == sum(ends.values()) == 2000
         assert ends["CANCELLED"] > 0
         assert not loop._outboxes
-        assert loop._scheduler.is_idle
-        assert loop._scheduler.n_reserved == 0
+        assert loop._thread._scheduler.is_idle
+        assert loop._thread._scheduler.n_reserved == 0
 
 
 async def test_statistics_add_up() -> None:

@@ -117,7 +117,7 @@ class BrokenScheduler(Scheduler):
 async def test_a_call_that_comes_after_the_failure_is_told_why(
     start_server: ServerFactory, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafthouse_server.serving.loop.Scheduler", BrokenScheduler)
+    monkeypatch.setattr("drafthouse_server.serving.compose.Scheduler", BrokenScheduler)
     server = await start_server(FakeEngine())  # not `serve`: it stays as it is
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         with pytest.raises(drafthouse.EngineFailure):
@@ -139,7 +139,7 @@ class UncloseableEngine(FakeEngine):
 async def test_an_engine_that_cannot_be_closed_does_not_hide_the_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("drafthouse_server.serving.loop.Scheduler", BrokenScheduler)
+    monkeypatch.setattr("drafthouse_server.serving.compose.Scheduler", BrokenScheduler)
     server = Server(Config(port=0), UncloseableEngine)
     is_ready = asyncio.Event()
     serving = asyncio.create_task(server.serve(lambda _: is_ready.set()))

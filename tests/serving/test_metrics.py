@@ -6,9 +6,14 @@ import dataclasses
 
 import pytest
 
-from drafthouse_server.scheduling.counts import SchedulerCounts
 from drafthouse_server.serving.metrics import DraftCounts, Metrics
-from drafthouse_server.step import ResultEntry, SequenceStatus, StepResult, StepTimings
+from drafthouse_server.step import (
+    ResultEntry,
+    SchedulerCounts,
+    SequenceStatus,
+    StepResult,
+    StepTimings,
+)
 
 
 def test_steps_add_up() -> None:

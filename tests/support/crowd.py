@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from drafthouse_server.drafting.acceptance import Track
 from drafthouse_server.drafting.cost import CostModel, Splitting, StepShape, shape_of
 from drafthouse_server.drafting.policy import DraftPolicy
 from drafthouse_server.step import (
@@ -90,7 +89,7 @@ class Member:
     """Whether its drafter is not fed."""
     n_fed: int = _N_FED_GOOD
     """Steps for which its drafter has been fed."""
-    draft_memory: Track | None = None
+    draft_memory: object | None = None
     """The policy's."""
     random: random.Random = field(default_factory=random.Random)
     """Decides what is accepted."""

@@ -46,10 +46,14 @@ class Guard:
     """
 
     def __init__(self, resets: Mapping[str, Callable[[], None]]) -> None:
-        self._resets = resets
+        self._resets = dict(resets)
         self._logged: set[str] = set()
         self.n_resets = 0
         """Times that an estimator failed and was reset."""
+
+    def add(self, estimator: str, reset: Callable[[], None]) -> None:
+        """Takes one more estimator, with the call that makes it forget."""
+        self._resets[estimator] = reset
 
     def ask(
         self, estimator: str, question: Callable[[], _Answer], otherwise: Callable[[], _Answer]

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 from drafthouse_server.step import EngineLimits, PlanEntry, ResultEntry, SamplingOptions
 
@@ -58,7 +58,7 @@ class Quotable(Protocol):
 
     tokens: list[int]
     """Prompt and output; it only ever grows."""
-    ngram_memory: NgramTrack | None
+    ngram_memory: Any  # NgramTrack | None
     """What the drafter remembers of it; nobody else's business."""
 
     @property
@@ -318,6 +318,9 @@ class NgramDrafter:
         can_lengthen: Whether drafts may be longer than the policy has chosen.
     """
 
+    is_on = True
+    """Whether it proposes anything."""
+
     def __init__(self, n_min: int = 3, n_pool_max: int = 0, *, can_lengthen: bool = False) -> None:
         self._n_min = n_min
         self._n_long = 2 * n_min
@@ -354,7 +357,7 @@ class NgramDrafter:
             self._pool.index()
         n_left, n_most, n_long = N_INDEXED_MAX, limits.n_draft_max + 1, self._n_long
         for sequence, entry in zip(sequences, entries, strict=True):
-            track = sequence.ngram_memory or self._track(sequence)
+            track: NgramTrack = sequence.ngram_memory or self._track(sequence)
             index = track.index
             n_behind = len(index.tokens) - index.n_indexed
             if n_behind > _N_LAG and n_left > 0:
@@ -411,7 +414,7 @@ class NgramDrafter:
 
     def observe(self, sequence: Quotable, entry: ResultEntry) -> None:
         """Learns what became of a step's proposal, used or not, and of the drafter's draft."""
-        track = sequence.ngram_memory
+        track: NgramTrack | None = sequence.ngram_memory
         if track is None:
             return
         if entry.n_drafted and not entry.is_given:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from operator import getitem, mul, sub
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from drafthouse_server.drafting.acceptance import Acceptance, Track
 from drafthouse_server.drafting.cost import (
@@ -40,8 +40,10 @@ __all__ = ["AdaptiveDraft", "DraftPolicy", "Draftable", "FixedDraft", "fit", "le
 class Draftable(Protocol):
     """What a policy may know of a sequence."""
 
-    draft_memory: Track | None
+    draft_memory: Any  # Track | None
     """What the policy remembers of it; nobody else's business."""
+    is_draft_cold: bool
+    """Whether the draft state was lost."""
 
     @property
     def seq_id(self) -> int:
@@ -71,11 +73,6 @@ class Draftable(Protocol):
     @property
     def n_no_room(self) -> int:
         """Steps in a row that found no cell."""
-        ...
-
-    @property
-    def is_draft_cold(self) -> bool:
-        """Whether the draft state was lost."""
         ...
 
 
@@ -595,7 +592,9 @@ class AdaptiveDraft:
 
     def _crowd(self, sequences: Sequence[Draftable], limits: EngineLimits) -> _Crowd:
         n_most = limits.n_draft_max
-        tracks = [sequence.draft_memory or self._track(sequence, limits) for sequence in sequences]
+        tracks: list[Track] = [
+            sequence.draft_memory or self._track(sequence, limits) for sequence in sequences
+        ]
         caps = [
             n_most
             if sequence.n_computed <= track.n_computed_free

@@ -9,12 +9,14 @@ come to more, the scheduler parks some.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from drafthouse_server.errors import ContextTooLong
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits
 
-__all__ = ["CellLedger", "OutputLengths"]
+__all__ = ["CellLedger", "OutputLengths", "check_context"]
 
 _N_MEMORY = 32
 """Sequences over which a length is averaged."""
@@ -51,6 +53,24 @@ class _Average:
         self.mean += weight * distance
         if self.n > 1:
             self.deviation += weight * (abs(distance) - self.deviation)
+
+
+def check_context(limits: EngineLimits, n_prompt: int, n_output_max: int | None) -> int:
+    """Checks that a request fits the context, and returns the most tokens it may generate.
+
+    Args:
+        limits: What the engine can carry.
+        n_prompt: Tokens of the prompt, >= 1.
+        n_output_max: Tokens asked for, >= 1; None: until the context is full.
+
+    Raises:
+        ContextTooLong: it does not fit (CONTEXT_TOO_LONG).
+    """
+    n_context = min(limits.n_ctx_seq, limits.n_ctx)
+    n_left = n_context - n_prompt
+    if n_left < (1 if n_output_max is None else n_output_max):
+        raise ContextTooLong(n_prompt, n_output_max or 1, n_context)
+    return n_left if n_output_max is None else n_output_max
 
 
 class OutputLengths:
@@ -98,10 +118,30 @@ class CellLedger:
         self.is_shared = limits.n_ctx < limits.n_seq_max * limits.n_ctx_seq
         """Whether the slots together could need more cells than there are."""
 
+        self.n_reserved = 0
+        """Cells that the running sequences are likely to need."""
+
     @property
     def n_cells(self) -> int:
         """Cells that can be counted on, <= limits.n_ctx."""
         return self._n_cells
+
+    def n_free(self, running: Mapping[int, Sequence]) -> int:
+        """Returns the cells that a step may fill; those of retained slots are given up for it."""
+        if not self.is_shared:
+            return self._limits.n_ctx  # every slot has its own
+        # Who is alone may try for all: nothing else could be given up for it.
+        n_cells = self._n_cells if len(running) > 1 else self._limits.n_ctx
+        return n_cells - sum([sequence.n_computed for sequence in running.values()])
+
+    def reserve(self, sequence: Sequence, n_cells: int) -> None:
+        """Counts the cells that a sequence is likely to need, in place of what it had reserved."""
+        self.n_reserved += n_cells - sequence.n_reserved
+        sequence.n_reserved = n_cells
+
+    def release(self, sequence: Sequence) -> None:
+        """Counts a sequence's cells no more."""
+        self.reserve(sequence, 0)
 
     def need(self, sequence: Sequence) -> int:
         """Returns the cells that a sequence is likely to need, those for trying out drafts too."""

@@ -1,10 +1,19 @@
-"""Sequences that had to give their slot back: what is kept of them, and where; what that costs."""
+"""Sequences that have to give their slot back, and resume later with not a token changed.
+
+Who has to; what is kept of them, and where; what that costs.
+"""
 
 from __future__ import annotations
 
+from drafthouse_server.drafting.estimators import Estimators
+from drafthouse_server.scheduling.cells import CellLedger
+from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.slots import SlotTable
+from drafthouse_server.scheduling.waiting import WaitingQueue, rank
+from drafthouse_server.step import SchedulerCounts, StepResult
 
-__all__ = ["ParkingLot", "SnapshotCost"]
+__all__ = ["ParkingLot", "Preemption", "SnapshotCost"]
 
 _BYTES_PER_S = 1e9
 """Speed at which a snapshot is written, and read again: one core that copies and checks bytes."""
@@ -64,6 +73,13 @@ class ParkingLot:
         """Bytes of snapshots held."""
         return self._n_bytes
 
+    def count(self, counts: SchedulerCounts) -> None:
+        """Puts in what is counted here."""
+        counts.n_parked_bytes = self._n_bytes
+        counts.n_preempted = self.n_preempted
+        counts.n_resumed = self.n_resumed
+        counts.n_recomputed = self.n_recomputed
+
     def is_worth_saving(
         self, n_computed: int, recompute_s: float | None, *, is_drawn: bool = False
     ) -> bool:
@@ -106,3 +122,112 @@ class ParkingLot:
         if snapshot is not None:
             self._n_bytes -= len(snapshot)
         return snapshot
+
+
+class Preemption:
+    """Takes slots away from those that are least important, and lets them wait for others.
+
+    Args:
+        slots: Who runs.
+        ledger: How many cells there are.
+        waiting: Takes those that have lost their slot.
+        estimators: Predict what computing tokens again takes.
+        lot: Keeps their snapshots.
+    """
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        ledger: CellLedger,
+        waiting: WaitingQueue,
+        estimators: Estimators,
+        lot: ParkingLot,
+    ) -> None:
+        self._slots = slots
+        self._ledger = ledger
+        self._waiting = waiting
+        self._estimators = estimators
+        self.lot = lot
+        """Their snapshots, and counts."""
+
+    def make_room(self, plan: PlanBuilder) -> None:
+        """Preempts until each sequence that generates finds a cell for its next token.
+
+        Where nothing generates, until one prompt can go on.
+        """
+        running, n_cells = self._slots.running, self._ledger.n_cells
+        n_used = self._slots.n_cells_running()
+        while len(running) > 1:
+            n_wanted = sum([sequence.is_generating for sequence in running.values()]) or 1
+            if n_used + n_wanted <= n_cells:
+                break
+            victim = self._choose_victim()
+            n_used -= victim.n_computed
+            self.preempt(victim, plan)
+
+    def _choose_victim(self) -> Sequence:
+        """Returns the youngest of the least important of the tenant that holds most cells.
+
+        Priority is a tenant's own business: it must not push out others.
+        """
+        held: dict[str, int] = {}
+        for sequence in self._slots.running.values():
+            held[sequence.tenant] = held.get(sequence.tenant, 0) + sequence.n_computed
+        tenant = max(held, key=held.__getitem__)
+        return max((s for s in self._slots.running.values() if s.tenant == tenant), key=rank)
+
+    def victim_for(self, sequence: Sequence, plan: PlanBuilder) -> Sequence | None:
+        """Returns who has to leave its slot to a sequence: one of the same tenant, less important.
+
+        Not one that another start of this plan needs in its place.
+        """
+        needed = {start.source for start in plan.starts} | {s.seq_id for s in plan.starts}
+        candidates = (
+            other
+            for other in self._slots.running.values()
+            if other.priority < sequence.priority
+            and other.tenant == sequence.tenant
+            and other.seq_id not in needed
+        )
+        return max(candidates, key=rank, default=None)
+
+    def preempt(self, sequence: Sequence, plan: PlanBuilder) -> None:
+        """Takes a sequence's slot away; once that is carried out, `take` lets it wait."""
+        seq_id, n_computed = sequence.seq_id, sequence.n_computed
+        recompute_s = self._estimators.recompute_s(n_computed)
+        is_drawn = sequence.sampling.temperature > 0 and sequence.n_steps > 0
+        if self.lot.is_worth_saving(n_computed, recompute_s, is_drawn=is_drawn):
+            plan.saves.append(seq_id)
+        plan.parks.append(seq_id)
+        plan.preempted[seq_id] = sequence
+        del self._slots.running[seq_id]
+        self._ledger.release(sequence)
+        self._slots.empty(seq_id)
+        sequence.seq_id = -1
+        sequence.is_parked = True
+        sequence.parked_at = plan.planned_at
+        sequence.n_parks += 1
+        sequence.n_no_room = 0
+        self.lot.n_preempted += 1
+
+    def take(self, plan: PlanBuilder, result: StepResult) -> list[Sequence]:
+        """Lets the sequences that the plan has preempted wait for a slot.
+
+        Returns:
+            Those of which nothing is left to go on from.
+        """
+        lost = []
+        for seq_id, sequence in plan.preempted.items():
+            sequence.sampler = result.samplers.get(seq_id)
+            self.lot.put(sequence, result.snapshots.get(seq_id))
+            self._waiting.push(sequence)
+            if sequence.sampler is None and sequence.snapshot is None:
+                lost.append(sequence)
+        plan.preempted = {}
+        return lost
+
+    def note_resumed(self, sequence: Sequence, now: float) -> None:
+        """Notes that a sequence has a slot again."""
+        sequence.is_parked = False
+        sequence.parked_s += now - sequence.parked_at
+        self.lot.n_resumed += 1

@@ -1,53 +1,26 @@
-"""How many prompt tokens a step may carry beside running streams, and whose.
-
-A prompt is cut by time, not by a number of tokens: a step that carries a piece of one may take as
-long as a gap between tokens may be. What a step takes is predicted by a model of its cost, and how
-far steps fall behind the prediction is measured, for steps with prompts and for those without.
-"""
+"""How many prompt tokens a step carries beside running streams, and whose."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterable, Sequence
+import math
+from collections import abc
 
-from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
+from drafthouse_server.drafting.cost import Splitting
+from drafthouse_server.drafting.estimators import Estimators
+from drafthouse_server.scheduling.checkpoints import Checkpoints
+from drafthouse_server.scheduling.pacing import N_PIECE, PrefillPacer
+from drafthouse_server.scheduling.plan_builder import PlanBuilder
+from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.waiting import rank
+from drafthouse_server.step import EngineLimits, PlanEntry
 
-__all__ = [
-    "GAP_FACTOR",
-    "N_PAST_LONG",
-    "N_PIECE",
-    "N_QUANTUM",
-    "N_ROWS_ALONE",
-    "STEP_FREE_S",
-    "PrefillPacer",
-    "PrefillTurns",
-]
+__all__ = ["N_QUANTUM", "Prefill", "PrefillTurns"]
 
-GAP_FACTOR = 2.0
-"""With prompts, a gap may be so many times the unloaded 99th percentile."""
+_FLOOR_SHARE = 4
+"""One part in so many of the step's budget is kept from drafts while prompts wait."""
 
-STEP_FREE_S = 0.04
-"""Steps up to so long are nobody's loss: 25 tokens a second are more than anybody reads.
-
-Where steps are shorter, cutting prompts finer for twice their time would cost prompts dearly: small
-pieces are slow to compute, and few streams would hold up many: those whose prompts wait.
-"""
-
-N_PIECE = 24
-"""Tokens of the smallest piece of a prompt with thousands of cells before it.
-
-On a processor attention converts every cell once for all rows of a piece, if they are 16 or more.
-A prompt of 4,096 tokens beside eight streams takes about 1.6 times as long as alone in pieces of 24
-or 32, and twice as long in pieces of 16; at 32 gaps are a quarter longer.
-"""
-
-N_ROWS_ALONE = 8
-"""Rows that take about as long, computed one by one, because they are too few for that."""
-
-N_PAST_LONG = 512
-"""Cells from which that decides what a piece takes."""
+_LEAST_SHARE = 32
+"""One part in so many of the step's budget goes to prompts however long the step is already."""
 
 N_QUANTUM = N_PIECE + 1
 """Tokens of one prompt that are worth a place in a step, if so many are left.
@@ -55,107 +28,154 @@ N_QUANTUM = N_PIECE + 1
 One is computed together with the running streams' next tokens.
 """
 
-_N_RATIOS = 256
-"""Steps that a quantile is taken over."""
 
-_N_RATIOS_MIN = 16
-"""Steps from which on a quantile means something."""
-
-_QUANTILE = 0.99
-_RATIO_PRIOR = 1.25
-"""Of a step's 99th percentile to its prediction, before it is known."""
-_RATIO_MAX = 4.0
-"""Beyond that the machine is to blame and smaller pieces would not help."""
-
-
-class _Ratios:
-    """The last steps' times, as multiples of what was predicted."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque()
-        self._ordered: list[float] = []
-
-    def observe(self, ratio: float) -> None:
-        """Takes one more, and forgets the oldest."""
-        self._recent.append(ratio)
-        insort(self._ordered, ratio)
-        if len(self._recent) > _N_RATIOS:
-            del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
-
-    @property
-    def high(self) -> float:
-        """The 99th percentile, at least 1."""
-        n = len(self._ordered)
-        if n < _N_RATIOS_MIN:
-            return _RATIO_PRIOR
-        return min(max(self._ordered[min(n - 1, int(_QUANTILE * n))], 1.0), _RATIO_MAX)
-
-
-class PrefillPacer:
-    """Tells how long a step with a piece of a prompt may take, as the cost model counts.
+class Prefill:
+    """Cuts prompts into pieces that running streams hardly feel.
 
     Args:
-        gap_s: Target of the gap between tokens, seconds; 0 is twice the unloaded 99th percentile,
-            but no less than `STEP_FREE_S`.
+        limits: What the engine can carry.
+        estimators: Predict what a step takes.
+        checkpoints: Tell where a prompt is to be cut for one.
+        gap_s: Target of the gap between tokens while prompts are computed, seconds; 0 is twice the
+            unloaded 99th percentile.
     """
 
-    def __init__(self, gap_s: float = 0.0) -> None:
-        self._gap_s = gap_s
-        self.reset()
+    def __init__(
+        self,
+        limits: EngineLimits,
+        estimators: Estimators,
+        checkpoints: Checkpoints,
+        gap_s: float,
+    ) -> None:
+        self._limits = limits
+        self._estimators = estimators
+        self._checkpoints = checkpoints
+        self._pacer = PrefillPacer(gap_s)
+        self._turns = PrefillTurns()
+        estimators.guard.add("pacing", self._pacer.reset)
 
-    def reset(self) -> None:
-        """Forgets how far steps have fallen behind their predictions."""
-        self._unloaded = _Ratios()
-        self._loaded = _Ratios()
-
-    def target_s(self, decode_s: float) -> float:
-        """Returns the gap between tokens that is held, seconds.
-
-        Args:
-            decode_s: Predicted seconds of the step without prompts.
-        """
-        if self._gap_s:
-            return self._gap_s
-        return max(GAP_FACTOR * decode_s * self._unloaded.high, STEP_FREE_S)
-
-    def step_s(self, decode_s: float) -> float:
-        """Returns what a step may be predicted to take, so that nearly all hold the target.
+    def budgets(
+        self, n_decodes: int, prefills: list[Sequence], n_cells_free: int
+    ) -> tuple[int, int]:
+        """Returns the most draft tokens of all together, and the prompt tokens beside them.
 
         Args:
-            decode_s: Predicted seconds of the step without prompts.
+            n_decodes: Sequences that generate.
+            prefills: Those with tokens to compute first.
+            n_cells_free: Cells that are left once each that generates has its next token.
         """
-        seconds = self.target_s(decode_s) / self._loaded.high
-        return seconds if self._gap_s else max(seconds, STEP_FREE_S)
+        limits = self._limits
+        n_used = n_decodes + len(prefills)
+        draft_budget = min(min(limits.n_batch, limits.n_outputs_max) - n_used, n_cells_free)
+        prompt_floor = 0
+        if prefills:
+            n_pending = sum([sequence.n_pending for sequence in prefills])
+            prompt_floor = min(n_pending, limits.n_batch // _FLOOR_SHARE)
+            draft_budget = min(draft_budget, limits.n_batch - n_decodes - prompt_floor)
+        return max(0, draft_budget), prompt_floor
 
-    def align(self, n_tokens: int, n_wanted: int, n_past: int, n_lead: int) -> int:
-        """Returns a number of prompt tokens that attention computes together.
-
-        No fewer than make a piece, unless a target was set that it would miss. What is left at the
-        end, and makes none, goes in pieces that take no longer than one.
+    def add_pieces(self, plan: PlanBuilder, prefills: list[Sequence], prompt_budget: int) -> None:
+        """Gives the plan pieces of prompts.
 
         Args:
-            n_tokens: As many as the target allows, >= 0.
-            n_wanted: As many as are left.
-            n_past: Tokens of the prompt that are computed.
-            n_lead: Tokens of a piece that are computed together with those of running streams.
+            plan: It has the entries of those that generate.
+            prefills: Sequences with tokens to compute, at least one.
+            prompt_budget: Tokens that the step has room for besides.
         """
-        n_tokens = min(n_tokens, n_wanted)
-        n_least = n_lead + N_PIECE
-        if n_past < N_PAST_LONG or n_tokens >= n_least or self._gap_s:
-            return n_tokens
-        return n_least if n_wanted >= n_least else min(n_wanted, n_lead + N_ROWS_ALONE)
+        decodes, estimators = plan.entries, self._estimators
+        paced_budget, n_beside = prompt_budget, None
+        if decodes and prompt_budget > 0 and estimators.cost.n_observed:
+            paced_budget = self._pace(plan, prefills, prompt_budget)
+            # Where slots have cells of their own, what all have is computed together: a piece's
+            # first tokens with the last tokens and drafts of the others.
+            is_split = estimators.splitting is Splitting.STREAMS
+            n_beside = min([1 + entry.n_verified for entry in decodes]) if is_split else 0
+        pieces = self._share(plan, prefills, paced_budget, prompt_budget, n_beside)
+        plan.entries = [*decodes, *pieces]
+
+    def _pace(self, plan: PlanBuilder, prefills: list[Sequence], n_most: int) -> int:
+        """Returns how many prompt tokens fit beside running streams, so that their gap holds."""
+        estimators = self._estimators
+        shape = estimators.decode_shape(plan.entries, is_fed=plan.is_fed)
+        decode_s = estimators.predict(shape)
+        n_past = max([sequence.n_computed for sequence in prefills])
+
+        def step_s() -> float:
+            seconds = self._pacer.step_s(decode_s)
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"a step may take {seconds} s")
+            return seconds
+
+        n_tokens = 0
+        if decode_s < math.inf:
+            seconds = estimators.guard.ask("pacing", step_s, lambda: 0.0)
+            n_tokens = estimators.fit_prefill(shape, seconds, n_past, n_most)
+        n_least = max(1, self._limits.n_batch // _LEAST_SHARE)
+        return min(n_most, max(n_tokens, n_least))
+
+    def _share(
+        self,
+        plan: PlanBuilder,
+        prefills: list[Sequence],
+        paced_budget: int,
+        prompt_budget: int,
+        n_beside: int | None,
+    ) -> abc.Iterator[PlanEntry]:
+        """Yields pieces of prompts until the budget is used up.
+
+        Args:
+            plan: What the step does besides.
+            prefills: Those with tokens to compute.
+            paced_budget: Tokens to share.
+            prompt_budget: Tokens that the step has room for: a piece may need more.
+            n_beside: Tokens of a piece that are computed with running streams'; None: nothing runs,
+                or nothing is known of what a piece takes.
+        """
+        wanted = {sequence: self._n_wanted(plan, sequence) for sequence in prefills}
+        n_given = 0
+        for sequence, n_share in self._turns.share(wanted.items(), paced_budget):
+            n_tokens = n_share
+            if n_beside is not None:
+                n_wanted, n_past = wanted[sequence], sequence.n_computed
+                n_tokens = self._align(n_share, n_wanted, n_past, n_beside)
+                n_tokens = min(n_tokens, n_wanted, prompt_budget - n_given)
+                if n_tokens <= 0 or (n_given and n_given + n_tokens > paced_budget):
+                    continue  # its piece waits for a step of its own
+            n_given += n_tokens
+            start = sequence.n_computed
+            piece = sequence.tokens[start : start + n_tokens]
+            # A resumed sequence knows what comes after its last token but one.
+            is_output = n_tokens == sequence.n_pending
+            yield PlanEntry(sequence.seq_id, start, piece, 0, is_output)
+
+    def _align(self, n_tokens: int, n_wanted: int, n_past: int, n_beside: int) -> int:
+        """Returns the tokens of a piece that attention computes together."""
+
+        def align() -> int:
+            n_aligned = self._pacer.align(n_tokens, n_wanted, n_past, n_beside)
+            if not 0 <= n_aligned <= n_wanted:
+                raise ValueError(f"a piece of {n_aligned} tokens, of {n_wanted}")
+            return n_aligned
+
+        return self._estimators.guard.ask("pacing", align, lambda: n_tokens)
+
+    def _n_wanted(self, plan: PlanBuilder, sequence: Sequence) -> int:
+        """Returns the tokens to compute next before a sequence generates.
+
+        The prompt, up to where a checkpoint is to be taken; or, where the sequence was preempted,
+        all but the last token: that one goes on as if nothing had happened, with a draft.
+        """
+        if sequence.n_steps:
+            return sequence.n_pending - 1
+        return self._checkpoints.n_before(plan, sequence)
 
     def observe(self, predicted_s: float, step_s: float, *, has_prefill: bool) -> None:
-        """Learns from a step in which streams went on.
-
-        Args:
-            predicted_s: What the model gives for what the step did.
-            step_s: What it took.
-            has_prefill: Whether it carried a piece of a prompt.
-        """
-        if predicted_s <= 0:
-            return
-        (self._loaded if has_prefill else self._unloaded).observe(step_s / predicted_s)
+        """Learns from a step in which streams went on; both times are 0 where nothing is known."""
+        if predicted_s > 0:
+            self._estimators.guard.tell(
+                "pacing",
+                lambda: self._pacer.observe(predicted_s, step_s, has_prefill=has_prefill),
+            )
 
 
 class PrefillTurns:
@@ -168,8 +188,8 @@ class PrefillTurns:
         self._n_served: dict[str, int] = {}  # tokens, of tenants with prompts now
 
     def share(
-        self, prefills: Iterable[tuple[TokenSequence, int]], n_tokens: int
-    ) -> list[tuple[TokenSequence, int]]:
+        self, prefills: abc.Iterable[tuple[Sequence, int]], n_tokens: int
+    ) -> list[tuple[Sequence, int]]:
         """Returns how many tokens each sequence gets, those with none left out.
 
         Every tenant gets an equal part, or, where that would be too little to be worth a place in
@@ -179,7 +199,7 @@ class PrefillTurns:
             prefills: Sequences, and the tokens that each has to compute, > 0.
             n_tokens: Tokens to share, >= 0.
         """
-        lines: dict[str, list[tuple[TokenSequence, int]]] = {}
+        lines: dict[str, list[tuple[Sequence, int]]] = {}
         for part in prefills:
             lines.setdefault(part[0].tenant, []).append(part)
         for line in lines.values():
@@ -189,9 +209,9 @@ class PrefillTurns:
         return self._share_lines(lines, n_tokens)
 
     def _share_lines(
-        self, lines: dict[str, list[tuple[TokenSequence, int]]], n_left: int
-    ) -> list[tuple[TokenSequence, int]]:
-        # Who comes new has neither a debt nor a claim.
+        self, lines: dict[str, list[tuple[Sequence, int]]], n_left: int
+    ) -> list[tuple[Sequence, int]]:
+        # A tenant that joins starts at the lowest current balance.
         before = self._n_served
         n_least = min((before[tenant] for tenant in lines if tenant in before), default=0)
         served = self._n_served = {tenant: before.get(tenant, n_least) for tenant in lines}
@@ -216,13 +236,13 @@ class PrefillTurns:
         return [part for t in tenants for part in _share_line(lines[t], granted[t])]
 
 
-def _part_rank(part: tuple[TokenSequence, int]) -> tuple[int, int]:
+def _part_rank(part: tuple[Sequence, int]) -> tuple[int, int]:
     return rank(part[0])
 
 
 def _share_line(
-    line: Sequence[tuple[TokenSequence, int]], n_left: int
-) -> list[tuple[TokenSequence, int]]:
+    line: abc.Sequence[tuple[Sequence, int]], n_left: int
+) -> list[tuple[Sequence, int]]:
     """Returns what each of one tenant's sequences gets, the first in rank first."""
     shares = []
     for sequence, n_wanted in line:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from drafthouse_server.step import SchedulerCounts
+
 __all__ = [
     "BLOCK_SIZE",
     "BlocksRemoved",
@@ -23,6 +25,7 @@ __all__ = [
     "CacheEvent",
     "CacheReset",
     "Match",
+    "NoPrefixes",
     "Prefix",
     "PrefixCache",
     "PrefixCounts",
@@ -148,6 +151,9 @@ class PrefixCache:
         n_host_bytes_max: Most bytes of snapshots in host memory; 0 is none.
         has_events: Whether `take_events` is of interest.
     """
+
+    is_on = True
+    """Whether anything is kept."""
 
     def __init__(
         self,
@@ -392,6 +398,16 @@ class PrefixCache:
             self._forget_hosted(prefix)
         return seq_ids
 
+    def tell_counts(self, counts: SchedulerCounts) -> None:
+        """Puts in what is counted here."""
+        found = self.counts
+        counts.n_prefix_lookups = found.n_lookups
+        counts.n_prefix_hits = found.n_hits
+        counts.n_prefix_tokens = found.n_prompt_tokens
+        counts.n_reused = found.n_reused
+        counts.n_prefix_evicted = found.n_evicted
+        counts.n_prefix_bytes = self._n_host_bytes
+
     def take_events(self) -> list[CacheEvent]:
         """Returns what was stored and removed since the last call, in order."""
         events, self._events = self._events, []
@@ -486,6 +502,36 @@ class PrefixCache:
         _discard(self._ends, prefix.hashes[-1], prefix)
         if self._has_events and removed:
             self._events.append(BlocksRemoved(prefix.tenant, tuple(removed)))
+
+
+class NoPrefixes(PrefixCache):
+    """A cache that keeps nothing and finds nothing."""
+
+    is_on = False
+
+    def __init__(self) -> None:
+        super().__init__(can_cut=False)
+
+    def find(self, tenant: str, tokens: Sequence[int]) -> Match | None:
+        """Returns None."""
+        return None
+
+    def count(self, n_prompt: int, match: Match | None) -> None:
+        """Counts nothing: nothing was looked up."""
+
+    def hold(
+        self,
+        seq_id: int,
+        tenant: str,
+        tokens: Sequence[int],
+        *,
+        is_running: bool,
+        n_cut_min: int = 0,
+    ) -> None:
+        """Notes nothing."""
+
+    def tell(self, *, is_told: bool) -> None:
+        """Tells nothing."""
 
 
 def _hashes(tenant: str, tokens: Sequence[int]) -> Iterator[int]:

@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from drafthouse_server.drafting.acceptance import Track
-from drafthouse_server.drafting.ngram import NgramTrack
 from drafthouse_server.errors import DrafthouseError
 from drafthouse_server.step import ResultEntry, SamplingOptions
 
@@ -203,9 +201,9 @@ class Sequence:
     """Steps in a row that found no cell."""
     is_draft_cold: bool = False
     """Whether the draft state was lost, so that speculation is over."""
-    draft_memory: Track | None = None
+    draft_memory: object | None = None
     """What the draft policy remembers of it."""
-    ngram_memory: NgramTrack | None = None
+    ngram_memory: object | None = None
     """What the n-gram drafter remembers of it."""
     terminal: FinishEvent | ErrorEvent | None = None
     """How it ended; None while it goes on."""
@@ -252,6 +250,12 @@ class Sequence:
     def n_pending(self) -> int:
         """Tokens that are known and not computed."""
         return len(self.tokens) - self.n_computed
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether all but the last token are computed, and that one is an output."""
+        n_target = len(self.tokens)
+        return self.n_computed == n_target - 1 and n_target > self.n_prompt
 
     @property
     def n_output(self) -> int:

@@ -1,15 +1,23 @@
-"""Sequences that wait for a slot: tenant by tenant in turn, and by rank inside a tenant."""
+"""Sequences that wait: for a slot, tenant by tenant in turn; and for their end."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.errors import DrafthouseError
+from drafthouse_server.scheduling.sequence import FinishReason, Sequence, SequenceState
 
-__all__ = ["WaitingQueue", "rank"]
+__all__ = ["End", "Ends", "WaitingQueue", "rank"]
+
+End = FinishReason | DrafthouseError
+"""How a sequence ends."""
+
+_N_DEADLINES_MIN = 64
+"""Deadlines of ended sequences that may be held before they are swept."""
 
 _N_REMOVED_MIN = 64
 """Removed entries that a line may hold before it is swept."""
@@ -131,3 +139,34 @@ class WaitingQueue:
 
 def _entry_rank(entry: tuple[tuple[int, int], Sequence]) -> tuple[int, int]:
     return entry[0]
+
+
+class Ends:
+    """Ends that are due: those that were asked for, and deadlines."""
+
+    def __init__(self) -> None:
+        self._marks: dict[Sequence, End] = {}
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+
+    def expect(self, sequence: Sequence, n_live: int) -> None:
+        """Notes a sequence's deadline; `n_live` sequences have not ended."""
+        if sequence.deadline == math.inf:
+            return
+        if len(self._deadlines) > 2 * n_live + _N_DEADLINES_MIN:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].terminal is None]
+            heapify(self._deadlines)
+        heappush(self._deadlines, (sequence.deadline, sequence.order, sequence))
+
+    def mark(self, sequence: Sequence, end: End) -> None:
+        """Asks for a sequence's end. Too late is harmless; the first mark counts."""
+        if sequence.state is not SequenceState.FINISHED:
+            self._marks.setdefault(sequence, end)
+
+    def take(self, now: float) -> Iterator[tuple[Sequence, End]]:
+        """Yields the sequences that are to end now, and how."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self.mark(heappop(self._deadlines)[2], FinishReason.DEADLINE)
+        marks, self._marks = self._marks, {}
+        for sequence, end in marks.items():
+            if sequence.state is not SequenceState.FINISHED:
+                yield sequence, end

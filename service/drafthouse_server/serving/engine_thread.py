@@ -19,7 +19,7 @@ from drafthouse_server.errors import DrafthouseError
 from drafthouse_server.scheduling.prefix_cache import CacheEvent
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import Event, FinishReason, Sequence
-from drafthouse_server.step import StepPlan, StepResult
+from drafthouse_server.step import SchedulerCounts, StepPlan, StepResult
 
 __all__ = ["EngineThread", "StepReport"]
 
@@ -42,6 +42,8 @@ class StepReport:
     """Whether a step was lost."""
     cache_events: list[CacheEvent] = field(default_factory=list)
     """Which prefixes came and went, if anybody wants to know."""
+    counts: SchedulerCounts = field(default_factory=SchedulerCounts)
+    """How slots and cells were shared, as of this report."""
     host_s: float = 0.0
     """Seconds during which the engine waited for reaping, planning, committing and handing over."""
 
@@ -95,7 +97,7 @@ class EngineThread:
         self.post(self._tell_cache, is_told)
 
     def _tell_cache(self, is_told: bool) -> None:
-        self._scheduler.tell_cache(is_told=is_told)
+        self._scheduler.prefixes.tell(is_told=is_told)
 
     def stop(self) -> None:
         """Makes `run` return after the step in flight."""
@@ -187,8 +189,10 @@ class EngineThread:
     def _flush(self) -> None:
         """Hands over what has happened, if anything has."""
         report = self._report
-        report.cache_events = self._scheduler.take_cache_events()
+        if self._scheduler.prefixes.has_events:
+            report.cache_events = self._scheduler.prefixes.take_events()
         has_news = report.events or report.moves or report.cache_events
         if has_news or report.result is not None or report.is_lost:
             self._report = StepReport()
+            report.counts = self._scheduler.counts
             self._hand_over(report)

@@ -13,17 +13,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
 
 from drafthouse_server.config import Config
-from drafthouse_server.drafting.cost import CostModel, Splitting, StepCost
-from drafthouse_server.drafting.ngram import NgramDrafter
-from drafthouse_server.drafting.plain_cost import PlainCost
-from drafthouse_server.drafting.plain_draft import PlainDraft
-from drafthouse_server.drafting.policy import AdaptiveDraft, DraftPolicy, FixedDraft
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import DrafthouseError, Draining, EngineError, QueueFull
-from drafthouse_server.scheduling.prefix_cache import PrefixCache
+from drafthouse_server.scheduling.cells import check_context
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import (
     ErrorEvent,
@@ -35,12 +29,13 @@ from drafthouse_server.scheduling.sequence import (
 )
 from drafthouse_server.serving.bell import Bell
 from drafthouse_server.serving.cache_feed import CacheFeed
+from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.serving.engine_thread import EngineThread, StepReport
 from drafthouse_server.serving.metrics import Metrics, Statistics
 from drafthouse_server.serving.outbox import Outbox, Pacer
 from drafthouse_server.tenancy.tenants import Load
 
-__all__ = ["N_FAILURES_UNHEALTHY", "StepLoop", "make_scheduler"]
+__all__ = ["N_FAILURES_UNHEALTHY", "StepLoop"]
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +102,7 @@ class StepLoop:
 
     Args:
         engine: Used by the engine thread from now on.
-        policy: Chooses K.
+        scheduler: Decides who gets what; the engine thread's from now on.
         n_waiting_max: Requests that may wait for a slot.
         retry_after_s: Advice to those who are refused, seconds.
         clock: Monotonic time in seconds; called on the engine thread.
@@ -115,7 +110,6 @@ class StepLoop:
         on_failure: Called when the loop itself has failed and every stream was told: it runs no
             more steps.
         executor: The engine thread; one of its own when not given.
-        scheduler: Decides who gets what; a plain one with this policy when not given.
 
     Thread:
         Event loop only. The scheduler and `Engine.step` and `Engine.close` belong to the engine
@@ -125,7 +119,7 @@ class StepLoop:
     def __init__(
         self,
         engine: Engine,
-        policy: DraftPolicy,
+        scheduler: Scheduler,
         *,
         n_waiting_max: int = 256,
         retry_after_s: float = 1.0,
@@ -133,16 +127,14 @@ class StepLoop:
         on_health: Callable[[bool], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         executor: ThreadPoolExecutor | None = None,
-        scheduler: Scheduler | None = None,
     ) -> None:
         self._engine = engine
-        self._scheduler = scheduler or Scheduler(engine.limits, policy)
         self._n_waiting_max = n_waiting_max
         self._retry_after_s = retry_after_s
         self._on_health = on_health
         self._on_failure = on_failure
         self._executor = executor or _engine_executor()
-        self._thread = EngineThread(engine, self._scheduler, self._post, clock)
+        self._thread = EngineThread(engine, scheduler, self._post, clock)
         self._metrics = Metrics()
         self._census = _Census()
         self._outboxes: dict[Sequence, Outbox] = {}
@@ -178,16 +170,14 @@ class StepLoop:
             undo.callback(executor.shutdown, wait=False)
             engine = await asyncio.get_running_loop().run_in_executor(executor, make_engine)
             undo.pop_all()
-        scheduler = make_scheduler(engine, config)
         loop = cls(
             engine,
-            scheduler.policy,
+            make_scheduler(engine, config),
             n_waiting_max=config.n_waiting_max,
             retry_after_s=config.retry_after_s,
             on_health=on_health,
             on_failure=on_failure,
             executor=executor,
-            scheduler=scheduler,
         )
         loop.start()
         return loop
@@ -230,7 +220,7 @@ class StepLoop:
         Raises:
             ContextTooLong: it does not fit (CONTEXT_TOO_LONG).
         """
-        return self._scheduler.check(n_prompt, n_output_max)
+        return check_context(self._engine.limits, n_prompt, n_output_max)
 
     def load(self, tenant: str) -> Load:
         """Returns how busy the loop is, for `Admission.admit`."""
@@ -249,7 +239,7 @@ class StepLoop:
         n_waiting = self._census.n_waiting
         if n_waiting >= self._n_waiting_max:
             raise QueueFull(n_waiting, self._retry_after_s)
-        self._scheduler.check(sequence.n_prompt, sequence.n_output_max)
+        self.check(sequence.n_prompt, sequence.n_output_max)
         outbox = self._outboxes[sequence] = Outbox()
         self._census.add(sequence)
         self._idle.clear()
@@ -279,7 +269,6 @@ class StepLoop:
         """Returns what was counted so far."""
         self._metrics.n_running = self._census.n_running
         self._metrics.n_waiting = self._census.n_waiting
-        self._metrics.scheduler = self._scheduler.counts
         return self._metrics.statistics()
 
     def watch_cache(self, n_events_max: int = 4096) -> CacheFeed:
@@ -395,6 +384,7 @@ class StepLoop:
             for feed in self._feeds:
                 feed.put(report.cache_events)
         self._metrics.host_s += report.host_s
+        self._metrics.scheduler = report.counts
         was_healthy = self.is_healthy
         if report.is_lost:
             self._n_failures += 1
@@ -441,61 +431,6 @@ class StepLoop:
         else:
             outcome = event.reason.name.lower()
         self._metrics.count_request(outcome, sequence.n_prompt, sequence.n_output)
-
-
-def make_scheduler(
-    engine: Engine, config: Config, *, chooser: Literal["model", "plain"] = "model"
-) -> Scheduler:
-    """Returns the scheduler of a configuration for an engine.
-
-    Args:
-        engine: It will run the steps.
-        config: The settings.
-        chooser: What chooses K and cuts prompts where the policy is adaptive: the cost model, or
-            the plain averages that are on trial beside it (`drafthouse_bench.trial`). No setting.
-    """
-    is_recurrent = engine.card.is_recurrent
-    splitting = Splitting.NONE if config.is_kv_unified else Splitting.STREAMS
-    if is_recurrent:
-        splitting = Splitting.GROUPS
-    policy, cost = _make_policy(engine, config, splitting, chooser)
-    prefixes = None
-    if config.has_prefix_cache:
-        prefixes = PrefixCache(
-            can_cut=not is_recurrent,
-            n_window=engine.limits.n_window,
-            n_host_bytes_max=config.n_prefix_mib_max << 20,
-        )
-    ngrams = None
-    if config.has_ngram_first:
-        ngrams = NgramDrafter(
-            config.n_ngram_min,
-            config.n_ngram_pool_max,
-            can_lengthen=config.draft_policy == "adaptive",
-        )
-    return Scheduler(
-        engine.limits,
-        policy,
-        cost=cost,
-        splitting=splitting,
-        gap_s=config.gap_target_ms / 1000,
-        n_parked_bytes_max=config.n_parked_mib_max << 20,
-        prefixes=prefixes,
-        ngrams=ngrams,
-        n_draft_fixed=config.n_draft_default,
-    )
-
-
-def _make_policy(
-    engine: Engine, config: Config, splitting: Splitting, chooser: str
-) -> tuple[DraftPolicy, CostModel]:
-    n_draft_max = engine.limits.n_draft_max
-    if config.draft_policy == "fixed":
-        return FixedDraft(config.n_draft_default), StepCost()
-    if chooser == "plain":
-        return PlainDraft(n_draft_max), PlainCost()
-    cost = StepCost()
-    return AdaptiveDraft(n_draft_max, cost, splitting), cost
 
 
 def _engine_executor() -> ThreadPoolExecutor:

@@ -6,12 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from drafthouse_server.scheduling.counts import SchedulerCounts
-from drafthouse_server.step import StepResult
+from drafthouse_server.step import SchedulerCounts, StepResult
 
 __all__ = ["DraftCounts", "Metrics", "Statistics"]
-
-_NONE_SCHEDULED = SchedulerCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ class Statistics:
     """Seconds of the event loop spent on handing out what steps yielded, while the next one ran."""
     given: DraftCounts = DraftCounts()
     """Of the drafts, those that were found in what was said before, and not made by the drafter."""
-    scheduler: SchedulerCounts = _NONE_SCHEDULED
+    scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
     """How slots and cells were shared."""
 
     @property
@@ -127,7 +124,7 @@ class Metrics:
     """Seconds between steps."""
     fan_out_s: float = 0.0
     """Seconds spent on fan-out."""
-    scheduler: SchedulerCounts = _NONE_SCHEDULED
+    scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
     """How slots and cells were shared."""
     _n_requests: Counter[str] = field(default_factory=Counter)
     _n_prompt_tokens: int = 0

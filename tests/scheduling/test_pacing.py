@@ -11,7 +11,7 @@ from tests.scheduling.test_scheduler import LIMITS, Bench
 
 from drafthouse_server.drafting.cost import StepCost
 from drafthouse_server.drafting.ngram import NgramDrafter
-from drafthouse_server.scheduling.run_pacer import N_STEPS_MAX, RUN_S, RunPacer
+from drafthouse_server.scheduling.pacing import N_STEPS_MAX, RUN_S, RunPacer
 from drafthouse_server.scheduling.sequence import ErrorEvent, FinishEvent, Sequence, TokensEvent
 from drafthouse_server.step import EngineLimits, SequenceStatus, StepPlan
 

@@ -1,0 +1,138 @@
+"""Prefixes on their way to host memory: of slots that are given up, and of prompts on their way.
+
+What can be cut anywhere needs no copy while it is in a slot. A recurrent state, or a cache with a
+sliding window, is good only as a whole: of these a checkpoint is taken near the end of a prompt,
+for the next turn of its conversation.
+"""
+
+from __future__ import annotations
+
+from drafthouse_server.drafting.estimators import Estimators
+from drafthouse_server.scheduling.plan_builder import PlanBuilder
+from drafthouse_server.scheduling.preemption import SnapshotCost
+from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, Prefix, PrefixCache
+from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.slots import SlotTable
+from drafthouse_server.step import StepResult
+
+__all__ = ["Checkpoints"]
+
+_N_BEFORE_END = BLOCK_SIZE
+"""A checkpoint is taken so many tokens before the end of a prompt.
+
+Not at the very end: the last tokens are the template's generation prompt (such as the mark of a
+thought), which is rendered differently once the answer is part of the history.
+"""
+
+
+class Checkpoints:
+    """Decides what is written to host memory, and when.
+
+    Args:
+        prefixes: Keeps what was written.
+        slots: Who runs.
+        estimators: Predict what computing tokens again takes.
+        snapshots: Predicts what writing them takes.
+        n_least: Tokens of a prompt that a checkpoint must save over what was computed before.
+    """
+
+    def __init__(
+        self,
+        prefixes: PrefixCache,
+        slots: SlotTable,
+        estimators: Estimators,
+        snapshots: SnapshotCost,
+        n_least: int,
+    ) -> None:
+        self._prefixes = prefixes
+        self._slots = slots
+        self._estimators = estimators
+        self._snapshots = snapshots
+        self._n_least = max(n_least, BLOCK_SIZE)  # less cannot be found
+        self._due: list[Sequence] = []  # computed up to where a checkpoint is to be taken
+
+    @property
+    def _are_taken(self) -> bool:
+        """Whether there are any: what cannot be cut is good only as a whole."""
+        return self._prefixes.has_host and not self._prefixes.can_cut_host
+
+    @property
+    def n_due(self) -> int:
+        """Sequences that are computed up to where a checkpoint is to be taken."""
+        return len(self._due)
+
+    def n_before(self, plan: PlanBuilder, sequence: Sequence) -> int:
+        """Returns how many tokens to compute before a checkpoint, or, without one, in all."""
+        position = self._position(sequence)
+        if position <= sequence.n_computed or not self._are_taken:
+            return sequence.n_pending
+        is_cheap = self._is_cheap(plan.stored, position, sequence.n_reused)
+        return position - sequence.n_computed if is_cheap else sequence.n_pending
+
+    def _position(self, sequence: Sequence) -> int:
+        """Returns how much of a prompt a checkpoint holds; 0 where it would save too little."""
+        n_tokens = sequence.n_prompt - _N_BEFORE_END
+        return n_tokens if n_tokens - sequence.n_reused >= self._n_least else 0
+
+    def note(self, sequence: Sequence) -> None:
+        """Notes that more of a prompt is computed."""
+        if self._are_taken and sequence.n_computed == self._position(sequence):
+            self._due.append(sequence)
+
+    def save(self, plan: PlanBuilder) -> None:
+        """Has the checkpoints that are due written."""
+        if not self._due:
+            return
+        due, self._due = self._due, []
+        for sequence in due:
+            n_tokens = sequence.n_computed
+            is_running = self._slots.running.get(sequence.seq_id) is sequence
+            if not is_running or n_tokens != self._position(sequence):
+                continue  # it has ended, or was preempted
+            prefix = self._prefixes.make(
+                sequence.seq_id, sequence.tenant, sequence.tokens[:n_tokens]
+            )
+            self.store(plan, sequence.seq_id, prefix, sequence.n_reused)
+
+    def store(self, plan: PlanBuilder, seq_id: int, prefix: Prefix, n_reused: int = 0) -> None:
+        """Has what a slot holds written to host memory, if that is worth it.
+
+        Args:
+            plan: Saves it.
+            seq_id: The slot.
+            prefix: What it holds.
+            n_reused: Of its tokens, those that another prefix holds.
+        """
+        n_tokens = len(prefix.tokens)
+        is_cheap = self._is_cheap(plan.stored, n_tokens, n_reused)
+        if is_cheap and self._prefixes.is_worth_storing(prefix, self._snapshots.n_bytes(n_tokens)):
+            plan.saves.append(seq_id)
+            plan.stored[seq_id] = prefix
+
+    def _is_cheap(self, stored: dict[int, Prefix], n_tokens: int, n_reused: int) -> bool:
+        """Returns whether a snapshot of a prefix promises to save more time than it costs.
+
+        What is written must not hold up running streams for longer than a step of theirs takes.
+
+        Args:
+            stored: What the same plan writes besides.
+            n_tokens: Tokens that it would hold.
+            n_reused: Of these, tokens that another prefix holds.
+        """
+        snapshots, estimators = self._snapshots, self._estimators
+        if self._slots.is_anybody_generating():
+            n_all = n_tokens + sum(len(prefix.tokens) for prefix in stored.values())
+            if snapshots.write_s(n_all) > estimators.stall_s:
+                return False
+        recompute_s = estimators.recompute_s(n_tokens - n_reused)
+        if recompute_s is None:
+            return True
+        return snapshots.total_s(n_tokens) < self._prefixes.host_hit_rate * recompute_s
+
+    def take(self, plan: PlanBuilder, result: StepResult) -> None:
+        """Keeps what the engine has written."""
+        for seq_id, prefix in plan.stored.items():
+            snapshot = result.snapshots.get(seq_id)
+            if snapshot is not None:
+                self._snapshots.observe(len(prefix.tokens), len(snapshot))
+                self._prefixes.store(prefix.tenant, prefix.tokens, snapshot)

@@ -1,0 +1,223 @@
+"""How long steps may be: with a piece of a prompt beside running streams, and in a row. Pure.
+
+A prompt is cut by time, not by a number of tokens: a step that carries a piece of one may take as
+long as a gap between tokens may be. What a step takes is predicted by a model of its cost, and how
+far steps fall behind the prediction is measured, for steps with prompts and for those without.
+
+Between two steps the engine waits for the host: a tenth of a millisecond or two, and more where the
+interpreter has to be waited for. Beside a small model's step that is much. So where nothing is to
+be decided (no prompt, no draft, nobody comes or goes) the engine goes on by itself for a while;
+whoever comes then interrupts it. Steps of ordinary models are as long as a run may be, and are
+never run in a row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from drafthouse_server.drafting.guard import Guard
+
+__all__ = [
+    "GAP_FACTOR",
+    "N_PAST_LONG",
+    "N_PIECE",
+    "N_ROWS_ALONE",
+    "N_STEPS_MAX",
+    "RUN_S",
+    "STEP_FREE_S",
+    "PrefillPacer",
+    "RunPacer",
+    "Runnable",
+]
+
+GAP_FACTOR = 2.0
+"""With prompts, a gap may be so many times the unloaded 99th percentile."""
+
+STEP_FREE_S = 0.04
+"""Steps up to so long are nobody's loss: 25 tokens a second are more than anybody reads.
+
+Where steps are shorter, cutting prompts finer for twice their time would cost prompts dearly: small
+pieces are slow to compute, and few streams would hold up many: those whose prompts wait.
+"""
+
+N_PIECE = 24
+"""Tokens of the smallest piece of a prompt with thousands of cells before it.
+
+On a processor attention converts every cell once for all rows of a piece, if they are 16 or more.
+A prompt of 4,096 tokens beside eight streams takes about 1.6 times as long as alone in pieces of 24
+or 32, and twice as long in pieces of 16; at 32 gaps are a quarter longer.
+"""
+
+N_ROWS_ALONE = 8
+"""Rows that take about as long, computed one by one, because they are too few for that."""
+
+N_PAST_LONG = 512
+"""Cells from which that decides what a piece takes."""
+
+RUN_S = 0.010
+"""How long a run may take: nobody reads a hundred messages a second."""
+
+N_STEPS_MAX = 16
+"""Most steps of a run: a machine that has become slow is noticed after so many."""
+
+_N_RATIOS = 256
+"""Steps that a quantile is taken over."""
+
+_N_RATIOS_MIN = 16
+"""Steps from which on a quantile means something."""
+
+_QUANTILE = 0.99
+_RATIO_PRIOR = 1.25
+"""Of a step's 99th percentile to its prediction, before it is known."""
+_RATIO_MAX = 4.0
+"""Beyond that the machine is to blame and smaller pieces would not help."""
+
+
+class _Ratios:
+    """The last steps' times, as multiples of what was predicted."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def observe(self, ratio: float) -> None:
+        """Takes one more, and forgets the oldest."""
+        self._recent.append(ratio)
+        insort(self._ordered, ratio)
+        if len(self._recent) > _N_RATIOS:
+            del self._ordered[bisect_left(self._ordered, self._recent.popleft())]
+
+    @property
+    def high(self) -> float:
+        """The 99th percentile, at least 1."""
+        n = len(self._ordered)
+        if n < _N_RATIOS_MIN:
+            return _RATIO_PRIOR
+        return min(max(self._ordered[min(n - 1, int(_QUANTILE * n))], 1.0), _RATIO_MAX)
+
+
+class PrefillPacer:
+    """Tells how long a step with a piece of a prompt may take, as the cost model counts.
+
+    Args:
+        gap_s: Target of the gap between tokens, seconds; 0 is twice the unloaded 99th percentile,
+            but no less than `STEP_FREE_S`.
+    """
+
+    def __init__(self, gap_s: float = 0.0) -> None:
+        self._gap_s = gap_s
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets how far steps have fallen behind their predictions."""
+        self._unloaded = _Ratios()
+        self._loaded = _Ratios()
+
+    def target_s(self, decode_s: float) -> float:
+        """Returns the gap between tokens that is held, seconds.
+
+        Args:
+            decode_s: Predicted seconds of the step without prompts.
+        """
+        if self._gap_s:
+            return self._gap_s
+        return max(GAP_FACTOR * decode_s * self._unloaded.high, STEP_FREE_S)
+
+    def step_s(self, decode_s: float) -> float:
+        """Returns what a step may be predicted to take, so that nearly all hold the target.
+
+        Args:
+            decode_s: Predicted seconds of the step without prompts.
+        """
+        seconds = self.target_s(decode_s) / self._loaded.high
+        return seconds if self._gap_s else max(seconds, STEP_FREE_S)
+
+    def align(self, n_tokens: int, n_wanted: int, n_past: int, n_lead: int) -> int:
+        """Returns a number of prompt tokens that attention computes together.
+
+        No fewer than make a piece, unless a target was set that it would miss. What is left at the
+        end, and makes none, goes in pieces that take no longer than one.
+
+        Args:
+            n_tokens: As many as the target allows, >= 0.
+            n_wanted: As many as are left.
+            n_past: Tokens of the prompt that are computed.
+            n_lead: Tokens of a piece that are computed together with those of running streams.
+        """
+        n_tokens = min(n_tokens, n_wanted)
+        n_least = n_lead + N_PIECE
+        if n_past < N_PAST_LONG or n_tokens >= n_least or self._gap_s:
+            return n_tokens
+        return n_least if n_wanted >= n_least else min(n_wanted, n_lead + N_ROWS_ALONE)
+
+    def observe(self, predicted_s: float, step_s: float, *, has_prefill: bool) -> None:
+        """Learns from a step in which streams went on.
+
+        Args:
+            predicted_s: What the model gives for what the step did.
+            step_s: What it took.
+            has_prefill: Whether it carried a piece of a prompt.
+        """
+        if predicted_s <= 0:
+            return
+        (self._loaded if has_prefill else self._unloaded).observe(step_s / predicted_s)
+
+
+class Runnable(Protocol):
+    """What a run must know of a sequence."""
+
+    @property
+    def n_output_left(self) -> int:
+        """Tokens that may still be generated, >= 1."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens that end it besides the model's own."""
+        ...
+
+
+class RunPacer:
+    """Decides how long runs are.
+
+    Args:
+        gap_s: Target of the gap between tokens, seconds; 0 is none.
+    """
+
+    def __init__(self, gap_s: float = 0.0) -> None:
+        self._run_s = min(RUN_S, gap_s or RUN_S)
+
+    def n_steps(self, sequences: Iterable[Runnable], step_s: float, n_steps_free: int) -> int:
+        """Returns the steps of the next run, >= 1.
+
+        Args:
+            sequences: All that the step has; each generates, none with a draft.
+            step_s: What one of their steps takes, seconds; 0 is not known.
+            n_steps_free: Steps for which cells are free.
+        """
+        if not 0 < 2 * step_s <= self._run_s:
+            return 1
+        # Multiplied first: a step that takes next to no time would make the quotient infinite.
+        is_long = N_STEPS_MAX * step_s <= self._run_s
+        n_steps = min(n_steps_free, N_STEPS_MAX if is_long else int(self._run_s / step_s))
+        for sequence in sequences:
+            if sequence.stop_token_ids:
+                return 1  # the engine does not know them
+            n_steps = min(n_steps, sequence.n_output_left)
+        return max(1, n_steps)
+
+    def ask(
+        self, guard: Guard, sequences: Sequence[Runnable], step_s: float, n_steps_free: int
+    ) -> int:
+        """Returns the same, or 1 where it cannot be told."""
+
+        def count() -> int:
+            n_steps = self.n_steps(sequences, step_s, n_steps_free)
+            if not 1 <= n_steps <= n_steps_free:
+                raise ValueError(f"a run of {n_steps} steps, cells for {n_steps_free}")
+            return n_steps
+
+        return guard.ask("pacing", count, lambda: 1)

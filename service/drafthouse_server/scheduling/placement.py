@@ -1,0 +1,128 @@
+"""Gives those who wait their slots, with as much of their tokens as is computed somewhere."""
+
+from __future__ import annotations
+
+from drafthouse_server.scheduling.cells import CellLedger
+from drafthouse_server.scheduling.checkpoints import Checkpoints
+from drafthouse_server.scheduling.plan_builder import PlanBuilder
+from drafthouse_server.scheduling.preemption import Preemption
+from drafthouse_server.scheduling.prefix_cache import Match, PrefixCache, Tier
+from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.slots import SlotTable
+from drafthouse_server.scheduling.waiting import WaitingQueue
+from drafthouse_server.step import Start, StepResult
+
+__all__ = ["Placement"]
+
+
+class Placement:
+    """Decides who gets a slot, which one, and what it begins with.
+
+    Args:
+        waiting: Those without a slot.
+        slots: Those with one.
+        ledger: How many cells there are.
+        prefixes: Finds what is computed already.
+        checkpoints: Write to host memory what a slot has to give up.
+        preemption: Takes a slot away for somebody more important.
+    """
+
+    def __init__(
+        self,
+        *,
+        waiting: WaitingQueue,
+        slots: SlotTable,
+        ledger: CellLedger,
+        prefixes: PrefixCache,
+        checkpoints: Checkpoints,
+        preemption: Preemption,
+    ) -> None:
+        self._waiting = waiting
+        self._slots = slots
+        self._ledger = ledger
+        self._prefixes = prefixes
+        self._checkpoints = checkpoints
+        self._preemption = preemption
+
+    def admit(self, plan: PlanBuilder) -> None:
+        """Gives slots to those who wait, as far as they are likely to find cells.
+
+        Nobody overtakes.
+        """
+        ledger, preemption = self._ledger, self._preemption
+        while (sequence := self._waiting.peek()) is not None:
+            victim = None
+            if not self._slots.has_room:
+                victim = preemption.victim_for(sequence, plan)
+                if victim is None:
+                    return
+            n_cells = ledger.need(sequence)
+            n_reserved = ledger.n_reserved - (victim.n_reserved if victim else 0)
+            is_alone = len(self._slots.running) == (victim is not None)
+            if ledger.is_shared and not is_alone and n_reserved + n_cells > ledger.n_cells:
+                return
+            if victim is not None:
+                preemption.preempt(victim, plan)
+            self._waiting.pop()
+            ledger.reserve(sequence, n_cells)
+            self._start(plan, sequence)
+
+    def _start(self, plan: PlanBuilder, sequence: Sequence) -> None:
+        """Gives a sequence its slot."""
+        snapshot, source = self._preemption.lot.take(sequence), None
+        match = self._find_prefix(sequence) if snapshot is None else None
+        sequence.n_cut_min = 0
+        if snapshot is not None:
+            sequence.n_cut_min = self._prefixes.n_cut_min_of_snapshot(sequence.n_computed)
+        seq_id, match = self._slots.place(match)
+        lost = self._slots.take(seq_id, match)
+        if lost is not None:
+            self._checkpoints.store(plan, seq_id, lost)
+        if match is not None:
+            prefix = match.prefix
+            sequence.n_computed = match.n_tokens
+            sequence.n_cut_min = prefix.n_cut_min
+            snapshot = prefix.snapshot or None
+            source = prefix.seq_id if prefix.tier is not Tier.HOST else None
+        sequence.seq_id = seq_id
+        self._slots.running[seq_id] = sequence
+        plan.starts.append(
+            Start(
+                seq_id,
+                sequence.sampler,
+                n_kept=sequence.n_computed,
+                source=source if source != seq_id else None,
+                snapshot=snapshot,
+                is_resumed=sequence.is_parked,
+            )
+        )
+        if sequence.is_parked:
+            self._preemption.note_resumed(sequence, plan.planned_at)
+        else:
+            sequence.slot_at = plan.planned_at
+            sequence.n_reused = sequence.n_computed
+            if match is not None:
+                plan.hits.append(sequence)
+
+    def _find_prefix(self, sequence: Sequence) -> Match | None:
+        """Returns the prefix that a sequence could go on from; what it drafted on is gone."""
+        sequence.is_draft_cold = False
+        match = self._prefixes.find(sequence.tenant, sequence.tokens)
+        if not sequence.is_parked:
+            self._prefixes.count(sequence.n_prompt, match)
+        return match
+
+    def take(self, plan: PlanBuilder, result: StepResult) -> None:
+        """Notes which of the plan's starts kept less than they were to, and counts the others."""
+        for seq_id, n_kept in result.n_kept.items():
+            sequence = self._slots.running[seq_id]
+            if sequence.n_steps or sequence.n_parks:
+                self._preemption.lot.n_recomputed += sequence.n_computed - n_kept
+            else:
+                sequence.n_reused = n_kept
+            # The plan may have had no entry for it: no budget was left.
+            sequence.n_computed = n_kept
+            sequence.n_cut_min = 0
+        for sequence in plan.hits:
+            if sequence.n_reused:
+                self._prefixes.count_hit(sequence.n_reused)

@@ -1,0 +1,67 @@
+"""The plan under construction, and what its commit has to know of it."""
+
+from __future__ import annotations
+
+from drafthouse_server.scheduling.prefix_cache import Prefix
+from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.step import PlanEntry, Start, StepPlan
+
+__all__ = ["PlanBuilder"]
+
+
+class PlanBuilder:
+    """One step's plan: made part by part, frozen, and kept until the step is committed or lost.
+
+    Args:
+        planned_at: Monotonic time in seconds.
+        frees: Slots given back.
+    """
+
+    # No dataclass: one is made per step, and each default factory is a call.
+    def __init__(self, planned_at: float, frees: list[int]) -> None:
+        self.planned_at = planned_at
+        """Monotonic time in seconds."""
+        self.frees = frees
+        """Slots given back."""
+        self.parks: list[int] = []
+        """Slots taken away."""
+        self.saves: list[int] = []
+        """Slots of which a snapshot is written."""
+        self.starts: list[Start] = []
+        """Slots taken."""
+        self.entries: list[PlanEntry] = []
+        """Of the sequences that generate, then of those with tokens to compute first."""
+        self.n_decodes = 0
+        """How many of the entries generate."""
+        self.n_steps = 1
+        """Steps that the engine runs in a row."""
+        self.let_go: list[int] = []
+        """Slots whose drafter is fed no more."""
+        self.take_up: list[int] = []
+        """Slots whose drafter is fed again."""
+        self.preempted: dict[int, Sequence] = {}
+        """Sequences by the slot that is taken away from them, until they wait again."""
+        self.stored: dict[int, Prefix] = {}
+        """Prefixes for host memory, by the slot that is saved."""
+        self.hits: list[Sequence] = []
+        """Sequences that start with a prefix that was found for them."""
+        self.is_fed = True
+        """Whether anybody's drafter is fed."""
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether slots are taken, taken away or saved."""
+        return bool(self.starts or self.parks or self.saves)
+
+    def freeze(self) -> StepPlan:
+        """Returns the plan for the engine."""
+        return StepPlan(
+            self.entries,
+            self.starts,
+            self.frees,
+            self.parks,
+            self.saves,
+            self.let_go,
+            self.take_up,
+            self.n_steps,
+        )

@@ -1,0 +1,193 @@
+"""The engine's slots: which run, which are free, which are retained, and which to take next.
+
+A slot whose sequence has ended may be *retained*: its tokens stay in its cells until the slot or
+the cells are needed, and a prompt that begins with them goes on from there.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappush
+
+from drafthouse_server.scheduling.prefix_cache import (
+    BLOCK_SIZE,
+    Match,
+    Prefix,
+    PrefixCache,
+    Tier,
+)
+from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.step import EngineLimits
+
+__all__ = ["SlotTable"]
+
+_COPY_SHARE = 64
+"""A copy between caches pays if it covers at least one part in so many of a slot's cells.
+
+It copies all of them; to compute a token takes hundreds of times as long as to copy a cell.
+"""
+
+
+class SlotTable:
+    """Who has which slot.
+
+    Args:
+        limits: What the engine can carry.
+        prefixes: Notes what slots hold.
+        is_shared: Whether slots share KV cells, or have their own.
+    """
+
+    def __init__(self, limits: EngineLimits, prefixes: PrefixCache, *, is_shared: bool) -> None:
+        self._n_ctx_seq = limits.n_ctx_seq
+        self._prefixes = prefixes
+        self._is_shared = is_shared
+        # The lowest first: llama.cpp computes sequences whose ids follow one another together.
+        self._free = list(range(limits.n_seq_max))
+        self.running: dict[int, Sequence] = {}
+        """Sequences that run, by slot."""
+        self.retained: dict[int, int] = {}
+        """Cells by slot, of sequences that have ended."""
+        self.n_retained_cells = 0
+        """Sum of these."""
+        self.given_back: list[int] = []
+        """Slots that the engine has not been told of yet."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot can be taken without taking it away from somebody."""
+        return bool(self._free or self.retained)
+
+    def n_cells_running(self) -> int:
+        """Returns the KV cells of the sequences that run."""
+        return sum([sequence.n_computed for sequence in self.running.values()])
+
+    def is_anybody_generating(self) -> bool:
+        """Returns whether a sequence waits for its next token alone."""
+        return any(sequence.is_generating for sequence in self.running.values())
+
+    def split(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Returns the sequences that generate and those with tokens to compute first."""
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running.values():
+            # `is_generating`, written out, because this runs once per sequence and step.
+            n_target = len(sequence.tokens)
+            if sequence.n_computed == n_target - 1 and n_target > sequence.n_prompt:
+                decodes.append(sequence)
+            else:
+                prefills.append(sequence)
+        return decodes, prefills
+
+    def take_given_back(self) -> list[int]:
+        """Returns the slots to tell the engine of; they are told once."""
+        given_back, self.given_back = self.given_back, []
+        return given_back
+
+    # --- taking a slot
+
+    def place(self, match: Match | None) -> tuple[int, Match | None]:
+        """Returns the slot to take, and the prefix to go on from there.
+
+        Sequences whose ids follow one another are computed together; each gap between them costs
+        another physical batch in every step, which reads all weights again. So a prefix is used
+        where it is only if that is as good a place as any; otherwise it is copied.
+        """
+        best = self._choose()
+        if match is None or match.prefix.tier is Tier.HOST:
+            return best, match
+        held = match.prefix.seq_id
+        if match.prefix.tier is Tier.RETAINED:
+            can_move = self._prefixes.can_cut and not self._is_shared
+            if not can_move or self._n_neighbours(held) >= self._n_neighbours(best):
+                return held, match
+        if not self._is_shared and match.n_tokens * _COPY_SHARE < self._n_ctx_seq:
+            return best, None
+        return best, match
+
+    def _n_neighbours(self, seq_id: int) -> int:
+        """Returns how many of the slots next to one are running."""
+        return (seq_id - 1 in self.running) + (seq_id + 1 in self.running)
+
+    def _choose(self) -> int:
+        """Returns the slot to take if any will do; it is free, or retained.
+
+        Of several as good the lowest free one, or the one that was not used for longest.
+        """
+        if self._free:
+            if not self.retained:
+                return self._free[0]  # as the running ones are the lowest, too
+            return max(sorted(self._free), key=self._n_neighbours)
+        return self._choose_retained()
+
+    def _choose_retained(self) -> int:
+        """Returns the retained slot to give up: beside running ones, not used for longest."""
+        oldest_first = (prefix.seq_id for prefix in self._prefixes.retained())
+        if self._is_shared:
+            return next(oldest_first)
+        return max(oldest_first, key=self._n_neighbours)
+
+    def take(self, seq_id: int, match: Match | None) -> Prefix | None:
+        """Takes a free slot, or a retained one.
+
+        Returns:
+            What a retained slot held, if that is lost now because it is not the match.
+        """
+        if seq_id not in self.retained:
+            self._free.remove(seq_id)
+            heapify(self._free)
+            return None
+        self.n_retained_cells -= self.retained.pop(seq_id)
+        if match is not None and match.prefix.seq_id == seq_id:
+            self._prefixes.drop(seq_id)
+            return None
+        return self._prefixes.evict(seq_id)
+
+    # --- giving it back
+
+    def evict_next(self) -> tuple[int, int, Prefix]:
+        """Gives up a retained slot for its cells.
+
+        Returns:
+            The slot, which is free now, its cells, and what it held.
+        """
+        seq_id = self._choose_retained()
+        n_cells = self.retained.pop(seq_id)
+        self.n_retained_cells -= n_cells
+        heappush(self._free, seq_id)
+        return seq_id, n_cells, self._prefixes.evict(seq_id)
+
+    def empty(self, seq_id: int) -> None:
+        """Notes that a slot is free."""
+        heappush(self._free, seq_id)
+        self._prefixes.drop(seq_id)
+
+    def retain(self, sequence: Sequence) -> bool:
+        """Keeps an ended sequence's tokens in its slot, if they are worth it.
+
+        Returns:
+            Whether it does; then the slot is not free.
+        """
+        n_computed = sequence.n_computed
+        # Dropped tokens after a stop are in the cells too, and nobody knows them any more.
+        is_known = BLOCK_SIZE <= n_computed <= len(sequence.tokens)
+        if not (is_known and self._prefixes.is_on):
+            return False
+        self._prefixes.hold(
+            sequence.seq_id,
+            sequence.tenant,
+            sequence.tokens[:n_computed],
+            is_running=False,
+            n_cut_min=sequence.n_cut_min,
+        )
+        self.retained[sequence.seq_id] = n_computed
+        self.n_retained_cells += n_computed
+        return True
+
+    def forget_retained(self) -> list[int]:
+        """Gives up all retained slots, and returns them."""
+        seq_ids = list(self.retained)
+        for seq_id in seq_ids:
+            self._prefixes.drop(seq_id)
+            heappush(self._free, seq_id)
+        self.retained.clear()
+        self.n_retained_cells = 0
+        return seq_ids
