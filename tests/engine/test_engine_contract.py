@@ -451,9 +451,9 @@ def test_wrong_plans_are_refused_and_change_nothing(engine: CountingEngine) -> N
 @pytest.mark.parametrize(
     ("options", "path"),
     [
-        (SamplingOptions(temperature=float("nan")), "sampling.temperature"),
-        (SamplingOptions(temperature=-0.5), "sampling.temperature"),
-        (SamplingOptions(grammar='start ::= "a" |'), "sampling.grammar"),
+        (SamplingOptions(temperature=float("nan")), "temperature"),
+        (SamplingOptions(temperature=-0.5), "temperature"),
+        (SamplingOptions(grammar='start ::= "a" |'), "grammar"),
     ],
 )
 def test_wrong_options_name_their_field(

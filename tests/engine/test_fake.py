@@ -199,9 +199,9 @@ def test_logprobs_come_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "path"),
     [
-        (SamplingOptions(temperature=float("nan")), "sampling.temperature"),
-        (SamplingOptions(temperature=-1), "sampling.temperature"),
-        (SamplingOptions(grammar="nonsense"), "sampling.grammar"),
+        (SamplingOptions(temperature=float("nan")), "temperature"),
+        (SamplingOptions(temperature=-1), "temperature"),
+        (SamplingOptions(grammar="nonsense"), "grammar"),
     ],
 )
 def test_wrong_options_are_refused(options: SamplingOptions, path: str) -> None:

@@ -450,3 +450,18 @@ def test_every_reason_is_documented_with_its_code(reason: str) -> None:
     assert comment is not None
     assert comment.group(1).startswith(f"{server_classes()[reason].code}: ")
     assert reason in (drafthouse._errors.__doc__ or "")
+
+
+async def test_a_place_is_given_back_whatever_ends_its_preparation(
+    start_server: ServerFactory, eventually: Eventually
+) -> None:
+    """Wrong fields, a prompt that is too long, a grammar that cannot be compiled, a clean end."""
+    server = await start_server()
+    admission = server.loop.admission
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        for wrong in ({"temperature": -1.0}, {"max_output_tokens": 10**6}, {"grammar": "x"}):
+            with pytest.raises(drafthouse.DrafthouseError):
+                await client.generate("x", **wrong)
+            assert (admission.n_active, admission.n_waiting) == (0, 0)
+        await client.generate("x", max_output_tokens=3)
+        await eventually(lambda: admission.n_active == 0)

@@ -20,7 +20,7 @@ from drafthouse_server.rpc.services import GenerationService, Served
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.step import PlanEntry, SamplingOptions, Start, StepPlan
-from drafthouse_server.tenancy.tenants import Admission, Tenant, TenantRegistry
+from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
 
 if TYPE_CHECKING:
     from tests.conftest import Eventually, GatedEngine, ServerFactory
@@ -299,7 +299,6 @@ async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     loop.start()
     served = Served(
         loop,
-        Admission(8, 1.0),
         n_draft_default=3,
         current_call=lambda: Call("", "id", 0.0, Tenant("t")),
     )

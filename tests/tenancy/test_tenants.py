@@ -1,19 +1,12 @@
-"""Keys, tenants and who may enter."""
+"""Keys and their tenants."""
 
 from __future__ import annotations
 
 import pytest
 
 from drafthouse_server.config import Config
-from drafthouse_server.errors import (
-    DrafthouseError,
-    Draining,
-    PermissionDenied,
-    QueueFull,
-    QuotaExceeded,
-    Unauthenticated,
-)
-from drafthouse_server.tenancy.tenants import Admission, Load, Tenant, TenantRegistry
+from drafthouse_server.errors import PermissionDenied, Unauthenticated
+from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
 
 
 def test_without_keys_everybody_is_the_default_tenant() -> None:
@@ -43,36 +36,3 @@ def test_models_can_be_kept_from_a_tenant() -> None:
     tenant.check_model("small")
     with pytest.raises(PermissionDenied):
         tenant.check_model("big")
-
-
-@pytest.mark.parametrize(
-    ("load", "expected"),
-    [
-        (Load(0, 0, 0), None),
-        (Load(9, 3, 5), None),
-        (Load(10, 0, 0), QueueFull),
-        (Load(4, 4, 4), QuotaExceeded),
-        (Load(0, 0, 6), QuotaExceeded),
-        (Load(10, 4, 6), QuotaExceeded),  # the tenant's own limit is told first
-        (Load(0, 0, 0, is_draining=True), Draining),
-        (Load(10, 4, 6, is_draining=True), Draining),
-    ],
-)
-def test_limits_are_checked_in_order(load: Load, expected: type[DrafthouseError] | None) -> None:
-    tenant = Tenant("acme", n_waiting_max=4, n_active_max=6)
-    admission = Admission(n_waiting_max=10, retry_after_s=2.5)
-    if expected is None:
-        admission.admit(tenant, load, now=0.0)
-        return
-    with pytest.raises(expected) as caught:
-        admission.admit(tenant, load, now=0.0)
-    assert isinstance(caught.value, QueueFull | QuotaExceeded | Draining)
-    assert caught.value.retry_after_s == 2.5
-
-
-def test_a_tenant_without_limits_is_bound_by_the_queue_alone() -> None:
-    admission = Admission(n_waiting_max=1000, retry_after_s=1.0)
-    admission.admit(Tenant("acme"), Load(999, 999, 5000), now=0.0)
-    with pytest.raises(QueueFull) as caught:
-        admission.admit(Tenant("acme"), Load(1000, 0, 0), now=0.0)
-    assert caught.value.n_waiting == 1000

@@ -606,9 +606,9 @@ class FakeEngine:
                 (INVALID_FIELD).
         """
         if not (math.isfinite(options.temperature) and options.temperature >= 0):
-            raise _invalid("sampling.temperature", f"{options.temperature} is not in [0, 10]")
+            raise _invalid("temperature", f"{options.temperature} is not in [0, 10]")
         if options.grammar and "root" not in options.grammar:
-            raise _invalid("sampling.grammar", 'cannot be parsed: no rule "root"')
+            raise _invalid("grammar", 'cannot be parsed: no rule "root"')
         return FakeSampler(options)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:

@@ -44,23 +44,6 @@ _LOST = (SequenceStatus.DECODE_FAILED, SequenceStatus.SAMPLING_FAILED)
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingOptions))
 
-_PROTO_PATHS = {
-    "penalty_last_n": "sampling.penalties.last_tokens",
-    "penalty_repeat": "sampling.penalties.repeat",
-    "penalty_frequency": "sampling.penalties.frequency",
-    "penalty_presence": "sampling.penalties.presence",
-    "dry_multiplier": "sampling.dry.multiplier",
-    "dry_base": "sampling.dry.base",
-    "dry_allowed_length": "sampling.dry.allowed_tokens",
-    "dry_penalty_last_n": "sampling.dry.last_tokens",
-    "dry_breakers": "sampling.dry.breakers",
-    "xtc_probability": "sampling.xtc.probability",
-    "xtc_threshold": "sampling.xtc.threshold",
-    "ignore_eos": "stop.ignore_end_token",
-    "logprobs": "output.log_probabilities",
-}
-"""Where sampling options stand in `GenerateRequest`, if not at "sampling.<name>"."""
-
 
 class LlamaEngine:
     """The real engine: llama.cpp behind `drafthouse_engine`.
@@ -325,10 +308,9 @@ class LlamaEngine:
             params = drafthouse_engine.SamplingParams(**values)
             return drafthouse_engine.Sampler(self._model, params)
         except drafthouse_engine.BadGrammar as error:
-            raise _invalid("sampling.grammar", error) from error
+            raise _invalid("grammar", error) from error
         except drafthouse_engine.InvalidConfig as error:
-            path = _PROTO_PATHS.get(error.field, f"sampling.{error.field}")
-            raise _invalid(path, error) from error
+            raise _invalid(error.field, error) from error
         except drafthouse_engine.InvalidArgument as error:
             raise _invalid("sampling", error) from error
 
@@ -343,7 +325,7 @@ class LlamaEngine:
                 text, add_special=add_special, parse_special=parse_special
             ).tolist()
         except drafthouse_engine.Unsupported as error:
-            raise _invalid("prompt.text", error) from error
+            raise _invalid("text", error) from error
         return tokens
 
     def token_bytes(self, token: int, *, special: bool) -> bytes:
@@ -373,7 +355,7 @@ class LlamaEngine:
             drafthouse_engine.InvalidArgument,
             drafthouse_engine.Unsupported,
         ) as error:
-            raise _invalid("prompt.chat", error) from error
+            raise _invalid("messages", error) from error
 
     def close(self) -> None:
         """Frees the contexts and the models.

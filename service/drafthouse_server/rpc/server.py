@@ -20,7 +20,7 @@ from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateE
 from drafthouse_server.rpc.services import GenerationService, ModelService, Served
 from drafthouse_server.serving.exposition import MetricsEndpoint
 from drafthouse_server.serving.loop import StepLoop
-from drafthouse_server.tenancy.tenants import Admission, TenantRegistry
+from drafthouse_server.tenancy.tenants import TenantRegistry
 
 __all__ = ["Server"]
 
@@ -183,13 +183,11 @@ class Server:
         )
         served = Served(
             loop,
-            Admission(config.n_waiting_max, config.retry_after_s),
             # Of an adaptive policy: the most that it will draft.
             n_draft_default=config.n_draft_default
             if config.draft_policy == "fixed"
             else config.n_draft_max,
             current_call=current_call,
-            retry_after_s=config.retry_after_s,
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationService(served), server

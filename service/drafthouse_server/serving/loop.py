@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
-from drafthouse_server.errors import DrafthouseError, Draining, EngineError, QueueFull
+from drafthouse_server.errors import DrafthouseError, Draining, EngineError
 from drafthouse_server.scheduling.cells import check_context
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import (
@@ -33,7 +33,8 @@ from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.serving.engine_thread import EngineThread, StepReport
 from drafthouse_server.serving.metrics import Metrics, Statistics
 from drafthouse_server.serving.outbox import Outbox, Pacer
-from drafthouse_server.tenancy.tenants import Load
+from drafthouse_server.tenancy.admission import Admission, Ticket
+from drafthouse_server.tenancy.tenants import Tenant
 
 __all__ = ["N_FAILURES_UNHEALTHY", "StepLoop"]
 
@@ -41,60 +42,6 @@ _log = logging.getLogger(__name__)
 
 N_FAILURES_UNHEALTHY = 3
 """Lost steps in a row after which the server is no longer healthy."""
-
-
-class _Census:
-    """Counts the sequences that wait or run, by tenant."""
-
-    def __init__(self) -> None:
-        self._waiting: set[Sequence] = set()
-        self._n_waiting: Counter[str] = Counter()
-        self._n_active: Counter[str] = Counter()
-        self.n_active = 0
-        """Sequences that wait or run."""
-
-    @property
-    def n_waiting(self) -> int:
-        """Sequences that wait for a slot."""
-        return len(self._waiting)
-
-    @property
-    def n_running(self) -> int:
-        """Sequences that have a slot."""
-        return self.n_active - len(self._waiting)
-
-    def load(self, tenant: str, is_draining: bool) -> Load:
-        """Returns the counts as admission needs them."""
-        n_waiting_tenant, n_active_tenant = self._n_waiting[tenant], self._n_active[tenant]
-        return Load(len(self._waiting), n_waiting_tenant, n_active_tenant, is_draining)
-
-    def add(self, sequence: Sequence) -> None:
-        """Counts a sequence that is new and waits."""
-        self.n_active += 1
-        self._n_active[sequence.tenant] += 1
-        self.move(sequence, has_slot=False)
-
-    def move(self, sequence: Sequence, *, has_slot: bool) -> None:
-        """Counts a sequence that got a slot, or lost it and waits again."""
-        if has_slot and sequence in self._waiting:
-            self._waiting.remove(sequence)
-            _decrease(self._n_waiting, sequence.tenant)
-        elif not has_slot and sequence not in self._waiting:
-            self._waiting.add(sequence)
-            self._n_waiting[sequence.tenant] += 1
-
-    def remove(self, sequence: Sequence) -> None:
-        """Counts a sequence no more."""
-        self.move(sequence, has_slot=True)
-        self.n_active -= 1
-        _decrease(self._n_active, sequence.tenant)
-
-
-def _decrease(counts: Counter[str], tenant: str) -> None:
-    """Takes one from a count; what is zero is forgotten, or tenants of the past would add up."""
-    counts[tenant] -= 1
-    if not counts[tenant]:
-        del counts[tenant]
 
 
 class StepLoop:
@@ -129,22 +76,23 @@ class StepLoop:
         executor: ThreadPoolExecutor | None = None,
     ) -> None:
         self._engine = engine
-        self._n_waiting_max = n_waiting_max
+        self.admission = Admission(n_waiting_max, retry_after_s)
+        """Decides who may enter, and counts those who did."""
         self._retry_after_s = retry_after_s
         self._on_health = on_health
         self._on_failure = on_failure
         self._executor = executor or _engine_executor()
         self._thread = EngineThread(engine, scheduler, self._post, clock)
         self._metrics = Metrics()
-        self._census = _Census()
         self._outboxes: dict[Sequence, Outbox] = {}
+        self._tickets: dict[Sequence, Ticket] = {}
         self._pacer = Pacer(time.perf_counter)
         self._feeds: list[CacheFeed] = []
         self._reports: deque[StepReport] = deque()
         self._is_posted = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._is_draining = False
+        self._is_ending = False  # whether no sequence is taken, with a ticket or without
         self._is_stopping = False
         self._has_failed = False
         self._n_failures = 0
@@ -205,7 +153,7 @@ class StepLoop:
     @property
     def is_draining(self) -> bool:
         """Whether no more requests are taken."""
-        return self._is_draining
+        return self.admission.is_draining
 
     def start(self) -> None:
         """Starts the engine thread."""
@@ -222,26 +170,24 @@ class StepLoop:
         """
         return check_context(self._engine.limits, n_prompt, n_output_max)
 
-    def load(self, tenant: str) -> Load:
-        """Returns how busy the loop is, for `Admission.admit`."""
-        return self._census.load(tenant, self._is_draining)
-
-    def submit(self, sequence: Sequence) -> Outbox:
+    def submit(self, sequence: Sequence, ticket: Ticket | None = None) -> Outbox:
         """Takes a sequence. Atomic: either it will have its terminal event, or an error is raised.
 
+        Args:
+            sequence: It must fit the context: `check` knows.
+            ticket: Its place, which is the loop's from now on; asked for when not given.
+
         Raises:
-            Draining: the loop takes no more (SERVER_DRAINING).
-            QueueFull: too many wait already (QUEUE_FULL).
+            Draining: the loop runs no more steps, or none was given and it takes no more
+                (SERVER_DRAINING).
+            QueueFull: none was given, and too many wait already (QUEUE_FULL).
             ContextTooLong: it does not fit the context (CONTEXT_TOO_LONG).
         """
-        if self._is_draining:
-            raise Draining(self._retry_after_s, is_failed=self._has_failed)
-        n_waiting = self._census.n_waiting
-        if n_waiting >= self._n_waiting_max:
-            raise QueueFull(n_waiting, self._retry_after_s)
         self.check(sequence.n_prompt, sequence.n_output_max)
+        if self._is_ending:
+            raise Draining(self._retry_after_s, is_failed=self._has_failed)
+        self._tickets[sequence] = ticket or self.admission.admit(Tenant(sequence.tenant))
         outbox = self._outboxes[sequence] = Outbox()
-        self._census.add(sequence)
         self._idle.clear()
         self._thread.submit(sequence)
         return outbox
@@ -267,8 +213,8 @@ class StepLoop:
 
     def statistics(self) -> Statistics:
         """Returns what was counted so far."""
-        self._metrics.n_running = self._census.n_running
-        self._metrics.n_waiting = self._census.n_waiting
+        self._metrics.n_running = self.admission.n_running
+        self._metrics.n_waiting = self.admission.n_waiting
         return self._metrics.statistics()
 
     def watch_cache(self, n_events_max: int = 4096) -> CacheFeed:
@@ -299,16 +245,24 @@ class StepLoop:
         Returns:
             How many were ended early, with `Draining`.
         """
-        self._is_draining = True
+        self.admission.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self._all_left()
+        self._is_ending = True
         left = list(self._outboxes)
         for sequence in left:
             self._mark(sequence, Draining(self._retry_after_s))
         if left and self._task is not None and not self._task.done():
             await self._idle.wait()
         return len(left)
+
+    async def _all_left(self) -> None:
+        """Waits until those who were let in have left: those who are prepared, too."""
+        if self.admission.n_active:
+            left = asyncio.Event()
+            self.admission.on_empty = left.set
+            await left.wait()
 
     async def close(self) -> None:
         """Ends everything, stops the loop and closes the engine. Harmless when done twice."""
@@ -339,7 +293,7 @@ class StepLoop:
 
         Nobody waits for ever.
         """
-        self._is_draining = True
+        self._is_ending = True
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _log.critical("the step loop failed", exc_info=error)
@@ -347,6 +301,7 @@ class StepLoop:
             self._n_failures = N_FAILURES_UNHEALTHY
             if self._on_health is not None:
                 self._on_health(False)
+        self.admission.drain(is_failed=self._has_failed)
         self._take_reports()
         self._bell.close()
         for sequence in list(self._outboxes):
@@ -377,8 +332,9 @@ class StepLoop:
 
     def _take(self, report: StepReport) -> None:
         for sequence, has_slot in report.moves:
-            if sequence in self._outboxes:
-                self._census.move(sequence, has_slot=has_slot)
+            ticket = self._tickets.get(sequence)
+            if ticket is not None:
+                ticket.move(has_slot=has_slot)
         self._deliver(report.events)
         if report.cache_events:
             for feed in self._feeds:
@@ -416,7 +372,7 @@ class StepLoop:
             elif isinstance(event, FinishEvent | ErrorEvent):
                 outbox.wake()
                 del outboxes[sequence]
-                self._census.remove(sequence)
+                self._tickets.pop(sequence).give_back()
                 self._count_end(sequence, event)
             else:
                 hold(outbox)

@@ -1,4 +1,4 @@
-"""Who asks, and whether another request of theirs may enter."""
+"""Who asks: keys and the tenants that they are of."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drafthouse_server.config import Config
-from drafthouse_server.errors import (
-    Draining,
-    PermissionDenied,
-    QueueFull,
-    QuotaExceeded,
-    Unauthenticated,
-)
+from drafthouse_server.errors import PermissionDenied, Unauthenticated
 
-__all__ = ["Admission", "Load", "Tenant", "TenantRegistry"]
+__all__ = ["Tenant", "TenantRegistry"]
 
 _DEFAULT_TENANT = "default"
 
@@ -43,20 +37,6 @@ class Tenant:
         """
         if self.models is not None and model not in self.models:
             raise PermissionDenied(model)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How busy the server is with a tenant's requests and with all."""
-
-    n_waiting: int
-    """Requests that wait for a slot, over all tenants."""
-    n_waiting_tenant: int
-    """Of these, the tenant's."""
-    n_active_tenant: int
-    """Requests of the tenant that wait or run."""
-    is_draining: bool = False
-    """Whether the server is shutting down."""
 
 
 def _digest(api_key: str) -> bytes:
@@ -106,41 +86,3 @@ class TenantRegistry:
         if tenant is None:
             raise Unauthenticated
         return tenant
-
-
-class Admission:
-    """Decides whether a request may enter. A refused request costs no engine work.
-
-    Args:
-        n_waiting_max: Requests that may wait for a slot, over all tenants.
-        retry_after_s: Advice to those who are refused, seconds.
-    """
-
-    def __init__(self, n_waiting_max: int, retry_after_s: float) -> None:
-        self._n_waiting_max = n_waiting_max
-        self._retry_after_s = retry_after_s
-
-    def admit(self, tenant: Tenant, load: Load, now: float) -> None:
-        """Checks one request of a tenant against the server's and the tenant's limits.
-
-        Args:
-            tenant: Who asks.
-            load: How busy the server is now.
-            now: Monotonic time in seconds.
-
-        Raises:
-            Draining: the server is shutting down (SERVER_DRAINING).
-            QuotaExceeded: a limit of the tenant is reached (TENANT_QUOTA_EXCEEDED).
-            QueueFull: the queue is full (QUEUE_FULL).
-        """
-        del now  # Rates will be counted over it.
-        if load.is_draining:
-            raise Draining(self._retry_after_s)
-        self._check_quota(tenant, "requests at once", load.n_active_tenant, tenant.n_active_max)
-        self._check_quota(tenant, "waiting requests", load.n_waiting_tenant, tenant.n_waiting_max)
-        if load.n_waiting >= self._n_waiting_max:
-            raise QueueFull(load.n_waiting, self._retry_after_s)
-
-    def _check_quota(self, tenant: Tenant, quota: str, n_used: int, limit: int | None) -> None:
-        if limit is not None and n_used >= limit:
-            raise QuotaExceeded(tenant.name, quota, limit, self._retry_after_s)

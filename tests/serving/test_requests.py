@@ -1,0 +1,195 @@
+"""The rules of requests, on plain values; and that all who name sampling options name the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import drafthouse
+from drafthouse import _options as drafthouse_options
+from drafthouse.v1 import generation_pb2
+from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.errors import FieldViolation, InvalidRequest
+from drafthouse_server.rpc.requests import to_generation
+from drafthouse_server.serving.requests import (
+    KNOBS,
+    MODE_OFF,
+    ChatMessage,
+    GenerationRequest,
+    Prompt,
+    Range,
+    RequestRules,
+    located,
+)
+from drafthouse_server.step import SamplingOptions
+
+ENGINE = FakeEngine()
+RULES = RequestRules(ENGINE.card, ENGINE.limits, "mtp", 3)
+TEXT = Prompt(text="x")
+
+
+def violations(request: GenerationRequest) -> dict[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        RULES.check(request)
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+def numbers(descriptor: Any, path: str) -> Iterator[str]:
+    """Yields the paths of all optional numbers below a message; lists and texts are no knobs."""
+    for field in descriptor.fields:
+        inner = f"{path}.{field.name}"
+        if field.is_repeated or field.type == field.TYPE_STRING:
+            continue
+        if field.message_type is not None:
+            yield from numbers(field.message_type, inner)
+        else:
+            yield inner
+
+
+def test_the_protos_are_the_one_list_of_sampling_options() -> None:
+    descriptor = generation_pb2.SamplingOptions.DESCRIPTOR
+    assert {knob.path for knob in KNOBS} == set(numbers(descriptor, "sampling"))
+    names = {knob.name for knob in KNOBS}
+    others = {"grammar", "logit_bias", "dry_breakers", "ignore_eos", "logprobs"}
+    assert {field.name for field in dataclasses.fields(SamplingOptions)} == names | others
+
+
+@pytest.mark.model
+def test_the_engine_names_the_same_options() -> None:
+    engine = pytest.importorskip("drafthouse_engine")
+    parameters = set(inspect.signature(engine.SamplingParams).parameters)
+    assert {field.name for field in dataclasses.fields(SamplingOptions)} <= parameters
+
+
+def test_the_sdk_can_give_every_option() -> None:
+    options: Any = dict.fromkeys(drafthouse_options.GenerateOptions.__annotations__, 1)
+    options |= {
+        "model": "m",
+        "dry": drafthouse.Dry(1, 1, 1, 1, ["x"]),
+        "xtc": drafthouse.Xtc(1, 1),
+        "logit_bias": {1: 2.0},
+        "grammar": "root ::= [a]",
+        "stop": "y",
+        "stop_token_ids": [7],
+        "ignore_end_token": True,
+        "log_probabilities": True,
+        "progress": True,
+        "speculation": "mtp",
+    }
+    asked = to_generation(drafthouse_options.generate_request("x", options))
+    assert set(asked.knobs) == {knob.name for knob in KNOBS}
+    for field in dataclasses.fields(GenerationRequest):
+        assert getattr(asked, field.name), field.name
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.path)
+def test_a_number_outside_its_rule_is_named_by_its_path(knob: Any) -> None:
+    for value in (math.nan, math.inf, -math.inf, -11.0):
+        found = violations(GenerationRequest(TEXT, {knob.name: value}))
+        assert list(found) == [knob.path]
+        assert str(knob.rule) in found[knob.path]
+
+
+def test_edges_belong_to_their_rules() -> None:
+    for knob in KNOBS:
+        ends = [knob.rule.high] if math.isfinite(knob.rule.high) else []
+        for value in [*ends, *([] if knob.rule.is_open else [knob.rule.low])]:
+            wanted = RULES.check(GenerationRequest(TEXT, {knob.name: value}))
+            assert getattr(wanted.sampling, knob.name) == value
+
+
+def test_all_violations_are_told_at_once() -> None:
+    request = GenerationRequest(
+        Prompt(messages=[ChatMessage("", "x"), ChatMessage("user", "x")]),
+        {"temperature": -1, "top_p": 0},
+        has_dry=True,
+        dry_breakers=["x" * 65],
+        logit_bias=[(10**6, 0.0), (0, 101.0)],
+        grammar="x" * 65537,
+        stops=["", "y" * 257],
+        stop_token_ids=[-1],
+        n_output_max=0,
+        mode="eagle3",
+        n_draft=99,
+        priority=101,
+    )
+    assert set(violations(request)) == {
+        "prompt.chat.messages[0].role",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.dry.breakers[0]",
+        "sampling.logit_bias[0].token_id",
+        "sampling.logit_bias[1].bias",
+        "sampling.grammar",
+        "stop.sequences[0]",
+        "stop.sequences[1]",
+        "stop.token_ids[0]",
+        "max_output_tokens",
+        "speculation.mode",
+        "speculation.max_draft_tokens",
+        "priority",
+    }
+
+
+def test_lists_are_read_as_far_as_they_may_be_long() -> None:
+    request = GenerationRequest(TEXT, stops=["x" * 300] * 1000)
+    assert len(violations(request)) == 17  # the first sixteen, and that there are too many
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (Prompt(), "prompt"),
+        (Prompt(text=""), "prompt.text"),
+        (Prompt(tokens=[]), "prompt.tokens.ids"),
+        (Prompt(tokens=[1, 2, -5]), "prompt.tokens.ids[2]"),
+        (Prompt(messages=[]), "prompt.chat.messages"),
+        (Prompt(text="x" * 10**7), "prompt.text"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused(prompt: Prompt, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        RULES.check_prompt(prompt)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_what_is_not_given_is_left_to_the_server() -> None:
+    wanted = RULES.check(GenerationRequest(TEXT))
+    assert wanted.sampling == SamplingOptions()
+    assert (wanted.mode, wanted.n_draft, wanted.n_output_max) == ("mtp", None, None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "n_draft", "expected"),
+    [
+        (MODE_OFF, None, (MODE_OFF, 0)),
+        (MODE_OFF, 3, (MODE_OFF, 0)),
+        ("mtp", 2, ("mtp", 2)),
+        (None, 0, (MODE_OFF, 0)),
+    ],
+)
+def test_drafts_can_be_turned_off(
+    mode: str | None, n_draft: int | None, expected: tuple[str, int]
+) -> None:
+    wanted = RULES.check(GenerationRequest(TEXT, mode=mode, n_draft=n_draft))
+    assert (wanted.mode, wanted.n_draft) == expected
+
+
+@given(value=st.floats(), low=st.floats(-1e6, 1e6), span=st.floats(0, 1e6), is_open=st.booleans())
+def test_a_range_holds_what_it_says(value: float, low: float, span: float, is_open: bool) -> None:
+    rule = Range(low, low + span, is_open=is_open)
+    is_inside = low < value <= low + span or (not is_open and value == low)
+    assert (value in rule) == (is_inside and math.isfinite(value))
+
+
+def test_errors_of_the_engine_get_the_paths_of_requests() -> None:
+    given = [FieldViolation(name, "no") for name in ("penalty_repeat", "grammar", "text", "odd")]
+    found = [violation.field for violation in located(InvalidRequest(given)).violations]
+    assert found == ["sampling.penalties.repeat", "sampling.grammar", "prompt.text", "odd"]
