@@ -10,7 +10,7 @@ PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 ASYNC_TESTS = $(shell grep -rlE --include='test_*.py' 'asyncio|async def' tests)
 # cython-lint and protoc start other tools of the virtual environment by name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-CXX_FILES = $(wildcard cext/*.h cext/*.hpp cext/*.cpp cext/*.c tests/kernels/*.cpp)
+CXX_FILES = $(wildcard cext/*.h cext/*.c cext/spec/*.hpp cext/spec/*.cpp tests/kernels/*.cpp)
 CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd)
 
 .DEFAULT_GOAL := help

@@ -127,7 +127,7 @@ def wants_cpu_kernels(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def needed_patches() -> list[Path]:
-    """Returns the patches that spec.cpp needs, in the order in which they are applied."""
+    """Returns the patches that cext/spec needs, in the order in which they are applied."""
     return sorted(PATCHES_PATH.glob("*.patch"))
 
 

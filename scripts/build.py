@@ -2,7 +2,7 @@
 
 Runs on the system's Python with the standard library alone. Five steps: the tools of the machine, a
 virtual environment, Python packages, the source of llama.cpp, the engine. What a step did before is
-kept (stamps in .venv); a later run takes about a second, and after an edit of spec.cpp only that
+kept (stamps in .venv); a later run takes about a second, and after an edit in cext/spec only that
 file is compiled.
 
 The Python packages are installed editable: an edit of a .py file takes effect at the next start.

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Compiles spec.cpp, and the parts of llama.cpp that handle untrusted input, with instrumentation.
+# Compiles cext/spec, and the parts of llama.cpp that handle untrusted input, with instrumentation.
 #
 #   scripts/instrument.sh address    -> build/address/{abi_test,step_bench,attention_test,_spec…so}   (GCC, ASan and UBSan)
 #   scripts/instrument.sh thread     -> build/thread/{handover_test,sampling_test}     (clang, TSan)
@@ -74,7 +74,8 @@ compile() { # source name extra flags…
     shift 2
     if [ ! -e "$object" ] || [ "$source" -nt "$object" ] || [ scripts/instrument.sh -nt "$object" ] ||
         { [ "${source#"$llama"}" = "$source" ] &&
-            { [ cext/spec.h -nt "$object" ] || [ tests/fuzz/harness.h -nt "$object" ]; }; }; then
+            { [ cext/spec.h -nt "$object" ] || [ cext/spec/internal.hpp -nt "$object" ] ||
+                [ tests/fuzz/harness.h -nt "$object" ]; }; }; then
         # shellcheck disable=SC2086  # lists of flags
         $cxx -std=c++17 -O1 -g -fPIC -DDRAFTHOUSE_LLAMA_CPP_VERSION="\"$number\"" $flags "$@" -c "$source" \
             -o "$object" $include
@@ -104,8 +105,11 @@ for part in $parts; do
 done
 objects=
 if [ "$kind" != texts ]; then
-    compile cext/spec.cpp spec
-    objects=$out/obj/spec.o
+    for source in cext/spec/*.cpp; do
+        name=spec_$(basename "$source" .cpp)
+        compile "$source" "$name"
+        objects="$objects $out/obj/$name.o"
+    done
 fi
 if [ "$kind" = thread ]; then
     # ggml's own threads instead of OpenMP's, whose hand-overs a sanitizer does not see.

@@ -44,7 +44,8 @@ import fetch_llama_cpp as pinned  # noqa: E402
 import patch_files  # noqa: E402
 
 OWN = (
-    *("cext/spec.cpp", "cext/abi_test.c", "cext/step_bench.c"),
+    *(f"cext/spec/{path.name}" for path in sorted((CEXT / "spec").glob("*.cpp"))),
+    *("cext/abi_test.c", "cext/step_bench.c"),
     *("tests/kernels/attention_test.cpp", "tests/kernels/rollback_test.cpp"),
     "tests/kernels/rng_test.cpp",
 )
@@ -233,7 +234,8 @@ def units_of(target: Target) -> list[str]:
 
 def inputs(source: Path) -> list[Path]:
     """Returns the files that decide whether a target passes."""
-    files = [*sorted(CEXT.glob("*.h*")), Path(__file__), *(ROOT / unit for unit in OWN)]
+    headers = [*sorted(CEXT.glob("*.h")), *sorted((CEXT / "spec").glob("*.hpp"))]
+    files = [*headers, Path(__file__), *(ROOT / unit for unit in OWN)]
     manifest = source / pinned.MANIFEST
     files += [manifest] if manifest.exists() else []
     return [*files, *pinned.needed_patches(), *pinned.kernel_patches()]

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CEXT = ROOT / "cext"
+SPEC = CEXT / "spec"
 SERVICE = ROOT / "service" / "drafthouse_server"
 BENCH = ROOT / "bench" / "drafthouse_bench"
 PACKAGES = (SERVICE, CEXT / "drafthouse_engine", ROOT / "clients" / "python" / "drafthouse")
@@ -223,14 +224,45 @@ def without_comments(path: Path) -> str:
     return re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', "", text, flags=re.DOTALL)
 
 
-def test_only_spec_cpp_includes_llama_cpp() -> None:
-    upstream = r'#\s*include\s*[<"]((?:llama|ggml|gguf|common|sampling|speculative|chat)[^>"]*)[>"]'
+def included_by(path: Path) -> set[str]:
+    """Returns what a C or C++ file, or a Cython file that embeds such text, includes."""
+    text = path.read_text(encoding="utf-8")
+    return set(re.findall(r'#\s*include\s*[<"]([^>"]+)[>"]', text))
+
+
+def native_files(folder: Path = CEXT) -> list[Path]:
+    suffixes = {".c", ".cpp", ".h", ".hpp", ".pxd", ".pyx"}
+    return sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
+
+
+def test_only_the_folder_spec_includes_llama_cpp() -> None:
+    upstream = r"(.*/)?(llama|ggml|gguf|common|sampling|speculative|chat|log|unicode)\b"
+    private = r"(.*/)?internal\.hpp$"
+    for wanted in (upstream, private):
+        users = {p for p in native_files() if any(re.match(wanted, it) for it in included_by(p))}
+        assert {path.parent for path in users} == {SPEC}
+
+
+def test_two_files_include_the_internals_of_llama_cpp() -> None:
+    """A new llama.cpp may change its `src/` at will: what we take of it stands in one place."""
+    public = {"llama.h", "llama-cpp.h"}
     users = {
         path.name
-        for path in CEXT.glob("*.[ch]*")
-        if re.search(upstream, path.read_text(encoding="utf-8"))
+        for path in native_files()
+        for name in included_by(path) - public
+        if "/" in name or name.startswith(("llama", "unicode"))
     }
-    assert users == {"spec.cpp"}
+    assert users == {"grammar.cpp", "upstream.cpp"}
+
+
+def test_no_cpp_file_is_longer_than_800_lines() -> None:
+    lengths = {
+        path.name: len(path.read_text(encoding="utf-8").splitlines())
+        for path in native_files()
+        if path.suffix in {".cpp", ".hpp"}
+    }
+    assert "internal.hpp" in lengths
+    assert not {name: n for name, n in lengths.items() if n > 800}
 
 
 def test_cython_sees_our_own_headers_alone() -> None:

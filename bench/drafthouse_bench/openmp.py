@@ -11,7 +11,7 @@ CMAKE_ARGS), and step_bench is linked with that. All variants run in turns, and 
 - passive: the same, its threads sleep while they wait (OMP_WAIT_POLICY=passive);
 - bound: the same, each thread stays on its core (OMP_PROC_BIND=true);
 - pool: ggml's own threads, which poll for a while before they sleep; they outlive a step
-  (`attach_pool` in spec.cpp).
+  (`attach_pool` in cext/spec/engine.cpp).
 """
 
 from __future__ import annotations

@@ -431,7 +431,7 @@ MASK = 2**64 - 1
 
 
 def digest(source: bytes) -> int:
-    """The digest of `spec.cpp`."""
+    """The digest of `cext/spec/error.cpp`."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 32) * 0x9E3779B97F4A7C15 & MASK

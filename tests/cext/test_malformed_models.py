@@ -170,7 +170,8 @@ def test_the_lists_of_rotated_heads_are_those_that_llama_asserts() -> None:
         lines = [line.strip() for line in file.read_text().splitlines()]
         if "GGML_ASSERT(n_embd_head == n_rot);" in lines:
             asserted.add(file.stem.replace("-", "_").upper())
-    text = (Path(__file__).resolve().parents[2] / "cext" / "spec.cpp").read_text()
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "cext" / "spec" / "gguf_header.cpp").read_text()
     listed = re.search(r"ROTATED_WHOLE = \{(.+?)\};", text, re.DOTALL)
     assert listed is not None
     known = set(re.findall(r'"([^"]+)"', listed[1]))

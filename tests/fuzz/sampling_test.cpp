@@ -25,7 +25,7 @@ spec_engine * make_engine(const spec_model * target, const spec_model * draft, i
     return engine;
 }
 
-// Of every kind of sampler that has code of its own in spec.cpp, and of llama.cpp's.
+// Of every kind of sampler that has code of its own in cext/spec, and of llama.cpp's.
 spec_sampler * sampler_of(const spec_model * target, int32_t i) {
     spec_sampler_params params;
     spec_sampler_default_params(&params);

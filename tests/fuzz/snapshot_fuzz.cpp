@@ -38,7 +38,7 @@ void put_word(bytes & b, size_t at, uint64_t word) {
     std::memcpy(b.data() + at, &word, WORD);
 }
 
-// The digest of spec.cpp: a test of its own that the two agree is that every snapshot is found
+// The digest of error.cpp: a test of its own that the two agree is that every snapshot is found
 // sealed in `begin`.
 uint64_t digest(const uint8_t * data, size_t n) {
     const auto mix = [](uint64_t x) {

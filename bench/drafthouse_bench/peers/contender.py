@@ -52,7 +52,7 @@ _N_PEER_SLOTS = 4
 
 _PEER_TYPES = {"mtp": "draft-mtp", "eagle3": "draft-eagle3", "simple": "draft-simple"}
 _NGRAM_SIZES = {"ngram-simple": 4, "ngram-map-k": 4, "ngram-map-k4v": 4}
-"""Tokens that an n-gram drafter looks up, as `spec.cpp` sets them."""
+"""Tokens that an n-gram drafter looks up, as `fill_spec_params` sets them."""
 
 
 class Client(Protocol):

@@ -122,7 +122,7 @@ def count_ubatches(
         splitting: The rule.
         n_ubatch: Most tokens of one physical batch.
 
-    Source: llama-batch.cpp, split_equal and split_simple; make_groups in spec.cpp (b11549).
+    Source: llama-batch.cpp, split_equal and split_simple; make_groups in decode.cpp (b11549).
     """
     n_filled = -(-sum(lengths) // n_ubatch)
     if splitting is Splitting.NONE or not lengths:

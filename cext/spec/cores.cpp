@@ -1,34 +1,31 @@
-/*
- * cores.hpp: how many threads a process may compute with, on Linux. C++, for spec.cpp alone.
- *
- * What limits it: its affinity mask, the time that its cgroups grant (v1 and v2), and hardware
- * threads that share a core: matrix products gain nothing from the second one. Where a limit cannot
- * be read there is none.
- */
-#ifndef DRAFTHOUSE_CORES_HPP
-#define DRAFTHOUSE_CORES_HPP
+// How many threads a process may compute with, on Linux.
+//
+// What limits it: its affinity mask, the time that its cgroups grant (v1 and v2), and hardware
+// threads that share a core: matrix products gain nothing from the second one. Where a limit cannot
+// be read there is none.
+
+#include "internal.hpp"
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <set>
 #include <sstream>
 #include <string>
 #include <thread>
-#include <vector>
 
 #ifdef __linux__
 #include <sched.h>
 #endif
 
-#include "spec.h"
+namespace drafthouse {
 
-namespace cores {
+namespace {
 
 // The first line of a file of /proc or /sys; empty where there is none.
-inline std::string first_line(const std::string & path) {
+std::string first_line(const std::string & path) {
     std::ifstream file(path);
     std::string line;
     std::getline(file, line);
@@ -36,7 +33,7 @@ inline std::string first_line(const std::string & path) {
 }
 
 // The numbers of a list such as "0-3,8"; empty where it is none.
-inline std::set<int32_t> parse_list(const std::string & text) {
+std::set<int32_t> parse_list(const std::string & text) {
     constexpr int32_t N_MAX = 1 << 16;
     std::set<int32_t> found;
     std::istringstream parts(text);
@@ -64,7 +61,7 @@ inline std::set<int32_t> parse_list(const std::string & text) {
 }
 
 // The hardware threads of the calling thread's affinity mask; empty where the system tells none.
-inline std::set<int32_t> allowed() {
+std::set<int32_t> allowed() {
     std::set<int32_t> found;
 #ifdef __linux__
     for (int n = 1024; n <= 1 << 16; n *= 2) { // the kernel refuses a mask that is too small
@@ -86,7 +83,7 @@ inline std::set<int32_t> allowed() {
 }
 
 // How many cores the hardware threads are. Of a processor with cores of two kinds, the quick ones.
-inline int32_t count_cores(const std::string & root, const std::set<int32_t> & threads) {
+int32_t count_cores(const std::string & root, const std::set<int32_t> & threads) {
     const std::string devices = root + "/sys/devices/";
     const std::set<int32_t> quick = parse_list(first_line(devices + "cpu_core/cpus"));
     std::set<int32_t> counted;
@@ -103,7 +100,7 @@ inline int32_t count_cores(const std::string & root, const std::set<int32_t> & t
 }
 
 // Cores' worth of time that one cgroup grants; infinite where it sets no limit.
-inline double group_quota(const std::string & folder, bool is_v2) {
+double group_quota(const std::string & folder, bool is_v2) {
     constexpr double NONE = std::numeric_limits<double>::infinity();
     double quota_us = -1.0;
     double period_us = 0.0;
@@ -118,7 +115,7 @@ inline double group_quota(const std::string & folder, bool is_v2) {
 
 // The least that a group and those around it grant. A container may see its own group's path and
 // yet find its files at the top, so that is always looked at.
-inline double path_quota(const std::string & mount, std::string path, bool is_v2) {
+double path_quota(const std::string & mount, std::string path, bool is_v2) {
     double least = group_quota(mount, is_v2);
     while (path.size() > 1) {
         least = std::min(least, group_quota(mount + path, is_v2));
@@ -128,7 +125,7 @@ inline double path_quota(const std::string & mount, std::string path, bool is_v2
 }
 
 // Whether a line of /proc/self/cgroup, "number:controllers:path", is of this controller.
-inline bool has_controller(const std::string & controllers, const std::string & wanted) {
+bool has_controller(const std::string & controllers, const std::string & wanted) {
     std::istringstream names(controllers);
     for (std::string name; std::getline(names, name, ',');) {
         if (name == wanted) {
@@ -139,7 +136,7 @@ inline bool has_controller(const std::string & controllers, const std::string & 
 }
 
 // Cores' worth of time that the process's cgroups grant; infinite without a limit.
-inline double find_quota(const std::string & root) {
+double find_quota(const std::string & root) {
     const std::string mounts = root + "/sys/fs/cgroup";
     double least = std::numeric_limits<double>::infinity();
     std::ifstream groups(root + "/proc/self/cgroup");
@@ -166,7 +163,7 @@ inline double find_quota(const std::string & root) {
 
 // What a process may compute on. `root` stands before /proc and /sys, `cpus` in place of the
 // process's own affinity mask; both empty but in tests.
-inline spec_cores find(const std::string & root, const std::string & cpus) {
+spec_cores find_cores(const std::string & root, const std::string & cpus) {
     const std::set<int32_t> threads = cpus.empty() ? allowed() : parse_list(cpus);
     spec_cores found = {};
     if (threads.empty()) {
@@ -184,6 +181,23 @@ inline spec_cores find(const std::string & root, const std::string & cpus) {
     return found;
 }
 
-} // namespace cores
+} // namespace
 
-#endif
+int32_t all_cores() {
+    return find_cores("", "").n_cores;
+}
+
+} // namespace drafthouse
+
+using namespace drafthouse;
+
+extern "C" {
+
+int32_t spec_find_cores(const char * root, const char * cpus, spec_cores * out) {
+    return guarded([&] {
+        spec_cores & found = deref(out, "out");
+        found = find_cores(root != nullptr ? root : "", cpus != nullptr ? cpus : "");
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,195 @@
+// Chat templates.
+
+#include "internal.hpp"
+
+#include "chat.h"
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+// A chat template, and what the tokenizer adds to its texts.
+struct spec_chat {
+    common_chat_templates_ptr templates;
+    std::string bos;
+    std::string eos;
+    bool add_bos = false;
+    bool add_eos = false;
+
+    // The text without the tokens that the tokenizer adds itself.
+    std::string without_added(std::string text) const {
+        if (add_bos && text.compare(0, bos.size(), bos) == 0) {
+            text.erase(0, bos.size());
+        }
+        if (add_eos && text.size() >= eos.size() &&
+            text.compare(text.size() - eos.size(), eos.size(), eos) == 0) {
+            text.resize(text.size() - eos.size());
+        }
+        return text;
+    }
+};
+
+namespace drafthouse {
+
+namespace {
+
+// Change of the depth of blocks by a tag such as {% if … %} or {% endfor %}.
+int block_step(const std::string & tag) {
+    const size_t first = tag.find_first_not_of("-+ \t\r\n");
+    const size_t last = tag.find_first_of(" \t\r\n-(", first);
+    const std::string word = first == std::string::npos ? "" : tag.substr(first, last - first);
+    if (word.rfind("end", 0) == 0) {
+        return -1;
+    }
+    return is_one_of(word, {"if", "for", "macro", "call", "filter", "generation"}) ? 1 : 0;
+}
+
+[[noreturn]] void bad_template(const char * why) {
+    fail(SPEC_ERR_BAD_TEMPLATE, std::string("the chat template ") + why);
+}
+
+// Where a tag {{ or {% ends whose text begins at `begin`; its length and brackets are bounded.
+size_t end_of_tag(const std::string & text, size_t begin, char kind) {
+    constexpr size_t N_TAG_MAX = 8 << 10; // bytes: bounds chains of operators too
+    constexpr int N_BRACKETS_MAX = 128;
+    const char closing = kind == '%' ? '%' : '}';
+    int n_brackets = 0;
+    char quote = '\0';
+    size_t at = begin;
+    for (; at < text.size(); ++at) {
+        const char c = text[at];
+        if (quote != '\0') {
+            at += c == '\\' ? 1 : 0;
+            quote = c == quote ? '\0' : quote;
+        } else if (c == '\'' || c == '"') {
+            quote = c;
+        } else if (c == closing && text.compare(at + 1, 1, "}") == 0 &&
+                   (kind == '%' || n_brackets <= 0)) {
+            break;
+        } else if (c == '(' || c == '[' || c == '{') {
+            n_brackets += 1;
+        } else if (c == ')' || c == ']' || c == '}') {
+            n_brackets -= 1;
+        }
+        if (n_brackets > N_BRACKETS_MAX) {
+            bad_template("nests more than 128 brackets");
+        }
+        if (at - begin > N_TAG_MAX) {
+            bad_template("has a tag longer than 8 KiB");
+        }
+    }
+    return std::min(at, text.size());
+}
+
+// llama.cpp parses a template by recursion without a bound and dies of a full stack, so its nesting
+// is bounded here. What it does when it runs is bounded from outside (chat_process.py).
+void check_template(const std::string & text) {
+    constexpr size_t N_BYTES_MAX = 1 << 20;
+    constexpr int N_BLOCKS_MAX = 128;
+    constexpr int N_ELIF_MAX = 1024;
+    if (text.size() > N_BYTES_MAX) {
+        bad_template("is longer than 1 MiB");
+    }
+    int n_blocks = 0;
+    int n_elif = 0;
+    size_t at = 0;
+    while ((at = text.find('{', at)) != std::string::npos) {
+        const char kind = at + 1 < text.size() ? text[at + 1] : '\0';
+        const size_t begin = at + 2;
+        if (kind == '#') {
+            at = std::min(text.find("#}", begin), text.size());
+        } else if (kind == '{') {
+            at = end_of_tag(text, begin, kind);
+        } else if (kind == '%') {
+            at = end_of_tag(text, begin, kind);
+            const std::string tag = text.substr(begin, at - begin);
+            n_blocks += block_step(tag);
+            n_elif += tag.find("elif") != std::string::npos ? 1 : 0; // each a level deeper
+        } else {
+            ++at;
+        }
+        if (n_blocks > N_BLOCKS_MAX || n_elif > N_ELIF_MAX) {
+            bad_template("nests more than 128 blocks, or has more than 1024 times elif");
+        }
+    }
+}
+
+// What a template throws becomes BAD_TEMPLATE.
+template <typename Body> auto run_template(const Body & body) {
+    try {
+        return body();
+    } catch (const failure &) {
+        throw;
+    } catch (const std::exception & e) {
+        fail(SPEC_ERR_BAD_TEMPLATE, std::string("the chat template failed: ") + e.what());
+    }
+}
+
+std::unique_ptr<spec_chat> open_chat(const spec_chat_params & params) {
+    auto chat = std::make_unique<spec_chat>();
+    const std::string source = &deref(params.source, "source");
+    chat->bos = &deref(params.bos, "bos");
+    chat->eos = &deref(params.eos, "eos");
+    chat->add_bos = params.add_bos;
+    chat->add_eos = params.add_eos;
+    if (source.empty()) { // llama.cpp asserts that it has a model then
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the chat template is empty");
+    }
+    check_template(source);
+    chat->templates = run_template(
+        [&] { return common_chat_templates_init(nullptr, source, chat->bos, chat->eos); });
+    return chat;
+}
+
+std::string format_chat(const spec_chat & chat, const char * const * roles,
+                        const char * const * contents, size_t n, bool add_generation_prompt) {
+    common_chat_templates_inputs inputs;
+    inputs.add_generation_prompt = add_generation_prompt;
+    inputs.use_jinja = true;
+    for (size_t i = 0; i < n; ++i) {
+        common_chat_msg message;
+        message.role = &deref(roles[i], "role");
+        message.content = &deref(contents[i], "content");
+        inputs.messages.push_back(std::move(message));
+    }
+    return run_template([&] {
+        return chat.without_added(common_chat_templates_apply(chat.templates.get(), inputs).prompt);
+    });
+}
+
+} // namespace
+
+} // namespace drafthouse
+
+using namespace drafthouse;
+
+extern "C" {
+
+int32_t spec_chat_open(const spec_chat_params * params, spec_chat ** out) {
+    return guarded([&] {
+        spec_chat *& slot = deref(out, "out");
+        slot = nullptr;
+        slot = open_chat(deref(params, "params")).release();
+    });
+}
+
+void spec_chat_free(spec_chat * chat) {
+    delete chat;
+}
+
+int32_t spec_chat_format(const spec_chat * chat, const char * const * roles,
+                         const char * const * contents, size_t n_messages,
+                         bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed) {
+    return guarded([&] {
+        if (n_messages == 0) {
+            fail(SPEC_ERR_INVALID_ARGUMENT, "there are no messages");
+        }
+        copy_out(format_chat(deref(chat, "chat"), &deref(roles, "roles"),
+                             &deref(contents, "contents"), n_messages, add_generation_prompt),
+                 buf, cap, n_needed);
+    });
+}
+
+} // extern "C"

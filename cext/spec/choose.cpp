@@ -1,0 +1,428 @@
+// Choosing tokens from logits: argmax, the chain, the rejection rule, and their scores.
+
+#include "internal.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <vector>
+
+namespace drafthouse {
+
+namespace {
+
+// Natural log of the sum of exp(logits), less the greatest logit.
+double log_sum(const float * logits, int32_t n_vocab, float max_logit) {
+    double sum = 0.0;
+    for (int32_t i = 0; i < n_vocab; ++i) {
+        sum += std::exp(static_cast<double>(logits[i]) - static_cast<double>(max_logit));
+    }
+    return std::log(sum);
+}
+
+// The likeliest tokens of a row; the lower id first where they tie.
+void score_top(outcome & out, const float * logits, int32_t n_vocab, int32_t n, int32_t n_columns,
+               double log_total) {
+    const int32_t n_best = std::min(n, n_vocab);
+    std::vector<int32_t> ids(n_best > 0 ? static_cast<size_t>(n_vocab) : 0);
+    std::iota(ids.begin(), ids.end(), 0);
+    const auto rank = [&](int32_t id) { return std::isnan(logits[id]) ? -INFINITY : logits[id]; };
+    std::partial_sort(ids.begin(), ids.begin() + n_best, ids.end(), [&](int32_t a, int32_t b) {
+        return rank(a) != rank(b) ? rank(a) > rank(b) : a < b;
+    });
+    for (int32_t k = 0; k < n_columns; ++k) {
+        const bool is_told = k < n_best;
+        const int32_t id = is_told ? ids[static_cast<size_t>(k)] : -1;
+        out.top_tokens.push_back(id);
+        out.top_logprobs.push_back(
+            is_told ? static_cast<float>(static_cast<double>(logits[id]) - log_total)
+                    : std::numeric_limits<float>::quiet_NaN());
+    }
+}
+
+// Log-probabilities of an emitted token, as far as its sequence asked for them.
+void score(const spec_engine & engine, const spec_sampler & sampler, outcome & out,
+           const float * logits, llama_token token) {
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    if (!sampler.logprobs && sampler.n_top_logprobs == 0) {
+        const auto n_top = static_cast<size_t>(engine.n_top);
+        out.logprobs.push_back(nan);
+        out.top_tokens.resize(out.top_tokens.size() + n_top, -1);
+        out.top_logprobs.resize(out.top_tokens.size(), nan);
+        return;
+    }
+    const int32_t n_vocab = engine.limits.n_vocab;
+    const float max_logit = *std::max_element(logits, logits + n_vocab);
+    const double log_total = static_cast<double>(max_logit) + log_sum(logits, n_vocab, max_logit);
+    const double logprob = static_cast<double>(logits[token]) - log_total;
+    out.logprobs.push_back(sampler.logprobs ? static_cast<float>(logprob) : nan);
+    score_top(out, logits, n_vocab, sampler.n_top_logprobs, engine.n_top, log_total);
+}
+
+[[noreturn]] void nothing_allowed() {
+    fail(SPEC_ERR_SAMPLING_FAILED, "no token is allowed here: the grammar, the biases or the "
+                                   "temperature leave none a probability");
+}
+
+constexpr int32_t LANES = 16;
+
+// The greatest of LANES numbers; NaNs count for nothing. Written so that compilers use vectors.
+float greatest_of_lanes(const float * x) {
+    float m[LANES];
+    std::copy(x, x + LANES, m);
+    for (int32_t width = LANES / 2; width > 0; width /= 2) {
+        for (int32_t i = 0; i < width; ++i) {
+            m[i] = m[i + width] > m[i] ? m[i + width] : m[i];
+        }
+    }
+    return m[0];
+}
+
+// The token of the greatest logit, the first one where several tie.
+llama_token argmax(const float * logits, int32_t n, const std::vector<llama_token> & banned) {
+    float m[LANES];
+    std::fill(m, m + LANES, -INFINITY);
+    const int32_t n_even = n - n % LANES;
+    for (int32_t i = 0; i < n_even; i += LANES) {
+        for (int32_t j = 0; j < LANES; ++j) {
+            m[j] = logits[i + j] > m[j] ? logits[i + j] : m[j];
+        }
+    }
+    float best = greatest_of_lanes(m);
+    for (int32_t i = n_even; i < n; ++i) {
+        best = logits[i] > best ? logits[i] : best;
+    }
+    const float * at = std::find(logits, logits + n, best);
+    const auto is_banned = [&](int32_t token) {
+        return std::find(banned.begin(), banned.end(), token) != banned.end();
+    };
+    if (best > -INFINITY && at != logits + n && !is_banned(static_cast<int32_t>(at - logits))) {
+        return static_cast<llama_token>(at - logits);
+    }
+    // Rare: the greatest may not be chosen.
+    llama_token chosen = -1;
+    for (int32_t i = 0; i < n; ++i) {
+        if (logits[i] > (chosen < 0 ? -INFINITY : logits[chosen]) && !is_banned(i)) {
+            chosen = i;
+        }
+    }
+    if (chosen < 0) {
+        nothing_allowed();
+    }
+    return chosen;
+}
+
+// The n greatest logits as candidates, in the order of their ids as far as llama.cpp minds (it
+// sorts what it is given); the lower id first where they tie.
+void find_greatest(const float * logits, int32_t n_vocab, int32_t n,
+                   std::vector<llama_token_data> & out) {
+    const auto is_less = [](const llama_token_data & a, const llama_token_data & b) {
+        return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+    };
+    out.clear();
+    const auto n_wanted = static_cast<size_t>(n);
+    const auto add = [&](int32_t id) {
+        if (std::isnan(logits[id])) {
+            return; // it has no place in any order
+        }
+        if (out.size() == n_wanted) {
+            if (!(logits[id] > out.front().logit)) {
+                return;
+            }
+            std::pop_heap(out.begin(), out.end(), is_less);
+            out.pop_back();
+        }
+        out.push_back({id, logits[id], 0.0f});
+        std::push_heap(out.begin(), out.end(), is_less);
+    };
+    int32_t i = 0;
+    for (; i + LANES <= n_vocab; i += LANES) {
+        if (out.size() == n_wanted && !(greatest_of_lanes(logits + i) > out.front().logit)) {
+            continue;
+        }
+        for (int32_t j = i; j < i + LANES; ++j) {
+            add(j);
+        }
+    }
+    for (; i < n_vocab; ++i) {
+        add(i);
+    }
+    std::sort(out.begin(), out.end(), is_less);
+}
+
+// What a chain has chosen; it may have chosen nothing.
+const llama_token_data & choice(const llama_token_data_array & array) {
+    if (array.selected < 0 || array.selected >= static_cast<int64_t>(array.size)) {
+        nothing_allowed();
+    }
+    return array.data[array.selected];
+}
+
+// Sees that the chain left it a probability: where a grammar, a bias or an overflow leaves none,
+// llama.cpp returns any token, and a grammar that is given it aborts.
+const llama_token_data & checked_choice(const llama_token_data_array & array) {
+    const llama_token_data & chosen = choice(array);
+    if (!std::isfinite(chosen.logit)) {
+        nothing_allowed();
+    }
+    return chosen;
+}
+
+// Chooses a token with the chain, from the candidates that can be chosen.
+llama_token sample_greatest(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
+    thread_local std::vector<llama_token_data> candidates;
+    find_greatest(logits, n_vocab, std::min(sampler.n_greatest, n_vocab), candidates);
+    if (candidates.empty()) {
+        nothing_allowed();
+    }
+    llama_token_data_array array = {candidates.data(), candidates.size(), -1, false};
+    llama_sampler_apply(sampler.samplers(), &array);
+    return checked_choice(array).id;
+}
+
+// All tokens of a row as candidates: each thread's own, from logits in host memory. The context is
+// not asked, so threads share nothing but the logits.
+struct row_candidates {
+    std::vector<llama_token_data> data;
+    llama_token_data_array array = {};
+
+    void fill(const float * logits, int32_t n_vocab) {
+        data.resize(static_cast<size_t>(n_vocab));
+        for (int32_t id = 0; id < n_vocab; ++id) {
+            // What is no number breaks the order that sorting relies on.
+            const float logit = std::isnan(logits[id]) ? -INFINITY : logits[id];
+            data[static_cast<size_t>(id)] = {id, logit, 0.0f};
+        }
+        array = {data.data(), data.size(), -1, false};
+    }
+
+    // What a position is verified with looks at the likeliest first.
+    void sort() {
+        if (!array.sorted) {
+            std::sort(array.data, array.data + array.size,
+                      [](const auto & a, const auto & b) { return a.p > b.p; });
+            array.sorted = true;
+        }
+    }
+};
+
+bool is_allowed(const spec_sampler & sampler, llama_token token) {
+    if (!sampler.grammar) {
+        return true;
+    }
+    llama_token_data candidate = {token, 1.0f, 0.0f};
+    llama_token_data_array array = {&candidate, 1, -1, false};
+    llama_sampler_apply(sampler.grammar.get(), &array);
+    return candidate.logit != -INFINITY;
+}
+
+// Chooses a token of a row with the whole chain, and leaves what it was chosen from in `row`. The
+// grammar is slow: only if it forbids the choice, it is asked about all tokens, and the chain
+// again.
+llama_token sample_row(const spec_sampler & sampler, const float * logits, int32_t n_vocab,
+                       row_candidates & row) {
+    row.fill(logits, n_vocab);
+    llama_sampler_apply(sampler.samplers(), &row.array);
+    if (!is_allowed(sampler, choice(row.array).id)) {
+        row.fill(logits, n_vocab);
+        llama_sampler_apply(sampler.grammar.get(), &row.array);
+        llama_sampler_apply(sampler.samplers(), &row.array);
+    }
+    return checked_choice(row.array).id;
+}
+
+// Each position is sampled as without a draft; the draft stands as long as it agrees. So a seed
+// draws what it draws without speculation, and samplers that learn from their draws stay right.
+void sample_and_match(const spec_engine & engine, const sequence & seq, outcome & out) {
+    const llama_tokens & draft = seq.draft.tokens;
+    for (size_t i = 0; i < out.rows.size(); ++i) {
+        const llama_token id = sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
+        seq.sampler->accept(id, true);
+        out.emitted.push_back(id);
+        if (i >= draft.size() || id != draft[i] ||
+            llama_vocab_is_eog(engine.target_model->vocab, id)) {
+            break;
+        }
+    }
+}
+
+// The probability of a token among candidates, 0 where it is none of them.
+float probability(const llama_token_data * candidates, size_t n, llama_token token) {
+    const auto * end = candidates + n;
+    const auto * at =
+        std::find_if(candidates, end, [&](const auto & it) { return it.id == token; });
+    return at != end ? at->p : 0.0f;
+}
+
+// Draws from what the target's distribution has more than the draft's; `otherwise` where it has
+// nothing more.
+llama_token draw_rest(std::mt19937 & rng, const llama_token_data_array & p,
+                      const std::vector<llama_token_data> & q, llama_token otherwise) {
+    std::vector<llama_token_data> rest;
+    float sum = 0.0f;
+    for (size_t k = 0; k < p.size; ++k) {
+        const float more = p.data[k].p - probability(q.data(), q.size(), p.data[k].id);
+        if (more > 0.0f) {
+            rest.push_back({p.data[k].id, 0.0f, more});
+            sum += more;
+        }
+    }
+    if (rest.empty()) {
+        return otherwise;
+    }
+    float u = std::uniform_real_distribution<float>(0.0f, 1.0f)(rng) * sum;
+    for (const llama_token_data & candidate : rest) {
+        u -= candidate.p;
+        if (u <= 0.0f) {
+            return candidate.id;
+        }
+    }
+    return rest.back().id;
+}
+
+// A drafted token stands with probability min(1, p/q); the first that does not is drawn anew from
+// the rest, so that what is emitted has the target's distribution (Leviathan et al.,
+// arXiv:2211.17192, Alg. 1). Without a grammar: see is_match_only.
+void sample_and_reject(const spec_engine & engine, const sequence & seq, outcome & out) {
+    thread_local row_candidates row;
+    spec_sampler & sampler = *seq.sampler;
+    std::uniform_real_distribution<float> uniform(0.0f, 1.0f);
+    for (size_t i = 0; i < out.rows.size(); ++i) {
+        const llama_token own = sample_row(sampler, out.rows[i], engine.limits.n_vocab, row);
+        llama_token emitted = own;
+        bool is_accepted = false;
+        if (i < seq.draft.tokens.size()) {
+            row.sort();
+            const llama_token drafted = seq.draft.tokens[i];
+            const std::vector<llama_token_data> & draft_q = seq.draft.q[i];
+            const float p = probability(row.array.data, row.array.size, drafted);
+            const float q = probability(draft_q.data(), draft_q.size(), drafted);
+            is_accepted = q > 0.0f && (p >= q || uniform(sampler.rng) < p / q);
+            emitted = is_accepted ? drafted : draw_rest(sampler.rng, row.array, draft_q, own);
+        }
+        sampler.accept(emitted, true);
+        out.emitted.push_back(emitted);
+        if (!is_accepted) {
+            break;
+        }
+    }
+}
+
+// Benchmarks: accepts drafts at the rates asked for. Every position is sampled all the same, as a
+// verification would, for its cost. A drafted end token is never accepted: it would end the
+// sequence early.
+void accept_at_random(const spec_engine & engine, sequence & seq, outcome & out) {
+    const llama_tokens & draft = seq.draft.tokens;
+    std::uniform_real_distribution<double> uniform(0.0, 1.0);
+    for (size_t i = 0; i < out.rows.size(); ++i) {
+        const llama_token own = sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
+        const bool is_accepted = i < draft.size() &&
+                                 uniform(seq.synth_rng) < engine.synth_probs[i] &&
+                                 !llama_vocab_is_eog(engine.target_model->vocab, draft[i]);
+        out.emitted.push_back(is_accepted ? draft[i] : own);
+        // A drafted token need not fit the grammar; the target's own does.
+        seq.sampler->accept(out.emitted.back(), !is_accepted);
+        if (!is_accepted) {
+            break;
+        }
+    }
+}
+
+// Chooses the tokens that a sequence emits: the accepted part of its draft and one of the target's
+// own.
+void verify(const spec_engine & engine, sequence & seq, outcome & out) {
+    if (!engine.synth_probs.empty()) {
+        accept_at_random(engine, seq, out);
+    } else if (seq.draft.q.empty()) {
+        sample_and_match(engine, seq, out);
+    } else {
+        sample_and_reject(engine, seq, out);
+    }
+    for (const llama_token token : out.emitted) {
+        seq.heard.push_back(-1 - token);
+    }
+    for (size_t i = 0; i < out.emitted.size(); ++i) {
+        const llama_token token = out.emitted[i];
+        if (!std::isfinite(out.rows[i][token])) {
+            fail(SPEC_ERR_SAMPLING_FAILED, "the model's output is not finite");
+        }
+        score(engine, *seq.sampler, out, out.rows[i], token);
+        if (llama_vocab_is_eog(engine.target_model->vocab, token)) {
+            out.emitted.resize(i + 1); // the rejection rule goes on after an accepted end token
+        }
+    }
+}
+
+// The part of an entry's end that touches its own sequence only, so that threads may share the
+// entries. They read the target's logits where find_rows has found them: a context belongs to one
+// thread, and even waiting for one writes to it.
+void choose(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
+    const spec_plan_entry & e = plan.entries[i_entry];
+    sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+    for (int32_t k = std::max(seq.n_known() - e.n_past, 0); k < e.n_tokens; ++k) {
+        seq.feed(plan.tokens[e.token_offset + k]); // emitted tokens have passed it already, and a
+                                                   // resumed sequence's
+    }
+    seq.n_heard = std::max(seq.n_known(), e.n_past + e.n_tokens);
+    if (e.is_output != 0) {
+        verify(engine, seq, engine.outcomes[i_entry]);
+    }
+}
+
+// Finds the logits that an entry's tokens are chosen from.
+void find_rows(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
+    const spec_plan_entry & e = plan.entries[i_entry];
+    const sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+    outcome & out = engine.outcomes[i_entry];
+    out.rows.clear();
+    out.emitted.clear();
+    out.logprobs.clear();
+    out.top_tokens.clear();
+    out.top_logprobs.clear();
+    out.status = SPEC_OK;
+    const size_t n_rows = e.is_output != 0 ? seq.draft.tokens.size() + 1 : 0;
+    for (size_t i = 0; i < n_rows; ++i) {
+        const int32_t i_batch = engine.rows[i_entry] + e.n_tokens - 1 + static_cast<int32_t>(i);
+        out.rows.push_back(llama_get_logits_ith(engine.target.get(), i_batch));
+        if (out.rows.back() == nullptr) {
+            out.status = SPEC_ERR_SAMPLING_FAILED;
+            return;
+        }
+    }
+}
+
+} // namespace
+
+// Chooses a token of a row, in the shortest way that its sampler allows.
+llama_token sample_checked(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
+    if (sampler.is_argmax) {
+        return argmax(logits, n_vocab, sampler.banned);
+    }
+    if (sampler.n_greatest > 0) {
+        return sample_greatest(sampler, logits, n_vocab);
+    }
+    thread_local row_candidates row;
+    return sample_row(sampler, logits, n_vocab, row);
+}
+
+// Chooses the tokens of all entries of a decode, on as many threads as it pays.
+void choose_all(spec_engine & engine, const spec_plan & plan, const group & entries) {
+    constexpr size_t N_LOGITS_PARALLEL = 32768; // below, waking threads takes longer
+    size_t n_rows = 0;
+    for (const size_t i : entries) {
+        find_rows(engine, plan, i);
+        n_rows += engine.outcomes[i].rows.size();
+    }
+    const auto choose_one = [&](size_t k) {
+        outcome & out = engine.outcomes[entries[k]];
+        if (out.status == SPEC_OK) {
+            out.status = guarded([&] { choose(engine, plan, entries[k]); });
+        }
+    };
+    const size_t n_logits = n_rows * static_cast<size_t>(engine.limits.n_vocab);
+    engine.sampling.run(entries.size(), n_logits >= N_LOGITS_PARALLEL, choose_one);
+}
+
+} // namespace drafthouse

@@ -1,0 +1,222 @@
+// Errors, llama.cpp's log, and checks of arguments.
+
+#include "internal.hpp"
+
+#include "log.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <string>
+
+namespace drafthouse {
+
+namespace {
+
+thread_local std::string last_error;
+thread_local std::string last_llama_error;
+thread_local bool is_skipping_mtp = false; // while a model is loaded
+
+std::atomic<spec_log_callback> log_callback{nullptr};
+std::atomic<void *> log_user{nullptr};
+
+int32_t log_level(ggml_log_level level) {
+    thread_local int32_t last = 1;
+    switch (level) {
+    case GGML_LOG_LEVEL_ERROR:
+        last = 4;
+        break;
+    case GGML_LOG_LEVEL_WARN:
+        last = 3;
+        break;
+    case GGML_LOG_LEVEL_INFO:
+        last = 2;
+        break;
+    case GGML_LOG_LEVEL_CONT:
+        break; // goes on with the line before
+    default:
+        last = 1;
+    }
+    return last;
+}
+
+// Keeps what llama.cpp complains about during a call: the cause comes first, what follows from it
+// after. A grammar or a path may be long.
+void remember(const char * text) {
+    constexpr size_t N_MAX = 400;
+    if (last_llama_error.size() > N_MAX) {
+        return;
+    }
+    last_llama_error += last_llama_error.empty() ? "" : "; ";
+    last_llama_error.append(text, std::min(std::strlen(text), N_MAX));
+    while (!last_llama_error.empty() && last_llama_error.back() == '\n') {
+        last_llama_error.pop_back();
+    }
+}
+
+// Whether what llama.cpp warns of is our choice: what a window drops cannot be rolled back, and MTP
+// layers that nobody drafts with are not loaded.
+bool is_chosen(const char * text) {
+    return std::strstr(text, "full-size SWA cache") != nullptr ||
+           (is_skipping_mtp && std::strstr(text, "model has unused tensor blk.") != nullptr);
+}
+
+void on_llama_log(ggml_log_level level, const char * text, void * /*user*/) {
+    if (text != nullptr && is_chosen(text)) {
+        level = GGML_LOG_LEVEL_INFO;
+    }
+    if (level == GGML_LOG_LEVEL_ERROR && text != nullptr) {
+        remember(text);
+    }
+    const spec_log_callback callback = log_callback.load(std::memory_order_acquire);
+    if (callback != nullptr && text != nullptr) {
+        callback(log_level(level), text, log_user.load(std::memory_order_acquire));
+    }
+}
+
+} // namespace
+
+[[noreturn]] void fail(int32_t code, const std::string & text) {
+    throw failure(code, text);
+}
+
+int32_t report(int32_t code, const std::string & text) noexcept {
+    try {
+        last_error = text;
+    } catch (...) {
+        last_error.clear();
+    }
+    return code;
+}
+
+// Writes a warning of our own to llama.cpp's log.
+void warn(const char * text) {
+    on_llama_log(GGML_LOG_LEVEL_WARN, text, nullptr);
+}
+
+// llama.cpp's own state, made once: backends, log. `common` logs through a worker thread of its
+// own, which stays paused.
+void init_process() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        llama_log_set(on_llama_log, nullptr);
+        common_log_pause(common_log_main());
+        llama_backend_init();
+    });
+}
+
+// What llama.cpp said last, in parentheses, or nothing.
+std::string llama_reason() {
+    return last_llama_error.empty() ? std::string() : " (" + last_llama_error + ")";
+}
+
+// Before a call whose failure `llama_reason` is to explain.
+void forget_llama_reason() {
+    last_llama_error.clear();
+}
+
+// Whether a model is being loaded without its MTP layers, which llama.cpp then calls unused.
+void expect_unused_mtp(bool is_expected) {
+    is_skipping_mtp = is_expected;
+}
+
+void check_range(const char * name, double value, double low, double high) {
+    if (!(value >= low && value <= high)) { // also false for NaN
+        char text[160];
+        std::snprintf(text, sizeof text, "%s is %g; expected a value in [%g, %g]", name, value, low,
+                      high);
+        fail(SPEC_ERR_INVALID_ARGUMENT, text);
+    }
+}
+
+void check_above(const char * name, double value, double low, double high) {
+    if (!(value > low && value <= high)) {
+        char text[160];
+        std::snprintf(text, sizeof text, "%s is %g; expected a value in (%g, %g]", name, value, low,
+                      high);
+        fail(SPEC_ERR_INVALID_ARGUMENT, text);
+    }
+}
+
+void check_token(int32_t token, int32_t n_vocab, const char * where) {
+    if (token < 0 || token >= n_vocab) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, std::string(where) + ": token " + std::to_string(token) +
+                                            " is not in [0, " + std::to_string(n_vocab) + ")");
+    }
+}
+
+// A 64-bit digest. Each word is mixed in by a bijection, so that two inputs that differ in one
+// word only never have the same digest.
+uint64_t digest(uint64_t seed, const void * source, size_t n) {
+    const auto mix = [](uint64_t x) {
+        x = (x ^ (x >> 32)) * 0x9e3779b97f4a7c15u;
+        x = (x ^ (x >> 29)) * 0xd6e8feb86659fd93u;
+        return x ^ (x >> 32);
+    };
+    const char * bytes = static_cast<const char *>(source);
+    uint64_t h = mix(seed ^ n);
+    for (; n >= sizeof h; n -= sizeof h, bytes += sizeof h) {
+        uint64_t word;
+        std::memcpy(&word, bytes, sizeof word);
+        h = mix(h ^ word);
+    }
+    uint64_t word = 0;
+    std::memcpy(&word, bytes, n);
+    return mix(h ^ word);
+}
+
+// Copies bytes and a NUL into a caller's buffer; the needed size is always told.
+void copy_out(const std::string & text, char * buf, size_t cap, size_t * n_needed) {
+    deref(n_needed, "n_needed") = text.size() + 1;
+    if (cap < text.size() + 1 || buf == nullptr) {
+        fail(SPEC_ERR_BUFFER_TOO_SMALL,
+             "the text needs " + std::to_string(text.size() + 1) + " bytes");
+    }
+    std::memcpy(buf, text.data(), text.size());
+    buf[text.size()] = '\0';
+}
+
+} // namespace drafthouse
+
+using namespace drafthouse;
+
+extern "C" {
+
+#define XX(name, code, text)                                                                       \
+    case code:                                                                                     \
+        return #name;
+const char * spec_status_name(int32_t status) {
+    switch (status) {
+    case SPEC_OK:
+        return "OK";
+        SPEC_ERR_MAP(XX)
+    default:
+        return "UNKNOWN";
+    }
+}
+#undef XX
+
+const char * spec_last_error(void) {
+    return last_error.c_str();
+}
+
+int32_t spec_abi_version(void) {
+    return SPEC_ABI_VERSION;
+}
+
+const char * spec_build_info(void) {
+    static const std::string text =
+        std::string("llama.cpp ") + llama_version() + "; " + llama_print_system_info();
+    return text.c_str();
+}
+
+void spec_set_log(spec_log_callback callback, void * user) {
+    log_callback.store(nullptr, std::memory_order_release);
+    log_user.store(user, std::memory_order_release);
+    log_callback.store(callback, std::memory_order_release);
+    guarded([] { init_process(); });
+}
+
+} // extern "C"

@@ -1,0 +1,205 @@
+// Checks of a GGUF file before llama.cpp loads it.
+
+#include "internal.hpp"
+
+#include "gguf.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <initializer_list>
+#include <memory>
+#include <string>
+
+namespace drafthouse {
+
+namespace {
+
+// A number of a GGUF header, or the default where it is absent or of another type.
+uint32_t header_u32(const gguf_context * header, const std::string & key, uint32_t otherwise) {
+    const int64_t id = gguf_find_key(header, key.c_str());
+    const bool is_there = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_UINT32;
+    return is_there ? gguf_get_val_u32(header, id) : otherwise;
+}
+
+bool ends_with(const std::string & text, const std::string & end) {
+    return text.size() >= end.size() &&
+           text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+// Why a floating-point number of an architecture cannot be, or nullptr. llama.cpp's own saver
+// writes the numbers of all architectures, and "no bound" is minus infinity.
+const char * wrong_float(const std::string & key, float value) {
+    if (ends_with(key, ".kda.gate_lower_bound") && value == -INFINITY) {
+        return nullptr;
+    }
+    if (!std::isfinite(value)) {
+        return "not a finite number";
+    }
+    if (ends_with(key, "epsilon") && value < 0.0f) {
+        return "negative";
+    }
+    if (key.find(".rope.freq_base") != std::string::npos && value <= 0.0f) {
+        return "not above 0";
+    }
+    return nullptr;
+}
+
+// The reason why the numbers of a header make llama.cpp end the process or hang, or nullptr.
+template <typename Number> const char * wrong_layers(const std::string & arch, Number && number) {
+    constexpr uint32_t N_LAYERS_MAX = 512; // LLAMA_MAX_LAYERS
+    const uint32_t n_layer = number(".block_count", 1);
+    if (n_layer < 1 || n_layer > N_LAYERS_MAX) {
+        return "block_count is not in [1, 512]";
+    }
+    if (number(".nextn_predict_layers", 0) > n_layer) {
+        return "nextn_predict_layers is above block_count";
+    }
+    if (number(".full_attention_interval", 1) == 0) {
+        return "full_attention_interval is 0";
+    }
+    if (arch == "eagle3" && n_layer != 1) {
+        return "block_count is not 1, as in every EAGLE-3 model";
+    }
+    return nullptr;
+}
+
+// Architectures whose graphs assert that the heads of keys and values are rotated whole, and those
+// that assert no more than that both are equally wide. Read from llama.cpp's graphs;
+// tests/cext/test_malformed_models.py compares.
+const std::initializer_list<const char *> ROTATED_WHOLE = {
+    "apertus",    "arcee",         "arctic",       "baichuan",       "chameleon",     "codeshell",
+    "cogvlm",     "cohere2moe",    "dbrx",         "deci",           "deepseek",      "dots1",
+    "dream",      "ernie4_5",      "ernie4_5-moe", "exaone",         "exaone-moe",    "exaone4",
+    "falcon",     "granite",       "granite_swa",  "granitemoe",     "graniteswitch", "grok",
+    "grovemoe",   "hunyuan-dense", "hunyuan-moe",  "hunyuan_vl",     "hy_v3",         "internlm2",
+    "jais2",      "llada",         "llada-moe",    "llama",          "llama-embed",   "llama4",
+    "maincoder",  "mellum",        "minicpm",      "mistral3",       "olmo",          "olmo2",
+    "olmoe",      "orion",         "paddleocr",    "pangu-embedded", "plamo",         "pockettts",
+    "qwen2",      "qwen2moe",      "qwen2vl",      "qwen3",          "qwen3moe",      "qwen3tts",
+    "qwen3vl",    "qwen3vlmoe",    "rnd1",         "seed_oss",       "smallthinker",  "smollm3",
+    "starcoder2", "talkie",        "xverse"};
+const std::initializer_list<const char *> OF_EQUAL_WIDTHS = {
+    "afmoe",        "bailingmoe2",  "bert",           "bitnet",   "bloom",         "chatglm",
+    "clef",         "cohere2",      "command-r",      "dflash",   "eagle3",        "eurobert",
+    "glm4",         "glm4moe",      "gpt2",           "gptneox",  "granitehybrid", "jais",
+    "jina-bert-v2", "jina-bert-v3", "k2-horizon",     "laguna",   "maple",         "minimax-01",
+    "minimax-m2",   "minimax-m3",   "modern-bert",    "mpt",      "muse-glimmer",  "nanbeige",
+    "nemotron",     "nemotron_h",   "nemotron_h_moe", "neo-bert", "nomic-bert",    "nomic-bert-moe",
+    "openelm",      "phi2",         "phi3",           "phimoe",   "qwen",          "qwen35",
+    "qwen35moe",    "qwen3next",    "qwen4exp",       "refact",   "spark2_5",      "stablelm",
+    "starcoder",    "t5",           "t5encoder"};
+
+template <typename Number> const char * wrong_heads(const std::string & arch, Number && number) {
+    const uint32_t n_head = number(".attention.head_count", 0);
+    const uint32_t n_embd = number(".embedding_length", 0);
+    const uint32_t width = number(".attention.key_length", n_head > 0 ? n_embd / n_head : 0);
+    const uint32_t n_rot = number(".rope.dimension_count", width);
+    if (n_rot % 2 != 0 || (width > 0 && n_rot > width)) {
+        return "rope.dimension_count is odd or above attention.key_length";
+    }
+    if (is_one_of(arch, ROTATED_WHOLE) && width > 0 && n_rot != width) {
+        return "rope.dimension_count is not the width of a head";
+    }
+    const bool has_equal_widths =
+        is_one_of(arch, ROTATED_WHOLE) || is_one_of(arch, OF_EQUAL_WIDTHS);
+    if (has_equal_widths && number(".attention.value_length", width) != width) {
+        return "attention.value_length is not attention.key_length";
+    }
+    return nullptr;
+}
+
+// What a DFlash model with hyper-connections divides by.
+template <typename Number> const char * wrong_blocks(const std::string & arch, Number && number) {
+    if (arch != "dflash" || number(".hyper_connection.count", 0) == 0) {
+        return nullptr;
+    }
+    if (number(".attention.output_group_count", 0) == 0) {
+        return "attention.output_group_count is missing or 0";
+    }
+    if (number(".attention.sliding_window", 0) == 0) {
+        return "attention.sliding_window is missing or 0";
+    }
+    return nullptr;
+}
+
+template <typename Number> const char * wrong_states(const std::string & arch, Number && number) {
+    constexpr uint32_t N_KERNEL_MAX = 64;
+    if (!is_one_of(arch, {"qwen35", "qwen35moe", "qwen3next"})) {
+        return nullptr;
+    }
+    const uint64_t n_heads = number(".ssm.time_step_rank", 1);
+    const uint64_t n_groups = number(".ssm.group_count", 1);
+    const uint64_t width = number(".ssm.state_size", 1);
+    if (number(".ssm.inner_size", 1) != width * n_heads || width == 0) {
+        return "ssm.inner_size is not ssm.state_size * ssm.time_step_rank";
+    }
+    if (n_groups == 0 || n_heads % n_groups != 0) {
+        return "ssm.group_count does not divide ssm.time_step_rank";
+    }
+    const uint32_t n_kernel = number(".ssm.conv_kernel", 1);
+    if (n_kernel < 1 || n_kernel > N_KERNEL_MAX) {
+        return "ssm.conv_kernel is not in [1, 64]";
+    }
+    return nullptr;
+}
+
+} // namespace
+
+void check_gguf_magic(const std::string & path) {
+    std::ifstream file(path, std::ios::binary);
+    if (!file) {
+        fail(SPEC_ERR_NOT_FOUND, "cannot read " + path);
+    }
+    char magic[4] = {};
+    file.read(magic, sizeof magic);
+    if (file.gcount() != sizeof magic || std::memcmp(magic, "GGUF", sizeof magic) != 0) {
+        fail(SPEC_ERR_BAD_MODEL,
+             path + " is not a GGUF file: it does not begin with the bytes \"GGUF\"");
+    }
+}
+
+bool is_one_of(const std::string & name, std::initializer_list<const char *> names) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// Refuses numbers on which llama.cpp ends the process instead of refusing them itself: found by
+// tests/proofs/malformed.py.
+void check_header(const std::string & path) {
+    const std::unique_ptr<gguf_context, decltype(&gguf_free)> header(
+        gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
+    const int64_t id = header ? gguf_find_key(header.get(), "general.architecture") : -1;
+    if (id < 0 || gguf_get_kv_type(header.get(), id) != GGUF_TYPE_STRING) {
+        return; // the loader says what is wrong
+    }
+    const std::string arch = gguf_get_val_str(header.get(), id);
+    const auto number = [&](const char * name, uint32_t otherwise) {
+        return header_u32(header.get(), arch + name, otherwise);
+    };
+    for (const char * reason : {wrong_layers(arch, number), wrong_heads(arch, number),
+                                wrong_states(arch, number), wrong_blocks(arch, number)}) {
+        if (reason != nullptr) {
+            fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
+        }
+    }
+    if (number(".nextn_predict_layers", 0) == number(".block_count", 1)) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             path + " holds MTP layers alone (" + arch +
+                 "), which draft inside another model; only models that bring their MTP layers in "
+                 "their own file are supported. Give the target's file with its MTP layers, or "
+                 "another kind of draft");
+    }
+    for (int64_t i = 0; i < gguf_get_n_kv(header.get()); ++i) {
+        const std::string key = gguf_get_key(header.get(), i);
+        const bool is_float = gguf_get_kv_type(header.get(), i) == GGUF_TYPE_FLOAT32;
+        const char * reason = is_float && key.rfind(arch + ".", 0) == 0
+                                  ? wrong_float(key, gguf_get_val_f32(header.get(), i))
+                                  : nullptr;
+        if (reason != nullptr) {
+            fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + key + " is " + reason);
+        }
+    }
+}
+
+} // namespace drafthouse

@@ -1,0 +1,272 @@
+// The parts of a step, one call at a time.
+
+#include "internal.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace drafthouse {
+
+namespace {
+
+void draft_by_hand(spec_engine & engine, const spec_draft_request * requests, int32_t n,
+                   int32_t * tokens, int32_t * counts) {
+    check_range("n_requests", n, 0, engine.limits.n_seq_max);
+    if (n > 0) {
+        deref(requests, "requests");
+        deref(tokens, "tokens");
+        deref(counts, "counts");
+    }
+    if (engine.is_decoded && !engine.is_processed && engine.spec) {
+        fail(SPEC_ERR_BAD_PLAN, "the last batch has not been processed");
+    }
+    std::vector<int32_t> asked;
+    for (int32_t i = 0; i < n; ++i) {
+        check_draft_request(engine, requests[i]);
+        if (std::find(asked.begin(), asked.end(), requests[i].seq_id) != asked.end()) {
+            bad_plan(requests[i].seq_id, "it is asked for twice");
+        }
+        asked.push_back(requests[i].seq_id);
+    }
+    draft_orders orders{engine, {}};
+    for (int32_t i = 0; i < n; ++i) {
+        sequence & seq = begun(engine, requests[i].seq_id);
+        seq.draft = {};
+        if (can_draft(engine, seq)) {
+            orders.give(seq, requests[i].seq_id, requests[i].n_draft, requests[i].id_last);
+        }
+    }
+    run_drafters(engine, orders.armed);
+    for (int32_t i = 0; i < n; ++i) {
+        sequence & seq = begun(engine, requests[i].seq_id);
+        settle_draft(engine, seq, requests[i].seq_id, requests[i].n_draft);
+        seq.is_proposed = true;
+        seq.n_past_proposed = seq.n_past();
+        counts[i] = static_cast<int32_t>(seq.draft.tokens.size());
+        std::copy(seq.draft.tokens.begin(), seq.draft.tokens.end(),
+                  tokens + int64_t{i} * engine.limits.n_draft_max);
+    }
+}
+
+// After a decode that failed in its midst nobody knows what the cache holds of its sequences.
+void clear_batch(spec_engine & engine, const spec_token * tokens, int32_t n) {
+    for (int32_t i = 0; i < n; ++i) {
+        clear_sequence(engine, tokens[i].seq_id);
+    }
+}
+
+void decode_by_hand(spec_engine & engine, const spec_token * tokens, int32_t n) {
+    check_range("n_tokens", n, 1, engine.limits.n_batch);
+    deref(tokens, "tokens");
+    if (engine.is_decoded && !engine.is_processed && engine.spec) {
+        fail(SPEC_ERR_BAD_PLAN, "the last batch has not been processed");
+    }
+    check_tokens(engine, tokens, n);
+    engine.is_decoded = false;
+    engine.batch.clear();
+    for (int32_t i = 0; i < n; ++i) {
+        engine.batch.add(tokens[i].token, tokens[i].pos, tokens[i].seq_id,
+                         tokens[i].is_output != 0);
+    }
+    int32_t rc = 0;
+    try {
+        rc = decode_batch(engine);
+    } catch (const std::exception & error) {
+        clear_batch(engine, tokens, n);
+        fail(SPEC_ERR_DECODE_FAILED,
+             std::string(error.what()) + "; the batch's sequences were cleared");
+    }
+    if (rc == 1) {
+        fail(SPEC_ERR_NO_ROOM, "no room in the KV cache");
+    }
+    if (rc != 0) {
+        clear_batch(engine, tokens, n);
+        fail(SPEC_ERR_DECODE_FAILED, "the decode returned " + std::to_string(rc) +
+                                         "; the batch's sequences were cleared" + llama_reason());
+    }
+    for (int32_t i = 0; i < n; ++i) {
+        sequence & seq = begun(engine, tokens[i].seq_id);
+        seq.tokens.push_back(tokens[i].token);
+        if (!seq.is_proposed && tokens[i].is_output == 0) {
+            seq.feed(tokens[i].token);
+        }
+    }
+    engine.is_decoded = true;
+    engine.is_processed = false;
+}
+
+void check_logits_index(const spec_engine & engine, int32_t i) {
+    if (!engine.is_decoded) {
+        fail(SPEC_ERR_BAD_PLAN, "nothing has been decoded");
+    }
+    if (i < 0 || i >= engine.batch.size() || !engine.batch.tokens[static_cast<size_t>(i)].output) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "batch index " + std::to_string(i) + " is no output of the last decode");
+    }
+}
+
+// As in a step, a sequence for which no token can be chosen is cleared: its sampler may have been
+// fed in part.
+llama_token sample_by_hand(spec_engine & engine, int32_t seq_id, int32_t i) {
+    sequence & seq = begun(engine, seq_id);
+    try {
+        const float * logits = llama_get_logits_ith(engine.target.get(), i);
+        const llama_token token = sample_checked(*seq.sampler, logits, engine.limits.n_vocab);
+        seq.sampler->accept(token, true);
+        seq.heard.push_back(-1 - token);
+        seq.id_last = token;
+        return token;
+    } catch (const std::exception & error) {
+        const std::string reason = error.what();
+        clear_sequence(engine, seq_id);
+        fail(SPEC_ERR_SAMPLING_FAILED, reason + "; the sequence was cleared");
+    }
+}
+
+void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
+    sequence & seq = begun(engine, seq_id);
+    if (!seq.is_proposed) {
+        bad_plan(seq_id, "no proposal is pending");
+    }
+    if (engine.spec && !engine.is_processed) {
+        bad_plan(seq_id, "the last batch has not been processed");
+    }
+    const int32_t n_draft = static_cast<int32_t>(seq.draft.tokens.size());
+    const int32_t n_decoded = seq.n_past() - seq.n_past_proposed;
+    if (n_accepted < 0 || n_accepted > n_draft || n_accepted > n_decoded - 1) {
+        bad_plan(seq_id, "n_accepted is " + std::to_string(n_accepted) + "; " +
+                             std::to_string(n_draft) + " were drafted and " +
+                             std::to_string(std::max(n_decoded - 1, 0)) + " of them decoded");
+    }
+    const int32_t n_new = seq.n_past_proposed + 1 + n_accepted;
+    const int32_t n_back = seq.n_past() - n_new;
+    if (n_draft > 0) {
+        accept_draft(engine, seq, seq_id, n_accepted);
+    }
+    seq.is_proposed = false;
+    seq.draft = {};
+    if (n_back == 0) {
+        return;
+    }
+    seq.n_back_max = 0; // once per decode
+    cut_draft(engine, seq_id, n_new);
+    if (!cut_target(engine, seq_id, n_new)) {
+        clear_sequence(engine, seq_id);
+        fail(SPEC_ERR_DECODE_FAILED,
+             "the rejected draft could not be taken back; the sequence was cleared");
+    }
+    seq.tokens.resize(static_cast<size_t>(n_new));
+}
+
+void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
+    sequence & seq = begun(engine, seq_id);
+    if (n_past < 0 || n_past > seq.n_past()) {
+        bad_plan(seq_id, "n_past is " + std::to_string(n_past) + "; expected [0, " +
+                             std::to_string(seq.n_past()) + "]");
+    }
+    if (n_past == seq.n_past()) {
+        seq.is_proposed = false;
+        seq.draft = {};
+        return;
+    }
+    const int32_t n_back = seq.n_past() - n_past;
+    const int32_t n_back_max = seq.i_decode == engine.n_decodes ? seq.n_back_max : 0;
+    if (n_past > 0 && engine.target_rollback != rollback_kind::any && n_back > n_back_max) {
+        fail(SPEC_ERR_UNSUPPORTED, "a recurrent target can go back " + std::to_string(n_back_max) +
+                                       " tokens here, not " + std::to_string(n_back) +
+                                       ": as many as its last decode holds, if no other followed");
+    }
+    if (engine.target_rollback == rollback_kind::any &&
+        !holds_window(engine.target.get(), seq_id, n_past)) {
+        no_window(n_past);
+    }
+    if (!llama_memory_seq_rm(engine.target_memory(), seq_id, n_past > 0 ? n_past : -1, -1)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the target cannot go back from here; decode first");
+    }
+    seq.n_back_max = 0; // once per decode
+    seq.is_proposed = false;
+    seq.has_emitted = false;
+    seq.draft = {};
+    if (engine.spec) {
+        cut_draft(engine, seq_id, n_past);
+        if (!drafts_blocks(engine.limits.draft_type)) {
+            make_cold(engine, seq_id); // the draft's hidden rows do not go back with the cache
+        }
+        restart_unless_held(engine, seq_id, n_past);
+    }
+    if (engine.is_ngram()) {
+        begin_drafter(engine, seq, seq_id); // what it has learnt includes the tokens taken back
+    }
+    seq.tokens.resize(static_cast<size_t>(n_past));
+    seq.hidden = {};
+    seq.n_heard = std::min(seq.n_heard, n_past);
+    seq.known.clear();
+}
+
+} // namespace
+
+} // namespace drafthouse
+
+using namespace drafthouse;
+
+extern "C" {
+
+int32_t spec_engine_seq_draft(spec_engine * engine, const spec_draft_request * requests,
+                              int32_t n_requests, int32_t * tokens, int32_t * counts) {
+    return guarded(
+        [&] { draft_by_hand(deref(engine, "engine"), requests, n_requests, tokens, counts); });
+}
+
+int32_t spec_engine_decode(spec_engine * engine, const spec_token * tokens, int32_t n_tokens) {
+    return guarded([&] { decode_by_hand(deref(engine, "engine"), tokens, n_tokens); });
+}
+
+int32_t spec_engine_process(spec_engine * engine) {
+    return guarded([&] {
+        spec_engine & e = deref(engine, "engine");
+        if (!e.is_decoded || e.is_processed) {
+            fail(SPEC_ERR_BAD_PLAN, "there is no decoded batch that has not been processed");
+        }
+        process_batch(e);
+        e.is_processed = true;
+        for (const auto & token : e.batch.tokens) { // it wrote cells for ended sequences too
+            if (!at(e, token.seq_id).is_begun) {
+                clear_memory(e, token.seq_id);
+            }
+        }
+    });
+}
+
+int32_t spec_engine_logits(spec_engine * engine, int32_t i, const float ** out) {
+    return guarded([&] {
+        check_logits_index(deref(engine, "engine"), i);
+        deref(out, "out") = llama_get_logits_ith(engine->target.get(), i);
+        if (*out == nullptr) {
+            fail(SPEC_ERR_INTERNAL, "the decode left no logits");
+        }
+    });
+}
+
+int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, int32_t * token) {
+    return guarded([&] {
+        begun(deref(engine, "engine"), seq_id);
+        check_logits_index(*engine, i);
+        if (engine->batch.tokens[static_cast<size_t>(i)].seq_id != seq_id) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 "batch index " + std::to_string(i) + " belongs to another sequence");
+        }
+        deref(token, "token") = sample_by_hand(*engine, seq_id, i);
+    });
+}
+
+int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_accepted) {
+    return guarded([&] { accept_by_hand(deref(engine, "engine"), seq_id, n_accepted); });
+}
+
+int32_t spec_engine_seq_rollback(spec_engine * engine, int32_t seq_id, int32_t n_past) {
+    return guarded([&] { rollback_by_hand(deref(engine, "engine"), seq_id, n_past); });
+}
+
+} // extern "C"

@@ -1,0 +1,343 @@
+// Models: loading, description, tokenizer, and the tables at both ends.
+
+#include "internal.hpp"
+
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace drafthouse {
+
+namespace {
+
+struct load_progress {
+    spec_progress_callback callback;
+    void * user;
+    bool is_cancelled;
+};
+
+bool on_progress(float progress, void * user) {
+    auto & state = *static_cast<load_progress *>(user);
+    if (state.callback != nullptr && !state.callback(progress, state.user)) {
+        state.is_cancelled = true;
+        return false;
+    }
+    return true;
+}
+
+// Tells models apart: all of a small file; of a large one its size, its head, where metadata and
+// tensor table lie, and pieces spread over the rest. Of a split model, the first part.
+uint64_t fingerprint_of(const std::string & path) {
+    constexpr std::streamoff HEAD_BYTES = 32 << 20;
+    constexpr std::streamoff PIECE_BYTES = 64 << 10;
+    constexpr int N_PIECES = 128;
+    std::ifstream file(path, std::ios::binary | std::ios::ate);
+    const std::streamoff n = file.tellg();
+    std::vector<char> buf(
+        static_cast<size_t>(std::min(std::max<std::streamoff>(n, 0), HEAD_BYTES)));
+    uint64_t h = static_cast<uint64_t>(n);
+    const auto add = [&](std::streamoff at, std::streamoff size) {
+        file.clear(); // a piece at the end may have been cut short
+        file.seekg(at);
+        file.read(buf.data(), size);
+        h = digest(h, buf.data(), static_cast<size_t>(file.gcount()));
+    };
+    add(0, static_cast<std::streamoff>(buf.size()));
+    for (int i = 1; n > HEAD_BYTES && i <= N_PIECES; ++i) {
+        const std::streamoff end = HEAD_BYTES + (n - HEAD_BYTES) / N_PIECES * i;
+        add(std::max(end - PIECE_BYTES, HEAD_BYTES), PIECE_BYTES);
+    }
+    return h;
+}
+
+// llama.cpp ends the process where it is to add a token that does not exist.
+void check_special_tokens(const llama_vocab & vocab, const std::string & path) {
+    const enum llama_vocab_type type = llama_vocab_type(&vocab);
+    if (type == LLAMA_VOCAB_TYPE_NONE || type == LLAMA_VOCAB_TYPE_RWKV) {
+        return; // adds none
+    }
+    const bool is_wpm = type == LLAMA_VOCAB_TYPE_WPM;
+    const bool lacks_bos =
+        (is_wpm || llama_vocab_get_add_bos(&vocab)) && llama_vocab_bos(&vocab) == LLAMA_TOKEN_NULL;
+    const bool lacks_end =
+        is_wpm ? llama_vocab_sep(&vocab) == LLAMA_TOKEN_NULL
+               : llama_vocab_get_add_eos(&vocab) && llama_vocab_eos(&vocab) == LLAMA_TOKEN_NULL;
+    if (lacks_bos || lacks_end) {
+        fail(SPEC_ERR_BAD_MODEL, path + " is damaged: its tokenizer adds a token to every text, " +
+                                     (lacks_bos ? "bos"
+                                      : is_wpm  ? "sep"
+                                                : "eos") +
+                                     ", that the file does not name (tokenizer.ggml.*_token_id)");
+    }
+}
+
+spec_model * load_model(const spec_model_params & params) {
+    init_process();
+    const std::string path = &deref(params.path, "path");
+    check_gguf_magic(path);
+    check_header(path);
+
+    load_progress progress{params.progress, params.user, false};
+    llama_model_params mparams = llama_model_default_params();
+    mparams.n_gpu_layers = params.n_gpu_layers;
+    mparams.load_mode = params.use_mmap ? LLAMA_LOAD_MODE_AUTO : LLAMA_LOAD_MODE_NONE;
+    mparams.vocab_only = params.vocab_only;
+    mparams.load_mtp = !params.skip_mtp;
+    mparams.progress_callback = on_progress;
+    mparams.progress_callback_user_data = &progress;
+
+    forget_llama_reason();
+    auto model = std::make_unique<spec_model>();
+    expect_unused_mtp(params.skip_mtp);
+    model->model.reset(llama_model_load_from_file(path.c_str(), mparams));
+    expect_unused_mtp(false);
+    if (progress.is_cancelled) {
+        fail(SPEC_ERR_CANCELLED, "loading " + path + " was stopped");
+    }
+    if (!model->model) {
+        fail(SPEC_ERR_BAD_MODEL, path + " cannot be loaded" + llama_reason());
+    }
+    model->vocab = llama_model_get_vocab(model->model.get());
+    check_special_tokens(*model->vocab, path);
+    model->vocab_only = params.vocab_only;
+    model->fingerprint = params.vocab_only ? 0 : fingerprint_of(path);
+    return model.release();
+}
+
+spec_model_info describe(const spec_model & model) {
+    const llama_model * m = model.model.get();
+    spec_model_info info = {};
+    info.n_vocab = model.n_vocab();
+    info.token_bos = llama_vocab_bos(model.vocab);
+    info.token_eos = llama_vocab_eos(model.vocab);
+    info.add_bos = llama_vocab_get_add_bos(model.vocab);
+    info.add_eos = llama_vocab_get_add_eos(model.vocab);
+    if (model.vocab_only) {
+        return info;
+    }
+    info.n_params = static_cast<int64_t>(llama_model_n_params(m));
+    info.size_bytes = static_cast<int64_t>(llama_model_size(m));
+    info.n_ctx_train = llama_model_n_ctx_train(m);
+    info.n_embd = llama_model_n_embd(m);
+    info.n_layer = llama_model_n_layer(m);
+    info.n_layer_nextn = llama_model_n_layer_nextn(m);
+    info.n_target_layers = static_cast<int32_t>(layers_read(m).size());
+    info.is_recurrent = llama_model_is_recurrent(m);
+    info.is_hybrid = llama_model_is_hybrid(m);
+    info.has_encoder = llama_model_has_encoder(m);
+    return info;
+}
+
+std::string model_text(const spec_model & model, const std::string & key) {
+    if (key == "arch") {
+        return model.arch();
+    }
+    if (key == "desc") {
+        char buf[256] = {};
+        llama_model_desc(model.model.get(), buf, sizeof buf);
+        return buf;
+    }
+    if (key == "chat_template") {
+        const char * text = llama_model_chat_template(model.model.get(), nullptr);
+        return text != nullptr ? text : "";
+    }
+    fail(SPEC_ERR_INVALID_ARGUMENT,
+         "unknown key \"" + key + "\"; expected arch, desc or chat_template");
+}
+
+// The model's own tables, multiplied on the device that holds them.
+
+ggml_tensor * find_tensor(const spec_model & model, const std::vector<std::string> & names) {
+    for (const std::string & name : names) {
+        for (const auto & [found, tensor] : tensors_of(model.model.get())) {
+            if (found == name && tensor->buffer != nullptr) {
+                return tensor;
+            }
+        }
+    }
+    fail(SPEC_ERR_UNSUPPORTED, "the model has no tensor \"" + names.front() + "\"");
+}
+
+void check_table(const ggml_tensor * table, int64_t width, int64_t n_rows) {
+    if (table->ne[0] != width || table->ne[1] != n_rows || ggml_n_dims(table) > 2) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             std::string("the tensor \"") + table->name + "\" has another shape than expected");
+    }
+}
+
+ggml_backend_ptr backend_of(const ggml_tensor * tensor) {
+    // Memory of the host that an accelerator reads names that device, and is the CPU's to compute.
+    ggml_backend_dev_t device =
+        ggml_backend_buffer_is_host(tensor->buffer)
+            ? nullptr
+            : ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
+    if (device == nullptr) {
+        device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    }
+    ggml_backend_ptr backend(device != nullptr ? ggml_backend_dev_init(device, nullptr) : nullptr);
+    if (!backend) {
+        fail(SPEC_ERR_OUT_OF_MEMORY, "no backend can be made for the model's device");
+    }
+    if (ggml_backend_is_cpu(backend.get())) {
+        static const int32_t n_cores = all_cores(); // dozens of files, in calls of microseconds
+        ggml_backend_cpu_set_n_threads(backend.get(), n_cores);
+    }
+    return backend;
+}
+
+// Computes op(table, input), a graph of one node.
+template <typename Op>
+void multiply(ggml_tensor * table, ggml_type input_type, int64_t width, int64_t n, const void * in,
+              float * out, Op && op) {
+    const ggml_backend_ptr backend = backend_of(table);
+    const size_t n_bytes = 4 * ggml_tensor_overhead() + ggml_graph_overhead();
+    const ggml_context_ptr ctx(ggml_init({n_bytes, nullptr, /*no_alloc*/ true}));
+    if (!ctx) {
+        fail(SPEC_ERR_OUT_OF_MEMORY, "memory could not be allocated");
+    }
+    ggml_tensor * input = width > 0 ? ggml_new_tensor_2d(ctx.get(), input_type, width, n)
+                                    : ggml_new_tensor_1d(ctx.get(), input_type, n);
+    ggml_tensor * result = op(ctx.get(), table, input);
+    if (!ggml_backend_supports_op(backend.get(), result)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the model's device cannot compute this alone");
+    }
+    const ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
+    if (!buffer) {
+        fail(SPEC_ERR_OUT_OF_MEMORY, "memory could not be allocated");
+    }
+    ggml_cgraph * graph = ggml_new_graph(ctx.get());
+    ggml_build_forward_expand(graph, result);
+    ggml_backend_tensor_set(input, in, 0, ggml_nbytes(input));
+    if (ggml_backend_graph_compute(backend.get(), graph) != GGML_STATUS_SUCCESS) {
+        fail(SPEC_ERR_INTERNAL, "the computation failed");
+    }
+    ggml_backend_tensor_get(result, out, 0, ggml_nbytes(result));
+}
+
+constexpr int32_t TABLE_ROWS_MAX = 65536;
+
+void check_tables(const spec_model & model, int32_t n) {
+    if (model.vocab_only) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the model was loaded with vocab_only");
+    }
+    check_range("number of rows", n, 1, TABLE_ROWS_MAX);
+}
+
+void embed(const spec_model & model, const int32_t * tokens, int32_t n, float * out) {
+    check_tables(model, n);
+    for (int32_t i = 0; i < n; ++i) {
+        check_token((&deref(tokens, "tokens"))[i], model.n_vocab(), "tokens");
+    }
+    ggml_tensor * table = find_tensor(model, {"token_embd.weight"});
+    check_table(table, llama_model_n_embd(model.model.get()), model.n_vocab());
+    multiply(table, GGML_TYPE_I32, 0, n, tokens, &deref(out, "out"), ggml_get_rows);
+}
+
+void lm_head(const spec_model & model, const float * hidden, int32_t n, float * out) {
+    check_tables(model, n);
+    deref(hidden, "hidden");
+    ggml_tensor * table = find_tensor(model, {"output.weight", "token_embd.weight"});
+    const int32_t width = llama_model_n_embd_out(model.model.get());
+    check_table(table, width, model.n_vocab());
+    multiply(table, GGML_TYPE_F32, width, n, hidden, &deref(out, "out"), ggml_mul_mat);
+}
+
+} // namespace
+
+} // namespace drafthouse
+
+using namespace drafthouse;
+
+extern "C" {
+
+int32_t spec_model_load(const spec_model_params * params, spec_model ** out) {
+    return guarded([&] {
+        deref(out, "out") = nullptr;
+        *out = load_model(deref(params, "params"));
+    });
+}
+
+void spec_model_free(spec_model * model) {
+    delete model;
+}
+
+int32_t spec_model_get_info(const spec_model * model, spec_model_info * out) {
+    return guarded([&] { deref(out, "out") = describe(deref(model, "model")); });
+}
+
+int32_t spec_model_meta(const spec_model * model, const char * key, char * buf, size_t cap,
+                        size_t * n_needed) {
+    return guarded([&] {
+        const spec_model & m = deref(model, "model");
+        char probe[1];
+        if (llama_model_meta_val_str(m.model.get(), &deref(key, "key"), probe, sizeof probe) < 0) {
+            fail(SPEC_ERR_NOT_FOUND, std::string("the model has no metadata \"") + key + "\"");
+        }
+        copy_out(m.meta(key), buf, cap, n_needed);
+    });
+}
+
+int32_t spec_model_text(const spec_model * model, const char * key, char * buf, size_t cap,
+                        size_t * n_needed) {
+    return guarded([&] {
+        copy_out(model_text(deref(model, "model"), &deref(key, "key")), buf, cap, n_needed);
+    });
+}
+
+int32_t spec_model_tokenize(const spec_model * model, const char * text, size_t n_text,
+                            bool add_special, bool parse_special, int32_t * tokens, size_t cap,
+                            size_t * n_needed) {
+    return guarded([&] {
+        const spec_model & m = deref(model, "model");
+        deref(n_needed, "n_needed");
+        if (n_text > static_cast<size_t>(std::numeric_limits<int32_t>::max())) {
+            fail(SPEC_ERR_INVALID_ARGUMENT, "the text is longer than 2 GiB");
+        }
+        if (llama_vocab_type(m.vocab) == LLAMA_VOCAB_TYPE_NONE) {
+            fail(SPEC_ERR_UNSUPPORTED, "the model's file has no tokenizer; give token ids");
+        }
+        const std::string input(n_text > 0 ? &deref(text, "text") : "", n_text);
+        const llama_tokens ids = common_tokenize(m.vocab, input, add_special, parse_special);
+        *n_needed = ids.size();
+        if (ids.size() > cap || (tokens == nullptr && !ids.empty())) {
+            fail(SPEC_ERR_BUFFER_TOO_SMALL,
+                 "the text has " + std::to_string(ids.size()) + " tokens");
+        }
+        std::copy(ids.begin(), ids.end(), tokens);
+    });
+}
+
+int32_t spec_model_token_bytes(const spec_model * model, int32_t token, bool special, char * buf,
+                               size_t cap, size_t * n_needed) {
+    return guarded([&] {
+        const spec_model & m = deref(model, "model");
+        check_token(token, m.n_vocab(), "token");
+        copy_out(common_token_to_piece(m.vocab, token, special), buf, cap, n_needed);
+    });
+}
+
+int32_t spec_model_is_eog(const spec_model * model, int32_t token, bool * out) {
+    return guarded([&] {
+        const spec_model & m = deref(model, "model");
+        check_token(token, m.n_vocab(), "token");
+        deref(out, "out") = llama_vocab_is_eog(m.vocab, token);
+    });
+}
+
+int32_t spec_model_embed(const spec_model * model, const int32_t * tokens, int32_t n_tokens,
+                         float * out) {
+    return guarded([&] { embed(deref(model, "model"), tokens, n_tokens, out); });
+}
+
+int32_t spec_model_lm_head(const spec_model * model, const float * hidden, int32_t n_rows,
+                           float * out) {
+    return guarded([&] { lm_head(deref(model, "model"), hidden, n_rows, out); });
+}
+
+} // extern "C"

@@ -1,0 +1,372 @@
+// Samplers: parameters, their checks, and what a chain need not be asked.
+
+#include "internal.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <random>
+#include <stdexcept>
+#include <string>
+
+namespace drafthouse {
+
+namespace {
+
+constexpr int32_t LOOK_BACK_MAX = 65536;
+constexpr int32_t LOGIT_BIAS_MAX = 65536;
+constexpr size_t DRY_BREAKER_BYTES_MAX = 1024;
+
+constexpr common_sampler_type SAMPLER_TYPES[SPEC_SAMPLER_COUNT] = {
+    COMMON_SAMPLER_TYPE_PENALTIES, COMMON_SAMPLER_TYPE_DRY,       COMMON_SAMPLER_TYPE_TOP_N_SIGMA,
+    COMMON_SAMPLER_TYPE_TOP_K,     COMMON_SAMPLER_TYPE_TYPICAL_P, COMMON_SAMPLER_TYPE_TOP_P,
+    COMMON_SAMPLER_TYPE_MIN_P,     COMMON_SAMPLER_TYPE_XTC,       COMMON_SAMPLER_TYPE_TEMPERATURE,
+    COMMON_SAMPLER_TYPE_INFILL,
+};
+
+void check_sampler_order(const spec_sampler_params & p) {
+    check_range("n_samplers", p.n_samplers, -1, SPEC_SAMPLER_COUNT);
+    uint32_t seen = 0;
+    for (int32_t i = 0; i < p.n_samplers; ++i) {
+        const int32_t kind = (&deref(p.samplers, "samplers"))[i];
+        check_range("samplers", kind, 0, SPEC_SAMPLER_COUNT - 1);
+        if ((seen >> kind & 1u) != 0) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 "samplers names kind " + std::to_string(kind) + " twice");
+        }
+        seen |= 1u << kind;
+    }
+}
+
+void check_adaptive_params(const spec_sampler_params & p) {
+    const double inf = std::numeric_limits<float>::max();
+    check_range("n_top_logprobs", p.n_top_logprobs, 0, SPEC_TOP_LOGPROBS_MAX);
+    check_range("min_keep", p.min_keep, 0, std::numeric_limits<int32_t>::max());
+    check_range("dynatemp_range", p.dynatemp_range, 0.0, inf);
+    check_range("dynatemp_exponent", p.dynatemp_exponent, 0.0, 1e6);
+    check_range("mirostat", p.mirostat, 0, 2);
+    check_range("mirostat_tau", p.mirostat_tau, 0.0, 1e6);
+    check_range("mirostat_eta", p.mirostat_eta, 0.0, 1.0);
+    if (p.adaptive_target != -1.0f) {
+        check_range("adaptive_target", p.adaptive_target, 0.0, 1.0);
+    }
+    check_range("adaptive_decay", p.adaptive_decay, 0.0, 0.99);
+    if (p.mirostat != 0 && p.adaptive_target >= 0.0f) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "mirostat and adaptive_target both choose the token");
+    }
+    check_sampler_order(p);
+}
+
+// llama.cpp's infill compares all pairs of candidates, and puts an end token into the list that a
+// grammar has not seen.
+void check_infill(const spec_model & model, const spec_sampler_params & p, bool has_grammar) {
+    bool is_narrow = false;
+    for (int32_t i = 0; i < p.n_samplers; ++i) {
+        is_narrow =
+            is_narrow || (p.samplers[i] == SPEC_SAMPLER_TOP_K && p.top_k >= 1 && p.top_k <= 1024);
+        if (p.samplers[i] != SPEC_SAMPLER_INFILL) {
+            continue;
+        }
+        if (!is_narrow || has_grammar) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 "infill needs a top_k in [1, 1024] before it and no grammar");
+        }
+        if (llama_vocab_eot(model.vocab) < 0 && llama_vocab_eos(model.vocab) < 0) {
+            fail(SPEC_ERR_UNSUPPORTED, "infill needs a model with an end token");
+        }
+    }
+}
+
+void check_sampler_params(const spec_sampler_params & p, int32_t n_vocab) {
+    const double inf = std::numeric_limits<float>::max();
+    check_range("temperature", p.temperature, 0.0, inf);
+    check_range("top_k", p.top_k, 0, std::numeric_limits<int32_t>::max());
+    check_above("top_p", p.top_p, 0.0, 1.0);
+    check_range("min_p", p.min_p, 0.0, 1.0);
+    check_above("typical_p", p.typical_p, 0.0, 1.0);
+    if (p.top_n_sigma != -1.0f) {
+        check_above("top_n_sigma", p.top_n_sigma, 0.0, inf);
+    }
+    check_range("penalty_last_n", p.penalty_last_n, -1, LOOK_BACK_MAX);
+    check_range("penalty_repeat", p.penalty_repeat, 1e-6, 1e6);
+    check_range("penalty_frequency", p.penalty_frequency, -1e6, 1e6);
+    check_range("penalty_presence", p.penalty_presence, -1e6, 1e6);
+    check_range("dry_multiplier", p.dry_multiplier, 0.0, 1e6);
+    check_range("dry_base", p.dry_base, 1.0, 1e6);
+    check_range("dry_allowed_length", p.dry_allowed_length, 0, LOOK_BACK_MAX);
+    check_range("dry_penalty_last_n", p.dry_penalty_last_n, -1, LOOK_BACK_MAX);
+    check_range("xtc_probability", p.xtc_probability, 0.0, 1.0);
+    check_range("xtc_threshold", p.xtc_threshold, 0.0, 1.0);
+    check_range("n_logit_bias", p.n_logit_bias, 0, LOGIT_BIAS_MAX);
+    for (int32_t i = 0; i < p.n_logit_bias; ++i) {
+        const spec_logit_bias & b = (&deref(p.logit_bias, "logit_bias"))[i];
+        check_token(b.token, n_vocab, "logit_bias");
+        if (std::isnan(b.bias) || b.bias == std::numeric_limits<float>::infinity()) {
+            fail(SPEC_ERR_INVALID_ARGUMENT, "logit_bias of token " + std::to_string(b.token) +
+                                                " is not a number below infinity");
+        }
+    }
+    check_adaptive_params(p);
+    check_range("n_dry_breakers", p.n_dry_breakers, -1, DRY_BREAKERS_MAX);
+    for (int32_t i = 0; i < p.n_dry_breakers; ++i) {
+        const char * text = &deref((&deref(p.dry_breakers, "dry_breakers"))[i], "dry_breakers");
+        check_range("length of a dry_breaker", static_cast<double>(std::strlen(text)), 1,
+                    DRY_BREAKER_BYTES_MAX);
+    }
+}
+
+int32_t look_back(int32_t n, const spec_model & model) {
+    return n >= 0 ? n : std::min(llama_model_n_ctx_train(model.model.get()), LOOK_BACK_MAX);
+}
+
+common_params_sampling to_common(const spec_sampler_params & p, const spec_model & model) {
+    common_params_sampling s;
+    s.seed = p.seed;
+    s.temp = p.temperature;
+    s.top_k = p.top_k;
+    s.top_p = p.top_p;
+    s.min_p = p.min_p;
+    s.typ_p = p.typical_p;
+    s.top_n_sigma = p.top_n_sigma;
+    s.penalty_last_n = look_back(p.penalty_last_n, model);
+    s.penalty_repeat = p.penalty_repeat;
+    s.penalty_freq = p.penalty_frequency;
+    s.penalty_present = p.penalty_presence;
+    s.dry_multiplier = p.dry_multiplier;
+    s.dry_base = p.dry_base;
+    s.dry_allowed_length = p.dry_allowed_length;
+    s.dry_penalty_last_n = look_back(p.dry_penalty_last_n, model);
+    s.xtc_probability = p.xtc_probability;
+    s.xtc_threshold = p.xtc_threshold;
+    s.ignore_eos = p.ignore_eos;
+    s.no_perf = true;
+    s.min_keep = p.min_keep;
+    s.dynatemp_range = p.dynatemp_range;
+    s.dynatemp_exponent = p.dynatemp_exponent;
+    s.mirostat = p.mirostat;
+    s.mirostat_tau = p.mirostat_tau;
+    s.mirostat_eta = p.mirostat_eta;
+    s.adaptive_target = p.adaptive_target;
+    s.adaptive_decay = p.adaptive_decay;
+    if (p.n_samplers >= 0) {
+        s.samplers.clear();
+    }
+    for (int32_t i = 0; i < p.n_samplers; ++i) {
+        s.samplers.push_back(SAMPLER_TYPES[p.samplers[i]]);
+    }
+    if (p.adaptive_target >= 0.0f) {
+        s.samplers.push_back(COMMON_SAMPLER_TYPE_ADAPTIVE_P);
+    }
+    if (p.n_dry_breakers >= 0) {
+        s.dry_sequence_breakers.assign(p.dry_breakers, p.dry_breakers + p.n_dry_breakers);
+    }
+    for (int32_t i = 0; i < p.n_logit_bias; ++i) {
+        s.logit_bias.push_back({p.logit_bias[i].token, p.logit_bias[i].bias});
+    }
+    if (p.ignore_eos) {
+        for (int32_t token = 0; token < model.n_vocab(); ++token) {
+            if (llama_vocab_is_eog(model.vocab, token)) {
+                s.logit_bias.push_back({token, -INFINITY});
+            }
+        }
+    }
+    return s;
+}
+
+sampler_source copy_source(const spec_sampler_params & p) {
+    sampler_source source;
+    source.params = p;
+    source.params.grammar = nullptr;
+    source.params.dry_breakers = nullptr;
+    source.params.logit_bias = nullptr;
+    source.grammar = p.grammar != nullptr ? p.grammar : "";
+    for (int32_t i = 0; i < p.n_dry_breakers; ++i) {
+        source.breakers.emplace_back(p.dry_breakers[i]);
+    }
+    source.bias.assign(p.logit_bias, p.logit_bias + p.n_logit_bias);
+    source.params.samplers = nullptr;
+    source.samplers.assign(p.samplers, p.samplers + std::max(p.n_samplers, 0));
+    return source;
+}
+
+// Whether the penalties can only lower a logit, and by which many tokens at most.
+bool has_lowering_penalties(const spec_sampler_params & p) {
+    return p.penalty_repeat >= 1.0f && p.penalty_frequency >= 0.0f && p.penalty_presence >= 0.0f;
+}
+
+bool has_penalties(const spec_sampler_params & p) {
+    return p.penalty_last_n != 0 &&
+           (p.penalty_repeat != 1.0f || p.penalty_frequency != 0.0f || p.penalty_presence != 0.0f);
+}
+
+// Whether a sampler of the chain leaves its candidates alone with these parameters.
+bool is_neutral(common_sampler_type kind, const spec_sampler_params & p) {
+    switch (kind) {
+    case COMMON_SAMPLER_TYPE_PENALTIES:
+        return !has_penalties(p);
+    case COMMON_SAMPLER_TYPE_DRY:
+        return p.dry_multiplier == 0.0f || p.dry_base < 1.0f || p.dry_penalty_last_n == 0;
+    case COMMON_SAMPLER_TYPE_TOP_N_SIGMA:
+        return p.top_n_sigma < 0.0f;
+    case COMMON_SAMPLER_TYPE_TYPICAL_P:
+        return p.typical_p >= 1.0f;
+    case COMMON_SAMPLER_TYPE_XTC:
+        return p.xtc_probability <= 0.0f;
+    default:
+        return false;
+    }
+}
+
+// Whether the chain comes to the greatest logit whatever the others are. What keeps the likeliest
+// candidates only, keeps that one.
+bool is_argmax(const spec_sampler_params & p, const common_params_sampling & s) {
+    const auto keeps_greatest = [&](common_sampler_type kind) {
+        return is_neutral(kind, p) || kind == COMMON_SAMPLER_TYPE_TOP_K ||
+               kind == COMMON_SAMPLER_TYPE_TOP_P || kind == COMMON_SAMPLER_TYPE_MIN_P ||
+               kind == COMMON_SAMPLER_TYPE_TOP_N_SIGMA || kind == COMMON_SAMPLER_TYPE_TEMPERATURE;
+    };
+    const bool has_temperature =
+        std::count(s.samplers.begin(), s.samplers.end(), COMMON_SAMPLER_TYPE_TEMPERATURE) == 1;
+    return p.temperature == 0.0f && p.dynatemp_range == 0.0f && has_temperature &&
+           std::all_of(s.samplers.begin(), s.samplers.end(), keeps_greatest);
+}
+
+// How many of the greatest logits the chain must see: its top-k, and as many more as biases and
+// penalties may push out of it. 0 where something before top-k looks at all of them.
+int32_t count_greatest(const spec_sampler_params & p, const common_params_sampling & s,
+                       size_t n_banned) {
+    int64_t n = static_cast<int64_t>(n_banned) + p.top_k;
+    for (const common_sampler_type kind : s.samplers) {
+        if (kind == COMMON_SAMPLER_TYPE_TOP_K) {
+            return p.top_k >= 1 && n <= 1024 ? static_cast<int32_t>(n) : 0;
+        }
+        if (kind == COMMON_SAMPLER_TYPE_PENALTIES && has_lowering_penalties(p)) {
+            n += has_penalties(p) ? s.penalty_last_n : 0;
+        } else if (!is_neutral(kind, p)) {
+            return 0;
+        }
+    }
+    return 0;
+}
+
+// Finds out what the chain need not be asked.
+void find_shortcuts(spec_sampler & sampler, const spec_model & model, const spec_sampler_params & p,
+                    const common_params_sampling & s) {
+    int32_t n_suppressed = 0;
+    const llama_token * suppressed = llama_vocab_get_suppress_tokens(model.vocab, &n_suppressed);
+    sampler.banned.assign(suppressed, suppressed + n_suppressed);
+    bool is_banning = true; // no bias but -inf
+    for (const llama_logit_bias & b : s.logit_bias) {
+        is_banning = is_banning && b.bias == -INFINITY;
+        sampler.banned.push_back(b.token);
+    }
+    if (sampler.is_match_only || !is_banning) {
+        return; // mirostat, adaptive-p, grammars and other biases
+    }
+    sampler.is_argmax = is_argmax(p, s);
+    sampler.n_greatest = count_greatest(p, s, sampler.banned.size());
+}
+
+} // namespace
+
+spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params & params) {
+    check_sampler_params(params, model.n_vocab());
+    const std::string grammar = params.grammar != nullptr ? params.grammar : "";
+    check_grammar(grammar);
+    if (!grammar.empty() && params.ignore_eos) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "ignore_eos with a grammar: a finished grammar allows no token but the end");
+    }
+    check_infill(model, params, !grammar.empty());
+    check_grammar_compiles(model, grammar);
+    spec_sampler_params p = params;
+    if (p.seed == SPEC_SEED_RANDOM) {
+        p.seed = std::random_device{}() & 0x7FFFFFFFu;
+    }
+    auto sampler = std::make_unique<spec_sampler>();
+    common_params_sampling sparams = to_common(p, model);
+    forget_llama_reason();
+    try {
+        sampler->chain.reset(common_sampler_init(model.model.get(), sparams));
+    } catch (const std::bad_alloc &) {
+        throw;
+    } catch (const std::exception & e) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, e.what() + llama_reason());
+    }
+    if (!grammar.empty()) {
+        sampler->grammar.reset(llama_sampler_init_grammar(model.vocab, grammar.c_str(), "root"));
+        if (!sampler->grammar) {
+            bad_grammar("the grammar cannot be parsed" + llama_reason());
+        }
+    }
+    // From the same seed as the chain, but not the same numbers.
+    sampler->rng.seed(llama_sampler_get_seed(sampler->samplers()) ^ 0x9e3779b9u);
+    sampler->source = copy_source(p);
+    sampler->temperature = p.temperature;
+    sampler->seed = p.seed;
+    sampler->logprobs = p.logprobs;
+    sampler->n_top_logprobs = p.n_top_logprobs;
+    sampler->is_match_only = p.mirostat != 0 || p.adaptive_target >= 0.0f || !grammar.empty();
+    sampler->n_vocab = model.n_vocab();
+    find_shortcuts(*sampler, model, p, sparams);
+    return sampler.release();
+}
+
+} // namespace drafthouse
+
+using namespace drafthouse;
+
+extern "C" {
+
+void spec_sampler_default_params(spec_sampler_params * out) {
+    if (out == nullptr) {
+        return;
+    }
+    *out = {};
+    out->seed = SPEC_SEED_RANDOM;
+    out->temperature = 0.8f;
+    out->top_k = 40;
+    out->top_p = 0.95f;
+    out->min_p = 0.05f;
+    out->typical_p = 1.0f;
+    out->top_n_sigma = -1.0f;
+    out->penalty_last_n = 64;
+    out->penalty_repeat = 1.0f;
+    out->dry_base = 1.75f;
+    out->dry_allowed_length = 2;
+    out->dry_penalty_last_n = -1;
+    out->n_dry_breakers = -1;
+    out->xtc_threshold = 0.1f;
+    out->dynatemp_exponent = 1.0f;
+    out->mirostat_tau = 5.0f;
+    out->mirostat_eta = 0.1f;
+    out->adaptive_target = -1.0f;
+    out->adaptive_decay = 0.9f;
+    out->n_samplers = -1;
+}
+
+int32_t spec_sampler_init(const spec_model * model, const spec_sampler_params * params,
+                          spec_sampler ** out) {
+    return guarded([&] {
+        deref(out, "out") = nullptr;
+        *out = make_sampler(deref(model, "model"), deref(params, "params"));
+    });
+}
+
+int32_t spec_sampler_get_history(const spec_sampler * sampler, int32_t * n_known,
+                                 bool * has_chosen) {
+    return guarded([&] {
+        const sampler_history & history = deref(sampler, "sampler").history;
+        deref(n_known, "n_known") = static_cast<int32_t>(history.known.size());
+        deref(has_chosen, "has_chosen") = history.has_emitted;
+    });
+}
+
+void spec_sampler_free(spec_sampler * sampler) {
+    delete sampler;
+}
+
+} // extern "C"

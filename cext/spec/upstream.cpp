@@ -1,0 +1,155 @@
+// What llama.cpp offers in its own src/ alone, behind functions: tensors by name, schedulers,
+// layers and their rows, the shape of windows, random states. This file and grammar.cpp include
+// src/; no other does, so that a new llama.cpp is met here.
+
+#include "internal.hpp"
+
+#include "../src/llama-context.h"
+#include "../src/llama-ext.h"
+#include "../src/llama-kv-cache-iswa.h"
+#include "../src/llama-kv-cache.h"
+#include "../src/llama-model.h"
+#include "../src/llama-rng.h"
+
+#include <random>
+#include <string>
+#include <vector>
+
+namespace drafthouse {
+
+namespace {
+
+// Sliding windows.
+//
+// A windowed layer reads the last n_swa tokens only, and llama.cpp gives cells up that lie behind
+// the window of the sequence's end: a snapshot leaves them out, and in a pool that sequences share
+// the tokens of others take their place. A sequence that is cut to fewer tokens needs some of them
+// again. So whatever cuts a cache asks `holds_window` first.
+
+bool has_window(const llama_context * context) {
+    return context->get_model().hparams.swa_type != LLAMA_SWA_TYPE_NONE;
+}
+
+} // namespace
+
+// Tokens that the target's windowed layers look back; 0 where it has none.
+int32_t window_of(const llama_context * context) {
+    return has_window(context) ? static_cast<int32_t>(context->get_model().hparams.n_swa) : 0;
+}
+
+// Whether a sequence has all cells that its token at position n_past would read. It has those from
+// the first one on, without a gap; so the one before the first must lie outside the window.
+bool holds_window(const llama_context * context, int32_t seq_id, int32_t n_past) {
+    if (window_of(context) == 0 || n_past == 0) {
+        return true;
+    }
+    const llama_hparams & hparams = context->get_model().hparams;
+    const llama_pos first = llama_memory_seq_pos_min(context->get_memory(), seq_id);
+    return first == 0 || (first > 0 && llama_hparams::is_masked_swa(hparams.n_swa, hparams.swa_type,
+                                                                    first - 1, n_past));
+}
+
+[[noreturn]] void no_window(int32_t n_past) {
+    fail(SPEC_ERR_UNSUPPORTED,
+         "the sequence cannot be cut to " + std::to_string(n_past) +
+             " tokens: the model's sliding window needs cells that llama.cpp has given up since; "
+             "end it and compute these tokens again");
+}
+
+// Has the target give the drafter's rows or not. Not by llama.cpp's setters: after these the next
+// decode reserves its graphs anew, which takes twice as long as the decode of a small model, and a
+// graph without rows fits where one with them does. A graph is used again only while `masked`
+// stays as it was, so another is built; without rows it has no other meaning.
+void give_rows(spec_engine & engine, bool is_on) {
+    auto & flags = const_cast<llama_cparams &>(engine.target->get_cparams());
+    const row_flags & asked = engine.asked;
+    flags.embeddings_nextn = is_on && asked.has_last;
+    flags.embeddings_nextn_masked = is_on ? asked.is_masked : !asked.is_masked;
+    for (size_t i = 0; i < asked.layers.size(); ++i) {
+        flags.embeddings_layer_inp[i] = is_on && asked.layers[i];
+    }
+    engine.has_rows = is_on;
+}
+
+// The tensors of a model by name.
+const named_tensors & tensors_of(const llama_model * model) {
+    return llama_internal_get_tensor_map(model);
+}
+
+// The layers of its target that a draft model reads; empty of an ordinary model.
+std::vector<int32_t> layers_read(const llama_model * draft) {
+    const int32_t * ids = llama_model_target_layer_ids(draft);
+    return std::vector<int32_t>(ids, ids + llama_model_target_layer_ids_n(draft));
+}
+
+int32_t selector_top_k(const llama_model * draft) {
+    return llama_model_dflash_selector_top_k(draft);
+}
+
+// The context that another one was made beside, or null.
+llama_context * other_context(llama_context * context) {
+    return llama_get_ctx_other(context);
+}
+
+// The way to the backends of a context.
+ggml_backend_sched_t scheduler_of(llama_context * context) {
+    return context->get_sched();
+}
+
+// Does what llama.cpp has put off until the next decode: the copying of cells.
+void update_memory(llama_context * context) {
+    context->memory_update(false);
+}
+
+// Whether the branches of a draft tree can share cells: only the plain caches are known to do so.
+bool carries_trees(llama_memory_t memory) {
+    return dynamic_cast<llama_kv_cache *>(memory) != nullptr ||
+           dynamic_cast<llama_kv_cache_iswa *>(memory) != nullptr;
+}
+
+// Has a context give the rows of its last layer: of all tokens, or where masked of its outputs.
+void give_last_layer(llama_context * context, bool is_on, bool is_masked) {
+    llama_set_embeddings_nextn(context, is_on, is_masked);
+}
+
+const float * last_layer_rows(llama_context * context) {
+    return llama_get_embeddings_nextn(context);
+}
+
+const float * last_layer_row(llama_context * context, int32_t i) {
+    return llama_get_embeddings_nextn_ith(context, i);
+}
+
+void give_layer_input(llama_context * context, int32_t layer, bool is_on) {
+    llama_set_embeddings_layer_inp(context, static_cast<uint32_t>(layer), is_on);
+}
+
+const float * layer_input_rows(llama_context * context, int32_t layer) {
+    return llama_get_embeddings_layer_inp(context, static_cast<uint32_t>(layer));
+}
+
+// The rows that a drafter has asked a target for.
+row_flags asked_rows(const llama_context * target) {
+    const llama_cparams & flags = target->get_cparams();
+    return {flags.embeddings_nextn, flags.embeddings_nextn_masked, flags.embeddings_layer_inp};
+}
+
+// Random generators as text (patch 0003), the same for all standard libraries.
+void write_rng(std::ostream & out, const std::mt19937 & rng) {
+    llama_rng_write(out, rng);
+}
+
+void read_rng(std::istream & in, std::mt19937 & rng) {
+    llama_rng_read(in, rng);
+}
+
+// What a sampler cannot rebuild from its tokens; false where it is of a kind that is not known.
+bool get_sampler_state(const llama_sampler * sampler, std::string & out) {
+    return llama_sampler_get_state(sampler, out);
+}
+
+bool set_sampler_state(llama_sampler * sampler, const std::string & state) {
+    return llama_sampler_set_state(sampler, state);
+}
+
+} // namespace drafthouse
