@@ -306,8 +306,7 @@ typedef struct spec_engine_params {
     float p_min;             /* stop drafting below this probability; [0, 1) */
     bool probabilistic; /* sample drafts and verify by rejection at temperature > 0 (MTP, SIMPLE);
                            else argmax and match */
-    bool
-        kv_unified; /* one pool of cells for all sequences; else each has its own n_ctx_seq cells */
+    bool kv_unified;    /* one pool of cells for all sequences; else n_ctx_seq cells for each */
     bool flash_attention;
     int32_t n_min; /* shorter drafts are dropped; [0, n_draft_max], [0, 1] with probabilistic, where
                       more would change the distribution. since ABI 2 */
@@ -510,8 +509,7 @@ int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_resu
  * as the engine is not freed; NULL is harmless. since ABI 5 */
 void spec_engine_interrupt(spec_engine * engine);
 
-/* the
- * same, one call at a time
+/* The parts of a step, one call at a time.
  *
  * For callers who drive a generation by hand. Order per round: seq_draft -> decode -> process ->
  * choose tokens from logits -> seq_accept. Wrong orders return BAD_PLAN and change nothing. A

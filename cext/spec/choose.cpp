@@ -360,10 +360,10 @@ void verify(const spec_engine & engine, sequence & seq, outcome & out) {
 // thread, and even waiting for one writes to it.
 void choose(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
     const spec_plan_entry & e = plan.entries[i_entry];
-    sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+    sequence & seq = seq_of(engine, e.seq_id);
+    // Emitted tokens have passed the sampler already, and those of a resumed sequence.
     for (int32_t k = std::max(seq.n_known() - e.n_past, 0); k < e.n_tokens; ++k) {
-        seq.feed(plan.tokens[e.token_offset + k]); // emitted tokens have passed it already, and a
-                                                   // resumed sequence's
+        seq.feed(plan.tokens[e.token_offset + k]);
     }
     seq.n_heard = std::max(seq.n_known(), e.n_past + e.n_tokens);
     if (e.is_output != 0) {
@@ -374,7 +374,7 @@ void choose(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
 // Finds the logits that an entry's tokens are chosen from.
 void find_rows(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
     const spec_plan_entry & e = plan.entries[i_entry];
-    const sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+    const sequence & seq = seq_of(engine, e.seq_id);
     outcome & out = engine.outcomes[i_entry];
     out.rows.clear();
     out.emitted.clear();

@@ -64,7 +64,7 @@ void note_states(spec_engine & engine) {
         is_whole = is_whole && counts[static_cast<size_t>(token.seq_id)] == n;
     }
     for (const auto & token : tokens) {
-        sequence & seq = engine.sequences[static_cast<size_t>(token.seq_id)];
+        sequence & seq = seq_of(engine, token.seq_id);
         seq.i_decode = engine.n_decodes;
         seq.n_back_max = is_whole ? std::min(n - 1, engine.limits.n_rs_seq) : 0;
     }
@@ -95,7 +95,7 @@ void build_batch(spec_engine & engine, const spec_plan & plan, const group & ent
     engine.rows.resize(static_cast<size_t>(plan.n_entries));
     for (const size_t i : entries) {
         const spec_plan_entry & e = plan.entries[i];
-        const sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+        const sequence & seq = seq_of(engine, e.seq_id);
         engine.rows[i] = engine.batch.size();
         int32_t pos = e.n_past;
         for (int32_t k = 0; k < e.n_tokens; ++k) {
@@ -179,7 +179,7 @@ int32_t decode_batch(spec_engine & engine) {
 bool drop_drafts(spec_engine & engine, const spec_plan & plan, const group & entries) {
     bool has_dropped = false;
     for (const size_t i : entries) {
-        sequence & seq = engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)];
+        sequence & seq = seq_of(engine, plan.entries[i].seq_id);
         has_dropped = has_dropped || !seq.draft.tokens.empty();
         seq.draft = {};
     }

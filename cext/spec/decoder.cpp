@@ -14,20 +14,6 @@ namespace drafthouse {
 namespace {
 
 constexpr int32_t N_BATCH_MIN = 16;
-constexpr int32_t N_SNAPSHOT_LIMIT = 64; // llama.cpp's graphs have room for some hundred nodes more
-
-// Architectures whose graphs mark every layer's input; others abort when asked for it.
-bool shows_layers(const std::string & arch) {
-    static const char * const NAMES[] = {"llama",     "mimo2",   "qwen3",     "qwen3moe",  "qwen35",
-                                         "qwen35moe", "gpt-oss", "qwen3next", "minimax-m2"};
-    return std::any_of(std::begin(NAMES), std::end(NAMES),
-                       [&](const char * name) { return arch == name; });
-}
-
-// Of these, those that mark what comes out of the last layer.
-bool shows_last_layer(const std::string & arch) {
-    return arch == "mimo2";
-}
 
 void check_decoder_params(const spec_decoder_params & p) {
     check_range("n_seq_max", p.n_seq_max, 1, N_SEQ_LIMIT);
@@ -36,7 +22,7 @@ void check_decoder_params(const spec_decoder_params & p) {
     check_range("n_ubatch", p.n_ubatch, 1, p.n_batch);
     check_range("n_outputs_max", p.n_outputs_max, 1, p.n_ubatch);
     check_range("n_ctx_seq", p.n_ctx_seq, 0, 1 << 24);
-    check_range("n_rs_seq", p.n_rs_seq, 0, N_SNAPSHOT_LIMIT);
+    check_range("n_rs_seq", p.n_rs_seq, 0, N_RS_SEQ_LIMIT);
     check_range("n_threads", p.n_threads, 0, 512);
 }
 
@@ -107,8 +93,10 @@ void fill_decoder_limits(spec_decoder & decoder, const spec_decoder_params & p) 
     l.n_embd = llama_model_n_embd(m);
     l.n_embd_out = llama_model_n_embd_out(m);
     l.n_layer = llama_model_n_layer(m);
-    l.has_layers = decoder.target == nullptr && shows_layers(decoder.model->arch());
-    l.is_last_layer_normed = !shows_last_layer(decoder.model->arch());
+    const layer_marks * marks = marks_of(decoder.model->arch());
+    const bool is_shown = marks != nullptr && marks->is_residual;
+    l.has_layers = decoder.target == nullptr && is_shown;
+    l.is_last_layer_normed = !(is_shown && marks->has_last);
 }
 
 void begin_decoder(spec_decoder & decoder, const spec_decoder_params & params) {
@@ -375,14 +363,6 @@ bool is_recurrent_model(const spec_model & model) {
     return llama_model_is_recurrent(model.model.get()) || llama_model_is_hybrid(model.model.get());
 }
 
-decoder_sequence & at(spec_decoder & decoder, int32_t seq_id) {
-    if (seq_id < 0 || seq_id >= decoder.limits.n_seq_max) {
-        fail(SPEC_ERR_BAD_SEQ_ID, "seq_id is " + std::to_string(seq_id) + "; expected [0, " +
-                                      std::to_string(decoder.limits.n_seq_max) + ")");
-    }
-    return decoder.sequences[static_cast<size_t>(seq_id)];
-}
-
 void check_decoder_room(const spec_decoder & decoder, int64_t n_end) {
     if (n_end > decoder.limits.n_ctx_seq) {
         fail(SPEC_ERR_NO_ROOM, "the sequence would hold " + std::to_string(n_end) +
@@ -470,8 +450,7 @@ int32_t spec_decoder_get_limits(const spec_decoder * decoder, spec_decoder_limit
 
 int32_t spec_decoder_seq_n_past(const spec_decoder * decoder, int32_t seq_id) {
     int32_t n = 0;
-    const int32_t rc = guarded(
-        [&] { n = at(const_cast<spec_decoder &>(deref(decoder, "decoder")), seq_id).n_past; });
+    const int32_t rc = guarded([&] { n = at(deref(decoder, "decoder"), seq_id).n_past; });
     return rc == SPEC_OK ? n : rc;
 }
 

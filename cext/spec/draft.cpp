@@ -41,7 +41,7 @@ void count_work(spec_engine & engine, const std::vector<int32_t> & armed) {
     int64_t n_most = 0;
     for (const int32_t seq_id : armed) {
         const llama_pos last = llama_memory_seq_pos_max(engine.draft_memory(), seq_id);
-        const int32_t n_past = engine.sequences[static_cast<size_t>(seq_id)].n_past() - n_ahead;
+        const int32_t n_past = seq_of(engine, seq_id).n_past() - n_ahead;
         const int64_t n = std::max(last + 1 - n_past, 0);
         engine.draft_work.n_positions += n;
         n_most = std::max(n_most, n);
@@ -150,25 +150,25 @@ void run_drafters(spec_engine & engine, const std::vector<int32_t> & armed) {
         return;
     }
     for (const int32_t seq_id : armed) {
-        common_speculative_draft(engine.sequences[static_cast<size_t>(seq_id)].ngram.get());
+        common_speculative_draft(seq_of(engine, seq_id).ngram.get());
     }
 }
 
 void draft_plan(spec_engine & engine, const spec_plan & plan) {
     draft_orders orders{engine, {}};
     for (int32_t i = 0; i < plan.n_entries; ++i) {
-        engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)].draft = {};
+        seq_of(engine, plan.entries[i].seq_id).draft = {};
     }
     for (int32_t i = 0; i < plan.n_drafts; ++i) {
         const spec_given_draft & d = plan.drafts[i];
-        sequence & seq = engine.sequences[static_cast<size_t>(d.seq_id)];
+        sequence & seq = seq_of(engine, d.seq_id);
         if (can_verify_given(engine, seq, d.seq_id)) {
             take_given(engine, seq, plan.tokens + d.token_offset, d.n_tokens);
         }
     }
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         const spec_plan_entry & e = plan.entries[i];
-        sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+        sequence & seq = seq_of(engine, e.seq_id);
         if (e.n_draft > 0 && !seq.draft.is_given && can_draft(engine, seq)) {
             orders.give(seq, e.seq_id, e.n_draft, seq.id_last);
         }
@@ -178,8 +178,7 @@ void draft_plan(spec_engine & engine, const spec_plan & plan) {
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         const spec_plan_entry & e = plan.entries[i];
         if (std::find(armed.begin(), armed.end(), e.seq_id) != armed.end()) {
-            settle_draft(engine, engine.sequences[static_cast<size_t>(e.seq_id)], e.seq_id,
-                         e.n_draft);
+            settle_draft(engine, seq_of(engine, e.seq_id), e.seq_id, e.n_draft);
         }
     }
 }

@@ -142,8 +142,8 @@ void fill_spec_params(spec_engine & engine) {
     s.draft.n_min = 0; // settle_draft drops short drafts, of all types alike
     s.draft.p_min = p.p_min;
     s.draft.probabilistic = p.probabilistic;
-    s.draft.backend_sampling =
-        false; // EAGLE-3 drafts wrongly with it when there are several sequences
+    // EAGLE-3 drafts wrongly with it when there are several sequences.
+    s.draft.backend_sampling = false;
     s.draft.ctx_tgt = engine.target.get();
     s.draft.ctx_dft = engine.draft.get();
     const uint16_t n_draft = static_cast<uint16_t>(p.n_draft_max);
@@ -269,8 +269,8 @@ void check_memory(llama_context * context, const char * which) {
 
 rollback_kind probe_rollback(llama_context * context, const char * which) {
     check_memory(context, which);
-    switch (common_context_can_seq_rm(
-        context)) { // clears the context's memory: only here, before the first step
+    // It clears the context's memory: only here, before the first step.
+    switch (common_context_can_seq_rm(context)) {
     case COMMON_CONTEXT_SEQ_RM_TYPE_PART:
         return rollback_kind::any;
     case COMMON_CONTEXT_SEQ_RM_TYPE_RS:
@@ -281,22 +281,6 @@ rollback_kind probe_rollback(llama_context * context, const char * which) {
         fail(SPEC_ERR_UNSUPPORTED,
              std::string("the ") + which + " cannot take tokens back from its memory");
     }
-}
-
-sequence & at(spec_engine & engine, int32_t seq_id) {
-    if (seq_id < 0 || seq_id >= engine.limits.n_seq_max) {
-        fail(SPEC_ERR_BAD_SEQ_ID, "seq_id is " + std::to_string(seq_id) + "; expected [0, " +
-                                      std::to_string(engine.limits.n_seq_max) + ")");
-    }
-    return engine.sequences[static_cast<size_t>(seq_id)];
-}
-
-sequence & begun(spec_engine & engine, int32_t seq_id) {
-    sequence & seq = at(engine, seq_id);
-    if (!seq.is_begun) {
-        fail(SPEC_ERR_SEQ_IDLE, "sequence " + std::to_string(seq_id) + " has not begun");
-    }
-    return seq;
 }
 
 void clear_memory(spec_engine & engine, int32_t seq_id) {
@@ -322,7 +306,7 @@ void flush_copies(spec_engine & engine) {
 // Gives everything of a sequence back. Safe on an idle one.
 void clear_sequence(spec_engine & engine, int32_t seq_id) {
     clear_memory(engine, seq_id);
-    engine.sequences[static_cast<size_t>(seq_id)] = sequence{};
+    seq_of(engine, seq_id) = sequence{};
 }
 
 // A drafter that knows nothing of former sequences.
@@ -429,8 +413,7 @@ int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id) {
 
 int32_t spec_engine_seq_n_past(const spec_engine * engine, int32_t seq_id) {
     int32_t n = 0;
-    const int32_t rc = guarded(
-        [&] { n = at(const_cast<spec_engine &>(deref(engine, "engine")), seq_id).n_past(); });
+    const int32_t rc = guarded([&] { n = at(deref(engine, "engine"), seq_id).n_past(); });
     return rc == SPEC_OK ? n : rc;
 }
 
@@ -451,7 +434,7 @@ int32_t spec_engine_n_cells_used(const spec_engine * engine) {
 int32_t spec_engine_seq_tokens(const spec_engine * engine, int32_t seq_id, int32_t * tokens,
                                size_t cap, size_t * n_needed, int32_t * id_last) {
     return guarded([&] {
-        const sequence & seq = begun(const_cast<spec_engine &>(deref(engine, "engine")), seq_id);
+        const sequence & seq = begun(deref(engine, "engine"), seq_id);
         deref(n_needed, "n_needed") = seq.tokens.size();
         if (id_last != nullptr) {
             *id_last = seq.id_last;

@@ -147,6 +147,13 @@ void check_token(int32_t token, int32_t n_vocab, const char * where) {
     }
 }
 
+void check_seq_id(int32_t seq_id, int32_t n_seq_max) {
+    if (seq_id < 0 || seq_id >= n_seq_max) {
+        fail(SPEC_ERR_BAD_SEQ_ID, "seq_id is " + std::to_string(seq_id) + "; expected [0, " +
+                                      std::to_string(n_seq_max) + ")");
+    }
+}
+
 // A 64-bit digest. Each word is mixed in by a bijection, so that two inputs that differ in one
 // word only never have the same digest.
 uint64_t digest(uint64_t seed, const void * source, size_t n) {

@@ -20,7 +20,7 @@ constexpr int32_t N_CATCH_UP = 256;
 
 // Has the draft model read the end of what comes before a position.
 void catch_up(spec_engine & engine, int32_t seq_id, int32_t n_past) {
-    const sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+    const sequence & seq = seq_of(engine, seq_id);
     llama_context * ctx = engine.draft.get();
     common_batch batch(ctx);
     const int32_t n_most = std::min(N_CATCH_UP, static_cast<int32_t>(llama_n_batch(ctx)));
@@ -45,7 +45,7 @@ bool choose_fed(spec_engine & engine) {
             continue;
         }
         before = token.seq_id;
-        const sequence & seq = engine.sequences[static_cast<size_t>(token.seq_id)];
+        const sequence & seq = seq_of(engine, token.seq_id);
         common_speculative_set_fed(engine.spec.get(), token.seq_id, seq.is_fed());
         is_wanted = is_wanted || seq.is_fed();
         if (seq.is_awaited) {
@@ -86,7 +86,7 @@ void keep_hidden_rows(spec_engine & engine) {
         const bool is_end = i + 1 == tokens.size() || tokens[i + 1].seq_id != tokens[i].seq_id;
         const bool is_next_end =
             !is_end && (i + 2 == tokens.size() || tokens[i + 2].seq_id != tokens[i].seq_id);
-        sequence & seq = engine.sequences[static_cast<size_t>(tokens[i].seq_id)];
+        sequence & seq = seq_of(engine, tokens[i].seq_id);
         const bool is_first = i == 0 || tokens[i - 1].seq_id != tokens[i].seq_id;
         if (seq.has_emitted || seq.is_proposed || !(is_end || is_next_end)) {
             continue;
@@ -116,7 +116,7 @@ void choose_rows(spec_engine & engine) {
     }
     const auto & tokens = engine.batch.tokens;
     const bool is_wanted = std::any_of(tokens.begin(), tokens.end(), [&](const auto & token) {
-        return engine.sequences[static_cast<size_t>(token.seq_id)].is_fed();
+        return seq_of(engine, token.seq_id).is_fed();
     });
     engine.n_unfed = is_wanted ? 0 : std::min(engine.n_unfed + 1, N_UNFED);
     const bool is_on = engine.n_unfed < N_UNFED;
@@ -134,8 +134,8 @@ bool has_draft_cells(const spec_engine & engine) {
 
 // From here on the sequence generates without drafts: its draft state no longer follows the target.
 void make_cold(spec_engine & engine, int32_t seq_id) {
-    engine.sequences[static_cast<size_t>(seq_id)].is_cold = true;
-    engine.sequences[static_cast<size_t>(seq_id)].is_awaited = false;
+    seq_of(engine, seq_id).is_cold = true;
+    seq_of(engine, seq_id).is_awaited = false;
     if (has_draft_cells(engine)) {
         llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
     }
@@ -145,7 +145,7 @@ void make_cold(spec_engine & engine, int32_t seq_id) {
 // is taken up. (In a shared pool drafts lose cells at the far end of their window to one another,
 // at most a draft's length of them. That costs a little acceptance, and is let be.)
 void restart_unless_held(spec_engine & engine, int32_t seq_id, int32_t n_past) {
-    sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+    sequence & seq = seq_of(engine, seq_id);
     if (!seq.is_cold && has_draft_cells(engine) &&
         !holds_window(engine.draft.get(), seq_id, n_past)) {
         make_cold(engine, seq_id);
@@ -164,7 +164,7 @@ void process_batch(spec_engine & engine) {
     if (!is_failed && common_speculative_process(engine.spec.get(), engine.batch)) {
         keep_hidden_rows(engine);
         for (const auto & token : engine.batch.tokens) {
-            sequence & seq = engine.sequences[static_cast<size_t>(token.seq_id)];
+            sequence & seq = seq_of(engine, token.seq_id);
             seq.is_cold = seq.is_cold && !seq.is_awaited;
             seq.is_awaited = false;
         }
@@ -183,7 +183,7 @@ extern "C" {
 
 int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool * out) {
     return guarded([&] {
-        const sequence & seq = begun(const_cast<spec_engine &>(deref(engine, "engine")), seq_id);
+        const sequence & seq = begun(deref(engine, "engine"), seq_id);
         deref(out, "out") = seq.is_cold;
     });
 }

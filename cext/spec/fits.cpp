@@ -47,37 +47,31 @@ const ggml_tensor * tensor_of(const spec_model & model, const std::string & name
     return nullptr;
 }
 
-// Architectures whose graphs mark the input of every layer, on which other models can draft; on
-// others llama.cpp ends the process when asked for one. (Not all of them show a decoder their
-// layers: in some the input is no row of the residual stream.)
-bool feeds_drafts(const std::string & arch) {
-    static const char * const NAMES[] = {
-        "llama",    "mimo2",      "qwen3",      "qwen3moe",       "qwen35",      "qwen35moe",
-        "gpt-oss",  "qwen3next",  "minimax-01", "minimax-m2",     "bailingmoe3", "deepseek4",
-        "gemma4",   "hunyuan_vl", "k2-horizon", "lfm2",           "lfm2moe",     "muse-glimmer",
-        "nanbeige", "nemotron_h", "qwen4exp",   "nemotron_h_moe",
-    };
-    return std::any_of(std::begin(NAMES), std::end(NAMES),
-                       [&](const char * name) { return arch == name; });
-}
-
-// Of these, those that mark the output of the last layer as well.
-bool feeds_last_layer(const std::string & arch) {
-    return arch == "mimo2" || arch == "deepseek4" || arch == "nemotron_h" ||
-           arch == "nemotron_h_moe";
-}
+// Architectures whose graphs mark the input of every layer; on others llama.cpp ends the process
+// when asked for one. In all, other models can draft on these rows.
+constexpr layer_marks LAYER_MARKS[] = {
+    {"bailingmoe3", false, false},   {"deepseek4", false, true},   {"gemma4", false, false},
+    {"gpt-oss", true, false},        {"hunyuan_vl", false, false}, {"k2-horizon", false, false},
+    {"lfm2", false, false},          {"lfm2moe", false, false},    {"llama", true, false},
+    {"mimo2", true, true},           {"minimax-01", false, false}, {"minimax-m2", true, false},
+    {"muse-glimmer", false, false},  {"nanbeige", false, false},   {"nemotron_h", false, true},
+    {"nemotron_h_moe", false, true}, {"qwen3", true, false},       {"qwen35", true, false},
+    {"qwen35moe", true, false},      {"qwen3moe", true, false},    {"qwen3next", true, false},
+    {"qwen4exp", false, false},
+};
 
 // Each layer that the draft reads must be one that the target shows.
 void check_layers_read(const spec_model & target, const spec_model & draft) {
     const std::string arch = target.arch();
-    if (!feeds_drafts(arch)) {
+    const layer_marks * marks = marks_of(arch);
+    if (marks == nullptr) {
         fail(SPEC_ERR_UNSUPPORTED, "the draft model (" + draft.arch() +
                                        ") reads the target's layers, which llama.cpp does not show "
                                        "of the architecture \"" +
                                        arch + "\"; choose another draft type");
     }
     const int32_t n_layer = llama_model_n_layer(target.model.get());
-    const int32_t n_shown = feeds_last_layer(arch) ? n_layer : n_layer - 1;
+    const int32_t n_shown = marks->has_last ? n_layer : n_layer - 1;
     for (const int32_t id : layers_read(draft.model.get())) {
         if (id < 0 || id > n_shown) {
             fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
@@ -143,8 +137,8 @@ bool is_dspark(const spec_model & draft) {
 // What a block drafter is by its metadata; llama.cpp reads the same keys.
 struct block_layout {
     int32_t n_block; // tokens of one block, the last chosen token among them
-    bool
-        starts_at_anchor; // the last token's own place is drafted from: n_block drafts, else 1 less
+    // The last token's own place is drafted from: n_block drafts, else one less.
+    bool starts_at_anchor;
 
     int32_t n_draft_max() const { return starts_at_anchor ? n_block : n_block - 1; }
 };
@@ -287,6 +281,13 @@ bool drafts_blocks(int32_t type) {
 
 bool needs_draft_context(int32_t type) {
     return type == SPEC_DRAFT_MTP || needs_draft_model(type);
+}
+
+// What llama.cpp marks of an architecture; null: nothing.
+const layer_marks * marks_of(const std::string & arch) {
+    const auto * found = std::find_if(std::begin(LAYER_MARKS), std::end(LAYER_MARKS),
+                                      [&](const layer_marks & it) { return arch == it.arch; });
+    return found != std::end(LAYER_MARKS) ? found : nullptr;
 }
 
 void check_engine_params(const spec_engine_params & p) {

@@ -237,8 +237,7 @@ uint32_t next_char(const llama_grammar_stack & stack) {
 }
 
 // llama_grammar_accept, parse by parse: together they would take time with the square of their
-// number before it could be seen.
-// Returns how many comparisons it took.
+// number before it could be seen. Returns how many comparisons it took.
 size_t accept_bounded(llama_grammar & g, uint32_t c) {
     size_t n_work = 0;
     llama_grammar_stacks & stacks = llama_grammar_get_stacks(&g);

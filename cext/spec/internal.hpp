@@ -71,6 +71,7 @@ void expect_unused_mtp(bool is_expected);
 void check_range(const char * name, double value, double low, double high);
 void check_above(const char * name, double value, double low, double high);
 void check_token(int32_t token, int32_t n_vocab, const char * where);
+void check_seq_id(int32_t seq_id, int32_t n_seq_max);
 uint64_t digest(uint64_t seed, const void * source, size_t n);
 void copy_out(const std::string & text, char * buf, size_t cap, size_t * n_needed);
 
@@ -235,8 +236,7 @@ struct sequence {
     int32_t n_prompt = 0; // tokens given before the first one was chosen
     llama_tokens tokens;  // those in the target's KV cache
     std::unique_ptr<spec_sampler> sampler;
-    common_speculative_ptr
-        ngram; // n-gram drafters keep tokens: one per sequence, made anew for each
+    common_speculative_ptr ngram; // keeps tokens: one per sequence, made anew for each
     std::vector<ngram_event> ngram_events;
     std::vector<int32_t> heard; // what the sampler was fed: token, or -1 - token where it chose it
     int32_t n_heard = 0;        // tokens of the sequence, from the first on, that are in `heard`
@@ -470,6 +470,26 @@ struct spec_decoder {
 
 namespace drafthouse {
 
+// Sequences of an engine or a decoder.
+
+// One whose id was checked.
+template <typename Owner> auto & seq_of(Owner & owner, int32_t seq_id) {
+    return owner.sequences[static_cast<size_t>(seq_id)];
+}
+
+template <typename Owner> auto & at(Owner & owner, int32_t seq_id) {
+    check_seq_id(seq_id, owner.limits.n_seq_max);
+    return seq_of(owner, seq_id);
+}
+
+template <typename Engine> auto & begun(Engine & engine, int32_t seq_id) {
+    auto & seq = at(engine, seq_id);
+    if (!seq.is_begun) {
+        fail(SPEC_ERR_SEQ_IDLE, "sequence " + std::to_string(seq_id) + " has not begun");
+    }
+    return seq;
+}
+
 // cores.cpp
 
 int32_t all_cores();
@@ -518,6 +538,14 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
 
 // fits.cpp
 
+// The layers that llama.cpp marks in the graphs of an architecture.
+struct layer_marks {
+    const char * arch;
+    bool is_residual; // the rows are those of the residual stream: a decoder shows them
+    bool has_last;    // what comes out of the last layer is marked as well
+};
+
+const layer_marks * marks_of(const std::string & arch);
 common_speculative_type to_common_type(int32_t type);
 bool drafts_blocks(int32_t type);
 bool needs_draft_context(int32_t type);
@@ -531,8 +559,6 @@ void check_draft(const spec_model & target, const spec_model * draft, const spec
 
 void check_memory(llama_context * context, const char * which);
 rollback_kind probe_rollback(llama_context * context, const char * which);
-sequence & at(spec_engine & engine, int32_t seq_id);
-sequence & begun(spec_engine & engine, int32_t seq_id);
 void clear_memory(spec_engine & engine, int32_t seq_id);
 void flush_copies(spec_engine & engine);
 void clear_sequence(spec_engine & engine, int32_t seq_id);
@@ -576,7 +602,7 @@ struct draft_orders {
 
     ~draft_orders() {
         for (const int32_t seq_id : armed) {
-            sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+            sequence & seq = seq_of(engine, seq_id);
             common_speculative_get_draft_params(drafter_of(engine, seq), drafter_id(seq, seq_id))
                 .drafting = false;
         }
@@ -620,7 +646,6 @@ void load_sequence(spec_engine & engine, int32_t seq_id, const uint8_t * buf, si
 // decoder.cpp
 
 bool is_recurrent_model(const spec_model & model);
-decoder_sequence & at(spec_decoder & decoder, int32_t seq_id);
 void check_decoder_room(const spec_decoder & decoder, int64_t n_end);
 void check_states(const spec_decoder & decoder, int32_t n);
 int32_t run_decoder(spec_decoder & decoder, bool is_output);

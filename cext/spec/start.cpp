@@ -83,8 +83,8 @@ void carry_hidden_row(spec_engine & engine, const sequence & from, int32_t dst, 
 void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
               std::unique_ptr<spec_sampler> sampler) {
     begin_sequence(engine, dst, std::move(sampler));
-    const sequence & from = engine.sequences[static_cast<size_t>(src)];
-    sequence & to = engine.sequences[static_cast<size_t>(dst)];
+    const sequence & from = seq_of(engine, src);
+    sequence & to = seq_of(engine, dst);
     to.tokens.assign(from.tokens.begin(), from.tokens.begin() + n_past);
     to.is_cold = from.is_cold;
     to.is_awaited = from.is_awaited;
@@ -305,7 +305,7 @@ bool can_keep_part(const spec_engine & engine, int32_t seq_id, int32_t n_kept) {
 
 // Goes on from the first tokens that the slot holds. False where the target cannot go back.
 bool keep_in_place(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
-    const sequence & seq = engine.sequences[static_cast<size_t>(seq_id)];
+    const sequence & seq = seq_of(engine, seq_id);
     const bool is_whole = n_kept == seq.n_past();
     if (!is_whole && !can_keep_part(engine, seq_id, n_kept)) {
         return false;
@@ -327,7 +327,7 @@ bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_k
     if (engine.target_rollback != rollback_kind::any) {
         return false; // the state of a recurrent target cannot be shared
     }
-    const sequence & from = engine.sequences[static_cast<size_t>(source)];
+    const sequence & from = seq_of(engine, source);
     const bool is_whole = n_kept == from.n_past();
     if (!is_whole && !can_keep_part(engine, source, n_kept)) {
         return false;

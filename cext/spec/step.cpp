@@ -86,7 +86,7 @@ void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry &
 void finish_entry(spec_engine & engine, const spec_plan & plan, size_t i_entry,
                   std::vector<pending_replay> & replays) {
     const spec_plan_entry & e = plan.entries[i_entry];
-    sequence & seq = engine.sequences[static_cast<size_t>(e.seq_id)];
+    sequence & seq = seq_of(engine, e.seq_id);
     spec_result_entry & r = engine.out_entries[i_entry];
     if (engine.outcomes[i_entry].status != SPEC_OK) {
         fail(engine.outcomes[i_entry].status, "no token could be chosen");
@@ -136,7 +136,7 @@ void finish_entries(spec_engine & engine, const spec_plan & plan, const group & 
     }
     for (const pending_replay & r : replays) {
         isolated(engine, plan, r.i_entry, [&] {
-            sequence & seq = engine.sequences[static_cast<size_t>(plan.entries[r.i_entry].seq_id)];
+            sequence & seq = seq_of(engine, plan.entries[r.i_entry].seq_id);
             replay(engine, seq, plan.entries[r.i_entry].seq_id, r.n_past, r.kept);
             seq.checkpoint.clear();
             engine.out_entries[r.i_entry].flags |= SPEC_RESULT_REPLAYED;
@@ -156,7 +156,7 @@ void begin_result(spec_engine & engine, const spec_plan & plan) {
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         engine.out_entries[static_cast<size_t>(i)].seq_id = plan.entries[i].seq_id;
         engine.out_entries[static_cast<size_t>(i)].n_past = plan.entries[i].n_past;
-        const sequence & seq = engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)];
+        const sequence & seq = seq_of(engine, plan.entries[i].seq_id);
         engine.n_top = std::max(engine.n_top, seq.sampler->n_top_logprobs);
     }
 }
@@ -164,7 +164,7 @@ void begin_result(spec_engine & engine, const spec_plan & plan) {
 void refuse_entries(spec_engine & engine, const spec_plan & plan, const group & entries) {
     for (const size_t i : entries) {
         engine.out_entries[i].status = SPEC_ERR_NO_ROOM;
-        engine.sequences[static_cast<size_t>(plan.entries[i].seq_id)].draft = {};
+        seq_of(engine, plan.entries[i].seq_id).draft = {};
     }
 }
 
@@ -201,7 +201,7 @@ void run_step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     draft_plan(engine, plan);
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         const int32_t seq_id = plan.entries[i].seq_id;
-        save_checkpoint(engine, engine.sequences[static_cast<size_t>(seq_id)], seq_id);
+        save_checkpoint(engine, seq_of(engine, seq_id), seq_id);
     }
     out.t_draft_us += now_us() - t_begin;
     if (engine.take_fault(SPEC_FAULT_THROW)) {
@@ -256,7 +256,7 @@ void tell_run(spec_engine & engine, const std::vector<outcome> & outcomes) {
         r.n_tokens = static_cast<int32_t>(outcomes[i].emitted.size());
         if (r.status == SPEC_ERR_NO_ROOM) {
             r.status = SPEC_OK; // it is where the step before has left it
-            const bool is_cold = engine.sequences[static_cast<size_t>(r.seq_id)].is_cold;
+            const bool is_cold = seq_of(engine, r.seq_id).is_cold;
             r.flags = is_cold ? SPEC_RESULT_DRAFT_COLD : 0;
         }
         append(engine.out_tokens, outcomes[i].emitted);

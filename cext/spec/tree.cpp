@@ -79,7 +79,7 @@ llama_seq_id branch_for(const spec_decoder & decoder, tree_plan & plan, std::vec
 tree_plan plan_tree(const spec_decoder & decoder, int32_t seq_id, const int32_t * parents,
                     int32_t n) {
     const int32_t n_old = static_cast<int32_t>(decoder.tree.size());
-    const int32_t n_past = decoder.sequences[static_cast<size_t>(seq_id)].n_past;
+    const int32_t n_past = seq_of(decoder, seq_id).n_past;
     tree_plan plan;
     plan.nodes = decoder.tree;
     plan.n_branches = decoder.n_branches;
@@ -129,7 +129,7 @@ void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & pla
             check_node_held(decoder, decoder.tree[static_cast<size_t>(old)]);
         }
     }
-    const int32_t n_past = decoder.sequences[static_cast<size_t>(seq_id)].n_past;
+    const int32_t n_past = seq_of(decoder, seq_id).n_past;
     for (const auto & [branch, old] : plan.copies) {
         const bool is_node = old >= 0;
         const tree_node node = is_node ? decoder.tree[static_cast<size_t>(old)] : tree_node{};
