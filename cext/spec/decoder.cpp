@@ -38,11 +38,9 @@ void check_decoder_model(const spec_model & model) {
     check_generates(model, "model");
 }
 
-void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p) {
-    const llama_model * m = decoder.model->model.get();
-    const bool has_trees = p.n_branch_max > 0 && !is_recurrent_model(*decoder.model);
-    const int32_t n_ctx_seq = p.n_ctx_seq > 0 ? p.n_ctx_seq : llama_model_n_ctx_train(m);
-    // A tree's nodes stand beside full sequences.
+// What a decoder asks of llama.cpp; a tree's nodes stand beside full sequences.
+llama_context_params decoder_context_params(const spec_model & model, const spec_decoder_params & p,
+                                            int32_t n_ctx_seq, bool has_trees) {
     const int64_t n_ctx =
         int64_t{n_ctx_seq} * p.n_seq_max + (has_trees ? p.n_outputs_max + N_TREE_SPARE : 0);
     check_range("n_ctx_seq * n_seq_max", static_cast<double>(n_ctx), 1,
@@ -60,15 +58,23 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
     c.n_outputs_max = std::max(static_cast<uint32_t>(p.n_outputs_max), c.n_seq_max);
     c.n_threads = p.n_threads > 0 ? p.n_threads : all_cores();
     c.n_threads_batch = c.n_threads;
-    if (!decoder.model->meta(decoder.model->arch() + ".pooling_type").empty()) {
+    if (!model.meta(model.arch() + ".pooling_type").empty()) {
         c.pooling_type = LLAMA_POOLING_TYPE_NONE; // rows of tokens are wanted, not of sequences
     }
     c.flash_attn_type =
         p.flash_attention ? LLAMA_FLASH_ATTN_TYPE_AUTO : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     c.kv_unified = has_trees; // a node shared by branches is one cell of one pool
+    return c;
+}
+
+void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p) {
+    llama_model * m = decoder.model->model.get();
+    const bool has_trees = p.n_branch_max > 0 && !is_recurrent_model(*decoder.model);
+    const int32_t n_ctx_seq = p.n_ctx_seq > 0 ? p.n_ctx_seq : llama_model_n_ctx_train(m);
+    llama_context_params c = decoder_context_params(*decoder.model, p, n_ctx_seq, has_trees);
     c.ctx_other = decoder.target != nullptr ? decoder.target->context.get() : nullptr;
     forget_llama_reason();
-    decoder.context.reset(llama_init_from_model(decoder.model->model.get(), c));
+    decoder.context.reset(llama_init_from_model(m, c));
     if (!decoder.context) {
         fail(SPEC_ERR_OUT_OF_MEMORY, "the decoder's context cannot be made" + llama_reason());
     }

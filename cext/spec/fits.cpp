@@ -181,10 +181,7 @@ void check_selector(const spec_model & draft) {
     }
 }
 
-// Every demand of llama.cpp's DFlash and DSpark drafters, most of which end the process there.
-void check_block_draft(const spec_model & target, const spec_model & draft,
-                       const spec_engine_params & p) {
-    const bool wants_dspark = p.draft_type == SPEC_DRAFT_DSPARK;
+void check_block_kind(const spec_model & draft, bool wants_dspark) {
     const std::string wanted = wants_dspark ? "DSpark" : "DFlash";
     const int32_t not_wanted = wants_dspark ? SPEC_ERR_NOT_DSPARK : SPEC_ERR_NOT_DFLASH;
     if (draft.arch() != "dflash") {
@@ -197,17 +194,21 @@ void check_block_draft(const spec_model & target, const spec_model & draft,
                                       : "the draft model has a Markov head: it is a DSpark model, "
                                         "draft type dspark");
     }
-    const llama_model * d = draft.model.get();
-    if (layers_read(d).empty()) {
+    if (layers_read(draft.model.get()).empty()) {
         fail(SPEC_ERR_BAD_MODEL, "the draft model's dflash.target_layers is empty: it reads no "
                                  "layer of the target");
     }
+}
+
+// The rows that it reads and the mask that it fills in must be the target's.
+void check_block_rows(const spec_model & target, const spec_model & draft, bool wants_dspark) {
+    const std::string wanted = wants_dspark ? "DSpark" : "DFlash";
     const int32_t n_embd = llama_model_n_embd(target.model.get());
-    if (llama_model_n_embd(d) != n_embd) {
-        fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "the " + wanted +
-                                              " draft was made for hidden rows of width " +
-                                              std::to_string(llama_model_n_embd(d)) +
-                                              "; this target's have " + std::to_string(n_embd));
+    const int32_t n_embd_draft = llama_model_n_embd(draft.model.get());
+    if (n_embd_draft != n_embd) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
+             "the " + wanted + " draft was made for hidden rows of width " +
+                 std::to_string(n_embd_draft) + "; this target's have " + std::to_string(n_embd));
     }
     const llama_token mask = llama_vocab_mask(draft.vocab);
     if (mask < 0 || mask >= target.n_vocab()) {
@@ -215,6 +216,14 @@ void check_block_draft(const spec_model & target, const spec_model & draft,
                                  "(tokenizer.ggml.mask_token_id), which stands for the tokens to "
                                  "draft");
     }
+}
+
+// Every demand of llama.cpp's DFlash and DSpark drafters, most of which end the process there.
+void check_block_draft(const spec_model & target, const spec_model & draft,
+                       const spec_engine_params & p) {
+    const bool wants_dspark = p.draft_type == SPEC_DRAFT_DSPARK;
+    check_block_kind(draft, wants_dspark);
+    check_block_rows(target, draft, wants_dspark);
     check_layers_read(target, draft);
     check_shared_tables(target, draft);
     check_drafted_tokens(target, draft);
@@ -241,6 +250,73 @@ void check_mtp(const spec_model & target) {
     if (!has_mtp_weights(target)) {
         fail(SPEC_ERR_NO_MTP_HEADS, "the weights of the target's MTP (NextN) heads were not "
                                     "loaded, or are not in its file");
+    }
+}
+
+void check_draft_model(const spec_model & target, const spec_model & draft,
+                       const spec_engine_params & p) {
+    if (draft.vocab_only) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the draft model was loaded with vocab_only");
+    }
+    if (p.draft_type == SPEC_DRAFT_EAGLE3) {
+        check_eagle3(target, draft);
+    } else if (drafts_blocks(p.draft_type)) {
+        check_block_draft(target, draft, p);
+    } else if (!layers_read(draft.model.get()).empty()) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
+             "the draft model is of architecture \"" + draft.arch() +
+                 "\", which drafts from the target's hidden states; expected an ordinary model");
+    } else {
+        check_generates(draft, "draft model");
+    }
+    check_target_name(target, draft);
+    if (!common_speculative_are_compatible(target.model.get(), draft.model.get())) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "the draft model's vocabulary differs from the target's");
+    }
+}
+
+void check_engine_ranges(const spec_engine_params & p) {
+    check_range("draft_type", p.draft_type, 0, SPEC_DRAFT_COUNT - 1);
+    check_range("n_ctx", p.n_ctx, 0, std::numeric_limits<int32_t>::max());
+    check_range("n_ctx_seq", p.n_ctx_seq, 0, std::numeric_limits<int32_t>::max());
+    check_range("n_batch", p.n_batch, 1, 1 << 20);
+    check_range("n_ubatch", p.n_ubatch, 1, p.n_batch);
+    check_range("n_seq_max", p.n_seq_max, 1, N_SEQ_LIMIT);
+    check_range("n_draft_max", p.n_draft_max, p.draft_type == SPEC_DRAFT_NONE ? 0 : 1, 256);
+    check_range("n_rs_seq", p.n_rs_seq, -1, N_RS_SEQ_LIMIT);
+    check_range("n_threads", p.n_threads, 0, 512);
+    check_range("n_threads_batch", p.n_threads_batch, 0, 512);
+    check_range("n_wide", p.n_wide, 0, std::numeric_limits<int32_t>::max());
+    check_range("p_min", p.p_min, 0.0, 0.999999);
+    check_range("n_min", p.n_min, 0, p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max);
+    if (p.probabilistic && p.n_min > 1) {
+        fail(
+            SPEC_ERR_INVALID_ARGUMENT,
+            "n_min is " + std::to_string(p.n_min) +
+                " with probabilistic; expected at most 1: whether a sampled draft is dropped would "
+                "depend on what was sampled, and change the distribution");
+    }
+}
+
+void check_batch_room(const spec_engine_params & p) {
+    const int32_t n_draft = p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max;
+    if (p.n_batch < p.n_seq_max * (1 + n_draft)) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "n_batch is " + std::to_string(p.n_batch) +
+                 "; expected at least n_seq_max * (1 + n_draft_max) = " +
+                 std::to_string(p.n_seq_max * (1 + n_draft)) +
+                 ", so that every sequence can verify a draft in one step");
+    }
+}
+
+void check_ubatch_room(const spec_engine_params & p) {
+    const int32_t n_draft = p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max;
+    const int32_t n_rollback = std::max(n_draft, p.n_rs_seq);
+    if (p.n_ubatch < 2 + n_rollback) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "n_ubatch is " + std::to_string(p.n_ubatch) +
+                 "; expected at least 2 + n_draft_max = " + std::to_string(2 + n_rollback) +
+                 ": a draft is verified inside one ubatch");
     }
 }
 
@@ -291,46 +367,14 @@ const layer_marks * marks_of(const std::string & arch) {
 }
 
 void check_engine_params(const spec_engine_params & p) {
-    check_range("draft_type", p.draft_type, 0, SPEC_DRAFT_COUNT - 1);
-    check_range("n_ctx", p.n_ctx, 0, std::numeric_limits<int32_t>::max());
-    check_range("n_ctx_seq", p.n_ctx_seq, 0, std::numeric_limits<int32_t>::max());
-    check_range("n_batch", p.n_batch, 1, 1 << 20);
-    check_range("n_ubatch", p.n_ubatch, 1, p.n_batch);
-    check_range("n_seq_max", p.n_seq_max, 1, N_SEQ_LIMIT);
-    check_range("n_draft_max", p.n_draft_max, p.draft_type == SPEC_DRAFT_NONE ? 0 : 1, 256);
-    check_range("n_rs_seq", p.n_rs_seq, -1, N_RS_SEQ_LIMIT);
-    check_range("n_threads", p.n_threads, 0, 512);
-    check_range("n_threads_batch", p.n_threads_batch, 0, 512);
-    check_range("n_wide", p.n_wide, 0, std::numeric_limits<int32_t>::max());
-    check_range("p_min", p.p_min, 0.0, 0.999999);
-    check_range("n_min", p.n_min, 0, p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max);
-    if (p.probabilistic && p.n_min > 1) {
-        fail(
-            SPEC_ERR_INVALID_ARGUMENT,
-            "n_min is " + std::to_string(p.n_min) +
-                " with probabilistic; expected at most 1: whether a sampled draft is dropped would "
-                "depend on what was sampled, and change the distribution");
-    }
-    const int32_t n_draft = p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max;
-    if (p.n_batch < p.n_seq_max * (1 + n_draft)) {
-        fail(SPEC_ERR_INVALID_ARGUMENT,
-             "n_batch is " + std::to_string(p.n_batch) +
-                 "; expected at least n_seq_max * (1 + n_draft_max) = " +
-                 std::to_string(p.n_seq_max * (1 + n_draft)) +
-                 ", so that every sequence can verify a draft in one step");
-    }
+    check_engine_ranges(p);
+    check_batch_room(p);
     check_synth_rates(p);
     if (p.exact && p.kv_unified) {
         fail(SPEC_ERR_INVALID_ARGUMENT,
              "exact with kv_unified: where a sequence's cells lie depends on the others");
     }
-    const int32_t n_rollback = std::max(n_draft, p.n_rs_seq);
-    if (p.n_ubatch < 2 + n_rollback) {
-        fail(SPEC_ERR_INVALID_ARGUMENT,
-             "n_ubatch is " + std::to_string(p.n_ubatch) +
-                 "; expected at least 2 + n_draft_max = " + std::to_string(2 + n_rollback) +
-                 ": a draft is verified inside one ubatch");
-    }
+    check_ubatch_room(p);
 }
 
 void check_eagle3(const spec_model & target, const spec_model & draft) {
@@ -395,24 +439,7 @@ void check_draft(const spec_model & target, const spec_model * draft,
     if (draft == nullptr) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "this draft type needs a draft model, but none was given");
     }
-    if (draft->vocab_only) {
-        fail(SPEC_ERR_INVALID_ARGUMENT, "the draft model was loaded with vocab_only");
-    }
-    if (p.draft_type == SPEC_DRAFT_EAGLE3) {
-        check_eagle3(target, *draft);
-    } else if (drafts_blocks(p.draft_type)) {
-        check_block_draft(target, *draft, p);
-    } else if (!layers_read(draft->model.get()).empty()) {
-        fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
-             "the draft model is of architecture \"" + draft->arch() +
-                 "\", which drafts from the target's hidden states; expected an ordinary model");
-    } else {
-        check_generates(*draft, "draft model");
-    }
-    check_target_name(target, *draft);
-    if (!common_speculative_are_compatible(target.model.get(), draft->model.get())) {
-        fail(SPEC_ERR_INCOMPATIBLE_DRAFT, "the draft model's vocabulary differs from the target's");
-    }
+    check_draft_model(target, *draft, p);
 }
 
 } // namespace drafthouse

@@ -13,22 +13,10 @@ namespace {
 
 void draft_by_hand(spec_engine & engine, const spec_draft_request * requests, int32_t n,
                    int32_t * tokens, int32_t * counts) {
-    check_range("n_requests", n, 0, engine.limits.n_seq_max);
+    check_draft_requests(engine, requests, n);
     if (n > 0) {
-        deref(requests, "requests");
         deref(tokens, "tokens");
         deref(counts, "counts");
-    }
-    if (engine.is_decoded && !engine.is_processed && engine.spec) {
-        fail(SPEC_ERR_BAD_PLAN, "the last batch has not been processed");
-    }
-    std::vector<int32_t> asked;
-    for (int32_t i = 0; i < n; ++i) {
-        check_draft_request(engine, requests[i]);
-        if (std::find(asked.begin(), asked.end(), requests[i].seq_id) != asked.end()) {
-            bad_plan(requests[i].seq_id, "it is asked for twice");
-        }
-        asked.push_back(requests[i].seq_id);
     }
     draft_orders orders{engine, {}};
     for (int32_t i = 0; i < n; ++i) {
@@ -57,19 +45,7 @@ void clear_batch(spec_engine & engine, const spec_token * tokens, int32_t n) {
     }
 }
 
-void decode_by_hand(spec_engine & engine, const spec_token * tokens, int32_t n) {
-    check_range("n_tokens", n, 1, engine.limits.n_batch);
-    deref(tokens, "tokens");
-    if (engine.is_decoded && !engine.is_processed && engine.spec) {
-        fail(SPEC_ERR_BAD_PLAN, "the last batch has not been processed");
-    }
-    check_tokens(engine, tokens, n);
-    engine.is_decoded = false;
-    engine.batch.clear();
-    for (int32_t i = 0; i < n; ++i) {
-        engine.batch.add(tokens[i].token, tokens[i].pos, tokens[i].seq_id,
-                         tokens[i].is_output != 0);
-    }
+void decode_or_clear(spec_engine & engine, const spec_token * tokens, int32_t n) {
     int32_t rc = 0;
     try {
         rc = decode_batch(engine);
@@ -86,6 +62,22 @@ void decode_by_hand(spec_engine & engine, const spec_token * tokens, int32_t n) 
         fail(SPEC_ERR_DECODE_FAILED, "the decode returned " + std::to_string(rc) +
                                          "; the batch's sequences were cleared" + llama_reason());
     }
+}
+
+void decode_by_hand(spec_engine & engine, const spec_token * tokens, int32_t n) {
+    check_range("n_tokens", n, 1, engine.limits.n_batch);
+    deref(tokens, "tokens");
+    if (engine.is_decoded && !engine.is_processed && engine.spec) {
+        fail(SPEC_ERR_BAD_PLAN, "the last batch has not been processed");
+    }
+    check_tokens(engine, tokens, n);
+    engine.is_decoded = false;
+    engine.batch.clear();
+    for (int32_t i = 0; i < n; ++i) {
+        engine.batch.add(tokens[i].token, tokens[i].pos, tokens[i].seq_id,
+                         tokens[i].is_output != 0);
+    }
+    decode_or_clear(engine, tokens, n);
     for (int32_t i = 0; i < n; ++i) {
         sequence & seq = begun(engine, tokens[i].seq_id);
         seq.tokens.push_back(tokens[i].token);
@@ -160,17 +152,8 @@ void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
     seq.tokens.resize(static_cast<size_t>(n_new));
 }
 
-void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
-    sequence & seq = begun(engine, seq_id);
-    if (n_past < 0 || n_past > seq.n_past()) {
-        bad_plan(seq_id, "n_past is " + std::to_string(n_past) + "; expected [0, " +
-                             std::to_string(seq.n_past()) + "]");
-    }
-    if (n_past == seq.n_past()) {
-        seq.is_proposed = false;
-        seq.draft = {};
-        return;
-    }
+void check_way_back(const spec_engine & engine, const sequence & seq, int32_t seq_id,
+                    int32_t n_past) {
     const int32_t n_back = seq.n_past() - n_past;
     const int32_t n_back_max = seq.i_decode == engine.n_decodes ? seq.n_back_max : 0;
     if (n_past > 0 && engine.target_rollback != rollback_kind::any && n_back > n_back_max) {
@@ -182,13 +165,9 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
         !holds_window(engine.target.get(), seq_id, n_past)) {
         no_window(n_past);
     }
-    if (!llama_memory_seq_rm(engine.target_memory(), seq_id, n_past > 0 ? n_past : -1, -1)) {
-        fail(SPEC_ERR_UNSUPPORTED, "the target cannot go back from here; decode first");
-    }
-    seq.n_back_max = 0; // once per decode
-    seq.is_proposed = false;
-    seq.has_emitted = false;
-    seq.draft = {};
+}
+
+void take_drafter_back(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_past) {
     if (engine.spec) {
         cut_draft(engine, seq_id, n_past);
         if (!drafts_blocks(engine.limits.draft_type)) {
@@ -199,6 +178,28 @@ void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     if (engine.is_ngram()) {
         begin_drafter(engine, seq, seq_id); // what it has learnt includes the tokens taken back
     }
+}
+
+void rollback_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_past) {
+    sequence & seq = begun(engine, seq_id);
+    if (n_past < 0 || n_past > seq.n_past()) {
+        bad_plan(seq_id, "n_past is " + std::to_string(n_past) + "; expected [0, " +
+                             std::to_string(seq.n_past()) + "]");
+    }
+    if (n_past == seq.n_past()) {
+        seq.is_proposed = false;
+        seq.draft = {};
+        return;
+    }
+    check_way_back(engine, seq, seq_id, n_past);
+    if (!llama_memory_seq_rm(engine.target_memory(), seq_id, n_past > 0 ? n_past : -1, -1)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the target cannot go back from here; decode first");
+    }
+    seq.n_back_max = 0; // once per decode
+    seq.is_proposed = false;
+    seq.has_emitted = false;
+    seq.draft = {};
+    take_drafter_back(engine, seq, seq_id, n_past);
     seq.tokens.resize(static_cast<size_t>(n_past));
     seq.hidden = {};
     seq.n_heard = std::min(seq.n_heard, n_past);

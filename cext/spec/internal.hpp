@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <cstddef>
 #include <cstdint>
 #include <iosfwd>
@@ -33,6 +34,7 @@ namespace drafthouse {
 
 constexpr int32_t N_RS_SEQ_LIMIT = 64; // llama.cpp's graphs have room for some hundred nodes more
 constexpr int32_t N_SEQ_LIMIT = 256;   // llama.cpp's own bound
+constexpr int32_t LOOK_BACK_MAX = 65536;
 constexpr int32_t DRY_BREAKERS_MAX = 256;
 
 // error.cpp
@@ -111,6 +113,43 @@ struct spec_model {
 };
 
 namespace drafthouse {
+
+// The plain fields of spec_sampler_params, once: name, default, check and its bounds, and what
+// llama.cpp's chain calls them; OWN are those that it does not have. In the order of snapshots.
+#define SAMPLER_FIELDS(XX, OWN)                                                                    \
+    XX(seed, SPEC_SEED_RANDOM, check_range, 0, UINT32_MAX, seed)                                   \
+    XX(temperature, 0.8f, check_range, 0, FLT_MAX, temp)                                           \
+    XX(top_k, 40, check_range, 0, INT32_MAX, top_k)                                                \
+    XX(top_p, 0.95f, check_above, 0, 1, top_p)                                                     \
+    XX(min_p, 0.05f, check_range, 0, 1, min_p)                                                     \
+    XX(typical_p, 1.0f, check_above, 0, 1, typ_p)                                                  \
+    XX(top_n_sigma, -1.0f, check_above_or_off, 0, FLT_MAX, top_n_sigma)                            \
+    XX(penalty_last_n, 64, check_range, -1, LOOK_BACK_MAX, penalty_last_n)                         \
+    XX(penalty_repeat, 1.0f, check_range, 1e-6, 1e6, penalty_repeat)                               \
+    XX(penalty_frequency, 0.0f, check_range, -1e6, 1e6, penalty_freq)                              \
+    XX(penalty_presence, 0.0f, check_range, -1e6, 1e6, penalty_present)                            \
+    XX(dry_multiplier, 0.0f, check_range, 0, 1e6, dry_multiplier)                                  \
+    XX(dry_base, 1.75f, check_range, 1, 1e6, dry_base)                                             \
+    XX(dry_allowed_length, 2, check_range, 0, LOOK_BACK_MAX, dry_allowed_length)                   \
+    XX(dry_penalty_last_n, -1, check_range, -1, LOOK_BACK_MAX, dry_penalty_last_n)                 \
+    OWN(n_dry_breakers, -1, check_range, -1, DRY_BREAKERS_MAX, none)                               \
+    XX(xtc_probability, 0.0f, check_range, 0, 1, xtc_probability)                                  \
+    XX(xtc_threshold, 0.1f, check_range, 0, 1, xtc_threshold)                                      \
+    XX(ignore_eos, false, check_range, 0, 1, ignore_eos)                                           \
+    OWN(logprobs, false, check_range, 0, 1, none)                                                  \
+    OWN(n_top_logprobs, 0, check_range, 0, SPEC_TOP_LOGPROBS_MAX, none)                            \
+    XX(min_keep, 0, check_range, 0, INT32_MAX, min_keep)                                           \
+    XX(dynatemp_range, 0.0f, check_range, 0, FLT_MAX, dynatemp_range)                              \
+    XX(dynatemp_exponent, 1.0f, check_range, 0, 1e6, dynatemp_exponent)                            \
+    XX(mirostat, 0, check_range, 0, 2, mirostat)                                                   \
+    XX(mirostat_tau, 5.0f, check_range, 0, 1e6, mirostat_tau)                                      \
+    XX(mirostat_eta, 0.1f, check_range, 0, 1, mirostat_eta)                                        \
+    XX(adaptive_target, -1.0f, check_range_or_off, 0, 1, adaptive_target)                          \
+    XX(adaptive_decay, 0.9f, check_range, 0, 0.99, adaptive_decay)                                 \
+    OWN(n_samplers, -1, check_range, -1, SPEC_SAMPLER_COUNT, none)
+
+// A new field belongs into the list above, or a restored sampler lacks it.
+static_assert(sizeof(spec_sampler_params) == 168, "spec_sampler_params and its list differ");
 
 // A copy of a sampler's parameters that owns what they point to.
 struct sampler_source {
@@ -570,8 +609,9 @@ void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_s
 
 [[noreturn]] void bad_plan(int32_t seq_id, const std::string & text);
 void check_plan(spec_engine & engine, const spec_plan & plan);
-void check_draft_request(spec_engine & engine, const spec_draft_request & r);
+void check_draft_requests(spec_engine & engine, const spec_draft_request * requests, int32_t n);
 void check_tokens(spec_engine & engine, const spec_token * tokens, int32_t n);
+int64_t cells_with(const spec_engine & engine, int64_t n);
 
 // draft.cpp
 

@@ -2,6 +2,7 @@
 
 #include "internal.hpp"
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -87,10 +88,7 @@ void check_capacity(spec_engine & engine, const spec_plan & plan) {
     if (!engine.limits.kv_unified) {
         return; // each sequence has cells of its own: n_ctx_seq bounds them
     }
-    int64_t n_cells = n_batch;
-    for (const sequence & seq : engine.sequences) {
-        n_cells += seq.n_past();
-    }
+    const int64_t n_cells = cells_with(engine, n_batch);
     if (n_cells > engine.limits.n_ctx) {
         fail(SPEC_ERR_BAD_PLAN, "the plan needs " + std::to_string(n_cells) +
                                     " KV cells; there are " + std::to_string(engine.limits.n_ctx));
@@ -165,6 +163,56 @@ void check_one_ubatch(const spec_engine & engine, const spec_token * tokens, int
     }
 }
 
+// Checks that the tokens of each sequence stand together and continue its cache. Returns whether a
+// draft is among them.
+bool check_positions(spec_engine & engine, const spec_token * tokens, int32_t n) {
+    std::vector<int32_t> next(engine.sequences.size(), -1);
+    bool is_verified = false;
+    for (int32_t i = 0; i < n; ++i) {
+        const spec_token & t = tokens[i];
+        const sequence & seq = begun(engine, t.seq_id);
+        const auto id = static_cast<size_t>(t.seq_id);
+        if (next[id] >= 0 && tokens[i - 1].seq_id != t.seq_id) {
+            bad_plan(t.seq_id, "its tokens do not stand together");
+        }
+        const int32_t pos = next[id] >= 0 ? next[id] : seq.n_past();
+        if (t.pos != pos) {
+            bad_plan(t.seq_id,
+                     "position is " + std::to_string(t.pos) + "; expected " + std::to_string(pos));
+        }
+        if (t.pos >= engine.limits.n_ctx_seq) {
+            bad_plan(t.seq_id, "a sequence has room for " +
+                                   std::to_string(engine.limits.n_ctx_seq) + " tokens");
+        }
+        check_token(t.token, engine.limits.n_vocab, "batch");
+        next[id] = pos + 1;
+        is_verified = is_verified || (seq.is_proposed && pos > seq.n_past());
+    }
+    return is_verified;
+}
+
+void check_draft_request(spec_engine & engine, const spec_draft_request & r) {
+    const sequence & seq = begun(engine, r.seq_id);
+    if (!engine.spec && !seq.ngram) {
+        fail(SPEC_ERR_UNSUPPORTED, "this engine has no drafter");
+    }
+    if (r.n_past != seq.n_past() || seq.n_past() == 0) {
+        bad_plan(r.seq_id, "n_past is " + std::to_string(r.n_past) + ", but its cache holds " +
+                               std::to_string(seq.n_past()) + " tokens");
+    }
+    if (seq.is_proposed) {
+        bad_plan(r.seq_id, "a proposal is pending; accept it first");
+    }
+    if (r.n_draft < 1 || r.n_draft > engine.limits.n_draft_max) {
+        bad_plan(r.seq_id, "n_draft is " + std::to_string(r.n_draft) + "; expected [1, " +
+                               std::to_string(engine.limits.n_draft_max) + "]");
+    }
+    if (int64_t{r.n_past} + 1 + r.n_draft > engine.limits.n_ctx_seq) {
+        bad_plan(r.seq_id, "the draft does not fit the sequence's context");
+    }
+    check_token(r.id_last, engine.limits.n_vocab, "id_last");
+}
+
 } // namespace
 
 [[noreturn]] void bad_plan(int32_t seq_id, const std::string & text) {
@@ -200,55 +248,27 @@ void check_plan(spec_engine & engine, const spec_plan & plan) {
     check_run(plan);
 }
 
-void check_draft_request(spec_engine & engine, const spec_draft_request & r) {
-    const sequence & seq = begun(engine, r.seq_id);
-    if (!engine.spec && !seq.ngram) {
-        fail(SPEC_ERR_UNSUPPORTED, "this engine has no drafter");
+void check_draft_requests(spec_engine & engine, const spec_draft_request * requests, int32_t n) {
+    check_range("n_requests", n, 0, engine.limits.n_seq_max);
+    if (n > 0) {
+        deref(requests, "requests");
     }
-    if (r.n_past != seq.n_past() || seq.n_past() == 0) {
-        bad_plan(r.seq_id, "n_past is " + std::to_string(r.n_past) + ", but its cache holds " +
-                               std::to_string(seq.n_past()) + " tokens");
+    if (engine.is_decoded && !engine.is_processed && engine.spec) {
+        fail(SPEC_ERR_BAD_PLAN, "the last batch has not been processed");
     }
-    if (seq.is_proposed) {
-        bad_plan(r.seq_id, "a proposal is pending; accept it first");
+    std::vector<bool> is_asked(engine.sequences.size());
+    for (int32_t i = 0; i < n; ++i) {
+        check_draft_request(engine, requests[i]);
+        const auto id = static_cast<size_t>(requests[i].seq_id);
+        if (is_asked[id]) {
+            bad_plan(requests[i].seq_id, "it is asked for twice");
+        }
+        is_asked[id] = true;
     }
-    if (r.n_draft < 1 || r.n_draft > engine.limits.n_draft_max) {
-        bad_plan(r.seq_id, "n_draft is " + std::to_string(r.n_draft) + "; expected [1, " +
-                               std::to_string(engine.limits.n_draft_max) + "]");
-    }
-    if (int64_t{r.n_past} + 1 + r.n_draft > engine.limits.n_ctx_seq) {
-        bad_plan(r.seq_id, "the draft does not fit the sequence's context");
-    }
-    check_token(r.id_last, engine.limits.n_vocab, "id_last");
 }
 
-// Checks that the tokens of each sequence stand together and continue its cache.
 void check_tokens(spec_engine & engine, const spec_token * tokens, int32_t n) {
-    std::vector<int32_t> next(engine.sequences.size(), -1);
-    bool is_verified = false; // whether a draft is among the tokens
-    int64_t n_outputs = 0;
-    int64_t n_cells = n;
-    for (int32_t i = 0; i < n; ++i) {
-        const spec_token & t = tokens[i];
-        const sequence & seq = begun(engine, t.seq_id);
-        const auto id = static_cast<size_t>(t.seq_id);
-        if (next[id] >= 0 && tokens[i - 1].seq_id != t.seq_id) {
-            bad_plan(t.seq_id, "its tokens do not stand together");
-        }
-        const int32_t pos = next[id] >= 0 ? next[id] : seq.n_past();
-        if (t.pos != pos) {
-            bad_plan(t.seq_id,
-                     "position is " + std::to_string(t.pos) + "; expected " + std::to_string(pos));
-        }
-        if (t.pos >= engine.limits.n_ctx_seq) {
-            bad_plan(t.seq_id, "a sequence has room for " +
-                                   std::to_string(engine.limits.n_ctx_seq) + " tokens");
-        }
-        check_token(t.token, engine.limits.n_vocab, "batch");
-        next[id] = pos + 1;
-        n_outputs += t.is_output != 0 ? 1 : 0;
-        is_verified = is_verified || (seq.is_proposed && pos > seq.n_past());
-    }
+    const bool is_verified = check_positions(engine, tokens, n);
     if (is_verified && engine.target_rollback != rollback_kind::any) {
         check_one_ubatch(engine, tokens, n);
     } else if (is_verified && needs_one_ubatch(engine) && n > engine.limits.n_ubatch) {
@@ -257,17 +277,24 @@ void check_tokens(spec_engine & engine, const spec_token * tokens, int32_t n) {
              "most n_ubatch = " +
                  std::to_string(engine.limits.n_ubatch) + " tokens, not " + std::to_string(n));
     }
-    for (const sequence & seq : engine.sequences) {
-        n_cells += seq.n_past();
-    }
+    const auto n_outputs =
+        std::count_if(tokens, tokens + n, [](const spec_token & t) { return t.is_output != 0; });
     if (n_outputs > engine.limits.n_outputs_max) {
         fail(SPEC_ERR_BAD_PLAN, "the batch has " + std::to_string(n_outputs) +
                                     " outputs; at most " +
                                     std::to_string(engine.limits.n_outputs_max) + " are possible");
     }
-    if (engine.limits.kv_unified && n_cells > engine.limits.n_ctx) {
+    if (engine.limits.kv_unified && cells_with(engine, n) > engine.limits.n_ctx) {
         fail(SPEC_ERR_BAD_PLAN, "the batch needs more KV cells than there are");
     }
+}
+
+// Cells of a shared pool that are taken once n more are.
+int64_t cells_with(const spec_engine & engine, int64_t n) {
+    for (const sequence & seq : engine.sequences) {
+        n += seq.n_past();
+    }
+    return n;
 }
 
 } // namespace drafthouse

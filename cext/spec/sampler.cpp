@@ -16,7 +16,6 @@ namespace drafthouse {
 
 namespace {
 
-constexpr int32_t LOOK_BACK_MAX = 65536;
 constexpr int32_t LOGIT_BIAS_MAX = 65536;
 constexpr size_t DRY_BREAKER_BYTES_MAX = 1024;
 
@@ -28,7 +27,6 @@ constexpr common_sampler_type SAMPLER_TYPES[SPEC_SAMPLER_COUNT] = {
 };
 
 void check_sampler_order(const spec_sampler_params & p) {
-    check_range("n_samplers", p.n_samplers, -1, SPEC_SAMPLER_COUNT);
     uint32_t seen = 0;
     for (int32_t i = 0; i < p.n_samplers; ++i) {
         const int32_t kind = (&deref(p.samplers, "samplers"))[i];
@@ -39,25 +37,6 @@ void check_sampler_order(const spec_sampler_params & p) {
         }
         seen |= 1u << kind;
     }
-}
-
-void check_adaptive_params(const spec_sampler_params & p) {
-    const double inf = std::numeric_limits<float>::max();
-    check_range("n_top_logprobs", p.n_top_logprobs, 0, SPEC_TOP_LOGPROBS_MAX);
-    check_range("min_keep", p.min_keep, 0, std::numeric_limits<int32_t>::max());
-    check_range("dynatemp_range", p.dynatemp_range, 0.0, inf);
-    check_range("dynatemp_exponent", p.dynatemp_exponent, 0.0, 1e6);
-    check_range("mirostat", p.mirostat, 0, 2);
-    check_range("mirostat_tau", p.mirostat_tau, 0.0, 1e6);
-    check_range("mirostat_eta", p.mirostat_eta, 0.0, 1.0);
-    if (p.adaptive_target != -1.0f) {
-        check_range("adaptive_target", p.adaptive_target, 0.0, 1.0);
-    }
-    check_range("adaptive_decay", p.adaptive_decay, 0.0, 0.99);
-    if (p.mirostat != 0 && p.adaptive_target >= 0.0f) {
-        fail(SPEC_ERR_INVALID_ARGUMENT, "mirostat and adaptive_target both choose the token");
-    }
-    check_sampler_order(p);
 }
 
 // llama.cpp's infill compares all pairs of candidates, and puts an end token into the list that a
@@ -80,26 +59,7 @@ void check_infill(const spec_model & model, const spec_sampler_params & p, bool 
     }
 }
 
-void check_sampler_params(const spec_sampler_params & p, int32_t n_vocab) {
-    const double inf = std::numeric_limits<float>::max();
-    check_range("temperature", p.temperature, 0.0, inf);
-    check_range("top_k", p.top_k, 0, std::numeric_limits<int32_t>::max());
-    check_above("top_p", p.top_p, 0.0, 1.0);
-    check_range("min_p", p.min_p, 0.0, 1.0);
-    check_above("typical_p", p.typical_p, 0.0, 1.0);
-    if (p.top_n_sigma != -1.0f) {
-        check_above("top_n_sigma", p.top_n_sigma, 0.0, inf);
-    }
-    check_range("penalty_last_n", p.penalty_last_n, -1, LOOK_BACK_MAX);
-    check_range("penalty_repeat", p.penalty_repeat, 1e-6, 1e6);
-    check_range("penalty_frequency", p.penalty_frequency, -1e6, 1e6);
-    check_range("penalty_presence", p.penalty_presence, -1e6, 1e6);
-    check_range("dry_multiplier", p.dry_multiplier, 0.0, 1e6);
-    check_range("dry_base", p.dry_base, 1.0, 1e6);
-    check_range("dry_allowed_length", p.dry_allowed_length, 0, LOOK_BACK_MAX);
-    check_range("dry_penalty_last_n", p.dry_penalty_last_n, -1, LOOK_BACK_MAX);
-    check_range("xtc_probability", p.xtc_probability, 0.0, 1.0);
-    check_range("xtc_threshold", p.xtc_threshold, 0.0, 1.0);
+void check_biases(const spec_sampler_params & p, int32_t n_vocab) {
     check_range("n_logit_bias", p.n_logit_bias, 0, LOGIT_BIAS_MAX);
     for (int32_t i = 0; i < p.n_logit_bias; ++i) {
         const spec_logit_bias & b = (&deref(p.logit_bias, "logit_bias"))[i];
@@ -109,8 +69,9 @@ void check_sampler_params(const spec_sampler_params & p, int32_t n_vocab) {
                                                 " is not a number below infinity");
         }
     }
-    check_adaptive_params(p);
-    check_range("n_dry_breakers", p.n_dry_breakers, -1, DRY_BREAKERS_MAX);
+}
+
+void check_breakers(const spec_sampler_params & p) {
     for (int32_t i = 0; i < p.n_dry_breakers; ++i) {
         const char * text = &deref((&deref(p.dry_breakers, "dry_breakers"))[i], "dry_breakers");
         check_range("length of a dry_breaker", static_cast<double>(std::strlen(text)), 1,
@@ -118,39 +79,49 @@ void check_sampler_params(const spec_sampler_params & p, int32_t n_vocab) {
     }
 }
 
+// -1: what the number is for does not happen.
+void check_range_or_off(const char * name, double value, double low, double high) {
+    if (value != -1.0) {
+        check_range(name, value, low, high);
+    }
+}
+
+void check_above_or_off(const char * name, double value, double low, double high) {
+    if (value != -1.0) {
+        check_above(name, value, low, high);
+    }
+}
+
+void check_sampler_params(const spec_sampler_params & p, int32_t n_vocab) {
+#define XX(name, otherwise, check, low, high, theirs) check(#name, p.name, low, high);
+    SAMPLER_FIELDS(XX, XX)
+#undef XX
+    check_biases(p, n_vocab);
+    if (p.mirostat != 0 && p.adaptive_target >= 0.0f) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "mirostat and adaptive_target both choose the token");
+    }
+    check_sampler_order(p);
+    check_breakers(p);
+}
+
 int32_t look_back(int32_t n, const spec_model & model) {
     return n >= 0 ? n : std::min(llama_model_n_ctx_train(model.model.get()), LOOK_BACK_MAX);
 }
 
-common_params_sampling to_common(const spec_sampler_params & p, const spec_model & model) {
-    common_params_sampling s;
-    s.seed = p.seed;
-    s.temp = p.temperature;
-    s.top_k = p.top_k;
-    s.top_p = p.top_p;
-    s.min_p = p.min_p;
-    s.typ_p = p.typical_p;
-    s.top_n_sigma = p.top_n_sigma;
-    s.penalty_last_n = look_back(p.penalty_last_n, model);
-    s.penalty_repeat = p.penalty_repeat;
-    s.penalty_freq = p.penalty_frequency;
-    s.penalty_present = p.penalty_presence;
-    s.dry_multiplier = p.dry_multiplier;
-    s.dry_base = p.dry_base;
-    s.dry_allowed_length = p.dry_allowed_length;
-    s.dry_penalty_last_n = look_back(p.dry_penalty_last_n, model);
-    s.xtc_probability = p.xtc_probability;
-    s.xtc_threshold = p.xtc_threshold;
-    s.ignore_eos = p.ignore_eos;
-    s.no_perf = true;
-    s.min_keep = p.min_keep;
-    s.dynatemp_range = p.dynatemp_range;
-    s.dynatemp_exponent = p.dynatemp_exponent;
-    s.mirostat = p.mirostat;
-    s.mirostat_tau = p.mirostat_tau;
-    s.mirostat_eta = p.mirostat_eta;
-    s.adaptive_target = p.adaptive_target;
-    s.adaptive_decay = p.adaptive_decay;
+// Adds the biases that the caller gives, and those that forbid the end.
+void add_biases(common_params_sampling & s, const spec_sampler_params & p,
+                const spec_model & model) {
+    for (int32_t i = 0; i < p.n_logit_bias; ++i) {
+        s.logit_bias.push_back({p.logit_bias[i].token, p.logit_bias[i].bias});
+    }
+    for (int32_t token = 0; p.ignore_eos && token < model.n_vocab(); ++token) {
+        if (llama_vocab_is_eog(model.vocab, token)) {
+            s.logit_bias.push_back({token, -INFINITY});
+        }
+    }
+}
+
+void add_samplers(common_params_sampling & s, const spec_sampler_params & p) {
     if (p.n_samplers >= 0) {
         s.samplers.clear();
     }
@@ -160,19 +131,23 @@ common_params_sampling to_common(const spec_sampler_params & p, const spec_model
     if (p.adaptive_target >= 0.0f) {
         s.samplers.push_back(COMMON_SAMPLER_TYPE_ADAPTIVE_P);
     }
+}
+
+common_params_sampling to_common(const spec_sampler_params & p, const spec_model & model) {
+    common_params_sampling s;
+#define XX(name, otherwise, check, low, high, theirs) s.theirs = p.name;
+#define OWN(name, otherwise, check, low, high, theirs)
+    SAMPLER_FIELDS(XX, OWN)
+#undef XX
+#undef OWN
+    s.penalty_last_n = look_back(p.penalty_last_n, model);
+    s.dry_penalty_last_n = look_back(p.dry_penalty_last_n, model);
+    s.no_perf = true;
+    add_samplers(s, p);
     if (p.n_dry_breakers >= 0) {
         s.dry_sequence_breakers.assign(p.dry_breakers, p.dry_breakers + p.n_dry_breakers);
     }
-    for (int32_t i = 0; i < p.n_logit_bias; ++i) {
-        s.logit_bias.push_back({p.logit_bias[i].token, p.logit_bias[i].bias});
-    }
-    if (p.ignore_eos) {
-        for (int32_t token = 0; token < model.n_vocab(); ++token) {
-            if (llama_vocab_is_eog(model.vocab, token)) {
-                s.logit_bias.push_back({token, -INFINITY});
-            }
-        }
-    }
+    add_biases(s, p, model);
     return s;
 }
 
@@ -270,6 +245,17 @@ void find_shortcuts(spec_sampler & sampler, const spec_model & model, const spec
     sampler.n_greatest = count_greatest(p, s, sampler.banned.size());
 }
 
+common_sampler_ptr make_chain(const spec_model & model, common_params_sampling & params) {
+    forget_llama_reason();
+    try {
+        return common_sampler_ptr(common_sampler_init(model.model.get(), params));
+    } catch (const std::bad_alloc &) {
+        throw;
+    } catch (const std::exception & e) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, e.what() + llama_reason());
+    }
+}
+
 } // namespace
 
 spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params & params) {
@@ -288,14 +274,7 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
     }
     auto sampler = std::make_unique<spec_sampler>();
     common_params_sampling sparams = to_common(p, model);
-    forget_llama_reason();
-    try {
-        sampler->chain.reset(common_sampler_init(model.model.get(), sparams));
-    } catch (const std::bad_alloc &) {
-        throw;
-    } catch (const std::exception & e) {
-        fail(SPEC_ERR_INVALID_ARGUMENT, e.what() + llama_reason());
-    }
+    sampler->chain = make_chain(model, sparams);
     if (!grammar.empty()) {
         sampler->grammar.reset(llama_sampler_init_grammar(model.vocab, grammar.c_str(), "root"));
         if (!sampler->grammar) {
@@ -326,26 +305,9 @@ void spec_sampler_default_params(spec_sampler_params * out) {
         return;
     }
     *out = {};
-    out->seed = SPEC_SEED_RANDOM;
-    out->temperature = 0.8f;
-    out->top_k = 40;
-    out->top_p = 0.95f;
-    out->min_p = 0.05f;
-    out->typical_p = 1.0f;
-    out->top_n_sigma = -1.0f;
-    out->penalty_last_n = 64;
-    out->penalty_repeat = 1.0f;
-    out->dry_base = 1.75f;
-    out->dry_allowed_length = 2;
-    out->dry_penalty_last_n = -1;
-    out->n_dry_breakers = -1;
-    out->xtc_threshold = 0.1f;
-    out->dynatemp_exponent = 1.0f;
-    out->mirostat_tau = 5.0f;
-    out->mirostat_eta = 0.1f;
-    out->adaptive_target = -1.0f;
-    out->adaptive_decay = 0.9f;
-    out->n_samplers = -1;
+#define XX(name, otherwise, check, low, high, theirs) out->name = otherwise;
+    SAMPLER_FIELDS(XX, XX)
+#undef XX
 }
 
 int32_t spec_sampler_init(const spec_model * model, const spec_sampler_params * params,

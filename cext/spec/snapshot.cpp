@@ -114,40 +114,10 @@ struct snapshot_reader {
     }
 };
 
-// A new field of spec_sampler_params belongs into visit_params, or a restored sampler lacks it.
-static_assert(sizeof(spec_sampler_params) == 168, "spec_sampler_params and visit_params differ");
-
 template <typename Archive, typename Params> void visit_params(Archive & io, Params & p) {
-    io.value(p.seed);
-    io.value(p.temperature);
-    io.value(p.top_k);
-    io.value(p.top_p);
-    io.value(p.min_p);
-    io.value(p.typical_p);
-    io.value(p.top_n_sigma);
-    io.value(p.penalty_last_n);
-    io.value(p.penalty_repeat);
-    io.value(p.penalty_frequency);
-    io.value(p.penalty_presence);
-    io.value(p.dry_multiplier);
-    io.value(p.dry_base);
-    io.value(p.dry_allowed_length);
-    io.value(p.dry_penalty_last_n);
-    io.value(p.n_dry_breakers);
-    io.value(p.xtc_probability);
-    io.value(p.xtc_threshold);
-    io.value(p.ignore_eos);
-    io.value(p.logprobs);
-    io.value(p.n_top_logprobs);
-    io.value(p.min_keep);
-    io.value(p.dynatemp_range);
-    io.value(p.dynatemp_exponent);
-    io.value(p.mirostat);
-    io.value(p.mirostat_tau);
-    io.value(p.mirostat_eta);
-    io.value(p.adaptive_target);
-    io.value(p.adaptive_decay);
-    io.value(p.n_samplers);
+#define XX(name, otherwise, check, low, high, theirs) io.value(p.name);
+    SAMPLER_FIELDS(XX, XX)
+#undef XX
 }
 
 void write_source(snapshot_writer & out, const sampler_source & source) {
@@ -523,10 +493,7 @@ void restore_sequence(spec_engine & engine, int32_t seq_id, snapshot_parts & par
 }
 
 void check_cells(const spec_engine & engine, const sequence & seq) {
-    int64_t n_cells = seq.n_past();
-    for (const sequence & other : engine.sequences) {
-        n_cells += other.n_past();
-    }
+    const int64_t n_cells = cells_with(engine, seq.n_past());
     if (engine.limits.kv_unified && n_cells > engine.limits.n_ctx) {
         fail(SPEC_ERR_NO_ROOM,
              "the snapshot needs " + std::to_string(seq.n_past()) + " KV cells; " +

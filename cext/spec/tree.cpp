@@ -76,24 +76,25 @@ llama_seq_id branch_for(const spec_decoder & decoder, tree_plan & plan, std::vec
     return branch;
 }
 
-tree_plan plan_tree(const spec_decoder & decoder, int32_t seq_id, const int32_t * parents,
-                    int32_t n) {
-    const int32_t n_old = static_cast<int32_t>(decoder.tree.size());
-    const int32_t n_past = seq_of(decoder, seq_id).n_past;
-    tree_plan plan;
-    plan.nodes = decoder.tree;
-    plan.n_branches = decoder.n_branches;
-    plan.branches.resize(static_cast<size_t>(n));
+// Places the new nodes behind their parents.
+void place_nodes(const spec_decoder & decoder, tree_plan & plan, const int32_t * parents, int32_t n,
+                 int32_t n_past) {
     for (int32_t i = 0; i < n; ++i) {
         const llama_pos pos =
             parents[i] < 0 ? n_past : plan.nodes[static_cast<size_t>(parents[i])].pos + 1;
         plan.nodes.push_back({parents[i], pos, -1});
         check_decoder_room(decoder, int64_t{pos} + 1);
     }
+}
+
+// Gives each new leaf a branch, and with it all new nodes on its path.
+void give_branches(const spec_decoder & decoder, tree_plan & plan) {
+    const int32_t n_old = static_cast<int32_t>(decoder.tree.size());
+    const int32_t n_all = static_cast<int32_t>(plan.nodes.size());
     std::vector<bool> is_tip = has_children(decoder.tree);
     is_tip.flip();
     const std::vector<bool> is_inner = has_children(plan.nodes);
-    for (int32_t leaf = n_old; leaf < n_old + n; ++leaf) {
+    for (int32_t leaf = n_old; leaf < n_all; ++leaf) {
         if (is_inner[static_cast<size_t>(leaf)]) {
             continue;
         }
@@ -108,6 +109,16 @@ tree_plan plan_tree(const spec_decoder & decoder, int32_t seq_id, const int32_t 
                 plan.branches[static_cast<size_t>(i - n_old)].front();
         }
     }
+}
+
+tree_plan plan_tree(const spec_decoder & decoder, int32_t seq_id, const int32_t * parents,
+                    int32_t n) {
+    tree_plan plan;
+    plan.nodes = decoder.tree;
+    plan.n_branches = decoder.n_branches;
+    plan.branches.resize(static_cast<size_t>(n));
+    place_nodes(decoder, plan, parents, n, seq_of(decoder, seq_id).n_past);
+    give_branches(decoder, plan);
     if (plan.n_branches > decoder.limits.n_branch_max) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the tree needs " + std::to_string(plan.n_branches) +
                                             " branches; this context has " +
