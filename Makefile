@@ -11,7 +11,7 @@ ASYNC_TESTS = $(shell grep -rlE --include='test_*.py' 'asyncio|async def' tests)
 # cython-lint and protoc start other tools of the virtual environment by name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 CXX_FILES = $(wildcard cext/*.h cext/*.c cext/spec/*.hpp cext/spec/*.cpp tests/kernels/*.cpp)
-CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd)
+CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd cext/drafthouse_engine/native/*.pxi)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -30,8 +30,8 @@ IMPURE_MODULES = {
 }  # fmt: skip
 CATCH_ALL_FILES = {"rpc/interceptors.py", "serving/engine_thread.py", "drafting/guard.py"}
 TEXT_SUFFIXES = {
-    ".c", ".cfg", ".cpp", ".h", ".lock", ".md", ".proto", ".pxd", ".py", ".pyi", ".pyx", ".sh",
-    ".toml", ".ts", ".txt", ".yaml", ".yml",
+    ".c", ".cfg", ".cpp", ".h", ".lock", ".md", ".proto", ".pxd", ".pxi", ".py", ".pyi", ".pyx",
+    ".sh", ".toml", ".ts", ".txt", ".yaml", ".yml",
 }  # fmt: skip
 # Split, so that this file does not find itself.
 MACHINE_PATHS = re.compile("/" + "(work|root|opt/wheels|opt/pypi[a-z-]*|home/[a-z]+|tmp/[a-z]+)/")
@@ -231,7 +231,7 @@ def included_by(path: Path) -> set[str]:
 
 
 def native_files(folder: Path = CEXT) -> list[Path]:
-    suffixes = {".c", ".cpp", ".h", ".hpp", ".pxd", ".pyx"}
+    suffixes = {".c", ".cpp", ".h", ".hpp", ".pxd", ".pxi", ".pyx"}
     return sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
 
 
@@ -268,7 +268,7 @@ def test_no_cpp_file_is_longer_than_800_lines() -> None:
 def test_cython_sees_our_own_headers_alone() -> None:
     headers = {
         name
-        for path in (CEXT / "drafthouse_engine").glob("*.p[xy][dx]")
+        for path in (CEXT / "drafthouse_engine").rglob("*.p[xy][dxi]")
         for name in re.findall(r'extern\s+from\s+"([^"]+)"', path.read_text(encoding="utf-8"))
     }
     assert headers
