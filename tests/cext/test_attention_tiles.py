@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.support.built import built
 from tests.support.demo import MODELS, TARGETS, prompts
 
 from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
@@ -86,11 +86,8 @@ def test_a_piece_of_any_width_gives_the_logits_of_single_rows(
 
 def test_every_kind_of_attention_is_a_plain_sum() -> None:
     """Masks, biases by head, soft caps, sinks, types and shapes: no demo model has them all."""
-    if not KERNEL_TEST.exists():
-        assert not os.environ.get("CI"), "build/bin/attention_test is missing"
-        pytest.skip("build/bin/attention_test is not built: `make dev`")
     done = subprocess.run(
-        [str(KERNEL_TEST)], capture_output=True, text=True, timeout=500, check=False
+        [str(built("attention_test"))], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("ok: ")

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.support.built import built
 from tests.support.hand import DENSE, HYBRID, MODELS
 
 import drafthouse_engine
@@ -33,9 +34,7 @@ def test_header_is_plain_c11_and_stands_alone(tmp_path: Path) -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("arguments", [[], [DENSE], [HYBRID]])
 def test_c_program_gets_the_documented_codes(arguments: list[str]) -> None:
-    if not ABI_TEST.exists():
-        pytest.skip("build/bin/abi_test is not built: `make dev`")
-    command = [str(ABI_TEST), *[str(MODELS / name) for name in arguments]]
+    command = [str(built("abi_test")), *[str(MODELS / name) for name in arguments]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -148,8 +147,9 @@ def test_damaged_header_raises_and_never_aborts(tmp_path: Path, offset: int) -> 
     damaged[offset : offset + 8] = b"\xff" * 8
     path = tmp_path / "damaged.gguf"
     path.write_bytes(damaged)
-    with suppress(BadModel):  # any other error fails the test; an abort fails the whole run
+    with pytest.raises(BadModel) as caught:  # an abort fails the whole run
         Model(path).close()
+    assert caught.value.path == str(path)
 
 
 def test_model_without_heads_cannot_draft_with_mtp() -> None:

@@ -7,20 +7,14 @@ the slow path, llama.cpp's own.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.built import needs_extension
 from tests.support.demo import EAGLE3, MODELS, TARGETS, prompts
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(
-        importlib.util.find_spec("drafthouse_engine._spec") is None,
-        reason="the extension is not built; run `make build`",
-    ),
-]
+pytestmark = needs_extension()
 
 Generated = tuple[list[list[int]], list[list[float]]]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Protocol
 from unittest import mock
 
 import pytest
+from tests.support import built
 from tests.support.block_draft import block_draft
 from tests.support.gguf_copy import copied
 
@@ -58,13 +58,7 @@ ENGINES = {
     "hybrid-simple": ("tiny-qwen35-f16.gguf", "simple", "tiny-draft-f16.gguf"),
 }
 
-needs_extension = [
-    pytest.mark.model,
-    pytest.mark.skipif(
-        importlib.util.find_spec("drafthouse_engine._spec") is None,
-        reason="the extension is not built; run `make build`",
-    ),
-]
+needs_extension = built.needs_extension()
 
 
 class CountingEngine(Engine, Protocol):

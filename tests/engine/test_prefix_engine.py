@@ -7,10 +7,10 @@ samplers have: random states, penalties, grammars, acceptance.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
+from tests.support.built import needs_extension
 from tests.support.demo import Referee, config, prompts
 
 from drafthouse_server.config import Config
@@ -18,13 +18,7 @@ from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.errors import EngineError
 from drafthouse_server.step import PlanEntry, SamplingOptions, SequenceStatus, Start, StepPlan
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(
-        importlib.util.find_spec("drafthouse_engine._spec") is None,
-        reason="the extension is not built; run `make build`",
-    ),
-]
+pytestmark = needs_extension()
 
 ENGINES = [
     ("dense", "mtp"),

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.support.built import built
 
 from scripts import portability  # isort: skip  puts cext on the path
 
@@ -135,10 +136,7 @@ def test_a_damaged_generator_is_refused(rng_programs: list[Path]) -> None:
 
 @pytest.mark.model
 def test_llama_cpp_refuses_rollbacks_without_a_state() -> None:
-    program = PROGRAMS / "rollback_test"
-    if not program.exists():
-        assert not os.environ.get("CI"), "build/bin/rollback_test is missing"
-        pytest.skip("build/bin/rollback_test is not built: `make dev`")
+    program = built("rollback_test")
     model = ROOT / "models" / "tiny-qwen35-f16.gguf"
     done = subprocess.run([program, model], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n")
