@@ -15,7 +15,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build dev serve test test-deps unit verify fix gen bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability soak soak-starts tokenizer-counts
+.PHONY: help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability soak soak-starts tokenizer-counts
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -73,6 +73,9 @@ fix: dev ## repair what verify can repair
 
 gen: dev ## generate the Python stubs of protos/
 	@$(VENV)/python scripts/gen.py
+
+docs: dev ## write the pages of docs/ that list what the code declares
+	@$(VENV)/python -m scripts.reference
 
 bench: dev ## measure: streams × draft types; minutes
 	@$(VENV)/drafthouse-bench matrix $(ARGS)

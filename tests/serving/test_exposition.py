@@ -12,12 +12,19 @@ import pytest
 
 import drafthouse
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.serving.exposition import render
-from drafthouse_server.serving.metrics import Metrics
-from drafthouse_server.step import ResultEntry, SchedulerCounts, SequenceStatus, StepResult
+from drafthouse_server.serving import exposition
+from drafthouse_server.serving.exposition import MetricsEndpoint, reference, render
+from drafthouse_server.serving.metrics import Metrics, Statistics
+from drafthouse_server.step import (
+    ResultEntry,
+    SchedulerCounts,
+    SequenceStatus,
+    StepResult,
+    StepTimings,
+)
 
 if TYPE_CHECKING:
-    from tests.conftest import ServerFactory
+    from tests.conftest import Eventually, ServerFactory
 
 
 def values_of(text: str) -> dict[str, float]:
@@ -25,13 +32,15 @@ def values_of(text: str) -> dict[str, float]:
     values: dict[str, float] = {}
     kinds: dict[str, str] = {}
     for line in text.splitlines():
-        if found := re.fullmatch(r"# TYPE (\w+) (counter|gauge)", line):
+        if found := re.fullmatch(r"# TYPE (\w+) (counter|gauge|histogram)", line):
             assert found[1] not in kinds
             kinds[found[1]] = found[2]
         elif not re.fullmatch(r"# HELP \w+ [A-Z].*\.", line):
             found = re.fullmatch(r'(\w+)(\{\w+="(?:[^"\\]|\\.)*"\})? (\S+)', line)
             assert found, line
-            assert kinds[found[1]] == ("counter" if found[1].endswith("_total") else "gauge")
+            name = re.sub(r"_(bucket|sum|count)$", "", found[1])
+            if kinds.get(name) != "histogram":
+                assert kinds[found[1]] == ("counter" if found[1].endswith("_total") else "gauge")
             assert line.rpartition(" ")[0] not in values
             values[line.rpartition(" ")[0]] = float(found[3])
     assert text.endswith("\n")
@@ -51,9 +60,45 @@ def test_every_count_is_told_with_its_source() -> None:
     assert values['drafthouse_draft_tokens_total{source="ngram"}'] == 6
     assert values['drafthouse_accepted_tokens_total{source="ngram"}'] == 5
     assert values["drafthouse_draft_tokens_chosen_total"] == 10
-    assert values["drafthouse_draft_turns_total"] == 4
+    assert values["drafthouse_scheduled_decodes_total"] == 4
     assert values['drafthouse_requests_total{outcome="a\\"b\\\\c\\n"}'] == 1
     assert values["drafthouse_prompt_tokens_total"] == 7
+
+
+def test_the_phases_add_up_to_the_engines_time_and_no_phase_is_their_sum() -> None:
+    metrics = Metrics()
+    for total_s in (10.5, 9.0):  # the second by a clock that lies
+        timings = StepTimings(draft_s=1, decode_s=2, process_s=3, sample_s=4, total_s=total_s)
+        metrics.count_step(StepResult([], timings=timings))
+    values = values_of(render(metrics.statistics()))
+    phases = {key: value for key, value in values.items() if "engine_seconds" in key}
+    assert phases == {
+        f'drafthouse_engine_seconds_total{{phase="{phase}"}}': seconds
+        for phase, seconds in (
+            *(("draft", 2), ("decode", 4), ("process", 6), ("sample", 8), ("other", 0.5)),
+        )
+    }
+
+
+def test_buckets_count_all_up_to_their_bound() -> None:
+    metrics = Metrics()
+    for seconds in (0.0, 0.25, 0.26, 1e6):
+        metrics.first_token.observe(seconds)
+    values = values_of(render(metrics.statistics()))
+    name = "drafthouse_time_to_first_token_seconds"
+    buckets = {bound: values[f'{name}_bucket{{le="{bound}"}}'] for bound in ("0.1", "0.25", "0.5")}
+    assert buckets == {"0.1": 1, "0.25": 2, "0.5": 3}
+    assert values[f'{name}_bucket{{le="100.0"}}'] == 3
+    assert values[f'{name}_bucket{{le="+Inf"}}'] == values[f"{name}_count"] == 4
+    assert values[f"{name}_sum"] == pytest.approx(1e6 + 0.51)
+
+
+def test_every_metric_stands_in_the_reference_with_its_type() -> None:
+    text = render(Metrics().statistics())
+    kinds = dict(re.findall(r"# TYPE (\w+) (\w+)", text))
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| [A-Z].*\. \|$", reference(), re.MULTILINE)
+    assert dict(rows) == kinds
+    assert len(rows) == len(kinds) > 20
 
 
 async def fetch(port: int, request: bytes, host: str = "127.0.0.1") -> tuple[str, str]:
@@ -89,6 +134,74 @@ async def test_a_server_tells_its_metrics_and_survives_strange_clients(
     assert values['drafthouse_requests_total{outcome="length"}'] == 1
     assert values["drafthouse_output_tokens_total"] == 20
     assert values['drafthouse_drafts_total{source="drafter"}'] > 0
+    assert values["drafthouse_time_to_first_token_seconds_count"] == 1
+    n_gaps = values["drafthouse_inter_token_gap_seconds_count"]
+    assert n_gaps <= 19
+    assert values["drafthouse_time_per_output_token_seconds_count"] == min(1, n_gaps)
+
+
+async def test_connections_are_bounded_and_come_free_again(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(exposition, "_ANSWER_TIMEOUT_S", 1000.0)
+    endpoint = MetricsEndpoint(Metrics().statistics)
+    await endpoint.open("127.0.0.1", free_port)
+    request = b"GET /metrics HTTP/1.1\r\n\r\n"
+    silent = [await asyncio.open_connection("127.0.0.1", free_port) for _ in range(32)]
+    with contextlib.suppress(ConnectionError):
+        assert await fetch(free_port, request) == ("", "")
+    for _, writer in silent:
+        writer.close()
+    await eventually(lambda: endpoint.n_connections == 0)
+    assert (await fetch(free_port, request))[0] == "HTTP/1.1 200 OK"
+    endpoint.close()
+
+
+@pytest.mark.parametrize(("fresh_s", "n_read"), [(1000.0, 1), (-1.0, 3)])
+async def test_a_text_is_given_out_again_while_it_is_fresh(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, fresh_s: float, n_read: int
+) -> None:
+    monkeypatch.setattr(exposition, "_FRESH_S", fresh_s)
+    asked: list[Statistics] = []
+
+    def read() -> Statistics:
+        asked.append(Metrics(n_running=len(asked)).statistics())
+        return asked[-1]
+
+    endpoint = MetricsEndpoint(read)
+    await endpoint.open("127.0.0.1", free_port)
+    bodies = [(await fetch(free_port, b"GET /metrics HTTP/1.1\r\n\r\n"))[1] for _ in range(3)]
+    assert [values_of(body)["drafthouse_requests_running"] for body in bodies] == [
+        min(i, n_read - 1) for i in range(3)
+    ]
+    assert len(asked) == n_read
+    endpoint.close()
+
+
+async def test_a_client_that_does_not_read_is_hung_up_on(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(exposition, "_ANSWER_TIMEOUT_S", 0.05)
+    # More than the buffers of both sides hold.
+    monkeypatch.setattr(exposition, "render", lambda _: "x" * (64 << 20))
+    asked: list[Statistics] = []
+
+    def read() -> Statistics:
+        asked.append(Metrics().statistics())
+        return asked[0]
+
+    endpoint = MetricsEndpoint(read)
+    await endpoint.open("127.0.0.1", free_port)
+    with socket.create_connection(("127.0.0.1", free_port), timeout=100) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        await eventually(lambda: bool(asked))
+        await eventually(lambda: endpoint.n_connections == 0)
+        n_read = 0
+        with contextlib.suppress(ConnectionError):
+            while part := client.recv(1 << 20):
+                n_read += len(part)
+    assert n_read < 64 << 20
+    endpoint.close()
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from drafthouse_server.serving.metrics import DraftCounts, Metrics
+from drafthouse_server.serving.metrics import DraftCounts, Metrics, StreamTimer
 from drafthouse_server.step import (
     ResultEntry,
     SchedulerCounts,
@@ -72,3 +72,28 @@ def test_a_snapshot_does_not_change() -> None:
     assert before.acceptance_rate == 0.0
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.n_steps = 3  # type: ignore[misc]  # frozen on purpose
+
+
+def test_a_stream_is_timed_by_its_messages() -> None:
+    metrics = Metrics()
+    times = iter((10.0, 10.5, 12.5))
+    timer = StreamTimer(metrics, 7.0, lambda: next(times))
+    for n_tokens in (3, 1, 2):
+        timer.note(n_tokens)
+    timer.end()
+    statistics = metrics.statistics()
+    assert (statistics.first_token.n, statistics.first_token.sum_s) == (1, 3.0)
+    assert (statistics.message_gap.n, statistics.message_gap.sum_s) == (2, 2.5)
+    assert (statistics.output_token.n, statistics.output_token.sum_s) == (1, 0.5)
+
+
+@pytest.mark.parametrize("n_messages", [0, 1])
+def test_a_stream_of_one_message_has_no_time_per_token(n_messages: int) -> None:
+    metrics = Metrics()
+    timer = StreamTimer(metrics, 0.0, lambda: 1.0)
+    for _ in range(n_messages):
+        timer.note(5)
+    timer.end()
+    statistics = metrics.statistics()
+    assert statistics.first_token.n == n_messages
+    assert statistics.output_token.n == statistics.message_gap.n == 0

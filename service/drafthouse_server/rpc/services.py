@@ -33,6 +33,7 @@ from drafthouse_server.scheduling.sequence import (
 )
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
 from drafthouse_server.serving.loop import StepLoop
+from drafthouse_server.serving.metrics import StreamTimer
 from drafthouse_server.serving.outbox import Outbox
 from drafthouse_server.serving.requests import (
     Generation,
@@ -275,6 +276,7 @@ class GenerationService(GenerationServiceServicer):
     ) -> None:
         """Writes what the sequence yields. While one message is written, the next one collects."""
         output = Output(wanted, self._served.piece)
+        times = StreamTimer(self._served.loop.metrics, sequence.received_at, self._served.clock)
         while True:
             events = await outbox.receive()
             if wanted.has_progress and (progress := progress_message(events)) is not None:
@@ -284,11 +286,14 @@ class GenerationService(GenerationServiceServicer):
                 self._served.loop.finish(sequence)
             if response is not None:
                 await context.write(response)
+                if n_tokens := len(response.chunk.token_ids):
+                    times.note(n_tokens)
             end = events[-1]
             if isinstance(end, FinishEvent | ErrorEvent):
                 break
         if isinstance(end, ErrorEvent):
             raise end.error
+        times.end()
         await self._finish(output.result(end, sequence), end, context)
 
     async def _finish(

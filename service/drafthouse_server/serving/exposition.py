@@ -1,102 +1,303 @@
-"""Statistics for Prometheus: its text format, and the HTTP endpoint that gives it out."""
+"""Statistics for Prometheus: the list of metrics, their text, and the HTTP endpoint.
+
+`prometheus_client` writes the text. Its HTTP servers are not used: `start_http_server` starts a
+thread for each connection, as many as are opened, and waits for a silent client without a limit
+(version 0.26); the ASGI application needs a server of its own; the Twisted and aiohttp ones need
+these. The endpoint below answers on the event loop, and bounds the number of connections, the
+seconds and the bytes of each, and the texts written per second. The library's counters are not
+used either: the values are those of `Statistics`, read when they are asked for, so that nothing is
+counted twice and there is no global registry.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from prometheus_client import generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from drafthouse_server.config import bare_host
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.serving.metrics import Statistics
+from drafthouse_server.serving.metrics import (
+    Distribution,
+    DraftCounts,
+    Metrics,
+    Statistics,
+)
 
-__all__ = ["MetricsEndpoint", "render"]
+__all__ = ["MetricsEndpoint", "reference", "render"]
 
 _HEAD_BYTES_MAX = 8192
-_HEAD_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 5.0
+_N_CONNECTIONS_MAX = 32
+"""Connections that are answered at once. Prometheus opens one; more are hung up on."""
+
+_FRESH_S = 0.1
+"""Age up to which a text is given out again: it takes the event loop about 1 ms to write one, and
+nobody needs a key to ask."""
+
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_Value: TypeAlias = float | Mapping[str, float] | Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """One metric. Its value tells its kind, and "_total" in its name that it is a counter."""
+
+    name: str
+    """Name without the prefix "drafthouse_"."""
+    about: str
+    """What it counts, with the unit: one or more sentences."""
+    read: Callable[[Statistics], _Value]
+    """Returns the value: a number, numbers by the label's value, or a distribution."""
+    label: str = ""
+    """Name of the label; empty when there is none."""
+    label_about: str = ""
+    """Values of the label, for the reference."""
+
+    @property
+    def full_name(self) -> str:
+        """The name that Prometheus sees."""
+        return f"drafthouse_{self.name}"
+
+    @property
+    def kind(self) -> str:
+        """The type that Prometheus is told."""
+        if self.name.endswith("_total"):
+            return "counter"
+        is_histogram = isinstance(self.read(_NOTHING), Distribution)
+        return "histogram" if is_histogram else "gauge"
+
+    def metric(self, statistics: Statistics) -> Metric:
+        """Returns it in the library's form."""
+        value = self.read(statistics)
+        if isinstance(value, Distribution):
+            histogram = HistogramMetricFamily(self.full_name, self.about)
+            histogram.add_metric([], _buckets(value), value.sum_s)
+            return histogram
+        family = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
+        labels = [self.label] if self.label else []
+        metric = family(self.full_name, self.about, labels=labels)
+        for key, number in value.items() if isinstance(value, Mapping) else (("", value),):
+            metric.add_metric([key] if self.label else [], number)
+        return metric
+
+
+def _buckets(found: Distribution) -> list[tuple[str, float]]:
+    """Returns the counts up to each bound, and of all."""
+    n = 0
+    buckets: list[tuple[str, float]] = []
+    bounds = [*map(str, found.bounds_s), "+Inf"]
+    for bound, count in zip(bounds, found.counts, strict=True):
+        n += count
+        buckets.append((bound, n))
+    return buckets
+
+
+def _by_source(read: Callable[[DraftCounts], int]) -> Callable[[Statistics], Mapping[str, float]]:
+    return lambda s: {source: read(counts) for source, counts in s.by_source.items()}
+
+
+_SOURCES = "`drafter`: the MTP heads or the draft model; `ngram`: prompt lookup"
+
+_NOTHING = Metrics().statistics()
+
+_FAMILIES = (
+    _Family(
+        "requests_total",
+        "Requests that ended, by outcome.",
+        lambda s: s.n_requests,
+        "outcome",
+        "`stop`, `length`, `cancelled`, `deadline`, or the reason of an error",
+    ),
+    _Family("requests_running", "Requests that have a slot now.", lambda s: s.n_running),
+    _Family("requests_waiting", "Requests that wait for a slot now.", lambda s: s.n_waiting),
+    _Family(
+        "requests_preempted",
+        "Requests that lost their slot to others and have not resumed.",
+        lambda s: s.scheduler.n_parked,
+    ),
+    _Family(
+        "time_to_first_token_seconds",
+        "Time from the receipt of a request to its first message with a token.",
+        lambda s: s.first_token,
+    ),
+    _Family(
+        "time_per_output_token_seconds",
+        "Time from the first to the last message of a stream, divided by its output tokens less"
+        " one. Streams of one message are left out.",
+        lambda s: s.output_token,
+    ),
+    _Family(
+        "inter_token_gap_seconds",
+        "Gap between two messages with tokens of one stream. A message may carry several tokens.",
+        lambda s: s.message_gap,
+    ),
+    _Family(
+        "prompt_tokens_total", "Prompt tokens of requests that ended.", lambda s: s.n_prompt_tokens
+    ),
+    _Family(
+        "output_tokens_total",
+        "Tokens generated by requests that ended.",
+        lambda s: s.n_output_tokens,
+    ),
+    _Family("steps_total", "Steps that succeeded.", lambda s: s.n_steps),
+    _Family("steps_failed_total", "Steps that the engine lost.", lambda s: s.n_steps_failed),
+    _Family("batch_tokens_total", "Tokens in the target's decodes.", lambda s: s.n_batch_tokens),
+    _Family(
+        "engine_seconds_total",
+        "Seconds spent inside the engine, by phase.",
+        lambda s: {
+            "draft": s.draft_s,
+            "decode": s.decode_s,
+            "process": s.process_s,
+            "sample": s.sample_s,
+            "other": s.other_s,
+        },
+        "phase",
+        "`draft`; `decode` (the target); `process` (feeding the drafter); `sample` (sampling and"
+        " verification); `other`",
+    ),
+    _Family(
+        "host_seconds_total",
+        "Seconds between two steps, in which the engine waits for the scheduler.",
+        lambda s: s.host_s,
+    ),
+    _Family(
+        "fan_out_seconds_total",
+        "Seconds that the event loop spent on handing new tokens to their streams.",
+        lambda s: s.fan_out_s,
+    ),
+    _Family(
+        "scheduled_decodes_total",
+        "Scheduled decodes: one per generating request and step.",
+        lambda s: s.scheduler.n_planned,
+    ),
+    _Family(
+        "draft_tokens_chosen_total",
+        "Draft tokens chosen (K), summed over scheduled decodes.",
+        lambda s: s.scheduler.n_draft_planned,
+    ),
+    _Family(
+        "drafts_total",
+        "Drafts verified, by source.",
+        _by_source(lambda counts: counts.n_drafts),
+        "source",
+        _SOURCES,
+    ),
+    _Family(
+        "draft_tokens_total",
+        "Draft tokens verified, by source.",
+        _by_source(lambda counts: counts.n_drafted),
+        "source",
+        _SOURCES,
+    ),
+    _Family(
+        "accepted_tokens_total",
+        "Draft tokens accepted, by source.",
+        _by_source(lambda counts: counts.n_accepted),
+        "source",
+        _SOURCES,
+    ),
+    _Family(
+        "estimator_resets_total",
+        "Times that an estimator failed and started over; the log tells of the first time.",
+        lambda s: s.scheduler.n_estimator_resets,
+    ),
+    _Family(
+        "preemptions_total",
+        "Times that a request lost its slot to others.",
+        lambda s: s.scheduler.n_preempted,
+    ),
+    _Family(
+        "resumes_total",
+        "Times that a preempted request got a slot again.",
+        lambda s: s.scheduler.n_resumed,
+    ),
+    _Family(
+        "recomputed_tokens_total",
+        "Tokens of preempted requests that were computed again.",
+        lambda s: s.scheduler.n_recomputed,
+    ),
+    _Family(
+        "preempted_bytes",
+        "Bytes of host memory that preempted requests take now.",
+        lambda s: s.scheduler.n_parked_bytes,
+    ),
+    _Family(
+        "prefix_lookups_total",
+        "Prompts that were looked up in the prefix cache.",
+        lambda s: s.scheduler.n_prefix_lookups,
+    ),
+    _Family(
+        "prefix_hits_total",
+        "Prompts of which the prefix cache had a part.",
+        lambda s: s.scheduler.n_prefix_hits,
+    ),
+    _Family(
+        "prefix_lookup_tokens_total",
+        "Tokens of prompts that were looked up in the prefix cache.",
+        lambda s: s.scheduler.n_prefix_tokens,
+    ),
+    _Family(
+        "reused_tokens_total",
+        "Prompt tokens that the prefix cache had, so that they were not computed again.",
+        lambda s: s.scheduler.n_reused,
+    ),
+    _Family(
+        "prefix_evictions_total",
+        "Prefixes that had to leave a slot or host memory.",
+        lambda s: s.scheduler.n_prefix_evicted,
+    ),
+    _Family(
+        "prefix_bytes",
+        "Bytes of host memory that prefixes take now.",
+        lambda s: s.scheduler.n_prefix_bytes,
+    ),
+    _Family(
+        "slots_retained",
+        "Slots without a request that keep a prefix now.",
+        lambda s: s.scheduler.n_retained,
+    ),
+)
+
+
+class _Snapshot(Collector):
+    """Statistics of one moment, as the library reads them."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every metric."""
+        for family in _FAMILIES:
+            yield family.metric(self._statistics)
 
 
 def render(statistics: Statistics) -> str:
-    """Returns statistics in Prometheus's text format.
-
-    Means are for the reader to make over any span: K chosen is `draft_tokens_chosen` over
-    `draft_turns`, the length of drafts `draft_tokens` over `drafts`, acceptance `accepted_tokens`
-    over `draft_tokens`, each by source where it has one.
-
-    Source: prometheus.io/docs/instrumenting/exposition_formats, text format 0.0.4.
-    """
-    return "".join(_lines(statistics))
+    """Returns statistics in Prometheus's text format 0.0.4."""
+    return generate_latest(_Snapshot(statistics)).decode()
 
 
-def _lines(s: Statistics) -> Iterator[str]:
-    counts, sources = s.scheduler, s.by_source
-    yield from _counter("requests", "Requests that ended, by outcome.", s.n_requests, "outcome")
-    yield from _gauge("running", "Requests with a slot.", s.n_running)
-    yield from _gauge("waiting", "Requests without a slot.", s.n_waiting)
-    yield from _counter("prompt_tokens", "Prompt tokens of ended requests.", s.n_prompt_tokens)
-    yield from _counter("output_tokens", "Tokens generated by ended requests.", s.n_output_tokens)
-    yield from _counter("steps", "Steps that succeeded.", s.n_steps)
-    yield from _counter("steps_failed", "Steps that the engine lost.", s.n_steps_failed)
-    yield from _counter(
-        "estimator_resets",
-        "Times that an estimator failed and started over; the log tells of the first time.",
-        counts.n_estimator_resets,
-    )
-    yield from _counter("batch_tokens", "Tokens of the target's decodes.", s.n_batch_tokens)
-    drafts = {source: found.n_drafts for source, found in sources.items()}
-    yield from _counter("drafts", "Drafts verified, by who proposed them.", drafts, "source")
-    drafted = {source: found.n_drafted for source, found in sources.items()}
-    yield from _counter("draft_tokens", "Draft tokens verified.", drafted, "source")
-    accepted = {source: found.n_accepted for source, found in sources.items()}
-    yield from _counter("accepted_tokens", "Draft tokens accepted.", accepted, "source")
-    yield from _counter(
-        "draft_turns", "Parts of steps in which a request generated.", counts.n_planned
-    )
-    yield from _counter(
-        "draft_tokens_chosen", "Draft tokens chosen (K) for them.", counts.n_draft_planned
-    )
-    parts = {"draft": s.draft_s, "decode": s.decode_s, "process": s.process_s}
-    parts |= {"sample": s.sample_s, "engine": s.engine_s, "host": s.host_s}
-    parts |= {"fan_out": s.fan_out_s}
-    yield from _counter(
-        "seconds", "Seconds by part: of the engine's, and all of it; between steps.", parts, "part"
-    )
-    yield from _gauge(
-        "parked", "Requests that were parked and have not come back.", counts.n_parked
-    )
-    yield from _gauge("parked_bytes", "Bytes of their snapshots.", counts.n_parked_bytes)
-    yield from _counter("preempted", "Times that a request was parked.", counts.n_preempted)
-    yield from _counter("resumed", "Times that one came back.", counts.n_resumed)
-    yield from _counter("recomputed_tokens", "Tokens computed again for it.", counts.n_recomputed)
-    yield from _counter(
-        "prefix_lookups", "Prompts looked up among prefixes.", counts.n_prefix_lookups
-    )
-    yield from _counter("prefix_hits", "Of these, found.", counts.n_prefix_hits)
-    yield from _counter("reused_tokens", "Prompt tokens not computed again.", counts.n_reused)
-    yield from _gauge("retained", "Slots that hold an ended request's tokens.", counts.n_retained)
-
-
-def _gauge(name: str, about: str, value: float) -> Iterator[str]:
-    yield from _metric(f"drafthouse_{name}", "gauge", about, {"": value})
-
-
-def _counter(
-    name: str, about: str, values: float | Mapping[str, float], label: str = ""
-) -> Iterator[str]:
-    by_label = values if isinstance(values, Mapping) else {"": values}
-    labelled = {f'{{{label}="{_escape(key)}"}}' if label else "": v for key, v in by_label.items()}
-    yield from _metric(f"drafthouse_{name}_total", "counter", about, labelled)
-
-
-def _metric(name: str, kind: str, about: str, values: Mapping[str, float]) -> Iterator[str]:
-    yield f"# HELP {name} {about}\n# TYPE {name} {kind}\n"
-    for labels, value in values.items():
-        yield f"{name}{labels} {value}\n"
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def reference() -> str:
+    """Returns the list of metrics as a Markdown table."""
+    lines = ["| metric | type | meaning |", "|---|---|---|"]
+    for family in _FAMILIES:
+        label = f" `{family.label}` is {family.label_about}." if family.label else ""
+        lines.append(f"| `{family.full_name}` | {family.kind} | {family.about}{label} |")
+    return "\n".join(lines) + "\n"
 
 
 class MetricsEndpoint:
@@ -112,6 +313,10 @@ class MetricsEndpoint:
     def __init__(self, read: Callable[[], Statistics]) -> None:
         self._read = read
         self._server: asyncio.Server | None = None
+        self.n_connections = 0
+        """Connections that are answered now."""
+        self._text = ""
+        self._written_at = -math.inf
 
     async def open(self, host: str, port: int) -> None:
         """Listens.
@@ -134,18 +339,24 @@ class MetricsEndpoint:
             self._server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Whoever hangs up, says nothing, or says too much, is not worth a word in the log.
+        if self.n_connections >= _N_CONNECTIONS_MAX:
+            writer.transport.abort()
+            return
+        self.n_connections += 1
+        # A client that hangs up, says nothing, says too much, or does not read, is not worth a
+        # word in the log.
         gone = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
         try:
             with contextlib.suppress(*gone):
-                async with asyncio.timeout(_HEAD_TIMEOUT_S):
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                     head = await reader.readuntil(b"\r\n\r\n")
                     writer.write(self._response(head))
-                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
         finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            self.n_connections -= 1
+            # `close` alone would wait for a client that never reads its answer.
+            writer.transport.abort()
 
     def _response(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
@@ -156,9 +367,16 @@ class MetricsEndpoint:
         elif method != b"GET":
             status, text = "405 Method Not Allowed", "GET /metrics\n"
         else:
-            text = render(self._read())
+            text = self._current_text()
         body = text.encode()
         return (
             f"HTTP/1.1 {status}\r\nContent-Type: {_CONTENT_TYPE}\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         ).encode() + body
+
+    def _current_text(self) -> str:
+        now = asyncio.get_running_loop().time()
+        if now - self._written_at > _FRESH_S:
+            self._text = render(self._read())
+            self._written_at = now
+        return self._text

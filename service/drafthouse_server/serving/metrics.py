@@ -1,14 +1,76 @@
-"""What the server counts. Plain values; how they are exported is somebody else's business."""
+"""What the server counts and times, as plain values; `exposition` writes them for Prometheus."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from drafthouse_server.step import SchedulerCounts, StepResult
 
-__all__ = ["DraftCounts", "Metrics", "Statistics"]
+__all__ = [
+    "Distribution",
+    "DraftCounts",
+    "Histogram",
+    "Metrics",
+    "Statistics",
+    "StreamTimer",
+]
+
+_FIRST_TOKEN_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),
+)
+"""Upper bounds of the buckets of the time to first token, seconds."""
+
+_TOKEN_BOUNDS_S = (
+    *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+"""Upper bounds of the buckets of times between tokens, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Durations counted in buckets. Counts only grow."""
+
+    bounds_s: tuple[float, ...] = ()
+    """Upper bounds of the buckets, in seconds, rising; a bound belongs to its own bucket."""
+    counts: tuple[int, ...] = (0,)
+    """Durations in each bucket; the last bucket holds those above all bounds."""
+    sum_s: float = 0.0
+    """Sum of all durations, seconds."""
+
+    @property
+    def n(self) -> int:
+        """Number of durations."""
+        return sum(self.counts)
+
+
+class Histogram:
+    """Counts durations in buckets.
+
+    Args:
+        bounds_s: Upper bounds of the buckets, seconds, rising.
+
+    Thread:
+        Event loop only.
+    """
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, duration_s: float) -> None:
+        """Counts one duration, in seconds."""
+        self._counts[bisect_left(self._bounds_s, duration_s)] += 1
+        self._sum_s += duration_s
+
+    def distribution(self) -> Distribution:
+        """Returns the counts as they are now."""
+        return Distribution(self._bounds_s, tuple(self._counts), self._sum_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +135,14 @@ class Statistics:
     """Seconds between steps: the engine waits while Python reaps, plans and commits."""
     fan_out_s: float
     """Seconds of the event loop spent on handing out what steps yielded, while the next one ran."""
+    other_s: float = 0.0
+    """Seconds inside the engine that belong to none of its four phases."""
+    first_token: Distribution = Distribution()
+    """Times to first token."""
+    output_token: Distribution = Distribution()
+    """Times per output token after the first message."""
+    message_gap: Distribution = Distribution()
+    """Gaps between messages that carry tokens."""
     given: DraftCounts = DraftCounts()
     """Of the drafts, those that were found in what was said before, and not made by the drafter."""
     scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
@@ -126,6 +196,12 @@ class Metrics:
     """Seconds spent on fan-out."""
     scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
     """How slots and cells were shared."""
+    first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_BOUNDS_S))
+    """Times from the receipt of a request to its first message with a token."""
+    output_token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_BOUNDS_S))
+    """Times per output token of streams that ended."""
+    message_gap: Histogram = field(default_factory=lambda: Histogram(_TOKEN_BOUNDS_S))
+    """Gaps between two messages with tokens of one stream."""
     _n_requests: Counter[str] = field(default_factory=Counter)
     _n_prompt_tokens: int = 0
     _n_output_tokens: int = 0
@@ -142,6 +218,7 @@ class Metrics:
     _process_s: float = 0.0
     _sample_s: float = 0.0
     _engine_s: float = 0.0
+    _other_s: float = 0.0
 
     def count_step(self, result: StepResult) -> None:
         """Counts one successful step, or a run of them."""
@@ -163,6 +240,9 @@ class Metrics:
         self._process_s += timings.process_s
         self._sample_s += timings.sample_s
         self._engine_s += timings.total_s
+        phases_s = timings.draft_s + timings.decode_s + timings.process_s + timings.sample_s
+        # Never negative: a counter that falls reads as a restart.
+        self._other_s += max(0.0, timings.total_s - phases_s)
 
     def count_request(self, outcome: str, n_prompt: int, n_output: int) -> None:
         """Counts one request that ended, or was refused.
@@ -197,6 +277,57 @@ class Metrics:
             engine_s=self._engine_s,
             host_s=self.host_s,
             fan_out_s=self.fan_out_s,
+            other_s=self._other_s,
+            first_token=self.first_token.distribution(),
+            output_token=self.output_token.distribution(),
+            message_gap=self.message_gap.distribution(),
             given=DraftCounts(self._n_drafts_given, self._n_drafted_given, self._n_accepted_given),
             scheduler=self.scheduler,
         )
+
+
+class StreamTimer:
+    """Times the messages of one stream.
+
+    A message may carry the tokens of several steps, so a gap between messages is no gap between
+    tokens: the time per output token tells that, in the mean over a stream.
+
+    Args:
+        metrics: Takes the times.
+        received_at: When the request was received, by the clock.
+        clock: Monotonic time in seconds.
+
+    Thread:
+        Event loop only.
+    """
+
+    def __init__(self, metrics: Metrics, received_at: float, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._received_at = received_at
+        self._clock = clock
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._n_messages = 0
+        self._n_tokens = 0
+
+    def note(self, n_tokens: int) -> None:
+        """Notes that a message with tokens has been written.
+
+        Args:
+            n_tokens: Tokens that the message carries, >= 1.
+        """
+        now = self._clock()
+        if self._n_messages:
+            self._metrics.message_gap.observe(now - self._last_at)
+        else:
+            self._first_at = now
+            self._metrics.first_token.observe(now - self._received_at)
+        self._last_at = now
+        self._n_messages += 1
+        self._n_tokens += n_tokens
+
+    def end(self) -> None:
+        """Notes that the stream has ended; one message alone has no time per token."""
+        if self._n_messages > 1:
+            span_s = self._last_at - self._first_at
+            self._metrics.output_token.observe(span_s / (self._n_tokens - 1))
