@@ -366,13 +366,3 @@ class SchedulerCounts:
     """Draft tokens chosen for them (K), over all."""
     n_estimator_resets: int = 0
     """Times that an estimator failed and started over; streams go on."""
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of the prompts that went on from a prefix; 0 without any."""
-        return self.n_prefix_hits / self.n_prefix_lookups if self.n_prefix_lookups else 0.0
-
-    @property
-    def reuse_rate(self) -> float:
-        """Share of the prompt tokens that were not computed again; 0 without any."""
-        return self.n_reused / self.n_prefix_tokens if self.n_prefix_tokens else 0.0

@@ -117,8 +117,8 @@ async def test_three_turns_reuse_what_was_computed_and_change_nothing(
     n_reused = sum(r.usage.reused_prompt_tokens for turns in talks for _, r in turns)
     assert counts.n_reused == n_reused
     assert counts.n_prefix_hits == N_TALKS * (N_TURNS - 1)
-    assert counts.prefix_hit_rate == pytest.approx((N_TURNS - 1) / N_TURNS)
-    assert counts.reuse_rate > 0.4
+    assert counts.n_prefix_lookups == N_TALKS * N_TURNS
+    assert counts.n_reused > 0.4 * counts.n_prefix_tokens
     if case[1] != "none":
         assert accepted(talks) >= ACCEPTANCE_SHARE * accepted(plain)
 

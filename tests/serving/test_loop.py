@@ -78,7 +78,9 @@ def make(loop: StepLoop, text: str = "hello", n_output_max: int = 10, **more: ob
 
 async def collect(outbox: Outbox) -> tuple[list[int], Event]:
     """Returns all tokens and the terminal event."""
-    events = [event async for event in outbox]
+    events: list[Event] = []
+    while more := await outbox.receive():
+        events += more
     tokens = [token for e in events[:-1] if isinstance(e, TokensEvent) for token in e.tokens]
     assert len(events) - 1 == sum(isinstance(e, TokensEvent) for e in events)
     return tokens, events[-1]

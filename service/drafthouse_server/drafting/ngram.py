@@ -184,11 +184,6 @@ class NgramPool:
         self._shelves: OrderedDict[str, _Shelf] = OrderedDict()
         self._due: deque[tuple[str, list[int], int, int]] = deque(maxlen=_N_CHUNKS_DUE_MAX)
 
-    @property
-    def n_due(self) -> int:
-        """Chunks that are not indexed yet."""
-        return len(self._due)
-
     def n_tokens(self, tenant: str) -> int:
         """Returns the tokens kept of a tenant, <= n_tokens_max."""
         shelf = self._shelves.get(tenant)

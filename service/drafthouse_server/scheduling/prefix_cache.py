@@ -133,11 +133,6 @@ class PrefixCounts:
     n_evicted: int = 0
     """Prefixes that had to leave a slot or host memory."""
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the prompt tokens that was not computed again; 0 without any."""
-        return self.n_reused / self.n_prompt_tokens if self.n_prompt_tokens else 0.0
-
 
 class PrefixCache:
     """Finds, keeps and gives up prefixes. It holds no cells itself: the engine's slots do.
@@ -186,11 +181,6 @@ class PrefixCache:
     def can_cut_host(self) -> bool:
         """Whether a prefix in host memory can be used in part, however long it is."""
         return self._can_cut and self._n_window == 0
-
-    @property
-    def n_retained(self) -> int:
-        """Slots that hold an ended sequence's tokens."""
-        return sum(prefix.tier is Tier.RETAINED for prefix in self._slots.values())
 
     @property
     def has_host(self) -> bool:
@@ -384,19 +374,6 @@ class PrefixCache:
     def n_cut_min_of_snapshot(self, n_tokens: int) -> int:
         """Returns the fewest tokens that can be kept of a snapshot of so many, but 0."""
         return n_tokens - 1 if 0 < self._n_window < n_tokens else 0
-
-    def clear(self, tenant: str | None = None) -> list[int]:
-        """Forgets everything, or all of one tenant, but what running sequences hold.
-
-        Returns:
-            The slots that were retained; the caller gives them back.
-        """
-        seq_ids = [p.seq_id for p in self.retained() if tenant in (None, p.tenant)]
-        for seq_id in seq_ids:
-            self.drop(seq_id)
-        for prefix in [p for p in self._hosted if tenant in (None, p.tenant)]:
-            self._forget_hosted(prefix)
-        return seq_ids
 
     def tell_counts(self, counts: SchedulerCounts) -> None:
         """Puts in what is counted here."""

@@ -89,11 +89,6 @@ class DraftCounts:
         """Accepted share of the draft tokens; 0 without any."""
         return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
 
-    @property
-    def mean_length(self) -> float:
-        """Tokens of a draft; 0 without any."""
-        return self.n_drafted / self.n_drafts if self.n_drafts else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -147,16 +142,6 @@ class Statistics:
     """Of the drafts, those that were found in what was said before, and not made by the drafter."""
     scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
     """How slots and cells were shared."""
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted share of the draft tokens; 0 without any."""
-        return self.drafts.acceptance_rate
-
-    @property
-    def drafts(self) -> DraftCounts:
-        """All drafts."""
-        return DraftCounts(self.n_drafts, self.n_drafted, self.n_accepted)
 
     @property
     def by_source(self) -> Mapping[str, DraftCounts]:

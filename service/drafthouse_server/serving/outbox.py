@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from drafthouse_server.scheduling.sequence import ErrorEvent, Event, FinishEvent
 
@@ -29,7 +29,6 @@ class Outbox:
 
     It never makes the loop wait: a reader who is slow, or gone, holds no slot. The sequence's
     output limit bounds it.
-    Use: `async for event in outbox`, or `receive` for all that is ready.
     """
 
     def __init__(self) -> None:
@@ -77,12 +76,6 @@ class Outbox:
         events, self._events = self._events, []
         self._is_over = isinstance(events[-1], FinishEvent | ErrorEvent)
         return events
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yields the events, the terminal one last."""
-        while events := await self.receive():
-            for event in events:
-                yield event
 
 
 class Pacer:
