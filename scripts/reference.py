@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from drafthouse_server.cli import settings
 from drafthouse_server.serving import exposition
 
 __all__ = ["MARKER", "pages"]
@@ -15,7 +16,7 @@ MARKER = "<!-- What follows is written by `make docs`. -->\n"
 """The line up to which a page is written by hand."""
 
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
-_LISTS = {"metrics.md": exposition.reference}
+_LISTS = {"configuration.md": settings.reference, "metrics.md": exposition.reference}
 
 
 def pages() -> dict[Path, str]:

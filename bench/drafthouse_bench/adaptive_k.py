@@ -100,21 +100,21 @@ class Contender:
 def _contenders(arguments: argparse.Namespace, n_streams: int, rate: str) -> list[Contender]:
     common: dict[str, Any] = {
         "model": str(MODELS / DEMOS[arguments.model][0]),
-        "n_seq_max": n_streams,
-        "n_ctx_seq": 512,
-        "has_prefix_cache": False,
+        "parallel": n_streams,
+        "max_model_len": 512,
+        "prefix_cache": False,
     }
     drafted: dict[str, Any] = {
         "draft_type": arguments.draft,
-        "draft_model": str(draft_models(arguments.model).get(arguments.draft, "")),
+        "model_draft": str(draft_models(arguments.model).get(arguments.draft, "")),
     }
     if rate != "real":
         drafted["synth_rates"] = tuple(
-            f"{float(rate) ** (k + 1):.6f}" for k in range(Config().n_draft_max)
+            f"{float(rate) ** (k + 1):.6f}" for k in range(Config().draft_max)
         )
     cases = {"none": {"draft_type": "none"}}
     for n in arguments.fixed:
-        cases[f"K={n}"] = drafted | {"draft_policy": "fixed", "n_draft_default": n}
+        cases[f"K={n}"] = drafted | {"draft_policy": "fixed", "draft_default": n}
     cases["adaptive"] = drafted
     return [
         Contender(name, Config(**common | case), n_streams, arguments.mixed)

@@ -175,9 +175,9 @@ async def measure(program: Path, options: argparse.Namespace) -> list[Seen]:
         model=str(ROOT / "models" / "tiny-mimo2-f16.gguf"),
         name="demo",
         draft_type=options.draft,
-        n_seq_max=options.streams,
-        n_threads=options.threads,
-        has_prefix_cache=False,  # the same prompts are sent again: they must be computed again
+        parallel=options.streams,
+        threads=options.threads,
+        prefix_cache=False,  # the same prompts are sent again: they must be computed again
         log_level="warning",
     )
     async with (

@@ -171,7 +171,7 @@ class Round:
 async def measure(case: Case) -> str:
     """Runs one case and returns its line, of the round that was disturbed the least."""
     engine = PacedEngine(case.n_streams, case.step_s, is_busy=case.is_busy, n_draft=case.n_draft)
-    config = Config(port=0, n_seq_max=case.n_streams, n_draft_default=0, log_level="error")
+    config = Config(port=0, parallel=case.n_streams, draft_default=0, log_level="error")
     ideal_s = min(engine.ideal_s() for _ in range(3))
     server = Server(config, lambda: engine)
     await server.startup()

@@ -90,14 +90,14 @@ class Plan:
         return Config(
             model=str(contenders.target),
             draft_type=draft_type,
-            draft_model=str(contenders.drafts.get(draft_type, "")),
-            n_seq_max=n_streams,
-            n_ctx_seq=_N_PROMPT_MAX + self.n_output + N_DRAFT + 1,
-            n_threads=self.n_threads,
-            n_draft_max=N_DRAFT,
+            model_draft=str(contenders.drafts.get(draft_type, "")),
+            parallel=n_streams,
+            max_model_len=_N_PROMPT_MAX + self.n_output + N_DRAFT + 1,
+            threads=self.n_threads,
+            draft_max=N_DRAFT,
             draft_policy="fixed",  # as the bare loop, which knows nothing else
-            n_draft_default=N_DRAFT,
-            has_prefix_cache=False,  # every prompt is computed, as by the bare loop
+            draft_default=N_DRAFT,
+            prefix_cache=False,  # every prompt is computed, as by the bare loop
             log_level="warning",
         )
 

@@ -16,6 +16,7 @@ from typing import IO
 
 from drafthouse_bench.load import Load
 from drafthouse_server.cli.serve import LISTENS_AT
+from drafthouse_server.cli.settings import flags_of
 from drafthouse_server.config import Config
 
 __all__ = [
@@ -141,20 +142,7 @@ async def _start(
 
 def server_flags(config: Config) -> list[str]:
     """Returns the flags of `drafthouse serve` for settings that are not the default."""
-    flags = ["--port", "0"]
-    default = Config()
-    for setting in dataclasses.fields(Config):
-        value = getattr(config, setting.name)
-        if setting.name != "port" and value != getattr(default, setting.name):
-            text = _flag_text(value)
-            flags += [f"--{setting.name.replace('_', '-')}", text]
-    return flags
-
-
-def _flag_text(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return flags_of(dataclasses.replace(config, port=0))
 
 
 def _last_line(log: IO[bytes]) -> str:
@@ -179,7 +167,7 @@ async def run_bare(program: Path, config: Config, load: Load) -> BareResult:
 
     Args:
         program: `step_bench`, as `make build` makes it.
-        config: Settings; it runs n_seq_max streams.
+        config: Settings; it runs `parallel` streams.
         load: What to send.
 
     Raises:
@@ -218,18 +206,18 @@ def bare_flags(config: Config, load: Load, prompts: str) -> list[str]:
     flags = {
         "model": config.model,
         "draft-type": config.draft_type,
-        "draft-model": config.draft_model,
+        "draft-model": config.model_draft,
         "prompts": prompts,
-        "n-seq": config.n_seq_max,
-        "n-draft": config.n_draft_default,
+        "n-seq": config.parallel,
+        "n-draft": config.draft_default,
         "n-gen": load.n_output,
         "n-requests": len(load.prompts),
-        "n-ctx-seq": config.n_ctx_seq,
-        "n-batch": config.n_batch,
-        "n-ubatch": config.n_ubatch,
-        "threads": config.n_threads,
+        "n-ctx-seq": config.max_model_len,
+        "n-batch": config.batch_size,
+        "n-ubatch": config.ubatch_size,
+        "threads": config.threads,
         "ignore-eos": 1,
-        "kv-unified": int(config.is_kv_unified),
+        "kv-unified": int(config.kv_unified),
     }
     given = {name: value for name, value in flags.items() if value != ""}
     return [text for name, value in given.items() for text in (f"--{name}", str(value))]

@@ -49,7 +49,7 @@ def run(engine: LlamaEngine, config: Config, load: str, n_output: int) -> tuple[
     """Returns tokens per second of a crowd that fills all slots, and what was counted."""
     scheduler, metrics = make_scheduler(engine, config), Metrics()
     texts = prompts(load)
-    n_waiting = config.n_seq_max * N_REQUESTS
+    n_waiting = config.parallel * N_REQUESTS
     n_emitted, started = 0, time.perf_counter()
     for i in range(n_waiting):
         tokens = engine.tokenize(next(texts), add_special=True, parse_special=False)
@@ -85,13 +85,13 @@ def main() -> None:
         config = Config(
             model=options.model,
             draft_type=options.draft_type,
-            draft_model=options.draft_model,
-            n_seq_max=streams,
-            n_ctx_seq=1024,
-            n_draft_max=options.n_draft_max,
-            n_threads=options.threads,
+            model_draft=options.draft_model,
+            parallel=streams,
+            max_model_len=1024,
+            draft_max=options.n_draft_max,
+            threads=options.threads,
         )
-        first = dataclasses.replace(config, has_ngram_first=True, n_ngram_pool_max=options.pool)
+        first = dataclasses.replace(config, prompt_lookup=True, prompt_lookup_pool=options.pool)
         engine = LlamaEngine.load(config)
         for load in options.loads.split(","):
             speeds: list[list[float]] = [[], []]

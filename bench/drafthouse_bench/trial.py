@@ -113,19 +113,19 @@ def _arms(cell: Cell, n_threads: int) -> list[Contender]:
     n_prompt = 24 if target.is_random else 64
     common: dict[str, Any] = {
         "model": str(target.path),
-        "n_seq_max": cell.n_streams,
-        "n_ctx_seq": 320,
-        "n_threads": n_threads,
-        "has_prefix_cache": False,
+        "parallel": cell.n_streams,
+        "max_model_len": 320,
+        "threads": n_threads,
+        "prefix_cache": False,
     }
-    drafted: dict[str, Any] = {"draft_type": "mtp", "n_draft_max": _N_DRAFT_MAX}
+    drafted: dict[str, Any] = {"draft_type": "mtp", "draft_max": _N_DRAFT_MAX}
     if acceptance is not None:
         rates = [acceptance**k for k in range(1, _N_DRAFT_MAX + 1)]
         drafted["synth_rates"] = tuple(f"{rate:.6f}" for rate in rates)
     cases: dict[str, dict[str, Any]] = dict.fromkeys(CHOOSERS, drafted)
     cases["none"] = {"draft_type": "none"}
     for k in range(1, _N_DRAFT_MAX + 1):
-        cases[f"K={k}"] = drafted | {"draft_policy": "fixed", "n_draft_default": k}
+        cases[f"K={k}"] = drafted | {"draft_policy": "fixed", "draft_default": k}
     return [
         Contender(
             name,

@@ -1,33 +1,39 @@
-"""The server's settings.
+"""The server's settings: one declaration each, with name, type, default, rule and help.
 
-Defaults < TOML file < environment (`DRAFTHOUSE_*`) < command-line flags.
+The flag (`--parallel`), the environment variable (`DRAFTHOUSE_PARALLEL`), the key of the TOML file
+and the attribute of `Config` have one name. Where llama-server or vLLM has that name, it means what
+it means there. `cli.settings` reads the sources and writes help, example and reference from what is
+declared here.
+
+Why not `pydantic-settings` (tried: 2.16.3 with pydantic 2.14.3): it would replace some 80 lines,
+which turn texts and TOML values into types. The rest stays ours, because it ignores a variable that
+is no setting, knows no "did you mean", applies no prefix to old names, warns of none, reads a list
+from a variable as JSON alone, takes `"3"` in TOML for a number, and its errors name no source and
+show what was given, a key too. It brings six packages of 11 MB, one of them compiled, and imports
+for 206 ms, where argparse and tomllib take 21.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
+import functools
 import ipaddress
-import os
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
-from drafthouse_server.errors import ConfigError, UnknownSetting
+from drafthouse_server.errors import ConfigError
+from drafthouse_server.setting import ALL, Rule, Setting, all_or_between, between, declare, one_of
 
 __all__ = [
     "AUTOMATIC",
     "DRAFT_POLICIES",
     "DRAFT_TYPES",
+    "SETTINGS",
     "Config",
-    "add_flags",
     "bare_host",
-    "describe",
     "is_loopback",
-    "load",
 ]
 
 DRAFT_TYPES = (
@@ -52,50 +58,13 @@ DRAFT_POLICIES = ("adaptive", "fixed")
 """How K is chosen."""
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_ENVIRONMENT_PREFIX = "DRAFTHOUSE_"
-# Read by the build, its tests and the client, not by the server.
-_FOREIGN_VARIABLES = frozenset(
-    {
-        "DRAFTHOUSE_API_KEY",
-        "DRAFTHOUSE_BUILD",
-        "DRAFTHOUSE_CACHE",
-        "DRAFTHOUSE_CPU_KERNELS",
-        "DRAFTHOUSE_DEV",
-        "DRAFTHOUSE_FUZZ_MODELS",
-        "DRAFTHOUSE_LLAMA_CPP",
-        "DRAFTHOUSE_PINNED",
-        "DRAFTHOUSE_PORTABLE",
-        "DRAFTHOUSE_PYTHON",
-        "DRAFTHOUSE_SANITIZE",
-    }
-)
 _DRAFT_TYPES_WITH_FILE = frozenset({"eagle3", "simple", "dflash", "dspark"})
-
-_TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """What a setting may be."""
-
-    expected: str
-    """The rule in words."""
-    is_valid: Callable[[Any], bool]
-    """The rule."""
-
-
-def _between(low: float, high: float) -> _Rule:
-    return _Rule(f"a value in [{low}, {high}]", lambda value: low <= value <= high)
-
-
-def _one_of(choices: tuple[str, ...]) -> _Rule:
-    return _Rule(f"one of {', '.join(choices)}", lambda value: value in choices)
-
-
-_ANY = _Rule("anything", lambda _: True)
-_NOT_EMPTY = _Rule("a text that is not empty", bool)
 _UNIX = "unix:"
-_HOST = _Rule("an address, a name, or unix:PATH", lambda host: host not in ("", _UNIX))
+
+
+_ANY = Rule("", lambda _: True)
+_NOT_EMPTY = Rule("a text that is not empty", bool)
+_HOST = Rule("an address, a name, or unix:PATH", lambda host: host not in ("", _UNIX))
 
 
 def _are_api_keys(keys: tuple[str, ...]) -> bool:
@@ -104,7 +73,7 @@ def _are_api_keys(keys: tuple[str, ...]) -> bool:
     return all(name and secret for name, _, secret in parts) and len(set(secrets)) == len(secrets)
 
 
-_API_KEYS = _Rule('entries of the form "tenant:key", every key once', _are_api_keys)
+_API_KEYS = Rule('entries of the form "tenant:key", every key once', _are_api_keys)
 
 
 def _are_rates(texts: tuple[str, ...]) -> bool:
@@ -115,317 +84,366 @@ def _are_rates(texts: tuple[str, ...]) -> bool:
     return all(0 <= rate <= before for rate, before in zip(rates, [1.0, *rates], strict=False))
 
 
-_RATES = _Rule("numbers in [0, 1] that never rise", _are_rates)
+_RATES = Rule("numbers in [0, 1] that never rise", _are_rates)
 
-
-def _setting(default: object, rule: _Rule, about: str) -> Any:  # noqa: ANN401  # as `field` does
-    """Returns a dataclass field that carries its rule and its documentation."""
-    return dataclasses.field(default=default, metadata={"rule": rule, "about": about})
+_model = functools.partial(declare, "Model")
+_access = functools.partial(declare, "Address and access")
+_slots = functools.partial(declare, "Slots and context")
+_steps = functools.partial(declare, "Steps")
+_memory = functools.partial(declare, "Prefix cache and preemption")
+_drafts = functools.partial(declare, "Drafts")
+_compute = functools.partial(declare, "Threads and accelerators")
+_load = functools.partial(declare, "Queue and connections")
+_other = functools.partial(declare, "Log and benchmarks")
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings of a server, checked. `describe` lists them with their documentation.
+    """All settings of a server, checked.
 
     Raises:
-        ConfigError: a value breaks its rule; names key, value and expectation.
+        ConfigError: a value breaks its rule; names setting, value and expectation.
     """
 
-    model: str = _setting(
-        "models/tiny-mimo2-f16.gguf", _NOT_EMPTY, "Path of the target model, a GGUF file."
+    model: str = _model(
+        "models/tiny-mimo2-f16.gguf",
+        _NOT_EMPTY,
+        "Path of the model, a GGUF file.",
     )
-    """Path of the target model."""
-    draft_type: str = _setting(
-        "auto",
-        _one_of((AUTOMATIC, *DRAFT_TYPES)),
-        "How drafts are made. auto: by draft_model as its architecture says; without one by the"
+    """Path of the model."""
+    name: str = _model(
+        "",
+        _ANY,
+        "Name of the model in requests. Empty: the file name without its ending.",
+        peers=("alias", "served_model_name"),
+    )
+    """Name that requests use; see `model_name`."""
+    host: str = _access(
+        "127.0.0.1",
+        _HOST,
+        "Address to listen at. 0.0.0.0: every IPv4 interface; unix:PATH: a socket of this machine."
+        " Beyond loopback it needs api_keys or insecure_no_auth.",
+    )
+    """Address to listen at."""
+    port: int = _access(50051, between(0, 65535), "Port to listen at. 0: any free port.")
+    """Port to listen at."""
+    metrics_port: int = _access(
+        0,
+        between(0, 65535),
+        "Port of the Prometheus endpoint (http://HOST:PORT/metrics, unauthenticated)."
+        " 0 disables it.",
+    )
+    """Port of the Prometheus endpoint; 0 disables it."""
+    api_keys: tuple[str, ...] = _access(
+        (),
+        _API_KEYS,
+        'Keys of the clients, each as "tenant:key"; a tenant may have several. As a flag they are'
+        " visible to every user of the machine; prefer api_keys_file. Empty: no key is asked for,"
+        ' every client is tenant "default", and the server listens on loopback only.',
+        peers=("api_key",),
+        is_secret=True,
+    )
+    """Keys and their tenants."""
+    api_keys_file: str = _access(
+        "",
+        _ANY,
+        'Path of a file of keys, one "tenant:key" a line, such as a mounted secret; empty lines'
+        " and lines that begin with # are skipped. Instead of api_keys. Empty: no file.",
+        peers=("api_key_file",),
+    )
+    """Path of the file that `api_keys` were read from; empty when they were not."""
+    insecure_no_auth: bool = _access(
+        False,
+        _ANY,
+        "Listen beyond loopback without api_keys: whoever reaches the port may use the server.",
+    )
+    """Whether a server beyond loopback may do without keys."""
+    parallel: int = _slots(
+        8,
+        between(1, 256),
+        "Slots: requests that run at the same time; others wait.",
+        old="n_seq_max",
+        peers=("max_num_seqs",),
+    )
+    """Slots."""
+    max_model_len: int = _slots(
+        0,
+        between(0, 1 << 20),
+        "Maximum tokens of one request, prompt and output together. 0: what ctx_size gives a slot,"
+        " or 4096 without ctx_size; at most the model's training context.",
+        old="n_ctx_seq",
+    )
+    """Maximum tokens of one request; 0 is automatic."""
+    ctx_size: int = _slots(
+        0,
+        between(0, 1 << 28),
+        "KV cells (tokens) of all slots together. With kv_unified any request may use any of them;"
+        " otherwise each slot has ctx_size / parallel. 0: parallel times max_model_len.",
+        old="n_ctx",
+    )
+    """KV cells of all slots together; 0 is automatic."""
+    kv_unified: bool = _slots(
+        False,
+        _ANY,
+        "One pool of KV cells for all slots. Otherwise each slot has its own, and its attention"
+        " reads no other slot's: faster with many streams.",
+        old="is_kv_unified",
+    )
+    """Whether slots share one pool of cells."""
+    batch_size: int = _steps(
+        512,
+        between(1, 1 << 16),
+        "Maximum tokens of one step, over all requests; at least parallel. Larger is faster for"
+        " long prompts and makes running streams wait longer.",
+        old="n_batch",
+        peers=("max_num_batched_tokens",),
+    )
+    """Token budget of a step."""
+    ubatch_size: int = _steps(
+        512,
+        between(1, 1 << 16),
+        "Maximum tokens of one physical batch; at most batch_size.",
+        old="n_ubatch",
+    )
+    """Physical batch."""
+    gap_target_ms: float = _steps(
+        0.0,
+        between(0, 60_000),
+        "Milliseconds that running streams may wait for their next tokens while prompts are"
+        " computed; prompts are cut so that nearly all steps hold it. 0: automatic,"
+        " max(40 ms, 2 x the 99th percentile of steps without prompts).",
+    )
+    """Target of the gap between tokens; 0 is automatic."""
+    prefix_cache: bool = _memory(
+        True,
+        _ANY,
+        "Keep what was computed for a request until its memory is needed: a later request of the"
+        " same tenant that begins with the same tokens continues from there.",
+        old="has_prefix_cache",
+        peers=("enable_prefix_caching",),
+    )
+    """Whether prefixes are reused."""
+    prefix_cache_mib: int = _memory(
+        256,
+        between(0, 1 << 20),
+        "MiB of host memory for prefixes whose slots were needed and, for recurrent models, for"
+        " checkpoints near the end of each prompt, from which the next turn of a conversation"
+        " continues. 0: none.",
+        old="n_prefix_mib_max",
+        peers=("cache_ram",),
+    )
+    """Host memory of prefixes."""
+    preempted_mib: int = _memory(
+        1024,
+        between(0, 1 << 20),
+        "MiB of host memory for requests that were preempted (kv_unified); what does not fit is"
+        " computed again when they resume. 0: none.",
+        old="n_parked_mib_max",
+        peers=("swap_space",),
+    )
+    """Host memory of preempted sequences."""
+    draft_type: str = _drafts(
+        AUTOMATIC,
+        one_of(AUTOMATIC, *DRAFT_TYPES),
+        "How drafts are made. auto: by model_draft as its architecture says; without one by the"
         " model's MTP heads, or not at all where it has none. eagle3, simple, dflash and dspark"
-        " need draft_model.",
+        " need model_draft.",
+        peers=("spec_type",),
     )
     """How drafts are made; the engine's limits tell what `auto` has found."""
-    draft_model: str = _setting(
+    model_draft: str = _drafts(
         "",
         _ANY,
         "Path of the draft model, a GGUF file; only for draft types auto, eagle3, simple, dflash,"
         " dspark.",
+        old="draft_model",
+        peers=("spec_draft_model",),
     )
     """Path of the draft model; empty when the draft type needs none."""
-    name: str = _setting("", _ANY, "Name that requests use. Empty: the model's file name.")
-    """Name that requests use; see `model_name`."""
-    host: str = _setting(
-        "127.0.0.1",
-        _HOST,
-        "Address to listen at; 0.0.0.0 is every IPv4 interface, unix:PATH a socket of this machine."
-        " Beyond loopback it needs api_keys, or insecure_no_auth.",
-    )
-    """Address to listen at."""
-    port: int = _setting(50051, _between(0, 65535), "Port to listen at; 0 takes any free one.")
-    """Port to listen at."""
-    metrics_port: int = _setting(
-        0,
-        _between(0, 65535),
-        "Port of the same address at which Prometheus finds metrics: HTTP, /metrics, no key."
-        " 0: none.",
-    )
-    """Port of the metrics; 0 is none."""
-    n_seq_max: int = _setting(8, _between(1, 256), "Slots: requests that run at once; others wait.")
-    """Slots."""
-    n_ctx_seq: int = _setting(
-        0,
-        _between(0, 1 << 20),
-        "Most tokens of one request, prompt and output together."
-        " 0: the model's training context, at most 4096.",
-    )
-    """Most tokens of one request; 0 is automatic."""
-    n_ctx: int = _setting(
-        0,
-        _between(0, 1 << 28),
-        "KV cells of all slots together; requests reserve theirs before they start."
-        " 0: n_seq_max times n_ctx_seq.",
-    )
-    """KV cells of all slots together; 0 is automatic."""
-    n_batch: int = _setting(
-        512,
-        _between(1, 1 << 16),
-        "Most tokens of one step, over all requests; at least n_seq_max."
-        " Larger is faster for long prompts and stalls running streams longer.",
-    )
-    """Token budget of a step."""
-    n_ubatch: int = _setting(
-        512, _between(1, 1 << 16), "Most tokens of one physical batch; at most n_batch."
-    )
-    """Physical batch."""
-    gap_target_ms: float = _setting(
-        0.0,
-        _between(0, 60_000),
-        "Milliseconds that running streams may wait for their next tokens while prompts are"
-        " computed; prompts are cut so that nearly all steps hold it. 0: twice what 99 of 100 steps"
-        " take without prompts, and steps of 40 ms at least.",
-    )
-    """Target of the gap between tokens; 0 is automatic."""
-    n_parked_mib_max: int = _setting(
-        1024,
-        _between(0, 1 << 20),
-        "MiB of host memory for requests that had to give up their cells for others; what does not"
-        " fit is computed again. 0: none.",
-    )
-    """Host memory of parked sequences."""
-    has_prefix_cache: bool = _setting(
-        True,
-        _ANY,
-        "Keep what was computed for a request until its memory is needed: a later request of the"
-        " same tenant that begins with the same tokens goes on from there.",
-    )
-    """Whether prefixes are reused."""
-    n_prefix_mib_max: int = _setting(
-        256,
-        _between(0, 1 << 20),
-        "MiB of host memory for prefixes: those whose slots were needed, and, of recurrent models,"
-        " the state near the end of each prompt, from which the next turn of a conversation goes on"
-        " whatever became of the answer. 0: none.",
-    )
-    """Host memory of prefixes."""
-    n_draft_max: int = _setting(
+    draft_max: int = _drafts(
         4,
-        _between(1, 64),
-        "Most draft tokens of one request and step; memory is set aside for them.",
+        between(1, 64),
+        "Maximum draft tokens (K) of one request and step; memory is set aside for them.",
+        old="n_draft_max",
+        peers=("spec_draft_n_max", "num_speculative_tokens"),
     )
     """Upper bound of K."""
-    draft_policy: str = _setting(
+    draft_policy: str = _drafts(
         "adaptive",
-        _one_of(DRAFT_POLICIES),
-        "Who chooses the draft tokens per step when the request does not say. adaptive: what"
-        " promises most tokens per second by the acceptance and the costs measured so far, none"
-        " included; fixed: n_draft_default.",
+        one_of(*DRAFT_POLICIES),
+        "How K is chosen when the request does not say. adaptive: at each step what promises most"
+        " tokens per second by the acceptance and the costs measured so far, 0 included; fixed:"
+        " draft_default.",
     )
     """Who chooses K when the request does not say."""
-    n_draft_default: int = _setting(
+    draft_default: int = _drafts(
         3,
-        _between(0, 64),
-        "Draft tokens per step when the request does not say, with draft_policy fixed. 0: none.",
+        between(0, 64),
+        "Draft tokens (K) per step when the request does not say, with draft_policy fixed."
+        " 0: none.",
+        old="n_draft_default",
     )
     """K when the request does not say, of policy fixed."""
-    has_ngram_first: bool = _setting(
+    draft_p_min: float = _drafts(
+        0.0,
+        between(0, 0.999),
+        "Minimum probability of a drafted token; a draft ends before the first one below it.",
+        old="p_min",
+        peers=("spec_draft_p_min",),
+    )
+    """Minimum probability of a drafted token."""
+    draft_sampling: str = _drafts(
+        "probabilistic",
+        one_of("probabilistic", "greedy"),
+        "How mtp and simple draft at temperatures above 0. probabilistic: sample drafts, and"
+        " verify them by rejection; greedy: draft the likeliest tokens, and keep those that the"
+        " model samples too. The output has the same distribution either way.",
+        old="is_probabilistic",
+        old_values={
+            "true": "probabilistic",
+            "1": "probabilistic",
+            "false": "greedy",
+            "0": "greedy",
+        },
+        peers=("spec_draft_sampling",),
+    )
+    """How drafts are sampled."""
+    prompt_lookup: bool = _drafts(
         False,
         _ANY,
-        "Where the last tokens of a request stood before in its prompt or output, draft what"
-        " followed them then, as long as that is right at least as often as what draft_type drafts:"
-        " for edits of code, summaries, answers with quotations. Needs a draft_type.",
+        "Prompt-lookup decoding: if the last tokens of a request occurred earlier in its prompt or"
+        " output, propose what followed. Used only while accepted at least as often as the"
+        " drafter. For edits of code, summaries, answers with quotations. Needs a draft_type.",
+        old="has_ngram_first",
     )
     """Whether drafts are looked up before they are made."""
-    n_ngram_min: int = _setting(
+    prompt_lookup_min: int = _drafts(
         3,
-        _between(1, 16),
-        "With has_ngram_first: how many last tokens must have stood before. Twice as many are"
-        " looked for first.",
+        between(1, 16),
+        "With prompt_lookup: minimum number of last tokens that must have occurred earlier. Twice"
+        " as many are looked for first.",
+        old="n_ngram_min",
     )
     """Shortest n-gram that is looked up."""
-    n_ngram_pool_max: int = _setting(
+    prompt_lookup_pool: int = _drafts(
         0,
-        _between(0, 1 << 24),
-        "With has_ngram_first: tokens of each tenant's finished outputs that its later requests may"
+        between(0, 1 << 24),
+        "With prompt_lookup: tokens of each tenant's finished outputs that its later requests may"
         " draft from, about 0.5 KiB each. No tenant drafts from another's. 0: none.",
+        old="n_ngram_pool_max",
     )
-    """Most tokens of ended sequences to draft from, of each tenant."""
-    p_min: float = _setting(
-        0.0, _between(0, 0.999), "Stop drafting below this probability of the drafted token."
-    )
-    """Least probability of a drafted token."""
-    is_probabilistic: bool = _setting(
-        True,
-        _ANY,
-        "At temperatures above 0, sample drafts and verify them by rejection (mtp, simple);"
-        " false: draft the likeliest tokens and keep those that the target chooses too."
-        " Exact either way.",
-    )
-    """Whether drafts are sampled."""
-    n_threads: int = _setting(
+    """Maximum tokens of ended sequences to draft from, of each tenant."""
+    threads: int = _compute(
         0,
-        _between(0, 1024),
+        between(0, 1024),
         "Threads of a decode. 0: all cores that affinity and cgroup quota allow; where steps are"
         " short (less than 16 MB of weights per core) and nothing else is left to the rest of the"
         " server, one less in steps of few tokens.",
+        old="n_threads",
     )
     """Threads of a decode."""
-    n_threads_batch: int = _setting(
+    threads_batch: int = _compute(
         0,
-        _between(0, 1024),
-        "Threads of a decode of two tokens and more. 0: as n_threads; where that is 0 too, all"
-        " cores for prompts and crowds.",
+        between(0, 1024),
+        "Threads of a decode of two tokens and more. 0: as threads; where that is 0 too, all"
+        " cores for prompts and for many streams.",
+        old="n_threads_batch",
     )
     """Threads of a decode of several tokens."""
-    n_gpu_layers: int = _setting(
-        -1, _between(-1, 10000), "Layers kept on an accelerator, if there is one. -1: all."
+    gpu_layers: int | str = _compute(
+        ALL,
+        all_or_between(0, 10000),
+        "Layers kept on an accelerator, if there is one: a number, or all.",
+        old="n_gpu_layers",
+        old_values={"-1": ALL},
     )
-    """Layers kept on an accelerator."""
-    is_kv_unified: bool = _setting(
-        False,
-        _ANY,
-        "One pool of KV cells for all slots; false: each slot has cells of its own, n_ctx_seq of"
-        " them, and its attention reads no other slot's: faster with many streams.",
-    )
-    """Whether slots share one pool of cells."""
-    has_flash_attention: bool = _setting(
-        True, _ANY, "Use flash attention where the model allows it."
+    """Layers kept on an accelerator: a number, or "all"."""
+    flash_attn: str = _compute(
+        "auto",
+        one_of("auto", "on", "off"),
+        "Flash attention. auto: where model and device allow it; on: do not ask whether they do.",
+        old="has_flash_attention",
+        old_values={"true": "auto", "1": "auto", "false": "off", "0": "off"},
     )
     """Whether flash attention is used."""
-    n_waiting_max: int = _setting(
-        256, _between(1, 1_000_000), "Requests that may wait for a slot, over all tenants."
+    queue_size: int = _load(
+        256,
+        between(1, 1_000_000),
+        "Requests that may wait for a slot, over all tenants.",
+        old="n_waiting_max",
     )
     """Length of the queue."""
-    n_waiting_tenant_max: int = _setting(
-        128, _between(1, 1_000_000), "Requests of one tenant that may wait for a slot."
+    tenant_queue_size: int = _load(
+        128,
+        between(1, 1_000_000),
+        "Requests of one tenant that may wait for a slot.",
+        old="n_waiting_tenant_max",
     )
     """Length of one tenant's queue."""
-    retry_after_s: float = _setting(
+    retry_after_s: float = _load(
         1.0,
-        _between(0.001, 3600),
+        between(0.001, 3600),
         "Seconds that a client is told to wait before it asks again, when the queue is full.",
     )
     """Advice to refused clients."""
-    drain_timeout_s: float = _setting(
+    drain_timeout_s: float = _load(
         30.0,
-        _between(0, 86400),
-        "Seconds that running requests may go on after a SIGTERM, before they are ended.",
+        between(0, 86400),
+        "Seconds that running requests may continue after a SIGTERM, before they are ended.",
     )
     """Bound of a drain."""
-    keepalive_time_s: float = _setting(
-        60.0, _between(1, 86400), "Seconds between HTTP/2 pings to a silent client."
+    keepalive_time_s: float = _load(
+        60.0, between(1, 86400), "Seconds between HTTP/2 pings to a silent client."
     )
     """Interval of pings."""
-    keepalive_timeout_s: float = _setting(
-        20.0, _between(0.1, 3600), "Seconds that a client has to answer a ping."
+    keepalive_timeout_s: float = _load(
+        20.0, between(0.1, 3600), "Seconds that a client has to answer a ping."
     )
     """Bound of a ping."""
-    max_message_bytes: int = _setting(4 << 20, _between(1024, 1 << 30), "Largest request in bytes.")
+    max_message_bytes: int = _load(
+        4 << 20, between(1024, 1 << 30), "Maximum size of a request in bytes."
+    )
     """Largest request."""
-    synth_rates: tuple[str, ...] = _setting(
+    log_level: str = _other("info", one_of(*_LOG_LEVELS), "Minimum severity that is logged.")
+    """Minimum severity that is logged."""
+    synth_rates: tuple[str, ...] = _other(
         (),
         _RATES,
         "BENCHMARKS ONLY: accept drafts at random instead of verifying them, so that what is"
         " generated is not the model's output. Entry i is the probability that the first i + 1"
-        " draft tokens are all accepted; n_draft_max of them. llama-server: --spec-synth-rates.",
+        " draft tokens are all accepted; draft_max of them. Empty: off.",
+        peers=("spec_synth_rates",),
     )
     """Synthetic acceptance; empty is off."""
-    api_keys: tuple[str, ...] = _setting(
-        (),
-        _API_KEYS,
-        'Keys that open the server, each as "tenant:key"; a tenant may have several.'
-        ' Empty: no key is asked for, everybody is tenant "default", and the server listens on'
-        " loopback only.",
-    )
-    """Keys and their tenants."""
-    insecure_no_auth: bool = _setting(
-        False,
-        _ANY,
-        "Listen beyond loopback without api_keys: everybody who reaches the port may use the"
-        " server.",
-    )
-    """Whether everybody may use a server that is reached from elsewhere."""
-    log_level: str = _setting("info", _one_of(_LOG_LEVELS), "Least severity that is logged.")
-    """Least severity that is logged."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            rule: _Rule = field.metadata["rule"]
-            value = getattr(self, field.name)
-            if not rule.is_valid(value):
-                raise ConfigError(field.name, _shown(field.name, value), rule.expected)
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Checks the rules that tie several settings."""
-        _require(
-            not self.is_open or self.insecure_no_auth,
-            "host",
-            self.host,
-            "a loopback address (127.0.0.1, ::1, localhost, unix:PATH) while api_keys is empty:"
-            " everybody who reaches the port could use the server; set api_keys, or"
-            " insecure_no_auth to let them",
-        )
-        _require(
-            not (self.metrics_port and self.host.startswith(_UNIX)),
-            "metrics_port",
-            self.metrics_port,
-            "0 while host is a socket of this machine, which has no ports",
-        )
-        _require(self.n_batch >= self.n_seq_max, "n_batch", self.n_batch, "at least n_seq_max")
-        _require(self.n_ubatch <= self.n_batch, "n_ubatch", self.n_ubatch, "at most n_batch")
-        _require(
-            self.draft_policy != "fixed" or self.n_draft_default <= self.n_draft_max,
-            "n_draft_default",
-            self.n_draft_default,
-            "at most n_draft_max, with draft_policy fixed",
-        )
-        needs_file = self.draft_type in _DRAFT_TYPES_WITH_FILE
-        _require(
-            self.draft_type == AUTOMATIC or bool(self.draft_model) == needs_file,
-            "draft_model",
-            self.draft_model,
-            f"{'a path' if needs_file else 'nothing'} with draft_type {self.draft_type!r}",
-        )
-        _require(
-            not self.has_ngram_first or self.draft_type != "none",
-            "has_ngram_first",
-            self.has_ngram_first,
-            "false with draft_type none; ngram-simple looks drafts up without a draft model",
-        )
-        _require(
-            len(self.synth_rates) in {0, 0 if self.draft_type == "none" else self.n_draft_max},
-            "synth_rates",
-            self.synth_rates,
-            "as many rates as n_draft_max, and a draft type",
-        )
+        for setting in SETTINGS.values():
+            value = getattr(self, setting.name)
+            if not setting.rule.is_valid(value):
+                expected = setting.rule.expected
+                raise ConfigError(setting.name, setting.shown(value), expected)
+        _check_address(self)
+        _check_sizes(self)
+        _check_drafts(self)
 
     @property
     def is_open(self) -> bool:
-        """Whether callers from elsewhere need no key."""
+        """Whether clients from elsewhere need no key."""
         return not (self.api_keys or is_loopback(self.host))
 
     @property
     def model_name(self) -> str:
         """Name that requests use."""
         return self.name or Path(self.model).stem
+
+
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {
+        field.name: dataclasses.replace(field.metadata["declared"], name=field.name)
+        for field in dataclasses.fields(Config)
+    }
+)
+"""All settings by name, group by group."""
 
 
 def is_loopback(host: str) -> bool:
@@ -444,169 +462,83 @@ def bare_host(host: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
-def _require(condition: bool, key: str, value: object, expected: str) -> None:
+def _require(condition: bool, key: str, value: object, problem: str) -> None:
     if not condition:
-        raise ConfigError(key, value, expected)
+        raise ConfigError(key, value, problem=problem)
 
 
-def _shown(key: str, value: object) -> object:
-    """Returns the value as an error may show it: never a key."""
-    return "(hidden)" if key == "api_keys" else value
+def _check_address(config: Config) -> None:
+    _require(
+        not config.is_open or config.insecure_no_auth,
+        "host",
+        config.host,
+        f"host {config.host!r} is reached from other machines and there are no api_keys, so"
+        " everybody who reaches the port could use the server; set api_keys or api_keys_file,"
+        " listen on 127.0.0.1, or set insecure_no_auth to allow it",
+    )
+    _require(
+        not (config.metrics_port and config.host.startswith(_UNIX)),
+        "metrics_port",
+        config.metrics_port,
+        f"metrics_port {config.metrics_port} needs an address, and host {config.host!r} is a"
+        " socket; set metrics_port to 0, or host to an address",
+    )
 
 
-_FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+def _check_sizes(config: Config) -> None:
+    _require(
+        config.batch_size >= config.parallel,
+        "batch_size",
+        config.batch_size,
+        f"batch_size {config.batch_size} is less than parallel {config.parallel}, and a step has a"
+        " token of each slot; raise batch_size or lower parallel",
+    )
+    _require(
+        config.ubatch_size <= config.batch_size,
+        "ubatch_size",
+        config.ubatch_size,
+        f"ubatch_size {config.ubatch_size} is more than batch_size {config.batch_size}; lower"
+        " ubatch_size or raise batch_size",
+    )
 
 
-def _kind(name: str) -> type:
-    """Returns the type of a setting."""
-    return type(_FIELDS[name].default)
-
-
-def _from_text(name: str, text: str, source: str) -> object:
-    """Returns the value that a text, from a flag or the environment, stands for."""
-    kind = _kind(name)
-    if kind is tuple:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    if kind is bool:
-        value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
-        if value is None:
-            raise ConfigError(name, text, "true or false", source)
-        return value
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(name, text, _TYPE_NAMES[kind], source) from None
-
-
-def _from_toml(name: str, value: object, source: str) -> object:
-    """Returns a value of a TOML file in the setting's own type."""
-    kind = _kind(name)
-    if kind is tuple:
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise ConfigError(name, _shown(name, value), "a list of texts", source)
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ConfigError(name, value, _TYPE_NAMES[kind], source)
-    return value
-
-
-def _read_file(path: Path) -> dict[str, object]:
-    try:
-        with path.open("rb") as file:
-            entries = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError("config", str(path), f"a readable file ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), f"valid TOML ({error})") from None
-    source = str(path)
-    for name in entries:
-        if name not in _FIELDS:
-            raise UnknownSetting(name, _similar(name, _FIELDS), source)
-    return {name: _from_toml(name, value, source) for name, value in entries.items()}
-
-
-def _read_environment(environment: Mapping[str, str]) -> dict[str, object]:
-    settings: dict[str, object] = {}
-    for variable, text in environment.items():
-        if not variable.startswith(_ENVIRONMENT_PREFIX) or variable in _FOREIGN_VARIABLES:
-            continue
-        name = variable.removeprefix(_ENVIRONMENT_PREFIX).lower()
-        if name not in _FIELDS and name != "config":
-            similar = _similar(name, (*_FIELDS, "config")).upper()
-            meant = _ENVIRONMENT_PREFIX + similar if similar else ""
-            raise UnknownSetting(variable, meant, "environment")
-        source = f"environment variable {variable}"
-        if not text.strip(" ,"):  # a list of nothing is empty too
-            raise ConfigError(
-                name, text, "a value; unset the variable to leave the default", source
-            )
-        if name != "config":
-            settings[name] = _from_text(name, text, source)
-    return settings
-
-
-def _similar(name: str, known: Iterable[str]) -> str:
-    """Returns the known name that is most like another one; empty when none is."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
-
-
-def load(
-    path: str | None = None,
-    environment: Mapping[str, str] | None = None,
-    flags: Mapping[str, str | None] | None = None,
-) -> Config:
-    """Returns the settings of all sources: defaults < file < environment < flags.
-
-    Args:
-        path: A TOML file; without one the variable DRAFTHOUSE_CONFIG names it, or there is none.
-        environment: Variables; `os.environ` when not given. A DRAFTHOUSE_* that is empty or no
-            setting is an error, but for those that the build and the client read.
-        flags: Texts by setting name, as `add_flags` parses them; None stands for a flag not given.
-            No keys, and no path, are an error as they are in a variable.
-
-    Raises:
-        ConfigError: a source cannot be read, or a value breaks its rule.
-    """
-    environment = os.environ if environment is None else environment
-    variables = _read_environment(environment)
-    if path is None:
-        path = environment.get(_ENVIRONMENT_PREFIX + "CONFIG")
-    elif not path.strip():
-        raise ConfigError(
-            "config", path, "a path; leave the flag out to read none", "flag --config"
-        )
-    settings = (_read_file(Path(path)) if path else {}) | variables
-    for name, text in (flags or {}).items():
-        if text is not None:
-            source = f"flag --{name.replace('_', '-')}"
-            # As "$KEYS" is where nobody has set it: that must not open the server.
-            if name == "api_keys" and not text.strip(" ,"):
-                raise ConfigError(name, text, "keys; leave the flag out to set none", source)
-            settings[name] = _from_text(name, text, source)
-    return Config(**settings)  # type: ignore[arg-type]  # checked one by one above
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per setting: `--n-seq-max` for `n_seq_max`. Not given, a flag is None.
-
-    That of a setting that is true or false may stand alone: true.
-    """
-    for name, field in _FIELDS.items():
-        about: str = field.metadata["about"]
-        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if _kind(name) is bool else {}
-        # argparse reads % in a help text as a format.
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=name,
-            metavar="VALUE",
-            help=f"{about} Default: {_toml(field.default)}.".replace("%", "%%"),
-            **alone,
-        )
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return str(value)
-
-
-def describe() -> str:
-    """Returns an example configuration.
-
-    Every setting with its default, documentation and rule, as TOML.
-    """
-    lines = [
-        "# Every setting of Drafthouse with its default. A flag (--n-seq-max) wins over the",
-        "# environment (DRAFTHOUSE_N_SEQ_MAX), which wins over this file.",
-    ]
-    for name, field in _FIELDS.items():
-        rule: _Rule = field.metadata["rule"]
-        allowed = "" if rule is _ANY else f" Expected: {rule.expected}."
-        lines += ["", f"# {field.metadata['about']}{allowed}", f"{name} = {_toml(field.default)}"]
-    return "\n".join(lines) + "\n"
+def _check_drafts(config: Config) -> None:
+    _require(
+        config.draft_policy != "fixed" or config.draft_default <= config.draft_max,
+        "draft_default",
+        config.draft_default,
+        f"draft_default {config.draft_default} is more than draft_max {config.draft_max}; lower"
+        " draft_default or raise draft_max",
+    )
+    has_file, may_be_found = bool(config.model_draft), config.draft_type == AUTOMATIC
+    needs_file = config.draft_type in _DRAFT_TYPES_WITH_FILE
+    _require(
+        has_file or not needs_file,
+        "model_draft",
+        config.model_draft,
+        f"draft_type {config.draft_type!r} needs model_draft; set it to the path of a draft"
+        " model, or choose another draft_type: auto, mtp, ngram-simple, none, …",
+    )
+    _require(
+        needs_file or may_be_found or not has_file,
+        "model_draft",
+        config.model_draft,
+        f"draft_type {config.draft_type!r} takes no model_draft; remove it, or choose auto,"
+        f" {', '.join(kind for kind in DRAFT_TYPES if kind in _DRAFT_TYPES_WITH_FILE)}",
+    )
+    _require(
+        not config.prompt_lookup or config.draft_type != "none",
+        "prompt_lookup",
+        config.prompt_lookup,
+        "prompt_lookup needs a drafter, and draft_type is 'none', as set or as found for this"
+        " model; set draft_type to ngram-simple, which looks drafts up without a draft model,"
+        " or turn prompt_lookup off",
+    )
+    n_rates = len(config.synth_rates)
+    _require(
+        n_rates in {0, 0 if config.draft_type == "none" else config.draft_max},
+        "synth_rates",
+        config.synth_rates,
+        f"synth_rates has {n_rates} rates; expected as many as draft_max, {config.draft_max},"
+        " and a draft_type",
+    )

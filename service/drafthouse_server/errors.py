@@ -291,18 +291,21 @@ class ConfigError(StartupError):
 
     Args:
         key: Name of the setting.
-        value: What was given.
+        value: What was given; never a secret.
         expected: What is allowed.
         source: Where it was given, such as a file or an environment variable.
+        problem: The whole sentence, where "is …; expected …" does not say it.
     """
 
-    def __init__(self, key: str, value: object, expected: str, source: str = "") -> None:
+    def __init__(
+        self, key: str, value: object, expected: str = "", source: str = "", *, problem: str = ""
+    ) -> None:
         self.key = key
         self.value = value
         self.expected = expected
         self.source = source
         origin = f" ({source})" if source else ""
-        super().__init__(f"setting {key!r}{origin} is {value!r}; expected {expected}")
+        super().__init__(problem or f"setting {key!r}{origin} is {value!r}; expected {expected}")
 
 
 class UnknownSetting(ConfigError):
@@ -311,13 +314,17 @@ class UnknownSetting(ConfigError):
     Args:
         name: As it was written.
         similar: The setting that was meant, perhaps; empty when none is like it.
-        source: Where it was given, such as a file or the environment.
+        source: Where it was given: a file, or "the environment".
     """
 
     def __init__(self, name: str, similar: str, source: str) -> None:
-        advice = f"did you mean {similar!r}?" if similar else "remove it"
-        super().__init__(name, "given", "a known setting", source)
-        self.args = (f"unknown setting {name!r} ({source}); {advice}",)
+        advice = (
+            f"did you mean {similar!r}?"
+            if similar
+            else "remove it; `drafthouse config --example` lists all settings"
+        )
+        problem = f"unknown setting {name!r} in {source}; {advice}"
+        super().__init__(name, "given", source=source, problem=problem)
 
 
 class ModelLoadError(StartupError):

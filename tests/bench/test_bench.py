@@ -37,7 +37,7 @@ from drafthouse_bench.report import (
     table_lines,
     write_json,
 )
-from drafthouse_server import config as settings
+from drafthouse_server.cli.settings import load
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.cli.texts import read_texts
 from drafthouse_server.config import Config
@@ -161,9 +161,9 @@ def test_server_flags_say_the_same_as_the_settings() -> None:
     config = Config(
         model="a.gguf",
         draft_type="simple",
-        draft_model="b.gguf",
-        n_seq_max=32,
-        is_kv_unified=not Config().is_kv_unified,
+        model_draft="b.gguf",
+        parallel=32,
+        kv_unified=not Config().kv_unified,
         port=1234,
         log_level="warning",
     )
@@ -172,23 +172,23 @@ def test_server_flags_say_the_same_as_the_settings() -> None:
         flag.removeprefix("--").replace("-", "_"): value
         for flag, value in zip(flags[::2], flags[1::2], strict=True)
     }
-    assert settings.load(environment={}, flags=given) == dataclasses.replace(config, port=0)
+    assert load(environment={}, flags=given) == dataclasses.replace(config, port=0)
 
 
 def test_bare_flags_are_the_settings_of_the_server() -> None:
     config = Config(
         draft_type="mtp",
-        n_seq_max=2,
-        n_ctx_seq=300,
-        n_threads=1,
+        parallel=2,
+        max_model_len=300,
+        threads=1,
         draft_policy="fixed",
-        n_draft_default=2,
+        draft_default=2,
     )
     flags = bare_flags(config, LOAD, "file")
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert given["--n-seq"] == given["--n-requests"] == "2"
     assert (given["--n-gen"], given["--n-draft"], given["--threads"]) == ("7", "2", "1")
-    assert given["--kv-unified"] == str(int(config.is_kv_unified))
+    assert given["--kv-unified"] == str(int(config.kv_unified))
     assert "--draft-model" not in given
 
 
@@ -305,7 +305,7 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...]) -> None:
 def test_a_missing_draft_model_is_one_sentence() -> None:
     code, _, err = run("--model", str(MODELS / "tiny-mimo2-f16.gguf"), "--draft-types", "eagle3")
     assert code == 2
-    assert "'draft_model'" in err.splitlines()[-1]
+    assert "model_draft" in err.splitlines()[-1]
 
 
 @pytest.mark.model

@@ -235,20 +235,20 @@ def test_both_get_the_same_settings() -> None:
     config = PLAN.config(CASE, target)
     flags = peer_flags(config, 1234)
     given = dict(pairwise(flags))
-    assert given["--parallel"] == str(config.n_seq_max) == "8"
-    assert int(given["--ctx-size"]) == config.n_seq_max * config.n_ctx_seq
-    assert given["--batch-size"] == str(config.n_batch)
-    assert given["--spec-draft-n-max"] == str(config.n_draft_default) == "3"
+    assert given["--parallel"] == str(config.parallel) == "8"
+    assert int(given["--ctx-size"]) == config.parallel * config.max_model_len
+    assert given["--batch-size"] == str(config.batch_size)
+    assert given["--spec-draft-n-max"] == str(config.draft_default) == "3"
     assert given["--spec-type"] == "draft-mtp"
     assert "--no-kv-unified" in flags
     # Nobody goes on from former prompts.
-    assert dict(pairwise(server_flags(config)))["--has-prefix-cache"] == "false"
+    assert dict(pairwise(server_flags(config)))["--prefix-cache"] == "false"
     assert "--no-cache-prompt" in flags
     assert (given["--cache-ram"], given["--ctx-checkpoints"]) == ("0", "0")
     plain = peer_flags(PLAN.config(dataclasses.replace(CASE, draft="none"), target), 1)
     assert "--spec-type" not in plain
     ngram = PLAN.config(dataclasses.replace(CASE, draft="ngram"), target)
-    assert ngram.n_draft_default == 8
+    assert ngram.draft_default == 8
     assert "--spec-ngram-simple-size-m" in peer_flags(ngram, 1)
     rated = PLAN.config(dataclasses.replace(CASE, acceptance=0.5), target)
     assert rated.synth_rates == ("0.500000", "0.250000", "0.125000")
@@ -284,7 +284,7 @@ def test_requests_are_drawn_alike_for_all_and_anew_for_each_round() -> None:
 @pytest.mark.parametrize("rates", [("0.5",), ("0.5", "0.6", "0.1", "0"), ("a",) * 4, ("2",) * 4])
 def test_synthetic_rates_that_are_none(rates: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="synth_rates"):
-        Config(n_draft_max=4, synth_rates=rates)
+        Config(draft_max=4, synth_rates=rates)
 
 
 def test_a_model_that_is_not_made_is_one_sentence() -> None:
@@ -540,7 +540,7 @@ async def test_a_peer_that_does_not_start_is_one_sentence(tmp_path: Path) -> Non
     peer.write_text(f'#!{sys.executable}\nraise SystemExit("no such model")\n', "utf-8")
     peer.chmod(0o755)
     with pytest.raises(BenchError, match=r"llama-server does not start: .*no such model"):
-        async with run_peer(peer, Config(model="missing.gguf", n_ctx_seq=64, n_threads=1)):
+        async with run_peer(peer, Config(model="missing.gguf", max_model_len=64, threads=1)):
             pytest.fail("it runs")
 
 

@@ -27,6 +27,7 @@ from drafthouse_server.cli.serve import (
     format_bytes,
     format_count,
 )
+from drafthouse_server.cli.settings import example
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
@@ -233,7 +234,7 @@ def test_sizes_have_a_unit() -> None:
     assert [format_bytes(n) for n in (12, 1000, 10_635_264)] == ["12 B", "1 kB", "10.6 MB"]
 
 
-@pytest.mark.parametrize("arguments", [(), ("dance",), ("serve", "--nonsense"), ("generate",)])
+@pytest.mark.parametrize("arguments", [(), ("dance",), ("generate",), ("config",)])
 def test_wrong_usage_is_exit_code_2(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,21 +249,53 @@ def test_every_setting_is_a_documented_flag(capsys: pytest.CaptureFixture[str]) 
         main(("serve", "--help"))
     text = capsys.readouterr().out
     for setting in dataclasses.fields(Config):
-        assert f"--{setting.name.replace('_', '-')} " in text
+        assert f"--{setting.name.replace('_', '-')}" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--port", "x"), "'port'"),
-        (("--n-seq-max", "0"), "'n_seq_max'"),
+        (("--parallel", "0"), "'parallel'"),
+        (("--parralel", "3"), "unknown flag '--parralel'; did you mean '--parallel'?"),
+        (("--nonsense",), "unknown flag '--nonsense'; `drafthouse serve --help` lists all flags"),
+        (("--no-kv-unfied",), "did you mean '--kv-unified'?"),
+        (("--alias", "a"), "did you mean '--name'?"),
+        (("--zzzzz=hush",), "unknown flag '--zzzzz'; `drafthouse serve --help` lists all flags"),
+        (("--api-keys", "a:b", "c:hush"), "an argument belongs to no flag"),
         (("--draft-type", "magic"), "one of auto, none, mtp"),
-        (("--draft-type", "eagle3"), "'draft_model'"),
-        (("--config", "missing.toml"), "a readable file"),
+        (("--draft-type", "eagle3"), "needs model_draft"),
+        (("--config", "missing.toml"), "No such file"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(arguments: tuple[str, ...], words: str) -> None:
-    assert_failed(run("serve", *arguments), 2, words)
+    outcome = run("serve", *arguments)
+    assert_failed(outcome, 2, words)
+    assert "hush" not in outcome.err
+
+
+def test_an_unknown_flag_of_any_command_is_one_sentence() -> None:
+    outcome = run("generate", "x", "--max-tokns", "5")
+    assert_failed(outcome, 2, "unknown flag '--max-tokns'; did you mean '--max-tokens'?")
+
+
+def test_the_example_of_the_settings_is_printed() -> None:
+    outcome = run("config", "--example")
+    assert (outcome.code, outcome.out, outcome.err) == (0, example(), "")
+
+
+def test_the_old_form_of_tune_works_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def tune(config: Config, *_: object) -> None:
+        ran.append(config.model)
+
+    monkeypatch.setattr("drafthouse_server.cli.tune.tune", tune)
+    outcome = run("bench", "--tune", "--model", "m.gguf")
+    assert (outcome.code, ran) == (0, ["m.gguf"])
+    assert "`drafthouse tune`" in outcome.err
+    assert len(outcome.err.splitlines()) == 1
+    assert_failed(run("bench", "--quick"), 2, "drafthouse-bench")
 
 
 def test_beyond_loopback_without_keys_is_one_sentence() -> None:
@@ -334,15 +367,15 @@ def broken(tmp_path: Path) -> Path:
         ("empty.gguf", (), "GGUF"),
         (".", (), "GGUF"),
         (str(MODELS / "tiny-draft-f16.gguf"), ("--draft-type", "mtp"), "MTP"),
-        (str(DENSE), ("--draft-type", "eagle3", "--draft-model", "missing.gguf"), "missing.gguf"),
+        (str(DENSE), ("--draft-type", "eagle3", "--model-draft", "missing.gguf"), "missing.gguf"),
         (
             str(DENSE),
-            ("--draft-type", "eagle3", "--draft-model", str(MODELS / "tiny-draft-f16.gguf")),
+            ("--draft-type", "eagle3", "--model-draft", str(MODELS / "tiny-draft-f16.gguf")),
             "EAGLE-3",
         ),
         (
             str(DENSE),
-            ("--draft-type", "eagle3", "--draft-model", str(FOREIGN_EAGLE3)),
+            ("--draft-type", "eagle3", "--model-draft", str(FOREIGN_EAGLE3)),
             "made for this target",
         ),
     ],
@@ -379,7 +412,7 @@ async def running(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Pro
     """Runs `drafthouse serve` on the demo model; yields the process and its address."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTHOUSE_")}
     process = await asyncio.create_subprocess_exec(
-        *(*COMMAND, "serve", "--port", "0", "--n-threads", "1", *arguments),
+        *(*COMMAND, "serve", "--port", "0", "--threads", "1", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment,

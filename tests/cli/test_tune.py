@@ -30,7 +30,7 @@ class TimedEngine(FakeEngine):
     def __init__(self, config: Config, clock: Clock, token_s: float) -> None:
         super().__init__(LIMITS, acceptance=(0, 2, 1))
         self._clock = clock
-        self._slowness = {1: 2.0, 2: 1.0}.get(config.n_threads, 1.5)
+        self._slowness = {1: 2.0, 2: 1.0}.get(config.threads, 1.5)
         self._token_s = token_s
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -50,12 +50,12 @@ def tuned(token_s: float) -> tuple[dict[str, Any], str]:
 
 def test_cheap_tokens_ask_for_drafts_and_the_report_says_how_to_use_them() -> None:
     settings, report = tuned(token_s=1e-6)
-    assert settings["n_draft_max"] in (2, 3)
+    assert settings["draft_max"] in (2, 3)
     assert settings["draft_policy"] == "adaptive"
-    assert f"--n-draft-max {settings['n_draft_max']}" in report
+    assert f"--draft-max {settings['draft_max']}" in report
     assert 'draft_policy = "adaptive"' in report
     assert "x none" in report
-    assert dataclasses.replace(Config(), **settings).n_batch == settings["n_batch"]
+    assert dataclasses.replace(Config(), **settings).batch_size == settings["batch_size"]
 
 
 def test_dear_tokens_ask_for_none() -> None:
@@ -79,4 +79,4 @@ def test_the_smallest_batch_that_is_nearly_as_fast_is_enough() -> None:
         prefill_s={16: 0.16, 32: 0.163, 64: 0.32},
     )
     settings = {found.name: found.value for found in advise(measured)}
-    assert settings == {"n_threads": 2, "n_batch": 32, "n_ubatch": 32}
+    assert settings == {"threads": 2, "batch_size": 32, "ubatch_size": 32}

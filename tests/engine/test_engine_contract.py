@@ -72,12 +72,12 @@ def config(model: str, draft_type: str, draft_model: str) -> Config:
     return Config(
         model=str(MODELS / model),
         draft_type=draft_type,
-        draft_model=str(MODELS / draft_model) if draft_model else "",
-        n_seq_max=4,
-        n_ctx_seq=512,
-        n_batch=96,
-        n_ubatch=96,
-        n_threads=1,
+        model_draft=str(MODELS / draft_model) if draft_model else "",
+        parallel=4,
+        max_model_len=512,
+        batch_size=96,
+        ubatch_size=96,
+        threads=1,
     )
 
 
@@ -749,9 +749,9 @@ class TestLoading:
         wrong = Config(
             model=str(model),
             draft_type=draft_type,
-            draft_model=str(draft_model or ""),
-            n_seq_max=2,
-            n_ctx_seq=128,
+            model_draft=str(draft_model or ""),
+            parallel=2,
+            max_model_len=128,
         )
         with pytest.raises(ModelLoadError) as caught:
             LlamaEngine.load(wrong).close()
@@ -808,7 +808,9 @@ class TestLoading:
             files[draft_model] = str(tmp_path / "draft.gguf")
             block_draft(tmp_path / "draft.gguf", markov_rank=8 if draft_model == "dspark" else 0)
         engine = LlamaEngine.load(
-            Config(model=files[model], draft_model=files[draft_model], n_seq_max=2, n_ctx_seq=128)
+            Config(
+                model=files[model], model_draft=files[draft_model], parallel=2, max_model_len=128
+            )
         )
         assert engine.limits.draft_type == found
         assert (engine.limits.n_draft_max > 0) == (found != "none")
@@ -823,11 +825,11 @@ class TestLoading:
             raise drafthouse_engine.OutOfMemory("no room for the contexts")
 
         monkeypatch.setattr(drafthouse_engine, "Engine", fail)
-        assert "lower n_seq_max" in self.fails(MODELS / "tiny-mimo2-f16.gguf", "auto")
+        assert "lower parallel" in self.fails(MODELS / "tiny-mimo2-f16.gguf", "auto")
 
     def test_what_needs_a_drafter_is_refused_where_none_is_found(self) -> None:
-        wrong = Config(model=str(MODELS / "tiny-draft-f16.gguf"), has_ngram_first=True)
-        with pytest.raises(ConfigError, match="'has_ngram_first' is True; expected false"):
+        wrong = Config(model=str(MODELS / "tiny-draft-f16.gguf"), prompt_lookup=True)
+        with pytest.raises(ConfigError, match="prompt_lookup needs a drafter"):
             LlamaEngine.load(wrong).close()
 
     def test_mtp_without_heads(self) -> None:
@@ -849,8 +851,8 @@ class TestLoading:
         seen: list[tuple[str, float]] = []
         fine = config("tiny-mimo2-f16.gguf", "eagle3", "tiny-mimo2-eagle3-f16.gguf")
         LlamaEngine.load(fine, lambda path, share: seen.append((path, share))).close()
-        assert {path for path, _ in seen} == {fine.model, fine.draft_model}
-        for path in (fine.model, fine.draft_model):
+        assert {path for path, _ in seen} == {fine.model, fine.model_draft}
+        for path in (fine.model, fine.model_draft):
             shares = [share for name, share in seen if name == path]
             assert shares == sorted(shares)
             assert shares[-1] == 1.0

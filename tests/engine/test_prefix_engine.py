@@ -77,7 +77,7 @@ def referee() -> Iterator[Referee]:
 
 
 def make_config(target: str, draft_type: str, **settings: object) -> Config:
-    return config(target, draft_type, **{"n_seq_max": 4, "n_ctx_seq": 256} | settings)
+    return config(target, draft_type, **{"parallel": 4, "max_model_len": 256} | settings)
 
 
 @dataclasses.dataclass
@@ -286,7 +286,7 @@ def test_snapshots_and_samplers_of_another_model_keep_nothing() -> None:
 
 @pytest.mark.parametrize("is_kv_unified", [False, True])
 def test_damaged_snapshots_keep_nothing(is_kv_unified: bool) -> None:
-    engine = LlamaEngine.load(make_config("dense", "mtp", is_kv_unified=is_kv_unified))
+    engine = LlamaEngine.load(make_config("dense", "mtp", kv_unified=is_kv_unified))
     prompt, options = a_prompt(), OPTIONS["greedy"]
     expected = alone(engine, prompt, options)
     begin(engine, 0, prompt, options, 3)

@@ -84,6 +84,6 @@ def test_the_log_says_that_the_output_is_not_the_models(
     from drafthouse_server.config import Config
     from drafthouse_server.engine.llama import LlamaEngine
 
-    config = Config(model=str(MODEL), n_seq_max=1, n_ctx_seq=64, synth_rates=("0.5",) * 4)
+    config = Config(model=str(MODEL), parallel=1, max_model_len=64, synth_rates=("0.5",) * 4)
     LlamaEngine.load(config).close()
     assert "not the model's output" in caplog.text

@@ -90,7 +90,7 @@ class Soak:
         level = log.level
         log.setLevel(logging.INFO)
         log.addFilter(calls)
-        config = Config(port=0, n_seq_max=4, n_waiting_max=2 * N_STREAMS, draft_policy="adaptive")
+        config = Config(port=0, parallel=4, queue_size=2 * N_STREAMS, draft_policy="adaptive")
         server = Server(config, self.make_engine)
         await server.startup()
         try:
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=("demo", "fake"), default="demo")
     arguments = parser.parse_args()
     logging.basicConfig(level="WARNING")
-    config = Config(port=0, n_seq_max=4)
+    config = Config(port=0, parallel=4)
     make: Callable[[], Engine] = FakeEngine
     if arguments.engine == "demo":
         make = partial(LlamaEngine.load, config)

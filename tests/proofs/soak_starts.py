@@ -64,7 +64,9 @@ class Starts:
 @contextlib.asynccontextmanager
 async def _server(model: str) -> AsyncIterator[str]:
     """Runs a server in this process."""
-    config = Config(model=model, draft_type="none", port=0, n_seq_max=2, n_ctx_seq=512, n_threads=1)
+    config = Config(
+        model=model, draft_type="none", port=0, parallel=2, max_model_len=512, threads=1
+    )
     server = Server(config, lambda: LlamaEngine.load(config))
     await server.startup()
     try:
@@ -82,9 +84,9 @@ async def _server(model: str) -> AsyncIterator[str]:
 async def _process(model: str) -> AsyncIterator[str]:
     """Runs `drafthouse serve`, which must end well."""
     command = [sys.executable, "-m", "drafthouse_server", "serve", "--model", model]
-    flags = ["--draft-type", "none", "--port", "0", "--n-seq-max", "2", "--n-ctx-seq", "512"]
+    flags = ["--draft-type", "none", "--port", "0", "--parallel", "2", "--max-model-len", "512"]
     process = await asyncio.create_subprocess_exec(
-        *command, *flags, "--n-threads", "1", "--log-level", "error",
+        *command, *flags, "--threads", "1", "--log-level", "error",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={name: text for name, text in os.environ.items() if "DRAFTHOUSE_" not in name},

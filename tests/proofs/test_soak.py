@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def load_demo() -> Engine:
-    return LlamaEngine.load(Config(port=0, n_seq_max=4, n_threads=1))
+    return LlamaEngine.load(Config(port=0, parallel=4, threads=1))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ PROMPT = "def parse("
 
 @pytest.fixture(params=["mtp", "eagle3"])
 async def client(request: pytest.FixtureRequest) -> AsyncIterator[AsyncClient]:
-    async with serving(config("dense", request.param, n_seq_max=4)) as (client, _):
+    async with serving(config("dense", request.param, parallel=4)) as (client, _):
         yield client
 
 

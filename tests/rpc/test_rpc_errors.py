@@ -316,7 +316,7 @@ async def test_tenant_quota_exceeded(
 async def test_queue_full(
     start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
 ) -> None:
-    server = await start_server(gated_engine, n_waiting_max=1)
+    server = await start_server(gated_engine, queue_size=1)
     async with grpc.aio.insecure_channel(server.target) as channel:
         generation = generation_pb2_grpc.GenerationServiceStub(channel)
         gated_engine.hold()  # what comes during a step waits for its end

@@ -336,8 +336,8 @@ async def test_a_tenants_earlier_answers_are_drafts_for_it_and_for_nobody_else(
 ) -> None:
     server = await start_server(
         FakeEngine(acceptance=[0]),
-        has_ngram_first=True,
-        n_ngram_pool_max=1000,
+        prompt_lookup=True,
+        prompt_lookup_pool=1000,
         api_keys=("acme:one", "globex:two"),
     )
 

@@ -51,7 +51,12 @@ def referee(target: str) -> Iterator[Referee]:
 def engine(request: pytest.FixtureRequest, target: str) -> Iterator[LlamaEngine]:
     """An engine whose eight slots share cells for fewer than four of the streams."""
     settings = demo_config(
-        target, request.param, is_kv_unified=True, n_seq_max=N_STREAMS, n_ctx=N_CTX, n_ctx_seq=400
+        target,
+        request.param,
+        kv_unified=True,
+        parallel=N_STREAMS,
+        ctx_size=N_CTX,
+        max_model_len=400,
     )
     engine = LlamaEngine.load(settings)
     yield engine
@@ -212,7 +217,7 @@ def test_a_snapshot_changes_not_a_token_with_any_kernels(
     target: str, draft_type: str, *, is_sampled: bool
 ) -> None:
     """With one slot every batch has the same width as alone."""
-    engine = LlamaEngine.load(demo_config(target, draft_type, n_seq_max=1, n_ctx_seq=400))
+    engine = LlamaEngine.load(demo_config(target, draft_type, parallel=1, max_model_len=400))
     expected = alone(engine, prompts(LENGTHS)[0], 0, is_sampled=is_sampled, n_output=N_INTERRUPTED)
     _, streams = interrupted(engine, 1 << 28, is_sampled=is_sampled)
     engine.close()
@@ -225,12 +230,12 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     settings = demo_config(
         target,
         draft_type,
-        is_kv_unified=True,
-        n_seq_max=N_STREAMS,
-        n_ctx=256,
-        n_ctx_seq=250,
-        n_parked_mib_max=1,
-        n_prefix_mib_max=1,
+        kv_unified=True,
+        parallel=N_STREAMS,
+        ctx_size=256,
+        max_model_len=250,
+        preempted_mib=1,
+        prefix_cache_mib=1,
     )
     engine = LlamaEngine.load(settings)
     scheduler = make_scheduler(engine, settings)
@@ -273,7 +278,7 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     assert (counts.n_parked, counts.n_parked_bytes) == (0, 0)
     assert engine.n_cells_used == counts.n_retained_cells <= 256
     engine.close()
-    reference = LlamaEngine.load(demo_config(target, "none", n_seq_max=1, n_ctx_seq=400))
+    reference = LlamaEngine.load(demo_config(target, "none", parallel=1, max_model_len=400))
     for i, s in enumerate(sequences[: 2 * N_STREAMS : 3]):
         expected = alone(reference, s.prompt, i, is_sampled=False, n_output=90)
         referee.compare(s.prompt, expected, s.output)

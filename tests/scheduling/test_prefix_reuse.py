@@ -34,7 +34,7 @@ def target(request: pytest.FixtureRequest) -> str:
 def engine(request: pytest.FixtureRequest, target: str) -> Iterator[LlamaEngine]:
     n_ctx = 512 if request.param else 0
     settings = demo_config(
-        target, "mtp", n_seq_max=N_SLOTS, is_kv_unified=request.param, n_ctx=n_ctx, n_ctx_seq=400
+        target, "mtp", parallel=N_SLOTS, kv_unified=request.param, ctx_size=n_ctx, max_model_len=400
     )
     engine = LlamaEngine.load(settings)
     yield engine
@@ -100,8 +100,8 @@ def test_documents_asked_for_in_turn_get_the_answers_of_a_cache_that_is_off(
     path = windowed(n_window)
     n_ctx = 1200 if is_shared else 0
     settings = demo_config(
-        "dense", "none", model=str(path), n_seq_max=2, n_ctx=n_ctx, n_ctx_seq=512,
-        is_kv_unified=is_shared,
+        "dense", "none", model=str(path), parallel=2, ctx_size=n_ctx, max_model_len=512,
+        kv_unified=is_shared,
     )  # fmt: skip
     engine, referee = LlamaEngine.load(settings), Referee("dense", path)
     try:

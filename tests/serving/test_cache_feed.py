@@ -109,7 +109,7 @@ def test_what_is_held_is_told_again_without_doublets() -> None:
 async def test_a_router_knows_what_a_server_holds(
     start_server: ServerFactory, eventually: Eventually, n_events_max: int
 ) -> None:
-    server = await start_server(n_seq_max=2, n_prefix_mib_max=0)
+    server = await start_server(parallel=2, prefix_cache_mib=0)
     loop, router = server.loop, Router()
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
 

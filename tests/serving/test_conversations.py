@@ -50,7 +50,7 @@ def _snapshots_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(case: tuple[str, str], **more: object) -> Config:
     # Two slots for three conversations: some of what they had must come back from host memory.
     target, draft_type = case
-    return demo_config(target, draft_type, n_seq_max=2, n_ctx_seq=512, **more)
+    return demo_config(target, draft_type, parallel=2, max_model_len=512, **more)
 
 
 async def ask(client: AsyncClient, prompt: list[int]) -> Result:
@@ -94,7 +94,7 @@ async def test_three_turns_reuse_what_was_computed_and_change_nothing(
         talks = [await talk(client, i, is_rewritten=is_rewritten) for i in range(N_TALKS)]
         counts = loop.statistics().scheduler
         assert await n_cells_used(loop) == counts.n_retained_cells
-    async with serving(settings(case, has_prefix_cache=False)) as (client, _):
+    async with serving(settings(case, prefix_cache=False)) as (client, _):
         plain = [[(prompt, await ask(client, prompt)) for prompt, _ in turns] for turns in talks]
     n_ties = 0
     for turns, plain_turns in zip(talks, plain, strict=True):
@@ -130,7 +130,7 @@ async def test_conversations_at_once_share_slots_and_host_memory(
         talks = await asyncio.gather(*(talk(client, i) for i in range(N_TALKS)))
         counts = loop.statistics().scheduler
     assert counts.n_prefix_hits >= N_TALKS  # of twice as many: they take turns in the slots
-    async with serving(settings(case, has_prefix_cache=False)) as (client, _):
+    async with serving(settings(case, prefix_cache=False)) as (client, _):
         for turns in talks:
             for prompt, found in turns:
                 expected = await ask(client, prompt)

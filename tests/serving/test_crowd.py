@@ -100,7 +100,7 @@ async def test_drafts_that_were_looked_up_change_no_token_of_a_crowd(
     expected = await reference(target)
     crowd = prompts(LENGTHS)
     settings = demo_config(
-        target, "mtp", has_ngram_first=True, n_ngram_pool_max=8192, draft_policy=draft_policy
+        target, "mtp", prompt_lookup=True, prompt_lookup_pool=8192, draft_policy=draft_policy
     )
     ties = []
     async with serving(settings) as (client, loop):
@@ -136,7 +136,7 @@ async def test_clients_who_leave_at_random_give_everything_back_and_disturb_nobo
         for number in range(n_requests)
         if chance.random() < 1 / 3
     }
-    settings = demo_config(target, draft_type, n_waiting_max=512, n_waiting_tenant_max=512)
+    settings = demo_config(target, draft_type, queue_size=512, tenant_queue_size=512)
     found: list[tuple[int, Result]] = []
 
     async def stay(client: AsyncClient, i: int) -> None:
@@ -189,12 +189,12 @@ async def test_a_crowd_on_a_windowed_model_gets_the_tokens_of_each_alone(
     path = windowed(64)
     heads = prompts((400, 300, 200))
     crowd = [(*heads[i % 3][: 60 + 25 * i], *range(33, 40 + i)) for i in range(12)]
-    settings = {"model": str(path), "n_seq_max": 4, "n_ctx_seq": 512}
-    async with serving(demo_config("dense", "none", **settings, has_prefix_cache=False)) as plain:
+    settings = {"model": str(path), "parallel": 4, "max_model_len": 512}
+    async with serving(demo_config("dense", "none", **settings, prefix_cache=False)) as plain:
         expected = await alone(plain[0], crowd)
     async with serving(
         demo_config(
-            "dense", "mtp", **settings, is_kv_unified=is_kv_unified, n_ctx=1800 * is_kv_unified
+            "dense", "mtp", **settings, kv_unified=is_kv_unified, ctx_size=1800 * is_kv_unified
         )
     ) as (client, loop):
         found = await asyncio.gather(*(generate(client, prompt) for prompt in crowd * 2))

@@ -324,7 +324,7 @@ class ThreadedEngine(FakeEngine):
 
 
 async def test_one_thread_makes_uses_and_closes_the_engine() -> None:
-    loop = await StepLoop.open(ThreadedEngine, Config(draft_policy="fixed", n_draft_default=2))
+    loop = await StepLoop.open(ThreadedEngine, Config(draft_policy="fixed", draft_default=2))
     engine = loop.engine
     assert isinstance(engine, ThreadedEngine)
     _, event = await collect(loop.submit(make(loop, n_output_max=50)))
@@ -364,7 +364,7 @@ class LongRuns(FakeEngine):
 
 async def test_whoever_comes_or_goes_ends_a_run_of_steps() -> None:
     engine = LongRuns()
-    config = Config(draft_policy="fixed", n_draft_default=0)
+    config = Config(draft_policy="fixed", draft_default=0)
     scheduler = make_scheduler(engine, config)
     # Each step takes a millisecond, whatever it takes.
     loop = StepLoop(engine, scheduler, clock=lambda: engine.n_steps * 0.001)

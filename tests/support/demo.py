@@ -49,13 +49,13 @@ def config(target: str, draft_type: str, **settings: object) -> Config:
     draft = files.get(draft_type)
     values: dict[str, object] = {
         "model": str(MODELS / TARGETS[target]),
-        "draft_model": str(MODELS / draft) if draft else "",
+        "model_draft": str(MODELS / draft) if draft else "",
         "draft_type": draft_type,
         "port": 0,
-        "n_seq_max": 32,
-        "n_ctx_seq": 1024,
-        "n_threads": 1,
-        "is_kv_unified": False,
+        "parallel": 32,
+        "max_model_len": 1024,
+        "threads": 1,
+        "kv_unified": False,
         "draft_policy": "fixed",  # so that there are drafts to test
         "log_level": "error",
     }

@@ -9,7 +9,7 @@ second in all, more than the machine can do. *two floods*: two do, so that both 
 
 Everything is seeded; time is what the machine of `crowd` says that steps take, so the first table
 is the same on every computer. Requests beyond a tenant's part of the queue are refused, as
-`n_waiting_tenant_max` has it.
+`tenant_queue_size` has it.
 """
 
 from __future__ import annotations

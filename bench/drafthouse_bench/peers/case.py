@@ -196,13 +196,13 @@ class PeerPlan:
         return Config(
             model=str(target.path),
             draft_type=draft_type,
-            draft_model=str(target.drafts.get(draft_type, "")),
-            n_seq_max=case.streams + (case.scenario == "stall"),
-            n_ctx_seq=self.n_long + 256 if case.scenario == "stall" else n_ctx_seq,
-            n_threads=self.n_threads,
-            n_draft_max=n_draft,
-            n_draft_default=n_draft,
-            has_prefix_cache=False,  # every prompt is computed, as by the peer (`peer_flags`)
+            model_draft=str(target.drafts.get(draft_type, "")),
+            parallel=case.streams + (case.scenario == "stall"),
+            max_model_len=self.n_long + 256 if case.scenario == "stall" else n_ctx_seq,
+            threads=self.n_threads,
+            draft_max=n_draft,
+            draft_default=n_draft,
+            prefix_cache=False,  # every prompt is computed, as by the peer (`peer_flags`)
             synth_rates=tuple(f"{rate:.6f}" for rate in rates),
             log_level="warning",
         )

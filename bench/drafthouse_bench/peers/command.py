@@ -414,11 +414,11 @@ class _BenchPeers:
     async def _mixed(self, case: PeerCase, target: Target) -> list[MixedRow]:
         """Our server with each K and with its adaptive policy, and llama-server, in turns."""
         base = self._plan.config(case, target)
-        base = dataclasses.replace(base, n_draft_max=_N_DRAFT_MIXED)
+        base = dataclasses.replace(base, draft_max=_N_DRAFT_MIXED)
         fixed, adaptive = self._policies["fixed"][0], self._policies["adaptive"][0]
         flags = self._arguments.server_flags
         runs: dict[str, tuple[Config, list[str]]] = {
-            f"K = {k}": (dataclasses.replace(base, n_draft_default=k), [*flags, *fixed])
+            f"K = {k}": (dataclasses.replace(base, draft_default=k), [*flags, *fixed])
             for k in range(_N_DRAFT_MIXED + 1)
         }
         if adaptive:
@@ -426,7 +426,7 @@ class _BenchPeers:
         else:
             self._terminal.note("no adaptive policy to compare; --adaptive-flags names it")
         turns: dict[str, list[Figures]] = {name: [] for name in runs}
-        peer = f"llama-server, K = {base.n_draft_default}"
+        peer = f"llama-server, K = {base.draft_default}"
         turns[peer] = []
         n_output = self._plan.n_output_of(target)
         n_requests = 0
@@ -493,7 +493,7 @@ class _BenchPeers:
 @contextlib.contextmanager
 def _loaded(target: Target) -> Iterator[LlamaEngine]:
     """Loads a model, to be asked things, for the time of a block."""
-    config = Config(model=str(target.path), draft_type="none", n_seq_max=1, n_ctx_seq=64)
+    config = Config(model=str(target.path), draft_type="none", parallel=1, max_model_len=64)
     engine = LlamaEngine.load(config)
     try:
         yield engine

@@ -236,15 +236,15 @@ def peer_flags(config: Config, port: int) -> list[str]:
     Its prompt cache and checkpoints are off, as a cold run wants. EAGLE-3 samples its drafts on the
     CPU: with its default several sequences draft wrongly at the pinned version.
     """
-    n_threads = str(config.n_threads)
+    n_threads = str(config.threads)
     flags = ["--model", config.model, "--host", "127.0.0.1", "--port", str(port)]
-    flags += ["--parallel", str(config.n_seq_max)]
-    flags += ["--ctx-size", str(config.n_ctx or config.n_seq_max * config.n_ctx_seq)]
-    flags += ["--batch-size", str(config.n_batch), "--ubatch-size", str(config.n_ubatch)]
-    flags += ["--threads", n_threads, "--threads-batch", str(config.n_threads_batch or n_threads)]
-    flags += ["--kv-unified" if config.is_kv_unified else "--no-kv-unified", "--swa-full"]
-    flags += ["--flash-attn", "on" if config.has_flash_attention else "off"]
-    flags += ["--gpu-layers", "999" if config.n_gpu_layers < 0 else str(config.n_gpu_layers)]
+    flags += ["--parallel", str(config.parallel)]
+    flags += ["--ctx-size", str(config.ctx_size or config.parallel * config.max_model_len)]
+    flags += ["--batch-size", str(config.batch_size), "--ubatch-size", str(config.ubatch_size)]
+    flags += ["--threads", n_threads, "--threads-batch", str(config.threads_batch or n_threads)]
+    flags += ["--kv-unified" if config.kv_unified else "--no-kv-unified", "--swa-full"]
+    flags += ["--flash-attn", "off" if config.flash_attn == "off" else "on"]
+    flags += ["--gpu-layers", str(config.gpu_layers)]
     flags += ["--no-cache-prompt", "--cache-ram", "0", "--ctx-checkpoints", "0"]
     flags += ["--threads-http", str(_N_HTTP_THREADS), "--fit", "off", "--offline", "--no-ui"]
     flags += ["--log-verbosity", "1"]
@@ -266,8 +266,8 @@ def default_peer_flags(n_longest: int, n_ctx_train: int) -> list[str]:
 
 
 def _draft_flags(config: Config) -> list[str]:
-    kind, n_draft = config.draft_type, str(config.n_draft_default)
-    if kind == "none" or not config.n_draft_default:
+    kind, n_draft = config.draft_type, str(config.draft_default)
+    if kind == "none" or not config.draft_default:
         return []
     flags = ["--spec-type", _PEER_TYPES.get(kind, kind)]
     if kind in _NGRAM_SIZES:
@@ -275,9 +275,9 @@ def _draft_flags(config: Config) -> list[str]:
         flags += [f"--spec-{kind}-size-m", n_draft, f"--spec-{kind}-min-hits", "1"]
         return flags
     flags += ["--spec-draft-n-max", n_draft, "--spec-draft-n-min", "0"]
-    flags += ["--spec-draft-p-min", str(config.p_min)]
-    if config.draft_model:
-        flags += ["--spec-draft-model", config.draft_model]
+    flags += ["--spec-draft-p-min", str(config.draft_p_min)]
+    if config.model_draft:
+        flags += ["--spec-draft-model", config.model_draft]
     if kind == "eagle3":
         flags += ["--no-spec-draft-backend-sampling"]
     if config.synth_rates:

@@ -1,15 +1,18 @@
-"""The command line: `drafthouse serve | generate | chat | models | tune`."""
+"""The command line: `drafthouse serve | generate | chat | models | tune | config`."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
 from drafthouse_server.cli.console import add_chat, add_generate, add_models
 from drafthouse_server.cli.serve import add_serve
+from drafthouse_server.cli.settings import add_config, similar_flag
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.cli.tune import add_tune
 
@@ -27,9 +30,39 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version("drafthouse-server"))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_serve, add_generate, add_chat, add_models, add_tune):
+    for add in (add_serve, add_generate, add_chat, add_models, add_tune, add_config):
         add(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
+
+
+def _bench(words: Sequence[str], terminal: Terminal) -> int:
+    """Runs the command `bench` of former releases, of which `--tune` still works."""
+    if "--tune" in words:
+        terminal.warn(
+            "`drafthouse bench --tune` is now `drafthouse tune`; the old name works until the next"
+            " release"
+        )
+        return main(["tune", *(word for word in words if word != "--tune")], terminal)
+    terminal.error("there is no command 'bench'; the benchmarks are `drafthouse-bench`")
+    return 2
+
+
+def _unknown(words: Sequence[str], command: argparse.ArgumentParser) -> str:
+    """Returns what is wrong with words that a command does not take.
+
+    It shows no value: that may be a key.
+    """
+    flag = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
+    advice = f"`{command.prog} --help` lists all flags"
+    if not flag:
+        return f"an argument belongs to no flag; {advice}"
+    known = re.findall(r"--[a-z][a-z-]*", command.format_help())
+    similar = similar_flag(flag)
+    if similar not in known:
+        similar = next(iter(difflib.get_close_matches(flag, known, n=1)), "")
+    return f"unknown flag {flag!r}; {f'did you mean {similar!r}?' if similar else advice}"
 
 
 def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = None) -> int:
@@ -46,9 +79,16 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
     Raises:
         SystemExit: the arguments are wrong (code 2), or ask for help (0).
     """
-    parsed = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    terminal = terminal or Terminal()
+    if words[:1] == ["bench"]:
+        return _bench(words[1:], terminal)
+    parsed, unknown = _parser().parse_known_args(words)
+    if unknown:
+        terminal.error(_unknown(unknown, parsed.parser))
+        return 2
     try:
-        code: int = parsed.run(parsed, terminal or Terminal())
+        code: int = parsed.run(parsed, terminal)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:

@@ -15,7 +15,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from drafthouse_server import config as settings
+from drafthouse_server.cli import settings
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config, bare_host
 from drafthouse_server.engine.llama import LlamaEngine
@@ -55,18 +55,23 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="serve a model; without flags, the demo model",
         description="Serves a GGUF model over gRPC. Flags win over DRAFTHOUSE_* variables, these"
         " over the file of --config.",
+        usage="drafthouse serve [--config FILE] [--SETTING VALUE ...]",
         epilog=_EXIT_CODES,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with settings; `drafthouse config --example` prints one",
+    )
     settings.add_flags(parser)
     parser.set_defaults(run=_serve)
 
 
 def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
-    names = [field.name for field in dataclasses.fields(Config)]
+    flags = settings.given_flags(arguments)
     try:
-        config = settings.load(arguments.config, flags={n: getattr(arguments, n) for n in names})
+        config = settings.load(arguments.config, flags=flags, warn=terminal.warn)
     except ConfigError as error:
         terminal.error(str(error))
         return 2
@@ -160,7 +165,7 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
     """Tells what is served, and where."""
     card, limits = server.loop.engine.card, server.loop.engine.limits
     drafts = (
-        f"{'n-gram lookup, else ' if config.has_ngram_first else ''}{limits.draft_type},"
+        f"{'prompt lookup, else ' if config.prompt_lookup else ''}{limits.draft_type},"
         f" {_how_many(config)} tokens per step by default,"
         f" at most {limits.n_draft_max}"
         if limits.n_draft_max
@@ -174,7 +179,7 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
         f" {format_bytes(card.size_bytes)}"
     )
     terminal.line(
-        f"  draft    {drafts}" + (f" ({config.draft_model})" if config.draft_model else "")
+        f"  draft    {drafts}" + (f" ({config.model_draft})" if config.model_draft else "")
     )
     terminal.line(
         f"  slots    {limits.n_seq_max} of {limits.n_ctx_seq} tokens,"
@@ -192,7 +197,7 @@ def _how_many_threads(threads: Threads) -> str:
 
 
 def _how_many(config: Config) -> str:
-    return str(config.n_draft_default) if config.draft_policy == "fixed" else "as many as pay"
+    return str(config.draft_default) if config.draft_policy == "fixed" else "as many as pay"
 
 
 def format_count(n: float) -> str:

@@ -66,6 +66,10 @@ class Terminal:
         self._err.write(text + "\n")
         self._err.flush()
 
+    def warn(self, text: str) -> None:
+        """Writes what the user should change, though the command goes on."""
+        self.note(f"drafthouse: warning: {text}")
+
     def error(self, text: str) -> None:
         """Writes why the command failed."""
         self.note(f"drafthouse: {text}")

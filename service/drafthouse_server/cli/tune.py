@@ -203,20 +203,22 @@ def advise(measured: Measurements) -> list[Advice]:
     if measured.threads:
         best = max(measured.threads, key=measured.threads.__getitem__)
         found = ", ".join(f"{n}: {rate:.0f}" for n, rate in sorted(measured.threads.items()))
-        advice.append(Advice("n_threads", best, f"tokens/s of plain steps by threads: {found}"))
+        advice.append(Advice("threads", best, f"tokens/s of plain steps by threads: {found}"))
     advice += _advise_drafts(measured)
     if measured.prefill:
         best_rate = max(measured.prefill.values())
         n_batch = min(n for n, r in measured.prefill.items() if r >= _SHARE_OF_BEST * best_rate)
         advice.append(
             Advice(
-                "n_batch",
+                "batch_size",
                 n_batch,
                 f"{measured.prefill[n_batch]:.0f} prompt tokens/s of at most {best_rate:.0f};"
                 f" a full step takes {measured.prefill_s[n_batch] * 1e3:.1f} ms",
             )
         )
-        advice.append(Advice("n_ubatch", n_batch, "at most n_batch; one physical batch a step"))
+        advice.append(
+            Advice("ubatch_size", n_batch, "at most batch_size; one physical batch a step")
+        )
     return advice
 
 
@@ -238,9 +240,7 @@ def _advise_drafts(measured: Measurements) -> list[Advice]:
     if not longest:
         return [Advice("draft_type", "none", f"no draft pays; by streams: {table}")]
     accepted = ", ".join(f"{k}: {a:.2f}" for k, a in sorted(measured.acceptance.items()) if k)
-    advice = [
-        Advice("n_draft_max", longest, f"best by streams: {table}; accepted by K: {accepted}")
-    ]
+    advice = [Advice("draft_max", longest, f"best by streams: {table}; accepted by K: {accepted}")]
     if len(set(best.values())) > 1:
         advice.append(Advice("draft_policy", "adaptive", "the best K depends on the streams"))
     else:
@@ -272,7 +272,7 @@ def tune(
             measured.threads[n_threads] = _plain_rate(config, n_threads, load, texts, clock)
             terminal.note(f"{n_threads} threads: {measured.threads[n_threads]:.0f} tokens/s")
     best = max(measured.threads, key=measured.threads.__getitem__)
-    engine = load(dataclasses.replace(config, n_threads=best))
+    engine = load(dataclasses.replace(config, threads=best))
     try:
         measure(engine, _tokenize(engine, texts), measured, clock, terminal.note)
     finally:
@@ -306,7 +306,7 @@ def _plain_rate(
     texts: Sequence[str],
     clock: Callable[[], float],
 ) -> float:
-    engine = load(dataclasses.replace(config, n_threads=n_threads))
+    engine = load(dataclasses.replace(config, threads=n_threads))
     try:
         prompts = [_cut(prompt, engine.limits) for prompt in _tokenize(engine, texts)]
         n_streams = min(engine.limits.n_seq_max, 8)
@@ -328,7 +328,7 @@ def add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add = parser.add_argument
     add("--model", type=Path, default=_MODELS / _DEMO, metavar="FILE", help="default: the demo")
     add("--draft-type", choices=DRAFT_TYPES, default="mtp", help="default: %(default)s")
-    add("--draft-model", default="", metavar="FILE", help="where the draft type needs one")
+    add("--model-draft", default="", metavar="FILE", help="where the draft type needs one")
     add("--streams", type=int, default=32, metavar="N", help="slots; default: %(default)s")
     add("--prompts", type=Path, default=_MODELS / "prompts.json", metavar="FILE", help="a JSON"
         " object with `prompts`, a list of objects with `text`; texts of the kind that you"
@@ -341,10 +341,10 @@ def _tune(arguments: argparse.Namespace, terminal: Terminal) -> int:
         config = Config(
             model=str(arguments.model),
             draft_type=arguments.draft_type,
-            draft_model=arguments.draft_model,
-            n_seq_max=arguments.streams,
-            n_ctx_seq=_N_CTX_SEQ,
-            has_prefix_cache=False,
+            model_draft=arguments.model_draft,
+            parallel=arguments.streams,
+            max_model_len=_N_CTX_SEQ,
+            prefix_cache=False,
             log_level="warning",
         )
         tune(config, LlamaEngine.load, read_texts(arguments.prompts), terminal)

@@ -25,7 +25,7 @@ __all__ = ["card_of", "engine_version", "limits_of", "load_engine"]
 _log = logging.getLogger(__name__)
 
 _N_CTX_SEQ_AUTOMATIC = 4096
-"""Bound of `Config.n_ctx_seq` 0.
+"""Tokens of one request where neither `max_model_len` nor `ctx_size` is set.
 
 Models are trained with contexts that no small machine can hold.
 """
@@ -46,11 +46,12 @@ def load_engine(
     """
     if _unbuilt is not None:
         raise StartupError(_unbuilt)
-    may_be_mtp = config.draft_type in ("mtp", AUTOMATIC) and not config.draft_model
-    target = _load_model(config.model, config.n_gpu_layers, progress, load_mtp=may_be_mtp)
+    may_be_mtp = config.draft_type in ("mtp", AUTOMATIC) and not config.model_draft
+    n_gpu_layers = -1 if isinstance(config.gpu_layers, str) else config.gpu_layers
+    target = _load_model(config.model, n_gpu_layers, progress, load_mtp=may_be_mtp)
     draft = None
-    if config.draft_model:
-        draft = _load_model(config.draft_model, config.n_gpu_layers, progress)
+    if config.model_draft:
+        draft = _load_model(config.model_draft, n_gpu_layers, progress)
     if config.synth_rates:
         _log.warning(
             "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is not"
@@ -106,8 +107,8 @@ def _explained(path: str, config: Config | None = None) -> Iterator[None]:
         problem = error.message.removesuffix(".")
         if config is None:
             raise ModelLoadError(path, problem, _advice(error, _OF_LOADING)) from error
-        if config.draft_model and _is_of_draft(error):
-            path = config.draft_model
+        if config.model_draft and _is_of_draft(error):
+            path = config.model_draft
         advice = _OF_CONTEXTS if config.draft_type != "none" else _OF_CONTEXTS_WITHOUT_DRAFTS
         raise ModelLoadError(path, problem, _advice(error, advice)) from error
 
@@ -125,7 +126,7 @@ def _advice(error: drafthouse_engine.EngineError, table: Mapping[str, str]) -> s
 
 
 _OF_LOADING = {
-    "ModelNotFound": "check the path in the settings model and draft_model",
+    "ModelNotFound": "check the path in the settings model and model_draft",
     "BadModel": "give a complete GGUF file; if this one was downloaded, download it again",
     "OutOfMemory": "use a smaller model, or free memory",
     "Unsupported": "use another file",
@@ -135,7 +136,7 @@ _OF_LOADING = {
 
 _OF_CONTEXTS_WITHOUT_DRAFTS = {
     "BadModel": _OF_LOADING["BadModel"],
-    "OutOfMemory": "lower n_seq_max, n_ctx_seq or n_ctx, or use a smaller model",
+    "OutOfMemory": "lower parallel, max_model_len or ctx_size, or use a smaller model",
     "Unsupported": "use another model",
     "InvalidArgument": "change this setting",
 }
@@ -143,9 +144,9 @@ _OF_CONTEXTS_WITHOUT_DRAFTS = {
 
 _OF_CONTEXTS = _OF_CONTEXTS_WITHOUT_DRAFTS | {
     "NoMtpHeads": "use a model with MTP heads, or set draft_type to none, eagle3, simple, …",
-    "NotEagle3": "give an EAGLE-3 model as draft_model, or set draft_type to simple",
-    "NotDflash": "give a DFlash model as draft_model, or another draft_type",
-    "NotDspark": "give a DSpark model as draft_model, or another draft_type",
+    "NotEagle3": "give an EAGLE-3 model as model_draft, or set draft_type to simple",
+    "NotDflash": "give a DFlash model as model_draft, or another draft_type",
+    "NotDspark": "give a DSpark model as model_draft, or another draft_type",
     "IncompatibleDraft": "give a draft model that was made for this target, or set draft_type to"
     " none",
     "Unsupported": "use another model; if the drafter is at fault, set draft_type to none",
@@ -155,7 +156,7 @@ _OF_CONTEXTS = _OF_CONTEXTS_WITHOUT_DRAFTS | {
 
 def _threads(config: Config, target: drafthouse_engine.Model) -> Threads:
     """Returns what the settings say, and where they say nothing what suits model and machine."""
-    n, n_batch = config.n_threads, config.n_threads_batch
+    n, n_batch = config.threads, config.threads_batch
     if n:
         return Threads(n, n_batch or n, reason="as set")
     cores = drafthouse_engine.find_cores()
@@ -166,24 +167,34 @@ def _threads(config: Config, target: drafthouse_engine.Model) -> Threads:
 def _engine_params(
     config: Config, draft_type: str, target: drafthouse_engine.Model, threads: Threads
 ) -> drafthouse_engine.EngineParams:
-    n_ctx_seq = config.n_ctx_seq or min(target.n_ctx_train, _N_CTX_SEQ_AUTOMATIC)
     return drafthouse_engine.EngineParams(
         draft_type=draft_type,  # type: ignore[arg-type]  # Config allows the same names only
-        n_ctx=config.n_ctx,
-        n_ctx_seq=n_ctx_seq,
-        n_batch=config.n_batch,
-        n_ubatch=config.n_ubatch,
-        n_seq_max=config.n_seq_max,
-        n_draft_max=config.n_draft_max,
+        n_ctx=config.ctx_size,
+        n_ctx_seq=_request_tokens(config, target.n_ctx_train),
+        n_batch=config.batch_size,
+        n_ubatch=config.ubatch_size,
+        n_seq_max=config.parallel,
+        n_draft_max=config.draft_max,
         n_threads=threads.n,
         n_threads_batch=threads.n_batch,
         n_wide=threads.n_wide,
-        p_min=config.p_min,
-        probabilistic=config.is_probabilistic,
-        kv_unified=config.is_kv_unified,
-        flash_attention=config.has_flash_attention,
+        p_min=config.draft_p_min,
+        probabilistic=config.draft_sampling == "probabilistic",
+        kv_unified=config.kv_unified,
+        flash_attention=config.flash_attn != "off",
         synth_rates=tuple(map(float, config.synth_rates)),
     )
+
+
+def _request_tokens(config: Config, n_ctx_train: int) -> int:
+    """Returns the most tokens of one request: as set, or what its slot has cells for.
+
+    As of llama-server, whose slots share `--ctx-size`.
+    """
+    if config.max_model_len:
+        return config.max_model_len
+    n_slot = config.ctx_size if config.kv_unified else config.ctx_size // config.parallel
+    return min(n_ctx_train, n_slot or _N_CTX_SEQ_AUTOMATIC)
 
 
 def _make_engine(

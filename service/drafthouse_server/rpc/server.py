@@ -184,9 +184,9 @@ class Server:
         served = Served(
             loop,
             # Of an adaptive policy: the most that it will draft.
-            n_draft_default=config.n_draft_default
+            n_draft_default=config.draft_default
             if config.draft_policy == "fixed"
-            else config.n_draft_max,
+            else config.draft_max,
             current_call=current_call,
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
@@ -280,7 +280,7 @@ def _address(host: str, port: int) -> str:
 
 def _options(config: Config) -> Sequence[tuple[str, int]]:
     """Returns the channel arguments; names as in grpc's `channel_arg_names.h`."""
-    n_streams = config.n_seq_max + config.n_waiting_max + _N_SPARE_STREAMS
+    n_streams = config.parallel + config.queue_size + _N_SPARE_STREAMS
     return (
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", _MAX_RESPONSE_BYTES),

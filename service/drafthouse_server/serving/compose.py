@@ -29,22 +29,22 @@ def make_scheduler(
             the plain averages that are on trial beside it (`drafthouse_bench.trial`). No setting.
     """
     is_recurrent = engine.card.is_recurrent
-    splitting = Splitting.NONE if config.is_kv_unified else Splitting.STREAMS
+    splitting = Splitting.NONE if config.kv_unified else Splitting.STREAMS
     if is_recurrent:
         splitting = Splitting.GROUPS
     policy, cost = _make_policy(engine, config, splitting, chooser)
     prefixes = None
-    if config.has_prefix_cache:
+    if config.prefix_cache:
         prefixes = PrefixCache(
             can_cut=not is_recurrent,
             n_window=engine.limits.n_window,
-            n_host_bytes_max=config.n_prefix_mib_max << 20,
+            n_host_bytes_max=config.prefix_cache_mib << 20,
         )
     ngrams = None
-    if config.has_ngram_first:
+    if config.prompt_lookup:
         ngrams = NgramDrafter(
-            config.n_ngram_min,
-            config.n_ngram_pool_max,
+            config.prompt_lookup_min,
+            config.prompt_lookup_pool,
             can_lengthen=config.draft_policy == "adaptive",
         )
     return Scheduler(
@@ -53,10 +53,10 @@ def make_scheduler(
         cost=cost,
         splitting=splitting,
         gap_s=config.gap_target_ms / 1000,
-        n_parked_bytes_max=config.n_parked_mib_max << 20,
+        n_parked_bytes_max=config.preempted_mib << 20,
         prefixes=prefixes,
         ngrams=ngrams,
-        n_draft_fixed=config.n_draft_default,
+        n_draft_fixed=config.draft_default,
     )
 
 
@@ -65,7 +65,7 @@ def _make_policy(
 ) -> tuple[DraftPolicy, CostModel]:
     n_draft_max = engine.limits.n_draft_max
     if config.draft_policy == "fixed":
-        return FixedDraft(config.n_draft_default), StepCost()
+        return FixedDraft(config.draft_default), StepCost()
     if chooser == "plain":
         return PlainDraft(n_draft_max), PlainCost()
     cost = StepCost()

@@ -121,7 +121,7 @@ class StepLoop:
         loop = cls(
             engine,
             make_scheduler(engine, config),
-            n_waiting_max=config.n_waiting_max,
+            n_waiting_max=config.queue_size,
             retry_after_s=config.retry_after_s,
             on_health=on_health,
             on_failure=on_failure,

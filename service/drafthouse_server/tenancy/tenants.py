@@ -62,8 +62,8 @@ class TenantRegistry:
         tenants = {}
         for entry in config.api_keys:
             name, _, api_key = entry.partition(":")
-            tenants[api_key] = Tenant(name, n_waiting_max=config.n_waiting_tenant_max)
-        open_tenant = Tenant(_DEFAULT_TENANT, n_waiting_max=config.n_waiting_tenant_max)
+            tenants[api_key] = Tenant(name, n_waiting_max=config.tenant_queue_size)
+        open_tenant = Tenant(_DEFAULT_TENANT, n_waiting_max=config.tenant_queue_size)
         return cls(tenants, open_tenant)
 
     @property

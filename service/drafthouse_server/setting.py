@@ -1,0 +1,113 @@
+"""What a setting is: its declaration, which `config` writes and `cli.settings` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["ALL", "Rule", "Setting", "all_or_between", "between", "declare", "one_of"]
+
+ALL = "all"
+"""The word that a count may be given as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a setting may be."""
+
+    expected: str
+    """The rule in words; empty where anything is allowed."""
+    is_valid: Callable[[Any], bool]
+    """The rule."""
+    choices: tuple[str, ...] = ()
+    """The allowed texts, where these are few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one setting."""
+
+    name: str
+    """Of the TOML key and the attribute; `--` and `DRAFTHOUSE_` lead to flag and variable."""
+    default: object
+    """Its value when no source gives one; its type is the setting's."""
+    group: str
+    """Heading of the help under which it stands."""
+    rule: Rule
+    """What it may be."""
+    about: str
+    """Help: what it does, with the unit, and what 0 means where that is special."""
+    old: str
+    """Name until 0.1, which works with a warning; empty when that was the same."""
+    old_values: Mapping[str, str]
+    """New texts of values, by the texts that the old name took."""
+    peers: tuple[str, ...]
+    """Other names that llama-server or vLLM has for the same."""
+    is_secret: bool
+    """Whether its value must never be shown."""
+
+    @property
+    def flag(self) -> str:
+        """The flag."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return f"DRAFTHOUSE_{self.name.upper()}"
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is true or false."""
+        return isinstance(self.default, bool)
+
+    @property
+    def may_be_number(self) -> bool:
+        """Whether it is a word or a whole number, as gpu_layers."""
+        return self.rule.choices[-1:] == ("N",)
+
+    def shown(self, value: object) -> object:
+        """Returns a value of it as a message may show it."""
+        return "(hidden)" if self.is_secret else value
+
+
+def between(low: float, high: float) -> Rule:
+    """Returns the rule of a number in a range."""
+    return Rule(f"a value in [{low}, {high}]", lambda value: low <= value <= high)
+
+
+def one_of(*choices: str) -> Rule:
+    """Returns the rule of a word out of a few."""
+    return Rule(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
+
+
+def all_or_between(low: int, high: int) -> Rule:
+    """Returns the rule of a whole number in a range, or the word "all"."""
+    expected = f"{ALL}, or a whole number in [{low}, {high}]"
+
+    def is_valid(value: int | str) -> bool:
+        return value == ALL if isinstance(value, str) else low <= value <= high
+
+    return Rule(expected, is_valid, (ALL, "N"))
+
+
+_NO_VALUES: Mapping[str, str] = MappingProxyType({})
+
+
+def declare(
+    group: str,
+    default: object,
+    rule: Rule,
+    about: str,
+    *,
+    old: str = "",
+    old_values: Mapping[str, str] = _NO_VALUES,
+    peers: tuple[str, ...] = (),
+    is_secret: bool = False,
+) -> Any:  # noqa: ANN401  # as `field` does
+    """Returns a dataclass field that carries its declaration; `Setting` says what each is."""
+    declared = Setting("", default, group, rule, about, old, old_values, peers, is_secret)
+    return dataclasses.field(default=default, metadata={"declared": declared}, repr=not is_secret)

@@ -1,0 +1,47 @@
+"""What the engine makes of the settings of a context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.demo import MODELS, TARGETS
+
+from drafthouse_server.config import Config
+from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.engine.loading import _request_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_tokens"),
+    [
+        ({}, 4096),
+        ({"max_model_len": 5000}, 5000),
+        ({"ctx_size": 32768, "parallel": 4}, 8192),
+        ({"ctx_size": 32768, "parallel": 4, "kv_unified": True}, 16384),  # as it was trained
+        ({"ctx_size": 32768, "parallel": 4, "max_model_len": 100}, 100),
+    ],
+)
+def test_a_request_may_have_what_its_slot_has(settings: dict[str, Any], n_tokens: int) -> None:
+    assert _request_tokens(Config(**settings), n_ctx_train=16384) == n_tokens
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("kv_unified", "n_tokens"), [(False, 256), (True, 1024)])
+def test_the_cells_of_all_slots_are_shared_as_llama_server_does(
+    kv_unified: bool, n_tokens: int
+) -> None:
+    config = Config(
+        model=str(MODELS / TARGETS["dense"]),
+        draft_type="none",
+        parallel=4,
+        ctx_size=1024,
+        kv_unified=kv_unified,
+        threads=1,
+        log_level="error",
+    )
+    engine = LlamaEngine.load(config)
+    try:
+        assert (engine.limits.n_ctx, engine.limits.n_ctx_seq) == (1024, n_tokens)
+    finally:
+        engine.close()
