@@ -278,6 +278,15 @@ def test_an_empty_variable_is_refused(name: str, text: str) -> None:
     assert f"DRAFTHOUSE_{name}" in str(caught.value)
 
 
+def test_a_value_out_of_its_range_names_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "drafthouse.toml"
+    file.write_text("parallel = 0\nport = 70000\n")
+    with pytest.raises(ConfigError, match=r"'port' \(.*toml\) is 70000; expected a value"):
+        load(str(file), {"DRAFTHOUSE_PARALLEL": "1"})
+    with pytest.raises(ConfigError, match=r"'port' \(flag --port\) is -1; expected a value"):
+        load(str(file), {"DRAFTHOUSE_PARALLEL": "1"}, {"port": "-1"})
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "expected"),
     [
@@ -414,9 +423,14 @@ def test_the_example_lists_every_setting_and_loads_back_to_the_defaults(tmp_path
     warnings: list[str] = []
     assert load(str(file), {}, warn=warnings.append) == Config()
     assert warnings == []
+    assert max(map(len, example().splitlines())) <= 100
     assert list(tomllib.loads(example())) == list(SETTINGS)
     for setting in SETTINGS.values():
-        assert re.search(rf"# {re.escape(setting.about)}.*\n{setting.name} = ", example())
+        comment = re.search(rf"\n\n((?:# .*\n)+){setting.name} = ", example())
+        assert comment, setting.name
+        assert setting.about in re.sub(r"^# ", "", comment[1], flags=re.MULTILINE).replace(
+            "\n", " "
+        )
         assert f"\n# {setting.group}\n" in example()
 
 

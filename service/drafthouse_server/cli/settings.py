@@ -7,11 +7,13 @@ import difflib
 import functools
 import os
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import SETTINGS, Config
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _PREFIX = "DRAFTHOUSE_"
+_WIDTH = 100
 # Read by the build, its tests and the client, not by the server.
 _FOREIGN_VARIABLES = frozenset(
     {
@@ -142,6 +145,8 @@ class _Reader:
         self._parse = parse
         self._warn = warn
         self.values: dict[str, object] = {}
+        self.places: dict[str, str] = {}
+        """Where each of them is given."""
 
     def take(self, name: str, value: object) -> bool:
         """Takes what is given by a name. Returns whether there is such a setting.
@@ -159,6 +164,7 @@ class _Reader:
         if name == setting.old:
             value = self._translated(setting, value)
         where = self._source.describe(name)
+        self.places[setting.name] = where
         self.values[setting.name] = self._parse(setting, value, where)
         return True
 
@@ -177,7 +183,7 @@ def _parse_text(setting: Setting, text: object, where: str) -> object:
     return _from_text(setting, str(text), where)
 
 
-def _read_file(path: Path, warn: Callable[[str], object]) -> dict[str, object]:
+def _read_file(path: Path, warn: Callable[[str], object]) -> _Reader:
     try:
         with path.open("rb") as file:
             entries = tomllib.load(file)
@@ -194,12 +200,10 @@ def _read_file(path: Path, warn: Callable[[str], object]) -> dict[str, object]:
     for name, value in entries.items():
         if not reader.take(name, value):
             raise UnknownSetting(name, _similar(name), str(path))
-    return reader.values
+    return reader
 
 
-def _read_environment(
-    environment: Mapping[str, str], warn: Callable[[str], object]
-) -> dict[str, object]:
+def _read_environment(environment: Mapping[str, str], warn: Callable[[str], object]) -> _Reader:
     reader = _Reader(_ENVIRONMENT, _parse_text, warn)
     links = []
     for variable, text in environment.items():
@@ -220,7 +224,7 @@ def _read_environment(
             f"ignored {len(links)} environment variables that Kubernetes sets for services"
             f" ({links[0]}, …); enableServiceLinks: false in the pod's spec leaves them out"
         )
-    return reader.values
+    return reader
 
 
 def _is_link(variable: str, text: str) -> bool:
@@ -278,14 +282,25 @@ def load(
     elif not path.strip():
         expected = "a path; leave the flag out to read none"
         raise ConfigError("config", path, expected, "flag --config")
-    values = (_read_file(Path(path), warn) if path else {}) | variables
-    values |= _read_flags(flags or {}, warn)
+    readers = [_read_file(Path(path), warn)] if path else []
+    readers += [variables, _read_flags(flags or {}, warn)]
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for reader in readers:
+        values |= reader.values
+        places |= reader.places
     if values.get("api_keys_file"):
-        values["api_keys"] = _read_keys(Path(str(values["api_keys_file"])), values.get("api_keys"))
-    return Config(**values)  # type: ignore[arg-type]  # checked one by one above
+        values["api_keys"] = _read_keys(Path(values["api_keys_file"]), values.get("api_keys"))
+    try:
+        return Config(**values)
+    except ConfigError as error:
+        if not error.expected or error.key not in places:
+            raise  # it is about several settings, and names them
+        place = places[error.key]
+        raise ConfigError(error.key, error.value, error.expected, place) from None
 
 
-def _read_flags(flags: Mapping[str, str], warn: Callable[[str], object]) -> dict[str, object]:
+def _read_flags(flags: Mapping[str, str], warn: Callable[[str], object]) -> _Reader:
     reader = _Reader(_FLAGS, _parse_text, warn)
     for name, text in flags.items():
         # As "$KEYS" is where nobody has set it: that must not open the server.
@@ -294,7 +309,7 @@ def _read_flags(flags: Mapping[str, str], warn: Callable[[str], object]) -> dict
             raise ConfigError(name, text, expected, _FLAGS.describe(name))
         known = reader.take(name, text)
         assert known, f"{name} is no setting"
-    return reader.values
+    return reader
 
 
 def _read_keys(path: Path, others: object) -> tuple[str, ...]:
@@ -446,9 +461,14 @@ def example() -> str:
     for title, settings in _groups():
         lines += ["", "", f"# {title}"]
         for setting in settings:
-            lines += ["", f"# {setting.about}{_expected(setting)}"]
+            lines += ["", *_comment(f"{setting.about}{_expected(setting)}")]
             lines.append(f"{setting.name} = {_toml(setting.default)}")
     return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    lines = textwrap.wrap(text, _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+    return [f"# {line}" for line in lines]
 
 
 def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
