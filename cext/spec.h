@@ -321,6 +321,8 @@ typedef struct spec_engine_params {
     const float * synth_rates;
     int32_t n_synth_rates; /* 0 = off */
     int32_t n_wide;        /* a decode of so many tokens is wide; >= 0, 0 = 2. since ABI 7 */
+    bool flash_forced; /* with flash_attention: without asking whether model and device allow it.
+                          since ABI 7 */
 } spec_engine_params;
 
 typedef struct spec_engine_limits {

@@ -245,7 +245,9 @@ class EngineParams:
     kv_unified: bool = False
     """One pool of cells for all sequences; else each has its own n_ctx_seq cells."""
     flash_attention: bool = True
-    """Attention is computed by the fused kernel."""
+    """Attention is computed by the fused kernel, where model and device allow it."""
+    flash_forced: bool = False
+    """With flash_attention: without asking whether they do."""
     n_min: int = 0
     """Shorter drafts are dropped, [0, n_draft_max]; at most 1 with probabilistic, where more would
     change the distribution."""
@@ -270,7 +272,7 @@ class EngineParams:
         check_int(self, "n_draft_max", 0 if self.draft_type == "none" else 1)
         check_int(self, "n_rs_seq", -1)
         check_float(self, "p_min", 0, 1, ends="[)")
-        for field in ("probabilistic", "kv_unified", "flash_attention", "exact"):
+        for field in ("probabilistic", "kv_unified", "flash_attention", "flash_forced", "exact"):
             check_bool(self, field)
         n_min_max = 1 if self.probabilistic else self.n_draft_max
         check_int(self, "n_min", 0, 0 if self.draft_type == "none" else n_min_max)

@@ -170,6 +170,7 @@ cdef extern from "spec.h" nogil:
         const float * synth_rates
         int32_t n_synth_rates
         int32_t n_wide
+        bool flash_forced
 
     ctypedef struct spec_engine_limits:
         int32_t draft_type

@@ -16,6 +16,13 @@ namespace drafthouse {
 
 namespace {
 
+llama_flash_attn_type flash_attention(const spec_engine_params & p) {
+    if (!p.flash_attention) {
+        return LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    }
+    return p.flash_forced ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_AUTO;
+}
+
 llama_context_params context_params(const spec_engine & engine) {
     const spec_engine_params & p = engine.params;
     llama_context_params c = llama_context_default_params();
@@ -24,8 +31,7 @@ llama_context_params context_params(const spec_engine & engine) {
     c.n_seq_max = static_cast<uint32_t>(p.n_seq_max);
     c.n_threads = p.n_threads > 0 ? p.n_threads : all_cores();
     c.n_threads_batch = p.n_threads_batch > 0 ? p.n_threads_batch : c.n_threads;
-    c.flash_attn_type =
-        p.flash_attention ? LLAMA_FLASH_ATTN_TYPE_AUTO : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    c.flash_attn_type = flash_attention(p);
     c.kv_unified = p.kv_unified;
     return c;
 }

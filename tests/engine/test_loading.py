@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 from tests.support.demo import MODELS, TARGETS
 
+from drafthouse_engine import set_log
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import _request_tokens
@@ -24,6 +26,28 @@ from drafthouse_server.engine.loading import _request_tokens
 )
 def test_a_request_may_have_what_its_slot_has(settings: dict[str, Any], n_tokens: int) -> None:
     assert _request_tokens(Config(**settings), n_ctx_train=16384) == n_tokens
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("flash_attn", ["auto", "on", "off"])
+def test_flash_attention_is_asked_for_as_llama_cpp_calls_it(flash_attn: str) -> None:
+    words = {"auto": "auto", "on": "enabled", "off": "disabled"}
+    config = Config(
+        model=str(MODELS / TARGETS["dense"]),
+        draft_type="none",
+        parallel=1,
+        ctx_size=256,
+        threads=1,
+        flash_attn=flash_attn,
+    )
+    lines: list[str] = []
+    set_log(logging.INFO, lambda _, line: lines.append(line))
+    try:
+        LlamaEngine.load(config).close()
+    finally:
+        set_log(logging.WARNING)
+    found = [line for line in lines if "flash_attn " in line]
+    assert [line.rpartition("= ")[2].strip() for line in found] == [words[flash_attn]]
 
 
 @pytest.mark.model

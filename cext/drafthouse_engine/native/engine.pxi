@@ -36,6 +36,7 @@ cdef int fill_engine_params(spec.spec_engine_params * c, params) except -1:
     c.probabilistic = params.probabilistic
     c.kv_unified = params.kv_unified
     c.flash_attention = params.flash_attention
+    c.flash_forced = params.flash_forced
     c.n_min = params.n_min
     c.exact = params.exact
     return 0
@@ -61,6 +62,7 @@ def default_engine_params():
         probabilistic=c.probabilistic,
         kv_unified=c.kv_unified,
         flash_attention=c.flash_attention,
+        flash_forced=c.flash_forced,
         n_min=c.n_min,
         exact=c.exact,
     )

@@ -182,6 +182,7 @@ def _engine_params(
         probabilistic=config.draft_sampling == "probabilistic",
         kv_unified=config.kv_unified,
         flash_attention=config.flash_attn != "off",
+        flash_forced=config.flash_attn == "on",
         synth_rates=tuple(map(float, config.synth_rates)),
     )
 
