@@ -19,6 +19,7 @@ __all__ = [
     "SPECIALS",
     "FakeSampler",
     "Slot",
+    "extend_hash",
     "read_snapshot",
     "split_specials",
     "write_snapshot",
@@ -107,8 +108,9 @@ class Slot:
     n_drafts: int = 0
     """Place in the acceptance pattern."""
     is_cold: bool = False
+    """Whether its draft state was lost or let go."""
     is_awaited: bool = False
-    """Whether its draft state was let go."""
+    """Whether it is fed to the drafter again, and drafts after its next step."""
     n_cut_min: int = 0
     """Fewest of its tokens that can be kept, but 0: what came before has left the window."""
 
