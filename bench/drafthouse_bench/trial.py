@@ -4,9 +4,11 @@
         [--minutes 30] [--threads 0] [--json build/trial.json] [--lock FILE] [--table]
 
 A cell is a model, an acceptance and a number of streams. In each of its rounds every arm has one
-turn, in an order that rotates. Arms run in this process, without the network, each with an engine
-and a scheduler of its own, whose streams wait while others have their turn: that leaves out the
-noise of sockets, of a second process and of the event loop, and what a chooser has learnt stays.
+turn, in an order that rotates, cut into slices of --slice seconds that alternate: a machine whose
+speed drifts by a tenth from minute to minute does so for all arms alike. Arms run in this process,
+without the network, each with an engine and a scheduler of its own, whose streams wait while others
+have their turn: that leaves out the noise of sockets, of a second process and of the event loop,
+and what a chooser has learnt stays.
 Models of 0.6 B and 1.2 B have random weights (`make bench-models ARGS="dense-0.6b dense-1.2b
 --quants Q4_0"`) and an MTP block; their drafts are accepted at random (`synth_rates`), each
 position with the cell's acceptance if those before it were. The demo models' drafts are verified.
@@ -32,8 +34,9 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -152,21 +155,45 @@ def _warm_up(arm: Contender, seconds: float) -> None:
         arm.run(0.2)
 
 
-def _turn(arm: Contender, seconds: float) -> dict[str, Any]:
-    """Returns what an arm did in its turn."""
-    n_changes = _n_changes(arm)
-    arm.lengths.clear()
-    cpu_s, wall_s = time.process_time(), time.perf_counter()
-    arm.run(seconds)
-    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
-    n_all = max(1, sum(arm.lengths.values()))
-    return {
-        "tokens_per_s": round(arm.rates[-1], 3),
-        "n_cores": round(cpu_s / wall_s, 3),  # fewer than threads: others had the machine
-        "changes_per_s": round(max(0, _n_changes(arm) - n_changes) / seconds, 3),
-        "chosen": {str(k): round(n / n_all, 3) for k, n in sorted(arm.lengths.items())},
-        "n_resets": arm.scheduler.counts.n_estimator_resets,
-    }
+@dataclass(slots=True)
+class _Turn:
+    """What an arm did in its turn, slice by slice."""
+
+    arm: Contender
+    """The arm."""
+    n_changes: int
+    """Changes of K before it."""
+    lengths: Counter[int] = field(default_factory=Counter)
+    """How often which K was planned."""
+    n_tokens: float = 0.0
+    """Tokens generated."""
+    wall_s: float = 0.0
+    """Seconds of its slices."""
+    cpu_s: float = 0.0
+    """Processor seconds in them."""
+
+    def run(self, seconds: float) -> None:
+        """Runs one slice."""
+        self.arm.lengths.clear()
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        self.arm.run(seconds)
+        wall_s = time.perf_counter() - wall_s
+        self.cpu_s += time.process_time() - cpu_s
+        self.wall_s += wall_s
+        self.n_tokens += self.arm.rates[-1] * wall_s
+        self.lengths += self.arm.lengths
+
+    def result(self) -> dict[str, Any]:
+        """Returns it for the file."""
+        n_all = max(1, sum(self.lengths.values()))
+        n_changes = max(0, _n_changes(self.arm) - self.n_changes)
+        return {
+            "tokens_per_s": round(self.n_tokens / self.wall_s, 3),
+            "n_cores": round(self.cpu_s / self.wall_s, 3),  # fewer than threads: others had some
+            "changes_per_s": round(n_changes / self.wall_s, 3),
+            "chosen": {str(k): round(n / n_all, 3) for k, n in sorted(self.lengths.items())},
+            "n_resets": self.arm.scheduler.counts.n_estimator_resets,
+        }
 
 
 @contextlib.contextmanager
@@ -194,14 +221,22 @@ def _measure(cell: Cell, store: Store, options: argparse.Namespace, stop_at: flo
         for i in range(n_done, options.rounds):
             if time.monotonic() + options.seconds * len(arms) > stop_at:
                 return
-            turn = i % len(arms)
-            found = {}
-            for arm in arms[turn:] + arms[:turn]:
-                with _quiet(options.lock):
-                    found[arm.name] = _turn(arm, options.seconds)
+            first = i % len(arms)
+            found = _round(arms[first:] + arms[:first], options)
             store.add(cell, options.seconds, options.threads, found)
-            speeds = "  ".join(f"{arm.name} {arm.rates[-1]:.1f}" for arm in arms)
+            speeds = "  ".join(f"{name} {arm['tokens_per_s']:.1f}" for name, arm in found.items())
             print(f"{cell.name}  round {i + 1}: {speeds}", flush=True)
+
+
+def _round(arms: list[Contender], options: argparse.Namespace) -> dict[str, Any]:
+    """Gives each arm its turn, cut into slices that alternate."""
+    turns = [_Turn(arm, _n_changes(arm)) for arm in arms]
+    n_slices = max(1, round(options.seconds / options.slice))
+    for _ in range(n_slices):
+        with _quiet(options.lock):
+            for turn in turns:
+                turn.run(options.seconds / n_slices)
+    return {turn.arm.name: turn.result() for turn in turns}
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -288,6 +323,7 @@ def main() -> None:
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="of each cell, those of earlier sittings included")
     add("--seconds", type=float, default=15.0, help="of an arm's turn")
+    add("--slice", type=float, default=1.5, help="seconds after which the next arm goes on")
     add("--warm-up", type=float, default=5.0, help="seconds of each arm before the first round")
     add("--minutes", type=float, default=1e6, help="no round begins that would end later")
     add("--threads", type=int, default=0, help="of a decode; 0 is the server's default")
