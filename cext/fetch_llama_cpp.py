@@ -502,7 +502,7 @@ def patched_checkout(folder: Path) -> Path:
     except patch_files.PatchError as error:
         raise FetchError(
             f"DRAFTHOUSE_LLAMA_CPP={folder} cannot be patched: {error} Expected llama.cpp "
-            f"{read_lock().version} or close to it (cext/patches, docs/patches.md)."
+            f"{read_lock().version} or close to it (cext/patches, docs/internals/patches.md)."
         ) from error
     files = checkout_files(folder)
     parts = itertools.chain.from_iterable(

@@ -5,8 +5,13 @@ A page is prose up to the marker, and generated after it.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from grpc import StatusCode
+
+from drafthouse._errors import error_class
 from drafthouse_server.cli import settings
 from drafthouse_server.serving import exposition
 
@@ -15,8 +20,37 @@ __all__ = ["MARKER", "pages"]
 MARKER = "<!-- What follows is written by `make docs`. -->\n"
 """The line up to which a page is written by hand."""
 
-_DOCS = Path(__file__).resolve().parent.parent / "docs"
-_LISTS = {"configuration.md": settings.reference, "metrics.md": exposition.reference}
+_ROOT = Path(__file__).resolve().parent.parent
+_DOCS = _ROOT / "docs"
+_ERRORS = _ROOT / "protos" / "drafthouse" / "v1" / "errors.proto"
+
+
+def _reasons() -> Iterator[tuple[str, str, str]]:
+    """Yields each reason of the protos with its gRPC code and what its comment says of it."""
+    text = _ERRORS.read_text("utf-8")
+    for comment, name in re.findall(r"((?:  //[^\n]*\n)+)  ERROR_REASON_(\w+) = [1-9]", text):
+        code, _, meaning = " ".join(re.findall(r"// ?(.*)", comment)).partition(": ")
+        yield name, code, meaning
+
+
+def errors() -> str:
+    """Returns a table of the errors that a client may get."""
+    rows = [
+        f"| `{name}` | `{code}` | `{error_class(StatusCode[code], name).__name__}` | {meaning} |"
+        for name, code, meaning in _reasons()
+    ]
+    head = [
+        "| reason | gRPC code | Python | what it means, what comes with it |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+_LISTS = {
+    "configuration.md": settings.reference,
+    "errors.md": errors,
+    "metrics.md": exposition.reference,
+}
 
 
 def pages() -> dict[Path, str]:
