@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +142,20 @@ def test_all_violations_are_told_at_once() -> None:
 def test_lists_are_read_as_far_as_they_may_be_long() -> None:
     request = GenerationRequest(TEXT, stops=["x" * 300] * 1000)
     assert len(violations(request)) == 17  # the first sixteen, and that there are too many
+
+
+def test_biases_beyond_those_allowed_cost_nothing_but_their_message() -> None:
+    """An empty one has two bytes in a message: whoever reads them all holds up every stream."""
+    asked = generation_pb2.GenerateRequest(prompt=generation_pb2.Prompt(text="x"))
+    asked.sampling.logit_bias.extend([generation_pb2.LogitBias()] * 100_000)
+    tracemalloc.start()
+    try:
+        found = violations(to_generation(asked))
+        _, n_bytes_max = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == {"sampling.logit_bias": "must have at most 1024 entries, has 100000"}
+    assert n_bytes_max < 1 << 20
 
 
 @pytest.mark.parametrize(

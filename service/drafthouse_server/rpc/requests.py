@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from google.protobuf.message import Message
 
@@ -18,6 +18,26 @@ from drafthouse_server.serving.requests import (
 __all__ = ["to_generation", "to_prompt"]
 
 _MODE_NAMES = {value: name for name, value in MODES.items()}
+
+
+class _Biases(Collection[tuple[int, float]]):
+    """Logit biases as pairs, each made when it is read: a message has room for millions.
+
+    Args:
+        entries: Biases as they came.
+    """
+
+    def __init__(self, entries: Collection[generation_pb2.LogitBias]) -> None:
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return ((entry.token_id, entry.bias) for entry in self._entries)
+
+    def __contains__(self, pair: object) -> bool:
+        return any(pair == known for known in self)
 
 
 def to_prompt(prompt: generation_pb2.Prompt) -> Prompt:
@@ -42,7 +62,7 @@ def to_generation(request: generation_pb2.GenerateRequest) -> GenerationRequest:
         knobs={knob.name: value for knob in KNOBS for value in _given(request, knob.path)},
         has_dry=sampling.HasField("dry"),
         dry_breakers=sampling.dry.breakers,
-        logit_bias=[(entry.token_id, entry.bias) for entry in sampling.logit_bias],
+        logit_bias=_Biases(sampling.logit_bias),
         grammar=sampling.grammar,
         ignore_eos=stop.ignore_end_token,
         has_logprobs=output.log_probabilities,

@@ -6,6 +6,7 @@ violations at once. Fields are named by their path in the protos; another front 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import abc
 from dataclasses import dataclass, field
@@ -198,7 +199,7 @@ class GenerationRequest:
     """Whether anything of DRY was given: then it is on."""
     dry_breakers: abc.Sequence[str] = ()
     """Texts at which DRY stops looking back; empty is the engine's default."""
-    logit_bias: abc.Sequence[tuple[int, float]] = ()
+    logit_bias: abc.Collection[tuple[int, float]] = ()
     """Token ids and what is added to their logits; -100 forbids."""
     grammar: str = ""
     """GBNF that the output has to follow; empty is none."""
@@ -372,11 +373,11 @@ class RequestRules:
         )
 
     def _check_logit_bias(
-        self, violations: Violations, biases: abc.Sequence[tuple[int, float]]
+        self, violations: Violations, biases: abc.Collection[tuple[int, float]]
     ) -> tuple[tuple[int, float], ...]:
         violations.check_count("sampling.logit_bias", len(biases), _N_LOGIT_BIAS_MAX)
         pairs = []
-        for i, (token, bias) in enumerate(biases[:_N_LOGIT_BIAS_MAX]):
+        for i, (token, bias) in enumerate(itertools.islice(biases, _N_LOGIT_BIAS_MAX)):
             path = f"sampling.logit_bias[{i}]"
             violations.check(f"{path}.token_id", token, Range(0, self._card.n_vocab - 1))
             violations.check(f"{path}.bias", bias, Range(-100, 100))
