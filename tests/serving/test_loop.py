@@ -41,6 +41,7 @@ from drafthouse_server.step import (
     StepPlan,
     StepResult,
 )
+from drafthouse_server.tenancy.tenants import Tenant
 
 LIMITS = EngineLimits("mtp", 2, 2048, 1000, 32, 32, 4, 10)
 GREEDY = SamplingOptions(temperature=0)
@@ -249,6 +250,36 @@ async def test_a_drain_ends_what_takes_too_long() -> None:
             assert isinstance(error, Draining)
             assert error.retry_after_s == 7.0
         assert loop.statistics().n_requests == {"SERVER_DRAINING": 5}
+
+
+async def test_a_drain_waits_for_what_is_prepared_and_lets_it_run() -> None:
+    async with running() as loop:
+        ticket = loop.admission.admit(Tenant("acme"))
+        draining = asyncio.create_task(loop.drain(600.0))
+        await until(lambda: loop.is_draining)
+        tokens, event = await collect(loop.submit(make(loop, tenant="acme"), ticket))
+        assert (len(tokens), reason_of(event)) == (10, FinishReason.LENGTH)
+        assert await draining == 0
+
+
+async def test_what_is_prepared_for_longer_than_a_drain_lasts_is_refused() -> None:
+    async with running() as loop:
+        ticket = loop.admission.admit(Tenant("acme"))
+        assert await loop.drain(0.0) == 0
+        with pytest.raises(Draining):
+            loop.submit(make(loop, tenant="acme"), ticket)
+        assert ticket.is_held  # whoever has prepared it gives it back
+
+
+async def test_a_drain_ends_when_another_one_has_ended_all() -> None:
+    async with running(FakeEngine(LIMITS, step_s=0.002)) as loop:
+        outbox = loop.submit(make(loop, n_output_max=900))
+        patient = asyncio.create_task(loop.drain(600.0))
+        await until(lambda: loop.is_draining)
+        assert await loop.drain(0.0) == 1
+        assert isinstance(error_of((await collect(outbox))[1]), Draining)
+        async with asyncio.timeout(20.0):
+            assert await patient == 0
 
 
 async def test_a_lost_step_ends_its_sequences_and_the_loop_lives(

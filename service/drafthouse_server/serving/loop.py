@@ -92,6 +92,8 @@ class StepLoop:
         self._is_posted = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._left = asyncio.Event()  # those who were let in; of use to several drains at once
+        self.admission.on_empty = self._left.set
         self._is_ending = False  # whether no sequence is taken, with a ticket or without
         self._is_stopping = False
         self._has_failed = False
@@ -259,10 +261,9 @@ class StepLoop:
 
     async def _all_left(self) -> None:
         """Waits until those who were let in have left: those who are prepared, too."""
-        if self.admission.n_active:
-            left = asyncio.Event()
-            self.admission.on_empty = left.set
-            await left.wait()
+        while self.admission.n_active:
+            self._left.clear()
+            await self._left.wait()
 
     async def close(self) -> None:
         """Ends everything, stops the loop and closes the engine. Harmless when done twice."""
