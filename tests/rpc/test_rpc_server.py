@@ -123,7 +123,12 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes(
         shutdown = asyncio.create_task(server.shutdown())
         await eventually(lambda: server.loop.is_draining)
         assert not await client.health()
-        for refused in (client.generate("y").result(), client.tokenize("y"), client.get_model()):
+        for refused in (
+            client.generate("y").result(),
+            client.generate("y", model="of the server to come").result(),
+            client.tokenize("y"),
+            client.get_model("of the server to come"),
+        ):
             with pytest.raises(drafthouse.ServerDraining) as caught:
                 await refused
             assert caught.value.code is grpc.StatusCode.UNAVAILABLE

@@ -128,7 +128,7 @@ class Served:
             raise NotFound(model)
 
     def enter(self, model: str) -> None:
-        """Checks what every call but Generate, which needs a ticket, has to keep.
+        """Checks what every call has to keep; Generate needs a ticket besides.
 
         Raises:
             Draining: the server is shutting down (SERVER_DRAINING).
@@ -220,7 +220,7 @@ class GenerationService(GenerationServiceServicer):
         ticket: Ticket | None = None
         outcome = EngineError.reason  # as TranslateErrors calls whatever is no error of ours
         try:
-            served.check_model(request.model, caller.tenant)
+            served.enter(request.model)
             ticket = served.loop.admission.admit(caller.tenant, request.ByteSize())
             asked = to_generation(request)
             wanted = served.rules.check(asked)
