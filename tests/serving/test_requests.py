@@ -18,7 +18,7 @@ from drafthouse import _options as drafthouse_options
 from drafthouse.v1 import generation_pb2
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import FieldViolation, InvalidRequest
-from drafthouse_server.rpc.requests import to_generation
+from drafthouse_server.rpc.requests import to_generation, to_prompt
 from drafthouse_server.serving.requests import (
     KNOBS,
     MODE_OFF,
@@ -173,6 +173,19 @@ def test_a_prompt_that_is_none_is_refused(prompt: Prompt, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         RULES.check_prompt(prompt)
     assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_of_more_messages_than_the_context_has_tokens_none_is_read() -> None:
+    chat = generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage()] * 50_000)
+    prompt = to_prompt(generation_pb2.Prompt(chat=chat))
+    assert prompt.messages is not None
+    read = iter(prompt.messages)
+    with pytest.raises(InvalidRequest) as caught:
+        RULES.check_prompt(prompt)
+    [violation] = caught.value.violations
+    assert violation.field == "prompt.chat.messages"
+    assert "at most 1024 entries, has 50000" in violation.description
+    assert next(read) == ChatMessage("", "")  # they are made when they are asked for
 
 
 def test_what_is_not_given_is_left_to_the_server() -> None:

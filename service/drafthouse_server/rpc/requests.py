@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -17,27 +18,33 @@ from drafthouse_server.serving.requests import (
 
 __all__ = ["to_generation", "to_prompt"]
 
+_Part = TypeVar("_Part")
+_Plain = TypeVar("_Plain")
+
 _MODE_NAMES = {value: name for name, value in MODES.items()}
 
 
-class _Biases(Collection[tuple[int, float]]):
-    """Logit biases as pairs, each made when it is read: a message has room for millions.
+class _Lazy(Collection[_Plain]):
+    """Parts of a message as plain values, each made when it is read: there is room for millions.
 
     Args:
-        entries: Biases as they came.
+        parts: As they came.
+        make: Makes the plain value of one.
     """
 
-    def __init__(self, entries: Collection[generation_pb2.LogitBias]) -> None:
-        self._entries = entries
+    def __init__(self, parts: Collection[_Part], make: Callable[[_Part], _Plain]) -> None:
+        self._n = len(parts)
+        self._parts: Iterable[Any] = parts
+        self._make: Callable[[Any], _Plain] = make
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._n
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        return ((entry.token_id, entry.bias) for entry in self._entries)
+    def __iter__(self) -> Iterator[_Plain]:
+        return map(self._make, self._parts)
 
-    def __contains__(self, pair: object) -> bool:
-        return any(pair == known for known in self)
+    def __contains__(self, value: object) -> bool:
+        return any(value == known for known in self)
 
 
 def to_prompt(prompt: generation_pb2.Prompt) -> Prompt:
@@ -48,9 +55,16 @@ def to_prompt(prompt: generation_pb2.Prompt) -> Prompt:
     if kind == "text":
         return Prompt(text=prompt.text)
     if kind == "chat":
-        messages = prompt.chat.messages
-        return Prompt(messages=[ChatMessage(m.role, m.content) for m in messages])
+        return Prompt(messages=_Lazy(prompt.chat.messages, _to_message))
     return Prompt()
+
+
+def _to_message(message: generation_pb2.ChatMessage) -> ChatMessage:
+    return ChatMessage(message.role, message.content)
+
+
+def _to_bias(entry: generation_pb2.LogitBias) -> tuple[int, float]:
+    return entry.token_id, entry.bias
 
 
 def to_generation(request: generation_pb2.GenerateRequest) -> GenerationRequest:
@@ -62,7 +76,7 @@ def to_generation(request: generation_pb2.GenerateRequest) -> GenerationRequest:
         knobs={knob.name: value for knob in KNOBS for value in _given(request, knob.path)},
         has_dry=sampling.HasField("dry"),
         dry_breakers=sampling.dry.breakers,
-        logit_bias=_Biases(sampling.logit_bias),
+        logit_bias=_Lazy(sampling.logit_bias, _to_bias),
         grammar=sampling.grammar,
         ignore_eos=stop.ignore_end_token,
         has_logprobs=output.log_probabilities,

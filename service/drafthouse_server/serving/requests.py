@@ -183,7 +183,7 @@ class Prompt:
     """A text, to be tokenised."""
     tokens: abc.Sequence[int] | None = None
     """Token ids."""
-    messages: abc.Sequence[ChatMessage] | None = None
+    messages: abc.Collection[ChatMessage] | None = None
     """A chat, to be formatted by the model's template."""
 
 
@@ -334,11 +334,15 @@ class RequestRules:
         else:
             violations.refuse("prompt", "is required: text, tokens or chat")
 
-    def _check_chat(self, violations: Violations, messages: abc.Sequence[ChatMessage]) -> None:
+    def _check_chat(self, violations: Violations, messages: abc.Collection[ChatMessage]) -> None:
         if not self._card.has_chat_template:
             violations.refuse("prompt.chat", "this model has no chat template")
         if not messages:
             violations.refuse("prompt.chat.messages", "must not be empty")
+        # Each takes a token at least; of more than fit, none is read.
+        violations.check_count("prompt.chat.messages", len(messages), self._n_context)
+        if len(messages) > self._n_context:
+            return
         for i, message in enumerate(messages):
             if not message.role:
                 violations.refuse(f"prompt.chat.messages[{i}].role", "must not be empty")

@@ -112,7 +112,7 @@ class ChatMessages(message.Message):
     MESSAGES_FIELD_NUMBER: builtins.int
     @builtins.property
     def messages(self) -> containers.RepeatedCompositeFieldContainer[ChatMessage]:
-        """Oldest first, at least one."""
+        """Oldest first, at least one, at most as many as the context has tokens."""
 
     def __init__(
         self,
