@@ -99,6 +99,13 @@ def test_a_switch_may_stand_alone_say_so_or_be_denied() -> None:
         parsed("--no-prefix-cache", "false")
 
 
+@pytest.mark.parametrize("flag", ["--insecure-no-auth", "--kv-unified", "--is-kv-unified"])
+def test_a_switch_with_an_empty_text_is_refused(flag: str) -> None:
+    # As "$OPEN" is where nobody has set it: that must not open the server.
+    with pytest.raises(ConfigError, match="expected true or false"):
+        load(environment={}, flags=parsed(flag, ""))
+
+
 def test_help_is_in_groups_and_shows_every_setting_and_no_old_name() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)

@@ -352,7 +352,8 @@ class _Switch(argparse.Action):
         is_not = option_string is not None and option_string.startswith("--no-")
         if is_not and values is not None:
             parser.error(f"{option_string} takes no value")
-        setattr(namespace, self.dest, "false" if is_not else values or "true")
+        alone = "false" if is_not else "true"
+        setattr(namespace, self.dest, alone if values is None else values)
 
 
 class _Formatter(argparse.HelpFormatter):
