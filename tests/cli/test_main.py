@@ -262,6 +262,7 @@ def test_every_setting_is_a_documented_flag(capsys: pytest.CaptureFixture[str]) 
         (("--no-kv-unfied",), "did you mean '--kv-unified'?"),
         (("--alias", "a"), "did you mean '--name'?"),
         (("--zzzzz=hush",), "unknown flag '--zzzzz'; `drafthouse serve --help` lists all flags"),
+        (("-zhush",), "unknown flag '-z'; `drafthouse serve --help` lists all flags"),
         (("--api-keys", "a:b", "c:hush"), "an argument belongs to no flag"),
         (("--draft-type", "magic"), "one of auto, none, mtp"),
         (("--draft-type", "eagle3"), "needs model_draft"),

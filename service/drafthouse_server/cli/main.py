@@ -55,6 +55,7 @@ def _unknown(words: Sequence[str], command: argparse.ArgumentParser) -> str:
     It shows no value: that may be a key.
     """
     flag = next((word.partition("=")[0] for word in words if word.startswith("-")), "")
+    flag = flag if flag.startswith("--") else flag[:2]  # what follows one letter is its value
     advice = f"`{command.prog} --help` lists all flags"
     if not flag:
         return f"an argument belongs to no flag; {advice}"
