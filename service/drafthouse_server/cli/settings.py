@@ -291,6 +291,7 @@ def load(
         places |= reader.places
     if values.get("api_keys_file"):
         values["api_keys"] = _read_keys(Path(values["api_keys_file"]), values.get("api_keys"))
+        places["api_keys"] = places["api_keys_file"]
     try:
         return Config(**values)
     except ConfigError as error:
