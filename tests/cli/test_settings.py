@@ -203,6 +203,11 @@ def test_both_names_in_one_source_are_refused_and_of_two_sources_the_later_wins(
 # The environment.
 
 
+def test_a_variable_in_two_spellings_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="DRAFTHOUSE_PORT is given twice; give it once"):
+        load(environment={"DRAFTHOUSE_PORT": "1", "DRAFTHOUSE_port": "2"})
+
+
 def test_variables_of_the_build_and_of_others_are_left_alone() -> None:
     names = "LLAMA_CPP CACHE CPU_KERNELS PORTABLE DEV SANITIZE PINNED API_KEY PYTHON BUILD"
     environment = {f"DRAFTHOUSE_{name}": text for name in names.split() for text in ("", "/x")}

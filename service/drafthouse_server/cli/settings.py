@@ -160,6 +160,8 @@ class _Reader:
         spell = self._source.spell
         if setting.name in self.values:
             problem = f"{spell(setting.old)} is now {spell(setting.name)}; give one of them"
+            if not setting.old:  # a variable in capitals and in small letters
+                problem = f"{spell(name)} is given twice; give it once"
             raise ConfigError(setting.name, setting.shown(value), problem=problem)
         if name == setting.old:
             value = self._translated(setting, value)
