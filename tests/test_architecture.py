@@ -30,8 +30,8 @@ IMPURE_MODULES = {
 }  # fmt: skip
 CATCH_ALL_FILES = {"rpc/interceptors.py", "serving/engine_thread.py", "drafting/guard.py"}
 TEXT_SUFFIXES = {
-    ".c", ".cfg", ".cpp", ".h", ".lock", ".md", ".proto", ".pxd", ".pxi", ".py", ".pyi", ".pyx",
-    ".sh", ".toml", ".ts", ".txt", ".yaml", ".yml",
+    ".c", ".cfg", ".cpp", ".h", ".hpp", ".lock", ".md", ".proto", ".pxd", ".pxi", ".py", ".pyi",
+    ".pyx", ".sh", ".toml", ".ts", ".txt", ".yaml", ".yml",
 }  # fmt: skip
 # Split, so that this file does not find itself.
 MACHINE_PATHS = re.compile("/" + "(work|root|opt/wheels|opt/pypi[a-z-]*|home/[a-z]+|tmp/[a-z]+)/")
@@ -301,4 +301,16 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if MACHINE_PATHS.search(line) or REGISTRY_HOSTS.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
+
+
+def test_pages_name_files_that_are_there() -> None:
+    paths = [path.relative_to(ROOT) for path in text_files()]
+    ends = {"/".join(path.parts[i:]) for path in paths for i in range(len(path.parts))}
+    of_llama_cpp = {"common/speculative.cpp", "ops.cpp"}
+    found = []
+    for path in (path for path in paths if path.suffix == ".md"):
+        text = (ROOT / path).read_text("utf-8")
+        named = re.findall(r"`(?:python )?([\w./]+\.(?:py|pyx|pxi|cpp|hpp|sh|md))`", text)
+        found += [f"{path}: {name}" for name in named if name not in ends | of_llama_cpp]
     assert not found, "\n".join(found)

@@ -195,7 +195,7 @@ void run_group(spec_engine & engine, const spec_plan & plan, const group & entri
     out.t_sample_us += now_us() - t_processed;
 }
 
-// Order of speculation.md §1.
+// Draft, save what a rollback reads, decode, process, verify.
 void run_step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     const int64_t t_begin = now_us();
     draft_plan(engine, plan);
