@@ -27,7 +27,10 @@ PYTHON = {
     "bench": "bench/drafthouse_bench/",
     "tests": "tests/",
 }
-NATIVE = {"C and C++": ("cext/", (".c", ".cpp", ".h", ".hpp")), "Cython": ("cext/", (".pyx",))}
+NATIVE = {
+    "C and C++": ("cext/", (".c", ".cpp", ".h", ".hpp")),
+    "Cython": ("cext/", (".pyx", ".pxi")),
+}
 
 
 @dataclass
