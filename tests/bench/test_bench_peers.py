@@ -241,6 +241,9 @@ def test_both_get_the_same_settings() -> None:
     assert given["--spec-draft-n-max"] == str(config.draft_default) == "3"
     assert given["--spec-type"] == "draft-mtp"
     assert "--no-kv-unified" in flags
+    for flash in ("auto", "on", "off"):
+        told = peer_flags(dataclasses.replace(config, flash_attn=flash), 1)
+        assert dict(pairwise(told))["--flash-attn"] == flash
     # Nobody goes on from former prompts.
     assert dict(pairwise(server_flags(config)))["--prefix-cache"] == "false"
     assert "--no-cache-prompt" in flags

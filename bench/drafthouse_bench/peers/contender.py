@@ -243,7 +243,7 @@ def peer_flags(config: Config, port: int) -> list[str]:
     flags += ["--batch-size", str(config.batch_size), "--ubatch-size", str(config.ubatch_size)]
     flags += ["--threads", n_threads, "--threads-batch", str(config.threads_batch or n_threads)]
     flags += ["--kv-unified" if config.kv_unified else "--no-kv-unified", "--swa-full"]
-    flags += ["--flash-attn", "off" if config.flash_attn == "off" else "on"]
+    flags += ["--flash-attn", config.flash_attn]
     flags += ["--gpu-layers", str(config.gpu_layers)]
     flags += ["--no-cache-prompt", "--cache-ram", "0", "--ctx-checkpoints", "0"]
     flags += ["--threads-http", str(_N_HTTP_THREADS), "--fit", "off", "--offline", "--no-ui"]
