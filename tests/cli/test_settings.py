@@ -214,8 +214,14 @@ def test_variables_of_the_build_and_of_others_are_left_alone() -> None:
     assert load(environment=environment | {"PATH": "", "LANG": "C"}) == Config()
 
 
+def test_variables_that_make_sets_are_left_alone() -> None:
+    names = set(re.findall(r"export (DRAFTHOUSE_\w+)", (ROOT / "Makefile").read_text("utf-8")))
+    assert names <= _FOREIGN_VARIABLES
+    assert load(environment=dict.fromkeys(names, "1")) == Config()
+
+
 def test_every_variable_that_is_left_alone_is_read_by_something_else() -> None:
-    folders = ("scripts", "cext", "clients", "tests/fuzz", "service")
+    folders = ("scripts", "cext", "clients", "tests/fuzz", "tests/support", "service")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
     endings = {".py", ".sh", ".h", ".cpp", ".txt", ".cmake"}
     texts = [

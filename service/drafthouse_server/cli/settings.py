@@ -38,6 +38,7 @@ _FOREIGN_VARIABLES = frozenset(
     {
         "DRAFTHOUSE_API_KEY",
         "DRAFTHOUSE_BUILD",
+        "DRAFTHOUSE_BUILT",
         "DRAFTHOUSE_CACHE",
         "DRAFTHOUSE_CPU_KERNELS",
         "DRAFTHOUSE_DEV",
