@@ -12,6 +12,7 @@ from drafthouse_engine import set_log
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import _request_tokens
+from drafthouse_server.errors import ModelLoadError
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,22 @@ def test_the_cells_of_all_slots_are_shared_as_llama_server_does(
         assert (engine.limits.n_ctx, engine.limits.n_ctx_seq) == (1024, n_tokens)
     finally:
         engine.close()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": 16, "ubatch_size": 16}, ("batch_size is 16", "parallel * (1 + draft_max)")),
+        ({"ubatch_size": 4}, ("ubatch_size is 4", "2 + draft_max")),
+        ({"ctx_size": 8}, ("(max_model_len, ctx_size)", "2 + draft_max")),
+    ],
+)
+def test_what_the_engine_refuses_is_told_in_the_names_of_settings(
+    settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    model = str(MODELS / TARGETS["dense"])
+    with pytest.raises(ModelLoadError) as caught:
+        LlamaEngine.load(Config(model=model, draft_type="mtp", threads=1, **settings))
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert " n_" not in str(caught.value)

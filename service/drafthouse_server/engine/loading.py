@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -104,13 +105,32 @@ def _explained(path: str, config: Config | None = None) -> Iterator[None]:
     try:
         yield
     except drafthouse_engine.EngineError as error:
-        problem = error.message.removesuffix(".")
+        problem = _in_settings(error.message.removesuffix("."))
         if config is None:
             raise ModelLoadError(path, problem, _advice(error, _OF_LOADING)) from error
         if config.model_draft and _is_of_draft(error):
             path = config.model_draft
         advice = _OF_CONTEXTS if config.draft_type != "none" else _OF_CONTEXTS_WITHOUT_DRAFTS
         raise ModelLoadError(path, problem, _advice(error, advice)) from error
+
+
+_SETTINGS = {
+    "n_batch": "batch_size",
+    "n_ctx": "ctx_size",
+    "n_ctx_seq": "max_model_len",
+    "n_draft_max": "draft_max",
+    "n_seq_max": "parallel",
+    "n_threads": "threads",
+    "n_threads_batch": "threads_batch",
+    "n_ubatch": "ubatch_size",
+    "p_min": "draft_p_min",
+}
+"""The settings, by the names that the extension has for them."""
+
+
+def _in_settings(text: str) -> str:
+    """Returns an error of the extension in the names of settings."""
+    return re.sub(r"\w+", lambda word: _SETTINGS.get(word[0], word[0]), text)
 
 
 def _is_of_draft(error: drafthouse_engine.EngineError) -> bool:
