@@ -137,7 +137,8 @@ _FAMILIES = (
     _Family(
         "time_per_output_token_seconds",
         "Time from the first to the last message of a stream, divided by its output tokens less"
-        " one. Streams of one message are left out.",
+        " one. Left out are streams of one message, those that failed, and those that their client"
+        " left.",
         lambda s: s.output_token,
     ),
     _Family(
