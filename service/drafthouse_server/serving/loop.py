@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
@@ -42,6 +43,18 @@ _log = logging.getLogger(__name__)
 
 N_FAILURES_UNHEALTHY = 3
 """Lost steps in a row after which the server is no longer healthy."""
+
+
+@dataclass(slots=True)
+class _Health:
+    """How the loop does."""
+
+    tell: Callable[[bool], None] | None
+    """Called with False when steps keep failing, and with True when they succeed again."""
+    n_failures: int = 0
+    """Lost steps in a row."""
+    has_failed: bool = False
+    """Whether the loop itself has failed."""
 
 
 class StepLoop:
@@ -79,7 +92,7 @@ class StepLoop:
         self.admission = Admission(n_waiting_max, retry_after_s)
         """Decides who may enter, and counts those who did."""
         self._retry_after_s = retry_after_s
-        self._on_health = on_health
+        self._health = _Health(on_health)
         self._on_failure = on_failure
         self._executor = executor or _engine_executor()
         self._thread = EngineThread(engine, scheduler, self._post, clock)
@@ -96,8 +109,6 @@ class StepLoop:
         self.admission.on_empty = self._left.set
         self._is_ending = False  # whether no sequence is taken, with a ticket or without
         self._is_stopping = False
-        self._has_failed = False
-        self._n_failures = 0
         self._bell = Bell(self._take_reports)
         self._task: asyncio.Task[None] | None = None
 
@@ -145,12 +156,12 @@ class StepLoop:
     @property
     def is_healthy(self) -> bool:
         """Whether the last steps were not all lost."""
-        return self._n_failures < N_FAILURES_UNHEALTHY
+        return self._health.n_failures < N_FAILURES_UNHEALTHY
 
     @property
     def has_failed(self) -> bool:
         """Whether the loop itself has failed: it runs no more steps."""
-        return self._has_failed
+        return self._health.has_failed
 
     @property
     def is_draining(self) -> bool:
@@ -187,7 +198,7 @@ class StepLoop:
         """
         self.check(sequence.n_prompt, sequence.n_output_max)
         if self._is_ending:
-            raise Draining(self._retry_after_s, is_failed=self._has_failed)
+            raise Draining(self._retry_after_s, is_failed=self._health.has_failed)
         self._tickets[sequence] = ticket or self.admission.admit(Tenant(sequence.tenant))
         outbox = self._outboxes[sequence] = Outbox()
         self._idle.clear()
@@ -298,11 +309,11 @@ class StepLoop:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _log.critical("the step loop failed", exc_info=error)
-            self._has_failed = True
-            self._n_failures = N_FAILURES_UNHEALTHY
-            if self._on_health is not None:
-                self._on_health(False)
-        self.admission.drain(is_failed=self._has_failed)
+            self._health.has_failed = True
+            self._health.n_failures = N_FAILURES_UNHEALTHY
+            if self._health.tell is not None:
+                self._health.tell(False)
+        self.admission.drain(is_failed=self._health.has_failed)
         self._take_reports()
         self._bell.close()
         for sequence in list(self._outboxes):
@@ -344,16 +355,16 @@ class StepLoop:
         self._metrics.scheduler = report.counts
         was_healthy = self.is_healthy
         if report.is_lost:
-            self._n_failures += 1
+            self._health.n_failures += 1
             self._metrics.n_steps_failed += 1
         elif report.result is not None:
-            self._n_failures = 0
+            self._health.n_failures = 0
             self._metrics.count_step(report.result)
         self._report_health(was_healthy)
 
     def _report_health(self, was_healthy: bool) -> None:
-        if self._on_health is not None and self.is_healthy != was_healthy:
-            self._on_health(self.is_healthy)
+        if self._health.tell is not None and self.is_healthy != was_healthy:
+            self._health.tell(self.is_healthy)
 
     def _deliver(self, events: Iterable[tuple[Sequence, Event]]) -> None:
         """Puts events into the outboxes; a terminal one is the last.
