@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shlex
+import tomllib
 from typing import Any
 
 from drafthouse_server.cli.terminal import Terminal
@@ -80,3 +82,18 @@ def test_the_smallest_batch_that_is_nearly_as_fast_is_enough() -> None:
     )
     settings = {found.name: found.value for found in advise(measured)}
     assert settings == {"threads": 2, "batch_size": 32, "ubatch_size": 32}
+
+
+def test_what_is_printed_starts_the_same_model_and_drafter() -> None:
+    out, clock = io.StringIO(), Clock()
+    config = Config(model="my model.gguf", model_draft="a 'b'.gguf", draft_type="simple")
+    terminal = Terminal(out=out, err=io.StringIO())
+    advice = tune(config, lambda c: TimedEngine(c, clock, 1e-6), ["text " * 90], terminal, clock)
+    command, _, toml = out.getvalue().partition("\ndrafthouse serve ")[2].partition("\n\n# ")
+    words = shlex.split(command)
+    chosen = {words[i]: words[i + 1] for i in range(0, len(words), 2)}
+    assert chosen["--model"] == "my model.gguf"
+    assert chosen["--model-draft"] == "a 'b'.gguf"
+    settings = tomllib.loads("# " + toml)
+    assert settings["model_draft"] == "a 'b'.gguf"
+    assert settings["threads"] == next(found.value for found in advice if found.name == "threads")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from statistics import median
 from drafthouse_server.cli.serve import CHECKOUT
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.cli.texts import read_texts
-from drafthouse_server.config import DRAFT_TYPES, Config
+from drafthouse_server.config import AUTOMATIC, DRAFT_TYPES, Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import ConfigError, StartupError
@@ -281,14 +283,27 @@ def tune(
     for found in advice:
         terminal.line(f"{found.name} = {found.value}")
         terminal.line(f"    {found.reason}")
-    flags = " ".join(f"--{found.name.replace('_', '-')} {found.value}" for found in advice)
-    terminal.line(f"\ndrafthouse serve --model {config.model} {flags}")
+    chosen = _start_of(config) | {found.name: found.value for found in advice}
+    flags = [word for name, value in chosen.items() for word in (f"--{_dashed(name)}", str(value))]
+    terminal.line(f"\n{shlex.join(['drafthouse', 'serve', *flags])}")
     terminal.line("\n# the same as TOML")
-    terminal.line(f'model = "{config.model}"')
-    for found in advice:
-        value = f'"{found.value}"' if isinstance(found.value, str) else found.value
-        terminal.line(f"{found.name} = {value}")
+    for name, value in chosen.items():
+        terminal.line(f"{name} = {json.dumps(value)}")
     return advice
+
+
+def _start_of(config: Config) -> dict[str, object]:
+    """Returns the settings that were given, which the advice is for."""
+    found: dict[str, object] = {"model": config.model}
+    if config.model_draft:
+        found["model_draft"] = config.model_draft
+    if config.draft_type != AUTOMATIC:
+        found["draft_type"] = config.draft_type
+    return found
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _cut(prompt: list[int], limits: EngineLimits) -> list[int]:
@@ -327,7 +342,12 @@ def add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     add = parser.add_argument
     add("--model", type=Path, default=_MODELS / _DEMO, metavar="FILE", help="default: the demo")
-    add("--draft-type", choices=DRAFT_TYPES, default="mtp", help="default: %(default)s")
+    add(
+        "--draft-type",
+        choices=(AUTOMATIC, *DRAFT_TYPES),
+        default=AUTOMATIC,
+        help="default: %(default)s",
+    )
     add("--model-draft", default="", metavar="FILE", help="where the draft type needs one")
     add("--streams", type=int, default=32, metavar="N", help="slots; default: %(default)s")
     add("--prompts", type=Path, default=_MODELS / "prompts.json", metavar="FILE", help="a JSON"
