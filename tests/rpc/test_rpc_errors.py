@@ -380,13 +380,15 @@ async def test_an_unforeseen_error_shows_its_trace_to_the_log_alone(
 
 
 async def test_every_call_leaves_a_line_in_the_log(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture, eventually: Eventually
 ) -> None:
     caplog.set_level(logging.INFO, "drafthouse_server.rpc.interceptors")
     async with drafthouse.AsyncClient(server.target) as client:
         await client.tokenize("x")
         with pytest.raises(drafthouse.ModelNotFound):
             await client.generate("x", model="gpt", request_id="mine")
+    # A call's line is written once its client has its answer.
+    await eventually(lambda: len(caplog.records) >= 2)
     lines = [record.getMessage() for record in caplog.records]
     assert re.search(r"method=\S+/Tokenize code=OK reason=- tenant=default", lines[0])
     assert "code=NOT_FOUND reason=MODEL_NOT_FOUND" in lines[1]
