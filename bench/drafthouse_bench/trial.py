@@ -56,7 +56,7 @@ _MODELS = {
     "hybrid": ("hybrid", None),
 }
 _STREAMS = (1, 4, 8, 32)
-_N_WARM_UP = 60  # steps of a chooser before the first round: both try each K when they start
+_N_WARM_UP = 60  # steps before the first round: choosers try each K when they start
 
 # The rule, fixed before the trial.
 _NO_WORSE = 0.98  # plain ÷ model, of the medians of cells, from which plain replaces the model
@@ -151,7 +151,8 @@ def _warm_up(arm: Contender, seconds: float) -> None:
     while not all(sequence.n_steps for sequence in arm.scheduler.sequences()):
         arm.run(0.2)
     arm.run(seconds)
-    while arm.name in CHOOSERS and arm.scheduler.counts.n_planned < _N_WARM_UP * arm.n_streams:
+    # All arms alike, or the streams of some would be younger, and their attention quicker.
+    while arm.scheduler.counts.n_planned < _N_WARM_UP * arm.n_streams:
         arm.run(0.2)
 
 
