@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import drafthouse
+from drafthouse_bench.counts import count, counts
 from drafthouse_bench.demos import CHECKOUT, DEMOS, MODELS, N_DRAFT, PROMPTS, draft_models
 from drafthouse_bench.load import Load, cut_prompts, run_load
 from drafthouse_bench.process import BenchError, ServerProcess, cpu_s, run_bare
@@ -140,35 +141,24 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,…",
         help="default: none,mtp,eagle3,simple; also ngram-simple and the other n-gram kinds",
     )
-    add("--streams", type=_counts, metavar="N,M,…", help="default: 1,4,8,16,32")
+    add("--streams", type=counts, metavar="N,M,…", help="default: 1,4,8,16,32")
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rounds", type=_count, metavar="N", help="turns of each contender; default: 3")
+    add("--rounds", type=count, metavar="N", help="turns of each contender; default: 3")
     add(
         "--n-output",
-        type=_count,
+        type=count,
         default=96,
         metavar="N",
         help="tokens per request; default: %(default)s",
     )
-    add("--threads", type=_count, metavar="N", help="threads of a decode; default: all cores but 1")
+    add("--threads", type=count, metavar="N", help="threads of a decode; default: all cores but 1")
     add("--quick", action="store_true", help="1, 8 and 32 streams, one round: half a minute")
     add("--prompts", type=Path, default=PROMPTS, metavar="FILE", help="prompts")
     add("--step-bench", type=Path, metavar="FILE", help="the bare step loop's program")
     add("--json", type=Path, metavar="FILE", help="also write everything as JSON")
-
-
-def _count(text: str) -> int:
-    n = int(text)
-    if n < 1:
-        raise ValueError(text)
-    return n
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
 
 
 def _draft_types(text: str) -> tuple[str, ...]:

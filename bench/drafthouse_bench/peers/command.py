@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import drafthouse
+from drafthouse_bench.counts import count, counts
 from drafthouse_bench.demos import CHECKOUT, PROMPTS
 from drafthouse_bench.load import cut_prompts
 from drafthouse_bench.peers import plot as bench_plot
@@ -105,7 +106,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", type=_names, metavar="A,B", help="default: dense,hybrid; else of build/bench")
     add("--drafts", type=_names, metavar="A,B", help="default: none,mtp,eagle3,simple,ngram")
-    add("--streams", type=_whole, metavar="N,M", help="default: 1,4,8,16,32")
+    add("--streams", type=counts, metavar="N,M", help="default: 1,4,8,16,32")
     add("--loads", type=_numbers, metavar="A,B", help="open loop: shares of what the slower"
         " contender manages; default: 0.4,0.7,0.9")  # fmt: skip
     add("--acceptances", type=_numbers, metavar="A,B", help="synthetic, for random weights;"
@@ -115,16 +116,16 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         " draft=mtp,model=dense,streams=8; keys: scenario, model, draft, streams, load,"
         " acceptance")  # fmt: skip
     add("--stall-model", default="dense-50m-Q8_0", metavar="NAME", help="default: %(default)s")
-    add("--n-long", type=_count, metavar="N", help="tokens of the long prompt; default: 4096")
+    add("--n-long", type=count, metavar="N", help="tokens of the long prompt; default: 4096")
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="a few cases of every scenario, one short round")
-    add("--rounds", type=_count, metavar="N", help="turns of each; default: 3")
+    add("--rounds", type=count, metavar="N", help="turns of each; default: 3")
     add("--round-s", type=float, metavar="S", help="seconds of a turn, about; default: 2")
     add("--n-output", type=int, default=0, metavar="N", help="tokens per request; 0: by model")
-    add("--threads", type=_count, metavar="N", help="of a decode; default: all cores but 1")
+    add("--threads", type=count, metavar="N", help="of a decode; default: all cores but 1")
     add("--server-flags", type=shlex.split, default=[], metavar="FLAGS", help="more, of ours")
     add("--peer-flags", type=shlex.split, default=[], metavar="FLAGS", help="of llama-server")
     add("--adaptive-flags", type=shlex.split, metavar="FLAGS", help="flags with which our server"
@@ -138,17 +139,6 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
-
-
-def _count(text: str) -> int:
-    n = int(text)
-    if n < 1:
-        raise ValueError(text)
-    return n
-
-
-def _whole(text: str) -> tuple[int, ...]:
-    return tuple(map(_count, text.split(",")))
 
 
 def _numbers(text: str) -> tuple[float, ...]:
