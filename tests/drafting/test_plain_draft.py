@@ -215,7 +215,7 @@ def test_no_times_and_no_luck_make_it_change_its_mind_twice_a_second(
     for seconds, acceptance in drawn * 20:
         n_before = policy.n_changes
         for member in crowd:
-            member.acceptance = lambda _, p=acceptance: p  # type: ignore[misc]
+            member.acceptance = lambda _, p=acceptance: p  # type: ignore[misc]  # a default
         n_drafts = policy.choose_all(crowd, limits, 4 * n, 0)
         if policy.n_changes != n_before:
             assert policy.n_changes == n_before + 1

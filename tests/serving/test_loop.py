@@ -63,7 +63,7 @@ async def running(
 ) -> AsyncIterator[StepLoop]:
     engine = engine or FakeEngine(LIMITS)
     scheduler = Scheduler(engine.limits, FixedDraft(n_draft))
-    loop = StepLoop(engine, scheduler, **options)  # type: ignore[arg-type]
+    loop = StepLoop(engine, scheduler, **options)  # type: ignore[arg-type]  # passed on
     loop.start()
     try:
         yield loop

@@ -56,5 +56,5 @@ class OpenEnum(enum.StrEnum):
             return cls[name]
         member = str.__new__(cls, found[0])
         member._name_, member._value_ = f"UNKNOWN_{found[1]}", found[0]
-        made: Self = cls._value2member_map_.setdefault(found[0], member)  # type: ignore[assignment]
+        made: Self = cls._value2member_map_.setdefault(found[0], member)  # type: ignore[assignment]  # made by it
         return made
