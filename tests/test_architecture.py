@@ -145,8 +145,6 @@ def test_folders_are_flat_and_hold_a_dozen_files() -> None:
 
 
 N_LINES_OF_FILE, N_LINES_OF_CLASS, N_ATTRIBUTES = 600, 400, 20
-ON_TRIAL = {"drafting/policy.py", "drafting/cost.py"}
-"""Above these bounds until `drafthouse-bench trial` has decided whether they stay."""
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
@@ -163,8 +161,6 @@ def test_no_file_and_no_class_of_the_service_is_too_large() -> None:
     large = []
     for path in sources(SERVICE):
         n_lines = path.read_text(encoding="utf-8").count("\n")
-        if within(path) in ON_TRIAL:
-            continue
         if n_lines > N_LINES_OF_FILE:
             large.append(f"{within(path)}: {n_lines} lines")
         for node in ast.walk(parse(path)):
@@ -175,7 +171,6 @@ def test_no_file_and_no_class_of_the_service_is_too_large() -> None:
             if n_of_class > N_LINES_OF_CLASS or n_attributes > N_ATTRIBUTES:
                 large.append(f"{within(path)}: {node.name}, {n_of_class} lines, {n_attributes}")
     assert not large, "\n".join(large)
-    assert all((SERVICE / name).exists() for name in ON_TRIAL)
 
 
 def test_only_engine_imports_the_extension() -> None:

@@ -18,12 +18,12 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from drafthouse_bench.demos import DEMOS, MODELS, PROMPTS, draft_models
 from drafthouse_server.cli.texts import read_texts
 from drafthouse_server.config import Config
-from drafthouse_server.drafting.policy import AdaptiveDraft
+from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.scheduling.sequence import FinishEvent, Sequence, TokensEvent
 from drafthouse_server.serving.compose import make_scheduler
@@ -46,8 +46,6 @@ class Contender:
     """Requests at once."""
     is_mixed: bool = False
     """Whether every other stream is sampled."""
-    chooser: Literal["model", "plain"] = "model"
-    """What chooses K where the configuration is adaptive."""
     n_prompt: int = 64
     """Tokens of a prompt."""
     rates: list[float] = field(default_factory=list)
@@ -58,7 +56,7 @@ class Contender:
     def __post_init__(self) -> None:
         """Loads the engine and starts the streams."""
         self.engine = LlamaEngine.load(self.config)
-        self.scheduler = make_scheduler(self.engine, self.config, chooser=self.chooser)
+        self.scheduler = make_scheduler(self.engine, self.config)
         texts = read_texts(PROMPTS)
         tokens = [self.engine.tokenize(t, add_special=True, parse_special=False) for t in texts]
         self._prompts = itertools.cycle(
@@ -147,9 +145,6 @@ def _measure(arguments: argparse.Namespace, n_streams: int, rate: str) -> None:
     policy = adaptive.scheduler.policy
     assert isinstance(policy, AdaptiveDraft), "as configured"
     print(f"  K {chosen}  changes {policy.n_changes}", flush=True)
-    if arguments.verbose:
-        for name, found in policy._machine.cost.coefficients().items():
-            print("         ", name, " ".join(f"{c * 1e6:.1f}" for c in found))
 
 
 def main() -> None:
@@ -165,7 +160,6 @@ def main() -> None:
     parser.add_argument("--slice-s", type=float, default=0.4)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--mixed", action="store_true")
-    parser.add_argument("--verbose", action="store_true", help="print what steps cost, us")
     arguments = parser.parse_args()
     arguments.fixed = [int(n) for n in arguments.fixed.split(",")]
     for n_streams in map(int, arguments.streams.split(",")):

@@ -29,9 +29,10 @@ from contextlib import contextmanager
 from tests.support.crowd import Machine
 
 import drafthouse_engine
+from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.cost import Splitting, StepCost, shape_of
 from drafthouse_server.drafting.ngram import NgramDrafter
-from drafthouse_server.drafting.policy import AdaptiveDraft, DraftPolicy, FixedDraft
+from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine, _pack, _timings
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
@@ -45,7 +46,7 @@ __all__ = ["PARTS", "Bench"]
 PARTS = ("reap", "plan", "pack", "unpack", "commit", "hand over", "fan out")
 """The step's host work, in order."""
 N_WARM = 500
-"""Steps after which the models of cost and acceptance have learnt what a crowd does."""
+"""Steps after which the averages of cost and acceptance have settled."""
 
 _N_PERIOD = 61
 _FLAG_GIVEN = int(drafthouse_engine.ResultFlag.GIVEN)
@@ -104,7 +105,7 @@ class _Answers(LlamaEngine):
             tokens += [(n_past + i) % _N_PERIOD for i in range(1, 1 + n_tokens)]
         results = [ResultEntry(0, SequenceStatus.OK, 0, n_drafted=row[5]) for row in rows]
         shape = shape_of(plan.entries, results, Splitting.STREAMS, 512)
-        timings = _MACHINE.timings(shape)
+        timings = _MACHINE.timings(shape, [entry.n_draft for entry in plan.entries])
         times = {
             name: int(getattr(timings, f"{name}_s") * 1e6)
             for name in ("draft", "decode", "process", "sample", "total")
@@ -158,13 +159,12 @@ class Bench:
         limits = EngineLimits(
             "mtp", n_sequences, n_ctx * n_sequences, n_ctx, 8192, 512, _N_DRAFT_MAX, 8192
         )
-        cost = StepCost()
-        policy: DraftPolicy = AdaptiveDraft(_N_DRAFT_MAX, cost, Splitting.STREAMS)
+        policy: DraftPolicy = AdaptiveDraft(_N_DRAFT_MAX)
         if n_draft is not None:
             policy = FixedDraft(n_draft)
         prefixes = PrefixCache(can_cut=True, n_host_bytes_max=1 << 28)
         ngrams = NgramDrafter(3, 4096) if has_ngrams else None
-        scheduler = Scheduler(limits, policy, cost=cost, prefixes=prefixes, ngrams=ngrams)
+        scheduler = Scheduler(limits, policy, cost=StepCost(), prefixes=prefixes, ngrams=ngrams)
         self.watch = _Stopwatch()
         self._answers = _Answers(limits)
         self._loop = StepLoop(self._answers, scheduler)

@@ -1,4 +1,4 @@
-"""The trial of what chooses K: the plain averages, the cost model, no drafts, and K = 1, 2, 3.
+"""K as chosen beside no drafts and K = 1, 2, 3: what speculation must hold on every machine.
 
     drafthouse-bench trial [--rounds 5] [--seconds 15] [--only cell=0.6b@0.8,streams=1+8]
         [--minutes 30] [--threads 0] [--json build/trial.json] [--lock FILE] [--table]
@@ -22,7 +22,7 @@ for the turn's end: `flock -s FILE make test`.
 
 The file is written after every round; the same command goes on from it. `--table` measures
 nothing. A ratio is taken inside each round, to the arm without a chooser that has the best median;
-the best of four medians is a little too good by luck, the same for both choosers.
+the best of four medians is a little too good by luck.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from drafthouse_bench.adaptive_k import Contender
 from drafthouse_bench.peers.case import find_target
 from drafthouse_server.config import Config
 
-CHOOSERS = ("plain", "model")
+CHOSEN = "adaptive"
 FIXED = ("none", "K=1", "K=2", "K=3")
 _N_DRAFT_MAX = 3
 _MODELS = {
@@ -56,10 +56,9 @@ _MODELS = {
     "hybrid": ("hybrid", None),
 }
 _STREAMS = (1, 4, 8, 32)
-_N_WARM_UP = 60  # steps before the first round: choosers try each K when they start
+_N_WARM_UP = 60  # steps before the first round: each K is tried when a server starts
 
-# The rule, fixed before the trial.
-_NO_WORSE = 0.98  # plain ÷ model, of the medians of cells, from which plain replaces the model
+# The bars.
 _MEDIAN_LEAST = 0.98  # of the ratios of all cells
 _CELL_LEAST = 0.93  # of a cell's ratio; a miss counts where its upper quartile is below, too
 _CHANGES_MOST = 1.0  # changes of K a second
@@ -125,18 +124,12 @@ def _arms(cell: Cell, n_threads: int) -> list[Contender]:
     if acceptance is not None:
         rates = [acceptance**k for k in range(1, _N_DRAFT_MAX + 1)]
         drafted["synth_rates"] = tuple(f"{rate:.6f}" for rate in rates)
-    cases: dict[str, dict[str, Any]] = dict.fromkeys(CHOOSERS, drafted)
+    cases: dict[str, dict[str, Any]] = {CHOSEN: drafted}
     cases["none"] = {"draft_type": "none"}
     for k in range(1, _N_DRAFT_MAX + 1):
         cases[f"K={k}"] = drafted | {"draft_policy": "fixed", "draft_default": k}
     return [
-        Contender(
-            name,
-            Config(**common | case),
-            cell.n_streams,
-            chooser="plain" if name == "plain" else "model",
-            n_prompt=n_prompt,
-        )
+        Contender(name, Config(**common | case), cell.n_streams, n_prompt=n_prompt)
         for name, case in cases.items()
     ]
 
@@ -249,18 +242,16 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _table(store: Store, cells: Sequence[Cell]) -> None:
-    """Prints a line for each cell, and the verdict."""
-    print("medians of tokens/s; then each chooser ÷ the best of the other four, with quartiles")
-    ratios: dict[str, list[float]] = {chooser: [] for chooser in CHOOSERS}
-    misses: dict[str, list[str]] = {chooser: [] for chooser in CHOOSERS}
-    changes: dict[str, float] = dict.fromkeys(CHOOSERS, 0.0)
+    """Prints a line for each cell, and whether the choice holds its bars."""
+    print(f"medians of tokens/s; then {CHOSEN} ÷ the best of the other four, with quartiles")
+    ratios: list[float] = []
+    misses: list[str] = []
+    changes_most = 0.0
     for cell in cells:
         rounds = [found["arms"] for found in store.of(cell)]
         if not rounds:
             continue
-        speeds = {
-            arm: [arms[arm]["tokens_per_s"] for arms in rounds] for arm in (*CHOOSERS, *FIXED)
-        }
+        speeds = {arm: [arms[arm]["tokens_per_s"] for arms in rounds] for arm in (CHOSEN, *FIXED)}
         best = max(FIXED, key=lambda arm: statistics.median(speeds[arm]))
         parts = []
         for arm, found in speeds.items():
@@ -269,38 +260,22 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
         cores = [arms[arm]["n_cores"] for arms in rounds for arm in speeds]
         busy = f"cores {min(cores):.2f}-{max(cores):.2f}"
         print(f"{cell.name:14} {len(rounds)} rounds  {'  '.join(parts)}  best {best}  {busy}")
-        for chooser in CHOOSERS:
-            pairs = zip(speeds[chooser], speeds[best], strict=True)
-            low, ratio, high = _quartiles([a / b for a, b in pairs])
-            per_s = statistics.mean(arms[chooser]["changes_per_s"] for arms in rounds)
-            ratios[chooser].append(ratio)
-            changes[chooser] = max(changes[chooser], per_s)
-            if ratio < _CELL_LEAST and high < _CELL_LEAST:
-                misses[chooser].append(cell.name)
-            print(f"    {chooser:6} {ratio:.3f} ({low:.3f}-{high:.3f}), {per_s:.2f} changes/s")
-    if ratios["plain"]:
-        _print_verdict(ratios, misses, changes)
-
-
-def _print_verdict(
-    ratios: dict[str, list[float]], misses: dict[str, list[str]], changes: dict[str, float]
-) -> None:
-    """Prints which chooser stays by the rule, and whether each does what any choice must."""
-    for chooser in CHOOSERS:
-        median, worst = statistics.median(ratios[chooser]), min(ratios[chooser])
-        is_good = median >= _MEDIAN_LEAST and not misses[chooser]
-        is_good = is_good and changes[chooser] <= _CHANGES_MOST
-        print(
-            f"{chooser}: median of {len(ratios[chooser])} cells {median:.3f}, worst {worst:.3f},"
-            f" below {_CELL_LEAST} in {', '.join(misses[chooser]) or 'none'}, at most"
-            f" {changes[chooser]:.2f} changes/s: {'holds' if is_good else 'does not hold'}"
-        )
-    plain, model = (statistics.median(ratios[chooser]) for chooser in CHOOSERS)
-    is_near, is_safe = plain >= _NO_WORSE * model, min(ratios["plain"]) >= min(ratios["model"])
+        pairs = zip(speeds[CHOSEN], speeds[best], strict=True)
+        low, ratio, high = _quartiles([a / b for a, b in pairs])
+        per_s = statistics.mean(arms[CHOSEN]["changes_per_s"] for arms in rounds)
+        ratios.append(ratio)
+        changes_most = max(changes_most, per_s)
+        if ratio < _CELL_LEAST and high < _CELL_LEAST:
+            misses.append(cell.name)
+        print(f"    {ratio:.3f} ({low:.3f}-{high:.3f}), {per_s:.2f} changes/s")
+    if not ratios:
+        return
+    median = statistics.median(ratios)
+    holds = median >= _MEDIAN_LEAST and not misses and changes_most <= _CHANGES_MOST
     print(
-        f"plain ÷ model {plain / model:.3f} in the median (rule: {_NO_WORSE}), worst cell"
-        f" {'no worse' if is_safe else 'worse'}:"
-        f" {'plain replaces the model' if is_near and is_safe else 'the model stays'}"
+        f"median of {len(ratios)} cells {median:.3f}, worst {min(ratios):.3f}, below"
+        f" {_CELL_LEAST} in {', '.join(misses) or 'none'}, at most {changes_most:.2f} changes/s:"
+        f" {'holds' if holds else 'does not hold'}"
     )
 
 

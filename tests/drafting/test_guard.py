@@ -16,12 +16,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from drafthouse_server.drafting.cost import CostModel, StepCost, StepShape
+from drafthouse_server.drafting.adaptive import AdaptiveDraft
+from drafthouse_server.drafting.cost import StepCost, StepShape
 from drafthouse_server.drafting.guard import Guard, checked, is_duration
 from drafthouse_server.drafting.ngram import NgramDrafter
-from drafthouse_server.drafting.plain_cost import PlainCost
-from drafthouse_server.drafting.plain_draft import PlainDraft
-from drafthouse_server.drafting.policy import AdaptiveDraft, DraftPolicy, FixedDraft
+from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.scheduling.cells import OutputLengths
 from drafthouse_server.scheduling.pacing import PrefillPacer, RunPacer
@@ -49,18 +48,11 @@ NAN, INF = math.nan, math.inf
 
 
 class World:
-    """A scheduler with all its estimators over the fake engine.
+    """A scheduler with all its estimators over the fake engine."""
 
-    Args:
-        is_plain: Whether plain averages choose K and cut prompts, in place of the cost model.
-    """
-
-    def __init__(self, *, is_plain: bool = False) -> None:
-        cost = StepCost()
-        self.cost: CostModel = PlainCost() if is_plain else cost
-        self.policy: DraftPolicy = AdaptiveDraft(LIMITS.n_draft_max, cost)
-        if is_plain:
-            self.policy = PlainDraft(LIMITS.n_draft_max)
+    def __init__(self) -> None:
+        self.cost = StepCost()
+        self.policy: DraftPolicy = AdaptiveDraft(LIMITS.n_draft_max)
         self.ngrams: NgramDrafter | None = NgramDrafter(2, 500, can_lengthen=True)
         self.engine = FakeEngine(LIMITS)
         self.n_steps = 0
@@ -142,20 +134,12 @@ def expected() -> list[list[int]]:
 
 CALLS: list[tuple[type, str]] = [
     (StepCost, "predict"),
-    (StepCost, "process_s"),
     (StepCost, "observe"),
     (StepCost, "fit_prefill"),
     (StepCost, "recompute_s"),
     (AdaptiveDraft, "wants"),
     (AdaptiveDraft, "choose_all"),
     (AdaptiveDraft, "observe"),
-    (PlainCost, "predict"),
-    (PlainCost, "observe"),
-    (PlainCost, "fit_prefill"),
-    (PlainCost, "recompute_s"),
-    (PlainDraft, "wants"),
-    (PlainDraft, "choose_all"),
-    (PlainDraft, "observe"),
     (NgramDrafter, "fill"),
     (NgramDrafter, "observe"),
     (NgramDrafter, "forget"),
@@ -165,8 +149,6 @@ CALLS: list[tuple[type, str]] = [
     (RunPacer, "n_steps"),
 ]
 """Every call that the scheduler, or the policy on its behalf, makes to an estimator."""
-
-PLAIN = (PlainCost, PlainDraft)
 
 
 def call_ids() -> list[str]:
@@ -194,7 +176,7 @@ def test_an_estimator_that_raises_is_reset_and_every_stream_gets_every_token(
         return inner(*arguments, **options)
 
     monkeypatch.setattr(kind, name, broken)
-    world = World(is_plain=kind in PLAIN)
+    world = World()
     if kind is RunPacer:
         world.without_drafts()
     world.start()
@@ -216,8 +198,6 @@ NONSENSE: list[tuple[type, str, Any]] = [
     (StepCost, "predict", INF),
     (StepCost, "predict", -1.0),
     (StepCost, "predict", 0.0),
-    (StepCost, "process_s", NAN),
-    (StepCost, "process_s", INF),
     (StepCost, "fit_prefill", -7),
     (StepCost, "fit_prefill", 10**9),
     (StepCost, "recompute_s", NAN),
@@ -227,14 +207,6 @@ NONSENSE: list[tuple[type, str, Any]] = [
     (AdaptiveDraft, "choose_all", [-1, -1, -1]),
     (AdaptiveDraft, "choose_all", [99, 99, 99]),
     (AdaptiveDraft, "choose_all", None),
-    (PlainCost, "predict", NAN),
-    (PlainCost, "predict", 0.0),
-    (PlainCost, "fit_prefill", -7),
-    (PlainCost, "fit_prefill", 10**9),
-    (PlainCost, "recompute_s", NAN),
-    (PlainDraft, "choose_all", [1]),
-    (PlainDraft, "choose_all", [99, 99, 99]),
-    (PlainDraft, "choose_all", None),
     (NgramDrafter, "fill", []),
     (NgramDrafter, "fill", None),
     (PrefillPacer, "step_s", NAN),
@@ -263,7 +235,7 @@ def test_an_answer_that_makes_no_sense_costs_no_token(
         return answer
 
     monkeypatch.setattr(kind, name, answer_it)
-    world = World(is_plain=kind in PLAIN)
+    world = World()
     if kind is RunPacer:
         world.without_drafts()
     world.start()
@@ -327,17 +299,15 @@ def cycle(values: list[Any]) -> Iterator[Any]:
     times=st.lists(all_timings, min_size=1, max_size=8),
     steps=st.lists(jumps, min_size=1, max_size=8),
     has_ngrams=st.booleans(),
-    is_plain=st.booleans(),
 )
 @example(
     times=[StepTimings(process_s=0.0078125, total_s=5e-324)],
     steps=[0.0],
     has_ngrams=False,
-    is_plain=False,
 )
 @settings(max_examples=100, deadline=None)
 def test_no_time_that_an_engine_or_a_clock_may_tell_stops_a_stream(
-    times: list[StepTimings], steps: list[float], *, has_ngrams: bool, is_plain: bool
+    times: list[StepTimings], steps: list[float], *, has_ngrams: bool
 ) -> None:
     """Times that are zero, negative, endless or none at all; clocks that stand still or jump."""
     now, leaps, told = 0.0, cycle(steps), cycle(times)
@@ -347,7 +317,7 @@ def test_no_time_that_an_engine_or_a_clock_may_tell_stops_a_stream(
         now += float(next(leaps))
         return now
 
-    world = World(is_plain=is_plain)
+    world = World()
     if not has_ngrams:
         world.ngrams = None
     world.start()
@@ -356,17 +326,15 @@ def test_no_time_that_an_engine_or_a_clock_may_tell_stops_a_stream(
 
 
 @given(
-    st.sampled_from([StepCost, PlainCost]),
     st.lists(st.tuples(all_timings, st.integers(1, 64), st.integers(0, 5)), max_size=40),
 )
 @settings(max_examples=200, deadline=None)
 def test_the_cost_of_a_step_is_a_positive_number_whatever_checked_times_it_has_learnt(
-    kind: Callable[[], CostModel],
     steps: list[tuple[StepTimings, int, int]],
 ) -> None:
-    cost = kind()
+    cost = StepCost()
     for timings, n, k in steps:
-        shape = StepShape(n, k, n * k, n * (1 + k), n * (1 + k), 1, 100.0 * n)
+        shape = StepShape(n * (1 + k), n * (1 + k), 1, 100.0 * n)
         cost.observe(shape, checked(timings), checked(timings).total_s)
         assert 0 < cost.predict(shape) < INF
         assert cost.fit_prefill(shape, 0.04, 100, 512) in range(513)

@@ -627,52 +627,6 @@ def test_a_long_prompt_is_cut_so_that_running_streams_keep_their_gap() -> None:
     assert max(spans) >= 1.3 * unloaded  # what is allowed is used
 
 
-class Unfed(FixedDraft):
-    """No drafts, and whether drafters are fed all the same."""
-
-    def __init__(self, *, is_fed: bool) -> None:
-        super().__init__(0)
-        self.is_fed = is_fed
-
-    def wants(self, sequence: object) -> bool:
-        return self.is_fed
-
-
-def n_prompt_tokens(*, is_fed: bool, process_token_s: float) -> list[int]:
-    """Returns the prompt tokens of steps, where feeding the drafter takes so long per token."""
-    limits = dataclasses.replace(LIMITS, n_ctx=8000, n_ctx_seq=2000, n_batch=512, n_ubatch=512)
-    cost, policy = StepCost(), Unfed(is_fed=True)
-    bench = Bench(limits, scheduler={"cost": cost, "gap_s": 0.3}, policy=policy)
-    bench.add("a", n_prompt=4, n_output_max=1500)
-    found: list[int] = []
-    for i in range(210):
-        if i == 200:
-            policy.is_fed = is_fed
-            bench.add("b", n_prompt=1500, n_output_max=1)
-        elif i % 10 == 0:  # from which the model learns what prompts cost
-            bench.add("x", n_prompt=20 + i, n_output_max=1)
-        plan = bench.scheduler.plan(bench.now)
-        result = bench.engine.step(plan)
-        n_tokens = result.n_batch_tokens
-        decode_s, process_s = 0.01 + 0.001 * n_tokens, 0.0
-        if policy.is_fed:
-            process_s = process_token_s * n_tokens
-        took_s = decode_s + process_s
-        bench.now += took_s
-        timings = StepTimings(decode_s=decode_s, process_s=process_s, total_s=took_s)
-        bench.scheduler.commit(dataclasses.replace(result, timings=timings), bench.now)
-        found += [len(entry.tokens) for entry in plan.entries if i >= 200 and len(entry.tokens) > 1]
-    return found
-
-
-def test_a_drafter_that_is_not_fed_leaves_its_time_to_prompts() -> None:
-    without = n_prompt_tokens(is_fed=True, process_token_s=0.0)
-    fed = n_prompt_tokens(is_fed=True, process_token_s=0.001)
-    unfed = n_prompt_tokens(is_fed=False, process_token_s=0.001)
-    assert sum(without[:3]) > 1.5 * sum(fed[:3])
-    assert sum(unfed[:3]) == pytest.approx(sum(without[:3]), rel=0.05)
-
-
 def test_without_streams_a_prompt_gets_the_whole_budget() -> None:
     bench = Bench(scheduler={"cost": StepCost(), "gap_s": 1e-6})
     bench.add("a", n_prompt=40)

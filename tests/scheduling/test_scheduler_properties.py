@@ -11,11 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.cost import CostModel, StepCost
 from drafthouse_server.drafting.ngram import NgramDrafter
-from drafthouse_server.drafting.plain_cost import PlainCost
-from drafthouse_server.drafting.plain_draft import PlainDraft
-from drafthouse_server.drafting.policy import AdaptiveDraft, DraftPolicy, FixedDraft
+from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import EngineError
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
@@ -74,9 +73,7 @@ class Setup:
     n_pool_max: int | None = None
     """Tokens to draft from of each tenant's past, n-gram lookup first; None is no lookup."""
     is_adaptive: bool = False
-    """Whether K is chosen by acceptance and cost, as by default; else it is 3."""
-    is_plain: bool = False
-    """Whether the plain averages on trial do that, and cut prompts."""
+    """Whether K is chosen by measured tokens per second, as by default; else it is 3."""
     step_s: float = 0.01
     """What a step takes besides its tokens: short ones are run in a row."""
     acceptance: tuple[int, ...] = ACCEPTANCE
@@ -116,8 +113,6 @@ SETUPS = (
     Setup(is_paced=True, is_adaptive=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True, is_adaptive=True),
     Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_adaptive=True),
-    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True, is_plain=True),
-    Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_plain=True),
     QUICK,
     dataclasses.replace(QUICK, n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000),
 )
@@ -145,13 +140,10 @@ class World:
         ngrams = None
         if setup.n_pool_max is not None:
             ngrams = NgramDrafter(2, setup.n_pool_max, can_lengthen=setup.is_paced)
-        model = StepCost()
-        cost: CostModel | None = model if setup.is_paced else None
+        cost: CostModel | None = StepCost() if setup.is_paced else None
         policy: DraftPolicy = FixedDraft(3)
         if setup.is_adaptive:
-            policy = AdaptiveDraft(limits.n_draft_max, model)
-        if setup.is_plain:
-            policy, cost = PlainDraft(limits.n_draft_max), PlainCost()
+            policy = AdaptiveDraft(limits.n_draft_max)
         self.scheduler = Scheduler(
             limits,
             policy,
@@ -274,7 +266,7 @@ def alone(sequence: Sequence, n_tokens: int) -> list[int]:
 def test_the_quick_setups_reach_runs_of_steps_and_turned_drafters(setup: Setup) -> None:
     world, turned = World(setup), [0, 0]
     n_in_a_row = 0
-    for now in range(600):
+    for now in range(2000):
         while len(world.live) < 3:
             world.submit([now % 256, 7], 40)
         plan = world.step(float(now))

@@ -47,15 +47,17 @@ class Machine:
     splitting: Splitting = Splitting.STREAMS
     """How decodes are cut."""
 
-    def timings(self, shape: StepShape, *, is_fed: bool = True, noise: float = 1.0) -> StepTimings:
-        """Returns what a step takes."""
+    def timings(
+        self, shape: StepShape, drafts: list[int], *, is_fed: bool = True, noise: float = 1.0
+    ) -> StepTimings:
+        """Returns what a step takes, with drafts of these lengths asked for."""
         width = shape.n_tokens / shape.n_ubatches
         narrow = min(width, self.n_wide)
         decode_s = shape.n_ubatches * (
             self.ubatch_s + self.token_s * narrow + self.wide_token_s * (width - narrow)
         )
         parts = (
-            self.draft_pass_s * shape.n_depth + self.draft_token_s * shape.n_draft,
+            self.draft_pass_s * max(drafts, default=0) + self.draft_token_s * sum(drafts),
             decode_s,
             self.process_token_s * shape.n_tokens * is_fed,
             self.sample_s * shape.n_outputs,
@@ -89,8 +91,6 @@ class Member:
     """Whether its drafter is not fed."""
     n_fed: int = _N_FED_GOOD
     """Steps for which its drafter has been fed."""
-    draft_memory: object | None = None
-    """The policy's."""
     random: random.Random = field(default_factory=random.Random)
     """Decides what is accepted."""
 
@@ -147,7 +147,7 @@ def run(
     for _ in range(n_steps):
         if n_emitted >= n_tokens:
             break
-        n_drafts = policy.choose_all(crowd, limits, limits.n_outputs_max - len(crowd), n_prompt)
+        n_drafts = policy.choose_all(crowd, limits, limits.n_outputs_max - len(crowd))
         for member in crowd:  # as the engine does: cold until fed once
             if not policy.wants(member):
                 member.is_draft_cold, member.n_fed = True, 0
@@ -172,22 +172,18 @@ def run(
             entries.append(PlanEntry(len(crowd), 0, [1] * n_prompt, 0, False))
             results.append(ResultEntry(len(crowd), SequenceStatus.OK, n_prompt))
         is_fed = any(map(policy.wants, crowd))
-        shape = shape_of(entries, results, machine.splitting, limits.n_ubatch, is_fed=is_fed)
+        shape = shape_of(entries, results, machine.splitting, limits.n_ubatch)
         factor = 1.0
         if noise is not None:
             factor = noise.gauss(1.0, 0.05) * (8 if noise.random() < 0.01 else 1)
-        measured = machine.timings(shape, is_fed=is_fed, noise=max(0.5, factor))
+        measured = machine.timings(shape, n_drafts, is_fed=is_fed, noise=max(0.5, factor))
         # What it should have taken counts, so that luck with outliers does not.
-        total_s += machine.timings(shape, is_fed=is_fed).total_s
+        total_s += machine.timings(shape, n_drafts, is_fed=is_fed).total_s
         # Of what prompts took the scheduler has as good a guess.
-        alone = shape_of(
-            entries[: len(crowd)],
-            results[: len(crowd)],
-            machine.splitting,
-            limits.n_ubatch,
-            is_fed=is_fed,
-        )
-        streams_s = machine.timings(alone, is_fed=is_fed, noise=max(0.5, factor)).total_s
+        n = len(crowd)
+        alone = shape_of(entries[:n], results[:n], machine.splitting, limits.n_ubatch)
+        found = machine.timings(alone, n_drafts, is_fed=is_fed, noise=max(0.5, factor))
+        streams_s = found.total_s
         policy.observe(StepResult(results, timings=measured), streams_s)
         cost.observe(shape, measured)
         for member in crowd:
@@ -209,7 +205,7 @@ def best_fixed(
     found = []
     for n_draft in range(n_draft_max + 1) if only is None else (only,):
         n_emitted = sum(sum(p**i for i in range(n_draft + 1)) for p in acceptances)
-        shape = StepShape(n, n_draft, n * n_draft, n * (1 + n_draft), n * (1 + n_draft), 1, 0.0)
-        timings = machine.timings(shape, is_fed=n_draft > 0)
+        shape = StepShape(n * (1 + n_draft), n * (1 + n_draft))
+        timings = machine.timings(shape, [n_draft] * n, is_fed=n_draft > 0)
         found.append((n_emitted / timings.total_s, n_draft))
     return max(found)

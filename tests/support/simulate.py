@@ -26,8 +26,8 @@ from itertools import chain
 
 from tests.support.crowd import Machine
 
+from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.cost import Splitting, StepCost, shape_of
-from drafthouse_server.drafting.policy import AdaptiveDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
@@ -149,7 +149,7 @@ class Simulation:
         )
         self.engine = FakeEngine(self.limits, acceptance=(2, 0, 3, 1, 4))
         self.cost = StepCost()
-        self.policy = AdaptiveDraft(4, self.cost, machine.splitting)
+        self.policy = AdaptiveDraft(4)
         self.scheduler = Scheduler(
             self.limits,
             self.policy,
@@ -186,7 +186,7 @@ class Simulation:
         self.engine.interrupt()  # somebody always comes
         result = self.engine.step(plan)
         shape = shape_of(plan.entries, result.entries, self._machine.splitting, 512)
-        timings = self._machine.timings(shape)
+        timings = self._machine.timings(shape, [entry.n_draft for entry in plan.entries])
         self.now += timings.total_s
         resumed = time.perf_counter()
         events = self.scheduler.commit(dataclasses.replace(result, timings=timings), self.now)

@@ -122,28 +122,25 @@ class Estimators:
 
     # --- drafts
 
-    def choose(
-        self, decodes: Sequence[Drafting], draft_budget: int, prompt_floor: int
-    ) -> list[int]:
+    def choose(self, decodes: Sequence[Drafting], draft_budget: int) -> list[int]:
         """Returns K for each sequence that generates.
 
         Args:
             decodes: The sequences.
             draft_budget: Most draft tokens of all together, >= 0.
-            prompt_floor: Tokens of prompts that the step is to carry besides.
         """
         policy, limits = self.policy, self._limits
 
         def choose() -> list[int]:
             self._has_choice = True
-            drafts = policy.choose_all(decodes, limits, draft_budget, prompt_floor)
+            drafts = policy.choose_all(decodes, limits, draft_budget)
             self._check_drafts(decodes, drafts, draft_budget)
             return drafts
 
         return self.guard.ask(
             "policy",
             choose,
-            lambda: self._fixed.choose_all(decodes, limits, draft_budget, prompt_floor),
+            lambda: self._fixed.choose_all(decodes, limits, draft_budget),
         )
 
     def _check_drafts(
@@ -164,8 +161,6 @@ class Estimators:
         decodes: Sequence[Drafting],
         drafts: list[int],
         draft_budget: int,
-        *,
-        is_fed: bool,
     ) -> list[PlanEntry]:
         """Returns the entries of sequences that generate.
 
@@ -174,14 +169,13 @@ class Estimators:
             drafts: K of each, by the policy. Where text that stood before promises more, its
                 continuation is drafted in its place.
             draft_budget: Most draft tokens of all together.
-            is_fed: Whether any drafter is fed in this step.
         """
         ngrams = self.ngrams
         if not ngrams.is_on or not decodes:
             return _decode_entries(decodes, drafts)
 
         def seconds(entries: list[PlanEntry]) -> float:
-            return self.predict(self.decode_shape(entries, is_fed=is_fed))
+            return self.predict(self.decode_shape(entries))
 
         known = seconds if self.cost.n_observed else None
 
@@ -223,14 +217,6 @@ class Estimators:
             lambda: list(map(self._fixed.wants, sequences)),
         )
 
-    def is_any_wanted(self, sequences: Collection[Drafting]) -> bool:
-        """Returns whether anybody's drafter is fed."""
-        return self.guard.ask(
-            "policy",
-            lambda: any(map(self.policy.wants, sequences)),
-            lambda: any(map(self._fixed.wants, sequences)),
-        )
-
     # --- what a step takes
 
     def predict(self, shape: StepShape) -> float:
@@ -268,23 +254,18 @@ class Estimators:
 
         return self.guard.ask("cost", recompute, lambda: None)
 
-    def decode_shape(self, entries: list[PlanEntry], *, is_fed: bool) -> StepShape:
+    def decode_shape(self, entries: list[PlanEntry]) -> StepShape:
         """Returns the shape of a step that has these last tokens and drafts, and no more."""
         parts = sorted([(entry.seq_id, 1 + entry.n_verified) for entry in entries])
         lengths = [length for _, length in parts]
         n_tokens = sum(lengths)
-        drafts = [entry.n_draft for entry in entries if not entry.given]
         return StepShape(
-            n_decodes=len(entries),
-            n_depth=max(drafts, default=0),
-            n_draft=sum(drafts),
             n_tokens=n_tokens,
             n_outputs=n_tokens,
             n_ubatches=count_ubatches(
                 [seq_id for seq_id, _ in parts], lengths, self.splitting, self._limits.n_ubatch
             ),
             n_pairs=sum([(1 + entry.n_verified) * entry.n_past for entry in entries]),
-            is_fed=is_fed,
         )
 
     # --- learning
@@ -297,7 +278,6 @@ class Estimators:
         n_decodes: int,
         *,
         has_moves: bool,
-        is_fed: bool,
     ) -> tuple[float, float]:
         """Compares what a step took with what it should have taken.
 
@@ -307,7 +287,6 @@ class Estimators:
             entries: Its plan's, those that generate first.
             n_decodes: How many of them generate.
             has_moves: Whether slots were taken, saved or given back in it.
-            is_fed: Whether any drafter was fed.
 
         Returns:
             Its seconds as predicted and as measured; both 0 where they cannot be compared.
@@ -327,12 +306,12 @@ class Estimators:
 
         def learn() -> float:
             cost, n_ubatch = self.cost, self._limits.n_ubatch
-            shape = shape_of(entries, result.entries, self.splitting, n_ubatch, is_fed=is_fed)
+            shape = shape_of(entries, result.entries, self.splitting, n_ubatch)
             predicted_s = 0.0
             if is_measured and cost.n_observed:
                 predicted_s = self.predict(shape)
                 if len(entries) > n_decodes and predicted_s < math.inf:
-                    decode = self.decode_shape(entries[:n_decodes], is_fed=is_fed)
+                    decode = self.decode_shape(entries[:n_decodes])
                     self.streams_s = step_s * min(1.0, self.predict(decode) / predicted_s)
             cost.observe(shape, timings, 0.0 if has_moves else step_s)
             return predicted_s if predicted_s < math.inf else 0.0
@@ -368,12 +347,8 @@ class Estimators:
             self.guard.tell("n-grams", lambda: ngrams.forget(sequence, is_finished=is_finished))
 
     def _reset_policy(self) -> None:
-        """Resets the policy and the cost model that it asks: which of the two was wrong is open."""
         self._has_choice = False
         self.policy.reset()
-        self.cost.reset()
-        for sequence in self._sequences():
-            sequence.draft_memory = None
 
     def _reset_ngrams(self) -> None:
         self.ngrams.reset()

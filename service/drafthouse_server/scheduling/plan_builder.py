@@ -45,8 +45,6 @@ class PlanBuilder:
         """Prefixes for host memory, by the slot that is saved."""
         self.hits: list[Sequence] = []
         """Sequences that start with a prefix that was found for them."""
-        self.is_fed = True
-        """Whether anybody's drafter is fed."""
 
     @property
     def has_moves(self) -> bool:

@@ -54,10 +54,8 @@ class Prefill:
         self._turns = PrefillTurns()
         estimators.guard.add("pacing", self._pacer.reset)
 
-    def budgets(
-        self, n_decodes: int, prefills: list[Sequence], n_cells_free: int
-    ) -> tuple[int, int]:
-        """Returns the most draft tokens of all together, and the prompt tokens beside them.
+    def draft_budget(self, n_decodes: int, prefills: list[Sequence], n_cells_free: int) -> int:
+        """Returns the most draft tokens of all together; prompts keep a share of the step.
 
         Args:
             n_decodes: Sequences that generate.
@@ -66,13 +64,12 @@ class Prefill:
         """
         limits = self._limits
         n_used = n_decodes + len(prefills)
-        draft_budget = min(min(limits.n_batch, limits.n_outputs_max) - n_used, n_cells_free)
-        prompt_floor = 0
+        budget = min(min(limits.n_batch, limits.n_outputs_max) - n_used, n_cells_free)
         if prefills:
             n_pending = sum([sequence.n_pending for sequence in prefills])
             prompt_floor = min(n_pending, limits.n_batch // _FLOOR_SHARE)
-            draft_budget = min(draft_budget, limits.n_batch - n_decodes - prompt_floor)
-        return max(0, draft_budget), prompt_floor
+            budget = min(budget, limits.n_batch - n_decodes - prompt_floor)
+        return max(0, budget)
 
     def add_pieces(self, plan: PlanBuilder, prefills: list[Sequence], prompt_budget: int) -> None:
         """Gives the plan pieces of prompts.
@@ -96,7 +93,7 @@ class Prefill:
     def _pace(self, plan: PlanBuilder, prefills: list[Sequence], n_most: int) -> int:
         """Returns how many prompt tokens fit beside running streams, so that their gap holds."""
         estimators = self._estimators
-        shape = estimators.decode_shape(plan.entries, is_fed=plan.is_fed)
+        shape = estimators.decode_shape(plan.entries)
         decode_s = estimators.predict(shape)
         n_past = max([sequence.n_computed for sequence in prefills])
 

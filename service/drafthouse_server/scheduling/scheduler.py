@@ -267,8 +267,8 @@ class Scheduler:
         self._checkpoints.save(plan)
         decodes, prefills = self._slots.split()
         n_cells_free = self._ledger.n_free(self._slots.running) - len(decodes)
-        draft_budget, prompt_floor = self._prefill.budgets(len(decodes), prefills, n_cells_free)
-        n_draft = self._draft(plan, decodes, draft_budget, prompt_floor)
+        draft_budget = self._prefill.draft_budget(len(decodes), prefills, n_cells_free)
+        n_draft = self._draft(plan, decodes, draft_budget)
         if prefills:
             prompt_budget = min(self._limits.n_batch - len(decodes), n_cells_free) - n_draft
             self._prefill.add_pieces(plan, prefills, prompt_budget)
@@ -287,14 +287,11 @@ class Scheduler:
             for sequence in self._slots.running.values():
                 self._ledger.reserve(sequence, self._ledger.need(sequence))
 
-    def _draft(
-        self, plan: PlanBuilder, decodes: list[Sequence], draft_budget: int, prompt_floor: int
-    ) -> int:
+    def _draft(self, plan: PlanBuilder, decodes: list[Sequence], draft_budget: int) -> int:
         """Gives the plan the entries of those that generate; returns their draft tokens."""
         estimators = self._estimators
-        drafts = estimators.choose(decodes, draft_budget, prompt_floor)
-        plan.is_fed = estimators.is_any_wanted(self._slots.running.values())
-        plan.entries = estimators.quote(decodes, drafts, draft_budget, is_fed=plan.is_fed)
+        drafts = estimators.choose(decodes, draft_budget)
+        plan.entries = estimators.quote(decodes, drafts, draft_budget)
         plan.n_decodes = len(decodes)
         n_draft = sum([entry.n_draft for entry in plan.entries])
         self._n_planned += plan.n_decodes
@@ -348,7 +345,6 @@ class Scheduler:
                 plan.entries,
                 n_decodes,
                 has_moves=plan.has_moves,
-                is_fed=plan.is_fed,
             )
             has_prefill = len(plan.entries) > n_decodes
             self._prefill.observe(predicted_s, step_s, has_prefill=has_prefill)

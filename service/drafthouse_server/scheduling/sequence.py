@@ -201,8 +201,6 @@ class Sequence:
     """Steps in a row that found no cell."""
     is_draft_cold: bool = False
     """Whether the draft state was lost, so that speculation is over."""
-    draft_memory: object | None = None
-    """What the draft policy remembers of it."""
     ngram_memory: object | None = None
     """What the n-gram drafter remembers of it."""
     terminal: FinishEvent | ErrorEvent | None = None

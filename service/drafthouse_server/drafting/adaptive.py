@@ -11,11 +11,12 @@ from drafthouse_server.drafting.guard import checked, is_duration
 from drafthouse_server.drafting.policy import Draftable, FixedDraft
 from drafthouse_server.step import EngineLimits, StepResult
 
-__all__ = ["PlainDraft"]
+__all__ = ["AdaptiveDraft"]
 
 _MARGIN = (1.02, 1.1)  # ratios of tokens/s: a probe's K is better; it is probed before its turn
 _N_PROBE, _N_WARM = 6, 8  # steps: of a probe (the first, with a new graph, is left out); fed before
 _REST_S = (1.0, 16.0)  # seconds from probe to probe: doubled, or quartered by a change; these, too
+_N_AWAY = 12  # steps in a row with other numbers of sequences after which a probe is given up
 _COST = 0.007  # share of the time that probes may lose: dear ones are rarer
 _N_SECONDS = (8, 2)  # steps that an average rests on (5 % noise each); an old one is worth
 _STALL = (1.25, 2.0)  # a step counts for so many averages at most, and an average for two steps
@@ -32,14 +33,23 @@ class _Mean:
         self.value += (value - self.value) * min(1.0, n / self.n)
 
 
+class _Probe:
+    k, n_steps, n_left = -1, 0, 0  # K that is tried (-1: none); steps of it, steps that are left
+    i_bucket, n_away = 0, 0  # where it is tried; steps of other buckets since
+
+
 class _Bucket:  # of 1, 2, 3 to 4, 5 to 8 and so on sequences
     def __init__(self, k: int, n_draft_max: int) -> None:
         self.k, self.n_probes, self.early_s, self.due_s, self.rest_s = k, 0, 0.0, 0.0, _REST_S[0]
         self.seconds = [_Mean() for _ in range(n_draft_max + 1)]  # by K; a sequence's
 
 
-class PlainDraft:
-    """The plain `DraftPolicy`; `n_draft_max` is the engine's limit."""
+class AdaptiveDraft:
+    """Chooses K by measured tokens per second.
+
+    Args:
+        n_draft_max: The engine's limit, >= 0.
+    """
 
     def __init__(self, n_draft_max: int) -> None:
         self._n_draft_max, self.n_turns = n_draft_max, 0
@@ -51,7 +61,7 @@ class PlainDraft:
         self._k, self._n_fed = min(1, self._n_draft_max), _N_WARM  # K beside probes; steps fed
         self._buckets = defaultdict[int, _Bucket](lambda: _Bucket(self._k, self._n_draft_max))
         self._accepted = [_Mean() for _ in range(self._n_draft_max)]  # by position
-        self._probed, self._n_probe, self._n_left = -1, 0, 0  # K (-1: no probe), steps, steps left
+        self._probe = _Probe()
         self._now_s, self._changed_s, self._feeding = 0.0, -_REST_S[0], _Mean()
         self._kind = self._last = (-1, -1, True)  # of a step: bucket, K, whether drafters are fed
         self._asked, self._base, self._free = dict[int, int](), 1.0, 1.0  # K by slot; `choose_all`
@@ -61,7 +71,7 @@ class PlainDraft:
         return self.is_warm if sequence.n_draft is None else sequence.n_draft > 0
 
     def choose_all(
-        self, sequences: Sequence[Draftable], limits: EngineLimits, n_room: int, n_prefill: int
+        self, sequences: Sequence[Draftable], limits: EngineLimits, draft_budget: int
     ) -> list[int]:
         """Returns K for each sequence; who asks for one gets it."""
         bound = [s.n_draft for s in sequences if s.n_draft is not None]
@@ -69,30 +79,36 @@ class PlainDraft:
         if n > len(bound) and self._n_draft_max:
             self._base, self._free = 1 + sum(map(self._gain, bound)) / n, 1 - len(bound) / n
             k = self._next(i_bucket, n)
-        drafts = FixedDraft(k).choose_all(sequences, limits, n_room, n_prefill)
+        drafts = FixedDraft(k).choose_all(sequences, limits, draft_budget)
         self._asked = {s.seq_id: d for s, d in zip(sequences, drafts, strict=True)}
         self._kind = i_bucket, k if k <= max(drafts, default=0) else -1, self.is_warm
         return drafts
 
     def _next(self, i_bucket: int, n: int) -> int:
-        bucket = self._buckets[i_bucket]
-        if i_bucket != self._kind[0]:
-            self._probed = -1
-        elif self._probed >= 0 and self._n_left <= 0:
+        bucket, probe = self._buckets[i_bucket], self._probe
+        probe.n_away = 0 if i_bucket == probe.i_bucket else probe.n_away + 1
+        if probe.n_away > _N_AWAY:
+            probe.k = -1
+        elif not probe.n_away and probe.k >= 0 and probe.n_left <= 0:
             self._conclude(bucket, n)
-        if self._probed < 0 and self._now_s >= bucket.early_s:
-            self._probe(bucket, n)
-        if self._probed < 0 and bucket.k != self._k and self._now_s >= self._changed_s + _REST_S[0]:
+        if not bucket.seconds[bucket.k].n:
+            bucket.k = self._k  # nothing speaks for another one
+        if probe.k < 0 and self._now_s >= bucket.early_s:
+            self._begin_probe(bucket, i_bucket, n)
+        if probe.k < 0 and bucket.k != self._k and self._now_s >= self._changed_s + _REST_S[0]:
             self._k, self._changed_s, self.n_changes = bucket.k, self._now_s, self.n_changes + 1
-        is_warm = self._k > 0 or self._probed >= 0 or self._feeding.value < _FEEDING
+        is_warm = self._k > 0 or probe.k >= 0 or self._feeding.value < _FEEDING
         if is_warm != self.is_warm:
             self.is_warm, self.n_turns, self._n_fed = is_warm, self.n_turns + 1, 0
         if self._n_fed < _N_WARM:
             return -1 if self.is_warm else 0
-        self._n_left -= 1
-        return self._probed if self._probed >= 0 else self._k
+        if probe.k < 0 or probe.n_away:
+            return self._k
+        probe.n_left -= 1
+        return probe.k
 
-    def _probe(self, bucket: _Bucket, n: int) -> None:  # of 0, 1, 2, up while better; then others
+    def _begin_probe(self, bucket: _Bucket, i_bucket: int, n: int) -> None:
+        """Tries 0, 1, 2 and further up while that is better; then others than the bucket's."""
         rates = [self._rate(k, mean) for k, mean in enumerate(bucket.seconds)]
         new = [k for k, r in enumerate(rates) if not r and (k < 3 or rates[k - 1] > rates[k - 2])]
         k = new[0] if new else max(range(len(rates)), key=lambda k: rates[k] * (k != bucket.k))
@@ -100,26 +116,30 @@ class PlainDraft:
         if self._now_s < bucket.due_s and not is_early:
             return
         near = [k for k in (bucket.k + 1, 0, bucket.k - 1) if k <= self._n_draft_max]
-        k = k if is_early or not bucket.k else near[bucket.n_probes % len(near)]
-        self._probed, bucket.n_probes = k, bucket.n_probes + 1
-        self._n_left = self._n_probe = max(_N_PROBE, 0 if self._k else 2 * _N_PRIOR // n)
-        bucket.seconds[self._probed].n = min(bucket.seconds[self._probed].n, _N_SECONDS[1])
+        probe = self._probe
+        probe.k = k if is_early or not bucket.k else near[bucket.n_probes % len(near)]
+        probe.i_bucket, probe.n_away, bucket.n_probes = i_bucket, 0, bucket.n_probes + 1
+        probe.n_left = probe.n_steps = max(_N_PROBE, 0 if self._k else 2 * _N_PRIOR // n)
+        bucket.seconds[probe.k].n = min(bucket.seconds[probe.k].n, _N_SECONDS[1])
         for mean in self._accepted if not self._k else ():
             mean.n = min(mean.n, _N_PRIOR)
 
-    def _conclude(self, bucket: _Bucket, n: int) -> None:  # chooses; says when to probe again
-        tried, kept = bucket.seconds[self._probed], bucket.seconds[bucket.k]
-        rate, rate_kept = self._rate(self._probed, tried), self._rate(bucket.k, kept)
+    def _conclude(self, bucket: _Bucket, n: int) -> None:
+        """Takes the better K, and says when to probe again."""
+        probe = self._probe
+        tried, kept = bucket.seconds[probe.k], bucket.seconds[bucket.k]
+        rate, rate_kept = self._rate(probe.k, tried), self._rate(bucket.k, kept)
         lost = max(0.0, 1 - rate / rate_kept) if rate_kept else 0.0
-        lost_s = lost * self._n_probe * n * min(tried.value, 3 * kept.value)  # 3: stalls aside
+        lost_s = lost * probe.n_steps * n * min(tried.value, 3 * kept.value)  # 3: stalls aside
         is_better = rate > _MARGIN[0] * rate_kept
-        bucket.k = self._probed if is_better else bucket.k
+        bucket.k = probe.k if is_better else bucket.k
         bucket.rest_s = min(max(_REST_S[0], bucket.rest_s * (0.25 if is_better else 2)), _REST_S[1])
         wait_s = max(bucket.rest_s, lost_s / _COST)
-        self._probed, bucket.due_s = -1, self._now_s + wait_s
+        probe.k, bucket.due_s = -1, self._now_s + wait_s
         bucket.early_s = self._now_s + wait_s / 4 * (bucket.n_probes > self._n_draft_max)
 
-    def _gain(self, k: int) -> float:  # accepted tokens; a position's prior is the one before
+    def _gain(self, k: int) -> float:
+        """Returns the tokens to be accepted of a draft; a position's prior is the one before."""
         total, still, share = 0.0, 1.0, _PRIOR
         for mean in self._accepted[:k]:
             share = (mean.n * mean.value + _N_PRIOR * share) / (mean.n + _N_PRIOR)
@@ -127,7 +147,8 @@ class PlainDraft:
             total += still
         return total
 
-    def _rate(self, k: int, seconds: _Mean) -> float:  # tokens/s of a sequence; 0: not measured
+    def _rate(self, k: int, seconds: _Mean) -> float:
+        """Returns the tokens/s of a sequence; 0: not measured."""
         return (self._base + self._free * self._gain(k)) / seconds.value if seconds.n else 0.0
 
     def observe(self, result: StepResult, streams_s: float = 0.0) -> None:
