@@ -66,7 +66,7 @@ def test_where_drafts_never_pay_they_are_let_go_and_probes_cost_a_hundredth(n: i
     machine = Machine(process_token_s=0.0004, draft_pass_s=0.004)
     crowd, noise = make_crowd([0.2] * n), random.Random(n)
     run(policy, cost, machine, crowd, 400, noise=noise)
-    rate, _ = run(policy, cost, machine, crowd, 3000 if n <= 4 else 1000, noise=noise)
+    rate, _ = run(policy, cost, machine, crowd, 3000, noise=noise)
     assert rate >= 0.99 * best_fixed(machine, [0.2] * n, only=0)[0]
 
 

@@ -15,9 +15,11 @@ __all__ = ["AdaptiveDraft"]
 
 _MARGIN = (1.02, 1.1)  # ratios of tokens/s: a probe's K is better; it is probed before its turn
 _N_PROBE, _N_WARM = 6, 8  # steps: of a probe (the first, with a new graph, is left out); fed before
-_REST_S = (1.0, 16.0)  # seconds from probe to probe: doubled, or quartered by a change; these, too
+_REST_S = (0.25, 16.0)  # seconds from probe to probe: doubled, or quartered by a change; these, too
+_CHANGE_S = 1.0  # seconds from one change of K to the next
 _N_AWAY = 12  # steps in a row with other numbers of sequences after which a probe is given up
-_COST = 0.007  # share of the time that probes may lose: dear ones are rarer
+_COST = (0.02, 0.007)  # share of the time that probes may lose: in the first seconds, and later
+_FIRST_S = 10.0  # seconds of steps: how long first averages may be wrong
 _N_SECONDS = (8, 2)  # steps that an average rests on (5 % noise each); an old one is worth
 _STALL = (1.25, 2.0)  # a step counts for so many averages at most, and an average for two steps
 _N_DRAFTS = 400  # drafts that an average of accepted tokens rests on: its error is 2 points
@@ -62,7 +64,7 @@ class AdaptiveDraft:
         self._buckets = defaultdict[int, _Bucket](lambda: _Bucket(self._k, self._n_draft_max))
         self._accepted = [_Mean() for _ in range(self._n_draft_max)]  # by position
         self._probe = _Probe()
-        self._now_s, self._changed_s, self._feeding = 0.0, -_REST_S[0], _Mean()
+        self._now_s, self._changed_s, self._feeding = 0.0, -_CHANGE_S, _Mean()
         self._kind = self._last = (-1, -1, True)  # of a step: bucket, K, whether drafters are fed
         self._asked, self._base, self._free = dict[int, int](), 1.0, 1.0  # K by slot; `choose_all`
 
@@ -95,17 +97,17 @@ class AdaptiveDraft:
             bucket.k = self._k  # nothing speaks for another one
         if probe.k < 0 and self._now_s >= bucket.early_s:
             self._begin_probe(bucket, i_bucket, n)
-        if probe.k < 0 and bucket.k != self._k and self._now_s >= self._changed_s + _REST_S[0]:
+        if probe.k < 0 and bucket.k != self._k and self._now_s >= self._changed_s + _CHANGE_S:
             self._k, self._changed_s, self.n_changes = bucket.k, self._now_s, self.n_changes + 1
-        is_warm = self._k > 0 or probe.k >= 0 or self._feeding.value < _FEEDING
+        # Without drafts, drafters are not fed; so that is how 0 is measured.
+        k = self._k if probe.k < 0 or probe.n_away else probe.k
+        is_warm = k > 0 or self._feeding.value < _FEEDING
         if is_warm != self.is_warm:
             self.is_warm, self.n_turns, self._n_fed = is_warm, self.n_turns + 1, 0
-        if self._n_fed < _N_WARM:
-            return -1 if self.is_warm else 0
-        if probe.k < 0 or probe.n_away:
-            return self._k
-        probe.n_left -= 1
-        return probe.k
+        if self.is_warm and self._n_fed < _N_WARM:
+            return -1
+        probe.n_left -= k == probe.k
+        return k
 
     def _begin_probe(self, bucket: _Bucket, i_bucket: int, n: int) -> None:
         """Tries 0, 1, 2 and further up while that is better; then others than the bucket's."""
@@ -130,11 +132,13 @@ class AdaptiveDraft:
         tried, kept = bucket.seconds[probe.k], bucket.seconds[bucket.k]
         rate, rate_kept = self._rate(probe.k, tried), self._rate(bucket.k, kept)
         lost = max(0.0, 1 - rate / rate_kept) if rate_kept else 0.0
-        lost_s = lost * probe.n_steps * n * min(tried.value, 3 * kept.value)  # 3: stalls aside
+        n_lost = probe.n_steps + (_N_WARM if self._k and not probe.k else 0)
+        lost_s = lost * n_lost * n * min(tried.value, 3 * kept.value)  # 3: stalls aside
+        lost_s += 0 if self._k else self._feeding.value * _N_WARM * n * kept.value
         is_better = rate > _MARGIN[0] * rate_kept
         bucket.k = probe.k if is_better else bucket.k
         bucket.rest_s = min(max(_REST_S[0], bucket.rest_s * (0.25 if is_better else 2)), _REST_S[1])
-        wait_s = max(bucket.rest_s, lost_s / _COST)
+        wait_s = max(bucket.rest_s, lost_s / _COST[self._now_s > _FIRST_S])
         probe.k, bucket.due_s = -1, self._now_s + wait_s
         bucket.early_s = self._now_s + wait_s / 4 * (bucket.n_probes > self._n_draft_max)
 
