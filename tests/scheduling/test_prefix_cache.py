@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from drafthouse_server.scheduling import prefix_cache
 from drafthouse_server.scheduling.prefix_cache import (
     BLOCK_SIZE,
     BlocksRemoved,
@@ -61,6 +62,24 @@ def test_one_token_is_left_to_compute(can_cut: bool) -> None:
     longer = prefixes.find("a", tokens(2 * B + 1))
     assert longer is not None
     assert longer.n_tokens == 2 * B
+
+
+@pytest.mark.parametrize("can_cut", [True, False])
+def test_other_tenants_find_nothing_where_hashes_collide(
+    can_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is theirs left out of host memory because another's is there, nor made to go by it."""
+    honest = prefix_cache._hashes
+    monkeypatch.setattr(prefix_cache, "_hashes", lambda _, tokens: honest("", tokens))
+    prefixes = cache(can_cut=can_cut)
+    prefixes.hold(0, "a", tokens(2 * B), is_running=False)
+    assert prefixes.find("a", tokens(3 * B)) is not None
+    assert prefixes.find("b", tokens(3 * B)) is None
+    assert prefixes.store("a", tokens(2 * B, 700), b"x")
+    assert prefixes.store("b", tokens(2 * B, 700), b"x")
+    assert prefixes.store("b", tokens(3 * B, 700), b"x")
+    # Of "b" the longer one makes the shorter one needless, where prefixes are used in part.
+    assert prefixes.n_host_bytes == (2 if can_cut else 3)
 
 
 def test_other_tenants_find_nothing() -> None:

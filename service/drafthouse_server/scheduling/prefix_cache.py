@@ -225,7 +225,7 @@ class PrefixCache:
             else self._find_whole(tokens, hashes, n_max)
         )
         # Sixty-four bits can collide; another prompt's state must never be taken for this one's.
-        if match is None or not _is_shared(tokens, match):
+        if match is None or match.prefix.tenant != tenant or not _is_shared(tokens, match):
             return None
         return match
 
@@ -434,7 +434,8 @@ class PrefixCache:
                 if self._can_cut
                 else len(other.tokens) == n
             )
-            if other.tier is Tier.HOST and is_enough and other.tokens[:n] == prefix.tokens:
+            is_same = other.tenant == prefix.tenant and other.tokens[:n] == prefix.tokens
+            if other.tier is Tier.HOST and is_enough and is_same:
                 return other
         return None
 
@@ -448,6 +449,7 @@ class PrefixCache:
             for other in self._ends.get(block_hash, ())
             if other.tier is Tier.HOST
             and other in self._hosted
+            and other.tenant == prefix.tenant
             and len(other.tokens) >= prefix.n_cut_min
             and prefix.tokens[: len(other.tokens)] == other.tokens
         ]
