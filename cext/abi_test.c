@@ -141,15 +141,10 @@ static void test_engine_nulls(void) {
     INVALID(spec_engine_get_limits(NULL, &limits));
     INVALID(spec_engine_seq_begin(NULL, 0, &sampler));
     INVALID(spec_engine_seq_begin(NULL, 0, NULL));
-    const spec_start start = {0, 0, -1, false, NULL, 0};
     int32_t n = 0;
     bool has_chosen = false;
-    INVALID(spec_engine_seq_start(NULL, &start, &sampler, &n));
-    INVALID(spec_engine_seq_start(NULL, NULL, NULL, NULL));
     EXPECT(spec_engine_seq_let_go(NULL, 0), SPEC_ERR_INVALID_ARGUMENT);
     EXPECT(spec_engine_seq_take_up(NULL, 0), SPEC_ERR_INVALID_ARGUMENT);
-    INVALID(spec_engine_seq_park(NULL, 0, &sampler));
-    INVALID(spec_engine_seq_park(NULL, 0, NULL));
     INVALID(spec_sampler_get_history(NULL, &n, &has_chosen));
     INVALID(spec_engine_seq_end(NULL, 0));
     INVALID(spec_engine_seq_n_past(NULL, 0));
@@ -269,7 +264,7 @@ static void begin(const spec_model * model, spec_engine * engine, int32_t seq_id
 static void test_plans(spec_engine * engine) {
     int32_t tokens[4] = {5, 6, 7, 8};
     spec_plan_entry entry = {0, 0, 0, 2, 0, 0};
-    spec_plan plan = {&entry, 1, tokens, 4, NULL, 0, 0};
+    spec_plan plan = {.entries = &entry, .n_entries = 1, .tokens = tokens, .n_tokens = 4};
     spec_result result;
     INVALID(spec_engine_step(engine, NULL, &result));
     INVALID(spec_engine_step(engine, &plan, NULL));
@@ -343,68 +338,137 @@ static void test_snapshots(spec_engine * engine) {
     TRUE(!is_cold);
 }
 
-/* A sequence with tokens is cut, copied, parked and resumed. Wrong starts leave their sampler. */
+/* Room for one snapshot; none where `user` is NULL. */
+static void * give_room(int32_t i, size_t n, void * user) {
+    static char room[1 << 20];
+    TRUE(i == 0 && n <= sizeof room);
+    return user != NULL ? room : NULL;
+}
+
+/* A plan whose moves are wrong is refused whole: nothing of it is done. */
+static void test_wrong_moves(spec_engine * engine, spec_start start) {
+    const int32_t begun = 0;
+    const int32_t idle = 1;
+    const int32_t none = 99;
+    spec_result result;
+    const spec_start no_slot = {.seq_id = 99, .source = -1, .sampler = start.sampler};
+    const spec_start twice[] = {start, start};
+    const struct {
+        spec_plan plan;
+        int32_t wanted;
+    } wrong[] = {
+        {{.saves = &begun, .n_saves = 1}, SPEC_ERR_INVALID_ARGUMENT}, /* no room */
+        {{.saves = &idle, .n_saves = 1, .room = give_room}, SPEC_ERR_SEQ_IDLE},
+        {{.saves = &none, .n_saves = 1, .room = give_room}, SPEC_ERR_BAD_SEQ_ID},
+        {{.parks = NULL, .n_parks = 1}, SPEC_ERR_INVALID_ARGUMENT},
+        {{.parks = &idle, .n_parks = 1}, SPEC_ERR_SEQ_IDLE},
+        {{.frees = &none, .n_frees = 1}, SPEC_ERR_BAD_SEQ_ID},
+        {{.frees = &begun, .n_frees = -1}, SPEC_ERR_BAD_PLAN},
+        {{.frees = &begun, .n_frees = 1000}, SPEC_ERR_BAD_PLAN},
+        {{.frees = &begun, .n_frees = 1, .let_go = &begun, .n_let_go = 1}, SPEC_ERR_SEQ_IDLE},
+        {{.take_up = &idle, .n_take_up = 1}, SPEC_ERR_SEQ_IDLE},
+        {{.starts = &no_slot, .n_starts = 1}, SPEC_ERR_BAD_SEQ_ID},
+        {{.starts = twice, .n_starts = 2}, SPEC_ERR_BAD_PLAN},
+        /* n_kept of what is freed before it */
+        {{.frees = &begun, .n_frees = 1, .starts = &start, .n_starts = 1}, SPEC_ERR_BAD_PLAN},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
+        EXPECT(spec_engine_step(engine, &wrong[i].plan, &result), wrong[i].wanted);
+        TRUE(spec_engine_seq_n_past(engine, 0) == 4);
+    }
+}
+
+/* A start that is refused for each of its fields. Its sampler is still the caller's. */
+static void test_wrong_starts(spec_engine * engine, const spec_start * right) {
+    spec_start start = *right;
+    const spec_plan plan = {.starts = &start, .n_starts = 1};
+    spec_result result;
+    start.n_kept = 5;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    start.n_kept = -1;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    start = *right;
+    start.source = 0;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    start.source = 99;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_SEQ_ID);
+    start = *right;
+    start.sampler = NULL;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    start = *right;
+    start.tag = 8; /* another's tokens */
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
+    TRUE(spec_engine_seq_n_past(engine, 0) == 4);
+}
+
+/* A sequence with tokens is cut, saved, parked and resumed. */
 static void test_starts(const spec_model * model, spec_engine * engine) {
     int32_t tokens[4] = {5, 6, 7, 8};
+    const int32_t zero = 0;
     spec_plan_entry entry = {0, 0, 0, 4, 0, 0};
-    const spec_plan plan = {&entry, 1, tokens, 4, NULL, 0, 0};
+    spec_start start = {.seq_id = 0, .source = -1, .tag = 7};
+    spec_plan plan = {.entries = &entry, .n_entries = 1, .tokens = tokens, .n_tokens = 4};
+    const spec_plan again = plan;
     spec_result result;
-    spec_sampler * sampler = NULL;
     spec_sampler_params p;
     int32_t n = -1;
     bool has_chosen = true;
-    spec_start start = {0, 0, -1, false, NULL, 0};
     spec_sampler_default_params(&p);
     EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);
-    EXPECT(spec_sampler_init(model, &p, &sampler), SPEC_OK);
-    INVALID(spec_engine_seq_start(engine, NULL, &sampler, &n));
-    INVALID(spec_engine_seq_start(engine, &start, NULL, &n));
-    INVALID(spec_engine_seq_start(engine, &start, &sampler, NULL));
-    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_OK);
-    TRUE(sampler == NULL && n == 0);
-    INVALID(spec_engine_seq_start(engine, &start, &sampler, &n)); /* no sampler */
+    EXPECT(spec_sampler_init(model, &p, &start.sampler), SPEC_OK);
+    plan.starts = &start;
+    plan.n_starts = 1;
     EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
-    TRUE(spec_engine_seq_n_past(engine, 0) == 4);
-    EXPECT(spec_sampler_init(model, &p, &sampler), SPEC_OK);
-    start.n_kept = 5;
-    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_PLAN);
-    start.n_kept = -1;
-    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_PLAN);
+    TRUE(result.n_kept[0] == 0 && result.entries[0].n_past == 4);
+    EXPECT(spec_sampler_init(model, &p, &start.sampler), SPEC_OK);
     start.n_kept = 2;
-    start.seq_id = 99;
-    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_SEQ_ID);
-    start.seq_id = 0;
-    start.source = 0;
-    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_PLAN);
-    start.source = 99;
-    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_SEQ_ID);
-    TRUE(sampler != NULL && spec_engine_seq_n_past(engine, 0) == 4);
-    start.source = -1;
+    test_wrong_moves(engine, start);
+    test_wrong_starts(engine, &start);
+
+    /* saved without room, and with; then damaged bytes keep nothing, and the entry waits */
+    plan = (spec_plan){.saves = &zero, .n_saves = 1, .room = give_room};
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    TRUE(result.n_saved[0] == 0);
+    plan.room_user = &plan;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    TRUE(result.n_saved[0] > 4 && spec_engine_seq_n_past(engine, 0) == 4);
     start.snapshot = tokens;
     start.n_snapshot = sizeof tokens;
-    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_OK);
-    TRUE(sampler == NULL && n == 0 && spec_engine_seq_n_past(engine, 0) == 0);
+    entry.n_past = 2;
+    entry.n_tokens = 2;
+    plan = again;
+    plan.starts = &start;
+    plan.n_starts = 1;
     EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    TRUE(result.n_kept[0] == 0 && result.n_entries == 1 && result.entries[0].status == SPEC_OK);
+    TRUE(result.entries[0].n_past == 0 && spec_engine_seq_n_past(engine, 0) == 0);
+    entry = (spec_plan_entry){0, 0, 0, 4, 0, 0};
+    EXPECT(spec_engine_step(engine, &again, &result), SPEC_OK);
     EXPECT(spec_engine_seq_let_go(engine, -1), SPEC_ERR_BAD_SEQ_ID);
     EXPECT(spec_engine_seq_let_go(engine, 0), SPEC_OK);
     EXPECT(spec_engine_seq_take_up(engine, -1), SPEC_ERR_BAD_SEQ_ID);
     EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_OK);
-    INVALID(spec_engine_seq_park(engine, 0, NULL));
-    EXPECT(spec_engine_seq_park(engine, -1, &sampler), SPEC_ERR_BAD_SEQ_ID);
-    EXPECT(spec_engine_seq_park(engine, 0, &sampler), SPEC_OK);
-    EXPECT(spec_sampler_get_history(sampler, &n, &has_chosen), SPEC_OK);
-    INVALID(spec_sampler_get_history(sampler, NULL, &has_chosen));
-    INVALID(spec_sampler_get_history(sampler, &n, NULL));
+
+    plan = (spec_plan){.parks = &zero, .n_parks = 1};
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    start = (spec_start){.seq_id = 0, .source = -1, .sampler = result.samplers[0], .tag = 7};
+    EXPECT(spec_sampler_get_history(start.sampler, &n, &has_chosen), SPEC_OK);
+    INVALID(spec_sampler_get_history(start.sampler, NULL, &has_chosen));
+    INVALID(spec_sampler_get_history(start.sampler, &n, NULL));
     TRUE(n == 4 && !has_chosen && spec_engine_n_cells_used(engine) == 0);
-    start.n_kept = 0;
-    start.snapshot = NULL;
-    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_ERR_BAD_PLAN);
+    plan = again;
+    plan.starts = &start;
+    plan.n_starts = 1;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN); /* not resumed */
     start.is_resumed = true;
-    EXPECT(spec_engine_seq_start(engine, &start, &sampler, &n), SPEC_OK);
+    start.tag = 8;
+    EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN); /* another's sampler */
+    start.tag = 7;
     tokens[1] = 9; /* not what it had */
     EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
     tokens[1] = 6;
     EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
+    TRUE(spec_engine_seq_n_past(engine, 0) == 4);
     EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);
 }
 
@@ -434,7 +498,7 @@ static void test_by_hand(spec_engine * engine) {
 
 static void test_generation(spec_engine * engine, const int32_t * prompt, int32_t n_prompt) {
     spec_plan_entry entry = {0, 0, 0, n_prompt, 0, 1};
-    spec_plan plan = {&entry, 1, prompt, n_prompt, NULL, 0, 0};
+    spec_plan plan = {.entries = &entry, .n_entries = 1, .tokens = prompt, .n_tokens = n_prompt};
     spec_result result;
     int32_t last = -1;
     for (int i = 0; i < 16; ++i) {
@@ -445,7 +509,7 @@ static void test_generation(spec_engine * engine, const int32_t * prompt, int32_
         }
         last = result.tokens[0];
         entry = (spec_plan_entry){0, result.entries[0].n_past, 0, 1, 0, 1};
-        plan = (spec_plan){&entry, 1, &last, 1, NULL, 0, 0};
+        plan = (spec_plan){.entries = &entry, .n_entries = 1, .tokens = &last, .n_tokens = 1};
     }
     TRUE(spec_engine_seq_n_past(engine, 0) == n_prompt + 15);
     EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);
@@ -489,7 +553,7 @@ static void test_given_drafts(spec_engine * engine, const int32_t * tokens, int3
         {{0, 1, 1}, 2},  {{0, 1, 1}, -1}, {{0, 1, 1}, INT32_MAX},
     };
     spec_plan_entry entry = {0, n_past, 0, 1, 2, 1};
-    spec_plan plan = {&entry, 1, tokens, 4, NULL, 0, 0};
+    spec_plan plan = {.entries = &entry, .n_entries = 1, .tokens = tokens, .n_tokens = 4};
     spec_result result;
     for (size_t i = 0; i < sizeof WRONG / sizeof WRONG[0]; ++i) {
         const spec_given_draft drafts[2] = {WRONG[i].draft, WRONG[i].draft};
@@ -533,7 +597,7 @@ static void test_drafting(const spec_model * model) {
     spec_engine_params p;
     const int32_t prompt[4] = {5, 6, 7, 8};
     const spec_plan_entry entry = {0, 0, 0, 4, 0, 1};
-    const spec_plan plan = {&entry, 1, prompt, 4, NULL, 0, 0};
+    const spec_plan plan = {.entries = &entry, .n_entries = 1, .tokens = prompt, .n_tokens = 4};
     spec_result result;
     spec_engine_default_params(&p);
     p.draft_type = SPEC_DRAFT_MTP;

@@ -8,7 +8,8 @@
  *
  * Threading
  *   const spec_model *: every function may be called from several threads at once.
- *   spec_sampler: built on any thread; handed over to an engine by spec_engine_seq_begin.
+ *   spec_sampler: built on any thread; handed over to an engine by spec_engine_seq_begin or by a
+ * start of a plan.
  *   spec_engine: one thread at a time; the caller sees to it (the Cython layer checks it).
  *
  * Ownership
@@ -38,7 +39,7 @@
 extern "C" {
 #endif
 
-#define SPEC_ABI_VERSION 7
+#define SPEC_ABI_VERSION 8
 
 /* Errors. */
 
@@ -359,37 +360,6 @@ int32_t spec_engine_seq_begin(spec_engine * engine, int32_t seq_id, spec_sampler
 /* Frees a sequence: KV cells of both contexts, speculative state, sampler. Harmless when it is
  * idle. Errors: BAD_SEQ_ID. since ABI 1 */
 int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id);
-/* Where a sequence goes on from, and with how many tokens that are computed already. */
-typedef struct spec_start {
-    int32_t seq_id;
-    int32_t n_kept;        /* tokens that stay; [0, what is held there]; 0 begins empty */
-    int32_t source;        /* another begun sequence, whose first tokens are copied; -1 = none */
-    bool is_resumed;       /* the sampler was parked, or is the snapshot's */
-    const void * snapshot; /* written by spec_engine_seq_save; NULL = none */
-    size_t n_snapshot;     /* its bytes */
-} spec_start;
-
-/* Takes a sequence into use, idle or not, with the first n_kept tokens of a snapshot, of another
- * sequence, or else of what it holds itself; the rest of that is gone. *n_kept is start->n_kept, or
- * 0 where nothing could be kept: a recurrent target goes on only from all that a sequence or
- * snapshot holds, and copies from no other; a snapshot may be damaged or foreign. Then the sequence
- * begins empty.
- *
- * A new sampler is fed the tokens that stay. A resumed one is not fed what it knows: once it has
- * chosen a token, the plan's entries compute the sequence's tokens again up to that one, which is
- * the first output. *sampler NULL, with is_resumed, means the snapshot's own; where that snapshot
- * is refused the sequence stays idle. Drafts go on; the first may be poorer where not all of a
- * sequence is kept, since the hidden row of the last kept token is not at hand.
- *
- * The engine owns *sampler on SPEC_OK only, and sets it to NULL. Errors: BAD_SEQ_ID, SEQ_IDLE (the
- * source), BAD_PLAN, INVALID_ARGUMENT; then nothing has changed. since ABI 2 */
-int32_t spec_engine_seq_start(spec_engine * engine, const spec_start * start,
-                              spec_sampler ** sampler, int32_t * n_kept);
-/* Frees a sequence but for its sampler, with its history, random state and, for drafts that are
- * sampled, the drafter's random state; for spec_engine_seq_start with is_resumed. *out is the
- * caller's. Errors: BAD_SEQ_ID, SEQ_IDLE, BAD_PLAN (a proposal is pending, or its last batch was
- * not processed). since ABI 2 */
-int32_t spec_engine_seq_park(spec_engine * engine, int32_t seq_id, spec_sampler ** out);
 /* Tokens of the sequence in the target's KV cache, or a negative error. since ABI 1 */
 int32_t spec_engine_seq_n_past(const spec_engine * engine, int32_t seq_id);
 /* KV cells in use, over all sequences. since ABI 1 */
@@ -432,6 +402,33 @@ typedef struct spec_given_draft {
     int32_t n_tokens;     /* [1, the entry's n_draft] */
 } spec_given_draft;
 
+/* A start of a plan: takes a sequence into use, idle or not, with the first n_kept tokens of a
+ * snapshot, of another sequence, or else of what it holds itself; the rest of that is gone.
+ *
+ * A new sampler is fed the tokens that stay. A resumed one is not fed what it knows: once it has
+ * chosen a token, the plans' entries compute the sequence's tokens again up to that one, which is
+ * the first output. Drafts go on; the first may be poorer where not all of a sequence is kept,
+ * since the hidden row of the last kept token is not at hand. since ABI 8 */
+typedef struct spec_start {
+    int32_t seq_id;
+    int32_t n_kept;  /* tokens that stay; [0, what is held there]; 0 begins empty */
+    int32_t source;  /* another begun sequence, whose first tokens are copied; -1 = none. It is
+                        read as the starts before have left it */
+    bool is_resumed; /* the sampler was parked, or is the snapshot's */
+    const void * snapshot;  /* written by a save of a plan, or spec_engine_seq_save; NULL = none */
+    size_t n_snapshot;      /* its bytes */
+    spec_sampler * sampler; /* the engine's from then on, if the step returns SPEC_OK, else still
+                               the caller's; NULL with is_resumed: the snapshot's own */
+    uint64_t tag;           /* opaque: whose sequence it is; 0 = nobody's. The sequence, its copies,
+                               its snapshots and its parked sampler carry the tag; a start that would
+                               go on from another's is BAD_PLAN */
+} spec_start;
+
+/* Gives the room that a save of a plan is written to: n bytes for plan.saves[i], valid until the
+ * step returns; NULL: it is not written. Called by spec_engine_step, on its thread; must not call
+ * this library. since ABI 8 */
+typedef void * (*spec_room_callback)(int32_t i, size_t n, void * user);
+
 typedef struct spec_plan {
     const spec_plan_entry * entries;
     int32_t n_entries;
@@ -446,6 +443,25 @@ typedef struct spec_plan {
     int32_t n_steps; /* most steps of a run, [0, SPEC_RUN_MAX]; 0 and 1: the plan alone. More only
                         where every entry is an output without a draft: each goes on from the token
                         that it has just emitted, as if the caller had planned it so */
+
+    /* What is done before the entries, in this order; the entries, and each of these, are checked
+     * against what those before will have made of the sequences. Each array may be NULL when it is
+     * empty, and has n_seq_max items at most. since ABI 8 */
+    const int32_t * saves; /* sequences that are written as snapshots; they stay as they are */
+    int32_t n_saves;
+    spec_room_callback room; /* where to; may be NULL when n_saves is 0 */
+    void * room_user;
+    const int32_t * parks; /* sequences freed but for their samplers, which keep history and random
+                              state (of sampled drafts too), for a start with is_resumed */
+    int32_t n_parks;
+    const int32_t * frees; /* sequences given back, as spec_engine_seq_end does; idle ones too */
+    int32_t n_frees;
+    const spec_start * starts; /* each sequence once */
+    int32_t n_starts;
+    const int32_t * let_go; /* as spec_engine_seq_let_go */
+    int32_t n_let_go;
+    const int32_t * take_up; /* as spec_engine_seq_take_up */
+    int32_t n_take_up;
 } spec_plan;
 
 /* Most steps of a run. since ABI 5 */
@@ -493,12 +509,27 @@ typedef struct spec_result {
 
     /* since ABI 5 */
     int32_t n_steps; /* steps that were run; counts and times are their sums */
+
+    /* since ABI 8 */
+    const size_t * n_saved; /* one per save: bytes written; 0: it could not be written, as its
+                               sampler has a state that cannot be, or memory or room was lacking */
+    spec_sampler * const * samplers; /* one per park; each is the caller's. NULL: it is lost, for
+                                        lack of memory; the sequence was freed all the same */
+    const int32_t * n_kept; /* one per start: tokens kept; fewer than it says, 0, where they cannot
+                               be: a recurrent target goes on only from all that a sequence or
+                               snapshot holds, and copies from no other; a snapshot may be damaged
+                               or of another engine. Then the sequence has begun, empty; with the
+                               snapshot's own sampler it stays idle */
 } spec_result;
 
-/* One step for all sequences of the plan: draft, undo the draft's KV, decode prompt pieces, last
- * tokens and drafts at once, process, verify, accept, roll both contexts back. Returns BAD_PLAN,
- * BAD_SEQ_ID, SEQ_IDLE or INVALID_ARGUMENT when the plan is wrong: then nothing has changed.
- * Otherwise SPEC_OK, and each entry's status tells what became of its sequence.
+/* One step for all sequences of the plan: what it does before its entries, in the order of its
+ * fields; then draft, undo the draft's KV, decode prompt pieces, last tokens and drafts at once,
+ * process, verify, accept, roll both contexts back. Returns BAD_PLAN, BAD_SEQ_ID, SEQ_IDLE or
+ * INVALID_ARGUMENT when anything in the plan is wrong (OUT_OF_MEMORY when it cannot be checked):
+ * then nothing has changed. Otherwise SPEC_OK, and each entry's status tells what became of its
+ * sequence. An entry whose start kept fewer tokens than it said is not computed: n_past tells what
+ * is kept, the status is SPEC_OK, or DECODE_FAILED where the sequence is idle; the plan is run once
+ * then, whatever its n_steps.
  *
  * With n_steps the engine goes on without its caller, whose part between two steps takes as long as
  * the step of a small model. The run ends early with the first step in which a sequence emits an

@@ -67,8 +67,7 @@ class _Answers(LlamaEngine):
     """The real engine's packing and unpacking around a table in place of the extension."""
 
     def __init__(self, limits: EngineLimits) -> None:
-        self._with_logprobs = set()
-        self._in_use = set()
+        self._with_logprobs = frozenset()
         self._statuses = {int(drafthouse_engine.Status[s.name]): s for s in SequenceStatus}
         self._limits = limits
         self._random = random.Random(1)
@@ -116,6 +115,7 @@ class _Answers(LlamaEngine):
             logprobs=[],
             n_batch_tokens=int(shape.n_tokens),
             n_steps=1,
+            moved=None,
             **{f"t_{name}_us": value for name, value in times.items()},
         )
 

@@ -92,6 +92,7 @@ from drafthouse_engine.generate import (
 )
 from drafthouse_engine.json_schema import json_schema_grammar
 from drafthouse_engine.limits import DraftWork, EngineLimits
+from drafthouse_engine.moves import Moved, Moves, Start
 from drafthouse_engine.options import (
     DRAFT_TYPES,
     SAMPLERS,
@@ -183,6 +184,8 @@ __all__ = [
     "InvalidConfig",
     "Model",
     "ModelNotFound",
+    "Moved",
+    "Moves",
     "MtpSession",
     "NgramSession",
     "NoMtpHeads",
@@ -209,6 +212,7 @@ __all__ = [
     "SnapshotError",
     "SnapshotKind",
     "SpeculativeSession",
+    "Start",
     "Status",
     "StepResult",
     "StepRows",

@@ -12,6 +12,7 @@ from drafthouse_engine.cores import Cores
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import DraftWork, EngineLimits
+from drafthouse_engine.moves import Moves
 from drafthouse_engine.options import EngineParams, SamplingParams
 from drafthouse_engine.step import Fault, StepResult, StepRows
 
@@ -128,10 +129,6 @@ class Sampler:
     def params(self) -> SamplingParams | None: ...
     @property
     def is_used(self) -> bool: ...
-    @property
-    def n_known(self) -> int: ...
-    @property
-    def has_chosen(self) -> bool: ...
     def close(self) -> None: ...
 
 @final
@@ -164,18 +161,6 @@ class Engine:
     def draft_work(self) -> DraftWork: ...
     def bind_thread(self) -> None: ...
     def seq_begin(self, seq_id: int, sampler: Sampler) -> None: ...
-    def start(
-        self,
-        seq_id: int,
-        sampler: Sampler | None,
-        n_kept: int = 0,
-        *,
-        source: int | None = None,
-        snapshot: bytes | bytearray | memoryview | None = None,
-        is_resumed: bool = False,
-    ) -> int: ...
-    def accepts(self, sampler: Sampler) -> bool: ...
-    def park(self, seq_id: int) -> Sampler: ...
     def seq_end(self, seq_id: int) -> None: ...
     def seq_n_past(self, seq_id: int) -> int: ...
     def step(
@@ -184,6 +169,7 @@ class Engine:
         tokens: Sequence[int] | npt.NDArray[np.integer[Any]],
         drafts: npt.NDArray[Any] | None = None,
         n_steps: int = 1,
+        moves: Moves | None = None,
     ) -> StepResult: ...
     def step_rows(
         self,
@@ -192,6 +178,7 @@ class Engine:
         drafts: list[int],
         n_steps: int = 1,
         *,
+        moves: Moves | None = None,
         has_logprobs: bool = False,
     ) -> StepRows: ...
     def interrupt(self) -> None: ...

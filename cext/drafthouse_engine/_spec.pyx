@@ -6,8 +6,8 @@ Rules of this module
 2. `check` is the only place that turns a status into an exception.
 3. Handles of models are counted: a model that is closed while something uses it is freed by its
    last user.
-4. No callback takes the GIL on a foreign thread: log lines go through `log_ring.h`, and the
-   progress callback runs on the thread that loads.
+4. No callback takes the GIL on a foreign thread: log lines go through `log_ring.h`; the progress
+   callback runs on the thread that loads, the room for snapshots is made on the one that steps.
 5. When the interpreter exits, calls in flight are waited for, engines are freed, and a daemon
    thread that comes back or calls again sleeps for ever instead of failing in a dying interpreter.
 """
@@ -47,6 +47,7 @@ include "native/calls.pxi"
 include "native/conversions.pxi"
 include "native/model.pxi"
 include "native/sampler.pxi"
+include "native/plan.pxi"
 include "native/engine.pxi"
 include "native/decoder.pxi"
 include "native/embedder.pxi"

@@ -1,6 +1,6 @@
 # The only mirror of spec.h, where everything is documented.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libcpp cimport bool
 
 
@@ -196,19 +196,6 @@ cdef extern from "spec.h" nogil:
     int32_t spec_engine_seq_begin(spec_engine * engine, int32_t seq_id, spec_sampler ** sampler)
     int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id)
 
-    ctypedef struct spec_start:
-        int32_t seq_id
-        int32_t n_kept
-        int32_t source
-        bool is_resumed
-        const void * snapshot
-        size_t n_snapshot
-
-    int32_t spec_engine_seq_start(
-        spec_engine * engine, const spec_start * start, spec_sampler ** sampler,
-        int32_t * n_kept)
-    int32_t spec_engine_seq_park(
-        spec_engine * engine, int32_t seq_id, spec_sampler ** out)
     int32_t spec_engine_seq_n_past(const spec_engine * engine, int32_t seq_id)
     ctypedef struct spec_draft_work:
         int64_t n_drafts
@@ -231,6 +218,18 @@ cdef extern from "spec.h" nogil:
         int32_t token_offset
         int32_t n_tokens
 
+    ctypedef struct spec_start:
+        int32_t seq_id
+        int32_t n_kept
+        int32_t source
+        bool is_resumed
+        const void * snapshot
+        size_t n_snapshot
+        spec_sampler * sampler
+        uint64_t tag
+
+    ctypedef void * (*spec_room_callback)(int32_t i, size_t n, void * user) noexcept
+
     ctypedef struct spec_plan:
         const spec_plan_entry * entries
         int32_t n_entries
@@ -239,6 +238,20 @@ cdef extern from "spec.h" nogil:
         const spec_given_draft * drafts
         int32_t n_drafts
         int32_t n_steps
+        const int32_t * saves
+        int32_t n_saves
+        spec_room_callback room
+        void * room_user
+        const int32_t * parks
+        int32_t n_parks
+        const int32_t * frees
+        int32_t n_frees
+        const spec_start * starts
+        int32_t n_starts
+        const int32_t * let_go
+        int32_t n_let_go
+        const int32_t * take_up
+        int32_t n_take_up
 
     ctypedef struct spec_result_entry:
         int32_t seq_id
@@ -266,6 +279,9 @@ cdef extern from "spec.h" nogil:
         const float * top_logprobs
         int32_t n_top
         int32_t n_steps
+        const size_t * n_saved
+        spec_sampler ** samplers
+        const int32_t * n_kept
 
     int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_result * out)
     void spec_engine_interrupt(spec_engine * engine)

@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from drafthouse_engine.moves import Moved
+
 __all__ = [
     "DRAFT_DTYPE",
     "PLAN_DTYPE",
@@ -73,7 +75,9 @@ class StepRows(NamedTuple):
     t_sample_us: int
     """Verification, log-probabilities and rollback."""
     t_total_us: int
-    """All of it."""
+    """All of it, but for the moves."""
+    moved: Moved | None = None
+    """What came of the moves; None where none were given."""
 
 
 class ResultFlag(enum.IntFlag):
@@ -121,7 +125,7 @@ class StepResult:
     t_sample_us: int
     """Verification, log-probabilities and rollback."""
     t_total_us: int
-    """The whole step."""
+    """The whole step, but for the moves."""
     top_tokens: npt.NDArray[np.int32]
     """The likeliest tokens with each of `tokens`, likeliest first, as many as the greatest
     `n_top_logprobs` of the plan's sequences; −1 where not asked for.
@@ -132,3 +136,5 @@ class StepResult:
     Shape: [n_tokens, n_top] float32."""
     n_steps: int = 1
     """Steps that were run; counts and times are their sums."""
+    moved: Moved | None = None
+    """What came of the moves; None where none were given."""

@@ -58,20 +58,6 @@ bool choose_fed(spec_engine & engine) {
     return is_wanted;
 }
 
-// Feeds a cold sequence's drafter again, from its next tokens on; those of a batch that waits for
-// `process` are none of them, and may have been taken back. An n-gram drafter reads the sequence's
-// tokens: it has missed nothing.
-void take_up(spec_engine & engine, int32_t seq_id) {
-    sequence & seq = begun(engine, seq_id);
-    if (is_unprocessed(engine, seq_id)) {
-        bad_plan(seq_id, "its last batch has not been processed");
-    }
-    if (seq.ngram) {
-        seq.is_cold = false;
-    }
-    seq.is_awaited = seq.is_cold && engine.spec;
-}
-
 // Keeps the hidden rows of the last two tokens of each prompt in the batch, while the target still
 // holds them: a fork goes on from one of them.
 void keep_hidden_rows(spec_engine & engine) {
@@ -151,6 +137,20 @@ void restart_unless_held(spec_engine & engine, int32_t seq_id, int32_t n_past) {
         make_cold(engine, seq_id);
         seq.is_awaited = true;
     }
+}
+
+// Feeds a cold sequence's drafter again, from its next tokens on; those of a batch that waits for
+// `process` are none of them, and may have been taken back. An n-gram drafter reads the sequence's
+// tokens: it has missed nothing.
+void take_up(spec_engine & engine, int32_t seq_id) {
+    sequence & seq = begun(engine, seq_id);
+    if (is_unprocessed(engine, seq_id)) {
+        bad_plan(seq_id, "its last batch has not been processed");
+    }
+    if (seq.ngram) {
+        seq.is_cold = false;
+    }
+    seq.is_awaited = seq.is_cold && engine.spec;
 }
 
 void process_batch(spec_engine & engine) {

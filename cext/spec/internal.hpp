@@ -1,8 +1,8 @@
 // What the files of this folder share: the types behind spec.h, and the functions that a chapter
 // calls of another. The folder alone includes llama.cpp; no other file includes this one.
 //
-// Reading order: error, model, grammar, sampler; fits, engine; plan; draft, decode, feed, choose,
-// step; hand; snapshot, start; decoder, tree; embedder.
+// Reading order: error, model, grammar, sampler; fits, engine; snapshot, start; plan, moves; draft,
+// decode, feed, choose, step; hand; decoder, tree; embedder.
 
 #ifndef DRAFTHOUSE_SPEC_INTERNAL_HPP
 #define DRAFTHOUSE_SPEC_INTERNAL_HPP
@@ -183,6 +183,7 @@ struct sampler_history {
     bool has_emitted = false;   // it chose the last of `known`
     bool has_drafter_begun = false;
     int32_t n_prompt = 0;
+    uint64_t tag = 0;        // of its sequence
     std::string drafter_rng; // the draft sampler's random state, where it has one
 };
 
@@ -267,6 +268,7 @@ struct row_flags {
 
 struct sequence {
     bool is_begun = false;
+    uint64_t tag = 0;         // whose it is; 0: nobody's
     bool is_cold = false;     // no draft state: no drafts
     bool is_awaited = false;  // cold, and fed again from its next tokens on
     bool has_emitted = false; // a step has chosen a token: generation
@@ -426,6 +428,9 @@ struct spec_engine {
     std::vector<int32_t> out_top_tokens; // [n_tokens, n_top]
     std::vector<float> out_top_logprobs;
     int32_t n_top = 0; // of this step
+    std::vector<size_t> out_saved;
+    std::vector<spec_sampler *> out_samplers; // the caller's
+    std::vector<int32_t> out_kept;
     spec_draft_work draft_work = {};
 
     bool has_copies_due = false; // cells of forks that llama.cpp has yet to copy
@@ -529,6 +534,43 @@ template <typename Engine> auto & begun(Engine & engine, int32_t seq_id) {
     return seq;
 }
 
+// A sequence as a snapshot has it: all but the cells, which stay where they are in the bytes.
+struct snapshot_parts {
+    sequence seq;
+    std::string sampler_state;
+    std::string drafter_state;
+    const uint8_t * target = nullptr;
+    uint64_t n_target = 0;
+    const uint8_t * draft = nullptr;
+    uint64_t n_draft = 0;
+};
+
+// What a sequence will be when a plan's entries come, if every start keeps what it should.
+struct planned_sequence {
+    bool is_begun = false;
+    bool is_proposed = false;
+    bool has_emitted = false;
+    bool is_started = false; // by this plan
+    bool is_lost = false;    // with the sampler of a snapshot that cannot be read
+    llama_token id_last = LLAMA_TOKEN_NULL;
+    int32_t n_past = 0;
+    int32_t n_known = 0;                  // as `sequence::n_known`
+    const llama_tokens * known = nullptr; // as `sequence::known`; null: none
+    uint64_t tag = 0;
+};
+
+// What a start goes on from, read before anything is done.
+struct read_start {
+    std::unique_ptr<snapshot_parts> parts; // null: no snapshot, or one that is refused
+    llama_tokens known;                    // what its own sampler knows
+};
+
+// A plan's moves, which may be made.
+struct checked_moves {
+    std::vector<planned_sequence> sequences; // by id
+    std::vector<read_start> starts;          // in the plan's order
+};
+
 // cores.cpp
 
 int32_t all_cores();
@@ -608,10 +650,17 @@ void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_s
 // plan.cpp
 
 [[noreturn]] void bad_plan(int32_t seq_id, const std::string & text);
-void check_plan(spec_engine & engine, const spec_plan & plan);
+checked_moves check_plan(spec_engine & engine, const spec_plan & plan);
 void check_draft_requests(spec_engine & engine, const spec_draft_request * requests, int32_t n);
 void check_tokens(spec_engine & engine, const spec_token * tokens, int32_t n);
 int64_t cells_with(const spec_engine & engine, int64_t n);
+
+// moves.cpp
+
+planned_sequence & planned_begun(const spec_engine & engine,
+                                 std::vector<planned_sequence> & sequences, int32_t seq_id);
+checked_moves check_moves(spec_engine & engine, const spec_plan & plan);
+std::vector<bool> make_moves(spec_engine & engine, const spec_plan & plan, checked_moves & moves);
 
 // draft.cpp
 
@@ -654,6 +703,7 @@ struct draft_orders {
 void choose_rows(spec_engine & engine);
 bool has_draft_cells(const spec_engine & engine);
 void make_cold(spec_engine & engine, int32_t seq_id);
+void take_up(spec_engine & engine, int32_t seq_id);
 void restart_unless_held(spec_engine & engine, int32_t seq_id, int32_t n_past);
 void process_batch(spec_engine & engine);
 
@@ -681,7 +731,16 @@ void choose_all(spec_engine & engine, const spec_plan & plan, const group & entr
 
 // snapshot.cpp
 
-void load_sequence(spec_engine & engine, int32_t seq_id, const uint8_t * buf, size_t n);
+void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t cap,
+                   size_t & n_needed);
+snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, size_t n);
+void load_parts(spec_engine & engine, int32_t seq_id, snapshot_parts & parts);
+
+// start.cpp
+
+llama_tokens known_tokens(const sequence & seq);
+std::unique_ptr<spec_sampler> park_sequence(spec_engine & engine, int32_t seq_id);
+int32_t start_sequence(spec_engine & engine, const spec_start & start, snapshot_parts * parts);
 
 // decoder.cpp
 

@@ -12,11 +12,11 @@ namespace {
 
 // A generating sequence computes its last emitted token; a resumed one all that it had before, in
 // pieces, of which the one with the last emitted token is an output.
-void check_known(const sequence & seq, const spec_plan_entry & e, const int32_t * tokens) {
+void check_known(const planned_sequence & seq, const spec_plan_entry & e, const int32_t * tokens) {
     const int32_t n_after = e.n_past + e.n_tokens;
-    for (int32_t i = 0; i < e.n_tokens && e.n_past + i < static_cast<int32_t>(seq.known.size());
-         ++i) {
-        if (tokens[i] != seq.known[static_cast<size_t>(e.n_past + i)]) {
+    const int32_t n_old = seq.known != nullptr ? static_cast<int32_t>(seq.known->size()) : 0;
+    for (int32_t i = 0; i < e.n_tokens && e.n_past + i < n_old; ++i) {
+        if (tokens[i] != (*seq.known)[static_cast<size_t>(e.n_past + i)]) {
             bad_plan(e.seq_id, "a resumed sequence must be given the tokens that it had");
         }
     }
@@ -26,8 +26,8 @@ void check_known(const sequence & seq, const spec_plan_entry & e, const int32_t 
         }
         return;
     }
-    const bool is_last = n_after == seq.n_known();
-    if (n_after > seq.n_known() || (is_last && tokens[e.n_tokens - 1] != seq.id_last) ||
+    const bool is_last = n_after == seq.n_known;
+    if (n_after > seq.n_known || (is_last && tokens[e.n_tokens - 1] != seq.id_last) ||
         e.is_output != (is_last ? 1 : 0)) {
         bad_plan(e.seq_id, "a generating sequence must be given its last emitted token alone, with "
                            "is_output, or what a resumed one lacks up to that token");
@@ -37,11 +37,11 @@ void check_known(const sequence & seq, const spec_plan_entry & e, const int32_t 
     }
 }
 
-void check_entry(const spec_engine & engine, const sequence & seq, const spec_plan_entry & e,
-                 const spec_plan & plan) {
-    if (e.n_past != seq.n_past()) {
+void check_entry(const spec_engine & engine, const planned_sequence & seq,
+                 const spec_plan_entry & e, const spec_plan & plan) {
+    if (e.n_past != seq.n_past) {
         bad_plan(e.seq_id, "n_past is " + std::to_string(e.n_past) + ", but its cache holds " +
-                               std::to_string(seq.n_past()) + " tokens");
+                               std::to_string(seq.n_past) + " tokens");
     }
     if (e.n_tokens < 1 || e.token_offset < 0 || e.token_offset > plan.n_tokens - e.n_tokens) {
         bad_plan(e.seq_id, "its tokens lie outside the plan's tokens, or there are none");
@@ -62,13 +62,16 @@ void check_entry(const spec_engine & engine, const sequence & seq, const spec_pl
     for (int32_t i = 0; i < e.n_tokens; ++i) {
         check_token(tokens[i], engine.limits.n_vocab, "plan");
     }
-    check_known(seq, e, tokens);
+    if (!seq.is_lost) {
+        check_known(seq, e, tokens);
+    }
     if (seq.is_proposed) {
         bad_plan(e.seq_id, "a proposal is pending; accept it first");
     }
 }
 
-void check_capacity(spec_engine & engine, const spec_plan & plan) {
+void check_capacity(const spec_engine & engine, const spec_plan & plan,
+                    const std::vector<planned_sequence> & sequences) {
     int64_t n_batch = 0;
     int64_t n_outputs = 0;
     for (int32_t i = 0; i < plan.n_entries; ++i) {
@@ -88,7 +91,10 @@ void check_capacity(spec_engine & engine, const spec_plan & plan) {
     if (!engine.limits.kv_unified) {
         return; // each sequence has cells of its own: n_ctx_seq bounds them
     }
-    const int64_t n_cells = cells_with(engine, n_batch);
+    int64_t n_cells = n_batch;
+    for (const planned_sequence & seq : sequences) {
+        n_cells += seq.n_past;
+    }
     if (n_cells > engine.limits.n_ctx) {
         fail(SPEC_ERR_BAD_PLAN, "the plan needs " + std::to_string(n_cells) +
                                     " KV cells; there are " + std::to_string(engine.limits.n_ctx));
@@ -219,7 +225,8 @@ void check_draft_request(spec_engine & engine, const spec_draft_request & r) {
     fail(SPEC_ERR_BAD_PLAN, "sequence " + std::to_string(seq_id) + ": " + text);
 }
 
-void check_plan(spec_engine & engine, const spec_plan & plan) {
+// Checks all of a plan against what its moves will have made of the sequences.
+checked_moves check_plan(spec_engine & engine, const spec_plan & plan) {
     if (plan.n_entries < 0 || plan.n_entries > engine.limits.n_seq_max || plan.n_tokens < 0) {
         fail(SPEC_ERR_BAD_PLAN, "the plan has " + std::to_string(plan.n_entries) + " entries and " +
                                     std::to_string(plan.n_tokens) + " tokens; expected at most " +
@@ -232,10 +239,11 @@ void check_plan(spec_engine & engine, const spec_plan & plan) {
         deref(plan.entries, "plan.entries");
         deref(plan.tokens, "plan.tokens");
     }
+    checked_moves moves = check_moves(engine, plan);
     std::vector<bool> is_seen(engine.sequences.size());
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         const spec_plan_entry & e = plan.entries[i];
-        const sequence & seq = begun(engine, e.seq_id);
+        const planned_sequence & seq = planned_begun(engine, moves.sequences, e.seq_id);
         const auto id = static_cast<size_t>(e.seq_id);
         if (is_seen[id]) {
             bad_plan(e.seq_id, "it stands in the plan twice");
@@ -244,8 +252,9 @@ void check_plan(spec_engine & engine, const spec_plan & plan) {
         check_entry(engine, seq, e, plan);
     }
     check_given(engine, plan);
-    check_capacity(engine, plan);
+    check_capacity(engine, plan, moves.sequences);
     check_run(plan);
+    return moves;
 }
 
 void check_draft_requests(spec_engine & engine, const spec_draft_request * requests, int32_t n) {

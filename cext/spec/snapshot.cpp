@@ -18,7 +18,7 @@ namespace drafthouse {
 namespace {
 
 constexpr char SNAPSHOT_MAGIC[8] = {'D', 'R', 'A', 'F', 'T', 'S', 'E', 'Q'};
-constexpr uint32_t SNAPSHOT_FORMAT = 3;
+constexpr uint32_t SNAPSHOT_FORMAT = 4;
 constexpr size_t CHECKSUM_BYTES = sizeof(uint64_t);
 
 // What a snapshot is bound to. All members have 8 bytes, so that there is no padding.
@@ -38,6 +38,7 @@ struct snapshot_header {
     int64_t probabilistic;
     int64_t n_min;
     double p_min;
+    uint64_t tag; // whose sequence it is
 };
 
 snapshot_header header_of(const spec_engine & engine) {
@@ -148,17 +149,6 @@ sampler_source read_source(snapshot_reader & in) {
     return source;
 }
 
-// A sequence as a snapshot has it: all but the cells, which stay where they are in the bytes.
-struct snapshot_parts {
-    sequence seq;
-    std::string sampler_state;
-    std::string drafter_state;
-    const uint8_t * target = nullptr;
-    uint64_t n_target = 0;
-    const uint8_t * draft = nullptr;
-    uint64_t n_draft = 0;
-};
-
 // Whether the next draft of a sequence depends on more than its cells.
 bool has_drafter_state(const spec_engine & engine) {
     return engine.spec && !drafts_blocks(engine.limits.draft_type);
@@ -216,6 +206,8 @@ uint8_t * write_cells(llama_context * ctx, int32_t seq_id, uint8_t * at, uint64_
     return at + n;
 }
 
+} // namespace
+
 void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t cap,
                    size_t & n_needed) {
     const sequence & seq = begun(engine, seq_id);
@@ -239,6 +231,7 @@ void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t c
         fail(SPEC_ERR_BUFFER_TOO_SMALL, "the snapshot has " + std::to_string(n_needed) + " bytes");
     }
     header.n_bytes = n_needed;
+    header.tag = seq.tag;
     std::memcpy(buf, &header, sizeof header);
     std::memcpy(buf + sizeof header, parts.data(), parts.size());
     uint8_t * at = buf + sizeof header + parts.size();
@@ -247,6 +240,8 @@ void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t c
     const uint64_t checksum = digest(0, buf, n_needed - CHECKSUM_BYTES);
     std::memcpy(at, &checksum, sizeof checksum);
 }
+
+namespace {
 
 void check_whole(const uint8_t * buf, size_t n) {
     snapshot_header found;
@@ -411,6 +406,8 @@ void check_drafter_state(const spec_engine & engine, const sequence & seq,
     }
 }
 
+} // namespace
+
 // Everything that can be wrong with a snapshot and shows without touching the contexts.
 snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, size_t n) {
     check_whole(buf, n);
@@ -420,6 +417,7 @@ snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, si
     snapshot_reader in{buf + sizeof found, buf + n - CHECKSUM_BYTES};
     snapshot_parts parts;
     visit_sequence(in, parts.seq);
+    parts.seq.tag = found.tag;
     check_parts(engine, parts.seq);
     restore_sampler(engine, in, parts.seq);
     in.array(parts.drafter_state);
@@ -433,6 +431,8 @@ snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, si
     }
     return parts;
 }
+
+namespace {
 
 // Lets a new n-gram drafter live through the drafts of the old one.
 void replay_ngram(spec_engine & engine, sequence & seq, int32_t seq_id) {
@@ -501,8 +501,6 @@ void check_cells(const spec_engine & engine, const sequence & seq) {
     }
 }
 
-} // namespace
-
 void load_sequence(spec_engine & engine, int32_t seq_id, const uint8_t * buf, size_t n) {
     if (at(engine, seq_id).is_begun) {
         fail(SPEC_ERR_SEQ_BUSY, "sequence " + std::to_string(seq_id) + " has begun already");
@@ -512,6 +510,14 @@ void load_sequence(spec_engine & engine, int32_t seq_id, const uint8_t * buf, si
     }
     forget_llama_reason();
     snapshot_parts parts = read_snapshot(engine, buf, n);
+    load_parts(engine, seq_id, parts);
+}
+
+} // namespace
+
+// Takes an idle sequence into use with what was read.
+void load_parts(spec_engine & engine, int32_t seq_id, snapshot_parts & parts) {
+    forget_llama_reason();
     check_cells(engine, parts.seq);
     try {
         restore_sequence(engine, seq_id, parts);

@@ -86,6 +86,7 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
     const sequence & from = seq_of(engine, src);
     sequence & to = seq_of(engine, dst);
     to.tokens.assign(from.tokens.begin(), from.tokens.begin() + n_past);
+    to.tag = from.tag;
     to.is_cold = from.is_cold;
     to.is_awaited = from.is_awaited;
     for (const llama_token token : to.tokens) {
@@ -122,63 +123,6 @@ void fork_sequences(spec_engine & engine, int32_t src, int32_t n_past, const int
         std::for_each(dst, dst + n, [&](int32_t id) { clear_sequence(engine, id); });
         throw;
     }
-}
-
-void check_start_source(spec_engine & engine, const spec_start & start) {
-    const bool is_copy = start.source != -1;
-    const bool is_loaded = start.snapshot != nullptr;
-    if (start.n_kept < 0 || start.n_kept >= engine.limits.n_ctx_seq) {
-        bad_plan(start.seq_id, "n_kept is " + std::to_string(start.n_kept) + "; expected [0, " +
-                                   std::to_string(engine.limits.n_ctx_seq) + ")");
-    }
-    if ((is_copy && is_loaded) || (start.n_kept == 0 && (is_copy || is_loaded))) {
-        bad_plan(start.seq_id, "a source or a snapshot, one of them, is for tokens to be kept");
-    }
-    if (start.source == start.seq_id) {
-        bad_plan(start.seq_id, "it cannot be its own source");
-    }
-    if (start.n_kept == 0 || is_loaded) {
-        return;
-    }
-    const sequence & from = is_copy ? begun(engine, start.source) : at(engine, start.seq_id);
-    if (from.is_proposed) {
-        bad_plan(start.seq_id, "a proposal is pending where its tokens are; accept it first");
-    }
-    if (start.n_kept > from.n_past()) {
-        bad_plan(start.seq_id, "n_kept is " + std::to_string(start.n_kept) + "; " +
-                                   std::to_string(from.n_past()) + " tokens are there");
-    }
-}
-
-void check_start_sampler(spec_engine & engine, const spec_start & start,
-                         const spec_sampler * sampler) {
-    if (sampler == nullptr) {
-        if (start.snapshot == nullptr || !start.is_resumed) {
-            fail(SPEC_ERR_INVALID_ARGUMENT, "sampler is NULL");
-        }
-        return;
-    }
-    if (sampler->n_vocab != engine.limits.n_vocab) {
-        fail(SPEC_ERR_INVALID_ARGUMENT, "the sampler was made for a model with another vocabulary");
-    }
-    const sampler_history & history = sampler->history;
-    if (!start.is_resumed && !history.heard.empty()) {
-        bad_plan(start.seq_id, "a parked sampler needs is_resumed");
-    }
-    if (history.has_emitted && start.n_kept >= static_cast<int32_t>(history.known.size())) {
-        bad_plan(start.seq_id, "n_kept is " + std::to_string(start.n_kept) +
-                                   "; the sampler knows " + std::to_string(history.known.size()) +
-                                   " tokens, of which the last must be computed");
-    }
-}
-
-void check_start(spec_engine & engine, const spec_start & start, const spec_sampler * sampler) {
-    at(engine, start.seq_id);
-    if (engine.is_decoded && !engine.is_processed && engine.spec) {
-        fail(SPEC_ERR_BAD_PLAN, "the last batch decoded by hand has not been processed");
-    }
-    check_start_source(engine, start);
-    check_start_sampler(engine, start, sampler);
 }
 
 // Bytes of the hidden rows in a drafter's saved state; the draft sampler's random state follows.
@@ -244,10 +188,8 @@ void adopt_sampler(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sa
 std::unique_ptr<spec_sampler> park_sampler(spec_engine & engine, int32_t seq_id) {
     sequence & seq = begun(engine, seq_id);
     sampler_history history;
-    history.known = static_cast<int32_t>(seq.known.size()) > seq.n_past() ? seq.known : seq.tokens;
-    if (seq.has_emitted && history.known.size() == seq.tokens.size()) {
-        history.known.push_back(seq.id_last);
-    }
+    history.known = known_tokens(seq);
+    history.tag = seq.tag;
     history.heard = seq.heard;
     history.has_emitted = seq.has_emitted;
     history.has_drafter_begun = seq.has_drafter_begun;
@@ -255,16 +197,6 @@ std::unique_ptr<spec_sampler> park_sampler(spec_engine & engine, int32_t seq_id)
     history.drafter_rng = drafter_rng(engine, seq_id);
     seq.sampler->history = std::move(history);
     return std::move(seq.sampler);
-}
-
-std::unique_ptr<spec_sampler> park_sequence(spec_engine & engine, int32_t seq_id) {
-    const sequence & seq = begun(engine, seq_id);
-    if (seq.is_proposed || is_unprocessed(engine, seq_id)) {
-        bad_plan(seq_id, "a proposal is pending, or its last batch was not processed");
-    }
-    std::unique_ptr<spec_sampler> sampler = park_sampler(engine, seq_id);
-    clear_sequence(engine, seq_id);
-    return sampler;
 }
 
 // A sequence with the first tokens of another, or of itself, and no sampler yet. `rows` belong to
@@ -351,14 +283,13 @@ bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_k
 }
 
 // Goes on from a snapshot: as it was saved, where its own sampler goes on with all of it.
-bool keep_snapshot(spec_engine & engine, const spec_start & start, bool has_sampler) {
+bool keep_snapshot(spec_engine & engine, const spec_start & start, snapshot_parts & parts) {
     clear_sequence(engine, start.seq_id);
-    load_sequence(engine, start.seq_id, static_cast<const uint8_t *>(start.snapshot),
-                  start.n_snapshot);
-    sequence & seq = at(engine, start.seq_id);
-    if (start.n_kept > seq.n_past()) {
+    if (start.n_kept > parts.seq.n_past()) {
         return false;
     }
+    load_parts(engine, start.seq_id, parts);
+    sequence & seq = at(engine, start.seq_id);
     if (start.is_resumed && start.n_kept == seq.n_past()) {
         return true; // with what its drafter has learnt
     }
@@ -366,66 +297,77 @@ bool keep_snapshot(spec_engine & engine, const spec_start & start, bool has_samp
     if (!keep_in_place(engine, start.seq_id, start.n_kept)) {
         return false;
     }
-    if (!has_sampler) {
+    if (start.sampler == nullptr) {
         adopt_sampler(engine, start.seq_id, std::move(own));
     }
     return true;
 }
 
-bool keep_tokens(spec_engine & engine, const spec_start & start, bool has_sampler) {
+bool keep_tokens(spec_engine & engine, const spec_start & start, snapshot_parts * parts) {
     if (start.n_kept == 0) {
         return false;
     }
     if (start.snapshot != nullptr) {
-        return keep_snapshot(engine, start, has_sampler);
+        return parts != nullptr && keep_snapshot(engine, start, *parts);
+    }
+    const int32_t from = start.source >= 0 ? start.source : start.seq_id;
+    if (start.n_kept > seq_of(engine, from).n_past()) {
+        return false; // a start before this one has kept less there than it should
     }
     return start.source >= 0 ? keep_copy(engine, start.seq_id, start.source, start.n_kept)
                              : keep_in_place(engine, start.seq_id, start.n_kept);
 }
 
-// Whatever goes wrong with the tokens that are to be kept, the slot begins: without them.
-int32_t start_sequence(spec_engine & engine, const spec_start & start, spec_sampler *& sampler) {
-    check_start(engine, start, sampler);
-    std::unique_ptr<spec_sampler> owned(sampler);
-    sampler = nullptr;
-    bool is_kept = false;
-    if (guarded([&] { is_kept = keep_tokens(engine, start, owned != nullptr); }) != SPEC_OK ||
-        !is_kept) {
-        is_kept = false;
-        clear_sequence(engine, start.seq_id);
-        if (owned) {
-            begin_drafter(engine, at(engine, start.seq_id), start.seq_id);
-        }
+} // namespace
+
+// The tokens that a sequence's sampler was fed or chose, from the first on.
+llama_tokens known_tokens(const sequence & seq) {
+    llama_tokens known =
+        static_cast<int32_t>(seq.known.size()) > seq.n_past() ? seq.known : seq.tokens;
+    if (seq.has_emitted && known.size() == seq.tokens.size()) {
+        known.push_back(seq.id_last);
     }
-    if (owned) {
-        adopt_sampler(engine, start.seq_id, std::move(owned));
-    }
-    return is_kept ? start.n_kept : 0;
+    return known;
 }
 
-} // namespace
+std::unique_ptr<spec_sampler> park_sequence(spec_engine & engine, int32_t seq_id) {
+    std::unique_ptr<spec_sampler> sampler = park_sampler(engine, seq_id);
+    clear_sequence(engine, seq_id);
+    return sampler;
+}
+
+// Returns the tokens that are kept. Whatever goes wrong with them, the sequence begins: without.
+// Where its sampler cannot begin, or is the one of a snapshot that cannot be kept, it is idle.
+int32_t start_sequence(spec_engine & engine, const spec_start & start, snapshot_parts * parts) {
+    std::unique_ptr<spec_sampler> owned(start.sampler);
+    bool is_kept = false;
+    if (guarded([&] { is_kept = keep_tokens(engine, start, parts); }) != SPEC_OK) {
+        is_kept = false;
+    }
+    const int32_t rc = guarded([&] {
+        if (!is_kept) {
+            clear_sequence(engine, start.seq_id);
+        }
+        if (owned) {
+            if (!is_kept) {
+                begin_drafter(engine, at(engine, start.seq_id), start.seq_id);
+            }
+            adopt_sampler(engine, start.seq_id, std::move(owned));
+        }
+    });
+    if (rc != SPEC_OK) {
+        clear_sequence(engine, start.seq_id);
+        return 0;
+    }
+    seq_of(engine, start.seq_id).tag = start.tag;
+    return is_kept ? start.n_kept : 0;
+}
 
 } // namespace drafthouse
 
 using namespace drafthouse;
 
 extern "C" {
-
-int32_t spec_engine_seq_start(spec_engine * engine, const spec_start * start,
-                              spec_sampler ** sampler, int32_t * n_kept) {
-    return guarded([&] {
-        deref(n_kept, "n_kept") = 0;
-        *n_kept = start_sequence(deref(engine, "engine"), deref(start, "start"),
-                                 deref(sampler, "sampler"));
-    });
-}
-
-int32_t spec_engine_seq_park(spec_engine * engine, int32_t seq_id, spec_sampler ** out) {
-    return guarded([&] {
-        deref(out, "out") = nullptr;
-        *out = park_sequence(deref(engine, "engine"), seq_id).release();
-    });
-}
 
 int32_t spec_engine_fork(spec_engine * engine, int32_t src, int32_t n_past, const int32_t * dst,
                          spec_sampler ** samplers, int32_t n) {

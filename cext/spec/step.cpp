@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace drafthouse {
@@ -302,13 +304,90 @@ void run_on(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     }
 }
 
-void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
-    check_plan(engine, plan);
-    out = {};
+// The part of a plan whose starts have kept what they should.
+struct computable_plan {
+    std::vector<spec_plan_entry> entries;
+    std::vector<spec_given_draft> drafts;
+    spec_plan plan;
+
+    computable_plan(const spec_plan & whole, const std::vector<bool> & is_lacking) : plan(whole) {
+        const auto is_left_out = [&](const auto & part) {
+            return is_lacking[static_cast<size_t>(part.seq_id)];
+        };
+        std::remove_copy_if(whole.entries, whole.entries + whole.n_entries,
+                            std::back_inserter(entries), is_left_out);
+        std::remove_copy_if(whole.drafts, whole.drafts + whole.n_drafts, std::back_inserter(drafts),
+                            is_left_out);
+        plan.entries = entries.data();
+        plan.n_entries = static_cast<int32_t>(entries.size());
+        plan.drafts = drafts.data();
+        plan.n_drafts = static_cast<int32_t>(drafts.size());
+        plan.n_steps = 1;
+    }
+};
+
+void compute(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     const int64_t t_begin = now_us();
     step_once(engine, plan, out);
-    if (plan.n_steps > 1) {
+    if (plan.n_steps > 1 && plan.n_entries > 0) {
         run_on(engine, plan, out);
+    }
+    out.t_total_us = now_us() - t_begin;
+}
+
+// What is told of an entry that was not computed.
+spec_result_entry not_computed(const spec_engine & engine, int32_t seq_id) {
+    const sequence & seq = seq_of(engine, seq_id);
+    spec_result_entry r = {};
+    r.seq_id = seq_id;
+    r.status = seq.is_begun ? SPEC_OK : SPEC_ERR_DECODE_FAILED;
+    r.n_past = seq.n_past();
+    r.flags = seq.is_cold ? SPEC_RESULT_DRAFT_COLD : 0;
+    return r;
+}
+
+// Computes what can be, and tells of the other entries in their places.
+void compute_part(spec_engine & engine, const spec_plan & plan,
+                  const std::vector<bool> & is_lacking, spec_result & out) {
+    const computable_plan part(plan, is_lacking);
+    std::vector<spec_result_entry> all(static_cast<size_t>(plan.n_entries));
+    compute(engine, part.plan, out);
+    size_t n_computed = 0;
+    for (size_t i = 0; i < all.size(); ++i) {
+        const int32_t seq_id = plan.entries[i].seq_id;
+        all[i] = is_lacking[static_cast<size_t>(seq_id)] ? not_computed(engine, seq_id)
+                                                         : engine.out_entries[n_computed++];
+    }
+    engine.out_entries = std::move(all);
+}
+
+// Fails every entry, without asking for memory.
+void fail_all(spec_engine & engine, const spec_plan & plan) {
+    engine.out_tokens.clear();
+    engine.out_logprobs.clear();
+    engine.out_top_tokens.clear();
+    engine.out_top_logprobs.clear();
+    engine.out_entries.resize(static_cast<size_t>(plan.n_entries));
+    for (size_t i = 0; i < engine.out_entries.size(); ++i) {
+        fail_entry(engine, plan, i, SPEC_ERR_DECODE_FAILED);
+    }
+}
+
+void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
+    checked_moves moves = check_plan(engine, plan);
+    engine.out_entries.reserve(static_cast<size_t>(plan.n_entries));
+    out = {};
+    const std::vector<bool> is_lacking = make_moves(engine, plan, moves);
+    // The samplers are the engine's now: whatever comes, the plan is carried out.
+    const int32_t rc = guarded([&] {
+        if (std::find(is_lacking.begin(), is_lacking.end(), true) == is_lacking.end()) {
+            compute(engine, plan, out);
+        } else {
+            compute_part(engine, plan, is_lacking, out);
+        }
+    });
+    if (rc != SPEC_OK) {
+        fail_all(engine, plan);
     }
     engine.is_interrupted = false;
     out.entries = engine.out_entries.data();
@@ -319,7 +398,9 @@ void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     out.top_tokens = engine.out_top_tokens.data();
     out.top_logprobs = engine.out_top_logprobs.data();
     out.n_top = engine.n_top;
-    out.t_total_us = now_us() - t_begin;
+    out.n_saved = engine.out_saved.data();
+    out.samplers = engine.out_samplers.data();
+    out.n_kept = engine.out_kept.data();
 }
 
 } // namespace

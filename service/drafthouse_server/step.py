@@ -192,7 +192,7 @@ class Start:
     computed to go on from.
     """
     source: int | None = None
-    """Another slot in use, of the same tenant, whose first tokens are copied.
+    """Another slot in use, of the same tag, whose first tokens are copied.
 
     It may be running or finished, and stays as it is. Starts happen in the plan's order, so it is
     read as the starts before left it.
@@ -201,14 +201,22 @@ class Start:
     """What `StepResult.snapshots` gave, of this or an earlier process."""
     is_resumed: bool = False
     """The sampler was parked, or is the snapshot's; else it is as `make_sampler` made it."""
+    tag: int = 0
+    """Whose the sequence is, [0, 2**64): a digest of the tenant's name; 0 is nobody's.
+
+    The slot, its copies, its snapshots and its parked sampler carry it. A start that would go on
+    from what another tag's sequence has left is refused with its plan (BAD_PLAN).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All that the engine does in one step, in this order: saves, parks, frees, starts, entries.
+    """All that the engine does in one step, in this order.
 
-    So a slot may be saved, parked and started again in one plan. A finished sequence holds its
-    cells until its slot is freed, parked or started: this is what prefix reuse lives on.
+    Saves, parks, frees, starts, let_go, take_up, entries. So a slot may be saved, parked and
+    started again in one plan. All of it is checked before any of it is done: a plan that is refused
+    has changed nothing, and its samplers can be used again. A finished sequence holds its cells
+    until its slot is freed, parked or started: this is what prefix reuse lives on.
     """
 
     entries: Sequence[PlanEntry] = ()

@@ -16,10 +16,11 @@ from tests.support.hand import (
     engine,
     plan,
     sampler,
+    started,
     tokens_of,
 )
 
-from drafthouse_engine import DRAFT_DTYPE, BadPlan, DraftType, Engine
+from drafthouse_engine import DRAFT_DTYPE, BadPlan, DraftType, Engine, Start
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -88,9 +89,9 @@ def test_a_sequence_is_moved_before_its_drafter_is_fed_again(how: str) -> None:
         target.seq_let_go(1)
         target.seq_take_up(1)
         if how == "kept":
-            target.start(1, sampler(GREEDY), 5)
+            started(target, Start(1, sampler(GREEDY), 5))
         elif how == "copied":
-            target.start(0, sampler(GREEDY), 5, source=1)
+            started(target, Start(0, sampler(GREEDY), 5, source=1))
         elif how == "forked":
             target.fork(1, {0: sampler(GREEDY)}, 5)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 from tests.support.demo import TIE_LOGITS, prompts
-from tests.support.hand import GREEDY, fused
+from tests.support.hand import GREEDY, fused, started
 from tests.support.windows import WAYS, Cutter, borders, model, windowed
 
 from drafthouse_engine import (
@@ -20,6 +20,7 @@ from drafthouse_engine import (
     EngineParams,
     Model,
     Sampler,
+    Start,
     Unsupported,
 )
 
@@ -115,8 +116,8 @@ def test_a_drafter_that_lost_its_window_starts_anew() -> None:
         engine.process()
         snapshot = engine.save(0)
         engine.seq_end(0)
-        n_kept = engine.start(0, Sampler(engine.target, GREEDY), 150, snapshot=snapshot)
-        assert n_kept == 150
+        start = Start(0, Sampler(engine.target, GREEDY), 150, snapshot=snapshot)
+        assert started(engine, start) == 150
         assert engine.seq_is_cold(0)
         engine.decode(prompt[150:], range(150, 200), [0] * 50, [i == 49 for i in range(50)])
         engine.process()

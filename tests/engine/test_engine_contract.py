@@ -658,11 +658,13 @@ def test_foreign_bytes_keep_nothing_and_hurt_nobody(
     innocent = begin(engine, 0, prompt)
     stream = Stream(engine, 1, prompt)
     start = Start(1, engine.make_sampler(OPEN_ENDED), 4, snapshot=snapshot)
-    plan = stream.plan(start)
+    plan = stream.plan(start, n_tokens=64)
     result = engine.step(StepPlan([*innocent.plan().entries, *plan.entries], plan.starts))
     innocent.commit(result.entries[0])
     assert result.n_kept == {1: 0}
-    assert result.entries[1] == ResultEntry(1, SequenceStatus.OK, 0)
+    refused = result.entries[1]
+    assert dataclasses.replace(refused, tokens=()) == ResultEntry(1, SequenceStatus.OK, 0)
+    assert not refused.tokens
     stream.commit(result.entries[1])
     assert stream.run(N_STREAM) == innocent.run(N_STREAM)
     lost = Start(2, None, 4, snapshot=snapshot, is_resumed=True)
@@ -710,10 +712,133 @@ def test_wrong_starts_change_nothing(engine: CountingEngine) -> None:
     for plan in (StepPlan(saves=[1]), StepPlan(parks=[1]), StepPlan(parks=[2, 2], saves=[0])):
         with pytest.raises(EngineError, match="SEQ_IDLE"):
             engine.step(plan)
+    twice = [Start(1, samplers["new"]), Start(1, engine.make_sampler(GREEDY))]
     with pytest.raises(EngineError, match="BAD_PLAN"):
-        engine.step(StepPlan(starts=[Start(1, samplers["new"])] * 2))
+        engine.step(StepPlan(starts=twice))
+    shared = [Start(1, samplers["new"]), Start(3, samplers["new"])]
+    with pytest.raises(EngineError, match="INVALID_ARGUMENT"):
+        engine.step(StepPlan(starts=shared))
+    for plan in (StepPlan(let_go=[1]), StepPlan(take_up=[1]), StepPlan(frees=[0], let_go=[0])):
+        with pytest.raises(EngineError, match="SEQ_IDLE"):
+            engine.step(plan)
     assert stream.run(N_STREAM) == cold(engine, prompt, OPEN_ENDED)
     clear(engine)
+
+
+def test_a_plan_that_is_wrong_at_its_end_is_not_begun(engine: CountingEngine) -> None:
+    """Its saves, parks, frees and starts are right; one of its entries is not."""
+    prompt = ids(engine, SHARED)[:30]
+    streams = [begin(engine, seq_id, prompt) for seq_id in (0, 1)]
+    lost = begin(engine, 2, prompt[:20])
+    snapshot = engine.step(StepPlan(saves=[0])).snapshots[0]
+    n_cells = engine.n_cells_used
+    right = StepPlan(
+        saves=[0],
+        parks=[1],
+        frees=[2],
+        starts=[
+            Start(2, engine.make_sampler(GREEDY), streams[0].n_past, snapshot=snapshot),
+            Start(3, engine.make_sampler(GREEDY)),
+        ],
+        let_go=[0],
+        take_up=[2],
+    )
+    last = streams[0].plan().entries[0]
+    kept = PlanEntry(2, streams[0].n_past, streams[0].output[-1:], 0, True)
+    vocab = engine.card.n_vocab
+    wrong = {
+        "tokens that it had not": dataclasses.replace(last, tokens=[last.tokens[0] + 1]),
+        "no token": PlanEntry(3, 0, [vocab], 0, True),
+        "a start that keeps more": dataclasses.replace(kept, n_past=kept.n_past - 1),
+        "parked": streams[1].plan().entries[0],
+        "too many": PlanEntry(3, 0, [1] * (engine.limits.n_batch + 1), 0, True),
+    }
+    for name, entry in wrong.items():
+        others = [other for other in (last, kept) if other.seq_id != entry.seq_id]
+        with pytest.raises(EngineError):
+            engine.step(dataclasses.replace(right, entries=[*others, entry]))
+        assert engine.n_cells_used == n_cells, name
+    for stream in (*streams, lost):
+        stream.run(len(stream.output) + 1)
+    # The samplers of the refused plans are as good as new.
+    right = dataclasses.replace(right, parks=[], frees=[], saves=[], let_go=[], take_up=[])
+    result = engine.step(
+        dataclasses.replace(right, entries=[kept, PlanEntry(3, 0, prompt, 0, True)])
+    )
+    assert all(entry.tokens for entry in result.entries)
+    assert not result.n_kept
+    clear(engine)
+
+
+def test_a_copy_of_what_was_not_kept_begins_empty(engine: CountingEngine) -> None:
+    prompt = ids(engine, SHARED)[:30]
+    starts = [
+        Start(1, engine.make_sampler(OPEN_ENDED), 6, snapshot=b"nonsense" * 100),
+        Start(2, engine.make_sampler(OPEN_ENDED), 4, source=1),
+    ]
+    streams = [Stream(engine, start.seq_id, prompt) for start in starts]
+    plans = [stream.plan(start) for stream, start in zip(streams, starts, strict=True)]
+    entries = [entry for plan in plans for entry in plan.entries]
+    result = engine.step(StepPlan(entries, starts))
+    assert result.n_kept == {1: 0, 2: 0}
+    for stream, entry in zip(streams, result.entries, strict=True):
+        stream.commit(entry)
+    assert streams[0].run(5) == streams[1].run(5)
+    clear(engine)
+
+
+OWN, FOREIGN = 2**64 - 1, 17
+"""Tags: whose a sequence is."""
+
+
+def test_nothing_of_another_s_sequence_is_gone_on_from(engine: CountingEngine) -> None:
+    """Neither in its slot nor by a copy, a snapshot or a parked sampler."""
+    prompt = ids(engine, SHARED)[:30]
+    stream = Stream(engine, 0, prompt)
+    stream.run(5, Start(0, engine.make_sampler(OPEN_ENDED), tag=OWN))
+    known = [*prompt, *stream.output]
+    parked = Stream(engine, 1, prompt)
+    parked.run(5, Start(1, engine.make_sampler(OPEN_ENDED), tag=OWN))
+    result = engine.step(StepPlan(saves=[0], parks=[1]))
+    snapshot, sampler, n = result.snapshots[0], result.samplers[1], stream.n_past
+    new = engine.make_sampler(OPEN_ENDED)
+    ways = {
+        "in place": Start(0, new, n),
+        "a copy": Start(2, new, n, source=0),
+        "a snapshot": Start(2, new, n, snapshot=snapshot),
+        "a snapshot's sampler": Start(2, None, n, snapshot=snapshot, is_resumed=True),
+        "a parked sampler": Start(2, sampler, is_resumed=True),
+    }
+    for name, start in ways.items():
+        for tag in (FOREIGN, 0):
+            foreign = dataclasses.replace(start, tag=tag)
+            entry = PlanEntry(start.seq_id, start.n_kept, known[start.n_kept :], 0, True)
+            with pytest.raises(EngineError) as caught:
+                engine.step(StepPlan([entry], [foreign]))
+            assert caught.value.status == "BAD_PLAN", name
+            assert engine.n_cells_used == n, name
+    # A start that keeps nothing may take any slot; its own go on.
+    empty = Start(1, engine.make_sampler(GREEDY), tag=FOREIGN)
+    engine.step(StepPlan([PlanEntry(1, 0, prompt[:5], 0, False)], [empty]))
+    copy = Start(2, new, n, source=1, tag=FOREIGN)
+    with pytest.raises(EngineError, match="BAD_PLAN"):
+        engine.step(StepPlan(starts=[copy]))
+    resumed = dataclasses.replace(ways["a snapshot's sampler"], tag=OWN)
+    back = dataclasses.replace(ways["a parked sampler"], seq_id=3, tag=OWN)
+    result = engine.step(StepPlan(starts=[resumed, back]))
+    assert not result.n_kept
+    # What came out of a snapshot is still its owner's.
+    with pytest.raises(EngineError, match="BAD_PLAN"):
+        engine.step(StepPlan(starts=[Start(0, new, 1, source=2, tag=FOREIGN)]))
+    stream.seq_id = 2
+    assert_tokens(engine, prompt, stream.run(N_STREAM), cold_in(engine, 1, prompt))
+    clear(engine)
+
+
+def cold_in(engine: CountingEngine, seq_id: int, prompt: list[int]) -> list[int]:
+    """Returns what a prompt gives in a slot that is taken from whoever had it."""
+    stream = Stream(engine, seq_id, prompt)
+    return stream.run(N_STREAM, Start(seq_id, engine.make_sampler(OPEN_ENDED)))
 
 
 def test_resumed_sequences_are_computed_as_they_were(engine: CountingEngine) -> None:

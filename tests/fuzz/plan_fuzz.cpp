@@ -3,10 +3,10 @@
 // The input chooses an engine and a row of calls. A shadow of the engine makes valid plans, and
 // most of them are then damaged in one place. Between the steps sequences are forked, saved and
 // loaded, parked, let go from their drafter and taken up, and started again with what is kept of
-// them; drafts are given, steps run in a row. Whatever comes: no crash, a refused call changes
-// nothing, what a step reports agrees with what the engine says afterwards, and each token that a
-// step chose has the probability that the target alone gives it after the tokens before it; a
-// greedy one is the best.
+// them, alone or in the plan of a step; drafts are given, steps run in a row. Whatever comes: no
+// crash, a refused call changes nothing, nothing is gone on from under another tag, what a step
+// reports agrees with what the engine says afterwards, and each token that a step chose has the
+// probability that the target alone gives it after the tokens before it; a greedy one is the best.
 #include "harness.h"
 
 #include <algorithm>
@@ -177,6 +177,7 @@ struct shadow {
     bool is_greedy = false;
     bool is_awaited = false; // taken up, and nothing but steps has touched it since
     int32_t last = 0;
+    uint64_t tag = 0;
     std::vector<int32_t> known;      // resumed: what must be computed again, up to the last token
     bool is_exact = true;            // false: not all of it is known here, so plans may be refused
     std::vector<emission> emissions; // those whose tokens before are still the sequence's
@@ -378,7 +379,12 @@ private:
         REQUIRE(spec_engine_seq_n_past(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(spec_engine_seq_rollback(f_.engine, id, 0) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(spec_engine_seq_accept(f_.engine, id, 0) == SPEC_ERR_BAD_SEQ_ID);
-        REQUIRE(spec_engine_seq_park(f_.engine, id, &sampler) == SPEC_ERR_BAD_SEQ_ID);
+        spec_plan plan = {};
+        spec_result result = {};
+        plan.parks = plan.frees = &id;
+        plan.n_parks = in_.below(2);
+        plan.n_frees = 1 - plan.n_parks;
+        REQUIRE(spec_engine_step(f_.engine, &plan, &result) == SPEC_ERR_BAD_SEQ_ID || is_by_hand_);
         REQUIRE(spec_engine_seq_let_go(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(spec_engine_seq_take_up(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
         size_t n = 0;
@@ -450,15 +456,20 @@ private:
         const int32_t id = in_.below(N_SEQ);
         const state before = look();
         const shadow s = seqs_[id].is_begun ? history_of(id) : shadow{};
-        spec_sampler * sampler = nullptr;
-        const int32_t rc = spec_engine_seq_park(f_.engine, id, &sampler);
-        REQUIRE((rc == SPEC_OK) == (sampler != nullptr));
+        spec_plan plan = {};
+        spec_result result = {};
+        plan.parks = &id;
+        plan.n_parks = 1;
+        const int32_t rc = spec_engine_step(f_.engine, &plan, &result);
         if (rc != SPEC_OK) {
-            REQUIRE(rc == (s.is_begun ? SPEC_ERR_BAD_PLAN : SPEC_ERR_SEQ_IDLE));
-            REQUIRE(!s.is_begun || is_by_hand_);
+            REQUIRE((rc == SPEC_ERR_SEQ_IDLE && !s.is_begun) ||
+                    (rc == SPEC_ERR_BAD_PLAN && is_by_hand_));
             REQUIRE(look() == before);
             return;
         }
+        is_interrupted_ = false;
+        spec_sampler * sampler = result.samplers[0];
+        REQUIRE(sampler != nullptr && result.n_entries == 0);
         REQUIRE(spec_engine_seq_n_past(f_.engine, id) == 0);
         int32_t n_known = -1;
         bool has_chosen = false;
@@ -488,11 +499,35 @@ private:
             saved.bytes.resize(n);
             saved.n_past = spec_engine_seq_n_past(f_.engine, id);
             saved.s = seqs_[id];
-            rc = spec_engine_seq_save(f_.engine, id, saved.bytes.data(), n, &n);
-            REQUIRE(rc == SPEC_OK && n == saved.bytes.size());
+            if (in_.below(2) == 0) {
+                rc = spec_engine_seq_save(f_.engine, id, saved.bytes.data(), n, &n);
+                REQUIRE(rc == SPEC_OK && n == saved.bytes.size());
+            } else if (!save_by_plan(id, saved)) {
+                return;
+            }
             hold(saved_, std::move(saved));
         }
         REQUIRE(look() == before);
+    }
+
+    static void * give_room(int32_t /*i*/, size_t n, void * user) {
+        auto & bytes = *static_cast<std::vector<uint8_t> *>(user);
+        REQUIRE(n == bytes.size());
+        return bytes.data();
+    }
+
+    bool save_by_plan(int32_t id, saved_sequence & saved) {
+        spec_plan plan = {};
+        spec_result result = {};
+        plan.saves = &id;
+        plan.n_saves = 1;
+        plan.room = give_room;
+        plan.room_user = &saved.bytes;
+        const int32_t rc = spec_engine_step(f_.engine, &plan, &result);
+        REQUIRE(rc == SPEC_OK || (rc == SPEC_ERR_BAD_PLAN && is_by_hand_));
+        REQUIRE(rc != SPEC_OK || result.n_saved[0] == saved.bytes.size());
+        is_interrupted_ = is_interrupted_ && rc != SPEC_OK;
+        return rc == SPEC_OK;
     }
 
     // One of the snapshots, now and then damaged; damage shows in n_past -1.
@@ -550,7 +585,9 @@ private:
         }
         for (int32_t i = 0; i < n; ++i) {
             REQUIRE(n_past == -1 || spec_engine_seq_n_past(f_.engine, dst[i]) == n_past);
+            const uint64_t tag = seqs_[src].tag;
             seqs_[dst[i]] = begun_anew(i == 0);
+            seqs_[dst[i]].tag = tag;
         }
     }
 
@@ -641,6 +678,7 @@ private:
         int32_t n_there = 0;
         switch (in_.below(4)) {
         case 0:
+            start.tag = static_cast<uint64_t>(in_.below(3));
             return start;
         case 1:
             n_there = spec_engine_seq_n_past(f_.engine, id);
@@ -654,9 +692,17 @@ private:
             start.n_snapshot = from.bytes.size();
             n_there = std::max(from.n_past, 1);
         }
+        start.tag = in_.below(8) == 0 ? static_cast<uint64_t>(in_.below(4)) : tag_of(start, from);
         // All of it is what recurrent targets can go on from.
         start.n_kept = in_.below(2) == 0 ? n_there : in_.below(n_there + 1);
         return start;
+    }
+
+    // Of the tokens that a start would keep.
+    uint64_t tag_of(const spec_start & start, const saved_sequence & from) const {
+        return start.snapshot != nullptr ? from.s.tag
+               : start.source >= 0       ? seqs_[start.source].tag
+                                         : seqs_[start.seq_id].tag;
     }
 
     void damage(spec_start & start) {
@@ -722,17 +768,23 @@ private:
         }
         const bool has_sampler = p.sampler != nullptr;
         const state before = look();
-        int32_t n = -1;
-        const int32_t rc = spec_engine_seq_start(f_.engine, &start, &p.sampler, &n);
+        start.sampler = p.sampler;
+        spec_plan plan = {};
+        spec_result result = {};
+        plan.starts = &start;
+        plan.n_starts = 1;
+        const int32_t rc = spec_engine_step(f_.engine, &plan, &result);
         if (rc != SPEC_OK) {
-            REQUIRE((p.sampler != nullptr) == has_sampler); // still the caller's
-            spec_sampler_free(p.sampler);
-            REQUIRE(look() == before && n == 0);
+            spec_sampler_free(p.sampler); // still the caller's
+            REQUIRE(look() == before);
             return;
         }
-        REQUIRE(p.sampler == nullptr);
+        is_interrupted_ = false;
+        const int32_t n = result.n_kept[0];
         REQUIRE(start.seq_id == id || is_damaged);
         REQUIRE(n == start.n_kept || n == 0);
+        REQUIRE(n == 0 || start.tag == tag_of(start, from));
+        REQUIRE(kind != 1 || !start.is_resumed || p.s.known.empty() || start.tag == p.s.tag);
         REQUIRE(spec_engine_seq_n_past(f_.engine, start.seq_id) == n);
         shadow & s = seqs_[start.seq_id];
         if (!has_sampler && n == 0) {
@@ -740,6 +792,7 @@ private:
             return;
         }
         s = started(start, n, has_sampler ? p.s : from.s, from);
+        s.tag = start.tag;
     }
 
     // A valid plan of random sequences, in `entries_` and `tokens_`; of a run all generate.
@@ -876,6 +929,52 @@ private:
         }
     }
 
+    // Frees sequences that the plan has no entry for, and turns drafters, of which some may have
+    // one.
+    void add_moves(spec_plan & plan, bool is_valid) {
+        for (std::vector<int32_t> * list : {&frees_, &let_go_, &take_up_}) {
+            list->clear();
+        }
+        for (int32_t id = 0; id < N_SEQ && in_.below(2) == 0; ++id) {
+            const bool has_entry =
+                std::any_of(entries_.begin(), entries_.end(),
+                            [id](const spec_plan_entry & e) { return e.seq_id == id; });
+            if (in_.below(4) == 0 && !has_entry) {
+                frees_.push_back(id);
+            } else if (in_.below(4) == 0 && seqs_[id].is_begun && !is_unfed_) {
+                (in_.below(2) == 0 ? let_go_ : take_up_).push_back(id);
+            }
+        }
+        if (!is_valid && in_.below(4) == 0) {
+            let_go_.push_back(in_.below(2) == 0 ? in_.wild() : in_.below(N_SEQ));
+        }
+        plan.frees = frees_.data();
+        plan.n_frees = static_cast<int32_t>(frees_.size());
+        plan.let_go = let_go_.data();
+        plan.n_let_go = static_cast<int32_t>(let_go_.size());
+        plan.take_up = take_up_.data();
+        plan.n_take_up = static_cast<int32_t>(take_up_.size());
+        if (!is_valid && in_.below(8) == 0) { // so many that none is read
+            plan.n_frees = in_.below(2) == 0 ? -1 : N_SEQ + 1 + in_.below(100);
+        }
+    }
+
+    // What a plan's moves have made of the sequences.
+    void note_moves() {
+        for (const int32_t id : frees_) {
+            seqs_[id] = {};
+            REQUIRE(spec_engine_seq_n_past(f_.engine, id) == 0);
+        }
+        for (const int32_t id : let_go_) {
+            is_cold_[id] = true;
+            seqs_[id].is_awaited = false;
+        }
+        for (const int32_t id : take_up_) {
+            is_cold_[id] = is_cold_[id] && !is_ngram();
+            seqs_[id].is_awaited = is_cold_[id] && limits_.draft_type != SPEC_DRAFT_NONE;
+        }
+    }
+
     void step(bool is_valid) {
         if (in_.below(4) == 0) {
             turn(in_.below(N_SEQ));
@@ -906,6 +1005,7 @@ private:
         if (!is_valid && in_.below(8) == 0) {
             plan.n_steps = in_.wild();
         }
+        add_moves(plan, is_valid);
         if (in_.below(8) == 0) {
             spec_engine_interrupt(f_.engine);
             is_interrupted_ = true;
@@ -928,6 +1028,7 @@ private:
             return;
         }
         REQUIRE(result.n_entries == plan.n_entries);
+        note_moves();
         check_run(plan, result);
         for (int32_t i = 0; i < result.n_entries; ++i) {
             check(plan.entries[i], result.entries[i], result);
@@ -1146,6 +1247,9 @@ private:
     std::vector<spec_plan_entry> entries_;
     std::vector<spec_given_draft> drafts_;
     std::vector<int32_t> tokens_;
+    std::vector<int32_t> frees_;
+    std::vector<int32_t> let_go_;
+    std::vector<int32_t> take_up_;
 };
 
 } // namespace

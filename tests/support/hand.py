@@ -18,9 +18,12 @@ from drafthouse_engine import (
     Engine,
     EngineParams,
     Model,
+    Moved,
+    Moves,
     Sampler,
     SamplingParams,
     SpeculativeSession,
+    Start,
     StepResult,
 )
 
@@ -67,6 +70,18 @@ def sampler(sampling: SamplingParams = GREEDY, name: str = DENSE) -> Sampler:
 def plan(*rows: tuple[int, int, int, int, int, int]) -> npt.NDArray[Any]:
     """Returns a plan of rows (seq_id, n_past, token_offset, n_tokens, n_draft, is_output)."""
     return np.array(list(rows), PLAN_DTYPE)
+
+
+def moved(target: Engine, **moves: Any) -> Moved:
+    """Makes moves in a plan of their own."""
+    result = target.step(np.empty(0, PLAN_DTYPE), [], moves=Moves(**moves))
+    assert result.moved is not None
+    return result.moved
+
+
+def started(target: Engine, start: Start) -> int:
+    """Starts a sequence in a plan of its own; returns how many tokens it kept."""
+    return moved(target, starts=[start]).n_kept[0]
 
 
 def emitted(result: StepResult, i: int) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.proofs.malformed import values
 from tests.support.demo import MODELS, TARGETS, TIE_LOGITS, prompts
-from tests.support.hand import emitted, plan
+from tests.support.hand import emitted, moved, plan, started
 
 from drafthouse_engine import (
     Engine,
@@ -22,6 +22,7 @@ from drafthouse_engine import (
     Model,
     Sampler,
     SamplingParams,
+    Start,
     Unsupported,
 )
 
@@ -187,40 +188,42 @@ Way = Callable[[Cutter, int], Answer | None]
 """Makes a sequence with the first tokens out of one with all, and goes on; None: it began empty."""
 
 
-def _kept(cutter: Cutter, seq_id: int, cut: int, **from_where: int | bytes) -> Answer | None:
-    n_kept = cutter.engine.start(seq_id, cutter.sampler(), cut, **from_where)  # type: ignore[arg-type]
+def _kept(cutter: Cutter, start: Start) -> Answer | None:
+    seq_id, cut = start.seq_id, start.n_kept
+    n_kept = started(cutter.engine, start)
     assert n_kept in (0, cut)
     return cutter.answer(seq_id) if n_kept else None
 
 
 def in_place(cutter: Cutter, cut: int) -> Answer | None:
     cutter.hold()
-    return _kept(cutter, 0, cut)
+    return _kept(cutter, Start(0, cutter.sampler(), cut))
 
 
 def copied(cutter: Cutter, cut: int) -> Answer | None:
     cutter.hold()
-    return _kept(cutter, 1, cut, source=0)
+    return _kept(cutter, Start(1, cutter.sampler(), cut, source=0))
 
 
 def snapshot(cutter: Cutter, cut: int) -> Answer | None:
-    return _kept(cutter, 1, cut, snapshot=cutter.saved())
+    snapshot = cutter.saved()
+    return _kept(cutter, Start(1, cutter.sampler(), cut, snapshot=snapshot))
 
 
 def _whole(cutter: Cutter) -> None:
     """Slot 1 comes out of a snapshot, with all tokens."""
-    n = len(cutter.held)
-    assert cutter.engine.start(1, cutter.sampler(), n, snapshot=cutter.saved()) == n
+    n, snapshot = len(cutter.held), cutter.saved()
+    assert started(cutter.engine, Start(1, cutter.sampler(), n, snapshot=snapshot)) == n
 
 
 def snapshot_then_in_place(cutter: Cutter, cut: int) -> Answer | None:
     _whole(cutter)
-    return _kept(cutter, 1, cut)
+    return _kept(cutter, Start(1, cutter.sampler(), cut))
 
 
 def snapshot_then_copied(cutter: Cutter, cut: int) -> Answer | None:
     _whole(cutter)
-    return _kept(cutter, 2, cut, source=1)
+    return _kept(cutter, Start(2, cutter.sampler(), cut, source=1))
 
 
 def forked(cutter: Cutter, cut: int) -> Answer | None:
@@ -258,8 +261,9 @@ def parked(cutter: Cutter, cut: int) -> Answer | None:
     try:
         cutter.hold()
         snapshot = cutter.engine.save(0)
-        sampler = cutter.engine.park(0)
-        n_kept = cutter.engine.start(1, sampler, cut, snapshot=snapshot, is_resumed=True)
+        sampler = moved(cutter.engine, parks=[0]).samplers[0]
+        start = Start(1, sampler, cut, snapshot=snapshot, is_resumed=True)
+        n_kept = started(cutter.engine, start)
         return cutter.answer(1) if n_kept else None
     finally:
         cutter.held = all_held

@@ -3,10 +3,9 @@
 cimport cython
 from cpython.bytearray cimport PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.long cimport PyLong_AsLong
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.pythread cimport PyThread_get_thread_ident
-from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t
+from libc.stdint cimport int32_t
+from libc.string cimport memset
 
 from drafthouse_engine cimport spec
 from libcpp cimport bool as c_bool
@@ -16,7 +15,7 @@ import numpy as np
 from drafthouse_engine import errors
 from drafthouse_engine.limits import DraftWork, EngineLimits
 from drafthouse_engine.options import DRAFT_TYPES, EngineParams
-from drafthouse_engine.step import DRAFT_DTYPE, PLAN_DTYPE, RESULT_DTYPE, StepResult, StepRows
+from drafthouse_engine.step import DRAFT_DTYPE, PLAN_DTYPE
 
 
 cdef int fill_engine_params(spec.spec_engine_params * c, params) except -1:
@@ -293,96 +292,6 @@ cdef class Engine:
         self._sampler_params[c_seq_id] = sampler.params
         self._leave(rc, c_seq_id)
 
-    def start(
-        self, seq_id, Sampler sampler, n_kept=0, *, source=None, snapshot=None, is_resumed=False
-    ):
-        """Takes a sequence into use, idle or not, with tokens that are computed already.
-
-        They are the first ones of a snapshot, of another sequence, or else of what this one holds;
-        the rest of that is gone. A new sampler is fed them. A resumed one, which `park` returned,
-        is not fed what it knows: the sequence's tokens up to the last one chosen are computed
-        again by entries, of which the one with the last token is an output.
-
-        Args:
-            seq_id: [0, n_seq_max).
-            sampler: as in `seq_begin`, or parked; None is the snapshot's own, with is_resumed.
-            n_kept: tokens that stay, [0, those held there]; 0 begins empty.
-            source: another sequence whose first tokens are copied; it stays as it is.
-            snapshot: what `save` returned; any bytes-like object.
-            is_resumed: whether the sampler was parked, or is the snapshot's.
-
-        Returns:
-            n_kept, or 0 where nothing could be kept: a recurrent target goes on only from all that
-            a sequence or snapshot holds, and copies from no other; a snapshot may be damaged or
-            foreign. The sequence has begun then, empty; without a sampler it stays idle.
-
-        Raises:
-            BadSeqId: there is no such sequence.
-            SeqIdle: the source has not begun.
-            BadPlan: n_kept is more than is held there, or more than a parked sampler allows; or
-                tokens are pending.
-            InvalidArgument: the sampler was made for another model, or there is none.
-            Closed: the sampler was used before.
-        """
-        cdef spec.spec_start c
-        cdef spec.spec_sampler * owned = NULL
-        cdef int32_t n = 0
-        cdef int32_t rc
-        cdef Buffer held = None
-        c.seq_id = self._seq_id(seq_id)
-        c.n_kept = int32_of(n_kept, "n_kept")
-        c.source = -1 if source is None else self._seq_id(source)
-        c.is_resumed = is_resumed
-        c.snapshot = NULL
-        c.n_snapshot = 0
-        if snapshot is not None:
-            held = Buffer(snapshot)
-            c.snapshot = held.view.buf
-            c.n_snapshot = <size_t>held.view.len
-        cdef spec.spec_engine * handle = self._enter()
-        if sampler is not None:
-            try:
-                owned = sampler._take(self.target)
-            except BaseException:
-                self._leave(spec.SPEC_OK)
-                raise
-        with nogil:
-            rc = spec.spec_engine_seq_start(handle, &c, &owned, &n)
-        if sampler is not None:
-            sampler._put(owned)
-        if rc == spec.SPEC_OK:
-            self._sampler_params[c.seq_id] = None if sampler is None else sampler.params
-        self._leave(rc, c.seq_id)
-        return n
-
-    def accepts(self, Sampler sampler not None):
-        """Whether a sampler was made for this engine's target and is not used yet."""
-        return sampler._model is self.target and sampler._handle is not NULL
-
-    def park(self, seq_id):
-        """Frees a sequence but for its sampler, which it returns.
-
-        The sampler keeps what it knows of the sequence: penalties, grammar and random state, that
-        of sampled drafts too. `start` with is_resumed takes it up again.
-
-        Args:
-            seq_id: [0, n_seq_max).
-
-        Raises:
-            BadSeqId: there is no such sequence.
-            SeqIdle: the sequence has not begun.
-            BadPlan: a proposal of this sequence is pending, or its last batch was not processed.
-        """
-        cdef int32_t c_seq_id = self._seq_id(seq_id)
-        cdef int32_t rc
-        params = self._sampler_params.get(c_seq_id)
-        cdef Sampler sampler = Sampler(self.target, params, _is_parked=True)
-        cdef spec.spec_engine * handle = self._enter()
-        with nogil:
-            rc = spec.spec_engine_seq_park(handle, c_seq_id, &sampler._handle)
-        self._leave(rc, c_seq_id)
-        return sampler
-
     def seq_end(self, seq_id):
         """Frees a sequence: KV cells, speculative state, sampler. Harmless when it has not begun.
 
@@ -427,7 +336,7 @@ cdef class Engine:
         self._leave(spec.spec_engine_get_draft_work(self._enter(), &c))
         return DraftWork(n_drafts=c.n_drafts, n_positions=c.n_positions, n_passes=c.n_passes)
 
-    def step(self, entries, tokens, drafts=None, n_steps=1):
+    def step(self, entries, tokens, drafts=None, n_steps=1, moves=None):
         """Runs one step of all sequences of a plan: draft, decode, verify, accept, roll back.
 
         With `n_steps` it may run more of them, each sequence going on from the token that it has
@@ -441,13 +350,15 @@ cdef class Engine:
             drafts: drafts to be verified in place of the drafter's; see `spec_given_draft`.
             n_steps: most steps of a run, [1, 64]; above 1 every entry is an output without a
                 draft.
+            moves: what is done before the entries (`Moves`).
 
         Shape:
             entries [n_entries] PLAN_DTYPE, tokens [n_tokens] int32,
             drafts [n_drafts] DRAFT_DTYPE.
 
         Raises:
-            BadPlan, BadSeqId, SeqIdle, InvalidArgument: the plan is wrong; nothing has changed.
+            BadPlan, BadSeqId, SeqIdle, InvalidArgument: the plan is wrong; nothing has changed,
+                and the samplers of its starts are still the caller's.
 
         Returns:
             A `StepResult`; each entry's status tells what became of its sequence. Its arrays are
@@ -459,12 +370,11 @@ cdef class Engine:
         cdef Buffer c_drafts
         cdef Buffer c_tokens = Buffer(int32_array(tokens, "tokens"))
         cdef spec.spec_plan plan
+        memset(&plan, 0, sizeof(plan))
         plan.entries = <const spec.spec_plan_entry *>c_entries.view.buf
         plan.n_entries = <int32_t>(c_entries.view.len // <Py_ssize_t>sizeof(spec.spec_plan_entry))
         plan.tokens = <const int32_t *>c_tokens.view.buf
         plan.n_tokens = <int32_t>(c_tokens.view.len // <Py_ssize_t>sizeof(int32_t))
-        plan.drafts = NULL
-        plan.n_drafts = 0
         plan.n_steps = int32_of(n_steps, "n_steps")
         if drafts is not None:
             if getattr(drafts, "dtype", None) != DRAFT_DTYPE or drafts.ndim != 1:
@@ -474,11 +384,11 @@ cdef class Engine:
             plan.n_drafts = <int32_t>(
                 c_drafts.view.len // <Py_ssize_t>sizeof(spec.spec_given_draft)
             )
-        cdef spec.spec_result r
-        return self._step(&plan, &r, False, False)
+        return self._step(&plan, moves, False, False)
 
     def step_rows(
-        self, list entries, list tokens, list drafts, n_steps=1, *, bint has_logprobs=False
+        self, list entries, list tokens, list drafts, n_steps=1, *, moves=None,
+        bint has_logprobs=False
     ):
         """Runs one step, or a run of them, as `step` does, from plain numbers and to plain numbers.
 
@@ -490,10 +400,11 @@ cdef class Engine:
             tokens: the tokens that the entries and drafts point to.
             drafts: the fields of DRAFT_DTYPE, one draft after the other.
             n_steps: most steps of a run; see `step`.
+            moves: what is done before the entries (`Moves`).
             has_logprobs: whether log-probabilities are wanted.
 
         Raises:
-            BadPlan, BadSeqId, SeqIdle, InvalidArgument: the plan is wrong; nothing has changed.
+            BadPlan, BadSeqId, SeqIdle, InvalidArgument: see `step`.
 
         Returns:
             `StepRows`.
@@ -505,39 +416,39 @@ cdef class Engine:
             raise errors.InvalidArgument(
                 "entries are rows of 6 numbers and drafts of 3; got "
                 f"{n_entries} and {n_drafts} numbers")
-        cdef size_t n = <size_t>(n_entries + n_tokens + n_drafts) + 1
-        cdef int32_t * numbers = <int32_t *>PyMem_Malloc(n * sizeof(int32_t))
-        if numbers is NULL:
-            raise MemoryError
+        cdef Numbers numbers = Numbers(entries, tokens, drafts)
         cdef spec.spec_plan plan
-        cdef spec.spec_result r
-        try:
-            copy_numbers(entries, n_entries, numbers)
-            copy_numbers(tokens, n_tokens, numbers + n_entries)
-            copy_numbers(drafts, n_drafts, numbers + n_entries + n_tokens)
-            plan.entries = <const spec.spec_plan_entry *>numbers
-            plan.n_entries = <int32_t>(n_entries // 6)
-            plan.tokens = numbers + n_entries
-            plan.n_tokens = <int32_t>n_tokens
-            plan.drafts = <const spec.spec_given_draft *>(numbers + n_entries + n_tokens)
-            plan.n_drafts = <int32_t>(n_drafts // 3)
-            plan.n_steps = int32_of(n_steps, "n_steps")
-            return self._step(&plan, &r, True, has_logprobs)
-        finally:
-            PyMem_Free(numbers)
+        memset(&plan, 0, sizeof(plan))
+        plan.entries = <const spec.spec_plan_entry *>numbers.data
+        plan.n_entries = <int32_t>(n_entries // 6)
+        plan.tokens = numbers.data + n_entries
+        plan.n_tokens = <int32_t>n_tokens
+        plan.drafts = <const spec.spec_given_draft *>(plan.tokens + n_tokens)
+        plan.n_drafts = <int32_t>(n_drafts // 3)
+        plan.n_steps = int32_of(n_steps, "n_steps")
+        return self._step(&plan, moves, True, has_logprobs)
 
-    cdef object _step(
-        self, const spec.spec_plan * plan, spec.spec_result * r, bint is_plain, bint has_logprobs
-    ):
+    cdef object _step(self, spec.spec_plan * plan, moves, bint is_plain, bint has_logprobs):
+        cdef PackedMoves packed = None if moves is None else PackedMoves(moves)
+        cdef spec.spec_result r
         cdef int32_t rc
         cdef int32_t i
         cdef spec.spec_engine * handle = self._enter()
-        with nogil:
-            rc = spec.spec_engine_step(handle, plan, r)
         result = error = None
         try:
+            if packed is not None:
+                try:
+                    packed.take(self.target, self._sampler_params, plan)
+                except BaseException:
+                    packed.settle(self._sampler_params, NULL)
+                    raise
+            with nogil:
+                rc = spec.spec_engine_step(handle, plan, &r)
+            if packed is not None:
+                packed.settle(self._sampler_params, &r if rc == spec.SPEC_OK else NULL)
             if rc == spec.SPEC_OK:
-                result = rows_of(r, has_logprobs) if is_plain else result_of(r)
+                moved = None if packed is None else packed.result(&r)
+                result = rows_of(&r, has_logprobs, moved) if is_plain else result_of(&r, moved)
             elif rc == spec.SPEC_ERR_BAD_SEQ_ID:
                 error = error_of(rc)
         except BaseException:
@@ -945,47 +856,3 @@ cdef class Engine:
         cdef int32_t c_fault = int32_of(fault, "fault")
         cdef int32_t n = int32_of(n_steps, "n_steps")
         self._leave(spec.spec_engine_inject_fault(self._enter(), c_fault, n))
-
-
-cdef int copy_numbers(list values, Py_ssize_t n, int32_t * out) except -1:
-    """Copies n integers of 32 bits.
-
-    The length is the caller's: an integer's own `__index__` may have changed the list since.
-    """
-    cdef Py_ssize_t i
-    cdef long value
-    for i in range(n):
-        try:
-            value = PyLong_AsLong(values[i])  # takes no fraction
-        except OverflowError:
-            value = INT64_MAX
-        if not INT32_MIN <= value <= INT32_MAX:
-            raise errors.InvalidArgument(f"{values[i]} does not fit 32 bits")
-        out[i] = <int32_t>value
-    return 0
-
-
-cdef object rows_of(const spec.spec_result * r, bint has_logprobs):
-    cdef int32_t i
-    cdef const spec.spec_result_entry * e
-    entries = []
-    for i in range(r.n_entries):
-        e = &r.entries[i]
-        entries.append((
-            e.seq_id, e.status, e.n_past, e.token_offset, e.n_tokens, e.n_drafted, e.n_accepted,
-            e.flags))
-    tokens = [r.tokens[i] for i in range(r.n_tokens)]
-    logprobs = [r.logprobs[i] for i in range(r.n_tokens)] if has_logprobs else []
-    return StepRows(
-        entries, tokens, logprobs, r.n_batch_tokens, r.n_steps,
-        r.t_draft_us, r.t_decode_us, r.t_process_us, r.t_sample_us, r.t_total_us)
-
-
-cdef object result_of(const spec.spec_result * r):
-    return StepResult(
-        array_of(r.entries, r.n_entries, RESULT_DTYPE), array_of(r.tokens, r.n_tokens, _int32),
-        array_of(r.logprobs, r.n_tokens, _float32), r.n_batch_tokens,
-        r.t_draft_us, r.t_decode_us, r.t_process_us, r.t_sample_us, r.t_total_us,
-        array_of(r.top_tokens, r.n_tokens * r.n_top, _int32).reshape(r.n_tokens, r.n_top),
-        array_of(r.top_logprobs, r.n_tokens * r.n_top, _float32).reshape(r.n_tokens, r.n_top),
-        r.n_steps)

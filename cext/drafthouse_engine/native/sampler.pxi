@@ -15,8 +15,8 @@ from drafthouse_engine.options import SAMPLERS, SamplingParams
 @cython.final
 @cython.no_gc_clear
 cdef class Sampler:
-    """Chooses the tokens of one sequence; made on any thread, used once: `Engine.seq_begin` takes
-    it over.
+    """Chooses the tokens of one sequence; made on any thread, used once: `Engine.seq_begin`, or a
+    start of a step, takes it over.
 
     Args:
         model: the target model.
@@ -34,7 +34,7 @@ cdef class Sampler:
 
     def __cinit__(self, Model model not None, params=None, *, bint _is_parked=False):
         cdef spec.spec_sampler_params c
-        if _is_parked:  # `Engine.park` fills in what it has
+        if _is_parked:  # a step fills in what it has
             model._use()
             self._model = model
             self.params = params
@@ -86,23 +86,6 @@ cdef class Sampler:
     def is_used(self):
         """Whether an engine took it over, or it was closed."""
         return self._handle is NULL
-
-    @property
-    def n_known(self):
-        """Tokens of its sequence that a parked sampler knows; 0 of a new or used one."""
-        return self._history()[0]
-
-    @property
-    def has_chosen(self):
-        """Whether a parked sampler chose the last of these tokens."""
-        return self._history()[1]
-
-    cdef tuple _history(self):
-        cdef int32_t n_known = 0
-        cdef c_bool has_chosen = False
-        if self._handle is not NULL:
-            check(spec.spec_sampler_get_history(self._handle, &n_known, &has_chosen))
-        return n_known, bool(has_chosen)
 
     def close(self):
         """Frees it, unless an engine has it. Harmless when done twice."""

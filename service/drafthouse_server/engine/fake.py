@@ -188,10 +188,10 @@ class FakeEngine:
         self._raise_fault()
         draft = self._check.check(plan, self._slots, self._n_start_refusals)
         self._commit(plan, draft)
-        for seq_id in plan.let_go:
-            self._slots[seq_id].is_cold, self._slots[seq_id].is_awaited = True, False
-        for seq_id in plan.take_up:
-            self._slots[seq_id].is_awaited = self._slots[seq_id].is_cold
+        for slot in filter(None, map(self._slots.get, plan.let_go)):
+            slot.is_cold, slot.is_awaited = True, False
+        for slot in filter(None, map(self._slots.get, plan.take_up)):
+            slot.is_awaited = slot.is_cold
         entries = [self._run(entry, draft) for entry in plan.entries]
         n_steps = 1
         while n_steps < plan.n_steps and self._may_go_on(entries):
@@ -271,9 +271,10 @@ class FakeEngine:
     def _run(self, entry: PlanEntry, draft: CheckedPlan) -> ResultEntry:
         """Runs one sequence's part."""
         if entry.seq_id in draft.refused:
-            has_begun = entry.seq_id in self._slots
-            status = SequenceStatus.OK if has_begun else SequenceStatus.DECODE_FAILED
-            return ResultEntry(entry.seq_id, status, 0)
+            begun = self._slots.get(entry.seq_id)
+            status = SequenceStatus.OK if begun else SequenceStatus.DECODE_FAILED
+            is_cold = begun is not None and begun.is_cold
+            return ResultEntry(entry.seq_id, status, 0, is_draft_cold=is_cold)
         slot = self._slots[entry.seq_id]
         status = self._find_fault(entry.seq_id)
         if status is SequenceStatus.NO_ROOM:

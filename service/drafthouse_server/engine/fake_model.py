@@ -32,7 +32,7 @@ _PRINTABLE = range(32, 127)
 _HASH_START = 0xCBF29CE484222325
 _HASH_PRIME = 0x100000001B3
 _MASK = (1 << 64) - 1
-_SNAPSHOT_MAGIC = b"fake snapshot 1 "
+_SNAPSHOT_MAGIC = b"fake snapshot 2 "
 
 
 def extend_hash(digest: int, token: int) -> int:
@@ -65,6 +65,8 @@ class FakeSampler:
     """How many of `seen` it chose; at a temperature above 0 each choice draws once."""
     is_owned: bool = False
     """Whether an engine has taken it."""
+    tag: int = 0
+    """Whose sequence it is of; 0 until an engine has taken it."""
 
     def see(self, token: int) -> None:
         """Adds a token to the record."""
@@ -115,6 +117,11 @@ class Slot:
     """Fewest of its tokens that can be kept, but 0: what came before has left the window."""
 
     @property
+    def tag(self) -> int:
+        """Whose sequence it is."""
+        return self.sampler.tag
+
+    @property
     def n_past(self) -> int:
         """Tokens in the cache."""
         return len(self.tokens)
@@ -131,7 +138,8 @@ class Slot:
 def write_snapshot(slot: Slot) -> bytes:
     """Returns a slot as bytes: what `read_snapshot` reads, in any process."""
     sampler = slot.sampler
-    state = [slot.tokens, sampler.seen, sampler.n_chosen, dataclasses.asdict(sampler.options)]
+    options = dataclasses.asdict(sampler.options)
+    state = [slot.tokens, sampler.seen, sampler.n_chosen, options, sampler.tag]
     text = json.dumps(state).encode()
     return _SNAPSHOT_MAGIC + b"%08x" % zlib.crc32(text) + text
 
@@ -141,11 +149,11 @@ def read_snapshot(snapshot: bytes) -> Slot | None:
     head, text = snapshot[: len(_SNAPSHOT_MAGIC) + 8], snapshot[len(_SNAPSHOT_MAGIC) + 8 :]
     if head != _SNAPSHOT_MAGIC + b"%08x" % zlib.crc32(text):
         return None
-    tokens, seen, n_chosen, options = json.loads(text)
+    tokens, seen, n_chosen, options, tag = json.loads(text)
     for name, value in options.items():
         if isinstance(value, list):
             options[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
-    sampler = FakeSampler(SamplingOptions(**options), n_chosen=n_chosen)
+    sampler = FakeSampler(SamplingOptions(**options), n_chosen=n_chosen, tag=tag)
     for token in seen:
         sampler.see(token)
     slot = Slot(sampler)

@@ -83,6 +83,9 @@ class PlanCheck:
         draft = CheckedPlan(dict(slots), n_start_refusals)
         self._give_back(plan, draft)
         self._take_into_use(plan, draft)
+        for seq_id in (*plan.let_go, *plan.take_up):
+            if seq_id not in draft.n_planned:
+                _check_in_use(seq_id, draft, self._limits)
         self._check_entries(plan, draft)
         return draft
 
@@ -115,6 +118,7 @@ class PlanCheck:
                 continue
             assert isinstance(sampler, FakeSampler), "checked before"
             slot = Slot(sampler.copy(is_owned=True))
+            slot.sampler.tag = start.tag
             if held is not None and is_kept:
                 slot.compute(held.tokens[: start.n_kept])
                 slot.n_cut_min = held.n_cut_min
@@ -130,6 +134,8 @@ class PlanCheck:
             is_used = sampler.is_owned or any(sampler is other for other in draft.samplers_taken)
             _require(not is_used, "INVALID_ARGUMENT", "a sampler that an engine owns")
             _require(start.is_resumed or not sampler.seen, "BAD_PLAN", "a sampler of another time")
+            is_own = not sampler.seen or sampler.tag == start.tag
+            _require(is_own, "BAD_PLAN", "a sampler of another tag")
             n_known = len(sampler.seen) if sampler.n_chosen else self._limits.n_ctx_seq
             _require(start.n_kept < n_known, "BAD_PLAN", f"n_kept {start.n_kept}, known {n_known}")
             draft.samplers_taken.append(sampler)
@@ -147,6 +153,8 @@ class PlanCheck:
             slot_id = start.seq_id if start.source is None else start.source
             n_held = draft.n_held(slot_id)
             _require(start.n_kept <= n_held, "BAD_PLAN", f"n_kept {start.n_kept}, held {n_held}")
+            held = draft.slots.get(slot_id)
+            _require(held is None or held.tag == start.tag, "BAD_PLAN", "tokens of another tag")
 
     def _held(self, start: Start, draft: CheckedPlan) -> Slot | None:
         """Returns what a start goes on from: a slot, or what a snapshot says of one."""
@@ -155,6 +163,8 @@ class PlanCheck:
         if start.snapshot is None:
             return draft.slots.get(start.seq_id if start.source is None else start.source)
         saved = read_snapshot(start.snapshot)
+        is_own = saved is None or saved.tag == start.tag
+        _require(is_own, "BAD_PLAN", "a snapshot of another tag")
         if saved is not None and 0 < self._limits.n_window < saved.n_past:
             saved.n_cut_min = saved.n_past - 1
         return saved
@@ -171,44 +181,35 @@ class PlanCheck:
         return not is_refused
 
     def _check_entries(self, plan: StepPlan, draft: CheckedPlan) -> None:
-        """Raises EngineError where `spec.h` returns BAD_PLAN and the like."""
-        budget = _Budget(n_cells=sum(slot.n_past for slot in draft.slots.values()))
+        """Raises EngineError where `spec.h` returns BAD_PLAN and the like.
+
+        What a start was to keep counts, whether it can keep it or not.
+        """
+        in_use = draft.slots.keys() | draft.n_planned.keys()
+        budget = _Budget(n_cells=sum(draft.n_held(seq_id) for seq_id in in_use))
         _require(budget.n_cells <= self._limits.n_ctx, "BAD_PLAN", "n_ctx, after the starts")
         for entry in plan.entries:
             is_steady = entry.is_output and not entry.n_draft
             _require(plan.n_steps <= 1 or is_steady, "BAD_PLAN", "in a run, a draft or a piece")
             _check_seq_id(entry.seq_id, self._limits)
+            _require(entry.seq_id in in_use, "SEQ_IDLE", f"slot {entry.seq_id}")
+            n_past = draft.n_held(entry.seq_id)
+            _require(entry.n_past == n_past, "BAD_PLAN", f"n_past {entry.n_past}, is {n_past}")
+            self._check_entry(entry)
             slot = draft.slots.get(entry.seq_id)
-            if entry.seq_id in draft.refused:
-                n_planned = draft.n_planned[entry.seq_id]
-                _require(entry.n_past == n_planned, "BAD_PLAN", f"n_past, kept {n_planned}")
-                continue
-            if slot is None:
-                raise EngineError("SEQ_IDLE", detail=f"slot {entry.seq_id}")
-            self._check_entry(entry, slot)
+            if slot is not None:
+                _check_known(entry, slot.sampler)
             self._check_budget(entry, budget)
 
-    def _check_entry(self, entry: PlanEntry, slot: Slot) -> None:
-        n_past, tokens, sampler = slot.n_past, list(entry.tokens), slot.sampler
-        _require(entry.n_past == n_past, "BAD_PLAN", f"n_past {entry.n_past}, is {n_past}")
-        _require(len(tokens) > 0, "BAD_PLAN", "no tokens")
-        _require(all(0 <= t < N_VOCAB for t in tokens), "INVALID_ARGUMENT", "token id")
-        _require(0 <= entry.n_draft <= self._limits.n_draft_max, "BAD_PLAN", "n_draft")
-        n_after = n_past + len(tokens)
-        n_cells = n_after + entry.n_draft
+    def _check_entry(self, entry: PlanEntry) -> None:
+        n_draft = entry.n_draft
+        _require(len(entry.tokens) > 0, "BAD_PLAN", "no tokens")
+        _require(all(0 <= t < N_VOCAB for t in entry.tokens), "INVALID_ARGUMENT", "token id")
+        _require(0 <= n_draft <= self._limits.n_draft_max, "BAD_PLAN", "n_draft")
+        n_cells = entry.n_past + len(entry.tokens) + n_draft
         _require(n_cells <= self._limits.n_ctx_seq, "BAD_PLAN", f"{n_cells} tokens in one slot")
-        known = sampler.seen[n_past:n_after]
-        _require(
-            tokens[: len(known)] == known, "BAD_PLAN", "not the tokens that were chosen or fed"
-        )
-        if sampler.n_chosen:
-            _require(n_after <= len(sampler.seen), "BAD_PLAN", "tokens after the last one chosen")
-            is_last = n_after == len(sampler.seen)
-            _require(entry.is_output == is_last, "BAD_PLAN", "is_output: at the last token chosen")
-        _require(len(entry.given) <= entry.n_draft, "BAD_PLAN", "more given than n_draft")
+        _require(len(entry.given) <= n_draft, "BAD_PLAN", "more given than n_draft")
         _require(all(0 <= t < N_VOCAB for t in entry.given), "INVALID_ARGUMENT", "given token id")
-        is_going_on = sampler.n_chosen > 0 and len(tokens) == 1 and entry.is_output
-        _require(is_going_on or not entry.n_draft, "BAD_PLAN", "a draft after more than a token")
 
     def _check_budget(self, entry: PlanEntry, budget: _Budget) -> None:
         _require(entry.seq_id not in budget.seq_ids, "BAD_PLAN", "a sequence twice")
@@ -219,6 +220,19 @@ class PlanCheck:
         _require(budget.n_tokens <= self._limits.n_batch, "BAD_PLAN", "n_batch")
         _require(budget.n_outputs <= self._limits.n_outputs_max, "BAD_PLAN", "n_outputs_max")
         _require(budget.n_cells <= self._limits.n_ctx, "BAD_PLAN", "n_ctx")
+
+
+def _check_known(entry: PlanEntry, sampler: FakeSampler) -> None:
+    """Checks an entry's tokens against those that its sampler knows."""
+    tokens, n_after = list(entry.tokens), entry.n_past + len(entry.tokens)
+    known = sampler.seen[entry.n_past : n_after]
+    _require(tokens[: len(known)] == known, "BAD_PLAN", "not the tokens that were chosen or fed")
+    if sampler.n_chosen:
+        _require(n_after <= len(sampler.seen), "BAD_PLAN", "tokens after the last one chosen")
+        is_last = n_after == len(sampler.seen)
+        _require(entry.is_output == is_last, "BAD_PLAN", "is_output: at the last token chosen")
+    is_going_on = sampler.n_chosen > 0 and len(tokens) == 1 and entry.is_output
+    _require(is_going_on or not entry.n_draft, "BAD_PLAN", "a draft after more than a token")
 
 
 def _require(condition: bool, status: str, detail: str) -> None:

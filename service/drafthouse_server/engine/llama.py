@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import cast
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.loading import card_of, limits_of, load_engine
@@ -39,9 +40,6 @@ __all__ = ["LlamaEngine"]
 
 _US = 1e-6
 
-_LOST = (SequenceStatus.DECODE_FAILED, SequenceStatus.SAMPLING_FAILED)
-"""After these a slot is idle."""
-
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingOptions))
 
 
@@ -65,8 +63,7 @@ class LlamaEngine:
         self._threads = threads
         self._eog = frozenset(self._model.eos_token_ids)
         self._token_bytes: dict[int, bytes] = {}
-        self._with_logprobs: set[int] = set()
-        self._in_use: set[int] = set()
+        self._with_logprobs: AbstractSet[int] = frozenset()
         self._statuses = {
             int(drafthouse_engine.Status[status.name]): status for status in SequenceStatus
         }
@@ -114,163 +111,34 @@ class LlamaEngine:
         Raises:
             EngineError: the plan contradicts the engine's state (ENGINE_FAILURE).
         """
-        self._check_starts(plan)
+        with_logprobs = self._with_logprobs
+        if plan.starts:
+            with_logprobs = _with_logprobs_after(plan.starts, with_logprobs)
         try:
-            snapshots = self._save(plan.saves)
-            samplers = {seq_id: self._engine.park(seq_id) for seq_id in plan.parks}
-            for seq_id in plan.frees:
-                self._engine.seq_end(seq_id)
-            self._in_use.difference_update(plan.parks, plan.frees)
-            kept_less = {start.seq_id for start in plan.starts if not self._start(start)}
-            for seq_id in plan.let_go:
-                if seq_id not in kept_less:
-                    self._engine.seq_let_go(seq_id)
-            for seq_id in plan.take_up:
-                if seq_id not in kept_less:
-                    self._engine.seq_take_up(seq_id)
-            computed = [entry for entry in plan.entries if entry.seq_id not in kept_less]
-            result = None
-            if computed:
-                n_steps = 1 if kept_less else plan.n_steps
-                has_logprobs = bool(self._with_logprobs)
-                result = self._engine.step_rows(
-                    *_pack(computed), n_steps, has_logprobs=has_logprobs
-                )
+            result = self._engine.step_rows(
+                *_pack(plan.entries),
+                plan.n_steps,
+                moves=_moves_of(plan),
+                has_logprobs=bool(with_logprobs),
+            )
         except drafthouse_engine.EngineError as error:
             raise EngineError(_status_name(error), detail=str(error)) from error
-        done = self._unpack(result) if result else []
-        if kept_less:
-            done = self._with_refused(plan.entries, done, kept_less)
+        self._with_logprobs = with_logprobs
+        moved = result.moved or drafthouse_engine.Moved()
+        n_kept = zip(plan.starts, moved.n_kept, strict=False)
         return StepResult(
-            done,
-            result.n_batch_tokens if result else 0,
-            dict.fromkeys(kept_less, 0),
-            snapshots,
-            samplers,
-            _timings(result) if result else StepTimings(),
-            result.n_steps if result else 1,
+            self._unpack(result),
+            result.n_batch_tokens,
+            {start.seq_id: n for start, n in n_kept if n < start.n_kept},
+            moved.snapshots,
+            moved.samplers,
+            _timings(result),
+            result.n_steps,
         )
 
     def interrupt(self) -> None:
         """Ends the run of steps in flight, or else the next one, with the step that it is in."""
         self._engine.interrupt()
-
-    def _save(self, seq_ids: Sequence[int]) -> dict[int, bytes]:
-        """Returns snapshots of slots in use, without those that cannot be written."""
-        snapshots = {}
-        for seq_id in seq_ids:
-            with suppress(
-                drafthouse_engine.Unsupported, drafthouse_engine.OutOfMemory, MemoryError
-            ):
-                snapshots[seq_id] = self._engine.save(seq_id)
-        return snapshots
-
-    def _start(self, start: Start) -> bool:
-        """Takes a slot into use. Returns whether it kept what it should."""
-        sampler = start.sampler
-        assert sampler is None or isinstance(sampler, drafthouse_engine.Sampler), "checked before"
-        params = sampler.params if sampler else None
-        # A sampler out of a snapshot does not say whether it tells log-probabilities: it may.
-        if params is None or params.logprobs:
-            self._with_logprobs.add(start.seq_id)
-        else:
-            self._with_logprobs.discard(start.seq_id)
-        n_kept = self._engine.start(
-            start.seq_id,
-            sampler,
-            start.n_kept,
-            source=start.source,
-            snapshot=start.snapshot,
-            is_resumed=start.is_resumed,
-        )
-        is_kept = n_kept == start.n_kept
-        if is_kept or sampler is not None:
-            self._in_use.add(start.seq_id)
-        else:
-            self._in_use.discard(start.seq_id)
-        return is_kept
-
-    def _with_refused(
-        self, entries: Sequence[PlanEntry], done: list[ResultEntry], refused: set[int]
-    ) -> list[ResultEntry]:
-        """Returns one result per entry of the plan, with those that were not computed."""
-        by_slot = {entry.seq_id: entry for entry in done}
-        for seq_id in refused:
-            is_begun = seq_id in self._in_use
-            status = SequenceStatus.OK if is_begun else SequenceStatus.DECODE_FAILED
-            by_slot[seq_id] = ResultEntry(seq_id, status, 0)
-        return [by_slot[entry.seq_id] for entry in entries]
-
-    def _check_starts(self, plan: StepPlan) -> None:
-        """Checks everything of a plan but its entries, before any of it is done.
-
-        Raises:
-            EngineError: what `step.py` says of saves, parks, frees and starts does not hold.
-        """
-        if not (plan.saves or plan.parks or plan.frees or plan.starts):
-            return
-        for seq_id in (*plan.saves, *plan.parks, *plan.frees):
-            self._check_seq_id(seq_id)
-        for seq_id in (*plan.saves, *plan.parks):
-            _require(seq_id in self._in_use, "SEQ_IDLE", f"slot {seq_id}")
-        _require(len(set(plan.parks)) == len(plan.parks), "SEQ_IDLE", "a slot parked twice")
-        # What the slots will hold, if every start keeps what it should.
-        n_held = {
-            seq_id: self._engine.seq_n_past(seq_id)
-            for seq_id in self._in_use.difference(plan.parks, plan.frees)
-        }
-        n_planned: dict[int, int] = {}
-        samplers: list[object] = []
-        for start in plan.starts:
-            self._check_seq_id(start.seq_id)
-            _require(start.seq_id not in n_planned, "BAD_PLAN", "a slot started twice")
-            self._check_sampler(start, samplers)
-            self._check_kept(start, n_held)
-            n_held[start.seq_id] = n_planned[start.seq_id] = start.n_kept
-        for entry in plan.entries:
-            n_kept = n_planned.get(entry.seq_id, entry.n_past)
-            _require(entry.n_past == n_kept, "BAD_PLAN", f"n_past {entry.n_past}, kept {n_kept}")
-            _require(
-                entry.seq_id in n_held or not 0 <= entry.seq_id < self._limits.n_seq_max,
-                "SEQ_IDLE",
-                f"slot {entry.seq_id}",
-            )
-
-    def _check_seq_id(self, seq_id: int) -> None:
-        _require(0 <= seq_id < self._limits.n_seq_max, "BAD_SEQ_ID", f"{seq_id}")
-
-    def _check_sampler(self, start: Start, others: list[object]) -> None:
-        sampler = start.sampler
-        if sampler is None:
-            _require(start.snapshot is not None and start.is_resumed, "BAD_PLAN", "no sampler")
-            return
-        if not isinstance(sampler, drafthouse_engine.Sampler):
-            raise EngineError("INVALID_ARGUMENT", detail="foreign sampler")
-        is_used = sampler.is_used or any(sampler is other for other in others)
-        _require(not is_used, "INVALID_ARGUMENT", "a sampler that an engine owns")
-        is_ours = self._engine.accepts(sampler)
-        _require(is_ours, "INVALID_ARGUMENT", "a sampler of another model")
-        n_known = sampler.n_known
-        _require(start.is_resumed or not n_known, "BAD_PLAN", "a sampler of another time")
-        if sampler.has_chosen:
-            _require(start.n_kept < n_known, "BAD_PLAN", f"n_kept {start.n_kept}, known {n_known}")
-        others.append(sampler)
-
-    def _check_kept(self, start: Start, n_held: Mapping[int, int]) -> None:
-        n_ways = (start.source is not None) + (start.snapshot is not None)
-        n_kept = start.n_kept
-        _require(0 <= n_kept < self._limits.n_ctx_seq, "BAD_PLAN", f"n_kept {n_kept}")
-        _require(n_ways <= 1, "BAD_PLAN", "a source and a snapshot")
-        _require(n_kept > 0 or n_ways == 0, "BAD_PLAN", "nothing to keep of what is given")
-        seq_id = start.seq_id
-        if start.source is not None:
-            seq_id = start.source
-            self._check_seq_id(seq_id)
-            _require(seq_id != start.seq_id, "BAD_PLAN", "a slot as its own source")
-            _require(seq_id in n_held, "SEQ_IDLE", f"slot {seq_id}")
-        if n_kept and start.snapshot is None:
-            n = n_held.get(seq_id, 0)
-            _require(n_kept <= n, "BAD_PLAN", f"n_kept {n_kept}, held {n}")
 
     def _unpack(self, result: drafthouse_engine.StepRows) -> list[ResultEntry]:
         tokens, logprobs = result.tokens, result.logprobs
@@ -278,8 +146,6 @@ class LlamaEngine:
         entries = []
         for seq_id, status, n_past, start, n_tokens, n_drafted, n_accepted, flags in result.entries:
             end = start + n_tokens
-            if self._statuses[status] in _LOST:
-                self._in_use.discard(seq_id)
             entries.append(
                 ResultEntry(
                     seq_id,
@@ -390,14 +256,46 @@ def _pack(entries: Sequence[PlanEntry]) -> tuple[list[int], list[int], list[int]
     return rows, tokens, drafts
 
 
+def _moves_of(plan: StepPlan) -> drafthouse_engine.Moves | None:
+    """Returns what a plan does before its entries, as the extension wants it."""
+    is_any = plan.saves or plan.parks or plan.frees or plan.starts or plan.let_go or plan.take_up
+    if not is_any:
+        return None
+    starts = [_start_of(start) for start in plan.starts]
+    return drafthouse_engine.Moves(
+        plan.saves, plan.parks, plan.frees, starts, plan.let_go, plan.take_up
+    )
+
+
+def _start_of(start: Start) -> drafthouse_engine.Start:
+    sampler = cast("drafthouse_engine.Sampler | None", start.sampler)  # the extension checks it
+    return drafthouse_engine.Start(
+        start.seq_id,
+        sampler,
+        start.n_kept,
+        start.source,
+        start.snapshot,
+        start.is_resumed,
+        start.tag,
+    )
+
+
+def _with_logprobs_after(starts: Sequence[Start], before: AbstractSet[int]) -> AbstractSet[int]:
+    """Returns the slots whose samplers may tell log-probabilities once these have started."""
+    after = set(before)
+    for start in starts:
+        params = getattr(start.sampler, "params", None)
+        # A sampler out of a snapshot does not say whether it tells log-probabilities: it may.
+        if params is None or params.logprobs:
+            after.add(start.seq_id)
+        else:
+            after.discard(start.seq_id)
+    return after
+
+
 def _told(logprobs: list[float]) -> Sequence[float]:
     """Returns log-probabilities; nothing where the sequence has not asked for them (NaN)."""
     return () if logprobs and math.isnan(logprobs[0]) else logprobs
-
-
-def _require(condition: bool, status: str, detail: str) -> None:
-    if not condition:
-        raise EngineError(status, detail=detail)
 
 
 def _timings(result: drafthouse_engine.StepRows) -> StepTimings:
