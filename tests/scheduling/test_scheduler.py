@@ -13,6 +13,7 @@ from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import ContextTooLong, Draining, EngineError
 from drafthouse_server.scheduling.cells import check_context
+from drafthouse_server.scheduling.placement import tag_of
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.scheduler import N_NO_ROOM_MAX, Scheduler
 from drafthouse_server.scheduling.sequence import (
@@ -142,6 +143,36 @@ def test_prompts_share_what_is_left_in_the_order_of_arrival() -> None:
     bench.add("c", n_prompt=10)
     assert shape(bench.step()) == [(0, 10, 0, True), (1, 6, 0, False)]
     assert shape(bench.step()) == [(0, 1, 0, True), (1, 4, 0, True), (2, 10, 0, True)]
+
+
+def test_sequences_carry_their_tenant_s_tag() -> None:
+    bench = Bench(dataclasses.replace(LIMITS, n_seq_max=2))
+    for request_id, tenant in (("a", "one"), ("b", "two"), ("c", "one")):
+        bench.add(request_id, tenant=tenant)
+    bench.add("d", n_output_max=30, tenant="one")
+    bench.run()
+    tags = [start.tag for plan in bench.plans for start in plan.starts]
+    assert len(tags) == 4
+    assert len(set(tags)) == 2
+    assert tags.count(tag_of("one")) == 3
+    assert all(0 < tag < 2**64 for tag in tags)
+
+
+def test_the_engine_refuses_another_tenant_s_prefix_that_the_cache_has_found() -> None:
+    """A slip of the cache fails closed: the plan is refused, and no tokens are gone on from."""
+    prefixes = PrefixCache(can_cut=True)
+    bench = Bench(scheduler={"prefixes": prefixes})
+    bench.add("a", n_prompt=2 * BLOCK_SIZE, tenant="one")
+    bench.run()
+    bench.add("a", n_prompt=2 * BLOCK_SIZE, tenant="two")
+    find = prefixes.find
+    with mock.patch.object(prefixes, "find", lambda _, tokens: find("one", tokens)):
+        plan = bench.scheduler.plan(bench.now)
+    assert plan.starts[0].n_kept == 2 * BLOCK_SIZE - 1
+    n_cells = bench.engine.n_cells_used
+    with pytest.raises(EngineError, match="BAD_PLAN"):
+        bench.engine.step(plan)
+    assert bench.engine.n_cells_used == n_cells
 
 
 def test_streams_go_on_while_a_long_prompt_is_computed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 from drafthouse_server.scheduling.cells import CellLedger
 from drafthouse_server.scheduling.checkpoints import Checkpoints
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
@@ -12,7 +14,16 @@ from drafthouse_server.scheduling.slots import SlotTable
 from drafthouse_server.scheduling.waiting import WaitingQueue
 from drafthouse_server.step import Start, StepResult
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "tag_of"]
+
+
+def tag_of(tenant: str) -> int:
+    """Returns the tag of a tenant's sequences in the engine: a digest of the name, never 0.
+
+    The engine goes on from no tokens of another tag, whatever it is told to.
+    """
+    digest = blake2b(tenant.encode(), digest_size=8, person=b"tag").digest()
+    return int.from_bytes(digest) or 1
 
 
 class Placement:
@@ -94,6 +105,7 @@ class Placement:
                 source=source if source != seq_id else None,
                 snapshot=snapshot,
                 is_resumed=sequence.is_parked,
+                tag=tag_of(sequence.tenant),
             )
         )
         if sequence.is_parked:
