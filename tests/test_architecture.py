@@ -20,7 +20,10 @@ BENCH = ROOT / "bench" / "drafthouse_bench"
 PACKAGES = (SERVICE, CEXT / "drafthouse_engine", ROOT / "clients" / "python" / "drafthouse")
 GRPC_MODULES = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
 PURE_FOLDERS = ("scheduling", "drafting")
-PURE_FILES = (SERVICE / "step.py", SERVICE / "errors.py", SERVICE / "tenancy" / "tenants.py")
+PURE_FILES = (
+    SERVICE / "step.py", SERVICE / "errors.py",
+    *(SERVICE / "tenancy" / name for name in ("tenants.py", "fairness.py", "limits.py")),
+)  # fmt: skip
 """Those beside the pure folders."""
 N_FILES_MAX = 12
 """Python files of a folder, without `__init__.py`."""

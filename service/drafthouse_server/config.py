@@ -86,6 +86,17 @@ def _are_rates(texts: tuple[str, ...]) -> bool:
 
 _RATES = Rule("numbers in [0, 1] that never rise", _are_rates)
 
+
+def _are_weights(texts: tuple[str, ...]) -> bool:
+    try:
+        weights = [float(text) for text in texts]
+    except ValueError:
+        return False
+    return len(weights) == 3 and all(0 < weight <= 1000 for weight in weights)
+
+
+_WEIGHTS = Rule("three numbers in (0, 1000]", _are_weights)
+
 _model = functools.partial(declare, "Model")
 _access = functools.partial(declare, "Address and access")
 _slots = functools.partial(declare, "Slots and context")
@@ -94,6 +105,7 @@ _memory = functools.partial(declare, "Prefix cache and preemption")
 _drafts = functools.partial(declare, "Drafts")
 _compute = functools.partial(declare, "Threads and accelerators")
 _load = functools.partial(declare, "Queue and connections")
+_share = functools.partial(declare, "Tenants")
 _other = functools.partial(declare, "Log and benchmarks")
 
 
@@ -236,7 +248,7 @@ class Config:
     preempted_mib: int = _memory(
         1024,
         between(0, 1 << 20),
-        "MiB of host memory for requests that were preempted (kv_unified); what does not fit is"
+        "MiB of host memory for requests that were preempted; what does not fit is"
         " computed again when they resume. 0: none.",
         old="n_parked_mib_max",
         peers=("swap_space",),
@@ -404,6 +416,42 @@ class Config:
         4 << 20, between(1024, 1 << 30), "Maximum size of a request in bytes."
     )
     """Largest request."""
+    service_weights: tuple[str, ...] = _share(
+        ("1", "2", "1"),
+        _WEIGHTS,
+        "What counts as service of a tenant: a computed token of a prompt, a token of output, a"
+        " drafted token that was rejected. Of the tenants that wait, the one with the least service"
+        " for its weight goes first.",
+    )
+    """Units of service of a token."""
+    fair_quantum: float = _share(
+        512.0,
+        between(1, 1e9),
+        "Units of service (service_weights) by which a tenant that waits may fall behind one that"
+        " runs; then a stream of that one is preempted. A tenant with fewer slots than its share"
+        " does not wait for it.",
+    )
+    """Lag after which a slot changes hands."""
+    preempt_interval_s: float = _share(
+        1.0,
+        between(0, 3600),
+        "Seconds in which a request is preempted once at most, for another tenant or for a higher"
+        " priority of its own.",
+    )
+    """Bound of how often a sequence loses its slot."""
+    preempt_mib_s: float = _share(
+        64.0,
+        between(0, 1e6),
+        "MiB of preempted requests that may be saved a second for each tenant that takes slots; no"
+        " stream goes on while they are written. 0: nobody takes a slot from another request.",
+    )
+    """Bytes of snapshots for slots that change hands."""
+    priority_aging_s: float = _share(
+        10.0,
+        between(0, 86400),
+        "Seconds of waiting that are worth one point of priority. 0: priorities do not age.",
+    )
+    """Aging of priorities."""
     log_level: str = _other("info", one_of(*_LOG_LEVELS), "Minimum severity that is logged.")
     """Minimum severity that is logged."""
     synth_rates: tuple[str, ...] = _other(
@@ -415,6 +463,10 @@ class Config:
         peers=("spec_synth_rates",),
     )
     """Synthetic acceptance; empty is off."""
+    tenants: Mapping[str, Mapping[str, object]] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+    """Weight and limits by tenant, of the file's sections [tenants.NAME]; `tenancy` checks them."""
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
@@ -441,9 +493,10 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {
         field.name: dataclasses.replace(field.metadata["declared"], name=field.name)
         for field in dataclasses.fields(Config)
+        if "declared" in field.metadata
     }
 )
-"""All settings by name, group by group."""
+"""All settings by name, group by group; but for those of single tenants."""
 
 
 def is_loopback(host: str) -> bool:

@@ -188,22 +188,31 @@ class QuotaExceeded(DrafthouseError):
         tenant: Name of the tenant.
         quota: What is limited, as a plural noun: "waiting requests", "requests at once".
         limit: The limit.
-        retry_after_s: When another attempt may succeed, seconds from now.
+        retry_after_s: When another attempt may succeed, seconds from now; None: never, as it is.
+        metric: Name of the limit in the tenant's settings.
     """
 
     reason = "TENANT_QUOTA_EXCEEDED"
     code = "RESOURCE_EXHAUSTED"
 
-    def __init__(self, tenant: str, quota: str, limit: int, retry_after_s: float) -> None:
+    def __init__(
+        self,
+        tenant: str,
+        quota: str,
+        limit: float,
+        retry_after_s: float | None,
+        metric: str = "",
+    ) -> None:
         self.tenant = tenant
         self.quota = quota
         self.limit = limit
         self.retry_after_s = retry_after_s
-        super().__init__(f"tenant {tenant!r} has reached its limit of {limit} {quota}")
+        self.metric = metric
+        super().__init__(f"tenant {tenant!r} has reached its limit of {limit:.15g} {quota}")
 
     def metadata(self) -> dict[str, str]:
         """Returns tenant, quota and limit."""
-        return {"tenant": self.tenant, "quota": self.quota, "limit": str(self.limit)}
+        return {"tenant": self.tenant, "quota": self.quota, "limit": f"{self.limit:.15g}"}
 
 
 class Overloaded(DrafthouseError):

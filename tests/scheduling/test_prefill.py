@@ -14,11 +14,13 @@ from drafthouse_server.scheduling.pacing import (
 )
 from drafthouse_server.scheduling.prefill import N_QUANTUM, PrefillTurns
 from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.waiting import rank
 
 
 def make(order: int, tenant: str, priority: int = 0) -> Sequence:
     sequence = Sequence(f"{tenant}{order}", [1], None, tenant=tenant, priority=priority)
     sequence.order = order
+    sequence.rank = rank(sequence)
     return sequence
 
 

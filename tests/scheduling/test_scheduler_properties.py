@@ -36,6 +36,7 @@ from drafthouse_server.step import (
     StepResult,
     StepTimings,
 )
+from drafthouse_server.tenancy.fairness import Fairness
 
 LIMITS = EngineLimits(
     draft_type="mtp",
@@ -78,6 +79,8 @@ class Setup:
     """What a step takes besides its tokens: short ones are run in a row."""
     acceptance: tuple[int, ...] = ACCEPTANCE
     """Accepted tokens of drafts, over and over: where none is, drafters are let go."""
+    fairness: Fairness = dataclasses.field(default_factory=Fairness)
+    """How tenants share the slots."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -85,6 +88,9 @@ class Setup:
             LIMITS, n_ctx=self.n_ctx, n_ctx_seq=self.n_ctx_seq, n_window=self.n_window
         )
 
+
+HASTY = Fairness(quantum=6.0, aging_s=3.0, preempt_interval_s=2.0)
+"""Slots change hands every few steps."""
 
 QUICK = Setup(
     n_ctx=270,
@@ -113,6 +119,9 @@ SETUPS = (
     Setup(is_paced=True, is_adaptive=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True, is_adaptive=True),
     Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_adaptive=True),
+    Setup(fairness=HASTY),
+    Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_recurrent=True, fairness=HASTY),
+    Setup(n_ctx=110, n_ctx_seq=100, n_parked_bytes_max=900, is_paced=True, fairness=HASTY),
     QUICK,
     dataclasses.replace(QUICK, n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000),
 )
@@ -152,6 +161,7 @@ class World:
             n_parked_bytes_max=setup.n_parked_bytes_max,
             prefixes=prefixes,
             n_checkpoint_min=1,
+            fairness=setup.fairness,
         )
         self.sequences: list[Sequence] = []
         self.events: dict[str, list[Event]] = {}
@@ -328,6 +338,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 n_output_max,
                 options,
                 tenant=tenant,
+                weight=2.0 if tenant == "b" else 1.0,
+                received_at=self.now,
                 n_draft=n_draft,
                 priority=priority,
                 deadline=self.now + lifetime,

@@ -54,8 +54,8 @@ def test_the_work_of_a_step_grows_at_most_linearly_with_the_running_sequences() 
 
 
 def test_a_sequence_costs_a_step_few_calls() -> None:
-    # 24 of Python and C together, the search for K included; each takes some 0.1 us.
-    assert n_calls_of_a_step(32, 100) <= 30 * 32
+    # 31 of Python and C together, the search for K included; each takes some 0.1 us.
+    assert n_calls_of_a_step(32, 100) <= 32 * 32
 
 
 @pytest.mark.timeout(600)

@@ -8,22 +8,30 @@ from types import FrameType
 import pytest
 
 from drafthouse_server.scheduling.sequence import Sequence
-from drafthouse_server.scheduling.waiting import WaitingQueue
+from drafthouse_server.scheduling.waiting import WaitingQueue, rank
+from drafthouse_server.tenancy.fairness import VirtualCounters
 
 
 def make(order: int, tenant: str = "a", priority: int = 0, *, is_parked: bool = False) -> Sequence:
     sequence = Sequence(f"{tenant}{order}", [1], None, tenant=tenant, priority=priority)
     sequence.order = order
+    sequence.rank = rank(sequence)
     sequence.is_parked = is_parked
     return sequence
 
 
 def drain(queue: WaitingQueue) -> list[str]:
-    return [queue.pop().request_id for _ in range(len(queue))]
+    """Takes all out, each of which counts alike."""
+    names = []
+    while len(queue):
+        sequence = queue.pop()
+        queue._counters.charge(sequence.tenant, 1)
+        names.append(sequence.request_id)
+    return names
 
 
 def fill(*sequences: Sequence) -> WaitingQueue:
-    queue = WaitingQueue()
+    queue = WaitingQueue(VirtualCounters())
     for sequence in sequences:
         queue.push(sequence)
     return queue
@@ -39,15 +47,28 @@ def test_priority_counts_inside_a_tenant_only() -> None:
     assert drain(queue) == ["a1", "b3", "a0", "b2"]
 
 
-def test_what_has_begun_goes_before_what_is_new() -> None:
-    queue = fill(make(0), make(1, "b"), make(2, "c", is_parked=True), make(3, "c"))
+def test_what_has_begun_goes_before_what_came_later_in_its_tenant_alone() -> None:
+    queue = fill(make(0), make(3, "c"), make(1, "b"), make(2, "c", is_parked=True))
     assert queue.n_parked == 1
-    assert drain(queue) == ["c2", "a0", "b1", "c3"]
+    assert drain(queue) == ["a0", "c2", "b1", "c3"]
+    assert queue.n_parked == 0
 
 
 def test_a_higher_priority_of_its_tenant_goes_before_a_parked_one() -> None:
     queue = fill(make(0, is_parked=True), make(1, priority=1), make(2, "b"))
-    assert drain(queue) == ["a1", "a0", "b2"]
+    assert drain(queue) == ["a1", "b2", "a0"]
+
+
+def test_waiting_is_worth_priority() -> None:
+    def ranked(priority: int, received_at: float, order: int) -> tuple[float, int]:
+        sequence = Sequence("r", [1], None, priority=priority, received_at=received_at)
+        sequence.order = order
+        return rank(sequence, aging_s=10.0)
+
+    assert ranked(1, 9.0, 1) < ranked(0, 0.0, 0), "a point is worth ten seconds"
+    assert ranked(0, 0.0, 0) < ranked(1, 11.0, 1)
+    assert ranked(-100, 0.0, 0) < ranked(100, 2001.0, 1), "whoever waits is served at last"
+    assert ranked(3, 5.0, 0) < ranked(3, 5.0, 1)
 
 
 def test_removed_ones_never_show_up_and_come_no_more() -> None:

@@ -83,6 +83,7 @@ def test_the_sdk_can_give_every_option() -> None:
         "log_probabilities": True,
         "progress": True,
         "speculation": "mtp",
+        "end_user": "u",
     }
     asked = to_generation(drafthouse_options.generate_request("x", options))
     assert set(asked.knobs) == {knob.name for knob in KNOBS}

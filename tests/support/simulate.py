@@ -8,8 +8,7 @@ each below its share. *flood*: the same, but one of them sends ten times as much
 second in all, more than the machine can do. *two floods*: two do, so that both always wait.
 
 Everything is seeded; time is what the machine of `crowd` says that steps take, so the first table
-is the same on every computer. Requests beyond a tenant's part of the queue are refused, as
-`tenant_queue_size` has it.
+is the same on every computer. The queue is the server's, with its limits: what it refuses is gone.
 """
 
 from __future__ import annotations
@@ -29,10 +28,14 @@ from tests.support.crowd import Machine
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.cost import Splitting, StepCost, shape_of
 from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.errors import QueueFull, QuotaExceeded
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import Sequence, TokensEvent
-from drafthouse_server.step import EngineLimits, SamplingOptions, StepPlan
+from drafthouse_server.step import EngineLimits, SamplingOptions, StepPlan, StepResult
+from drafthouse_server.tenancy.admission import Admission, Ticket
+from drafthouse_server.tenancy.fairness import Fairness
+from drafthouse_server.tenancy.tenants import Tenant
 
 __all__ = [
     "FLOODED",
@@ -65,7 +68,7 @@ N_WAITING_TENANT_MAX = 128
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One tenant's requests; they come at random (Poisson)."""
+    """One tenant's requests; they come at random (Poisson), unless they are regular."""
 
     tenant: str
     """Name."""
@@ -75,6 +78,10 @@ class Stream:
     """Tokens of each prompt."""
     n_output: int = 32
     """Tokens to generate, on average: from half of it to half as many more."""
+    weight: float = 1.0
+    """The tenant's share relative to others'."""
+    is_regular: bool = False
+    """Whether they come at equal distances."""
 
 
 IDLE = (
@@ -110,7 +117,11 @@ class Summary:
     n_ended: int = 0
     """Of these, ended."""
     n_refused: Counter[str] = field(default_factory=Counter)
-    """Requests that found their tenant's part of the queue full, by tenant."""
+    """Requests that found no place in the queue, by tenant."""
+    service: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Units of service given, by tenant: computed prompts, outputs and rejected drafts."""
+    n_preempted: Counter[str] = field(default_factory=Counter)
+    """Times that a sequence lost its slot, by tenant."""
     n_tokens_by_tenant: Counter[str] = field(default_factory=Counter)
     """Tokens generated, by tenant."""
     n_steps: int = 0
@@ -119,6 +130,8 @@ class Summary:
     """Tokens generated."""
     waits_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Virtual seconds from submission to the first token, by tenant."""
+    waits_steps: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Steps that have ended between submission and first token, that one included, by tenant."""
     plan_s: float = 0.0
     """Real seconds of the scheduler: reap, plan and commit."""
     elapsed_s: float = 0.0
@@ -134,6 +147,9 @@ class Simulation:
         seed: Of prompts and lengths.
         has_prefix_cache: Whether ended sequences keep their slots for a while. Prompts here have
             nothing in common, so this shows what the cache costs, and nothing of its use.
+        queue_size: Requests of all tenants that may wait, of those that `ask`.
+        fairness: How tenants share the slots.
+        n_ctx_seq: Most tokens of one sequence.
     """
 
     def __init__(
@@ -143,10 +159,14 @@ class Simulation:
         seed: int = 1,
         *,
         has_prefix_cache: bool = False,
+        queue_size: int = 256,
+        fairness: Fairness | None = None,
+        n_ctx_seq: int = 512,
     ) -> None:
         self.limits = EngineLimits(
-            "mtp", n_seq_max, n_seq_max * 512, 512, 2048, 512, 4, n_seq_max * 5
+            "mtp", n_seq_max, n_seq_max * n_ctx_seq, n_ctx_seq, 2048, 512, 4, n_seq_max * 5
         )
+        self.weights = (fairness or Fairness()).weights
         self.engine = FakeEngine(self.limits, acceptance=(2, 0, 3, 1, 4))
         self.cost = StepCost()
         self.policy = AdaptiveDraft(4)
@@ -156,26 +176,65 @@ class Simulation:
             cost=self.cost,
             splitting=Splitting.STREAMS,
             prefixes=PrefixCache(can_cut=True) if has_prefix_cache else None,
+            fairness=fairness,
         )
+        self.admission = Admission(queue_size, 1.0, clock=lambda: self.now)
         self.now = 0.0
         self.summary = Summary()
         self._machine = machine
         self._random = random.Random(seed)
-        self._submitted_at: dict[str, float] = {}
-        self._n_pending: Counter[str] = Counter()  # without a first token, by tenant
+        self._submitted_at: dict[str, tuple[float, int]] = {}  # time, and steps until then
+        self._tickets: dict[str, Ticket] = {}
+        self._slots: dict[int, Sequence] = {}
+
+    def ask(
+        self,
+        tenant: str,
+        n_prompt: int = 8,
+        n_output: int = 8,
+        at: float | None = None,
+        weight: float = 1.0,
+    ) -> bool:
+        """Submits a request as a client does. Returns whether it was let in."""
+        asking = Tenant(tenant, weight, n_waiting_max=N_WAITING_TENANT_MAX)
+        try:
+            ticket = self.admission.admit(asking)
+        except (QueueFull, QuotaExceeded):
+            self.summary.n_refused[tenant] += 1
+            return False
+        name = self.submit(tenant, n_prompt, n_output, at, weight)
+        self._tickets[name] = ticket
+        return True
 
     def submit(
-        self, tenant: str, n_prompt: int = 8, n_output: int = 8, at: float | None = None
-    ) -> None:
-        """Lets one more request wait; it came at some time during the last step, or now."""
+        self,
+        tenant: str,
+        n_prompt: int = 8,
+        n_output: int = 8,
+        at: float | None = None,
+        weight: float = 1.0,
+    ) -> str:
+        """Lets one more request wait; it came at some time during the last step, or now.
+
+        Returns:
+            Its name.
+        """
         name = f"{tenant}-{self.summary.n_submitted}"
         prompt = [self._random.randrange(32, 127) for _ in range(n_prompt)]
         sampler = self.engine.make_sampler(_GREEDY)
-        sequence = Sequence(name, prompt, sampler, tenant=tenant, n_output_max=n_output)
+        sequence = Sequence(
+            name,
+            prompt,
+            sampler,
+            tenant=tenant,
+            weight=weight,
+            n_output_max=n_output,
+            received_at=self.now if at is None else at,
+        )
         self.scheduler.submit(sequence)
-        self._submitted_at[name] = self.now if at is None else at
-        self._n_pending[tenant] += 1
+        self._submitted_at[name] = sequence.received_at, self.summary.n_steps
         self.summary.n_submitted += 1
+        return name
 
     def step(self) -> StepPlan:
         """Runs one step and lets its time pass."""
@@ -183,6 +242,7 @@ class Simulation:
         self.scheduler.reap(self.now)
         plan = self.scheduler.plan(self.now)
         planned = time.perf_counter()
+        self._note_moves(plan)
         self.engine.interrupt()  # somebody always comes
         result = self.engine.step(plan)
         shape = shape_of(plan.entries, result.entries, self._machine.splitting, 512)
@@ -192,17 +252,49 @@ class Simulation:
         events = self.scheduler.commit(dataclasses.replace(result, timings=timings), self.now)
         self.summary.plan_s += planned - started + time.perf_counter() - resumed
         self.summary.n_steps += 1
+        self._count_service(plan, result)
         for sequence, event in events:
             if isinstance(event, TokensEvent):
                 self.summary.n_tokens += len(event.tokens)
                 self.summary.n_tokens_by_tenant[sequence.tenant] += len(event.tokens)
-                submitted_at = self._submitted_at.pop(sequence.request_id, None)
-                if submitted_at is not None:
-                    self._n_pending[sequence.tenant] -= 1
-                    self.summary.waits_s[sequence.tenant].append(self.now - submitted_at)
+                submitted = self._submitted_at.pop(sequence.request_id, None)
+                if submitted is not None:
+                    at, n_steps = submitted
+                    self.summary.waits_s[sequence.tenant].append(self.now - at)
+                    n_steps = self.summary.n_steps - n_steps
+                    self.summary.waits_steps[sequence.tenant].append(n_steps)
             elif sequence.terminal is event:
                 self.summary.n_ended += 1
+                ticket = self._tickets.pop(sequence.request_id, None)
+                if ticket is not None:
+                    ticket.give_back()
         return plan
+
+    def _note_moves(self, plan: StepPlan) -> None:
+        """Notes who got a slot and who lost one, as the server's loop does."""
+        for seq_id in plan.parks:
+            sequence = self._slots[seq_id]
+            self.summary.n_preempted[sequence.tenant] += 1
+            self._move(sequence, has_slot=False)
+        for start in plan.starts:
+            sequence = self._slots[start.seq_id] = self.scheduler.running(start.seq_id)
+            self._move(sequence, has_slot=True)
+
+    def _move(self, sequence: Sequence, *, has_slot: bool) -> None:
+        ticket = self._tickets.get(sequence.request_id)
+        if ticket is not None:
+            ticket.move(has_slot=has_slot)
+
+    def _count_service(self, plan: StepPlan, result: StepResult) -> None:
+        """Counts what was really computed, of prompts once."""
+        weights, service = self.weights, self.summary.service
+        for part, entry in zip(plan.entries, result.entries, strict=True):
+            sequence = self._slots[entry.seq_id]
+            amount = len(entry.tokens) * weights.output
+            amount += (entry.n_drafted - entry.n_accepted) * weights.rejected
+            if part.n_past < sequence.n_prompt and not sequence.n_parks:
+                amount += len(part.tokens) * weights.prompt
+            service[sequence.tenant] += amount
 
     def run(self, rate: float, seconds: float, tenants: tuple[str, ...]) -> Summary:
         """Submits requests evenly for some virtual time, and runs until all have ended.
@@ -229,6 +321,7 @@ class Simulation:
 
         Requests that are still without a token then count with the time that they have waited.
         """
+        weights = {stream.tenant: stream.weight for stream in streams}
         arrivals = merge(*(self._arrivals(stream, seconds) for stream in streams))
         end = (seconds, "", 0, 0)
         for at, tenant, n_prompt, n_output in chain(arrivals, [end]):
@@ -237,11 +330,8 @@ class Simulation:
             self.now = max(self.now, at)
             if not tenant:
                 break
-            if self._n_pending[tenant] < N_WAITING_TENANT_MAX:
-                self.submit(tenant, n_prompt, n_output, at)
-            else:
-                self.summary.n_refused[tenant] += 1
-        for name, submitted_at in self._submitted_at.items():
+            self.ask(tenant, n_prompt, n_output, at, weights[tenant])
+        for name, (submitted_at, _) in self._submitted_at.items():
             self.summary.waits_s[name.partition("-")[0]].append(self.now - submitted_at)
         self.summary.elapsed_s = self.now
         return self.summary
@@ -249,11 +339,15 @@ class Simulation:
     def _arrivals(self, stream: Stream, seconds: float) -> list[tuple[float, str, int, int]]:
         """Returns when a tenant's requests come, and what they ask."""
         chance = random.Random(stream.tenant)
-        found, at = [], chance.expovariate(stream.rate)
+
+        def pause_s() -> float:
+            return 1 / stream.rate if stream.is_regular else chance.expovariate(stream.rate)
+
+        found, at = [], pause_s()
         while at < seconds:
             n_output = chance.randint(stream.n_output // 2, stream.n_output * 3 // 2)
             found.append((at, stream.tenant, stream.n_prompt, n_output))
-            at += chance.expovariate(stream.rate)
+            at += pause_s()
         return found
 
 

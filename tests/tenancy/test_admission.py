@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 
 import pytest
@@ -31,7 +32,7 @@ def filled(n_acme: int, n_running: int = 0, n_others: int = 0) -> Admission:
     [
         (filled(0), None),
         (filled(5, 2, 6), None),
-        (filled(0, 0, 10), QueueFull),
+        (filled(0, 0, 10), None),  # whoever fills the queue, acme has its share
         (filled(4), QuotaExceeded),
         (filled(6, 6), QuotaExceeded),
         (filled(4, 0, 6), QuotaExceeded),  # the tenant's own limit is told first
@@ -61,6 +62,82 @@ def test_a_tenant_without_limits_is_bound_by_the_queue_alone() -> None:
     with pytest.raises(QueueFull) as caught:
         admission.admit(Tenant("acme"))
     assert caught.value.n_waiting == 1000
+
+
+def test_two_tenants_cannot_lock_out_a_third() -> None:
+    admission = Admission(n_waiting_max=256, retry_after_s=1.0)
+    flooded = [Tenant(name, n_waiting_max=128) for name in "ab"]
+    for tenant in flooded:
+        for _ in range(128):
+            admission.admit(tenant)
+    with pytest.raises(QuotaExceeded):
+        admission.admit(flooded[0])
+    for _ in range(256 // 3):
+        admission.admit(Tenant("c"))
+    with pytest.raises(QueueFull):
+        admission.admit(Tenant("c"))
+    admission.admit(Tenant("d"))
+
+
+def test_a_place_is_promised_by_how_fast_they_are_given_back_and_once() -> None:
+    now = 0.0
+    admission = Admission(4, retry_after_s=5.0, clock=lambda: now)
+    held = [admission.admit(Tenant("a")) for _ in range(4)]
+
+    def wait_s() -> float:
+        with pytest.raises(QueueFull) as caught:
+            admission.admit(Tenant("a"))
+        return caught.value.retry_after_s
+
+    assert wait_s() == 5.0, "nothing is known yet"
+    for _ in range(20):
+        now += 0.2
+        held.pop(0).move(has_slot=True)
+        held.append(admission.admit(Tenant("a")))
+    now += 10
+    waits = [wait_s() for _ in range(3)]
+    assert waits == pytest.approx([0.3, 0.6, 0.9]), "half as much again as it takes on average"
+
+
+QUEUE_SIZE = 12
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.5}
+
+
+@given(
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(["admit", "admit", "admit", "start", "preempt", "give back"]),
+            st.sampled_from(["a", "a", "a", "b", "b", "c", "d"]),
+            st.integers(0, 60),
+        ),
+        max_size=250,
+    )
+)
+def test_below_its_share_no_tenant_is_refused_because_of_others(
+    actions: list[tuple[str, str, int]],
+) -> None:
+    admission = Admission(QUEUE_SIZE, 1.0, n_bytes_max=300)
+    held: dict[str, list[Ticket]] = {name: [] for name in WEIGHTS}
+    for action, name, n_bytes in actions:
+        mine = held[name]
+        if action == "admit":
+            waiting = [ticket for ticket in mine if not ticket.has_slot]
+            here = {other for other, tickets in held.items() if tickets} | {name}
+            share = WEIGHTS[name] / sum(WEIGHTS[other] for other in here)
+            has_place = len(waiting) < max(1, math.floor(QUEUE_SIZE * share))
+            n_bytes_mine = sum(ticket.n_bytes for ticket in waiting) + n_bytes
+            is_below = has_place and (not waiting or n_bytes_mine <= 300 * share)
+            try:
+                mine.append(admission.admit(Tenant(name, WEIGHTS[name]), n_bytes))
+            except QueueFull:
+                assert not is_below
+        elif mine and action in ("start", "preempt"):
+            mine[n_bytes % len(mine)].move(has_slot=action == "start")
+        elif mine:
+            mine.pop(n_bytes % len(mine)).give_back()
+    admission.drain()
+    with pytest.raises(Draining):
+        admission.admit(Tenant("a"))
 
 
 def test_what_waits_is_bounded_in_bytes_and_one_alone_is_let_in() -> None:
@@ -119,8 +196,8 @@ def test_what_is_counted_is_what_is_held(actions: list[tuple[str, int, int]]) ->
     for ticket in held:
         ticket.give_back()
     check(admission, [])
-    assert not admission._n_active
-    assert not admission._n_waiting
+    assert not admission._tenants
+    assert not admission._all_weights
 
 
 def check(admission: Admission, held: list[Ticket]) -> None:

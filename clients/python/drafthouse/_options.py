@@ -148,6 +148,8 @@ class GenerateOptions(TypedDict, total=False):
     """Draft tokens per step, [0, Model.max_draft_tokens]; None is the server's default."""
     priority: int
     """Priority among the tenant's own requests, [-100, 100]; higher runs first."""
+    end_user: str
+    """For whom it is: an opaque name of at most 64 bytes, such as a hash of a user's id."""
 
 
 _SAMPLING = (
@@ -231,7 +233,7 @@ def _set(request: generation_pb2.GenerateRequest, name: str, value: object) -> N
     elif name in _SETTERS:
         _SETTERS[name](request, value)
     else:
-        setattr(request, name, value)  # model, max_output_tokens, priority
+        setattr(request, name, value)  # model, max_output_tokens, priority, end_user
 
 
 def _set_dry(request: generation_pb2.GenerateRequest, dry: Dry) -> None:

@@ -19,6 +19,7 @@ from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import SETTINGS, Config
 from drafthouse_server.errors import ConfigError, UnknownSetting
 from drafthouse_server.setting import Setting
+from drafthouse_server.tenancy.tenants import LIMITS
 
 __all__ = [
     "add_config",
@@ -65,6 +66,11 @@ _TYPE_NAMES = {
     bool: "true or false",
     tuple: "a list of texts",
 }
+_TENANTS = (
+    "Weight and limits of a tenant stand in a section [tenants.NAME] of the settings file, where"
+    ' NAME is that of its keys, or "default" without keys. What is left out is not limited.'
+)
+_TENANT_EXAMPLE = {int: "1000", float: "1.0", list: '["NAME"]'}
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -200,10 +206,19 @@ def _read_file(path: Path, warn: Callable[[str], object]) -> _Reader:
         )
         raise ConfigError("config", str(path), problem=problem) from None
     reader = _Reader(_file(path), _from_toml, warn)
+    if "tenants" in entries:
+        reader.values["tenants"] = _tenants(entries.pop("tenants"), str(path))
     for name, value in entries.items():
         if not reader.take(name, value):
             raise UnknownSetting(name, _similar(name), str(path))
     return reader
+
+
+def _tenants(sections: object, where: str) -> object:
+    """Returns the sections of single tenants; what stands in them is checked with the keys."""
+    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
+        raise ConfigError("tenants", sections, "sections [tenants.NAME]", where)
+    return sections
 
 
 def _read_environment(environment: Mapping[str, str], warn: Callable[[str], object]) -> _Reader:
@@ -468,6 +483,10 @@ def example() -> str:
         for setting in settings:
             lines += ["", *_comment(f"{setting.about}{_expected(setting)}")]
             lines.append(f"{setting.name} = {_toml(setting.default)}")
+    lines += ["", "", *_comment(_TENANTS), "", "# [tenants.NAME]"]
+    for limit in LIMITS:
+        lines += ["", *_comment(f"{limit.about} Expected: {limit.rule.expected}.")]
+        lines.append(f"# {limit.key} = {_TENANT_EXAMPLE[limit.kind]}")
     return "\n".join(lines) + "\n"
 
 
@@ -503,6 +522,11 @@ def reference() -> str:
             about = f"{setting.about}{_expected(setting)}".replace("|", "\\|")
             lines.append(f"| `{setting.name}` | `{_toml(setting.default)}` | {about} |")
         lines.append("")
+    lines += ["## Single tenants", "", _TENANTS, "", "| setting | meaning |", "|---|---|"]
+    lines += [
+        f"| `{limit.key}` | {limit.about} Expected: {limit.rule.expected}. |" for limit in LIMITS
+    ]
+    lines.append("")
     lines += ["## Old names", "", "| until 0.1 | now |", "|---|---|"]
     for setting in _BY_OLD_NAME.values():
         translated = setting.old_values.items()

@@ -62,8 +62,8 @@ class Quotable(Protocol):
     """What the drafter remembers of it; nobody else's business."""
 
     @property
-    def tenant(self) -> str:
-        """Name of the tenant."""
+    def owner(self) -> str:
+        """Whose later sequences may draft from it: the tenant's, or an end user's."""
         ...
 
     @property
@@ -384,7 +384,7 @@ class NgramDrafter:
         if end >= 0:
             track.take_up(track.index.tokens, end, self._n_long)
         if self._pool is not None and track.uses_pool and track.n_matched < self._n_long:
-            found = self._pool.find(sequence.tenant, track.index.tokens)
+            found = self._pool.find(sequence.owner, track.index.tokens)
             if found is not None:
                 track.take_up(*found, self._n_long)
 
@@ -442,7 +442,7 @@ class NgramDrafter:
         """
         sequence.ngram_memory = None
         if self._pool is not None and is_finished:
-            self._pool.add(sequence.tenant, sequence.tokens[sequence.n_prompt :])
+            self._pool.add(sequence.owner, sequence.tokens[sequence.n_prompt :])
 
 
 def _may_use_pool(sequence: Quotable) -> bool:

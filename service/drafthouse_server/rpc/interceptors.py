@@ -295,10 +295,13 @@ def _details(error: DrafthouseError, request_id: str) -> Iterable[Message]:
         yield _bad_request(error)
     if isinstance(error, QuotaExceeded):
         violation = QuotaFailure.Violation(
-            subject=f"tenant:{error.tenant}", description=_cut(error.message)
+            subject=f"tenant:{error.tenant}",
+            description=_cut(error.message),
+            quota_metric=error.metric,
+            quota_value=int(error.limit),
         )
         yield QuotaFailure(violations=[violation])
-    if isinstance(error, QuotaExceeded | Overloaded):
+    if isinstance(error, QuotaExceeded | Overloaded) and error.retry_after_s is not None:
         yield _retry_info(error.retry_after_s)
 
 

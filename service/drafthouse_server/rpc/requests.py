@@ -87,6 +87,7 @@ def to_generation(request: generation_pb2.GenerateRequest) -> GenerationRequest:
         mode=_to_mode(speculation.mode),
         n_draft=speculation.max_draft_tokens if speculation.HasField("max_draft_tokens") else None,
         priority=request.priority,
+        end_user=request.end_user,
     )
 
 

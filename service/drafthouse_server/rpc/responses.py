@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from drafthouse.v1 import generation_pb2, model_pb2
@@ -17,8 +17,16 @@ from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
 from drafthouse_server.serving.detokenizer import Detokenizer
 from drafthouse_server.serving.requests import MODE_OFF, Generation
 from drafthouse_server.step import EngineLimits, ModelCard
+from drafthouse_server.tenancy.limits import Standing
 
-__all__ = ["MODES", "Output", "mode_of", "model_message", "progress_message"]
+__all__ = [
+    "MODES",
+    "Output",
+    "mode_of",
+    "model_message",
+    "progress_message",
+    "rate_limit_headers",
+]
 
 _Mode: TypeAlias = model_pb2.SpeculationMode.ValueType
 
@@ -142,6 +150,26 @@ class Output:
             ),
             request_id=sequence.request_id,
         )
+
+
+def rate_limit_headers(standings: Iterable[Standing]) -> tuple[tuple[str, str], ...]:
+    """Returns metadata that tells a client how far its tenant's rates are used.
+
+    `-tokens` is the nearer of input and output tokens to its limit.
+    """
+    by_kind = {standing.kind: standing for standing in standings}
+    tokens = [standing for kind, standing in by_kind.items() if kind.endswith("tokens")]
+    if tokens:
+        by_kind["tokens"] = min(tokens, key=lambda standing: standing.n_left / standing.limit)
+    return tuple(
+        (f"x-ratelimit-{name}-{kind}", value)
+        for kind, standing in by_kind.items()
+        for name, value in (
+            ("limit", str(standing.limit)),
+            ("remaining", str(standing.n_left)),
+            ("reset", f"{standing.reset_s:.3f}"),
+        )
+    )
 
 
 def model_message(

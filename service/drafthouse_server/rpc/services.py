@@ -25,7 +25,13 @@ from drafthouse_server.errors import (
     NotFound,
 )
 from drafthouse_server.rpc.requests import to_generation, to_prompt
-from drafthouse_server.rpc.responses import Output, mode_of, model_message, progress_message
+from drafthouse_server.rpc.responses import (
+    Output,
+    mode_of,
+    model_message,
+    progress_message,
+    rate_limit_headers,
+)
 from drafthouse_server.scheduling.sequence import (
     ErrorEvent,
     FinishEvent,
@@ -37,6 +43,7 @@ from drafthouse_server.serving.metrics import StreamTimer
 from drafthouse_server.serving.outbox import Outbox
 from drafthouse_server.serving.requests import (
     Generation,
+    GenerationRequest,
     Prompt,
     Range,
     RequestRules,
@@ -221,10 +228,16 @@ class GenerationService(GenerationServiceServicer):
         outcome = EngineError.reason  # as TranslateErrors calls whatever is no error of ours
         try:
             served.enter(request.model)
-            ticket = served.loop.admission.admit(caller.tenant, request.ByteSize())
+            served.rules.check_end_user(request.end_user)
+            ticket = served.loop.admission.admit(
+                caller.tenant,
+                request.ByteSize(),
+                end_user=request.end_user,
+                origin=context.peer(),
+            )
             asked = to_generation(request)
             wanted = served.rules.check(asked)
-            sequence = await self._prepare(asked.prompt, wanted, caller, context)
+            sequence = await self._prepare(asked, wanted, ticket, caller, context)
             outbox = served.loop.submit(sequence, ticket)
             outcome = ""
         except DrafthouseError as error:
@@ -245,22 +258,34 @@ class GenerationService(GenerationServiceServicer):
             served.loop.cancel(sequence)  # of no effect when it has ended
 
     async def _prepare(
-        self, prompt: Prompt, wanted: Generation, caller: Caller, context: _Context
+        self,
+        asked: GenerationRequest,
+        wanted: Generation,
+        ticket: Ticket,
+        caller: Caller,
+        context: _Context,
     ) -> TokenSequence:
-        """Returns the sequence of a request."""
-        tokens = await self._served.tokenize(prompt)
-        self._served.loop.check(len(tokens), wanted.n_output_max)
+        """Returns the sequence of a request, whose tokens are reserved."""
+        tenant = caller.tenant
+        tokens = await self._served.tokenize(asked.prompt)
+        n_most = self._served.loop.check(len(tokens), wanted.n_output_max)
+        n_output_max = tenant.bound_output(wanted.n_output_max, n_most)
+        ticket.reserve(len(tokens), n_output_max)
         sampler = await self._served.make_sampler(wanted.sampling)
+        if standings := ticket.standings():
+            await context.send_initial_metadata(rate_limit_headers(standings))
         return TokenSequence(
             request_id=caller.request_id,
             prompt=tokens,
             sampler=sampler,
-            tenant=caller.tenant.name,
-            priority=wanted.priority,
+            tenant=tenant.name,
+            end_user=asked.end_user,
+            weight=tenant.weight,
+            priority=min(wanted.priority, tenant.priority_max),
             sampling=wanted.sampling,
             stop_token_ids=wanted.stop_token_ids,
-            n_output_max=wanted.n_output_max,
-            n_draft=wanted.n_draft,
+            n_output_max=n_output_max,
+            n_draft=tenant.bound_draft(wanted.n_draft),
             deadline=self._deadline(context),
             has_progress=wanted.has_progress,
             received_at=caller.received_at,

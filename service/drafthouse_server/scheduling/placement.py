@@ -13,6 +13,7 @@ from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.slots import SlotTable
 from drafthouse_server.scheduling.waiting import WaitingQueue
 from drafthouse_server.step import Start, StepResult
+from drafthouse_server.tenancy.fairness import VirtualCounters
 
 __all__ = ["Placement", "tag_of"]
 
@@ -35,7 +36,8 @@ class Placement:
         ledger: How many cells there are.
         prefixes: Finds what is computed already.
         checkpoints: Write to host memory what a slot has to give up.
-        preemption: Takes a slot away for somebody more important.
+        preemption: Takes a slot away for somebody that was served less, or is more important.
+        counters: Count what tenants are given.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Placement:
         prefixes: PrefixCache,
         checkpoints: Checkpoints,
         preemption: Preemption,
+        counters: VirtualCounters,
     ) -> None:
+        self._counters = counters
         self._waiting = waiting
         self._slots = slots
         self._ledger = ledger
@@ -60,23 +64,34 @@ class Placement:
 
         Nobody overtakes.
         """
-        ledger, preemption = self._ledger, self._preemption
         while (sequence := self._waiting.peek()) is not None:
-            victim = None
-            if not self._slots.has_room:
-                victim = preemption.victim_for(sequence, plan)
-                if victim is None:
+            if not self._has_place(sequence):
+                victim = self._preemption.victim_for(sequence, plan)
+                if victim is None or not self._is_of_use(victim, sequence):
                     return
-            n_cells = ledger.need(sequence)
-            n_reserved = ledger.n_reserved - (victim.n_reserved if victim else 0)
-            is_alone = len(self._slots.running) == (victim is not None)
-            if ledger.is_shared and not is_alone and n_reserved + n_cells > ledger.n_cells:
-                return
-            if victim is not None:
-                preemption.preempt(victim, plan)
+                self._preemption.make_way(victim, sequence, plan)
+                continue
             self._waiting.pop()
-            ledger.reserve(sequence, n_cells)
+            self._ledger.reserve(sequence, self._ledger.need(sequence))
             self._start(plan, sequence)
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Returns whether there is a slot, with the cells that a sequence is likely to need."""
+        return self._slots.has_room and self._has_cells(sequence, None)
+
+    def _has_cells(self, sequence: Sequence, victim: Sequence | None) -> bool:
+        """Returns whether there are cells for a sequence, in place of another if one is given."""
+        ledger = self._ledger
+        if not ledger.is_shared or len(self._slots.running) == (victim is not None):
+            return True
+        n_reserved = ledger.n_reserved - (victim.n_reserved if victim else 0)
+        return n_reserved + ledger.need(sequence) <= ledger.n_cells
+
+    def _is_of_use(self, victim: Sequence, sequence: Sequence) -> bool:
+        """Returns whether to preempt one for the other: of its own tenant where this is enough."""
+        if victim.tenant != sequence.tenant:
+            return True
+        return not self._slots.has_room and self._has_cells(sequence, victim)
 
     def _start(self, plan: PlanBuilder, sequence: Sequence) -> None:
         """Gives a sequence its slot."""
@@ -113,16 +128,28 @@ class Placement:
         else:
             sequence.slot_at = plan.planned_at
             sequence.n_reused = sequence.n_computed
+            self._counters.charge_prompt(sequence.tenant, sequence.n_pending)
             if match is not None:
                 plan.hits.append(sequence)
 
     def _find_prefix(self, sequence: Sequence) -> Match | None:
         """Returns the prefix that a sequence could go on from; what it drafted on is gone."""
         sequence.is_draft_cold = False
-        match = self._prefixes.find(sequence.tenant, sequence.tokens)
+        match = self._prefixes.find(sequence.owner, sequence.tokens)
         if not sequence.is_parked:
             self._prefixes.count(sequence.n_prompt, match)
         return match
+
+    def evict(self, plan: PlanBuilder) -> None:
+        """Gives up retained slots until the step finds its cells."""
+        slots = self._slots
+        n_wanted = sum([len(entry.tokens) + entry.n_draft for entry in plan.entries])
+        n_free = self._ledger.n_cells - slots.n_cells_held
+        while slots.retained and n_free < n_wanted * plan.n_steps:
+            seq_id, n_cells, prefix = slots.evict_next()
+            self._checkpoints.store(plan, seq_id, prefix)
+            plan.frees.append(seq_id)
+            n_free += n_cells
 
     def take(self, plan: PlanBuilder, result: StepResult) -> None:
         """Notes which of the plan's starts kept less than they were to, and counts the others."""
@@ -131,6 +158,7 @@ class Placement:
             if sequence.n_steps or sequence.n_parks:
                 self._preemption.lot.n_recomputed += sequence.n_computed - n_kept
             else:
+                self._counters.charge_prompt(sequence.tenant, sequence.n_reused - n_kept)
                 sequence.n_reused = n_kept
             # The plan may have had no entry for it: no budget was left.
             sequence.n_computed = n_kept

@@ -5,13 +5,16 @@ Who has to; what is kept of them, and where; what that costs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from drafthouse_server.drafting.estimators import Estimators
 from drafthouse_server.scheduling.cells import CellLedger
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.slots import SlotTable
-from drafthouse_server.scheduling.waiting import WaitingQueue, rank
+from drafthouse_server.scheduling.waiting import WaitingQueue
 from drafthouse_server.step import SchedulerCounts, StepResult
+from drafthouse_server.tenancy.fairness import Fairness, SaveBudget, VirtualCounters
 
 __all__ = ["ParkingLot", "Preemption", "SnapshotCost"]
 
@@ -100,6 +103,14 @@ class ParkingLot:
             return False
         return is_drawn or recompute_s is None or self._snapshots.total_s(n_computed) < recompute_s
 
+    def n_bytes_of(self, n_tokens: int) -> float:
+        """Returns the predicted size of a snapshot of so many tokens; 0 until one was seen."""
+        return self._snapshots.n_bytes(n_tokens)
+
+    def write_s(self, n_tokens: int) -> float:
+        """Returns the predicted seconds that writing a snapshot of so many tokens takes."""
+        return self._snapshots.write_s(n_tokens)
+
     def put(self, sequence: Sequence, snapshot: bytes | None) -> None:
         """Keeps a parked sequence's snapshot, if there is one and room for it.
 
@@ -125,7 +136,11 @@ class ParkingLot:
 
 
 class Preemption:
-    """Takes slots away from those that are least important, and lets them wait for others.
+    """Takes slots away, and lets those that have lost theirs wait for others.
+
+    From the tenants that were served most, for one that waits and was served less; from a tenant's
+    least important sequences, for a more important one of its own; where shared cells run out,
+    from the tenant that holds most of them.
 
     Args:
         slots: Who runs.
@@ -133,27 +148,36 @@ class Preemption:
         waiting: Takes those that have lost their slot.
         estimators: Predict what computing tokens again takes.
         lot: Keeps their snapshots.
+        counters: Say which tenant was served most.
+        fairness: How often a sequence may lose its slot, and what saving them may take.
     """
 
     def __init__(
         self,
+        *,
         slots: SlotTable,
         ledger: CellLedger,
         waiting: WaitingQueue,
         estimators: Estimators,
         lot: ParkingLot,
+        counters: VirtualCounters,
+        fairness: Fairness,
     ) -> None:
         self._slots = slots
         self._ledger = ledger
         self._waiting = waiting
         self._estimators = estimators
+        self._counters = counters
+        self._interval_s = fairness.preempt_interval_s
+        self._budget = SaveBudget(fairness.save_bytes_per_s)
         self.lot = lot
         """Their snapshots, and counts."""
 
     def make_room(self, plan: PlanBuilder) -> None:
         """Preempts until each sequence that generates finds a cell for its next token.
 
-        Where nothing generates, until one prompt can go on.
+        Where nothing generates, until one prompt can go on. Counts anew what all that still run
+        are likely to need.
         """
         running, n_cells = self._slots.running, self._ledger.n_cells
         n_used = self._slots.n_cells_running()
@@ -164,39 +188,100 @@ class Preemption:
             victim = self._choose_victim()
             n_used -= victim.n_computed
             self.preempt(victim, plan)
+        if self._waiting:  # else nobody asks how much is left
+            for sequence in running.values():
+                self._ledger.reserve(sequence, self._ledger.need(sequence))
 
     def _choose_victim(self) -> Sequence:
-        """Returns the youngest of the least important of the tenant that holds most cells.
+        """Returns the last in rank of the tenant that holds most cells for its weight.
 
         Priority is a tenant's own business: it must not push out others.
         """
-        held: dict[str, int] = {}
+        held: dict[str, float] = {}
         for sequence in self._slots.running.values():
-            held[sequence.tenant] = held.get(sequence.tenant, 0) + sequence.n_computed
+            n_cells = sequence.n_computed / sequence.weight
+            held[sequence.tenant] = held.get(sequence.tenant, 0.0) + n_cells
         tenant = max(held, key=held.__getitem__)
-        return max((s for s in self._slots.running.values() if s.tenant == tenant), key=rank)
+        return max((s for s in self._slots.running.values() if s.tenant == tenant), key=_rank)
 
     def victim_for(self, sequence: Sequence, plan: PlanBuilder) -> Sequence | None:
-        """Returns who has to leave its slot to a sequence: one of the same tenant, less important.
+        """Returns who has to leave its slot to a sequence that goes next; None if nobody has to.
 
-        Not one that another start of this plan needs in its place.
+        One of the same tenant that is less important, or the youngest of a tenant that was served
+        more. Not one that another start of this plan needs in its place, or that has lost its slot
+        shortly before; and nobody while snapshots have taken too much time already.
         """
+        tenant, held = sequence.tenant, self._held()
+        if not self._budget.is_free(tenant, plan.planned_at):
+            return None
+        if tenant in held and not self._slots.has_room:
+            less = [s for s in self._slots.running.values() if s.priority < sequence.priority]
+            victim = self._last_of(tenant, less, plan)
+            if victim is not None and victim.rank > sequence.rank and self._is_quick(victim, held):
+                return victim
+        for other in self._counters.over_served(tenant, held, self._slots.n_slots):
+            victim = self._last_of(other, self._slots.running.values(), plan)
+            if victim is not None:
+                return victim
+        return None
+
+    def _held(self) -> dict[str, int]:
+        """Returns the slots that run by tenant."""
+        held: dict[str, int] = {}
+        for sequence in self._slots.running.values():
+            tenant = sequence.tenant
+            if tenant in held:  # no call: this runs in every step while somebody waits
+                held[tenant] += 1
+            else:
+                held[tenant] = 1
+        return held
+
+    def _last_of(
+        self, tenant: str, candidates: Iterable[Sequence], plan: PlanBuilder
+    ) -> Sequence | None:
+        """Returns the last in rank of a tenant's sequences that may lose their slots now."""
         needed = {start.source for start in plan.starts} | {s.seq_id for s in plan.starts}
-        candidates = (
-            other
-            for other in self._slots.running.values()
-            if other.priority < sequence.priority
-            and other.tenant == sequence.tenant
-            and other.seq_id not in needed
+        now = plan.planned_at
+        mine = (
+            sequence
+            for sequence in candidates
+            if sequence.tenant == tenant
+            and sequence.seq_id not in needed
+            and self._is_due(sequence, now)
         )
-        return max(candidates, key=rank, default=None)
+        return max(mine, key=_rank, default=None)
+
+    def _is_due(self, sequence: Sequence, now: float) -> bool:
+        """Returns whether a sequence may lose its slot, because it has not for some time."""
+        return not sequence.n_parks or now - sequence.parked_at >= self._interval_s
+
+    def _is_quick(self, victim: Sequence, held: dict[str, int]) -> bool:
+        """Returns whether other tenants' streams hardly feel that a sequence is preempted."""
+        if len(held) == 1 or not self._is_saved(victim):
+            return True
+        return self.lot.write_s(victim.n_computed) <= self._estimators.stall_s
+
+    def _is_saved(self, sequence: Sequence) -> bool:
+        """Returns whether a snapshot is worth writing if a sequence is preempted now."""
+        n_computed = sequence.n_computed
+        recompute_s = self._estimators.recompute_s(n_computed)
+        is_drawn = sequence.sampling.temperature > 0 and sequence.n_steps > 0
+        return self.lot.is_worth_saving(n_computed, recompute_s, is_drawn=is_drawn)
+
+    def make_way(self, victim: Sequence, sequence: Sequence, plan: PlanBuilder) -> None:
+        """Takes a victim's slot away for a sequence, whose tenant has to answer for what it costs.
+
+        What is saved, or computed again, for a tenant's own priorities, it is charged for.
+        """
+        self._budget.spend(sequence.tenant, self.lot.n_bytes_of(victim.n_computed), plan.planned_at)
+        if victim.tenant == sequence.tenant:
+            self._counters.charge_prompt(victim.tenant, victim.n_computed)
+        self.preempt(victim, plan)
 
     def preempt(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """Takes a sequence's slot away; once that is carried out, `take` lets it wait."""
-        seq_id, n_computed = sequence.seq_id, sequence.n_computed
-        recompute_s = self._estimators.recompute_s(n_computed)
-        is_drawn = sequence.sampling.temperature > 0 and sequence.n_steps > 0
-        if self.lot.is_worth_saving(n_computed, recompute_s, is_drawn=is_drawn):
+        seq_id = sequence.seq_id
+        if self._is_saved(sequence):
             plan.saves.append(seq_id)
         plan.parks.append(seq_id)
         plan.preempted[seq_id] = sequence
@@ -231,3 +316,7 @@ class Preemption:
         sequence.is_parked = False
         sequence.parked_s += now - sequence.parked_at
         self.lot.n_resumed += 1
+
+
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank

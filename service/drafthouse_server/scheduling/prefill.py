@@ -11,7 +11,6 @@ from drafthouse_server.scheduling.checkpoints import Checkpoints
 from drafthouse_server.scheduling.pacing import N_PIECE, PrefillPacer
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.sequence import Sequence
-from drafthouse_server.scheduling.waiting import rank
 from drafthouse_server.step import EngineLimits, PlanEntry
 
 __all__ = ["N_QUANTUM", "Prefill", "PrefillTurns"]
@@ -176,21 +175,23 @@ class Prefill:
 
 
 class PrefillTurns:
-    """Shares a step's prompt tokens: the tenants in turn, inside a tenant by rank.
+    """Shares a step's prompt tokens: the tenants by weight and in turn, inside one by rank.
 
-    A tenant's turn comes earlier the fewer tokens it got while others had prompts too.
+    A tenant's turn comes earlier the fewer tokens it got, for its weight, while others had prompts
+    too.
     """
 
     def __init__(self) -> None:
-        self._n_served: dict[str, int] = {}  # tokens, of tenants with prompts now
+        # Tokens over the tenant's weight, of tenants with prompts now.
+        self._served: dict[str, float] = {}
 
     def share(
         self, prefills: abc.Iterable[tuple[Sequence, int]], n_tokens: int
     ) -> list[tuple[Sequence, int]]:
         """Returns how many tokens each sequence gets, those with none left out.
 
-        Every tenant gets an equal part, or, where that would be too little to be worth a place in
-        the step, its turn. What one does not need, the others get.
+        Every tenant gets the part that its weight says, or, where that would be too little to be
+        worth a place in the step, its turn. What one does not need, the others get.
 
         Args:
             prefills: Sequences, and the tokens that each has to compute, > 0.
@@ -209,32 +210,34 @@ class PrefillTurns:
         self, lines: dict[str, list[tuple[Sequence, int]]], n_left: int
     ) -> list[tuple[Sequence, int]]:
         # A tenant that joins starts at the lowest current balance.
-        before = self._n_served
-        n_least = min((before[tenant] for tenant in lines if tenant in before), default=0)
-        served = self._n_served = {tenant: before.get(tenant, n_least) for tenant in lines}
+        before = self._served
+        least = min((before[tenant] for tenant in lines if tenant in before), default=0.0)
+        served = self._served = {tenant: before.get(tenant, least) for tenant in lines}
         tenants = sorted(lines, key=served.__getitem__)
+        weights = {tenant: lines[tenant][0][0].weight for tenant in tenants}
         wanted = {tenant: sum(n for _, n in lines[tenant]) for tenant in tenants}
         granted = dict.fromkeys(tenants, 0)
         n_open = len(tenants)
         while n_left > 0 and n_open:
             n_open = 0
-            n_still = sum(wanted[tenant] > granted[tenant] for tenant in tenants)
+            still = sum(weights[tenant] for tenant in tenants if wanted[tenant] > granted[tenant])
             for tenant in tenants:
                 n_more = wanted[tenant] - granted[tenant]
                 if not n_more or not n_left:
                     continue
-                n = min(n_more, n_left, max(n_left // n_still, N_QUANTUM))
+                share = weights[tenant] / max(still, weights[tenant])
+                n = min(n_more, n_left, max(int(n_left * share), N_QUANTUM))
                 granted[tenant] += n
                 n_left -= n
-                n_still -= 1
+                still -= weights[tenant]
                 n_open += n < n_more
         for tenant in tenants:
-            served[tenant] += granted[tenant]
+            served[tenant] += granted[tenant] / weights[tenant]
         return [part for t in tenants for part in _share_line(lines[t], granted[t])]
 
 
-def _part_rank(part: tuple[Sequence, int]) -> tuple[int, int]:
-    return rank(part[0])
+def _part_rank(part: tuple[Sequence, int]) -> tuple[float, int]:
+    return part[0].rank
 
 
 def _share_line(

@@ -9,11 +9,12 @@ There is no prefill phase and no decode phase. A sequence has `n_computed` token
 4. Prompts get what is left, as far as the running streams' gap between tokens allows, the tenants
    in turn (`prefill`).
 
-Slots share KV cells, or have their own (`cells`). Where shared cells run out, the sequences that
-are least important are preempted and resumed later, with not a token changed (`preemption`); so is
-one whose slot a sequence of higher priority of the same tenant waits for. Slots whose sequences
-have ended are retained until they or their cells are needed (`slots`): prompts of the same tenant
-go on from them (`prefix_cache`).
+Slots share KV cells, or have their own (`cells`). Of the tenants that wait, the one that was served
+least gets the next slot (`tenancy.fairness`). Sequences are preempted and resumed later, with not a
+token changed (`preemption`): those that are least important where shared cells run out, and those
+whose slot a tenant that was served less waits for, or a higher priority of their own tenant. Slots
+whose sequences have ended are retained until they or their cells are needed (`slots`): prompts of
+the same tenant go on from them (`prefix_cache`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from drafthouse_server.scheduling.sequence import (
     Sequence,
 )
 from drafthouse_server.scheduling.slots import SlotTable
-from drafthouse_server.scheduling.waiting import End, Ends, WaitingQueue
+from drafthouse_server.scheduling.waiting import End, Ends, WaitingQueue, rank
 from drafthouse_server.step import (
     EngineLimits,
     ResultEntry,
@@ -52,6 +53,7 @@ from drafthouse_server.step import (
     StepPlan,
     StepResult,
 )
+from drafthouse_server.tenancy.fairness import Fairness, VirtualCounters
 
 __all__ = ["N_NO_ROOM_MAX", "Scheduler"]
 
@@ -73,7 +75,7 @@ _Events = list[tuple[Sequence, Event]]
 class Scheduler:
     """Continuous batching over the engine's slots.
 
-    The tenants in turn; inside a tenant higher priority first, then first come, first served.
+    The tenant that was served least first; inside a tenant by priority and arrival.
 
     Order of calls, once per step: `reap`, `plan`, the engine's step, then `commit`, or `abandon` if
     the step was lost. `submit` and `mark` may come at any time in between.
@@ -93,6 +95,7 @@ class Scheduler:
         n_checkpoint_min: Tokens of a prompt that a checkpoint must save over what was computed
             before; of recurrent targets only.
         n_draft_fixed: K of the fixed policy, which answers where `policy` fails.
+        fairness: How tenants share the slots.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Scheduler:
         ngrams: NgramDrafter | None = None,
         n_checkpoint_min: int = 64,
         n_draft_fixed: int = 0,
+        fairness: Fairness | None = None,
     ) -> None:
         if min(limits.n_batch, limits.n_outputs_max) < limits.n_seq_max:
             raise ValueError(f"n_batch and n_outputs_max must be at least n_seq_max: {limits}")
@@ -116,7 +120,10 @@ class Scheduler:
         self._prefixes = prefixes or NoPrefixes()
         self._ledger = CellLedger(limits)
         self._slots = SlotTable(limits, self._prefixes, is_shared=self._ledger.is_shared)
-        self._waiting = WaitingQueue()
+        fairness = fairness or Fairness()
+        self._aging_s = fairness.aging_s
+        self._counters = VirtualCounters(fairness.weights, fairness.quantum)
+        self._waiting = WaitingQueue(self._counters)
         self._estimators = Estimators(
             limits,
             policy=policy,
@@ -131,7 +138,13 @@ class Scheduler:
         )
         lot = ParkingLot(n_parked_bytes_max, snapshots)
         self._preemption = Preemption(
-            self._slots, self._ledger, self._waiting, self._estimators, lot
+            slots=self._slots,
+            ledger=self._ledger,
+            waiting=self._waiting,
+            estimators=self._estimators,
+            lot=lot,
+            counters=self._counters,
+            fairness=fairness,
         )
         self._placement = Placement(
             waiting=self._waiting,
@@ -140,6 +153,7 @@ class Scheduler:
             prefixes=self._prefixes,
             checkpoints=self._checkpoints,
             preemption=self._preemption,
+            counters=self._counters,
         )
         self._prefill = Prefill(limits, self._estimators, self._checkpoints, gap_s)
         self._runs = RunPacer(gap_s)
@@ -175,7 +189,7 @@ class Scheduler:
     @property
     def n_cells_held(self) -> int:
         """KV cells in use: the running sequences' and the retained slots', <= limits.n_ctx."""
-        return self._slots.n_cells_running() + self._slots.n_retained_cells
+        return self._slots.n_cells_held
 
     @property
     def counts(self) -> SchedulerCounts:
@@ -228,6 +242,7 @@ class Scheduler:
         n_prompt, n_output_max = sequence.n_prompt, sequence.n_output_max
         sequence.n_output_max = check_context(self._limits, n_prompt, n_output_max)
         sequence.order = self._n_submitted
+        sequence.rank = rank(sequence, self._aging_s)
         self._n_submitted += 1
         self._waiting.push(sequence)
         self._ends.expect(sequence, self.n_waiting + self.n_running)
@@ -262,7 +277,7 @@ class Scheduler:
         self._now, estimators = now, self._estimators
         plan = self._in_flight = PlanBuilder(now, self._slots.take_given_back())
         if self._ledger.is_shared:
-            self._preempt(plan)
+            self._preemption.make_room(plan)
         self._placement.admit(plan)
         self._checkpoints.save(plan)
         decodes, prefills = self._slots.split()
@@ -276,16 +291,9 @@ class Scheduler:
             n_most = 1 + n_cells_free // len(decodes)
             plan.n_steps = self._runs.ask(estimators.guard, decodes, estimators.stall_s, n_most)
         if self._slots.retained and self._ledger.is_shared:
-            self._evict(plan)
+            self._placement.evict(plan)
         plan.let_go, plan.take_up = estimators.turn(self._slots.running, plan.starts)
         return plan.freeze()
-
-    def _preempt(self, plan: PlanBuilder) -> None:
-        """Makes room for those that generate, and counts anew what all are likely to need."""
-        self._preemption.make_room(plan)
-        if self._waiting:  # else nobody asks how much is left
-            for sequence in self._slots.running.values():
-                self._ledger.reserve(sequence, self._ledger.need(sequence))
 
     def _draft(self, plan: PlanBuilder, decodes: list[Sequence], draft_budget: int) -> int:
         """Gives the plan the entries of those that generate; returns their draft tokens."""
@@ -297,16 +305,6 @@ class Scheduler:
         self._n_planned += plan.n_decodes
         self._n_draft_planned += n_draft
         return n_draft
-
-    def _evict(self, plan: PlanBuilder) -> None:
-        """Gives up retained slots until the step finds its cells."""
-        n_wanted = sum([len(entry.tokens) + entry.n_draft for entry in plan.entries])
-        n_free = self._ledger.n_cells - self.n_cells_held
-        while self._slots.retained and n_free < n_wanted * plan.n_steps:
-            seq_id, n_cells, prefix = self._slots.evict_next()
-            self._checkpoints.store(plan, seq_id, prefix)
-            plan.frees.append(seq_id)
-            n_free += n_cells
 
     # --- what became of it
 
@@ -326,6 +324,7 @@ class Scheduler:
         self._learn(plan, result, now)
         if plan.starts:
             self._placement.take(plan, result)
+        self._counters.charge_step(result.entries, self._slots.running)
         self._advance_all(result, events)
         self._estimators.teach_policy(result)
         for sequence in self._preemption.take(plan, result) if plan.preempted else ():
@@ -392,7 +391,7 @@ class Scheduler:
         if n_computed == n_prompt and self._prefixes.can_cut:
             self._prefixes.hold(
                 sequence.seq_id,
-                sequence.tenant,
+                sequence.owner,
                 sequence.tokens,
                 is_running=True,
                 n_cut_min=sequence.n_cut_min,

@@ -153,8 +153,12 @@ class Sequence:
     """Made by `Engine.make_sampler`; the engine owns it once the sequence has a slot."""
     tenant: str = "default"
     """Name of the tenant."""
+    end_user: str = ""
+    """For whom the tenant asks; empty where it does not say."""
+    weight: float = 1.0
+    """The tenant's share of the server relative to other tenants' weights, > 0."""
     priority: int = 0
-    """[-100, 100]; higher runs first."""
+    """[-100, 100]; higher runs first, see `rank`."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     """What the sampler was made from."""
     stop_token_ids: frozenset[int] = frozenset()
@@ -197,6 +201,8 @@ class Sequence:
     """How often it was parked."""
     order: int = -1
     """Place in the order of arrival; -1 before submission."""
+    rank: tuple[float, int] = (0.0, -1)
+    """Place inside its tenant, set at submission: the least goes first."""
     n_no_room: int = 0
     """Steps in a row that found no cell."""
     is_draft_cold: bool = False
@@ -229,6 +235,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.n_prompt = len(self.tokens)
+
+    @property
+    def owner(self) -> str:
+        """Whose the computed tokens are: the tenant's, or an end user's of it alone."""
+        return f"{self.tenant}\0{self.end_user}" if self.end_user else self.tenant
 
     @property
     def state(self) -> SequenceState:

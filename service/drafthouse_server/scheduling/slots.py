@@ -40,6 +40,8 @@ class SlotTable:
         self._n_ctx_seq = limits.n_ctx_seq
         self._prefixes = prefixes
         self._is_shared = is_shared
+        self.n_slots = limits.n_seq_max
+        """How many there are."""
         # The lowest first: llama.cpp computes sequences whose ids follow one another together.
         self._free = list(range(limits.n_seq_max))
         self.running: dict[int, Sequence] = {}
@@ -55,6 +57,11 @@ class SlotTable:
     def has_room(self) -> bool:
         """Whether a slot can be taken without taking it away from somebody."""
         return bool(self._free or self.retained)
+
+    @property
+    def n_cells_held(self) -> int:
+        """KV cells in use: the running sequences' and the retained slots'."""
+        return self.n_cells_running() + self.n_retained_cells
 
     def n_cells_running(self) -> int:
         """Returns the KV cells of the sequences that run."""
@@ -173,7 +180,7 @@ class SlotTable:
             return False
         self._prefixes.hold(
             sequence.seq_id,
-            sequence.tenant,
+            sequence.owner,
             sequence.tokens[:n_computed],
             is_running=False,
             n_cut_min=sequence.n_cut_min,

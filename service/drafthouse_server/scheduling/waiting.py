@@ -1,15 +1,15 @@
-"""Sequences that wait: for a slot, tenant by tenant in turn; and for their end."""
+"""Sequences that wait: for a slot, the least served tenant's first; and for their end."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from drafthouse_server.errors import DrafthouseError
 from drafthouse_server.scheduling.sequence import FinishReason, Sequence, SequenceState
+from drafthouse_server.tenancy.fairness import VirtualCounters
 
 __all__ = ["End", "Ends", "WaitingQueue", "rank"]
 
@@ -23,33 +23,41 @@ _N_REMOVED_MIN = 64
 """Removed entries that a line may hold before it is swept."""
 
 
-def rank(sequence: Sequence) -> tuple[int, int]:
-    """Returns a sequence's place inside its tenant: the least goes first."""
-    return -sequence.priority, sequence.order
+def rank(sequence: Sequence, aging_s: float = 0.0) -> tuple[float, int]:
+    """Returns a sequence's place inside its tenant: the least goes first.
+
+    Args:
+        sequence: It has its place in the order of arrival.
+        aging_s: Seconds of waiting that are worth a point of priority; 0: priorities do not age.
+    """
+    if not aging_s:
+        return -sequence.priority, sequence.order
+    return sequence.received_at - sequence.priority * aging_s, sequence.order
 
 
 @dataclass(slots=True)
 class _Line:
     """One tenant's sequences."""
 
-    heap: list[tuple[tuple[int, int], Sequence]] = field(default_factory=list)
+    heap: list[tuple[tuple[float, int], Sequence]] = field(default_factory=list)
     """By rank; some may have been removed."""
     n_live: int = 0
     """Entries that were not removed."""
-    n_parked: int = 0
-    """Of these, parked ones."""
 
 
 class WaitingQueue:
-    """Gives every tenant its turn. No operation takes longer because more sequences wait.
+    """Says who goes next. No operation takes longer because more sequences wait.
 
-    A tenant with parked sequences goes before those without: what has begun shall end. Inside a
-    tenant higher priority goes first, then the earlier arrival, parked or not.
+    The tenant that was served least goes first; inside a tenant the first in rank, preempted or
+    not.
+
+    Args:
+        counters: Say which tenant was served least; told who waits.
     """
 
-    def __init__(self) -> None:
-        self._lines: OrderedDict[str, _Line] = OrderedDict()  # the tenant whose turn it is, first
-        self._parked: OrderedDict[str, None] = OrderedDict()  # tenants with parked sequences
+    def __init__(self, counters: VirtualCounters) -> None:
+        self._counters = counters
+        self._lines: dict[str, _Line] = {}
         self._removed: set[Sequence] = set()
         self._n_live = 0
         self._n_parked = 0
@@ -72,26 +80,23 @@ class WaitingQueue:
         line = self._lines.get(sequence.tenant)
         if line is None:
             line = self._lines[sequence.tenant] = _Line()
-        heappush(line.heap, (rank(sequence), sequence))
+            self._counters.join(sequence.tenant, sequence.weight)
+        heappush(line.heap, (sequence.rank, sequence))
         line.n_live += 1
         self._n_live += 1
-        if sequence.is_parked:
-            line.n_parked += 1
-            self._n_parked += 1
-            self._parked.setdefault(sequence.tenant)
+        self._n_parked += sequence.is_parked
 
     def peek(self) -> Sequence | None:
         """Returns who goes next; None if nobody waits."""
         if not self._n_live:
             return None
-        tenant = next(iter(self._parked or self._lines))
-        heap = self._lines[tenant].heap
+        heap = self._lines[self._counters.first()].heap
         while heap[0][1] in self._removed:
             self._removed.remove(heappop(heap)[1])
         return heap[0][1]
 
     def pop(self) -> Sequence:
-        """Takes out who goes next; its tenant's next turn comes after all others'.
+        """Takes out who goes next.
 
         Raises:
             IndexError: nobody waits.
@@ -100,9 +105,6 @@ class WaitingQueue:
         if sequence is None:
             raise IndexError("nobody waits")
         heappop(self._lines[sequence.tenant].heap)
-        self._lines.move_to_end(sequence.tenant)
-        if sequence.tenant in self._parked:
-            self._parked.move_to_end(sequence.tenant)
         self._forget(sequence)
         return sequence
 
@@ -120,14 +122,11 @@ class WaitingQueue:
         line = self._lines[tenant]
         line.n_live -= 1
         self._n_live -= 1
-        if sequence.is_parked:
-            line.n_parked -= 1
-            self._n_parked -= 1
-            if not line.n_parked:
-                del self._parked[tenant]
+        self._n_parked -= sequence.is_parked
         if not line.n_live:
             self._sweep(line)
             del self._lines[tenant]
+            self._counters.leave(tenant)
 
     def _sweep(self, line: _Line) -> None:
         """Drops the removed entries, in time that is proportional to their number."""
@@ -137,7 +136,7 @@ class WaitingQueue:
         self._removed.difference_update(sequence for _, sequence in gone)
 
 
-def _entry_rank(entry: tuple[tuple[int, int], Sequence]) -> tuple[int, int]:
+def _entry_rank(entry: tuple[tuple[float, int], Sequence]) -> tuple[float, int]:
     return entry[0]
 
 

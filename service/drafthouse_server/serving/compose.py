@@ -10,8 +10,9 @@ from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
+from drafthouse_server.tenancy.fairness import Fairness, ServiceWeights
 
-__all__ = ["make_scheduler"]
+__all__ = ["make_fairness", "make_scheduler"]
 
 
 def make_scheduler(engine: Engine, config: Config) -> Scheduler:
@@ -52,4 +53,17 @@ def make_scheduler(engine: Engine, config: Config) -> Scheduler:
         prefixes=prefixes,
         ngrams=ngrams,
         n_draft_fixed=config.draft_default,
+        fairness=make_fairness(config),
+    )
+
+
+def make_fairness(config: Config) -> Fairness:
+    """Returns how a configuration shares the server among tenants."""
+    prompt, output, rejected = map(float, config.service_weights)
+    return Fairness(
+        ServiceWeights(prompt, output, rejected),
+        quantum=config.fair_quantum,
+        aging_s=config.priority_aging_s,
+        preempt_interval_s=config.preempt_interval_s,
+        save_bytes_per_s=config.preempt_mib_s * (1 << 20),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -199,7 +200,8 @@ class StepLoop:
         self.check(sequence.n_prompt, sequence.n_output_max)
         if self._is_ending:
             raise Draining(self._retry_after_s, is_failed=self._health.has_failed)
-        self._tickets[sequence] = ticket or self.admission.admit(Tenant(sequence.tenant))
+        tenant = Tenant(sequence.tenant, sequence.weight)
+        self._tickets[sequence] = ticket or self.admission.admit(tenant)
         outbox = self._outboxes[sequence] = Outbox()
         self._idle.clear()
         self._thread.submit(sequence)
@@ -384,7 +386,9 @@ class StepLoop:
             elif isinstance(event, FinishEvent | ErrorEvent):
                 outbox.wake()
                 del outboxes[sequence]
-                self._tickets.pop(sequence).give_back()
+                # A prompt that never got a slot was not computed.
+                n_prompt = 0 if math.isnan(sequence.slot_at) else sequence.n_prompt
+                self._tickets.pop(sequence).give_back(n_prompt, sequence.n_output)
                 self._count_end(sequence, event)
             else:
                 hold(outbox)

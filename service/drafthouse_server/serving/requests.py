@@ -32,6 +32,7 @@ _BYTES_PER_TOKEN_MAX = 32
 """A text with more bytes per token of context than this is refused before it is tokenised."""
 
 _N_MODEL_BYTES_MAX = 256
+_N_END_USER_BYTES_MAX = 64
 _N_GRAMMAR_BYTES_MAX = 65536
 _N_LOGIT_BIAS_MAX = 1024
 _N_BREAKERS_MAX, _N_BREAKER_BYTES_MAX = 32, 64
@@ -221,6 +222,8 @@ class GenerationRequest:
     """Most draft tokens; None leaves it to the server."""
     priority: int = 0
     """Among the tenant's own."""
+    end_user: str = ""
+    """For whom the tenant asks; empty where it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +275,16 @@ class RequestRules:
         """
         violations = Violations()
         violations.check_bytes("model", model, _N_MODEL_BYTES_MAX)
+        violations.close()
+
+    def check_end_user(self, end_user: str) -> None:
+        """Checks the name of an end user.
+
+        Raises:
+            InvalidRequest: it is too long (INVALID_FIELD).
+        """
+        violations = Violations()
+        violations.check_bytes("end_user", end_user, _N_END_USER_BYTES_MAX)
         violations.close()
 
     def check_prompt(self, prompt: Prompt) -> None:

@@ -1,17 +1,21 @@
-"""Who asks: keys and the tenants that they are of."""
+"""Who asks: keys, the tenants that they are of, and what these may use."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from drafthouse_server.config import Config
-from drafthouse_server.errors import PermissionDenied, Unauthenticated
+from drafthouse_server.errors import ConfigError, PermissionDenied, QuotaExceeded, Unauthenticated
+from drafthouse_server.setting import Rule, between
 
-__all__ = ["Tenant", "TenantRegistry"]
+__all__ = ["LIMITS", "Limit", "Tenant", "TenantRegistry", "make_tenant"]
 
 _DEFAULT_TENANT = "default"
+
+_PRIORITY_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,26 @@ class Tenant:
     """Requests that may wait or run at once; None is unlimited."""
     models: frozenset[str] | None = None
     """Names of the models that it may use; None is all."""
+    requests_per_s: float | None = None
+    """Requests a second; None is unlimited."""
+    input_tokens_per_min: int | None = None
+    """Tokens of prompts a minute; None is unlimited."""
+    output_tokens_per_min: int | None = None
+    """Tokens of outputs a minute; None is unlimited."""
+    tokens_per_month: int | None = None
+    """Tokens of prompts and outputs in a month of the calendar, in UTC; None is unlimited."""
+    n_prompt_max: int | None = None
+    """Most tokens of one prompt; None: what fits the context."""
+    n_output_max: int | None = None
+    """Most tokens of one output; None: what fits the context."""
+    priority_max: int = _PRIORITY_MAX
+    """Highest priority of its requests, [-100, 100]; a higher one that is asked for becomes it."""
+    n_draft_max: int | None = None
+    """Most draft tokens (K) of one request and step; None: the server's."""
+    end_user_requests_per_s: float | None = None
+    """Requests a second of each of its end users; None is unlimited."""
+    end_user_active_max: int | None = None
+    """Requests of each of its end users that may wait or run at once; None is unlimited."""
 
     def check_model(self, model: str) -> None:
         """Checks that the tenant may use a model, whether or not the model exists.
@@ -37,6 +61,150 @@ class Tenant:
         """
         if self.models is not None and model not in self.models:
             raise PermissionDenied(model)
+
+    def bound_output(self, asked: int | None, n_most: int) -> int:
+        """Returns the most tokens that a request of the tenant may generate.
+
+        Args:
+            asked: Tokens asked for; None: as many as may be.
+            n_most: What the context has room for.
+
+        Raises:
+            QuotaExceeded: more were asked for than the tenant's requests may generate
+                (TENANT_QUOTA_EXCEEDED).
+        """
+        limit = self.n_output_max
+        if limit is None:
+            return n_most
+        if asked is not None and asked > limit:
+            quota = "tokens of an output"
+            raise QuotaExceeded(self.name, quota, limit, None, "max_output_tokens")
+        return min(n_most, limit)
+
+    def bound_draft(self, asked: int | None) -> int | None:
+        """Returns K of a request of the tenant; None: the server's default."""
+        limit = self.n_draft_max
+        if limit is None:
+            return asked
+        return limit if asked is None else min(asked, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One of a tenant's settings."""
+
+    key: str
+    """Its name."""
+    attribute: str
+    """Of `Tenant`."""
+    kind: type
+    """Type of its value."""
+    rule: Rule
+    """What it may be."""
+    about: str
+    """Help: what it does; without it there is no limit, unless that is said here."""
+
+
+def _count(key: str, attribute: str, about: str) -> Limit:
+    return Limit(key, attribute, int, between(1, 1 << 40), about)
+
+
+LIMITS = (
+    Limit(
+        "weight",
+        "weight",
+        float,
+        between(0.001, 1000),
+        "Share of the server relative to other tenants'. Without it: 1.",
+    ),
+    Limit("requests_per_s", "requests_per_s", float, between(0.001, 1e6), "Requests a second."),
+    _count("input_tokens_per_min", "input_tokens_per_min", "Tokens of prompts a minute."),
+    _count(
+        "output_tokens_per_min",
+        "output_tokens_per_min",
+        "Tokens of outputs a minute: reserved when a request is let in, settled at its end.",
+    ),
+    _count(
+        "tokens_per_month",
+        "tokens_per_month",
+        "Tokens of prompts and outputs in a month of the calendar, in UTC; requests that run when"
+        " it is used up go on to their end. Counted since the server's start.",
+    ),
+    _count("max_streams", "n_active_max", "Requests that may be prepared, wait or run at once."),
+    _count(
+        "queue_size",
+        "n_waiting_max",
+        "Requests that may wait for a slot. Without it: tenant_queue_size.",
+    ),
+    _count("max_prompt_tokens", "n_prompt_max", "Tokens of one prompt."),
+    _count(
+        "max_output_tokens",
+        "n_output_max",
+        "Tokens of one output. A request that asks for more is refused; one that does not say ends"
+        " there.",
+    ),
+    Limit("models", "models", list, Rule("a list of names", bool), "Models that it may use."),
+    Limit(
+        "max_priority",
+        "priority_max",
+        int,
+        between(-_PRIORITY_MAX, _PRIORITY_MAX),
+        "Highest priority of its requests; a higher one that is asked for becomes it.",
+    ),
+    Limit(
+        "draft_max",
+        "n_draft_max",
+        int,
+        between(0, 64),
+        "Draft tokens (K) of one request and step. Without it: the server's draft_max.",
+    ),
+    Limit(
+        "end_user_requests_per_s",
+        "end_user_requests_per_s",
+        float,
+        between(0.001, 1e6),
+        "Requests a second of each end user (end_user of a request).",
+    ),
+    _count(
+        "end_user_max_streams",
+        "end_user_active_max",
+        "Requests of each end user that may be prepared, wait or run at once.",
+    ),
+)
+"""A tenant's settings, as they stand in a section [tenants.NAME] of the settings file."""
+
+_BY_KEY = {limit.key: limit for limit in LIMITS}
+
+
+def make_tenant(name: str, settings: Mapping[str, object], *, n_waiting_max: int) -> Tenant:
+    """Returns a tenant of its settings.
+
+    Args:
+        name: Its name.
+        settings: Values by the names in `LIMITS`.
+        n_waiting_max: Requests that may wait where the settings do not say.
+
+    Raises:
+        ConfigError: there is no such setting, or a value breaks its rule.
+    """
+    values: dict[str, Any] = {"n_waiting_max": n_waiting_max}
+    for key, value in settings.items():
+        full = f"tenants.{name}.{key}"
+        limit = _BY_KEY.get(key)
+        if limit is None:
+            known = ", ".join(_BY_KEY)
+            problem = f"unknown setting {full!r}; a tenant has: {known}"
+            raise ConfigError(full, value, problem=problem)
+        is_number = limit.kind is float and type(value) is int
+        has_type = is_number or type(value) is limit.kind
+        if not has_type or not limit.rule.is_valid(value):
+            raise ConfigError(full, value, limit.rule.expected)
+        if isinstance(value, list):
+            if not all(isinstance(item, str) for item in value):
+                raise ConfigError(full, value, limit.rule.expected)
+            value = frozenset(value)  # noqa: PLW2901  # in the type of the attribute
+        values[limit.attribute] = value
+    return Tenant(name, **values)
 
 
 def _digest(api_key: str) -> bytes:
@@ -58,13 +226,34 @@ class TenantRegistry:
 
     @classmethod
     def from_config(cls, config: Config) -> TenantRegistry:
-        """Returns the registry of `Config.api_keys`."""
+        """Returns the registry of `Config.api_keys`, with the limits of `Config.tenants`.
+
+        Raises:
+            ConfigError: a tenant's settings are wrong, or nobody has a key of it.
+        """
+        names = {entry.partition(":")[0] for entry in config.api_keys} or {_DEFAULT_TENANT}
+        for name in config.tenants:
+            if name not in names:
+                problem = (
+                    f"tenant {name!r} has settings and no key; add a key {name}:KEY, or remove it"
+                )
+                if not config.api_keys:
+                    problem = (
+                        f"tenant {name!r} has settings, and without api_keys every client is tenant"
+                        f" {_DEFAULT_TENANT!r}; set api_keys, or name the section so"
+                    )
+                raise ConfigError("tenants", name, problem=problem)
+        made = {
+            name: make_tenant(
+                name, config.tenants.get(name, {}), n_waiting_max=config.tenant_queue_size
+            )
+            for name in names
+        }
         tenants = {}
         for entry in config.api_keys:
             name, _, api_key = entry.partition(":")
-            tenants[api_key] = Tenant(name, n_waiting_max=config.tenant_queue_size)
-        open_tenant = Tenant(_DEFAULT_TENANT, n_waiting_max=config.tenant_queue_size)
-        return cls(tenants, open_tenant)
+            tenants[api_key] = made[name]
+        return cls(tenants, made.get(_DEFAULT_TENANT))
 
     @property
     def is_open(self) -> bool:

@@ -163,12 +163,20 @@ class GenerateRequest(message.Message):
     STOP_FIELD_NUMBER: builtins.int
     OUTPUT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    END_USER_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Name of the model. Empty: the server's default model."""
     max_output_tokens: builtins.int
     """Most tokens to generate, >= 1. Not set: until the context is full. The stream ends with FINISH_REASON_LENGTH when it is reached."""
     priority: builtins.int
-    """Priority inside the tenant, [-100, 100]; higher runs first. 0: normal."""
+    """Priority inside the tenant, [-100, 100]; higher runs first, and what has waited long goes before. The tenant's own ceiling
+    lowers it. 0: normal.
+    """
+    end_user: builtins.str
+    """For whom the caller asks: an opaque name of at most 64 bytes, such as a hash of a user's id; never a person's name or address.
+    Nothing that was computed for one end user is used again for another, and the tenant may have limits for each. Empty: nobody in
+    particular.
+    """
     @builtins.property
     def prompt(self) -> Prompt:
         """What to continue. Required."""
@@ -200,10 +208,11 @@ class GenerateRequest(message.Message):
         stop: StopOptions | None = ...,
         output: OutputOptions | None = ...,
         priority: builtins.int = ...,
+        end_user: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["_max_output_tokens", b"_max_output_tokens", "max_output_tokens", b"max_output_tokens", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_output_tokens", b"_max_output_tokens", "max_output_tokens", b"max_output_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_output_tokens", b"_max_output_tokens", "end_user", b"end_user", "max_output_tokens", b"max_output_tokens", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_output_tokens: _TypeAlias = typing.Literal["max_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_output_tokens: _TypeAlias = typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015

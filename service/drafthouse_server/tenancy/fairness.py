@@ -1,0 +1,268 @@
+"""Who is served next: virtual counters of service, by tenant.
+
+A tenant's counter grows by what it is given: tokens of prompts, of outputs, and drafted tokens that
+were rejected, each times its weight in service, divided by the tenant's own weight. Of the tenants
+that wait, the one with the least counter goes first. So tenants that always wait get service in
+proportion to their weights, whatever their prompts and outputs are like.
+
+Source:
+    Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (arXiv:2401.00588),
+    Algorithm 2, with weights. Slots that change hands are not in the paper: there a stream that
+    runs keeps its place until its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Protocol
+
+from drafthouse_server.step import ResultEntry
+
+__all__ = ["Fairness", "SaveBudget", "Served", "ServiceWeights", "VirtualCounters"]
+
+_N_STALE_MIN = 64
+"""Outdated entries of the heap that are left there before it is swept."""
+
+_N_PAST_MIN = 1024
+"""Tenants of which a counter is kept before those that need none are forgotten."""
+
+_BURST_S = 0.1
+"""Snapshots may be written ahead of their budget for so long."""
+
+_ROUNDING = 1e-9
+"""By so much may a share of slots be missed."""
+
+
+class Served(Protocol):
+    """A sequence, as far as its tenant's counter is concerned."""
+
+    @property
+    def tenant(self) -> str:
+        """Name of the tenant."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceWeights:
+    """What counts as service, in units of service for each token. Fixed when the server starts."""
+
+    prompt: float = 1.0
+    """A token of a prompt that is computed."""
+    output: float = 2.0
+    """A token that is generated."""
+    rejected: float = 1.0
+    """A drafted token that was verified and rejected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    """How the server is shared among tenants, and a tenant's part among its requests."""
+
+    weights: ServiceWeights = field(default_factory=ServiceWeights)
+    """What counts as service."""
+    quantum: float = 512.0
+    """Units of service by which a waiting tenant may fall behind one that runs.
+
+    Then it takes a slot. One with fewer slots than its share, from one with more, takes it at once.
+    """
+    aging_s: float = 10.0
+    """Seconds of waiting that are worth a point of priority; 0: priorities do not age."""
+    preempt_interval_s: float = 1.0
+    """Seconds in which a sequence loses its slot to fairness or priority once at most."""
+    save_bytes_per_s: float = float(64 << 20)
+    """Bytes of snapshots a second that may be written so that one tenant gets slots."""
+
+
+class VirtualCounters:
+    """How much service each tenant has got, in units of service over the tenant's weight.
+
+    A tenant that begins to wait starts at the least counter of those that wait, or, where nobody
+    does, at that of the last one that did: who was away has saved nothing. No operation takes
+    longer because more tenants wait, but for the logarithm of their number.
+
+    Args:
+        weights: What counts as service.
+        quantum: Units of service by which a waiting tenant may fall behind one that runs.
+    """
+
+    def __init__(self, weights: ServiceWeights | None = None, quantum: float = 512.0) -> None:
+        self.weights = weights or ServiceWeights()
+        """What counts as service."""
+        self._quantum = quantum
+        self._counters: dict[str, float] = {}
+        self._weights: dict[str, float] = {}  # of the tenants with a counter
+        self._waiting: dict[str, int] = {}  # tenants that wait, with the number of their entry
+        self._waiting_weight = 0.0
+        # Counters only grow: the least entry is the least tenant, or out of date.
+        self._heap: list[tuple[float, int, str]] = []
+        self._n_entries = 0
+        self._last = ""  # who was the last to wait no more
+        self._n_past_max = _N_PAST_MIN
+        self._base = 0.0  # nobody begins to wait with a counter below it
+
+    def of(self, tenant: str) -> float:
+        """Returns a tenant's counter."""
+        return self._counters.get(tenant, self._base)
+
+    def weight(self, tenant: str) -> float:
+        """Returns a tenant's weight."""
+        return self._weights.get(tenant, 1.0)
+
+    def charge(self, tenant: str, amount: float) -> None:
+        """Counts units of service that a tenant was given, or work that was done for it."""
+        before = self._counters.get(tenant, self._base)
+        self._counters[tenant] = before + amount / self._weights.get(tenant, 1.0)
+
+    def charge_prompt(self, tenant: str, n_tokens: int) -> None:
+        """Counts tokens of a prompt, all of them when its slot is taken."""
+        self.charge(tenant, n_tokens * self.weights.prompt)
+
+    def charge_step(self, entries: Collection[ResultEntry], running: Mapping[int, Served]) -> None:
+        """Counts what a step has yielded.
+
+        Args:
+            entries: The step's results.
+            running: Sequences by slot, as they ran in it.
+        """
+        output, rejected = self.weights.output, self.weights.rejected
+        amounts: dict[str, float] = {}
+        for entry in entries:  # once per sequence and step
+            amount = len(entry.tokens) * output
+            if entry.n_drafted:
+                amount += (entry.n_drafted - entry.n_accepted) * rejected
+            if amount:
+                tenant = running[entry.seq_id].tenant
+                if tenant in amounts:
+                    amounts[tenant] += amount
+                else:
+                    amounts[tenant] = amount
+        for tenant, amount in amounts.items():
+            self.charge(tenant, amount)
+
+    # --- those that wait
+
+    def join(self, tenant: str, weight: float) -> None:
+        """Notes that a tenant, which did not, has something that waits.
+
+        Args:
+            tenant: Name of the tenant.
+            weight: Its share of the server relative to others' weights, > 0.
+        """
+        lead = self.first() if self._waiting else self._last
+        self._base = max(self._base, self._counters.get(lead, self._base))
+        self._counters[tenant] = max(self._counters.get(tenant, self._base), self._base)
+        self._weights[tenant] = weight
+        self._waiting_weight += weight
+        self._n_entries += 1
+        self._waiting[tenant] = self._n_entries
+        heappush(self._heap, (self._counters[tenant], self._n_entries, tenant))
+        if len(self._heap) > 2 * len(self._waiting) + _N_STALE_MIN:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapify(self._heap)
+
+    def leave(self, tenant: str) -> None:
+        """Notes that nothing of a tenant waits any more."""
+        del self._waiting[tenant]
+        self._waiting_weight -= self._weights[tenant]
+        if not self._waiting:
+            self._waiting_weight = 0.0  # sums of fractions leave something behind
+        self._last = tenant
+        if len(self._counters) > self._n_past_max:
+            self._sweep()
+
+    def first(self) -> str:
+        """Returns the tenant with the least counter of those that wait.
+
+        Of several the one that has waited longest.
+
+        Raises:
+            IndexError: none waits.
+        """
+        heap = self._heap
+        while True:
+            counter, number, tenant = heap[0]
+            if self._waiting.get(tenant) != number:
+                heappop(heap)
+            elif counter < (now := self._counters[tenant]):
+                # Behind those that have as much by now.
+                self._n_entries += 1
+                self._waiting[tenant] = self._n_entries
+                heapreplace(heap, (now, self._n_entries, tenant))
+            else:
+                return tenant
+
+    def _is_current(self, entry: tuple[float, int, str]) -> bool:
+        return self._waiting.get(entry[2]) == entry[1]
+
+    def _sweep(self) -> None:
+        """Forgets tenants that would start no lower than they were left."""
+        self._counters = {
+            tenant: counter
+            for tenant, counter in self._counters.items()
+            if counter > self._base or tenant in self._waiting or tenant == self._last
+        }
+        self._weights = {t: w for t, w in self._weights.items() if t in self._counters}
+        self._n_past_max = 2 * len(self._counters) + _N_PAST_MIN
+
+    # --- slots that change hands
+
+    def over_served(self, tenant: str, held: Mapping[str, int], n_slots: int) -> list[str]:
+        """Returns the tenants that have to give a slot to one that waits, the most served first.
+
+        One that has more than its share of the slots, where the waiting tenant has less than its
+        own, and no higher counter; or one that is ahead of it by the quantum. Neither is true the
+        other way round after the slot has changed hands, until as much service was given.
+
+        Args:
+            tenant: Waits for a slot.
+            held: Slots by tenant, of those that have any.
+            n_slots: Slots of all.
+        """
+        if not held.keys() - {tenant}:
+            return []
+        counter, n_held = self.of(tenant), held.get(tenant, 0)
+        all_weights = self._waiting_weight
+        for other in held:
+            if other not in self._waiting:
+                all_weights += self.weight(other)
+        per_weight = n_slots / all_weights
+        is_short = n_held + 1 <= per_weight * self.weight(tenant) + _ROUNDING
+        found = []
+        for other, n_other in held.items():
+            ahead = self.of(other) - counter
+            if other == tenant or ahead < 0:
+                continue
+            has_more = n_other - 1 >= per_weight * self.weight(other) - _ROUNDING
+            if (is_short and has_more) or ahead >= self._quantum:
+                found.append(other)
+        return sorted(found, key=self.of, reverse=True)
+
+
+class SaveBudget:
+    """Bounds the bytes of snapshots that are written for each tenant; time is an argument.
+
+    While a snapshot is written nobody's stream goes on.
+
+    Args:
+        bytes_per_s: Bytes a second that may be written for one tenant; 0 is none.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at: dict[str, float] = {}  # when what was written so far is paid off
+
+    def is_free(self, tenant: str, now: float) -> bool:
+        """Returns whether something may be written for a tenant.
+
+        Whatever it is: the next one waits the longer.
+        """
+        return self._bytes_per_s > 0 and self._free_at.get(tenant, now) <= now + _BURST_S
+
+    def spend(self, tenant: str, n_bytes: float, now: float) -> None:
+        """Notes bytes that are about to be written, or were."""
+        if self._bytes_per_s > 0:
+            free_at = max(self._free_at.get(tenant, now), now)
+            self._free_at = {t: at for t, at in self._free_at.items() if at > now}
+            self._free_at[tenant] = free_at + n_bytes / self._bytes_per_s

@@ -1,0 +1,393 @@
+"""What each tenant has used of its limits, and when there will be more; time is an argument.
+
+Rates are counted by the generic cell rate algorithm: two numbers for each, an exact wait, no
+windows at whose borders a rate doubles. Who is refused is promised the units that it asked for, at
+a time of its own: until then, and for a while after, nobody else gets them. So nearly every retry
+at that time succeeds, however many come.
+
+Tokens are reserved when a request is let in, its output as long as it is likely to be; what it did
+not use is given back when it ends, and what it used beyond is charged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from drafthouse_server.errors import QuotaExceeded
+from drafthouse_server.tenancy.tenants import Tenant
+
+__all__ = ["Limits", "Meter", "Month", "Rate", "Reserved", "Standing"]
+
+_REQUESTS = "requests_per_s"
+_INPUT = "input_tokens_per_min"
+_OUTPUT = "output_tokens_per_min"
+_MONTH = "tokens_per_month"
+_END_USER = "end_user_requests_per_s"
+_KINDS = {_REQUESTS: "requests", _INPUT: "input-tokens", _OUTPUT: "output-tokens"}
+_NOUNS = {
+    _REQUESTS: "requests a second",
+    _INPUT: "input tokens a minute",
+    _OUTPUT: "output tokens a minute",
+}
+
+_N_PROMISES_MAX = 256
+"""Promises of one meter that are kept; those who are refused beyond are promised nothing."""
+
+_GRACE_S, _GRACE_SHARE = 1.0, 0.25
+"""A promise is kept so many seconds after its time, or so much of the wait that was promised."""
+
+_EARLY_S = 0.005
+"""A promise may be taken so many seconds early: clocks and timers are not exact."""
+
+_ROUNDING_S = 1e-9
+"""Units that are missing for so few seconds are there."""
+
+_N_END_USERS_MAX = 4096
+"""End users of one tenant whose rates are counted each; of more, the others share one rate."""
+
+_SWEEP_S = 1.0
+"""Seconds between two looks for end users that can be forgotten."""
+
+_MONTH_WAIT_S_MAX = 3600.0
+"""Clients are told to wait for the next month if it begins in so many seconds."""
+
+_N_MEMORY = 32
+"""Requests over which the length of a tenant's outputs is averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many units a second in the long run, and so many at once."""
+
+    per_s: float
+    """Units a second, > 0."""
+    burst: float
+    """Units that may be used at once after a pause."""
+
+
+@dataclass(slots=True)
+class _Promise:
+    """Units that are kept for somebody who was refused."""
+
+    origin: str
+    """Whose they are."""
+    cost: float
+    """Units."""
+    due_at: float
+    """When they are there."""
+    ends_at: float
+    """Until when they are kept."""
+
+
+class Meter:
+    """One rate of one tenant.
+
+    Source:
+        The generic cell rate algorithm as a virtual schedule (ITU-T I.371). The promises are ours.
+    """
+
+    __slots__ = ("_kept", "_paid_at", "_promises")
+
+    def __init__(self) -> None:
+        self._paid_at = -math.inf  # when all that was taken is paid off at the rate
+        self._promises: list[_Promise] = []
+        self._kept = 0.0  # units of all of them
+
+    def take(self, cost: float, rate: Rate, now: float, origin: str = "") -> float:
+        """Takes units, if they are there and are not promised to others.
+
+        Args:
+            cost: Units. More than the burst is taken as soon as the whole burst is there.
+            rate: Of this meter.
+            now: Monotonic time in seconds.
+            origin: Who asks, as well as can be told: a promise is kept for whom it was made to.
+
+        Returns:
+            0 where they were taken; otherwise the seconds after which they are kept for the caller.
+        """
+        self._expire(now)
+        promise = self._find(origin, now)
+        if promise is not None:
+            self._drop(promise)
+            if self._wait_s(cost, 0.0, rate, now) <= _EARLY_S:
+                self._pay(cost, rate, now)
+                return 0.0
+        wait_s = self._wait_s(cost, self._kept, rate, now)
+        if wait_s <= _ROUNDING_S:
+            self._pay(cost, rate, now)
+            return 0.0
+        if len(self._promises) < _N_PROMISES_MAX:
+            grace_s = max(_GRACE_S, _GRACE_SHARE * wait_s)
+            self._promises.append(_Promise(origin, cost, now + wait_s, now + wait_s + grace_s))
+            self._kept += cost
+        return wait_s
+
+    def settle(self, surplus: float, rate: Rate, now: float) -> None:
+        """Charges units that were used beyond those taken; gives back a negative number of them."""
+        if surplus > 0:
+            self._pay(surplus, rate, now)
+        else:
+            self._paid_at += surplus / rate.per_s
+
+    def n_left(self, rate: Rate, now: float) -> float:
+        """Returns the units that may be used at once, promised ones not counted."""
+        return max(0.0, rate.burst - self.reset_s(now) * rate.per_s)
+
+    def reset_s(self, now: float) -> float:
+        """Returns the seconds after which the whole burst is there, if nothing is used."""
+        return max(0.0, self._paid_at - now)
+
+    def is_idle(self, now: float) -> bool:
+        """Whether it has nothing to remember."""
+        self._expire(now)
+        return self._paid_at <= now and not self._promises
+
+    def _wait_s(self, cost: float, kept: float, rate: Rate, now: float) -> float:
+        """Returns the seconds until so many units are there beside those kept, at most 0 if so."""
+        return self.reset_s(now) + (kept + cost - max(rate.burst, cost)) / rate.per_s
+
+    def _pay(self, cost: float, rate: Rate, now: float) -> None:
+        self._paid_at = max(self._paid_at, now) + cost / rate.per_s
+
+    def _find(self, origin: str, now: float) -> _Promise | None:
+        """Returns a promise to somebody whose time has come."""
+        for promise in self._promises:
+            if promise.origin == origin and promise.due_at <= now + _EARLY_S:
+                return promise
+        return None
+
+    def _drop(self, promise: _Promise) -> None:
+        self._promises.remove(promise)
+        self._kept = sum(other.cost for other in self._promises)
+
+    def _expire(self, now: float) -> None:
+        """Gives up promises that nobody came for."""
+        if self._promises and min(promise.ends_at for promise in self._promises) < now:
+            self._promises = [promise for promise in self._promises if promise.ends_at >= now]
+            self._kept = sum(promise.cost for promise in self._promises)
+
+
+@dataclass(frozen=True, slots=True)
+class Month:
+    """A month of the calendar, in UTC."""
+
+    name: str
+    """Such as "2026-11"."""
+    left_s: float
+    """Seconds until its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Tokens that one request was let in with."""
+
+    n_prompt: int
+    """Of its prompt."""
+    n_output: int
+    """Of its output, as long as it is likely to be."""
+    month: str
+    """Month whose budget they are of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a rate is used."""
+
+    kind: str
+    """What is counted: "requests", "input-tokens" or "output-tokens"."""
+    limit: int
+    """Units that may be used at once after a pause."""
+    n_left: int
+    """Of these, left now."""
+    reset_s: float
+    """Seconds after which all are there again, if nothing is used."""
+
+
+@dataclass(slots=True)
+class _Used:
+    """What one tenant has used."""
+
+    meters: dict[str, Meter] = field(default_factory=dict)
+    """By the name of the limit."""
+    end_users: dict[str, Meter] = field(default_factory=dict)
+    """Requests of each."""
+    swept_at: float = -math.inf
+    """When those with nothing to remember were forgotten last."""
+    month: str = ""
+    """The last month that anything was used in."""
+    n_month: int = 0
+    """Tokens used in it, those reserved included."""
+    n_outputs: int = 0
+    """Requests that the mean is of."""
+    mean_output: float = 0.0
+    """Tokens of an output."""
+
+
+class Limits:
+    """Counts what tenants use, and refuses what is beyond their limits."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Used] = {}
+
+    def enter(self, tenant: Tenant, end_user: str, now: float, origin: str = "") -> None:
+        """Counts a request.
+
+        Args:
+            tenant: Who asks.
+            end_user: For whom, if the tenant tells.
+            now: Monotonic time in seconds.
+            origin: Where the request comes from: who is refused is promised a place there.
+
+        Raises:
+            QuotaExceeded: too many came lately (TENANT_QUOTA_EXCEEDED).
+        """
+        if tenant.requests_per_s is None and tenant.end_user_requests_per_s is None:
+            return
+        used = self._used(tenant)
+        self._take(tenant, _REQUESTS, 1, now, origin)
+        per_s = tenant.end_user_requests_per_s
+        if per_s is None or not end_user:
+            return
+        wait_s = _of_end_user(used, end_user, now).take(1, _burst_of_a_second(per_s), now, origin)
+        if wait_s > 0:
+            self._settle(tenant, _REQUESTS, -1, now)
+            raise QuotaExceeded(
+                tenant.name, "requests a second of an end user", per_s, wait_s, _END_USER
+            )
+
+    def reserve(
+        self,
+        tenant: Tenant,
+        n_prompt: int,
+        n_output_max: int,
+        now: float,
+        month: Month,
+        *,
+        origin: str = "",
+    ) -> Reserved:
+        """Takes the tokens of a request out of what its tenant may use.
+
+        Args:
+            tenant: Who asks.
+            n_prompt: Tokens of the prompt.
+            n_output_max: Most tokens of the output; as many are reserved as the tenant's outputs
+                have on average, if these are fewer.
+            now: Monotonic time in seconds.
+            month: Of the calendar.
+            origin: Where the request comes from.
+
+        Raises:
+            QuotaExceeded: there are too few left, or it is longer than the tenant's requests may be
+                (TENANT_QUOTA_EXCEEDED).
+        """
+        used = self._used(tenant)
+        if tenant.n_prompt_max is not None and n_prompt > tenant.n_prompt_max:
+            limit = tenant.n_prompt_max
+            raise QuotaExceeded(tenant.name, "tokens of a prompt", limit, None, "max_prompt_tokens")
+        n_output = (
+            min(n_output_max, math.ceil(used.mean_output)) if used.n_outputs else n_output_max
+        )
+        self._check_month(tenant, used, n_prompt + n_output, month)
+        self._take(tenant, _INPUT, n_prompt, now, origin)
+        try:
+            self._take(tenant, _OUTPUT, n_output, now, origin)
+        except QuotaExceeded:
+            self._settle(tenant, _INPUT, -n_prompt, now)
+            raise
+        used.n_month += n_prompt + n_output
+        return Reserved(n_prompt, n_output, month.name)
+
+    def settle(
+        self, tenant: Tenant, reserved: Reserved, n_prompt: int, n_output: int, now: float
+    ) -> None:
+        """Corrects what was reserved, at a request's end, however it ended.
+
+        Args:
+            tenant: Who has asked.
+            reserved: What `reserve` has returned.
+            n_prompt: Tokens of the prompt that count; 0 where it was never begun.
+            n_output: Tokens of the output.
+            now: Monotonic time in seconds.
+        """
+        used = self._used(tenant)
+        surplus_in, surplus_out = n_prompt - reserved.n_prompt, n_output - reserved.n_output
+        self._settle(tenant, _INPUT, surplus_in, now)
+        self._settle(tenant, _OUTPUT, surplus_out, now)
+        if used.month == reserved.month:
+            used.n_month += surplus_in + surplus_out
+        if n_prompt:
+            used.n_outputs = min(used.n_outputs + 1, _N_MEMORY)
+            used.mean_output += (n_output - used.mean_output) / used.n_outputs
+
+    def standings(self, tenant: Tenant, now: float) -> Iterator[Standing]:
+        """Yields how far the rates of a tenant are used, those that are limited."""
+        meters = self._used(tenant).meters
+        for metric, kind in _KINDS.items():
+            rate, meter = _rate(tenant, metric), meters.get(metric)
+            if rate is not None:
+                n_left = rate.burst if meter is None else meter.n_left(rate, now)
+                reset_s = 0.0 if meter is None else meter.reset_s(now)
+                yield Standing(kind, int(rate.burst), int(n_left), reset_s)
+
+    def n_month(self, tenant: Tenant, month: Month) -> int:
+        """Returns the tokens that a tenant has used in a month, those reserved included."""
+        used = self._used(tenant)
+        return used.n_month if used.month == month.name else 0
+
+    def _used(self, tenant: Tenant) -> _Used:
+        used = self._tenants.get(tenant.name)
+        if used is None:
+            used = self._tenants[tenant.name] = _Used()
+        return used
+
+    def _take(self, tenant: Tenant, metric: str, cost: float, now: float, origin: str) -> None:
+        rate = _rate(tenant, metric)
+        if rate is None:
+            return
+        meter = self._used(tenant).meters.setdefault(metric, Meter())
+        wait_s = meter.take(cost, rate, now, origin)
+        if wait_s > 0:
+            limit = getattr(tenant, metric)
+            raise QuotaExceeded(tenant.name, _NOUNS[metric], limit, wait_s, metric)
+
+    def _settle(self, tenant: Tenant, metric: str, surplus: float, now: float) -> None:
+        rate, meter = _rate(tenant, metric), self._used(tenant).meters.get(metric)
+        if rate is not None and meter is not None and surplus:
+            meter.settle(surplus, rate, now)
+
+    def _check_month(self, tenant: Tenant, used: _Used, n_tokens: int, month: Month) -> None:
+        if used.month != month.name:
+            used.month, used.n_month = month.name, 0
+        budget = tenant.tokens_per_month
+        if budget is None or used.n_month + n_tokens <= budget:
+            return
+        # A client must not sleep for weeks.
+        retry_after_s = month.left_s if month.left_s <= _MONTH_WAIT_S_MAX else None
+        raise QuotaExceeded(tenant.name, "tokens a month", budget, retry_after_s, _MONTH)
+
+
+def _rate(tenant: Tenant, metric: str) -> Rate | None:
+    """Returns a rate of a tenant; None where it is not limited."""
+    limit: float | None = getattr(tenant, metric)
+    if limit is None:
+        return None
+    return _burst_of_a_second(limit) if metric == _REQUESTS else Rate(limit / 60, limit)
+
+
+def _burst_of_a_second(per_s: float) -> Rate:
+    return Rate(per_s, max(1.0, per_s))
+
+
+def _of_end_user(used: _Used, end_user: str, now: float) -> Meter:
+    """Returns the meter of an end user; those that are too many share one."""
+    meter = used.end_users.get(end_user)
+    if meter is None:
+        if len(used.end_users) >= _N_END_USERS_MAX and now >= used.swept_at + _SWEEP_S:
+            used.swept_at = now
+            used.end_users = {n: m for n, m in used.end_users.items() if not m.is_idle(now)}
+        if len(used.end_users) >= _N_END_USERS_MAX:
+            end_user = ""
+        meter = used.end_users.setdefault(end_user, Meter())
+    return meter

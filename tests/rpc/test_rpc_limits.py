@@ -1,0 +1,173 @@
+"""A tenant's limits, as its clients see them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import QuotaFailure, RetryInfo
+from grpc_status import rpc_status
+
+import drafthouse
+from drafthouse.v1 import generation_pb2, generation_pb2_grpc
+from drafthouse_server.config import Config
+from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.errors import ConfigError
+from drafthouse_server.rpc.server import Server
+from drafthouse_server.tenancy.tenants import LIMITS, Tenant, TenantRegistry, make_tenant
+
+if TYPE_CHECKING:
+    from tests.conftest import ServerFactory
+
+KEY = (("authorization", "Bearer k"),)
+
+
+async def started(start_server: ServerFactory, **limits: Any) -> Server:
+    tenants = TenantRegistry({"k": Tenant("acme", **limits)})
+    server: Server = await start_server(FakeEngine(), tenants=tenants)
+    return server
+
+
+async def test_rates_are_told_in_the_initial_metadata(start_server: ServerFactory) -> None:
+    server = await started(
+        start_server, requests_per_s=5.0, input_tokens_per_min=600, output_tokens_per_min=300
+    )
+    asked = generation_pb2.GenerateRequest(max_output_tokens=10)
+    asked.prompt.text = "hello"
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.Generate(asked, metadata=KEY)
+        headers = dict(await call.initial_metadata())
+        messages = [message async for message in call]
+        n_prompt = messages[-1].result.usage.prompt_tokens
+        told = {
+            key.removeprefix("x-ratelimit-"): value
+            for key, value in headers.items()
+            if key.startswith("x-ratelimit-")
+        }
+        assert told.pop("reset-requests")
+        assert 0 < float(told.pop("reset-tokens")) <= 2.1
+        assert {key: int(value) for key, value in told.items() if "reset" not in key} == {
+            "limit-requests": 5,
+            "remaining-requests": 4,
+            "limit-input-tokens": 600,
+            "remaining-input-tokens": 600 - n_prompt,
+            "limit-output-tokens": 300,
+            "remaining-output-tokens": 290,
+            "limit-tokens": 300,
+            "remaining-tokens": 290,
+        }
+
+
+async def test_who_has_no_rates_is_told_none(start_server: ServerFactory) -> None:
+    server = await started(start_server)
+    asked = generation_pb2.GenerateRequest(max_output_tokens=2)
+    asked.prompt.text = "hello"
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(asked, metadata=KEY)
+        assert not [key for key, _ in await call.initial_metadata() if "ratelimit" in key]
+
+
+async def test_a_rate_is_refused_with_metric_limit_and_a_time(start_server: ServerFactory) -> None:
+    server = await started(start_server, requests_per_s=0.5)
+    asked = generation_pb2.GenerateRequest(max_output_tokens=1)
+    asked.prompt.text = "hello"
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        async for _ in stub.Generate(asked, metadata=KEY):
+            pass
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Generate(asked, metadata=KEY):
+                pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]  # it has all of a call
+    details = {detail.TypeName(): detail for detail in status.details}
+    failure, retry = QuotaFailure(), RetryInfo()
+    assert details["google.rpc.QuotaFailure"].Unpack(failure)
+    assert details["google.rpc.RetryInfo"].Unpack(retry)
+    violation = failure.violations[0]
+    assert (violation.subject, violation.quota_metric) == ("tenant:acme", "requests_per_s")
+    assert 1.0 < retry.retry_delay.ToTimedelta().total_seconds() <= 2.0
+
+
+async def test_lengths_are_bounded_and_told_without_a_time(start_server: ServerFactory) -> None:
+    server = await started(start_server, n_output_max=7, n_prompt_max=20)
+    async with drafthouse.AsyncClient(server.target, api_key="k") as client:
+        result = await client.generate("x", ignore_end_token=True).result()
+        assert result.usage.output_tokens == 7
+        for prompt, n_output in (("x", 8), ("x" * 40, 2)):
+            with pytest.raises(drafthouse.TenantQuotaExceeded) as caught:
+                await client.generate(prompt, max_output_tokens=n_output).result()
+            assert caught.value.retry_after is None
+    assert server.loop.admission.n_active == 0
+
+
+async def test_an_end_user_has_its_own_cache_and_its_own_limits(
+    start_server: ServerFactory,
+) -> None:
+    server = await started(start_server, end_user_active_max=4, end_user_requests_per_s=100.0)
+    prompt = "a prompt of more than a few blocks of sixteen tokens each, so that it is kept" * 2
+
+    async with drafthouse.AsyncClient(server.target, api_key="k") as client:
+
+        async def n_reused(end_user: str) -> int:
+            stream = client.generate(prompt, max_output_tokens=3, end_user=end_user)
+            return (await stream.result()).usage.reused_prompt_tokens
+
+        assert await n_reused("one") == 0
+        assert await n_reused("two") == 0
+        assert await n_reused("") == 0
+        assert await n_reused("one") > 0
+        with pytest.raises(drafthouse.InvalidField) as caught:
+            await client.generate("x", end_user="é" * 33).result()
+        assert [violation.field for violation in caught.value.violations] == ["end_user"]
+
+
+def test_settings_of_a_tenant_make_a_tenant() -> None:
+    settings: dict[str, object] = {
+        "weight": 3,
+        "requests_per_s": 2.5,
+        "max_streams": 4,
+        "models": ["tiny"],
+        "max_priority": -5,
+        "draft_max": 0,
+    }
+    made = make_tenant("acme", settings, n_waiting_max=128)
+    assert made == Tenant(
+        "acme",
+        weight=3,
+        requests_per_s=2.5,
+        n_active_max=4,
+        n_waiting_max=128,
+        models=frozenset({"tiny"}),
+        priority_max=-5,
+        n_draft_max=0,
+    )
+    assert {limit.attribute for limit in LIMITS} == set(Tenant.__slots__) - {"name"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"wieght": 1.0}, "tenants.acme.wieght"),
+        ({"weight": 0}, "tenants.acme.weight"),
+        ({"weight": "much"}, "tenants.acme.weight"),
+        ({"max_streams": True}, "tenants.acme.max_streams"),
+        ({"models": "tiny"}, "tenants.acme.models"),
+        ({"models": [1]}, "tenants.acme.models"),
+    ],
+)
+def test_a_wrong_setting_of_a_tenant_is_named(settings: dict[str, object], words: str) -> None:
+    config = Config(api_keys=("acme:k",), tenants={"acme": settings})
+    with pytest.raises(ConfigError, match=words):
+        TenantRegistry.from_config(config)
+
+
+def test_settings_of_nobody_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'bob' has settings and no key"):
+        TenantRegistry.from_config(Config(api_keys=("acme:k",), tenants={"bob": {}}))
+    with pytest.raises(ConfigError, match="every client is tenant 'default'"):
+        TenantRegistry.from_config(Config(tenants={"bob": {}}))
+    registry = TenantRegistry.from_config(Config(tenants={"default": {"weight": 2.0}}))
+    assert registry.authenticate(None).weight == 2.0

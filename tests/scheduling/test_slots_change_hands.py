@@ -1,0 +1,110 @@
+"""Slots that are taken away, for other tenants and for priorities: how often, at what cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from tests.scheduling.test_scheduler import LIMITS, Bench
+
+from drafthouse_server.drafting.cost import StepCost
+from drafthouse_server.scheduling.sequence import FinishEvent, Sequence, SequenceState
+from drafthouse_server.step import EngineLimits, SamplingOptions, StepTimings
+from drafthouse_server.tenancy.fairness import Fairness
+
+TWO = dataclasses.replace(LIMITS, n_seq_max=2, n_ctx=400, n_ctx_seq=200)
+
+
+def bench(limits: EngineLimits = TWO, *, cost: StepCost | None = None, **fairness: Any) -> Bench:
+    return Bench(limits, scheduler={"fairness": Fairness(**fairness), "cost": cost})
+
+
+def test_a_tenant_below_its_share_takes_the_youngest_stream_of_the_one_above() -> None:
+    world = bench()
+    old, young = (world.add(name, n_output_max=60, tenant="flood") for name in "ab")
+    world.step()
+    polite = world.add("p", n_output_max=4, tenant="polite")
+    plan = world.step()
+    assert list(plan.parks) == [1]
+    assert (old.state, young.state) == (SequenceState.RUNNING, SequenceState.PARKED)
+    assert polite.first_token_at == world.now
+    world.run()
+    assert all(isinstance(end, FinishEvent) for end in world.ends().values())
+    assert (old.n_output, young.n_output, polite.n_output) == (60, 60, 4)
+    assert (old.n_parks, young.n_parks, polite.n_parks) == (0, 1, 0)
+
+
+def test_who_has_its_share_keeps_it() -> None:
+    world = bench()
+    world.add("a", n_output_max=60, tenant="one")
+    world.add("b", n_output_max=60, tenant="two")
+    for i in range(4):
+        world.add(f"c{i}", n_output_max=20, tenant="one")
+        world.add(f"d{i}", n_output_max=20, tenant="two")
+    world.run(400)
+    assert world.scheduler.counts.n_preempted == 0
+
+
+def test_a_sequence_loses_its_slot_once_in_an_interval_at_most() -> None:
+    world = bench(dataclasses.replace(TWO, n_seq_max=1), preempt_interval_s=30.0)
+    low = world.add("a", n_output_max=90, tenant="one", priority=-1)
+    parked_at = []
+    for i in range(100):
+        if i % 5 == 3:
+            world.add(f"h{i}", n_output_max=1, tenant="one", priority=1)
+        if world.step().parks:
+            parked_at.append(world.now)
+    assert low.n_parks == len(parked_at) >= 2
+    assert min(b - a for a, b in itertools.pairwise(parked_at)) >= 30.0
+    world.run()
+    assert low.n_output == 90
+
+
+def test_without_a_budget_of_saves_nobody_takes_a_slot() -> None:
+    world = bench(save_bytes_per_s=0.0)
+    for name in "ab":
+        world.add(name, n_output_max=60, tenant="flood")
+    world.step()
+    world.add("p", n_output_max=4, tenant="polite")
+    world.run()
+    assert world.scheduler.counts.n_preempted == 0
+
+
+def test_own_priorities_are_charged_for_what_they_push_out() -> None:
+    world = bench(dataclasses.replace(TWO, n_seq_max=1), preempt_interval_s=0.0)
+    world.add("a", n_prompt=40, n_output_max=50, tenant="one", priority=-1)
+    counters = world.scheduler._counters
+    for _ in range(6):
+        world.step()
+    world.add("h", n_output_max=1, tenant="one", priority=1)
+    before, n_computed = counters.of("one"), world.scheduler.running(0).n_computed
+    plan = world.step()
+    assert plan.parks
+    prompt, output = 3, 1
+    assert counters.of("one") - before == n_computed + prompt + 2 * output
+
+
+def test_own_priorities_hold_up_no_other_tenants_stream_by_long_saves() -> None:
+    """A stream that draws is saved whatever it costs, but not in a step of others'."""
+    for has_other in (True, False):
+        cost = StepCost()
+        world = bench(TWO, cost=cost)
+        sampling = SamplingOptions(temperature=0.8, seed=1)
+        sampler = world.engine.make_sampler(sampling)
+        low = Sequence(
+            "low", [1] * 60, sampler, tenant="one", sampling=sampling, n_output_max=90, priority=-1
+        )
+        world.scheduler.submit(low)
+        world.add("b", n_output_max=90, tenant="two" if has_other else "one")
+        # Of snapshots it is known that they take long.
+        world.scheduler._preemption.lot._snapshots.observe(1, 1 << 22)
+        for _ in range(12):
+            world.now += 1e-3
+            plan = world.scheduler.plan(world.now)
+            world.engine.interrupt()  # no runs of steps
+            result = world.engine.step(plan)
+            result = dataclasses.replace(result, timings=StepTimings(total_s=1e-3))
+            world.scheduler.commit(result, world.now + 1e-3)
+        world.add("high", n_output_max=1, tenant="one", priority=1)
+        assert bool(world.scheduler.plan(world.now + 1e-3).parks) is not has_other

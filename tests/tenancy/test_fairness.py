@@ -1,0 +1,160 @@
+"""Counters of service: who is charged what, who goes first, who has to make room."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthouse_server.step import ResultEntry, SequenceStatus
+from drafthouse_server.tenancy.fairness import SaveBudget, ServiceWeights, VirtualCounters
+
+
+class Stream:
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+
+
+def waiting(*tenants: str, **weights: float) -> VirtualCounters:
+    counters = VirtualCounters(quantum=100.0)
+    for tenant in tenants:
+        counters.join(tenant, weights.get(tenant, 1.0))
+    return counters
+
+
+def test_prompts_outputs_and_rejected_drafts_are_charged_over_the_tenants_weight() -> None:
+    counters = VirtualCounters(ServiceWeights(prompt=1.0, output=2.0, rejected=0.5))
+    counters.join("a", 1.0)
+    counters.join("b", 4.0)
+    counters.charge_prompt("a", 10)
+    counters.charge_prompt("b", 10)
+    ok = SequenceStatus.OK
+    entries = [
+        ResultEntry(0, ok, 14, [1, 2, 3], n_drafted=6, n_accepted=2),
+        ResultEntry(1, ok, 11, [1]),
+        ResultEntry(2, ok, 11, [1]),
+        ResultEntry(3, ok, 8),  # a piece of a prompt
+    ]
+    running = {0: Stream("a"), 1: Stream("a"), 2: Stream("b"), 3: Stream("b")}
+    counters.charge_step(entries, running)
+    assert counters.of("a") == 10 + 3 * 2 + 4 * 0.5 + 2
+    assert counters.of("b") == (10 + 2) / 4
+    assert counters.first() == "b"
+
+
+def test_who_was_away_starts_at_the_least_of_those_that_wait() -> None:
+    counters = waiting("a", "b")
+    counters.charge("a", 50)
+    counters.charge("b", 80)
+    counters.join("late", 1.0)
+    assert counters.of("late") == 50
+    counters.charge("late", 500)
+    counters.leave("late")
+    counters.join("late", 1.0)
+    assert counters.of("late") == 550, "what was taken beyond one's share is remembered"
+
+
+def test_where_nobody_waits_one_starts_at_the_last_that_did() -> None:
+    counters = waiting("a")
+    counters.charge("a", 70)
+    counters.leave("a")
+    counters.charge("a", 30)  # it runs
+    counters.join("b", 1.0)
+    assert counters.of("b") == 100, "an hour alone is no debt"
+
+
+def test_equal_ones_take_turns() -> None:
+    counters, served = waiting("a", "b", "c"), []
+    for _ in range(6):
+        served.append(counters.first())
+        counters.charge(served[-1], 1)
+    assert served == ["a", "b", "c", "a", "b", "c"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["join", "leave", "charge"]),
+            st.sampled_from("abcdef"),
+            st.integers(0, 50),
+        ),
+        max_size=300,
+    )
+)
+def test_the_first_is_always_the_least_of_those_that_wait(
+    actions: list[tuple[str, str, int]],
+) -> None:
+    counters, here = VirtualCounters(), set[str]()
+    floor = 0.0
+    for action, tenant, amount in actions:
+        if action == "charge":
+            counters.charge(tenant, amount)
+        elif action == "join" and tenant not in here:
+            here.add(tenant)
+            counters.join(tenant, 1.0 + amount % 3)
+        elif action == "leave" and tenant in here:
+            here.remove(tenant)
+            counters.leave(tenant)
+        if here:
+            least = min(counters.of(other) for other in here)
+            assert counters.of(counters.first()) == least
+            assert least >= floor, "nobody begins below where the others are"
+            floor = least
+    assert len(counters._heap) <= 2 * len(here) + 65
+
+
+def test_tenants_of_the_past_take_no_memory_without_end() -> None:
+    counters = waiting("always")
+    for i in range(10_000):
+        counters.charge("always", 1)
+        counters.join(f"t{i}", 1.0)
+        counters.leave(f"t{i}")
+    assert len(counters._counters) < 5000
+    assert len(counters._heap) < 200
+
+
+@pytest.mark.parametrize(
+    ("held", "behind", "expected"),
+    [
+        ({"a": 4}, 0, ["a"]),  # b has none of its two
+        ({"a": 3, "b": 1}, 0, ["a"]),
+        ({"a": 2, "b": 2}, 99, []),  # equal parts
+        ({"a": 2, "b": 2}, 100, ["a"]),  # a quantum behind
+        ({"a": 4}, -1, []),  # b was served more
+        ({"b": 4}, 500, []),
+        ({}, 0, []),
+    ],
+)
+def test_a_slot_is_taken_by_share_at_once_and_by_the_quantum_otherwise(
+    held: dict[str, int], behind: int, expected: list[str]
+) -> None:
+    counters = waiting("a", "b")
+    counters.charge("a", 1000)
+    counters.charge("b", 1000 - behind)
+    assert counters.over_served("b", held, 4) == expected
+
+
+def test_shares_of_slots_are_by_weight() -> None:
+    counters = waiting("a", "b", b=3.0)
+    assert counters.over_served("b", {"a": 2, "b": 2}, 4) == ["a"], "three of four are b's"
+    assert counters.over_served("a", {"b": 3, "a": 1}, 4) == []
+    assert counters.over_served("a", {"b": 4}, 4) == ["b"]
+
+
+def test_the_most_served_gives_first() -> None:
+    counters = waiting("a", "b", "c")
+    counters.charge("a", 200)
+    counters.charge("b", 300)
+    assert counters.over_served("c", {"a": 4, "b": 4}, 8) == ["b", "a"]
+
+
+def test_what_is_saved_for_a_tenant_is_bounded_over_time() -> None:
+    budget = SaveBudget(1000.0)
+    assert budget.is_free("a", 0.0)
+    budget.spend("a", 5000, 0.0)
+    assert not budget.is_free("a", 4.8)
+    assert budget.is_free("b", 0.0), "each tenant's own"
+    assert budget.is_free("a", 4.9), "a tenth of a second ahead"
+    budget.spend("a", 1000, 4.9)
+    assert not budget.is_free("a", 5.5)
+    assert not SaveBudget(0.0).is_free("a", 9.9)

@@ -1,0 +1,245 @@
+"""Rates, budgets and what is reserved: pure, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthouse_server.errors import QuotaExceeded
+from drafthouse_server.tenancy.admission import Admission, this_month
+from drafthouse_server.tenancy.limits import Limits, Meter, Month, Rate
+from drafthouse_server.tenancy.tenants import Tenant
+
+MONTH = Month("2026-11", 10 * 86400.0)
+NEXT = Month("2026-12", 31 * 86400.0)
+
+
+def test_a_burst_is_let_through_and_then_the_rate() -> None:
+    meter, rate = Meter(), Rate(10, 5)
+    assert [meter.take(1, rate, 0.0, str(i)) for i in range(5)] == [0.0] * 5
+    assert meter.take(1, rate, 0.0, "x") == pytest.approx(0.1)
+    assert meter.take(1, rate, 0.0, "y") == pytest.approx(0.2), "times in a row"
+    assert meter.take(1, rate, 0.1, "z") == pytest.approx(0.2), "what is promised is not there"
+    assert meter.take(1, rate, 0.1, "x") == 0.0
+    assert meter.take(1, rate, 0.2, "y") == 0.0
+    assert meter.take(1, rate, 10.0, "w") == 0.0
+    assert meter.n_left(rate, 10.0) == pytest.approx(4.0)
+
+
+def test_promises_that_nobody_comes_for_are_given_up() -> None:
+    meter, rate = Meter(), Rate(1, 1)
+    assert meter.take(1, rate, 0.0, "a") == 0.0
+    assert meter.take(1, rate, 0.0, "b") == 1.0
+    assert meter.take(1, rate, 1.5, "c") > 0, "b's"
+    assert meter.take(1, rate, 2.5, "d") > 0, "c's"
+    assert meter.take(1, rate, 60.0, "e") == 0.0
+
+
+def test_more_than_a_burst_is_taken_when_all_of_it_is_there() -> None:
+    meter, rate = Meter(), Rate(1, 60)
+    assert meter.take(150, rate, 0.0) == 0.0
+    assert meter.take(1, rate, 0.0, "b") == pytest.approx(91.0)
+    assert meter.take(1, rate, 91.0, "b") == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 3), st.integers(1, 8), st.sampled_from("abcd"), st.integers(-4, 4)),
+        max_size=120,
+    )
+)
+def test_no_more_is_taken_than_burst_and_rate_allow(
+    asked: list[tuple[float, int, str, int]],
+) -> None:
+    meter, rate, now = Meter(), Rate(2.0, 10.0), 0.0
+    taken: list[tuple[float, float]] = []
+    for pause_s, cost, origin, correction in asked:
+        now += pause_s
+        wait_s = meter.take(cost, rate, now, origin)
+        assert wait_s >= 0
+        if wait_s == 0:
+            surplus = max(correction, -cost)
+            meter.settle(surplus, rate, now)
+            taken.append((now, cost + min(surplus, 0)))
+        for i, (start, _) in enumerate(taken):
+            used = sum(n for _, n in taken[i:])
+            assert used <= rate.burst + rate.per_s * (now - start) + 0.1
+
+
+class Client:
+    """Asks, comes back when it is told to, and thinks for a while when it was let in."""
+
+    def __init__(self, name: str, chance: random.Random) -> None:
+        self.name = name
+        self.chance = chance
+        self.is_retry = False
+        self.n_retries = 0
+        self.n_succeeded = 0
+
+    def act(self, ask: Callable[[str], float], jitter_s: float) -> float:
+        """Asks once; returns the seconds until it asks again."""
+        wait_s = ask(self.name)
+        self.n_retries += self.is_retry
+        self.n_succeeded += self.is_retry and wait_s == 0
+        self.is_retry = wait_s > 0
+        if self.is_retry:
+            return wait_s + self.chance.random() * jitter_s
+        return self.chance.expovariate(1 / 2.0)
+
+
+def run_clients(
+    n: int, ask: Callable[[str, float], float], seconds: float, jitter_s: float
+) -> tuple[int, int]:
+    """Returns the retries of many clients, and how many of them were let in."""
+    chance = random.Random(n)
+    clients = [Client(f"c{i}", chance) for i in range(n)]
+    due = [(chance.random() * 2, i) for i in range(n)]
+    heapq.heapify(due)
+    while due[0][0] < seconds:
+        now, i = heapq.heappop(due)
+        wait_s = clients[i].act(lambda name, now=now: ask(name, now), jitter_s)  # type: ignore[misc]
+        heapq.heappush(due, (now + wait_s, i))
+    return sum(c.n_retries for c in clients), sum(c.n_succeeded for c in clients)
+
+
+def waited(call: Callable[[], object]) -> float:
+    try:
+        call()
+    except QuotaExceeded as error:
+        return math.inf if error.retry_after_s is None else error.retry_after_s
+    return 0.0
+
+
+@pytest.mark.parametrize("jitter_s", [0.0, 0.1])
+@pytest.mark.parametrize("n_clients", [20, 150])
+def test_whoever_comes_back_when_told_to_is_let_in(n_clients: int, jitter_s: float) -> None:
+    tenant, limits = Tenant("acme", requests_per_s=10.0), Limits()
+    n, n_in = run_clients(
+        n_clients,
+        lambda name, now: waited(lambda: limits.enter(tenant, "", now, name)),
+        120,
+        jitter_s,
+    )
+    assert n > 0 if n_clients > 20 else n >= 0
+    assert n_in >= 0.95 * n
+
+
+def test_whoever_comes_back_for_tokens_when_told_to_is_let_in() -> None:
+    tenant = Tenant("acme", input_tokens_per_min=6000, output_tokens_per_min=12_000)
+    limits, chance = Limits(), random.Random(5)
+    asked: dict[str, tuple[int, int]] = {}
+
+    def ask(name: str, now: float) -> float:
+        n_prompt, n_output = asked.setdefault(
+            name, (chance.randint(5, 200), chance.randint(5, 300))
+        )
+        wait_s = waited(lambda: limits.reserve(tenant, n_prompt, n_output, now, MONTH, origin=name))
+        if not wait_s:
+            del asked[name]
+        return wait_s
+
+    n, n_in = run_clients(60, ask, 600, 0.1)
+    assert n > 300
+    assert n_in >= 0.95 * n
+
+
+def test_what_was_reserved_is_settled_however_it_ends() -> None:
+    tenant = Tenant("acme", input_tokens_per_min=600, output_tokens_per_min=600)
+    limits = Limits()
+
+    def left() -> dict[str, int]:
+        return {standing.kind: standing.n_left for standing in limits.standings(tenant, 0.0)}
+
+    reserved = limits.reserve(tenant, 100, 400, 0.0, MONTH)
+    assert left() == {"input-tokens": 500, "output-tokens": 200}
+    assert limits.n_month(tenant, MONTH) == 500
+    limits.settle(tenant, reserved, 0, 0, 0.0)  # it never got a slot
+    assert left() == {"input-tokens": 600, "output-tokens": 600}
+    reserved = limits.reserve(tenant, 100, 400, 0.0, MONTH)
+    limits.settle(tenant, reserved, 100, 20, 0.0)  # cancelled on the way
+    assert left() == {"input-tokens": 500, "output-tokens": 580}
+    reserved = limits.reserve(tenant, 100, 400, 0.0, MONTH)
+    assert reserved.n_output == 20, "as long as its outputs have been"
+    limits.settle(tenant, reserved, 100, 400, 0.0)  # this one is longer
+    assert left() == {"input-tokens": 400, "output-tokens": 180}
+    assert limits.n_month(tenant, MONTH) == 620
+    assert limits.n_month(tenant, NEXT) == 0
+
+
+def test_a_refused_output_gives_its_prompt_back() -> None:
+    tenant = Tenant("acme", input_tokens_per_min=600, output_tokens_per_min=60)
+    limits = Limits()
+    limits.reserve(tenant, 10, 60, 0.0, MONTH)
+    with pytest.raises(QuotaExceeded) as caught:
+        limits.reserve(tenant, 10, 60, 0.0, MONTH)
+    assert caught.value.metric == "output_tokens_per_min"
+    standing = next(limits.standings(tenant, 0.0))
+    assert (standing.kind, standing.n_left) == ("input-tokens", 590)
+
+
+def test_a_month_is_the_calendars_and_running_requests_go_on() -> None:
+    tenant, limits = Tenant("acme", tokens_per_month=1000), Limits()
+    first = limits.reserve(tenant, 400, 500, 0.0, MONTH)
+    with pytest.raises(QuotaExceeded) as caught:
+        limits.reserve(tenant, 100, 100, 0.0, MONTH)
+    assert (caught.value.metric, caught.value.limit) == ("tokens_per_month", 1000)
+    assert caught.value.retry_after_s is None, "nobody shall sleep for ten days"
+    with pytest.raises(QuotaExceeded) as caught:
+        limits.reserve(tenant, 100, 100, 0.0, Month("2026-11", 60.0))
+    assert caught.value.retry_after_s == 60.0
+    limits.reserve(tenant, 400, 500, 0.0, NEXT)
+    limits.settle(tenant, first, 400, 900, 0.0)  # the month that it was of is over
+    assert limits.n_month(tenant, NEXT) == 900
+    name, left_s = this_month().name, this_month().left_s
+    assert len(name) == len("2026-11")
+    assert 0 < left_s <= 31 * 86400
+
+
+def test_a_prompt_that_is_too_long_is_refused_for_good() -> None:
+    limits, tenant = Limits(), Tenant("acme", n_prompt_max=100, n_output_max=50, n_draft_max=2)
+    with pytest.raises(QuotaExceeded) as caught:
+        limits.reserve(tenant, 101, 1, 0.0, MONTH)
+    assert (caught.value.metric, caught.value.retry_after_s) == ("max_prompt_tokens", None)
+    with pytest.raises(QuotaExceeded) as caught:
+        tenant.bound_output(51, 1000)
+    assert (caught.value.metric, caught.value.retry_after_s) == ("max_output_tokens", None)
+    assert tenant.bound_output(None, 1000) == 50
+    assert tenant.bound_output(None, 20) == 20
+    assert [tenant.bound_draft(k) for k in (None, 0, 1, 9)] == [2, 0, 1, 2]
+    assert Tenant("b").bound_draft(None) is None
+
+
+def test_an_end_user_has_limits_below_its_tenants() -> None:
+    tenant = Tenant("acme", end_user_requests_per_s=1.0, end_user_active_max=2)
+    now = 0.0
+    admission = Admission(100, 1.0, clock=lambda: now)
+    first = admission.admit(tenant, end_user="u1")
+    with pytest.raises(QuotaExceeded) as caught:
+        admission.admit(tenant, end_user="u1")
+    assert caught.value.metric == "end_user_requests_per_s"
+    assert caught.value.retry_after_s == pytest.approx(1.0)
+    admission.admit(tenant, end_user="u2")
+    for _ in range(5):
+        admission.admit(tenant)  # nobody's in particular
+    now = 1.0
+    second = admission.admit(tenant, end_user="u1")
+    now = 9.0
+    with pytest.raises(QuotaExceeded) as caught:
+        admission.admit(tenant, end_user="u1")
+    assert caught.value.metric == "end_user_max_streams"
+    first.give_back()
+    second.give_back()
+    admission.admit(tenant, end_user="u1")
+
+
+def test_end_users_without_end_take_no_memory_without_end() -> None:
+    tenant, limits = Tenant("acme", end_user_requests_per_s=1.0), Limits()
+    for i in range(20_000):
+        waited(lambda i=i: limits.enter(tenant, f"u{i}", i * 1e-5))  # type: ignore[misc]
+    assert len(limits._used(tenant).end_users) <= 4097
