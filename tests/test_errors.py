@@ -10,6 +10,7 @@ import pytest
 from drafthouse_server.errors import (
     ConfigError,
     ContextTooLong,
+    DeadlineTooShort,
     DrafthouseError,
     Draining,
     EngineError,
@@ -35,6 +36,7 @@ SAMPLES: list[DrafthouseError] = [
     QuotaExceeded("acme", "waiting requests", 8, 0.5),
     QueueFull(256, 1.0),
     Draining(1.0),
+    DeadlineTooShort(0.02, 0.5),
     EngineError("DECODE_FAILED", "r1", "a line for the log"),
 ]
 
@@ -48,7 +50,7 @@ def documented() -> dict[str, str]:
 
 def test_every_reason_of_the_proto_has_one_class_with_its_code() -> None:
     assert {error.reason: error.code for error in SAMPLES} == documented()
-    assert len(documented()) == 9
+    assert len(documented()) == 10
 
 
 @pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)

@@ -13,6 +13,7 @@ prefix) and its gRPC `code`:
     ├── Overloaded            UNAVAILABLE
     │   ├── QueueFull                             QUEUE_FULL
     │   └── Draining                              SERVER_DRAINING
+    ├── DeadlineTooShort      DEADLINE_EXCEEDED   DEADLINE_TOO_SHORT
     └── EngineError           INTERNAL            ENGINE_FAILURE
 
 What the operator is told before the server serves; one clear sentence each:
@@ -27,6 +28,7 @@ And when it had to end by itself: ServerFailed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,6 +36,7 @@ from typing import ClassVar
 __all__ = [
     "ConfigError",
     "ContextTooLong",
+    "DeadlineTooShort",
     "DrafthouseError",
     "Draining",
     "EngineError",
@@ -262,6 +265,30 @@ class Draining(Overloaded):
     def __init__(self, retry_after_s: float, *, is_failed: bool = False) -> None:
         because = ": its step loop has failed" if is_failed else ""
         super().__init__(f"the server is shutting down{because}", retry_after_s)
+
+
+class DeadlineTooShort(DrafthouseError):
+    """The request cannot have its first token before its deadline, however soon it gets a slot.
+
+    Args:
+        left_s: Seconds until the deadline.
+        needed_s: Seconds that computing its prompt takes at the least.
+    """
+
+    reason = "DEADLINE_TOO_SHORT"
+    code = "DEADLINE_EXCEEDED"
+
+    def __init__(self, left_s: float, needed_s: float) -> None:
+        self.left_ms = max(0, round(left_s * 1000))
+        self.needed_ms = math.ceil(needed_s * 1000)
+        super().__init__(
+            f"the deadline is {self.left_ms} ms away, and the prompt takes {self.needed_ms} ms at"
+            " the least"
+        )
+
+    def metadata(self) -> dict[str, str]:
+        """Returns both times."""
+        return {"leftMs": str(self.left_ms), "neededMs": str(self.needed_ms)}
 
 
 class EngineError(DrafthouseError):

@@ -7,8 +7,9 @@ from types import FrameType
 
 import pytest
 
-from drafthouse_server.scheduling.sequence import Sequence
-from drafthouse_server.scheduling.waiting import WaitingQueue, rank
+from drafthouse_server.errors import DeadlineTooShort
+from drafthouse_server.scheduling.sequence import FinishReason, Sequence
+from drafthouse_server.scheduling.waiting import Ends, WaitingQueue, rank
 from drafthouse_server.tenancy.fairness import VirtualCounters
 
 
@@ -92,6 +93,36 @@ def test_cancelled_ones_do_not_pile_up_behind_a_head_that_stays() -> None:
     assert len(queue) == 1
     assert len(queue._lines["a"].heap) < 200
     assert len(queue._removed) < 200
+
+
+def test_who_cannot_meet_its_deadline_ends_at_once_and_nobody_else() -> None:
+    needed_s = {"late": 5.0, "in time": 1.0, "found": 8.0, "running": 9.0}
+    found = {"found"}
+
+    def least_s(sequence: Sequence, is_found: bool) -> float:
+        name = sequence.request_id
+        return 0.0 if is_found and name in found else needed_s[name]
+
+    ends, sequences = Ends(least_s), {}
+    for order, name in enumerate(needed_s):
+        sequence = sequences[name] = Sequence(name, [1], None, deadline=4.0)
+        sequence.order = order
+        ends.expect(sequence, order)
+    sequences["running"].seq_id = 0
+    ended = list(ends.take(0.0))
+    assert [s.request_id for s, _ in ended] == ["late"]
+    error = ended[0][1]
+    assert isinstance(error, DeadlineTooShort)
+    assert error.metadata() == {"leftMs": "4000", "neededMs": "5000"}
+    for sequence, end in ended:
+        assert isinstance(end, DeadlineTooShort)
+        sequence.fail(end)
+    assert not list(ends.take(2.9))
+    assert [s.request_id for s, _ in ends.take(3.0)] == ["in time"], "it has waited too long"
+    sequences["in time"].fail(error)
+    ended = list(ends.take(4.0))
+    assert {s.request_id for s, _ in ended} == {"found", "running"}
+    assert all(end is FinishReason.DEADLINE for _, end in ended)
 
 
 def test_a_thousand_waiting_cost_a_step_nothing() -> None:

@@ -18,6 +18,7 @@ DrafthouseError
 ├── InternalError               INTERNAL
 │   └── EngineFailure           ENGINE_FAILURE       quote `request_id` when you report it
 ├── DeadlineExceeded            DEADLINE_EXCEEDED    `timeout` has passed
+│   └── DeadlineTooShort        DEADLINE_TOO_SHORT   it would pass before the first token
 └── Cancelled                   CANCELLED            the call was cancelled, here or there
 
 A reason that this version of the SDK does not know yields the class of its status code, and a code
@@ -47,6 +48,7 @@ __all__ = [
     "Cancelled",
     "ContextTooLong",
     "DeadlineExceeded",
+    "DeadlineTooShort",
     "DrafthouseError",
     "EngineFailure",
     "FieldViolation",
@@ -241,6 +243,12 @@ class DeadlineExceeded(DrafthouseError):
     """The call's `timeout` has passed."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class DeadlineTooShort(DeadlineExceeded):
+    """`timeout` would pass before the first token; metadata: leftMs, neededMs."""
+
+    default_reason = "DEADLINE_TOO_SHORT"
 
 
 class Cancelled(DrafthouseError):

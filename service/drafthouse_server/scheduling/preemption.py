@@ -268,6 +268,10 @@ class Preemption:
         is_drawn = sequence.sampling.temperature > 0 and sequence.n_steps > 0
         return self.lot.is_worth_saving(n_computed, recompute_s, is_drawn=is_drawn)
 
+    def recompute_s(self, n_tokens: int) -> float:
+        """Returns the predicted seconds of computing so many tokens; 0 while nothing is known."""
+        return self._estimators.recompute_s(n_tokens) or 0.0
+
     def make_way(self, victim: Sequence, sequence: Sequence, plan: PlanBuilder) -> None:
         """Takes a victim's slot away for a sequence, whose tenant has to answer for what it costs.
 

@@ -158,7 +158,7 @@ class Scheduler:
         self._prefill = Prefill(limits, self._estimators, self._checkpoints, gap_s)
         self._runs = RunPacer(gap_s)
         self._in_flight = PlanBuilder(0.0, [])  # from `plan` to `commit` or `abandon`
-        self._ends = Ends()
+        self._ends = Ends(self._placement.least_s)
         self._now = 0.0
         self._n_submitted = 0
         # Entries of all plans that generate, once a step, and their draft tokens.

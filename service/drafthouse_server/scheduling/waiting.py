@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from drafthouse_server.errors import DrafthouseError
+from drafthouse_server.errors import DeadlineTooShort, DrafthouseError
 from drafthouse_server.scheduling.sequence import FinishReason, Sequence, SequenceState
 from drafthouse_server.tenancy.fairness import VirtualCounters
 
@@ -141,11 +141,19 @@ def _entry_rank(entry: tuple[tuple[float, int], Sequence]) -> tuple[float, int]:
 
 
 class Ends:
-    """Ends that are due: those that were asked for, and deadlines."""
+    """Ends that are due: those that were asked for, and deadlines.
 
-    def __init__(self) -> None:
+    A sequence ends before its deadline where its first token can come only after it.
+
+    Args:
+        least_s: Returns the seconds that a sequence without a slot needs for its first token at
+            the least; with False without a look at what is computed already, which takes time.
+    """
+
+    def __init__(self, least_s: Callable[[Sequence, bool], float]) -> None:
+        self._least_s = least_s
         self._marks: dict[Sequence, End] = {}
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # the time to look at each
 
     def expect(self, sequence: Sequence, n_live: int) -> None:
         """Notes a sequence's deadline; `n_live` sequences have not ended."""
@@ -154,7 +162,8 @@ class Ends:
         if len(self._deadlines) > 2 * n_live + _N_DEADLINES_MIN:
             self._deadlines = [entry for entry in self._deadlines if entry[2].terminal is None]
             heapify(self._deadlines)
-        heappush(self._deadlines, (sequence.deadline, sequence.order, sequence))
+        at = sequence.deadline - self._least_s(sequence, False)
+        heappush(self._deadlines, (at, sequence.order, sequence))
 
     def mark(self, sequence: Sequence, end: End) -> None:
         """Asks for a sequence's end. Too late is harmless; the first mark counts."""
@@ -164,8 +173,22 @@ class Ends:
     def take(self, now: float) -> Iterator[tuple[Sequence, End]]:
         """Yields the sequences that are to end now, and how."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            self.mark(heappop(self._deadlines)[2], FinishReason.DEADLINE)
+            self._look_at(heappop(self._deadlines)[2], now)
         marks, self._marks = self._marks, {}
         for sequence, end in marks.items():
             if sequence.state is not SequenceState.FINISHED:
                 yield sequence, end
+
+    def _look_at(self, sequence: Sequence, now: float) -> None:
+        """Ends a sequence that cannot meet its deadline, or notes when to look at it again."""
+        left_s = sequence.deadline - now
+        if left_s <= 0:
+            self.mark(sequence, FinishReason.DEADLINE)
+            return
+        needed_s = 0.0
+        if sequence.state is SequenceState.WAITING:
+            needed_s = self._least_s(sequence, True)  # anew: more is known by now
+            if needed_s >= left_s:
+                self.mark(sequence, DeadlineTooShort(left_s, needed_s))
+                return
+        heappush(self._deadlines, (sequence.deadline - needed_s, sequence.order, sequence))

@@ -37,8 +37,8 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 5
     """NOT_FOUND: the server does not serve this model. Metadata: model."""
     ERROR_REASON_TENANT_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 6
-    """RESOURCE_EXHAUSTED: the tenant's own rate or concurrency limit. Comes with google.rpc.QuotaFailure and
-    google.rpc.RetryInfo. Metadata: tenant, quota, limit.
+    """RESOURCE_EXHAUSTED: a limit of the tenant's own: of rate, of requests at once, of length, or of the month. Comes with
+    google.rpc.QuotaFailure and, where waiting helps, google.rpc.RetryInfo. Metadata: tenant, quota, limit.
     """
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 7
     """UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests."""
@@ -46,6 +46,10 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
     ERROR_REASON_ENGINE_FAILURE: _ErrorReason.ValueType  # 9
     """INTERNAL: the engine failed on this request. Metadata: status."""
+    ERROR_REASON_DEADLINE_TOO_SHORT: _ErrorReason.ValueType  # 20
+    """DEADLINE_EXCEEDED: the first token cannot come before the deadline, so nothing was begun. Only where computing the prompt would take
+    twice as long as is left, at the speed measured so far. A deadline that passes later has no reason. Metadata: leftMs, neededMs.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Sent as google.rpc.ErrorInfo.reason without the ERROR_REASON_ prefix, with domain "drafthouse.dev".
@@ -67,8 +71,8 @@ ERROR_REASON_MODEL_NOT_ALLOWED: ErrorReason.ValueType  # 4
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 5
 """NOT_FOUND: the server does not serve this model. Metadata: model."""
 ERROR_REASON_TENANT_QUOTA_EXCEEDED: ErrorReason.ValueType  # 6
-"""RESOURCE_EXHAUSTED: the tenant's own rate or concurrency limit. Comes with google.rpc.QuotaFailure and
-google.rpc.RetryInfo. Metadata: tenant, quota, limit.
+"""RESOURCE_EXHAUSTED: a limit of the tenant's own: of rate, of requests at once, of length, or of the month. Comes with
+google.rpc.QuotaFailure and, where waiting helps, google.rpc.RetryInfo. Metadata: tenant, quota, limit.
 """
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 7
 """UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests."""
@@ -76,3 +80,7 @@ ERROR_REASON_SERVER_DRAINING: ErrorReason.ValueType  # 8
 """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
 ERROR_REASON_ENGINE_FAILURE: ErrorReason.ValueType  # 9
 """INTERNAL: the engine failed on this request. Metadata: status."""
+ERROR_REASON_DEADLINE_TOO_SHORT: ErrorReason.ValueType  # 20
+"""DEADLINE_EXCEEDED: the first token cannot come before the deadline, so nothing was begun. Only where computing the prompt would take
+twice as long as is left, at the speed measured so far. A deadline that passes later has no reason. Metadata: leftMs, neededMs.
+"""

@@ -36,7 +36,7 @@ class GenerationServiceStub:
     Generate: grpc.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
     """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
     frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, ENGINE_FAILURE.
+    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, ENGINE_FAILURE.
     """
     CountTokens: grpc.UnaryUnaryMultiCallable[generation_pb2.CountTokensRequest, generation_pb2.CountTokensResponse]
     """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY."""
@@ -53,7 +53,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Generate: aio.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
     frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, ENGINE_FAILURE.
+    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, ENGINE_FAILURE.
     """
     CountTokens: aio.UnaryUnaryMultiCallable[generation_pb2.CountTokensRequest, generation_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY."""
@@ -73,7 +73,7 @@ class GenerationServiceServicer(metaclass=abc_1.ABCMeta):
     ) -> typing.Union[abc.Iterator[generation_pb2.GenerateResponse], abc.AsyncIterator[generation_pb2.GenerateResponse]]:
         """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
         frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-        TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, ENGINE_FAILURE.
+        TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, ENGINE_FAILURE.
         """
 
     @abc_1.abstractmethod
