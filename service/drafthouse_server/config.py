@@ -433,7 +433,7 @@ class Config:
     )
     """Lag after which a slot changes hands."""
     preempt_interval_s: float = _share(
-        1.0,
+        0.1,
         between(0, 3600),
         "Seconds in which a request is preempted once at most, for another tenant or for a higher"
         " priority of its own.",

@@ -69,7 +69,7 @@ class Fairness:
     """
     aging_s: float = 10.0
     """Seconds of waiting that are worth a point of priority; 0: priorities do not age."""
-    preempt_interval_s: float = 1.0
+    preempt_interval_s: float = 0.1
     """Seconds in which a sequence loses its slot to fairness or priority once at most."""
     save_bytes_per_s: float = float(64 << 20)
     """Bytes of snapshots a second that may be written so that one tenant gets slots."""
