@@ -569,3 +569,12 @@ async def test_statistics_add_up() -> None:
         assert statistics.n_steps >= event.speculation.n_steps
         assert statistics.host_s > 0
         assert statistics.fan_out_s > 0
+
+
+async def test_work_beside_the_steps_is_charged_to_its_tenant() -> None:
+    async with running() as loop:
+        scheduler = loop._thread._scheduler
+        loop.charge("acme", 300.0)
+        outbox = loop.submit(make(loop))
+        await collect(outbox)
+        assert scheduler._counters.of("acme") == 300.0

@@ -92,6 +92,10 @@ class EngineThread:
         """Asks for a sequence's end. Its slot is free after the step in flight."""
         self.post(self._scheduler.mark, sequence, end)
 
+    def charge(self, tenant: str, amount: float) -> None:
+        """Counts units of service for a tenant, before the next plan; no step is interrupted."""
+        self._inbox.put((self._scheduler.charge, (tenant, amount)))
+
     def tell_cache(self, *, is_told: bool) -> None:
         """Has reports tell what is cached, from all that is there now; or ends it."""
         self.post(self._tell_cache, is_told)

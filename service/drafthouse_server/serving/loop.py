@@ -226,6 +226,16 @@ class StepLoop:
         if sequence in self._outboxes:
             self._thread.mark(sequence, end)
 
+    def charge(self, tenant: str, amount: float) -> None:
+        """Counts units of service for a tenant that were given beside the steps.
+
+        Args:
+            tenant: Name of the tenant.
+            amount: In the units of `service_weights`: what takes as long as computing a token of a
+                prompt is worth as much as that.
+        """
+        self._thread.charge(tenant, amount)
+
     def statistics(self) -> Statistics:
         """Returns what was counted so far."""
         self._metrics.n_running = self.admission.n_running
