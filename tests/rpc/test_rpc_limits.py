@@ -15,6 +15,9 @@ from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.rpc.server import Server
+from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.serving.outbox import Outbox
+from drafthouse_server.tenancy.admission import Ticket
 from drafthouse_server.tenancy.tenants import LIMITS, Tenant, TenantRegistry, make_tenant
 
 if TYPE_CHECKING:
@@ -101,6 +104,27 @@ async def test_lengths_are_bounded_and_told_without_a_time(start_server: ServerF
                 await client.generate(prompt, max_output_tokens=n_output).result()
             assert caught.value.retry_after is None
     assert server.loop.admission.n_active == 0
+
+
+async def test_what_a_request_asks_for_is_lowered_to_its_tenants_ceilings(
+    start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await started(start_server, priority_max=-5, n_draft_max=1, weight=2.5)
+    taken: list[Sequence] = []
+    submit = server.loop.submit
+
+    def note(sequence: Sequence, ticket: Ticket | None = None) -> Outbox:
+        taken.append(sequence)
+        return submit(sequence, ticket)
+
+    monkeypatch.setattr(server.loop, "submit", note)
+    async with drafthouse.AsyncClient(server.target, api_key="k") as client:
+        await client.generate("x", max_output_tokens=1, priority=50, max_draft_tokens=3).result()
+        await client.generate("x", max_output_tokens=1, priority=-50, end_user="u").result()
+    assert [(s.priority, s.n_draft, s.weight, s.end_user) for s in taken] == [
+        (-5, 1, 2.5, ""),
+        (-50, 1, 2.5, "u"),
+    ]
 
 
 async def test_an_end_user_has_its_own_cache_and_its_own_limits(
