@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import errno
 import gc
-import logging
 import os
 import socket
 import sys
@@ -16,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from drafthouse_server.cli import settings
+from drafthouse_server.cli.logs import LogQueue
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config, bare_host
 from drafthouse_server.engine.llama import LlamaEngine
@@ -75,9 +75,12 @@ def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
     except ConfigError as error:
         terminal.error(str(error))
         return 2
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    with LogQueue(config.log_level):
+        return _run_to_end(config, terminal)
+
+
+def _run_to_end(config: Config, terminal: Terminal) -> int:
+    """Serves, and returns the exit code."""
     try:
         asyncio.run(_run(_found(config), terminal))
     except StartupError as error:

@@ -1,0 +1,69 @@
+"""The log: nobody waits for whoever reads it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from drafthouse_server.cli import logs
+from drafthouse_server.cli.logs import LogQueue
+
+_log = logging.getLogger("tests.logs")
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+def test_lines_come_in_order_with_their_trace(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    with LogQueue("info", writer):
+        _log.debug("too fine")
+        _log.info("one %d", 1)
+        try:
+            raise ValueError("wrong")
+        except ValueError:
+            _log.exception("two")
+    text = os.read(reader, 65536).decode()
+    assert " INFO tests.logs: one 1\n" in text
+    assert " ERROR tests.logs: two\nTraceback" in text
+    assert "ValueError: wrong\n" in text
+    assert "too fine" not in text
+
+
+def test_a_pipe_that_nobody_reads_stops_nothing(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_CLOSE_S", 0.05)
+    reader, writer = pipe
+    with LogQueue("info", writer, n_lines_max=100) as queue:
+        for _ in range(20_000):
+            _log.info("x" * 100)  # 2 MB: no pipe holds that
+        assert queue.n_dropped > 10_000
+    while len(os.read(reader, 65536)) == 65536:  # lets its thread go on, and end
+        pass
+
+
+def test_what_was_dropped_is_told(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    queue = LogQueue("info", writer, n_lines_max=2)
+    root = logging.getLogger()
+    root.addHandler(queue._put)
+    try:
+        for i in range(5):
+            _log.warning("line %d", i)
+        assert queue.n_dropped == 3
+        with queue:
+            pass
+    finally:
+        root.removeHandler(queue._put)
+    text = os.read(reader, 65536).decode()
+    assert "line 0" in text
+    assert "3 lines of the log were dropped" in text
