@@ -76,7 +76,6 @@ def test_a_wrong_value_is_named_with_its_setting(
         ),
         ({"prompt_lookup": True, "draft_type": "none"}, "prompt_lookup", "set draft_type to"),
         ({"synth_rates": ("0.5",)}, "synth_rates", "has 1 rates; expected as many as draft_max, 4"),
-        ({"host": "unix:/d.sock", "metrics_port": 9090}, "metrics_port", "set metrics_port to 0"),
     ],
 )
 def test_settings_that_contradict_each_other_say_what_to_do(

@@ -14,6 +14,7 @@ from drafthouse_server.errors import (
     DrafthouseError,
     Draining,
     EngineError,
+    EngineUnhealthy,
     FieldViolation,
     InvalidRequest,
     ModelLoadError,
@@ -21,6 +22,9 @@ from drafthouse_server.errors import (
     PermissionDenied,
     QueueFull,
     QuotaExceeded,
+    ServerOverloaded,
+    SlowReader,
+    SlowSender,
     StartupError,
     Unauthenticated,
 )
@@ -38,6 +42,10 @@ SAMPLES: list[DrafthouseError] = [
     Draining(1.0),
     DeadlineTooShort(0.02, 0.5),
     EngineError("DECODE_FAILED", "r1", "a line for the log"),
+    SlowSender(10.0),
+    SlowReader(20.0),
+    ServerOverloaded("calls are open", 1.0),
+    EngineUnhealthy(1.0),
 ]
 
 
@@ -50,7 +58,7 @@ def documented() -> dict[str, str]:
 
 def test_every_reason_of_the_proto_has_one_class_with_its_code() -> None:
     assert {error.reason: error.code for error in SAMPLES} == documented()
-    assert len(documented()) == 10
+    assert len(documented()) == 14
 
 
 @pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)

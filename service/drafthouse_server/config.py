@@ -22,8 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from drafthouse_server.errors import ConfigError
+from drafthouse_server.front import FrontSettings
 from drafthouse_server.setting import ALL, Rule, Setting, all_or_between, between, declare, one_of
 
 __all__ = [
@@ -110,7 +112,7 @@ _other = functools.partial(declare, "Log and benchmarks")
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(FrontSettings):
     """All settings of a server, checked.
 
     Raises:
@@ -142,7 +144,7 @@ class Config:
     metrics_port: int = _access(
         0,
         between(0, 65535),
-        "Port of the Prometheus endpoint (http://HOST:PORT/metrics, unauthenticated)."
+        "Port of the Prometheus endpoint (http://METRICS_HOST:PORT/metrics, unauthenticated)."
         " 0 disables it.",
     )
     """Port of the Prometheus endpoint; 0 disables it."""
@@ -399,7 +401,7 @@ class Config:
     )
     """Advice to refused clients."""
     drain_timeout_s: float = _load(
-        30.0,
+        20.0,
         between(0, 86400),
         "Seconds that running requests may continue after a SIGTERM, before they are ended.",
     )
@@ -412,10 +414,6 @@ class Config:
         20.0, between(0.1, 3600), "Seconds that a client has to answer a ping."
     )
     """Bound of a ping."""
-    max_message_bytes: int = _load(
-        4 << 20, between(1024, 1 << 30), "Maximum size of a request in bytes."
-    )
-    """Largest request."""
     service_weights: tuple[str, ...] = _share(
         ("1", "2", "1"),
         _WEIGHTS,
@@ -489,10 +487,15 @@ class Config:
         return self.name or Path(self.model).stem
 
 
+def _is_inherited(field: dataclasses.Field[Any]) -> bool:
+    return field.name not in Config.__annotations__
+
+
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {
         field.name: dataclasses.replace(field.metadata["declared"], name=field.name)
-        for field in dataclasses.fields(Config)
+        # What stands in files of its own comes behind what stands here.
+        for field in sorted(dataclasses.fields(Config), key=_is_inherited)
         if "declared" in field.metadata
     }
 )
@@ -528,13 +531,6 @@ def _check_address(config: Config) -> None:
         f"host {config.host!r} is reached from other machines and there are no api_keys, so"
         " everybody who reaches the port could use the server; set api_keys or api_keys_file,"
         " listen on 127.0.0.1, or set insecure_no_auth to allow it",
-    )
-    _require(
-        not (config.metrics_port and config.host.startswith(_UNIX)),
-        "metrics_port",
-        config.metrics_port,
-        f"metrics_port {config.metrics_port} needs an address, and host {config.host!r} is a"
-        " socket; set metrics_port to 0, or host to an address",
     )
 
 

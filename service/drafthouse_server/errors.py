@@ -10,9 +10,13 @@ prefix) and its gRPC `code`:
     ├── PermissionDenied      PERMISSION_DENIED   MODEL_NOT_ALLOWED
     ├── NotFound              NOT_FOUND           MODEL_NOT_FOUND
     ├── QuotaExceeded         RESOURCE_EXHAUSTED  TENANT_QUOTA_EXCEEDED
+    ├── SlowSender            RESOURCE_EXHAUSTED  SLOW_SENDER
+    ├── SlowReader            RESOURCE_EXHAUSTED  SLOW_READER
     ├── Overloaded            UNAVAILABLE
     │   ├── QueueFull                             QUEUE_FULL
-    │   └── Draining                              SERVER_DRAINING
+    │   ├── Draining                              SERVER_DRAINING
+    │   ├── ServerOverloaded                      SERVER_OVERLOADED
+    │   └── EngineUnhealthy                       ENGINE_UNHEALTHY
     ├── DeadlineTooShort      DEADLINE_EXCEEDED   DEADLINE_TOO_SHORT
     └── EngineError           INTERNAL            ENGINE_FAILURE
 
@@ -23,7 +27,7 @@ What the operator is told before the server serves; one clear sentence each:
     │   └── UnknownSetting
     └── ModelLoadError
 
-And when it had to end by itself: ServerFailed.
+And when it had to end by itself: ServerFailed, EngineLost.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ __all__ = [
     "DrafthouseError",
     "Draining",
     "EngineError",
+    "EngineLost",
+    "EngineUnhealthy",
     "FieldViolation",
     "InvalidRequest",
     "ModelLoadError",
@@ -49,6 +55,9 @@ __all__ = [
     "QueueFull",
     "QuotaExceeded",
     "ServerFailed",
+    "ServerOverloaded",
+    "SlowReader",
+    "SlowSender",
     "StartupError",
     "Unauthenticated",
     "UnknownSetting",
@@ -218,6 +227,47 @@ class QuotaExceeded(DrafthouseError):
         return {"tenant": self.tenant, "quota": self.quota, "limit": f"{self.limit:.15g}"}
 
 
+class SlowSender(DrafthouseError):
+    """The message of a call did not come in time.
+
+    Args:
+        timeout_s: How long it was waited for, seconds.
+    """
+
+    reason = "SLOW_SENDER"
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(f"the request did not come within {timeout_s:g} seconds")
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the time."""
+        return {"timeoutSeconds": f"{self.timeout_s:g}"}
+
+
+class SlowReader(DrafthouseError):
+    """The client does not read what it asked for.
+
+    Args:
+        limit: How long it may take to take a message, seconds; how much may wait for it, bytes.
+        unit: Of the limit: "seconds" or "bytes".
+    """
+
+    reason = "SLOW_READER"
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, limit: float, unit: str = "seconds") -> None:
+        self.limit = limit
+        self.unit = unit
+        what = "took no message for" if unit == "seconds" else "left unread more than"
+        super().__init__(f"the client {what} {limit:g} {unit}")
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the limit."""
+        return {f"limit{self.unit.title()}": f"{self.limit:g}"}
+
+
 class Overloaded(DrafthouseError):
     """The server cannot take the request now; another attempt may succeed.
 
@@ -237,15 +287,17 @@ class QueueFull(Overloaded):
     """The server's queue is full.
 
     Args:
-        n_waiting: Requests that wait.
+        n_waiting: Requests that wait; it is told rounded up to a power of two.
         retry_after_s: When another attempt may succeed, seconds from now.
     """
 
     reason = "QUEUE_FULL"
 
     def __init__(self, n_waiting: int, retry_after_s: float) -> None:
-        self.n_waiting = n_waiting
-        super().__init__(f"the queue is full: {n_waiting} requests are waiting", retry_after_s)
+        # Rounded up to a power of two: how busy others are is nobody's business to the digit.
+        self.n_waiting = 1 << max(0, n_waiting - 1).bit_length()
+        message = f"the queue is full: up to {self.n_waiting} requests are waiting"
+        super().__init__(message, retry_after_s)
 
     def metadata(self) -> dict[str, str]:
         """Returns the number of waiting requests."""
@@ -291,6 +343,33 @@ class DeadlineTooShort(DrafthouseError):
         return {"leftMs": str(self.left_ms), "neededMs": str(self.needed_ms)}
 
 
+class ServerOverloaded(Overloaded):
+    """The server has no room for another call.
+
+    Args:
+        what: What there is too much of, as a clause: "calls are open".
+        retry_after_s: When another attempt may succeed, seconds from now.
+    """
+
+    reason = "SERVER_OVERLOADED"
+
+    def __init__(self, what: str, retry_after_s: float) -> None:
+        super().__init__(f"too many {what} on this server", retry_after_s)
+
+
+class EngineUnhealthy(Overloaded):
+    """The last steps were all lost, or one does not end: no more requests are taken till one works.
+
+    Args:
+        retry_after_s: When another attempt, then at another server, may succeed, seconds from now.
+    """
+
+    reason = "ENGINE_UNHEALTHY"
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the server's engine keeps failing", retry_after_s)
+
+
 class EngineError(DrafthouseError):
     """The engine failed on this request.
 
@@ -320,6 +399,10 @@ class StartupError(Exception):
 
 class ServerFailed(Exception):
     """Ended a server that was serving. Its text is one sentence that says what to do."""
+
+
+class EngineLost(ServerFailed):
+    """Ended a server whose engine does not work any more: a new process may have better luck."""
 
 
 class ConfigError(StartupError):

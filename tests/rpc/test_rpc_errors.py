@@ -392,7 +392,7 @@ async def test_every_call_leaves_a_line_in_the_log(
     lines = [record.getMessage() for record in caplog.records]
     assert re.search(r"method=\S+/Tokenize code=OK reason=- tenant=default", lines[0])
     assert "code=NOT_FOUND reason=MODEL_NOT_FOUND" in lines[1]
-    assert "request_id=mine" in lines[1]
+    assert " client_request_id=mine " in lines[1]
 
 
 async def test_other_calls_check_their_fields_too(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import drafthouse
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
-from drafthouse_server.rpc.interceptors import Call
+from drafthouse_server.rpc.calls import Call
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.rpc.services import GenerationService, Served
 from drafthouse_server.scheduling.scheduler import Scheduler
@@ -258,11 +260,21 @@ async def test_many_streams_share_the_slots(client: drafthouse.AsyncClient) -> N
         assert list(result.token_ids) == expected_tokens(prompt, 25)
 
 
-async def test_request_id_is_the_clients_if_it_is_sane(client: drafthouse.AsyncClient) -> None:
-    mine = await client.generate("x", max_output_tokens=1, request_id="job-7.a_b")
-    insane = await client.generate("x", max_output_tokens=1, request_id="a b" * 40)
-    assert mine.request_id == "job-7.a_b"
-    assert len(insane.request_id) == 32
+async def test_request_ids_are_the_servers_and_differ_whatever_the_client_asks_for(
+    client: drafthouse.AsyncClient, caplog: pytest.LogCaptureFixture, eventually: Eventually
+) -> None:
+    caplog.set_level(logging.INFO, "drafthouse_server.rpc.interceptors")
+    asked = ("job-7.a_b", "job-7.a_b", "a b" * 40)
+    ids = [
+        (await client.generate("x", max_output_tokens=1, request_id=mine)).request_id
+        for mine in asked
+    ]
+    assert len(set(ids)) == 3
+    assert all(re.fullmatch(r"req_[0-9a-v]{26}", found) for found in ids)
+    await eventually(lambda: len(caplog.records) >= 3)
+    lines = [record.getMessage() for record in caplog.records]
+    for line, found, told in zip(lines, ids, ("job-7.a_b", "job-7.a_b", "-"), strict=True):
+        assert f" request_id={found} client_request_id={told} " in line
 
 
 async def test_last_message_is_the_result_and_the_only_one(server: Server) -> None:
@@ -300,7 +312,7 @@ async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     served = Served(
         loop,
         n_draft_default=3,
-        current_call=lambda: Call("", "id", 0.0, Tenant("t")),
+        current_call=lambda: Call("", "id", 0.0, tenant=Tenant("t")),
     )
     context: Any = SlowContext()
     request = generation_pb2.GenerateRequest(

@@ -15,16 +15,20 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from tests.support.http2 import connect
 
 import drafthouse
+from drafthouse.v1 import generation_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
-from drafthouse_server.errors import ConfigError
-from drafthouse_server.rpc.server import Server
+from drafthouse_server.errors import ConfigError, EngineLost
+from drafthouse_server.rpc.server import Server, _has_reflection, _options
 
 if TYPE_CHECKING:
     from tests.conftest import Eventually, GatedEngine, ServerFactory
 
+WATCH = "/grpc.health.v1.Health/Watch"
+PROMPT = generation_pb2.Prompt(text="x")
 SERVICES = ["drafthouse.v1.GenerationService", "drafthouse.v1.ModelService"]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -113,8 +117,12 @@ async def test_reflection_lists_the_services(server: Server) -> None:
 
 
 async def test_drain_finishes_what_runs_and_refuses_what_comes(
-    start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
+    start_server: ServerFactory,
+    gated_engine: GatedEngine,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("drafthouse_server.rpc.server._LINGER_S", 600.0)  # however slow we are
     server = await start_server(gated_engine, retry_after_s=3.0)
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         gated_engine.hold()
@@ -135,11 +143,156 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes(
             assert caught.value.retry_after == 3.0
         gated_engine.release()
         result = await stream
+        server.stop()
+        server.stop()  # not to wait for calls that are on their way
         await shutdown
         assert result.usage.output_tokens == 50
         assert gated_engine.is_closed
         with pytest.raises(drafthouse.Unavailable):
             await client.tokenize("y")
+
+
+async def test_a_drain_says_goaway_first_and_streams_go_on(
+    start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
+) -> None:
+    server = await start_server(gated_engine)
+    request = generation_pb2.GenerateRequest(prompt=PROMPT, max_output_tokens=5)
+    generate = "/drafthouse.v1.GenerationService/Generate"
+    async with connect(server.target) as idle, connect(server.target) as busy:
+        gated_engine.hold()
+        stream = busy.open(generate, request.SerializeToString())
+        await eventually(lambda: gated_engine.is_stuck)
+        shutdown = asyncio.create_task(server.shutdown())
+        await eventually(lambda: idle.has_goaway and busy.has_goaway)
+        assert stream not in busy.ended
+        async with drafthouse.AsyncClient(server.target, retry=None) as late:
+            with pytest.raises(drafthouse.Unavailable):  # the port is closed
+                await late.tokenize("x")
+        gated_engine.release()
+        await eventually(lambda: stream in busy.ended)
+        await shutdown
+    assert server.loop.statistics().n_requests == {"length": 1}
+
+
+async def test_a_drain_hands_back_those_that_wait(
+    start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
+) -> None:
+    server = await start_server(gated_engine, retry_after_s=3.0)
+    n_slots = server.loop.engine.limits.n_seq_max
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        gated_engine.hold()
+        streams = [
+            asyncio.ensure_future(client.generate("x", max_output_tokens=5).result())
+            for _ in range(n_slots + 3)
+        ]
+        await eventually(lambda: server.loop.admission.n_active == n_slots + 3)
+        gated_engine.release()
+        gated_engine.hold()
+        await eventually(lambda: server.loop.statistics().n_running == n_slots)
+        shutdown = asyncio.create_task(server.shutdown())
+        await eventually(lambda: server.loop.is_draining)
+        gated_engine.release()
+        ends = await asyncio.gather(*streams, return_exceptions=True)
+        await shutdown
+    refused = [end for end in ends if isinstance(end, drafthouse.ServerDraining)]
+    assert len(refused) == 3
+    assert {error.retry_after for error in refused} == {3.0}
+    assert sum(isinstance(end, drafthouse.Result) for end in ends) == n_slots
+
+
+async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(
+    start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr("drafthouse_server.rpc.server._FLUSH_S", 0.1)
+    server = await start_server()
+    request = generation_pb2.GenerateRequest(prompt=PROMPT, max_output_tokens=200)
+    generate = "/drafthouse.v1.GenerationService/Generate"
+    async with connect(server.target, window=0) as rude:
+        for method, message in ((generate, request.SerializeToString()), (WATCH, b"")):
+            for _ in range(4):
+                rude.open(method, message)
+        await eventually(lambda: server.loop.statistics().n_requests.get("length") == 4)
+        async with asyncio.timeout(25):
+            await server.shutdown()
+
+
+async def test_an_engine_that_stays_broken_ends_the_server_with_a_code_of_its_own(
+    start_server: ServerFactory,
+) -> None:
+    engine = FakeEngine()
+    engine.inject(RuntimeError("device lost"), n_steps=1000)
+    config = Config(port=0, unhealthy_exit_s=0.05, draft_policy="fixed")
+    server = Server(config, lambda: engine)
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(server.serve(lambda _: ready.set_result(None)))
+    await ready
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        for _ in range(3):
+            with pytest.raises(drafthouse.EngineFailure):
+                await client.generate("x", max_output_tokens=1)
+        with pytest.raises(EngineLost, match="start it again"):
+            await serving
+    assert engine.is_closed
+
+
+async def test_a_step_that_never_ends_does_not_keep_the_server_from_ending(
+    gated_engine: GatedEngine, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr("drafthouse_server.rpc.server._STEP_S", 0.05)
+    config = Config(port=0, drain_timeout_s=600, draft_policy="fixed")
+    server = Server(config, lambda: gated_engine)
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(server.serve(lambda _: ready.set_result(None)))
+    await ready
+    gated_engine.hold()
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        stream = asyncio.ensure_future(client.generate("x").result())
+        await eventually(lambda: gated_engine.is_stuck)
+        server.stop()
+        server.stop()
+        with pytest.raises(EngineLost, match="a step of the engine does not end"):
+            await serving
+        with pytest.raises(drafthouse.EngineFailure):
+            await stream
+    gated_engine.release()  # so that this process can end
+    server.loop._thread.stop()
+
+
+async def test_reflection_is_there_on_loopback_or_where_it_is_asked_for() -> None:
+    assert _has_reflection(Config())
+    assert not _has_reflection(Config(host="0.0.0.0", insecure_no_auth=True))  # noqa: S104
+    assert not _has_reflection(Config(reflection="off"))
+    assert _has_reflection(Config(host="0.0.0.0", insecure_no_auth=True, reflection="on"))  # noqa: S104
+
+
+async def test_without_reflection_nobody_is_told_of_the_services(
+    start_server: ServerFactory,
+) -> None:
+    server = await start_server(reflection="off")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await list_services(server)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_bounds_of_connections_reach_grpc() -> None:
+    config = Config(
+        max_message_bytes=5000,
+        max_concurrent_streams=7,
+        max_connection_idle_s=2.0,
+        max_connection_age_s=3.0,
+        max_connection_age_grace_s=4.0,
+        max_metadata_bytes=2048,
+    )
+    options = dict(_options(config, 10))
+    assert options["grpc.max_receive_message_length"] == 5000
+    assert options["grpc.max_concurrent_streams"] == 7
+    assert options["grpc.max_connection_idle_ms"] == 2000
+    assert options["grpc.max_connection_age_ms"] == 3000
+    assert options["grpc.max_connection_age_grace_ms"] == 4000
+    assert options["grpc.max_metadata_size"] == 2048
+    automatic = dict(_options(Config(parallel=4, tenant_queue_size=9), 1 << 23))
+    assert automatic["grpc.max_receive_message_length"] == 1 << 23
+    assert automatic["grpc.max_concurrent_streams"] == 13
 
 
 async def test_drain_is_bounded(start_server: ServerFactory) -> None:
@@ -216,7 +369,7 @@ PROGRAM = """
     import asyncio
     from drafthouse_server.config import Config
     from drafthouse_server.engine.fake import FakeEngine
-    from drafthouse_server.rpc.server import Server
+    from drafthouse_server.rpc.server import Server, _has_reflection, _options
 
     server = Server(Config(port=0), lambda: FakeEngine(step_s=0.005))
     asyncio.run(server.serve(lambda server: print(server.target, flush=True)))

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import re
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 import drafthouse
+from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.serving import exposition
 from drafthouse_server.serving.exposition import MetricsEndpoint, reference, render
@@ -133,6 +135,8 @@ async def test_a_server_tells_its_metrics_and_survives_strange_clients(
     assert status == "HTTP/1.1 200 OK"
     assert values['drafthouse_requests_total{outcome="length"}'] == 1
     assert values["drafthouse_output_tokens_total"] == 20
+    assert values["drafthouse_request_bytes_total"] == server.receive.n_bytes > 0
+    assert values["drafthouse_file_descriptors"] > 0
     assert values['drafthouse_drafts_total{source="drafter"}'] > 0
     assert values["drafthouse_time_to_first_token_seconds_count"] == 1
     n_gaps = values["drafthouse_inter_token_gap_seconds_count"]
@@ -205,12 +209,27 @@ async def test_a_client_that_does_not_read_is_hung_up_on(
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-async def test_metrics_are_told_at_the_servers_own_address(
+async def test_metrics_are_served_on_an_address_of_their_own(
     start_server: ServerFactory, free_port: int, host: str
 ) -> None:
-    await start_server(host=host, metrics_port=free_port)
+    await start_server(metrics_host=host, metrics_port=free_port)
     status, _ = await fetch(free_port, b"GET /metrics HTTP/1.1\r\n\r\n", "::1")
     assert status == "HTTP/1.1 200 OK"
+    with pytest.raises(ConnectionRefusedError):  # nothing at the server's own
+        await fetch(free_port, b"GET /metrics HTTP/1.1\r\n\r\n", "127.0.0.1")
+
+
+async def test_a_server_on_every_address_tells_its_metrics_on_loopback_alone() -> None:
+    assert Config(host="0.0.0.0", insecure_no_auth=True).metrics_host == "127.0.0.1"  # noqa: S104
+
+
+async def test_a_server_on_a_socket_tells_its_metrics(
+    start_server: ServerFactory, free_port: int, tmp_path: Path
+) -> None:
+    await start_server(host=f"unix:{tmp_path}/d.sock", metrics_port=free_port)
+    status, body = await fetch(free_port, b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert status == "HTTP/1.1 200 OK"
+    assert values_of(body)["drafthouse_calls_open"] == 0
 
 
 async def test_a_taken_port_is_an_error_of_its_setting(

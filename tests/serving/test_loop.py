@@ -18,8 +18,10 @@ from drafthouse_server.errors import (
     ContextTooLong,
     Draining,
     EngineError,
+    EngineUnhealthy,
     ModelLoadError,
     QueueFull,
+    SlowReader,
 )
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import (
@@ -85,6 +87,18 @@ async def collect(outbox: Outbox) -> tuple[list[int], Event]:
     tokens = [token for e in events[:-1] if isinstance(e, TokensEvent) for token in e.tokens]
     assert len(events) - 1 == sum(isinstance(e, TokensEvent) for e in events)
     return tokens, events[-1]
+
+
+class HeldEngine(FakeEngine):
+    """An engine whose steps wait until they are let."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        super().__init__(limits)
+        self.may_step = threading.Event()
+
+    def step(self, plan: StepPlan) -> StepResult:
+        assert self.may_step.wait(60.0), "the test never let it"
+        return super().step(plan)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -226,24 +240,103 @@ async def test_load_counts_per_tenant() -> None:
         assert not loop.is_draining
 
 
-async def test_a_drain_lets_running_streams_finish() -> None:
-    async with running() as loop:
+async def test_a_drain_lets_those_with_a_slot_finish_and_hands_back_the_others_at_once() -> None:
+    engine = HeldEngine(LIMITS)
+    async with running(engine, retry_after_s=7.0) as loop:
         outboxes = [loop.submit(make(loop, str(i), 50)) for i in range(5)]
         draining = asyncio.create_task(loop.drain(20.0))
-        await asyncio.sleep(0)
-        assert loop.is_draining
+        await until(lambda: loop.is_draining)
         with pytest.raises(Draining):
             loop.submit(make(loop))
+        engine.may_step.set()
         ends = [await collect(outbox) for outbox in outboxes]
-        assert [len(tokens) for tokens, _ in ends] == [50] * 5
+        n_slots = loop.engine.limits.n_seq_max
+        assert [len(tokens) for tokens, _ in ends] == [50] * n_slots + [0] * (5 - n_slots)
+        for _, event in ends[n_slots:]:
+            error = error_of(event)
+            assert isinstance(error, Draining)
+            assert error.retry_after_s == 7.0
         assert await draining == 0
+
+
+async def test_while_a_drain_lasts_what_is_prepared_is_handed_back_where_no_slot_is_free() -> None:
+    async with running(FakeEngine(LIMITS, step_s=0.002)) as loop:
+        for i in range(LIMITS.n_seq_max):
+            loop.submit(make(loop, str(i), 900))
+        ticket = loop.admission.admit(Tenant("acme"))
+        draining = asyncio.create_task(loop.drain(600.0))
+        await until(lambda: loop.is_draining)
+        with pytest.raises(Draining):
+            loop.submit(make(loop, tenant="acme"), ticket)
+        ticket.give_back()
+        assert await loop.drain(0.0) == LIMITS.n_seq_max
+        assert await draining == 0
+
+
+async def test_while_steps_are_lost_one_request_at_a_time_tries_whether_they_work_again() -> None:
+    engine = FakeEngine(LIMITS)
+    async with running(engine, retry_after_s=2.0) as loop:
+        engine.inject(RuntimeError("device lost"), n_steps=1000)
+        for i in range(3):
+            await collect(loop.submit(make(loop, str(i))))
+        await until(lambda: not loop.is_healthy)
+        engine._faults.clear()
+        outbox = loop.submit(make(loop, "the one that tries"))
+        with pytest.raises(EngineUnhealthy) as caught:
+            loop.submit(make(loop, "another"))
+        assert caught.value.retry_after_s == 2.0
+        assert reason_of((await collect(outbox))[1]) is FinishReason.LENGTH
+        assert loop.is_healthy
+        await collect(loop.submit(make(loop, "all again")))
+
+
+async def test_a_step_that_does_not_end_is_unhealthy_and_every_stream_can_be_told() -> None:
+    told: list[bool] = []
+    engine = HeldEngine(LIMITS)
+    async with running(engine, on_health=told.append, step_timeout_s=0.02) as loop:
+        outbox = loop.submit(make(loop))
+        await until(lambda: loop.is_hung)
+        assert told == [False]
+        with pytest.raises(EngineUnhealthy):
+            loop.submit(make(loop))
+        engine.may_step.set()
+        await until(lambda: loop.is_healthy)
+        assert told == [False, True]
+        assert reason_of((await collect(outbox))[1]) is FinishReason.LENGTH
+
+
+async def test_streams_of_a_step_that_never_ends_are_told() -> None:
+    engine = HeldEngine(LIMITS)
+    async with running(engine, step_timeout_s=0.02) as loop:
+        outbox = loop.submit(make(loop, "a"))
+        await until(lambda: loop.is_hung)
+        loop.abandon()
+        error = error_of((await collect(outbox))[1])
+        assert isinstance(error, EngineError)
+        assert (error.status, error.request_id) == ("STEP_TIMEOUT", "a")
+        assert loop.admission.n_active == 0
+        engine.may_step.set()  # so that this process can end
+        loop._is_stopping = False
+
+
+async def test_a_reader_that_reads_nothing_ends_its_own_sequence_and_no_other() -> None:
+    async with running(FakeEngine(LIMITS), outbox_bytes=1024) as loop:
+        unread = loop.submit(make(loop, "a", 900))
+        tokens, event = await collect(loop.submit(make(loop, "b", 900)))
+        assert (len(tokens), reason_of(event)) == (900, FinishReason.LENGTH)
+        await until(lambda: loop.statistics().n_requests.get("SLOW_READER") == 1)
+        assert loop.admission.n_active == 0
+        assert unread.n_unread <= 130
+        tokens, event = await collect(unread)
+        assert isinstance(error_of(event), SlowReader)
+        assert 1024 / 4 < len(tokens) < 900
 
 
 async def test_a_drain_ends_what_takes_too_long() -> None:
     engine = FakeEngine(LIMITS, step_s=0.002)
     async with running(engine, retry_after_s=7.0) as loop:
         outboxes = [loop.submit(make(loop, str(i), 900)) for i in range(5)]
-        assert await loop.drain(0.02) == 5
+        assert await loop.drain(0.02) >= LIMITS.n_seq_max
         for outbox in outboxes:
             _, event = await collect(outbox)
             error = error_of(event)

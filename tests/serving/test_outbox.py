@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from drafthouse_server.scheduling.sequence import TokensEvent
+from drafthouse_server.scheduling.sequence import ProgressEvent, TokensEvent
 from drafthouse_server.serving.outbox import Outbox, Pacer
 
 
@@ -39,6 +39,29 @@ class PacedOutboxes:
     async def read(self) -> list[int]:
         """Returns how many tokens each woken reader takes."""
         return [len(await outbox.receive()) for outbox in self.outboxes if outbox._is_ready]
+
+
+async def test_what_nobody_reads_becomes_one_event_and_loses_nothing() -> None:
+    outbox = Outbox(n_bytes_max=12 * 3000)
+    outbox.put(ProgressEvent(1, 5))
+    outbox.put(ProgressEvent(5, 5))
+    for i in range(1000):
+        assert outbox.put(TokensEvent([2 * i, 2 * i + 1], [-0.5, -0.25]))
+        assert outbox.n_unread < 131
+    outbox.wake()
+    events = await outbox.receive()
+    tokens = [token for e in events if isinstance(e, TokensEvent) for token in e.tokens]
+    logprobs = [x for e in events if isinstance(e, TokensEvent) for x in e.logprobs]
+    assert tokens == list(range(2000))
+    assert logprobs == [-0.5, -0.25] * 1000
+    assert [e for e in events if isinstance(e, ProgressEvent)] == [ProgressEvent(5, 5)]
+
+
+def test_what_may_wait_is_bounded_in_bytes() -> None:
+    outbox = Outbox(n_bytes_max=4 * 1000)
+    within = [outbox.put(TokensEvent([1, 2])) for _ in range(1000)]
+    assert all(within[:500])
+    assert not all(within[500:700])
 
 
 async def test_few_readers_of_ordinary_steps_are_woken_after_every_step() -> None:

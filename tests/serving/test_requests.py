@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from drafthouse_server.rpc.requests import to_generation, to_prompt
 from drafthouse_server.serving.requests import (
     KNOBS,
     MODE_OFF,
+    N_VIOLATIONS_MAX,
     ChatMessage,
     GenerationRequest,
     Prompt,
@@ -142,7 +143,27 @@ def test_all_violations_are_told_at_once() -> None:
 
 def test_lists_are_read_as_far_as_they_may_be_long() -> None:
     request = GenerationRequest(TEXT, stops=["x" * 300] * 1000)
-    assert len(violations(request)) == 17  # the first sixteen, and that there are too many
+    assert len(violations(request)) == N_VIOLATIONS_MAX == 16  # and no more are looked for
+
+
+def test_a_chat_of_empty_messages_is_looked_at_until_sixteen_are_told() -> None:
+    looked_at = [0]
+
+    class Counted(Collection[ChatMessage]):
+        def __len__(self) -> int:
+            return 1000
+
+        def __contains__(self, _: object) -> bool:
+            return False
+
+        def __iter__(self) -> Iterator[ChatMessage]:
+            for _ in range(1000):
+                looked_at[0] += 1
+                yield ChatMessage("", "")
+
+    request = GenerationRequest(Prompt(messages=Counted()))
+    assert len(violations(request)) == N_VIOLATIONS_MAX
+    assert looked_at[0] <= N_VIOLATIONS_MAX + 1
 
 
 def test_biases_beyond_those_allowed_cost_nothing_but_their_message() -> None:

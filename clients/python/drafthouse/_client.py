@@ -74,8 +74,8 @@ class Client:
         Args:
             prompt: text, token ids, or chat messages.
             timeout: seconds for the whole generation; None is no limit.
-            request_id: appears in the server's log and in errors; 1 to 64 of
-                [A-Za-z0-9._-]; None lets the server choose.
+            request_id: your own id of the call, beside the server's in its log; 1 to 64 of
+                [A-Za-z0-9._-]. Results and errors carry the server's, which is unique.
             **options: see `GenerateOptions`.
 
         Returns:

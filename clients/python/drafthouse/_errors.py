@@ -11,10 +11,14 @@ DrafthouseError
 ├── NotFound                    NOT_FOUND
 │   └── ModelNotFound           MODEL_NOT_FOUND      the server does not serve this model
 ├── ResourceExhausted           RESOURCE_EXHAUSTED
-│   └── TenantQuotaExceeded     TENANT_QUOTA_EXCEEDED  your limit; `quota_violations`, `retry_after`
+│   ├── TenantQuotaExceeded     TENANT_QUOTA_EXCEEDED  your limit; `quota_violations`, `retry_after`
+│   ├── SlowSender              SLOW_SENDER          the request did not come in time
+│   └── SlowReader              SLOW_READER          the stream was not read in time
 ├── Unavailable                 UNAVAILABLE          also: no server answers at this address
 │   ├── QueueFull               QUEUE_FULL           the server's limit; `retry_after`
-│   └── ServerDraining          SERVER_DRAINING      the server is shutting down; `retry_after`
+│   ├── ServerDraining          SERVER_DRAINING      the server is shutting down; `retry_after`
+│   ├── ServerOverloaded        SERVER_OVERLOADED    too many calls or connections; `retry_after`
+│   └── EngineUnhealthy         ENGINE_UNHEALTHY     its engine keeps failing; `retry_after`
 ├── InternalError               INTERNAL
 │   └── EngineFailure           ENGINE_FAILURE       quote `request_id` when you report it
 ├── DeadlineExceeded            DEADLINE_EXCEEDED    `timeout` has passed
@@ -51,6 +55,7 @@ __all__ = [
     "DeadlineTooShort",
     "DrafthouseError",
     "EngineFailure",
+    "EngineUnhealthy",
     "FieldViolation",
     "InternalError",
     "InvalidApiKey",
@@ -64,6 +69,9 @@ __all__ = [
     "QuotaViolation",
     "ResourceExhausted",
     "ServerDraining",
+    "ServerOverloaded",
+    "SlowReader",
+    "SlowSender",
     "TenantQuotaExceeded",
     "Unauthenticated",
     "Unavailable",
@@ -209,6 +217,18 @@ class TenantQuotaExceeded(ResourceExhausted):
     default_reason = "TENANT_QUOTA_EXCEEDED"
 
 
+class SlowSender(ResourceExhausted):
+    """The message of the call did not come in time; metadata: timeoutSeconds."""
+
+    default_reason = "SLOW_SENDER"
+
+
+class SlowReader(ResourceExhausted):
+    """The stream was not read for too long; metadata: limitSeconds or limitBytes."""
+
+    default_reason = "SLOW_READER"
+
+
 class Unavailable(DrafthouseError):
     """The server cannot take the call now, or cannot be reached."""
 
@@ -225,6 +245,18 @@ class ServerDraining(Unavailable):
     """The server is shutting down."""
 
     default_reason = "SERVER_DRAINING"
+
+
+class ServerOverloaded(Unavailable):
+    """Too many calls or connections are open on the server."""
+
+    default_reason = "SERVER_OVERLOADED"
+
+
+class EngineUnhealthy(Unavailable):
+    """The server's engine keeps failing."""
+
+    default_reason = "ENGINE_UNHEALTHY"
 
 
 class InternalError(DrafthouseError):

@@ -21,10 +21,10 @@ from drafthouse_server.config import Config, bare_host
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import engine_version
 from drafthouse_server.engine.threads import Threads
-from drafthouse_server.errors import ConfigError, ServerFailed, StartupError
+from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed, StartupError
 from drafthouse_server.rpc.server import Server
 
-__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "add_serve", "format_bytes", "format_count"]
+__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_serve", "format_bytes", "format_count"]
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 """Root of the repository; of an installed package, a folder without models."""
@@ -35,9 +35,13 @@ LISTENS_AT = "listening at "
 FAILED = 70
 """Exit code of a server whose step loop has failed: EX_SOFTWARE of sysexits.h."""
 
+LOST = 71
+"""Exit code of a server whose engine does not work any more: EX_OSERR of sysexits.h."""
+
 _EXIT_CODES = (
     "exit codes: 0 ended by SIGTERM or SIGINT; 1 cannot start, and says why; 2 a setting is wrong;"
-    f" {FAILED} the step loop has failed: every stream was told ENGINE_FAILURE, start it again"
+    f" {FAILED} the step loop has failed: every stream was told ENGINE_FAILURE, start it again;"
+    f" {LOST} the engine has not worked for unhealthy_exit_s: start it again"
 )
 
 _PROBE_S = 1.0
@@ -75,8 +79,13 @@ def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
     except ConfigError as error:
         terminal.error(str(error))
         return 2
-    with LogQueue(config.log_level):
-        return _run_to_end(config, terminal)
+    with LogQueue(config.log_level) as log:
+        code = _run_to_end(config, terminal)
+        if code == LOST:
+            # Its thread may hang in a step for ever, and Python would wait for it.
+            log.close()
+            os._exit(LOST)
+    return code
 
 
 def _run_to_end(config: Config, terminal: Terminal) -> int:
@@ -86,6 +95,9 @@ def _run_to_end(config: Config, terminal: Terminal) -> int:
     except StartupError as error:
         terminal.error(str(error))
         return 1
+    except EngineLost as error:
+        terminal.error(str(error))
+        return LOST
     except ServerFailed as error:
         terminal.error(str(error))
         return FAILED

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Never, TypeAlias
 
 import grpc
@@ -33,16 +33,26 @@ from drafthouse_server.errors import (
     Overloaded,
     QuotaExceeded,
 )
-from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
+from drafthouse_server.rpc.calls import Call
+from drafthouse_server.serving.requests import N_VIOLATIONS_MAX
+from drafthouse_server.tenancy.tenants import TenantRegistry
 
 __all__ = [
     "DOMAIN",
+    "Answer",
     "Authenticate",
-    "Call",
+    "Behaviour",
+    "Context",
+    "Continuation",
+    "Handler",
     "Observe",
     "TranslateErrors",
+    "Wrap",
     "current_call",
+    "intercept",
+    "is_ours",
     "to_status",
+    "wrapped",
 ]
 
 _log = logging.getLogger(__name__)
@@ -52,42 +62,25 @@ DOMAIN = "drafthouse.dev"
 
 REQUEST_ID_KEY = "x-request-id"
 
-_OUR_METHODS = "/drafthouse."  # health and reflection are open and silent
+_OUR_METHODS = "/drafthouse."
+_HEALTH_METHODS = "/grpc.health."
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 # Errors travel as HTTP/2 trailers, of which clients accept about 8 KiB.
-_N_VIOLATIONS_MAX = 16
 _N_CHARACTERS_MAX = 160
 _N_MESSAGE_CHARACTERS_MAX = 480
 
 
-@dataclass(slots=True)
-class Call:
-    """One call while it is served."""
-
-    method: str
-    """Full name, such as "/drafthouse.v1.GenerationService/Generate"."""
-    request_id: str
-    """As the client asked, or our own."""
-    received_at: float
-    """Monotonic time of its receipt, in seconds."""
-    tenant: Tenant
-    """Who calls; of no consequence before authentication."""
-    reason: str = ""
-    """Why it failed, an `ErrorReason` without its prefix; empty while it has not."""
-
-
 _current_call: ContextVar[Call] = ContextVar("drafthouse_call")
-_UNKNOWN = Tenant("")
 
 # In quotes: at run time grpc's classes are not generic.
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-_Answer: TypeAlias = Message | None
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Answer: TypeAlias = Message | None
 """None of a stream, which has written its answers."""
-_Behaviour: TypeAlias = "Callable[[Message, _Context], Awaitable[_Answer]]"
-_Wrap: TypeAlias = "Callable[[_Behaviour, Message, _Context], Awaitable[_Answer]]"
-_Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]"
+Behaviour: TypeAlias = "Callable[[Any, Context], Awaitable[Answer]]"
+Wrap: TypeAlias = "Callable[[Behaviour, Any, Context], Awaitable[Answer]]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
 
 def current_call() -> Call:
@@ -95,37 +88,48 @@ def current_call() -> Call:
     return _current_call.get()
 
 
-def _wrapped(handler: _Handler, wrap: _Wrap) -> _Handler:
-    """Returns a handler that runs inside `wrap`.
+def is_ours(method: str) -> bool:
+    """Returns whether a method needs a key, by its full name; health and reflection may not."""
+    return method.startswith(_OUR_METHODS)
+
+
+def wrapped(handler: Handler, wrap: Wrap, parse: Callable[[bytes], Any] | None = None) -> Handler:
+    """Returns a handler that runs inside `wrap`, before any message is read.
 
     NOTE: streaming handlers of ours are coroutines that write, not generators: cancellation then
     reaches them where they wait, and one wrapper fits both kinds.
+
+    Args:
+        handler: What runs inside.
+        wrap: Runs it.
+        parse: Makes messages of bytes; None: `wrap` gets none, and reads bytes.
     """
-    is_stream = handler.response_streaming
+    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     # The types are those of blocking handlers.
-    inner: Any = handler.unary_stream if is_stream else handler.unary_unary
+    inner: Any = next(kind for kind in kinds if kind is not None)
     make: Any = (
-        grpc.unary_stream_rpc_method_handler if is_stream else grpc.unary_unary_rpc_method_handler
+        grpc.stream_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.stream_unary_rpc_method_handler
     )
 
-    async def behaviour(request: Message, context: _Context) -> _Answer:
+    async def behaviour(request: object, context: Context) -> Answer:
         return await wrap(inner, request, context)
 
-    wrapped: _Handler = make(behaviour, handler.request_deserializer, handler.response_serializer)
-    return wrapped
+    found: Handler = make(behaviour, parse, handler.response_serializer)
+    return found
 
 
-async def _intercept(
-    wrap: _Wrap, continuation: _Continuation, details: grpc.HandlerCallDetails
-) -> _Handler | None:
+async def intercept(
+    wrap: Wrap, continuation: Continuation, details: grpc.HandlerCallDetails
+) -> Handler | None:
+    """Returns the handler of a call inside `wrap`; None where there is no such method."""
     handler = await continuation(details)
-    if handler is None or not details.method.startswith(_OUR_METHODS):
-        return handler
-    return _wrapped(handler, wrap)
+    return None if handler is None else wrapped(handler, wrap, handler.request_deserializer)
 
 
 class Observe(grpc.aio.ServerInterceptor):
-    """Gives every call an id and a line in the log. The outermost one.
+    """Gives every call an id, and each of ours a line in the log. The outermost one.
 
     Args:
         clock: Monotonic time in seconds.
@@ -135,13 +139,13 @@ class Observe(grpc.aio.ServerInterceptor):
         self._clock = clock
 
     async def intercept_service(
-        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> _Handler | None:
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         """Wraps the handler of a call."""
         method = handler_call_details.method
 
-        async def wrap(inner: _Behaviour, request: Message, context: _Context) -> _Answer:
-            call = Call(method, _request_id(context), self._clock(), _UNKNOWN)
+        async def wrap(inner: Behaviour, request: object, context: Context) -> Answer:
+            call = Call(method, _new_id(), self._clock(), _client_request_id(context))
             _current_call.set(call)
             context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
             outcome = ""
@@ -152,19 +156,22 @@ class Observe(grpc.aio.ServerInterceptor):
                 outcome = _code_name(context)
                 raise
             finally:
-                self._log(call, outcome or _code_of_gone(context))
+                if is_ours(method):
+                    self._log(call, outcome or _code_of_gone(context))
             return response
 
-        return await _intercept(wrap, continuation, handler_call_details)
+        return await intercept(wrap, continuation, handler_call_details)
 
     def _log(self, call: Call, outcome: str) -> None:
         _log.info(
-            "call method=%s code=%s reason=%s tenant=%s request_id=%s seconds=%.6f",
+            "call method=%s code=%s reason=%s tenant=%s request_id=%s client_request_id=%s"
+            " seconds=%.6f",
             call.method,
             outcome,
             call.reason or "-",
             call.tenant.name or "-",
             call.request_id,
+            call.client_request_id or "-",
             self._clock() - call.received_at,
         )
 
@@ -177,19 +184,19 @@ class TranslateErrors(grpc.aio.ServerInterceptor):
     """
 
     async def intercept_service(
-        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> _Handler | None:
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         """Wraps the handler of a call."""
-        return await _intercept(self._wrap, continuation, handler_call_details)
+        return await intercept(self._wrap, continuation, handler_call_details)
 
-    async def _wrap(self, inner: _Behaviour, request: Message, context: _Context) -> _Answer:
+    async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
         try:
             return await self._translate(inner, request, context)
         except grpc.aio.InternalError as error:
             _log.debug("request %s had ended: %s", current_call().request_id, error)
             raise asyncio.CancelledError from error
 
-    async def _translate(self, inner: _Behaviour, request: Message, context: _Context) -> _Answer:
+    async def _translate(self, inner: Behaviour, request: object, context: Context) -> Answer:
         try:
             return await inner(request, context)
         except (grpc.aio.AbortError, grpc.aio.InternalError):
@@ -202,27 +209,32 @@ class TranslateErrors(grpc.aio.ServerInterceptor):
 
 
 class Authenticate(grpc.aio.ServerInterceptor):
-    """Finds the tenant of a call by `authorization: Bearer KEY`.
+    """Finds the tenant of a call by `authorization: Bearer KEY`, before its message is read.
 
     Args:
         tenants: Knows the keys.
+        is_health_open: Whether health checks need no key.
     """
 
-    def __init__(self, tenants: TenantRegistry) -> None:
+    def __init__(self, tenants: TenantRegistry, *, is_health_open: bool = True) -> None:
         self._tenants = tenants
+        self._is_health_open = is_health_open
 
     async def intercept_service(
-        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> _Handler | None:
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         """Wraps the handler of a call."""
-        return await _intercept(self._wrap, continuation, handler_call_details)
+        return await intercept(self._wrap, continuation, handler_call_details)
 
-    async def _wrap(self, inner: _Behaviour, request: Message, context: _Context) -> _Answer:
-        current_call().tenant = self._tenants.authenticate(_api_key(context))
+    async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
+        call = current_call()
+        is_health = call.method.startswith(_HEALTH_METHODS)
+        if is_ours(call.method) or (is_health and not self._is_health_open):
+            call.tenant = self._tenants.authenticate(_api_key(context))
         return await inner(request, context)
 
 
-def _metadata(context: _Context, wanted: str) -> str | None:
+def _metadata(context: Context, wanted: str) -> str | None:
     """Returns the first value of a key that the client has sent."""
     for key, value in context.invocation_metadata() or ():
         if key == wanted and isinstance(value, str):
@@ -230,26 +242,31 @@ def _metadata(context: _Context, wanted: str) -> str | None:
     return None
 
 
-def _request_id(context: _Context) -> str:
+def _client_request_id(context: Context) -> str:
     asked = _metadata(context, REQUEST_ID_KEY)
-    if asked is not None and _SANE_REQUEST_ID.fullmatch(asked):
-        return asked
-    return uuid.uuid4().hex
+    return asked if asked is not None and _SANE_REQUEST_ID.fullmatch(asked) else ""
 
 
-def _api_key(context: _Context) -> str | None:
+def _new_id() -> str:
+    """Returns an id that nobody guesses and no other call has; later ones sort behind."""
+    milliseconds = time.time_ns() // 1_000_000
+    random = milliseconds.to_bytes(6, "big") + secrets.token_bytes(10)
+    return "req_" + base64.b32hexencode(random).decode().rstrip("=").lower()
+
+
+def _api_key(context: Context) -> str | None:
     scheme, _, key = (_metadata(context, "authorization") or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None
 
 
-def _code_of_gone(context: _Context) -> str:
+def _code_of_gone(context: Context) -> str:
     """Returns the status code's name of a call that ended while it was served."""
     remaining: float | None = context.time_remaining()
     is_late = remaining is not None and remaining <= 0
     return "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
 
 
-def _code_name(context: _Context) -> str:
+def _code_name(context: Context) -> str:
     """Returns the name of the status code that the call was given; grpc.aio may tell a number."""
     code: object = context.code()
     if isinstance(code, grpc.StatusCode):
@@ -258,7 +275,7 @@ def _code_name(context: _Context) -> str:
     return names.get(code, "UNKNOWN") if isinstance(code, int) else "UNKNOWN"
 
 
-async def _abort(error: DrafthouseError, context: _Context) -> Never:
+async def _abort(error: DrafthouseError, context: Context) -> Never:
     """Ends the call with an error.
 
     Source:
@@ -308,7 +325,7 @@ def _details(error: DrafthouseError, request_id: str) -> Iterable[Message]:
 def _bad_request(error: InvalidRequest) -> BadRequest:
     violations = [
         BadRequest.FieldViolation(field=_cut(item.field), description=_cut(item.description))
-        for item in error.violations[:_N_VIOLATIONS_MAX]
+        for item in error.violations[:N_VIOLATIONS_MAX]
     ]
     return BadRequest(field_violations=violations)
 

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
-from drafthouse_server.config import Config, bare_host
+from drafthouse_server.config import Config, bare_host, is_loopback
 from drafthouse_server.engine.protocol import Engine
-from drafthouse_server.errors import ConfigError, ServerFailed
+from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
+from drafthouse_server.rpc.calls import OpenCalls
+from drafthouse_server.rpc.descriptors import DescriptorBudget, raise_descriptor_limit
+from drafthouse_server.rpc.gate import Gate, Receive
+from drafthouse_server.rpc.health import OVERALL, HealthService
 from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateErrors, current_call
+from drafthouse_server.rpc.resets import StreamResets
 from drafthouse_server.rpc.services import GenerationService, ModelService, Served
+from drafthouse_server.rpc.wire import shapes_of
 from drafthouse_server.serving.exposition import MetricsEndpoint
 from drafthouse_server.serving.loop import StepLoop
+from drafthouse_server.serving.metrics import FrontCounts, Statistics
+from drafthouse_server.serving.requests import field_bounds
 from drafthouse_server.tenancy.tenants import TenantRegistry
 
-__all__ = ["Server"]
+__all__ = ["Server", "open_calls"]
 
 _log = logging.getLogger(__name__)
 _grpc_log = logging.getLogger("grpc._cython.cygrpc")
@@ -33,19 +43,34 @@ _FLUSH_S = 5.0
 _FORCED_FLUSH_S = 0.2
 
 _LINGER_S = 0.2
-"""Seconds for which calls that were on their way when the last generation ended are answered."""
+"""Seconds for which calls that are on their way when a drain begins are told to come again.
 
-_N_SPARE_STREAMS = 128
-"""Streams of one connection beyond slots and queue: the queue's limit shall be met first."""
+gRPC says GOAWAY and cancels, in one, what has no handler yet (of 100 calls that were sent right
+before, 99); clients do not try that again.
+"""
 
+_STEP_S = 10.0
+"""Seconds that the step in flight may take to end when its sequences are to be ended."""
+
+_CLOSE_S = 10.0
+"""Seconds that gRPC may take to let go of calls that were cancelled."""
+
+_N_SPARE_CALLS, _N_SPARE_TENANT_CALLS = 256, 128
+"""Calls beyond slots and queue: the queue's limit shall be met first, and other methods work."""
+
+_N_PROBES = 64
+"""Health checks at once, beside those that watch."""
+
+_MESSAGE_BYTES = 4 << 20
+_METADATA_SHARE = 2  # what is refused at random, by size, and what always: grpc's own ratio
 _MAX_RESPONSE_BYTES = 64 << 20  # Tokenize answers with several bytes per byte
 _MIN_PING_INTERVAL_S = 10.0
 
 _SERVICES = (
-    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
-    model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+    model_pb2.DESCRIPTOR.services_by_name["ModelService"],
 )
-_HEALTH_NAMES = (health.OVERALL_HEALTH, *_SERVICES)
+_HEALTH_SERVICE: Any = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
@@ -77,14 +102,22 @@ class Server:
         self._config = config
         self._make_engine = make_engine
         self._tenants = tenants or TenantRegistry.from_config(config)
-        self._health = health.aio.HealthServicer()
-        self._health_changes: set[asyncio.Task[None]] = set()
+        self._health = HealthService(
+            (OVERALL, *(service.full_name for service in _SERVICES)),
+            current_call=current_call,
+            n_watchers_max=config.max_health_watchers,
+            retry_after_s=config.retry_after_s,
+        )
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
         self._failure: BaseException | None = None
+        self._lost = ""
+        self._loss: asyncio.TimerHandle | None = None
         self._loop: StepLoop | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
+        self._gate: Gate | None = None
+        self._receive: Receive | None = None
         self._port = 0
 
     @property
@@ -92,6 +125,18 @@ class Server:
         """The step loop; there is one from `startup` on."""
         assert self._loop is not None, "the server has not started"
         return self._loop
+
+    @property
+    def gate(self) -> Gate:
+        """What counts calls; there is one from `startup` on."""
+        assert self._gate is not None, "the server has not started"
+        return self._gate
+
+    @property
+    def receive(self) -> Receive:
+        """What reads messages; there is one from `startup` on."""
+        assert self._receive is not None, "the server has not started"
+        return self._receive
 
     @property
     def port(self) -> int:
@@ -112,6 +157,8 @@ class Server:
         Raises:
             StartupError: it cannot start.
             ServerFailed: the step loop has failed; every stream was told.
+            EngineLost: the engine has not worked for `unhealthy_exit_s`, or a step does not end; so
+                was every stream.
         """
         await self.startup()
         try:
@@ -125,6 +172,10 @@ class Server:
                 await self.close()
             finally:
                 # Whatever else fails on the way: this came first.
+                if self._lost:
+                    raise EngineLost(
+                        f"{self._lost} and the server has ended, see the log above; start it again"
+                    )
                 if self._failure is not None:
                     raise ServerFailed(
                         "the step loop failed and the server has ended, see the log above;"
@@ -160,6 +211,7 @@ class Server:
             StartupError: a model cannot be loaded, or the address cannot be listened at.
         """
         _grpc_log.addFilter(_is_fault)
+        raise_descriptor_limit()
         self._loop = await StepLoop.open(
             self._make_engine,
             self._config,
@@ -170,16 +222,37 @@ class Server:
             undo.push_async_callback(self.close)
             await self._listen(self._loop)
             if self._config.metrics_port:
-                self._metrics = MetricsEndpoint(self._loop.statistics)
-                await self._metrics.open(self._config.host, self._config.metrics_port)
+                self._metrics = MetricsEndpoint(self.statistics)
+                await self._metrics.open(self._config.metrics_host, self._config.metrics_port)
             undo.pop_all()
         _log.info("listening at %s", self.target)
 
     async def _listen(self, loop: StepLoop) -> None:
         config = self._config
+        limits = loop.engine.limits
+        n_context = min(limits.n_ctx_seq, limits.n_ctx)
+        bounds = field_bounds(n_context, config.max_chat_messages)
+        shapes = shapes_of((*_SERVICES, _HEALTH_SERVICE), bounds)
+        calls, resets = open_calls(config), StreamResets()
+        resets.install(asyncio.get_running_loop())
+        self._gate = Gate(
+            calls,
+            DescriptorBudget(config.reserved_descriptors),
+            retry_after_s=config.retry_after_s,
+            first_message_s=config.first_message_timeout_s,
+            slow_reader_s=config.slow_reader_timeout_s,
+            resets=resets,
+        )
+        self._receive = Receive(shapes, calls)
         server = grpc.aio.server(
-            interceptors=(Observe(), TranslateErrors(), Authenticate(self._tenants)),
-            options=_options(config),
+            interceptors=(
+                Observe(),
+                TranslateErrors(),
+                self._gate,
+                Authenticate(self._tenants, is_health_open=config.open_health),
+                self._receive,
+            ),
+            options=_options(config, max(shape.n_bytes_max for shape in shapes.values())),
         )
         served = Served(
             loop,
@@ -188,76 +261,120 @@ class Server:
             if config.draft_policy == "fixed"
             else config.draft_max,
             current_call=current_call,
+            n_messages_max=config.max_chat_messages,
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationService(served), server
         )
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(served), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        if _has_reflection(config):
+            names = [service.full_name for service in (*_SERVICES, _HEALTH_SERVICE)]
+            reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
         self._port = _bind(server, config)
-        await self._set_health(True)
+        self._health.set(is_serving=True)
         await server.start()
         self._server = server
 
     def _on_health(self, is_healthy: bool) -> None:
-        """Takes the loop's word for its health; watchers are told in a task of its own."""
-        change = asyncio.get_running_loop().create_task(self._set_health(is_healthy))
-        self._health_changes.add(change)
-        change.add_done_callback(self._health_changes.discard)
+        """Takes the loop's word for its health. What stays broken is for a new process."""
+        self._health.set(is_serving=is_healthy)
+        if self._loss is not None:
+            self._loss.cancel()
+            self._loss = None
+        if not is_healthy and self._config.unhealthy_exit_s:
+            loop = asyncio.get_running_loop()
+            self._loss = loop.call_later(self._config.unhealthy_exit_s, self._on_lost)
+
+    def _on_lost(self) -> None:
+        _log.critical("the engine does not work: ending")
+        self._lost = f"the engine has not worked for {self._config.unhealthy_exit_s:g} seconds"
+        self.stop()
 
     def _on_failure(self, error: BaseException) -> None:
         """Ends the server: without its loop it would refuse everything for ever."""
         self._failure = error
         self.stop()
 
-    async def _set_health(self, is_healthy: bool) -> None:
-        statuses = health_pb2.HealthCheckResponse
-        status = statuses.SERVING if is_healthy else statuses.NOT_SERVING
-        for name in _HEALTH_NAMES:
-            await self._health.set(name, status)
-
     async def shutdown(self) -> None:
         """Lets running requests finish, within `drain_timeout_s`, and ends the server.
 
-        In order: health says NOT_SERVING; new calls are refused; generations finish, or are ended
-        when their time is over or `stop` was called twice; calls that are on their way are refused
-        too; last messages are written; the port closes; the engine closes.
+        In order, each within a time of its own, which a second `stop` ends: health says
+        NOT_SERVING, new calls are refused, and so are those that wait and have no slot to come;
+        connections are told to go away and the port closes; generations finish, or are ended; last
+        messages are written; the engine closes.
         """
-        await self._health.enter_graceful_shutdown()
-        n_ended = await self._drain()
-        if n_ended:
-            _log.warning("%d requests were ended early", n_ended)
-        # gRPC would cancel a call whose handler has not begun: clients do not try that again.
+        self._health.end()
+        if self.loop.is_hung:
+            self._abandon()
+        drain = asyncio.create_task(self._drain())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._force.wait(), _LINGER_S)
-        if self._server is not None:
-            await self._server.stop(_FORCED_FLUSH_S if self._force.is_set() else _FLUSH_S)
+        farewell = asyncio.create_task(self._say_goodbye())
+        n_ended = await drain
+        if n_ended:
+            _log.warning("%d requests were ended early", n_ended)
+        force = asyncio.create_task(self._force.wait())
+        await asyncio.wait((farewell, force), timeout=_FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in (farewell, force):
+            task.cancel()
+        await asyncio.wait((farewell, force))
         await self.close()
+
+    async def _say_goodbye(self) -> None:
+        """Sends GOAWAY, and waits until the last call has ended."""
+        if self._server is not None:
+            await self._server.stop(self._config.drain_timeout_s + _FLUSH_S)
 
     async def _drain(self) -> int:
         """Returns how many requests were ended early."""
         drain = asyncio.ensure_future(self.loop.drain(self._config.drain_timeout_s))
         force = asyncio.ensure_future(self._force.wait())
-        await asyncio.wait((drain, force), return_when=asyncio.FIRST_COMPLETED)
+        timeout_s = self._config.drain_timeout_s + _STEP_S
+        await asyncio.wait((drain, force), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         force.cancel()
-        if not drain.done():
-            drain.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await drain
-            return await self.loop.drain(0.0)
-        return await drain
+        if drain.done():
+            return await drain
+        drain.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await drain
+        try:
+            async with asyncio.timeout(_STEP_S):
+                return await self.loop.drain(0.0)
+        except TimeoutError:
+            return self._abandon()
+
+    def _abandon(self) -> int:
+        """Gives up an engine whose step does not end; returns how many streams were told."""
+        self._lost = self._lost or "a step of the engine does not end"
+        return self.loop.abandon()
 
     async def close(self) -> None:
         """Ends everything now. Harmless when done twice."""
+        if self._loss is not None:
+            self._loss.cancel()
         if self._metrics is not None:
             self._metrics.close()
         if self._server is not None:
             server, self._server = self._server, None
-            await server.stop(None)
-        if self._loop is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await server.stop(_FORCED_FLUSH_S if self._stop.is_set() else None)
+        if self._loop is not None and not self._loop.is_abandoned:
             await self._loop.close()
+
+    def statistics(self) -> Statistics:
+        """Returns what was counted so far, of requests and of calls."""
+        calls, descriptors = self.gate.calls, self.gate.descriptors
+        front = FrontCounts(
+            n_calls=len(calls),
+            n_refused=calls.n_refused,
+            n_stuck=calls.n_stuck,
+            n_watchers=self._health.n_watchers,
+            n_descriptors=descriptors.n_open,
+            n_bytes=self.receive.n_bytes,
+        )
+        return dataclasses.replace(self.loop.statistics(), front=front)
 
 
 def _bind(server: grpc.aio.Server, config: Config) -> int:
@@ -278,15 +395,48 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _options(config: Config) -> Sequence[tuple[str, int]]:
-    """Returns the channel arguments; names as in grpc's `channel_arg_names.h`."""
-    n_streams = config.parallel + config.queue_size + _N_SPARE_STREAMS
+def open_calls(config: Config) -> OpenCalls:
+    """Returns the count of open calls, with the bounds of the settings."""
+    n_max = config.max_calls or config.parallel + config.queue_size + _N_SPARE_CALLS
+    n_tenant_max = config.tenant_max_calls or (
+        config.parallel + config.tenant_queue_size + _N_SPARE_TENANT_CALLS
+    )
+    n_keyless_max = config.max_health_watchers + _N_PROBES
+    return OpenCalls(n_max, n_tenant_max, n_keyless_max, config.retry_after_s)
+
+
+def _has_reflection(config: Config) -> bool:
+    if config.reflection == "auto":
+        return is_loopback(config.host)
+    return config.reflection == "on"
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def _options(config: Config, n_bytes_max: int) -> Sequence[tuple[str, int]]:
+    """Returns the channel arguments; names as in grpc's `channel_arg_names.h`.
+
+    Args:
+        config: All settings.
+        n_bytes_max: Bytes of the longest request of any method.
+    """
+    n_streams = config.max_concurrent_streams or config.parallel + config.tenant_queue_size
+    n_message_bytes = config.max_message_bytes or max(_MESSAGE_BYTES, n_bytes_max)
+    ages = (config.max_connection_idle_s, config.max_connection_age_s)
+    idle_ms, age_ms = map(_milliseconds, ages)
     return (
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", n_message_bytes),
         ("grpc.max_send_message_length", _MAX_RESPONSE_BYTES),
         ("grpc.max_concurrent_streams", n_streams),
-        ("grpc.keepalive_time_ms", int(config.keepalive_time_s * 1000)),
-        ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_s * 1000)),
-        ("grpc.http2.min_ping_interval_without_data_ms", int(_MIN_PING_INTERVAL_S * 1000)),
+        ("grpc.max_connection_idle_ms", idle_ms),
+        ("grpc.max_connection_age_ms", age_ms),
+        ("grpc.max_connection_age_grace_ms", _milliseconds(config.max_connection_age_grace_s)),
+        ("grpc.max_metadata_size", config.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", _METADATA_SHARE * config.max_metadata_bytes),
+        ("grpc.keepalive_time_ms", _milliseconds(config.keepalive_time_s)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(config.keepalive_timeout_s)),
+        ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(_MIN_PING_INTERVAL_S)),
         ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake: say so
     )

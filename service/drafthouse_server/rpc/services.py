@@ -82,6 +82,14 @@ class Caller(Protocol):
         """Who calls."""
         ...
 
+    def await_reader(self, now: float) -> None:
+        """Notes that a message is written, which the client must take in time."""
+        ...
+
+    def go_on(self) -> None:
+        """Notes that the client has taken it."""
+        ...
+
 
 class Served:
     """What the services offer: one model, to whom it is allowed, while the server is not draining.
@@ -90,6 +98,7 @@ class Served:
         loop: Runs the model.
         n_draft_default: K when the request does not say.
         current_call: Returns the call that the calling task serves.
+        n_messages_max: Most messages of a chat.
         clock: Monotonic time in seconds, the loop's own.
     """
 
@@ -99,6 +108,7 @@ class Served:
         *,
         n_draft_default: int,
         current_call: Callable[[], Caller],
+        n_messages_max: int = 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
@@ -107,7 +117,9 @@ class Served:
         self.limits = loop.engine.limits
         self.n_draft_default = min(n_draft_default, self.limits.n_draft_max)
         self.mode = mode_of(self.limits.draft_type)
-        self.rules = RequestRules(self.card, self.limits, self.mode, self.n_draft_default)
+        self.rules = RequestRules(
+            self.card, self.limits, self.mode, self.n_draft_default, n_messages_max
+        )
         self.current_call = current_call
         self._pieces: dict[int, bytes] = {}  # at most the vocabulary
 
@@ -240,6 +252,7 @@ class GenerationService(GenerationServiceServicer):
             sequence = await self._prepare(asked, wanted, ticket, caller, context)
             outbox = served.loop.submit(sequence, ticket)
             outcome = ""
+            del request, asked  # up to some MiB, of no use while it waits and runs
         except DrafthouseError as error:
             outcome = error.reason
             raise
@@ -253,7 +266,7 @@ class GenerationService(GenerationServiceServicer):
                 if ticket is not None:
                     ticket.give_back()
         try:
-            await self._stream(outbox, sequence, wanted, context)
+            await self._stream(outbox, sequence, wanted, caller, context)
         finally:
             served.loop.cancel(sequence)  # of no effect when it has ended
 
@@ -297,20 +310,30 @@ class GenerationService(GenerationServiceServicer):
         return math.inf if remaining is None else self._served.clock() + remaining
 
     async def _stream(
-        self, outbox: Outbox, sequence: TokenSequence, wanted: Generation, context: _Context
+        self,
+        outbox: Outbox,
+        sequence: TokenSequence,
+        wanted: Generation,
+        caller: Caller,
+        context: _Context,
     ) -> None:
         """Writes what the sequence yields. While one message is written, the next one collects."""
         output = Output(wanted, self._served.piece)
-        times = StreamTimer(self._served.loop.metrics, sequence.received_at, self._served.clock)
+        clock = self._served.clock
+        times = StreamTimer(self._served.loop.metrics, sequence.received_at, clock)
         while True:
             events = await outbox.receive()
             if wanted.has_progress and (progress := progress_message(events)) is not None:
+                caller.await_reader(clock())
                 await context.write(progress)
+                caller.go_on()
             response = output.take(events)
             if output.has_stopped:
                 self._served.loop.finish(sequence)
             if response is not None:
+                caller.await_reader(clock())
                 await context.write(response)
+                caller.go_on()
                 if n_tokens := len(response.chunk.token_ids):
                     times.note(n_tokens)
             end = events[-1]
@@ -319,6 +342,7 @@ class GenerationService(GenerationServiceServicer):
         if isinstance(end, ErrorEvent):
             raise end.error
         times.end()
+        caller.await_reader(clock())
         await self._finish(output.result(end, sequence), end, context)
 
     async def _finish(

@@ -78,6 +78,8 @@ class EngineThread:
         self._report = StepReport()
         self._n_failures = 0
         self._is_stopping = False
+        self.step_began_at: float | None = None
+        """Monotonic time at which the step in flight began; None between two. For any thread."""
 
     def post(self, function: Callable[..., None], *arguments: object) -> None:
         """Has a call made on the engine thread, after the step in flight. It must not raise."""
@@ -160,12 +162,15 @@ class EngineThread:
 
         A failure of the engine ends the sequences of this step and nothing else.
         """
+        self.step_began_at = time.monotonic()
         try:
             result = self._engine.step(plan)
         except Exception as error:
             _log.exception("a step of %d sequences was lost", len(plan.entries))
+            self.step_began_at = None
             self._abandon(plan, error)
             return time.perf_counter()
+        self.step_began_at = None
         ended = time.perf_counter()
         self._n_failures = 0
         self._report.result = result

@@ -124,6 +124,28 @@ _FAMILIES = (
     ),
     _Family("requests_running", "Requests that have a slot now.", lambda s: s.n_running),
     _Family("requests_waiting", "Requests that wait for a slot now.", lambda s: s.n_waiting),
+    _Family("calls_open", "Calls whose client has not taken all yet.", lambda s: s.front.n_calls),
+    _Family(
+        "calls_refused_total",
+        "Calls that were one too many: of all, of their tenant, or for the file descriptors left.",
+        lambda s: s.front.n_refused,
+    ),
+    _Family(
+        "calls_stuck_total",
+        "Calls that were ended because their client sent or read nothing for too long.",
+        lambda s: s.front.n_stuck,
+    ),
+    _Family("health_watchers", "Calls of Health.Watch now.", lambda s: s.front.n_watchers),
+    _Family(
+        "file_descriptors",
+        "File descriptors that are open, connections among them, as of the last call.",
+        lambda s: s.front.n_descriptors,
+    ),
+    _Family(
+        "request_bytes_total",
+        "Bytes of the requests that were read, none of them before its key was known.",
+        lambda s: s.front.n_bytes,
+    ),
     _Family(
         "requests_preempted",
         "Requests that lost their slot to others and have not resumed.",

@@ -14,11 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
-from drafthouse_server.errors import DrafthouseError, Draining, EngineError
+from drafthouse_server.errors import DrafthouseError, Draining, EngineError, SlowReader
 from drafthouse_server.scheduling.cells import check_context
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import (
@@ -46,16 +45,68 @@ N_FAILURES_UNHEALTHY = 3
 """Lost steps in a row after which the server is no longer healthy."""
 
 
-@dataclass(slots=True)
 class _Health:
-    """How the loop does."""
+    """How the loop does: whether steps are lost, one hangs, or the loop itself has failed.
 
-    tell: Callable[[bool], None] | None
-    """Called with False when steps keep failing, and with True when they succeed again."""
-    n_failures: int = 0
-    """Lost steps in a row."""
-    has_failed: bool = False
-    """Whether the loop itself has failed."""
+    Args:
+        admission: Is told, so that it refuses what would be lost.
+        tell: Called with False when steps keep failing, and with True when they succeed again.
+        step_timeout_s: How long a step may take, seconds; 0 is for ever.
+    """
+
+    def __init__(
+        self, admission: Admission, tell: Callable[[bool], None] | None, step_timeout_s: float
+    ) -> None:
+        self._admission = admission
+        self._tell = tell
+        self._step_timeout_s = step_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._n_failures = 0
+        self.is_hung = False
+        """Whether the step in flight takes longer than it may."""
+        self.is_abandoned = False
+        """Whether what the engine thread reports is of no use any more."""
+        self.has_failed = False
+        """Whether the loop itself has failed."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the last steps were not all lost, and none hangs."""
+        is_working = self._n_failures < N_FAILURES_UNHEALTHY and not self.is_hung
+        return is_working and not self.has_failed
+
+    def note_step(self, *, is_lost: bool) -> None:
+        """Notes how a step ended."""
+        self._n_failures = self._n_failures + 1 if is_lost else 0
+        self._report()
+
+    def note_failure(self) -> None:
+        """Notes that the loop itself has failed."""
+        self.has_failed = True
+        self._report()
+
+    def watch(self, step_began_at: Callable[[], float | None]) -> None:
+        """Looks now and then whether the step in flight takes too long, until `unwatch`."""
+        if self._step_timeout_s:
+            began_at = step_began_at()
+            took_s = 0.0 if began_at is None else time.monotonic() - began_at
+            self.is_hung = took_s > self._step_timeout_s
+            self._report()
+            wait_s = self._step_timeout_s / 4
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(wait_s, self.watch, step_began_at)
+
+    def unwatch(self) -> None:
+        """Looks no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _report(self) -> None:
+        is_healthy = self.is_healthy
+        if is_healthy != self._admission.is_healthy:
+            self._admission.is_healthy = is_healthy
+            if self._tell is not None:
+                self._tell(is_healthy)
 
 
 class StepLoop:
@@ -71,6 +122,8 @@ class StepLoop:
         on_failure: Called when the loop itself has failed and every stream was told: it runs no
             more steps.
         executor: The engine thread; one of its own when not given.
+        outbox_bytes: Bytes of tokens that may wait for the reader of one sequence.
+        step_timeout_s: Seconds after which a step that has not ended counts as lost; 0: never.
 
     Thread:
         Event loop only. The scheduler and `Engine.step` and `Engine.close` belong to the engine
@@ -88,19 +141,21 @@ class StepLoop:
         on_health: Callable[[bool], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         executor: ThreadPoolExecutor | None = None,
+        outbox_bytes: int = 1 << 18,
+        step_timeout_s: float = 0.0,
     ) -> None:
         self._engine = engine
         self.admission = Admission(n_waiting_max, retry_after_s)
         """Decides who may enter, and counts those who did."""
         self._retry_after_s = retry_after_s
-        self._health = _Health(on_health)
+        self._health = _Health(self.admission, on_health, step_timeout_s)
         self._on_failure = on_failure
         self._executor = executor or _engine_executor()
         self._thread = EngineThread(engine, scheduler, self._post, clock)
         self._metrics = Metrics()
         self._outboxes: dict[Sequence, Outbox] = {}
         self._tickets: dict[Sequence, Ticket] = {}
-        self._pacer = Pacer(time.perf_counter)
+        self._pacer = Pacer(time.perf_counter, outbox_bytes)
         self._feeds: list[CacheFeed] = []
         self._reports: deque[StepReport] = deque()
         self._is_posted = False
@@ -140,6 +195,8 @@ class StepLoop:
             on_health=on_health,
             on_failure=on_failure,
             executor=executor,
+            outbox_bytes=config.outbox_kib << 10,
+            step_timeout_s=config.step_timeout_s,
         )
         loop.start()
         return loop
@@ -156,8 +213,18 @@ class StepLoop:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last steps were not all lost."""
-        return self._health.n_failures < N_FAILURES_UNHEALTHY
+        """Whether the last steps were not all lost, and none hangs."""
+        return self._health.is_healthy
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a step takes longer than it may: its thread may never come back."""
+        return self._health.is_hung
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether `abandon` was called: there is nothing that could be closed."""
+        return self._health.is_abandoned
 
     @property
     def has_failed(self) -> bool:
@@ -175,6 +242,7 @@ class StepLoop:
         self._bell.open()
         self._task = asyncio.create_task(self._run(), name="step-loop")
         self._task.add_done_callback(self._on_end)
+        self._health.watch(lambda: self._thread.step_began_at)
 
     def check(self, n_prompt: int, n_output_max: int | None) -> int:
         """Checks that a request fits the context, and returns the most tokens it may generate.
@@ -192,17 +260,18 @@ class StepLoop:
             ticket: Its place, which is the loop's from now on; asked for when not given.
 
         Raises:
-            Draining: the loop runs no more steps, or none was given and it takes no more
-                (SERVER_DRAINING).
+            Draining: the loop runs no more steps; or it takes no more, and none was given or no
+                slot is free (SERVER_DRAINING).
             QueueFull: none was given, and too many wait already (QUEUE_FULL).
             ContextTooLong: it does not fit the context (CONTEXT_TOO_LONG).
         """
         self.check(sequence.n_prompt, sequence.n_output_max)
-        if self._is_ending:
+        is_late = self.is_draining and len(self._outboxes) >= self._engine.limits.n_seq_max
+        if self._is_ending or is_late:
             raise Draining(self._retry_after_s, is_failed=self._health.has_failed)
         tenant = Tenant(sequence.tenant, sequence.weight)
         self._tickets[sequence] = ticket or self.admission.admit(tenant)
-        outbox = self._outboxes[sequence] = Outbox()
+        outbox = self._outboxes[sequence] = self._pacer.open()
         self._idle.clear()
         self._thread.submit(sequence)
         return outbox
@@ -262,7 +331,9 @@ class StepLoop:
         self._thread.tell_cache(is_told=bool(self._feeds))
 
     async def drain(self, timeout_s: float) -> int:
-        """Takes no more requests, lets those here finish, and ends what is left after a time.
+        """Takes no more requests, lets those that run finish, and ends what is left after a time.
+
+        Those for whom no slot is free are told at once: another server may have one.
 
         Args:
             timeout_s: Seconds that they may go on.
@@ -270,7 +341,9 @@ class StepLoop:
         Returns:
             How many were ended early, with `Draining`.
         """
-        self.admission.drain()
+        if not self.is_draining:
+            self.admission.drain()
+            self._hand_back()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._all_left()
@@ -282,11 +355,37 @@ class StepLoop:
             await self._idle.wait()
         return len(left)
 
+    def _hand_back(self) -> None:
+        """Ends those who wait and have no slot to come: nothing of them was written yet."""
+        waiting = [
+            sequence
+            for sequence, outbox in self._outboxes.items()
+            if outbox.is_new and not self._tickets[sequence].has_slot
+        ]
+        n_free = self._engine.limits.n_seq_max - (len(self._outboxes) - len(waiting))
+        for sequence in waiting[max(0, n_free) :]:
+            self._mark(sequence, Draining(self._retry_after_s))
+
     async def _all_left(self) -> None:
         """Waits until those who were let in have left: those who are prepared, too."""
         while self.admission.n_active:
             self._left.clear()
             await self._left.wait()
+
+    def abandon(self) -> int:
+        """Ends every stream while a step hangs, whose thread may never come back.
+
+        No report is taken any more: this process is to end.
+
+        Returns:
+            How many were ended.
+        """
+        self._is_ending = self._is_stopping = self._health.is_abandoned = True
+        self.admission.drain(is_failed=True)
+        self._bell.close()
+        left = list(self._outboxes)
+        self._deliver((s, ErrorEvent(EngineError("STEP_TIMEOUT", s.request_id))) for s in left)
+        return len(left)
 
     async def close(self) -> None:
         """Ends everything, stops the loop and closes the engine. Harmless when done twice."""
@@ -294,6 +393,7 @@ class StepLoop:
             return
         await self.drain(0.0)
         self._is_stopping = True
+        self._health.unwatch()
         self._thread.stop()
         if self._task is not None:
             await asyncio.wait([self._task])  # its error, if any, was logged
@@ -321,10 +421,7 @@ class StepLoop:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _log.critical("the step loop failed", exc_info=error)
-            self._health.has_failed = True
-            self._health.n_failures = N_FAILURES_UNHEALTHY
-            if self._health.tell is not None:
-                self._health.tell(False)
+            self._health.note_failure()
         self.admission.drain(is_failed=self._health.has_failed)
         self._take_reports()
         self._bell.close()
@@ -348,6 +445,8 @@ class StepLoop:
     def _take_reports(self) -> None:
         self._bell.answer()
         self._is_posted = False  # first: a report that comes from now on wakes us again
+        if self._health.is_abandoned:
+            return
         started = time.perf_counter()
         while self._reports:
             self._take(self._reports.popleft())
@@ -365,18 +464,12 @@ class StepLoop:
                 feed.put(report.cache_events)
         self._metrics.host_s += report.host_s
         self._metrics.scheduler = report.counts
-        was_healthy = self.is_healthy
         if report.is_lost:
-            self._health.n_failures += 1
             self._metrics.n_steps_failed += 1
         elif report.result is not None:
-            self._health.n_failures = 0
             self._metrics.count_step(report.result)
-        self._report_health(was_healthy)
-
-    def _report_health(self, was_healthy: bool) -> None:
-        if self._health.tell is not None and self.is_healthy != was_healthy:
-            self._health.tell(self.is_healthy)
+        if report.is_lost or report.result is not None:
+            self._health.note_step(is_lost=report.is_lost)
 
     def _deliver(self, events: Iterable[tuple[Sequence, Event]]) -> None:
         """Puts events into the outboxes; a terminal one is the last.
@@ -386,7 +479,8 @@ class StepLoop:
         outboxes, hold = self._outboxes, self._pacer.hold
         for sequence, event in events:
             outbox = outboxes[sequence]
-            outbox.put(event)
+            if not outbox.put(event):
+                self._thread.mark(sequence, SlowReader(self._pacer.outbox_bytes, "bytes"))
             # Nearly all are tokens, and so the question that is asked first is the cheapest.
             if type(event) is TokensEvent:
                 if outbox.is_new:

@@ -12,6 +12,7 @@ from drafthouse_server.step import SchedulerCounts, StepResult
 __all__ = [
     "Distribution",
     "DraftCounts",
+    "FrontCounts",
     "Histogram",
     "Metrics",
     "Statistics",
@@ -91,6 +92,24 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class FrontCounts:
+    """What clients hold of the server, and what they were refused."""
+
+    n_calls: int = 0
+    """Calls that are open now."""
+    n_refused: int = 0
+    """Calls that were one too many."""
+    n_stuck: int = 0
+    """Calls that were ended because their client sent or read nothing."""
+    n_watchers: int = 0
+    """Watchers of health now."""
+    n_descriptors: int = 0
+    """File descriptors that are open, when they were counted last."""
+    n_bytes: int = 0
+    """Bytes of the requests that were read."""
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """All counts at one moment. Counts only grow; `n_running` and `n_waiting` are as of now."""
 
@@ -142,6 +161,8 @@ class Statistics:
     """Of the drafts, those that were found in what was said before, and not made by the drafter."""
     scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
     """How slots and cells were shared."""
+    front: FrontCounts = FrontCounts()
+    """What clients hold."""
 
     @property
     def by_source(self) -> Mapping[str, DraftCounts]:

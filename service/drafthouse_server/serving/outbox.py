@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable
 
-from drafthouse_server.scheduling.sequence import ErrorEvent, Event, FinishEvent
+from drafthouse_server.scheduling.sequence import (
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    ProgressEvent,
+    TokensEvent,
+)
 
 __all__ = ["Outbox", "Pacer"]
 
@@ -20,6 +27,11 @@ One takes it half of that on a small machine, most of it inside grpc.
 _N_UNPACED = 4
 """So few streams are no burden: their tokens go out as soon as `_INTERVAL_S` allows."""
 
+_N_UNMERGED = 128
+"""Events that may wait one by one; more of them become one, of 4 bytes a token."""
+
+_TOKEN_BYTES, _LOGPROB_BYTES = 4, 8
+
 _INTERVAL_S = 0.004
 """A reader is woken no more often. Nobody can tell, and a quick model's tokens share messages."""
 
@@ -27,12 +39,16 @@ _INTERVAL_S = 0.004
 class Outbox:
     """One sequence's events, in order, until its one reader takes them.
 
-    It never makes the loop wait: a reader who is slow, or gone, holds no slot. The sequence's
-    output limit bounds it.
+    It never makes the loop wait: a reader who is slow, or gone, holds no slot. What waits for it is
+    bounded: beyond, the sequence is to be ended.
+
+    Args:
+        n_bytes_max: Bytes of the tokens that may wait, log-probabilities included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, n_bytes_max: int = 1 << 18) -> None:
         self._events: list[Event] = []
+        self._n_bytes_max = n_bytes_max
         self._waiter: asyncio.Future[None] | None = None
         self._is_ready = False
         self._is_over = False
@@ -43,9 +59,42 @@ class Outbox:
         self.woken_at = -math.inf
         """When a pacer woke its reader last."""
 
-    def put(self, event: Event) -> None:
-        """Adds an event. The reader sees it once it is woken."""
-        self._events.append(event)
+    def put(self, event: Event) -> bool:
+        """Adds an event. The reader sees it once it is woken.
+
+        Returns:
+            Whether what waits for the reader is still within its bound.
+        """
+        events = self._events
+        events.append(event)
+        # Nearly always the reader has taken what was there: no reason to count it.
+        return len(events) < _N_UNMERGED or self._merge()
+
+    @property
+    def n_unread(self) -> int:
+        """Events that wait for the reader."""
+        return len(self._events)
+
+    def _merge(self) -> bool:
+        """Makes neighbours of a kind one event; returns whether they are within the bound."""
+        merged: list[Event] = []
+        n_bytes = 0
+        for event in self._events:
+            last = merged[-1] if merged else None
+            if isinstance(event, TokensEvent) and isinstance(last, TokensEvent):
+                _append(last, event)
+            elif isinstance(event, ProgressEvent) and isinstance(last, ProgressEvent):
+                merged[-1] = event
+            elif isinstance(event, TokensEvent):
+                # Of our own, and compact: a list takes several times as many bytes.
+                merged.append(TokensEvent(array("i", event.tokens), array("d", event.logprobs)))
+            else:
+                merged.append(event)
+        for event in merged:
+            if isinstance(event, TokensEvent):
+                n_bytes += _TOKEN_BYTES * len(event.tokens) + _LOGPROB_BYTES * len(event.logprobs)
+        self._events = merged
+        return n_bytes <= self._n_bytes_max
 
     def wake(self) -> None:
         """Lets the reader take what is there."""
@@ -78,6 +127,13 @@ class Outbox:
         return events
 
 
+def _append(last: TokensEvent, event: TokensEvent) -> None:
+    assert isinstance(last.tokens, array), "made by `Outbox._merge`"
+    assert isinstance(last.logprobs, array), "made by `Outbox._merge`"
+    last.tokens.extend(event.tokens)
+    last.logprobs.extend(event.logprobs)
+
+
 class Pacer:
     """Decides when readers are woken: at most so many a second, the longest held first.
 
@@ -89,14 +145,21 @@ class Pacer:
 
     Args:
         clock: Monotonic time in seconds.
+        outbox_bytes: Bytes of tokens that may wait for one reader.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], outbox_bytes: int = 1 << 18) -> None:
         self._clock = clock
+        self.outbox_bytes = outbox_bytes
+        """Bytes of tokens that may wait for one reader."""
         self._held: deque[Outbox] = deque()
         self._n_allowed = 0.0
         self._counted_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
+
+    def open(self) -> Outbox:
+        """Returns the outbox of another reader."""
+        return Outbox(self.outbox_bytes)
 
     def hold(self, outbox: Outbox) -> None:
         """Has a reader woken in its turn."""

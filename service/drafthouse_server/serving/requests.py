@@ -17,6 +17,9 @@ from drafthouse_server.step import EngineLimits, ModelCard, SamplingOptions
 __all__ = [
     "KNOBS",
     "MODE_OFF",
+    "N_VIOLATIONS_MAX",
+    "PROMPT_TOKENS",
+    "Bound",
     "ChatMessage",
     "Generation",
     "GenerationRequest",
@@ -25,6 +28,7 @@ __all__ = [
     "Range",
     "RequestRules",
     "Violations",
+    "field_bounds",
     "located",
 ]
 
@@ -33,12 +37,20 @@ _BYTES_PER_TOKEN_MAX = 32
 
 _N_MODEL_BYTES_MAX = 256
 _N_END_USER_BYTES_MAX = 64
+_N_MESSAGE_BYTES = 16
+"""On the wire of a chat message, without its texts: tags and lengths."""
 _N_GRAMMAR_BYTES_MAX = 65536
 _N_LOGIT_BIAS_MAX = 1024
 _N_BREAKERS_MAX, _N_BREAKER_BYTES_MAX = 32, 64
 _N_STOPS_MAX, _N_STOP_BYTES_MAX, _N_STOP_TOKENS_MAX = 16, 256, 64
 _LOGIT_BIAS_FORBIDS = -100.0
 _DRY_MULTIPLIER_DEFAULT = 0.8
+
+N_VIOLATIONS_MAX = 16
+"""Fields of one request that are told to be wrong; beyond them none is looked for."""
+
+PROMPT_TOKENS = "prompt.tokens.ids"
+"""Where a request's own token ids stand."""
 
 MODE_OFF = "off"
 """Of `GenerationRequest.mode`: no drafts."""
@@ -111,6 +123,50 @@ _PATHS = {knob.name: knob.path for knob in KNOBS} | {
 """Where a request says what the engine calls by these names."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How much a field may hold: what can be said of it before it is read."""
+
+    n_max: int = 1
+    """Elements of a list."""
+    n_bytes_max: int | None = None
+    """Bytes of a text, or of each in a list of texts; None where it is no text."""
+    n_bytes_min: int = 0
+    """As told to whoever sends too many."""
+    n_bytes_in_all: int | None = None
+    """Bytes on the wire of the field, with all elements; None: so many as those may have."""
+
+
+def field_bounds(n_context: int, n_messages_max: int) -> abc.Mapping[str, Bound]:
+    """Returns the bounds of the lists and texts of every request, by their paths.
+
+    Args:
+        n_context: Most tokens of one request, prompt and output together.
+        n_messages_max: Most messages of a chat.
+    """
+    n_text = _BYTES_PER_TOKEN_MAX * n_context
+    n_messages = min(n_messages_max, n_context)
+    n_bytes_of_chat = n_text + _N_MESSAGE_BYTES * n_messages
+    return {
+        "model": Bound(n_bytes_max=_N_MODEL_BYTES_MAX),
+        "page_token": Bound(n_bytes_max=_N_MODEL_BYTES_MAX),
+        "service": Bound(n_bytes_max=_N_MODEL_BYTES_MAX),
+        "end_user": Bound(n_bytes_max=_N_END_USER_BYTES_MAX),
+        "text": Bound(n_bytes_max=n_text),
+        "token_ids": Bound(n_context),
+        "prompt.text": Bound(n_bytes_max=n_text),
+        PROMPT_TOKENS: Bound(n_context),
+        "prompt.chat.messages": Bound(n_messages, n_bytes_in_all=n_bytes_of_chat),
+        "prompt.chat.messages.role": Bound(n_bytes_max=n_text),
+        "prompt.chat.messages.content": Bound(n_bytes_max=n_text),
+        "sampling.logit_bias": Bound(_N_LOGIT_BIAS_MAX),
+        "sampling.dry.breakers": Bound(_N_BREAKERS_MAX, _N_BREAKER_BYTES_MAX),
+        "sampling.grammar": Bound(n_bytes_max=_N_GRAMMAR_BYTES_MAX),
+        "stop.sequences": Bound(_N_STOPS_MAX, _N_STOP_BYTES_MAX, 1),
+        "stop.token_ids": Bound(_N_STOP_TOKENS_MAX),
+    }
+
+
 def located(error: InvalidRequest) -> InvalidRequest:
     """Returns an error of the engine, which knows its own names alone, with paths of a request."""
     return InvalidRequest(
@@ -122,14 +178,23 @@ def located(error: InvalidRequest) -> InvalidRequest:
 
 
 class Violations:
-    """Collects all fields of a request that break their rules: clients learn of them at once."""
+    """Collects the fields of a request that break their rules: clients learn of them at once.
+
+    Of `N_VIOLATIONS_MAX` at most: a request of a thousand wrong fields costs no more.
+    """
 
     def __init__(self) -> None:
         self._violations: list[FieldViolation] = []
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no more of them are noted, so that no more need be looked for."""
+        return len(self._violations) >= N_VIOLATIONS_MAX
+
     def refuse(self, path: str, description: str) -> None:
         """Notes a violation."""
-        self._violations.append(FieldViolation(path, description))
+        if not self.is_full:
+            self._violations.append(FieldViolation(path, description))
 
     def check(self, path: str, value: float, rule: Range) -> bool:
         """Returns whether a number keeps its rule, and notes it otherwise."""
@@ -256,16 +321,24 @@ class RequestRules:
         limits: What its engine can carry.
         mode: How the server drafts, by the name that clients know; `MODE_OFF` if it does not.
         n_draft_default: K when a request does not say.
+        n_messages_max: Most messages of a chat.
     """
 
     def __init__(
-        self, card: ModelCard, limits: EngineLimits, mode: str, n_draft_default: int
+        self,
+        card: ModelCard,
+        limits: EngineLimits,
+        mode: str,
+        n_draft_default: int,
+        n_messages_max: int = 1024,
     ) -> None:
         self._card = card
         self._limits = limits
         self._mode = mode
         self._n_draft_default = n_draft_default
         self._n_context = min(limits.n_ctx_seq, limits.n_ctx)
+        # Each takes a token at least.
+        self._n_messages_max = min(n_messages_max, self._n_context)
 
     def check_model_name(self, model: str) -> None:
         """Checks the name of a model, whether or not there is one.
@@ -336,8 +409,8 @@ class RequestRules:
     def _check_prompt(self, violations: Violations, prompt: Prompt) -> None:
         if prompt.tokens is not None:
             if not prompt.tokens:
-                violations.refuse("prompt.tokens.ids", "must not be empty")
-            violations.check_tokens("prompt.tokens.ids", prompt.tokens, self._card.n_vocab)
+                violations.refuse(PROMPT_TOKENS, "must not be empty")
+            violations.check_tokens(PROMPT_TOKENS, prompt.tokens, self._card.n_vocab)
         elif prompt.text is not None:
             self._check_text(violations, "prompt.text", [prompt.text])
             if not prompt.text:
@@ -352,11 +425,13 @@ class RequestRules:
             violations.refuse("prompt.chat", "this model has no chat template")
         if not messages:
             violations.refuse("prompt.chat.messages", "must not be empty")
-        # Each takes a token at least; of more than fit, none is read.
-        violations.check_count("prompt.chat.messages", len(messages), self._n_context)
-        if len(messages) > self._n_context:
+        # Of more than are allowed, none is read.
+        violations.check_count("prompt.chat.messages", len(messages), self._n_messages_max)
+        if len(messages) > self._n_messages_max:
             return
         for i, message in enumerate(messages):
+            if violations.is_full:
+                return
             if not message.role:
                 violations.refuse(f"prompt.chat.messages[{i}].role", "must not be empty")
         texts = [text for message in messages for text in (message.role, message.content)]
@@ -395,6 +470,8 @@ class RequestRules:
         violations.check_count("sampling.logit_bias", len(biases), _N_LOGIT_BIAS_MAX)
         pairs = []
         for i, (token, bias) in enumerate(itertools.islice(biases, _N_LOGIT_BIAS_MAX)):
+            if violations.is_full:
+                break
             path = f"sampling.logit_bias[{i}]"
             violations.check(f"{path}.token_id", token, Range(0, self._card.n_vocab - 1))
             violations.check(f"{path}.bias", bias, Range(-100, 100))
@@ -424,7 +501,8 @@ class RequestRules:
             violations.check_bytes(f"stop.sequences[{i}]", text, _N_STOP_BYTES_MAX, n_min=1)
         tokens = request.stop_token_ids
         violations.check_count("stop.token_ids", len(tokens), _N_STOP_TOKENS_MAX)
-        violations.check_tokens("stop.token_ids", tokens, self._card.n_vocab)
+        if len(tokens) <= _N_STOP_TOKENS_MAX:
+            violations.check_tokens("stop.token_ids", tokens, self._card.n_vocab)
 
 
 def _check_breakers(violations: Violations, breakers: abc.Sequence[str]) -> tuple[str, ...] | None:

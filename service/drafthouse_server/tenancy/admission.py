@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from drafthouse_server.errors import Draining, QueueFull, QuotaExceeded
+from drafthouse_server.errors import Draining, EngineUnhealthy, QueueFull, QuotaExceeded
 from drafthouse_server.tenancy.limits import Limits, Month, Reserved, Standing
 from drafthouse_server.tenancy.tenants import Tenant
 
@@ -219,6 +219,9 @@ class Admission:
         """Requests that are prepared, wait or run."""
         self.is_draining = False
         """Whether nobody enters any more."""
+        self.is_healthy = True
+        """Whether the engine works. While it does not, one request at a time tries whether it does
+        again."""
         self.on_empty: Callable[[], None] | None = None
         """Called when the last one has left."""
 
@@ -264,10 +267,13 @@ class Admission:
 
         Raises:
             Draining: the server is shutting down (SERVER_DRAINING).
+            EngineUnhealthy: the engine keeps failing, and another tries already (ENGINE_UNHEALTHY).
             QuotaExceeded: a limit of the tenant is reached (TENANT_QUOTA_EXCEEDED).
             QueueFull: too many wait, or what they sent is too much together (QUEUE_FULL).
         """
         self.check_open()
+        if not self.is_healthy and self.n_active:
+            raise EngineUnhealthy(self._retry_after_s)
         places = self._tenants.get(tenant.name)
         if places is None:
             places = _Places(tenant.weight, Turnstile(self._retry_after_s))

@@ -41,15 +41,25 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     google.rpc.QuotaFailure and, where waiting helps, google.rpc.RetryInfo. Metadata: tenant, quota, limit.
     """
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 7
-    """UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests."""
+    """UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests, rounded up to a power of two."""
     ERROR_REASON_SERVER_DRAINING: _ErrorReason.ValueType  # 8
     """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
     ERROR_REASON_ENGINE_FAILURE: _ErrorReason.ValueType  # 9
     """INTERNAL: the engine failed on this request. Metadata: status."""
-    ERROR_REASON_DEADLINE_TOO_SHORT: _ErrorReason.ValueType  # 20
+    ERROR_REASON_DEADLINE_TOO_SHORT: _ErrorReason.ValueType  # 12
     """DEADLINE_EXCEEDED: the first token cannot come before the deadline, so nothing was begun. Only where computing the prompt would take
     twice as long as is left, at the speed measured so far. A deadline that passes later has no reason. Metadata: leftMs, neededMs.
     """
+    ERROR_REASON_SLOW_SENDER: _ErrorReason.ValueType  # 20
+    """RESOURCE_EXHAUSTED: the message of the call did not come in time. Metadata: timeoutSeconds."""
+    ERROR_REASON_SLOW_READER: _ErrorReason.ValueType  # 21
+    """RESOURCE_EXHAUSTED: the client did not read the stream for too long, or left too much of it unread; what was not read is
+    lost, and no more is generated. Metadata: limitSeconds or limitBytes.
+    """
+    ERROR_REASON_SERVER_OVERLOADED: _ErrorReason.ValueType  # 22
+    """UNAVAILABLE: too many calls, or too many connections, are open on the server. Comes with google.rpc.RetryInfo."""
+    ERROR_REASON_ENGINE_UNHEALTHY: _ErrorReason.ValueType  # 23
+    """UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Sent as google.rpc.ErrorInfo.reason without the ERROR_REASON_ prefix, with domain "drafthouse.dev".
@@ -75,12 +85,22 @@ ERROR_REASON_TENANT_QUOTA_EXCEEDED: ErrorReason.ValueType  # 6
 google.rpc.QuotaFailure and, where waiting helps, google.rpc.RetryInfo. Metadata: tenant, quota, limit.
 """
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 7
-"""UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests."""
+"""UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests, rounded up to a power of two."""
 ERROR_REASON_SERVER_DRAINING: ErrorReason.ValueType  # 8
 """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
 ERROR_REASON_ENGINE_FAILURE: ErrorReason.ValueType  # 9
 """INTERNAL: the engine failed on this request. Metadata: status."""
-ERROR_REASON_DEADLINE_TOO_SHORT: ErrorReason.ValueType  # 20
+ERROR_REASON_DEADLINE_TOO_SHORT: ErrorReason.ValueType  # 12
 """DEADLINE_EXCEEDED: the first token cannot come before the deadline, so nothing was begun. Only where computing the prompt would take
 twice as long as is left, at the speed measured so far. A deadline that passes later has no reason. Metadata: leftMs, neededMs.
 """
+ERROR_REASON_SLOW_SENDER: ErrorReason.ValueType  # 20
+"""RESOURCE_EXHAUSTED: the message of the call did not come in time. Metadata: timeoutSeconds."""
+ERROR_REASON_SLOW_READER: ErrorReason.ValueType  # 21
+"""RESOURCE_EXHAUSTED: the client did not read the stream for too long, or left too much of it unread; what was not read is
+lost, and no more is generated. Metadata: limitSeconds or limitBytes.
+"""
+ERROR_REASON_SERVER_OVERLOADED: ErrorReason.ValueType  # 22
+"""UNAVAILABLE: too many calls, or too many connections, are open on the server. Comes with google.rpc.RetryInfo."""
+ERROR_REASON_ENGINE_UNHEALTHY: ErrorReason.ValueType  # 23
+"""UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""

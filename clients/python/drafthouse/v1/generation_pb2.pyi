@@ -90,7 +90,7 @@ class TokenIds(message.Message):
     IDS_FIELD_NUMBER: builtins.int
     @builtins.property
     def ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Ids in [0, Model.vocabulary_size)."""
+        """Ids in [0, Model.vocabulary_size), at most as many as the context has tokens."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ChatMessages(message.Message):
     MESSAGES_FIELD_NUMBER: builtins.int
     @builtins.property
     def messages(self) -> containers.RepeatedCompositeFieldContainer[ChatMessage]:
-        """Oldest first, at least one, at most as many as the context has tokens."""
+        """Oldest first, at least one, at most as many as the context has tokens, and as the server's max_chat_messages (1024)."""
 
     def __init__(
         self,
@@ -662,7 +662,7 @@ class GenerationResult(message.Message):
     stop_sequence: builtins.str
     """The stop text of StopOptions that ended it. Empty: another reason."""
     request_id: builtins.str
-    """Id of this request, as in the server's log and in errors."""
+    """Id of this request, made by the server, as in its log and in errors. The log has the client's own id (x-request-id) beside it."""
     @builtins.property
     def usage(self) -> Usage:
         """Tokens counted."""
@@ -860,7 +860,7 @@ class TokenizeRequest(message.Message):
     model: builtins.str
     """Name of the model. Empty: the server's default model."""
     text: builtins.str
-    """UTF-8 text. May be empty."""
+    """UTF-8 text, at most 32 bytes per token of the context. May be empty."""
     add_special: builtins.bool
     """Add the model's special start token where the model asks for it."""
     parse_special: builtins.bool
@@ -916,7 +916,7 @@ class DetokenizeRequest(message.Message):
     """Render control tokens as text too."""
     @builtins.property
     def token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Ids in [0, Model.vocabulary_size)."""
+        """Ids in [0, Model.vocabulary_size), at most as many as the context has tokens."""
 
     def __init__(
         self,

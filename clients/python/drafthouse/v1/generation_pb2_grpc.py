@@ -64,14 +64,15 @@ class GenerationServiceServicer(object):
     def Generate(self, request, context):
         """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
         frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-        TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, ENGINE_FAILURE.
+        TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, ENGINE_FAILURE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CountTokens(self, request, context):
-        """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY.
+        """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
+        MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

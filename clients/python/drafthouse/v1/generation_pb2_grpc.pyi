@@ -36,10 +36,12 @@ class GenerationServiceStub:
     Generate: grpc.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
     """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
     frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, ENGINE_FAILURE.
+    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, ENGINE_FAILURE.
     """
     CountTokens: grpc.UnaryUnaryMultiCallable[generation_pb2.CountTokensRequest, generation_pb2.CountTokensResponse]
-    """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY."""
+    """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
+    MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+    """
     Tokenize: grpc.UnaryUnaryMultiCallable[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse]
     """Turns text into token ids. Errors: as CountTokens."""
     Detokenize: grpc.UnaryUnaryMultiCallable[generation_pb2.DetokenizeRequest, generation_pb2.DetokenizeResponse]
@@ -53,10 +55,12 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Generate: aio.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
     frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, ENGINE_FAILURE.
+    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, ENGINE_FAILURE.
     """
     CountTokens: aio.UnaryUnaryMultiCallable[generation_pb2.CountTokensRequest, generation_pb2.CountTokensResponse]  # type: ignore[assignment]
-    """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY."""
+    """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
+    MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+    """
     Tokenize: aio.UnaryUnaryMultiCallable[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text into token ids. Errors: as CountTokens."""
     Detokenize: aio.UnaryUnaryMultiCallable[generation_pb2.DetokenizeRequest, generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -73,7 +77,7 @@ class GenerationServiceServicer(metaclass=abc_1.ABCMeta):
     ) -> typing.Union[abc.Iterator[generation_pb2.GenerateResponse], abc.AsyncIterator[generation_pb2.GenerateResponse]]:
         """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
         frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-        TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, ENGINE_FAILURE.
+        TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, ENGINE_FAILURE.
         """
 
     @abc_1.abstractmethod
@@ -82,7 +86,9 @@ class GenerationServiceServicer(metaclass=abc_1.ABCMeta):
         request: generation_pb2.CountTokensRequest,
         context: _ServicerContext,
     ) -> typing.Union[generation_pb2.CountTokensResponse, abc.Awaitable[generation_pb2.CountTokensResponse]]:
-        """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY."""
+        """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
+        MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+        """
 
     @abc_1.abstractmethod
     def Tokenize(

@@ -1,0 +1,144 @@
+"""Settings of the front: what clients may hold of the server before and after their requests run.
+
+Part of `config.Config`; docs/security.md says what each bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from drafthouse_server.setting import Rule, between, declare, one_of
+
+__all__ = ["FrontSettings"]
+
+_ANY = Rule("", lambda _: True)
+_ADDRESS = Rule("an address or a name", lambda host: bool(host) and not host.startswith("unix:"))
+
+_clients = functools.partial(declare, "Bounds on clients")
+_watch = functools.partial(declare, "Health and metrics")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontSettings:
+    """The settings of the front."""
+
+    max_message_bytes: int = _clients(
+        0,
+        between(0, 1 << 30),
+        "Maximum size of a request in bytes, of any method; each method has a bound of its own"
+        " besides, by what its fields may hold. 0: 4 MiB, or what the longest prompt of the context"
+        " may take.",
+    )
+    """Largest request; 0 is automatic."""
+    max_chat_messages: int = _clients(
+        1024,
+        between(1, 1 << 20),
+        "Maximum messages of a chat; at most as many as the context has tokens.",
+    )
+    """Most messages of a chat."""
+    max_calls: int = _clients(
+        0,
+        between(0, 1_000_000),
+        "Calls that may be open at once, over all tenants: until their client has taken the last"
+        " byte. 0: parallel + queue_size + 256.",
+    )
+    """Open calls over all tenants; 0 is automatic."""
+    tenant_max_calls: int = _clients(
+        0,
+        between(0, 1_000_000),
+        "Calls of one tenant that may be open at once. 0: parallel + tenant_queue_size + 128.",
+    )
+    """Open calls of a tenant; 0 is automatic."""
+    max_concurrent_streams: int = _clients(
+        0,
+        between(0, 1_000_000),
+        "Calls that one connection may have open at once; more wait at the client."
+        " 0: parallel + tenant_queue_size.",
+    )
+    """Streams of a connection; 0 is automatic."""
+    first_message_timeout_s: float = _clients(
+        10.0,
+        between(0.01, 3600),
+        "Seconds within which the request of a call must come, after its headers.",
+    )
+    """Bound of a client that sends nothing."""
+    slow_reader_timeout_s: float = _clients(
+        20.0,
+        between(0.01, 3600),
+        "Seconds within which a client must take a message. One that does not loses its stream.",
+    )
+    """Bound of a client that reads nothing."""
+    outbox_kib: int = _clients(
+        256,
+        between(1, 1 << 20),
+        "KiB of tokens that may wait for a client that reads more slowly than they come; beyond,"
+        " its generation is ended.",
+    )
+    """Bound of what waits for a client."""
+    max_connection_idle_s: float = _clients(
+        300.0, between(1, 86400), "Seconds after which a connection without a call is closed."
+    )
+    """Bound of an idle connection."""
+    max_connection_age_s: float = _clients(
+        1800.0,
+        between(1, 864000),
+        "Seconds after which a connection takes no more calls, so that clients spread over the"
+        " servers anew; its calls go on.",
+    )
+    """Bound of a connection's age."""
+    max_connection_age_grace_s: float = _clients(
+        3600.0,
+        between(0, 864000),
+        "Seconds that the calls of a connection may go on beyond its age; longer than the longest"
+        " stream.",
+    )
+    """Bound of calls on an old connection."""
+    max_metadata_bytes: int = _clients(
+        8192, between(1024, 1 << 20), "Maximum size of the headers of a call in bytes."
+    )
+    """Largest headers."""
+    reserved_descriptors: int = _clients(
+        64,
+        between(0, 1 << 20),
+        "File descriptors that are kept free: new calls are refused while fewer are left.",
+    )
+    """Reserve of file descriptors."""
+    open_health: bool = _watch(
+        True,
+        _ANY,
+        "Answer health checks without a key, as probes of load balancers need it.",
+    )
+    """Whether health checks need no key."""
+    max_health_watchers: int = _watch(
+        64, between(1, 1 << 20), "Calls of Health.Watch that may be open at once."
+    )
+    """Most watchers."""
+    reflection: str = _watch(
+        "auto",
+        one_of("auto", "on", "off"),
+        "Tell clients without a key which services there are (gRPC reflection). auto: on loopback"
+        " only.",
+    )
+    """Whether there is reflection."""
+    metrics_host: str = _watch(
+        "127.0.0.1",
+        _ADDRESS,
+        "Address of the Prometheus endpoint, which asks for no key: beyond loopback whoever reaches"
+        " it reads how busy the server is.",
+    )
+    """Address of the Prometheus endpoint."""
+    unhealthy_exit_s: float = _watch(
+        60.0,
+        between(0, 86400),
+        "Seconds after which a server whose steps are all lost ends with exit code 71, so that its"
+        " supervisor starts it again. 0: never.",
+    )
+    """Bound of a broken engine; 0 is none."""
+    step_timeout_s: float = _watch(
+        600.0,
+        between(0, 86400),
+        "Seconds after which a step that has not ended counts as lost: health says so, requests"
+        " are refused, and unhealthy_exit_s begins. 0: never.",
+    )
+    """Bound of a step; 0 is none."""

@@ -1,0 +1,137 @@
+"""The calls that are open: how many, whose, and which of them makes no progress."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
+from drafthouse_server.tenancy.tenants import Tenant
+
+__all__ = ["Call", "OpenCalls"]
+
+_UNKNOWN = Tenant("")
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call while it is served."""
+
+    method: str
+    """Full name, such as "/drafthouse.v1.GenerationService/Generate"."""
+    request_id: str
+    """Made by the server; no two calls have the same."""
+    received_at: float
+    """Monotonic time of its receipt, in seconds."""
+    client_request_id: str = ""
+    """As the client asked; others may ask for the same. Empty: it did not."""
+    tenant: Tenant = _UNKNOWN
+    """Who calls; of no consequence before authentication."""
+    reason: str = ""
+    """Why it failed, an `ErrorReason` without its prefix; empty while it has not."""
+    due: float = math.inf
+    """Monotonic time at which it is ended for lack of progress: while its message is awaited, or a
+    message to its client is; infinite while the server works for it."""
+    reader_s: float = math.inf
+    """How long its client may take to take a message, seconds."""
+    is_received: bool = False
+    """Whether its message is there."""
+    is_stuck: bool = False
+    """Whether it is ended for lack of progress."""
+
+    is_over: bool = False
+    """Whether its handler has ended: what is left is to send its last words."""
+    is_lost: bool = False
+    """Whether its client takes nothing, not even these: the stream is reset."""
+
+    def await_reader(self, now: float) -> None:
+        """Notes that a message is written, which its client must take in time."""
+        self.due = now + self.reader_s
+
+    def go_on(self) -> None:
+        """Notes that its client has taken a message, or sent one: the server's turn."""
+        self.due = math.inf
+
+
+class OpenCalls:
+    """Counts calls from their first byte to the last that their client takes.
+
+    Sequences leave slots and queue when they have ended; what they have yielded stays as long as a
+    client does not read it. So calls are counted besides.
+
+    Args:
+        n_max: Calls that need a key, over all tenants.
+        n_tenant_max: Of these, one tenant's.
+        n_keyless_max: Calls that need none.
+        retry_after_s: Advice to those who are refused, seconds.
+    """
+
+    def __init__(
+        self, n_max: int, n_tenant_max: int, n_keyless_max: int, retry_after_s: float
+    ) -> None:
+        self._n_max = n_max
+        self._n_tenant_max = n_tenant_max
+        self._n_keyless_max = n_keyless_max
+        self._retry_after_s = retry_after_s
+        self._open: dict[Call, bool] = {}
+        self._claimed: dict[Call, str] = {}
+        self._n_of_tenants: Counter[str] = Counter()
+        self._n_keyless = 0
+        self.n_refused = 0
+        """Calls that were one too many."""
+        self.n_stuck = 0
+        """Calls that were ended for lack of progress."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def n_of(self, tenant: str) -> int:
+        """Returns how many calls of a tenant are open."""
+        return self._n_of_tenants[tenant]
+
+    def enter(self, call: Call, *, is_keyless: bool = False) -> None:
+        """Counts a call whose caller is not known yet.
+
+        Raises:
+            ServerOverloaded: too many are open (SERVER_OVERLOADED).
+        """
+        n_keyed = len(self._open) - self._n_keyless
+        if self._n_keyless >= self._n_keyless_max if is_keyless else n_keyed >= self._n_max:
+            self.n_refused += 1
+            raise ServerOverloaded("calls are open", self._retry_after_s)
+        self._open[call] = is_keyless
+        self._n_keyless += is_keyless
+
+    def claim(self, call: Call) -> None:
+        """Counts a call as its tenant's.
+
+        Raises:
+            QuotaExceeded: too many of the tenant's are open (TENANT_QUOTA_EXCEEDED).
+        """
+        tenant = call.tenant.name
+        if self._n_of_tenants[tenant] >= self._n_tenant_max:
+            self.n_refused += 1
+            raise QuotaExceeded(tenant, "open calls", self._n_tenant_max, self._retry_after_s)
+        self._claimed[call] = tenant
+        self._n_of_tenants[tenant] += 1
+
+    def leave(self, call: Call) -> None:
+        """Counts a call no more. Harmless for one that was refused."""
+        self._n_keyless -= self._open.pop(call, False)
+        tenant = self._claimed.pop(call, None)
+        if tenant is not None:
+            self._n_of_tenants[tenant] -= 1
+            if not self._n_of_tenants[tenant]:
+                del self._n_of_tenants[tenant]
+
+    def overdue(self, now: float) -> list[Call]:
+        """Returns the calls that make no progress, each once until it is due again."""
+        stuck = [call for call in self._open if call.due <= now]
+        for call in stuck:
+            call.due = math.inf
+            self.n_stuck += not call.is_stuck
+            call.is_stuck = True
+            # Behind a message that is not taken, gRPC takes no status.
+            call.is_lost = call.is_over or call.is_received
+        return stuck

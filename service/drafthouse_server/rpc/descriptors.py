@@ -1,0 +1,84 @@
+"""How many more file descriptors this process may open.
+
+A connection takes one, and grpc.aio neither counts connections nor closes them. When few are left,
+calls are refused, so that what is open can go on: a text worker or a file needs one too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import time
+from collections.abc import Callable
+
+__all__ = ["DescriptorBudget", "raise_descriptor_limit"]
+
+_OPEN = "/proc/self/fd"
+_SHARE = 0.01
+"""Of the time, that counting may take."""
+_INTERVAL_S = 0.25
+_N_WANTED = 1 << 16
+
+
+def raise_descriptor_limit(n_wanted: int = _N_WANTED) -> int:
+    """Lets this process open as many descriptors as it may let itself; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = n_wanted if hard == resource.RLIM_INFINITY else min(hard, n_wanted)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return soft
+
+
+def _n_open() -> int:
+    try:
+        return len(os.listdir(_OPEN))
+    except FileNotFoundError:  # not on Linux: nothing is known, nobody is refused
+        return 0
+    except OSError:  # there is none left to look with
+        return _n_limit()
+
+
+def _n_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
+
+
+class DescriptorBudget:
+    """Knows whether few descriptors are left.
+
+    Args:
+        n_reserve: So many are kept free.
+        clock: Monotonic time in seconds.
+        n_open: Returns how many are open.
+        n_limit: Returns how many may be.
+    """
+
+    def __init__(
+        self,
+        n_reserve: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        n_open: Callable[[], int] = _n_open,
+        n_limit: Callable[[], int] = _n_limit,
+    ) -> None:
+        self._n_reserve = n_reserve
+        self._clock = clock
+        self._read_open = n_open
+        self._read_limit = n_limit
+        self._counted_again_at = -math.inf
+        self.n_open = 0
+        """Open descriptors, when they were counted last."""
+        self.is_short = False
+        """Whether fewer were left then than the reserve."""
+
+    def check(self) -> bool:
+        """Returns whether few are left. They are counted now and then, at a hundredth of a core."""
+        now = self._clock()
+        if now >= self._counted_again_at:
+            self.n_open = self._read_open()
+            self.is_short = self._read_limit() - self.n_open < self._n_reserve
+            took = self._clock() - now
+            self._counted_again_at = now + max(_INTERVAL_S, took / _SHARE)
+        return self.is_short

@@ -1,0 +1,211 @@
+"""Between a call and its handler: what it may hold, whose it is, and only then its message.
+
+grpc.aio receives the message of a call and makes objects of it before a handler runs. Our methods
+are therefore registered as if clients sent streams: the handler begins with the headers, and the
+message is read here, once its key is known, within a time, and as bytes, whose bounds are checked
+before protobuf makes objects of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from drafthouse_server.errors import (
+    ContextTooLong,
+    FieldViolation,
+    InvalidRequest,
+    ServerOverloaded,
+    SlowReader,
+    SlowSender,
+)
+from drafthouse_server.rpc.calls import Call, OpenCalls
+from drafthouse_server.rpc.descriptors import DescriptorBudget
+from drafthouse_server.rpc.interceptors import (
+    Answer,
+    Behaviour,
+    Context,
+    Continuation,
+    Handler,
+    current_call,
+    intercept,
+    is_ours,
+    wrapped,
+)
+from drafthouse_server.rpc.resets import StreamResets
+from drafthouse_server.rpc.wire import Scan, Shape, TooMany
+from drafthouse_server.serving.requests import PROMPT_TOKENS
+
+__all__ = ["Gate", "Receive"]
+
+_SWEEP_S = 0.5
+_ABORT_S = 1.0
+"""How long a client that reads nothing may take to take the word that its call has ended."""
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Counts calls, and ends those that make no progress.
+
+    Args:
+        calls: Which are open.
+        descriptors: How many descriptors are left.
+        retry_after_s: Advice to those who are refused, seconds.
+        first_message_s: How long the message of a call may take to come.
+        slow_reader_s: How long a client may take to take a message.
+        resets: Ends the streams of clients that take no word of their end.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        calls: OpenCalls,
+        descriptors: DescriptorBudget,
+        *,
+        retry_after_s: float,
+        first_message_s: float,
+        slow_reader_s: float,
+        resets: StreamResets,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.calls = calls
+        """Which are open."""
+        self.descriptors = descriptors
+        """How many descriptors are left."""
+        self._retry_after_s = retry_after_s
+        self._first_message_s = first_message_s
+        self._slow_reader_s = slow_reader_s
+        self._resets = resets
+        self._clock = clock
+        self._sweep_s = min(_SWEEP_S, first_message_s / 4, slow_reader_s / 4)
+        self._tasks: dict[Call, asyncio.Task[Any]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        """Wraps the handler of a call."""
+        return await intercept(self._wrap, continuation, handler_call_details)
+
+    async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
+        call = current_call()
+        if self.descriptors.check():
+            self.calls.n_refused += 1
+            raise ServerOverloaded("file descriptors are open", self._retry_after_s)
+        self.calls.enter(call, is_keyless=not is_ours(call.method))
+        self._follow(call)
+        try:
+            call.due = self._clock() + self._first_message_s
+            call.reader_s = self._slow_reader_s
+            return await inner(request, context)
+        except asyncio.CancelledError:
+            if not call.is_stuck:
+                raise
+            self._tasks[call].uncancel()
+            if call.is_received:
+                raise SlowReader(self._slow_reader_s) from None
+            raise SlowSender(self._first_message_s) from None
+        finally:
+            # The last message and the status are sent after this, in the same task.
+            call.is_over = True
+            call.due = self._clock() + (_ABORT_S if call.is_stuck else self._slow_reader_s)
+
+    def _follow(self, call: Call) -> None:
+        """Knows the call until all of it has been sent, or its client has left."""
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        self._tasks[call] = task
+        task.add_done_callback(functools.partial(self._forget, call))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._sweep_s, self._sweep)
+
+    def _forget(self, call: Call, task: asyncio.Task[Any]) -> None:
+        self.calls.leave(call)
+        del self._tasks[call]
+        if call.is_lost:
+            self._resets.reset(task)
+
+    def _sweep(self) -> None:
+        for call in self.calls.overdue(self._clock()):
+            self._tasks[call].cancel()
+        self._timer = None
+        if self._tasks:
+            self._timer = asyncio.get_running_loop().call_later(self._sweep_s, self._sweep)
+
+
+class Receive(grpc.aio.ServerInterceptor):
+    """Reads the message of a call whose key is known. The innermost one.
+
+    Args:
+        shapes: What the request of each method may hold, by the method's full name.
+        calls: Which are open; calls are counted as their tenant's here.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], calls: OpenCalls) -> None:
+        self._shapes = shapes
+        self._calls = calls
+        self.n_bytes = 0
+        """Bytes of the messages that were read."""
+        self.n_elements = 0
+        """Elements of them that were looked at before they were parsed."""
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        """Replaces the handler of a call by one that reads the message itself."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        if handler.request_streaming:  # reflection's
+            return wrapped(handler, _drive, handler.request_deserializer)
+        shape = self._shapes[handler_call_details.method]
+        parse: Any = handler.request_deserializer
+
+        async def wrap(inner: Behaviour, _: object, context: Context) -> Answer:
+            call = current_call()
+            if is_ours(call.method):
+                self._calls.claim(call)
+            return await inner(await self._receive(shape, parse, call, context), context)
+
+        return wrapped(handler, wrap)
+
+    async def _receive(
+        self, shape: Shape, parse: Callable[[bytes], Any], call: Call, context: Context
+    ) -> Any:  # noqa: ANN401  # a message of the method's own type
+        """Returns the message of a call.
+
+        Raises:
+            InvalidRequest: it breaks a bound, or is none (INVALID_FIELD).
+            ContextTooLong: it has more token ids than the context (CONTEXT_TOO_LONG).
+        """
+        data: Any = await context.read()
+        call.go_on()
+        call.is_received = True
+        if not isinstance(data, bytes):
+            raise InvalidRequest([FieldViolation("request", "is missing")])
+        self.n_bytes += len(data)
+        scan = Scan(shape)
+        try:
+            scan.check(data)
+            return parse(data)
+        except TooMany as error:
+            if error.path == PROMPT_TOKENS:
+                raise ContextTooLong(error.n, 1, error.n_max) from None
+            raise
+        except DecodeError:
+            problem = "is no message of this method's type, or a text in it is no UTF-8"
+            raise InvalidRequest([FieldViolation("request", problem)]) from None
+        finally:
+            self.n_elements += scan.n_elements
+
+
+async def _drive(inner: Behaviour, request: object, context: Context) -> None:
+    """Writes what a handler of another library yields."""
+    answers: Any = inner(request, context)
+    async for answer in answers:
+        await context.write(answer)

@@ -1,0 +1,295 @@
+"""What a client may hold before and after its request: nothing without a key, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from tests.rpc.test_wire import METHODS, SERVICES, fields_of, filled
+from tests.support.http2 import connect, field
+
+import drafthouse
+from drafthouse import _errors
+from drafthouse.v1 import generation_pb2
+from drafthouse_server.config import Config
+from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
+from drafthouse_server.rpc.calls import Call, OpenCalls
+from drafthouse_server.rpc.descriptors import DescriptorBudget, raise_descriptor_limit
+from drafthouse_server.rpc.server import open_calls
+from drafthouse_server.rpc.wire import shapes_of
+from drafthouse_server.serving.requests import field_bounds
+from drafthouse_server.step import EngineLimits
+from drafthouse_server.tenancy.tenants import Tenant
+
+if TYPE_CHECKING:
+    from tests.conftest import Eventually, GatedEngine, ServerFactory
+
+    from drafthouse_server.rpc.server import Server
+
+GENERATE = "/drafthouse.v1.GenerationService/Generate"
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+PROMPT = generation_pb2.Prompt(text="x")
+REQUEST = generation_pb2.GenerateRequest(prompt=PROMPT, max_output_tokens=4)
+
+
+async def fails(server: Server, method: str, data: bytes, key: str = "") -> tuple[str, str]:
+    """Returns code and reason of a call that must fail."""
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        call: Any = channel.unary_stream(method)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call(data, metadata=metadata):
+                pass
+    error = _errors._from_rpc_error(caught.value)
+    return caught.value.code().name, error.reason
+
+
+async def test_without_a_key_no_byte_of_a_message_is_read(start_server: ServerFactory) -> None:
+    server = await start_server(api_keys=("acme:secret",))
+    big = field(2, field(3, b"\x0a\x00" * 1_500_000))
+    for key in ("", "wrong"):
+        found = await fails(server, GENERATE, big, key)
+        assert found == ("UNAUTHENTICATED", "INVALID_API_KEY")
+    assert (server.receive.n_bytes, server.receive.n_elements) == (0, 0)
+    code, reason = await fails(server, GENERATE, big, "secret")
+    assert (code, reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+    assert server.receive.n_bytes == len(big)
+    assert server.receive.n_elements < 2000
+
+
+async def test_an_empty_call_and_one_that_is_no_message_are_told_so(server: Server) -> None:
+    for data in (b"\xff\xff\xff", field(2, field(1, b"\xff\xfe"))):
+        assert await fails(server, GENERATE, data) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        call: Any = channel.stream_stream(GENERATE)()
+        await call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("method", [GENERATE, CHECK, WATCH, REFLECTION])
+async def test_a_stream_without_a_message_ends(
+    start_server: ServerFactory, eventually: Eventually, method: str
+) -> None:
+    server = await start_server(first_message_timeout_s=0.05)
+    async with connect(server.target) as client:
+        streams = {client.open(method, None) for _ in range(20)}
+        await eventually(lambda: client.ended == streams)
+    await eventually(lambda: len(server.gate.calls) == 0)
+    assert server.gate.calls.n_stuck == 20
+    assert server.loop.admission.n_active == 0
+
+
+async def test_a_stream_without_a_message_is_told_why(start_server: ServerFactory) -> None:
+    server = await start_server(first_message_timeout_s=0.05)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        call: Any = channel.stream_stream(GENERATE)()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    error = _errors._from_rpc_error(caught.value)
+    assert isinstance(error, drafthouse.SlowSender)
+    assert error.metadata == {"timeoutSeconds": "0.05"}
+
+
+async def test_a_reader_that_reads_nothing_loses_its_stream_and_all_is_given_back(
+    start_server: ServerFactory, eventually: Eventually
+) -> None:
+    server = await start_server(slow_reader_timeout_s=0.1)
+    request = generation_pb2.GenerateRequest(prompt=PROMPT, max_output_tokens=500)
+    async with (
+        connect(server.target, window=0) as rude,
+        drafthouse.AsyncClient(server.target, retry=None) as polite,
+    ):
+        streams = {rude.open(GENERATE, request.SerializeToString()) for _ in range(12)}
+        await eventually(lambda: server.gate.calls.n_stuck == 12)
+        await eventually(lambda: len(server.gate.calls) == 0)
+        for _ in range(4):  # gRPC keeps the calls that came last until others come
+            await polite.tokenize("x")
+        await eventually(lambda: rude.ended == streams)
+    await eventually(lambda: server.loop.admission.n_active == 0)
+
+
+async def test_a_tenants_open_calls_are_bounded_and_the_others_go_on(
+    start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
+) -> None:
+    server = await start_server(gated_engine, tenant_max_calls=2, api_keys=("a:ka", "b:kb"))
+    request = REQUEST.SerializeToString()
+    gated_engine.hold()
+    async with connect(server.target) as client:
+        for _ in range(2):
+            client.open(GENERATE, request, "ka")
+        await eventually(lambda: server.gate.calls.n_of("a") == 2)
+        found = await fails(server, GENERATE, request, "ka")
+        assert found == ("RESOURCE_EXHAUSTED", "TENANT_QUOTA_EXCEEDED")
+        async with drafthouse.AsyncClient(server.target, api_key="kb", retry=None) as other:
+            stream = other.generate("x", max_output_tokens=3)
+            await eventually(lambda: server.gate.calls.n_of("b") == 1)
+            gated_engine.release()
+            assert len((await stream).token_ids) == 3
+    await eventually(lambda: server.gate.calls.n_of("a") == 0)
+
+
+async def test_all_open_calls_are_bounded_and_health_is_answered_all_the_same(
+    start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
+) -> None:
+    server = await start_server(gated_engine, max_calls=1)
+    gated_engine.hold()
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        stream = client.generate("x", max_output_tokens=3)
+        await eventually(lambda: gated_engine.is_stuck)
+        with pytest.raises(drafthouse.ServerOverloaded) as caught:
+            await client.tokenize("x")
+        assert caught.value.retry_after == 1.0
+        assert await client.health()
+        gated_engine.release()
+        await stream
+        await eventually(lambda: len(server.gate.calls) == 0)
+        assert await client.tokenize("a") == [97]
+
+
+async def test_when_few_descriptors_are_left_calls_are_told_to_come_again(server: Server) -> None:
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        server.gate.descriptors = DescriptorBudget(10, n_open=lambda: 95, n_limit=lambda: 100)
+        with pytest.raises(drafthouse.ServerOverloaded) as caught:
+            await client.tokenize("x")
+        assert caught.value.retry_after == 1.0
+        server.gate.descriptors = DescriptorBudget(10, n_open=lambda: 90, n_limit=lambda: 100)
+        assert await client.tokenize("a") == [97]
+
+
+def test_descriptors_are_counted_now_and_then() -> None:
+    now, n_counts = [0.0], [0]
+
+    def n_open() -> int:
+        n_counts[0] += 1
+        now[0] += 0.01  # counting takes so long
+        return 50
+
+    budget = DescriptorBudget(10, clock=lambda: now[0], n_open=n_open, n_limit=lambda: 55)
+    for _ in range(1000):
+        assert budget.check()
+    assert n_counts == [1]
+    now[0] += 1.1
+    assert budget.check()
+    assert n_counts == [2]
+
+
+def test_the_process_may_open_what_it_may_let_itself_open() -> None:
+    limit = raise_descriptor_limit()
+    assert raise_descriptor_limit() == limit
+    with contextlib.ExitStack() as held:
+        budget = DescriptorBudget(0)
+        assert not budget.check()
+        before = budget.n_open
+        for _ in range(20):
+            held.enter_context(open("/dev/null"))
+        again = DescriptorBudget(0)
+        again.check()
+        assert again.n_open >= before + 20
+
+
+def call(tenant: str = "a") -> Call:
+    return Call(GENERATE, "id", 0.0, tenant=Tenant(tenant))
+
+
+def test_open_calls_are_counted_per_tenant_until_they_leave() -> None:
+    calls = OpenCalls(4, 2, 1, retry_after_s=3.0)
+    open_ones = [call(), call(), call("b")]
+    for one in open_ones:
+        calls.enter(one)
+        calls.claim(one)
+    third = call()
+    calls.enter(third)
+    with pytest.raises(QuotaExceeded) as caught:
+        calls.claim(third)
+    assert (caught.value.limit, caught.value.retry_after_s) == (2, 3.0)
+    with pytest.raises(ServerOverloaded):
+        calls.enter(call("c"))
+    probe = call()
+    calls.enter(probe, is_keyless=True)
+    with pytest.raises(ServerOverloaded):
+        calls.enter(call(), is_keyless=True)
+    for one in (*open_ones, third, probe, third):
+        calls.leave(one)
+    assert (len(calls), calls.n_of("a"), calls.n_of("b"), calls.n_refused) == (0, 0, 0, 3)
+
+
+def test_a_call_is_overdue_once_until_it_is_due_again() -> None:
+    calls = OpenCalls(4, 4, 1, 1.0)
+    one, other = call(), call()
+    one.reader_s = 5.0
+    for each in (one, other):
+        calls.enter(each)
+    one.await_reader(10.0)
+    assert calls.overdue(14.9) == []
+    assert calls.overdue(15.0) == [one]
+    assert (one.is_stuck, other.is_stuck) == (True, False)
+    assert calls.overdue(1e9) == []
+    one.due = 20.0
+    assert calls.overdue(21.0) == [one]
+    assert calls.n_stuck == 1
+    other.await_reader(30.0)
+    other.go_on()
+    assert calls.overdue(1e9) == []
+
+
+def test_bounds_of_calls_follow_slots_and_queues_unless_set() -> None:
+    calls = open_calls(Config(parallel=4, queue_size=10, tenant_queue_size=5))
+    assert (calls._n_max, calls._n_tenant_max) == (4 + 10 + 256, 4 + 5 + 128)
+    calls = open_calls(Config(max_calls=7, tenant_max_calls=3))
+    assert (calls._n_max, calls._n_tenant_max) == (7, 3)
+
+
+LIMITS = EngineLimits("mtp", 4, 4 * 4096, 4096, 512, 512, 4, 32)
+FULL = [
+    (method, path)
+    for method, descriptor in METHODS.items()
+    for path, _ in fields_of(descriptor)
+    if path in field_bounds(1, 1) and method.startswith("/drafthouse.")
+]
+
+_N_TIMES = 20
+"""Processor time of a request with every bound reached, in those of a request of one element."""
+
+
+@pytest.mark.parametrize(("method", "path"), FULL, ids=lambda part: part.split("/")[-1])
+async def test_a_request_at_its_bounds_costs_the_loop_a_bounded_multiple(
+    start_server: ServerFactory, method: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = field_bounds(LIMITS.n_ctx_seq, 1024)
+    monkeypatch.setattr("tests.rpc.test_wire.BOUNDS", bounds)
+    server = await start_server(FakeEngine(LIMITS))
+    full: Any = filled(METHODS[method], path)
+    one: Any = METHODS[method]._concrete_class()
+    for request in (full, one):
+        if "prompt" in request.DESCRIPTOR.fields_by_name and not request.HasField("prompt"):
+            request.prompt.text = "x"
+        if "max_output_tokens" in request.DESCRIPTOR.fields_by_name:
+            request.max_output_tokens = 1
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        ask: Any = channel.unary_stream(method)
+        await cost(ask, one.SerializeToString())
+        small = min([await cost(ask, one.SerializeToString()) for _ in range(9)])
+        large = min([await cost(ask, full.SerializeToString()) for _ in range(5)])
+    assert large <= _N_TIMES * small
+    n_max = shapes_of(SERVICES, bounds)[method].n_bytes_max
+    assert server.receive.n_bytes <= 15 * n_max
+    assert server.receive.n_elements <= 5 * 3 * (1024 + 2) + 100
+
+
+async def cost(ask: Any, data: bytes) -> float:
+    """Returns the processor time of the loop's thread, client and server, for one call."""
+    started = time.thread_time()
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for _ in ask(data):
+            pass
+    await asyncio.sleep(0)
+    return time.thread_time() - started
