@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,13 @@ from drafthouse.v1 import generation_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
+from drafthouse_server.rpc import services
 from drafthouse_server.rpc.calls import Call, OpenCalls
 from drafthouse_server.rpc.descriptors import DescriptorBudget, raise_descriptor_limit
+from drafthouse_server.rpc.requests import to_generation
 from drafthouse_server.rpc.server import open_calls
 from drafthouse_server.rpc.wire import shapes_of
-from drafthouse_server.serving.requests import field_bounds
+from drafthouse_server.serving.requests import GenerationRequest, field_bounds
 from drafthouse_server.step import EngineLimits
 from drafthouse_server.tenancy.tenants import Tenant
 
@@ -115,6 +118,32 @@ async def test_a_reader_that_reads_nothing_loses_its_stream_and_all_is_given_bac
             await polite.tokenize("x")
         await eventually(lambda: rude.ended == streams)
     await eventually(lambda: server.loop.admission.n_active == 0)
+
+
+async def test_while_a_request_waits_and_runs_its_message_is_not_kept(
+    start_server: ServerFactory,
+    gated_engine: GatedEngine,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    received: list[generation_pb2.GenerateRequest] = []
+
+    def noting(request: generation_pb2.GenerateRequest) -> GenerationRequest:
+        received.append(request)
+        return to_generation(request)
+
+    monkeypatch.setattr(services, "to_generation", noting)
+    server = await start_server(gated_engine)
+    gated_engine.hold()
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        streams = [client.generate("x" * 9, max_output_tokens=3) for _ in range(6)]
+        await eventually(lambda: len(server.loop._outboxes) == 6)
+        # One is the list's, one the question's.
+        counts = [sys.getrefcount(received[i]) for i in range(6)]
+        gated_engine.release()
+        assert counts == [2] * 6
+        for stream in streams:
+            await stream
 
 
 async def test_a_tenants_open_calls_are_bounded_and_the_others_go_on(

@@ -131,18 +131,25 @@ async def intercept(
 class Observe(grpc.aio.ServerInterceptor):
     """Gives every call an id, and each of ours a line in the log. The outermost one.
 
+    It keeps the handler of each method with all that surrounds it, so that interceptors are asked
+    once for a method and not for every call: what they need of a call, they take from its context.
+
     Args:
         clock: Monotonic time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._handlers: dict[str, Handler] = {}
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         """Wraps the handler of a call."""
         method = handler_call_details.method
+        known = self._handlers.get(method)
+        if known is not None:
+            return known
 
         async def wrap(inner: Behaviour, request: object, context: Context) -> Answer:
             call = Call(method, _new_id(), self._clock(), _client_request_id(context))
@@ -160,7 +167,10 @@ class Observe(grpc.aio.ServerInterceptor):
                     self._log(call, outcome or _code_of_gone(context))
             return response
 
-        return await intercept(wrap, continuation, handler_call_details)
+        handler = await intercept(wrap, continuation, handler_call_details)
+        if handler is not None:
+            self._handlers[method] = handler
+        return handler
 
     def _log(self, call: Call, outcome: str) -> None:
         _log.info(
