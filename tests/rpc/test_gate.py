@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,41 @@ async def test_a_reader_that_reads_nothing_loses_its_stream_and_all_is_given_bac
             await polite.tokenize("x")
         await eventually(lambda: rude.ended == streams)
     await eventually(lambda: server.loop.admission.n_active == 0)
+
+
+CANARY = "canary-7f3a"
+TELLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": -1.0},
+    {"grammar": CANARY},
+    {"stop": [CANARY]},
+    {"stop": [CANARY * 100]},
+    {"model": CANARY},
+]
+
+
+async def test_no_text_of_a_client_is_in_the_log_at_any_level(
+    start_server: ServerFactory, caplog: pytest.LogCaptureFixture, eventually: Eventually
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    engine = FakeEngine()
+    server = await start_server(engine, api_keys=("acme:secret-of-acme",))
+    async with drafthouse.AsyncClient(
+        server.target, api_key="secret-of-acme", retry=None
+    ) as client:
+        for prompt in (CANARY, CANARY * 9000, [drafthouse.ChatMessage("user", CANARY)]):
+            for options in TELLING:
+                with contextlib.suppress(drafthouse.DrafthouseError):
+                    await client.generate(prompt, max_output_tokens=2, **options)
+        engine.inject(RuntimeError("device lost"))
+        with pytest.raises(drafthouse.EngineFailure):
+            await client.generate(CANARY, max_output_tokens=2)
+    async with drafthouse.AsyncClient(server.target, api_key=CANARY, retry=None) as stranger:
+        with pytest.raises(drafthouse.InvalidApiKey):
+            await stranger.tokenize(CANARY)
+    await eventually(lambda: caplog.text.count("call method=") == 20)
+    assert CANARY not in caplog.text
+    assert "secret-of-acme" not in caplog.text
 
 
 async def test_while_a_request_waits_and_runs_its_message_is_not_kept(
