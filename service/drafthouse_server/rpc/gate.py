@@ -9,6 +9,7 @@ before protobuf makes objects of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -206,6 +207,9 @@ class Receive(grpc.aio.ServerInterceptor):
 
 async def _drive(inner: Behaviour, request: object, context: Context) -> None:
     """Writes what a handler of another library yields."""
-    answers: Any = inner(request, context)
-    async for answer in answers:
-        await context.write(answer)
+    making: Any = inner(request, context)
+    async with contextlib.aclosing(making) as answers:
+        async for answer in answers:
+            # The whole call has the time of a first message; it waits for its reader now.
+            current_call().is_received = True
+            await context.write(answer)
