@@ -22,7 +22,7 @@ GRPC_MODULES = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google
 PURE_FOLDERS = ("scheduling", "drafting")
 PURE_FILES = (
     SERVICE / "step.py", SERVICE / "errors.py",
-    *(SERVICE / "tenancy" / name for name in ("tenants.py", "fairness.py", "limits.py")),
+    *(SERVICE / "tenancy" / f"{name}.py" for name in ("tenants", "fairness", "limits", "turns")),
 )  # fmt: skip
 """Those beside the pure folders."""
 N_FILES_MAX = 12
