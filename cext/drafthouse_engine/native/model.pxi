@@ -410,6 +410,19 @@ cdef class Model:
         """
         self._chat_process().start()
 
+    def open_template(self):
+        """Returns the model's chat template, to be run in this process, which a hostile one ends:
+        for a process that has nothing to lose. `format_chat` runs it elsewhere.
+
+        Raises:
+            Unsupported: the model has no template.
+            BadTemplate: it cannot be parsed, is too long or nests too deep.
+        """
+        self._chat_process()
+        return ChatTemplate(
+            self.chat_template, self._spelling(self._facts.token_bos),
+            self._spelling(self._facts.token_eos), self._facts.add_bos, self._facts.add_eos)
+
     cdef object _chat_process(self):
         self._use()
         self._unuse()
