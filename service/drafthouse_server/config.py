@@ -380,6 +380,14 @@ class Config(FrontSettings):
         old_values={"true": "auto", "1": "auto", "false": "off", "0": "off"},
     )
     """Whether flash attention is used."""
+    text_workers: int = _load(
+        2,
+        between(1, 64),
+        "Processes that read what clients send as text: tokenise, format chats, compile grammars."
+        " A tenant keeps all but one of them busy, at most. One more is kept ready, and each holds"
+        " the model's vocabulary.",
+    )
+    """Processes that read texts."""
     queue_size: int = _load(
         256,
         between(1, 1_000_000),

@@ -27,7 +27,7 @@ What the operator is told before the server serves; one clear sentence each:
     │   └── UnknownSetting
     └── ModelLoadError
 
-And when it had to end by itself: ServerFailed, EngineLost.
+And when it had to end by itself: ServerFailed, EngineLost. TextWorkerLost never leaves the server.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ __all__ = [
     "SlowReader",
     "SlowSender",
     "StartupError",
+    "TextWorkerLost",
     "Unauthenticated",
     "UnknownSetting",
 ]
@@ -403,6 +404,25 @@ class ServerFailed(Exception):
 
 class EngineLost(ServerFailed):
     """Ended a server whose engine does not work any more: a new process may have better luck."""
+
+
+class TextWorkerLost(Exception):
+    """Ended a text worker before its answer.
+
+    Args:
+        cause: One of the class's constants.
+    """
+
+    LATE: ClassVar[str] = "late"
+    """Its job took too long."""
+    CRASHED: ClassVar[str] = "crashed"
+    """It died of its job."""
+    ENDED: ClassVar[str] = "ended"
+    """Something else has ended it, such as the system or an operator."""
+
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+        super().__init__(f"a text worker was lost: {cause}")
 
 
 class ConfigError(StartupError):

@@ -466,12 +466,6 @@ def test_text_goes_to_tokens_and_back(engine: CountingEngine) -> None:
     assert engine.tokenize("", add_special=False, parse_special=False) == []
 
 
-def test_chats_are_formatted(engine: CountingEngine) -> None:
-    assert engine.card.has_chat_template
-    text = engine.format_chat([("system", "Be short."), ("user", "Hi there")])
-    assert 0 <= text.index("Be short.") < text.index("Hi there")
-
-
 def test_the_end_token_is_an_end_and_shows_only_when_asked(engine: CountingEngine) -> None:
     end = engine.card.token_eos
     assert engine.is_eog(end)

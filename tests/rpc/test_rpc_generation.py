@@ -21,6 +21,7 @@ from drafthouse_server.rpc.server import Server
 from drafthouse_server.rpc.services import GenerationService, Served
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.serving.loop import StepLoop
+from drafthouse_server.serving.text_workers import TextWorkers
 from drafthouse_server.step import PlanEntry, SamplingOptions, Start, StepPlan
 from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
 
@@ -309,8 +310,11 @@ async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     engine = FakeEngine(step_s=0.001)
     loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(3)))
     loop.start()
+    texts = TextWorkers(engine.make_text_worker)
+    await texts.open()
     served = Served(
         loop,
+        texts,
         n_draft_default=3,
         current_call=lambda: Call("", "id", 0.0, tenant=Tenant("t")),
     )
@@ -324,6 +328,7 @@ async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     assert len(context.messages) == 1
     context.may_read.set()
     await handler
+    await texts.close()
     await loop.close()
     first, second, result = context.messages
     assert len(first.chunk.token_ids) + len(second.chunk.token_ids) == 200

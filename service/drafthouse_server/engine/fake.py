@@ -5,11 +5,13 @@ Deterministic, scriptable, and strict about its plans. For tests, here and at us
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from drafthouse_server.engine.fake_model import (
@@ -23,8 +25,19 @@ from drafthouse_server.engine.fake_model import (
     split_specials,
 )
 from drafthouse_server.engine.fake_plan import CheckedPlan, PlanCheck
+from drafthouse_server.engine.protocol import TextWorker
+from drafthouse_server.engine.text_jobs import (
+    TextAnswer,
+    TextJob,
+    TextModel,
+    perform,
+    read_answer,
+    read_job,
+    write_answer,
+    write_job,
+)
 from drafthouse_server.engine.threads import Threads
-from drafthouse_server.errors import EngineError, FieldViolation, InvalidRequest
+from drafthouse_server.errors import EngineError, FieldViolation, InvalidRequest, TextWorkerLost
 from drafthouse_server.step import (
     EngineLimits,
     ModelCard,
@@ -37,7 +50,7 @@ from drafthouse_server.step import (
     StepTimings,
 )
 
-__all__ = ["FakeEngine", "FakeSampler"]
+__all__ = ["FakeEngine", "FakeSampler", "FakeTextWorker"]
 
 _LIMITS = EngineLimits(
     draft_type="mtp",
@@ -363,10 +376,87 @@ class FakeEngine:
         turns = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages]
         return "".join(turns) + "<|im_start|>assistant\n"
 
+    def make_text_worker(self) -> TextWorker:
+        """Makes a thread that does what a worker's process would."""
+        return FakeTextWorker(self)
+
     def close(self) -> None:
         """Forgets everything. Harmless when done twice."""
         self._slots.clear()
         self._is_closed = True
+
+
+class FakeTextWorker:
+    """Implements `TextWorker` with a thread. Jobs and answers pass as the bytes that they are.
+
+    Nothing bounds what a job takes. Killed, it loses its job at once; the thread ends with it.
+
+    Args:
+        model: What reads the texts.
+    """
+
+    def __init__(self, model: TextModel) -> None:
+        self._model = model
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text-worker")
+        self._answer: asyncio.Future[TextAnswer] | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    @property
+    def not_dropped(self) -> str:
+        """Nothing that anybody should be told: it is for tests."""
+        return ""
+
+    async def start(self) -> None:
+        """See `TextWorker.start`."""
+        self._ended = asyncio.get_running_loop().create_future()
+
+    def ask(self, job: TextJob, cpu_s: float) -> asyncio.Future[TextAnswer]:
+        """Gives it a job. See `TextWorker.ask`."""
+        loop = asyncio.get_running_loop()
+        assert self._answer is None, "it does one job at a time"
+        assert self._ended is not None, "it has not started"
+        self._answer = answer = loop.create_future()
+        if self._ended.done():
+            self._lose(TextWorkerLost.ENDED)
+            return answer
+        work = loop.run_in_executor(self._thread, self._work, write_job(job, cpu_s))
+        work.add_done_callback(self._take)
+        return answer
+
+    def _work(self, content: bytes) -> bytes:
+        job, _ = read_job(content)
+        return write_answer(perform(job, self._model))
+
+    def _take(self, work: asyncio.Future[bytes]) -> None:
+        answer, self._answer = self._answer, None
+        if answer is None or work.cancelled():
+            return
+        error = work.exception()
+        if error is not None:
+            answer.set_exception(error)
+            return
+        answer.set_result(read_answer(work.result()))
+
+    def _lose(self, cause: str) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.set_exception(TextWorkerLost(cause))
+
+    def kill(self, *, is_late: bool = False) -> None:
+        """Ends it now. See `TextWorker.kill`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+        self._lose(TextWorkerLost.LATE if is_late else TextWorkerLost.ENDED)
+
+    async def wait(self) -> None:
+        """Returns when it was killed."""
+        assert self._ended is not None, "it has not started"
+        await asyncio.shield(self._ended)
+
+    async def end(self) -> None:
+        """Ends it. Harmless when done twice."""
+        self.kill()
 
 
 def _invalid(path: str, description: str) -> InvalidRequest:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import cast
 
 from drafthouse_server.config import Config
+from drafthouse_server.engine.llama_text import LlamaText
 from drafthouse_server.engine.loading import card_of, limits_of, load_engine
+from drafthouse_server.engine.protocol import TextWorker
+from drafthouse_server.engine.text_process import TextProcess
 from drafthouse_server.engine.threads import Threads
-from drafthouse_server.errors import EngineError, FieldViolation, InvalidRequest
+from drafthouse_server.errors import EngineError
 from drafthouse_server.step import (
     EngineLimits,
     ModelCard,
@@ -40,8 +42,6 @@ __all__ = ["LlamaEngine"]
 
 _US = 1e-6
 
-_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingOptions))
-
 
 class LlamaEngine:
     """The real engine: llama.cpp behind `drafthouse_engine`.
@@ -61,8 +61,7 @@ class LlamaEngine:
         self._limits = limits_of(engine)
         self._card = card_of(engine.target, name)
         self._threads = threads
-        self._eog = frozenset(self._model.eos_token_ids)
-        self._token_bytes: dict[int, bytes] = {}
+        self._text = LlamaText(engine.target)
         self._with_logprobs: AbstractSet[int] = frozenset()
         self._statuses = {
             int(drafthouse_engine.Status[status.name]): status for status in SequenceStatus
@@ -169,59 +168,27 @@ class LlamaEngine:
             InvalidRequest: an option is out of its range, or the grammar cannot be parsed
                 (INVALID_FIELD).
         """
-        values = {name: getattr(options, name) for name in _SAMPLING_FIELDS}
-        try:
-            params = drafthouse_engine.SamplingParams(**values)
-            return drafthouse_engine.Sampler(self._model, params)
-        except drafthouse_engine.BadGrammar as error:
-            raise _invalid("grammar", error) from error
-        except drafthouse_engine.InvalidConfig as error:
-            raise _invalid(error.field, error) from error
-        except drafthouse_engine.InvalidArgument as error:
-            raise _invalid("sampling", error) from error
+        return self._text.make_sampler(options)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Returns the token ids of a text.
+        """Returns the token ids of a text; of clients, a text worker's job.
 
         Raises:
             InvalidRequest: the model's file has no tokenizer (INVALID_FIELD).
         """
-        try:
-            tokens: list[int] = self._model.tokenize(
-                text, add_special=add_special, parse_special=parse_special
-            ).tolist()
-        except drafthouse_engine.Unsupported as error:
-            raise _invalid("text", error) from error
-        return tokens
+        return self._text.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def token_bytes(self, token: int, *, special: bool) -> bytes:
         """Returns the bytes of one token; not always whole characters."""
-        if special:
-            return self._model.token_bytes(token, special=True)
-        piece = self._token_bytes.get(token)
-        if piece is None:
-            piece = self._token_bytes[token] = self._model.token_bytes(token)
-        return piece
+        return self._text.token_bytes(token, special=special)
 
     def is_eog(self, token: int) -> bool:
         """Returns whether the token ends a generation."""
-        return token in self._eog
+        return self._text.is_eog(token)
 
-    def format_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Returns the messages (role, content) in the model's chat format.
-
-        Raises:
-            InvalidRequest: the model has no template, or it fails on these messages
-                (INVALID_FIELD).
-        """
-        try:
-            return self._model.format_chat(messages)
-        except (
-            drafthouse_engine.BadTemplate,
-            drafthouse_engine.InvalidArgument,
-            drafthouse_engine.Unsupported,
-        ) as error:
-            raise _invalid("messages", error) from error
+    def make_text_worker(self) -> TextWorker:
+        """Makes a process that works on texts for this model, which has not started yet."""
+        return TextProcess(self._model.path)
 
     def close(self) -> None:
         """Frees the contexts and the models.
@@ -312,7 +279,3 @@ def _status_name(error: drafthouse_engine.EngineError) -> str:
     """Returns the name of a failure: the class's, in the style of the statuses of `spec.h`."""
     name = type(error).__name__
     return "".join(f"_{c}" if c.isupper() else c.upper() for c in name).lstrip("_")
-
-
-def _invalid(path: str, error: drafthouse_engine.EngineError) -> InvalidRequest:
-    return InvalidRequest([FieldViolation(path, error.message)])

@@ -59,11 +59,7 @@ def load_engine(
             " the model's output"
         )
     threads = _threads(config, target)
-    engine = _make_engine(config, target, draft, threads)
-    with _explained(config.model, config):
-        if target.chat_template:
-            target.start_chat()  # a process, which the first chat should not have to wait for
-    return engine, threads
+    return _make_engine(config, target, draft, threads), threads
 
 
 def engine_version() -> str:

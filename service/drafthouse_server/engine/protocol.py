@@ -2,13 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 from typing import Protocol
 
+from drafthouse_server.engine.text_jobs import TextAnswer, TextJob
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.step import EngineLimits, ModelCard, SamplingOptions, StepPlan, StepResult
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "TextWorker"]
+
+
+class TextWorker(Protocol):
+    """Works on texts of clients, one job at a time, where they can harm nobody else.
+
+    Thread:
+        Event loop only.
+    """
+
+    @property
+    def not_dropped(self) -> str:
+        """Rights that it could not be deprived of, in a few words; empty when there are none."""
+        ...
+
+    async def start(self) -> None:
+        """Makes it ready to work.
+
+        Raises:
+            StartupError: it cannot be started; says why.
+        """
+        ...
+
+    def ask(self, job: TextJob, cpu_s: float) -> asyncio.Future[TextAnswer]:
+        """Gives it a job, when it has none.
+
+        The answer comes in any case. Instead of one there may be TextWorkerLost; the worker is of
+        no use then.
+
+        Args:
+            job: What is asked for.
+            cpu_s: Most processor time that it may take, seconds; the worker ends itself then.
+        """
+        ...
+
+    def kill(self, *, is_late: bool = False) -> None:
+        """Ends it now; a job that it does is lost. Harmless when done twice.
+
+        Args:
+            is_late: Whether because of its job, which takes too long.
+        """
+        ...
+
+    async def wait(self) -> None:
+        """Returns when it has ended, by itself or killed."""
+        ...
+
+    async def end(self) -> None:
+        """Ends it and gives back all that it had. Harmless when done twice."""
+        ...
 
 
 class Engine(Protocol):
@@ -68,13 +118,8 @@ class Engine(Protocol):
         """Returns whether the token ends a generation."""
         ...
 
-    def format_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Returns messages (role, content) in the model's chat format, ready for the answer.
-
-        Raises:
-            InvalidRequest: the model has no template, or it fails on these messages
-                (INVALID_FIELD).
-        """
+    def make_text_worker(self) -> TextWorker:
+        """Makes a worker on texts for this model, which has not started yet."""
         ...
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from drafthouse_server.serving.exposition import MetricsEndpoint
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.metrics import FrontCounts, Statistics
 from drafthouse_server.serving.requests import field_bounds
+from drafthouse_server.serving.text_workers import TextWorkers
 from drafthouse_server.tenancy.tenants import TenantRegistry
 
 __all__ = ["Server", "open_calls"]
@@ -114,6 +115,7 @@ class Server:
         self._lost = ""
         self._loss: asyncio.TimerHandle | None = None
         self._loop: StepLoop | None = None
+        self._texts: TextWorkers | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
         self._gate: Gate | None = None
@@ -137,6 +139,12 @@ class Server:
         """What reads messages; there is one from `startup` on."""
         assert self._receive is not None, "the server has not started"
         return self._receive
+
+    @property
+    def texts(self) -> TextWorkers:
+        """The text workers; they are there from `startup` on."""
+        assert self._texts is not None, "the server has not started"
+        return self._texts
 
     @property
     def port(self) -> int:
@@ -205,10 +213,11 @@ class Server:
         self.stop()
 
     async def startup(self) -> None:
-        """Loads the model and listens.
+        """Loads the model, starts the text workers, and listens.
 
         Raises:
-            StartupError: a model cannot be loaded, or the address cannot be listened at.
+            StartupError: a model cannot be loaded, a text worker cannot start, or the address
+                cannot be listened at.
         """
         _grpc_log.addFilter(_is_fault)
         raise_descriptor_limit()
@@ -220,14 +229,21 @@ class Server:
         )
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            await self._listen(self._loop)
+            self._texts = texts = TextWorkers(
+                self._loop.engine.make_text_worker,
+                self._config.text_workers,
+                metrics=self._loop.metrics,
+                retry_after_s=self._config.retry_after_s,
+            )
+            await texts.open()
+            await self._listen(self._loop, texts)
             if self._config.metrics_port:
                 self._metrics = MetricsEndpoint(self.statistics)
                 await self._metrics.open(self._config.metrics_host, self._config.metrics_port)
             undo.pop_all()
         _log.info("listening at %s", self.target)
 
-    async def _listen(self, loop: StepLoop) -> None:
+    async def _listen(self, loop: StepLoop, texts: TextWorkers) -> None:
         config = self._config
         limits = loop.engine.limits
         n_context = min(limits.n_ctx_seq, limits.n_ctx)
@@ -256,6 +272,7 @@ class Server:
         )
         served = Served(
             loop,
+            texts,
             # Of an adaptive policy: the most that it will draft.
             n_draft_default=config.draft_default
             if config.draft_policy == "fixed"
@@ -360,6 +377,8 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
                     await server.stop(_FORCED_FLUSH_S if self._stop.is_set() else None)
+        if self._texts is not None:
+            await self._texts.close()
         if self._loop is not None and not self._loop.is_abandoned:
             await self._loop.close()
 

@@ -6,10 +6,11 @@ The third is shared: methods raise `DrafthouseError`, and the interceptor Transl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
@@ -17,6 +18,7 @@ from drafthouse.v1 import generation_pb2, model_pb2
 from drafthouse.v1.generation_pb2_grpc import GenerationServiceServicer
 from drafthouse.v1.model_pb2_grpc import ModelServiceServicer
 from drafthouse_server.engine.protocol import Engine
+from drafthouse_server.engine.text_jobs import TextJob
 from drafthouse_server.errors import (
     DrafthouseError,
     EngineError,
@@ -50,6 +52,7 @@ from drafthouse_server.serving.requests import (
     Violations,
     located,
 )
+from drafthouse_server.serving.text_workers import TextWorkers
 from drafthouse_server.step import SamplingOptions
 from drafthouse_server.tenancy.admission import Ticket
 from drafthouse_server.tenancy.tenants import Tenant
@@ -57,9 +60,6 @@ from drafthouse_server.tenancy.tenants import Tenant
 __all__ = ["Caller", "GenerationService", "ModelService", "Served"]
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # at run time it is not generic
-
-_Argument = TypeVar("_Argument")
-_Answer = TypeVar("_Answer")
 
 _N_PAGE_MAX, _N_PAGE_DEFAULT = 1000, 100
 
@@ -96,6 +96,7 @@ class Served:
 
     Args:
         loop: Runs the model.
+        texts: Reads what clients send as text.
         n_draft_default: K when the request does not say.
         current_call: Returns the call that the calling task serves.
         n_messages_max: Most messages of a chat.
@@ -105,6 +106,7 @@ class Served:
     def __init__(
         self,
         loop: StepLoop,
+        texts: TextWorkers,
         *,
         n_draft_default: int,
         current_call: Callable[[], Caller],
@@ -112,6 +114,7 @@ class Served:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
+        self.texts = texts
         self.clock = clock
         self.card = loop.engine.card
         self.limits = loop.engine.limits
@@ -147,7 +150,7 @@ class Served:
             raise NotFound(model)
 
     def enter(self, model: str) -> None:
-        """Checks what every call has to keep; Generate needs a ticket besides.
+        """Checks what every call has to keep; all but those about models need a ticket besides.
 
         Raises:
             Draining: the server is shutting down (SERVER_DRAINING).
@@ -155,6 +158,30 @@ class Served:
         """
         self.loop.admission.check_open()
         self.check_model(model, self.current_call().tenant)
+
+    @contextlib.contextmanager
+    def admitted(self, model: str, n_bytes: int) -> Iterator[Tenant]:
+        """Lets a call that generates nothing in, as Generate is, for the time of a block.
+
+        Args:
+            model: Name of the model, as the client gave it.
+            n_bytes: Size of the request.
+
+        Yields:
+            Whose call it is.
+
+        Raises:
+            QuotaExceeded: a limit of the tenant is reached (TENANT_QUOTA_EXCEEDED).
+            QueueFull: too many wait already (QUEUE_FULL).
+            Draining, InvalidRequest, PermissionDenied, NotFound: See `enter`.
+        """
+        self.enter(model)
+        tenant = self.current_call().tenant
+        ticket = self.loop.admission.admit(tenant, n_bytes)
+        try:
+            yield tenant
+        finally:
+            ticket.give_back()
 
     def piece(self, token: int) -> bytes:
         """Returns what a token adds to the text; nothing for control and end tokens."""
@@ -165,59 +192,60 @@ class Served:
             self._pieces[token] = piece
         return piece
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Returns the tokens of a checked prompt; texts are tokenised on another thread.
+    async def tokenize(
+        self, prompt: Prompt, tenant: Tenant, sampling: SamplingOptions | None = None
+    ) -> list[int]:
+        """Returns the tokens of a checked prompt; what is text is read by a text worker.
+
+        Args:
+            prompt: It keeps its rules.
+            tenant: Whose it is.
+            sampling: How tokens are going to be chosen; a text worker reads its texts, too, so that
+                a sampler can be made.
 
         Raises:
-            InvalidRequest: there are none, or the chat template fails on it (INVALID_FIELD).
+            InvalidRequest: there are none, the chat template fails on it, or an option cannot be
+                used (INVALID_FIELD).
         """
+        if sampling is not None and not _has_texts(sampling):
+            sampling = None
+        tokens = None
         if prompt.tokens is not None:
-            return list(prompt.tokens)
-        tokens = await _off_the_loop(self._tokenize, prompt)
+            tokens = list(prompt.tokens)
+            if sampling is None:
+                return tokens
+        messages = prompt.messages
+        pairs = None if messages is None else [(m.role, m.content) for m in messages]
+        job = TextJob(text=prompt.text, messages=pairs, sampling=sampling)
+        try:
+            answer = await self.texts.run(job, tenant)
+        except InvalidRequest as error:
+            raise located(error) from error
+        tokens = tokens or answer.tokens
         if not tokens:
             raise InvalidRequest([FieldViolation("prompt", "has no tokens")])
         return tokens
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
-        if prompt.text is not None:
-            return self.engine.tokenize(prompt.text, add_special=True, parse_special=False)
-        messages = [(message.role, message.content) for message in prompt.messages or ()]
-        text = self.engine.format_chat(messages)
-        tokens = self.engine.tokenize(text, add_special=True, parse_special=True)
-        return tokens[1:] if self._starts_twice(tokens) else tokens
+    async def make_sampler(self, sampling: SamplingOptions, tenant: Tenant) -> object:
+        """Makes a sampler, on another thread if it has texts, which a text worker has read before.
 
-    def _starts_twice(self, tokens: Sequence[int]) -> bool:
-        """Returns whether template and tokenizer have both written the start token."""
-        return len(tokens) > 1 and tokens[0] == tokens[1] and not self.piece(tokens[0])
-
-    async def make_sampler(self, sampling: SamplingOptions) -> object:
-        """Makes a sampler, on another thread if it may take long.
-
-        A grammar is compiled, and DRY reads the whole vocabulary; all else takes less than the way
-        to the other thread.
+        All else takes less than the way to the other thread.
 
         Raises:
             InvalidRequest: an option cannot be used (INVALID_FIELD).
         """
         make = self.engine.make_sampler
-        if sampling.grammar or sampling.dry_multiplier:
-            return await _off_the_loop(make, sampling)
         try:
+            if _has_texts(sampling):
+                return await self.texts.make(make, sampling, tenant)
             return make(sampling)
         except InvalidRequest as error:
             raise located(error) from error
 
 
-async def _off_the_loop(function: Callable[[_Argument], _Answer], argument: _Argument) -> _Answer:
-    """Returns what a call of the engine on another thread returns.
-
-    Raises:
-        InvalidRequest: with the paths of a request (INVALID_FIELD).
-    """
-    try:
-        return await asyncio.to_thread(function, argument)
-    except InvalidRequest as error:
-        raise located(error) from error
+def _has_texts(sampling: SamplingOptions) -> bool:
+    """Returns whether a sampler is made of texts: a grammar is compiled, breakers are looked up."""
+    return bool(sampling.grammar or sampling.dry_multiplier)
 
 
 class GenerationService(GenerationServiceServicer):
@@ -280,11 +308,11 @@ class GenerationService(GenerationServiceServicer):
     ) -> TokenSequence:
         """Returns the sequence of a request, whose tokens are reserved."""
         tenant = caller.tenant
-        tokens = await self._served.tokenize(asked.prompt)
+        tokens = await self._served.tokenize(asked.prompt, tenant, wanted.sampling)
         n_most = self._served.loop.check(len(tokens), wanted.n_output_max)
         n_output_max = tenant.bound_output(wanted.n_output_max, n_most)
         ticket.reserve(len(tokens), n_output_max)
-        sampler = await self._served.make_sampler(wanted.sampling)
+        sampler = await self._served.make_sampler(wanted.sampling, tenant)
         if standings := ticket.standings():
             await context.send_initial_metadata(rate_limit_headers(standings))
         return TokenSequence(
@@ -359,10 +387,10 @@ class GenerationService(GenerationServiceServicer):
         self, request: generation_pb2.CountTokensRequest, context: _Context
     ) -> generation_pb2.CountTokensResponse:
         """Counts the tokens of a prompt as Generate would see it."""
-        self._served.enter(request.model)
-        prompt = to_prompt(request.prompt)
-        self._served.rules.check_prompt(prompt)
-        tokens = await self._served.tokenize(prompt)
+        with self._served.admitted(request.model, request.ByteSize()) as tenant:
+            prompt = to_prompt(request.prompt)
+            self._served.rules.check_prompt(prompt)
+            tokens = await self._served.tokenize(prompt, tenant)
         return generation_pb2.CountTokensResponse(
             prompt_tokens=len(tokens), context_tokens=self._served.n_context
         )
@@ -371,28 +399,30 @@ class GenerationService(GenerationServiceServicer):
         self, request: generation_pb2.TokenizeRequest, context: _Context
     ) -> generation_pb2.TokenizeResponse:
         """Turns text into token ids."""
-        self._served.enter(request.model)
-        tokens = await _off_the_loop(self._tokenize, request)
-        return generation_pb2.TokenizeResponse(token_ids=tokens)
-
-    def _tokenize(self, request: generation_pb2.TokenizeRequest) -> list[int]:
-        return self._served.engine.tokenize(
-            request.text, add_special=request.add_special, parse_special=request.parse_special
-        )
+        with self._served.admitted(request.model, request.ByteSize()) as tenant:
+            self._served.rules.check_text("text", request.text)
+            job = TextJob(
+                text=request.text,
+                add_special=request.add_special,
+                parse_special=request.parse_special,
+            )
+            answer = await self._served.texts.run(job, tenant)
+        return generation_pb2.TokenizeResponse(token_ids=answer.tokens)
 
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: _Context
     ) -> generation_pb2.DetokenizeResponse:
         """Turns token ids into text."""
-        self._served.enter(request.model)
-        self._served.rules.check_tokens("token_ids", request.token_ids)
-        text = await asyncio.to_thread(self._detokenize, request.token_ids, request.keep_special)
-        return generation_pb2.DetokenizeResponse(text=text)
-
-    def _detokenize(self, tokens: Sequence[int], keep_special: bool) -> str:
-        engine = self._served.engine
-        pieces = [engine.token_bytes(token, special=keep_special) for token in tokens]
-        return b"".join(pieces).decode("utf-8", errors="replace")
+        with self._served.admitted(request.model, request.ByteSize()) as tenant:
+            rules = self._served.rules
+            rules.check_some_tokens("token_ids", request.token_ids)
+            job = TextJob(
+                tokens=request.token_ids,
+                keep_special=request.keep_special,
+                n_bytes_max=rules.n_text_bytes_max,
+            )
+            answer = await self._served.texts.run(job, tenant)
+        return generation_pb2.DetokenizeResponse(text=answer.text)
 
 
 class ModelService(ModelServiceServicer):

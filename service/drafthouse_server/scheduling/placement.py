@@ -26,6 +26,7 @@ def tag_of(tenant: str) -> int:
     digest = blake2b(tenant.encode(), digest_size=8, person=b"tag").digest()
     return int.from_bytes(digest) or 1
 
+
 _SPEED_UP = 2.0
 """A prompt is computed so much faster than predicted at most, where a deadline depends on it."""
 

@@ -152,6 +152,22 @@ _FAMILIES = (
         lambda s: s.scheduler.n_parked,
     ),
     _Family(
+        "text_jobs_waiting", "Texts that wait for a text worker now.", lambda s: s.n_text_waiting
+    ),
+    _Family(
+        "text_worker_seconds_total",
+        "Processor seconds of text workers, and of starting those that a text has ended.",
+        lambda s: s.text_s,
+    ),
+    _Family(
+        "text_workers_lost_total",
+        "Text workers that ended in the middle of a text; each is one request that failed.",
+        lambda s: s.n_text_workers_lost,
+        "cause",
+        "`late`: the text took too long; `crashed`: it ended the process; `ended`: something else"
+        " did, such as the system for lack of memory",
+    ),
+    _Family(
         "time_to_first_token_seconds",
         "Time from the receipt of a request to its first message with a token.",
         lambda s: s.first_token,

@@ -157,6 +157,12 @@ class Statistics:
     """Times per output token after the first message."""
     message_gap: Distribution = Distribution()
     """Gaps between messages that carry tokens."""
+    n_text_waiting: int = 0
+    """Jobs that wait for a text worker, as of now."""
+    text_s: float = 0.0
+    """Processor seconds of text workers, with the starts of those that jobs have ended."""
+    n_text_workers_lost: Mapping[str, int] = field(default_factory=dict)
+    """Text workers that ended in the middle of a job, by cause: late, crashed, ended."""
     given: DraftCounts = DraftCounts()
     """Of the drafts, those that were found in what was said before, and not made by the drafter."""
     scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
@@ -200,6 +206,12 @@ class Metrics:
     """Seconds between steps."""
     fan_out_s: float = 0.0
     """Seconds spent on fan-out."""
+    n_text_waiting: int = 0
+    """Jobs that wait for a text worker."""
+    text_s: float = 0.0
+    """Processor seconds of text workers."""
+    n_text_workers_lost: Counter[str] = field(default_factory=Counter)
+    """Text workers that ended in the middle of a job, by cause."""
     scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
     """How slots and cells were shared."""
     first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_BOUNDS_S))
@@ -268,6 +280,9 @@ class Metrics:
             n_requests=dict(self._n_requests),
             n_running=self.n_running,
             n_waiting=self.n_waiting,
+            n_text_waiting=self.n_text_waiting,
+            text_s=self.text_s,
+            n_text_workers_lost=dict(self.n_text_workers_lost),
             n_prompt_tokens=self._n_prompt_tokens,
             n_output_tokens=self._n_output_tokens,
             n_drafts=self._n_drafts,

@@ -380,6 +380,33 @@ class RequestRules:
         violations.check_tokens(path, tokens, self._card.n_vocab)
         violations.close()
 
+    @property
+    def n_text_bytes_max(self) -> int:
+        """Most bytes of a text, of a chat, and of the text that token ids are turned into."""
+        return _BYTES_PER_TOKEN_MAX * self._n_context
+
+    def check_text(self, path: str, text: str) -> None:
+        """Checks the length of a text; it may be empty.
+
+        Raises:
+            InvalidRequest: it is longer than any prompt may be (INVALID_FIELD).
+        """
+        violations = Violations()
+        self._check_text(violations, path, [text])
+        violations.close()
+
+    def check_some_tokens(self, path: str, tokens: abc.Sequence[int]) -> None:
+        """Checks token ids and their number, which is first.
+
+        Raises:
+            InvalidRequest: there are more than the context has, or one is none of the vocabulary's;
+                of several the first is named (INVALID_FIELD).
+        """
+        violations = Violations()
+        violations.check_count(path, len(tokens), self._n_context)
+        violations.close()
+        self.check_tokens(path, tokens)
+
     def check(self, request: GenerationRequest) -> Generation:
         """Checks every field of a request but the number of its tokens.
 
@@ -438,7 +465,7 @@ class RequestRules:
         self._check_text(violations, "prompt.chat", texts)
 
     def _check_text(self, violations: Violations, path: str, texts: abc.Sequence[str]) -> None:
-        n_bytes_max = _BYTES_PER_TOKEN_MAX * self._n_context
+        n_bytes_max = self.n_text_bytes_max
         n_bytes = sum(len(text.encode()) for text in texts)
         if n_bytes > n_bytes_max:
             violations.refuse(path, f"must have at most {n_bytes_max} bytes, has {n_bytes}")

@@ -860,7 +860,7 @@ class TokenizeRequest(message.Message):
     model: builtins.str
     """Name of the model. Empty: the server's default model."""
     text: builtins.str
-    """UTF-8 text, at most 32 bytes per token of the context. May be empty."""
+    """UTF-8 text. May be empty; at most 32 bytes per token of the context."""
     add_special: builtins.bool
     """Add the model's special start token where the model asks for it."""
     parse_special: builtins.bool
@@ -916,7 +916,9 @@ class DetokenizeRequest(message.Message):
     """Render control tokens as text too."""
     @builtins.property
     def token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Ids in [0, Model.vocabulary_size), at most as many as the context has tokens."""
+        """Ids in [0, Model.vocabulary_size); at most as many as the context has tokens. Their text may have at most 32 bytes per
+        token of the context.
+        """
 
     def __init__(
         self,

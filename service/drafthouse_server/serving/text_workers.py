@@ -1,0 +1,357 @@
+"""Work on clients' texts: a few workers, for which the tenants' requests wait in turn.
+
+What clients send as text is read by workers alone (`engine.text_worker`): tokenised, formatted,
+compiled. Here is decided whose text is next and when a worker is given up, and a new one is started
+in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from drafthouse_server.engine.protocol import TextWorker
+from drafthouse_server.engine.text_jobs import TextAnswer, TextJob
+from drafthouse_server.errors import (
+    DrafthouseError,
+    Draining,
+    EngineError,
+    FieldViolation,
+    InvalidRequest,
+    StartupError,
+    TextWorkerLost,
+)
+from drafthouse_server.serving.metrics import Metrics
+from drafthouse_server.tenancy.tenants import Tenant
+from drafthouse_server.tenancy.turns import Turns
+
+__all__ = ["Charge", "TextWorkers", "cpu_limit_s"]
+
+_log = logging.getLogger(__name__)
+
+Charge = Callable[[str, int, float], None]
+"""Called with tenant, bytes and processor seconds of each job that was done, or cut off."""
+
+_Argument = TypeVar("_Argument")
+_Made = TypeVar("_Made")
+
+_JOB_S = 0.25
+"""Processor time that every job may take, seconds; templates take milliseconds."""
+_SAMPLER_S = 0.5
+"""That a grammar or DRY breakers may take besides."""
+_MIB_S = 1.0
+"""That a MiB may take besides; it takes about a quarter of that."""
+_START_S = 0.5
+"""What starting a process costs, about; a tenant is charged for those that it ends."""
+
+_PATIENCE_S = 10.0
+"""A job that has had no answer after so long, and `_PATIENCE` times its processor time, is cut off:
+its worker was stopped, or gets no processor at all."""
+_PATIENCE = 20.0
+
+_N_COST_BYTES = 256
+"""What a job costs beside its bytes."""
+_MIB = 1 << 20
+
+_RETRY_MIN_S, _RETRY_MAX_S = 0.1, 5.0
+
+
+def cpu_limit_s(job: TextJob) -> float:
+    """Returns the processor time that a job may take, seconds."""
+    sampler_s = _SAMPLER_S if job.sampling is not None else 0.0
+    return _JOB_S + sampler_s + _MIB_S * job.n_bytes / _MIB
+
+
+class TextWorkers:
+    """Workers on texts, and the jobs that wait for them, a line for each tenant.
+
+    A tenant holds all workers but one, at most, so that another finds one soon. A job that ends its
+    worker fails alone; its tenant waits until another worker has been started in its place, which
+    it is charged for, while the others go on with one that was waiting for that.
+
+    Args:
+        make_worker: Makes a worker that has not started.
+        n: Workers, >= 1; one more is kept ready.
+        metrics: Where is counted what they do; nowhere when not given.
+        retry_after_s: Advice to those who are refused because the server ends, seconds.
+        charge: Is told what each tenant has cost.
+        patience_s: Seconds without an answer, beside 20 times the job's processor time, after which
+            a worker is given up.
+
+    Thread:
+        Event loop only.
+    """
+
+    def __init__(
+        self,
+        make_worker: Callable[[], TextWorker],
+        n: int = 2,
+        *,
+        metrics: Metrics | None = None,
+        retry_after_s: float = 1.0,
+        charge: Charge | None = None,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        self._make_worker = make_worker
+        self._n = n
+        self._metrics = metrics or Metrics()
+        self._retry_after_s = retry_after_s
+        self._charge = charge
+        self._patience_s = patience_s
+        self._turns: Turns[asyncio.Future[TextWorker]] = Turns()
+        self._at_work: set[TextWorker] = set()
+        """Those that are given jobs, busy or not."""
+        self._idle: list[TextWorker] = []
+        self._spares: list[TextWorker] = []
+        self._n_busy: Counter[str] = Counter()
+        self._debts: deque[str] = deque()
+        """Tenants whose job has ended a worker, until another has been started."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._makers = ThreadPoolExecutor(max_workers=n, thread_name_prefix="sampler")
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._is_closed = False
+
+    @property
+    def n_waiting(self) -> int:
+        """Jobs that wait for a worker."""
+        return len(self._turns)
+
+    @property
+    def n_idle(self) -> int:
+        """Workers that have nothing to do, without the spare one."""
+        return len(self._idle)
+
+    @property
+    def workers(self) -> tuple[TextWorker, ...]:
+        """All workers that live, the spare one last."""
+        return (*self._at_work, *self._spares)
+
+    async def open(self) -> None:
+        """Starts the workers, and returns when all but the spare one are ready.
+
+        Raises:
+            StartupError: a worker cannot be started.
+        """
+        workers = [self._make_worker() for _ in range(self._n)]
+        starts = [asyncio.ensure_future(worker.start()) for worker in workers]
+        async with contextlib.AsyncExitStack() as undo:
+            for worker in workers:
+                undo.push_async_callback(worker.end)
+            undo.push_async_callback(asyncio.wait, starts)  # the first of these
+            await asyncio.gather(*starts)
+            undo.pop_all()
+        for worker in workers:
+            self._enter(worker)
+        if workers[0].not_dropped:
+            _log.warning(
+                "text workers keep rights that they do not need: %s", workers[0].not_dropped
+            )
+        self._begin(self._add_another())
+
+    async def close(self) -> None:
+        """Ends all workers; jobs that wait or run are refused. Harmless when done twice."""
+        self._is_closed = True
+        while (place := self._turns.take()) is not None:
+            self._refuse(place[1])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.gather(*(worker.end() for worker in self.workers))
+        self._at_work.clear()
+        self._spares.clear()
+        self._makers.shutdown(wait=False, cancel_futures=True)
+
+    def _refuse(self, waiter: asyncio.Future[TextWorker]) -> None:
+        if not waiter.done():
+            waiter.set_exception(Draining(self._retry_after_s))
+
+    async def run(self, job: TextJob, tenant: Tenant) -> TextAnswer:
+        """Has a job done, when it is the tenant's turn.
+
+        Cancellation:
+            A job that waits leaves its line; one that runs goes on, and nobody hears of it.
+
+        Raises:
+            InvalidRequest: the job cannot be done, or took more than it may; fields have the
+                engine's names (INVALID_FIELD).
+            EngineError: something else has ended the worker (ENGINE_FAILURE).
+            Draining: the server ends (SERVER_DRAINING).
+        """
+        if self._is_closed:
+            raise Draining(self._retry_after_s)
+        cost = job.n_bytes + _N_COST_BYTES
+        worker = await self._wait(tenant, cost)
+        answering = self._ask(worker, job, tenant.name, cost)
+        try:
+            answer = await asyncio.shield(answering)
+        except TextWorkerLost as error:
+            raise self._failure(error, job) from error
+        if answer.problems:
+            raise InvalidRequest(answer.problems)
+        return answer
+
+    async def make(
+        self, function: Callable[[_Argument], _Made], argument: _Argument, tenant: Tenant
+    ) -> _Made:
+        """Calls a function on a thread: again, what a worker has done within its bounds.
+
+        Args:
+            function: May be called on any thread.
+            argument: Its argument, which a worker has seen.
+            tenant: Whose it is; of a tenant, one call runs at a time.
+        """
+        lock = self._locks.setdefault(tenant.name, asyncio.Lock())
+        async with lock:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._makers, function, argument)
+
+    async def _wait(self, tenant: Tenant, cost: int) -> TextWorker:
+        """Waits for the tenant's turn, and returns a worker that is its own for one job."""
+        waiter: asyncio.Future[TextWorker] = asyncio.get_running_loop().create_future()
+        self._turns.put(tenant.name, waiter, cost, tenant.weight)
+        self._hand_out()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._give_back(waiter.result(), tenant.name)
+            else:
+                self._turns.remove(tenant.name, waiter)
+                self._metrics.n_text_waiting = len(self._turns)
+            raise
+
+    def _hand_out(self) -> None:
+        """Gives idle workers to those whose turn it is."""
+        while self._idle and (place := self._turns.take(self._may)) is not None:
+            tenant, waiter = place
+            if not waiter.done():
+                self._n_busy[tenant] += 1
+                waiter.set_result(self._idle.pop())
+        self._metrics.n_text_waiting = len(self._turns)
+
+    def _may(self, tenant: str) -> bool:
+        is_free = self._n_busy[tenant] < max(1, self._n - 1)
+        return is_free and tenant not in self._debts
+
+    def _ask(
+        self, worker: TextWorker, job: TextJob, tenant: str, cost: int
+    ) -> asyncio.Future[TextAnswer]:
+        """Gives a worker its job; the worker is free again when it has answered, or lost."""
+        cpu_s = cpu_limit_s(job)
+        try:
+            answering = worker.ask(job, cpu_s)
+        except ValueError:
+            self._give_back(worker, tenant)
+            raise
+        guard = asyncio.get_running_loop().call_later(
+            self._patience_s + _PATIENCE * cpu_s, functools.partial(worker.kill, is_late=True)
+        )
+
+        def on_answer(answered: asyncio.Future[TextAnswer]) -> None:
+            guard.cancel()
+            error = None if answered.cancelled() else answered.exception()
+            is_lost = error is not None or answered.result().is_last
+            spent_s = cpu_s + _START_S if error is not None else answered.result().cpu_s
+            self._count(tenant, job.n_bytes, spent_s, error)
+            self._turns.charge(tenant, max(0.0, spent_s * _MIB / _MIB_S - cost))
+            if is_lost:
+                self._debts.append(tenant)
+                self._drop(worker)
+            self._give_back(worker, tenant)
+
+        answering.add_done_callback(on_answer)
+        return answering
+
+    def _count(
+        self, tenant: str, n_bytes: int, spent_s: float, error: BaseException | None
+    ) -> None:
+        self._metrics.text_s += spent_s
+        if isinstance(error, TextWorkerLost):
+            self._metrics.n_text_workers_lost[error.cause] += 1
+            _log.warning("tenant %s: %s", tenant, error)
+        if self._charge is not None:
+            self._charge(tenant, n_bytes, spent_s)
+
+    def _give_back(self, worker: TextWorker, tenant: str) -> None:
+        """Takes back a worker that a tenant had."""
+        self._n_busy[tenant] -= 1
+        if not self._n_busy[tenant]:
+            del self._n_busy[tenant]
+        if worker in self._at_work:
+            self._idle.append(worker)
+        self._hand_out()
+        if not self._n_busy:
+            self._turns.rest()
+
+    def _failure(self, error: TextWorkerLost, job: TextJob) -> DrafthouseError:
+        """Returns what a client is told whose job has ended its worker."""
+        if self._is_closed:
+            return Draining(self._retry_after_s)
+        if error.cause == TextWorkerLost.LATE:
+            problem = f"could not be read within {cpu_limit_s(job):.2f} s of processor time"
+        elif error.cause == TextWorkerLost.CRASHED:
+            problem = "could not be read: it ended the process that read it"
+        else:
+            return EngineError("TEXT_WORKER_ENDED")
+        return InvalidRequest([FieldViolation(job.path, problem)])
+
+    def _enter(self, worker: TextWorker) -> None:
+        """Gives a worker its place: among those that work, or as the spare one."""
+        if len(self._at_work) < self._n:
+            self._at_work.add(worker)
+            self._idle.append(worker)
+        else:
+            self._spares.append(worker)
+        self._begin(self._watch(worker))
+        self._hand_out()
+
+    async def _watch(self, worker: TextWorker) -> None:
+        """Waits for the end of a worker, and starts another."""
+        await worker.wait()
+        self._drop(worker)
+        await worker.end()
+        await self._add_another()
+
+    def _drop(self, worker: TextWorker) -> None:
+        """Takes a worker's place away; the spare one gets it."""
+        worker.kill()
+        if worker in self._spares:
+            self._spares.remove(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        if worker in self._at_work:
+            self._at_work.remove(worker)
+            if self._spares:
+                spare = self._spares.pop()
+                self._at_work.add(spare)
+                self._idle.append(spare)
+                self._hand_out()
+
+    async def _add_another(self) -> None:
+        """Starts a worker, however often that has to be tried."""
+        delay_s = _RETRY_MIN_S
+        while True:
+            worker = self._make_worker()
+            try:
+                await worker.start()
+                break
+            except StartupError as error:
+                _log.error("%s; trying again in %g s", error, delay_s)
+                await asyncio.sleep(delay_s)
+                delay_s = min(_RETRY_MAX_S, 2 * delay_s)
+        if self._debts:
+            self._debts.popleft()
+        self._enter(worker)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
