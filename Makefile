@@ -41,7 +41,7 @@ test: dev verify unit ## build, verify, run all tests
 	@echo "== tests without the engine, asyncio debug mode"
 	@PYTHONASYNCIODEBUG=1 $(VENV)/pytest $(PARALLEL) -q -m "not model and not bench" --durations=0 --durations-min=5 $(ASYNC_TESTS)
 
-test-deps: ## install what test has besides (compilers, qemu-user): Debian packages, as root
+test-deps: ## install what test has besides (compilers, qemu-user, databases): Debian packages, as root
 	@$(PYTHON) scripts/test_deps.py
 
 unit: dev ## run the tests; ARGS="-k name" chooses

@@ -1,8 +1,8 @@
 """Installs the Debian packages that `make test` and its like can use besides.
 
-Compilers that a user does not need: two Clangs, libc++, a compiler for ARM; qemu-user. What is
-there is not installed again. Without them the tests that need them are skipped, and fail where CI
-is set.
+Compilers that a user does not need: two Clangs, libc++, a compiler for ARM; qemu-user; PostgreSQL
+and Redis, which tests start by themselves. What is there is not installed again. Without them the
+tests that need them are skipped, and fail where CI is set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ import shutil
 import subprocess
 import sys
 
-FIXED = ("clang-14", "libclang-rt-14-dev", "g++", "git", "patch", "qemu-user")
+FIXED = (
+    "clang-14",
+    "libclang-rt-14-dev",
+    "g++",
+    "git",
+    "patch",
+    "postgresql",
+    "qemu-user",
+    "redis-server",
+)
 CROSS = ("g++-aarch64-linux-gnu", "libc6-dev-arm64-cross")
 NEWEST = ("clang-{}", "libc++-{}-dev", "libc++abi-{}-dev")
 

@@ -22,7 +22,10 @@ GRPC_MODULES = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google
 PURE_FOLDERS = ("scheduling", "drafting")
 PURE_FILES = (
     SERVICE / "step.py", SERVICE / "errors.py",
-    *(SERVICE / "tenancy" / f"{name}.py" for name in ("tenants", "fairness", "limits", "turns")),
+    *(
+        SERVICE / "tenancy" / f"{name}.py"
+        for name in ("fairness", "identity", "limits", "tenants", "turns")
+    ),
 )  # fmt: skip
 """Those beside the pure folders."""
 N_FILES_MAX = 12
@@ -136,7 +139,8 @@ def users_of(modules: set[str]) -> set[str]:
 
 
 def test_folders_are_flat_and_hold_a_dozen_files() -> None:
-    folders = {path.parent for path in sources(SERVICE)}
+    # A revision of the store's schema is a file, and stays one for ever.
+    folders = {path.parent for path in sources(SERVICE)} - {SERVICE / "tenancy" / "migrations"}
     assert {folder.parent for folder in folders} <= {SERVICE, SERVICE.parent}
     crowded = {
         within(folder): len(files)

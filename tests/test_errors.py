@@ -26,6 +26,8 @@ from drafthouse_server.errors import (
     SlowReader,
     SlowSender,
     StartupError,
+    StoreUnavailable,
+    TooManyBadKeys,
     Unauthenticated,
 )
 
@@ -41,6 +43,8 @@ SAMPLES: list[DrafthouseError] = [
     QueueFull(256, 1.0),
     Draining(1.0),
     DeadlineTooShort(0.02, 0.5),
+    StoreUnavailable(1.0),
+    TooManyBadKeys(30, 2.0),
     EngineError("DECODE_FAILED", "r1", "a line for the log"),
     SlowSender(10.0),
     SlowReader(20.0),
@@ -58,7 +62,7 @@ def documented() -> dict[str, str]:
 
 def test_every_reason_of_the_proto_has_one_class_with_its_code() -> None:
     assert {error.reason: error.code for error in SAMPLES} == documented()
-    assert len(documented()) == 14
+    assert len(documented()) == 16
 
 
 @pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)

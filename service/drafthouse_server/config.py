@@ -136,7 +136,7 @@ class Config(FrontSettings):
         "127.0.0.1",
         _HOST,
         "Address to listen at. 0.0.0.0: every IPv4 interface; unix:PATH: a socket of this machine."
-        " Beyond loopback it needs api_keys or insecure_no_auth.",
+        " Beyond loopback it needs api_keys, a store or insecure_no_auth.",
     )
     """Address to listen at."""
     port: int = _access(50051, between(0, 65535), "Port to listen at. 0: any free port.")
@@ -166,10 +166,49 @@ class Config(FrontSettings):
         peers=("api_key_file",),
     )
     """Path of the file that `api_keys` were read from; empty when they were not."""
+    store: str = _access(
+        "",
+        _ANY,
+        "URL of a database of tenants, keys, limits and usage: sqlite:///FILE, or"
+        " postgresql://USER@HOST/DATABASE for several servers. `drafthouse keys` and `drafthouse"
+        " tenants` work on it; changes are seen within a second or two. Empty: api_keys alone.",
+        is_secret=True,
+    )
+    """URL of the store; empty: none."""
+    key_pepper_file: str = _access(
+        "",
+        _ANY,
+        "Path of the secret that the store's keys are hashed with, a file of mode 0600 which is"
+        " made with the first key. Without it no key of the store works: back it up, apart from"
+        " the store. Empty: the file of a SQLite store with .pepper after its name.",
+    )
+    """Path of the pepper; empty: beside a SQLite store."""
+    store_grace_s: float = _access(
+        900.0,
+        between(0, 7 * 86400),
+        "Seconds that keys which were seen within the hour before go on when the store does not"
+        " answer. Others are refused with STORE_UNAVAILABLE at once.",
+    )
+    """How long known keys go on without the store."""
+    revoked_streams: str = _access(
+        "end",
+        one_of("end", "finish"),
+        "What becomes of the running calls of a key of the store that is revoked, or whose tenant"
+        " is deleted: end, with UNAUTHENTICATED, within a second or two; or finish.",
+    )
+    """Whether running calls of a revoked key end."""
+    bad_keys_per_minute: int = _access(
+        30,
+        between(0, 1_000_000),
+        "Wrong keys that one address may send per minute; unknown keys from there are then refused"
+        " with TOO_MANY_BAD_KEYS, unread. Keys that the server knows work on. 0: any number.",
+    )
+    """Wrong keys of an address per minute; 0: any number."""
     insecure_no_auth: bool = _access(
         False,
         _ANY,
-        "Listen beyond loopback without api_keys: whoever reaches the port may use the server.",
+        "Listen beyond loopback without api_keys and store: whoever reaches the port may use the"
+        " server.",
     )
     """Whether a server beyond loopback may do without keys."""
     parallel: int = _slots(
@@ -487,7 +526,7 @@ class Config(FrontSettings):
     @property
     def is_open(self) -> bool:
         """Whether clients from elsewhere need no key."""
-        return not (self.api_keys or is_loopback(self.host))
+        return not (self.api_keys or self.store or is_loopback(self.host))
 
     @property
     def model_name(self) -> str:
@@ -537,7 +576,7 @@ def _check_address(config: Config) -> None:
         "host",
         config.host,
         f"host {config.host!r} is reached from other machines and there are no api_keys, so"
-        " everybody who reaches the port could use the server; set api_keys or api_keys_file,"
+        " everybody who reaches the port could use the server; set api_keys_file or store,"
         " listen on 127.0.0.1, or set insecure_no_auth to allow it",
     )
 

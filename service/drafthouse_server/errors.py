@@ -11,11 +11,13 @@ prefix) and its gRPC `code`:
     ├── NotFound              NOT_FOUND           MODEL_NOT_FOUND
     ├── QuotaExceeded         RESOURCE_EXHAUSTED  TENANT_QUOTA_EXCEEDED
     ├── SlowSender            RESOURCE_EXHAUSTED  SLOW_SENDER
+    ├── TooManyBadKeys        RESOURCE_EXHAUSTED  TOO_MANY_BAD_KEYS
     ├── SlowReader            RESOURCE_EXHAUSTED  SLOW_READER
     ├── Overloaded            UNAVAILABLE
     │   ├── QueueFull                             QUEUE_FULL
     │   ├── Draining                              SERVER_DRAINING
     │   ├── ServerOverloaded                      SERVER_OVERLOADED
+    │   ├── StoreUnavailable                      STORE_UNAVAILABLE
     │   └── EngineUnhealthy                       ENGINE_UNHEALTHY
     ├── DeadlineTooShort      DEADLINE_EXCEEDED   DEADLINE_TOO_SHORT
     └── EngineError           INTERNAL            ENGINE_FAILURE
@@ -25,9 +27,11 @@ What the operator is told before the server serves; one clear sentence each:
     StartupError
     ├── ConfigError
     │   └── UnknownSetting
-    └── ModelLoadError
+    ├── ModelLoadError
+    └── StoreError
 
 And when it had to end by itself: ServerFailed, EngineLost. TextWorkerLost never leaves the server.
+And what a change of the store contradicts: StoreRefusal.
 """
 
 from __future__ import annotations
@@ -59,7 +63,11 @@ __all__ = [
     "SlowReader",
     "SlowSender",
     "StartupError",
+    "StoreError",
+    "StoreRefusal",
+    "StoreUnavailable",
     "TextWorkerLost",
+    "TooManyBadKeys",
     "Unauthenticated",
     "UnknownSetting",
 ]
@@ -269,6 +277,27 @@ class SlowReader(DrafthouseError):
         return {f"limit{self.unit.title()}": f"{self.limit:g}"}
 
 
+class TooManyBadKeys(DrafthouseError):
+    """The client's address has sent too many keys that are none; what it sends is not looked at.
+
+    Args:
+        limit: Keys of an address that may be wrong, per minute.
+        retry_after_s: When its next key will be looked at, seconds from now.
+    """
+
+    reason = "TOO_MANY_BAD_KEYS"
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, limit: int, retry_after_s: float) -> None:
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+        super().__init__(f"this address has sent more than {limit} wrong API keys within a minute")
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the limit."""
+        return {"limit": str(self.limit)}
+
+
 class Overloaded(DrafthouseError):
     """The server cannot take the request now; another attempt may succeed.
 
@@ -369,6 +398,19 @@ class EngineUnhealthy(Overloaded):
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("the server's engine keeps failing", retry_after_s)
+
+
+class StoreUnavailable(Overloaded):
+    """The store of keys does not answer, so nobody knows whether the key is one.
+
+    Args:
+        retry_after_s: When another attempt may succeed, seconds from now.
+    """
+
+    reason = "STORE_UNAVAILABLE"
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the store of API keys does not answer", retry_after_s)
 
 
 class EngineError(DrafthouseError):
@@ -480,3 +522,20 @@ class ModelLoadError(StartupError):
         self.problem = problem
         self.advice = advice
         super().__init__(f"cannot load {path!r}: {problem}; {advice}")
+
+
+class StoreError(StartupError):
+    """The store of tenants and keys cannot be used.
+
+    Args:
+        problem: What is wrong, and what to do, where that is known.
+        is_away: Whether the store itself is at fault, and not what it was asked.
+    """
+
+    def __init__(self, problem: str, *, is_away: bool = True) -> None:
+        self.is_away = is_away
+        super().__init__(problem)
+
+
+class StoreRefusal(Exception):
+    """A change contradicts what the store holds. Its text is one sentence that says what to do."""

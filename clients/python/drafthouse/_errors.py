@@ -13,11 +13,13 @@ DrafthouseError
 ├── ResourceExhausted           RESOURCE_EXHAUSTED
 │   ├── TenantQuotaExceeded     TENANT_QUOTA_EXCEEDED  your limit; `quota_violations`, `retry_after`
 │   ├── SlowSender              SLOW_SENDER          the request did not come in time
+│   ├── TooManyBadKeys          TOO_MANY_BAD_KEYS    your address has sent wrong keys; `retry_after`
 │   └── SlowReader              SLOW_READER          the stream was not read in time
 ├── Unavailable                 UNAVAILABLE          also: no server answers at this address
 │   ├── QueueFull               QUEUE_FULL           the server's limit; `retry_after`
 │   ├── ServerDraining          SERVER_DRAINING      the server is shutting down; `retry_after`
 │   ├── ServerOverloaded        SERVER_OVERLOADED    too many calls or connections; `retry_after`
+│   ├── StoreUnavailable        STORE_UNAVAILABLE    the key cannot be looked up now; `retry_after`
 │   └── EngineUnhealthy         ENGINE_UNHEALTHY     its engine keeps failing; `retry_after`
 ├── InternalError               INTERNAL
 │   └── EngineFailure           ENGINE_FAILURE       quote `request_id` when you report it
@@ -72,7 +74,9 @@ __all__ = [
     "ServerOverloaded",
     "SlowReader",
     "SlowSender",
+    "StoreUnavailable",
     "TenantQuotaExceeded",
+    "TooManyBadKeys",
     "Unauthenticated",
     "Unavailable",
     "error_class",
@@ -229,6 +233,12 @@ class SlowReader(ResourceExhausted):
     default_reason = "SLOW_READER"
 
 
+class TooManyBadKeys(ResourceExhausted):
+    """The client's address has sent too many wrong keys; see `retry_after`. Metadata: limit."""
+
+    default_reason = "TOO_MANY_BAD_KEYS"
+
+
 class Unavailable(DrafthouseError):
     """The server cannot take the call now, or cannot be reached."""
 
@@ -257,6 +267,12 @@ class EngineUnhealthy(Unavailable):
     """The server's engine keeps failing."""
 
     default_reason = "ENGINE_UNHEALTHY"
+
+
+class StoreUnavailable(Unavailable):
+    """The server's store of API keys does not answer; the key may be right."""
+
+    default_reason = "STORE_UNAVAILABLE"
 
 
 class InternalError(DrafthouseError):

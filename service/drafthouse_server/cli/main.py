@@ -1,4 +1,4 @@
-"""The command line: `drafthouse serve | generate | chat | models | tune | config`."""
+"""The command line: `drafthouse serve`, `generate`, `keys`, and the other commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
-def _parser() -> argparse.ArgumentParser:
+_KEYS = "make, list, replace and revoke API keys"
+_TENANTS = "add, list, limit and delete tenants"
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="drafthouse",
         description="Serves GGUF models over gRPC, with speculative decoding that pays under load.",
@@ -30,11 +34,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version("drafthouse-server"))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_serve, add_generate, add_chat, add_models, add_tune, add_config):
+    for add in (add_serve, add_generate, add_chat, add_models):
+        add(commands)
+    _add_store_commands(commands, words)
+    for add in (add_tune, add_config):
         add(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
     return parser
+
+
+def _add_store_commands(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], words: Sequence[str]
+) -> None:
+    """Adds `keys` and `tenants`: whole where one is used, elsewhere as lines of the help.
+
+    They need SQLAlchemy, which takes a third of a second to import.
+    """
+    if words[:1] not in (["keys"], ["tenants"]):
+        commands.add_parser("keys", help=_KEYS)
+        commands.add_parser("tenants", help=_TENANTS)
+        return
+    from drafthouse_server.cli.keys import add_key_commands  # noqa: PLC0415  # see above
+    from drafthouse_server.cli.tenants import add_tenant_commands  # noqa: PLC0415  # see above
+
+    add_key_commands(commands, _KEYS)
+    add_tenant_commands(commands, _TENANTS)
 
 
 def _bench(words: Sequence[str], terminal: Terminal) -> int:
@@ -84,7 +109,7 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
     terminal = terminal or Terminal()
     if words[:1] == ["bench"]:
         return _bench(words[1:], terminal)
-    parsed, unknown = _parser().parse_known_args(words)
+    parsed, unknown = _parser(words).parse_known_args(words)
     if unknown:
         terminal.error(_unknown(unknown, parsed.parser))
         return 2

@@ -323,8 +323,8 @@ def _read_flags(flags: Mapping[str, str], warn: Callable[[str], object]) -> _Rea
     reader = _Reader(_FLAGS, _parse_text, warn)
     for name, text in flags.items():
         # As "$KEYS" is where nobody has set it: that must not open the server.
-        if name in {"api_keys", "api_keys_file"} and not text.strip(" ,"):
-            expected = "keys; leave the flag out to set none"
+        if name in {"api_keys", "api_keys_file", "store"} and not text.strip(" ,"):
+            expected = "a value; leave the flag out to set none"
             raise ConfigError(name, text, expected, _FLAGS.describe(name))
         known = reader.take(name, text)
         assert known, f"{name} is no setting"

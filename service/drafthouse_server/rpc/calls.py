@@ -28,6 +28,8 @@ class Call:
     """As the client asked; others may ask for the same. Empty: it did not."""
     tenant: Tenant = _UNKNOWN
     """Who calls; of no consequence before authentication."""
+    key_id: str = ""
+    """By which of its keys; empty where none is asked for."""
     reason: str = ""
     """Why it failed, an `ErrorReason` without its prefix; empty while it has not."""
     due: float = math.inf

@@ -32,10 +32,12 @@ from drafthouse_server.errors import (
     InvalidRequest,
     Overloaded,
     QuotaExceeded,
+    TooManyBadKeys,
 )
 from drafthouse_server.rpc.calls import Call
 from drafthouse_server.serving.requests import N_VIOLATIONS_MAX
-from drafthouse_server.tenancy.tenants import TenantRegistry
+from drafthouse_server.tenancy.identity import Tenants, source_of
+from drafthouse_server.tenancy.tenants import Identity
 
 __all__ = [
     "DOMAIN",
@@ -226,7 +228,7 @@ class Authenticate(grpc.aio.ServerInterceptor):
         is_health_open: Whether health checks need no key.
     """
 
-    def __init__(self, tenants: TenantRegistry, *, is_health_open: bool = True) -> None:
+    def __init__(self, tenants: Tenants, *, is_health_open: bool = True) -> None:
         self._tenants = tenants
         self._is_health_open = is_health_open
 
@@ -239,9 +241,13 @@ class Authenticate(grpc.aio.ServerInterceptor):
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
         call = current_call()
         is_health = call.method.startswith(_HEALTH_METHODS)
-        if is_ours(call.method) or (is_health and not self._is_health_open):
-            call.tenant = self._tenants.authenticate(_api_key(context))
-        return await inner(request, context)
+        if not (is_ours(call.method) or (is_health and not self._is_health_open)):
+            return await inner(request, context)
+        found = self._tenants.identify(_api_key(context), source_of(context.peer()))
+        identity = found if isinstance(found, Identity) else await found
+        call.tenant, call.key_id = identity.tenant, identity.key_id
+        with self._tenants.hold(identity):
+            return await inner(request, context)
 
 
 def _metadata(context: Context, wanted: str) -> str | None:
@@ -328,7 +334,10 @@ def _details(error: DrafthouseError, request_id: str) -> Iterable[Message]:
             quota_value=int(error.limit),
         )
         yield QuotaFailure(violations=[violation])
-    if isinstance(error, QuotaExceeded | Overloaded) and error.retry_after_s is not None:
+    if (
+        isinstance(error, QuotaExceeded | TooManyBadKeys | Overloaded)
+        and error.retry_after_s is not None
+    ):
         yield _retry_info(error.retry_after_s)
 
 

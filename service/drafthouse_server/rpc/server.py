@@ -7,8 +7,9 @@ import contextlib
 import dataclasses
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -31,7 +32,11 @@ from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.metrics import FrontCounts, Statistics
 from drafthouse_server.serving.requests import field_bounds
 from drafthouse_server.serving.text_workers import TextWorkers
+from drafthouse_server.tenancy.identity import BadKeys, Tenants
 from drafthouse_server.tenancy.tenants import TenantRegistry
+
+if TYPE_CHECKING:
+    from drafthouse_server.tenancy.key_ring import KeyRing
 
 __all__ = ["Server", "open_calls"]
 
@@ -90,7 +95,7 @@ class Server:
     Args:
         config: All settings.
         make_engine: Loads the model; runs on the engine thread.
-        tenants: Knows the keys; those of `config.api_keys` when not given.
+        tenants: Knows the keys; those of the store and of `config.api_keys` when not given.
     """
 
     def __init__(
@@ -98,11 +103,12 @@ class Server:
         config: Config,
         make_engine: Callable[[], Engine],
         *,
-        tenants: TenantRegistry | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self._config = config
         self._make_engine = make_engine
-        self._tenants = tenants or TenantRegistry.from_config(config)
+        self._tenants = tenants
+        self._key_ring: KeyRing | None = None
         self._health = HealthService(
             (OVERALL, *(service.full_name for service in _SERVICES)),
             current_call=current_call,
@@ -221,14 +227,15 @@ class Server:
         """
         _grpc_log.addFilter(_is_fault)
         raise_descriptor_limit()
-        self._loop = await StepLoop.open(
-            self._make_engine,
-            self._config,
-            on_health=self._on_health,
-            on_failure=self._on_failure,
-        )
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
+            tenants = self._tenants or await self._open_tenants()
+            self._loop = await StepLoop.open(
+                self._make_engine,
+                self._config,
+                on_health=self._on_health,
+                on_failure=self._on_failure,
+            )
             self._texts = texts = TextWorkers(
                 self._loop.engine.make_text_worker,
                 self._config.text_workers,
@@ -236,14 +243,30 @@ class Server:
                 retry_after_s=self._config.retry_after_s,
             )
             await texts.open()
-            await self._listen(self._loop, texts)
+            await self._listen(self._loop, texts, tenants)
             if self._config.metrics_port:
                 self._metrics = MetricsEndpoint(self.statistics)
                 await self._metrics.open(self._config.metrics_host, self._config.metrics_port)
             undo.pop_all()
         _log.info("listening at %s", self.target)
 
-    async def _listen(self, loop: StepLoop, texts: TextWorkers) -> None:
+    async def _open_tenants(self) -> Tenants:
+        """Returns who knows the keys: those of the settings, and those of the store.
+
+        Raises:
+            StartupError: the store cannot be used.
+        """
+        bad_keys = BadKeys(self._config.bad_keys_per_minute)
+        fixed = TenantRegistry.from_config(self._config, bad_keys=bad_keys, clock=time.monotonic)
+        if not self._config.store:
+            return fixed
+        # SQLAlchemy takes a third of a second to import, and many servers have no store.
+        from drafthouse_server.tenancy.key_ring import open_key_ring  # noqa: PLC0415
+
+        self._key_ring = await open_key_ring(self._config, fixed, bad_keys)
+        return self._key_ring
+
+    async def _listen(self, loop: StepLoop, texts: TextWorkers, tenants: Tenants) -> None:
         config = self._config
         limits = loop.engine.limits
         n_context = min(limits.n_ctx_seq, limits.n_ctx)
@@ -265,7 +288,7 @@ class Server:
                 Observe(),
                 TranslateErrors(),
                 self._gate,
-                Authenticate(self._tenants, is_health_open=config.open_health),
+                Authenticate(tenants, is_health_open=config.open_health),
                 self._receive,
             ),
             options=_options(config, max(shape.n_bytes_max for shape in shapes.values())),
@@ -381,6 +404,8 @@ class Server:
             await self._texts.close()
         if self._loop is not None and not self._loop.is_abandoned:
             await self._loop.close()
+        if self._key_ring is not None:
+            await self._key_ring.close()
 
     def statistics(self) -> Statistics:
         """Returns what was counted so far, of requests and of calls."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, PermissionDenied, QuotaExceeded, Unauthenticated
 from drafthouse_server.setting import Rule, between
 
-__all__ = ["LIMITS", "Limit", "Tenant", "TenantRegistry", "make_tenant"]
+if TYPE_CHECKING:
+    from drafthouse_server.tenancy.identity import BadKeys
+
+__all__ = ["LIMITS", "Identity", "Limit", "Tenant", "TenantRegistry", "make_tenant"]
 
 _DEFAULT_TENANT = "default"
+_NO_HOLD = nullcontext()
 
 _PRIORITY_MAX = 100
 
@@ -207,6 +212,16 @@ def make_tenant(name: str, settings: Mapping[str, object], *, n_waiting_max: int
     return Tenant(name, **values)
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who calls."""
+
+    tenant: Tenant
+    """The customer."""
+    key_id: str = ""
+    """Which of its keys: an id that may be logged; empty when no key is asked for."""
+
+
 def _digest(api_key: str) -> bytes:
     return hashlib.sha256(api_key.encode()).digest()
 
@@ -217,15 +232,35 @@ class TenantRegistry:
     Args:
         tenants: Tenants by API key.
         open_tenant: The tenant of every call when there are no keys.
+        bad_keys: Counts wrong keys; nobody does when not given.
+        clock: Time in seconds, for that.
     """
 
-    def __init__(self, tenants: Mapping[str, Tenant], open_tenant: Tenant | None = None) -> None:
+    def __init__(
+        self,
+        tenants: Mapping[str, Tenant],
+        open_tenant: Tenant | None = None,
+        *,
+        bad_keys: BadKeys | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         # Looked up by digest, so that the time of a lookup tells nothing of a key.
-        self._tenants = {_digest(api_key): tenant for api_key, tenant in tenants.items()}
-        self._open_tenant = open_tenant or Tenant(_DEFAULT_TENANT)
+        self._identities: dict[bytes, Identity] = {}
+        for api_key, tenant in tenants.items():
+            digest = _digest(api_key)
+            self._identities[digest] = Identity(tenant, digest.hex()[:12])
+        self._open = Identity(open_tenant or Tenant(_DEFAULT_TENANT))
+        self._bad_keys = bad_keys
+        self._clock = clock
 
     @classmethod
-    def from_config(cls, config: Config) -> TenantRegistry:
+    def from_config(
+        cls,
+        config: Config,
+        *,
+        bad_keys: BadKeys | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> TenantRegistry:
         """Returns the registry of `Config.api_keys`, with the limits of `Config.tenants`.
 
         Raises:
@@ -253,25 +288,41 @@ class TenantRegistry:
         for entry in config.api_keys:
             name, _, api_key = entry.partition(":")
             tenants[api_key] = made[name]
-        return cls(tenants, made.get(_DEFAULT_TENANT))
+        return cls(tenants, made.get(_DEFAULT_TENANT), bad_keys=bad_keys, clock=clock)
 
     @property
     def is_open(self) -> bool:
         """Whether calls need no key."""
-        return not self._tenants
+        return not self._identities
 
     def authenticate(self, api_key: str | None) -> Tenant:
-        """Returns the tenant of a key.
+        """Returns the tenant of a key. See `identify`."""
+        return self.identify(api_key, "").tenant
+
+    def identify(self, api_key: str | None, address: str) -> Identity:
+        """Returns whom a key is of.
+
+        A right key is always taken: behind a proxy all clients may have one address.
 
         Args:
             api_key: As the client sent it, without a scheme; None if it sent none.
+            address: Where it was sent from, as `source_of` returns it.
 
         Raises:
             Unauthenticated: the key is missing or unknown (INVALID_API_KEY).
+            TooManyBadKeys: the address has sent too many that are (TOO_MANY_BAD_KEYS).
         """
         if self.is_open:
-            return self._open_tenant
-        tenant = self._tenants.get(_digest(api_key)) if api_key else None
-        if tenant is None:
-            raise Unauthenticated
-        return tenant
+            return self._open
+        identity = self._identities.get(_digest(api_key)) if api_key else None
+        if identity is not None:
+            return identity
+        if self._bad_keys is not None and api_key:
+            self._bad_keys.check(address, self._clock())
+            self._bad_keys.note(address, self._clock())
+        raise Unauthenticated
+
+    def hold(self, identity: Identity) -> AbstractContextManager[None]:
+        """Returns a block that never ends a call: keys of the settings are not revoked."""
+        del identity
+        return _NO_HOLD

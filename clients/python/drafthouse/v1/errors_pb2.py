@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64rafthouse/v1/errors.proto\x12\rdrafthouse.v1*\x86\x04\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_REASON_INVALID_FIELD\x10\x01\x12!\n\x1d\x45RROR_REASON_CONTEXT_TOO_LONG\x10\x02\x12 \n\x1c\x45RROR_REASON_INVALID_API_KEY\x10\x03\x12\"\n\x1e\x45RROR_REASON_MODEL_NOT_ALLOWED\x10\x04\x12 \n\x1c\x45RROR_REASON_MODEL_NOT_FOUND\x10\x05\x12&\n\"ERROR_REASON_TENANT_QUOTA_EXCEEDED\x10\x06\x12\x1b\n\x17\x45RROR_REASON_QUEUE_FULL\x10\x07\x12 \n\x1c\x45RROR_REASON_SERVER_DRAINING\x10\x08\x12\x1f\n\x1b\x45RROR_REASON_ENGINE_FAILURE\x10\t\x12#\n\x1f\x45RROR_REASON_DEADLINE_TOO_SHORT\x10\x0c\x12\x1c\n\x18\x45RROR_REASON_SLOW_SENDER\x10\x14\x12\x1c\n\x18\x45RROR_REASON_SLOW_READER\x10\x15\x12\"\n\x1e\x45RROR_REASON_SERVER_OVERLOADED\x10\x16\x12!\n\x1d\x45RROR_REASON_ENGINE_UNHEALTHY\x10\x17\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64rafthouse/v1/errors.proto\x12\rdrafthouse.v1*\xce\x04\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_REASON_INVALID_FIELD\x10\x01\x12!\n\x1d\x45RROR_REASON_CONTEXT_TOO_LONG\x10\x02\x12 \n\x1c\x45RROR_REASON_INVALID_API_KEY\x10\x03\x12\"\n\x1e\x45RROR_REASON_MODEL_NOT_ALLOWED\x10\x04\x12 \n\x1c\x45RROR_REASON_MODEL_NOT_FOUND\x10\x05\x12&\n\"ERROR_REASON_TENANT_QUOTA_EXCEEDED\x10\x06\x12\x1b\n\x17\x45RROR_REASON_QUEUE_FULL\x10\x07\x12 \n\x1c\x45RROR_REASON_SERVER_DRAINING\x10\x08\x12\x1f\n\x1b\x45RROR_REASON_ENGINE_FAILURE\x10\t\x12\"\n\x1e\x45RROR_REASON_STORE_UNAVAILABLE\x10\n\x12\"\n\x1e\x45RROR_REASON_TOO_MANY_BAD_KEYS\x10\x0b\x12#\n\x1f\x45RROR_REASON_DEADLINE_TOO_SHORT\x10\x0c\x12\x1c\n\x18\x45RROR_REASON_SLOW_SENDER\x10\x14\x12\x1c\n\x18\x45RROR_REASON_SLOW_READER\x10\x15\x12\"\n\x1e\x45RROR_REASON_SERVER_OVERLOADED\x10\x16\x12!\n\x1d\x45RROR_REASON_ENGINE_UNHEALTHY\x10\x17\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'drafthouse.v1.errors_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORREASON']._serialized_start=46
-  _globals['_ERRORREASON']._serialized_end=564
+  _globals['_ERRORREASON']._serialized_end=636
 # @@protoc_insertion_point(module_scope)

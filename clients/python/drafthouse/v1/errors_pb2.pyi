@@ -31,7 +31,7 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     ERROR_REASON_CONTEXT_TOO_LONG: _ErrorReason.ValueType  # 2
     """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
     ERROR_REASON_INVALID_API_KEY: _ErrorReason.ValueType  # 3
-    """UNAUTHENTICATED: the API key is missing or unknown."""
+    """UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call whose key is revoked while it runs may end so."""
     ERROR_REASON_MODEL_NOT_ALLOWED: _ErrorReason.ValueType  # 4
     """PERMISSION_DENIED: the tenant may not use this model. Checked before existence. Metadata: model."""
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 5
@@ -46,6 +46,14 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
     ERROR_REASON_ENGINE_FAILURE: _ErrorReason.ValueType  # 9
     """INTERNAL: the engine failed on this request. Metadata: status."""
+    ERROR_REASON_STORE_UNAVAILABLE: _ErrorReason.ValueType  # 10
+    """UNAVAILABLE: the server's store of API keys does not answer, so it cannot tell whether this one is right. Comes with
+    google.rpc.RetryInfo.
+    """
+    ERROR_REASON_TOO_MANY_BAD_KEYS: _ErrorReason.ValueType  # 11
+    """RESOURCE_EXHAUSTED: the client's address has sent too many wrong API keys within a minute. Comes with
+    google.rpc.RetryInfo. Metadata: limit.
+    """
     ERROR_REASON_DEADLINE_TOO_SHORT: _ErrorReason.ValueType  # 12
     """DEADLINE_EXCEEDED: the first token cannot come before the deadline, so nothing was begun. Only where computing the prompt would take
     twice as long as is left, at the speed measured so far. A deadline that passes later has no reason. Metadata: leftMs, neededMs.
@@ -75,7 +83,7 @@ them, 16 at most. Metadata: fields.
 ERROR_REASON_CONTEXT_TOO_LONG: ErrorReason.ValueType  # 2
 """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
 ERROR_REASON_INVALID_API_KEY: ErrorReason.ValueType  # 3
-"""UNAUTHENTICATED: the API key is missing or unknown."""
+"""UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call whose key is revoked while it runs may end so."""
 ERROR_REASON_MODEL_NOT_ALLOWED: ErrorReason.ValueType  # 4
 """PERMISSION_DENIED: the tenant may not use this model. Checked before existence. Metadata: model."""
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 5
@@ -90,6 +98,14 @@ ERROR_REASON_SERVER_DRAINING: ErrorReason.ValueType  # 8
 """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
 ERROR_REASON_ENGINE_FAILURE: ErrorReason.ValueType  # 9
 """INTERNAL: the engine failed on this request. Metadata: status."""
+ERROR_REASON_STORE_UNAVAILABLE: ErrorReason.ValueType  # 10
+"""UNAVAILABLE: the server's store of API keys does not answer, so it cannot tell whether this one is right. Comes with
+google.rpc.RetryInfo.
+"""
+ERROR_REASON_TOO_MANY_BAD_KEYS: ErrorReason.ValueType  # 11
+"""RESOURCE_EXHAUSTED: the client's address has sent too many wrong API keys within a minute. Comes with
+google.rpc.RetryInfo. Metadata: limit.
+"""
 ERROR_REASON_DEADLINE_TOO_SHORT: ErrorReason.ValueType  # 12
 """DEADLINE_EXCEEDED: the first token cannot come before the deadline, so nothing was begun. Only where computing the prompt would take
 twice as long as is left, at the speed measured so far. A deadline that passes later has no reason. Metadata: leftMs, neededMs.

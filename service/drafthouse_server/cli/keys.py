@@ -1,0 +1,298 @@
+"""`drafthouse keys`: keys of a store, made, listed, revoked and replaced, with or without a server.
+
+What is printed on stdout is the result alone: a new key, once, or a table, or JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import getpass
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from sqlalchemy import Connection
+
+from drafthouse_server.cli import settings
+from drafthouse_server.cli.terminal import Terminal, format_table
+from drafthouse_server.config import Config
+from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
+from drafthouse_server.tenancy import records
+from drafthouse_server.tenancy.identity import is_tenant_name
+from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key
+from drafthouse_server.tenancy.records import Change, KeyRecord
+from drafthouse_server.tenancy.store import Store, read_pepper_of
+
+__all__ = [
+    "Desk",
+    "add_key_commands",
+    "add_store_flags",
+    "as_time",
+    "change_now",
+    "run_on_store",
+    "tenant_name",
+]
+
+_Commands = argparse._SubParsersAction  # argparse has no public name for it
+_Result = TypeVar("_Result")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_N_LABEL_MAX = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Desk:
+    """Where a command works: an opened store and the settings that name it."""
+
+    store: Store
+    """The store."""
+    config: Config
+    """All settings."""
+
+
+def add_store_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags by which a command finds the store."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="the server's TOML file, which may name the store"
+    )
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="sqlite:///FILE or postgresql://USER@HOST/DATABASE; default: DRAFTHOUSE_STORE, or"
+        " `store` in the file of --config",
+    )
+    parser.add_argument(
+        "--key-pepper-file", metavar="FILE", help="as of the server; default: as the store's"
+    )
+
+
+def add_key_commands(commands: _Commands[argparse.ArgumentParser], about: str) -> None:
+    """Adds the command `keys`, with a line for the list of commands."""
+    parser = commands.add_parser(
+        "keys",
+        help=about,
+        description="Works on the store, whether or not a server runs; one that runs sees a change"
+        " within a second or two.",
+        allow_abbrev=False,
+    )
+    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add = _part(parts, "add", "make a key, and print it: it is shown this once", _add)
+    add.add_argument("--tenant", required=True, type=tenant_name, metavar="NAME")
+    _add_life_flags(add)
+    listed = _part(parts, "list", "list keys, without their secrets", _list)
+    listed.add_argument("--tenant", type=tenant_name, metavar="NAME", help="of one tenant")
+    listed.add_argument("--json", action="store_true", help="for programs")
+    revoke = _part(parts, "revoke", "end a key's life now", _revoke)
+    revoke.add_argument("key_id", metavar="ID", help="the part between dh_ and the second _")
+    rotate = _part(parts, "rotate", "make a key in place of another, and print it", _rotate)
+    rotate.add_argument("key_id", metavar="ID", help="the key that is replaced")
+    rotate.add_argument(
+        "--overlap",
+        type=_duration,
+        default=0,
+        metavar="TIME",
+        help="how long the old key works on, such as 24h; default: not at all",
+    )
+    _add_life_flags(rotate)
+
+
+def _part(
+    parts: _Commands[argparse.ArgumentParser],
+    name: str,
+    about: str,
+    work: Callable[[Desk, argparse.Namespace, Terminal], None],
+) -> argparse.ArgumentParser:
+    parser = parts.add_parser(name, help=about, description=about, allow_abbrev=False)
+    add_store_flags(parser)
+    parser.set_defaults(run=run_on_store(work), parser=parser)
+    return parser
+
+
+def _add_life_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--label", default="", metavar="TEXT", help="what the key is for")
+    parser.add_argument(
+        "--expires", type=_duration, metavar="TIME", help="how long it works, such as 90d or 12h"
+    )
+
+
+def run_on_store(
+    work: Callable[[Desk, argparse.Namespace, Terminal], None],
+) -> Callable[[argparse.Namespace, Terminal], int]:
+    """Returns a command that opens the store, works, and says in one sentence what went wrong."""
+
+    def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
+        try:
+            config = _settings(arguments, terminal)
+            store = Store.open(config.store)
+        except ConfigError as error:
+            terminal.error(str(error))
+            return 2
+        except StoreError as error:
+            terminal.error(str(error))
+            return 1
+        try:
+            work(Desk(store, config), arguments, terminal)
+        except ConfigError as error:
+            terminal.error(str(error))
+            return 2
+        except (StoreError, StoreRefusal) as error:
+            terminal.error(str(error))
+            return 1
+        finally:
+            store.close()
+        return 0
+
+    return run
+
+
+def _settings(arguments: argparse.Namespace, terminal: Terminal) -> Config:
+    names = ("store", "key_pepper_file")
+    flags = {name: text for name in names if (text := getattr(arguments, name)) is not None}
+    config = settings.load(arguments.config, flags=flags, warn=terminal.warn)
+    if not config.store:
+        problem = (
+            "no store is set; give one with --store, DRAFTHOUSE_STORE or --config, such as"
+            " sqlite:///drafthouse.db"
+        )
+        raise ConfigError("store", "", problem=problem)
+    return config
+
+
+def change_now() -> Change:
+    """Returns who works here, for the audit trail, and the time."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # as in a container, where a number has no name
+        user = str(os.geteuid())
+    return Change(f"cli:{user}", int(time.time()))
+
+
+def _add(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
+    pepper, key, change = read_pepper_of(desk.config, desk.store), make_key(), change_now()
+    record = _record(
+        key,
+        arguments.tenant,
+        label=arguments.label,
+        life_s=arguments.expires,
+        pepper=pepper,
+        change=change,
+    )
+    with desk.store.writing() as connection:
+        is_new = records.add_key(connection, record, change)
+    if is_new:
+        terminal.note(f"tenant {record.tenant} is new, and was added")
+    _show(key, record, terminal)
+
+
+def _rotate(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
+    pepper, key, change = read_pepper_of(desk.config, desk.store), make_key(), change_now()
+    with desk.store.writing() as connection:
+        end = change.at + arguments.overlap
+        old = records.revoke_key(connection, arguments.key_id, end, change)
+        record = _record(
+            key,
+            old.tenant,
+            label=arguments.label or old.label,
+            life_s=arguments.expires,
+            pepper=pepper,
+            change=change,
+        )
+        records.add_key(connection, record, change)
+    until = f"works until {as_time(end)}" if arguments.overlap else "is revoked"
+    terminal.note(f"key {old.id} {until}")
+    _show(key, record, terminal)
+
+
+def _record(
+    key: ApiKey, tenant: str, *, label: str, life_s: int | None, pepper: bytes, change: Change
+) -> KeyRecord:
+    return KeyRecord(
+        id=key.id,
+        tenant=tenant,
+        label=label[:_N_LABEL_MAX],
+        digest=digest_of(key.text, pepper),
+        created_at=change.at,
+        expires_at=None if life_s is None else change.at + life_s,
+        revoked_at=None,
+        last_used_at=None,
+    )
+
+
+def _show(key: ApiKey, record: KeyRecord, terminal: Terminal) -> None:
+    until = "until it is revoked" if record.expires_at is None else as_time(record.expires_at)
+    terminal.note(f"key {key.id} of tenant {record.tenant}, works: {until}; it is shown this once:")
+    terminal.line(key.text)
+
+
+def _revoke(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
+    change = change_now()
+    with desk.store.writing() as connection:
+        key = records.revoke_key(connection, arguments.key_id, change.at, change)
+    terminal.note(f"key {key.id} of tenant {key.tenant} is revoked")
+
+
+def _list(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
+    found = _read(desk, lambda connection: records.list_keys(connection, arguments.tenant))
+    now = int(time.time())
+    if arguments.json:
+        terminal.line(json.dumps([_as_json(key, now) for key in found], indent=2))
+        return
+    header = ("id", "tenant", "label", "state", "made", "expires", "last used")
+    rows = [
+        (
+            key.id,
+            key.tenant,
+            key.label or "–",
+            _state(key, now),
+            as_time(key.created_at),
+            as_time(key.expires_at),
+            as_time(key.last_used_at),
+        )
+        for key in found
+    ]
+    for line in format_table(header, rows):
+        terminal.line(line)
+
+
+def _read(desk: Desk, question: Callable[[Connection], Sequence[_Result]]) -> Sequence[_Result]:
+    with desk.store.reading() as connection:
+        return question(connection)
+
+
+def _state(key: KeyRecord, now: int) -> str:
+    if key.revoked_at is not None:
+        return "revoked" if key.revoked_at <= now else f"works until {as_time(key.revoked_at)}"
+    return "expired" if key.works_until() <= now else "works"
+
+
+def _as_json(key: KeyRecord, now: int) -> dict[str, object]:
+    values = dataclasses.asdict(key)
+    del values["digest"]
+    return values | {"works": key.works_until() > now}
+
+
+def as_time(seconds: int | None) -> str:
+    """Returns a time for people, in UTC."""
+    if seconds is None:
+        return "–"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def tenant_name(text: str) -> str:
+    """Returns a checked name of a tenant, for argparse."""
+    if not is_tenant_name(text):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is no name of a tenant; expected 64 letters, digits, ".", "_", "-" at most'
+        )
+    return text
+
+
+def _duration(text: str) -> int:
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; expected one such as 12h or 90d")
+    return int(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,156 @@
+"""`drafthouse tenants`: customers of a store and what they may, with or without a server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+
+from drafthouse_server.cli.keys import (
+    Desk,
+    add_store_flags,
+    as_time,
+    change_now,
+    run_on_store,
+    tenant_name,
+)
+from drafthouse_server.cli.terminal import Terminal, format_table
+from drafthouse_server.tenancy import records
+from drafthouse_server.tenancy.key_ring import LIMITS
+
+__all__ = ["add_tenant_commands"]
+
+_Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def add_tenant_commands(commands: _Commands[argparse.ArgumentParser], about: str) -> None:
+    """Adds the command `tenants`, with a line for the list of commands."""
+    parser = commands.add_parser(
+        "tenants",
+        help=about,
+        description="Works on the store, whether or not a server runs; one that runs sees a change"
+        " within a second or two.",
+        allow_abbrev=False,
+    )
+    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add = _part(parts, "add", "add a tenant", _add)
+    _add_name(add)
+    _add_limits(add)
+    listed = _part(parts, "list", "list tenants and their limits", _list)
+    listed.add_argument("--json", action="store_true", help="for programs")
+    change = _part(parts, "set", "change limits of a tenant", _set)
+    _add_name(change)
+    _add_limits(change)
+    delete = _part(parts, "delete", "delete a tenant and its keys; its usage stays", _delete)
+    _add_name(delete)
+
+
+def _part(
+    parts: _Commands[argparse.ArgumentParser],
+    name: str,
+    about: str,
+    work: Callable[[Desk, argparse.Namespace, Terminal], None],
+) -> argparse.ArgumentParser:
+    parser = parts.add_parser(name, help=about, description=about, allow_abbrev=False)
+    add_store_flags(parser)
+    parser.set_defaults(run=run_on_store(work), parser=parser)
+    return parser
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", type=tenant_name, metavar="NAME")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "limits",
+        nargs="*",
+        type=_limit,
+        metavar="LIMIT=VALUE",
+        help=f"one of {', '.join(LIMITS)}; none takes it back to its default; names are separated"
+        " by commas",
+    )
+
+
+def _limit(text: str) -> tuple[str, object]:
+    name, _, value = text.partition("=")
+    if name not in LIMITS:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is no limit; expected LIMIT=VALUE, with one of {', '.join(LIMITS)}"
+        )
+    try:
+        return name, _limit_of(name, value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _limit_of(name: str, text: str) -> object:
+    """Returns the value of a limit that a text stands for, as JSON has it; None: the default.
+
+    Raises:
+        ValueError: the text is no such value; its text says what is expected.
+    """
+    kind = LIMITS[name]
+    if text.lower() == "none":
+        return None
+    if kind.startswith("frozenset"):
+        return sorted({part.strip() for part in text.split(",") if part.strip()})
+    expected = "a whole number of at least 0" if kind.startswith("int") else "a number above 0"
+    try:
+        value = int(text) if kind.startswith("int") else float(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; expected {expected}, or none") from None
+    if not (0 <= value < float("inf")) or (value == 0 and not kind.startswith("int")):
+        raise ValueError(f"{name} is {text!r}; expected {expected}, or none")
+    return value
+
+
+def _add(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
+    with desk.store.writing() as connection:
+        records.add_tenant(connection, arguments.name, dict(arguments.limits), change_now())
+    terminal.note(f"tenant {arguments.name} was added")
+
+
+def _set(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
+    with desk.store.writing() as connection:
+        records.set_limits(connection, arguments.name, dict(arguments.limits), change_now())
+    terminal.note(f"{len(arguments.limits)} limits of tenant {arguments.name} were set")
+
+
+def _delete(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
+    with desk.store.writing() as connection:
+        n_keys = records.delete_tenant(connection, arguments.name, change_now())
+    terminal.note(f"tenant {arguments.name} was deleted, with {n_keys} keys")
+
+
+def _list(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
+    with desk.store.reading() as connection:
+        found = records.list_tenants(connection)
+    if arguments.json:
+        rows = [
+            {
+                "name": tenant.name,
+                "created_at": tenant.created_at,
+                "keys": tenant.n_keys,
+                "limits": dict(tenant.limits),
+            }
+            for tenant in found
+        ]
+        terminal.line(json.dumps(rows, indent=2))
+        return
+    cells: Sequence[Sequence[str]] = [
+        (
+            tenant.name,
+            str(tenant.n_keys),
+            as_time(tenant.created_at),
+            ", ".join(f"{name}={_shown(value)}" for name, value in sorted(tenant.limits.items()))
+            or "–",
+        )
+        for tenant in found
+    ]
+    for line in format_table(("name", "keys", "added", "limits"), cells):
+        terminal.line(line)
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

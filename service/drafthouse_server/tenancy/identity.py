@@ -1,0 +1,111 @@
+"""What all that know callers have in common; where calls come from, and how often one may be wrong.
+
+`TenantRegistry` knows the keys of the settings, `KeyRing` those of a store.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable
+from contextlib import AbstractContextManager
+from typing import Protocol
+from urllib.parse import unquote
+
+from drafthouse_server.errors import TooManyBadKeys
+from drafthouse_server.tenancy.tenants import Identity
+
+__all__ = ["BadKeys", "Tenants", "is_tenant_name", "source_of"]
+
+_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_N_ADDRESSES_MAX = 10_000
+_MINUTE_S = 60.0
+
+
+def is_tenant_name(text: str) -> bool:
+    """Returns whether a text may be a tenant's name: 64 letters, digits, ".", "_", "-" at most."""
+    return _TENANT_NAME.fullmatch(text) is not None
+
+
+class Tenants(Protocol):
+    """Knows who calls, by key."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls need no key."""
+        ...
+
+    def identify(self, api_key: str | None, address: str) -> Identity | Awaitable[Identity]:
+        """Returns whom a key is of: at once, or, where somebody must be asked, as an awaitable.
+
+        Args:
+            api_key: As the client sent it, without a scheme; None if it sent none.
+            address: Where it was sent from, as `source_of` returns it.
+        """
+        ...
+
+    def hold(self, identity: Identity) -> AbstractContextManager[None]:
+        """Returns the block in which a call runs; it may end the call, when its key is revoked."""
+        ...
+
+
+def source_of(peer: str) -> str:
+    """Returns the address of a gRPC peer without its port; of IPv6 the network that one user has.
+
+    Args:
+        peer: Such as "ipv4:10.0.0.7:52114" or "ipv6:%5B2001:db8::1%5D:52114".
+    """
+    kind, _, rest = peer.partition(":")
+    host = unquote(rest).rpartition(":")[0].strip("[]")
+    if kind != "ipv6":
+        return host if kind == "ipv4" else peer
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((address, 64), strict=False))
+
+
+class BadKeys:
+    """Counts wrong keys by address, so that guessing costs the guesser and not the server.
+
+    A bucket of `n_max` tokens for each address, filled within a minute. Pure: time is an argument.
+
+    Args:
+        n_max: Wrong keys of an address per minute; 0: any number.
+    """
+
+    def __init__(self, n_max: int) -> None:
+        self._n_max = n_max
+        self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def check(self, address: str, now: float) -> None:
+        """Checks that an unknown key of an address may be looked at.
+
+        Args:
+            address: As `source_of` returns it.
+            now: Time in seconds.
+
+        Raises:
+            TooManyBadKeys: too many were wrong (TOO_MANY_BAD_KEYS).
+        """
+        if not self._n_max:
+            return
+        debt = self._debt(address, now)
+        if debt > self._n_max - 1:
+            wait_s = (debt - self._n_max + 1) * _MINUTE_S / self._n_max
+            raise TooManyBadKeys(self._n_max, wait_s)
+
+    def note(self, address: str, now: float) -> None:
+        """Counts a wrong key."""
+        if not self._n_max:
+            return
+        self._debts[address] = self._debt(address, now) + 1, now
+        self._debts.move_to_end(address)
+        while len(self._debts) > _N_ADDRESSES_MAX:
+            self._debts.popitem(last=False)
+
+    def _debt(self, address: str, now: float) -> float:
+        debt, since = self._debts.get(address, (0.0, now))
+        return max(0.0, debt - (now - since) * self._n_max / _MINUTE_S)

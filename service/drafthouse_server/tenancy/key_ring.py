@@ -1,0 +1,480 @@
+"""The keys of a store, as a server knows them: whom a key is of, while the store answers and after.
+
+A key that was seen within the hour is found in memory: a dict access and one HMAC. Any other is
+asked of the store, off the event loop. The store's version is polled, so that a revoked key is
+known as such within about a second; then its running calls end too, or go on, as
+`revoked_streams` says.
+
+When the store does not answer, keys seen within the hour before go on for `store_grace_s`. Then,
+and for all others at once, the answer is StoreUnavailable: nobody is called unknown who was not
+looked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import hmac
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Never, TypeAlias
+
+from sqlalchemy import Connection
+
+from drafthouse_server.config import Config
+from drafthouse_server.errors import StoreError, StoreUnavailable, Unauthenticated
+from drafthouse_server.tenancy import records
+from drafthouse_server.tenancy.identity import BadKeys
+from drafthouse_server.tenancy.keys import claimed_id, digest_of, id_of_key, pepper_id
+from drafthouse_server.tenancy.records import KeyRecord, TenantRecord
+from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
+from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
+
+__all__ = ["LIMITS", "KeyRing", "RingRules", "known_limits", "open_key_ring"]
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""Seconds between two looks at the store's version."""
+_TIMEOUT_S = 2.0
+"""Seconds that the store has to answer."""
+_SEEN_S = 3600.0
+_FLUSH_S = 30.0
+"""Seconds between two writings of last uses."""
+_N_KNOWN_MAX = 100_000
+_N_UNKNOWN_MAX = 10_000
+_UNKNOWN_S = 10.0
+"""Seconds that an id is remembered as unknown, unless the store changes."""
+_N_PENDING_MAX = 1000
+"""Ids that the store is asked for at once."""
+_N_NAMES_MAX = 500
+"""Tenants that are asked for by name; above, all are read."""
+
+_Found: TypeAlias = tuple[Sequence[KeyRecord], Sequence[TenantRecord]]
+
+
+LIMITS: Mapping[str, str] = {
+    field.name: str(field.type) for field in dataclasses.fields(Tenant) if field.name != "name"
+}
+"""Types of what can be set of a tenant, by name."""
+
+
+def known_limits(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a store says of a tenant as arguments of `Tenant`, without what is unknown."""
+    return {
+        name: frozenset(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if name in LIMITS
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RingRules:
+    """How a `KeyRing` decides."""
+
+    grace_s: float = 900.0
+    """Seconds that known keys go on without the store."""
+    ends_streams: bool = True
+    """Whether the calls of a revoked key are ended."""
+    retry_after_s: float = 1.0
+    """Advice to those whose key could not be looked for."""
+
+
+class _Known:
+    """A key that the server has seen, and its running calls."""
+
+    __slots__ = ("calls", "digest", "identity", "revoked_at", "seen_at", "works_until")
+
+    def __init__(self, key: KeyRecord, tenant: Tenant, seen_at: float) -> None:
+        self.calls: set[_Held] = set()
+        self.seen_at = seen_at
+        self.update(key, tenant)
+
+    def update(self, key: KeyRecord, tenant: Tenant) -> None:
+        """Takes what the store says now."""
+        self.digest = key.digest
+        self.works_until = key.works_until()
+        self.revoked_at = key.revoked_at
+        self.identity = Identity(tenant, key.id)
+
+
+class _Held:
+    """A running call of a key: ended with UNAUTHENTICATED when the key is revoked."""
+
+    __slots__ = ("_is_revoked", "_known", "_task")
+
+    def __init__(self, known: _Known) -> None:
+        self._known = known
+        self._task: asyncio.Task[Any] | None = None
+        self._is_revoked = False
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._known.calls.add(self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._known.calls.discard(self)
+        if self._is_revoked and isinstance(error, asyncio.CancelledError):
+            assert self._task is not None
+            self._task.uncancel()
+            raise Unauthenticated("the API key was revoked") from error
+
+    def end(self) -> None:
+        """Ends the call."""
+        if self._task is not None and not self._is_revoked:
+            self._is_revoked = True
+            self._task.cancel()
+
+
+class KeyRing:
+    """Finds the tenant of a key. Made and used on the event loop.
+
+    Args:
+        store: Where the keys are.
+        pepper: That they were made with.
+        make_tenant: Returns the tenant of a record.
+        rules: How it decides.
+        bad_keys: Counts wrong keys.
+        fixed: Knows the keys of the settings, which work beside those of the store.
+        clock: Monotonic time in seconds.
+        wall_clock: Seconds since 1970.
+    """
+
+    is_open = False
+    """Whether calls need no key."""
+
+    def __init__(
+        self,
+        store: Store,
+        pepper: bytes,
+        make_tenant: Callable[[TenantRecord], Tenant],
+        rules: RingRules,
+        *,
+        bad_keys: BadKeys,
+        fixed: TenantRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._pepper = pepper
+        self._make_tenant = make_tenant
+        self._rules = rules
+        self._fixed = fixed
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._store = store
+        self._reader = StoreThread(store, is_writing=False)
+        self._writer = StoreThread(store, is_writing=True)
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._unknown: OrderedDict[str, float] = OrderedDict()
+        self._pending: dict[str, asyncio.Task[None]] = {}
+        self._uses: dict[str, int] = {}
+        self._revoked_at: dict[str, int] = {}  # of known keys that will be
+        self._bad_keys = bad_keys
+        self._is_flushed = True
+        self._version: str | None = None
+        self._answered_at = -math.inf
+        self._watching: asyncio.Task[None] | None = None
+        self.is_away = False
+        """Whether the store has not answered when it was asked last."""
+
+    async def open(self) -> None:
+        """Reads the keys that were used of late, and watches the store from now on.
+
+        Raises:
+            StoreError: it does not answer, or its keys were made with another pepper.
+        """
+        await self._poll()
+        since = int(self._wall_clock() - _SEEN_S)
+        read = functools.partial(_read_recent, since=since)
+        self._take(*await self._reader.run(read, _TIMEOUT_S))
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Writes the last uses, and ends."""
+        if self._watching is not None:
+            self._watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watching
+        if self.is_away:
+            self._store.interrupt()
+        else:
+            await self._flush()
+        for thread in (self._reader, self._writer):
+            await asyncio.to_thread(thread.close, _TIMEOUT_S)
+        self._store.close()
+
+    def identify(self, api_key: str | None, address: str) -> Identity | Awaitable[Identity]:
+        """Returns whom a key is of: at once, or, where the store must be asked, as an awaitable.
+
+        Args:
+            api_key: As the client sent it, without a scheme; None if it sent none.
+            address: Where it was sent from, without a port.
+
+        Raises:
+            Unauthenticated: the key is missing, unknown, expired or revoked (INVALID_API_KEY).
+            TooManyBadKeys: the address has sent too many that were (TOO_MANY_BAD_KEYS).
+            StoreUnavailable: it cannot be looked for (STORE_UNAVAILABLE).
+        """
+        known = self._known.get(claimed_id(api_key)) if api_key else None
+        if known is not None and api_key:
+            return self._identify_known(known, api_key, address)
+        key_id = id_of_key(api_key) if api_key else None
+        if self._fixed is not None and not self._fixed.is_open and not key_id:
+            return self._fixed.identify(api_key, address)
+        if not api_key:
+            raise Unauthenticated
+        self._bad_keys.check(address, self._clock())
+        if not key_id:
+            self._refuse(address)
+        return self._ask(key_id, api_key, address)
+
+    def _identify_known(self, known: _Known, api_key: str, address: str) -> Identity:
+        now = self._clock()
+        if not hmac.compare_digest(known.digest, digest_of(api_key, self._pepper)):
+            self._refuse(address)
+        self._check_store(known, now)
+        wall_now = self._wall_clock()
+        if wall_now >= known.works_until:
+            self._refuse(address)
+        known.seen_at = now
+        self._uses[known.identity.key_id] = int(wall_now)
+        return known.identity
+
+    def _check_store(self, known: _Known, now: float) -> None:
+        """Checks that what is known of a key is not too old.
+
+        Raises:
+            StoreUnavailable: it is (STORE_UNAVAILABLE).
+        """
+        silent_s = now - self._answered_at
+        is_seen = known.seen_at >= self._answered_at - _SEEN_S
+        if silent_s > max(self._rules.grace_s, _TIMEOUT_S + 2 * POLL_S) or not is_seen:
+            raise StoreUnavailable(self._rules.retry_after_s)
+
+    def _refuse(self, address: str) -> Never:
+        self._bad_keys.note(address, self._clock())
+        raise Unauthenticated
+
+    def hold(self, identity: Identity) -> AbstractContextManager[None]:
+        """Returns the block in which a call of a key runs; it ends when the key is revoked.
+
+        Raises, out of the block:
+            Unauthenticated: the key was revoked meanwhile (INVALID_API_KEY).
+        """
+        known = self._known.get(identity.key_id)
+        return _Held(known) if known is not None else nullcontext()
+
+    async def _ask(self, key_id: str, api_key: str, address: str) -> Identity:
+        """Asks the store for a key that the server has not seen."""
+        if self._unknown.get(key_id, -math.inf) > self._clock():
+            self._refuse(address)
+        asking = self._pending.get(key_id)
+        if asking is None:
+            # While the store is away only the watch asks it.
+            if self.is_away or len(self._pending) >= _N_PENDING_MAX:
+                raise StoreUnavailable(self._rules.retry_after_s)
+            asking = self._pending[key_id] = asyncio.create_task(self._look_up(key_id))
+            asking.add_done_callback(lambda _: self._pending.pop(key_id, None))
+        try:
+            await asyncio.shield(asking)
+        except StoreError:
+            raise StoreUnavailable(self._rules.retry_after_s) from None
+        known = self._known.get(key_id)
+        if known is None:
+            self._refuse(address)
+        return self._identify_known(known, api_key, address)
+
+    async def _look_up(self, key_id: str) -> None:
+        """Learns a key, or that there is none of that id."""
+        try:
+            found = await self._reader.run(functools.partial(_read_keys, ids=[key_id]), _TIMEOUT_S)
+        except StoreError as error:
+            self._note_silence(error)
+            raise
+        self._take(*found)
+        if key_id not in self._known:
+            self._unknown[key_id] = self._clock() + _UNKNOWN_S
+            while len(self._unknown) > _N_UNKNOWN_MAX:
+                self._unknown.popitem(last=False)
+
+    def _take(self, keys: Iterable[KeyRecord], tenants: Iterable[TenantRecord]) -> None:
+        """Takes keys in that the store has just told."""
+        by_name = {record.name: self._make_tenant(record) for record in tenants}
+        now, wall_now = self._clock(), self._wall_clock()
+        for key in keys:
+            tenant = by_name.get(key.tenant)
+            if tenant is None or key.works_until() <= wall_now:
+                continue
+            if key.id in self._known:
+                self._known[key.id].update(key, tenant)
+            else:
+                self._known[key.id] = _Known(key, tenant, now)
+            if key.revoked_at is not None:
+                self._revoked_at[key.id] = key.revoked_at
+        while len(self._known) > _N_KNOWN_MAX:
+            self._known.popitem(last=False)
+
+    async def _watch(self) -> None:
+        """Follows the store's changes for ever."""
+        flush_at = self._clock() + _FLUSH_S
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self._poll()
+            except StoreError as error:
+                self._note_silence(error)
+                continue
+            self._end_revoked()
+            if self._clock() >= flush_at:
+                flush_at = self._clock() + _FLUSH_S
+                self._prune()
+                await self._flush()
+
+    async def _poll(self) -> None:
+        """Looks whether something has changed, and reads what is known anew if it has.
+
+        Raises:
+            StoreError: the store does not answer, or is another one.
+        """
+        asked_at = self._clock()
+        found = await self._reader.run(records.version, _TIMEOUT_S)
+        if found.pepper_id not in ("", pepper_id(self._pepper)):
+            raise StoreError(
+                "the keys of this store were made with another pepper than that of"
+                " key_pepper_file; restore the file that belongs to the store"
+            )
+        if found.version != self._version:
+            await self._refresh()
+            self._version = found.version
+        self._answered_at = asked_at
+        if self.is_away:
+            self.is_away = False
+            _log.info("the store answers again")
+
+    async def _refresh(self) -> None:
+        """Reads all known keys again; those that are gone, or revoked, are forgotten."""
+        self._unknown.clear()
+        ids = list(self._known)
+        read = functools.partial(_read_keys, ids=ids)
+        keys, tenants = await self._reader.run(read, _TIMEOUT_S + len(ids) * 1e-3)
+        names, wall_now = {record.name for record in tenants}, self._wall_clock()
+        alive = {
+            key.id
+            for key in keys
+            if key.tenant in names and (key.revoked_at is None or key.revoked_at > wall_now)
+        }
+        for key_id in ids:
+            if key_id not in alive:
+                self._forget(key_id)
+        self._take(keys, tenants)
+
+    def _forget(self, key_id: str) -> None:
+        """Forgets a key that was revoked, and ends its calls where they shall end."""
+        self._revoked_at.pop(key_id, None)
+        known = self._known.pop(key_id, None)
+        if known is None:
+            return
+        _log.info("key %s of tenant %s was revoked", key_id, known.identity.tenant.name)
+        if self._rules.ends_streams:
+            for call in list(known.calls):
+                call.end()
+
+    def _end_revoked(self) -> None:
+        """Forgets the keys whose revocation, told before, has come."""
+        wall_now = self._wall_clock()
+        for key_id in [key_id for key_id, at in self._revoked_at.items() if at <= wall_now]:
+            self._forget(key_id)
+
+    def _prune(self) -> None:
+        """Forgets keys that were not seen for an hour; they are asked for again."""
+        oldest = self._clock() - _SEEN_S
+        idle = [key_id for key_id, known in self._known.items() if known.seen_at < oldest]
+        for key_id in idle:
+            if not self._known[key_id].calls:
+                del self._known[key_id]
+                self._revoked_at.pop(key_id, None)
+
+    async def _flush(self) -> None:
+        """Writes when keys were used; what could not be written is kept for the next time."""
+        uses, self._uses = self._uses, {}
+        if not uses:
+            return
+        write = functools.partial(records.note_uses, uses=uses)
+        try:
+            await self._writer.run(write, _TIMEOUT_S)
+            self._is_flushed = True
+        except StoreError as error:
+            self._uses = uses | self._uses
+            if self._is_flushed:
+                _log.warning("%s; when keys were used is not written for now", error)
+            self._is_flushed = False
+
+    def _note_silence(self, error: StoreError) -> None:
+        if not self.is_away:
+            self.is_away = True
+            _log.warning(
+                "%s; keys seen within the hour go on for %g s, others are refused",
+                error,
+                self._rules.grace_s,
+            )
+
+
+def _read_keys(connection: Connection, ids: Sequence[str]) -> _Found:
+    return _with_tenants(connection, records.find_keys(connection, ids))
+
+
+def _read_recent(connection: Connection, since: int) -> _Found:
+    return _with_tenants(connection, records.recently_used(connection, since, _N_KNOWN_MAX))
+
+
+def _with_tenants(connection: Connection, keys: Sequence[KeyRecord]) -> _Found:
+    names = {key.tenant for key in keys}
+    if not names:
+        return keys, []
+    few = names if len(names) <= _N_NAMES_MAX else None
+    return keys, records.list_tenants(connection, few)
+
+
+async def open_key_ring(config: Config, fixed: TenantRegistry, bad_keys: BadKeys) -> KeyRing:
+    """Opens the store of the settings, and returns its keys.
+
+    Args:
+        config: All settings; `store` is not empty.
+        fixed: Knows the keys of the settings.
+        bad_keys: Counts wrong keys.
+
+    Raises:
+        ConfigError: `store` or `key_pepper_file` is wrong.
+        StoreError: the store cannot be used.
+    """
+
+    def make_tenant(record: TenantRecord) -> Tenant:
+        limits = known_limits(record.limits)
+        if len(limits) < len(record.limits):
+            _log.warning("tenant %s has limits that this release does not know", record.name)
+        return Tenant(record.name, **{"n_waiting_max": config.tenant_queue_size} | limits)
+
+    store = await asyncio.to_thread(Store.open, config.store)
+    async with AsyncExitStack() as undo:
+        undo.callback(store.close)
+        pepper = await asyncio.to_thread(read_pepper_of, config, store)
+        rules = RingRules(
+            config.store_grace_s, config.revoked_streams == "end", config.retry_after_s
+        )
+        ring = KeyRing(store, pepper, make_tenant, rules, bad_keys=bad_keys, fixed=fixed)
+        undo.push_async_callback(ring.close)
+        await ring.open()
+        undo.pop_all()
+    return ring

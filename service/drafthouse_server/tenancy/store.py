@@ -1,0 +1,419 @@
+"""The store: a database of tenants, keys, limits and usage, in SQLite or PostgreSQL.
+
+`Store` gives transactions; what is asked and changed in them stands in `records`. A server asks it
+through `StoreThread`, so that the event loop never waits for a disk or a database: one thread
+reads, one writes, and what has collected while a commit was on its way shares the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import sqlalchemy
+from sqlalchemy import Connection, Engine, event, exc
+from sqlalchemy.engine import URL
+
+from drafthouse_server.config import Config
+from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
+from drafthouse_server.tenancy import migrations, records
+from drafthouse_server.tenancy.keys import pepper_id, read_pepper
+
+__all__ = ["Store", "StoreThread", "read_pepper_of"]
+
+_log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_BUSY_S = 5.0
+"""How long SQLite waits for another writer's transaction."""
+_CONNECT_S = 2
+_STATEMENT_MS = 10_000
+_UPGRADE_LOCK = 0x6472_6166  # a number of ours for PostgreSQL's advisory locks
+_N_GROUP_MAX = 256
+_N_QUEUED_MAX = 10_000
+_WRITES = "drafthouse_writes"
+_HINT = "such as sqlite:///drafthouse.db, or postgresql://USER@HOST/DATABASE"
+
+
+class Store:
+    """A database, opened. May be used on any thread.
+
+    Args:
+        engine: Of SQLAlchemy; `open` makes the right one.
+        path: The file of SQLite; None of a server.
+        shown: Its URL without a password.
+    """
+
+    def __init__(self, engine: Engine, path: Path | None, shown: str) -> None:
+        self._engine = engine
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        self._file_lock = threading.Lock()
+        self._is_closed = False
+        self._drivers: weakref.WeakSet[Any] = weakref.WeakSet()
+        if path is None:
+            event.listen(engine, "connect", lambda driver, _: self._drivers.add(driver))
+        self.shown = shown
+        """Its URL, without a password."""
+
+    @classmethod
+    def open(cls, url: str) -> Store:
+        """Opens a store, makes it where there is none, and brings its schema to the newest.
+
+        Args:
+            url: As of SQLAlchemy: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE.
+
+        Raises:
+            ConfigError: the URL is wrong, or its driver is not installed.
+            StoreError: the store cannot be used, or a newer release has made it.
+        """
+        parsed = _parsed(url)
+        if parsed.get_backend_name() == "sqlite":
+            store = cls._open_file(parsed)
+        else:
+            engine = _server_engine(parsed)
+            store = cls(engine, None, parsed.render_as_string(hide_password=True))
+        with contextlib.ExitStack() as undo:
+            undo.callback(store.close)
+            store._upgrade()
+            undo.pop_all()
+        return store
+
+    @classmethod
+    def _open_file(cls, url: URL) -> Store:
+        path = Path(url.database or "").absolute()
+        if not url.database or url.database == ":memory:":
+            problem = f"store needs a file that outlives the server, {_HINT}"
+            raise ConfigError("store", url.render_as_string(), problem=problem)
+        try:
+            # Made here alone: a store that is missing later must not come back empty.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise StoreError(
+                f"cannot open the store {path}: {error.strerror}; check path and permissions"
+            ) from None
+        return cls(_file_engine(path), path, f"sqlite:///{path}")
+
+    @property
+    def path(self) -> Path | None:
+        """The file of SQLite; None of a server."""
+        return self._path
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """Gives a connection in a transaction that changes nothing.
+
+        Raises:
+            StoreError: the store cannot be used.
+        """
+        with self._transaction({}) as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """Gives a connection in a transaction, which is committed, and durable, at the end.
+
+        Raises:
+            StoreError: the store cannot be used, and nothing has changed.
+        """
+        with self._transaction({_WRITES: True}) as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _transaction(self, options: dict[str, Any]) -> Iterator[Connection]:
+        self._check_file()
+        try:
+            with self._engine.connect() as connection:
+                connection.execution_options(**options)
+                try:
+                    with connection.begin():
+                        yield connection
+                finally:
+                    # Of a thread that was stuck when the store was closed: nobody else closes it.
+                    if self._is_closed and not connection.invalidated:
+                        connection.detach()
+        except exc.SQLAlchemyError as error:
+            problem = f"the store {self.shown} cannot be used: {_reason(error)}"
+            is_away = not isinstance(error, exc.IntegrityError | exc.DataError)
+            raise StoreError(problem, is_away=is_away) from error
+
+    def _check_file(self) -> None:
+        """Sees to it that a file that was replaced, as by a backup, is opened anew."""
+        if self._path is None:
+            return
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            self._engine.dispose()
+            problem = f"the store {self.shown} cannot be used: {error.strerror}"
+            raise StoreError(problem) from None
+        with self._file_lock:
+            file = found.st_dev, found.st_ino
+            if self._file not in (None, file):
+                _log.warning("the store %s was replaced: opening it anew", self.shown)
+                self._engine.dispose()
+            self._file = file
+
+    def interrupt(self) -> None:
+        """Breaks the connections to a database server that does not answer.
+
+        Who waits for it gets StoreError, and the next one connects anew. SQLite, which waits for no
+        more than its lock, and that not for long, is left alone.
+        """
+        for driver in list(self._drivers):
+            with contextlib.suppress(OSError, self._engine.dialect.loaded_dbapi.Error):
+                if not driver.closed:
+                    with socket.socket(fileno=os.dup(driver.fileno())) as line:
+                        line.shutdown(socket.SHUT_RDWR)
+
+    def _upgrade(self) -> None:
+        with self.writing() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+                lock = sqlalchemy.func.pg_advisory_xact_lock(_UPGRADE_LOCK)
+                connection.execute(sqlalchemy.select(lock))
+            before = migrations.revision_of(connection)
+            migrations.upgrade(connection)
+        if before != migrations.NEWEST:
+            _log.info("the store's schema is %s now, was %s", migrations.NEWEST, before or "empty")
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self._is_closed = True
+        self._engine.dispose()
+
+
+def read_pepper_of(config: Config, store: Store) -> bytes:
+    """Returns the pepper that a store's keys are made with.
+
+    The first one who asks makes the file, and the store remembers whose it is: a file that is
+    missing later, or another one, is told, for no key would work with it.
+
+    Raises:
+        ConfigError: `key_pepper_file` is not set and has no default, or cannot be used.
+        StoreError: the store cannot be used, or its keys were made with another pepper.
+    """
+    if config.key_pepper_file:
+        path = Path(config.key_pepper_file)
+    elif store.path is not None:
+        path = store.path.with_name(f"{store.path.name}.pepper")
+    else:
+        problem = (
+            "key_pepper_file is not set, and a store on a server has no default for it; give the"
+            " path of a file outside the database, which is made when it is not there"
+        )
+        raise ConfigError("key_pepper_file", "", problem=problem)
+    with store.reading() as connection:
+        known = records.version(connection).pepper_id
+    pepper = read_pepper(path, may_make=not known)
+    if not known:
+        with store.writing() as connection:
+            known = records.remember_pepper(connection, pepper_id(pepper))
+    if known != pepper_id(pepper):
+        raise StoreError(
+            f"the keys of the store {store.shown} were made with another pepper than that of"
+            f" {path}; restore the file that belongs to the store, or set key_pepper_file to it"
+        )
+    return pepper
+
+
+def _parsed(url: str) -> URL:
+    """Returns a checked URL. No error shows it: it may hold a password."""
+    try:
+        parsed = sqlalchemy.make_url(url)
+        backend = parsed.get_backend_name()
+    except (exc.ArgumentError, ValueError):
+        problem = f"store is no URL of a database; give one, {_HINT}"
+        raise ConfigError("store", "(hidden)", problem=problem) from None
+    if backend not in ("sqlite", "postgresql"):
+        problem = f"store is a URL of {backend!r}; expected SQLite or PostgreSQL, {_HINT}"
+        raise ConfigError("store", "(hidden)", problem=problem)
+    return parsed.set(drivername="sqlite" if backend == "sqlite" else "postgresql+psycopg")
+
+
+def _file_engine(path: Path) -> Engine:
+    url = URL.create(
+        "sqlite+pysqlite", database=f"file:{_quoted(path)}", query={"mode": "rw", "uri": "true"}
+    )
+    arguments = {"timeout": _BUSY_S, "check_same_thread": False}
+    pool = sqlalchemy.pool.QueuePool
+    engine = sqlalchemy.create_engine(url, connect_args=arguments, poolclass=pool, pool_size=2)
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _: object) -> None:  # noqa: ANN401  # of the driver
+        # The driver begins no transaction by itself then: ours do, at once as writers.
+        connection.isolation_level = None
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        is_writing = connection.get_execution_options().get(_WRITES)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if is_writing else "BEGIN")
+
+    return engine
+
+
+def _quoted(path: Path) -> str:
+    """Returns a path as SQLite's URIs want it."""
+    return path.as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+
+
+def _server_engine(url: URL) -> Engine:
+    arguments = {
+        "connect_timeout": _CONNECT_S,
+        "application_name": "drafthouse",
+        "options": f"-c statement_timeout={_STATEMENT_MS} -c lock_timeout={_STATEMENT_MS}",
+        # A host that has gone without a word is noticed within a quarter of a minute.
+        "keepalives_idle": 5,
+        "keepalives_interval": 3,
+        "keepalives_count": 3,
+    }
+    try:
+        return sqlalchemy.create_engine(
+            url, connect_args=arguments, pool_pre_ping=True, pool_size=2, max_overflow=1
+        )
+    except ImportError:
+        problem = (
+            "store is a URL of PostgreSQL and its driver is missing; install"
+            " 'drafthouse-server[postgresql]'"
+        )
+        raise ConfigError("store", "(hidden)", problem=problem) from None
+
+
+def _reason(error: exc.SQLAlchemyError) -> str:
+    """Returns the first line of what a driver says, without statement and values."""
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+class _Job(Generic[_Result]):
+    """Work for the store, and where its result goes."""
+
+    def __init__(self, work: Callable[[Connection], _Result]) -> None:
+        self.work = work
+        self.future: Future[_Result] = Future()
+
+
+class StoreThread:
+    """A thread that works on a store, in groups: those that wait together share a transaction.
+
+    A result is told when the transaction is committed. Work is a function of a connection; it may
+    run twice, in a transaction that was rolled back in between, and must have no other effect.
+
+    Args:
+        store: Where it works.
+        is_writing: Whether it may change something.
+    """
+
+    def __init__(self, store: Store, *, is_writing: bool) -> None:
+        self._transaction = store.writing if is_writing else store.reading
+        self._store = store
+        self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(_N_QUEUED_MAX)
+        name = f"store-{'writer' if is_writing else 'reader'}"
+        # A daemon: a database that never answers must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[Connection], _Result]) -> Future[_Result]:
+        """Takes work, and returns where its result will be: or StoreError, or StoreRefusal."""
+        job = _Job(work)
+        try:
+            if not self._thread.is_alive():
+                raise queue.Full
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            job.future.set_exception(StoreError("the store is behind with its work"))
+        return job.future
+
+    async def run(self, work: Callable[[Connection], _Result], timeout_s: float) -> _Result:
+        """Returns the result of work.
+
+        Args:
+            work: A function of a connection.
+            timeout_s: After so many seconds the connections of the store are broken.
+
+        Raises:
+            StoreError: the store cannot be used, or has not answered in time.
+            StoreRefusal: as `work` raises it.
+
+        Cancellation: the work is done or not, and its result is lost.
+        """
+        future = asyncio.wrap_future(self.submit(work))
+        future.add_done_callback(_forget)  # whoever waits for it may have left by then
+        done, _ = await asyncio.wait({future}, timeout=timeout_s)
+        if not done:
+            self._store.interrupt()
+            raise StoreError(f"the store has not answered within {timeout_s:g} s")
+        return future.result()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread, when it has done what it was given, after some seconds at most."""
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._jobs.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._store.interrupt()
+            self._thread.join(_CONNECT_S)
+
+    def _run(self) -> None:
+        while True:
+            jobs = self._take()
+            group = [job for job in jobs if job is not None]
+            live = [job for job in group if job.future.set_running_or_notify_cancel()]
+            try:
+                self._do(live)
+            finally:
+                # Only a fault of ours leaves one without an answer; nobody shall wait for it.
+                for job in live:
+                    if not job.future.done():
+                        job.future.set_exception(StoreError("the store's thread has failed"))
+            if len(group) < len(jobs):
+                return
+
+    def _take(self) -> list[_Job[Any] | None]:
+        """Returns what waits, as soon as something does; None among it is the end."""
+        jobs = [self._jobs.get()]
+        with contextlib.suppress(queue.Empty):
+            while len(jobs) < _N_GROUP_MAX and jobs[-1] is not None:
+                jobs.append(self._jobs.get_nowait())
+        return jobs
+
+    def _do(self, jobs: list[_Job[Any]]) -> None:
+        """Does jobs in one transaction, or, where one of them fails, each in its own."""
+        if not jobs:
+            return
+        try:
+            results = self._try(jobs)
+        except (StoreError, StoreRefusal) as error:
+            is_away = isinstance(error, StoreError) and error.is_away
+            for job in jobs:
+                if len(jobs) == 1 or is_away:
+                    job.future.set_exception(error)
+                else:
+                    self._do([job])
+            return
+        for job, result in zip(jobs, results, strict=True):
+            job.future.set_result(result)
+
+    def _try(self, jobs: list[_Job[Any]]) -> list[Any]:
+        with self._transaction() as connection:
+            return [job.work(connection) for job in jobs]
+
+
+def _forget(future: asyncio.Future[Any]) -> None:
+    """Takes note of a failure, so that asyncio does not complain of it."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,184 @@
+"""`drafthouse keys` and `drafthouse tenants`: what they print, and where."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from subprocess import run
+
+import pytest
+
+from drafthouse_server.cli.main import main
+from drafthouse_server.cli.settings import load
+from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.errors import ConfigError
+from drafthouse_server.tenancy.keys import id_of_key
+
+
+class Shell:
+    """Runs commands on a store of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = f"sqlite:///{folder / 'store.db'}"
+        self.err = ""
+
+    def run(self, *words: str, code: int = 0) -> str:
+        out, err = io.StringIO(), io.StringIO()
+        found = main([*words, "--store", self.url], Terminal(out, err))
+        self.err = err.getvalue()
+        assert found == code, self.err
+        return out.getvalue()
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    for name in ("DRAFTHOUSE_STORE", "DRAFTHOUSE_KEY_PEPPER_FILE", "DRAFTHOUSE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    return Shell(tmp_path)
+
+
+def test_a_new_key_stands_alone_on_stdout_and_nowhere_else(shell: Shell) -> None:
+    key = shell.run("keys", "add", "--tenant", "acme", "--label", "ci", "--expires", "90d")
+    assert key.endswith("\n")
+    key = key.strip()
+    assert id_of_key(key) is not None
+    secret = key.split("_")[2]
+    assert secret not in shell.err
+    assert "tenant acme is new" in shell.err
+    shell.run("keys", "add", "--tenant", "acme")
+    assert "is new" not in shell.err
+    shown = shell.run("keys", "list") + shell.run("keys", "list", "--json")
+    assert id_of_key(key) in shown  # type: ignore[operator]
+    assert secret not in shown
+    for path in shell.folder.iterdir():
+        assert secret.encode() not in path.read_bytes()
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_keys_are_listed_for_people_and_for_programs(shell: Shell) -> None:
+    for tenant, label in (("acme", "one"), ("acme", ""), ("bob", "two")):
+        shell.run("keys", "add", "--tenant", tenant, "--label", label, "--expires", "12h")
+    found = json.loads(shell.run("keys", "list", "--json"))
+    assert {(key["tenant"], key["label"], key["works"]) for key in found} == {
+        ("acme", "one", True), ("acme", "", True), ("bob", "two", True)
+    }  # fmt: skip
+    assert all(key["expires_at"] - key["created_at"] == 12 * 3600 for key in found)
+    assert not any("digest" in key for key in found)
+    assert len(json.loads(shell.run("keys", "list", "--json", "--tenant", "bob"))) == 1
+    lines = shell.run("keys", "list", "--tenant", "acme").splitlines()
+    assert lines[0].split() == [
+        "id", "tenant", "label", "state", "made", "expires", "last", "used"
+    ]  # fmt: skip
+    assert len(lines) == 4
+    assert "there is no tenant 'eve'" in (
+        shell.run("keys", "list", "--tenant", "eve", code=1) + shell.err
+    )
+
+
+def test_a_key_is_revoked_and_replaced(shell: Shell) -> None:
+    first = id_of_key(shell.run("keys", "add", "--tenant", "acme", "--label", "ci").strip()) or ""
+    second = shell.run("keys", "rotate", first, "--overlap", "24h").strip()
+    assert "works until" in shell.err
+    third = shell.run("keys", "rotate", id_of_key(second) or "").strip()
+    assert "is revoked" in shell.err
+    states = {key["id"]: key for key in json.loads(shell.run("keys", "list", "--json"))}
+    assert states[first]["works"]
+    assert not states[id_of_key(second)]["works"]
+    assert states[id_of_key(third)]["label"] == "ci"
+    shell.run("keys", "revoke", first)
+    shell.run("keys", "revoke", first, code=1)
+    assert "is revoked already" in shell.err
+    shell.run("keys", "revoke", "nobody", code=1)
+    assert "there is no key 'nobody'" in shell.err
+    shell.run("keys", "rotate", first, code=1)
+    assert len(json.loads(shell.run("keys", "list", "--json"))) == 3, "no key in its place"
+
+
+def test_tenants_are_added_limited_listed_and_deleted(shell: Shell) -> None:
+    shell.run("tenants", "add", "acme", "weight=2.5", "models=small,big")
+    shell.run("tenants", "set", "acme", "n_active_max=3", "weight=none")
+    shell.run("keys", "add", "--tenant", "acme")
+    found = json.loads(shell.run("tenants", "list", "--json"))
+    assert [(t["name"], t["keys"], t["limits"]) for t in found] == [
+        ("acme", 1, {"models": ["big", "small"], "n_active_max": 3})
+    ]
+    assert "models=big,small, n_active_max=3" in shell.run("tenants", "list")
+    shell.run("tenants", "add", "acme", code=1)
+    assert "there is a tenant 'acme' already" in shell.err
+    shell.run("tenants", "delete", "acme")
+    assert "with 1 keys" in shell.err
+    assert json.loads(shell.run("keys", "list", "--json")) == []
+    shell.run("tenants", "delete", "acme", code=1)
+    shell.run("tenants", "set", "acme", code=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["keys", "add", "--tenant", "a b"], "'a b' is no name of a tenant"),
+        (["keys", "add", "--tenant", "x\n"], "is no name of a tenant"),
+        (["keys", "add", "--tenant", "x", "--expires", "soon"], "'soon' is no time"),
+        (["tenants", "add", "x", "wings=2"], "'wings' is no limit"),
+        (["tenants", "set", "x", "weight=0"], "weight is '0'; expected a number above 0"),
+        (["tenants", "set", "x", "weight=nan"], "weight is 'nan'"),
+        (["tenants", "set", "x", "n_active_max=-1"], "expected a whole number of at least 0"),
+        (["tenants", "set", "x", "n_active_max=1.5"], "expected a whole number of at least 0"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    shell: Shell, words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        shell.run(*words)
+    assert caught.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_the_store_is_found_where_the_server_finds_it(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def add(*words: str) -> tuple[int, str]:
+        err = io.StringIO()
+        return main(["keys", "add", "--tenant", "x", *words], Terminal(io.StringIO(), err)), (
+            err.getvalue()
+        )
+
+    code, problem = add()
+    assert code == 2
+    assert "no store is set" in problem
+    monkeypatch.setenv("DRAFTHOUSE_STORE", shell.url)
+    assert add()[0] == 0
+    monkeypatch.delenv("DRAFTHOUSE_STORE")
+    settings = tmp_path / "drafthouse.toml"
+    pepper = tmp_path / "elsewhere" / "pepper"
+    pepper.parent.mkdir()
+    settings.write_text(f'store = "{shell.url}2"\nkey_pepper_file = "{pepper}"\nparallel = 4\n')
+    assert add("--config", str(settings))[0] == 0
+    assert pepper.exists()
+    assert len(json.loads(shell.run("keys", "list", "--json"))) == 1
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_store_is_an_error_and_not_a_server_without_keys(text: str) -> None:
+    with pytest.raises(ConfigError, match="flag --store"):
+        load(environment={}, flags={"store": text})
+
+
+def test_a_wrong_flag_of_a_part_is_told_like_any_other(shell: Shell) -> None:
+    shell.run("keys", "list", "--tennant", "x", code=2)
+    assert "unknown flag '--tennant'; did you mean '--tenant'?" in shell.err
+
+
+def test_other_commands_do_not_wait_for_the_database_library() -> None:
+    program = (
+        "import sys; from drafthouse_server.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'sqlalchemy', 'alembic'} & set(sys.modules)"
+    )
+    done = run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "make, list, replace and revoke API keys" in done.stdout

@@ -1,0 +1,484 @@
+"""Whom a key is of: from memory, from the store, and while the store is away. Time stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthouse_server.errors import (
+    DrafthouseError,
+    StoreError,
+    StoreUnavailable,
+    TooManyBadKeys,
+    Unauthenticated,
+)
+from drafthouse_server.tenancy import keys, records
+from drafthouse_server.tenancy.identity import BadKeys, source_of
+from drafthouse_server.tenancy.key_ring import KeyRing, RingRules, known_limits
+from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key, pepper_id
+from drafthouse_server.tenancy.records import Change, KeyRecord, TenantRecord
+from drafthouse_server.tenancy.store import Store
+from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
+
+PEPPER = bytes(range(32))
+WALL = 1_000_000
+HOUR = 3600.0
+
+
+class Bench:
+    """A store in a file, and rings over it whose time a test moves."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.store = Store.open(f"sqlite:///{path}")
+        self.now = 5_000.0
+        self.rings: list[KeyRing] = []
+        with self.store.writing() as connection:
+            records.remember_pepper(connection, pepper_id(PEPPER))
+
+    def add_key(self, tenant: str = "acme", **fields: Any) -> ApiKey:
+        key = make_key()
+        values: dict[str, Any] = {
+            "id": key.id, "tenant": tenant, "label": "", "digest": digest_of(key.text, PEPPER),
+            "created_at": WALL, "expires_at": None, "revoked_at": None, "last_used_at": None,
+        }  # fmt: skip
+        with self.store.writing() as connection:
+            records.add_key(connection, KeyRecord(**values | fields), Change("test", WALL))
+        return key
+
+    def revoke(self, key: ApiKey, at: int = 0) -> None:
+        with self.store.writing() as connection:
+            records.revoke_key(connection, key.id, at, Change("test", WALL))
+
+    async def ring(
+        self, n_bad_keys: int = 5, fixed: TenantRegistry | None = None, **rules: Any
+    ) -> KeyRing:
+        def make_tenant(record: TenantRecord) -> Tenant:
+            return Tenant(record.name, **known_limits(record.limits))
+
+        ring = KeyRing(
+            Store.open(f"sqlite:///{self.path}"),
+            PEPPER,
+            make_tenant,
+            RingRules(**{"grace_s": 100.0} | rules),
+            bad_keys=BadKeys(n_bad_keys),
+            fixed=fixed,
+            clock=lambda: self.now,
+            wall_clock=lambda: WALL + self.now - 5_000.0,
+        )
+        await ring.open()
+        assert ring._watching is not None
+        ring._watching.cancel()  # a test asks by itself, when it wants
+        self.rings.append(ring)
+        return ring
+
+    def lose(self) -> None:
+        self.path.rename(self.path.with_suffix(".away"))
+
+    def find(self) -> None:
+        self.path.with_suffix(".away").rename(self.path)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path / "store.db")
+    yield bench
+    for ring in bench.rings:
+        await ring.close()
+    bench.store.close()
+
+
+async def identify(ring: KeyRing, key: ApiKey | str | None, address: str = "here") -> Identity:
+    text = key.text if isinstance(key, ApiKey) else key
+    found = ring.identify(text, address)
+    return found if isinstance(found, Identity) else await found
+
+
+async def refused(ring: KeyRing, key: ApiKey | str | None, address: str = "here") -> Any:
+    with pytest.raises(DrafthouseError) as caught:
+        await identify(ring, key, address)
+    return caught.value
+
+
+async def poll(ring: KeyRing) -> None:
+    """Does what the watch does each second."""
+    try:
+        await ring._poll()
+    except StoreError as error:
+        ring._note_silence(error)
+    else:
+        ring._end_revoked()
+
+
+async def test_a_key_is_asked_for_once_and_then_known_at_once(bench: Bench) -> None:
+    key = bench.add_key()
+    ring = await bench.ring()
+    first = ring.identify(key.text, "here")
+    assert isinstance(first, Awaitable)
+    assert (await first).tenant.name == "acme"
+    again = ring.identify(key.text, "here")
+    assert isinstance(again, Identity)
+    assert (again.tenant.name, again.key_id) == ("acme", key.id)
+
+
+async def test_many_calls_of_a_new_key_ask_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, asked = bench.add_key(), list[str]()
+    ring = await bench.ring()
+    find = records.find_keys
+
+    def find_keys(connection: Any, ids: Any) -> Any:
+        asked.extend(ids)
+        return find(connection, ids)
+
+    monkeypatch.setattr(records, "find_keys", find_keys)
+    found = await asyncio.gather(*(identify(ring, key) for _ in range(50)))
+    assert {identity.tenant.name for identity in found} == {"acme"}
+    assert asked == [key.id]
+    assert not ring._pending
+
+
+async def test_a_caller_that_leaves_takes_the_answer_from_nobody(bench: Bench) -> None:
+    key = bench.add_key()
+    ring = await bench.ring()
+    first, second = (asyncio.create_task(identify(ring, key)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).key_id == key.id
+
+
+async def test_what_is_no_key_or_is_not_there_is_refused(bench: Bench) -> None:
+    key = bench.add_key()
+    ring = await bench.ring(n_bad_keys=0)
+    wrong_secret = make_key().text
+    body = wrong_secret.replace(wrong_secret.split("_")[1], key.id)[: keys._N_BODY]
+    forged = body + keys._check_of(body)
+    for text in (None, "", "garbage", key.text[:-1], key.text + "0", make_key().text, forged):
+        assert isinstance(await refused(ring, text), Unauthenticated)
+    await identify(ring, key)
+    assert isinstance(await refused(ring, forged), Unauthenticated), "its id is known now"
+
+
+async def test_garbage_and_unknown_ids_cost_the_store_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = await bench.ring(n_bad_keys=0)
+    stranger, n_asked = make_key(), 0
+    find = records.find_keys
+
+    def find_keys(connection: Any, ids: Any) -> Any:
+        nonlocal n_asked
+        n_asked += 1
+        return find(connection, ids)
+
+    monkeypatch.setattr(records, "find_keys", find_keys)
+    for text in ("garbage", stranger.text[:-1] + "!", "dh_" + "x" * 51):
+        await refused(ring, text)
+    assert n_asked == 0
+    for _ in range(3):
+        await refused(ring, stranger)
+    assert n_asked == 1, "remembered as unknown"
+    bench.add_key()
+    await poll(ring)
+    await refused(ring, stranger)
+    assert n_asked == 3, "asked anew when the store has changed; once for what is known"
+
+
+async def test_a_new_key_works_at_once(bench: Bench) -> None:
+    ring = await bench.ring()
+    for _ in range(3):
+        assert (await identify(ring, bench.add_key("bob"))).tenant.name == "bob"
+
+
+async def test_a_revoked_key_is_refused_when_the_change_is_seen(bench: Bench) -> None:
+    key, other = bench.add_key(), bench.add_key()
+    ring = await bench.ring()
+    await identify(ring, key)
+    await identify(ring, other)
+    bench.revoke(key)
+    await poll(ring)
+    assert isinstance(await refused(ring, key), Unauthenticated)
+    assert (await identify(ring, other)).key_id == other.id
+
+
+async def test_a_key_ends_when_its_time_has_come_without_a_change(bench: Bench) -> None:
+    expires, rotated = bench.add_key(expires_at=WALL + 50), bench.add_key()
+    bench.revoke(rotated, WALL + 50)
+    ring = await bench.ring()
+    for key in (expires, rotated):
+        await identify(ring, key)
+    bench.now += 49
+    for key in (expires, rotated):
+        await identify(ring, key)
+    bench.now += 1
+    for key in (expires, rotated):
+        assert isinstance(await refused(ring, key, "there"), Unauthenticated)
+    assert isinstance(await refused(await bench.ring(), expires), Unauthenticated)
+
+
+@pytest.mark.parametrize("how", ["revoked", "later", "deleted"])
+@pytest.mark.parametrize("ends_streams", [True, False])
+async def test_running_calls_of_a_revoked_key_end_or_go_on(
+    bench: Bench, how: str, ends_streams: bool
+) -> None:
+    key, other = bench.add_key(), bench.add_key("bob")
+    ring = await bench.ring(ends_streams=ends_streams)
+    may_end = asyncio.Event()
+
+    async def call(key: ApiKey, has_entered: asyncio.Event) -> str:
+        with ring.hold(await identify(ring, key)):
+            has_entered.set()
+            await may_end.wait()
+        return "done"
+
+    entries = [asyncio.Event() for _ in range(3)]
+    callers = zip((key, key, other), entries, strict=True)
+    calls = [asyncio.create_task(call(key, entry)) for key, entry in callers]
+    for entry in entries:
+        await entry.wait()
+    if how == "deleted":
+        with bench.store.writing() as connection:
+            records.delete_tenant(connection, "acme", Change("test", WALL))
+    else:
+        bench.revoke(key, WALL + 10 * (how == "later"))
+        if how == "later":
+            await poll(ring)
+            assert (await identify(ring, key)).key_id == key.id
+            bench.now += 10
+    await poll(ring)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [task.done() for task in calls] == [ends_streams, ends_streams, False]
+    may_end.set()
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert ends[2] == "done"
+    for end in ends[:2]:
+        if ends_streams:
+            assert isinstance(end, Unauthenticated)
+            assert end.message == "the API key was revoked"
+        else:
+            assert end == "done"
+    assert not any(task.cancelling() for task in calls)
+
+
+async def test_a_call_that_its_client_leaves_is_not_called_revoked(bench: Bench) -> None:
+    key = bench.add_key()
+    ring = await bench.ring()
+    identity = await identify(ring, key)
+
+    async def call() -> None:
+        with ring.hold(identity):
+            await asyncio.sleep(1000)
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not ring._known[key.id].calls
+
+
+async def test_limits_that_change_are_those_of_the_next_call(bench: Bench) -> None:
+    key = bench.add_key()
+    ring = await bench.ring()
+    assert (await identify(ring, key)).tenant.n_active_max is None
+    with bench.store.writing() as connection:
+        limits = {"n_active_max": 3, "models": ["a"], "of a release to come": 7}
+        records.set_limits(connection, "acme", limits, Change("test", WALL))
+    await poll(ring)
+    tenant = (await identify(ring, key)).tenant
+    assert (tenant.n_active_max, tenant.models) == (3, frozenset({"a"}))
+
+
+async def test_without_the_store_known_keys_go_on_for_the_grace_and_no_others(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "drafthouse_server.tenancy.key_ring")
+    known, unseen = bench.add_key(), bench.add_key()
+    ring = await bench.ring(grace_s=100.0, retry_after_s=2.5)
+    await identify(ring, known)
+    bench.lose()
+    error = await refused(ring, unseen)
+    assert isinstance(error, StoreUnavailable)
+    assert error.retry_after_s == 2.5
+    bench.now += 100
+    await poll(ring)
+    assert (await identify(ring, known)).key_id == known.id
+    for key in (unseen, make_key()):
+        assert isinstance(await refused(ring, key), StoreUnavailable)
+    assert isinstance(await refused(ring, "garbage"), Unauthenticated)
+    bench.now += 1
+    assert isinstance(await refused(ring, known), StoreUnavailable), "the grace is over"
+    bench.find()
+    await poll(ring)
+    assert not ring.is_away
+    for key in (known, unseen):
+        assert (await identify(ring, key)).key_id == key.id
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2, "once when it goes, once when it is back"
+    assert "No such file" in told[0]
+    assert told[1] == "the store answers again"
+
+
+async def test_without_a_grace_an_ordinary_pause_between_two_looks_refuses_nobody(
+    bench: Bench,
+) -> None:
+    key = bench.add_key()
+    ring = await bench.ring(grace_s=0.0)
+    await identify(ring, key)
+    bench.now += 1.5
+    await identify(ring, key)
+    bench.now += 10
+    assert isinstance(await refused(ring, key), StoreUnavailable)
+
+
+async def test_a_key_that_was_not_seen_for_an_hour_is_forgotten_and_asked_for(
+    bench: Bench,
+) -> None:
+    old, fresh = bench.add_key(), bench.add_key()
+    ring = await bench.ring(grace_s=1e6)
+    await identify(ring, old)
+    bench.now += HOUR
+    await identify(ring, fresh)
+    await poll(ring)
+    ring._prune()
+    assert set(ring._known) == {old.id, fresh.id}
+    bench.now += 1
+    await poll(ring)
+    bench.lose()
+    assert isinstance(await refused(ring, old), StoreUnavailable)
+    await identify(ring, fresh)
+    ring._prune()
+    assert set(ring._known) == {fresh.id}
+
+
+async def test_keys_that_were_used_of_late_are_known_to_a_server_that_starts(bench: Bench) -> None:
+    key = bench.add_key()
+    ring = await bench.ring()
+    await identify(ring, key)
+    await ring._flush()
+    second = await bench.ring()
+    bench.lose()
+    assert (await identify(second, key)).key_id == key.id
+
+
+async def test_uses_are_written_in_groups(bench: Bench) -> None:
+    made = [bench.add_key() for _ in range(3)]
+    ring = await bench.ring()
+    for _ in range(10):
+        for key in made:
+            await identify(ring, key)
+    bench.now += 7
+    await identify(ring, made[0])
+    with bench.store.reading() as connection:
+        assert {key.last_used_at for key in records.list_keys(connection)} == {None}
+    bench.lose()
+    await ring._flush()  # which fails, and loses nothing
+    bench.find()
+    await ring._flush()
+    with bench.store.reading() as connection:
+        used = {key.id: key.last_used_at for key in records.list_keys(connection)}
+    assert used == {made[0].id: WALL + 7, made[1].id: WALL, made[2].id: WALL}
+
+
+async def test_another_pepper_is_a_store_that_is_away(bench: Bench) -> None:
+    key = bench.add_key()
+    ring = await bench.ring()
+    with bench.store.writing() as connection:
+        records._set_state(connection, "pepper_id", "another")
+    await poll(ring)
+    assert isinstance(await refused(ring, key), StoreUnavailable), "never called unknown"
+
+
+async def test_keys_of_the_settings_work_beside_those_of_the_store(bench: Bench) -> None:
+    key = bench.add_key()
+    ring = await bench.ring(fixed=TenantRegistry({"plain": Tenant("bob")}))
+    assert (await identify(ring, "plain")).tenant.name == "bob"
+    assert (await identify(ring, key)).tenant.name == "acme"
+    assert isinstance(await refused(ring, "other"), Unauthenticated)
+    bench.lose()
+    assert (await identify(ring, "plain")).tenant.name == "bob"
+
+
+async def test_an_address_with_many_wrong_keys_is_not_looked_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, unseen = bench.add_key(), bench.add_key()
+    ring = await bench.ring(n_bad_keys=3)
+    await identify(ring, known)
+    for text in ("garbage", make_key().text, make_key().text):
+        assert isinstance(await refused(ring, text), Unauthenticated)
+    monkeypatch.setattr(records, "find_keys", lambda *_: pytest.fail("was asked for"))
+    error = await refused(ring, unseen)
+    assert isinstance(error, TooManyBadKeys)
+    assert error.retry_after_s == pytest.approx(20.0)
+    monkeypatch.undo()
+    assert (await identify(ring, known)).key_id == known.id, "others may share its address"
+    assert (await identify(ring, unseen, "there")).key_id == unseen.id
+    assert isinstance(await refused(ring, None), Unauthenticated), "no key is no guess"
+    bench.now += error.retry_after_s
+    await refused(ring, "garbage")
+    assert isinstance(await refused(ring, "garbage"), TooManyBadKeys)
+
+
+def wait_of(bad_keys: BadKeys, now: float) -> float:
+    """Returns how long an address is told to wait, 0 where it is looked at."""
+    try:
+        bad_keys.check("a", now)
+    except TooManyBadKeys as error:
+        return error.retry_after_s
+    return 0.0
+
+
+@given(
+    n_max=st.integers(1, 50),
+    gaps=st.lists(st.floats(0, 30), min_size=1, max_size=200),
+)
+def test_wrong_keys_are_bounded_and_the_wait_suffices(n_max: int, gaps: list[float]) -> None:
+    bad_keys, now, taken = BadKeys(n_max), 0.0, list[float]()
+    for gap in gaps:
+        now += gap
+        wait_s = wait_of(bad_keys, now)
+        if wait_s:
+            assert not wait_of(bad_keys, now + wait_s + 1e-6)
+        else:
+            bad_keys.note("a", now)
+            taken.append(now)
+        bad_keys.check("b", now)
+    for start in taken:
+        assert len([at for at in taken if start <= at < start + 60]) <= 2 * n_max
+
+
+def test_addresses_are_forgotten_when_there_are_too_many() -> None:
+    bad_keys = BadKeys(1)
+    for i in range(20_000):
+        bad_keys.note(str(i), 0.0)
+    assert len(bad_keys._debts) == 10_000
+    bad_keys.check("0", 0.0)
+    with pytest.raises(TooManyBadKeys):
+        bad_keys.check("19999", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("peer", "source"),
+    [
+        ("ipv4:10.0.0.7:52114", "10.0.0.7"),
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:52114", "2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:2:ffff::1]:1", "2001:db8:1:2::/64"),
+        ("ipv6:%5B::1%5D:1", "::/64"),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:1", "10.0.0.7"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:1", "fe80::/64"),
+        ("unix:", "unix:"),
+        ("", ""),
+    ],
+)
+def test_the_source_of_a_call_is_what_one_user_has(peer: str, source: str) -> None:
+    assert source_of(peer) == source
