@@ -110,9 +110,10 @@ class AdaptiveDraft:
         return k
 
     def _begin_probe(self, bucket: _Bucket, i_bucket: int, n: int) -> None:
-        """Tries 0, 1, 2 and further up while that is better; then others than the bucket's."""
+        """Tries the bucket's K, 0, 1, 2 and further up while that is better; then others."""
         rates = [self._rate(k, mean) for k, mean in enumerate(bucket.seconds)]
         new = [k for k, r in enumerate(rates) if not r and (k < 3 or rates[k - 1] > rates[k - 2])]
+        new.sort(key=lambda k: k != bucket.k)
         k = new[0] if new else max(range(len(rates)), key=lambda k: rates[k] * (k != bucket.k))
         is_early = bool(new) or rates[k] > _MARGIN[1] * rates[bucket.k]
         if self._now_s < bucket.due_s and not is_early:

@@ -1,0 +1,142 @@
+"""Rates in memory and in Redis: never more than the rate, and a wait that suffices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.databases import Daemon, redis_server
+
+from drafthouse_server.errors import ConfigError, StoreError
+from drafthouse_server.tenancy import counters
+from drafthouse_server.tenancy.counters import MemoryCounters, RedisCounters, open_redis
+
+
+class Rate(NamedTuple):
+    per_s: float
+    burst: float
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[tuple[Daemon, str]]:
+    with redis_server() as found:
+        yield found
+
+
+@pytest.fixture
+async def shared(redis: tuple[Daemon, str]) -> AsyncIterator[RedisCounters]:
+    daemon, url = redis
+    found = await open_redis(url)
+    await found._client.flushdb()
+    assert await found._sign()
+    yield found
+    daemon.revive()
+    await found.close()
+
+
+@given(
+    rate=st.builds(Rate, st.floats(0.1, 1000), st.floats(1, 100)),
+    asked=st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 100)), max_size=100),
+)
+def test_no_more_is_taken_than_the_rate_allows_and_the_wait_suffices(
+    rate: Rate, asked: list[tuple[float, float]]
+) -> None:
+    local, now, taken = MemoryCounters(), 0.0, list[tuple[float, float]]()
+    for gap, cost in asked:
+        now += gap
+        wait_s = local.take_now("acme", "x", cost, now, rate)
+        if wait_s:
+            now += wait_s
+            assert not local.take_now("acme", "x", cost, now + 1e-5, rate)
+            now += 1e-5
+        taken.append((now, cost))
+    largest = max((cost for _, cost in asked), default=0.0)
+    for i, (start, _) in enumerate(taken):
+        for end, _ in taken[i:]:
+            used = sum(cost for at, cost in taken if start <= at <= end)
+            bound = (end - start) * rate.per_s + max(rate.burst, largest)
+            assert used <= bound * (1 + 1e-6) + 1e-3 * rate.per_s
+
+
+def test_tenants_and_dimensions_are_counted_apart_and_forgotten() -> None:
+    local, rate = MemoryCounters(), Rate(1, 2)
+    for tenant in ("a", "b"):
+        for dimension in ("requests", "tokens"):
+            assert local.take_now(tenant, dimension, 2, 0.0, rate) == 0
+            assert local.take_now(tenant, dimension, 1, 0.0, rate) == pytest.approx(1)
+    local.settle_now("a", "requests", -1, 0.0, rate)
+    assert local.take_now("a", "requests", 1, 0.0, rate) == 0
+    local.settle_now("a", "requests", 3, 0.0, rate)
+    assert local.take_now("a", "requests", 1, 0.0, rate) == pytest.approx(4)
+    for i in range(10_000):
+        local.take_now(str(i), "x", 1, 10.0 * i, rate)
+    assert len(local._paid_at) <= counters._N_SWEEP + 1
+
+
+async def test_replicas_share_a_rate(shared: RedisCounters, redis: tuple[Daemon, str]) -> None:
+    other = await open_redis(redis[1])
+    try:
+        rate = Rate(per_s=0.001, burst=10)
+        waits = await asyncio.gather(
+            *(c.take("acme", "requests", 1, 0.0, rate) for c in (shared, other) for _ in range(10))
+        )
+        assert sum(wait == 0 for wait in waits) == 10
+        assert all(900 < wait <= 1000 for wait in waits if wait)
+        assert await other.take("bob", "requests", 1, 0.0, rate) == 0
+        assert await other.take("acme", "tokens", 1, 0.0, rate) == 0
+        await shared.settle("acme", "requests", -3, 0.0, rate)
+        more = [await other.take("acme", "requests", 1, 0.0, rate) for _ in range(4)]
+        assert [wait == 0 for wait in more] == [True, True, True, False]
+        assert await shared.take("carl", "tokens", 1000, 0.0, rate) == 0, "once, and then waits"
+        assert await shared.take("carl", "tokens", 1, 0.0, rate) > 900_000
+    finally:
+        await other.close()
+
+
+async def test_what_is_paid_off_is_forgotten(shared: RedisCounters) -> None:
+    assert await shared.take("acme", "requests", 1, 0.0, Rate(1000, 10)) == 0
+    (key,) = await shared._client.keys("drafthouse:rate:*")
+    assert 0 < await shared._client.pttl(key) <= 1100
+    await shared.settle("acme", "requests", -5, 0.0, Rate(1000, 10))
+    assert await shared._client.keys("drafthouse:rate:*") == []
+
+
+@pytest.mark.parametrize("how", ["held", "stopped"])
+async def test_without_redis_each_replica_has_its_part_of_the_rate(
+    shared: RedisCounters, redis: tuple[Daemon, str], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon, url = redis
+    other = await open_redis(url)
+    assert await shared._sign()
+    assert (shared.n_replicas, other.n_replicas) == (2, 2)
+    rate = Rate(per_s=0.001, burst=10)
+    try:
+        (daemon.hold if how == "held" else daemon.stop)()
+        for replica in (shared, other):
+            waits = [await replica.take("acme", "requests", 1, 5.0, rate) for _ in range(10)]
+            assert [wait == 0 for wait in waits] == [True] * 5 + [False] * 5
+            assert replica.is_away
+        await shared.settle("acme", "requests", -1, 5.0, rate)
+        assert await shared.take("acme", "requests", 1, 5.0, rate) == 0
+        assert sum("does not answer" in record.getMessage() for record in caplog.records) == 2
+    finally:
+        daemon.revive()
+        for replica in (shared, other):
+            assert await replica._sign()
+        await other.close()
+    assert not shared.is_away
+    assert await shared.take("dora", "requests", 10, 6.0, rate) == 0
+    assert await shared._sign()
+    assert shared.n_replicas == 1
+
+
+async def test_a_redis_that_is_not_there_is_told_at_once(free_port: int) -> None:
+    with pytest.raises(StoreError, match="does not answer; check its URL"):
+        await open_redis(f"redis://:hunter2@127.0.0.1:{free_port}/0")
+    with pytest.raises(ConfigError, match="redis_url is no URL of a Redis") as caught:
+        await open_redis("http://me:hunter2@host")
+    assert "hunter2" not in str(caught.value)
