@@ -67,6 +67,8 @@ extern "C" {
     XX(INTERNAL, -20, "an unexpected exception")                                                   \
     XX(NOT_DFLASH, -21, "the draft model is not a DFlash model")                                   \
     XX(NOT_DSPARK, -22, "the draft model is not a DSpark model")                                   \
+    XX(GRAMMAR_TOO_COSTLY, -23,                                                                    \
+       "the grammar takes too many comparisons for one token; the sequence was cleared")           \
     XX(SNAPSHOT_TRUNCATED, -31, "the snapshot is shorter than it says")                            \
     XX(SNAPSHOT_CORRUPT, -32, "the snapshot is damaged, or no snapshot")                           \
     XX(SNAPSHOT_VERSION, -33, "the snapshot was written by another version")                       \
@@ -223,7 +225,9 @@ typedef struct spec_sampler_params {
     float xtc_threshold;   /* [0, 1]; > 0.5 = off */
     const spec_logit_bias * logit_bias;
     int32_t n_logit_bias;
-    const char * grammar; /* GBNF with a rule "root"; NULL or "" = off */
+    const char * grammar; /* GBNF with a rule "root"; NULL or "" = off. One that takes more than
+                             2^22 + 64 n_vocab comparisons for one token ends its sequence
+                             (GRAMMAR_TOO_COSTLY) */
     bool ignore_eos;      /* end-of-generation tokens are never chosen */
     bool logprobs;        /* compute log-probabilities of the emitted tokens */
 
@@ -477,7 +481,8 @@ enum spec_result_flags {
 
 typedef struct spec_result_entry {
     int32_t seq_id;
-    int32_t status;       /* SPEC_OK, NO_ROOM, DECODE_FAILED or SAMPLING_FAILED */
+    int32_t status;       /* SPEC_OK, NO_ROOM, DECODE_FAILED, SAMPLING_FAILED or
+                             GRAMMAR_TOO_COSTLY (since ABI 8) */
     int32_t n_past;       /* tokens in the KV cache after the step */
     int32_t token_offset; /* first emitted token in spec_result.tokens and .logprobs */
     int32_t
@@ -485,6 +490,8 @@ typedef struct spec_result_entry {
     int32_t n_drafted;  /* draft tokens that were verified */
     int32_t n_accepted; /* of these, accepted */
     int32_t flags;      /* spec_result_flags */
+    int32_t n_mask_work; /* comparisons that the sequence's grammar took, of a sequence that failed
+                            too; INT32_MAX where they are more. since ABI 8 */
 } spec_result_entry;
 
 typedef struct spec_result {

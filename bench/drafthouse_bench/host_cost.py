@@ -88,7 +88,7 @@ class _Answers(LlamaEngine):
 
     def answer(self, plan: StepPlan, i_step: int) -> drafthouse_engine.StepRows:
         """Returns what the extension would; some of each draft is accepted."""
-        rows: list[tuple[int, int, int, int, int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int, int, int, int, int, int]] = []
         tokens: list[int] = []
         for entry in plan.entries:
             self.n_drafts += entry.n_draft
@@ -98,7 +98,10 @@ class _Answers(LlamaEngine):
             n_tokens = n_accepted + 1
             flags = _FLAG_GIVEN if entry.given else 0
             rows.append(
-                (entry.seq_id, 0, n_past, len(tokens), n_tokens, entry.n_draft, n_accepted, flags)
+                (
+                    *(entry.seq_id, 0, n_past, len(tokens), n_tokens),
+                    *(entry.n_draft, n_accepted, flags, 0),
+                )
             )
             # A text that repeats itself: n-gram lookup has something to find.
             tokens += [(n_past + i) % _N_PERIOD for i in range(1, 1 + n_tokens)]

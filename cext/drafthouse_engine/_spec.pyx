@@ -100,6 +100,7 @@ cdef int check_layout() except -1:
         <char *>&r.n_drafted - <char *>&r,
         <char *>&r.n_accepted - <char *>&r,
         <char *>&r.flags - <char *>&r,
+        <char *>&r.n_mask_work - <char *>&r,
         sizeof(r),
     )
     for dtype, offsets in ((PLAN_DTYPE, plan), (RESULT_DTYPE, result)):

@@ -29,6 +29,7 @@ EngineError
 ├── NoRoom
 ├── DecodeFailed
 ├── SamplingFailed
+│   └── GrammarTooCostly
 ├── Cancelled
 ├── SnapshotError{kind}
 ├── WrongThread{owner, caller}
@@ -57,6 +58,7 @@ __all__ = [
     "Closed",
     "DecodeFailed",
     "EngineError",
+    "GrammarTooCostly",
     "IncompatibleDraft",
     "InternalError",
     "InvalidArgument",
@@ -109,6 +111,7 @@ class Status(enum.IntEnum):
     INTERNAL = -20
     NOT_DFLASH = -21
     NOT_DSPARK = -22
+    GRAMMAR_TOO_COSTLY = -23
     SNAPSHOT_TRUNCATED = -31
     SNAPSHOT_CORRUPT = -32
     SNAPSHOT_VERSION = -33
@@ -354,6 +357,10 @@ class SamplingFailed(EngineError):
     """No token could be chosen; the sequence was cleared and must begin again."""
 
 
+class GrammarTooCostly(SamplingFailed):
+    """The grammar takes too many comparisons for one token; the sequence must begin again."""
+
+
 class Cancelled(EngineError):
     """The load was stopped."""
 
@@ -417,6 +424,7 @@ BY_STATUS: dict[int, type[EngineError]] = {
     Status.INTERNAL: InternalError,
     Status.NOT_DFLASH: NotDflash,
     Status.NOT_DSPARK: NotDspark,
+    Status.GRAMMAR_TOO_COSTLY: GrammarTooCostly,
     **dict.fromkeys((kind.value for kind in SnapshotKind), SnapshotError),
 }
 """The one map from a status to its exception."""

@@ -262,6 +262,7 @@ cdef extern from "spec.h" nogil:
         int32_t n_drafted
         int32_t n_accepted
         int32_t flags
+        int32_t n_mask_work
 
     ctypedef struct spec_result:
         const spec_result_entry * entries

@@ -48,6 +48,7 @@ RESULT_DTYPE: Final = np.dtype(
         ("n_drafted", np.int32),
         ("n_accepted", np.int32),
         ("flags", np.int32),
+        ("n_mask_work", np.int32),
     ]
 )
 """What became of one sequence: `spec_result_entry` of `spec.h`, where the fields are explained."""
@@ -56,7 +57,7 @@ RESULT_DTYPE: Final = np.dtype(
 class StepRows(NamedTuple):
     """What one step did, or a run of steps, in plain numbers; see `StepResult`."""
 
-    entries: list[tuple[int, int, int, int, int, int, int, int]]
+    entries: list[tuple[int, int, int, int, int, int, int, int, int]]
     """One per plan entry, in the plan's order: the fields of RESULT_DTYPE."""
     tokens: list[int]
     """Emitted tokens of all entries."""

@@ -235,13 +235,18 @@ llama_token sample_row(const spec_sampler & sampler, const float * logits, int32
 
 // Each position is sampled as without a draft; the draft stands as long as it agrees. So a seed
 // draws what it draws without speculation, and samplers that learn from their draws stay right.
+// Where a grammar has spent what one token may cost, no further position is verified in this step.
 void sample_and_match(const spec_engine & engine, const sequence & seq, outcome & out) {
     const llama_tokens & draft = seq.draft.tokens;
+    const int64_t n_work_max = grammar_work_max(engine.limits.n_vocab);
     for (size_t i = 0; i < out.rows.size(); ++i) {
-        const llama_token id = sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
-        seq.sampler->accept(id, true);
+        llama_token id = LLAMA_TOKEN_NULL;
+        within_budget(*seq.sampler, out.n_mask_work, [&] {
+            id = sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
+            seq.sampler->accept(id, true);
+        });
         out.emitted.push_back(id);
-        if (i >= draft.size() || id != draft[i] ||
+        if (i >= draft.size() || id != draft[i] || out.n_mask_work > n_work_max ||
             llama_vocab_is_eog(engine.target_model->vocab, id)) {
             break;
         }
@@ -317,13 +322,16 @@ void accept_at_random(const spec_engine & engine, sequence & seq, outcome & out)
     const llama_tokens & draft = seq.draft.tokens;
     std::uniform_real_distribution<double> uniform(0.0, 1.0);
     for (size_t i = 0; i < out.rows.size(); ++i) {
-        const llama_token own = sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
-        const bool is_accepted = i < draft.size() &&
-                                 uniform(seq.synth_rng) < engine.synth_probs[i] &&
-                                 !llama_vocab_is_eog(engine.target_model->vocab, draft[i]);
-        out.emitted.push_back(is_accepted ? draft[i] : own);
-        // A drafted token need not fit the grammar; the target's own does.
-        seq.sampler->accept(out.emitted.back(), !is_accepted);
+        bool is_accepted = false;
+        within_budget(*seq.sampler, out.n_mask_work, [&] {
+            const llama_token own =
+                sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
+            is_accepted = i < draft.size() && uniform(seq.synth_rng) < engine.synth_probs[i] &&
+                          !llama_vocab_is_eog(engine.target_model->vocab, draft[i]);
+            out.emitted.push_back(is_accepted ? draft[i] : own);
+            // A drafted token need not fit the grammar; the target's own does.
+            seq.sampler->accept(out.emitted.back(), !is_accepted);
+        });
         if (!is_accepted) {
             break;
         }

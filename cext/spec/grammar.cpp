@@ -27,9 +27,12 @@ constexpr int64_t GRAMMAR_REPEAT_MAX = 2000;      // above, llama.cpp reads "no 
 constexpr int64_t GRAMMAR_CHOICES_MAX = 1024;     // ways to begin any one rule
 constexpr size_t GRAMMAR_STACKS_MAX = 1024;       // parses of one text at a time
 constexpr int32_t GRAMMAR_PROBE_CHARS = 256;
-constexpr size_t GRAMMAR_PROBE_WORK = 4000000; // comparisons, some milliseconds
+constexpr uint64_t GRAMMAR_PROBE_WORK = 4000000; // comparisons, some milliseconds
+constexpr int64_t GRAMMAR_CHECK_WORK = 1 << 24;  // of parser and probe together
 constexpr int32_t GRAMMAR_RULE_DEPTH_MAX = 2048;
 constexpr size_t GRAMMAR_TEXT_BYTES_MAX = 65536;
+constexpr int64_t GRAMMAR_WORK_BASE = 1 << 22; // comparisons for one token, some milliseconds
+constexpr int64_t GRAMMAR_WORK_VOCAB = 64;     // more for each token of the vocabulary
 
 // The grammar's text, read once from left to right, to bound what llama.cpp's parser makes of it:
 // it recurses once per open parenthesis and writes every repetition out.
@@ -237,16 +240,15 @@ uint32_t next_char(const llama_grammar_stack & stack) {
 }
 
 // llama_grammar_accept, parse by parse: together they would take time with the square of their
-// number before it could be seen. Returns how many comparisons it took.
-size_t accept_bounded(llama_grammar & g, uint32_t c) {
-    size_t n_work = 0;
+// number before it could be seen. What it takes besides is counted with the rest.
+void accept_bounded(llama_grammar & g, uint32_t c) {
     llama_grammar_stacks & stacks = llama_grammar_get_stacks(&g);
     const llama_grammar_stacks before = std::move(stacks);
     llama_grammar_stacks after;
     for (const llama_grammar_stack & stack : before) {
         stacks.assign(1, stack);
         llama_grammar_accept(&g, c);
-        n_work += stacks.size() * (stacks.size() + after.size() + 1);
+        llama_grammar_thread_work().n += stacks.size() * (after.size() + 1);
         for (const llama_grammar_stack & next : stacks) {
             if (std::find(after.begin(), after.end(), next) == after.end()) {
                 after.push_back(next);
@@ -258,7 +260,6 @@ size_t accept_bounded(llama_grammar & g, uint32_t c) {
         }
     }
     stacks = std::move(after);
-    return n_work;
 }
 
 // The character that most parses can go on with, or 0.
@@ -275,13 +276,31 @@ uint32_t likeliest_char(const llama_grammar_stacks & stacks) {
 
 // Follows one text for a while, to find grammars whose parses multiply with every character.
 void probe_grammar(llama_grammar & g) {
-    size_t n_work = 0;
-    for (int32_t i = 0; i < GRAMMAR_PROBE_CHARS && n_work < GRAMMAR_PROBE_WORK; ++i) {
+    const llama_grammar_work & work = llama_grammar_thread_work();
+    const uint64_t n_work_max = work.n + GRAMMAR_PROBE_WORK;
+    for (int32_t i = 0; i < GRAMMAR_PROBE_CHARS && work.n < n_work_max; ++i) {
         const uint32_t c = likeliest_char(llama_grammar_get_stacks(&g));
         if (c == 0) {
             return;
         }
-        n_work += accept_bounded(g, c);
+        accept_bounded(g, c);
+    }
+}
+
+// Compiles a grammar and probes it, in bounded time.
+void check_compiles(const llama_vocab * vocab, const std::string & grammar) {
+    int64_t n_done = 0;
+    const grammar_budget budget(GRAMMAR_CHECK_WORK, n_done);
+    try {
+        probe_grammar(*parse_grammar(vocab, grammar));
+    } catch (const failure &) {
+        throw;
+    } catch (...) {
+        if (budget.is_exceeded()) {
+            bad_grammar("the grammar is too ambiguous: a few characters take more than " +
+                        std::to_string(GRAMMAR_CHECK_WORK) + " comparisons");
+        }
+        throw;
     }
 }
 
@@ -314,9 +333,33 @@ void check_grammar(const std::string & grammar) {
     grammar_scan{grammar}.run();
 }
 
+int64_t grammar_work_max(int32_t n_vocab) {
+    return GRAMMAR_WORK_BASE + GRAMMAR_WORK_VOCAB * n_vocab;
+}
+
+grammar_budget::grammar_budget(int64_t n_max, int64_t & n_done) : n_done_(n_done) {
+    llama_grammar_work & work = llama_grammar_thread_work();
+    n_before_ = work.n;
+    n_max_before_ = work.n_max;
+    work.n = 0;
+    work.n_max = static_cast<uint64_t>(n_max);
+}
+
+grammar_budget::~grammar_budget() {
+    llama_grammar_work & work = llama_grammar_thread_work();
+    n_done_ += static_cast<int64_t>(work.n);
+    work.n = n_before_;
+    work.n_max = n_max_before_;
+}
+
+bool grammar_budget::is_exceeded() const {
+    const llama_grammar_work & work = llama_grammar_thread_work();
+    return work.n > work.n_max;
+}
+
 void check_grammar_compiles(const spec_model & model, const std::string & grammar) {
     if (!grammar.empty()) {
-        probe_grammar(*parse_grammar(model.vocab, grammar));
+        check_compiles(model.vocab, grammar);
     }
 }
 
@@ -327,7 +370,7 @@ using namespace drafthouse;
 extern "C" {
 
 int32_t spec_grammar_check(const char * grammar) {
-    return guarded([&] { probe_grammar(*parse_grammar(nullptr, &deref(grammar, "grammar"))); });
+    return guarded([&] { check_compiles(nullptr, &deref(grammar, "grammar")); });
 }
 
 int32_t spec_grammar_accepts(const char * grammar, const char * text, size_t n_text, bool * out) {

@@ -105,15 +105,22 @@ llama_token sample_by_hand(spec_engine & engine, int32_t seq_id, int32_t i) {
     sequence & seq = begun(engine, seq_id);
     try {
         const float * logits = llama_get_logits_ith(engine.target.get(), i);
-        const llama_token token = sample_checked(*seq.sampler, logits, engine.limits.n_vocab);
-        seq.sampler->accept(token, true);
+        llama_token token = LLAMA_TOKEN_NULL;
+        int64_t n_mask_work = 0;
+        within_budget(*seq.sampler, n_mask_work, [&] {
+            token = sample_checked(*seq.sampler, logits, engine.limits.n_vocab);
+            seq.sampler->accept(token, true);
+        });
         seq.heard.push_back(-1 - token);
         seq.id_last = token;
         return token;
     } catch (const std::exception & error) {
         const std::string reason = error.what();
+        const auto * known = dynamic_cast<const failure *>(&error);
+        const bool is_too_costly = known != nullptr && known->code == SPEC_ERR_GRAMMAR_TOO_COSTLY;
         clear_sequence(engine, seq_id);
-        fail(SPEC_ERR_SAMPLING_FAILED, reason + "; the sequence was cleared");
+        fail(is_too_costly ? SPEC_ERR_GRAMMAR_TOO_COSTLY : SPEC_ERR_SAMPLING_FAILED,
+             reason + "; the sequence was cleared");
     }
 }
 

@@ -62,6 +62,10 @@ void emit(spec_engine & engine, spec_result_entry & r, const outcome & out) {
     }
 }
 
+int32_t mask_work(int64_t n) {
+    return static_cast<int32_t>(std::min<int64_t>(n, INT32_MAX));
+}
+
 void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry & e, size_t i_entry,
                    spec_result_entry & r, std::vector<pending_replay> & replays) {
     const int32_t n_draft = static_cast<int32_t>(seq.draft.tokens.size());
@@ -73,6 +77,7 @@ void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry &
     emit(engine, r, out);
     r.n_drafted = n_draft;
     r.n_accepted = n_acc;
+    r.n_mask_work = mask_work(out.n_mask_work);
     r.flags |= seq.draft.is_given ? SPEC_RESULT_GIVEN : 0;
     if (n_draft > 0) {
         accept_draft(engine, seq, e.seq_id, n_acc);
@@ -112,6 +117,7 @@ void fail_entry(spec_engine & engine, const spec_plan & plan, size_t i_entry, in
     r = {};
     r.seq_id = plan.entries[i_entry].seq_id;
     r.status = status;
+    r.n_mask_work = mask_work(engine.outcomes[i_entry].n_mask_work);
 }
 
 void fail_entries(spec_engine & engine, const spec_plan & plan, const group & entries) {
@@ -125,8 +131,8 @@ template <typename Body>
 void isolated(spec_engine & engine, const spec_plan & plan, size_t i_entry, Body && body) {
     const int32_t rc = guarded(body);
     if (rc != SPEC_OK) {
-        fail_entry(engine, plan, i_entry,
-                   rc == SPEC_ERR_DECODE_FAILED ? rc : SPEC_ERR_SAMPLING_FAILED);
+        const bool is_known = rc == SPEC_ERR_DECODE_FAILED || rc == SPEC_ERR_GRAMMAR_TOO_COSTLY;
+        fail_entry(engine, plan, i_entry, is_known ? rc : SPEC_ERR_SAMPLING_FAILED);
     }
 }
 
@@ -156,6 +162,7 @@ void begin_result(spec_engine & engine, const spec_plan & plan) {
     engine.outcomes.resize(std::max(engine.outcomes.size(), static_cast<size_t>(plan.n_entries)));
     engine.out_entries.assign(static_cast<size_t>(plan.n_entries), spec_result_entry{});
     for (int32_t i = 0; i < plan.n_entries; ++i) {
+        engine.outcomes[static_cast<size_t>(i)].n_mask_work = 0;
         engine.out_entries[static_cast<size_t>(i)].seq_id = plan.entries[i].seq_id;
         engine.out_entries[static_cast<size_t>(i)].n_past = plan.entries[i].n_past;
         const sequence & seq = seq_of(engine, plan.entries[i].seq_id);
@@ -237,6 +244,7 @@ void append_range(std::vector<T> & all, const std::vector<T> & some, size_t from
 void collect(const spec_engine & engine, std::vector<outcome> & outcomes) {
     const auto n_top = static_cast<size_t>(engine.n_top);
     for (size_t i = 0; i < outcomes.size(); ++i) {
+        outcomes[i].n_mask_work += engine.outcomes[i].n_mask_work;
         const auto from = static_cast<size_t>(engine.out_entries[i].token_offset);
         const auto n = static_cast<size_t>(engine.out_entries[i].n_tokens);
         append_range(outcomes[i].emitted, engine.out_tokens, from, n);
@@ -256,6 +264,7 @@ void tell_run(spec_engine & engine, const std::vector<outcome> & outcomes) {
         spec_result_entry & r = engine.out_entries[i];
         r.token_offset = static_cast<int32_t>(engine.out_tokens.size());
         r.n_tokens = static_cast<int32_t>(outcomes[i].emitted.size());
+        r.n_mask_work = mask_work(outcomes[i].n_mask_work);
         if (r.status == SPEC_ERR_NO_ROOM) {
             r.status = SPEC_OK; // it is where the step before has left it
             const bool is_cold = seq_of(engine, r.seq_id).is_cold;

@@ -262,6 +262,8 @@ class SequenceStatus(enum.Enum):
     """The decode failed; the sequence's state is lost."""
     SAMPLING_FAILED = "SAMPLING_FAILED"
     """No token could be chosen; the sequence's state is lost."""
+    GRAMMAR_TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
+    """Its grammar takes too many comparisons for one token; the sequence's state is lost."""
 
 
 # Not frozen: one is made per sequence and step, and a frozen one takes three times as long.
@@ -295,6 +297,8 @@ class ResultEntry:
     """Whether the draft state was lost: the sequence goes on without its drafter."""
     is_given: bool = False
     """Whether the draft that was verified is `PlanEntry.given`, and not the drafter's."""
+    n_mask_work: int = 0
+    """Comparisons that its grammar took in this step, over all positions; failed ones too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ cdef object rows_of(const spec.spec_result * r, bint has_logprobs, moved):
         e = &r.entries[i]
         entries.append((
             e.seq_id, e.status, e.n_past, e.token_offset, e.n_tokens, e.n_drafted, e.n_accepted,
-            e.flags))
+            e.flags, e.n_mask_work))
     tokens = [r.tokens[i] for i in range(r.n_tokens)]
     logprobs = [r.logprobs[i] for i in range(r.n_tokens)] if has_logprobs else []
     return StepRows(

@@ -143,7 +143,8 @@ class LlamaEngine:
         tokens, logprobs = result.tokens, result.logprobs
         statuses, with_logprobs = self._statuses, self._with_logprobs
         entries = []
-        for seq_id, status, n_past, start, n_tokens, n_drafted, n_accepted, flags in result.entries:
+        for row in result.entries:
+            seq_id, status, n_past, start, n_tokens, n_drafted, n_accepted, flags, n_mask_work = row
             end = start + n_tokens
             entries.append(
                 ResultEntry(
@@ -157,6 +158,7 @@ class LlamaEngine:
                     flags & _FLAG_EOG != 0,
                     flags & _FLAG_DRAFT_COLD != 0,
                     flags & _FLAG_GIVEN != 0,
+                    n_mask_work,
                 )
             )
         return entries

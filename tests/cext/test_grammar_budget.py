@@ -1,0 +1,156 @@
+"""Masks of grammars are bounded in comparisons, counted, and told for each sequence."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.built import built
+from tests.support.demo import MODELS, TARGETS, vocabulary
+
+from drafthouse_engine import (
+    PLAN_DTYPE,
+    Engine,
+    EngineParams,
+    GrammarTooCostly,
+    Model,
+    Sampler,
+    SamplingFailed,
+    SamplingParams,
+    grammar_accepts,
+)
+from drafthouse_engine.errors import BadGrammar, Status
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+
+SAME = " | ".join(['"a"'] * 900)
+CHEAP_AT_FIRST = f'root ::= "b"+ | "c" ( {SAME} )*'
+"""A probe follows the b; behind the c each token is read in 900 ways, each of them in 900 more."""
+
+JSON = r"""root ::= "{" string ":" string "}"
+string ::= "\"" ([^"\\\x00-\x1f] | "\\" ["\\/bfnrt])* "\""
+"""
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Model]:
+    with Model(MODELS / TARGETS["dense"]) as model:
+        yield model
+
+
+def engine_of(model: Model) -> Engine:
+    params = EngineParams(n_ctx_seq=64, n_batch=64, n_ubatch=64, n_threads=1, n_seq_max=2)
+    return Engine(model, None, params)
+
+
+def forced(model: Model, text: str) -> tuple[tuple[int, float], ...]:
+    """Returns a bias that makes a token the first choice, whatever the model thinks."""
+    return ((int(model.tokenize(text)[-1]), 100.0),)
+
+
+def test_masks_are_what_the_grammars_take() -> None:
+    run = subprocess.run(
+        [str(built("mask_test")), str(MODELS / TARGETS["dense"])],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (0, "ok\n"), run.stdout + run.stderr
+
+
+def test_a_grammar_beyond_its_budget_ends_its_sequence_and_no_other(target: Model) -> None:
+    with engine_of(target) as engine:
+        greedy = SamplingParams(temperature=0.0)
+        engine.seq_begin(1, Sampler(target, greedy))
+        alone = engine.step(np.array([(1, 0, 0, 1, 0, 1)], PLAN_DTYPE), [400]).tokens.tolist()
+        engine.seq_end(1)
+        costly = SamplingParams(
+            temperature=0.0, grammar=CHEAP_AT_FIRST, logit_bias=forced(target, "x")
+        )
+        engine.seq_begin(0, Sampler(target, costly))
+        engine.seq_begin(1, Sampler(target, greedy))
+        rows = np.array([(0, 0, 0, 1, 0, 1), (1, 0, 1, 1, 0, 1)], PLAN_DTYPE)
+        result = engine.step(rows, [300, 400])
+        assert result.entries["status"].tolist() == [Status.GRAMMAR_TOO_COSTLY, Status.OK]
+        assert result.entries["n_mask_work"][0] > 2**22
+        assert result.entries["n_mask_work"][1] == 0
+        assert result.tokens.tolist() == alone
+        assert engine.seq_n_past(0) == 0
+        assert engine.n_cells_used == 1
+
+
+def test_by_hand_it_is_told_as_a_failed_choice_of_its_own(target: Model) -> None:
+    with engine_of(target) as engine:
+        costly = SamplingParams(
+            temperature=0.0, grammar=CHEAP_AT_FIRST, logit_bias=forced(target, "x")
+        )
+        engine.seq_begin(0, Sampler(target, costly))
+        engine.decode([300], [0], [0], [True])
+        engine.process()
+        with pytest.raises(GrammarTooCostly, match="more comparisons for one token"):
+            engine.sample(0, 0)
+        assert issubclass(GrammarTooCostly, SamplingFailed)
+        assert engine.n_cells_used == 0
+
+
+def test_the_same_grammar_takes_as_many_comparisons_each_time(target: Model) -> None:
+    work = []
+    for _ in range(2):
+        with engine_of(target) as engine:
+            params = SamplingParams(temperature=0.0, grammar=JSON)
+            engine.seq_begin(0, Sampler(target, params))
+            result = engine.step(np.array([(0, 0, 0, 1, 0, 1)], PLAN_DTYPE), [300])
+            counts = [int(result.entries["n_mask_work"][0])]
+            tokens = result.tokens.tolist()
+            result = engine.step(np.array([(0, 1, 0, 1, 0, 1)], PLAN_DTYPE), tokens, n_steps=5)
+            counts.append(int(result.entries["n_mask_work"][0]))
+            assert result.n_steps > 1
+            work.append((counts, tokens, result.tokens.tolist()))
+    assert work[0] == work[1]
+    assert min(work[0][0]) > 0
+
+
+def test_what_a_mask_takes_does_not_grow_with_how_a_class_is_written(target: Model) -> None:
+    counts = []
+    for letters in ("a", "a" * 60_000, "".join(chr(0x4E00 + 2 * i) for i in range(10_000))):
+        with engine_of(target) as engine:
+            params = SamplingParams(
+                temperature=0.0, grammar=f"root ::= [{letters}a]*", logit_bias=forced(target, "x")
+            )
+            engine.seq_begin(0, Sampler(target, params))
+            result = engine.step(np.array([(0, 0, 0, 1, 0, 1)], PLAN_DTYPE), [300])
+            counts.append(int(result.entries["n_mask_work"][0]))
+            assert result.entries["status"][0] == Status.OK
+    once, doubled, wide = counts
+    assert doubled == once
+    assert wide < 2048 * 10_000 // 4  # read once for each stack, not for each of 2,048 tokens
+
+
+def test_a_grammar_that_one_character_of_takes_too_long_is_refused() -> None:
+    with pytest.raises(BadGrammar, match="ambiguous"):
+        Sampler(vocabulary(), SamplingParams(grammar=f"root ::= ( {SAME} )*"))
+
+
+CHARS = st.characters(min_codepoint=0x21, max_codepoint=0x200, exclude_characters="[]\\-^")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    parts=st.lists(st.tuples(CHARS, CHARS) | st.tuples(CHARS), min_size=1, max_size=12),
+    is_negated=st.booleans(),
+    char=CHARS,
+)
+def test_a_class_takes_the_characters_that_it_names(
+    parts: list[tuple[str, ...]], is_negated: bool, char: str
+) -> None:
+    ranges = [tuple(sorted(part)) for part in parts]
+    inner = "".join("-".join(part) for part in ranges)
+    named = any(part[0] <= char <= part[-1] for part in ranges)
+    grammar = f"root ::= [{'^' if is_negated else ''}{inner}]"
+    assert grammar_accepts(grammar, char) == (named != is_negated)
