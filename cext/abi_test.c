@@ -189,6 +189,10 @@ static void test_model(const spec_model * model) {
     INVALID(spec_model_token_bytes(model, info.n_vocab, true, buf, sizeof buf, &n));
     INVALID(spec_model_is_eog(model, INT32_MAX, &is_eog));
     INVALID(spec_model_is_eog(model, 0, NULL));
+    spec_breaker_stats stats;
+    INVALID(spec_model_get_breaker_stats(NULL, &stats));
+    INVALID(spec_model_get_breaker_stats(model, NULL));
+    EXPECT(spec_model_get_breaker_stats(model, &stats), SPEC_OK);
 }
 
 static void test_sampler(const spec_model * model) {

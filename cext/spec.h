@@ -170,6 +170,17 @@ int32_t spec_model_token_bytes(const spec_model * model, int32_t token, bool spe
 /* *out is true when the token ends a generation. since ABI 1 */
 int32_t spec_model_is_eog(const spec_model * model, int32_t token, bool * out);
 
+/* What finding the breakers of DRY samplers has cost. Those of the 256 texts used last are kept
+ * with the model, in 32 MiB at most. since ABI 8 */
+typedef struct spec_breaker_stats {
+    int64_t n_searched; /* texts that the vocabulary was searched for */
+    int64_t n_bytes;    /* kept */
+    int32_t n_held;     /* texts that are kept */
+} spec_breaker_stats;
+
+/* since ABI 8 */
+int32_t spec_model_get_breaker_stats(const spec_model * model, spec_breaker_stats * out);
+
 /* Chat templates (Jinja). A template is a program that a model's file brings, and llama.cpp's
  * interpreter does not bound what it does: a hostile one ends the process or never ends. Open and
  * format in a process of its own, as chat_process.py does. One thread at a time. since ABI 6 */
@@ -487,9 +498,9 @@ typedef struct spec_result_entry {
     int32_t token_offset; /* first emitted token in spec_result.tokens and .logprobs */
     int32_t
         n_tokens; /* emitted tokens: accepted drafts and the target's own; 0 when not is_output */
-    int32_t n_drafted;  /* draft tokens that were verified */
-    int32_t n_accepted; /* of these, accepted */
-    int32_t flags;      /* spec_result_flags */
+    int32_t n_drafted;   /* draft tokens that were verified */
+    int32_t n_accepted;  /* of these, accepted */
+    int32_t flags;       /* spec_result_flags */
     int32_t n_mask_work; /* comparisons that the sequence's grammar took, of a sequence that failed
                             too; INT32_MAX where they are more. since ABI 8 */
 } spec_result_entry;

@@ -92,7 +92,7 @@ from drafthouse_engine.generate import (
     generate_vanilla,
 )
 from drafthouse_engine.json_schema import json_schema_grammar
-from drafthouse_engine.limits import DraftWork, EngineLimits
+from drafthouse_engine.limits import BreakerStats, DraftWork, EngineLimits
 from drafthouse_engine.moves import Moved, Moves, Start
 from drafthouse_engine.options import (
     DRAFT_TYPES,
@@ -150,6 +150,7 @@ __all__ = [
     "BadSeqId",
     "BadTemplate",
     "Batch",
+    "BreakerStats",
     "CacheRollback",
     "Cancelled",
     "ChatProcess",

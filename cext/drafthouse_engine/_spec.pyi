@@ -11,7 +11,7 @@ import numpy.typing as npt
 from drafthouse_engine.cores import Cores
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import EmbedderLimits, EmbedderParams
-from drafthouse_engine.limits import DraftWork, EngineLimits
+from drafthouse_engine.limits import BreakerStats, DraftWork, EngineLimits
 from drafthouse_engine.moves import Moves
 from drafthouse_engine.options import EngineParams, SamplingParams
 from drafthouse_engine.step import Fault, StepResult, StepRows
@@ -109,6 +109,8 @@ class Model:
         self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], special: bool = False
     ) -> bytes: ...
     def is_eog(self, token: int) -> bool: ...
+    @property
+    def breaker_stats(self) -> BreakerStats: ...
     def format_chat(
         self, messages: Iterable[tuple[str, str]], add_generation_prompt: bool = True
     ) -> str: ...

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from drafthouse_engine.options import DraftType
 
-__all__ = ["DraftWork", "EngineLimits"]
+__all__ = ["BreakerStats", "DraftWork", "EngineLimits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,18 @@ class EngineLimits:
     n_window: int
     """Tokens that the target's sliding windows look back; 0: it has none. Of a snapshot with more
     tokens a start keeps all, or all but the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerStats:
+    """What finding the DRY breakers of samplers has cost a model; those used last are kept."""
+
+    n_searched: int
+    """Texts that the vocabulary was searched for."""
+    n_bytes: int
+    """Bytes that the kept ones take, at most 32 MiB."""
+    n_held: int
+    """Texts that are kept, at most 256."""
 
 
 @dataclass(frozen=True, slots=True)

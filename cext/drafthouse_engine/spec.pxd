@@ -78,6 +78,12 @@ cdef extern from "spec.h" nogil:
     int32_t spec_model_token_bytes(
         const spec_model * model, int32_t token, bool special, char * buf, size_t cap,
         size_t * n_needed)
+    ctypedef struct spec_breaker_stats:
+        int64_t n_searched
+        int64_t n_bytes
+        int32_t n_held
+
+    int32_t spec_model_get_breaker_stats(const spec_model * model, spec_breaker_stats * out)
     int32_t spec_model_is_eog(const spec_model * model, int32_t token, bool * out)
 
     ctypedef struct spec_chat:

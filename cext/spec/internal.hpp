@@ -1,7 +1,7 @@
 // What the files of this folder share: the types behind spec.h, and the functions that a chapter
 // calls of another. The folder alone includes llama.cpp; no other file includes this one.
 //
-// Reading order: error, model, grammar, sampler; fits, engine; snapshot, start; plan, moves; draft,
+// Reading order: error, model, grammar, breakers, sampler; fits, engine; snapshot, start; plan, moves; draft,
 // decode, feed, choose, step; hand; decoder, tree; embedder.
 
 #ifndef DRAFTHOUSE_SPEC_INTERNAL_HPP
@@ -88,11 +88,38 @@ template <typename T> T & deref(T * pointer, const char * name) {
 
 // Models and samplers.
 
+struct llama_dry_breaker; // the tokens of a DRY breaker (patch 0011)
+
+namespace drafthouse {
+
+using dry_breaker = std::shared_ptr<const llama_dry_breaker>;
+
+// The DRY breakers of a model that are known, least recently used ones left out. Any thread.
+class breaker_cache {
+public:
+    breaker_cache();
+    breaker_cache(const breaker_cache &) = delete;
+    breaker_cache & operator=(const breaker_cache &) = delete;
+    ~breaker_cache();
+
+    std::vector<dry_breaker> find(const llama_vocab * vocab,
+                                  const std::vector<std::string> & texts);
+    spec_breaker_stats stats() const;
+
+private:
+    struct entries;
+    std::unique_ptr<entries> entries_;
+};
+
+} // namespace drafthouse
+
 struct spec_model {
     llama_model_ptr model;
     const llama_vocab * vocab = nullptr;
     bool vocab_only = false;
     uint64_t fingerprint = 0; // digest of the file
+    std::unique_ptr<drafthouse::breaker_cache> breakers =
+        std::make_unique<drafthouse::breaker_cache>();
 
     int32_t n_vocab() const { return llama_vocab_n_tokens(vocab); }
 
@@ -601,6 +628,11 @@ void write_rng(std::ostream & out, const std::mt19937 & rng);
 void read_rng(std::istream & in, std::mt19937 & rng);
 bool get_sampler_state(const llama_sampler * sampler, std::string & out);
 bool set_sampler_state(llama_sampler * sampler, const std::string & state);
+std::vector<dry_breaker> find_breakers(const llama_vocab * vocab,
+                                       const std::vector<std::string> & texts);
+size_t breaker_bytes(const dry_breaker & breaker);
+llama_sampler * dry_of(llama_sampler * chain);
+void add_breakers(llama_sampler * dry, const std::vector<dry_breaker> & breakers);
 
 // gguf_header.cpp
 

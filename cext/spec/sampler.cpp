@@ -11,6 +11,8 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace drafthouse {
 
@@ -18,6 +20,7 @@ namespace {
 
 constexpr int32_t LOGIT_BIAS_MAX = 65536;
 constexpr size_t DRY_BREAKER_BYTES_MAX = 1024;
+constexpr size_t DRY_BREAKER_BYTES_READ = 40; // llama.cpp looks at no more
 
 constexpr common_sampler_type SAMPLER_TYPES[SPEC_SAMPLER_COUNT] = {
     COMMON_SAMPLER_TYPE_PENALTIES, COMMON_SAMPLER_TYPE_DRY,       COMMON_SAMPLER_TYPE_TOP_N_SIGMA,
@@ -256,6 +259,19 @@ common_sampler_ptr make_chain(const spec_model & model, common_params_sampling &
     }
 }
 
+// Gives a chain its DRY breakers. Made with them, it would read the vocabulary anew for each.
+void give_breakers(const spec_model & model, llama_sampler * chain,
+                   std::vector<std::string> texts) {
+    llama_sampler * dry = dry_of(chain);
+    if (dry == nullptr) {
+        return;
+    }
+    for (std::string & text : texts) {
+        text.resize(std::min(text.size(), DRY_BREAKER_BYTES_READ));
+    }
+    add_breakers(dry, model.breakers->find(model.vocab, texts));
+}
+
 } // namespace
 
 spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params & params) {
@@ -274,7 +290,10 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
     }
     auto sampler = std::make_unique<spec_sampler>();
     common_params_sampling sparams = to_common(p, model);
+    std::vector<std::string> breakers;
+    std::swap(breakers, sparams.dry_sequence_breakers);
     sampler->chain = make_chain(model, sparams);
+    give_breakers(model, sampler->samplers(), std::move(breakers));
     if (!grammar.empty()) {
         sampler->grammar.reset(llama_sampler_init_grammar(model.vocab, grammar.c_str(), "root"));
         if (!sampler->grammar) {

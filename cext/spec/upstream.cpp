@@ -10,7 +10,9 @@
 #include "../src/llama-kv-cache.h"
 #include "../src/llama-model.h"
 #include "../src/llama-rng.h"
+#include "../src/llama-sampler.h"
 
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -150,6 +152,38 @@ bool get_sampler_state(const llama_sampler * sampler, std::string & out) {
 
 bool set_sampler_state(llama_sampler * sampler, const std::string & state) {
     return llama_sampler_set_state(sampler, state);
+}
+
+// The tokens in which DRY breakers stand or begin: one walk through the vocabulary for all of them.
+std::vector<dry_breaker> find_breakers(const llama_vocab * vocab,
+                                       const std::vector<std::string> & texts) {
+    return llama_dry_find_breakers(*vocab, texts);
+}
+
+// Memory that a breaker takes, about.
+size_t breaker_bytes(const dry_breaker & breaker) {
+    size_t n = sizeof *breaker + breaker->is_whole.size() / 8;
+    for (const auto & tail : breaker->tails) {
+        n += sizeof tail + tail.second.capacity() * sizeof(llama_token);
+    }
+    return n;
+}
+
+// The DRY sampler of a chain; null where there is none.
+llama_sampler * dry_of(llama_sampler * chain) {
+    for (int32_t i = 0; i < llama_sampler_chain_n(chain); ++i) {
+        llama_sampler * sampler = llama_sampler_chain_get(chain, i);
+        if (std::strcmp(llama_sampler_name(sampler), "dry") == 0) {
+            return sampler;
+        }
+    }
+    return nullptr;
+}
+
+void add_breakers(llama_sampler * dry, const std::vector<dry_breaker> & breakers) {
+    if (!llama_sampler_dry_add_breakers(dry, breakers)) {
+        fail(SPEC_ERR_INTERNAL, "a sampler called dry is none");
+    }
 }
 
 } // namespace drafthouse

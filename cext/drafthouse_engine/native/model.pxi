@@ -14,6 +14,7 @@ import numpy as np
 
 from drafthouse_engine import errors
 from drafthouse_engine.chat_process import ChatProcess
+from drafthouse_engine.limits import BreakerStats
 
 
 @cython.final
@@ -364,6 +365,16 @@ cdef class Model:
             return b"".join([self._token_bytes(token, bool(special)) for token in ids])
         finally:
             self._unuse()
+
+    @property
+    def breaker_stats(self):
+        """What finding the DRY breakers of its samplers has cost (`BreakerStats`)."""
+        cdef spec.spec_breaker_stats c
+        handle = self._use()
+        rc = spec.spec_model_get_breaker_stats(handle, &c)
+        self._unuse()
+        check(rc)
+        return BreakerStats(n_searched=c.n_searched, n_bytes=c.n_bytes, n_held=c.n_held)
 
     def is_eog(self, token):
         """Returns whether the token ends a generation.
