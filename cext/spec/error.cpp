@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
@@ -14,6 +15,10 @@
 namespace drafthouse {
 
 namespace {
+
+constexpr int32_t LOG_WARN = 3;
+constexpr size_t REASON_CHARS_MAX = 160;
+constexpr size_t LINE_CHARS_MAX = 400; // of a warning or an error
 
 thread_local std::string last_error;
 thread_local std::string last_llama_error;
@@ -43,17 +48,50 @@ int32_t log_level(ggml_log_level level) {
 }
 
 // Keeps what llama.cpp complains about during a call: the cause comes first, what follows from it
-// after. A grammar or a path may be long.
+// after. A path may be long.
 void remember(const char * text) {
     constexpr size_t N_MAX = 400;
     if (last_llama_error.size() > N_MAX) {
         return;
     }
     last_llama_error += last_llama_error.empty() ? "" : "; ";
-    last_llama_error.append(text, std::min(std::strlen(text), N_MAX));
-    while (!last_llama_error.empty() && last_llama_error.back() == '\n') {
-        last_llama_error.pop_back();
+    last_llama_error += printable(text, REASON_CHARS_MAX);
+}
+
+// Lets so many warnings and errors through at once, and one more each eighth of a second. What asks
+// for them may be a client, and whoever reads them formats each.
+class line_limit {
+public:
+    // Whether a line goes through at this time. *n_left_out is how many did not since the last.
+    bool takes(double now_s, int64_t & n_left_out) {
+        const std::lock_guard<std::mutex> guard(lock_);
+        n_free_ = std::min(N_AT_ONCE, n_free_ + (now_s - last_s_) * N_PER_S);
+        last_s_ = now_s;
+        if (n_free_ < 1.0) {
+            ++n_left_out_;
+            return false;
+        }
+        n_free_ -= 1.0;
+        n_left_out = n_left_out_;
+        n_left_out_ = 0;
+        return true;
     }
+
+private:
+    static constexpr double N_AT_ONCE = 64.0;
+    static constexpr double N_PER_S = 8.0;
+
+    std::mutex lock_;
+    double n_free_ = N_AT_ONCE;
+    double last_s_ = 0.0;
+    int64_t n_left_out_ = 0;
+};
+
+line_limit complaints;
+
+double now_s() {
+    using namespace std::chrono;
+    return duration<double>(steady_clock::now().time_since_epoch()).count();
 }
 
 // Whether what llama.cpp warns of is our choice: what a window drops cannot be rolled back, and MTP
@@ -71,12 +109,35 @@ void on_llama_log(ggml_log_level level, const char * text, void * /*user*/) {
         remember(text);
     }
     const spec_log_callback callback = log_callback.load(std::memory_order_acquire);
-    if (callback != nullptr && text != nullptr) {
-        callback(log_level(level), text, log_user.load(std::memory_order_acquire));
+    if (callback == nullptr || text == nullptr) {
+        return;
     }
+    void * const user = log_user.load(std::memory_order_acquire);
+    const int32_t n_level = log_level(level);
+    if (n_level < LOG_WARN) {
+        callback(n_level, text, user);
+        return;
+    }
+    int64_t n_left_out = 0;
+    if (!complaints.takes(now_s(), n_left_out)) {
+        return;
+    }
+    if (n_left_out > 0) {
+        callback(LOG_WARN, (std::to_string(n_left_out) + " lines were left out").c_str(), user);
+    }
+    callback(n_level, printable(text, LINE_CHARS_MAX).c_str(), user);
 }
 
 } // namespace
+
+// The beginning of a text on one line: no control characters, no blanks at its end.
+std::string printable(const char * text, size_t n_max) {
+    std::string line(text, std::min(std::strlen(text), n_max));
+    std::replace_if(
+        line.begin(), line.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
+    line.erase(line.find_last_not_of(' ') + 1);
+    return line;
+}
 
 [[noreturn]] void fail(int32_t code, const std::string & text) {
     throw failure(code, text);

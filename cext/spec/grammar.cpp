@@ -193,16 +193,16 @@ void parse_rules(llama_grammar_parser & parser, const char * text) {
     } catch (const std::bad_alloc &) {
         throw;
     } catch (const std::exception & error) {
-        constexpr size_t N_MAX = 400; // the reason may end with the rest of the text
-        const std::string reason = std::string(error.what()).substr(0, N_MAX);
-        bad_grammar("the grammar cannot be parsed (" + reason + ")");
+        constexpr size_t N_MAX = 160; // the reason may end with the rest of the text
+        bad_grammar("the grammar cannot be parsed (" + printable(error.what(), N_MAX) + ")");
     }
     if (parser.rules.empty()) {
         bad_grammar("the grammar has no rules");
     }
     for (const auto & [name, id] : parser.symbol_ids) {
         if (id >= parser.rules.size() || parser.rules[id].empty()) {
-            bad_grammar("the grammar cannot be parsed (Undefined rule " + name + ")");
+            const std::string reason = printable(("Undefined rule " + name).c_str(), 160);
+            bad_grammar("the grammar cannot be parsed (" + reason + ")");
         }
     }
 }

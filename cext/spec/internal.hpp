@@ -66,6 +66,7 @@ template <typename Body> int32_t guarded(Body && body) noexcept {
 }
 
 void warn(const char * text);
+std::string printable(const char * text, size_t n_max);
 void init_process();
 std::string llama_reason();
 void forget_llama_reason();

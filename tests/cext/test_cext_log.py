@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.hand import DENSE, MODELS
 
-from drafthouse_engine import BadModel, Model, set_log
+from drafthouse_engine import BadGrammar, BadModel, Model, Sampler, SamplingParams, set_log
 
 pytestmark = pytest.mark.model
 
@@ -78,3 +78,58 @@ except BadModel:
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_client_s_grammar_is_in_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    words = "\x07words of a client\n\n"
+    grammars = [
+        f'root ::= "a" )\n{words * 3000}',
+        f"root ::= {'of-a-client-' * 3000}",
+        'root ::= "' + words * 1000,
+        f'root ::= root "{words.strip()}"',
+    ]
+    set_log(logging.DEBUG)
+    with caplog.at_level(logging.DEBUG), Model(MODELS / DENSE, vocab_only=True) as model:
+        caplog.clear()
+        for grammar in grammars:
+            with pytest.raises(BadGrammar) as caught:
+                Sampler(model, SamplingParams(grammar=grammar))
+            assert len(caught.value.message) < 250
+            assert caught.value.message.isprintable()
+    assert not [
+        record for record in caplog.records if "a client" in record.getMessage().replace("-", " ")
+    ]
+
+
+FLOOD = """
+import sys, time
+from drafthouse_engine import BadModel, Model, set_log
+
+lines = []
+set_log(30, lambda level, line: lines.append(line))
+started = time.monotonic()
+for _ in range(400):
+    try:
+        Model(sys.argv[1])
+    except BadModel:
+        pass
+n_allowed = 64 + 8 * (time.monotonic() - started + 1)
+told = [line for line in lines if not line.endswith("lines were left out")]
+assert 64 <= len(told) <= n_allowed, (len(told), n_allowed)
+time.sleep(1)
+told_before = len(told)
+try:
+    Model(sys.argv[1])
+except BadModel:
+    pass
+left_out = [int(line.split()[0]) for line in lines if line.endswith("lines were left out")]
+assert sum(left_out) + told_before >= 400, (left_out, told_before)
+assert all(len(line) <= 400 and line.isprintable() for line in lines)
+"""
+
+
+def test_a_flood_of_complaints_is_cut_and_counted(tmp_path: Path) -> None:
+    """64 lines at once and 8 a second; how many were left out is said with the next."""
+    command = [sys.executable, "-c", FLOOD, str(bad_file(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
