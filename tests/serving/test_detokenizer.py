@@ -107,3 +107,60 @@ def test_any_split_gives_the_same_text(
         assert not any(stop in written for stop in stops)
         rest = rest[n:]
     assert written + detokenizer.finish() == expected(output, stops)
+
+
+class Plain:
+    """The search as it would be written first: every stop text is looked for after every token."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self.stops = stops
+        self.held = self.matched = ""
+
+    def push(self, text: str) -> str:
+        text = self.held + text
+        ends = [(i + len(s), i, s) for s in self.stops if (i := text.find(s)) >= 0]
+        if ends:
+            _, start, self.matched = min(ends)
+            self.held = ""
+            return text[:start]
+        lengths = range(len(text) + 1)
+        n = max(n for n in lengths if any(s.startswith(text[len(text) - n :]) for s in self.stops))
+        self.held = text[len(text) - n :]
+        return text[: len(text) - n]
+
+
+@given(
+    pieces=st.lists(st.text("abc", max_size=8), max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=16),
+)
+def test_each_piece_gives_what_the_plain_search_gives(pieces: list[str], stops: list[str]) -> None:
+    detokenizer, plain = Detokenizer(lambda i: pieces[i].encode(), stops), Plain(stops)
+    for i, piece in enumerate(pieces):
+        assert detokenizer.feed([i]).text == plain.push(piece)
+        assert detokenizer.matched_stop == plain.matched
+        if plain.matched:
+            break
+    assert detokenizer.finish() == plain.held
+
+
+class Counting(dict[tuple[int, str], int]):
+    """Counts how often it is asked."""
+
+    n = 0
+
+    def get(self, key: object, default: object = None) -> object:  # type: ignore[override]
+        self.n += 1
+        return super().get(key, default)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("text", ["a" * 120, "ab" * 60, "x" * 120])
+def test_a_token_is_looked_at_once_however_many_stops_there_are(text: str) -> None:
+    """Twice a character at most, on the whole; before, 16 times its length for each."""
+    stops = ["a" * 200 + "b" * i + "c" for i in range(16)]
+    detokenizer = make(*stops)
+    search = detokenizer._search
+    assert search is not None
+    search._next = counting = Counting(search._next)
+    for _ in range(50):
+        detokenizer.feed(text.encode())
+    assert counting.n <= 2 * 50 * len(text)

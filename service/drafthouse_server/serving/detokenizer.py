@@ -25,6 +25,79 @@ class Text:
     """Tokens taken: all, or those up to and with the one that completed the stop text."""
 
 
+class _StopSearch:
+    """Looks for several texts at once in a text that comes in pieces, each character once.
+
+    The automaton of Aho and Corasick ("Efficient string matching", 1975): a node is a beginning of
+    some stop text, and the node after a character is the longest beginning that the text ends with.
+    It is made once, in time linear in the stop texts.
+
+    Args:
+        stops: None of them empty.
+    """
+
+    __slots__ = ("_depths", "_fallbacks", "_first", "_next", "_node", "_stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: dict[tuple[int, str], int] = {}
+        self._depths = [0]
+        self._fallbacks = [0]
+        self._stops: dict[int, str] = {}
+        self._node = 0
+        for stop in stops:
+            self._stops[self._add(stop)] = stop
+        self._first = frozenset(stop[0] for stop in stops)
+        self._link()
+
+    def _add(self, stop: str) -> int:
+        node = 0
+        for char in stop:
+            after = self._next.get((node, char))
+            if after is None:
+                after = self._next[node, char] = len(self._depths)
+                self._depths.append(self._depths[node] + 1)
+                self._fallbacks.append(0)
+            node = after
+        return node
+
+    def _link(self) -> None:
+        """Finds for each node the longest other one that it ends with, shorter nodes first."""
+        for (node, char), after in sorted(self._next.items(), key=lambda x: self._depths[x[1]]):
+            if node:
+                fallback = self._fallbacks[after] = self._after(self._fallbacks[node], char)
+                if fallback in self._stops:
+                    self._stops.setdefault(after, self._stops[fallback])
+
+    def _after(self, node: int, char: str) -> int:
+        while (after := self._next.get((node, char))) is None:
+            if not node:
+                return 0
+            node = self._fallbacks[node]
+        return after
+
+    @property
+    def n_held(self) -> int:
+        """Characters at the end of the text that some stop text begins with."""
+        return self._depths[self._node]
+
+    def find(self, text: str) -> tuple[str, int]:
+        """Takes the next piece of the text.
+
+        Returns:
+            The stop text that is complete first, the longest of several, and how far the piece is
+            taken with its end; an empty text where there is none.
+        """
+        node = self._node
+        if not node and self._first.isdisjoint(text):
+            return "", len(text)
+        for i, char in enumerate(text, 1):
+            node = self._after(node, char)
+            if node in self._stops:
+                return self._stops[node], i
+        self._node = node
+        return "", len(text)
+
+
 class Detokenizer:
     """Decodes one sequence's output.
 
@@ -38,8 +111,7 @@ class Detokenizer:
     def __init__(self, token_bytes: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
         assert all(stops), "a stop text is never empty"
         self._token_bytes = token_bytes
-        self._stops = tuple(stops)
-        self._n_held_max = max((len(stop) for stop in stops), default=1) - 1
+        self._search = _StopSearch(stops) if stops else None
         self._held = ""
         self._matched_stop = ""
         # Keeps the bytes of an incomplete character; invalid bytes become U+FFFD.
@@ -55,7 +127,7 @@ class Detokenizer:
 
         After a stop text nothing more is taken.
         """
-        if not self._stops:
+        if self._search is None:
             pieces = [self._token_bytes(token) for token in tokens]
             return Text(self._decoder.decode(b"".join(pieces)), n_tokens=len(pieces))
         texts: list[str] = []
@@ -80,34 +152,14 @@ class Detokenizer:
 
     def _push(self, text: str) -> str:
         """Returns what of held and new text can no longer be part of a stop text."""
-        if not text:
-            return ""
-        text = self._held + text
-        stop, start = self._find_stop(text)
+        if not text or self._search is None:
+            return text
+        stop, n_taken = self._search.find(text)
+        text = self._held + text[:n_taken]
         if stop:
             self._matched_stop = stop
             self._held = ""
-            return text[:start]
-        n_held = self._count_held(text)
-        self._held = text[len(text) - n_held :]
-        return text[: len(text) - n_held]
-
-    def _find_stop(self, text: str) -> tuple[str, int]:
-        """Returns the stop text that is complete first (the longest of several) and its start."""
-        found = [
-            (start + len(stop), start, stop)
-            for stop in self._stops
-            if (start := text.find(stop)) >= 0
-        ]
-        if not found:
-            return "", 0
-        _, start, stop = min(found)
-        return stop, start
-
-    def _count_held(self, text: str) -> int:
-        """Returns the length of the longest end of the text that some stop text starts with."""
-        for n_held in range(min(self._n_held_max, len(text)), 0, -1):
-            end = text[-n_held:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return n_held
-        return 0
+            return text[: len(text) - len(stop)]
+        n_shown = len(text) - self._search.n_held
+        self._held = text[n_shown:]
+        return text[:n_shown]
