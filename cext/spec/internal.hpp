@@ -1,8 +1,8 @@
 // What the files of this folder share: the types behind spec.h, and the functions that a chapter
 // calls of another. The folder alone includes llama.cpp; no other file includes this one.
 //
-// Reading order: error, model, grammar, breakers, sampler; fits, engine; snapshot, start; plan, moves; draft,
-// decode, feed, choose, step; hand; decoder, tree; embedder.
+// Reading order: error, model, grammar, breakers, sampler; fits, engine; snapshot, start; plan,
+// moves; draft, decode, feed, choose, step; hand; decoder, tree; embedder.
 
 #ifndef DRAFTHOUSE_SPEC_INTERNAL_HPP
 #define DRAFTHOUSE_SPEC_INTERNAL_HPP
