@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
-from drafthouse_server.config import DRAFT_TYPES, SETTINGS, Config, is_loopback
+from drafthouse_server.access import is_loopback, is_tenant_name
+from drafthouse_server.config import DRAFT_TYPES, SETTINGS, Config
 from drafthouse_server.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost", "LOCALHOST", "unix:/tmp/d.sock")
@@ -14,21 +16,66 @@ EVERY = "0.0.0.0"  # noqa: S104  # nothing listens there in these tests
 BEYOND = (EVERY, "::", "[::]", "10.0.0.1", "::ffff:10.0.0.1", "server.example", "h", "0", "*")
 
 
+KEY = "acme:" + "k" * 20
+TLS = {"ssl_cert_file": "server.crt", "ssl_key_file": "server.key"}
+
+
 @pytest.mark.parametrize("host", LOOPBACK)
-def test_on_loopback_no_key_is_needed(host: str) -> None:
+def test_on_loopback_no_key_and_no_tls_is_needed(host: str) -> None:
     assert is_loopback(host)
+    config = Config(host=host, api_keys=("acme:k",))
+    assert (config.is_open, config.is_plain) == (False, False)
     assert not Config(host=host).is_open
 
 
 @pytest.mark.parametrize("host", BEYOND)
-def test_beyond_loopback_a_server_needs_keys_or_to_be_told_that_it_is_open(host: str) -> None:
+@pytest.mark.parametrize("has_keys", [False, True])
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_beyond_loopback_a_server_needs_keys_and_tls_or_a_word_for_each(
+    host: str, has_keys: bool, has_tls: bool
+) -> None:
     assert not is_loopback(host)
-    with pytest.raises(ConfigError) as caught:
-        Config(host=host)
-    for words in (repr(host), "everybody", "api_keys", "insecure_no_auth"):
-        assert words in str(caught.value)
-    assert not Config(host=host, api_keys=("acme:k",)).is_open
-    assert Config(host=host, insecure_no_auth=True).is_open
+    given: dict[str, Any] = ({"api_keys": (KEY,)} if has_keys else {}) | (TLS if has_tls else {})
+    flags = {"insecure_no_auth": not has_keys, "insecure_no_tls": not has_tls}
+    words = {"insecure_no_auth": "everybody", "insecure_no_tls": "read on their way"}
+    for flag, is_missing in flags.items():
+        if is_missing:
+            with pytest.raises(ConfigError) as caught:
+                Config(host=host, **given | flags | {flag: False})
+            assert repr(host) in str(caught.value)
+            for other, word in words.items():
+                assert (
+                    (other in str(caught.value)) is (word in str(caught.value)) is (other == flag)
+                )
+    config = Config(host=host, **given | flags)
+    assert (config.is_open, config.is_plain) == (not has_keys, not has_tls)
+    if not (has_keys or has_tls):
+        with pytest.raises(ConfigError) as caught:
+            Config(host=host)
+        assert all(word in str(caught.value) for word in ("everybody", "read on their way", *flags))
+
+
+def test_certificates_of_clients_are_as_good_as_keys() -> None:
+    assert not Config(host=EVERY, **TLS, ssl_client_ca_file="ca.crt").is_open  # type: ignore[arg-type]
+
+
+def test_beyond_loopback_a_key_that_could_be_guessed_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="'beta'") as caught:
+        Config(host=EVERY, api_keys=(KEY, "beta:hush"), insecure_no_tls=True)
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "-a", ".a", "a b", "a/b", "a\n", "ä", "a" * 65])
+def test_a_tenant_has_a_name_that_fits_a_line(name: str) -> None:
+    assert not is_tenant_name(name)
+    with pytest.raises(ConfigError, match="api_keys"):
+        Config(api_keys=(f"{name}:hush",))
+
+
+@pytest.mark.parametrize("name", ["a", "A-1", "acme.example", "0_0", "a" * 64])
+def test_names_of_tenants(name: str) -> None:
+    assert is_tenant_name(name)
+    assert Config(api_keys=(f"{name}:k",)).api_keys == (f"{name}:k",)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +123,9 @@ def test_a_wrong_value_is_named_with_its_setting(
         ),
         ({"prompt_lookup": True, "draft_type": "none"}, "prompt_lookup", "set draft_type to"),
         ({"synth_rates": ("0.5",)}, "synth_rates", "has 1 rates; expected as many as draft_max, 4"),
+        ({"ssl_cert_file": "c"}, "ssl_cert_file", "ssl_key_file is not; TLS needs both"),
+        ({"ssl_key_file": "k"}, "ssl_key_file", "ssl_cert_file is not; TLS needs both"),
+        ({"ssl_client_ca_file": "a"}, "ssl_client_ca_file", "set ssl_cert_file and ssl_key_file"),
     ],
 )
 def test_settings_that_contradict_each_other_say_what_to_do(

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from drafthouse_server.access import UNIX, are_api_keys, check_access, has_access, is_loopback
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.front import FrontSettings
 from drafthouse_server.setting import ALL, Rule, Setting, all_or_between, between, declare, one_of
@@ -34,8 +34,6 @@ __all__ = [
     "DRAFT_TYPES",
     "SETTINGS",
     "Config",
-    "bare_host",
-    "is_loopback",
 ]
 
 DRAFT_TYPES = (
@@ -61,21 +59,18 @@ DRAFT_POLICIES = ("adaptive", "fixed")
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _DRAFT_TYPES_WITH_FILE = frozenset({"eagle3", "simple", "dflash", "dspark"})
-_UNIX = "unix:"
 
 
 _ANY = Rule("", lambda _: True)
 _NOT_EMPTY = Rule("a text that is not empty", bool)
-_HOST = Rule("an address, a name, or unix:PATH", lambda host: host not in ("", _UNIX))
+_HOST = Rule("an address, a name, or unix:PATH", lambda host: host not in ("", UNIX))
 
 
-def _are_api_keys(keys: tuple[str, ...]) -> bool:
-    parts = [entry.partition(":") for entry in keys]
-    secrets = [secret for _, _, secret in parts]
-    return all(name and secret for name, _, secret in parts) and len(set(secrets)) == len(secrets)
-
-
-_API_KEYS = Rule('entries of the form "tenant:key", every key once', _are_api_keys)
+_API_KEYS = Rule(
+    'entries of the form "tenant:key", every key once; a tenant is 1 to 64 of A-Z a-z 0-9 . _ -,'
+    " and a key has no spaces",
+    are_api_keys,
+)
 
 
 def _are_rates(texts: tuple[str, ...]) -> bool:
@@ -136,7 +131,7 @@ class Config(FrontSettings):
         "127.0.0.1",
         _HOST,
         "Address to listen at. 0.0.0.0: every IPv4 interface; unix:PATH: a socket of this machine."
-        " Beyond loopback it needs api_keys, a store or insecure_no_auth.",
+        " Beyond loopback the server needs keys and a certificate, or to be told that it has none.",
     )
     """Address to listen at."""
     port: int = _access(50051, between(0, 65535), "Port to listen at. 0: any free port.")
@@ -152,8 +147,9 @@ class Config(FrontSettings):
         (),
         _API_KEYS,
         'Keys of the clients, each as "tenant:key"; a tenant may have several. As a flag they are'
-        " visible to every user of the machine; prefer api_keys_file. Empty: no key is asked for,"
-        ' every client is tenant "default", and the server listens on loopback only.',
+        " visible to every user of the machine; prefer api_keys_file. Beyond loopback a key has 20"
+        " characters or more. Empty, and no ssl_client_ca_file: no key is asked for, every client"
+        ' is tenant "default", and the server listens on loopback only.',
         peers=("api_key",),
         is_secret=True,
     )
@@ -207,10 +203,41 @@ class Config(FrontSettings):
     insecure_no_auth: bool = _access(
         False,
         _ANY,
-        "Listen beyond loopback without api_keys and store: whoever reaches the port may use the"
-        " server.",
+        "Listen beyond loopback without keys: whoever reaches the port may use the server.",
     )
     """Whether a server beyond loopback may do without keys."""
+    ssl_cert_file: str = _access(
+        "",
+        _ANY,
+        "Path of the server's certificate and its chain (PEM); with it, connections are TLS 1.2 or"
+        " newer. Read again when it changes. Empty: plain text.",
+        peers=("ssl_certfile", "tls_cert_file"),
+    )
+    """Path of the server's certificate; empty is plain text."""
+    ssl_key_file: str = _access(
+        "",
+        _ANY,
+        "Path of the private key of ssl_cert_file (PEM, not encrypted). Read again when it"
+        " changes.",
+        peers=("ssl_keyfile", "tls_key_file"),
+    )
+    """Path of the private key."""
+    ssl_client_ca_file: str = _access(
+        "",
+        _ANY,
+        "Path of certificates (PEM) of which one must have signed each client's certificate: mutual"
+        " TLS. Whoever it names by a URI spiffe://DOMAIN/drafthouse/tenant/NAME is that tenant and"
+        " needs no key. Empty: clients show no certificate.",
+        peers=("ssl_ca_certs", "tls_client_ca_file"),
+    )
+    """Path of the authorities of clients' certificates; empty when clients need none."""
+    insecure_no_tls: bool = _access(
+        False,
+        _ANY,
+        "Listen beyond loopback without ssl_cert_file: keys and texts can be read on their way."
+        " For a server behind a proxy or mesh that encrypts.",
+    )
+    """Whether a server beyond loopback may do without TLS."""
     parallel: int = _slots(
         8,
         between(1, 256),
@@ -519,14 +546,19 @@ class Config(FrontSettings):
             if not setting.rule.is_valid(value):
                 expected = setting.rule.expected
                 raise ConfigError(setting.name, setting.shown(value), expected)
-        _check_address(self)
+        check_access(self)
         _check_sizes(self)
         _check_drafts(self)
 
     @property
     def is_open(self) -> bool:
         """Whether clients from elsewhere need no key."""
-        return not (self.api_keys or self.store or is_loopback(self.host))
+        return not (has_access(self) or is_loopback(self.host))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what clients from elsewhere send can be read on its way."""
+        return not (self.ssl_cert_file or is_loopback(self.host))
 
     @property
     def model_name(self) -> str:
@@ -549,36 +581,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 """All settings by name, group by group; but for those of single tenants."""
 
 
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches an address; no other name than localhost is."""
-    if host.startswith(_UNIX) or host.lower() == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(bare_host(host))
-    except ValueError:
-        return False
-    return address.is_loopback
-
-
-def bare_host(host: str) -> str:
-    """Returns an address without the brackets that an IPv6 address may be written in."""
-    return host.removeprefix("[").removesuffix("]")
-
-
 def _require(condition: bool, key: str, value: object, problem: str) -> None:
     if not condition:
         raise ConfigError(key, value, problem=problem)
-
-
-def _check_address(config: Config) -> None:
-    _require(
-        not config.is_open or config.insecure_no_auth,
-        "host",
-        config.host,
-        f"host {config.host!r} is reached from other machines and there are no api_keys, so"
-        " everybody who reaches the port could use the server; set api_keys_file or store,"
-        " listen on 127.0.0.1, or set insecure_no_auth to allow it",
-    )
 
 
 def _check_sizes(config: Config) -> None:

@@ -304,16 +304,25 @@ def test_beyond_loopback_without_keys_is_one_sentence() -> None:
     assert_failed(outcome, 2, "insecure_no_auth")
 
 
-async def test_a_server_that_is_open_says_so_when_it_starts(start_server: ServerFactory) -> None:
+async def test_what_a_server_lacks_stands_in_its_first_lines_and_is_a_warning(
+    start_server: ServerFactory,
+) -> None:
     server = await start_server()  # on loopback: only what it says is tested
-    for config, is_told in (
-        (Config(host=EVERY, insecure_no_auth=True), True),
-        (Config(host=EVERY, api_keys=("acme:k",)), False),
-        (Config(insecure_no_auth=True), False),
+    keys, tls = ("acme:" + "k" * 20,), {"ssl_cert_file": "c", "ssl_key_file": "k"}
+    for config, is_open, is_plain in (
+        (Config(host=EVERY, insecure_no_auth=True, insecure_no_tls=True), True, True),
+        (Config(host=EVERY, insecure_no_auth=True, **tls), True, False),  # type: ignore[arg-type]
+        (Config(host=EVERY, api_keys=keys, insecure_no_tls=True), False, True),
+        (Config(host=EVERY, api_keys=keys, **tls), False, False),  # type: ignore[arg-type]
+        (Config(insecure_no_auth=True, insecure_no_tls=True), False, False),
     ):
-        out = io.StringIO()
-        _describe(server, config, Terminal(out, io.StringIO(), io.StringIO()))
-        assert ("OPEN to everybody" in out.getvalue()) is is_told
+        out, err = io.StringIO(), io.StringIO()
+        _describe(server, config, Terminal(out, err, io.StringIO()))
+        assert ("OPEN to everybody" in out.getvalue()) is is_open
+        assert ("insecure_no_auth" in err.getvalue()) is is_open
+        assert ("PLAIN TEXT" in out.getvalue()) is is_plain
+        assert ("insecure_no_tls" in err.getvalue()) is is_plain
+        assert ("certificate c" in out.getvalue()) is bool(config.ssl_cert_file)
 
 
 def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded() -> None:

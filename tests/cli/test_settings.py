@@ -24,7 +24,6 @@ from drafthouse_server.errors import ConfigError
 from drafthouse_server.setting import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERY = "0.0.0.0"  # noqa: S104  # nothing listens there in these tests
 
 # A value of each renamed setting that is not the default: as the old name took it, and now.
 OLD_VALUES: dict[str, tuple[str, object]] = {
@@ -90,7 +89,7 @@ def test_flags_that_are_not_given_change_nothing() -> None:
 
 
 def test_a_switch_may_stand_alone_say_so_or_be_denied() -> None:
-    words = ["--insecure-no-auth", "--no-prefix-cache", "--host", EVERY, "--kv-unified", "true"]
+    words = ["--insecure-no-auth", "--no-prefix-cache", "--kv-unified", "true"]
     config = load(environment={}, flags=parsed(*words))
     assert (config.insecure_no_auth, config.prefix_cache, config.kv_unified) == (True, False, True)
     assert load(environment={}, flags=parsed("--prefix-cache", "false")).prefix_cache is False
@@ -366,7 +365,10 @@ def test_a_flag_that_names_no_file_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  ", " , "])
-@pytest.mark.parametrize("name", ["api_keys", "api_keys_file"])
+@pytest.mark.parametrize(
+    "name",
+    ["api_keys", "api_keys_file", "ssl_cert_file", "ssl_key_file", "ssl_client_ca_file"],
+)
 def test_keys_that_are_none_open_no_server(name: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text('api_keys = ["acme:k"]')

@@ -36,3 +36,27 @@ def test_models_can_be_kept_from_a_tenant() -> None:
     tenant.check_model("small")
     with pytest.raises(PermissionDenied):
         tenant.check_model("big")
+
+
+def test_a_certificate_stands_for_a_key() -> None:
+    keys = ("acme:one", "bob:two")
+    config = Config(
+        api_keys=keys,
+        tenant_queue_size=7,
+        ssl_cert_file="c",
+        ssl_key_file="k",
+        ssl_client_ca_file="a",
+    )
+    registry = TenantRegistry.from_config(config)
+    assert registry.certified("acme").tenant == registry.authenticate("one")
+    unknown = registry.certified("carol").tenant
+    assert (unknown.name, unknown.n_waiting_max) == ("carol", 7)
+
+
+def test_where_certificates_are_asked_for_nobody_enters_without_a_name() -> None:
+    config = Config(ssl_cert_file="c", ssl_key_file="k", ssl_client_ca_file="a")
+    registry = TenantRegistry.from_config(config)
+    assert not registry.is_open
+    for key in (None, "", "x"):
+        with pytest.raises(Unauthenticated):
+            registry.authenticate(key)

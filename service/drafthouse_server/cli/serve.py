@@ -14,10 +14,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from drafthouse_server.access import bare_host
 from drafthouse_server.cli import settings
 from drafthouse_server.cli.logs import LogQueue
 from drafthouse_server.cli.terminal import Terminal
-from drafthouse_server.config import Config, bare_host
+from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import engine_version
 from drafthouse_server.engine.threads import Threads
@@ -201,9 +202,21 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
         f" {limits.n_ctx} KV cells together"
     )
     terminal.line(f"  threads  {_how_many_threads(server.loop.engine.threads)}")
+    _describe_access(config, terminal)
+    terminal.line(f"{LISTENS_AT}{server.target}")
+
+
+def _describe_access(config: Config, terminal: Terminal) -> None:
+    """Tells how clients' identity and texts are kept; what is missing is a warning, too."""
     if config.is_open:
         terminal.line("  keys     none: OPEN to everybody who reaches this port (insecure_no_auth)")
-    terminal.line(f"{LISTENS_AT}{server.target}")
+        terminal.warn("insecure_no_auth: everybody who reaches this port may use the server")
+    if config.is_plain:
+        terminal.line("  tls      none: keys and texts travel in PLAIN TEXT (insecure_no_tls)")
+        terminal.warn("insecure_no_tls: keys and texts can be read on their way to this port")
+    if config.ssl_cert_file:
+        clients = "; clients need one, too" if config.ssl_client_ca_file else ""
+        terminal.line(f"  tls      certificate {config.ssl_cert_file}{clients}")
 
 
 def _how_many_threads(threads: Threads) -> str:

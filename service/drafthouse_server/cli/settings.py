@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from drafthouse_server.access import is_api_key
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import SETTINGS, Config
 from drafthouse_server.errors import ConfigError, UnknownSetting
@@ -58,6 +59,9 @@ _LINK_NAME = re.compile(
 )
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+", re.IGNORECASE)
 
+_MUST_NOT_BE_EMPTY = frozenset(
+    {"api_keys", "api_keys_file", "ssl_cert_file", "ssl_key_file", "ssl_client_ca_file", "store"}
+)
 _BY_OLD_NAME = {setting.old: setting for setting in SETTINGS.values() if setting.old}
 _TYPE_NAMES = {
     str: "a text",
@@ -323,7 +327,7 @@ def _read_flags(flags: Mapping[str, str], warn: Callable[[str], object]) -> _Rea
     reader = _Reader(_FLAGS, _parse_text, warn)
     for name, text in flags.items():
         # As "$KEYS" is where nobody has set it: that must not open the server.
-        if name in {"api_keys", "api_keys_file", "store"} and not text.strip(" ,"):
+        if name in _MUST_NOT_BE_EMPTY and not text.strip(" ,"):
             expected = "a value; leave the flag out to set none"
             raise ConfigError(name, text, expected, _FLAGS.describe(name))
         known = reader.take(name, text)
@@ -348,8 +352,7 @@ def _read_keys(path: Path, others: object) -> tuple[str, ...]:
     keys = []
     for number, line in enumerate(map(str.strip, lines), 1):
         if line and not line.startswith("#"):
-            tenant, _, key = line.partition(":")
-            if not (tenant and key):
+            if not is_api_key(line):
                 raise refuse(f'has a line {number} that is not of the form "tenant:key"')
             keys.append(line)
     if not keys:

@@ -33,8 +33,10 @@ from drafthouse_server.errors import (
     Overloaded,
     QuotaExceeded,
     TooManyBadKeys,
+    Unauthenticated,
 )
 from drafthouse_server.rpc.calls import Call
+from drafthouse_server.rpc.tls import tenant_of
 from drafthouse_server.serving.requests import N_VIOLATIONS_MAX
 from drafthouse_server.tenancy.identity import Tenants, source_of
 from drafthouse_server.tenancy.tenants import Identity
@@ -221,16 +223,22 @@ class TranslateErrors(grpc.aio.ServerInterceptor):
 
 
 class Authenticate(grpc.aio.ServerInterceptor):
-    """Finds the tenant of a call by `authorization: Bearer KEY`, before its message is read.
+    """Finds the tenant of a call by `authorization: Bearer KEY`, or by its client's certificate.
+
+    That is done before its message is read.
 
     Args:
         tenants: Knows the keys.
         is_health_open: Whether health checks need no key.
+        has_certificates: Whether clients show certificates, which may name a tenant.
     """
 
-    def __init__(self, tenants: Tenants, *, is_health_open: bool = True) -> None:
+    def __init__(
+        self, tenants: Tenants, *, is_health_open: bool = True, has_certificates: bool = False
+    ) -> None:
         self._tenants = tenants
         self._is_health_open = is_health_open
+        self._has_certificates = has_certificates
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -243,11 +251,27 @@ class Authenticate(grpc.aio.ServerInterceptor):
         is_health = call.method.startswith(_HEALTH_METHODS)
         if not (is_ours(call.method) or (is_health and not self._is_health_open)):
             return await inner(request, context)
-        found = self._tenants.identify(_api_key(context), source_of(context.peer()))
-        identity = found if isinstance(found, Identity) else await found
+        identity = await self._identity(context)
         call.tenant, call.key_id = identity.tenant, identity.key_id
         with self._tenants.hold(identity):
             return await inner(request, context)
+
+    async def _identity(self, context: Context) -> Identity:
+        """Returns who calls.
+
+        Raises:
+            Unauthenticated: neither key nor certificate says so, or they say two things
+                (INVALID_API_KEY).
+        """
+        key = _api_key(context)
+        name = tenant_of(context.auth_context()) if self._has_certificates else None
+        if name is not None and key is None:
+            return self._tenants.certified(name)
+        found = self._tenants.identify(key, source_of(context.peer()))
+        identity = found if isinstance(found, Identity) else await found
+        if name is not None and identity.tenant.name != name:
+            raise Unauthenticated("the API key and the client certificate are of two tenants")
+        return identity
 
 
 def _metadata(context: Context, wanted: str) -> str | None:

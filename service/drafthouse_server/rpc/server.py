@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
-from drafthouse_server.config import Config, bare_host, is_loopback
+from drafthouse_server.access import bare_host, is_loopback
+from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
 from drafthouse_server.rpc.calls import OpenCalls
@@ -26,6 +27,7 @@ from drafthouse_server.rpc.health import OVERALL, HealthService
 from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateErrors, current_call
 from drafthouse_server.rpc.resets import StreamResets
 from drafthouse_server.rpc.services import GenerationService, ModelService, Served
+from drafthouse_server.rpc.tls import Certificates
 from drafthouse_server.rpc.wire import shapes_of
 from drafthouse_server.serving.exposition import MetricsEndpoint
 from drafthouse_server.serving.loop import StepLoop
@@ -126,6 +128,8 @@ class Server:
         self._metrics: MetricsEndpoint | None = None
         self._gate: Gate | None = None
         self._receive: Receive | None = None
+        self._certificates: Certificates | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._port = 0
 
     @property
@@ -222,11 +226,13 @@ class Server:
         """Loads the model, starts the text workers, and listens.
 
         Raises:
-            StartupError: a model cannot be loaded, a text worker cannot start, or the address
-                cannot be listened at.
+            StartupError: certificates or a model cannot be loaded, a text worker cannot start, or
+                the address cannot be listened at.
         """
         _grpc_log.addFilter(_is_fault)
         raise_descriptor_limit()
+        if self._config.ssl_cert_file:  # first: a model may take minutes
+            self._certificates = Certificates(self._config)
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             tenants = self._tenants or await self._open_tenants()
@@ -288,7 +294,11 @@ class Server:
                 Observe(),
                 TranslateErrors(),
                 self._gate,
-                Authenticate(tenants, is_health_open=config.open_health),
+                Authenticate(
+                    tenants,
+                    is_health_open=config.open_health,
+                    has_certificates=bool(config.ssl_client_ca_file),
+                ),
                 self._receive,
             ),
             options=_options(config, max(shape.n_bytes_max for shape in shapes.values())),
@@ -311,7 +321,9 @@ class Server:
         if _has_reflection(config):
             names = [service.full_name for service in (*_SERVICES, _HEALTH_SERVICE)]
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-        self._port = _bind(server, config)
+        self._port = _bind(server, config, self._certificates)
+        if self._certificates is not None:
+            self._watch = asyncio.create_task(self._certificates.watch())
         self._health.set(is_serving=True)
         await server.start()
         self._server = server
@@ -393,6 +405,8 @@ class Server:
         """Ends everything now. Harmless when done twice."""
         if self._loss is not None:
             self._loss.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._metrics is not None:
             self._metrics.close()
         if self._server is not None:
@@ -421,9 +435,12 @@ class Server:
         return dataclasses.replace(self.loop.statistics(), front=front)
 
 
-def _bind(server: grpc.aio.Server, config: Config) -> int:
+def _bind(server: grpc.aio.Server, config: Config, certificates: Certificates | None) -> int:
+    address = _address(config.host, config.port)
     try:
-        return server.add_insecure_port(_address(config.host, config.port))
+        if certificates is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, certificates.credentials())
     except RuntimeError:
         if config.host.startswith("unix:"):
             expected = "a path at which we may listen, of 107 bytes at most"

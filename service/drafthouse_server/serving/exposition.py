@@ -27,7 +27,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from drafthouse_server.config import bare_host
+from drafthouse_server.access import bare_host
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.serving.metrics import (
     Distribution,

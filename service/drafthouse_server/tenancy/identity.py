@@ -45,6 +45,10 @@ class Tenants(Protocol):
         """
         ...
 
+    def certified(self, name: str) -> Identity:
+        """Returns the tenant that a client's certificate names; such a client needs no key."""
+        ...
+
     def hold(self, identity: Identity) -> AbstractContextManager[None]:
         """Returns the block in which a call runs; it may end the call, when its key is revoked."""
         ...

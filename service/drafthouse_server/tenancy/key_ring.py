@@ -267,6 +267,11 @@ class KeyRing:
         self._bad_keys.note(address, self._clock())
         raise Unauthenticated
 
+    def certified(self, name: str) -> Identity:
+        """Returns the tenant that a certificate names, with the limits of the settings."""
+        fixed = self._fixed or TenantRegistry({})
+        return fixed.certified(name)
+
     def hold(self, identity: Identity) -> AbstractContextManager[None]:
         """Returns the block in which a call of a key runs; it ends when the key is revoked.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -227,11 +228,14 @@ def _digest(api_key: str) -> bytes:
 
 
 class TenantRegistry:
-    """Finds the tenant of an API key. Without any key the server is open to everybody.
+    """Finds the tenant of an API key, or of a certificate; asked for neither, it lets everybody in.
 
     Args:
         tenants: Tenants by API key.
-        open_tenant: The tenant of every call when there are no keys.
+        open_tenant: The tenant of every call when nobody must show who it is; a tenant that only
+            certificates name has its limits.
+        has_certificates: Whether clients show certificates; then one that names no tenant, and has
+            no key, is refused.
         bad_keys: Counts wrong keys; nobody does when not given.
         clock: Time in seconds, for that.
     """
@@ -242,6 +246,7 @@ class TenantRegistry:
         open_tenant: Tenant | None = None,
         *,
         bad_keys: BadKeys | None = None,
+        has_certificates: bool = False,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         # Looked up by digest, so that the time of a lookup tells nothing of a key.
@@ -249,6 +254,8 @@ class TenantRegistry:
         for api_key, tenant in tenants.items():
             digest = _digest(api_key)
             self._identities[digest] = Identity(tenant, digest.hex()[:12])
+        self._by_name = {tenant.name: tenant for tenant in tenants.values()}
+        self._has_certificates = has_certificates
         self._open = Identity(open_tenant or Tenant(_DEFAULT_TENANT))
         self._bad_keys = bad_keys
         self._clock = clock
@@ -288,12 +295,19 @@ class TenantRegistry:
         for entry in config.api_keys:
             name, _, api_key = entry.partition(":")
             tenants[api_key] = made[name]
-        return cls(tenants, made.get(_DEFAULT_TENANT), bad_keys=bad_keys, clock=clock)
+        return cls(
+            tenants,
+            made.get(_DEFAULT_TENANT)
+            or make_tenant(_DEFAULT_TENANT, {}, n_waiting_max=config.tenant_queue_size),
+            bad_keys=bad_keys,
+            has_certificates=bool(config.ssl_client_ca_file),
+            clock=clock,
+        )
 
     @property
     def is_open(self) -> bool:
-        """Whether calls need no key."""
-        return not self._identities
+        """Whether calls need neither key nor certificate."""
+        return not (self._identities or self._has_certificates)
 
     def authenticate(self, api_key: str | None) -> Tenant:
         """Returns the tenant of a key. See `identify`."""
@@ -326,3 +340,12 @@ class TenantRegistry:
         """Returns a block that never ends a call: keys of the settings are not revoked."""
         del identity
         return _NO_HOLD
+
+    def certified(self, name: str) -> Identity:
+        """Returns the tenant that a client's certificate names; what has no settings has no limits.
+
+        Args:
+            name: The tenant's.
+        """
+        known = self._by_name.get(name)
+        return Identity(known or dataclasses.replace(self._open.tenant, name=name))

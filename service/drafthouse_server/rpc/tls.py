@@ -1,0 +1,220 @@
+"""TLS: certificates from files, which may be replaced while the server runs, and whom they name."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import re
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from drafthouse_server.access import is_tenant_name
+from drafthouse_server.config import Config
+from drafthouse_server.errors import ConfigError, Unauthenticated
+
+__all__ = ["Certificates", "tenant_of"]
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 10.0
+"""Seconds between two looks at the files when nobody connects."""
+
+_N_ATTEMPTS = 3
+"""Reads of files that change while they are read."""
+
+_TENANT_URI = re.compile(r"spiffe://[^/]+/drafthouse/tenant/([^/]+)")
+
+_Stamp = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The files as they were at one time."""
+
+    stamp: _Stamp
+    """What changes when a file does."""
+    configuration: grpc.ServerCertificateConfiguration
+    """What gRPC is given."""
+    fingerprint: str
+    """SHA-256 of the server's own certificate, hexadecimal."""
+
+
+class Certificates:
+    """The server's certificate and key, and the authorities that sign its clients' certificates.
+
+    gRPC asks for them at each new connection, and gets those of the files as they are then. Streams
+    that run keep their connection. Where new files cannot be used, because certificate and key do
+    not belong together, say, the ones before stay in use and the log says why, once.
+
+    Args:
+        config: Has `ssl_cert_file` and `ssl_key_file`, and `ssl_client_ca_file` when clients must
+            show a certificate.
+
+    Raises:
+        ConfigError: a file cannot be read or used; names the setting.
+
+    Thread:
+        Any; gRPC asks on threads of its own.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._paths = [Path(config.ssl_cert_file), Path(config.ssl_key_file)]
+        if config.ssl_client_ca_file:
+            self._paths.append(Path(config.ssl_client_ca_file))
+        self._lock = threading.Lock()
+        self._in_use = self._read()
+        self._seen = self._in_use.stamp
+        self._handed_over = self._in_use
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the server's certificate that new connections get, hexadecimal."""
+        return self._in_use.fingerprint
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Returns what a gRPC server listens with."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._in_use.configuration,
+            self._renewed,  # type: ignore[arg-type]  # None is allowed: what there is stays
+            bool(self._config.ssl_client_ca_file),
+        )
+
+    def look(self) -> None:
+        """Reads the files again if they have changed."""
+        with self._lock:
+            self._look()
+
+    async def watch(self) -> None:
+        """Looks at the files every ten seconds, so that the log tells of them before a client does.
+
+        Cancellation:
+            ends it.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            await asyncio.to_thread(self.look)
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Returns what gRPC does not have yet; None when it has what there is."""
+        with self._lock:
+            self._look()
+            if self._handed_over is self._in_use:
+                return None
+            self._handed_over = self._in_use
+            return self._in_use.configuration
+
+    def _look(self) -> None:
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            self._in_use = self._read()
+        except ConfigError as error:
+            _log.error("new certificates are not used, those before stay in use: %s", error)
+            return
+        self._seen = self._in_use.stamp
+        _log.info(
+            "%s was read again: new connections get the certificate with SHA-256 %s",
+            self._config.ssl_cert_file,
+            self.fingerprint,
+        )
+
+    def _stamp(self) -> _Stamp:
+        """Returns what changes when a file does; nothing where one is missing."""
+        try:
+            found = [path.stat() for path in self._paths]
+        except OSError:
+            return ()
+        return tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in found)
+
+    def _read(self) -> _Read:
+        """Returns the files, which belong together.
+
+        Raises:
+            ConfigError: one cannot be read or used.
+        """
+        for _ in range(_N_ATTEMPTS - 1):
+            read = self._read_once()
+            if self._stamp() == read.stamp:
+                return read
+        return self._read_once()
+
+    def _read_once(self) -> _Read:
+        stamp = self._stamp()
+        config = self._config
+        certificate = _content("ssl_cert_file", config.ssl_cert_file)
+        key = _content("ssl_key_file", config.ssl_key_file)
+        roots = None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # Python asks a terminal for the password of an encrypted key, unless there is one.
+        _use(
+            lambda: context.load_cert_chain(config.ssl_cert_file, config.ssl_key_file, password=""),
+            "ssl_key_file",
+            config.ssl_key_file,
+            f"ssl_cert_file {config.ssl_cert_file} and ssl_key_file {config.ssl_key_file} are not a"
+            " certificate and its key (PEM, not encrypted)",
+        )
+        if config.ssl_client_ca_file:
+            roots = _content("ssl_client_ca_file", config.ssl_client_ca_file)
+            _use(
+                lambda: context.load_verify_locations(config.ssl_client_ca_file),
+                "ssl_client_ca_file",
+                config.ssl_client_ca_file,
+                f"ssl_client_ca_file {config.ssl_client_ca_file} has no certificates (PEM)",
+            )
+        configuration = grpc.ssl_server_certificate_configuration([(key, certificate)], roots)
+        return _Read(stamp, configuration, _fingerprint(certificate))
+
+
+def _content(setting: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        problem = f"{setting} {path} cannot be read: {error.strerror}; check path and permissions"
+        raise ConfigError(setting, path, problem=problem) from None
+
+
+def _use(load: Callable[[], None], setting: str, path: str, problem: str) -> None:
+    try:
+        load()
+    except OSError as error:  # of which ssl.SSLError is one
+        reason = getattr(error, "reason", None) or "there is none in it"
+        told = f"{problem}: {str(reason).lower().replace('_', ' ')}; check the files"
+        raise ConfigError(setting, path, problem=told) from None
+
+
+def _fingerprint(chain: bytes) -> str:
+    """Returns the SHA-256 of the first certificate of a chain, which is the server's own."""
+    _, _, first = chain.partition(b"CERTIFICATE-----")
+    return hashlib.sha256(base64.b64decode(first.partition(b"-----END")[0])).hexdigest()
+
+
+def tenant_of(properties: Mapping[str, Iterable[bytes]]) -> str | None:
+    """Returns the tenant that a client's certificate names; None when it names none.
+
+    Only a URI among the certificate's alternative names counts, of the form
+    "spiffe://DOMAIN/drafthouse/tenant/NAME"; never its common name or a host name.
+
+    Args:
+        properties: Of the connection, as gRPC's `auth_context` returns them. It holds a certificate
+            only after an authority of `ssl_client_ca_file` was found to have signed it.
+
+    Raises:
+        Unauthenticated: it names several, or what may be no tenant's name (INVALID_API_KEY).
+    """
+    uris = (value.decode("utf-8", "replace") for value in properties.get("peer_uri", ()))
+    names = [match[1] for match in map(_TENANT_URI.fullmatch, uris) if match]
+    if not names:
+        return None
+    if len(names) > 1 or not is_tenant_name(names[0]):
+        raise Unauthenticated("the client certificate does not name one tenant by its URI")
+    return names[0]
