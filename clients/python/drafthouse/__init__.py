@@ -57,6 +57,7 @@ from drafthouse._events import (
 from drafthouse._options import ChatMessage, Dry, GenerateOptions, Prompt, SpeculationMode, Xtc
 from drafthouse._retry import RetryPolicy
 from drafthouse._stream import AsyncGenerationStream, GenerationStream
+from drafthouse._tls import Tls
 
 __all__ = [
     "AsyncClient",
@@ -101,6 +102,7 @@ __all__ = [
     "StoreUnavailable",
     "TenantQuotaExceeded",
     "Timings",
+    "Tls",
     "TokenCount",
     "TooManyBadKeys",
     "Unauthenticated",

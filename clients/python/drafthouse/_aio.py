@@ -16,6 +16,7 @@ from drafthouse._events import Model, TokenCount, model_from
 from drafthouse._options import GenerateOptions, Prompt, generate_request, prompt_message
 from drafthouse._retry import Attempts, RetryBudget, RetryPolicy
 from drafthouse._stream import AsyncGenerationStream
+from drafthouse._tls import Tls, secured
 from drafthouse._transport import CHANNEL_OPTIONS, DEFAULT_TARGET, HEALTH_METHOD, call_metadata
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 
@@ -33,8 +34,14 @@ class AsyncClient:
     Args:
         target: address of the server, "host:port".
         api_key: the tenant's key; None where the server asks for none.
-        credentials: for TLS, such as `grpc.ssl_channel_credentials()`; None is plain text.
+        tls: connect by TLS; a `Tls` says by which authority and certificate.
+        credentials: gRPC's own, in place of `tls`.
+        insecure_no_tls: send the key in plain text, even to another machine.
         retry: when failed calls are tried again; None is never.
+
+    Raises:
+        ValueError: the key would travel in plain text to another machine.
+        OSError: a file of `tls` cannot be read.
 
     Thread:
         that of the event loop only.
@@ -45,13 +52,17 @@ class AsyncClient:
         target: str = DEFAULT_TARGET,
         *,
         api_key: str | None = None,
+        tls: bool | Tls = False,
         credentials: grpc.ChannelCredentials | None = None,
+        insecure_no_tls: bool = False,
         retry: RetryPolicy | None = RetryPolicy(),  # noqa: B008  frozen
     ) -> None:
+        credentials, more = secured(target, api_key, tls, credentials, insecure_no_tls)
+        options = (*CHANNEL_OPTIONS, *more)
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, CHANNEL_OPTIONS)
+            self._channel = grpc.aio.secure_channel(target, credentials, options)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._check_health = self._channel.unary_unary(

@@ -1,0 +1,119 @@
+"""How a client reaches its server: by TLS, or in plain text where nobody else can read it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+__all__ = ["Tls", "is_local", "secured"]
+
+_PLAIN_SCHEMES = ("dns:", "ipv4:", "ipv6:", "passthrough:")
+_SOCKET_SCHEMES = ("unix:", "unix-abstract:")
+
+_Options = Sequence[tuple[str, int | str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """A connection by TLS. Files are PEM, and are read when the client is made."""
+
+    ca_file: str | os.PathLike[str] | None = None
+    """Authorities that sign the server's certificate; None: those that gRPC brings, which are the
+    public ones, or those of the variable GRPC_DEFAULT_SSL_ROOTS_FILE_PATH."""
+    cert_file: str | os.PathLike[str] | None = None
+    """The client's own certificate, for a server that asks for one; None shows none."""
+    key_file: str | os.PathLike[str] | None = None
+    """Private key of `cert_file`."""
+    server_name: str | None = None
+    """Name that the server's certificate must have; None: the host of the target."""
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file belong together: give both, or none")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Returns what a gRPC channel is made with.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        files = (self.ca_file, self.key_file, self.cert_file)
+        return grpc.ssl_channel_credentials(
+            *(None if file is None else Path(file).read_bytes() for file in files)
+        )
+
+    def options(self) -> _Options:
+        """Returns the channel's options."""
+        if self.server_name is None:
+            return ()
+        return (
+            ("grpc.ssl_target_name_override", self.server_name),
+            ("grpc.default_authority", self.server_name),
+        )
+
+
+def secured(
+    target: str,
+    api_key: str | None,
+    tls: bool | Tls,
+    credentials: grpc.ChannelCredentials | None,
+    insecure_no_tls: bool,
+) -> tuple[grpc.ChannelCredentials | None, _Options]:
+    """Returns a channel's credentials, None for plain text, and its options.
+
+    Args:
+        target: address of the server.
+        api_key: goes with every call; None is none.
+        tls: how to connect by TLS; True by what gRPC brings.
+        credentials: in place of `tls`.
+        insecure_no_tls: whether a key may travel in plain text beyond loopback.
+
+    Raises:
+        ValueError: the key would be readable on its way, or both `tls` and `credentials` are given.
+        OSError: a file cannot be read.
+    """
+    # What is for this machine goes through no proxy.
+    options: _Options = (("grpc.enable_http_proxy", 0),) if is_local(target) else ()
+    if tls:
+        if credentials is not None:
+            raise ValueError("tls and credentials are two ways to say the same; give one of them")
+        tls = tls if isinstance(tls, Tls) else Tls()
+        return tls.credentials(), (*options, *tls.options())
+    if not (credentials or api_key is None or insecure_no_tls or is_local(target)):
+        raise ValueError(
+            f"the API key would travel in plain text to {target!r}, which is not this machine;"
+            " pass tls=True, or tls=drafthouse.Tls(ca_file=...) for an authority of your own;"
+            " insecure_no_tls=True sends it all the same"
+        )
+    return credentials, options
+
+
+def is_local(target: str) -> bool:
+    """Returns whether a target of gRPC is this machine; no other name than localhost is."""
+    if target.startswith(_SOCKET_SCHEMES):
+        return True
+    scheme = next((scheme for scheme in _PLAIN_SCHEMES if target.startswith(scheme)), "")
+    places = target.removeprefix(scheme)
+    if places.startswith("//"):  # dns://AUTHORITY/HOST:PORT
+        places = places[2:].partition("/")[2]
+    return all(_is_loopback(place) for place in places.split(","))
+
+
+def _is_loopback(place: str) -> bool:
+    if place.startswith("["):
+        host = place[1:].partition("]")[0]
+    elif place.count(":") > 1:
+        host = place  # an IPv6 address without a port
+    else:
+        host = place.partition(":")[0]
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,115 @@
+"""How the SDK connects: by TLS, or in plain text, but then with no key to another machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from tests.support.certificates import Authority, tenant_uri
+
+import drafthouse
+from drafthouse._tls import is_local, secured
+
+if TYPE_CHECKING:
+    from tests.conftest import ServerFactory
+
+LOCAL = (
+    "127.0.0.1:50051",
+    "127.8.9.1",
+    "localhost:50051",
+    "LOCALHOST",
+    "[::1]:50051",
+    "::1",
+    "unix:/run/d.sock",
+    "unix:///run/d.sock",
+    "unix-abstract:d",
+    "dns:localhost:50051",
+    "dns:///localhost:50051",
+    "dns://10.0.0.1/localhost:50051",
+    "ipv4:127.0.0.1:50051,127.0.0.2:50051",
+    "ipv6:[::1]:50051",
+)
+BEYOND = (
+    "10.0.0.1:50051",
+    "server.example:50051",
+    "localhost.example:50051",
+    "127.0.0.1.example:50051",
+    "127.0.0.1@server.example:50051",
+    "[::]:50051",
+    "::1:50051",
+    "dns:///server.example:50051",
+    "dns://127.0.0.1/server.example:50051",
+    "ipv4:127.0.0.1:50051,10.0.0.1:50051",
+    "xds:///localhost",
+    "0.0.0.0:50051",
+    "",
+)
+
+
+@pytest.mark.parametrize("target", LOCAL)
+def test_this_machine(target: str) -> None:
+    assert is_local(target)
+    credentials, options = secured(target, "hush", False, None, False)
+    assert credentials is None
+    assert ("grpc.enable_http_proxy", 0) in options
+
+
+@pytest.mark.parametrize("target", BEYOND)
+def test_no_key_leaves_this_machine_in_plain_text(target: str) -> None:
+    assert not is_local(target)
+    with pytest.raises(ValueError, match="plain text") as caught:
+        drafthouse.Client(target, api_key="hush")
+    assert "hush" not in str(caught.value)
+    assert repr(target) in str(caught.value)
+    for word in ("tls=True", "insecure_no_tls=True"):
+        assert word in str(caught.value)
+
+
+async def test_the_asyncio_client_refuses_too_and_both_do_what_they_are_told() -> None:
+    beyond = "server.example:50051"
+    with pytest.raises(ValueError, match="plain text"):
+        drafthouse.AsyncClient(beyond, api_key="hush")
+    for told in ({"insecure_no_tls": True}, {"tls": True}, {"api_key": None}):
+        given: dict[str, Any] = {"api_key": "hush"} | told
+        drafthouse.Client(beyond, **given).close()
+        async with drafthouse.AsyncClient(beyond, **given):
+            pass
+    drafthouse.Client(beyond, api_key="k", credentials=grpc.ssl_channel_credentials()).close()
+
+
+def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give one of them"):
+        drafthouse.Client(tls=True, credentials=grpc.ssl_channel_credentials())
+    with pytest.raises(ValueError, match="belong together"):
+        drafthouse.Tls(cert_file="client.crt")
+    with pytest.raises(ValueError, match="belong together"):
+        drafthouse.Tls(key_file="client.key")
+    with pytest.raises(FileNotFoundError):
+        drafthouse.Client(tls=drafthouse.Tls(ca_file=tmp_path / "missing.crt"))
+
+
+async def test_a_client_by_tls_with_a_certificate_of_its_own(
+    start_server: ServerFactory, tmp_path: Path
+) -> None:
+    servers, clients = Authority("of servers"), Authority("of clients")
+    certificate, key = servers.issue().write(tmp_path)
+    server = await start_server(
+        ssl_cert_file=certificate,
+        ssl_key_file=key,
+        ssl_client_ca_file=clients.write(tmp_path, "clients"),
+    )
+    shown = clients.issue(tenant_uri("acme")).write(tmp_path, "acme")
+    authority = servers.write(tmp_path)
+    tls = drafthouse.Tls(ca_file=authority, cert_file=shown[0], key_file=shown[1])
+    async with drafthouse.AsyncClient(server.target, tls=tls, retry=None) as client:
+        assert await client.tokenize("x") == [120]
+    nameless = drafthouse.Tls(authority, *shown, server_name="other.example")
+    async with drafthouse.AsyncClient(server.target, tls=nameless, retry=None) as client:
+        with pytest.raises(drafthouse.Unavailable):
+            await client.tokenize("x")
+    public = drafthouse.Tls(cert_file=shown[0], key_file=shown[1])
+    async with drafthouse.AsyncClient(server.target, tls=public, retry=None) as client:
+        with pytest.raises(drafthouse.Unavailable):
+            await client.tokenize("x")
