@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import drafthouse
+from drafthouse_server.cli.connection import add_connection, connected, explain, tell
 from drafthouse_server.cli.serve import format_bytes, format_count
 from drafthouse_server.cli.terminal import Terminal, format_table
+from drafthouse_server.errors import ConfigError
 
 __all__ = ["Figures", "add_chat", "add_generate", "add_models"]
 
-_DEFAULT_SERVER = "127.0.0.1:50051"
 _DEFAULT_OUTPUT_TOKENS = 256
-_API_KEY_VARIABLE = "DRAFTHOUSE_API_KEY"
 _INTERRUPTED = 130
 _GENERATE_OPTIONS = (
     "model",
@@ -45,7 +43,7 @@ def add_generate(commands: _Commands[argparse.ArgumentParser]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("prompt", help='text to continue; "-" reads it from stdin')
-    _add_server(parser)
+    add_connection(parser)
     _add_options(parser)
     parser.set_defaults(run=_generate)
 
@@ -60,7 +58,7 @@ def add_chat(commands: _Commands[argparse.ArgumentParser]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
-    _add_server(parser)
+    add_connection(parser)
     _add_options(parser)
     parser.set_defaults(run=_chat)
 
@@ -68,23 +66,8 @@ def add_chat(commands: _Commands[argparse.ArgumentParser]) -> None:
 def add_models(commands: _Commands[argparse.ArgumentParser]) -> None:
     """Adds the command `models`."""
     parser = commands.add_parser("models", help="list the models of a server", allow_abbrev=False)
-    _add_server(parser)
+    add_connection(parser)
     parser.set_defaults(run=_models)
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--server",
-        metavar="HOST:PORT",
-        default=_DEFAULT_SERVER,
-        help=f"address of the server; default: {_DEFAULT_SERVER}",
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        default=os.environ.get(_API_KEY_VARIABLE),
-        help=f"key of the tenant; default: the variable {_API_KEY_VARIABLE}, if there is one",
-    )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -196,28 +179,6 @@ class _Generation:
         self._terminal.write(chunk.text)
 
 
-@contextlib.contextmanager
-def _connected(arguments: argparse.Namespace) -> Iterator[drafthouse.Client]:
-    """Connects for the time of a block.
-
-    Raises:
-        drafthouse.DrafthouseError: no server answers.
-    """
-    # Without retries: a person sees at once what is wrong.
-    with drafthouse.Client(arguments.server, api_key=arguments.api_key, retry=None) as client:
-        client.health()  # connected before a clock runs
-        yield client
-
-
-def _explain(error: drafthouse.DrafthouseError, arguments: argparse.Namespace) -> str:
-    """Returns one sentence for a failed call."""
-    if isinstance(error, drafthouse.Unavailable) and not error.reason:
-        return f"no server at {arguments.server}; start one with `drafthouse serve`"
-    if isinstance(error, drafthouse.Unauthenticated):
-        return f"{error.message}; give one with --api-key or {_API_KEY_VARIABLE}"
-    return error.message
-
-
 def _options(arguments: argparse.Namespace) -> drafthouse.GenerateOptions:
     """Returns the options of a generation. What was not given is the server's default.
 
@@ -256,23 +217,21 @@ def _generate(arguments: argparse.Namespace, terminal: Terminal) -> int:
         return 2
     prompt = terminal.read_all() if arguments.prompt == "-" else arguments.prompt
     try:
-        with _connected(arguments) as client:
+        with connected(arguments) as client:
             generation = _Generation(client.generate(prompt, **options), terminal)
             is_whole = generation.show()
-    except drafthouse.DrafthouseError as error:
-        terminal.error(_explain(error, arguments))
-        return 1
+    except (drafthouse.DrafthouseError, ConfigError) as error:
+        return tell(error, arguments, terminal)
     terminal.note(str(generation.figures))
     return 0 if is_whole else _INTERRUPTED
 
 
 def _models(arguments: argparse.Namespace, terminal: Terminal) -> int:
     try:
-        with _connected(arguments) as client:
+        with connected(arguments) as client:
             models = client.list_models()
-    except drafthouse.DrafthouseError as error:
-        terminal.error(_explain(error, arguments))
-        return 1
+    except (drafthouse.DrafthouseError, ConfigError) as error:
+        return tell(error, arguments, terminal)
     header = (
         "name",
         "architecture",
@@ -309,11 +268,10 @@ def _chat(arguments: argparse.Namespace, terminal: Terminal) -> int:
     if options is None:
         return 2
     try:
-        with _connected(arguments) as client:
+        with connected(arguments) as client:
             return _Chat(client, options, arguments, terminal).run()
-    except drafthouse.DrafthouseError as error:
-        terminal.error(_explain(error, arguments))
-        return 1
+    except (drafthouse.DrafthouseError, ConfigError) as error:
+        return tell(error, arguments, terminal)
 
 
 class _Chat:
@@ -383,7 +341,7 @@ class _Chat:
         return True
 
     def _advice(self, error: drafthouse.DrafthouseError) -> str:
-        text = _explain(error, self._arguments)
+        text = explain(error, self._arguments)
         return (
             f"{text}; /reset starts anew" if isinstance(error, drafthouse.ContextTooLong) else text
         )

@@ -1,0 +1,140 @@
+"""How the commands that talk to a server reach it, and what they say when they cannot."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import drafthouse
+from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.errors import ConfigError
+
+__all__ = ["add_connection", "connected", "explain", "tell"]
+
+_DEFAULT_SERVER = "127.0.0.1:50051"
+_API_KEY_VARIABLE = "DRAFTHOUSE_API_KEY"
+
+
+def add_connection(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say where the server is, and how to reach it."""
+    add = parser.add_argument
+    add(
+        "--server",
+        metavar="HOST:PORT",
+        default=_DEFAULT_SERVER,
+        help=f"address of the server; default: {_DEFAULT_SERVER}",
+    )
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="key of the tenant; every user of this machine can see it here, so prefer"
+        f" --api-key-file or the variable {_API_KEY_VARIABLE}, which is the default",
+    )
+    add("--api-key-file", metavar="FILE", help="file that holds the key of the tenant alone")
+    add("--tls", action="store_true", help="connect by TLS; the flags of files below imply it")
+    add("--ca-file", metavar="FILE", help="authorities of the server's certificate (PEM)")
+    add("--cert-file", metavar="FILE", help="certificate to show to the server (PEM)")
+    add("--key-file", metavar="FILE", help="private key of --cert-file (PEM)")
+    add(
+        "--insecure-no-tls",
+        action="store_true",
+        help="send the key to another machine in plain text, where it can be read on its way",
+    )
+
+
+@contextlib.contextmanager
+def connected(arguments: argparse.Namespace) -> Iterator[drafthouse.Client]:
+    """Connects for the time of a block.
+
+    Raises:
+        ConfigError: a flag is wrong, or a file cannot be read.
+        drafthouse.DrafthouseError: no server answers.
+    """
+    api_key = _api_key(arguments)
+    try:
+        client = drafthouse.Client(
+            arguments.server,
+            api_key=api_key,
+            tls=_tls(arguments),
+            insecure_no_tls=arguments.insecure_no_tls,
+            retry=None,  # a person sees at once what is wrong
+        )
+    except OSError as error:
+        problem = f"cannot read {error.filename}: {error.strerror}; check path and permissions"
+        raise ConfigError("server", arguments.server, problem=problem) from None
+    except ValueError:
+        problem = (
+            f"the API key would travel in plain text to {arguments.server!r}, which is not this"
+            " machine; give --tls, or --ca-file FILE for an authority of your own;"
+            " --insecure-no-tls sends it all the same"
+        )
+        raise ConfigError("server", arguments.server, problem=problem) from None
+    with client:
+        client.health()  # connected before a clock runs
+        yield client
+
+
+def _tls(arguments: argparse.Namespace) -> bool | drafthouse.Tls:
+    files = (arguments.ca_file, arguments.cert_file, arguments.key_file)
+    if not any(files):
+        return bool(arguments.tls)
+    if bool(arguments.cert_file) != bool(arguments.key_file):
+        problem = "--cert-file and --key-file belong together: give both, or none"
+        raise ConfigError("cert_file", arguments.cert_file, problem=problem)
+    return drafthouse.Tls(*files)
+
+
+def _api_key(arguments: argparse.Namespace) -> str | None:
+    if arguments.api_key_file is None:
+        key: str | None = arguments.api_key
+        return key or os.environ.get(_API_KEY_VARIABLE)
+
+    def refuse(problem: str) -> ConfigError:
+        told = f"--api-key-file {arguments.api_key_file} {problem}"
+        return ConfigError("api_key_file", arguments.api_key_file, problem=told)
+
+    if arguments.api_key:
+        raise refuse("and --api-key are both given; give one of them")
+    try:
+        key = Path(arguments.api_key_file).read_text("utf-8").strip()
+    except OSError as error:
+        raise refuse(f"cannot be read: {error.strerror}; check path and permissions") from None
+    except UnicodeDecodeError:
+        key = ""
+    if not (key.isascii() and key.isprintable()) or not key or " " in key:
+        raise refuse("does not hold one key and nothing else")
+    return key
+
+
+def tell(
+    error: drafthouse.DrafthouseError | ConfigError,
+    arguments: argparse.Namespace,
+    terminal: Terminal,
+) -> int:
+    """Tells why a command failed in one sentence; returns its exit code."""
+    if isinstance(error, ConfigError):
+        terminal.error(str(error))
+        return 2
+    terminal.error(explain(error, arguments))
+    return 1
+
+
+def explain(error: drafthouse.DrafthouseError, arguments: argparse.Namespace) -> str:
+    """Returns one sentence for a failed call."""
+    if isinstance(error, drafthouse.Unavailable) and not error.reason:
+        return _unavailable(arguments)
+    if isinstance(error, drafthouse.Unauthenticated):
+        return f"{error.message}; give one with --api-key-file or {_API_KEY_VARIABLE}"
+    return error.message
+
+
+def _unavailable(arguments: argparse.Namespace) -> str:
+    if _tls(arguments):
+        return (
+            f"no server at {arguments.server} that speaks TLS with a certificate of this name from"
+            " a known authority; --ca-file FILE names an authority of your own"
+        )
+    return f"no server at {arguments.server}; start one with `drafthouse serve`"

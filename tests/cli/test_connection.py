@@ -1,0 +1,91 @@
+"""How the commands that talk to a server reach it: by TLS, with a key that nobody else sees."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.certificates import Authority, tenant_uri
+
+from drafthouse_server.cli.main import main
+from drafthouse_server.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from tests.conftest import ServerFactory
+
+KEY = "hush-0123456789"
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Runs a command in this process; returns its exit code and what it wrote."""
+    out, err = io.StringIO(), io.StringIO()
+    code = main(arguments, Terminal(out, err, io.StringIO()))
+    return code, out.getvalue(), err.getvalue()
+
+
+def assert_told(outcome: tuple[int, str, str], code: int, words: str) -> None:
+    assert outcome[0] == code, outcome
+    assert outcome[1] == ""
+    assert len(outcome[2].splitlines()) == 1
+    assert words in outcome[2]
+    assert KEY not in outcome[2]
+
+
+async def test_models_over_mutual_tls(start_server: ServerFactory, tmp_path: Path) -> None:
+    servers, clients = Authority("of servers"), Authority("of clients")
+    certificate, key = servers.issue().write(tmp_path)
+    server = await start_server(
+        ssl_cert_file=certificate,
+        ssl_key_file=key,
+        ssl_client_ca_file=clients.write(tmp_path, "clients"),
+    )
+    shown = clients.issue(tenant_uri("acme")).write(tmp_path, "acme")
+    command = ("models", "--server", server.target)
+    files = ("--ca-file", servers.write(tmp_path), "--cert-file", shown[0], "--key-file", shown[1])
+    code, out, _ = await asyncio.to_thread(run, *command, *files)
+    assert code == 0
+    assert "fake" in out
+    strange = await asyncio.to_thread(run, *command, "--tls", *files[2:])
+    assert_told(strange, 1, "--ca-file FILE names an authority of your own")
+
+
+async def test_a_key_from_a_file(start_server: ServerFactory, tmp_path: Path) -> None:
+    server = await start_server(api_keys=(f"acme:{KEY}",))
+    path = tmp_path / "key"
+    path.write_text(f"{KEY}\n")
+    command = ("models", "--server", server.target, "--api-key-file", str(path))
+    assert (await asyncio.to_thread(run, *command))[0] == 0
+    path.write_text("another")
+    assert_told(await asyncio.to_thread(run, *command), 1, "--api-key-file")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"two keys", b"a\nb", b"\xff", None])
+def test_a_file_that_holds_no_key(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    words = "does not hold one key" if content is not None else "No such file"
+    assert_told(run("models", "--api-key-file", str(path)), 2, words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--api-key", KEY), "would travel in plain text to 'h:1'"),
+        (("--api-key", KEY, "--api-key-file", "f"), "both given"),
+        (("--cert-file", "c"), "belong together"),
+        (("--ca-file", "missing.crt"), "cannot read missing.crt"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(flags: tuple[str, ...], words: str) -> None:
+    assert_told(run("models", "--server", "h:1", *flags), 2, words)
+
+
+def test_the_key_is_sent_where_one_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTHOUSE_API_KEY", KEY)
+    command = ("models", "--server", "server.invalid:1")
+    assert_told(run(*command), 2, "plain text")
+    assert_told(run(*command, "--insecure-no-tls"), 1, "no server at server.invalid:1")
