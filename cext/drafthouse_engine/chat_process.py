@@ -34,6 +34,12 @@ TEXT_BYTES_MAX: Final = 64 << 20
 _WAIT_SECONDS: Final = 60
 """Longest wait for one chat: far more than its processor time, for machines with too much to do."""
 
+_KEPT: Final = (
+    *("LANG", "LC_ALL", "LC_CTYPE", "PATH", "LD_LIBRARY_PATH", "TMPDIR"),
+    *("LD_PRELOAD", "ASAN_OPTIONS", "UBSAN_OPTIONS"),  # of sanitizers
+)
+"""Variables that the process is given; no other, since keys may be among them."""
+
 _FAILURES: Final = {
     "BadTemplate": errors.BadTemplate,
     "InvalidArgument": errors.InvalidArgument,
@@ -108,7 +114,7 @@ def _output() -> IO[bytes]:
 
 
 def _spawn(channel: Connection, output: IO[bytes], cpu_seconds: int) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
+    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment["OPENBLAS_NUM_THREADS"] = environment["OMP_NUM_THREADS"] = "1"
     return subprocess.Popen(  # noqa: S603  # our own interpreter and module

@@ -249,6 +249,18 @@ def test_a_forgotten_process_ends() -> None:
     assert not is_running(pid)
 
 
+def test_the_process_has_no_variable_that_may_be_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs a stranger's program: what it does not have, that cannot tell."""
+    for name in ("DRAFTHOUSE_API_KEYS", "DRAFTHOUSE_API_KEY", "AWS_SECRET_ACCESS_KEY", "PASSWORD"):
+        monkeypatch.setenv(name, "acme:hush")
+    chats = ChatProcess("{{ messages[0].content }}")
+    assert chats.format([("user", "x")]) == "x"
+    variables = Path(f"/proc/{chats.pid}/environ").read_bytes()
+    assert b"hush" not in variables
+    assert b"PYTHONPATH=" in variables
+    chats.close()
+
+
 def test_the_process_ends_with_the_one_that_started_it() -> None:
     code = (
         "import os, signal\n"

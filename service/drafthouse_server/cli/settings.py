@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthouse_server.access import is_api_key
+from drafthouse_server.cli.key_files import check_sources
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import SETTINGS, Config
 from drafthouse_server.errors import ConfigError, UnknownSetting
@@ -315,12 +316,27 @@ def load(
         values["api_keys"] = _read_keys(Path(values["api_keys_file"]), values.get("api_keys"))
         places["api_keys"] = places["api_keys_file"]
     try:
-        return Config(**values)
+        config = Config(**values)
     except ConfigError as error:
         if not error.expected or error.key not in places:
             raise  # it is about several settings, and names them
         place = places[error.key]
         raise ConfigError(error.key, error.value, error.expected, place) from None
+    flag = _FLAGS.describe("api_keys")
+    by_flag = [flag] if places.get("api_keys") == flag else []
+    check_sources(config.host, by_flag, _key_files(config, places, path), warn)
+    return config
+
+
+def _key_files(
+    config: Config, places: Mapping[str, str], path: str | None
+) -> Iterator[tuple[str, Path]]:
+    """Yields the files that keys come from, each with the name of the setting that says so."""
+    for name in ("api_keys_file", "ssl_key_file"):
+        if text := getattr(config, name):
+            yield name, Path(text)
+    if config.api_keys and path and places.get("api_keys") == str(Path(path)):
+        yield "config", Path(path)
 
 
 def _read_flags(flags: Mapping[str, str], warn: Callable[[str], object]) -> _Reader:
