@@ -15,7 +15,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability soak soak-starts tokenizer-counts
+.PHONY: help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability rootfs soak soak-starts tokenizer-counts
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -98,6 +98,9 @@ sanitize: dev ## address, undefined-behaviour and thread sanitizers; needs clang
 
 portability: dev ## compile for other CPUs and compilers, run under qemu-user; an hour and more; needs test-deps
 	@$(VENV)/python scripts/portability.py $(ARGS)
+
+rootfs: dev ## run the steps of deploy/Dockerfile in Debian roots, then its server; root, debootstrap, minutes; ARGS="--fresh"
+	@$(VENV)/python scripts/rootfs.py $(ARGS)
 
 fuzz: dev ## fuzz plans, grammars, snapshots and texts for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
 	@scripts/instrument.sh fuzz

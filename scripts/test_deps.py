@@ -1,8 +1,8 @@
 """Installs the Debian packages that `make test` and its like can use besides.
 
 Compilers that a user does not need: two Clangs, libc++, a compiler for ARM; qemu-user; PostgreSQL
-and Redis, which tests start by themselves. What is there is not installed again. Without them the
-tests that need them are skipped, and fail where CI is set.
+and Redis, which tests start by themselves; systemd, which checks our unit. What is there is not
+installed again. Without them the tests that need them are skipped, and fail where CI is set.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ FIXED = (
     "postgresql",
     "qemu-user",
     "redis-server",
+    "systemd",
 )
 CROSS = ("g++-aarch64-linux-gnu", "libc6-dev-arm64-cross")
 NEWEST = ("clang-{}", "libc++-{}-dev", "libc++abi-{}-dev")

@@ -1,0 +1,79 @@
+"""What lies in deploy/ beside Envoy's configuration: its names are right, and systemd takes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts.rootfs import DOCKERFILE, note, sources_of, stages_of
+
+from drafthouse_server.config import SETTINGS
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+
+
+def test_the_dockerfile_has_only_steps_that_rootfs_runs_and_copies_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.rootfs.ROOTS", tmp_path)
+    build, image = stages_of(DOCKERFILE.read_text("utf-8"))
+    for stage in (build, image):
+        for step in stage.steps:
+            note(stage, step)
+            if step.word == "COPY" and not step.text.startswith("--from=build"):
+                assert all(source.exists() for source in sources_of(step)[0]), step
+    assert image.user == "65532:65532"
+    assert image.command["CMD"][0] == "serve"
+    assert not [step for step in image.steps if "g++" in step.text]
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").splitlines()
+    copied = {
+        str(source.relative_to(ROOT))
+        for stage in (build, image)
+        for step in stage.steps
+        if step.word == "COPY" and not step.text.startswith("--from=")
+        for source in sources_of(step)[0]
+    }
+    assert {line[1:] for line in ignored if line.startswith("!")} == copied
+
+
+def test_settings_that_deploy_names_are_settings() -> None:
+    flags = {setting.flag for setting in SETTINGS.values()} | {"--config"}
+    variables = {setting.variable for setting in SETTINGS.values()}
+    for path in (DEPLOY / "compose.yaml", DEPLOY / "drafthouse.service", DEPLOY / "Dockerfile"):
+        text = path.read_text("utf-8")
+        given = re.findall(r"(?:- |serve |\")(--[a-z][a-z-]+)", text)
+        assert set(given) <= flags, path
+        assert set(re.findall(r"\bDRAFTHOUSE_[A-Z_]+", text)) - {"DRAFTHOUSE_PORTABLE"} <= variables
+
+
+def systemd_analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs systemd-analyze; without it the test is skipped, or fails where CI is set."""
+    if shutil.which("systemd-analyze") is None:
+        message = "there is no systemd-analyze; `make test-deps` installs it"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return subprocess.run(
+        ["systemd-analyze", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_systemd_takes_the_unit_and_finds_it_well_fenced(tmp_path: Path) -> None:
+    unit = tmp_path / "drafthouse.service"
+    text = (DEPLOY / "drafthouse.service").read_text("utf-8")
+    program = "/opt/drafthouse/bin/drafthouse"
+    assert text.count(program) == 1
+    unit.write_text(text.replace(program, sys.executable), "utf-8")  # one that is here
+    verified = systemd_analyze("verify", "--man=no", str(unit))
+    assert (verified.returncode, verified.stderr) == (0, "")
+    fenced = systemd_analyze("security", "--offline=true", "--threshold=20", str(unit))
+    assert fenced.returncode == 0, fenced.stdout[-200:]
+    worse = tmp_path / "open.service"
+    worse.write_text(text.replace("CapabilityBoundingSet=\n", "").replace(program, "/bin/true"))
+    assert systemd_analyze("security", "--offline=true", "--threshold=20", str(worse)).returncode

@@ -1,0 +1,212 @@
+"""Envoy with our configuration in front of two servers, each a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from tests.support.certificates import Authority
+
+import drafthouse
+
+__all__ = ["KEY", "Front", "free_ports", "front"]
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+KEY = "k" * 20
+_WAIT_S = 60.0
+"""A guard against what never comes; how long it takes is no verdict."""
+
+_PROGRAM = """
+    import asyncio, dataclasses, sys
+    from drafthouse_server.config import Config
+    from drafthouse_server.engine.fake import FakeEngine
+    from drafthouse_server.rpc.server import Server
+
+    port, name, certificate, key, api_key = sys.argv[1:]
+    config = Config(
+        port=int(port), ssl_cert_file=certificate, ssl_key_file=key, api_keys=("acme:" + api_key,)
+    )
+    card = dataclasses.replace(FakeEngine().card, architecture=name)
+    server = Server(config, lambda: FakeEngine(step_s=0.002, card=card))
+    asyncio.run(server.serve(lambda server: print(server.target, flush=True)))
+"""
+
+
+def envoy() -> str:
+    """Returns the program; without one the test is skipped, or fails where CI is set."""
+    found = shutil.which("envoy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}")
+    if found is None:
+        message = "there is no envoy; `make dev` installs one where there is a package for the CPU"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return found
+
+
+def free_ports(n: int) -> list[int]:
+    """Returns ports at which nobody listens."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
+    ports: list[int] = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@dataclass
+class Front:
+    """Envoy and what is behind it."""
+
+    folder: Path
+    authority: Authority
+    port: int
+    admin_port: int
+    ports: dict[str, int]
+    """Of the servers, by name."""
+    servers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        """Where clients connect."""
+        return f"localhost:{self.port}"
+
+    @property
+    def tls(self) -> drafthouse.Tls:
+        """How clients connect."""
+        return drafthouse.Tls(ca_file=self.folder / "ca.crt")
+
+    def client(
+        self, key: str | None = KEY, retry: drafthouse.RetryPolicy | None = None
+    ) -> drafthouse.AsyncClient:
+        """Returns a client that does not try again unless told so: what fails is seen."""
+        return drafthouse.AsyncClient(self.target, api_key=key, tls=self.tls, retry=retry)
+
+    def start_server(self, name: str) -> None:
+        """Starts a server, and waits until it listens."""
+        if name in self.servers:
+            self._bury(self.servers[name])
+        pair = (str(self.folder / f"server.{end}") for end in ("crt", "key"))
+        command = [sys.executable, "-c", textwrap.dedent(_PROGRAM)]
+        server = subprocess.Popen(
+            [*command, str(self.ports[name]), name, *pair, KEY], stdout=subprocess.PIPE, text=True
+        )
+        self.servers[name] = server
+        assert server.stdout is not None
+        assert server.stdout.readline().strip().endswith(str(self.ports[name]))
+
+    def close(self) -> None:
+        """Ends all servers."""
+        for server in self.servers.values():
+            self._bury(server)
+
+    @staticmethod
+    def _bury(server: subprocess.Popen[str]) -> None:
+        server.kill()
+        server.wait()
+        assert server.stdout is not None
+        server.stdout.close()
+
+    def end_server(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to a server."""
+        self.servers[name].send_signal(number)
+
+    def healthy(self) -> set[str]:
+        """Returns the names of the servers that Envoy gives calls to; none while it starts."""
+        found = set()
+        for name, status in self._hosts().items():
+            health = status["health_status"]
+            is_out = health.get("failed_active_health_check") or health.get("failed_outlier_check")
+            if health["eds_health_status"] == "HEALTHY" and not is_out:
+                found.add(name)
+        return found
+
+    def busy(self) -> set[str]:
+        """Returns the names of the servers that serve a call for Envoy."""
+        return {
+            name
+            for name, status in self._hosts().items()
+            if any(s["name"] == "rq_active" and int(s.get("value", 0)) for s in status["stats"])
+        }
+
+    def _hosts(self) -> dict[str, dict[str, Any]]:
+        """Returns what Envoy tells of each server, by name; nothing while it starts."""
+        url = f"http://127.0.0.1:{self.admin_port}/clusters?format=json"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:  # our own
+                clusters = json.load(answer).get("cluster_statuses", [])
+        except OSError:
+            return {}
+        names = {port: name for name, port in self.ports.items()}
+        hosts = [h for c in clusters if c["name"] == "servers" for h in c.get("host_statuses", [])]
+        return {names[host["address"]["socket_address"]["port_value"]]: host for host in hosts}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds."""
+        async with asyncio.timeout(_WAIT_S):
+            # Envoy can only be asked, it tells nobody.
+            while not await asyncio.to_thread(condition):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+def _configure(front: Front) -> Path:
+    """Writes the configuration for this machine's ports and paths; returns its path."""
+    folder, (one, two) = front.folder, front.ports.values()
+    replaced = (
+        ("address: 0.0.0.0, port_value: 8443", f"address: 127.0.0.1, port_value: {front.port}"),
+        ("port_value: 9901", f"port_value: {front.admin_port}"),
+        ("address: server-1, port_value: 50051", f"address: 127.0.0.1, port_value: {one}"),
+        ("address: server-2, port_value: 50051", f"address: 127.0.0.1, port_value: {two}"),
+        ("/etc/drafthouse", str(folder)),
+    )
+    for name in ("envoy.yaml", "envoy_certificate.yaml"):
+        text = (DEPLOY / name).read_text("utf-8")
+        for old, new in replaced:
+            assert name != "envoy.yaml" or old in text, f"{name} has no {old!r}"
+            text = text.replace(old, new)
+        (folder / name).write_text(text, "utf-8")
+    return folder / "envoy.yaml"
+
+
+@asynccontextmanager
+async def front(folder: Path) -> AsyncIterator[Front]:
+    """Runs Envoy and two servers, "one" and "two"."""
+    program, authority = envoy(), Authority()
+    port, admin, one, two = free_ports(4)
+    running = Front(folder, authority, port, admin, {"one": one, "two": two})
+    authority.write(folder)
+    authority.issue(x509.DNSName("server")).write(folder)
+    (folder / "tls").mkdir()
+    authority.issue().write(folder / "tls", "tls")
+    command = [program, "-c", str(_configure(running)), "--concurrency", "1"]
+    command += ["--disable-hot-restart", "--log-level", "warning"]
+    with (folder / "envoy.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)  # noqa: ASYNC220
+    try:
+        for name in running.ports:
+            await asyncio.to_thread(running.start_server, name)
+        await running.until(lambda: _is_ready(running, process))
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+        running.close()
+
+
+def _is_ready(running: Front, process: subprocess.Popen[str]) -> bool:
+    log = running.folder / "envoy.log"
+    assert process.poll() is None, f"Envoy ended: {log.read_text('utf-8')[-2000:]}"
+    return running.healthy() == set(running.ports)
