@@ -15,7 +15,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability rootfs soak soak-starts tokenizer-counts
+.PHONY: attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability rootfs soak soak-starts tokenizer-counts
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -111,6 +111,9 @@ soak: dev ## clients that leave and deadlines of 50 ms for SECONDS=60: no error 
 
 soak-starts: dev ## N=1000 starts of a quick model under load from the first moment: none loses a stream
 	@$(VENV)/python -m tests.proofs.soak_starts --starts $(N) $(ARGS)
+
+attacks: dev ## what an ordinary client can do to others: 23 scripts, three rounds, alone and beside two tenants; half an hour
+	@$(VENV)/python -m tests.attacks.run $(ARGS)
 
 tokenizer-counts: dev ## what tokenising costs for every tokeniser of llama.cpp and texts of 1, 2 and 4 MiB; half an hour of a core
 	@$(VENV)/python -m tests.proofs.tokenizer_counts $(ARGS)

@@ -1,0 +1,1 @@
+"""What an ordinary client can do to others, as scripts. See run.py."""

@@ -1,0 +1,136 @@
+"""What the attack scripts share: arguments, raw messages, the victim's probe, the result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+GENERATION = "/drafthouse.v1.GenerationService/"
+MODELS = "/drafthouse.v1.ModelService/"
+OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own for each channel
+)
+
+
+def arguments(about: str, **extra: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("target", help="host:port")
+    parser.add_argument("--key", help="the attacker's API key")
+    parser.add_argument("--other-key", help="the victim's API key; the attacker's when not given")
+    parser.add_argument("--victim-key", help="a third tenant's")
+    parser.add_argument("--seconds", type=float, default=15.0)
+    for name, default in extra.items():
+        kind = type(default) if default is not None else str
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default)
+    found = parser.parse_args()
+    found.seconds = min(max(found.seconds, 1.0), 120.0)
+    found.victim = found.victim_key or found.other_key or found.key
+    return found
+
+
+def metadata(key: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+def connect(target: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(target, OPTIONS)
+
+
+def varint(n: int) -> bytes:
+    out = bytearray()
+    while n > 127:
+        out.append(n & 127 | 128)
+        n >>= 7
+    out.append(n)
+    return bytes(out)
+
+
+def field(number: int, payload: bytes) -> bytes:
+    """Returns a length-delimited field of a protobuf message."""
+    return varint(number << 3 | 2) + varint(len(payload)) + payload
+
+
+def number(number: int, value: int) -> bytes:
+    """Returns a varint field."""
+    return varint(number << 3) + varint(value)
+
+
+def raw_unary(channel: grpc.aio.Channel, method: str) -> Any:
+    return channel.unary_unary(method)  # bytes in, bytes out
+
+
+def raw_stream(channel: grpc.aio.Channel, method: str) -> Any:
+    return channel.unary_stream(method)
+
+
+class Probe:
+    """A victim in a process of its own. kind: health, text, tokens, chat, stream."""
+
+    def __init__(self, target: str, key: str | None, kind: str, seconds: float) -> None:
+        command = [sys.executable, "-m", "tests.attacks.probe", target, kind, str(seconds)]
+        environment = dict(os.environ, PROBE_KEY=key or "")
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
+
+    def result(self) -> dict[str, Any]:
+        """Waits for its end: n, p50, p99, max in ms; errors by code."""
+        text, _ = self._process.communicate(timeout=240)
+        lines = text.decode().strip().splitlines()
+        none = {"n": 0, "p50": -1.0, "p99": -1.0, "max": -1.0, "errors": {"no result": 1}}
+        return json.loads(lines[-1]) if lines else none
+
+
+def baseline(target: str, key: str | None, kind: str, seconds: float = 3.0) -> dict[str, Any]:
+    return Probe(target, key, kind, seconds).result()
+
+
+def shown(found: dict[str, Any]) -> str:
+    errors = "".join(f" {code}:{n}" for code, n in found["errors"].items())
+    figures = f"p50 {found['p50']:.0f} p99 {found['p99']:.0f} max {found['max']:.0f} ms"
+    return f"{figures} (n {found['n']}{errors})"
+
+
+def verdict(name: str, is_bad: bool | None, figures: str) -> None:
+    word = "?" if is_bad is None else "VULNERABLE" if is_bad else "ok"
+    print(f"{name} | {word} | {figures}", flush=True)
+
+
+def worse(
+    before: dict[str, Any], during: dict[str, Any], factor: float, least_ms: float = 50.0
+) -> bool:
+    """Returns whether the victim's 99th percentile rose by more than a factor, or it got errors."""
+    if during["errors"] and not before["errors"]:
+        return True
+    return bool(during["p99"] > max(factor * before["p99"], least_ms))
+
+
+def is_alive(target: str, seconds: float = 5.0) -> bool:
+    with grpc.insecure_channel(target, OPTIONS) as channel:
+        try:
+            call: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            call(b"", timeout=seconds)
+        except grpc.RpcError as error:
+            found: bool = error.code() not in (
+                grpc.StatusCode.UNAVAILABLE,
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+            )
+            return found
+    return True
+
+
+def model(target: str, key: str | None) -> Any:
+    from drafthouse.v1 import model_pb2, model_pb2_grpc
+
+    with grpc.insecure_channel(target, OPTIONS) as channel:
+        stub = model_pb2_grpc.ModelServiceStub(channel)
+        return stub.GetModel(model_pb2.GetModelRequest(), timeout=10, metadata=metadata(key)).model
