@@ -25,8 +25,8 @@ from typing import Any
 
 from drafthouse_server.access import UNIX, are_api_keys, check_access, has_access, is_loopback
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.front import FrontSettings
 from drafthouse_server.setting import ALL, Rule, Setting, all_or_between, between, declare, one_of
+from drafthouse_server.sharing import SharingSettings
 
 __all__ = [
     "AUTOMATIC",
@@ -84,16 +84,6 @@ def _are_rates(texts: tuple[str, ...]) -> bool:
 _RATES = Rule("numbers in [0, 1] that never rise", _are_rates)
 
 
-def _are_weights(texts: tuple[str, ...]) -> bool:
-    try:
-        weights = [float(text) for text in texts]
-    except ValueError:
-        return False
-    return len(weights) == 3 and all(0 < weight <= 1000 for weight in weights)
-
-
-_WEIGHTS = Rule("three numbers in (0, 1000]", _are_weights)
-
 _model = functools.partial(declare, "Model")
 _access = functools.partial(declare, "Address and access")
 _slots = functools.partial(declare, "Slots and context")
@@ -102,12 +92,11 @@ _memory = functools.partial(declare, "Prefix cache and preemption")
 _drafts = functools.partial(declare, "Drafts")
 _compute = functools.partial(declare, "Threads and accelerators")
 _load = functools.partial(declare, "Queue and connections")
-_share = functools.partial(declare, "Tenants")
 _other = functools.partial(declare, "Log and benchmarks")
 
 
 @dataclass(frozen=True, slots=True)
-class Config(FrontSettings):
+class Config(SharingSettings):
     """All settings of a server, checked.
 
     Raises:
@@ -162,44 +151,6 @@ class Config(FrontSettings):
         peers=("api_key_file",),
     )
     """Path of the file that `api_keys` were read from; empty when they were not."""
-    store: str = _access(
-        "",
-        _ANY,
-        "URL of a database of tenants, keys, limits and usage: sqlite:///FILE, or"
-        " postgresql://USER@HOST/DATABASE for several servers. `drafthouse keys` and `drafthouse"
-        " tenants` work on it; changes are seen within a second or two. Empty: api_keys alone.",
-        is_secret=True,
-    )
-    """URL of the store; empty: none."""
-    key_pepper_file: str = _access(
-        "",
-        _ANY,
-        "Path of the secret that the store's keys are hashed with, a file of mode 0600 which is"
-        " made with the first key. Without it no key of the store works: back it up, apart from"
-        " the store. Empty: the file of a SQLite store with .pepper after its name.",
-    )
-    """Path of the pepper; empty: beside a SQLite store."""
-    store_grace_s: float = _access(
-        900.0,
-        between(0, 7 * 86400),
-        "Seconds that keys which were seen within the hour before go on when the store does not"
-        " answer. Others are refused with STORE_UNAVAILABLE at once.",
-    )
-    """How long known keys go on without the store."""
-    revoked_streams: str = _access(
-        "end",
-        one_of("end", "finish"),
-        "What becomes of the running calls of a key of the store that is revoked, or whose tenant"
-        " is deleted: end, with UNAUTHENTICATED, within a second or two; or finish.",
-    )
-    """Whether running calls of a revoked key end."""
-    bad_keys_per_minute: int = _access(
-        30,
-        between(0, 1_000_000),
-        "Wrong keys that one address may send per minute; unknown keys from there are then refused"
-        " with TOO_MANY_BAD_KEYS, unread. Keys that the server knows work on. 0: any number.",
-    )
-    """Wrong keys of an address per minute; 0: any number."""
     insecure_no_auth: bool = _access(
         False,
         _ANY,
@@ -488,42 +439,6 @@ class Config(FrontSettings):
         20.0, between(0.1, 3600), "Seconds that a client has to answer a ping."
     )
     """Bound of a ping."""
-    service_weights: tuple[str, ...] = _share(
-        ("1", "2", "1"),
-        _WEIGHTS,
-        "What counts as service of a tenant: a computed token of a prompt, a token of output, a"
-        " drafted token that was rejected. Of the tenants that wait, the one with the least service"
-        " for its weight goes first.",
-    )
-    """Units of service of a token."""
-    fair_quantum: float = _share(
-        512.0,
-        between(1, 1e9),
-        "Units of service (service_weights) by which a tenant that waits may fall behind one that"
-        " runs; then a stream of that one is preempted. A tenant with fewer slots than its share"
-        " does not wait for it.",
-    )
-    """Lag after which a slot changes hands."""
-    preempt_interval_s: float = _share(
-        0.1,
-        between(0, 3600),
-        "Seconds in which a request is preempted once at most, for another tenant or for a higher"
-        " priority of its own.",
-    )
-    """Bound of how often a sequence loses its slot."""
-    preempt_mib_s: float = _share(
-        64.0,
-        between(0, 1e6),
-        "MiB of preempted requests that may be saved a second for each tenant that takes slots; no"
-        " stream goes on while they are written. 0: nobody takes a slot from another request.",
-    )
-    """Bytes of snapshots for slots that change hands."""
-    priority_aging_s: float = _share(
-        10.0,
-        between(0, 86400),
-        "Seconds of waiting that are worth one point of priority. 0: priorities do not age.",
-    )
-    """Aging of priorities."""
     log_level: str = _other("info", one_of(*_LOG_LEVELS), "Minimum severity that is logged.")
     """Minimum severity that is logged."""
     synth_rates: tuple[str, ...] = _other(
