@@ -318,12 +318,22 @@ static void test_snapshots(spec_engine * engine) {
     EXPECT(spec_engine_seq_save(engine, 0, NULL, 0, &n), SPEC_ERR_BUFFER_TOO_SMALL);
     TRUE(n > 0 && n < sizeof buf);
     EXPECT(spec_engine_seq_save(engine, 0, buf, sizeof buf, &n), SPEC_OK);
+    static char bare[1 << 20];
+    size_t n_bare = 0;
+    INVALID(spec_engine_seq_save_prefix(NULL, 0, bare, sizeof bare, &n_bare));
+    INVALID(spec_engine_seq_save_prefix(engine, 0, bare, sizeof bare, NULL));
+    EXPECT(spec_engine_seq_save_prefix(engine, -1, bare, sizeof bare, &n_bare),
+           SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_save_prefix(engine, 0, NULL, 0, &n_bare), SPEC_ERR_BUFFER_TOO_SMALL);
+    TRUE(n_bare < n);
+    EXPECT(spec_engine_seq_save_prefix(engine, 0, bare, sizeof bare, &n_bare), SPEC_OK);
     INVALID(spec_engine_seq_load(NULL, 0, buf, n));
     EXPECT(spec_engine_seq_load(engine, 99, buf, n), SPEC_ERR_BAD_SEQ_ID);
     EXPECT(spec_engine_seq_load(engine, 0, buf, n), SPEC_ERR_SEQ_BUSY);
     EXPECT(spec_engine_seq_end(engine, 0), SPEC_OK);
     INVALID(spec_engine_seq_load(engine, 0, NULL, n));
     EXPECT(spec_engine_seq_load(engine, 0, NULL, 0), SPEC_ERR_SNAPSHOT_TRUNCATED);
+    INVALID(spec_engine_seq_load(engine, 0, bare, n_bare));
     EXPECT(spec_engine_seq_load(engine, 0, buf, n - 1), SPEC_ERR_SNAPSHOT_TRUNCATED);
     buf[n / 2] = (char)(buf[n / 2] ^ 1);
     EXPECT(spec_engine_seq_load(engine, 0, buf, n), SPEC_ERR_SNAPSHOT_CORRUPT);

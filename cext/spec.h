@@ -433,7 +433,8 @@ typedef struct spec_start {
     const void * snapshot;  /* written by a save of a plan, or spec_engine_seq_save; NULL = none */
     size_t n_snapshot;      /* its bytes */
     spec_sampler * sampler; /* the engine's from then on, if the step returns SPEC_OK, else still
-                               the caller's; NULL with is_resumed: the snapshot's own */
+                               the caller's; NULL with is_resumed: the snapshot's own. Where it is
+                               given, the snapshot's is not made */
     uint64_t tag;           /* opaque: whose sequence it is; 0 = nobody's. The sequence, its copies,
                                its snapshots and its parked sampler carry the tag; a start that would
                                go on from another's is BAD_PLAN */
@@ -462,7 +463,9 @@ typedef struct spec_plan {
     /* What is done before the entries, in this order; the entries, and each of these, are checked
      * against what those before will have made of the sequences. Each array may be NULL when it is
      * empty, and has n_seq_max items at most. since ABI 8 */
-    const int32_t * saves; /* sequences that are written as snapshots; they stay as they are */
+    const int32_t * saves; /* sequences that are written as snapshots; they stay as they are. One
+                              that is parked too with its sampler, others for prefix reuse: as
+                              spec_engine_seq_save_prefix */
     int32_t n_saves;
     spec_room_callback room; /* where to; may be NULL when n_saves is 0 */
     void * room_user;
@@ -739,9 +742,15 @@ int32_t spec_model_lm_head(const spec_model * model, const float * hidden, int32
  * state that cannot be written). since ABI 2 */
 int32_t spec_engine_seq_save(spec_engine * engine, int32_t seq_id, void * buf, size_t cap,
                              size_t * n_needed);
+/* As spec_engine_seq_save, but without the sampler and what it chose, as far as that is not in the
+ * tokens: for other sequences with the same tokens, which bring their own, and for a parked sampler
+ * (spec_engine_seq_start). A snapshot with a sampler holds what its request asked for. since
+ * ABI 8 */
+int32_t spec_engine_seq_save_prefix(spec_engine * engine, int32_t seq_id, void * buf, size_t cap,
+                                    size_t * n_needed);
 /* Takes an idle sequence into use as a snapshot left it. Errors: BAD_SEQ_ID, SEQ_BUSY, BAD_PLAN (an
- * unprocessed batch has tokens of this id), NO_ROOM, SNAPSHOT_*; then nothing has changed. since
- * ABI 2 */
+ * unprocessed batch has tokens of this id), NO_ROOM, SNAPSHOT_*, INVALID_ARGUMENT (it holds no
+ * sampler); then nothing has changed. since ABI 2 */
 int32_t spec_engine_seq_load(spec_engine * engine, int32_t seq_id, const void * buf, size_t n);
 /* *out is true when the sequence has lost its draft state and goes on without drafts. Errors:
  * BAD_SEQ_ID, SEQ_IDLE. since ABI 2 */

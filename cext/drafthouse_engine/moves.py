@@ -48,7 +48,8 @@ class Moves:
     """
 
     saves: Sequence[int] = ()
-    """Sequences to be written as snapshots; they stay as they are."""
+    """Sequences to be written as snapshots; they stay as they are. One that is parked too is
+    written with its sampler, others without: for sequences that bring their own."""
     parks: Sequence[int] = ()
     """Sequences freed but for their samplers, which keep history and random state."""
     frees: Sequence[int] = ()

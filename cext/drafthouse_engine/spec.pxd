@@ -374,6 +374,8 @@ cdef extern from "spec.h" nogil:
         const spec_model * model, const float * hidden, int32_t n_rows, float * out)
     int32_t spec_engine_seq_save(
         spec_engine * engine, int32_t seq_id, void * buf, size_t cap, size_t * n_needed)
+    int32_t spec_engine_seq_save_prefix(
+        spec_engine * engine, int32_t seq_id, void * buf, size_t cap, size_t * n_needed)
     int32_t spec_engine_seq_load(
         spec_engine * engine, int32_t seq_id, const void * buf, size_t n)
     int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool * out)

@@ -80,8 +80,10 @@ void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
     if (seq.ngram) {
         seq.ngram_events.push_back({seq.n_past(), id_last, n_draft, -1});
     }
-    const bool is_sampled = engine.params.probabilistic && seq.sampler->temperature > 0.0f &&
-                            !seq.sampler->is_match_only;
+    // A restored n-gram drafter lives through its drafts again before its sequence has a sampler.
+    const spec_sampler * sampler = seq.sampler.get();
+    const bool is_sampled = engine.params.probabilistic && sampler != nullptr &&
+                            sampler->temperature > 0.0f && !sampler->is_match_only;
     auto & dp = common_speculative_get_draft_params(drafter, id);
     dp.drafting = true;
     dp.n_max = n_draft;
@@ -90,8 +92,8 @@ void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
     dp.prompt = &seq.tokens;
     dp.result = &seq.draft.tokens;
     dp.result_q = is_sampled ? &seq.draft.q : nullptr;
-    dp.temp = seq.sampler->temperature;
-    dp.seed = seq.sampler->seed;
+    dp.temp = sampler != nullptr ? sampler->temperature : 0.0f;
+    dp.seed = sampler != nullptr ? sampler->seed : 0;
 }
 
 // Tells the drafter how much of the draft was accepted.

@@ -805,9 +805,10 @@ void choose_all(spec_engine & engine, const spec_plan & plan, const group & entr
 
 // snapshot.cpp
 
-void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t cap,
-                   size_t & n_needed);
-snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, size_t n);
+void save_sequence(spec_engine & engine, int32_t seq_id, bool has_sampler, uint8_t * buf,
+                   size_t cap, size_t & n_needed);
+snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, size_t n,
+                             bool wants_sampler);
 void load_parts(spec_engine & engine, int32_t seq_id, snapshot_parts & parts);
 
 // start.cpp

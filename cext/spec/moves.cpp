@@ -120,13 +120,16 @@ void read_snapshot_of(const spec_engine & engine, const spec_start & start, read
     }
     auto parts = std::make_unique<snapshot_parts>();
     const auto * bytes = static_cast<const uint8_t *>(start.snapshot);
-    if (guarded([&] { *parts = read_snapshot(engine, bytes, start.n_snapshot); }) != SPEC_OK) {
+    const bool wants_sampler = start.sampler == nullptr;
+    if (guarded([&] { *parts = read_snapshot(engine, bytes, start.n_snapshot, wants_sampler); }) !=
+        SPEC_OK) {
         return;
     }
     if (parts->seq.tag != start.tag) {
         bad_plan(start.seq_id, "its snapshot has another tag");
     }
-    if (start.n_kept <= parts->seq.n_past()) {
+    const bool has_sampler = !wants_sampler || parts->seq.sampler != nullptr;
+    if (has_sampler && start.n_kept <= parts->seq.n_past()) {
         read.known = known_tokens(parts->seq);
         read.parts = std::move(parts);
     }
@@ -180,12 +183,17 @@ void check_starts(const spec_engine & engine, const spec_plan & plan, checked_mo
     }
 }
 
-// Writes a snapshot into the caller's room. Returns its bytes; 0 where it could not be written.
+// Writes a snapshot into the caller's room: of a sequence that is parked too with its sampler.
+// Returns its bytes; 0 where it could not be written.
 size_t save(spec_engine & engine, const spec_plan & plan, int32_t i) {
     size_t n = 0;
+    const int32_t seq_id = plan.saves[i];
+    const auto * parks_end = plan.parks + plan.n_parks;
+    const bool has_sampler = std::find(plan.parks, parks_end, seq_id) != parks_end;
     const auto write = [&](void * room) {
-        return guarded(
-            [&] { save_sequence(engine, plan.saves[i], static_cast<uint8_t *>(room), n, n); });
+        return guarded([&] {
+            save_sequence(engine, seq_id, has_sampler, static_cast<uint8_t *>(room), n, n);
+        });
     };
     if (write(nullptr) != SPEC_ERR_BUFFER_TOO_SMALL) {
         return 0;

@@ -38,7 +38,8 @@ struct snapshot_header {
     int64_t probabilistic;
     int64_t n_min;
     double p_min;
-    uint64_t tag; // whose sequence it is
+    uint64_t tag;        // whose sequence it is
+    int64_t has_sampler; // 0: tokens and cells for another sampler to go on from
 };
 
 snapshot_header header_of(const spec_engine & engine) {
@@ -180,14 +181,31 @@ std::string write_sampler_state(const spec_sampler & sampler) {
     return rng.str() + rest;
 }
 
+// What is left of a sequence without its sampler: nothing that tells what was asked for.
+sequence without_sampler(const sequence & seq) {
+    sequence bare;
+    bare.is_cold = seq.is_cold;
+    bare.is_awaited = seq.is_awaited;
+    bare.has_drafter_begun = seq.has_drafter_begun;
+    bare.tokens = seq.tokens;
+    return bare;
+}
+
 // All of a snapshot between the header and the cells.
-std::string write_parts(spec_engine & engine, const sequence & seq, int32_t seq_id) {
+std::string write_parts(spec_engine & engine, const sequence & seq, int32_t seq_id,
+                        bool has_sampler) {
     snapshot_writer out;
-    visit_sequence(out, seq);
-    write_source(out, seq.sampler->source);
-    std::string state = write_sampler_state(*seq.sampler);
-    out.array(state);
-    state.clear();
+    std::string state;
+    if (has_sampler) {
+        visit_sequence(out, seq);
+        write_source(out, seq.sampler->source);
+        state = write_sampler_state(*seq.sampler);
+        out.array(state);
+        state.clear();
+    } else {
+        const sequence bare = without_sampler(seq);
+        visit_sequence(out, bare);
+    }
     if (has_drafter_state(engine) &&
         !common_speculative_seq_save(engine.spec.get(), seq_id, state)) {
         fail(SPEC_ERR_UNSUPPORTED, "the drafter's state cannot be written");
@@ -208,8 +226,8 @@ uint8_t * write_cells(llama_context * ctx, int32_t seq_id, uint8_t * at, uint64_
 
 } // namespace
 
-void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t cap,
-                   size_t & n_needed) {
+void save_sequence(spec_engine & engine, int32_t seq_id, bool has_sampler, uint8_t * buf,
+                   size_t cap, size_t & n_needed) {
     const sequence & seq = begun(engine, seq_id);
     if (seq.is_proposed) {
         bad_plan(seq_id, "a proposal is pending; accept it first");
@@ -220,7 +238,8 @@ void save_sequence(spec_engine & engine, int32_t seq_id, uint8_t * buf, size_t c
     flush_copies(engine);
     forget_llama_reason();
     snapshot_header header = header_of(engine);
-    const std::string parts = write_parts(engine, seq, seq_id);
+    header.has_sampler = has_sampler ? 1 : 0;
+    const std::string parts = write_parts(engine, seq, seq_id, has_sampler);
     const bool has_draft = has_draft_cells(engine);
     const uint64_t n_target = llama_state_seq_get_size_ext(engine.target.get(), seq_id, 0);
     const uint64_t n_draft =
@@ -367,11 +386,17 @@ void read_sampler_state(spec_sampler & sampler, const std::string & state) {
     }
 }
 
-void restore_sampler(const spec_engine & engine, snapshot_reader & in, sequence & seq) {
+// Reads the sampler of a snapshot, and makes it only where it is the one that goes on: a grammar is
+// compiled, and all tokens are fed to it.
+void restore_sampler(const spec_engine & engine, snapshot_reader & in, sequence & seq,
+                     bool is_wanted) {
     std::string state;
     try {
         const sampler_source source = read_source(in);
         in.array(state);
+        if (!is_wanted) {
+            return;
+        }
         std::vector<const char *> pointers;
         seq.sampler.reset(make_sampler(*engine.target_model, source.view(pointers)));
         replay_sampler(engine, seq, source.grammar);
@@ -406,10 +431,27 @@ void check_drafter_state(const spec_engine & engine, const sequence & seq,
     }
 }
 
+bool has_sampler(const snapshot_header & found) {
+    if (found.has_sampler != 0 && found.has_sampler != 1) {
+        corrupt("it has a sampler or it has none");
+    }
+    return found.has_sampler == 1;
+}
+
+// Without a sampler a sequence has chosen nothing, and knows nothing but its tokens.
+void check_bare(const sequence & seq) {
+    if (seq.has_emitted || seq.id_last != LLAMA_TOKEN_NULL || seq.n_prompt != 0 ||
+        seq.n_heard != 0 || !seq.heard.empty() || !seq.known.empty() || !seq.ngram_events.empty()) {
+        corrupt("it tells what a sampler did, and has none");
+    }
+}
+
 } // namespace
 
-// Everything that can be wrong with a snapshot and shows without touching the contexts.
-snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, size_t n) {
+// Everything that can be wrong with a snapshot and shows without touching the contexts. The
+// sequence has no sampler afterwards where the snapshot holds none, or without `wants_sampler`.
+snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, size_t n,
+                             bool wants_sampler) {
     check_whole(buf, n);
     snapshot_header found;
     std::memcpy(&found, buf, sizeof found);
@@ -419,7 +461,11 @@ snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, si
     visit_sequence(in, parts.seq);
     parts.seq.tag = found.tag;
     check_parts(engine, parts.seq);
-    restore_sampler(engine, in, parts.seq);
+    if (has_sampler(found)) {
+        restore_sampler(engine, in, parts.seq, wants_sampler);
+    } else {
+        check_bare(parts.seq);
+    }
     in.array(parts.drafter_state);
     check_drafter_state(engine, parts.seq, parts.drafter_state);
     in.value(parts.n_target);
@@ -509,7 +555,11 @@ void load_sequence(spec_engine & engine, int32_t seq_id, const uint8_t * buf, si
         bad_plan(seq_id, "a batch with tokens of its former sequence has not been processed");
     }
     forget_llama_reason();
-    snapshot_parts parts = read_snapshot(engine, buf, n);
+    snapshot_parts parts = read_snapshot(engine, buf, n, true);
+    if (!parts.seq.sampler) {
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             "the snapshot holds no sampler; start the sequence from it with one");
+    }
     load_parts(engine, seq_id, parts);
 }
 
@@ -537,7 +587,17 @@ int32_t spec_engine_seq_save(spec_engine * engine, int32_t seq_id, void * buf, s
                              size_t * n_needed) {
     return guarded([&] {
         deref(n_needed, "n_needed") = 0;
-        save_sequence(deref(engine, "engine"), seq_id, static_cast<uint8_t *>(buf), cap, *n_needed);
+        save_sequence(deref(engine, "engine"), seq_id, true, static_cast<uint8_t *>(buf), cap,
+                      *n_needed);
+    });
+}
+
+int32_t spec_engine_seq_save_prefix(spec_engine * engine, int32_t seq_id, void * buf, size_t cap,
+                                    size_t * n_needed) {
+    return guarded([&] {
+        deref(n_needed, "n_needed") = 0;
+        save_sequence(deref(engine, "engine"), seq_id, false, static_cast<uint8_t *>(buf), cap,
+                      *n_needed);
     });
 }
 

@@ -293,7 +293,10 @@ bool keep_snapshot(spec_engine & engine, const spec_start & start, snapshot_part
     if (start.is_resumed && start.n_kept == seq.n_past()) {
         return true; // with what its drafter has learnt
     }
-    std::unique_ptr<spec_sampler> own = park_sampler(engine, start.seq_id);
+    std::unique_ptr<spec_sampler> own;
+    if (start.sampler == nullptr) {
+        own = park_sampler(engine, start.seq_id);
+    }
     if (!keep_in_place(engine, start.seq_id, start.n_kept)) {
         return false;
     }

@@ -182,8 +182,8 @@ class Start:
     """Made by `Engine.make_sampler`, or given back by `StepPlan.parks`.
 
     The engine owns it from then on. None: the one that `snapshot` holds; if the snapshot is then
-    refused, the slot stays idle and its entry is DECODE_FAILED. To be safe from that, park in the
-    plan that saves and resume with both.
+    refused, or holds none, the slot stays idle and its entry is DECODE_FAILED. To be safe from
+    that, park in the plan that saves and resume with both.
     """
     n_kept: int = 0
     """Tokens not to be computed again.
@@ -228,7 +228,11 @@ class StepPlan:
     parks: Sequence[int] = ()
     """Slots in use given back whose samplers are wanted: the sequences will be resumed later."""
     saves: Sequence[int] = ()
-    """Slots in use to be written to `StepResult.snapshots`; they stay as they are."""
+    """Slots in use to be written to `StepResult.snapshots`; they stay as they are.
+
+    The snapshot of a slot that is parked in the same plan holds its sampler. All others are for
+    prefix reuse: they hold tokens and cells, and nothing of what their request asked for.
+    """
     let_go: Sequence[int] = ()
     """Slots in use, starts included, whose draft state is given up. Harmless without one."""
     take_up: Sequence[int] = ()

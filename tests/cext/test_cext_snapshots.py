@@ -21,6 +21,7 @@ from tests.support.hand import (
     model,
     plan,
     sampler,
+    started,
 )
 from tests.support.hand import tokens_of as ids
 
@@ -31,6 +32,7 @@ from drafthouse_engine import (
     Closed,
     DraftType,
     Engine,
+    InvalidArgument,
     MtpSession,
     NoRoom,
     ProposalPending,
@@ -40,6 +42,7 @@ from drafthouse_engine import (
     SessionConfig,
     SnapshotError,
     SnapshotKind,
+    Start,
 )
 
 pytestmark = pytest.mark.model
@@ -365,6 +368,48 @@ def test_bytes_that_are_no_snapshot_are_refused(target: Engine, junk: bytes) -> 
     assert refused(target, junk).kind is SnapshotKind.CORRUPT
 
 
+COSTLY = SamplingParams(
+    grammar='root ::= "the secret of the request" | [a-z ]*',
+    dry_multiplier=0.5,
+    dry_breakers=("breaker of the request",),
+    logit_bias=((5, -2.0),),
+)
+
+
+@pytest.mark.parametrize("draft_type", ["mtp", "ngram-cache", "none"])
+def test_a_snapshot_without_sampler_holds_nothing_of_the_request(draft_type: DraftType) -> None:
+    with engine(draft_type) as owner:
+        begin(owner, 0, TEXTS[0], COSTLY, DENSE)
+        go_on(owner, 0, 4)
+        whole, bare = owner.save(0), owner.save(0, with_sampler=False)
+        assert b"secret of the request" in whole
+        assert b"breaker of the request" in whole
+        assert b"of the request" not in bare
+        tokens, n_cells = owner.seq_tokens(0).tolist(), owner.n_cells_used
+        owner.seq_end(0)
+        with pytest.raises(InvalidArgument, match="holds no sampler"):
+            owner.load(0, bare)
+        assert owner.n_cells_used == 0
+        assert started(owner, Start(1, sampler(GREEDY), len(tokens), snapshot=bare)) == len(tokens)
+        assert owner.seq_tokens(1).tolist() == tokens
+        assert owner.n_cells_used == n_cells
+
+
+@pytest.mark.parametrize("draft_type", ["mtp", "ngram-cache"])
+def test_the_sampler_of_a_snapshot_is_made_only_where_it_goes_on(draft_type: DraftType) -> None:
+    """Bytes that no sampler can be made of hurt only the one who wants it."""
+    with engine(draft_type) as owner:
+        begin(owner, 0, TEXTS[0], COSTLY, DENSE)
+        go_on(owner, 0, 3)
+        n_past, blob = owner.seq_n_past(0), owner.save(0)
+        owner.seq_end(0)
+        body = blob[:-8].replace(b"root ::=", b"no rule ")
+        broken = body + struct.pack("<Q", digest(body))
+        with pytest.raises(SnapshotError, match="grammar"):
+            owner.load(0, broken)
+        assert started(owner, Start(0, sampler(GREEDY), n_past, snapshot=broken)) == n_past
+
+
 def test_other_format_is_told_apart_from_damage(target: Engine) -> None:
     blob = bytearray(taken())
     blob[8:16] = struct.pack("<Q", 99)
@@ -461,7 +506,7 @@ def test_forged_parts_are_refused_or_harmless(at: int, byte: int) -> None:
     with forged_target() as target:
         try:
             target.load(0, forged(taken("none"), at, byte))
-        except SnapshotError:
+        except (SnapshotError, InvalidArgument):
             with pytest.raises(SeqIdle):
                 target.save(0)
             return

@@ -633,7 +633,7 @@ def test_a_snapshot_s_own_sampler_goes_on(engine: CountingEngine) -> None:
     expected = cold(engine, prompt, GREEDY)
     stream = Stream(engine, 0, prompt)
     stream.run(5, Start(0, engine.make_sampler(GREEDY)))
-    snapshot = engine.step(StepPlan(saves=[0], frees=[0])).snapshots[0]
+    snapshot = engine.step(StepPlan(saves=[0], parks=[0])).snapshots[0]
     stream.seq_id = 2
     start = Start(2, None, stream.n_past, snapshot=snapshot, is_resumed=True)
     result = engine.step(stream.plan(start, 3))
@@ -642,6 +642,20 @@ def test_a_snapshot_s_own_sampler_goes_on(engine: CountingEngine) -> None:
     found = stream.run(N_STREAM, n_draft=3)
     clear(engine)
     assert_tokens(engine, prompt, found, expected)
+
+
+def test_a_snapshot_for_prefix_reuse_has_no_sampler(engine: CountingEngine) -> None:
+    """What is kept for others tells nothing of what its request asked for, and makes nothing."""
+    prompt = ids(engine, SHARED)
+    stream = Stream(engine, 0, prompt)
+    stream.run(5, Start(0, engine.make_sampler(GREEDY)))
+    snapshot = engine.step(StepPlan(saves=[0], frees=[0])).snapshots[0]
+    lost = Start(2, None, stream.n_past, snapshot=snapshot, is_resumed=True)
+    entry = PlanEntry(2, stream.n_past, [stream.output[-1]], 0, True)
+    result = engine.step(StepPlan([entry], [lost]))
+    assert result.entries[0].status is SequenceStatus.DECODE_FAILED
+    assert engine.n_cells_used == 0
+    clear(engine)
 
 
 @pytest.mark.parametrize("snapshot", [b"", b"nonsense" * 100])
@@ -793,14 +807,17 @@ def test_nothing_of_another_s_sequence_is_gone_on_from(engine: CountingEngine) -
     known = [*prompt, *stream.output]
     parked = Stream(engine, 1, prompt)
     parked.run(5, Start(1, engine.make_sampler(OPEN_ENDED), tag=OWN))
-    result = engine.step(StepPlan(saves=[0], parks=[1]))
+    assert (parked.output, parked.n_past) == (stream.output, stream.n_past)
+    result = engine.step(StepPlan(saves=[0, 1], parks=[1]))
     snapshot, sampler, n = result.snapshots[0], result.samplers[1], stream.n_past
+    whole = result.snapshots[1]  # of one that is parked, so with its sampler
     new = engine.make_sampler(OPEN_ENDED)
     ways = {
         "in place": Start(0, new, n),
         "a copy": Start(2, new, n, source=0),
         "a snapshot": Start(2, new, n, snapshot=snapshot),
-        "a snapshot's sampler": Start(2, None, n, snapshot=snapshot, is_resumed=True),
+        "a snapshot's sampler": Start(2, None, n, snapshot=whole, is_resumed=True),
+        "a snapshot without one": Start(2, None, n, snapshot=snapshot, is_resumed=True),
         "a parked sampler": Start(2, sampler, is_resumed=True),
     }
     for name, start in ways.items():

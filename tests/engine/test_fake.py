@@ -321,7 +321,7 @@ def test_a_snapshot_serves_any_engine_and_any_slot() -> None:
 def test_a_snapshot_with_its_own_sampler_goes_on_in_the_middle() -> None:
     engine = FakeEngine(LIMITS)
     first = run(engine, begin(engine, options=SAMPLED))
-    snapshot = engine.step(StepPlan(saves=[0])).snapshots[0]
+    snapshot = engine.step(StepPlan(saves=[0], parks=[0])).snapshots[0]
     engine.close()
     other = FakeEngine(LIMITS)
     start = Start(1, None, first.n_past, snapshot=snapshot, is_resumed=True)

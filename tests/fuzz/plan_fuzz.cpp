@@ -198,6 +198,7 @@ struct parked_sampler {
 
 struct saved_sequence {
     std::vector<uint8_t> bytes;
+    bool is_bare = false; // it holds no sampler
     int32_t n_past = 0;
     shadow s;
 };
@@ -512,7 +513,8 @@ private:
 
     static void * give_room(int32_t /*i*/, size_t n, void * user) {
         auto & bytes = *static_cast<std::vector<uint8_t> *>(user);
-        REQUIRE(n == bytes.size());
+        REQUIRE(n < bytes.size()); // of the whole
+        bytes.resize(n);
         return bytes.data();
     }
 
@@ -523,6 +525,7 @@ private:
         plan.n_saves = 1;
         plan.room = give_room;
         plan.room_user = &saved.bytes;
+        saved.is_bare = true; // it is not parked too
         const int32_t rc = spec_engine_step(f_.engine, &plan, &result);
         REQUIRE(rc == SPEC_OK || (rc == SPEC_ERR_BAD_PLAN && is_by_hand_));
         REQUIRE(rc != SPEC_OK || result.n_saved[0] == saved.bytes.size());
@@ -555,13 +558,14 @@ private:
         const int32_t rc =
             spec_engine_seq_load(f_.engine, id, from.bytes.data(), from.bytes.size());
         if (rc == SPEC_OK) {
-            REQUIRE(from.n_past >= 0 && !seqs_[id].is_begun);
+            REQUIRE(from.n_past >= 0 && !seqs_[id].is_begun && !from.is_bare);
             REQUIRE(spec_engine_seq_n_past(f_.engine, id) == from.n_past);
             seqs_[id] = from.s;
             return;
         }
         REQUIRE(look() == before);
         REQUIRE(from.n_past < 0 || from.bytes.empty() ||
+                (rc == SPEC_ERR_INVALID_ARGUMENT && from.is_bare) ||
                 (rc == SPEC_ERR_SEQ_BUSY && seqs_[id].is_begun) ||
                 (rc == SPEC_ERR_BAD_PLAN && is_by_hand_) ||
                 (rc == SPEC_ERR_NO_ROOM && limits_.kv_unified));
@@ -791,6 +795,7 @@ private:
             s = {}; // its snapshot was refused
             return;
         }
+        REQUIRE(has_sampler || !from.is_bare);
         s = started(start, n, has_sampler ? p.s : from.s, from);
         s.tag = start.tag;
     }

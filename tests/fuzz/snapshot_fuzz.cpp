@@ -15,7 +15,9 @@ namespace {
 
 constexpr int32_t N_ENGINES = 5;
 constexpr int32_t N_SAMPLERS = 3;
-constexpr int32_t N_KINDS = 5;    // one for each sampler, and without draft state, and awaiting it
+// One for each sampler, without draft state, awaiting it, and without a sampler.
+constexpr int32_t N_KINDS = 6;
+constexpr int32_t BARE = 5;
 constexpr size_t N_BYTES_AT = 16; // place of the header's size
 constexpr size_t WORD = sizeof(uint64_t);
 
@@ -167,18 +169,19 @@ fixture & fixture_of(int32_t i) {
         for (int32_t k = 0; k < 3; ++k) {
             REQUIRE(step(f, 0, 2));
         }
-        if (kind >= N_SAMPLERS) {
+        if (kind >= N_SAMPLERS && kind != BARE) {
             REQUIRE(spec_engine_seq_let_go(f.engine, 0) == SPEC_OK);
             REQUIRE(step(f, 0, 2));
         }
-        if (kind > N_SAMPLERS) {
+        if (kind > N_SAMPLERS && kind != BARE) {
             REQUIRE(spec_engine_seq_take_up(f.engine, 0) == SPEC_OK);
         }
         size_t n = 0;
         bytes & snapshot = f.snapshots[kind];
-        REQUIRE(spec_engine_seq_save(f.engine, 0, nullptr, 0, &n) == SPEC_ERR_BUFFER_TOO_SMALL);
+        auto * const save = kind == BARE ? spec_engine_seq_save_prefix : spec_engine_seq_save;
+        REQUIRE(save(f.engine, 0, nullptr, 0, &n) == SPEC_ERR_BUFFER_TOO_SMALL);
         snapshot.resize(n);
-        REQUIRE(spec_engine_seq_save(f.engine, 0, snapshot.data(), n, &n) == SPEC_OK);
+        REQUIRE(save(f.engine, 0, snapshot.data(), n, &n) == SPEC_OK);
         REQUIRE(spec_engine_seq_end(f.engine, 0) == SPEC_OK);
         f.cells_at[kind] = find_cells(snapshot);
         bytes sealed = snapshot;
@@ -249,6 +252,31 @@ void use(fixture & f, int32_t seq_id) {
     REQUIRE(spec_engine_seq_end(f.engine, seq_id) == SPEC_OK);
 }
 
+// Takes a sequence into use with what a snapshot holds, or empty, and a sampler of the caller's.
+// False where the snapshot has a tag, which makes it somebody else's.
+bool start(fixture & f, int32_t seq_id, const bytes & b) {
+    spec_start how = {};
+    how.seq_id = seq_id;
+    how.n_kept = N_PROMPT;
+    how.source = -1;
+    how.snapshot = b.data();
+    how.n_snapshot = b.size();
+    how.sampler = sampler_of(f.target, 0);
+    spec_plan plan = {};
+    plan.starts = &how;
+    plan.n_starts = 1;
+    spec_result result = {};
+    const int32_t rc = spec_engine_step(f.engine, &plan, &result);
+    if (rc == SPEC_ERR_BAD_PLAN) {
+        spec_sampler_free(how.sampler);
+        return false;
+    }
+    REQUIRE(rc == SPEC_OK);
+    const int32_t n_past = spec_engine_seq_n_past(f.engine, seq_id);
+    REQUIRE(n_past == 0 || n_past == N_PROMPT);
+    return true;
+}
+
 } // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
@@ -259,9 +287,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     const bytes b = how == 0 ? bytes(data, data + size) : edited(f, kind, how > 2, in);
     const int32_t n_past = spec_engine_seq_n_past(f.engine, 1);
     const int32_t n_cells = spec_engine_n_cells_used(f.engine);
-    const int32_t rc = spec_engine_seq_load(f.engine, 2, b.data(), b.size());
-    if (rc == SPEC_OK) {
-        REQUIRE(how > 2 || b == f.snapshots[kind]);
+    const bool is_started = in.below(2) == 0;
+    const int32_t rc = is_started ? SPEC_OK : spec_engine_seq_load(f.engine, 2, b.data(), b.size());
+    if (is_started) {
+        if (start(f, 2, b)) {
+            use(f, 2);
+        }
+    } else if (rc == SPEC_OK) {
+        REQUIRE(how > 2 || (b == f.snapshots[kind] && kind != BARE));
         use(f, 2);
     } else {
         REQUIRE(spec_last_error()[0] != '\0');

@@ -726,7 +726,7 @@ cdef class Engine:
         self._leave(rc, seq_id)
         return tokens[:n].copy(), None if id_last < 0 else id_last
 
-    def save(self, seq_id):
+    def save(self, seq_id, *, with_sampler=True):
         """Returns a snapshot: the sequence whole, to go on from here later, elsewhere or twice.
 
         It holds the tokens, the cells of both contexts, the drafter's state and the sampler with
@@ -734,6 +734,9 @@ cdef class Engine:
 
         Args:
             seq_id: [0, n_seq_max).
+            with_sampler: whether it holds the sampler, and with it what its request asked for.
+                Without, `start` goes on from it with a sampler of the caller's, and `load` refuses
+                it.
 
         Returns:
             Bytes for `load`, of this or another engine over the same models with the same
@@ -746,18 +749,24 @@ cdef class Engine:
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
         cdef size_t n = 0
-        self._save(c_seq_id, NULL, 0, &n)
+        cdef bint has_sampler = bool(with_sampler)
+        self._save(c_seq_id, has_sampler, NULL, 0, &n)
         blob = PyBytes_FromStringAndSize(NULL, n)
-        if not self._save(c_seq_id, <char *>blob, n, &n):
+        if not self._save(c_seq_id, has_sampler, <char *>blob, n, &n):
             raise errors.InternalError("the snapshot grew while it was written")
         return blob
 
-    cdef bint _save(self, int32_t seq_id, char * buf, size_t cap, size_t * n) except -1:
+    cdef bint _save(
+        self, int32_t seq_id, bint has_sampler, char * buf, size_t cap, size_t * n
+    ) except -1:
         """Writes a snapshot; False where the buffer is too small."""
         cdef int32_t rc
         cdef spec.spec_engine * handle = self._enter()
         with nogil:
-            rc = spec.spec_engine_seq_save(handle, seq_id, buf, cap, n)
+            if has_sampler:
+                rc = spec.spec_engine_seq_save(handle, seq_id, buf, cap, n)
+            else:
+                rc = spec.spec_engine_seq_save_prefix(handle, seq_id, buf, cap, n)
         self._leave(spec.SPEC_OK if rc == spec.SPEC_ERR_BUFFER_TOO_SMALL else rc, seq_id)
         return rc == spec.SPEC_OK
 
@@ -771,6 +780,7 @@ cdef class Engine:
         Raises:
             SnapshotError: it is damaged, or belongs to other models, parameters or another version;
                 `kind` says which. Nothing has changed.
+            InvalidArgument: it was saved without its sampler; see `start`. Nothing has changed.
             SeqBusy: the sequence has begun already.
             NoRoom: no KV cells are free; nothing has changed.
         """

@@ -115,6 +115,8 @@ class Slot:
     """Whether it is fed to the drafter again, and drafts after its next step."""
     n_cut_min: int = 0
     """Fewest of its tokens that can be kept, but 0: what came before has left the window."""
+    has_sampler: bool = True
+    """Whether `sampler` is its own; false of a snapshot for prefix reuse."""
 
     @property
     def tag(self) -> int:
@@ -135,11 +137,11 @@ class Slot:
             self.digest = extend_hash(self.digest, token)
 
 
-def write_snapshot(slot: Slot) -> bytes:
-    """Returns a slot as bytes: what `read_snapshot` reads, in any process."""
-    sampler = slot.sampler
+def write_snapshot(slot: Slot, *, has_sampler: bool) -> bytes:
+    """Returns a slot as bytes, with its sampler or without: what `read_snapshot` reads."""
+    sampler = slot.sampler if has_sampler else FakeSampler(SamplingOptions(), tag=slot.tag)
     options = dataclasses.asdict(sampler.options)
-    state = [slot.tokens, sampler.seen, sampler.n_chosen, options, sampler.tag]
+    state = [slot.tokens, sampler.seen, sampler.n_chosen, options, sampler.tag, has_sampler]
     text = json.dumps(state).encode()
     return _SNAPSHOT_MAGIC + b"%08x" % zlib.crc32(text) + text
 
@@ -149,14 +151,14 @@ def read_snapshot(snapshot: bytes) -> Slot | None:
     head, text = snapshot[: len(_SNAPSHOT_MAGIC) + 8], snapshot[len(_SNAPSHOT_MAGIC) + 8 :]
     if head != _SNAPSHOT_MAGIC + b"%08x" % zlib.crc32(text):
         return None
-    tokens, seen, n_chosen, options, tag = json.loads(text)
+    tokens, seen, n_chosen, options, tag, has_sampler = json.loads(text)
     for name, value in options.items():
         if isinstance(value, list):
             options[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
     sampler = FakeSampler(SamplingOptions(**options), n_chosen=n_chosen, tag=tag)
     for token in seen:
         sampler.see(token)
-    slot = Slot(sampler)
+    slot = Slot(sampler, has_sampler=has_sampler)
     slot.compute(tokens)
     return slot
 

@@ -93,7 +93,8 @@ class PlanCheck:
         """Saves, parks and frees."""
         for seq_id in plan.saves:
             _check_in_use(seq_id, draft, self._limits)
-            draft.snapshots[seq_id] = write_snapshot(draft.slots[seq_id])
+            has_sampler = seq_id in plan.parks
+            draft.snapshots[seq_id] = write_snapshot(draft.slots[seq_id], has_sampler=has_sampler)
         for seq_id in plan.parks:
             _check_in_use(seq_id, draft, self._limits)
             draft.samplers[seq_id] = draft.slots.pop(seq_id).sampler
@@ -173,6 +174,8 @@ class PlanCheck:
         """Returns whether a start keeps its tokens; one of the refusals asked for is used up."""
         is_cut = held.n_past > start.n_kept
         if held.n_past < start.n_kept or (is_cut and start.n_kept < held.n_cut_min):
+            return False
+        if start.sampler is None and not held.has_sampler:
             return False
         if self._is_recurrent and (is_cut or start.source is not None):
             return False
