@@ -1,5 +1,6 @@
 // Choosing tokens from logits: argmax, the chain, the rejection rule, and their scores.
 
+#include "grammar_budget.hpp"
 #include "internal.hpp"
 
 #include <algorithm>

@@ -1,5 +1,6 @@
 // Grammars: bounded before llama.cpp parses one, and probed before it constrains a sequence.
 
+#include "grammar_budget.hpp"
 #include "internal.hpp"
 
 #include "../src/llama-grammar.h"

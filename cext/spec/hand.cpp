@@ -1,5 +1,6 @@
 // The parts of a step, one call at a time.
 
+#include "grammar_budget.hpp"
 #include "internal.hpp"
 
 #include <algorithm>

@@ -43,7 +43,7 @@ def accepted(rates: tuple[float, ...], n_steps: int) -> list[int]:
             rows = [(i, n_past[i], i, 1, n_draft, 1) for i in range(N_SEQ)]
             plan = np.array(rows, dtype=np.int32).reshape(-1).view(PLAN_DTYPE)
             result = engine.step(plan, np.array(last, dtype=np.int32))
-            for seq_id, _, past, start, n, n_drafted, n_accepted, _ in result.entries.tolist():
+            for seq_id, _, past, start, n, n_drafted, n_accepted, *_ in result.entries.tolist():
                 last[seq_id] = int(result.tokens[start + n - 1])
                 n_past[seq_id] = past
                 assert n_drafted == n_draft
