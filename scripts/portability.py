@@ -46,8 +46,7 @@ import patch_files  # noqa: E402
 OWN = (
     *(f"cext/spec/{path.name}" for path in sorted((CEXT / "spec").glob("*.cpp"))),
     *("cext/abi_test.c", "cext/step_bench.c"),
-    *("tests/kernels/attention_test.cpp", "tests/kernels/rollback_test.cpp"),
-    "tests/kernels/rng_test.cpp",
+    *(f"tests/kernels/{path.name}" for path in sorted((ROOT / "tests" / "kernels").glob("*.cpp"))),
 )
 LEVELS = {
     "x86-64": {

@@ -299,6 +299,9 @@ class SlowContext:
     def time_remaining(self) -> float | None:
         return None
 
+    def peer(self) -> str:
+        return "nowhere"
+
     async def write(self, message: generation_pb2.GenerateResponse) -> None:
         self.messages.append(message)
         await self.may_read.wait()

@@ -17,6 +17,7 @@ from drafthouse_server.scheduling.sequence import FinishEvent, SequenceState
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import SamplingOptions
+from drafthouse_server.tenancy.fairness import Fairness
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -174,7 +175,11 @@ def interrupted(
 ) -> tuple[Scheduler, list[TokenSequence]]:
     """Runs a long stream for each slot, which all lose it again and again to what is urgent."""
     pool = prompts(LENGTHS)
-    scheduler = Scheduler(engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max)
+    # Time stands still here: nothing that it would bring may be waited for.
+    fairness = Fairness(preempt_interval_s=0.0, save_bytes_per_s=1e15)
+    scheduler = Scheduler(
+        engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max, fairness=fairness
+    )
     streams = [
         submit(engine, scheduler, pool[i], i, is_sampled=is_sampled, n_output=N_INTERRUPTED)
         for i in range(engine.limits.n_seq_max)
