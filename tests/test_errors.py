@@ -29,6 +29,7 @@ from drafthouse_server.errors import (
     StoreUnavailable,
     TooManyBadKeys,
     Unauthenticated,
+    UsageUnavailable,
 )
 
 PROTO = Path(__file__).resolve().parent.parent / "protos" / "drafthouse" / "v1" / "errors.proto"
@@ -45,6 +46,7 @@ SAMPLES: list[DrafthouseError] = [
     DeadlineTooShort(0.02, 0.5),
     StoreUnavailable(1.0),
     TooManyBadKeys(30, 2.0),
+    UsageUnavailable(1.0),
     EngineError("DECODE_FAILED", "r1", "a line for the log"),
     SlowSender(10.0),
     SlowReader(20.0),
@@ -62,7 +64,7 @@ def documented() -> dict[str, str]:
 
 def test_every_reason_of_the_proto_has_one_class_with_its_code() -> None:
     assert {error.reason: error.code for error in SAMPLES} == documented()
-    assert len(documented()) == 16
+    assert len(documented()) == 17
 
 
 @pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)

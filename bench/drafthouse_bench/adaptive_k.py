@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafthouse_bench.demos import DEMOS, MODELS, PROMPTS, draft_models
-from drafthouse_server.cli.texts import read_texts
+from drafthouse_server.cli.tune import read_texts
 from drafthouse_server.config import Config
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.engine.llama import LlamaEngine

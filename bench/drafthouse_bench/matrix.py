@@ -32,7 +32,7 @@ from drafthouse_bench.report import (
     write_json,
 )
 from drafthouse_server.cli.terminal import Terminal
-from drafthouse_server.cli.texts import read_texts
+from drafthouse_server.cli.tune import read_texts
 from drafthouse_server.config import DRAFT_TYPES, Config
 from drafthouse_server.engine.loading import engine_version
 from drafthouse_server.errors import ConfigError, StartupError

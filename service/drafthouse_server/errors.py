@@ -18,6 +18,7 @@ prefix) and its gRPC `code`:
     │   ├── Draining                              SERVER_DRAINING
     │   ├── ServerOverloaded                      SERVER_OVERLOADED
     │   ├── StoreUnavailable                      STORE_UNAVAILABLE
+    │   ├── UsageUnavailable                      USAGE_UNAVAILABLE
     │   └── EngineUnhealthy                       ENGINE_UNHEALTHY
     ├── DeadlineTooShort      DEADLINE_EXCEEDED   DEADLINE_TOO_SHORT
     └── EngineError           INTERNAL            ENGINE_FAILURE
@@ -70,6 +71,7 @@ __all__ = [
     "TooManyBadKeys",
     "Unauthenticated",
     "UnknownSetting",
+    "UsageUnavailable",
 ]
 
 
@@ -411,6 +413,20 @@ class StoreUnavailable(Overloaded):
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("the store of API keys does not answer", retry_after_s)
+
+
+class UsageUnavailable(Overloaded):
+    """Usage cannot be recorded or listed now.
+
+    Args:
+        retry_after_s: When another attempt may succeed, seconds from now.
+        action: What is impossible, as a participle.
+    """
+
+    reason = "USAGE_UNAVAILABLE"
+
+    def __init__(self, retry_after_s: float, action: str = "recorded") -> None:
+        super().__init__(f"usage cannot be {action} now", retry_after_s)
 
 
 class EngineError(DrafthouseError):

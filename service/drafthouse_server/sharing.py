@@ -1,6 +1,6 @@
-"""Settings of tenants: the store of their keys, and how they share the server.
+"""Settings of tenants: the store of their keys, how they share the server, what is recorded.
 
-Part of `config.Config`; docs/keys.md and docs/fairness.md tell of them.
+Part of `config.Config`; docs/keys.md, docs/fairness.md and docs/usage.md tell of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def _are_weights(texts: tuple[str, ...]) -> bool:
 _WEIGHTS = Rule("three numbers in (0, 1000]", _are_weights)
 
 _share = functools.partial(declare, "Tenants")
+_usage = functools.partial(declare, "Usage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +108,19 @@ class SharingSettings(FrontSettings):
         "Seconds of waiting that are worth one point of priority. 0: priorities do not age.",
     )
     """Aging of priorities."""
+    usage_journal: str = _usage(
+        "",
+        _ANY,
+        "Folder of the usage journal, in which each accepted stream has one record that survives a"
+        " crash; `drafthouse usage` lists them. Servers must not share one. Empty: nothing is"
+        " recorded.",
+    )
+    """Folder of the usage journal; empty: nothing is recorded."""
+    usage_on_full: str = _usage(
+        "refuse",
+        one_of("refuse", "unbilled"),
+        "What becomes of new streams while the usage journal cannot be written, as with a full"
+        " disk. refuse: USAGE_UNAVAILABLE; unbilled: they are served without a record, which is"
+        " logged and counted. Running streams go on either way.",
+    )
+    """What becomes of new streams while the usage journal cannot be written."""

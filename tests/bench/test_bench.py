@@ -39,7 +39,7 @@ from drafthouse_bench.report import (
 )
 from drafthouse_server.cli.settings import load
 from drafthouse_server.cli.terminal import Terminal
-from drafthouse_server.cli.texts import read_texts
+from drafthouse_server.cli.tune import read_texts
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 

@@ -32,6 +32,8 @@ from drafthouse_server.step import EngineLimits
 from drafthouse_server.tenancy.tenants import Tenant
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Eventually, GatedEngine, ServerFactory
 
     from drafthouse_server.rpc.server import Server
@@ -346,11 +348,15 @@ _N_TIMES = 20
 
 @pytest.mark.parametrize(("method", "path"), FULL, ids=lambda part: part.split("/")[-1])
 async def test_a_request_at_its_bounds_costs_the_loop_a_bounded_multiple(
-    start_server: ServerFactory, method: str, path: str, monkeypatch: pytest.MonkeyPatch
+    start_server: ServerFactory,
+    method: str,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     bounds = field_bounds(LIMITS.n_ctx_seq, 1024)
     monkeypatch.setattr("tests.rpc.test_wire.BOUNDS", bounds)
-    server = await start_server(FakeEngine(LIMITS))
+    server = await start_server(FakeEngine(LIMITS), usage_journal=str(tmp_path))
     full: Any = filled(METHODS[method], path)
     one: Any = METHODS[method]._concrete_class()
     for request in (full, one):

@@ -300,7 +300,13 @@ class SlowContext:
         return None
 
     def peer(self) -> str:
-        return "nowhere"
+        return "ipv4:127.0.0.1:1"
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def set_trailing_metadata(self, metadata: object) -> None:
+        self.trailers = metadata
 
     async def write(self, message: generation_pb2.GenerateResponse) -> None:
         self.messages.append(message)

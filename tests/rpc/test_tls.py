@@ -237,9 +237,9 @@ async def test_a_certificate_of_a_client_names_its_tenant(
         names: list[str] = []
         admit = server.loop.admission.admit
 
-        def watch(tenant: Any, *args: Any) -> Any:
+        def watch(tenant: Any, *args: Any, **more: Any) -> Any:
             names.append(tenant.name)
-            return admit(tenant, *args)
+            return admit(tenant, *args, **more)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(server.loop.admission, "admit", watch)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.http2 import field, varint
 
-from drafthouse.v1 import generation_pb2, model_pb2
+from drafthouse.v1 import generation_pb2, model_pb2, usage_pb2
 from drafthouse_server.errors import InvalidRequest
 from drafthouse_server.rpc.wire import N_EXTRAS_MAX, N_UNPACKED_MAX, Scan, Shape, TooMany, shapes_of
 from drafthouse_server.serving.requests import Bound, field_bounds
@@ -25,6 +25,7 @@ BOUNDS = field_bounds(N_CONTEXT, N_MESSAGES)
 SERVICES: list[Any] = [
     *generation_pb2.DESCRIPTOR.services_by_name.values(),
     *model_pb2.DESCRIPTOR.services_by_name.values(),
+    *usage_pb2.DESCRIPTOR.services_by_name.values(),
     *health_pb2.DESCRIPTOR.services_by_name.values(),
 ]
 SHAPES = shapes_of(SERVICES, BOUNDS)

@@ -24,6 +24,7 @@ from drafthouse_server.step import (
     StepResult,
     StepTimings,
 )
+from drafthouse_server.usage.record import UsageCounts
 
 if TYPE_CHECKING:
     from tests.conftest import Eventually, ServerFactory
@@ -56,7 +57,12 @@ def test_every_count_is_told_with_its_source() -> None:
         ResultEntry(1, SequenceStatus.OK, 5, [1] * 6, n_drafted=6, n_accepted=5, is_given=True),
     ]
     metrics.count_step(StepResult(entries, n_batch_tokens=12))
-    metrics.count_request('a"b\\c\n', 7, 8)
+    metrics.count_request('a"b\\c\n')
+    metrics.count_tokens(7, 8)
+    metrics.usage = UsageCounts(
+        n_records=1, n_pending=2, n_journal_failures=3, n_store_failures=4, n_unbilled=5
+    )
+    metrics.usage.is_failing = True
     values = values_of(render(metrics.statistics()))
     assert values['drafthouse_draft_tokens_total{source="drafter"}'] == 4
     assert values['drafthouse_draft_tokens_total{source="ngram"}'] == 6
@@ -65,6 +71,14 @@ def test_every_count_is_told_with_its_source() -> None:
     assert values["drafthouse_scheduled_decodes_total"] == 4
     assert values['drafthouse_requests_total{outcome="a\\"b\\\\c\\n"}'] == 1
     assert values["drafthouse_prompt_tokens_total"] == 7
+    assert {name: value for name, value in values.items() if "_usage_" in name} == {
+        "drafthouse_usage_records_total": 1,
+        "drafthouse_usage_entries_waiting": 2,
+        "drafthouse_usage_journal_failures_total": 3,
+        "drafthouse_usage_store_failures_total": 4,
+        "drafthouse_usage_unbilled_streams_total": 5,
+        "drafthouse_usage_journal_failing": 1,
+    }
 
 
 def test_the_phases_add_up_to_the_engines_time_and_no_phase_is_their_sum() -> None:
@@ -220,7 +234,8 @@ async def test_metrics_are_served_on_an_address_of_their_own(
 
 
 async def test_a_server_on_every_address_tells_its_metrics_on_loopback_alone() -> None:
-    assert Config(host="0.0.0.0", insecure_no_auth=True).metrics_host == "127.0.0.1"  # noqa: S104
+    config = Config(host="0.0.0.0", insecure_no_auth=True, insecure_no_tls=True)  # noqa: S104
+    assert config.metrics_host == "127.0.0.1"
 
 
 async def test_a_server_on_a_socket_tells_its_metrics(

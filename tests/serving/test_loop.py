@@ -656,7 +656,6 @@ async def test_statistics_add_up() -> None:
         assert isinstance(event, FinishEvent)
         statistics = loop.statistics()
         assert statistics.n_requests == {"length": 1}
-        assert (statistics.n_prompt_tokens, statistics.n_output_tokens) == (5, 30)
         assert statistics.n_accepted == event.speculation.n_accepted > 0
         assert statistics.n_drafted == event.speculation.n_drafted
         assert statistics.n_steps >= event.speculation.n_steps

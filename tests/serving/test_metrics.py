@@ -53,9 +53,11 @@ def test_drafts_are_told_apart_by_who_proposed_them() -> None:
 
 def test_requests_are_counted_by_outcome() -> None:
     metrics = Metrics()
-    metrics.count_request("stop", 10, 5)
-    metrics.count_request("stop", 20, 6)
-    metrics.count_request("QUEUE_FULL", 0, 0)
+    metrics.count_request("stop")
+    metrics.count_request("stop")
+    metrics.count_request("QUEUE_FULL")
+    metrics.count_tokens(10, 5)
+    metrics.count_tokens(20, 6)
     statistics = metrics.statistics()
     assert statistics.n_requests == {"stop": 2, "QUEUE_FULL": 1}
     assert (statistics.n_prompt_tokens, statistics.n_output_tokens) == (30, 11)
@@ -64,7 +66,7 @@ def test_requests_are_counted_by_outcome() -> None:
 def test_a_snapshot_does_not_change() -> None:
     metrics = Metrics()
     before = metrics.statistics()
-    metrics.count_request("stop", 1, 1)
+    metrics.count_request("stop")
     assert before.n_requests == {}
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.n_steps = 3  # type: ignore[misc]  # frozen on purpose

@@ -59,7 +59,7 @@ from drafthouse_bench.process import BenchError
 from drafthouse_bench.report import Machine, describe_machine, n_cores
 from drafthouse_bench.trace import Figures, figures, poisson_arrivals
 from drafthouse_server.cli.terminal import Terminal
-from drafthouse_server.cli.texts import read_texts
+from drafthouse_server.cli.tune import read_texts
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import engine_version

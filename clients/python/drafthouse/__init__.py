@@ -42,6 +42,7 @@ from drafthouse._errors import (
     TooManyBadKeys,
     Unauthenticated,
     Unavailable,
+    UsageUnavailable,
 )
 from drafthouse._events import (
     Chunk,
@@ -52,12 +53,12 @@ from drafthouse._events import (
     SpeculationStatistics,
     Timings,
     TokenCount,
-    Usage,
 )
 from drafthouse._options import ChatMessage, Dry, GenerateOptions, Prompt, SpeculationMode, Xtc
 from drafthouse._retry import RetryPolicy
 from drafthouse._stream import AsyncGenerationStream, GenerationStream
 from drafthouse._tls import Tls
+from drafthouse._usage import Usage
 
 __all__ = [
     "AsyncClient",
@@ -108,5 +109,6 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Usage",
+    "UsageUnavailable",
     "Xtc",
 ]

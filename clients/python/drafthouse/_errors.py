@@ -20,6 +20,7 @@ DrafthouseError
 │   ├── ServerDraining          SERVER_DRAINING      the server is shutting down; `retry_after`
 │   ├── ServerOverloaded        SERVER_OVERLOADED    too many calls or connections; `retry_after`
 │   ├── StoreUnavailable        STORE_UNAVAILABLE    the key cannot be looked up now; `retry_after`
+│   ├── UsageUnavailable        USAGE_UNAVAILABLE    usage cannot be recorded, or listed, now
 │   └── EngineUnhealthy         ENGINE_UNHEALTHY     its engine keeps failing; `retry_after`
 ├── InternalError               INTERNAL
 │   └── EngineFailure           ENGINE_FAILURE       quote `request_id` when you report it
@@ -34,10 +35,10 @@ that has none yields `DrafthouseError` itself, so that `except` clauses outlive 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -49,6 +50,9 @@ from google.rpc.error_details_pb2 import (
     RetryInfo,
 )
 from google.rpc.status_pb2 import Status
+
+from drafthouse._usage import Usage, usage_from
+from drafthouse.v1 import generation_pb2
 
 __all__ = [
     "Cancelled",
@@ -79,12 +83,15 @@ __all__ = [
     "TooManyBadKeys",
     "Unauthenticated",
     "Unavailable",
+    "UsageUnavailable",
     "error_class",
     "map_grpc_errors",
 ]
 
 DOMAIN = "drafthouse.dev"
 _DETAILS_KEY = "grpc-status-details-bin"
+_USAGE_KEY = "drafthouse-usage-bin"
+_Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 _Detail = TypeVar("_Detail", bound=Message)
 
@@ -121,6 +128,8 @@ class DrafthouseError(Exception):
         retry_after: seconds after which a retry may succeed; None when the server said nothing.
         violations: the fields at fault.
         quota_violations: the limits that were reached.
+        usage: tokens counted until the call ended; None when no stream of it was accepted, or its
+            end came from this side, as a deadline may.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
@@ -139,6 +148,7 @@ class DrafthouseError(Exception):
         retry_after: float | None = None,
         violations: Sequence[FieldViolation] = (),
         quota_violations: Sequence[QuotaViolation] = (),
+        usage: Usage | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -149,6 +159,7 @@ class DrafthouseError(Exception):
         self.retry_after = retry_after
         self.violations = tuple(violations)
         self.quota_violations = tuple(quota_violations)
+        self.usage = usage
 
     def __str__(self) -> str:
         request = f" (request {self.request_id})" if self.request_id else ""
@@ -275,6 +286,12 @@ class StoreUnavailable(Unavailable):
     default_reason = "STORE_UNAVAILABLE"
 
 
+class UsageUnavailable(Unavailable):
+    """The server cannot record usage now, and takes no stream without; or it cannot list it."""
+
+    default_reason = "USAGE_UNAVAILABLE"
+
+
 class InternalError(DrafthouseError):
     """The server failed."""
 
@@ -334,13 +351,14 @@ class _FailedCall(Protocol):
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
-    def trailing_metadata(self) -> Sequence[tuple[str, str | bytes]] | None: ...
+    def trailing_metadata(self) -> _Metadata | None: ...
 
 
 def _from_rpc_error(error: grpc.RpcError) -> DrafthouseError:
     call: _FailedCall = error  # type: ignore[assignment]  # every RpcError of a call is also a Call
     code = call.code()
-    status = _status(call.trailing_metadata() or ())
+    trailers = call.trailing_metadata() or ()
+    status = _status(trailers)
     found = _find(status, ErrorInfo)
     retry = _find(status, RetryInfo)
     is_ours = found.domain == DOMAIN
@@ -354,18 +372,28 @@ def _from_rpc_error(error: grpc.RpcError) -> DrafthouseError:
         retry_after=retry.retry_delay.ToTimedelta().total_seconds() if retry.ByteSize() else None,
         violations=_violations(status),
         quota_violations=_quota_violations(status),
+        usage=_usage(trailers),
     )
 
 
-def _status(metadata: Sequence[tuple[str, str | bytes]]) -> Status:
+def _status(metadata: _Metadata) -> Status:
     """Returns the rich status of a call; empty when there is none or a proxy has mangled it."""
+    return _parsed(metadata, _DETAILS_KEY, Status) or Status()
+
+
+def _usage(metadata: _Metadata) -> Usage | None:
+    """Returns the usage that the trailers tell."""
+    found = _parsed(metadata, _USAGE_KEY, generation_pb2.Usage)
+    return None if found is None else usage_from(found)
+
+
+def _parsed(metadata: _Metadata, wanted: str, kind: type[_Detail]) -> _Detail | None:
+    """Returns a message of the trailers; None when there is none or a proxy has mangled it."""
     for key, value in metadata:
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            try:
-                return Status.FromString(value)
-            except DecodeError:
-                break
-    return Status()
+        if key == wanted and isinstance(value, bytes):
+            with suppress(DecodeError):
+                return kind.FromString(value)
+    return None
 
 
 def _find(status: Status, kind: type[_Detail]) -> _Detail:

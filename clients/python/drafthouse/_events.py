@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from drafthouse._enums import OpenEnum
 from drafthouse._options import SpeculationMode
+from drafthouse._usage import Usage, usage_from
 from drafthouse.v1 import generation_pb2, model_pb2
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ __all__ = [
     "SpeculationStatistics",
     "Timings",
     "TokenCount",
-    "Usage",
     "chunk_from",
     "model_from",
 ]
@@ -68,18 +68,6 @@ class Chunk:
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens counted."""
-
-    prompt_tokens: int
-    """Tokens of the prompt as the model saw it."""
-    output_tokens: int
-    """Tokens generated, the end token included."""
-    reused_prompt_tokens: int = 0
-    """Of `prompt_tokens`, those that were computed for an earlier request and not again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +206,7 @@ class Collected:
             log_probabilities=tuple(self._log_probabilities),
             finish_reason=FinishReason.of(end.finish_reason),
             stop_sequence=end.stop_sequence,
-            usage=Usage(
-                end.usage.prompt_tokens,
-                end.usage.output_tokens,
-                end.usage.reused_prompt_tokens,
-            ),
+            usage=usage_from(end.usage),
             timings=Timings(
                 queue_s=end.timings.queue_seconds,
                 prefill_s=end.timings.prefill_seconds,

@@ -19,14 +19,13 @@ from statistics import median
 
 from drafthouse_server.cli.serve import CHECKOUT
 from drafthouse_server.cli.terminal import Terminal
-from drafthouse_server.cli.texts import read_texts
 from drafthouse_server.config import AUTOMATIC, DRAFT_TYPES, Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import ConfigError, StartupError
 from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, Start, StepPlan
 
-__all__ = ["Advice", "Measurements", "add_tune", "advise", "measure", "tune"]
+__all__ = ["Advice", "Measurements", "add_tune", "advise", "measure", "read_texts", "tune"]
 
 _OPTIONS = SamplingOptions(temperature=0.0, ignore_eos=True)
 _N_STEPS = 12
@@ -375,3 +374,19 @@ def _tune(arguments: argparse.Namespace, terminal: Terminal) -> int:
         terminal.error(str(error))
         return 1
     return 0
+
+
+def read_texts(path: Path) -> list[str]:
+    """Returns the texts of a prompt file, as `models/prompts.json` is one.
+
+    Args:
+        path: A JSON object with `prompts`, a list of objects with `text`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else.
+    """
+    try:
+        return [str(prompt["text"]) for prompt in json.loads(path.read_text("utf-8"))["prompts"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} is not a file of prompts") from error

@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -39,15 +40,59 @@ from drafthouse_server.rpc.interceptors import (
     is_ours,
     wrapped,
 )
-from drafthouse_server.rpc.resets import StreamResets
 from drafthouse_server.rpc.wire import Scan, Shape, TooMany
 from drafthouse_server.serving.requests import PROMPT_TOKENS
 
-__all__ = ["Gate", "Receive"]
+__all__ = ["Gate", "Receive", "StreamResets"]
 
 _SWEEP_S = 0.5
 _ABORT_S = 1.0
 """How long a client that reads nothing may take to take the word that its call has ended."""
+
+_HANDLER = "_handle_exceptions"
+"""Name of the coroutine in which grpc.aio runs a handler."""
+
+_Task: TypeAlias = asyncio.Task[Any]
+
+
+class StreamResets:
+    """Ends streams whose clients take no word of their end. `install` it before the server starts.
+
+    grpc.aio keeps a call until its client has closed it: a handler that ends without a status,
+    because its client reads nothing, leaves the stream open for ever. The task that keeps it is the
+    parent of the handler's task; cancelled, it lets go of the call, and the stream is reset. (The
+    calls that came last are let go when others come.)
+    """
+
+    def __init__(self) -> None:
+        self._parents: weakref.WeakKeyDictionary[_Task, _Task] = weakref.WeakKeyDictionary()
+        self._make: Callable[..., Any] = asyncio.Task
+
+    def install(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Notes the parents of tasks that are made from now on."""
+        before = loop.get_task_factory()
+        if before is not None:
+            self._make = lambda coroutine, loop, **more: before(loop, coroutine, **more)
+        loop.set_task_factory(self._make_task)  # type: ignore[arg-type]  # typed as of 3.13
+
+    def _make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, Any],
+        **more: Any,  # noqa: ANN401  # as `asyncio.Task` takes it
+    ) -> _Task:
+        task: _Task = self._make(coroutine, loop=loop, **more)
+        if getattr(coroutine, "__name__", "") == _HANDLER:
+            parent = asyncio.current_task(loop)
+            if parent is not None:
+                self._parents[task] = parent
+        return task
+
+    def reset(self, task: _Task) -> None:
+        """Ends the stream of a handler's task that has ended."""
+        parent = self._parents.get(task)
+        if parent is not None:
+            parent.cancel()
 
 
 class Gate(grpc.aio.ServerInterceptor):

@@ -324,7 +324,8 @@ async def _abort(error: DrafthouseError, context: Context) -> Never:
     call = current_call()
     call.reason = error.reason
     status = rpc_status.to_status(to_status(error, call.request_id))
-    metadata = (*status.trailing_metadata, (REQUEST_ID_KEY, call.request_id))
+    # With what the call's trailers have already: the request's id, a stream's usage.
+    metadata = (*status.trailing_metadata, *(context.trailing_metadata() or ()))
     await context.abort(status.code, status.details, metadata)
 
 

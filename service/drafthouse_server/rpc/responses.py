@@ -12,6 +12,7 @@ from drafthouse_server.scheduling.sequence import (
     FinishReason,
     ProgressEvent,
     TokensEvent,
+    Usage,
 )
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
 from drafthouse_server.serving.detokenizer import Detokenizer
@@ -26,6 +27,7 @@ __all__ = [
     "model_message",
     "progress_message",
     "rate_limit_headers",
+    "usage_message",
 ]
 
 _Mode: TypeAlias = model_pb2.SpeculationMode.ValueType
@@ -65,6 +67,15 @@ def progress_message(events: Sequence[Event]) -> generation_pb2.GenerateResponse
     return None
 
 
+def usage_message(usage: Usage) -> generation_pb2.Usage:
+    """Returns counted tokens as clients read them, in a result and in trailers."""
+    return generation_pb2.Usage(
+        prompt_tokens=usage.n_prompt,
+        output_tokens=usage.n_output,
+        reused_prompt_tokens=usage.n_reused,
+    )
+
+
 class Output:
     """Turns the events of one sequence into what its client reads; no I/O.
 
@@ -75,7 +86,6 @@ class Output:
 
     def __init__(self, wanted: Generation, piece: Callable[[int], bytes]) -> None:
         self._wanted = wanted
-        self._n_output = 0
         stops = wanted.stop_token_ids
 
         def visible(token: int) -> bytes:
@@ -107,7 +117,6 @@ class Output:
         text, n_tokens = new.text, new.n_tokens
         if isinstance(last, FinishEvent):
             text += self._detokenizer.finish()
-        self._n_output += n_tokens
         if not (n_tokens or text):
             return None
         if n_tokens < len(tokens):
@@ -121,18 +130,21 @@ class Output:
             chunk.log_probabilities.extend(logprobs)
         return response
 
-    def result(self, end: FinishEvent, sequence: TokenSequence) -> generation_pb2.GenerationResult:
+    def reason(self, end: FinishEvent) -> FinishReason:
+        """Returns why it ended, for its client."""
+        return FinishReason.STOP if self.has_stopped else end.reason
+
+    def result(
+        self, end: FinishEvent, sequence: TokenSequence, usage: Usage
+    ) -> generation_pb2.GenerationResult:
         """Returns how it ended; without a finish reason when the client is no longer there."""
-        reason = FinishReason.STOP if self.has_stopped else end.reason
         timings, counts = end.timings, end.speculation
         return generation_pb2.GenerationResult(
-            finish_reason=_FINISH_REASONS.get(reason, generation_pb2.FINISH_REASON_UNSPECIFIED),
-            stop_sequence=self._detokenizer.matched_stop,
-            usage=generation_pb2.Usage(
-                prompt_tokens=end.usage.n_prompt,
-                output_tokens=self._n_output,
-                reused_prompt_tokens=end.usage.n_reused,
+            finish_reason=_FINISH_REASONS.get(
+                self.reason(end), generation_pb2.FINISH_REASON_UNSPECIFIED
             ),
+            stop_sequence=self._detokenizer.matched_stop,
+            usage=usage_message(usage),
             timings=generation_pb2.Timings(
                 queue_seconds=timings.queue_s,
                 prefill_seconds=timings.prefill_s,

@@ -9,26 +9,36 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from drafthouse.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    usage_pb2,
+    usage_pb2_grpc,
+)
 from drafthouse_server.access import bare_host, is_loopback
 from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
 from drafthouse_server.rpc.calls import OpenCalls
 from drafthouse_server.rpc.descriptors import DescriptorBudget, raise_descriptor_limit
-from drafthouse_server.rpc.gate import Gate, Receive
+from drafthouse_server.rpc.gate import Gate, Receive, StreamResets
 from drafthouse_server.rpc.health import OVERALL, HealthService
 from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateErrors, current_call
-from drafthouse_server.rpc.resets import StreamResets
 from drafthouse_server.rpc.services import GenerationService, ModelService, Served
 from drafthouse_server.rpc.tls import Certificates
+from drafthouse_server.rpc.usage import UsageService
 from drafthouse_server.rpc.wire import shapes_of
+from drafthouse_server.serving.accounting import Accounting
 from drafthouse_server.serving.exposition import MetricsEndpoint
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.metrics import FrontCounts, Statistics
@@ -36,6 +46,8 @@ from drafthouse_server.serving.requests import field_bounds
 from drafthouse_server.serving.text_workers import TextWorkers
 from drafthouse_server.tenancy.identity import BadKeys, Tenants
 from drafthouse_server.tenancy.tenants import TenantRegistry
+from drafthouse_server.usage.journal import Journal
+from drafthouse_server.usage.stores import STORE_NAME, SqliteUsageStore
 
 if TYPE_CHECKING:
     from drafthouse_server.tenancy.key_ring import KeyRing
@@ -78,6 +90,7 @@ _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
     model_pb2.DESCRIPTOR.services_by_name["ModelService"],
 )
+_USAGE_SERVICE = usage_pb2.DESCRIPTOR.services_by_name["UsageService"]
 _HEALTH_SERVICE: Any = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 
@@ -112,7 +125,7 @@ class Server:
         self._tenants = tenants
         self._key_ring: KeyRing | None = None
         self._health = HealthService(
-            (OVERALL, *(service.full_name for service in _SERVICES)),
+            (OVERALL, *(service.full_name for service in _services(config))),
             current_call=current_call,
             n_watchers_max=config.max_health_watchers,
             retry_after_s=config.retry_after_s,
@@ -130,6 +143,7 @@ class Server:
         self._receive: Receive | None = None
         self._certificates: Certificates | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._accounting: Accounting | None = None
         self._port = 0
 
     @property
@@ -226,14 +240,18 @@ class Server:
         """Loads the model, starts the text workers, and listens.
 
         Raises:
-            StartupError: certificates or a model cannot be loaded, a text worker cannot start, or
-                the address cannot be listened at.
+            StartupError: certificates or a model cannot be loaded, the usage journal cannot be
+                written, a text worker cannot start, or the address cannot be listened at.
         """
         _grpc_log.addFilter(_is_fault)
         raise_descriptor_limit()
         if self._config.ssl_cert_file:  # first: a model may take minutes
             self._certificates = Certificates(self._config)
         async with contextlib.AsyncExitStack() as undo:
+            post = asyncio.get_running_loop().call_soon_threadsafe
+            journal = await asyncio.to_thread(_open_journal, self._config, post)
+            if journal is not None:
+                undo.push_async_callback(asyncio.to_thread, journal.close)
             undo.push_async_callback(self.close)
             tenants = self._tenants or await self._open_tenants()
             self._loop = await StepLoop.open(
@@ -242,6 +260,13 @@ class Server:
                 on_health=self._on_health,
                 on_failure=self._on_failure,
             )
+            self._accounting = Accounting(
+                self._loop.metrics,
+                self._loop.engine.card.name,
+                journal=journal,
+                is_open_unbilled=self._config.usage_on_full == "unbilled",
+                retry_after_s=self._config.retry_after_s,
+            )
             self._texts = texts = TextWorkers(
                 self._loop.engine.make_text_worker,
                 self._config.text_workers,
@@ -249,7 +274,7 @@ class Server:
                 retry_after_s=self._config.retry_after_s,
             )
             await texts.open()
-            await self._listen(self._loop, texts, tenants)
+            await self._listen(self._loop, texts, tenants, self._accounting)
             if self._config.metrics_port:
                 self._metrics = MetricsEndpoint(self.statistics)
                 await self._metrics.open(self._config.metrics_host, self._config.metrics_port)
@@ -272,12 +297,15 @@ class Server:
         self._key_ring = await open_key_ring(self._config, fixed, bad_keys)
         return self._key_ring
 
-    async def _listen(self, loop: StepLoop, texts: TextWorkers, tenants: Tenants) -> None:
+    async def _listen(
+        self, loop: StepLoop, texts: TextWorkers, tenants: Tenants, accounting: Accounting
+    ) -> None:
         config = self._config
         limits = loop.engine.limits
         n_context = min(limits.n_ctx_seq, limits.n_ctx)
         bounds = field_bounds(n_context, config.max_chat_messages)
-        shapes = shapes_of((*_SERVICES, _HEALTH_SERVICE), bounds)
+        services = (*_services(config), _HEALTH_SERVICE)
+        shapes = shapes_of(services, bounds)
         calls, resets = open_calls(config), StreamResets()
         resets.install(asyncio.get_running_loop())
         self._gate = Gate(
@@ -312,14 +340,19 @@ class Server:
             else config.draft_max,
             current_call=current_call,
             n_messages_max=config.max_chat_messages,
+            accounting=accounting,
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationService(served), server
         )
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(served), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if accounting.journal is not None:
+            shipper = accounting.journal.shipper
+            usage = UsageService(served, shipper, retry_after_s=config.retry_after_s)
+            usage_pb2_grpc.add_UsageServiceServicer_to_server(usage, server)
         if _has_reflection(config):
-            names = [service.full_name for service in (*_SERVICES, _HEALTH_SERVICE)]
+            names = [service.full_name for service in services]
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
         self._port = _bind(server, config, self._certificates)
         if self._certificates is not None:
@@ -418,6 +451,8 @@ class Server:
             await self._texts.close()
         if self._loop is not None and not self._loop.is_abandoned:
             await self._loop.close()
+        if self._accounting is not None:
+            await self._accounting.close()
         if self._key_ring is not None:
             await self._key_ring.close()
 
@@ -433,6 +468,23 @@ class Server:
             n_bytes=self.receive.n_bytes,
         )
         return dataclasses.replace(self.loop.statistics(), front=front)
+
+
+def _services(config: Config) -> tuple[ServiceDescriptor, ...]:
+    """Returns which services of ours the server offers."""
+    return (*_SERVICES, _USAGE_SERVICE) if config.usage_journal else _SERVICES
+
+
+def _open_journal(config: Config, post: Callable[[Callable[[], None]], object]) -> Journal | None:
+    """Opens the usage journal, if there is to be one; streams that a crash cut off end as lost.
+
+    Raises:
+        StartupError: it cannot be written.
+    """
+    if not config.usage_journal:
+        return None
+    folder = Path(config.usage_journal)
+    return Journal.open(folder, SqliteUsageStore(folder / STORE_NAME), post=post)
 
 
 def _bind(server: grpc.aio.Server, config: Config, certificates: Certificates | None) -> int:

@@ -25,6 +25,7 @@ from drafthouse_server.errors import (
     FieldViolation,
     InvalidRequest,
     NotFound,
+    SlowReader,
 )
 from drafthouse_server.rpc.requests import to_generation, to_prompt
 from drafthouse_server.rpc.responses import (
@@ -33,6 +34,7 @@ from drafthouse_server.rpc.responses import (
     model_message,
     progress_message,
     rate_limit_headers,
+    usage_message,
 )
 from drafthouse_server.scheduling.sequence import (
     ErrorEvent,
@@ -40,6 +42,7 @@ from drafthouse_server.scheduling.sequence import (
     FinishReason,
 )
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
+from drafthouse_server.serving.accounting import Account, Accounting
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.metrics import StreamTimer
 from drafthouse_server.serving.outbox import Outbox
@@ -63,6 +66,13 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # at run time it is 
 
 _N_PAGE_MAX, _N_PAGE_DEFAULT = 1000, 100
 
+_USAGE_KEY = "drafthouse-usage-bin"
+"""Trailer with the usage of an accepted stream, a serialised `Usage`, however it ended."""
+
+_DEADLINE_SHARE, _DEADLINE_MARGIN_S = 0.05, 0.025
+"""Part of its time, and most seconds of it, by which a stream ends before its deadline: later, its
+client would not wait for the usage."""
+
 
 class Caller(Protocol):
     """What a service must know of the call that it serves."""
@@ -80,6 +90,16 @@ class Caller(Protocol):
     @property
     def tenant(self) -> Tenant:
         """Who calls."""
+        ...
+
+    @property
+    def key_id(self) -> str:
+        """Id of the API key; empty where there was none."""
+        ...
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it is ended because the client has taken no message in time."""
         ...
 
     def await_reader(self, now: float) -> None:
@@ -100,6 +120,7 @@ class Served:
         n_draft_default: K when the request does not say.
         current_call: Returns the call that the calling task serves.
         n_messages_max: Most messages of a chat.
+        accounting: Has an account of each accepted stream; one without a journal when not given.
         clock: Monotonic time in seconds, the loop's own.
     """
 
@@ -111,10 +132,12 @@ class Served:
         n_draft_default: int,
         current_call: Callable[[], Caller],
         n_messages_max: int = 1024,
+        accounting: Accounting | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
         self.texts = texts
+        self.accounting = accounting or Accounting(loop.metrics, loop.engine.card.name)
         self.clock = clock
         self.card = loop.engine.card
         self.limits = loop.engine.limits
@@ -248,6 +271,71 @@ def _has_texts(sampling: SamplingOptions) -> bool:
     return bool(sampling.grammar or sampling.dry_multiplier)
 
 
+class _Writer:
+    """Writes the messages of one accepted stream, and tells its account of them.
+
+    Args:
+        account: Of the stream.
+        caller: Its call.
+        context: Of the call.
+        clock: Monotonic time in seconds, the caller's own.
+    """
+
+    def __init__(
+        self, account: Account, caller: Caller, context: _Context, clock: Callable[[], float]
+    ) -> None:
+        self.account = account
+        """Of the stream."""
+        self._caller = caller
+        self._context = context
+        self._clock = clock
+        self._has_told = False
+
+    async def write(self, response: generation_pb2.GenerateResponse) -> None:
+        """Writes a message; its tokens count once the transport has taken it."""
+        n_tokens = len(response.chunk.token_ids)
+        if self.account.must_wait(n_tokens):
+            await self.account.wait(n_tokens)
+        self._caller.await_reader(self._clock())
+        await self._context.write(response)
+        self._caller.go_on()
+        if n_tokens:
+            self.account.sent(n_tokens)
+
+    def end(self, outcome: str) -> None:
+        """Ends the account, and lets the trailers tell of it. Of no effect when it has ended.
+
+        Args:
+            outcome: stop, length, cancelled, deadline, or an error's reason.
+        """
+        self.account.end(outcome)
+        if not self._has_told:
+            self._has_told = True
+            trailer = (_USAGE_KEY, usage_message(self.account.usage).SerializeToString())
+            before = self._context.trailing_metadata() or ()
+            self._context.set_trailing_metadata((*before, trailer))
+
+    async def settle(self, outcome: str) -> None:
+        """Ends the account, and waits until its record is written.
+
+        Args:
+            outcome: As of `end`.
+        """
+        self.end(outcome)
+        if outcome != FinishReason.DEADLINE.name.lower():  # whose client does not wait for a disk
+            await self.account.written()
+
+    async def finish(self, result: generation_pb2.GenerationResult, end: FinishEvent) -> None:
+        """Writes the result of a stream, or the status of one that ended without."""
+        self._caller.await_reader(self._clock())
+        if result.finish_reason:
+            await self._context.write(generation_pb2.GenerateResponse(result=result))
+        elif end.reason is FinishReason.DEADLINE:
+            await self._context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+        else:
+            await self._context.abort(grpc.StatusCode.CANCELLED, "the request was cancelled")
+
+
 class GenerationService(GenerationServiceServicer):
     """Generates text and counts tokens. See generation.proto.
 
@@ -269,6 +357,7 @@ class GenerationService(GenerationServiceServicer):
         try:
             served.enter(request.model)
             served.rules.check_end_user(request.end_user)
+            served.accounting.check_open()
             ticket = served.loop.admission.admit(
                 caller.tenant,
                 request.ByteSize(),
@@ -285,18 +374,37 @@ class GenerationService(GenerationServiceServicer):
             outcome = error.reason
             raise
         except asyncio.CancelledError:  # it has left, or its time is over, before its submission
-            is_late = self._deadline(context) <= served.clock()
-            outcome = (FinishReason.DEADLINE if is_late else FinishReason.CANCELLED).name.lower()
+            outcome = self._outcome_of_gone(caller, context)
             raise
         finally:
             if outcome:
-                served.loop.metrics.count_request(outcome, 0, 0)
+                served.accounting.refuse(outcome)
                 if ticket is not None:
                     ticket.give_back()
+        await self._serve(outbox, sequence, wanted, caller, context)
+
+    async def _serve(
+        self,
+        outbox: Outbox,
+        sequence: TokenSequence,
+        wanted: Generation,
+        caller: Caller,
+        context: _Context,
+    ) -> None:
+        """Serves an accepted sequence; on every way out it is over, and so is its account."""
+        served = self._served
+        age_s = served.clock() - caller.received_at
+        account = served.accounting.open(sequence, age_s=age_s, key_id=caller.key_id)
+        writer = _Writer(account, caller, context, served.clock)
+        outcome = EngineError.reason
         try:
-            await self._stream(outbox, sequence, wanted, caller, context)
+            await self._stream(outbox, sequence, wanted, writer)
+        except (asyncio.CancelledError, grpc.aio.InternalError):  # the call has ended
+            outcome = self._outcome_of_gone(caller, context)
+            raise
         finally:
             served.loop.cancel(sequence)  # of no effect when it has ended
+            writer.end(outcome)  # nor this
 
     async def _prepare(
         self,
@@ -327,7 +435,7 @@ class GenerationService(GenerationServiceServicer):
             stop_token_ids=wanted.stop_token_ids,
             n_output_max=n_output_max,
             n_draft=tenant.bound_draft(wanted.n_draft),
-            deadline=self._deadline(context),
+            deadline=self._last_moment(context),
             has_progress=wanted.has_progress,
             received_at=caller.received_at,
         )
@@ -337,13 +445,27 @@ class GenerationService(GenerationServiceServicer):
         remaining: float | None = context.time_remaining()
         return math.inf if remaining is None else self._served.clock() + remaining
 
+    def _last_moment(self, context: _Context) -> float:
+        """Returns the monotonic time at which to end, so that its client still reads how."""
+        deadline = self._deadline(context)
+        if deadline == math.inf:
+            return deadline
+        remaining_s = deadline - self._served.clock()
+        return deadline - min(_DEADLINE_SHARE * remaining_s, _DEADLINE_MARGIN_S)
+
+    def _outcome_of_gone(self, caller: Caller, context: _Context) -> str:
+        """Returns the outcome of a request that ended while it was served."""
+        if caller.is_stuck:
+            return SlowReader.reason
+        is_late = self._deadline(context) <= self._served.clock()
+        return (FinishReason.DEADLINE if is_late else FinishReason.CANCELLED).name.lower()
+
     async def _stream(
         self,
         outbox: Outbox,
         sequence: TokenSequence,
         wanted: Generation,
-        caller: Caller,
-        context: _Context,
+        writer: _Writer,
     ) -> None:
         """Writes what the sequence yields. While one message is written, the next one collects."""
         output = Output(wanted, self._served.piece)
@@ -352,36 +474,24 @@ class GenerationService(GenerationServiceServicer):
         while True:
             events = await outbox.receive()
             if wanted.has_progress and (progress := progress_message(events)) is not None:
-                caller.await_reader(clock())
-                await context.write(progress)
-                caller.go_on()
-            response = output.take(events)
-            if output.has_stopped:
-                self._served.loop.finish(sequence)
-            if response is not None:
-                caller.await_reader(clock())
-                await context.write(response)
-                caller.go_on()
-                if n_tokens := len(response.chunk.token_ids):
-                    times.note(n_tokens)
+                await writer.write(progress)
+            for part in writer.account.parts(events):
+                response = output.take(part)
+                if output.has_stopped:
+                    self._served.loop.finish(sequence)
+                if response is not None:
+                    await writer.write(response)
+                    if n_tokens := len(response.chunk.token_ids):
+                        times.note(n_tokens)
             end = events[-1]
             if isinstance(end, FinishEvent | ErrorEvent):
                 break
         if isinstance(end, ErrorEvent):
+            await writer.settle(end.error.reason)
             raise end.error
         times.end()
-        caller.await_reader(clock())
-        await self._finish(output.result(end, sequence), end, context)
-
-    async def _finish(
-        self, result: generation_pb2.GenerationResult, end: FinishEvent, context: _Context
-    ) -> None:
-        if result.finish_reason:
-            await context.write(generation_pb2.GenerateResponse(result=result))
-        elif end.reason is FinishReason.DEADLINE:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
-        else:
-            await context.abort(grpc.StatusCode.CANCELLED, "the request was cancelled")
+        await writer.settle(output.reason(end).name.lower())
+        await writer.finish(output.result(end, sequence, writer.account.usage), end)
 
     async def CountTokens(
         self, request: generation_pb2.CountTokensRequest, context: _Context

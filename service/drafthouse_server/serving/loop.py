@@ -506,7 +506,7 @@ class StepLoop:
                 _log.error("request %s: %s", sequence.request_id, event.error)
         else:
             outcome = event.reason.name.lower()
-        self._metrics.count_request(outcome, sequence.n_prompt, sequence.n_output)
+        self._metrics.count_request(outcome)
 
 
 def _engine_executor() -> ThreadPoolExecutor:

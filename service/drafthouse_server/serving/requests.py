@@ -149,6 +149,7 @@ def field_bounds(n_context: int, n_messages_max: int) -> abc.Mapping[str, Bound]
     n_bytes_of_chat = n_text + _N_MESSAGE_BYTES * n_messages
     return {
         "model": Bound(n_bytes_max=_N_MODEL_BYTES_MAX),
+        "key_id": Bound(n_bytes_max=_N_MODEL_BYTES_MAX),
         "page_token": Bound(n_bytes_max=_N_MODEL_BYTES_MAX),
         "service": Bound(n_bytes_max=_N_MODEL_BYTES_MAX),
         "end_user": Bound(n_bytes_max=_N_END_USER_BYTES_MAX),

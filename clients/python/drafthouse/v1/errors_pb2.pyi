@@ -58,6 +58,10 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     """DEADLINE_EXCEEDED: the first token cannot come before the deadline, so nothing was begun. Only where computing the prompt would take
     twice as long as is left, at the speed measured so far. A deadline that passes later has no reason. Metadata: leftMs, neededMs.
     """
+    ERROR_REASON_USAGE_UNAVAILABLE: _ErrorReason.ValueType  # 13
+    """UNAVAILABLE: usage cannot be recorded now, as with a full disk, and the server takes no stream unbilled; or it cannot be
+    listed. Comes with google.rpc.RetryInfo.
+    """
     ERROR_REASON_SLOW_SENDER: _ErrorReason.ValueType  # 20
     """RESOURCE_EXHAUSTED: the message of the call did not come in time. Metadata: timeoutSeconds."""
     ERROR_REASON_SLOW_READER: _ErrorReason.ValueType  # 21
@@ -109,6 +113,10 @@ google.rpc.RetryInfo. Metadata: limit.
 ERROR_REASON_DEADLINE_TOO_SHORT: ErrorReason.ValueType  # 12
 """DEADLINE_EXCEEDED: the first token cannot come before the deadline, so nothing was begun. Only where computing the prompt would take
 twice as long as is left, at the speed measured so far. A deadline that passes later has no reason. Metadata: leftMs, neededMs.
+"""
+ERROR_REASON_USAGE_UNAVAILABLE: ErrorReason.ValueType  # 13
+"""UNAVAILABLE: usage cannot be recorded now, as with a full disk, and the server takes no stream unbilled; or it cannot be
+listed. Comes with google.rpc.RetryInfo.
 """
 ERROR_REASON_SLOW_SENDER: ErrorReason.ValueType  # 20
 """RESOURCE_EXHAUSTED: the message of the call did not come in time. Metadata: timeoutSeconds."""

@@ -693,7 +693,7 @@ class GenerationResult(message.Message):
 
 @typing.final
 class Usage(message.Message):
-    """Tokens counted."""
+    """Tokens counted: the same in the result, the trailers and the usage record of a stream."""
 
     DESCRIPTOR: descriptor.Descriptor
 

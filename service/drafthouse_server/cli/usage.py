@@ -1,0 +1,133 @@
+"""The command `usage`: what was billed, from the folder of a usage journal; no server is needed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from drafthouse_server.cli import settings
+from drafthouse_server.cli.terminal import Terminal, format_table
+from drafthouse_server.errors import ConfigError
+from drafthouse_server.usage.record import UsageQuery, UsageRecord, UsageStoreFailed
+from drafthouse_server.usage.stores import list_all
+
+__all__ = ["add_usage"]
+
+_COUNTS = ("n_prompt", "n_reused", "n_output", "n_drafted", "n_accepted", "n_rejected")
+_TITLES = ("prompt", "reused", "output", "drafted", "accepted", "rejected")
+_GROUPS = ("tenant", "key_id", "model")
+
+
+def add_usage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `usage`."""
+    parser = commands.add_parser(
+        "usage",
+        help="list what tenants have used",
+        description="Adds up the usage records of a server's journal, by tenant, key and model. It"
+        " reads the files, so that no server has to run.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--usage-journal",
+        metavar="FOLDER",
+        help="folder of the journal; default: the setting usage_journal",
+    )
+    add("--config", metavar="FILE", help="TOML file with settings")
+    add("--tenant", metavar="NAME", help="of one tenant")
+    add("--key", dest="key_id", metavar="ID", help="of one API key")
+    add("--model", metavar="NAME", help="of one model")
+    add("--since", type=_time, metavar="TIME", help="ended at this time or later, as 2026-11-22")
+    add("--until", type=_time, metavar="TIME", help="ended before, as 2026-11-22T09:30; UTC")
+    add("--records", action="store_true", help="list single records instead of sums")
+    add("--json", action="store_true", help="one JSON object a line")
+    parser.set_defaults(run=_usage)
+
+
+def _time(text: str) -> float:
+    """Returns seconds since 1970; what names no zone is UTC."""
+    found = datetime.fromisoformat(text)
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def _usage(arguments: argparse.Namespace, terminal: Terminal) -> int:
+    flags = {"usage_journal": arguments.usage_journal} if arguments.usage_journal else {}
+    try:
+        config = settings.load(arguments.config, flags=flags, warn=terminal.warn)
+    except ConfigError as error:
+        terminal.error(str(error))
+        return 2
+    folder = Path(config.usage_journal)
+    if not config.usage_journal:
+        terminal.error("there is no usage journal; name its folder with --usage-journal")
+        return 2
+    if not folder.is_dir():
+        terminal.error(f"there is no folder {config.usage_journal!r}; a server makes it")
+        return 1
+    query = UsageQuery(
+        tenant=arguments.tenant,
+        key_id=arguments.key_id,
+        model=arguments.model,
+        since=arguments.since,
+        until=arguments.until,
+    )
+    try:
+        found = list_all(folder, query)
+    except UsageStoreFailed as error:
+        terminal.error(f"usage cannot be read: {error}")
+        return 1
+    show = _show_records if arguments.records else _show_sums
+    show(found, terminal, is_json=arguments.json)
+    return 0
+
+
+def _show_records(records: Sequence[UsageRecord], terminal: Terminal, *, is_json: bool) -> None:
+    if is_json:
+        for record in records:
+            values = dataclasses.asdict(record) | {"n_rejected": record.n_rejected}
+            terminal.line(json.dumps(values))
+        return
+    header = ("ended (UTC)", "tenant", "key", "model", *_TITLES, "outcome", "record")
+    rows = [
+        (
+            datetime.fromtimestamp(record.ended_at, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            *(record.tenant, record.key_id or "–", record.model),
+            *(str(getattr(record, name)) for name in _COUNTS),
+            *(record.outcome, record.record_id),
+        )
+        for record in records
+    ]
+    _show(header, rows, terminal)
+
+
+def _show_sums(records: Sequence[UsageRecord], terminal: Terminal, *, is_json: bool) -> None:
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for record in records:
+        group = tuple(str(getattr(record, name)) for name in _GROUPS)
+        counts = (1, *(getattr(record, name) for name in _COUNTS))
+        known = sums.setdefault(group, [0] * len(counts))
+        sums[group] = [a + b for a, b in zip(known, counts, strict=True)]
+    if is_json:
+        for group, known in sorted(sums.items()):
+            names = (*_GROUPS, "n_streams", *_COUNTS)
+            terminal.line(json.dumps(dict(zip(names, (*group, *known), strict=True))))
+        return
+    header = ("tenant", "key", "model", "streams", *_TITLES)
+    rows = [
+        (tenant, key or "–", model, *map(str, known))
+        for (tenant, key, model), known in sorted(sums.items())
+    ]
+    _show(header, rows, terminal)
+
+
+def _show(header: Sequence[str], rows: Sequence[Sequence[str]], terminal: Terminal) -> None:
+    if not rows:
+        terminal.note("no usage")
+        return
+    lines: Iterable[str] = format_table(header, rows)
+    for line in lines:
+        terminal.line(line)

@@ -1,0 +1,154 @@
+"""The service that lists usage records. See usage.proto."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import json
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from drafthouse.v1 import usage_pb2
+from drafthouse.v1.usage_pb2_grpc import UsageServiceServicer
+from drafthouse_server.errors import UsageUnavailable
+from drafthouse_server.rpc.responses import usage_message
+from drafthouse_server.rpc.services import Served
+from drafthouse_server.scheduling.sequence import Usage
+from drafthouse_server.serving.requests import Range, Violations
+from drafthouse_server.usage.record import (
+    UsageCursor,
+    UsageQuery,
+    UsageRecord,
+    UsageStoreFailed,
+)
+from drafthouse_server.usage.shipping import Shipper
+
+__all__ = ["UsageService", "record_message"]
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # at run time it is not generic
+
+_N_PAGE_MAX, _N_PAGE_DEFAULT = 1000, 100
+
+
+class UsageService(UsageServiceServicer):
+    """Lists usage records.
+
+    Args:
+        served: What is offered, and to whom.
+        shipper: Has the records.
+        retry_after_s: Advice where the store cannot tell, seconds.
+    """
+
+    def __init__(self, served: Served, shipper: Shipper, *, retry_after_s: float) -> None:
+        self._served = served
+        self._shipper = shipper
+        self._retry_after_s = retry_after_s
+
+    async def ListUsage(
+        self, request: usage_pb2.ListUsageRequest, context: _Context
+    ) -> usage_pb2.ListUsageResponse:
+        """Lists the records of the caller's tenant."""
+        self._served.loop.admission.check_open()
+        tenant = self._served.current_call().tenant.name
+        n_page = request.page_size or _N_PAGE_DEFAULT
+        query = _to_query(request, tenant, n_page + 1)  # one more tells whether there is a page
+        try:
+            found = await asyncio.to_thread(self._shipper.find, query)
+        except UsageStoreFailed as error:
+            raise UsageUnavailable(self._retry_after_s, "listed") from error
+        page = found[:n_page]
+        token = _to_token(page[-1], _digest(request, tenant)) if len(found) > n_page else ""
+        return usage_pb2.ListUsageResponse(
+            records=[record_message(record) for record in page], next_page_token=token
+        )
+
+
+def _to_query(request: usage_pb2.ListUsageRequest, tenant: str, n_max: int) -> UsageQuery:
+    """Returns the query of a request.
+
+    Raises:
+        InvalidRequest: one or more fields break their rule (INVALID_FIELD).
+    """
+    violations = Violations()
+    violations.check("page_size", request.page_size, Range(0, _N_PAGE_MAX))
+    after = _to_cursor(request.page_token, _digest(request, tenant))
+    if request.page_token and after is None:
+        expected = "must be the next_page_token of a page with the same conditions"
+        violations.refuse("page_token", expected)
+    since = _to_seconds(request.start_time) if request.HasField("start_time") else None
+    until = _to_seconds(request.end_time) if request.HasField("end_time") else None
+    if since is not None and until is not None and until < since:
+        violations.refuse("end_time", "must not be before start_time")
+    violations.close()
+    return UsageQuery(
+        tenant=tenant,
+        key_id=request.key_id or None,
+        model=request.model or None,
+        since=since,
+        until=until,
+        after=after,
+        n_max=n_max,
+    )
+
+
+def _digest(request: usage_pb2.ListUsageRequest, tenant: str) -> str:
+    """Returns what differs where the conditions do."""
+    conditions = usage_pb2.ListUsageRequest(key_id=request.key_id, model=request.model)
+    for name in ("start_time", "end_time"):
+        if request.HasField(name):
+            getattr(conditions, name).CopyFrom(getattr(request, name))
+    content = tenant.encode() + b"\0" + conditions.SerializeToString(deterministic=True)
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _to_token(last: UsageRecord, digest: str) -> str:
+    values = [digest, last.ended_at, last.record_id]
+    return base64.urlsafe_b64encode(json.dumps(values).encode()).decode()
+
+
+def _to_cursor(token: str, digest: str) -> UsageCursor | None:
+    """Returns where the page before has ended; None where it was no page of these conditions."""
+    if not token:
+        return None
+    try:
+        of, ended_at, record_id = json.loads(base64.urlsafe_b64decode(token.encode()))
+    except (binascii.Error, UnicodeError, ValueError, TypeError, RecursionError):
+        return None
+    is_whole = isinstance(ended_at, float) and isinstance(record_id, str)
+    return UsageCursor(ended_at, record_id) if is_whole and of == digest else None
+
+
+def _to_seconds(time: Timestamp) -> float:
+    return round(time.seconds + time.nanos / 1e9, 6)
+
+
+def _to_timestamp(seconds: float) -> Timestamp:
+    whole, microseconds = divmod(round(seconds * 1e6), 10**6)
+    return Timestamp(seconds=whole, nanos=microseconds * 1000)
+
+
+def record_message(record: UsageRecord) -> usage_pb2.UsageRecord:
+    """Returns a record as clients read it."""
+    return usage_pb2.UsageRecord(
+        record_id=record.record_id,
+        tenant=record.tenant,
+        key_id=record.key_id,
+        end_user=record.end_user,
+        model=record.model,
+        request_id=record.request_id,
+        outcome=record.outcome,
+        usage=usage_message(Usage(record.n_prompt, record.n_output, record.n_reused)),
+        drafted_tokens=record.n_drafted,
+        accepted_tokens=record.n_accepted,
+        rejected_tokens=record.n_rejected,
+        queue_seconds=record.queue_s,
+        prefill_seconds=record.prefill_s,
+        decode_seconds=record.decode_s,
+        preempted_seconds=record.preempted_s,
+        start_time=_to_timestamp(record.started_at),
+        end_time=_to_timestamp(record.ended_at),
+    )

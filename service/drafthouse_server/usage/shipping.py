@@ -1,0 +1,151 @@
+"""From the journal to the store: reads what is synced, hands it over, removes what is done."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+
+from drafthouse_server.usage.folder import JournalFolder
+from drafthouse_server.usage.frames import N_FRAME_BYTES_MAX, Gap, decode
+from drafthouse_server.usage.record import (
+    UsageCounts,
+    UsageQuery,
+    UsageRecord,
+    UsageStore,
+    UsageStoreFailed,
+)
+
+__all__ = ["Place", "Shipper"]
+
+_log = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.25
+"""Seconds from one delivery to the next."""
+
+_RETRY_S = 2.0
+"""Seconds to the next attempt at a store that has failed."""
+
+_N_BYTES = 1 << 20
+"""Bytes of the journal that are read for a delivery."""
+
+Place = tuple[int, int]
+"""Number of a file, and a byte of it."""
+
+
+class Shipper:
+    """Brings ends of streams to the store, each at least once: the store takes each once.
+
+    It keeps no records in memory, so that a store may be away for as long as the disk allows.
+
+    Args:
+        folder: Of the journal.
+        store: Gets the records.
+        counts: Where it counts.
+        allowed: Place in the journal up to which it may read; files before it are whole.
+    """
+
+    def __init__(
+        self, folder: JournalFolder, store: UsageStore, counts: UsageCounts, allowed: Place
+    ) -> None:
+        self._folder = folder
+        self._store = store
+        self._counts = counts
+        self._allowed = allowed
+        numbers = folder.numbers()
+        self._place: Place = (numbers[0], 0) if numbers else allowed
+        self._lock = threading.Lock()  # of those who deliver
+        self._wake = threading.Event()
+        self._is_closing = threading.Event()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._live, name="usage-store", daemon=True)
+
+    def start(self) -> None:
+        """Starts its thread."""
+        self._wake.set()
+        self._thread.start()
+
+    def allow(self, place: Place, *, has_ends: bool) -> None:
+        """Lets it read up to a place. Thread: the journal's."""
+        self._allowed = place
+        if has_ends:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Brings what there is to the store, if that takes it, and ends. Thread: one that waits."""
+        self._is_closing.set()
+        self._wake.set()
+        self._thread.join()
+        self._try()
+        with contextlib.suppress(UsageStoreFailed):
+            self._store.close()
+
+    def find(self, query: UsageQuery) -> Sequence[UsageRecord]:
+        """Returns records, those of streams that have just ended too. Thread: one that may wait.
+
+        Raises:
+            UsageStoreFailed: the store cannot tell.
+        """
+        self._try()
+        return self._store.find(query)
+
+    def _live(self) -> None:
+        while not self._is_closing.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            self._try()
+            pause_s = _INTERVAL_S
+            if self._has_failed:
+                pause_s = _RETRY_S
+                self._wake.set()
+            self._is_closing.wait(pause_s)
+
+    def _try(self) -> None:
+        """Brings all that is allowed to the store, or notes that it could not."""
+        with self._lock:
+            try:
+                while self._deliver():
+                    pass
+            except (UsageStoreFailed, OSError) as error:
+                self._counts.n_store_failures += 1
+                if not self._has_failed:
+                    _log.error("usage waits in the journal, its store fails: %s", error)
+                self._has_failed = True
+            else:
+                if self._has_failed:
+                    _log.warning("the store of usage has all records again")
+                self._has_failed = False
+
+    def _deliver(self) -> bool:
+        """Brings some records to the store; returns whether there are more."""
+        allowed = self._allowed
+        number, start = self._place
+        if (number, start) >= allowed:
+            return False
+        is_whole = number < allowed[0]
+        limit = self._folder.size(number) if is_whole else allowed[1]
+        records, place = self._read(number, start, min(limit, start + _N_BYTES))
+        if records:
+            self._store.add(records)
+        self._place = (number, place)
+        if is_whole and place >= limit:
+            self._folder.file(number).unlink(missing_ok=True)
+            self._place = (number + 1, 0)
+        return True
+
+    def _read(self, number: int, start: int, end: int) -> tuple[list[UsageRecord], int]:
+        """Returns the ends in a part of a file, and where to go on."""
+        records: list[UsageRecord] = []
+        for part in self._folder.read(number, start, end):
+            if isinstance(part, Gap):
+                # The part's end may have cut a frame, which the next part has whole.
+                is_cut = part.is_tail and end - part.start < N_FRAME_BYTES_MAX
+                if is_cut and part.start > start:
+                    return records, part.start
+            elif part.is_end:
+                with contextlib.suppress(ValueError):  # told at the start of the server
+                    entry = decode(part.body)
+                    assert isinstance(entry, UsageRecord)
+                    records.append(entry)
+        return records, end

@@ -1,0 +1,442 @@
+"""The journal: what streams take is there after any end, once, and on its way to the store."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafthouse_server.errors import StartupError
+from drafthouse_server.usage import journal as journal_module
+from drafthouse_server.usage.folder import JournalFolder
+from drafthouse_server.usage.frames import FILE_MAGIC, Entry, Mark, encode
+from drafthouse_server.usage.journal import Journal
+from drafthouse_server.usage.record import (
+    LOST,
+    UsageQuery,
+    UsageRecord,
+    UsageStoreFailed,
+    make_record_id,
+)
+from drafthouse_server.usage.stores import MemoryUsageStore
+
+WAIT_S = 30.0
+
+
+def id_of(number: int) -> str:
+    return make_record_id(number, bytes(10))
+
+
+def start(number: int) -> UsageRecord:
+    return UsageRecord(id_of(number), "t", "k", "", "m", f"r{number}", float(number), 5)
+
+
+def mark(number: int, n_output: int) -> Mark:
+    return Mark(id_of(number), number + 0.5, n_output, 2, 9, 6)
+
+
+def end(number: int, n_output: int = 0) -> UsageRecord:
+    return UsageRecord(
+        *(id_of(number), "t", "k", "", "m", f"r{number}", float(number), 5),
+        ended_at=number + 1.0,
+        outcome="stop",
+        n_output=n_output,
+    )
+
+
+class Told:
+    """What a journal has told of one entry; calls come on its thread."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.calls: list[bool] = []
+
+    def __call__(self, is_written: bool) -> None:
+        self.calls.append(is_written)
+        self._event.set()
+
+    def wait(self) -> bool:
+        assert self._event.wait(WAIT_S), "nothing was told"
+        return self.calls[0]
+
+
+class AwayStore(MemoryUsageStore):
+    """A store that a test may take away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_away = False
+        self.n_added = 0
+
+    def add(self, records: Sequence[UsageRecord]) -> None:
+        if self.is_away:
+            raise UsageStoreFailed("away")
+        self.n_added += len(records)
+        super().add(records)
+
+
+def open_journal(path: Path, store: MemoryUsageStore | None = None, **options: Any) -> Journal:
+    return Journal.open(path, store or MemoryUsageStore(), post=lambda call: call(), **options)
+
+
+def write_all(journal: Journal, entries: Sequence[Entry]) -> None:
+    """Has entries written, one group each."""
+    for entry in entries:
+        told = Told()
+        journal.write(entry, told)
+        assert told.wait()
+
+
+def read(path: Path) -> dict[str, tuple[str, int]]:
+    """Returns outcome and tokens of every record in the files."""
+    ends = JournalFolder(path).left().ends
+    return {record.request_id: (record.outcome, record.n_output) for record in ends.values()}
+
+
+def kill(path: Path, content: bytes) -> None:
+    """Leaves what a process leaves that is killed when it has written this."""
+    path.mkdir(exist_ok=True)
+    JournalFolder(path).file(1).write_bytes(FILE_MAGIC + content)
+
+
+def joined(*entries: Entry) -> bytes:
+    return b"".join(encode(entry) for entry in entries)
+
+
+def counted(store: MemoryUsageStore) -> dict[str, tuple[str, int]]:
+    records = store.find(UsageQuery())
+    return {record.request_id: (record.outcome, record.n_output) for record in records}
+
+
+def test_ends_go_to_the_store_and_nothing_is_left(tmp_path: Path) -> None:
+    store = MemoryUsageStore()
+    journal = open_journal(tmp_path, store)
+    write_all(journal, [start(1), mark(1, 32), end(1, 40), start(2), end(2, 7)])
+    assert journal.counts.n_records == 2
+    journal.close()
+    assert counted(store) == {"r1": ("stop", 40), "r2": ("stop", 7)}
+    assert not journal.is_failing
+
+
+def test_an_end_is_told_when_the_disk_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real = os.fdatasync
+
+    def sync(fd: int) -> None:
+        calls.append("sync")
+        real(fd)
+
+    def done(is_written: bool) -> None:
+        calls.append("told")
+        told(is_written)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    journal = open_journal(tmp_path)
+    told = Told()
+    journal.write(start(1))
+    journal.write(end(1), done)
+    assert told.wait()
+    journal.close()
+    assert "sync" in calls[: calls.index("told")]
+
+
+@pytest.mark.parametrize("n_marks", [0, 1, 3])
+def test_a_stream_without_an_end_is_lost_and_billed_its_last_mark(
+    tmp_path: Path, n_marks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    entries: list[Entry] = [start(1), end(1, 40), start(2)]
+    entries += [mark(2, 32 * (i + 1)) for i in range(n_marks)]
+    kill(tmp_path, b"".join(map(encode, entries)))
+    store = MemoryUsageStore()
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {"r1": ("stop", 40), "r2": (LOST, 32 * n_marks)}
+    assert "1 streams were cut off" in caplog.text
+    lost = store.find(UsageQuery())[-1 if n_marks else 0]
+    if n_marks:
+        assert (lost.ended_at, lost.n_reused, lost.n_drafted, lost.n_accepted) == (2.5, 2, 9, 6)
+
+
+def test_replay_is_idempotent(tmp_path: Path) -> None:
+    kill(tmp_path, joined(start(1), mark(1, 32), start(2), end(2, 5), start(1)))
+    store = AwayStore()
+    store.is_away = True  # so that every start finds all files
+    for _ in range(3):
+        open_journal(tmp_path, store).close()
+        assert read(tmp_path) == {"r1": (LOST, 32), "r2": ("stop", 5)}
+    store.is_away = False
+    for _ in range(3):
+        open_journal(tmp_path, store).close()
+        assert counted(store) == {"r1": (LOST, 32), "r2": ("stop", 5)}
+    assert store.n_added == 2
+
+
+def test_a_tail_torn_at_every_byte_is_cut_off_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = joined(start(1), mark(1, 32))
+    last = encode(end(1, 40))
+    for n_kept in range(len(last) + 1):
+        path = tmp_path / str(n_kept)
+        caplog.clear()
+        kill(path, whole + last[:n_kept])
+        store = MemoryUsageStore()
+        open_journal(path, store).close()
+        is_whole = n_kept == len(last)
+        assert counted(store) == {"r1": ("stop", 40) if is_whole else (LOST, 32)}
+        assert (f"{n_kept} torn bytes" in caplog.text) == (0 < n_kept < len(last))
+
+
+def test_damage_in_the_middle_costs_no_other_entry(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = [encode(end(number, number)) for number in range(1, 5)]
+    parts[1] = bytes(len(parts[1]))
+    kill(tmp_path, b"".join(parts))
+    store = MemoryUsageStore()
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {f"r{n}": ("stop", n) for n in (1, 3, 4)}
+    assert f"{len(parts[1])} bytes at" in caplog.text
+
+
+def test_files_are_rotated_and_removed_when_the_store_has_them(tmp_path: Path) -> None:
+    store = AwayStore()
+    store.is_away = True
+    journal = open_journal(tmp_path, store, n_file_bytes=2000)
+    write_all(journal, [start(0), mark(0, 32)])
+    for number in range(1, 40):
+        write_all(journal, [start(number), end(number, number)])
+    assert len(JournalFolder(tmp_path).numbers()) >= 3
+    store.is_away = False
+    write_all(journal, [start(40)])
+    journal.close()
+    assert len(JournalFolder(tmp_path).numbers()) == 1
+    # The stream that has gone on through all files is in the last one.
+    again = open_journal(tmp_path, store)
+    again.close()
+    found = counted(store)
+    assert found.pop("r0") == (LOST, 32)
+    assert found.pop("r40") == (LOST, 0)
+    assert found == {f"r{number}": ("stop", number) for number in range(1, 40)}
+
+
+def test_more_than_one_delivery_holds_goes_to_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafthouse_server.usage.shipping._N_BYTES", 1000)
+    monkeypatch.setattr("drafthouse_server.usage.shipping.N_FRAME_BYTES_MAX", 900)
+    entries: list[Entry] = [entry for n in range(300) for entry in (start(n), end(n, n))]
+    kill(tmp_path, b"".join(map(encode, entries)))
+    store = AwayStore()
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {f"r{number}": ("stop", number) for number in range(300)}
+    assert store.n_added == 300
+
+
+def test_a_store_that_goes_away_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    store = AwayStore()
+    journal = open_journal(tmp_path, store)
+    store.is_away = True
+    write_all(journal, [start(1), end(1, 3)])
+    assert not journal.shipper.find(UsageQuery())
+    assert journal.counts.n_store_failures > 0
+    assert "usage waits in the journal" in caplog.text
+    store.is_away = False
+    write_all(journal, [start(2), end(2, 4)])
+    assert [record.n_output for record in journal.shipper.find(UsageQuery())] == [3, 4]
+    assert "has all records again" in caplog.text
+    journal.close()
+
+
+class FullDisk:
+    """Lets writes and syncs fail, after some bytes, as long as a test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_bytes_left: int | None = None
+        self.is_sync_failing = False
+        self._write, self._sync = os.write, os.fdatasync
+        monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(os, "fdatasync", self.sync)
+
+    def write(self, fd: int, content: Any) -> int:
+        if self.n_bytes_left is None:
+            return self._write(fd, content)
+        if not self.n_bytes_left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        n_bytes = self._write(fd, bytes(content)[: self.n_bytes_left])
+        self.n_bytes_left -= n_bytes
+        return n_bytes
+
+    def sync(self, fd: int) -> None:
+        if self.is_sync_failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._sync(fd)
+
+
+@pytest.mark.parametrize("n_bytes_left", [0, 1, 100, 150])
+def test_what_a_full_disk_does_not_take_waits_and_is_written_later(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    n_bytes_left: int,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    store = MemoryUsageStore()
+    disk = FullDisk(monkeypatch)
+    journal = open_journal(tmp_path, store)
+    write_all(journal, [start(1)])
+    disk.n_bytes_left = n_bytes_left
+    last = Told()
+    for entry in (mark(1, 32), mark(1, 64), start(2), end(2, 9)):
+        journal.write(entry)
+    journal.write(end(1, 70), last)
+    assert last.wait() is False
+    assert journal.is_failing
+    assert "USAGE IS NOT WRITTEN" in caplog.text
+    assert journal.counts.n_pending >= 1
+    disk.n_bytes_left = None
+    write_all_after_failure(journal, start(3))
+    write_all(journal, [end(3, 1)])
+    assert journal.counts.n_pending == 0
+    assert last.calls == [False]
+    journal.close()
+    assert counted(store) == {"r1": ("stop", 70), "r2": ("stop", 9), "r3": ("stop", 1)}
+    assert "can be written again" in caplog.text
+
+
+def write_all_after_failure(journal: Journal, entry: Entry) -> None:
+    """Has an entry written by a journal that may fail once more before it notices."""
+    told = Told()
+    journal.write(entry, told)
+    told.wait()
+
+
+def test_what_a_failed_sync_may_have_dropped_is_written_to_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryUsageStore()
+    disk = FullDisk(monkeypatch)
+    journal = open_journal(tmp_path, store)
+    write_all(journal, [start(1), start(2), end(2, 9)])
+    disk.is_sync_failing = True
+    told = Told()
+    journal.write(end(1, 70), told)
+    assert told.wait() is False
+    first = JournalFolder(tmp_path).numbers()
+    disk.is_sync_failing = False
+    write_all_after_failure(journal, start(3))
+    write_all(journal, [end(3, 1)])
+    assert JournalFolder(tmp_path).numbers()[-1] > first[-1]
+    journal.close()
+    assert counted(store) == {"r1": ("stop", 70), "r2": ("stop", 9), "r3": ("stop", 1)}
+
+
+def test_a_journal_that_never_can_be_written_says_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FullDisk(monkeypatch)
+    journal = open_journal(tmp_path)
+    disk.n_bytes_left = 0
+    told = Told()
+    journal.write(start(1), told)
+    assert told.wait() is False
+    journal.close()
+    assert "1 entries of the usage journal are lost" in caplog.text
+
+
+def test_a_disk_that_does_not_answer_is_one_that_fails_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal_module, "_STUCK_S", 0.0)
+    real, is_stuck, may_go_on = os.fdatasync, threading.Event(), threading.Event()
+    journal = open_journal(tmp_path)
+    write_all(journal, [start(1)])
+
+    def sync(fd: int) -> None:
+        is_stuck.set()
+        assert may_go_on.wait(WAIT_S)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    told = Told()
+    journal.write(end(1, 3), told)
+    assert is_stuck.wait(WAIT_S)
+    assert journal.watch()
+    assert "has not answered" in caplog.text
+    may_go_on.set()
+    assert told.wait()
+    assert not journal.is_failing
+    journal.close()
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    with pytest.raises(StartupError, match="another server writes"):
+        open_journal(tmp_path)
+    journal.close()
+    open_journal(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError, match="choose another usage_journal"):
+        open_journal(tmp_path / "file" / "journal")
+
+
+def test_files_of_a_newer_version_are_left_alone(tmp_path: Path) -> None:
+    kill(tmp_path, b"")
+    path = JournalFolder(tmp_path).file(1)
+    content = FILE_MAGIC.replace(b"1", b"2") + b"what only a newer version reads"
+    path.write_bytes(content)
+    with pytest.raises(StartupError, match="another version"):
+        open_journal(tmp_path)
+    assert path.read_bytes() == content
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "journal")
+    write_all(journal, [start(1), end(1)])
+    modes = {path.stat().st_mode & 0o077 for path in (tmp_path / "journal").glob("usage-*.journal")}
+    assert modes == {0}
+    assert (tmp_path / "journal").stat().st_mode & 0o077 == 0
+    journal.close()
+
+
+def test_a_thread_that_dies_lets_nobody_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Entry) -> bytes:
+        raise RuntimeError("a bug")
+
+    caught: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", caught.append)
+    journal = open_journal(tmp_path)
+    monkeypatch.setattr(journal_module, "encode", fail)
+    told: list[Told] = [Told(), Told()]
+    for entry, one in zip((start(1), end(1)), told, strict=True):
+        journal.write(entry, one)
+        assert one.wait() is False
+    assert journal.is_failing
+    assert caught
+    journal.close()
+
+
+def test_an_event_loop_that_is_over_is_no_fault(tmp_path: Path) -> None:
+    def post(_: Callable[[], None]) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    journal = Journal.open(tmp_path, MemoryUsageStore(), post=post)
+    journal.write(start(1), Told())
+    journal.write(end(1, 3), Told())
+    journal.close()
+    assert journal.counts.n_records == 1
