@@ -744,7 +744,7 @@ int32_t spec_engine_seq_save(spec_engine * engine, int32_t seq_id, void * buf, s
                              size_t * n_needed);
 /* As spec_engine_seq_save, but without the sampler and what it chose, as far as that is not in the
  * tokens: for other sequences with the same tokens, which bring their own, and for a parked sampler
- * (spec_engine_seq_start). A snapshot with a sampler holds what its request asked for. since
+ * (spec_start). A snapshot with a sampler holds what its request asked for. since
  * ABI 8 */
 int32_t spec_engine_seq_save_prefix(spec_engine * engine, int32_t seq_id, void * buf, size_t cap,
                                     size_t * n_needed);

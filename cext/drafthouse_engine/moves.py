@@ -25,7 +25,7 @@ class Start(NamedTuple):
     """The sequence, [0, n_seq_max)."""
     sampler: Sampler | None
     """Used once: the engine has it once the step is done, but not where the plan was refused. None:
-    the snapshot's own, with `is_resumed`."""
+    the snapshot's own, with `is_resumed`. With one, the snapshot's is not made."""
     n_kept: int = 0
     """Tokens that stay, [0, those held there]; 0 begins empty."""
     source: int | None = None
@@ -49,7 +49,7 @@ class Moves:
 
     saves: Sequence[int] = ()
     """Sequences to be written as snapshots; they stay as they are. One that is parked too is
-    written with its sampler, others without: for sequences that bring their own."""
+    written with its sampler, all others without, for prefix reuse: see `Engine.save`."""
     parks: Sequence[int] = ()
     """Sequences freed but for their samplers, which keep history and random state."""
     frees: Sequence[int] = ()
@@ -74,6 +74,6 @@ class Moved:
     n_kept: Sequence[int] = ()
     """Tokens kept, one number per start; fewer than it says, 0, where they could not be: a
     recurrent target goes on only from all that a sequence or snapshot holds, and copies from no
-    other; a snapshot may be damaged or foreign. Then the sequence has begun, empty, and its entry
-    of this step was not computed; with the snapshot's own sampler it stays idle, and its entry is
-    DECODE_FAILED."""
+    other; a snapshot may be damaged or foreign, or lack the sampler that is wanted. Then the
+    sequence has begun, empty, and its entry of this step was not computed; with the snapshot's own
+    sampler it stays idle, and its entry is DECODE_FAILED."""

@@ -773,6 +773,7 @@ void load_parts(spec_engine & engine, int32_t seq_id, snapshot_parts & parts);
 
 // start.cpp
 
+size_t drafter_row_bytes(const spec_engine & engine);
 llama_tokens known_tokens(const sequence & seq);
 std::unique_ptr<spec_sampler> park_sequence(spec_engine & engine, int32_t seq_id);
 int32_t start_sequence(spec_engine & engine, const spec_start & start, snapshot_parts * parts);

@@ -18,7 +18,7 @@ namespace drafthouse {
 namespace {
 
 constexpr char SNAPSHOT_MAGIC[8] = {'D', 'R', 'A', 'F', 'T', 'S', 'E', 'Q'};
-constexpr uint32_t SNAPSHOT_FORMAT = 4;
+constexpr uint32_t SNAPSHOT_FORMAT = 5;
 constexpr size_t CHECKSUM_BYTES = sizeof(uint64_t);
 
 // What a snapshot is bound to. All members have 8 bytes, so that there is no padding.
@@ -38,8 +38,8 @@ struct snapshot_header {
     int64_t probabilistic;
     int64_t n_min;
     double p_min;
-    uint64_t tag;        // whose sequence it is
-    int64_t has_sampler; // 0: tokens and cells for another sampler to go on from
+    uint64_t tag;         // whose sequence it is
+    uint64_t has_sampler; // 0: tokens and cells for another sampler to go on from
 };
 
 snapshot_header header_of(const spec_engine & engine) {
@@ -181,12 +181,13 @@ std::string write_sampler_state(const spec_sampler & sampler) {
     return rng.str() + rest;
 }
 
-// What is left of a sequence without its sampler: nothing that tells what was asked for.
-sequence without_sampler(const sequence & seq) {
+// What is left of a sequence without its sampler: nothing that tells what was asked for. An n-gram
+// drafter begins anew, since what it has learnt are drafts.
+sequence without_sampler(const spec_engine & engine, const sequence & seq) {
     sequence bare;
     bare.is_cold = seq.is_cold;
     bare.is_awaited = seq.is_awaited;
-    bare.has_drafter_begun = seq.has_drafter_begun;
+    bare.has_drafter_begun = seq.has_drafter_begun && !engine.is_ngram();
     bare.tokens = seq.tokens;
     return bare;
 }
@@ -195,20 +196,21 @@ sequence without_sampler(const sequence & seq) {
 std::string write_parts(spec_engine & engine, const sequence & seq, int32_t seq_id,
                         bool has_sampler) {
     snapshot_writer out;
-    std::string state;
     if (has_sampler) {
         visit_sequence(out, seq);
         write_source(out, seq.sampler->source);
-        state = write_sampler_state(*seq.sampler);
-        out.array(state);
-        state.clear();
+        out.array(write_sampler_state(*seq.sampler));
     } else {
-        const sequence bare = without_sampler(seq);
+        const sequence bare = without_sampler(engine, seq);
         visit_sequence(out, bare);
     }
+    std::string state;
     if (has_drafter_state(engine) &&
         !common_speculative_seq_save(engine.spec.get(), seq_id, state)) {
         fail(SPEC_ERR_UNSUPPORTED, "the drafter's state cannot be written");
+    }
+    if (!has_sampler) {
+        state.resize(std::min(state.size(), drafter_row_bytes(engine))); // no temperature, no seed
     }
     out.array(state);
     return std::move(out.bytes);
@@ -386,8 +388,8 @@ void read_sampler_state(spec_sampler & sampler, const std::string & state) {
     }
 }
 
-// Reads the sampler of a snapshot, and makes it only where it is the one that goes on: a grammar is
-// compiled, and all tokens are fed to it.
+// Reads the sampler of a snapshot, and makes it only where it is the one that goes on: that
+// compiles its grammar and feeds it all tokens.
 void restore_sampler(const spec_engine & engine, snapshot_reader & in, sequence & seq,
                      bool is_wanted) {
     std::string state;
@@ -432,8 +434,8 @@ void check_drafter_state(const spec_engine & engine, const sequence & seq,
 }
 
 bool has_sampler(const snapshot_header & found) {
-    if (found.has_sampler != 0 && found.has_sampler != 1) {
-        corrupt("it has a sampler or it has none");
+    if (found.has_sampler > 1) {
+        corrupt("it neither has a sampler nor has none");
     }
     return found.has_sampler == 1;
 }
@@ -448,8 +450,8 @@ void check_bare(const sequence & seq) {
 
 } // namespace
 
-// Everything that can be wrong with a snapshot and shows without touching the contexts. The
-// sequence has no sampler afterwards where the snapshot holds none, or without `wants_sampler`.
+// Everything that can be wrong with a snapshot and shows without touching the contexts. The parts
+// have a sampler where one is wanted and the snapshot has one.
 snapshot_parts read_snapshot(const spec_engine & engine, const uint8_t * buf, size_t n,
                              bool wants_sampler) {
     check_whole(buf, n);
@@ -565,7 +567,8 @@ void load_sequence(spec_engine & engine, int32_t seq_id, const uint8_t * buf, si
 
 } // namespace
 
-// Takes an idle sequence into use with what was read.
+// Takes an idle sequence into use with what was read. Without a sampler there, the caller gives it
+// one before anything else is done with it.
 void load_parts(spec_engine & engine, int32_t seq_id, snapshot_parts & parts) {
     forget_llama_reason();
     check_cells(engine, parts.seq);

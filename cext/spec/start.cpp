@@ -125,19 +125,6 @@ void fork_sequences(spec_engine & engine, int32_t src, int32_t n_past, const int
     }
 }
 
-// Bytes of the hidden rows in a drafter's saved state; the draft sampler's random state follows.
-size_t drafter_row_bytes(const spec_engine & engine) {
-    switch (engine.limits.draft_type) {
-    case SPEC_DRAFT_MTP:
-        return static_cast<size_t>(llama_model_n_embd_out(llama_get_model(engine.draft.get()))) *
-               sizeof(float);
-    case SPEC_DRAFT_SIMPLE:
-        return 0;
-    default:
-        return std::numeric_limits<size_t>::max(); // nothing but rows
-    }
-}
-
 std::string drafter_state(spec_engine & engine, int32_t seq_id) {
     std::string state;
     if (engine.spec && !common_speculative_seq_save(engine.spec.get(), seq_id, state)) {
@@ -300,7 +287,7 @@ bool keep_snapshot(spec_engine & engine, const spec_start & start, snapshot_part
     if (!keep_in_place(engine, start.seq_id, start.n_kept)) {
         return false;
     }
-    if (start.sampler == nullptr) {
+    if (own) {
         adopt_sampler(engine, start.seq_id, std::move(own));
     }
     return true;
@@ -322,6 +309,19 @@ bool keep_tokens(spec_engine & engine, const spec_start & start, snapshot_parts 
 }
 
 } // namespace
+
+// Bytes of the hidden rows in a drafter's saved state; the draft sampler's random state follows.
+size_t drafter_row_bytes(const spec_engine & engine) {
+    switch (engine.limits.draft_type) {
+    case SPEC_DRAFT_MTP:
+        return static_cast<size_t>(llama_model_n_embd_out(llama_get_model(engine.draft.get()))) *
+               sizeof(float);
+    case SPEC_DRAFT_SIMPLE:
+        return 0;
+    default:
+        return std::numeric_limits<size_t>::max(); // nothing but rows
+    }
+}
 
 // The tokens that a sequence's sampler was fed or chose, from the first on.
 llama_tokens known_tokens(const sequence & seq) {

@@ -19,6 +19,7 @@ from tests.support.hand import (
     emitted,
     engine,
     model,
+    moved,
     plan,
     sampler,
     started,
@@ -90,6 +91,14 @@ def begin(target: Engine, seq_id: int, text: str, sampling: SamplingParams, name
     target.seq_begin(seq_id, sampler(sampling, name))
     result = target.step(plan((seq_id, 0, 0, len(prompt), 0, 1)), prompt)
     assert not result.entries["status"].any()
+
+
+def go_on_from(target: Engine, seq_id: int, token: int) -> None:
+    """Runs a step of a sequence that has chosen nothing yet, with a token of the caller's."""
+    row = (seq_id, target.seq_n_past(seq_id), 0, 1, 0, 1)
+    result = target.step(plan(row), [token])
+    assert not result.entries["status"].any()
+    assert len(emitted(result, 0)) == 1
 
 
 def go_on(target: Engine, seq_id: int, n_rounds: int) -> list[Round]:
@@ -368,6 +377,26 @@ def test_bytes_that_are_no_snapshot_are_refused(target: Engine, junk: bytes) -> 
     assert refused(target, junk).kind is SnapshotKind.CORRUPT
 
 
+MASK = 2**64 - 1
+
+
+def digest(source: bytes) -> int:
+    """The digest of `cext/spec/error.cpp`."""
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 32) * 0x9E3779B97F4A7C15 & MASK
+        x = (x ^ x >> 29) * 0xD6E8FEB86659FD93 & MASK
+        return x ^ x >> 32
+
+    h = mix(len(source))
+    n_words = len(source) // 8
+    for word in struct.unpack(f"<{n_words}Q", source[: 8 * n_words]):
+        h = mix(h ^ word)
+    return mix(h ^ int.from_bytes(source[8 * n_words :], "little"))
+
+
+HAS_SAMPLER_AT = 128
+"""Place in a snapshot of the word that says whether it has one."""
 COSTLY = SamplingParams(
     grammar='root ::= "the secret of the request" | [a-z ]*',
     dry_multiplier=0.5,
@@ -390,9 +419,28 @@ def test_a_snapshot_without_sampler_holds_nothing_of_the_request(draft_type: Dra
         with pytest.raises(InvalidArgument, match="holds no sampler"):
             owner.load(0, bare)
         assert owner.n_cells_used == 0
-        assert started(owner, Start(1, sampler(GREEDY), len(tokens), snapshot=bare)) == len(tokens)
+        wants_its_own = Start(1, None, len(tokens), snapshot=bare, is_resumed=True)
+        assert started(owner, wants_its_own) == 0
+        assert owner.n_cells_used == 0
+        with pytest.raises(SeqIdle):
+            owner.save(1)
+        start = Start(1, sampler(GREEDY), len(tokens), snapshot=bare)
+        assert started(owner, start) == len(tokens)
         assert owner.seq_tokens(1).tolist() == tokens
         assert owner.n_cells_used == n_cells
+        go_on_from(owner, 1, 5)
+
+
+@pytest.mark.parametrize("draft_type", ["mtp", "simple"])
+def test_a_snapshot_without_sampler_tells_no_seed(draft_type: DraftType) -> None:
+    """The drafter samples too, with the temperature and the seed of the request."""
+    sampling = SamplingParams(seed=0x5EED1234, temperature=0.875)
+    secret = struct.pack("<fI", 0.875, 0x5EED1234)
+    with engine(draft_type, probabilistic=True) as owner:
+        begin(owner, 0, TEXTS[0], sampling, DENSE)
+        go_on(owner, 0, 3)
+        assert secret in owner.save(0)
+        assert secret not in owner.save(0, with_sampler=False)
 
 
 @pytest.mark.parametrize("draft_type", ["mtp", "ngram-cache"])
@@ -407,7 +455,46 @@ def test_the_sampler_of_a_snapshot_is_made_only_where_it_goes_on(draft_type: Dra
         broken = body + struct.pack("<Q", digest(body))
         with pytest.raises(SnapshotError, match="grammar"):
             owner.load(0, broken)
+        own = Start(0, None, n_past, snapshot=broken, is_resumed=True)
+        assert started(owner, own) == 0
         assert started(owner, Start(0, sampler(GREEDY), n_past, snapshot=broken)) == n_past
+        go_on_from(owner, 0, 5)
+
+
+@pytest.mark.parametrize("draft_type", ["mtp", "simple", "ngram-cache", "ngram-mod"])
+def test_a_parked_sampler_goes_on_from_a_snapshot_without(draft_type: DraftType) -> None:
+    """Tokens are what they would have been; only an n-gram drafter has to learn anew."""
+    with engine(draft_type) as owner:
+        begin(owner, 0, REPETITIVE, GREEDY, DENSE)
+        go_on(owner, 0, 3)
+        bare, whole = owner.save(0, with_sampler=False), owner.save(0)
+        n_past = owner.seq_n_past(0)
+        parked = moved(owner, parks=[0]).samplers[0]
+        owner.load(1, whole)
+        start = Start(0, parked, n_past, snapshot=bare, is_resumed=True)
+        assert started(owner, start) == n_past
+        found, wanted = (
+            [token for done in go_on(owner, seq_id, 8) for token in done.tokens]
+            for seq_id in (0, 1)
+        )
+        n = min(len(found), len(wanted))
+        assert n >= 8
+        assert found[:n] == wanted[:n]
+
+
+@pytest.mark.parametrize("has_sampler", [0, 2, MASK])
+def test_a_snapshot_that_lies_about_its_sampler_is_refused(has_sampler: int) -> None:
+    """The bytes of a sampler that it does not tell of are no cells of it."""
+    blob = taken("none")
+    body = blob[:HAS_SAMPLER_AT] + struct.pack("<Q", has_sampler) + blob[HAS_SAMPLER_AT + 8 : -8]
+    lie = body + struct.pack("<Q", digest(body))
+    assert struct.unpack_from("<Q", blob, HAS_SAMPLER_AT) == (1,)
+    with forged_target() as target:
+        with pytest.raises(SnapshotError) as caught:
+            target.load(0, lie)
+        assert caught.value.kind is SnapshotKind.CORRUPT
+        assert started(target, Start(0, sampler(), 4, snapshot=lie)) == 0
+        assert target.n_cells_used == 0
 
 
 def test_other_format_is_told_apart_from_damage(target: Engine) -> None:
@@ -471,23 +558,6 @@ def test_no_room_for_the_cells() -> None:
 
 
 # Forged ones: the checksum is right, what it covers is not.
-
-MASK = 2**64 - 1
-
-
-def digest(source: bytes) -> int:
-    """The digest of `cext/spec/error.cpp`."""
-
-    def mix(x: int) -> int:
-        x = (x ^ x >> 32) * 0x9E3779B97F4A7C15 & MASK
-        x = (x ^ x >> 29) * 0xD6E8FEB86659FD93 & MASK
-        return x ^ x >> 32
-
-    h = mix(len(source))
-    n_words = len(source) // 8
-    for word in struct.unpack(f"<{n_words}Q", source[: 8 * n_words]):
-        h = mix(h ^ word)
-    return mix(h ^ int.from_bytes(source[8 * n_words :], "little"))
 
 
 def forged(blob: bytes, at: int, byte: int) -> bytes:

@@ -162,6 +162,29 @@ def test_a_sequence_may_be_saved_twice() -> None:
         assert whole == {0: target.save(0, with_sampler=False)}
 
 
+def test_only_the_snapshot_of_a_parked_sequence_has_its_sampler() -> None:
+    with engine() as target:
+        chosen = prefill(target, Start(0, sampler(), tag=TAG))[0]
+        prefill(target, Start(1, sampler(), tag=TAG))
+        whole, bare = target.save(0), target.save(1, with_sampler=False)
+        made = moved(target, saves=[0, 1], parks=[0], frees=[1])
+        assert made.snapshots == {0: whole, 1: bare}
+        own = Start(2, None, N, snapshot=bare, is_resumed=True, tag=TAG)
+        starts = [own, Start(0, None, N, snapshot=whole, is_resumed=True, tag=TAG)]
+        rows = plan((2, N, 0, 1, 0, 1), (0, N, 1, 1, 0, 1))
+        result = target.step(rows, [chosen, chosen], moves=Moves(starts=starts))
+        assert list(result.entries["status"]) == [Status.DECODE_FAILED, Status.OK]
+        assert result.moved is not None
+        assert list(result.moved.n_kept) == [0, N]
+        assert target.n_cells_used == N + 1
+        with pytest.raises(SeqIdle):
+            target.save(2)
+        for sampler_or_none, is_resumed in ((None, True), (sampler(), False)):
+            foreign = Start(1, sampler_or_none, N, snapshot=bare, is_resumed=is_resumed, tag=6)
+            with pytest.raises(BadPlan, match="tag"):
+                moved(target, starts=[foreign])
+
+
 TAG = 2**63 + 5
 
 

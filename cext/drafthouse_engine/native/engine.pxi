@@ -735,8 +735,7 @@ cdef class Engine:
         Args:
             seq_id: [0, n_seq_max).
             with_sampler: whether it holds the sampler, and with it what its request asked for.
-                Without, `start` goes on from it with a sampler of the caller's, and `load` refuses
-                it.
+                Without, a `Start` with a sampler goes on from it, and `load` refuses it.
 
         Returns:
             Bytes for `load`, of this or another engine over the same models with the same
@@ -780,7 +779,8 @@ cdef class Engine:
         Raises:
             SnapshotError: it is damaged, or belongs to other models, parameters or another version;
                 `kind` says which. Nothing has changed.
-            InvalidArgument: it was saved without its sampler; see `start`. Nothing has changed.
+            InvalidArgument: it was saved without its sampler; a `Start` brings one. Nothing has
+                changed.
             SeqBusy: the sequence has begun already.
             NoRoom: no KV cells are free; nothing has changed.
         """
