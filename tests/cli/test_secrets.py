@@ -19,7 +19,7 @@ from drafthouse_server.errors import ConfigError
 from drafthouse_server.tenancy.tenants import TenantRegistry
 
 if TYPE_CHECKING:
-    from tests.conftest import ServerFactory
+    from tests.conftest import Eventually, ServerFactory
 
 KEY = "canary-of-a-key-0123456789"
 PROMPT = "canary of a prompt"
@@ -149,13 +149,16 @@ async def test_the_log_at_debug_level_shows_no_key_and_no_prompt(
     start_server: ServerFactory,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
+    eventually: Eventually,
 ) -> None:
     caplog.set_level(logging.DEBUG)
     engine = FakeEngine(step_s=0.001)
     server = await start_server(engine, api_keys=(ENTRY,), log_level="debug")
     async with drafthouse.AsyncClient(server.target, api_key=KEY, retry=None) as client:
         await provoke(client)
-        engine.inject(RuntimeError("device lost"), n_steps=1)
+        await eventually(lambda: not server.loop.admission.n_active)
+        # Two: a step that only gives a slot back may come first.
+        engine.inject(RuntimeError("device lost"), n_steps=2)
         with pytest.raises(drafthouse.EngineFailure):
             await client.generate(PROMPT)
     wrong = f"{KEY}-and-more"

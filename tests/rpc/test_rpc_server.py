@@ -185,7 +185,7 @@ async def test_a_drain_hands_back_those_that_wait(
             asyncio.ensure_future(client.generate("x", max_output_tokens=5).result())
             for _ in range(n_slots + 3)
         ]
-        await eventually(lambda: server.loop.admission.n_active == n_slots + 3)
+        await eventually(lambda: len(server.loop._outboxes) == n_slots + 3)
         gated_engine.release()
         gated_engine.hold()
         await eventually(lambda: server.loop.statistics().n_running == n_slots)
