@@ -56,7 +56,7 @@ def test_beyond_loopback_a_server_needs_keys_and_tls_or_a_word_for_each(
 
 
 def test_certificates_of_clients_are_as_good_as_keys() -> None:
-    assert not Config(host=EVERY, **TLS, ssl_client_ca_file="ca.crt").is_open  # type: ignore[arg-type]
+    assert not Config(host=EVERY, **TLS, ssl_client_ca_file="ca.crt").is_open  # type: ignore[arg-type]  # by name
 
 
 def test_beyond_loopback_a_key_that_could_be_guessed_is_refused_and_not_shown() -> None:

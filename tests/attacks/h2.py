@@ -7,8 +7,6 @@ import socket
 import struct
 import time
 
-from tests.attacks.common import varint  # noqa: F401  # re-exported for messages
-
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 INITIAL_WINDOW_SIZE = 4

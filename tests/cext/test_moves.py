@@ -110,12 +110,12 @@ def test_a_refused_plan_leaves_everything_and_its_samplers() -> None:
     ("wrong", "error"),
     [
         (Start(0, None), BadPlan),
-        (Start(0, "a sampler"), InvalidArgument),  # type: ignore[arg-type]
+        (Start(0, "a sampler"), InvalidArgument),  # type: ignore[arg-type]  # wrong on purpose
         (Start(2**40, None), InvalidArgument),
         (Start(0, None, tag=-1), InvalidArgument),
         (Start(0, None, tag=2**64), InvalidArgument),
-        (Start(0, None, n_kept=1.5), TypeError),  # type: ignore[arg-type]
-        (Start(0, None, 1, snapshot="text"), TypeError),  # type: ignore[arg-type]
+        (Start(0, None, n_kept=1.5), TypeError),  # type: ignore[arg-type]  # wrong on purpose
+        (Start(0, None, 1, snapshot="text"), TypeError),  # type: ignore[arg-type]  # wrong on purpose
     ],
 )
 def test_what_is_no_start_is_refused(wrong: Start, error: type[Exception]) -> None:

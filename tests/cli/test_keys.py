@@ -51,7 +51,7 @@ def test_a_new_key_stands_alone_on_stdout_and_nowhere_else(shell: Shell) -> None
     shell.run("keys", "add", "--tenant", "acme")
     assert "is new" not in shell.err
     shown = shell.run("keys", "list") + shell.run("keys", "list", "--json")
-    assert id_of_key(key) in shown  # type: ignore[operator]
+    assert id_of_key(key) in shown  # type: ignore[operator]  # it has one
     assert secret not in shown
     for path in shell.folder.iterdir():
         assert secret.encode() not in path.read_bytes()

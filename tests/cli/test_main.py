@@ -311,9 +311,9 @@ async def test_what_a_server_lacks_stands_in_its_first_lines_and_is_a_warning(
     keys, tls = ("acme:" + "k" * 20,), {"ssl_cert_file": "c", "ssl_key_file": "k"}
     for config, is_open, is_plain in (
         (Config(host=EVERY, insecure_no_auth=True, insecure_no_tls=True), True, True),
-        (Config(host=EVERY, insecure_no_auth=True, **tls), True, False),  # type: ignore[arg-type]
+        (Config(host=EVERY, insecure_no_auth=True, **tls), True, False),  # type: ignore[arg-type]  # by name
         (Config(host=EVERY, api_keys=keys, insecure_no_tls=True), False, True),
-        (Config(host=EVERY, api_keys=keys, **tls), False, False),  # type: ignore[arg-type]
+        (Config(host=EVERY, api_keys=keys, **tls), False, False),  # type: ignore[arg-type]  # by name
         (Config(insecure_no_auth=True, insecure_no_tls=True), False, False),
     ):
         out, err = io.StringIO(), io.StringIO()

@@ -260,9 +260,9 @@ async def test_a_step_that_never_ends_does_not_keep_the_server_from_ending(
 
 async def test_reflection_is_there_on_loopback_or_where_it_is_asked_for() -> None:
     assert _has_reflection(Config())
-    assert not _has_reflection(Config(host="0.0.0.0", insecure_no_auth=True, insecure_no_tls=True))  # noqa: S104
+    assert not _has_reflection(Config(host="0.0.0.0", insecure_no_auth=True, insecure_no_tls=True))  # noqa: S104  # nobody listens
     assert not _has_reflection(Config(reflection="off"))
-    config = Config(host="0.0.0.0", insecure_no_auth=True, insecure_no_tls=True, reflection="on")  # noqa: S104
+    config = Config(host="0.0.0.0", insecure_no_auth=True, insecure_no_tls=True, reflection="on")  # noqa: S104  # nobody listens
     assert _has_reflection(config)
 
 

@@ -288,6 +288,6 @@ async def test_a_server_without_its_store_does_not_start(
 async def test_a_server_beyond_loopback_may_have_a_store_instead_of_keys(shell: Shell) -> None:
     from drafthouse_server.config import Config
 
-    assert not Config(host="0.0.0.0", insecure_no_tls=True, **shell.settings).is_open  # noqa: S104
+    assert not Config(host="0.0.0.0", insecure_no_tls=True, **shell.settings).is_open  # noqa: S104  # nobody listens
     assert "sqlite" not in repr(Config(**shell.settings))
     assert os.environ.get("DRAFTHOUSE_STORE") is None

@@ -186,7 +186,7 @@ async def test_a_server_lives_on_without_its_workers(eventually: Eventually) -> 
                 for worker in old:
                     assert isinstance(worker, TextProcess)
                     os.kill(worker.pid, signal.SIGKILL)
-                await eventually(lambda old=old: len(set(server.texts.workers) - old) == 3)  # type: ignore[misc]
+                await eventually(lambda old=old: len(set(server.texts.workers) - old) == 3)  # type: ignore[misc]  # a default has no type
                 result = await client.generate(
                     [{"role": "user", "content": "hi"}], max_output_tokens=2, grammar='root ::= "x"'
                 )

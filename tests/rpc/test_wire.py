@@ -69,7 +69,7 @@ def filled(descriptor: Descriptor, path: str, n: int | None = None) -> Message:
             value.add().SetInParent()
     else:
         value.extend([text or 1] * n_max)
-    return message  # type: ignore[no-any-return]
+    return message  # type: ignore[no-any-return]  # of a class found by name
 
 
 def scanned(shape: Shape, data: bytes) -> tuple[int, InvalidRequest | None]:

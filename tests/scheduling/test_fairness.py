@@ -176,7 +176,7 @@ def test_preempted_streams_end_with_the_tokens_that_they_have_alone() -> None:
             made.append(sequence)
             submit(sequence)
 
-        simulation.scheduler.submit = note  # type: ignore[method-assign]
+        simulation.scheduler.submit = note  # type: ignore[method-assign]  # notes what is asked
         for _ in range(4):
             simulation.submit("f", 12, 80)
         for i in range(400):

@@ -206,7 +206,7 @@ async def test_processes_and_descriptors_are_given_back(eventually: Eventually) 
     for _ in range(3):
         victim = pids(pool)[0]
         os.kill(victim, signal.SIGKILL)
-        await eventually(lambda victim=victim: len(set(pids(pool)) - {victim}) == 3)  # type: ignore[misc]
+        await eventually(lambda victim=victim: len(set(pids(pool)) - {victim}) == 3)  # type: ignore[misc]  # a default has no type
         found |= set(pids(pool))
     await pool.close()
     assert len(found) == 6

@@ -158,7 +158,7 @@ class Front:
         """Waits until a condition holds."""
         async with asyncio.timeout(_WAIT_S):
             # Envoy can only be asked, it tells nobody.
-            while not await asyncio.to_thread(condition):  # noqa: ASYNC110
+            while not await asyncio.to_thread(condition):  # noqa: ASYNC110  # of another process
                 await asyncio.sleep(0.02)
 
 
@@ -194,7 +194,7 @@ async def front(folder: Path) -> AsyncIterator[Front]:
     command = [program, "-c", str(_configure(running)), "--concurrency", "1"]
     command += ["--disable-hot-restart", "--log-level", "warning"]
     with (folder / "envoy.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)  # noqa: ASYNC220
+        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)  # noqa: ASYNC220  # starts at once
     try:
         for name in running.ports:
             await asyncio.to_thread(running.start_server, name)

@@ -103,7 +103,7 @@ def run_clients(
     heapq.heapify(due)
     while due[0][0] < seconds:
         now, i = heapq.heappop(due)
-        wait_s = clients[i].act(lambda name, now=now: ask(name, now), jitter_s)  # type: ignore[misc]
+        wait_s = clients[i].act(lambda name, now=now: ask(name, now), jitter_s)  # type: ignore[misc]  # a default has no type
         heapq.heappush(due, (now + wait_s, i))
     return sum(c.n_retries for c in clients), sum(c.n_succeeded for c in clients)
 
@@ -241,5 +241,5 @@ def test_an_end_user_has_limits_below_its_tenants() -> None:
 def test_end_users_without_end_take_no_memory_without_end() -> None:
     tenant, limits = Tenant("acme", end_user_requests_per_s=1.0), Limits()
     for i in range(20_000):
-        waited(lambda i=i: limits.enter(tenant, f"u{i}", i * 1e-5))  # type: ignore[misc]
+        waited(lambda i=i: limits.enter(tenant, f"u{i}", i * 1e-5))  # type: ignore[misc]  # a default has no type
     assert len(limits._used(tenant).end_users) <= 4097

@@ -31,7 +31,7 @@ def key(key_id: str, tenant: str = "acme", **fields: object) -> KeyRecord:
         "id": key_id, "tenant": tenant, "label": "", "digest": key_id.encode() * 4,
         "created_at": 1_000, "expires_at": None, "revoked_at": None, "last_used_at": None,
     }  # fmt: skip
-    return KeyRecord(**values | fields)  # type: ignore[arg-type]
+    return KeyRecord(**values | fields)  # type: ignore[arg-type]  # fields by name
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_store_of_a_newer_release_is_refused_and_left_as_it_is(url: str) -> No
     store = Store.open(url)
     table = migrations._VERSION_TABLE
     with store.writing() as connection:
-        connection.exec_driver_sql(f"UPDATE {table} SET version_num = '9999'")  # noqa: S608
+        connection.exec_driver_sql(f"UPDATE {table} SET version_num = '9999'")  # noqa: S608  # the name is ours
     store.close()
     with pytest.raises(StoreError, match=r"schema 9999, which a newer release .* has made"):
         Store.open(url)
@@ -310,7 +310,7 @@ def test_what_waits_together_shares_a_commit_and_fails_alone(store: Store) -> No
     assert started.wait(60)
     sqlalchemy.event.listen(store._engine, "commit", count)
     adds = [
-        writer.submit(lambda c, i=i: records.add_key(c, key(f"k{i}"), NOW))  # type: ignore[misc]
+        writer.submit(lambda c, i=i: records.add_key(c, key(f"k{i}"), NOW))  # type: ignore[misc]  # a default has no type
         for i in range(50)
     ]
     may_go.set()

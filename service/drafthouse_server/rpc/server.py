@@ -292,7 +292,7 @@ class Server:
         if not self._config.store:
             return fixed
         # SQLAlchemy takes a third of a second to import, and many servers have no store.
-        from drafthouse_server.tenancy.key_ring import open_key_ring  # noqa: PLC0415
+        from drafthouse_server.tenancy.key_ring import open_key_ring  # noqa: PLC0415  # see above
 
         self._key_ring = await open_key_ring(self._config, fixed, bad_keys)
         return self._key_ring

@@ -281,9 +281,9 @@ async def open_redis(url: str) -> RedisCounters:
     """
     try:
         import redis.asyncio as client  # noqa: PLC0415  # only who shares rates has it
-        from redis.asyncio.retry import Retry  # noqa: PLC0415
-        from redis.backoff import NoBackoff  # noqa: PLC0415
-        from redis.exceptions import RedisError  # noqa: PLC0415
+        from redis.asyncio.retry import Retry  # noqa: PLC0415  # an extra
+        from redis.backoff import NoBackoff  # noqa: PLC0415  # an extra
+        from redis.exceptions import RedisError  # noqa: PLC0415  # an extra
     except ImportError:
         problem = "the client of Redis is missing; install 'drafthouse-server[redis]'"
         raise ConfigError("redis_url", "(hidden)", problem=problem) from None

@@ -423,7 +423,7 @@ class KeyRing:
         except StoreError as error:
             self._uses = uses | self._uses
             if self._is_flushed:
-                _log.warning("%s; when keys were used is not written for now", error)
+                _log.warning("%s; when keys were used is written later", error)
             self._is_flushed = False
 
     def _note_silence(self, error: StoreError) -> None:
