@@ -143,8 +143,8 @@ static void test_engine_nulls(void) {
     INVALID(spec_engine_seq_begin(NULL, 0, NULL));
     int32_t n = 0;
     bool has_chosen = false;
-    EXPECT(spec_engine_seq_let_go(NULL, 0), SPEC_ERR_INVALID_ARGUMENT);
-    EXPECT(spec_engine_seq_take_up(NULL, 0), SPEC_ERR_INVALID_ARGUMENT);
+    EXPECT(spec_engine_seq_drafts_off(NULL, 0), SPEC_ERR_INVALID_ARGUMENT);
+    EXPECT(spec_engine_seq_drafts_on(NULL, 0), SPEC_ERR_INVALID_ARGUMENT);
     INVALID(spec_sampler_get_history(NULL, &n, &has_chosen));
     INVALID(spec_engine_seq_end(NULL, 0));
     INVALID(spec_engine_seq_n_past(NULL, 0));
@@ -291,7 +291,7 @@ static void test_plans(spec_engine * engine) {
     entry = (spec_plan_entry){0, 0, 0, 2, 0, 0};
     plan.n_drafts = 1;
     INVALID(spec_engine_step(engine, &plan, &result));
-    spec_given_draft draft = {0, 2, 1}; /* of an entry that wants none */
+    spec_external_draft draft = {0, 2, 1}; /* of an entry that wants none */
     plan.drafts = &draft;
     EXPECT(spec_engine_step(engine, &plan, &result), SPEC_ERR_BAD_PLAN);
     plan.n_drafts = 0;
@@ -374,13 +374,14 @@ static void test_wrong_moves(spec_engine * engine, spec_start start) {
         {{.saves = &begun, .n_saves = 1}, SPEC_ERR_INVALID_ARGUMENT}, /* no room */
         {{.saves = &idle, .n_saves = 1, .room = give_room}, SPEC_ERR_SEQ_IDLE},
         {{.saves = &none, .n_saves = 1, .room = give_room}, SPEC_ERR_BAD_SEQ_ID},
-        {{.parks = NULL, .n_parks = 1}, SPEC_ERR_INVALID_ARGUMENT},
-        {{.parks = &idle, .n_parks = 1}, SPEC_ERR_SEQ_IDLE},
+        {{.swap_outs = NULL, .n_swap_outs = 1}, SPEC_ERR_INVALID_ARGUMENT},
+        {{.swap_outs = &idle, .n_swap_outs = 1}, SPEC_ERR_SEQ_IDLE},
         {{.frees = &none, .n_frees = 1}, SPEC_ERR_BAD_SEQ_ID},
         {{.frees = &begun, .n_frees = -1}, SPEC_ERR_BAD_PLAN},
         {{.frees = &begun, .n_frees = 1000}, SPEC_ERR_BAD_PLAN},
-        {{.frees = &begun, .n_frees = 1, .let_go = &begun, .n_let_go = 1}, SPEC_ERR_SEQ_IDLE},
-        {{.take_up = &idle, .n_take_up = 1}, SPEC_ERR_SEQ_IDLE},
+        {{.frees = &begun, .n_frees = 1, .drafts_off = &begun, .n_drafts_off = 1},
+         SPEC_ERR_SEQ_IDLE},
+        {{.drafts_on = &idle, .n_drafts_on = 1}, SPEC_ERR_SEQ_IDLE},
         {{.starts = &no_slot, .n_starts = 1}, SPEC_ERR_BAD_SEQ_ID},
         {{.starts = twice, .n_starts = 2}, SPEC_ERR_BAD_PLAN},
         /* n_kept of what is freed before it */
@@ -415,7 +416,7 @@ static void test_wrong_starts(spec_engine * engine, const spec_start * right) {
     TRUE(spec_engine_seq_n_past(engine, 0) == 4);
 }
 
-/* A sequence with tokens is cut, saved, parked and resumed. */
+/* A sequence with tokens is cut, saved, preempted and resumed. */
 static void test_starts(const spec_model * model, spec_engine * engine) {
     int32_t tokens[4] = {5, 6, 7, 8};
     const int32_t zero = 0;
@@ -458,12 +459,12 @@ static void test_starts(const spec_model * model, spec_engine * engine) {
     TRUE(result.entries[0].n_past == 0 && spec_engine_seq_n_past(engine, 0) == 0);
     entry = (spec_plan_entry){0, 0, 0, 4, 0, 0};
     EXPECT(spec_engine_step(engine, &again, &result), SPEC_OK);
-    EXPECT(spec_engine_seq_let_go(engine, -1), SPEC_ERR_BAD_SEQ_ID);
-    EXPECT(spec_engine_seq_let_go(engine, 0), SPEC_OK);
-    EXPECT(spec_engine_seq_take_up(engine, -1), SPEC_ERR_BAD_SEQ_ID);
-    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_drafts_off(engine, -1), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_drafts_off(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_drafts_on(engine, -1), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_drafts_on(engine, 0), SPEC_OK);
 
-    plan = (spec_plan){.parks = &zero, .n_parks = 1};
+    plan = (spec_plan){.swap_outs = &zero, .n_swap_outs = 1};
     EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
     start = (spec_start){.seq_id = 0, .source = -1, .sampler = result.samplers[0], .tag = 7};
     EXPECT(spec_sampler_get_history(start.sampler, &n, &has_chosen), SPEC_OK);
@@ -555,9 +556,9 @@ static void test_engine(const spec_model * model) {
 }
 
 /* Drafts of the caller's own that are refused: the sequence stays as it was. */
-static void test_given_drafts(spec_engine * engine, const int32_t * tokens, int32_t n_past) {
+static void test_external_drafts(spec_engine * engine, const int32_t * tokens, int32_t n_past) {
     static const struct {
-        spec_given_draft draft;
+        spec_external_draft draft;
         int32_t n; /* how often it stands in the plan */
     } WRONG[] = {
         {{-1, 1, 1}, 1}, {{2, 1, 1}, 1},  {{INT32_MAX, 1, 1}, 1}, {{1, 1, 1}, 1}, /* idle */
@@ -570,13 +571,13 @@ static void test_given_drafts(spec_engine * engine, const int32_t * tokens, int3
     spec_plan plan = {.entries = &entry, .n_entries = 1, .tokens = tokens, .n_tokens = 4};
     spec_result result;
     for (size_t i = 0; i < sizeof WRONG / sizeof WRONG[0]; ++i) {
-        const spec_given_draft drafts[2] = {WRONG[i].draft, WRONG[i].draft};
+        const spec_external_draft drafts[2] = {WRONG[i].draft, WRONG[i].draft};
         plan.drafts = drafts;
         plan.n_drafts = WRONG[i].n;
         TRUE(spec_engine_step(engine, &plan, &result) < 0);
         TRUE(spec_engine_seq_n_past(engine, 0) == n_past);
     }
-    const spec_given_draft draft = {0, 1, 1};
+    const spec_external_draft draft = {0, 1, 1};
     plan.drafts = &draft;
     plan.n_drafts = 1;
     entry.n_draft = 0; /* it wants none */
@@ -592,16 +593,16 @@ static void test_given_drafts(spec_engine * engine, const int32_t * tokens, int3
 static void test_taking_up(spec_engine * engine) {
     const spec_token token = {0, spec_engine_seq_n_past(engine, 0), 5, 1};
     bool is_cold = false;
-    EXPECT(spec_engine_seq_take_up(engine, 2), SPEC_ERR_BAD_SEQ_ID);
-    EXPECT(spec_engine_seq_take_up(engine, 1), SPEC_ERR_SEQ_IDLE);
-    EXPECT(spec_engine_seq_let_go(engine, 1), SPEC_ERR_SEQ_IDLE);
-    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_OK); /* never let go */
+    EXPECT(spec_engine_seq_drafts_on(engine, 2), SPEC_ERR_BAD_SEQ_ID);
+    EXPECT(spec_engine_seq_drafts_on(engine, 1), SPEC_ERR_SEQ_IDLE);
+    EXPECT(spec_engine_seq_drafts_off(engine, 1), SPEC_ERR_SEQ_IDLE);
+    EXPECT(spec_engine_seq_drafts_on(engine, 0), SPEC_OK); /* never turned off */
     EXPECT(spec_engine_decode(engine, &token, 1), SPEC_OK);
-    EXPECT(spec_engine_seq_let_go(engine, 0), SPEC_OK);
-    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_ERR_BAD_PLAN); /* not processed */
+    EXPECT(spec_engine_seq_drafts_off(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_drafts_on(engine, 0), SPEC_ERR_BAD_PLAN); /* not processed */
     EXPECT(spec_engine_process(engine), SPEC_OK);
-    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_OK);
-    EXPECT(spec_engine_seq_take_up(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_drafts_on(engine, 0), SPEC_OK);
+    EXPECT(spec_engine_seq_drafts_on(engine, 0), SPEC_OK);
     EXPECT(spec_engine_seq_is_cold(engine, 0, &is_cold), SPEC_OK);
     TRUE(is_cold);
 }
@@ -625,7 +626,7 @@ static void test_drafting(const spec_model * model) {
     EXPECT(spec_engine_step(engine, &plan, &result), SPEC_OK);
     if (n_failed == 0) {
         const int32_t tokens[4] = {result.tokens[0], 6, 7, INT32_MAX};
-        test_given_drafts(engine, tokens, 4);
+        test_external_drafts(engine, tokens, 4);
         test_taking_up(engine);
     }
     spec_engine_free(engine);

@@ -281,7 +281,7 @@ void spec_sampler_default_params(spec_sampler_params * out);
 int32_t spec_sampler_init(const spec_model * model, const spec_sampler_params * params,
                           spec_sampler ** out);
 void spec_sampler_free(spec_sampler * sampler);
-/* What a parked sampler knows: *n_known tokens of its sequence, and whether it chose the last of
+/* What a preempted sampler knows: *n_known tokens of its sequence, and whether it chose the last of
  * them; 0 and false of a new one. since ABI 2 */
 int32_t spec_sampler_get_history(const spec_sampler * sampler, int32_t * n_known,
                                  bool * has_chosen);
@@ -406,16 +406,16 @@ typedef struct spec_plan_entry {
 
 /* A draft that the caller proposes for one entry of a plan, for instance out of the sequence's own
  * text. It is verified instead of one of the engine's drafter, which goes on following the
- * sequence; a sequence without a draft state may be given drafts too. Each position is sampled from
- * the target and the draft stands as long as it agrees, so a given draft changes no token, whatever
- * it is. It ends before its first end token. The drafter is asked after all, for the entry's
- * n_draft tokens, where nothing is left of the given draft, and for the first draft of each seq_id
- * in an engine's life. since ABI 4 */
-typedef struct spec_given_draft {
+ * sequence; a sequence without a draft state may be external drafts too. Each position is sampled
+ * from the target and the draft stands as long as it agrees, so an external draft changes no token,
+ * whatever it is. It ends before its first end token. The drafter is asked after all, for the
+ * entry's n_draft tokens, where nothing is left of the external draft, and for the first draft of
+ * each seq_id in an engine's life. since ABI 4 */
+typedef struct spec_external_draft {
     int32_t seq_id;       /* of an entry with n_draft > 0; each once */
     int32_t token_offset; /* first token in spec_plan.tokens */
     int32_t n_tokens;     /* [1, the entry's n_draft] */
-} spec_given_draft;
+} spec_external_draft;
 
 /* A start of a plan: takes a sequence into use, idle or not, with the first n_kept tokens of a
  * snapshot, of another sequence, or else of what it holds itself; the rest of that is gone.
@@ -429,14 +429,14 @@ typedef struct spec_start {
     int32_t n_kept;  /* tokens that stay; [0, what is held there]; 0 begins empty */
     int32_t source;  /* another begun sequence, whose first tokens are copied; -1 = none. It is
                         read as the starts before have left it */
-    bool is_resumed; /* the sampler was parked, or is the snapshot's */
+    bool is_resumed; /* the sampler was preempted, or is the snapshot's */
     const void * snapshot;  /* written by a save of a plan, or spec_engine_seq_save; NULL = none */
     size_t n_snapshot;      /* its bytes */
     spec_sampler * sampler; /* the engine's from then on, if the step returns SPEC_OK, else still
                                the caller's; NULL with is_resumed: the snapshot's own. Where it is
                                given, the snapshot's is not made */
     uint64_t tag;           /* opaque: whose sequence it is; 0 = nobody's. The sequence, its copies,
-                               its snapshots and its parked sampler carry the tag; a start that would
+                               its snapshots and its preempted sampler carry the tag; a start that would
                                go on from another's is BAD_PLAN */
 } spec_start;
 
@@ -452,7 +452,7 @@ typedef struct spec_plan {
     int32_t n_tokens; /* length of tokens */
 
     /* since ABI 4 */
-    const spec_given_draft * drafts; /* may be NULL when n_drafts is 0 */
+    const spec_external_draft * drafts; /* may be NULL when n_drafts is 0 */
     int32_t n_drafts;
 
     /* since ABI 5 */
@@ -464,22 +464,22 @@ typedef struct spec_plan {
      * against what those before will have made of the sequences. Each array may be NULL when it is
      * empty, and has n_seq_max items at most. since ABI 8 */
     const int32_t * saves; /* sequences that are written as snapshots; they stay as they are. One
-                              that is parked too with its sampler, others for prefix reuse: as
+                              that is preempted too with its sampler, others for prefix reuse: as
                               spec_engine_seq_save_prefix */
     int32_t n_saves;
     spec_room_callback room; /* where to; may be NULL when n_saves is 0 */
     void * room_user;
-    const int32_t * parks; /* sequences freed but for their samplers, which keep history and random
-                              state (of sampled drafts too), for a start with is_resumed */
-    int32_t n_parks;
+    const int32_t * swap_outs; /* sequences freed but for their samplers, which keep history and
+                              random state (of sampled drafts too), for a start with is_resumed */
+    int32_t n_swap_outs;
     const int32_t * frees; /* sequences given back, as spec_engine_seq_end does; idle ones too */
     int32_t n_frees;
     const spec_start * starts; /* each sequence once */
     int32_t n_starts;
-    const int32_t * let_go; /* as spec_engine_seq_let_go */
-    int32_t n_let_go;
-    const int32_t * take_up; /* as spec_engine_seq_take_up */
-    int32_t n_take_up;
+    const int32_t * drafts_off; /* as spec_engine_seq_drafts_off */
+    int32_t n_drafts_off;
+    const int32_t * drafts_on; /* as spec_engine_seq_drafts_on */
+    int32_t n_drafts_on;
 } spec_plan;
 
 /* Most steps of a run. since ABI 5 */
@@ -490,7 +490,7 @@ enum spec_result_flags {
     SPEC_RESULT_DRAFT_COLD =
         2, /* the draft state was lost; the sequence goes on without speculation */
     SPEC_RESULT_REPLAYED = 4, /* the rollback went through a checkpoint */
-    SPEC_RESULT_GIVEN = 8,    /* the draft that was verified is the plan's. since ABI 4 */
+    SPEC_RESULT_EXTERNAL = 8, /* the draft that was verified is the plan's. since ABI 4 */
 };
 
 typedef struct spec_result_entry {
@@ -534,7 +534,7 @@ typedef struct spec_result {
     /* since ABI 8 */
     const size_t * n_saved; /* one per save: bytes written; 0: it could not be written, as its
                                sampler has a state that cannot be, or memory or room was lacking */
-    spec_sampler * const * samplers; /* one per park; each is the caller's. NULL: it is lost, for
+    spec_sampler * const * samplers; /* one per preempt; each is the caller's. NULL: it is lost, for
                                         lack of memory; the sequence was freed all the same */
     const int32_t * n_kept; /* one per start: tokens kept; fewer than it says, 0, where they cannot
                                be: a recurrent target goes on only from all that a sequence or
@@ -743,9 +743,8 @@ int32_t spec_model_lm_head(const spec_model * model, const float * hidden, int32
 int32_t spec_engine_seq_save(spec_engine * engine, int32_t seq_id, void * buf, size_t cap,
                              size_t * n_needed);
 /* As spec_engine_seq_save, but without the sampler and what it chose, as far as that is not in the
- * tokens: for other sequences with the same tokens, which bring their own, and for a parked sampler
- * (spec_start). A snapshot with a sampler holds what its request asked for. since
- * ABI 8 */
+ * tokens: for other sequences with the same tokens, which bring their own, and for a preempted
+ * sampler (spec_start). A snapshot with a sampler holds what its request asked for. since ABI 8 */
 int32_t spec_engine_seq_save_prefix(spec_engine * engine, int32_t seq_id, void * buf, size_t cap,
                                     size_t * n_needed);
 /* Takes an idle sequence into use as a snapshot left it. Errors: BAD_SEQ_ID, SEQ_BUSY, BAD_PLAN (an
@@ -757,13 +756,13 @@ int32_t spec_engine_seq_load(spec_engine * engine, int32_t seq_id, const void * 
 int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool * out);
 /* Gives up a sequence's draft state: it goes on without drafts, and nothing is computed for them
  * any more. Errors: BAD_SEQ_ID, SEQ_IDLE. since ABI 2 */
-int32_t spec_engine_seq_let_go(spec_engine * engine, int32_t seq_id);
-/* Has a sequence without draft state (let go, or lost) fed to its drafter again, from its next
+int32_t spec_engine_seq_drafts_off(spec_engine * engine, int32_t seq_id);
+/* Has a sequence without draft state (turned off, or lost) fed to its drafter again, from its next
  * tokens on; after them it is cold no more and can draft. Drafts are as good as before some ten
  * tokens later: what lies before is missing. A draft model reads the last 256 tokens again, an
  * n-gram drafter all, and at once. No-op where the sequence has its draft state. Errors:
  * BAD_SEQ_ID, SEQ_IDLE, BAD_PLAN (its last batch was not processed). since ABI 4 */
-int32_t spec_engine_seq_take_up(spec_engine * engine, int32_t seq_id);
+int32_t spec_engine_seq_drafts_on(spec_engine * engine, int32_t seq_id);
 /* Copies the tokens that a sequence has in the target's KV cache; *n_needed is their count.
  * *id_last, which may be NULL, is the last chosen token, -1 before the first. Errors: BAD_SEQ_ID,
  * SEQ_IDLE, BUFFER_TOO_SMALL. since ABI 2 */

@@ -27,7 +27,7 @@ typedef struct options {
     int32_t threads;
     int32_t ignore_eos;
     int32_t kv_unified;
-    int32_t let_go;
+    int32_t drafts_off;
 } options;
 
 typedef struct prompt {
@@ -145,7 +145,7 @@ static options read_options(int argc, char ** argv) {
         {"--n-ctx-seq", NULL, &o.n_ctx_seq},   {"--n-batch", NULL, &o.n_batch},
         {"--n-ubatch", NULL, &o.n_ubatch},     {"--threads", NULL, &o.threads},
         {"--ignore-eos", NULL, &o.ignore_eos}, {"--kv-unified", NULL, &o.kv_unified},
-        {"--let-go", NULL, &o.let_go},
+        {"--let-go", NULL, &o.drafts_off},
     };
     const size_t n_known = sizeof known / sizeof known[0];
     for (int i = 1; i + 1 < argc; i += 2) {
@@ -280,8 +280,8 @@ static void start(bench * b, int32_t seq_id) {
     params.ignore_eos = b->options.ignore_eos != 0;
     check(spec_sampler_init(b->model, &params, &sampler), "sampler");
     check(spec_engine_seq_begin(b->engine, seq_id, &sampler), "begin");
-    if (b->options.let_go != 0) {
-        check(spec_engine_seq_let_go(b->engine, seq_id), "let go");
+    if (b->options.drafts_off != 0) {
+        check(spec_engine_seq_drafts_off(b->engine, seq_id), "turned off");
     }
     const prompt * p = &b->prompts[b->n_started++ % b->n_prompts];
     b->slots[seq_id] = (slot){.prompt = p, .t_start = now_s()};

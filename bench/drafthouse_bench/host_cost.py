@@ -38,7 +38,7 @@ from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.serving.loop import StepLoop
-from drafthouse_server.serving.outbox import Pacer
+from drafthouse_server.serving.outbox import WakeLimiter
 from drafthouse_server.step import EngineLimits, ResultEntry, SequenceStatus, StepPlan, StepResult
 
 __all__ = ["PARTS", "Bench"]
@@ -49,7 +49,7 @@ N_WARM = 500
 """Steps after which the averages of cost and acceptance have settled."""
 
 _N_PERIOD = 61
-_FLAG_GIVEN = int(drafthouse_engine.ResultFlag.GIVEN)
+_FLAG_EXTERNAL = int(drafthouse_engine.ResultFlag.EXTERNAL)
 _N_DRAFT_MAX = 4
 _MACHINE = Machine(
     ubatch_s=0.004,
@@ -96,7 +96,7 @@ class _Answers(LlamaEngine):
             n_accepted = min(entry.n_draft, outcomes[i_step % len(outcomes)])
             n_past = entry.n_past + len(entry.tokens) + n_accepted
             n_tokens = n_accepted + 1
-            flags = _FLAG_GIVEN if entry.given else 0
+            flags = _FLAG_EXTERNAL if entry.external else 0
             rows.append(
                 (
                     *(entry.seq_id, 0, n_past, len(tokens), n_tokens),
@@ -106,7 +106,7 @@ class _Answers(LlamaEngine):
             # A text that repeats itself: n-gram lookup has something to find.
             tokens += [(n_past + i) % _N_PERIOD for i in range(1, 1 + n_tokens)]
         results = [ResultEntry(0, SequenceStatus.OK, 0, n_drafted=row[5]) for row in rows]
-        shape = shape_of(plan.entries, results, Splitting.STREAMS, 512)
+        shape = shape_of(plan.entries, results, Splitting.EQUAL, 512)
         timings = _MACHINE.timings(shape, [entry.n_draft for entry in plan.entries])
         times = {
             name: int(getattr(timings, f"{name}_s") * 1e6)
@@ -174,7 +174,7 @@ class Bench:
         self._scheduler, self._thread = scheduler, self._loop._thread
         self._now = 0.0
         # Time flies: the readers of every step are woken, as they are when steps take longer.
-        self._loop._pacer = Pacer(lambda: self._now * 1e3)
+        self._loop._pacer = WakeLimiter(lambda: self._now * 1e3)
         # The event loop is called by hand, so nobody need be woken.
         self._loop._bell.ring = lambda: None  # type: ignore[method-assign]
         for i in range(n_sequences):

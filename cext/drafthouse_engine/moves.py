@@ -1,4 +1,4 @@
-"""What a step does before its entries: sequences saved, parked, freed and started."""
+"""What a step does before its entries: sequences saved, preempted, freed and started."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Start(NamedTuple):
     snapshot: bytes | bytearray | memoryview | None = None
     """What `Moves.saves` or `Engine.save` gave."""
     is_resumed: bool = False
-    """Whether the sampler was parked, or is the snapshot's."""
+    """Whether the sampler was preempted, or is the snapshot's."""
     tag: int = 0
     """Opaque, [0, 2**64): whose sequence it is; 0 is nobody's. Its copies, its snapshots and its
-    parked sampler carry the tag; a start that would go on from another's is BadPlan."""
+    preempted sampler carry the tag; a start that would go on from another's is BadPlan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,18 @@ class Moves:
     """
 
     saves: Sequence[int] = ()
-    """Sequences to be written as snapshots; they stay as they are. One that is parked too is
+    """Sequences to be written as snapshots; they stay as they are. One that is preempted too is
     written with its sampler, all others without, for prefix reuse: see `Engine.save`."""
-    parks: Sequence[int] = ()
+    swap_outs: Sequence[int] = ()
     """Sequences freed but for their samplers, which keep history and random state."""
     frees: Sequence[int] = ()
     """Sequences given back, as `Engine.seq_end` does; harmless when idle."""
     starts: Sequence[Start] = ()
     """Sequences taken into use, each once."""
-    let_go: Sequence[int] = ()
-    """As `Engine.seq_let_go`."""
-    take_up: Sequence[int] = ()
-    """As `Engine.seq_take_up`."""
+    drafts_off: Sequence[int] = ()
+    """As `Engine.seq_drafts_off`."""
+    drafts_on: Sequence[int] = ()
+    """As `Engine.seq_drafts_on`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Moved:
     snapshots: Mapping[int, bytes] = field(default_factory=dict)
     """By sequence; one that could not be written is missing."""
     samplers: Mapping[int, Sampler] = field(default_factory=dict)
-    """Parked ones, by sequence, to be resumed by a `Start`; one that memory was lacking for is
+    """Preempted ones, by sequence, to be resumed by a `Start`; one that memory was lacking for is
     missing."""
     n_kept: Sequence[int] = ()
     """Tokens kept, one number per start; fewer than it says, 0, where they could not be: a

@@ -219,7 +219,7 @@ cdef extern from "spec.h" nogil:
         int32_t n_draft
         int32_t is_output
 
-    ctypedef struct spec_given_draft:
+    ctypedef struct spec_external_draft:
         int32_t seq_id
         int32_t token_offset
         int32_t n_tokens
@@ -241,23 +241,23 @@ cdef extern from "spec.h" nogil:
         int32_t n_entries
         const int32_t * tokens
         int32_t n_tokens
-        const spec_given_draft * drafts
+        const spec_external_draft * drafts
         int32_t n_drafts
         int32_t n_steps
         const int32_t * saves
         int32_t n_saves
         spec_room_callback room
         void * room_user
-        const int32_t * parks
-        int32_t n_parks
+        const int32_t * swap_outs
+        int32_t n_swap_outs
         const int32_t * frees
         int32_t n_frees
         const spec_start * starts
         int32_t n_starts
-        const int32_t * let_go
-        int32_t n_let_go
-        const int32_t * take_up
-        int32_t n_take_up
+        const int32_t * drafts_off
+        int32_t n_drafts_off
+        const int32_t * drafts_on
+        int32_t n_drafts_on
 
     ctypedef struct spec_result_entry:
         int32_t seq_id
@@ -379,8 +379,8 @@ cdef extern from "spec.h" nogil:
     int32_t spec_engine_seq_load(
         spec_engine * engine, int32_t seq_id, const void * buf, size_t n)
     int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool * out)
-    int32_t spec_engine_seq_let_go(spec_engine * engine, int32_t seq_id)
-    int32_t spec_engine_seq_take_up(spec_engine * engine, int32_t seq_id)
+    int32_t spec_engine_seq_drafts_off(spec_engine * engine, int32_t seq_id)
+    int32_t spec_engine_seq_drafts_on(spec_engine * engine, int32_t seq_id)
     int32_t spec_engine_seq_tokens(
         const spec_engine * engine, int32_t seq_id, int32_t * tokens, size_t cap, size_t * n_needed,
         int32_t * id_last)

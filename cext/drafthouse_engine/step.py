@@ -36,7 +36,7 @@ PLAN_DTYPE: Final = np.dtype(
 DRAFT_DTYPE: Final = np.dtype(
     [("seq_id", np.int32), ("token_offset", np.int32), ("n_tokens", np.int32)]
 )
-"""A draft that the caller proposes: `spec_given_draft` of `spec.h`, which explains the fields."""
+"""A draft that the caller proposes: `spec_external_draft` of `spec.h`, which has the fields."""
 
 RESULT_DTYPE: Final = np.dtype(
     [
@@ -87,7 +87,7 @@ class ResultFlag(enum.IntFlag):
     EOG = 1
     DRAFT_COLD = 2
     REPLAYED = 4
-    GIVEN = 8
+    EXTERNAL = 8
 
 
 class Fault(enum.IntEnum):

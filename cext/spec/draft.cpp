@@ -15,19 +15,19 @@ namespace {
 // sequence (`impl_last` of common_speculative is set by a draft, and never reset); before that it
 // would end the process. A cold sequence that is awaited has its drafter follow from this very step
 // on.
-bool can_verify_given(const spec_engine & engine, const sequence & seq, int32_t seq_id) {
+bool can_verify_external(const spec_engine & engine, const sequence & seq, int32_t seq_id) {
     const bool is_followed = engine.spec && (!seq.is_cold || seq.is_awaited);
     return !is_followed || engine.has_drafted[static_cast<size_t>(seq_id)];
 }
 
-// Takes a given draft, up to its first end token: nothing follows that. The target's own draws
+// Takes an external draft, up to its first end token: nothing follows that. The target's own draws
 // verify it, so any cut is exact.
-void take_given(const spec_engine & engine, sequence & seq, const int32_t * tokens, int32_t n) {
+void take_external(const spec_engine & engine, sequence & seq, const int32_t * tokens, int32_t n) {
     const int32_t * end = std::find_if(tokens, tokens + n, [&](llama_token token) {
         return llama_vocab_is_eog(engine.target_model->vocab, token);
     });
     seq.draft.tokens.assign(tokens, end);
-    seq.draft.is_given = !seq.draft.tokens.empty();
+    seq.draft.is_external = !seq.draft.tokens.empty();
 }
 
 // Counts what the drafts have left in the draft's cache, before it is undone. A pass computes one
@@ -98,7 +98,7 @@ void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
 
 // Tells the drafter how much of the draft was accepted.
 void accept_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_accepted) {
-    if (seq.draft.is_given && (seq.ngram || !engine.spec || seq.is_cold)) {
+    if (seq.draft.is_external && (seq.ngram || !engine.spec || seq.is_cold)) {
         return; // drafters that follow the tokens alone need not know
     }
     common_speculative_accept(drafter_of(engine, seq), drafter_id(seq, seq_id),
@@ -162,16 +162,16 @@ void draft_plan(spec_engine & engine, const spec_plan & plan) {
         seq_of(engine, plan.entries[i].seq_id).draft = {};
     }
     for (int32_t i = 0; i < plan.n_drafts; ++i) {
-        const spec_given_draft & d = plan.drafts[i];
+        const spec_external_draft & d = plan.drafts[i];
         sequence & seq = seq_of(engine, d.seq_id);
-        if (can_verify_given(engine, seq, d.seq_id)) {
-            take_given(engine, seq, plan.tokens + d.token_offset, d.n_tokens);
+        if (can_verify_external(engine, seq, d.seq_id)) {
+            take_external(engine, seq, plan.tokens + d.token_offset, d.n_tokens);
         }
     }
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         const spec_plan_entry & e = plan.entries[i];
         sequence & seq = seq_of(engine, e.seq_id);
-        if (e.n_draft > 0 && !seq.draft.is_given && can_draft(engine, seq)) {
+        if (e.n_draft > 0 && !seq.draft.is_external && can_draft(engine, seq)) {
             orders.give(seq, e.seq_id, e.n_draft, seq.id_last);
         }
     }

@@ -13,9 +13,9 @@ namespace {
 // Decodes in a row that feed nobody before the target gives no rows. A change costs one more graph.
 constexpr int32_t N_UNFED = 8;
 
-// Tokens that a draft model reads again when it is taken up. The other drafters read the target's
-// hidden rows, which are gone: they start from nothing, and are as good as before some tokens
-// later.
+// Tokens that a draft model reads again when it is turned on again. The other drafters read the
+// target's hidden rows, which are gone: they start from nothing, and are as good as before some
+// tokens later.
 constexpr int32_t N_CATCH_UP = 256;
 
 // Has the draft model read the end of what comes before a position.
@@ -33,7 +33,8 @@ void catch_up(spec_engine & engine, int32_t seq_id, int32_t n_past) {
 }
 
 // Tells the drafter whom it is fed for, and prepares those that it is fed for again. False when
-// there is nobody. Who was taken up, by hand, after a decode without rows waits for the next one.
+// there is nobody. Who was turned on again, by hand, after a decode without rows waits for the next
+// one.
 bool choose_fed(spec_engine & engine) {
     if (!engine.has_rows) {
         return false;
@@ -128,8 +129,8 @@ void make_cold(spec_engine & engine, int32_t seq_id) {
 }
 
 // Where the drafter's own layers lack the window before n_past, it starts from nothing, as one that
-// is taken up. (In a shared pool drafts lose cells at the far end of their window to one another,
-// at most a draft's length of them. That costs a little acceptance, and is let be.)
+// is turned on again. (In a shared pool drafts lose cells at the far end of their window to one
+// another, at most a draft's length of them. That costs a little acceptance, and is let be.)
 void restart_unless_held(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     sequence & seq = seq_of(engine, seq_id);
     if (!seq.is_cold && has_draft_cells(engine) &&
@@ -142,7 +143,7 @@ void restart_unless_held(spec_engine & engine, int32_t seq_id, int32_t n_past) {
 // Feeds a cold sequence's drafter again, from its next tokens on; those of a batch that waits for
 // `process` are none of them, and may have been taken back. An n-gram drafter reads the sequence's
 // tokens: it has missed nothing.
-void take_up(spec_engine & engine, int32_t seq_id) {
+void drafts_on(spec_engine & engine, int32_t seq_id) {
     sequence & seq = begun(engine, seq_id);
     if (is_unprocessed(engine, seq_id)) {
         bad_plan(seq_id, "its last batch has not been processed");
@@ -188,15 +189,15 @@ int32_t spec_engine_seq_is_cold(const spec_engine * engine, int32_t seq_id, bool
     });
 }
 
-int32_t spec_engine_seq_let_go(spec_engine * engine, int32_t seq_id) {
+int32_t spec_engine_seq_drafts_off(spec_engine * engine, int32_t seq_id) {
     return guarded([&] {
         begun(deref(engine, "engine"), seq_id);
         make_cold(*engine, seq_id);
     });
 }
 
-int32_t spec_engine_seq_take_up(spec_engine * engine, int32_t seq_id) {
-    return guarded([&] { take_up(deref(engine, "engine"), seq_id); });
+int32_t spec_engine_seq_drafts_on(spec_engine * engine, int32_t seq_id) {
+    return guarded([&] { drafts_on(deref(engine, "engine"), seq_id); });
 }
 
 } // extern "C"

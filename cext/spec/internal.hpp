@@ -203,8 +203,8 @@ struct sampler_source {
     }
 };
 
-// What a parked sampler knows of its sequence, so that the sequence can be computed again without
-// its being fed twice.
+// What a preempted sampler knows of its sequence, so that the sequence can be computed again
+// without its being fed twice.
 struct sampler_history {
     llama_tokens known;         // the sequence's tokens that it was fed or chose, from the first on
     std::vector<int32_t> heard; // as in `sequence`
@@ -230,7 +230,7 @@ struct spec_sampler {
     // drew, and an end token that a grammar forbids must be seen before it is accepted.
     bool is_match_only = false;
     int32_t n_vocab = 0;                 // of the model that it was made for
-    drafthouse::sampler_history history; // of a parked one; empty in use and when new
+    drafthouse::sampler_history history; // of a preempted one; empty in use and when new
     bool is_argmax = false;              // it always chooses the greatest logit outside `banned`
     // Only so many of the greatest logits can be chosen or change what is; 0: all may.
     int32_t n_greatest = 0;
@@ -258,7 +258,7 @@ enum class rollback_kind { any, bounded, none };
 struct proposal {
     llama_tokens tokens;
     std::vector<std::vector<llama_token_data>> q;
-    bool is_given = false; // by the plan, not by the drafter
+    bool is_external = false; // by the plan, not by the drafter
 };
 
 // A draft of an n-gram drafter and what became of it. Its state is a function of the tokens and of
@@ -438,7 +438,7 @@ struct spec_engine {
     common_speculative_ptr spec; // null for NONE and the n-gram kinds; freed before the contexts
     drafthouse::rollback_kind target_rollback = drafthouse::rollback_kind::any;
     std::vector<drafthouse::sequence> sequences;
-    std::vector<bool> has_drafted; // by id, since the engine was made; see can_verify_given
+    std::vector<bool> has_drafted; // by id, since the engine was made; see can_verify_external
     common_batch batch;
     int64_t n_decodes = 0; // of the target
     int32_t n_threads = 1; // of narrow decodes
@@ -737,7 +737,7 @@ struct draft_orders {
 void choose_rows(spec_engine & engine);
 bool has_draft_cells(const spec_engine & engine);
 void make_cold(spec_engine & engine, int32_t seq_id);
-void take_up(spec_engine & engine, int32_t seq_id);
+void drafts_on(spec_engine & engine, int32_t seq_id);
 void restart_unless_held(spec_engine & engine, int32_t seq_id, int32_t n_past);
 void process_batch(spec_engine & engine);
 
@@ -775,7 +775,7 @@ void load_parts(spec_engine & engine, int32_t seq_id, snapshot_parts & parts);
 
 size_t drafter_row_bytes(const spec_engine & engine);
 llama_tokens known_tokens(const sequence & seq);
-std::unique_ptr<spec_sampler> park_sequence(spec_engine & engine, int32_t seq_id);
+std::unique_ptr<spec_sampler> swap_out(spec_engine & engine, int32_t seq_id);
 int32_t start_sequence(spec_engine & engine, const spec_start & start, snapshot_parts * parts);
 
 // decoder.cpp

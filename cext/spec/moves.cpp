@@ -1,4 +1,4 @@
-// What a plan does before its entries: sequences saved, parked, freed and started, and whose
+// What a plan does before its entries: sequences saved, preempted, freed and started, and whose
 // drafter is fed. All of it is checked first, each move against what those before will have made of
 // the sequences; then it is made, and what goes wrong concerns one sequence.
 
@@ -47,11 +47,11 @@ void check_list(const spec_engine & engine, const char * name, const void * item
 
 void check_lists(const spec_engine & engine, const spec_plan & plan) {
     check_list(engine, "saves", plan.saves, plan.n_saves);
-    check_list(engine, "parks", plan.parks, plan.n_parks);
+    check_list(engine, "swap_outs", plan.swap_outs, plan.n_swap_outs);
     check_list(engine, "frees", plan.frees, plan.n_frees);
     check_list(engine, "starts", plan.starts, plan.n_starts);
-    check_list(engine, "let_go", plan.let_go, plan.n_let_go);
-    check_list(engine, "take_up", plan.take_up, plan.n_take_up);
+    check_list(engine, "drafts_off", plan.drafts_off, plan.n_drafts_off);
+    check_list(engine, "drafts_on", plan.drafts_on, plan.n_drafts_on);
     if (plan.n_saves > 0 && plan.room == nullptr) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "plan.room is NULL");
     }
@@ -101,7 +101,7 @@ void check_sampler(const spec_engine & engine, const spec_start & start) {
     }
     const sampler_history & history = start.sampler->history;
     if (!start.is_resumed && !history.heard.empty()) {
-        bad_plan(start.seq_id, "a parked sampler needs is_resumed");
+        bad_plan(start.seq_id, "a preempted sampler needs is_resumed");
     }
     if (!history.known.empty() && history.tag != start.tag) {
         bad_plan(start.seq_id, "its sampler has another tag");
@@ -183,13 +183,13 @@ void check_starts(const spec_engine & engine, const spec_plan & plan, checked_mo
     }
 }
 
-// Writes a snapshot into the caller's room: of a sequence that is parked too with its sampler.
+// Writes a snapshot into the caller's room: of a sequence that is preempted too with its sampler.
 // Returns its bytes; 0 where it could not be written.
 size_t save(spec_engine & engine, const spec_plan & plan, int32_t i) {
     size_t n = 0;
     const int32_t seq_id = plan.saves[i];
-    const auto * parks_end = plan.parks + plan.n_parks;
-    const bool has_sampler = std::find(plan.parks, parks_end, seq_id) != parks_end;
+    const auto * swap_outs_end = plan.swap_outs + plan.n_swap_outs;
+    const bool has_sampler = std::find(plan.swap_outs, swap_outs_end, seq_id) != swap_outs_end;
     const auto write = [&](void * room) {
         return guarded([&] {
             save_sequence(engine, seq_id, has_sampler, static_cast<uint8_t *>(room), n, n);
@@ -202,9 +202,9 @@ size_t save(spec_engine & engine, const spec_plan & plan, int32_t i) {
     return room != nullptr && write(room) == SPEC_OK ? n : 0;
 }
 
-spec_sampler * park(spec_engine & engine, int32_t seq_id) {
+spec_sampler * swapped_out(spec_engine & engine, int32_t seq_id) {
     std::unique_ptr<spec_sampler> sampler;
-    if (guarded([&] { sampler = park_sequence(engine, seq_id); }) != SPEC_OK) {
+    if (guarded([&] { sampler = swap_out(engine, seq_id); }) != SPEC_OK) {
         clear_sequence(engine, seq_id);
     }
     return sampler.release();
@@ -234,17 +234,17 @@ checked_moves check_moves(spec_engine & engine, const spec_plan & plan) {
         }
     };
     std::for_each(plan.saves, plan.saves + plan.n_saves, check_pending);
-    for (int32_t i = 0; i < plan.n_parks; ++i) {
-        check_pending(plan.parks[i]);
-        planned_at(engine, sequences, plan.parks[i]) = {};
+    for (int32_t i = 0; i < plan.n_swap_outs; ++i) {
+        check_pending(plan.swap_outs[i]);
+        planned_at(engine, sequences, plan.swap_outs[i]) = {};
     }
     for (int32_t i = 0; i < plan.n_frees; ++i) {
         planned_at(engine, sequences, plan.frees[i]) = {};
     }
     check_starts(engine, plan, moves);
     const auto check_begun = [&](int32_t id) { planned_begun(engine, sequences, id); };
-    std::for_each(plan.let_go, plan.let_go + plan.n_let_go, check_begun);
-    std::for_each(plan.take_up, plan.take_up + plan.n_take_up, check_begun);
+    std::for_each(plan.drafts_off, plan.drafts_off + plan.n_drafts_off, check_begun);
+    std::for_each(plan.drafts_on, plan.drafts_on + plan.n_drafts_on, check_begun);
     return moves;
 }
 
@@ -253,14 +253,14 @@ checked_moves check_moves(spec_engine & engine, const spec_plan & plan) {
 std::vector<bool> make_moves(spec_engine & engine, const spec_plan & plan, checked_moves & moves) {
     std::vector<bool> is_lacking(engine.sequences.size());
     engine.out_saved.assign(static_cast<size_t>(plan.n_saves), 0);
-    engine.out_samplers.assign(static_cast<size_t>(plan.n_parks), nullptr);
+    engine.out_samplers.assign(static_cast<size_t>(plan.n_swap_outs), nullptr);
     engine.out_kept.assign(static_cast<size_t>(plan.n_starts), 0);
     // Nothing is thrown from here on.
     for (int32_t i = 0; i < plan.n_saves; ++i) {
         engine.out_saved[static_cast<size_t>(i)] = save(engine, plan, i);
     }
-    for (int32_t i = 0; i < plan.n_parks; ++i) {
-        engine.out_samplers[static_cast<size_t>(i)] = park(engine, plan.parks[i]);
+    for (int32_t i = 0; i < plan.n_swap_outs; ++i) {
+        engine.out_samplers[static_cast<size_t>(i)] = swapped_out(engine, plan.swap_outs[i]);
     }
     for (int32_t i = 0; i < plan.n_frees; ++i) {
         clear_sequence(engine, plan.frees[i]);
@@ -273,14 +273,14 @@ std::vector<bool> make_moves(spec_engine & engine, const spec_plan & plan, check
             engine.out_kept[n] < start.n_kept || !seq_of(engine, start.seq_id).is_begun;
     }
     const auto is_begun = [&](int32_t id) { return seq_of(engine, id).is_begun; };
-    for (int32_t i = 0; i < plan.n_let_go; ++i) {
-        if (is_begun(plan.let_go[i])) {
-            make_cold(engine, plan.let_go[i]);
+    for (int32_t i = 0; i < plan.n_drafts_off; ++i) {
+        if (is_begun(plan.drafts_off[i])) {
+            make_cold(engine, plan.drafts_off[i]);
         }
     }
-    for (int32_t i = 0; i < plan.n_take_up; ++i) {
-        if (is_begun(plan.take_up[i])) {
-            take_up(engine, plan.take_up[i]);
+    for (int32_t i = 0; i < plan.n_drafts_on; ++i) {
+        if (is_begun(plan.drafts_on[i])) {
+            drafts_on(engine, plan.drafts_on[i]);
         }
     }
     return is_lacking;

@@ -101,8 +101,8 @@ void check_capacity(const spec_engine & engine, const spec_plan & plan,
     }
 }
 
-// Given drafts are the caller's to choose, but not their place.
-void check_given(const spec_engine & engine, const spec_plan & plan) {
+// External drafts are the caller's to choose, but not their place.
+void check_external(const spec_engine & engine, const spec_plan & plan) {
     if (plan.n_drafts < 0 || plan.n_drafts > plan.n_entries) {
         fail(SPEC_ERR_BAD_PLAN, "the plan has " + std::to_string(plan.n_drafts) + " drafts and " +
                                     std::to_string(plan.n_entries) + " entries");
@@ -115,7 +115,7 @@ void check_given(const spec_engine & engine, const spec_plan & plan) {
         n_drafts[static_cast<size_t>(plan.entries[i].seq_id)] = plan.entries[i].n_draft;
     }
     for (int32_t i = 0; i < plan.n_drafts; ++i) {
-        const spec_given_draft & d = plan.drafts[i];
+        const spec_external_draft & d = plan.drafts[i];
         if (d.seq_id < 0 || d.seq_id >= engine.limits.n_seq_max) {
             bad_plan(d.seq_id, "a draft for a sequence that does not exist");
         }
@@ -251,7 +251,7 @@ checked_moves check_plan(spec_engine & engine, const spec_plan & plan) {
         is_seen[id] = true;
         check_entry(engine, seq, e, plan);
     }
-    check_given(engine, plan);
+    check_external(engine, plan);
     check_capacity(engine, plan, moves.sequences);
     check_run(plan);
     return moves;

@@ -1,4 +1,4 @@
-// Forks, starts and parks: sequences that begin with tokens that are there already.
+// Forks, starts and swaps out: sequences that begin with tokens that are there already.
 
 #include "internal.hpp"
 
@@ -172,7 +172,7 @@ void adopt_sampler(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sa
 }
 
 // Takes the sampler out of a slot with all that it knows of the sequence. The slot lacks it then.
-std::unique_ptr<spec_sampler> park_sampler(spec_engine & engine, int32_t seq_id) {
+std::unique_ptr<spec_sampler> preempt_sampler(spec_engine & engine, int32_t seq_id) {
     sequence & seq = begun(engine, seq_id);
     sampler_history history;
     history.known = known_tokens(seq);
@@ -282,7 +282,7 @@ bool keep_snapshot(spec_engine & engine, const spec_start & start, snapshot_part
     }
     std::unique_ptr<spec_sampler> own;
     if (start.sampler == nullptr) {
-        own = park_sampler(engine, start.seq_id);
+        own = preempt_sampler(engine, start.seq_id);
     }
     if (!keep_in_place(engine, start.seq_id, start.n_kept)) {
         return false;
@@ -333,8 +333,8 @@ llama_tokens known_tokens(const sequence & seq) {
     return known;
 }
 
-std::unique_ptr<spec_sampler> park_sequence(spec_engine & engine, int32_t seq_id) {
-    std::unique_ptr<spec_sampler> sampler = park_sampler(engine, seq_id);
+std::unique_ptr<spec_sampler> swap_out(spec_engine & engine, int32_t seq_id) {
+    std::unique_ptr<spec_sampler> sampler = preempt_sampler(engine, seq_id);
     clear_sequence(engine, seq_id);
     return sampler;
 }

@@ -78,7 +78,7 @@ void finish_output(spec_engine & engine, sequence & seq, const spec_plan_entry &
     r.n_drafted = n_draft;
     r.n_accepted = n_acc;
     r.n_mask_work = mask_work(out.n_mask_work);
-    r.flags |= seq.draft.is_given ? SPEC_RESULT_GIVEN : 0;
+    r.flags |= seq.draft.is_external ? SPEC_RESULT_EXTERNAL : 0;
     if (n_draft > 0) {
         accept_draft(engine, seq, e.seq_id, n_acc);
     }
@@ -316,7 +316,7 @@ void run_on(spec_engine & engine, const spec_plan & plan, spec_result & out) {
 // The part of a plan whose starts have kept what they should.
 struct computable_plan {
     std::vector<spec_plan_entry> entries;
-    std::vector<spec_given_draft> drafts;
+    std::vector<spec_external_draft> drafts;
     spec_plan plan;
 
     computable_plan(const spec_plan & whole, const std::vector<bool> & is_lacking) : plan(whole) {

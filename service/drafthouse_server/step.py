@@ -145,19 +145,19 @@ class PlanEntry:
     """Draft tokens wanted (K); 0 is none. Above 0 only when `tokens` is the last emitted token."""
     is_output: bool
     """Whether a token is chosen after the last one of `tokens`."""
-    given: Sequence[int] = ()
+    external: Sequence[int] = ()
     """A draft that the host proposes, at most `n_draft` tokens, to be verified in place of one of
     the engine's drafter.
 
     It changes no token, whatever it is. The engine cuts it before its first end token, and asks its
     drafter after all where nothing is left, or where it cannot tell the drafter of a foreign draft:
-    `ResultEntry.is_given` says what was verified. A sequence without draft state may be given one.
+    `ResultEntry.is_external` says what was verified. A sequence without draft state may have one.
     """
 
     @property
     def n_verified(self) -> int:
         """Draft tokens that are likely to be verified."""
-        return len(self.given) or self.n_draft
+        return len(self.external) or self.n_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,11 @@ class Start:
     seq_id: int
     """Slot, [0, n_seq_max)."""
     sampler: object | None
-    """Made by `Engine.make_sampler`, or given back by `StepPlan.parks`.
+    """Made by `Engine.make_sampler`, or given back by `StepPlan.swap_outs`.
 
     The engine owns it from then on. None: the one that `snapshot` holds; if the snapshot is then
     refused, or holds none, the slot stays idle and its entry is DECODE_FAILED. To be safe from
-    that, park in the plan that saves and resume with both.
+    that, preempt in the plan that saves and resume with both.
     """
     n_kept: int = 0
     """Tokens not to be computed again.
@@ -200,11 +200,11 @@ class Start:
     snapshot: bytes | None = None
     """What `StepResult.snapshots` gave, of this or an earlier process."""
     is_resumed: bool = False
-    """The sampler was parked, or is the snapshot's; else it is as `make_sampler` made it."""
+    """The sampler was preempted, or is the snapshot's; else it is as `make_sampler` made it."""
     tag: int = 0
     """Whose the sequence is, [0, 2**64): a digest of the tenant's name; 0 is nobody's.
 
-    The slot, its copies, its snapshots and its parked sampler carry it. A start that would go on
+    The slot, its copies, its snapshots and its preempted sampler carry it. A start that would go on
     from what another tag's sequence has left is refused with its plan (BAD_PLAN).
     """
 
@@ -213,10 +213,10 @@ class Start:
 class StepPlan:
     """All that the engine does in one step, in this order.
 
-    Saves, parks, frees, starts, let_go, take_up, entries. So a slot may be saved, parked and
-    started again in one plan. All of it is checked before any of it is done: a plan that is refused
+    Saves, swap_outs, frees, starts, drafts_off, drafts_on, entries. So a slot may be saved,
+    preempted and started again in one plan. All of it is checked before any of it is done: a plan that is refused
     has changed nothing, and its samplers can be used again. A finished sequence holds its cells
-    until its slot is freed, parked or started: this is what prefix reuse lives on.
+    until its slot is freed, preempted or started: this is what prefix reuse lives on.
     """
 
     entries: Sequence[PlanEntry] = ()
@@ -225,17 +225,17 @@ class StepPlan:
     """Slots taken into use, each once. What one still holds and `n_kept` does not keep is gone."""
     frees: Sequence[int] = ()
     """Slots given back: KV cells, speculative state and sampler are gone. Harmless when idle."""
-    parks: Sequence[int] = ()
+    swap_outs: Sequence[int] = ()
     """Slots in use given back whose samplers are wanted: the sequences will be resumed later."""
     saves: Sequence[int] = ()
     """Slots in use to be written to `StepResult.snapshots`; they stay as they are.
 
-    The snapshot of a slot that is parked in the same plan holds its sampler. All others are for
+    The snapshot of a slot that is preempted in the same plan holds its sampler. All others are for
     prefix reuse: they hold tokens and cells, and nothing of what their request asked for.
     """
-    let_go: Sequence[int] = ()
+    drafts_off: Sequence[int] = ()
     """Slots in use, starts included, whose draft state is given up. Harmless without one."""
-    take_up: Sequence[int] = ()
+    drafts_on: Sequence[int] = ()
     """Slots in use, starts included, whose drafters are fed again, from this step's tokens on.
 
     They are cold until those are computed. Harmless where the draft state is there.
@@ -252,7 +252,7 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.entries or self.starts or self.frees or self.parks or self.saves)
+        return not (self.entries or self.starts or self.frees or self.swap_outs or self.saves)
 
 
 class SequenceStatus(enum.Enum):
@@ -299,8 +299,8 @@ class ResultEntry:
     """Whether the last emitted token ends the generation."""
     is_draft_cold: bool = False
     """Whether the draft state was lost: the sequence goes on without its drafter."""
-    is_given: bool = False
-    """Whether the draft that was verified is `PlanEntry.given`, and not the drafter's."""
+    is_external: bool = False
+    """Whether the draft that was verified is `PlanEntry.external`, and not the drafter's."""
     n_mask_work: int = 0
     """Comparisons that its grammar took in this step, over all positions; failed ones too."""
 
@@ -338,7 +338,7 @@ class StepResult:
     snapshots: Mapping[int, bytes] = field(default_factory=dict)
     """By slot: what `StepPlan.saves` asked for; one that could not be written is missing."""
     samplers: Mapping[int, object] = field(default_factory=dict)
-    """By slot: what `StepPlan.parks` asked for, all of it, as it was before the step."""
+    """By slot: what `StepPlan.swap_outs` asked for, all of it, as it was before the step."""
     timings: StepTimings = field(default_factory=StepTimings)
     """Where the time went, of all its steps."""
     n_steps: int = 1
@@ -350,14 +350,14 @@ class StepResult:
 class SchedulerCounts:
     """How slots and cells were shared. Counts only grow; what says "now" is as of now."""
 
-    n_parked: int = 0
-    """Sequences that were parked and have not come back by now."""
-    n_parked_bytes: int = 0
+    n_swapped: int = 0
+    """Sequences that were preempted and have not come back by now."""
+    n_preempted_bytes: int = 0
     """Bytes of their snapshots in host memory now."""
     n_preempted: int = 0
-    """Times that a sequence was parked."""
+    """Times that a sequence was preempted."""
     n_resumed: int = 0
-    """Times that a parked sequence came back."""
+    """Times that a preempted sequence came back."""
     n_recomputed: int = 0
     """Tokens that had to be computed again for it."""
     n_prefix_lookups: int = 0

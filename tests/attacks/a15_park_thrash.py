@@ -79,7 +79,7 @@ before = baseline(args.target, args.victim, "stream")
 during, n_high = asyncio.run(main())
 is_alone = args.victim == args.key
 verdict(
-    "a15_park_thrash",
+    "a15_preempt_thrash",
     None if is_alone else during["p99"] > max(1.5 * before["p99"], 60),
     f"{n_high} requests of high priority beside {card.slot_count} of low; the other's gap"
     f" {shown(before)} -> {shown(during)}",

@@ -462,16 +462,16 @@ def test_the_sampler_of_a_snapshot_is_made_only_where_it_goes_on(draft_type: Dra
 
 
 @pytest.mark.parametrize("draft_type", ["mtp", "simple", "ngram-cache", "ngram-mod"])
-def test_a_parked_sampler_goes_on_from_a_snapshot_without(draft_type: DraftType) -> None:
+def test_a_preempted_sampler_goes_on_from_a_snapshot_without(draft_type: DraftType) -> None:
     """Tokens are what they would have been; only an n-gram drafter has to learn anew."""
     with engine(draft_type) as owner:
         begin(owner, 0, REPETITIVE, GREEDY, DENSE)
         go_on(owner, 0, 3)
         bare, whole = owner.save(0, with_sampler=False), owner.save(0)
         n_past = owner.seq_n_past(0)
-        parked = moved(owner, parks=[0]).samplers[0]
+        preempted = moved(owner, swap_outs=[0]).samplers[0]
         owner.load(1, whole)
-        start = Start(0, parked, n_past, snapshot=bare, is_resumed=True)
+        start = Start(0, preempted, n_past, snapshot=bare, is_resumed=True)
         assert started(owner, start) == n_past
         found, wanted = (
             [token for done in go_on(owner, seq_id, 8) for token in done.tokens]

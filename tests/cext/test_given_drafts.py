@@ -61,15 +61,15 @@ def run(
         for place, i in enumerate(running):
             entry = result.entries[place]
             if entry["n_drafted"]:
-                is_given = bool(entry["flags"] & ResultFlag.GIVEN)
-                drafts.append((int(entry["n_drafted"]), int(entry["n_accepted"]), is_given))
+                is_external = bool(entry["flags"] & ResultFlag.EXTERNAL)
+                drafts.append((int(entry["n_drafted"]), int(entry["n_accepted"]), is_external))
             outputs[i] += emitted(result, place)
             pending[i] = outputs[i][-1:]
     return [output[:N_OUTPUT] for output in outputs], drafts
 
 
 def prime(target: Engine, name: str) -> None:
-    """Lets the drafter draft once in every slot: given drafts are verified from then on."""
+    """Lets the drafter draft once in every slot: external drafts are verified from then on."""
     run(target, [None] * target.limits.n_seq_max, name=name)
 
 
@@ -118,15 +118,15 @@ def test_no_given_draft_changes_a_token(
         prime(target, name)
         outputs, drafts = run(target, [right(0), broken(1), None], name=name)
     assert outputs == expected
-    given = [(n, n_accepted) for n, n_accepted, is_given in drafts if is_given]
+    given = [(n, n_accepted) for n, n_accepted, is_external in drafts if is_external]
     assert (K, K) in given
     assert (K, 1) in given
-    assert draft_type == "ngram-map-k" or any(not is_given for _, _, is_given in drafts)
+    assert draft_type == "ngram-map-k" or any(not is_external for _, _, is_external in drafts)
 
 
 @pytest.mark.parametrize("draft_type", ["mtp", "eagle3", "simple"])
 def test_the_drafter_follows_what_was_given(name: str, draft_type: DraftType) -> None:
-    """After given drafts, partly rejected, it drafts what it drafts after steps without any."""
+    """After external drafts, partly rejected, it drafts what it drafts after steps without any."""
     tokens = tokens_of(TEXTS[1])
     drafted = []
     with (
@@ -174,7 +174,7 @@ def test_a_seed_draws_what_it_draws_without_a_draft(
         prime(target, name)
         outputs, drafts = run(target, [nearly(i) for i in range(3)], sampling, name=name)
     assert outputs == expected
-    assert {is_given for _, _, is_given in drafts} == {True}
+    assert {is_external for _, _, is_external in drafts} == {True}
     assert (K, 2, True) in drafts
 
 
@@ -230,13 +230,13 @@ def test_given_drafts_need_no_draft_state() -> None:
         tokens = tokens_of(TEXTS[0])
         target.seq_end(0)
         target.seq_begin(0, sampler(GREEDY))
-        target.seq_let_go(0)
+        target.seq_drafts_off(0)
         target.step(plan((0, 0, 0, len(tokens), 0, 1)), tokens)
         given = np.array([(0, 1, K)], DRAFT_DTYPE)
         result = target.step(plan((0, len(tokens), 0, 1, K, 1)), expected[: 1 + K], given)
         entry = result.entries[0]
         assert (entry["n_drafted"], entry["n_accepted"]) == (K, K)
-        assert entry["flags"] == ResultFlag.GIVEN | ResultFlag.DRAFT_COLD
+        assert entry["flags"] == ResultFlag.EXTERNAL | ResultFlag.DRAFT_COLD
         assert emitted(result, 0) == expected[1 : 2 + K]
 
 
@@ -255,14 +255,14 @@ def test_a_given_draft_ends_before_an_end_token_and_yields_to_the_drafter_when_e
         outputs, drafts = run(target, [lambda output: [end, 5]])
         assert outputs == [expected]
         assert drafts
-        assert not any(is_given for _, _, is_given in drafts)
+        assert not any(is_external for _, _, is_external in drafts)
 
 
 def test_a_slots_first_draft_is_the_drafters() -> None:
     """llama.cpp ends the process when told of a draft where it never made one."""
     with engine("mtp", n_draft_max=K, exact=True) as target:
         outputs, drafts = run(target, [lambda output: [5, 6]])
-        assert [is_given for _, _, is_given in drafts][:2] == [False, True]
+        assert [is_external for _, _, is_external in drafts][:2] == [False, True]
         assert outputs == run(target, [None])[0]
 
 

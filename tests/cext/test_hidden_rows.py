@@ -1,7 +1,7 @@
 """The target gives the drafter's hidden rows only while somebody is fed, which no draft can tell.
 
-What a sequence drafts after it is taken up is compared, to the token, with an engine in which
-another sequence, in steps of its own, has kept the rows on all the time.
+What a sequence drafts after it is turned on again is compared, to the token, with an engine in
+which another sequence, in steps of its own, has kept the rows on all the time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stream:
         self.target, self.seq_id = target, seq_id
         target.seq_begin(seq_id, sampler(name=HYBRID if "qwen35" in target.target.path else DENSE))
         if not is_fed:
-            target.seq_let_go(seq_id)
+            target.seq_drafts_off(seq_id)
         prompt = tokens_of(text)
         result = target.step(plan((seq_id, 0, 0, len(prompt), 0, 1)), prompt)
         self.n_past, self.last = len(prompt), emitted(result, 0)[-1]
@@ -78,7 +78,7 @@ def n_accepted(record: Record) -> int:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_drafts_after_a_take_up_are_those_of_an_engine_whose_rows_stayed_on(case: str) -> None:
+def test_drafts_after_a_drafts_on_are_those_of_an_engine_whose_rows_stayed_on(case: str) -> None:
     records = []
     for is_kept in (True, False):
         with make(case) as target:
@@ -86,12 +86,12 @@ def test_drafts_after_a_take_up_are_those_of_an_engine_whose_rows_stayed_on(case
             follower = Stream(target, FOLLOWER, TEXTS[1])
             record = []
             for _ in range(2):  # off and on again, twice
-                target.seq_let_go(FOLLOWER)
+                target.seq_drafts_off(FOLLOWER)
                 for _ in range(N_UNFED + 4):
                     record += follower.run(1, 0)
                     if is_kept:
                         keeper.run(1, 0)
-                target.seq_take_up(FOLLOWER)
+                target.seq_drafts_on(FOLLOWER)
                 record += follower.run(8, 0)  # of the shape of the steps before: their graph
                 record += follower.run(16, K)
             records.append(record)
@@ -103,14 +103,14 @@ def test_rows_come_back_with_the_next_decode_that_feeds_somebody(target: Engine)
     """By hand, right before they go off and right after."""
     for n_before in (N_UNFED - 2, N_UNFED - 1, N_UNFED):
         stream = Stream(target, FOLLOWER, TEXTS[0])
-        target.seq_let_go(FOLLOWER)
+        target.seq_drafts_off(FOLLOWER)
         stream.run(n_before, 0)
         target.decode([stream.last], [stream.n_past], [FOLLOWER], [True])
         with pytest.raises(BadPlan, match="has not been processed"):
-            target.seq_take_up(FOLLOWER)  # that batch may have no rows for it
+            target.seq_drafts_on(FOLLOWER)  # that batch may have no rows for it
         target.process()
         assert target.seq_is_cold(FOLLOWER)
-        target.seq_take_up(FOLLOWER)
+        target.seq_drafts_on(FOLLOWER)
         target.decode([target.sample(FOLLOWER, 0)], [stream.n_past + 1], [FOLLOWER], [True])
         target.process()
         assert not target.seq_is_cold(FOLLOWER), "fed again from the next tokens on"
@@ -127,7 +127,7 @@ def test_a_sequence_that_begins_where_nobody_was_fed_drafts_as_in_a_new_engine(
     assert n_accepted(expected) > 8
 
 
-def test_prompts_of_sequences_that_are_let_go_are_computed_without_rows_to_the_same_tokens(
+def test_prompts_of_sequences_that_are_turned_off_are_computed_without_rows_to_the_same_tokens(
     target: Engine,
 ) -> None:
     outputs = []
@@ -141,24 +141,26 @@ def test_prompts_of_sequences_that_are_let_go_are_computed_without_rows_to_the_s
     assert outputs[0] == outputs[1]
 
 
-def test_a_snapshot_of_a_let_go_sequence_is_taken_up_as_the_sequence_is(target: Engine) -> None:
+def test_a_snapshot_of_a_sequence_without_drafts_is_turned_on_as_the_sequence_is(
+    target: Engine,
+) -> None:
     """Saved while the rows are off, and loaded while they are."""
     stream = Stream(target, FOLLOWER, TEXTS[1])
-    target.seq_let_go(FOLLOWER)
+    target.seq_drafts_off(FOLLOWER)
     stream.run(N_UNFED + 4, 0)
     snapshot = target.save(FOLLOWER)
     copy = Stream.at(target, FOLLOWER, stream.n_past, stream.last)
-    target.seq_take_up(FOLLOWER)
+    target.seq_drafts_on(FOLLOWER)
     expected = stream.run(24, K)
     target.seq_end(FOLLOWER)
     Stream(target, KEEPER, TEXTS[2], is_fed=False).run(N_UNFED + 4, 0)
     target.load(FOLLOWER, snapshot)
-    target.seq_take_up(FOLLOWER)
+    target.seq_drafts_on(FOLLOWER)
     assert copy.run(24, K) == expected
     assert n_accepted(expected) > 4
 
 
-@pytest.mark.parametrize("is_fed", [True, False], ids=["fed", "let go"])
+@pytest.mark.parametrize("is_fed", [True, False], ids=["fed", "turned off"])
 @pytest.mark.parametrize("case", ["dense-mtp", "dense-eagle3"])  # the others cannot be copied
 def test_a_fork_of_a_prompt_drafts_the_same_whether_the_rows_went_off_or_not(
     case: str, is_fed: bool
@@ -171,13 +173,13 @@ def test_a_fork_of_a_prompt_drafts_the_same_whether_the_rows_went_off_or_not(
         with make(case) as target:
             target.seq_begin(FOLLOWER, sampler())
             if not is_fed:
-                target.seq_let_go(FOLLOWER)
+                target.seq_drafts_off(FOLLOWER)
             target.step(plan((FOLLOWER, 0, 0, len(prompt), 0, 0)), prompt)
             if is_off:
                 Stream(target, KEEPER, TEXTS[2], is_fed=False).run(N_UNFED + 4, 0)
             target.fork(FOLLOWER, {2: sampler()}, n_kept)
             assert target.seq_is_cold(2) != is_fed
-            target.seq_take_up(2)
+            target.seq_drafts_on(2)
             result = target.step(plan((2, n_kept, 0, 1, 0, 1)), prompt[-1:])
             fork = Stream.at(target, 2, len(prompt), emitted(result, 0)[0])
             records.append(fork.run(24, K))

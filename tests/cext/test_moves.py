@@ -43,7 +43,7 @@ def prefill(target: Engine, start: Start, tokens: Sequence[int] = TOKENS) -> lis
 
 
 @pytest.mark.parametrize("name", [DENSE, HYBRID])
-def test_one_step_saves_parks_frees_starts_and_computes(name: str) -> None:
+def test_one_step_saves_preempts_frees_starts_and_computes(name: str) -> None:
     with engine("mtp", name) as target:
         chosen = prefill(target, Start(0, sampler(GREEDY, name)))
         prefill(target, Start(1, sampler(GREEDY, name)), TOKENS[:5])
@@ -51,14 +51,14 @@ def test_one_step_saves_parks_frees_starts_and_computes(name: str) -> None:
             Start(0, sampler(GREEDY, name)),
             Start(1, sampler(GREEDY, name)),
         ]
-        moves = Moves([0], [0], [1], starts, let_go=[1], take_up=[1])
+        moves = Moves([0], [0], [1], starts, drafts_off=[1], drafts_on=[1])
         rows = plan((0, 0, 0, N, 0, 1), (1, 0, 0, N, 0, 1))
         result = target.step(rows, TOKENS, moves=moves)
         assert emitted(result, 0) == emitted(result, 1) == chosen
         made = result.moved
         assert made is not None
         assert list(made.n_kept) == [0, 0]
-        # What was saved and parked goes on where it was: with its last token, elsewhere.
+        # What was saved and preempted goes on where it was: with its last token, elsewhere.
         resumed = Start(2, made.samplers[0], N, snapshot=made.snapshots[0], is_resumed=True)
         result = target.step(plan((2, N, 0, 1, 0, 1)), chosen, moves=Moves(starts=[resumed]))
         again = target.step(plan((0, N, 0, 1, 0, 1)), chosen)
@@ -78,30 +78,30 @@ def test_a_refused_plan_leaves_everything_and_its_samplers() -> None:
     with engine() as target:
         prefill(target, Start(0, sampler()))
         fresh, second = sampler(), sampler()
-        parked = moved(target, saves=[0], parks=[0]).samplers[0]
+        preempted = moved(target, saves=[0], swap_outs=[0]).samplers[0]
         prefill(target, Start(1, sampler()))
-        starts = [Start(0, parked, is_resumed=True), Start(2, fresh)]
-        right = Moves(saves=[1], parks=[1], frees=[2], starts=starts)
+        starts = [Start(0, preempted, is_resumed=True), Start(2, fresh)]
+        right = Moves(saves=[1], swap_outs=[1], frees=[2], starts=starts)
         last = Start(1, second)
         wrong: dict[str, tuple[Moves, Any, type[Exception]]] = {
             "an entry": (right, plan((2, 1, 0, 1, 0, 1)), BadPlan),
-            "of a parked one": (right, plan((1, N, 0, 1, 0, 1)), SeqIdle),
+            "of a preempted one": (right, plan((1, N, 0, 1, 0, 1)), SeqIdle),
             "a start": (
                 dataclasses.replace(right, starts=[*starts, last._replace(n_kept=1)]),
                 NOTHING,
                 BadPlan,
             ),
-            "a number": (dataclasses.replace(right, take_up=[1]), NOTHING, SeqIdle),
-            "no slot": (dataclasses.replace(right, let_go=[3]), NOTHING, BadSeqId),
+            "a number": (dataclasses.replace(right, drafts_on=[1]), NOTHING, SeqIdle),
+            "no slot": (dataclasses.replace(right, drafts_off=[3]), NOTHING, BadSeqId),
             "too many": (dataclasses.replace(right, frees=[2] * 4), NOTHING, BadPlan),
         }
         for name, (moves, entries, error) in wrong.items():
             with pytest.raises(error):
                 target.step(entries, [5], moves=moves)
             assert target.n_cells_used == N, name
-            assert [s.is_used for s in (parked, fresh, second)] == [False] * 3, name
-        made = moved(target, saves=[1], parks=[1], frees=[2], starts=starts)
-        assert parked.is_used
+            assert [s.is_used for s in (preempted, fresh, second)] == [False] * 3, name
+        made = moved(target, saves=[1], swap_outs=[1], frees=[2], starts=starts)
+        assert preempted.is_used
         assert fresh.is_used
         assert made.samplers.keys() == made.snapshots.keys() == {1}
 
@@ -142,17 +142,17 @@ def test_a_sampler_is_handed_over_once() -> None:
         assert not other.is_used
 
 
-def test_a_parked_sampler_keeps_its_parameters() -> None:
+def test_a_preempted_sampler_keeps_its_parameters() -> None:
     given = SamplingParams(temperature=0.5, seed=7, logprobs=True)
     with engine() as target:
         prefill(target, Start(0, sampler(given)))
-        parked = moved(target, parks=[0]).samplers[0]
-        assert parked.params == given
-        assert isinstance(parked, Sampler)
+        preempted = moved(target, swap_outs=[0]).samplers[0]
+        assert preempted.params == given
+        assert isinstance(preempted, Sampler)
         prefill(target, Start(0, sampler(given)))
-        snapshot = moved(target, saves=[0], parks=[0]).snapshots[0]
+        snapshot = moved(target, saves=[0], swap_outs=[0]).snapshots[0]
         moved(target, starts=[Start(1, None, N, snapshot=snapshot, is_resumed=True)])
-        assert moved(target, parks=[1]).samplers[1].params is None
+        assert moved(target, swap_outs=[1]).samplers[1].params is None
 
 
 def test_a_sequence_may_be_saved_twice() -> None:
@@ -162,12 +162,12 @@ def test_a_sequence_may_be_saved_twice() -> None:
         assert whole == {0: target.save(0, with_sampler=False)}
 
 
-def test_only_the_snapshot_of_a_parked_sequence_has_its_sampler() -> None:
+def test_only_the_snapshot_of_a_preempted_sequence_has_its_sampler() -> None:
     with engine() as target:
         chosen = prefill(target, Start(0, sampler(), tag=TAG))[0]
         prefill(target, Start(1, sampler(), tag=TAG))
         whole, bare = target.save(0), target.save(1, with_sampler=False)
-        made = moved(target, saves=[0, 1], parks=[0], frees=[1])
+        made = moved(target, saves=[0, 1], swap_outs=[0], frees=[1])
         assert made.snapshots == {0: whole, 1: bare}
         own = Start(2, None, N, snapshot=bare, is_resumed=True, tag=TAG)
         starts = [own, Start(0, None, N, snapshot=whole, is_resumed=True, tag=TAG)]

@@ -165,7 +165,7 @@ def test_no_room_ends_the_run_and_nobody() -> None:
 def test_who_finds_no_room_within_a_run_has_still_no_draft_state() -> None:
     target = engine("mtp", kv_unified=True, n_ctx=256)
     run = Crowd.of(target, DENSE)
-    target.seq_let_go(1)
+    target.seq_drafts_off(1)
     while (result := run.step(60)).n_steps == 60:
         pass
     assert result.entries["flags"].tolist() == [0, ResultFlag.DRAFT_COLD, 0]

@@ -1,6 +1,6 @@
-"""Sequences are let go from the drafter and taken up again where it is hardest.
+"""Sequences are turned off from the drafter and turned on again where it is hardest.
 
-Beside given drafts, between the calls of a round by hand, and before they are moved.
+Beside external drafts, between the calls of a round by hand, and before they are moved.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def test_a_given_draft_is_taken_or_left_in_the_step_that_feeds_the_drafter_again
     """In a slot that never drafted llama.cpp ended the process once the draft was accepted."""
     with engine(draft_type, name, n_draft_max=K, exact=True) as target:
         target.seq_begin(0, sampler(GREEDY, name))
-        target.seq_let_go(0)
+        target.seq_drafts_off(0)
         result = target.step(plan((0, 0, 0, len(TOKENS), 0, 1)), TOKENS)
         expected = emitted(result, 0)
         go_on(target, expected, 12)
         target.seq_end(0)
         target.seq_begin(0, sampler(GREEDY, name))
-        target.seq_let_go(0)
+        target.seq_drafts_off(0)
         output = emitted(target.step(plan((0, 0, 0, len(TOKENS), 0, 1)), TOKENS), 0)
-        target.seq_take_up(0)
+        target.seq_drafts_on(0)
         given = np.array([(0, 1, K)], DRAFT_DTYPE)
         result = target.step(plan((0, len(TOKENS), 0, 1, K, 1)), expected[: 1 + K], given)
         output += emitted(result, 0)
@@ -71,12 +71,12 @@ def test_a_given_draft_is_taken_or_left_in_the_step_that_feeds_the_drafter_again
 
 
 @pytest.mark.parametrize("draft_type", ["ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"])
-def test_an_ngram_drafter_is_taken_up(draft_type: DraftType) -> None:
+def test_an_ngram_drafter_is_turned_on(draft_type: DraftType) -> None:
     with engine(draft_type, n_draft_max=K) as target:
         output = begin(target)
-        target.seq_let_go(0)
+        target.seq_drafts_off(0)
         assert go_on(target, output, 40) == 0
-        target.seq_take_up(0)
+        target.seq_drafts_on(0)
         assert not target.seq_is_cold(0)
         assert go_on(target, output, 120) > 0
 
@@ -86,8 +86,8 @@ def test_a_sequence_is_moved_before_its_drafter_is_fed_again(how: str) -> None:
     """It is fed where the sequence goes on."""
     with engine("mtp", n_draft_max=K, exact=True) as target:
         begin(target, 1)
-        target.seq_let_go(1)
-        target.seq_take_up(1)
+        target.seq_drafts_off(1)
+        target.seq_drafts_on(1)
         if how == "kept":
             started(target, Start(1, sampler(GREEDY), 5))
         elif how == "copied":
@@ -104,7 +104,7 @@ def test_a_sequence_is_moved_before_its_drafter_is_fed_again(how: str) -> None:
         assert not target.seq_is_cold(seq_id)
 
 
-def test_what_waits_for_process_is_not_for_a_drafter_that_is_taken_up() -> None:
+def test_what_waits_for_process_is_not_for_a_drafter_that_is_turned_on() -> None:
     """After a rollback the batch lies beyond the end, up to which a draft model would read."""
     with engine("simple") as target:
         target.seq_begin(0, sampler(GREEDY))
@@ -113,10 +113,10 @@ def test_what_waits_for_process_is_not_for_a_drafter_that_is_taken_up() -> None:
         target.decode([5], [len(TOKENS)], [0], [False])
         target.rollback(0, 4)
         with pytest.raises(BadPlan, match="process"):
-            target.seq_take_up(0)
+            target.seq_drafts_on(0)
         assert target.seq_n_past(0) == 4
         target.process()
-        target.seq_take_up(0)
+        target.seq_drafts_on(0)
         target.decode([6], [4], [0], [False])
         target.process()
         assert not target.seq_is_cold(0)

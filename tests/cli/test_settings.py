@@ -14,8 +14,8 @@ from drafthouse_server.cli.settings import (
     _FOREIGN_VARIABLES,
     add_flags,
     example,
+    external_flags,
     flags_of,
-    given_flags,
     load,
     reference,
 )
@@ -58,7 +58,7 @@ def parsed(*words: str) -> dict[str, str]:
     """Returns the flags of a command line."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser)
-    return given_flags(parser.parse_args(words))
+    return external_flags(parser.parse_args(words))
 
 
 def toml_of(text: str) -> str:

@@ -61,7 +61,7 @@ def test_about_as_fast_as_the_best_fixed_k_and_few_changes_of_mind(machine: Mach
 
 
 @pytest.mark.parametrize("n", [1, 4, 32])
-def test_where_drafts_never_pay_they_are_let_go_and_probes_cost_a_hundredth(n: int) -> None:
+def test_where_drafts_never_pay_they_are_turned_off_and_probes_cost_a_hundredth(n: int) -> None:
     policy, cost = adaptive()
     machine = Machine(process_token_s=0.0004, draft_pass_s=0.004)
     crowd, noise = make_crowd([0.2] * n), random.Random(n)
@@ -71,7 +71,7 @@ def test_where_drafts_never_pay_they_are_let_go_and_probes_cost_a_hundredth(n: i
 
 
 @pytest.mark.parametrize("n", [1, 8])
-def test_drafts_that_begin_to_pay_are_taken_up_again_within_two_thousand_steps(n: int) -> None:
+def test_drafts_that_begin_to_pay_are_turned_on_again_within_two_thousand_steps(n: int) -> None:
     policy, cost = adaptive()
     machine = Machine(n_wide=256, process_token_s=0.0004)
     crowd = make_crowd([0.05] * n)
@@ -84,7 +84,7 @@ def test_drafts_that_begin_to_pay_are_taken_up_again_within_two_thousand_steps(n
     assert sorted(after[2000:])[200] >= 2
 
 
-def test_a_drafter_that_stops_to_pay_is_let_go() -> None:
+def test_a_drafter_that_stops_to_pay_is_turned_off() -> None:
     policy, cost = adaptive()
     machine = Machine(draft_pass_s=0.003, process_token_s=0.0004)
     crowd = make_crowd([0.95])
@@ -107,7 +107,7 @@ def test_a_drafter_is_taken_back_when_the_crowd_leaves() -> None:
     assert sorted(depths[-100:])[50] > 0
 
 
-def test_a_drafter_that_costs_nothing_to_feed_is_never_let_go() -> None:
+def test_a_drafter_that_costs_nothing_to_feed_is_never_turned_off() -> None:
     policy, cost = adaptive()
     machine = Machine(process_token_s=0.0, draft_pass_s=0.004)
     _, depths = run(policy, cost, machine, make_crowd([0.1] * 4), 800)

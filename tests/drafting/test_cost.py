@@ -141,14 +141,14 @@ def test_times_that_are_none_are_not_learnt(bad: float) -> None:
     [
         (Splitting.NONE, [0, 2], [5, 1], 1),
         (Splitting.NONE, [0, 1], [30, 10], 2),
-        (Splitting.STREAMS, [0, 1, 2], [4, 4, 4], 1),
-        (Splitting.STREAMS, [0, 1, 2], [4, 1, 4], 3),
-        (Splitting.STREAMS, [0, 1, 2], [4, 4, 1], 2),
-        (Splitting.STREAMS, [0, 1, 3], [4, 4, 4], 2),
-        (Splitting.STREAMS, [0, 1, 2, 3], [1, 2, 2, 3], 3),
+        (Splitting.EQUAL, [0, 1, 2], [4, 4, 4], 1),
+        (Splitting.EQUAL, [0, 1, 2], [4, 1, 4], 3),
+        (Splitting.EQUAL, [0, 1, 2], [4, 4, 1], 2),
+        (Splitting.EQUAL, [0, 1, 3], [4, 4, 4], 2),
+        (Splitting.EQUAL, [0, 1, 2, 3], [1, 2, 2, 3], 3),
         (Splitting.GROUPS, [0, 1, 2], [4, 1, 4], 3),
         (Splitting.GROUPS, [0, 1, 2], [4, 4, 4], 1),
-        (Splitting.STREAMS, [0], [33], 2),
+        (Splitting.EQUAL, [0], [33], 2),
     ],
 )
 def test_physical_batches_as_llama_cpp_makes_them(

@@ -23,7 +23,7 @@ from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.scheduling.cells import OutputLengths
-from drafthouse_server.scheduling.pacing import PrefillPacer, RunPacer
+from drafthouse_server.scheduling.pacing import ChunkSizer, RunLength
 from drafthouse_server.scheduling.preemption import SnapshotCost
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
@@ -33,7 +33,7 @@ from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, Ste
 LIMITS = EngineLimits(
     draft_type="mtp",
     n_seq_max=3,
-    n_ctx=300,  # fewer than three could need: some are parked
+    n_ctx=300,  # fewer than three could need: some are preempted
     n_ctx_seq=150,
     n_batch=24,
     n_ubatch=24,
@@ -143,10 +143,10 @@ CALLS: list[tuple[type, str]] = [
     (NgramDrafter, "fill"),
     (NgramDrafter, "observe"),
     (NgramDrafter, "forget"),
-    (PrefillPacer, "step_s"),
-    (PrefillPacer, "align"),
-    (PrefillPacer, "observe"),
-    (RunPacer, "n_steps"),
+    (ChunkSizer, "step_s"),
+    (ChunkSizer, "align"),
+    (ChunkSizer, "observe"),
+    (RunLength, "n_steps"),
 ]
 """Every call that the scheduler, or the policy on its behalf, makes to an estimator."""
 
@@ -177,7 +177,7 @@ def test_an_estimator_that_raises_is_reset_and_every_stream_gets_every_token(
 
     monkeypatch.setattr(kind, name, broken)
     world = World()
-    if kind is RunPacer:
+    if kind is RunLength:
         world.without_drafts()
     world.start()
     world.check(world.run(usual, ticking()))
@@ -209,13 +209,13 @@ NONSENSE: list[tuple[type, str, Any]] = [
     (AdaptiveDraft, "choose_all", None),
     (NgramDrafter, "fill", []),
     (NgramDrafter, "fill", None),
-    (PrefillPacer, "step_s", NAN),
-    (PrefillPacer, "step_s", -INF),
-    (PrefillPacer, "step_s", INF),
-    (PrefillPacer, "align", -3),
-    (PrefillPacer, "align", 10**9),
-    (RunPacer, "n_steps", 0),
-    (RunPacer, "n_steps", 10**9),
+    (ChunkSizer, "step_s", NAN),
+    (ChunkSizer, "step_s", -INF),
+    (ChunkSizer, "step_s", INF),
+    (ChunkSizer, "align", -3),
+    (ChunkSizer, "align", 10**9),
+    (RunLength, "n_steps", 0),
+    (RunLength, "n_steps", 10**9),
 ]
 
 
@@ -236,7 +236,7 @@ def test_an_answer_that_makes_no_sense_costs_no_token(
 
     monkeypatch.setattr(kind, name, answer_it)
     world = World()
-    if kind is RunPacer:
+    if kind is RunLength:
         world.without_drafts()
     world.start()
     world.check(world.run(usual, ticking()))
@@ -349,12 +349,12 @@ durations = seconds.filter(is_duration)
 def test_pacing_answers_with_usable_numbers_whatever_it_has_learnt(
     steps: list[tuple[float, float, bool]], decode_s: float, stall_s: float
 ) -> None:
-    pacer = PrefillPacer()
+    pacer = ChunkSizer()
     for predicted_s, step_s, has_prefill in steps:
         pacer.observe(predicted_s, step_s, has_prefill=has_prefill)
     assert 0 < pacer.step_s(decode_s) < INF
     assert 0 <= pacer.align(24, 100, 600, 3) <= 100
-    assert RunPacer().n_steps([], stall_s, 100) in range(1, 101)
+    assert RunLength().n_steps([], stall_s, 100) in range(1, 101)
 
 
 counts = st.integers(0, 1 << 40)

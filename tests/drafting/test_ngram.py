@@ -141,13 +141,13 @@ def entry_of(sequence: Sequence, n_draft: int) -> PlanEntry:
 def say(drafter: NgramDrafter, sequence: Sequence, entry: PlanEntry, text: Tokens[int]) -> None:
     """Answers an entry as an engine would whose target says a text."""
     start = len(sequence.tokens)
-    draft = list(entry.given)
+    draft = list(entry.external)
     n = 0
     while n < len(draft) and text[start + n] == draft[n]:
         n += 1
     tokens = list(text[start : start + n + 1])
     result = ResultEntry(
-        0, SequenceStatus.OK, 0, tokens, (), entry.n_draft, n, is_given=bool(draft)
+        0, SequenceStatus.OK, 0, tokens, (), entry.n_draft, n, is_external=bool(draft)
     )
     drafter.observe(sequence, result)
     sequence.tokens += tokens
@@ -166,7 +166,7 @@ def follow(text: list[int], n_prompt: int, n_draft: int = 4) -> list[tuple[int, 
         entry = drafter.fill([sequence], [entry_of(sequence, n_draft)], LARGE, 4)[0]
         before = len(sequence.tokens)
         say(drafter, sequence, entry, text)
-        steps.append((len(entry.given), len(sequence.tokens) - before))
+        steps.append((len(entry.external), len(sequence.tokens) - before))
     return steps
 
 
@@ -175,10 +175,10 @@ def test_an_edit_is_drafted_from_what_is_edited() -> None:
     code = [chance.randrange(50) for _ in range(200)]
     edited = [*code[:90], 77, 78, *code[92:]]
     steps = follow([*code, 99, *edited], 202)
-    n_given = sum(given for given, _ in steps)
+    n_external = sum(given for given, _ in steps)
     n_yielded = sum(n for _, n in steps)
     assert n_yielded / len(steps) > 4  # of at most 5
-    assert n_given >= 4 * (len(steps) - 10)
+    assert n_external >= 4 * (len(steps) - 10)
 
 
 def test_what_does_not_repeat_is_left_to_the_drafter() -> None:
@@ -209,12 +209,12 @@ def test_drafts_are_as_long_as_asked_and_continue_what_was_said(
         if len(sequence.tokens) + 5 >= len(text):
             break
         entry = drafter.fill([sequence], [entry_of(sequence, n_draft)], LARGE, 4)[0]
-        assert len(entry.given) <= n_draft == entry.n_draft
-        assert 2 * len(entry.given) >= n_draft or not entry.given
-        if entry.given:
+        assert len(entry.external) <= n_draft == entry.n_draft
+        assert 2 * len(entry.external) >= n_draft or not entry.external
+        if entry.external:
             last = sequence.tokens[-2:]
             assert any(
-                list(said[i : i + 2]) == last and said[i + 2] == entry.given[0]
+                list(said[i : i + 2]) == last and said[i + 2] == entry.external[0]
                 for said in [*known, tuple(sequence.tokens)]
                 for i in range(len(said) - 2)
             )
@@ -229,15 +229,15 @@ def test_proposals_that_are_wrong_yield_to_the_drafter_and_come_back_when_right(
     use = []
     for step in range(60):
         entry = drafter.fill([sequence], [entry_of(sequence, 3)], LARGE, 4)[0]
-        use.append(bool(entry.given))
+        use.append(bool(entry.external))
         is_right = step >= 30
         last = sequence.tokens[-1]
         said = [last % 8 + 1] if is_right else [100 + step, 1, 2]
-        n_accepted = 0 if entry.given else 2  # the drafter's: two of three
+        n_accepted = 0 if entry.external else 2  # the drafter's: two of three
         drafter.observe(
             sequence,
             ResultEntry(
-                0, SequenceStatus.OK, 0, said, (), 3, n_accepted, is_given=bool(entry.given)
+                0, SequenceStatus.OK, 0, said, (), 3, n_accepted, is_external=bool(entry.external)
             ),
         )
         sequence.tokens += said
@@ -303,9 +303,11 @@ def ask(bench: Bench, tenant: str, prompt: str, **more: object) -> Sequence:
     return sequence
 
 
-def n_given(bench: Bench, sequence: Sequence) -> int:
+def n_external(bench: Bench, sequence: Sequence) -> int:
     """Returns how many drafts were given while a sequence ran; it ran alone, and last."""
-    return sum(bool(e.given) for plan in bench.plans[-sequence.n_steps - 2 :] for e in plan.entries)
+    return sum(
+        bool(e.external) for plan in bench.plans[-sequence.n_steps - 2 :] for e in plan.entries
+    )
 
 
 def test_a_tenant_drafts_from_its_own_and_no_other_does() -> None:
@@ -314,7 +316,7 @@ def test_a_tenant_drafts_from_its_own_and_no_other_does() -> None:
     other = ask(bench, "b", "hello")
     again = ask(bench, "a", "hello")
     assert first.output == other.output == again.output
-    assert n_given(bench, again) > 5
+    assert n_external(bench, again) > 5
     assert again.n_steps < first.n_steps / 2
     # b's own came after a's; nothing of a's was drafted for it.
     assert other.n_accepted == 0
@@ -391,7 +393,7 @@ def test_nearly_certain_drafts_are_longer_than_the_policy_chose_where_that_pays(
                     + per * sum(e.n_draft for e in entries)
                 ),
             )[0]
-            assert len(entry.given) == entry.n_draft
+            assert len(entry.external) == entry.n_draft
             lengths.append(entry.n_draft)
             say(drafter, sequence, entry, text)
         assert (lengths[-1] == 4) == is_longer

@@ -97,15 +97,15 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CountingEngine]:
     engine.close()
 
 
-def test_a_draft_state_that_is_let_go_costs_nothing_and_changes_nothing(
+def test_a_draft_state_that_is_turned_off_costs_nothing_and_changes_nothing(
     engine: CountingEngine,
 ) -> None:
     prompt = engine.tokenize("Once upon a time", add_special=True, parse_special=False)
     outputs = []
-    for is_let_go in (False, True):
+    for has_drafts_off in (False, True):
         start = Start(0, engine.make_sampler(GREEDY))
-        let_go = [0] if is_let_go else []
-        plan = StepPlan([PlanEntry(0, 0, prompt, 0, True)], [start], let_go=let_go)
+        drafts_off = [0] if has_drafts_off else []
+        plan = StepPlan([PlanEntry(0, 0, prompt, 0, True)], [start], drafts_off=drafts_off)
         entry = engine.step(plan).entries[0]
         output = list(entry.tokens)
         for _ in range(6):
@@ -114,7 +114,7 @@ def test_a_draft_state_that_is_let_go_costs_nothing_and_changes_nothing(
             result = engine.step(plan)
             entry = result.entries[0]
             output += entry.tokens
-            if is_let_go:
+            if has_drafts_off:
                 assert entry.is_draft_cold
                 assert entry.n_drafted == 0
         engine.step(StepPlan(frees=[0]))
@@ -122,16 +122,16 @@ def test_a_draft_state_that_is_let_go_costs_nothing_and_changes_nothing(
     assert outputs[0][:7] == outputs[1]
 
 
-def test_drafts_are_let_go_and_taken_up_again_beside_others_and_change_nothing(
+def test_drafts_are_turned_off_and_turned_on_again_beside_others_and_change_nothing(
     engine: CountingEngine,
 ) -> None:
-    """One is let go, then all, then both are taken up, in any order: tokens are the same."""
+    """One is turned off, then all, then both are turned on again, in any order: same tokens."""
     n_most = min(2, engine.limits.n_draft_max)
     if not n_most:
-        pytest.skip("an engine without drafts has nothing to let go")
+        pytest.skip("an engine without drafts has nothing to turned off")
     texts = ["Once upon a time", "def parse(self"]
     prompts = [engine.tokenize(t, add_special=True, parse_special=False) for t in texts]
-    # Step: slots that are let go, and taken up.
+    # Step: slots that are turned off, and turned on.
     moves: dict[int, tuple[list[int], list[int]]] = {
         2: ([0], []),
         5: ([1], []),
@@ -150,16 +150,16 @@ def test_drafts_are_let_go_and_taken_up_again_beside_others_and_change_nothing(
         is_cold = [False, False]
         n_drafted_late = 0
         for i in range(30):
-            let_go, take_up = moves.get(i, ([], [])) if has_moves else ([], [])
+            drafts_off, drafts_on = moves.get(i, ([], [])) if has_moves else ([], [])
             entries = [
                 PlanEntry(entry.seq_id, entry.n_past, streams[entry.seq_id][-1:], n_most, True)
                 for entry in result.entries
             ]
             before = list(is_cold)
-            result = engine.step(StepPlan(entries, let_go=let_go, take_up=take_up))
-            for seq_id in let_go:
+            result = engine.step(StepPlan(entries, drafts_off=drafts_off, drafts_on=drafts_on))
+            for seq_id in drafts_off:
                 before[seq_id] = is_cold[seq_id] = True
-            for seq_id in take_up:
+            for seq_id in drafts_on:
                 is_cold[seq_id] = False
             for entry in result.entries:
                 assert entry.is_draft_cold == is_cold[entry.seq_id], (i, entry)
@@ -232,13 +232,13 @@ def test_given_drafts_change_nothing_but_the_number_of_steps(engine: CountingEng
             entry = engine.step(plan).entries[0]
             output += entry.tokens
             if given:
-                assert entry.is_given
+                assert entry.is_external
                 outcomes.append((n_right, entry.n_drafted, entry.n_accepted))
         if n_right is None:
-            assert not entry.is_given
+            assert not entry.is_external
             expected = output + [1] * n_most
             plan = StepPlan([PlanEntry(0, entry.n_past, output[-1:], n_most, True, [end])])
-            assert not engine.step(plan).entries[0].is_given
+            assert not engine.step(plan).entries[0].is_external
         assert_tokens(engine, prompt, output[:12], expected[:12])
         engine.step(StepPlan(frees=[0]))
     assert (n_most, n_most, n_most) in outcomes
@@ -356,7 +356,9 @@ def test_ngram_drafts_before_the_drafter_change_nothing_and_are_accepted(
             run(engine, crowd, 4, ngrams=ngrams)
         for sequence, reference in zip(crowd, references, strict=True):
             assert_same_or_tied(engine, sequence, reference)
-        given = [entry for _, entry in (c.args for c in observe.call_args_list) if entry.is_given]
+        given = [
+            entry for _, entry in (c.args for c in observe.call_args_list) if entry.is_external
+        ]
         counts.append((sum(e.n_drafted for e in given), sum(e.n_accepted for e in given)))
     # Nothing that the fake engine says repeats itself; what models say does.
     assert counts[0][1] > 20 or isinstance(engine, FakeEngine)
@@ -606,13 +608,13 @@ def test_all_that_a_slot_holds_serves_every_target(engine: CountingEngine, way: 
 
 @pytest.mark.parametrize("is_saved", [False, True])
 @pytest.mark.parametrize("n_piece", [9, 96])
-def test_a_parked_sequence_goes_on_as_if_nothing_had_been(
+def test_a_preempted_sequence_goes_on_as_if_nothing_had_been(
     engine: CountingEngine, n_piece: int, is_saved: bool
 ) -> None:
     prompt = ids(engine, SHARED)
     expected = cold(engine, prompt, OPEN_ENDED)
     stream = begin(engine, 0, prompt)
-    result = engine.step(StepPlan(parks=[0], saves=[0] if is_saved else []))
+    result = engine.step(StepPlan(swap_outs=[0], saves=[0] if is_saved else []))
     assert engine.n_cells_used == 0
     begin(engine, 0, ids(engine, TEXTS[5]))  # another in its slot
     n_kept = stream.n_past if is_saved else 0
@@ -633,7 +635,7 @@ def test_a_snapshot_s_own_sampler_goes_on(engine: CountingEngine) -> None:
     expected = cold(engine, prompt, GREEDY)
     stream = Stream(engine, 0, prompt)
     stream.run(5, Start(0, engine.make_sampler(GREEDY)))
-    snapshot = engine.step(StepPlan(saves=[0], parks=[0])).snapshots[0]
+    snapshot = engine.step(StepPlan(saves=[0], swap_outs=[0])).snapshots[0]
     stream.seq_id = 2
     start = Start(2, None, stream.n_past, snapshot=snapshot, is_resumed=True)
     result = engine.step(stream.plan(start, 3))
@@ -699,15 +701,15 @@ WRONG_STARTS = {
     "no sampler and not resumed": (Start(0, None, 1, snapshot=b""), "BAD_PLAN"),
     "not a sampler": (Start(0, "foreign"), "INVALID_ARGUMENT"),
     "an owned sampler": (Start(1, "owned"), "INVALID_ARGUMENT"),
-    "a parked sampler as new": (Start(1, "parked"), "BAD_PLAN"),
-    "all that is known": (Start(0, "parked", 5, is_resumed=True), "BAD_PLAN"),
+    "a preempted sampler as new": (Start(1, "preempted"), "BAD_PLAN"),
+    "all that is known": (Start(0, "preempted", 5, is_resumed=True), "BAD_PLAN"),
 }
 
 
 def test_wrong_starts_change_nothing(engine: CountingEngine) -> None:
     prompt = ids(engine, SHARED)[:4]
     begin(engine, 2, prompt, 1)
-    samplers = {"parked": engine.step(StepPlan(parks=[2])).samplers[2]}
+    samplers = {"preempted": engine.step(StepPlan(swap_outs=[2])).samplers[2]}
     samplers |= {"owned": engine.make_sampler(GREEDY), "new": engine.make_sampler(GREEDY)}
     engine.step(StepPlan(starts=[Start(2, samplers["owned"])]))
     stream = begin(engine, 0, prompt)
@@ -717,7 +719,11 @@ def test_wrong_starts_change_nothing(engine: CountingEngine) -> None:
             engine.step(StepPlan(starts=[dataclasses.replace(start, sampler=sampler)], frees=[2]))
         assert caught.value.status == status, name
         assert engine.n_cells_used == stream.n_past, name
-    for plan in (StepPlan(saves=[1]), StepPlan(parks=[1]), StepPlan(parks=[2, 2], saves=[0])):
+    for plan in (
+        StepPlan(saves=[1]),
+        StepPlan(swap_outs=[1]),
+        StepPlan(swap_outs=[2, 2], saves=[0]),
+    ):
         with pytest.raises(EngineError, match="SEQ_IDLE"):
             engine.step(plan)
     twice = [Start(1, samplers["new"]), Start(1, engine.make_sampler(GREEDY))]
@@ -726,7 +732,11 @@ def test_wrong_starts_change_nothing(engine: CountingEngine) -> None:
     shared = [Start(1, samplers["new"]), Start(3, samplers["new"])]
     with pytest.raises(EngineError, match="INVALID_ARGUMENT"):
         engine.step(StepPlan(starts=shared))
-    for plan in (StepPlan(let_go=[1]), StepPlan(take_up=[1]), StepPlan(frees=[0], let_go=[0])):
+    for plan in (
+        StepPlan(drafts_off=[1]),
+        StepPlan(drafts_on=[1]),
+        StepPlan(frees=[0], drafts_off=[0]),
+    ):
         with pytest.raises(EngineError, match="SEQ_IDLE"):
             engine.step(plan)
     assert stream.run(N_STREAM) == cold(engine, prompt, OPEN_ENDED)
@@ -734,7 +744,7 @@ def test_wrong_starts_change_nothing(engine: CountingEngine) -> None:
 
 
 def test_a_plan_that_is_wrong_at_its_end_is_not_begun(engine: CountingEngine) -> None:
-    """Its saves, parks, frees and starts are right; one of its entries is not."""
+    """Its saves, swap_outs, frees and starts are right; one of its entries is not."""
     prompt = ids(engine, SHARED)[:30]
     streams = [begin(engine, seq_id, prompt) for seq_id in (0, 1)]
     lost = begin(engine, 2, prompt[:20])
@@ -742,14 +752,14 @@ def test_a_plan_that_is_wrong_at_its_end_is_not_begun(engine: CountingEngine) ->
     n_cells = engine.n_cells_used
     right = StepPlan(
         saves=[0],
-        parks=[1],
+        swap_outs=[1],
         frees=[2],
         starts=[
             Start(2, engine.make_sampler(GREEDY), streams[0].n_past, snapshot=snapshot),
             Start(3, engine.make_sampler(GREEDY)),
         ],
-        let_go=[0],
-        take_up=[2],
+        drafts_off=[0],
+        drafts_on=[2],
     )
     last = streams[0].plan().entries[0]
     kept = PlanEntry(2, streams[0].n_past, streams[0].output[-1:], 0, True)
@@ -758,7 +768,7 @@ def test_a_plan_that_is_wrong_at_its_end_is_not_begun(engine: CountingEngine) ->
         "tokens that it had not": dataclasses.replace(last, tokens=[last.tokens[0] + 1]),
         "no token": PlanEntry(3, 0, [vocab], 0, True),
         "a start that keeps more": dataclasses.replace(kept, n_past=kept.n_past - 1),
-        "parked": streams[1].plan().entries[0],
+        "preempted": streams[1].plan().entries[0],
         "too many": PlanEntry(3, 0, [1] * (engine.limits.n_batch + 1), 0, True),
     }
     for name, entry in wrong.items():
@@ -769,7 +779,9 @@ def test_a_plan_that_is_wrong_at_its_end_is_not_begun(engine: CountingEngine) ->
     for stream in (*streams, lost):
         stream.run(len(stream.output) + 1)
     # The samplers of the refused plans are as good as new.
-    right = dataclasses.replace(right, parks=[], frees=[], saves=[], let_go=[], take_up=[])
+    right = dataclasses.replace(
+        right, swap_outs=[], frees=[], saves=[], drafts_off=[], drafts_on=[]
+    )
     result = engine.step(
         dataclasses.replace(right, entries=[kept, PlanEntry(3, 0, prompt, 0, True)])
     )
@@ -800,17 +812,17 @@ OWN, FOREIGN = 2**64 - 1, 17
 
 
 def test_nothing_of_another_s_sequence_is_gone_on_from(engine: CountingEngine) -> None:
-    """Neither in its slot nor by a copy, a snapshot or a parked sampler."""
+    """Neither in its slot nor by a copy, a snapshot or a preempted sampler."""
     prompt = ids(engine, SHARED)[:30]
     stream = Stream(engine, 0, prompt)
     stream.run(5, Start(0, engine.make_sampler(OPEN_ENDED), tag=OWN))
     known = [*prompt, *stream.output]
-    parked = Stream(engine, 1, prompt)
-    parked.run(5, Start(1, engine.make_sampler(OPEN_ENDED), tag=OWN))
-    assert (parked.output, parked.n_past) == (stream.output, stream.n_past)
-    result = engine.step(StepPlan(saves=[0, 1], parks=[1]))
+    preempted = Stream(engine, 1, prompt)
+    preempted.run(5, Start(1, engine.make_sampler(OPEN_ENDED), tag=OWN))
+    assert (preempted.output, preempted.n_past) == (stream.output, stream.n_past)
+    result = engine.step(StepPlan(saves=[0, 1], swap_outs=[1]))
     snapshot, sampler, n = result.snapshots[0], result.samplers[1], stream.n_past
-    whole = result.snapshots[1]  # of one that is parked, so with its sampler
+    whole = result.snapshots[1]  # of one that is preempted, so with its sampler
     new = engine.make_sampler(OPEN_ENDED)
     ways = {
         "in place": Start(0, new, n),
@@ -818,7 +830,7 @@ def test_nothing_of_another_s_sequence_is_gone_on_from(engine: CountingEngine) -
         "a snapshot": Start(2, new, n, snapshot=snapshot),
         "a snapshot's sampler": Start(2, None, n, snapshot=whole, is_resumed=True),
         "a snapshot without one": Start(2, None, n, snapshot=snapshot, is_resumed=True),
-        "a parked sampler": Start(2, sampler, is_resumed=True),
+        "a preempted sampler": Start(2, sampler, is_resumed=True),
     }
     for name, start in ways.items():
         for tag in (FOREIGN, 0):
@@ -835,7 +847,7 @@ def test_nothing_of_another_s_sequence_is_gone_on_from(engine: CountingEngine) -
     with pytest.raises(EngineError, match="BAD_PLAN"):
         engine.step(StepPlan(starts=[copy]))
     resumed = dataclasses.replace(ways["a snapshot's sampler"], tag=OWN)
-    back = dataclasses.replace(ways["a parked sampler"], seq_id=3, tag=OWN)
+    back = dataclasses.replace(ways["a preempted sampler"], seq_id=3, tag=OWN)
     result = engine.step(StepPlan(starts=[resumed, back]))
     assert not result.n_kept
     # What came out of a snapshot is still its owner's.
@@ -854,7 +866,7 @@ def cold_in(engine: CountingEngine, seq_id: int, prompt: list[int]) -> list[int]
 
 def test_resumed_sequences_are_computed_as_they_were(engine: CountingEngine) -> None:
     stream = begin(engine, 0, ids(engine, SHARED[:60]))
-    sampler = engine.step(StepPlan(parks=[0])).samplers[0]
+    sampler = engine.step(StepPlan(swap_outs=[0])).samplers[0]
     engine.step(StepPlan(starts=[Start(0, sampler, is_resumed=True)]))
     known = [*stream.prompt, *stream.output]
     n = len(known)

@@ -321,7 +321,7 @@ def test_a_snapshot_serves_any_engine_and_any_slot() -> None:
 def test_a_snapshot_with_its_own_sampler_goes_on_in_the_middle() -> None:
     engine = FakeEngine(LIMITS)
     first = run(engine, begin(engine, options=SAMPLED))
-    snapshot = engine.step(StepPlan(saves=[0], parks=[0])).snapshots[0]
+    snapshot = engine.step(StepPlan(saves=[0], swap_outs=[0])).snapshots[0]
     engine.close()
     other = FakeEngine(LIMITS)
     start = Start(1, None, first.n_past, snapshot=snapshot, is_resumed=True)
@@ -331,11 +331,11 @@ def test_a_snapshot_with_its_own_sampler_goes_on_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("pieces", [[16], [3, 1, 12], [9, 1], [10]])
-def test_a_parked_sequence_is_computed_again_and_goes_on(pieces: list[int]) -> None:
+def test_a_preempted_sequence_is_computed_again_and_goes_on(pieces: list[int]) -> None:
     engine = FakeEngine(LIMITS)
     tokens, entry = go_on(engine, run(engine, begin(engine, options=SAMPLED)), 5, n_draft=0)
     known = [*PROMPT, *tokens]
-    result = engine.step(StepPlan(parks=[0]))
+    result = engine.step(StepPlan(swap_outs=[0]))
     assert engine.n_cells_used == 0
     starts = [Start(1, result.samplers[0], is_resumed=True)]
     n_past = 0
@@ -349,13 +349,13 @@ def test_a_parked_sequence_is_computed_again_and_goes_on(pieces: list[int]) -> N
     assert [*tokens, *go_on(engine, entry, 7)[0]][:12] == cold(PROMPT)
 
 
-def test_a_prompt_may_be_parked_and_resumed_from_a_copy() -> None:
+def test_a_prompt_may_be_preempted_and_resumed_from_a_copy() -> None:
     engine = FakeEngine(LIMITS)
     finished(engine, 1)
     sampler = engine.make_sampler(SAMPLED)
     engine.step(StepPlan([PlanEntry(0, 0, OTHER_PROMPT[:3], 0, False)], [Start(0, sampler)]))
-    parked = engine.step(StepPlan(parks=[0])).samplers[0]
-    start = Start(0, parked, 5, source=1, is_resumed=True)
+    preempted = engine.step(StepPlan(swap_outs=[0])).samplers[0]
+    start = Start(0, preempted, 5, source=1, is_resumed=True)
     entry = run(engine, StepPlan([PlanEntry(0, 5, OTHER_PROMPT[5:], 0, True)], [start]))
     assert go_on(engine, entry, 12)[0][:12] == cold(OTHER_PROMPT)
 
@@ -427,8 +427,8 @@ WRONG_STARTS = {
     "no sampler and not resumed": (Start(0, None, 1, snapshot=b""), "BAD_PLAN"),
     "not a sampler": (Start(0, "foreign"), "INVALID_ARGUMENT"),
     "another's sampler": (Start(1, "owned"), "INVALID_ARGUMENT"),
-    "a parked sampler as new": (Start(1, "parked"), "BAD_PLAN"),
-    "all that is known": (Start(0, "parked", 6, is_resumed=True), "BAD_PLAN"),
+    "a preempted sampler as new": (Start(1, "preempted"), "BAD_PLAN"),
+    "all that is known": (Start(0, "preempted", 6, is_resumed=True), "BAD_PLAN"),
 }
 
 
@@ -436,12 +436,12 @@ WRONG_STARTS = {
 def test_wrong_starts_change_nothing(name: str) -> None:
     engine = FakeEngine(LIMITS)
     run(engine, begin(engine))
-    parked = engine.step(StepPlan(parks=[0])).samplers[0]
+    preempted = engine.step(StepPlan(swap_outs=[0])).samplers[0]
     finished(engine)
     owned = engine.make_sampler(GREEDY)
     engine.step(StepPlan(starts=[Start(1, owned)]))
     engine.step(StepPlan(frees=[1]))
-    samplers = {"new": engine.make_sampler(GREEDY), "parked": parked, "owned": owned}
+    samplers = {"new": engine.make_sampler(GREEDY), "preempted": preempted, "owned": owned}
     start, status = WRONG_STARTS[name]
     sampler = samplers.get(str(start.sampler), start.sampler)
     with pytest.raises(EngineError) as caught:
@@ -455,14 +455,14 @@ def test_wrong_starts_change_nothing(name: str) -> None:
     "plan",
     [
         StepPlan(saves=[1]),
-        StepPlan(parks=[1]),
-        StepPlan(saves=[0], parks=[0, 0]),
-        StepPlan(parks=[-1]),
+        StepPlan(swap_outs=[1]),
+        StepPlan(saves=[0], swap_outs=[0, 0]),
+        StepPlan(swap_outs=[-1]),
         StepPlan(saves=[2]),
         StepPlan(frees=[2]),
     ],
 )
-def test_idle_slots_are_neither_saved_nor_parked(plan: StepPlan) -> None:
+def test_idle_slots_are_neither_saved_nor_preempted(plan: StepPlan) -> None:
     engine = FakeEngine(LIMITS)
     finished(engine)
     with pytest.raises(EngineError, match=r"SEQ_IDLE|BAD_SEQ_ID"):
@@ -482,8 +482,8 @@ def test_idle_slots_are_neither_saved_nor_parked(plan: StepPlan) -> None:
 def test_resumed_sequences_compute_what_they_were(tokens: list[int], is_output: bool) -> None:
     engine = FakeEngine(LIMITS)
     run(engine, begin(engine))
-    parked = engine.step(StepPlan(parks=[0])).samplers[0]
-    plan = StepPlan([PlanEntry(0, 0, tokens, 0, is_output)], [Start(0, parked, is_resumed=True)])
+    preempted = engine.step(StepPlan(swap_outs=[0])).samplers[0]
+    plan = StepPlan([PlanEntry(0, 0, tokens, 0, is_output)], [Start(0, preempted, is_resumed=True)])
     if tokens == PROMPT and not is_output:
         assert run(engine, plan).n_past == len(PROMPT)
         return
@@ -491,12 +491,12 @@ def test_resumed_sequences_compute_what_they_were(tokens: list[int], is_output: 
         engine.step(plan)
 
 
-def test_one_plan_saves_parks_and_starts_a_slot() -> None:
+def test_one_plan_saves_preempts_and_starts_a_slot() -> None:
     engine = FakeEngine(LIMITS)
     first = run(engine, begin(engine, options=SAMPLED))
     start = Start(0, engine.make_sampler(GREEDY))
     entry = PlanEntry(0, 0, OTHER_PROMPT, 0, True)
-    result = engine.step(StepPlan([entry], [start], saves=[0], parks=[0]))
+    result = engine.step(StepPlan([entry], [start], saves=[0], swap_outs=[0]))
     assert go_on(engine, result.entries[0], 12)[0][:12] == cold(OTHER_PROMPT, GREEDY)
     back = Start(1, result.samplers[0], first.n_past, snapshot=result.snapshots[0], is_resumed=True)
     plan = StepPlan([PlanEntry(1, first.n_past, first.tokens[-1:], 2, True)], [back])

@@ -142,7 +142,7 @@ def test_a_preempted_sequence_loses_no_token(engine: LlamaEngine, name: str, way
     expected = alone(engine, prompt, options)
     stream = begin(engine, 0, prompt, options, N_BEFORE)
     is_saved = way != "recompute"
-    result = engine.step(StepPlan(parks=[0], saves=[0] if is_saved else []))
+    result = engine.step(StepPlan(swap_outs=[0], saves=[0] if is_saved else []))
     begin(engine, 0, a_prompt(1), OPTIONS["sampled"], 8)  # another in its slot meanwhile
     sampler = None if way == "own sampler" else result.samplers[0]
     stream.seq_id = 1
@@ -165,13 +165,13 @@ def test_a_sequence_is_preempted_again_and_again(engine: LlamaEngine, name: str)
     expected = alone(engine, prompt, options)
     stream = begin(engine, 0, prompt, options, 4)
     for n in (8, 14, 20):
-        sampler = engine.step(StepPlan(parks=[0])).samplers[0]
-        # Parked once more before it is computed whole.
+        sampler = engine.step(StepPlan(swap_outs=[0])).samplers[0]
+        # Preempted once more before it is computed whole.
         plan = StepPlan(
             [PlanEntry(0, 0, prompt[:30], 0, False)], [Start(0, sampler, 0, None, None, True)]
         )
         engine.step(plan)
-        sampler = engine.step(StepPlan(parks=[0])).samplers[0]
+        sampler = engine.step(StepPlan(swap_outs=[0])).samplers[0]
         plan = StepPlan(
             [PlanEntry(0, 0, [*prompt, *stream.output][: stream.n_past], 0, False)],
             [Start(0, sampler, 0, None, None, True)],
@@ -270,7 +270,7 @@ def test_snapshots_and_samplers_of_another_model_keep_nothing() -> None:
     other = LlamaEngine.load(make_config("hybrid", "mtp"))
     prompt = a_prompt()
     stream = begin(one, 0, prompt, OPTIONS["greedy"], 3)
-    result = one.step(StepPlan(saves=[0], parks=[0]))
+    result = one.step(StepPlan(saves=[0], swap_outs=[0]))
     with pytest.raises(EngineError, match="INVALID_ARGUMENT"):
         other.step(StepPlan(starts=[Start(0, result.samplers[0], is_resumed=True)]))
     sampler = other.make_sampler(OPTIONS["greedy"])

@@ -2,11 +2,12 @@
 //
 // The input chooses an engine and a row of calls. A shadow of the engine makes valid plans, and
 // most of them are then damaged in one place. Between the steps sequences are forked, saved and
-// loaded, parked, let go from their drafter and taken up, and started again with what is kept of
-// them, alone or in the plan of a step; drafts are given, steps run in a row. Whatever comes: no
-// crash, a refused call changes nothing, nothing is gone on from under another tag, what a step
-// reports agrees with what the engine says afterwards, and each token that a step chose has the
-// probability that the target alone gives it after the tokens before it; a greedy one is the best.
+// loaded, preempted, turned off from their drafter and turned on, and started again with what is
+// kept of them, alone or in the plan of a step; drafts are given, steps run in a row. Whatever
+// comes: no crash, a refused call changes nothing, nothing is gone on from under another tag, what
+// a step reports agrees with what the engine says afterwards, and each token that a step chose has
+// the probability that the target alone gives it after the tokens before it; a greedy one is the
+// best.
 #include "harness.h"
 
 #include <algorithm>
@@ -20,7 +21,7 @@ namespace {
 
 constexpr int32_t N_SEQ = 4;
 constexpr int32_t N_CALLS_MAX = 48;
-constexpr size_t N_HELD_MAX = 3;     // parked samplers, and snapshots
+constexpr size_t N_HELD_MAX = 3;     // preempted samplers, and snapshots
 constexpr int32_t N_REFERENCE = 128; // > n_ctx_seq of every engine
 constexpr float TIE_LOGITS = 0.05f;  // of two kernels over the same numbers
 
@@ -175,7 +176,7 @@ struct shadow {
     bool is_begun = false;
     bool has_emitted = false;
     bool is_greedy = false;
-    bool is_awaited = false; // taken up, and nothing but steps has touched it since
+    bool is_awaited = false; // turned on, and nothing but steps has touched it since
     int32_t last = 0;
     uint64_t tag = 0;
     std::vector<int32_t> known;      // resumed: what must be computed again, up to the last token
@@ -191,7 +192,7 @@ struct shadow {
     }
 };
 
-struct parked_sampler {
+struct preempted_sampler {
     spec_sampler * sampler = nullptr;
     shadow s;
 };
@@ -222,7 +223,7 @@ public:
     driver & operator=(const driver &) = delete;
 
     ~driver() {
-        for (const parked_sampler & p : parked_) {
+        for (const preempted_sampler & p : preempted_) {
             spec_sampler_free(p.sampler);
         }
     }
@@ -314,7 +315,7 @@ private:
             break;
         case 23:
         case 24:
-            park();
+            preempt();
             break;
         case 25:
             save();
@@ -382,12 +383,12 @@ private:
         REQUIRE(spec_engine_seq_accept(f_.engine, id, 0) == SPEC_ERR_BAD_SEQ_ID);
         spec_plan plan = {};
         spec_result result = {};
-        plan.parks = plan.frees = &id;
-        plan.n_parks = in_.below(2);
-        plan.n_frees = 1 - plan.n_parks;
+        plan.swap_outs = plan.frees = &id;
+        plan.n_swap_outs = in_.below(2);
+        plan.n_frees = 1 - plan.n_swap_outs;
         REQUIRE(spec_engine_step(f_.engine, &plan, &result) == SPEC_ERR_BAD_SEQ_ID || is_by_hand_);
-        REQUIRE(spec_engine_seq_let_go(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
-        REQUIRE(spec_engine_seq_take_up(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
+        REQUIRE(spec_engine_seq_drafts_off(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
+        REQUIRE(spec_engine_seq_drafts_on(f_.engine, id) == SPEC_ERR_BAD_SEQ_ID);
         size_t n = 0;
         REQUIRE(spec_engine_seq_save(f_.engine, id, nullptr, 0, &n) == SPEC_ERR_BAD_SEQ_ID);
         REQUIRE(spec_engine_seq_load(f_.engine, id, "", 0) == SPEC_ERR_BAD_SEQ_ID);
@@ -453,14 +454,14 @@ private:
         }
     }
 
-    void park() {
+    void preempt() {
         const int32_t id = in_.below(N_SEQ);
         const state before = look();
         const shadow s = seqs_[id].is_begun ? history_of(id) : shadow{};
         spec_plan plan = {};
         spec_result result = {};
-        plan.parks = &id;
-        plan.n_parks = 1;
+        plan.swap_outs = &id;
+        plan.n_swap_outs = 1;
         const int32_t rc = spec_engine_step(f_.engine, &plan, &result);
         if (rc != SPEC_OK) {
             REQUIRE((rc == SPEC_ERR_SEQ_IDLE && !s.is_begun) ||
@@ -480,10 +481,10 @@ private:
             REQUIRE(has_chosen == s.has_emitted);
         }
         seqs_[id] = {};
-        if (parked_.size() == N_HELD_MAX) {
-            spec_sampler_free(parked_.front().sampler);
+        if (preempted_.size() == N_HELD_MAX) {
+            spec_sampler_free(preempted_.front().sampler);
         }
-        hold(parked_, {sampler, s});
+        hold(preempted_, {sampler, s});
     }
 
     void save() {
@@ -525,7 +526,7 @@ private:
         plan.n_saves = 1;
         plan.room = give_room;
         plan.room_user = &saved.bytes;
-        saved.is_bare = true; // it is not parked too
+        saved.is_bare = true; // it is not preempted too
         const int32_t rc = spec_engine_step(f_.engine, &plan, &result);
         REQUIRE(rc == SPEC_OK || (rc == SPEC_ERR_BAD_PLAN && is_by_hand_));
         REQUIRE(rc != SPEC_OK || result.n_saved[0] == saved.bytes.size());
@@ -598,7 +599,7 @@ private:
     // Lets a sequence go from its drafter, or takes it up.
     void turn(int32_t id) {
         const bool is_up = in_.below(2) == 0;
-        const auto call = is_up ? spec_engine_seq_take_up : spec_engine_seq_let_go;
+        const auto call = is_up ? spec_engine_seq_drafts_on : spec_engine_seq_drafts_off;
         shadow & s = seqs_[id];
         const state before = look();
         const bool was_cold = is_cold(id);
@@ -616,11 +617,11 @@ private:
         s.is_awaited = is_up && is_cold(id) && limits_.draft_type != SPEC_DRAFT_NONE;
     }
 
-    // While it is so, every decode finds all sequences let go: after some of them the target gives
-    // no rows for the drafter.
+    // While it is so, every decode finds all sequences turned off: after some of them the target
+    // gives no rows for the drafter.
     void unfeed() {
         for (int32_t id = 0; id < N_SEQ && is_unfed_; ++id) {
-            REQUIRE(spec_engine_seq_let_go(f_.engine, id) ==
+            REQUIRE(spec_engine_seq_drafts_off(f_.engine, id) ==
                     (seqs_[id].is_begun ? SPEC_OK : SPEC_ERR_SEQ_IDLE));
             seqs_[id].is_awaited = false;
         }
@@ -739,7 +740,7 @@ private:
         if (is_own && n == from.n_past) {
             return now; // as it was saved
         }
-        // Which tokens a snapshot's sampler knew is not known here, and a parked one may meet
+        // Which tokens a snapshot's sampler knew is not known here, and a preempted one may meet
         // other tokens than it knows.
         now.is_exact = now.is_exact && !is_own && n == 0;
         now.is_begun = true;
@@ -754,11 +755,11 @@ private:
         const saved_sequence from = a_snapshot();
         const int32_t id = in_.below(N_SEQ);
         spec_start start = make_start(id, from);
-        const int32_t kind = in_.below(3); // a new sampler, a parked one, the snapshot's
-        parked_sampler p;
-        if (kind == 1 && !parked_.empty()) {
-            p = parked_.back();
-            parked_.pop_back();
+        const int32_t kind = in_.below(3); // a new sampler, a preempted one, the snapshot's
+        preempted_sampler p;
+        if (kind == 1 && !preempted_.empty()) {
+            p = preempted_.back();
+            preempted_.pop_back();
             start.is_resumed = true;
         } else if (kind == 2 && start.snapshot != nullptr) {
             start.is_resumed = true;
@@ -868,7 +869,7 @@ private:
             give(in_.below(N_SEQ), 1 + in_.below(limits_.n_draft_max + 1));
             return;
         }
-        spec_given_draft & d =
+        spec_external_draft & d =
             drafts_[static_cast<size_t>(in_.below(static_cast<int32_t>(drafts_.size())))];
         switch (in_.below(6)) {
         case 0:
@@ -937,7 +938,7 @@ private:
     // Frees sequences that the plan has no entry for, and turns drafters, of which some may have
     // one.
     void add_moves(spec_plan & plan, bool is_valid) {
-        for (std::vector<int32_t> * list : {&frees_, &let_go_, &take_up_}) {
+        for (std::vector<int32_t> * list : {&frees_, &drafts_off_, &drafts_on_}) {
             list->clear();
         }
         for (int32_t id = 0; id < N_SEQ && in_.below(2) == 0; ++id) {
@@ -947,18 +948,18 @@ private:
             if (in_.below(4) == 0 && !has_entry) {
                 frees_.push_back(id);
             } else if (in_.below(4) == 0 && seqs_[id].is_begun && !is_unfed_) {
-                (in_.below(2) == 0 ? let_go_ : take_up_).push_back(id);
+                (in_.below(2) == 0 ? drafts_off_ : drafts_on_).push_back(id);
             }
         }
         if (!is_valid && in_.below(4) == 0) {
-            let_go_.push_back(in_.below(2) == 0 ? in_.wild() : in_.below(N_SEQ));
+            drafts_off_.push_back(in_.below(2) == 0 ? in_.wild() : in_.below(N_SEQ));
         }
         plan.frees = frees_.data();
         plan.n_frees = static_cast<int32_t>(frees_.size());
-        plan.let_go = let_go_.data();
-        plan.n_let_go = static_cast<int32_t>(let_go_.size());
-        plan.take_up = take_up_.data();
-        plan.n_take_up = static_cast<int32_t>(take_up_.size());
+        plan.drafts_off = drafts_off_.data();
+        plan.n_drafts_off = static_cast<int32_t>(drafts_off_.size());
+        plan.drafts_on = drafts_on_.data();
+        plan.n_drafts_on = static_cast<int32_t>(drafts_on_.size());
         if (!is_valid && in_.below(8) == 0) { // so many that none is read
             plan.n_frees = in_.below(2) == 0 ? -1 : N_SEQ + 1 + in_.below(100);
         }
@@ -970,11 +971,11 @@ private:
             seqs_[id] = {};
             REQUIRE(spec_engine_seq_n_past(f_.engine, id) == 0);
         }
-        for (const int32_t id : let_go_) {
+        for (const int32_t id : drafts_off_) {
             is_cold_[id] = true;
             seqs_[id].is_awaited = false;
         }
-        for (const int32_t id : take_up_) {
+        for (const int32_t id : drafts_on_) {
             is_cold_[id] = is_cold_[id] && !is_ngram();
             seqs_[id].is_awaited = is_cold_[id] && limits_.draft_type != SPEC_DRAFT_NONE;
         }
@@ -1069,8 +1070,8 @@ private:
             s = {};
             return;
         }
-        const bool is_given = (r.flags & SPEC_RESULT_GIVEN) != 0;
-        REQUIRE(!is_cold_[e.seq_id] || r.n_drafted == 0 || is_given);
+        const bool is_external = (r.flags & SPEC_RESULT_EXTERNAL) != 0;
+        REQUIRE(!is_cold_[e.seq_id] || r.n_drafted == 0 || is_external);
         REQUIRE(((r.flags & SPEC_RESULT_DRAFT_COLD) != 0) == is_cold(e.seq_id));
         REQUIRE(!s.is_awaited || has_fault_ || !is_cold(e.seq_id));
         s.is_awaited = s.is_awaited && is_cold(e.seq_id);
@@ -1093,13 +1094,13 @@ private:
             s.emissions.push_back(
                 {e.n_past + e.n_tokens + k - r.token_offset, s.last, result.logprobs[k]});
         }
-        if (is_given) {
-            check_given(r, result);
+        if (is_external) {
+            check_external(r, result);
         }
     }
 
-    // What was accepted of a given draft is what was given.
-    void check_given(const spec_result_entry & r, const spec_result & result) {
+    // What was accepted of an external draft is what was given.
+    void check_external(const spec_result_entry & r, const spec_result & result) {
         const auto d = std::find_if(drafts_.begin(), drafts_.end(),
                                     [&](const auto & one) { return one.seq_id == r.seq_id; });
         REQUIRE(d != drafts_.end() && r.n_drafted > 0 && r.n_drafted <= d->n_tokens);
@@ -1242,7 +1243,7 @@ private:
     choices & in_;
     spec_engine_limits limits_ = {};
     shadow seqs_[N_SEQ];
-    std::vector<parked_sampler> parked_;
+    std::vector<preempted_sampler> preempted_;
     std::vector<saved_sequence> saved_;
     bool is_cold_[N_SEQ] = {};
     bool has_fault_ = false;
@@ -1250,11 +1251,11 @@ private:
     bool is_unfed_ = false;
     bool is_by_hand_ = false; // sequences moved without a step: a valid plan may be refused
     std::vector<spec_plan_entry> entries_;
-    std::vector<spec_given_draft> drafts_;
+    std::vector<spec_external_draft> drafts_;
     std::vector<int32_t> tokens_;
     std::vector<int32_t> frees_;
-    std::vector<int32_t> let_go_;
-    std::vector<int32_t> take_up_;
+    std::vector<int32_t> drafts_off_;
+    std::vector<int32_t> drafts_on_;
 };
 
 } // namespace

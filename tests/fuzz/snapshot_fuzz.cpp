@@ -170,11 +170,11 @@ fixture & fixture_of(int32_t i) {
             REQUIRE(step(f, 0, 2));
         }
         if (kind >= N_SAMPLERS && kind != BARE) {
-            REQUIRE(spec_engine_seq_let_go(f.engine, 0) == SPEC_OK);
+            REQUIRE(spec_engine_seq_drafts_off(f.engine, 0) == SPEC_OK);
             REQUIRE(step(f, 0, 2));
         }
         if (kind > N_SAMPLERS && kind != BARE) {
-            REQUIRE(spec_engine_seq_take_up(f.engine, 0) == SPEC_OK);
+            REQUIRE(spec_engine_seq_drafts_on(f.engine, 0) == SPEC_OK);
         }
         size_t n = 0;
         bytes & snapshot = f.snapshots[kind];

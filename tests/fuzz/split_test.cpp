@@ -1,7 +1,8 @@
 // split_test.cpp: every pre-tokeniser splits a text as it did before patch 0010; where memory runs
 // out it says that and nothing else.
 //
-// split_test SEED N FILE…: the files, and N random texts of one to sixty places, with every list of expressions.
+// split_test SEED N FILE…: the files, and N random texts of one to sixty places, with every list of
+// expressions.
 #include "src/unicode.h" // common/ has another
 
 #include "splitters.h"
@@ -23,14 +24,19 @@ void * operator new(size_t size) {
     void * memory = n_left > 0 && --n_left == 0 ? nullptr : std::malloc(size > 0 ? size : 1);
     return memory != nullptr ? memory : throw std::bad_alloc();
 }
-void operator delete(void * memory) noexcept { std::free(memory); }
-void operator delete(void * memory, size_t) noexcept { std::free(memory); }
+void operator delete(void * memory) noexcept {
+    std::free(memory);
+}
+void operator delete(void * memory, size_t) noexcept {
+    std::free(memory);
+}
 
 namespace {
 
 constexpr size_t PIECE = 3000; // bytes: std::regex recurses
 
-// What the expressions tell apart: classes, scripts, borders of their ranges, and code points on neither side.
+// What the expressions tell apart: classes, scripts, borders of their ranges, and code points on
+// neither side.
 const std::vector<uint32_t> & marked_code_points() {
     static const std::vector<uint32_t> found = [] {
         std::vector<uint32_t> result;
@@ -46,10 +52,11 @@ const std::vector<uint32_t> & marked_code_points() {
                 }
             }
         }
-        for (const uint32_t c : {0x85,   0xA0,   0xB2,   0xBD,    0x1C5,   0x2B0,   0x300,    0x301,
-                                 0x5D0,  0x600,  0x627,  0x661,   0x915,   0x93F,   0x94D,    0xE31,
-                                 0x200B, 0x200C, 0x200D, 0x2028,  0x2167,  0x2460,  0x3000,   0x3400,
-                                 0xFE0F, 0xFEFF, 0xFF10, 0x1F1E6, 0x1F468, 0x20000, 0x10FFFF, 0xE000}) {
+        for (const uint32_t c :
+             {0x85,   0xA0,   0xB2,   0xBD,    0x1C5,   0x2B0,   0x300,    0x301,
+              0x5D0,  0x600,  0x627,  0x661,   0x915,   0x93F,   0x94D,    0xE31,
+              0x200B, 0x200C, 0x200D, 0x2028,  0x2167,  0x2460,  0x3000,   0x3400,
+              0xFE0F, 0xFEFF, 0xFF10, 0x1F1E6, 0x1F468, 0x20000, 0x10FFFF, 0xE000}) {
             for (int i = 0; i < 8; ++i) { // as often as the borders
                 result.push_back(c);
             }
@@ -78,7 +85,8 @@ public:
         std::string text;
         for (size_t n = below(60); n > 0; --n) {
             const uint32_t c = is_wide ? any() : alphabet[below(alphabet.size())];
-            const size_t n_run = has_runs && below(20) == 0 ? 1 + below(700) : 1 + below(4) / 3 * below(9);
+            const size_t n_run =
+                has_runs && below(20) == 0 ? 1 + below(700) : 1 + below(4) / 3 * below(9);
             for (size_t i = 0; i < n_run; ++i) {
                 text += unicode_cpt_to_utf8(c);
             }

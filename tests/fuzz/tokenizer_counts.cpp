@@ -1,9 +1,11 @@
-// tokenizer_counts.cpp: what it costs to tokenise a text, counted, not timed: the basic blocks that the tokenisers
-// execute (llama-vocab.cpp and unicode.cpp are compiled with -fsanitize-coverage=trace-pc), and one for each 16 bytes
-// that the C library moves, compares, searches or hashes for them (linked with --wrap). The same on every run.
+// tokenizer_counts.cpp: what it costs to tokenise a text, counted, not timed: the basic blocks that
+// the tokenisers execute (llama-vocab.cpp and unicode.cpp are compiled with
+// -fsanitize-coverage=trace-pc), and one for each 16 bytes that the C library moves, compares,
+// searches or hashes for them (linked with --wrap). The same on every run.
 //
-// tokenizer_counts VOCABULARY MODEL PRE KIND BYTES…: a line for each kind of text: kind, then for each size tokens and
-// count. MODEL and PRE replace tokenizer.ggml.model and tokenizer.ggml.pre, unless they are empty. No KIND means all.
+// tokenizer_counts VOCABULARY MODEL PRE KIND BYTES…: a line for each kind of text: kind, then for
+// each size tokens and count. MODEL and PRE replace tokenizer.ggml.model and tokenizer.ggml.pre,
+// unless they are empty. No KIND means all.
 #include "llama.h"
 
 #include <algorithm>
@@ -56,7 +58,9 @@ int __wrap_memcmp(const void * a, const void * b, size_t n) {
 
 void * __wrap_memchr(const void * s, int c, size_t n) {
     void * found = __real_memchr(s, c, n);
-    add_bytes(found == nullptr ? n : static_cast<size_t>(static_cast<char *>(found) - static_cast<const char *>(s)));
+    add_bytes(found == nullptr
+                  ? n
+                  : static_cast<size_t>(static_cast<char *>(found) - static_cast<const char *>(s)));
     return found;
 }
 
@@ -120,9 +124,13 @@ std::vector<std::pair<const char *, maker>> kinds(const llama_vocab * vocab) {
         {"newlines-spaces-x", newline_and_spaces},
         {"spaces-of-511", repeat(std::string(511, ' ') + "x")},
         {"letters-spaces", repeat("a ")},
-        {"mixed", repeat("The quick brown fox doesn't; 12345 \xD0\x9F\xD1\x80\xD0\xB8\xD0\xB2\xD0\xB5\xD1\x82, \xE4\xBD\xA0\xE5\xA5\xBD"
-                         " \xE0\xA4\xA8\xE0\xA4\xAE\xE0\xA4\xB8\xE0\xA5\x8D\xE0\xA4\xA4\xE0\xA5\x87 \xD9\x85\xD8\xB1\xD8\xAD"
-                         "\xD8\xA8\xD8\xA7 \xED\x95\x9C\xEA\xB8\x80\r\n\tif (x == 0x1F) { return; } // \xC3\xA9t\xC3\xA9 ")},
+        {"mixed",
+         repeat("The quick brown fox doesn't; 12345 "
+                "\xD0\x9F\xD1\x80\xD0\xB8\xD0\xB2\xD0\xB5\xD1\x82, \xE4\xBD\xA0\xE5\xA5\xBD"
+                " \xE0\xA4\xA8\xE0\xA4\xAE\xE0\xA4\xB8\xE0\xA5\x8D\xE0\xA4\xA4\xE0\xA5\x87 "
+                "\xD9\x85\xD8\xB1\xD8\xAD"
+                "\xD8\xA8\xD8\xA7 \xED\x95\x9C\xEA\xB8\x80\r\n\tif (x == 0x1F) { return; } // "
+                "\xC3\xA9t\xC3\xA9 ")},
         {"special", repeat(special_tokens(vocab))},
     };
 }
@@ -130,7 +138,8 @@ std::vector<std::pair<const char *, maker>> kinds(const llama_vocab * vocab) {
 llama_model * load(const char * path, const char * tokenizer, const char * pre) {
     llama_model_kv_override overrides[3] = {}; // the last ends the list
     int n = 0;
-    for (const auto & [key, value] : {std::pair("tokenizer.ggml.model", tokenizer), std::pair("tokenizer.ggml.pre", pre)}) {
+    for (const auto & [key, value] :
+         {std::pair("tokenizer.ggml.model", tokenizer), std::pair("tokenizer.ggml.pre", pre)}) {
         if (*value != 0) {
             overrides[n].tag = LLAMA_KV_OVERRIDE_TYPE_STR;
             std::snprintf(overrides[n].key, sizeof overrides[n].key, "%s", key);
@@ -147,8 +156,9 @@ llama_model * load(const char * path, const char * tokenizer, const char * pre) 
 void tokenize(const llama_vocab * vocab, const std::string & text) {
     std::vector<llama_token> tokens(2 * text.size() + 8); // a byte may become two unknown symbols
     const uint64_t before = count;
-    const int32_t n = llama_tokenize(vocab, text.data(), static_cast<int32_t>(text.size()), tokens.data(),
-                                     static_cast<int32_t>(tokens.size()), true, true);
+    const int32_t n =
+        llama_tokenize(vocab, text.data(), static_cast<int32_t>(text.size()), tokens.data(),
+                       static_cast<int32_t>(tokens.size()), true, true);
     std::printf(" %d %llu", n, static_cast<unsigned long long>(count - before));
 }
 

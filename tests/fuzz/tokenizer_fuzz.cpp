@@ -1,5 +1,6 @@
-// tokenizer_fuzz.cpp: any bytes as a text. Every pre-tokeniser splits it into what it was split into before patch 0010,
-// and nothing of it is lost; the tokenisers of llama.cpp's own vocabularies take it.
+// tokenizer_fuzz.cpp: any bytes as a text. Every pre-tokeniser splits it into what it was split
+// into before patch 0010, and nothing of it is lost; the tokenisers of llama.cpp's own vocabularies
+// take it.
 #include "harness.h"
 #include "splitters.h"
 #include "src/unicode.h"
@@ -8,8 +9,9 @@
 
 namespace {
 
-// SPM, WPM, byte-level BPE with many merges and with few, SPM that strips spaces around special tokens.
-// Never freed: a vector that the end of the process destroys would have its models reported as leaks.
+// SPM, WPM, byte-level BPE with many merges and with few, SPM that strips spaces around special
+// tokens. Never freed: a vector that the end of the process destroys would have its models reported
+// as leaks.
 const std::vector<const spec_model *> & vocabularies() {
     static const std::vector<const spec_model *> & loaded = *[] {
         auto * models = new std::vector<const spec_model *>;

@@ -18,7 +18,7 @@ from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.rpc.calls import Call
 from drafthouse_server.rpc.server import Server
-from drafthouse_server.rpc.services import GenerationService, Served
+from drafthouse_server.rpc.services import GenerationService, ServiceContext
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.text_workers import TextWorkers
@@ -321,7 +321,7 @@ async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     loop.start()
     texts = TextWorkers(engine.make_text_worker)
     await texts.open()
-    served = Served(
+    shared = ServiceContext(
         loop,
         texts,
         n_draft_default=3,
@@ -331,7 +331,7 @@ async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     request = generation_pb2.GenerateRequest(
         prompt=generation_pb2.Prompt(text="x"), max_output_tokens=200
     )
-    handler = asyncio.create_task(GenerationService(served).Generate(request, context))
+    handler = asyncio.create_task(GenerationService(shared).Generate(request, context))
     await eventually(lambda: loop.statistics().n_requests.get("length") == 1)
     assert loop.statistics().n_running == 0
     assert len(context.messages) == 1

@@ -1,9 +1,9 @@
-"""What sequences are likely to need, and what is kept of those that were parked."""
+"""What sequences are likely to need, and what is kept of those that were preempted."""
 
 from __future__ import annotations
 
 from drafthouse_server.scheduling.cells import CellLedger
-from drafthouse_server.scheduling.preemption import ParkingLot
+from drafthouse_server.scheduling.preemption import SwapSpace
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits
 
@@ -60,15 +60,15 @@ def test_what_the_engine_lacks_is_not_counted_on_until_somebody_ends() -> None:
     assert ledger.n_cells == 1000
 
 
-def parked(n_computed: int) -> Sequence:
+def preempted(n_computed: int) -> Sequence:
     sequence = make(5)
     sequence.n_computed = n_computed
     return sequence
 
 
 def test_snapshots_are_bounded_and_what_does_not_fit_is_computed_again() -> None:
-    lot = ParkingLot(1000)
-    one, other = parked(50), parked(40)
+    lot = SwapSpace(1000)
+    one, other = preempted(50), preempted(40)
     lot.put(one, b"x" * 800)
     lot.put(other, b"x" * 300)
     assert (one.n_computed, other.n_computed) == (50, 0)
@@ -82,11 +82,11 @@ def test_snapshots_are_bounded_and_what_does_not_fit_is_computed_again() -> None
 
 
 def test_the_cheaper_way_is_taken() -> None:
-    lot = ParkingLot(1 << 30)
+    lot = SwapSpace(1 << 30)
     assert lot.is_worth_saving(100, 0.1)
     assert not lot.is_worth_saving(100, 0.0001)
     assert not lot.is_worth_saving(0, 0.1)
-    lot.put(parked(10), b"x" * 1_000_000)  # a recurrent state: dear per token
+    lot.put(preempted(10), b"x" * 1_000_000)  # a recurrent state: dear per token
     assert not lot.is_worth_saving(100, 0.01)
     assert lot.is_worth_saving(100, 0.03)
-    assert not ParkingLot(0).is_worth_saving(100, None)
+    assert not SwapSpace(0).is_worth_saving(100, None)

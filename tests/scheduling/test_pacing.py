@@ -11,7 +11,7 @@ from tests.scheduling.test_scheduler import LIMITS, Bench
 
 from drafthouse_server.drafting.cost import StepCost
 from drafthouse_server.drafting.ngram import NgramDrafter
-from drafthouse_server.scheduling.pacing import N_STEPS_MAX, RUN_S, RunPacer
+from drafthouse_server.scheduling.pacing import N_STEPS_MAX, RUN_S, RunLength
 from drafthouse_server.scheduling.sequence import ErrorEvent, FinishEvent, Sequence, TokensEvent
 from drafthouse_server.step import EngineLimits, SequenceStatus, StepPlan
 
@@ -33,20 +33,20 @@ class Member:
 def test_a_run_is_bounded_by_whoever_ends_first_and_by_its_time(
     left: list[int], step_s: float, n_free: int, gap_s: float
 ) -> None:
-    n = RunPacer(gap_s).n_steps([Member(n) for n in left], step_s, n_free)
+    n = RunLength(gap_s).n_steps([Member(n) for n in left], step_s, n_free)
     assert 1 <= n <= min(*left, n_free, N_STEPS_MAX)
     assert n == 1 or n * step_s <= min(RUN_S, gap_s or RUN_S)
 
 
 def test_steps_of_ordinary_models_are_never_run_in_a_row() -> None:
-    assert RunPacer().n_steps([Member()], 0.02, 100) == 1
-    assert RunPacer().n_steps([Member()], RUN_S / 4, 100) == 4
-    assert RunPacer().n_steps([Member()], 0.0, 100) == 1, "nothing is known yet"
+    assert RunLength().n_steps([Member()], 0.02, 100) == 1
+    assert RunLength().n_steps([Member()], RUN_S / 4, 100) == 4
+    assert RunLength().n_steps([Member()], 0.0, 100) == 1, "nothing is known yet"
 
 
 def test_stop_tokens_are_the_hosts_business() -> None:
     members = [Member(), Member(stop_token_ids=frozenset({7}))]
-    assert RunPacer().n_steps(members, STEP_S, 100) == 1
+    assert RunLength().n_steps(members, STEP_S, 100) == 1
 
 
 def bench(limits: EngineLimits = LIMITS, n_draft: int = 0, **scheduler: object) -> Bench:

@@ -1,4 +1,4 @@
-"""Streams that are parked and resumed on the demo models: the same tokens as alone."""
+"""Streams that are preempted and resumed on the demo models: the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ N_AFTER = 8
 """Tokens after its return in which a sampled stream is compared with its reference.
 
 A pool of cells rounds as the neighbours' cells lie, and computing again rounds as wide batches do,
-so now and then a draw falls to the other side of a border, parked or not. A sampler in a wrong
+so now and then a draw falls to the other side of a border, preempted or not. A sampler in a wrong
 state chooses something else at once, in every stream. Where nothing rounds otherwise, every token
 must be the same: the tests further down.
 """
@@ -72,11 +72,11 @@ def options(seed: int | None) -> SamplingOptions:
 
 
 def step(engine: LlamaEngine, scheduler: Scheduler) -> list[TokenSequence]:
-    """Runs one step and returns the sequences that it parked. Nothing depends on time."""
+    """Runs one step and returns the sequences that it preempted. Nothing depends on time."""
     before = {s.seq_id: s for s in scheduler.sequences() if s.state is SequenceState.RUNNING}
     plan = scheduler.plan(0.0)
     scheduler.commit(engine.step(plan), 0.0)
-    return [before[seq_id] for seq_id in plan.parks]
+    return [before[seq_id] for seq_id in plan.swap_outs]
 
 
 def submit(
@@ -114,33 +114,35 @@ class Crowd:
     """All prompts at once, and what became of them."""
 
     def __init__(self, engine: LlamaEngine, is_sampled: bool, n_bytes_max: int) -> None:
-        scheduler = Scheduler(engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max)
+        scheduler = Scheduler(engine.limits, FixedDraft(3), n_preempted_bytes_max=n_bytes_max)
         self.sequences = [
             submit(engine, scheduler, prompt, i, is_sampled=is_sampled)
             for i, prompt in enumerate(prompts(LENGTHS))
         ]
-        self.parks: list[tuple[TokenSequence, int]] = []
-        """Who was parked, and after how many output tokens."""
+        self.swap_outs: list[tuple[TokenSequence, int]] = []
+        """Who was preempted, and after how many output tokens."""
         for _ in range(3000):
             if scheduler.is_idle:
                 break
-            self.parks += [(sequence, sequence.n_output) for sequence in step(engine, scheduler)]
+            self.swap_outs += [
+                (sequence, sequence.n_output) for sequence in step(engine, scheduler)
+            ]
         self.counts = scheduler.counts
 
     def check(self, engine: LlamaEngine) -> None:
         """Everybody has come to a good end, and nothing is left."""
         assert all(isinstance(s.terminal, FinishEvent) for s in self.sequences)
-        assert len(self.parks) == self.counts.n_preempted == self.counts.n_resumed > 0
-        assert (self.counts.n_parked, self.counts.n_parked_bytes) == (0, 0)
+        assert len(self.swap_outs) == self.counts.n_preempted == self.counts.n_resumed > 0
+        assert (self.counts.n_swapped, self.counts.n_preempted_bytes) == (0, 0)
         assert engine.n_cells_used == 0
 
 
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
-def test_parked_streams_get_the_tokens_that_they_get_alone(
+def test_preempted_streams_get_the_tokens_that_they_get_alone(
     engine: LlamaEngine, referee: Referee, *, is_sampled: bool
 ) -> None:
     saved, recomputed = (Crowd(engine, is_sampled, n_bytes_max) for n_bytes_max in (1 << 28, 0))
-    # Outputs of full length need three times the cells: whoever is parked had computed something.
+    # Outputs of full length need three times the cells: a preempted one had computed something.
     assert saved.counts.n_recomputed == 0 < recomputed.counts.n_recomputed
     expected = [alone(engine, p, i, is_sampled=is_sampled) for i, p in enumerate(prompts(LENGTHS))]
     for crowd in (saved, recomputed):
@@ -178,7 +180,7 @@ def interrupted(
     # Time stands still here: nothing that it would bring may be waited for.
     fairness = Fairness(preempt_interval_s=0.0, save_bytes_per_s=1e15)
     scheduler = Scheduler(
-        engine.limits, FixedDraft(3), n_parked_bytes_max=n_bytes_max, fairness=fairness
+        engine.limits, FixedDraft(3), n_preempted_bytes_max=n_bytes_max, fairness=fairness
     )
     streams = [
         submit(engine, scheduler, pool[i], i, is_sampled=is_sampled, n_output=N_INTERRUPTED)
@@ -196,7 +198,7 @@ def interrupted(
         step(engine, scheduler)
     assert scheduler.counts.n_preempted >= 2
     assert (scheduler.counts.n_recomputed == 0) is (n_bytes_max > 0)
-    assert all(stream.n_parks for stream in streams)
+    assert all(stream.n_swap_outs for stream in streams)
     is_speculative = engine.limits.draft_type != "none"
     assert all((stream.n_drafted > 0) is is_speculative for stream in streams)
     return scheduler, streams
@@ -280,7 +282,7 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     assert scheduler.is_idle
     assert all(isinstance(s.terminal, FinishEvent) for s in sequences)
     assert counts.n_preempted == counts.n_resumed > 0
-    assert (counts.n_parked, counts.n_parked_bytes) == (0, 0)
+    assert (counts.n_swapped, counts.n_preempted_bytes) == (0, 0)
     assert engine.n_cells_used == counts.n_retained_cells <= 256
     engine.close()
     reference = LlamaEngine.load(demo_config(target, "none", parallel=1, max_model_len=400))
@@ -291,9 +293,9 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
 
 
 def check_sampled(crowd: Crowd, expected: Sequence[list[int]]) -> None:
-    """Of the streams that were as they should be when they were parked, most go on so."""
+    """Of the streams that were as they should be when they were preempted, most go on so."""
     n_checked = n_parted = 0
-    for sequence, n_before in crowd.parks:
+    for sequence, n_before in crowd.swap_outs:
         tokens = expected[crowd.sequences.index(sequence)]
         if sequence.output[:n_before] == tokens[:n_before]:
             n_checked += 1

@@ -10,7 +10,7 @@ from drafthouse_server.scheduling.pacing import (
     N_PIECE,
     N_ROWS_ALONE,
     STEP_FREE_S,
-    PrefillPacer,
+    ChunkSizer,
 )
 from drafthouse_server.scheduling.prefill import N_QUANTUM, PrefillTurns
 from drafthouse_server.scheduling.sequence import Sequence
@@ -68,7 +68,7 @@ def test_without_tokens_nobody_gets_any(n_tokens: int) -> None:
 
 
 def test_the_gap_is_twice_the_unloaded_99th_percentile() -> None:
-    pacer = PrefillPacer()
+    pacer = ChunkSizer()
     for i in range(1000):  # one step in fifty takes twice as long as predicted
         pacer.observe(0.01, 0.02 if i % 50 == 0 else 0.01, has_prefill=False)
     assert pacer.target_s(0.01) == pytest.approx(GAP_FACTOR * 0.02)
@@ -76,7 +76,7 @@ def test_the_gap_is_twice_the_unloaded_99th_percentile() -> None:
 
 
 def test_steps_with_prompts_that_are_late_make_the_pieces_smaller() -> None:
-    pacer = PrefillPacer(gap_s=0.05)
+    pacer = ChunkSizer(gap_s=0.05)
     before = pacer.step_s(0.01)
     for _ in range(100):
         pacer.observe(0.03, 0.045, has_prefill=True)
@@ -86,7 +86,7 @@ def test_steps_with_prompts_that_are_late_make_the_pieces_smaller() -> None:
 
 
 def test_old_steps_are_forgotten() -> None:
-    pacer = PrefillPacer()
+    pacer = ChunkSizer()
     for _ in range(50):
         pacer.observe(0.01, 0.04, has_prefill=False)
     for _ in range(300):
@@ -96,7 +96,7 @@ def test_old_steps_are_forgotten() -> None:
 
 
 def test_pieces_of_long_prompts_are_not_smaller_than_pays() -> None:
-    pacer = PrefillPacer()
+    pacer = ChunkSizer()
     assert pacer.align(3, 999, N_PAST_LONG - 1, 1) == 3, "there attention is cheap"
     for n_tokens in (0, 1, N_PIECE, N_PIECE + 1):
         assert pacer.align(n_tokens, 999, N_PAST_LONG, 1) == 1 + N_PIECE
@@ -105,4 +105,4 @@ def test_pieces_of_long_prompts_are_not_smaller_than_pays() -> None:
     assert pacer.align(200, 70, 1000, 1) == 70
     assert pacer.align(20, N_PIECE, 1000, 1) == 1 + N_ROWS_ALONE, "the end makes no piece"
     assert pacer.align(2, 5, 1000, 1) == 5
-    assert PrefillPacer(0.05).align(4, 999, 1000, 1) == 4, "a target that was set is held"
+    assert ChunkSizer(0.05).align(4, 999, 1000, 1) == 4, "a target that was set is held"

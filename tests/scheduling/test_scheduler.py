@@ -444,7 +444,7 @@ def test_a_cold_draft_stays_off() -> None:
     bench = Bench(n_draft=3)
     bench.add("a", n_output_max=20)
     bench.step()
-    bench.engine.step(StepPlan(let_go=[0]))  # it is lost
+    bench.engine.step(StepPlan(drafts_off=[0]))  # it is lost
     bench.run()
     depths = [entry.n_draft for plan in bench.plans[1:] for entry in plan.entries]
     assert depths[0] == 3, "nobody can know yet"
@@ -456,13 +456,13 @@ def test_a_drafter_is_fed_for_those_alone_who_get_drafts() -> None:
     bench.add("a", n_output_max=20)
     bench.add("none", n_output_max=20, n_draft=0)
     plan = bench.step()
-    assert (plan.let_go, plan.take_up) == ([1], [0])
+    assert (plan.drafts_off, plan.drafts_on) == ([1], [0])
     bench.run()
     assert 3 in {e.n_draft for p in bench.plans[1:] for e in p.entries if e.seq_id == 0}
-    assert not any(plan.let_go or plan.take_up for plan in bench.plans[1:]), "once is enough"
+    assert not any(plan.drafts_off or plan.drafts_on for plan in bench.plans[1:]), "once is enough"
 
 
-def test_drafters_are_let_go_and_taken_up_as_the_policy_turns() -> None:
+def test_drafters_are_turned_off_and_turned_on_as_the_policy_turns() -> None:
     bench = Bench(n_draft=3)
     sequence = bench.add("a", n_output_max=60)
     bench.step()
@@ -470,12 +470,12 @@ def test_drafters_are_let_go_and_taken_up_as_the_policy_turns() -> None:
     policy = bench.scheduler.policy
     with mock.patch.object(policy, "wants", return_value=False):
         policy.n_turns += 1
-        assert bench.step().let_go == [0]
+        assert bench.step().drafts_off == [0]
         assert sequence.is_draft_cold
         assert [entry.n_draft for entry in bench.step().entries] == [0]
     policy.n_turns += 1
     plan = bench.step()
-    assert plan.take_up == [0]
+    assert plan.drafts_on == [0]
     assert [entry.n_draft for entry in plan.entries] == [0], "it is not fed yet"
     assert [entry.n_draft for entry in bench.step().entries] == [3]
 
@@ -519,25 +519,25 @@ def test_progress_is_told_once_per_step_that_computed_more() -> None:
 
 def crowded(n_bytes_max: int = 1 << 20, **more: object) -> tuple[Bench, list[Sequence]]:
     """Three sequences of 108 tokens on 240 cells: all begin, as 64 of output seem likely."""
-    bench = Bench(SHARED, scheduler={"n_parked_bytes_max": n_bytes_max}, **more)  # type: ignore[arg-type]
+    bench = Bench(SHARED, scheduler={"n_preempted_bytes_max": n_bytes_max}, **more)  # type: ignore[arg-type]
     sequences = [bench.add(name, n_prompt=8, n_output_max=100) for name in "abc"]
     return bench, sequences
 
 
 @pytest.mark.parametrize("n_draft", [0, 3])
 @pytest.mark.parametrize("n_bytes_max", [1 << 20, 0])
-def test_when_cells_run_out_the_youngest_is_parked_and_loses_nothing(
+def test_when_cells_run_out_the_youngest_is_preempted_and_loses_nothing(
     n_bytes_max: int, n_draft: int
 ) -> None:
     bench, sequences = crowded(n_bytes_max, n_draft=n_draft)
     for _ in range(300):
-        if bench.plans and bench.plans[-1].parks:
+        if bench.plans and bench.plans[-1].swap_outs:
             break
         bench.step()
-    parked = [s for s in sequences if s.state is SequenceState.PARKED]
-    assert [s.request_id for s in parked] == ["c"]  # one is enough
-    assert bench.plans[-1].saves == (bench.plans[-1].parks if n_bytes_max else [])
-    n_before = parked[0].n_output
+    preempted = [s for s in sequences if s.state is SequenceState.PREEMPTED]
+    assert [s.request_id for s in preempted] == ["c"]  # one is enough
+    assert bench.plans[-1].saves == (bench.plans[-1].swap_outs if n_bytes_max else [])
+    n_before = preempted[0].n_output
     assert n_before > 0
     bench.run(500)
     counts = bench.scheduler.counts
@@ -560,40 +560,40 @@ def test_a_snapshot_that_failed_is_computed_again() -> None:
     assert all(s.n_output == 100 for s in sequences)
 
 
-def test_parked_time_is_told_apart_from_queueing() -> None:
+def test_preempted_time_is_told_apart_from_queueing() -> None:
     bench, sequences = crowded()
     bench.run(500)
-    parked = next(s for s in sequences if s.n_parks)
-    end = bench.ends()[parked.request_id]
+    preempted = next(s for s in sequences if s.n_swap_outs)
+    end = bench.ends()[preempted.request_id]
     assert isinstance(end, FinishEvent)
-    assert end.timings.queue_s == parked.slot_at
-    assert 0 < end.timings.parked_s < end.timings.decode_s
+    assert end.timings.queue_s == preempted.slot_at
+    assert 0 < end.timings.preempted_s < end.timings.decode_s
 
 
 @pytest.mark.parametrize("end", [FinishReason.CANCELLED, FinishReason.DEADLINE])
-def test_a_parked_sequence_can_leave(end: FinishReason) -> None:
+def test_a_preempted_sequence_can_leave(end: FinishReason) -> None:
     bench, sequences = crowded()
     for _ in range(200):
-        if any(s.state is SequenceState.PARKED for s in sequences):
+        if any(s.state is SequenceState.PREEMPTED for s in sequences):
             break
         bench.step()
-    parked = next(s for s in sequences if s.state is SequenceState.PARKED)
-    assert bench.scheduler.counts.n_parked_bytes > 0
-    bench.scheduler.mark(parked, end)
+    preempted = next(s for s in sequences if s.state is SequenceState.PREEMPTED)
+    assert bench.scheduler.counts.n_preempted_bytes > 0
+    bench.scheduler.mark(preempted, end)
     bench.step()
-    event = bench.ends()[parked.request_id]
+    event = bench.ends()[preempted.request_id]
     assert isinstance(event, FinishEvent)
     assert event.reason is end
-    assert event.timings.parked_s == 1.0
-    assert bench.scheduler.counts.n_parked_bytes == 0
+    assert event.timings.preempted_s == 1.0
+    assert bench.scheduler.counts.n_preempted_bytes == 0
     bench.run(500)
 
 
-def test_a_lost_step_ends_who_was_about_to_be_parked_and_no_other() -> None:
+def test_a_lost_step_ends_who_was_about_to_be_preempted_and_no_other() -> None:
     bench, sequences = crowded()
     plan = bench.scheduler.plan(0.0)
     for _ in range(300):
-        if plan.parks:
+        if plan.swap_outs:
             break
         bench.events += bench.scheduler.commit(bench.engine.step(plan), bench.now)
         plan = bench.scheduler.plan(bench.now)
@@ -612,14 +612,14 @@ def test_higher_priority_takes_a_slot_of_its_own_tenant_only() -> None:
     bench.step()
     high = bench.add("c", n_output_max=5, tenant="one", priority=1)
     plan = bench.step()
-    assert list(plan.parks) == [0]
-    assert (low.state, other.state) == (SequenceState.PARKED, SequenceState.RUNNING)
+    assert list(plan.swap_outs) == [0]
+    assert (low.state, other.state) == (SequenceState.PREEMPTED, SequenceState.RUNNING)
     bench.run()
     assert high.last_token_at < low.last_token_at
-    assert (low.n_output, low.n_parks, other.n_parks) == (40, 1, 0)
+    assert (low.n_output, low.n_swap_outs, other.n_swap_outs) == (40, 1, 0)
 
 
-def test_no_room_parks_others_and_ends_nobody() -> None:
+def test_no_room_preempts_others_and_ends_nobody() -> None:
     bench, sequences = crowded()
     bench.step()
     bench.engine.inject(SequenceStatus.NO_ROOM, n_steps=12)
@@ -858,7 +858,7 @@ def test_snapshots_of_prefixes_must_promise_more_than_they_cost() -> None:
     assert prefixes.host_hit_rate == pytest.approx(0.2, abs=0.05)
 
 
-def test_a_sequence_that_draws_is_parked_by_snapshot_even_where_computing_again_is_cheaper() -> (
+def test_a_sequence_that_draws_is_preempted_by_snapshot_even_where_computing_again_is_cheaper() -> (
     None
 ):
     lot_first = [True, False]
@@ -878,7 +878,7 @@ def test_a_sequence_that_draws_is_parked_by_snapshot_even_where_computing_again_
             bench.scheduler.commit(result, bench.now)
         bench.add("high", priority=1)
         plan = bench.step()
-        assert plan.parks == [0]
+        assert plan.swap_outs == [0]
         assert bool(plan.saves) is lot_first[not is_drawn]
         bench.run()
         assert low.n_output == 40

@@ -63,8 +63,8 @@ class Setup:
     """Most tokens of one sequence."""
     is_recurrent: bool = False
     """Whether the engine behaves like one with a recurrent target."""
-    n_parked_bytes_max: int = 1 << 20
-    """Host memory of parked sequences."""
+    n_preempted_bytes_max: int = 1 << 20
+    """Host memory of preempted sequences."""
     n_host_bytes_max: int | None = None
     """Host memory of prefixes; None is no reuse at all."""
     is_paced: bool = False
@@ -78,7 +78,7 @@ class Setup:
     step_s: float = 0.01
     """What a step takes besides its tokens: short ones are run in a row."""
     acceptance: tuple[int, ...] = ACCEPTANCE
-    """Accepted tokens of drafts, over and over: where none is, drafters are let go."""
+    """Accepted tokens of drafts, over and over: where none is, drafters are turned off."""
     fairness: Fairness = dataclasses.field(default_factory=Fairness)
     """How tenants share the slots."""
 
@@ -107,8 +107,8 @@ SETUPS = (
     Setup(),
     Setup(n_ctx=100),
     Setup(n_ctx=130, n_ctx_seq=100),
-    Setup(n_ctx=90, n_ctx_seq=80, n_parked_bytes_max=0),
-    Setup(n_ctx=110, n_ctx_seq=100, n_parked_bytes_max=900, is_recurrent=True, is_paced=True),
+    Setup(n_ctx=90, n_ctx_seq=80, n_preempted_bytes_max=0),
+    Setup(n_ctx=110, n_ctx_seq=100, n_preempted_bytes_max=900, is_recurrent=True, is_paced=True),
     Setup(n_host_bytes_max=0),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_paced=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_recurrent=True),
@@ -121,7 +121,7 @@ SETUPS = (
     Setup(n_ctx=130, n_ctx_seq=100, is_paced=True, n_pool_max=100, is_adaptive=True),
     Setup(fairness=HASTY),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_recurrent=True, fairness=HASTY),
-    Setup(n_ctx=110, n_ctx_seq=100, n_parked_bytes_max=900, is_paced=True, fairness=HASTY),
+    Setup(n_ctx=110, n_ctx_seq=100, n_preempted_bytes_max=900, is_paced=True, fairness=HASTY),
     QUICK,
     dataclasses.replace(QUICK, n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000),
 )
@@ -158,7 +158,7 @@ class World:
             policy,
             ngrams=ngrams,
             cost=cost,
-            n_parked_bytes_max=setup.n_parked_bytes_max,
+            n_preempted_bytes_max=setup.n_preempted_bytes_max,
             prefixes=prefixes,
             n_checkpoint_min=1,
             fairness=setup.fairness,
@@ -196,7 +196,7 @@ class World:
         check_budget(plan, self.limits)
         # No stream that goes on waits for anything, unless it loses its slot.
         outputs = {entry.seq_id for entry in plan.entries if entry.is_output}
-        assert generating - set(plan.parks) <= outputs
+        assert generating - set(plan.swap_outs) <= outputs
         try:
             result = self.engine.step(plan)
         except EngineError:
@@ -216,8 +216,8 @@ class World:
 
     def _timings(self, plan: StepPlan, result: StepResult) -> StepTimings:
         """A step's time: something fixed, something per token, and to draft and feed drafters."""
-        self._unfed.difference_update(plan.take_up, plan.frees, plan.parks)
-        self._unfed.update(plan.let_go)
+        self._unfed.difference_update(plan.drafts_on, plan.frees, plan.swap_outs)
+        self._unfed.update(plan.drafts_off)
         unit_s = self.setup.step_s
         decode_s = unit_s * (result.n_steps + 0.1 * result.n_batch_tokens)
         is_fed = any(entry.seq_id not in self._unfed for entry in plan.entries)
@@ -248,7 +248,7 @@ def check_budget(plan: StepPlan, limits: EngineLimits) -> None:
     for seq_ids in (
         [e.seq_id for e in plan.entries],
         [start.seq_id for start in plan.starts],
-        [*plan.frees, *plan.parks],
+        [*plan.frees, *plan.swap_outs],
         list(plan.saves),
     ):
         assert len(set(seq_ids)) == len(seq_ids)
@@ -257,8 +257,8 @@ def check_budget(plan: StepPlan, limits: EngineLimits) -> None:
 def plan_shape(plan: StepPlan) -> tuple[object, ...]:
     """Everything of a plan that two runs can share: samplers are objects of their own."""
     starts = [dataclasses.replace(start, sampler=None) for start in plan.starts]
-    moves = list(plan.frees), list(plan.parks), list(plan.saves)
-    return list(plan.entries), starts, moves, plan.let_go, plan.take_up, plan.n_steps
+    moves = list(plan.frees), list(plan.swap_outs), list(plan.saves)
+    return list(plan.entries), starts, moves, plan.drafts_off, plan.drafts_on, plan.n_steps
 
 
 def alone(sequence: Sequence, n_tokens: int) -> list[int]:
@@ -281,10 +281,10 @@ def test_the_quick_setups_reach_runs_of_steps_and_turned_drafters(setup: Setup) 
             world.submit([now % 256, 7], 40)
         plan = world.step(float(now))
         started = {start.seq_id for start in plan.starts}
-        turned[0] += bool(set(plan.let_go) - started)
-        turned[1] += bool(set(plan.take_up) - started)
+        turned[0] += bool(set(plan.drafts_off) - started)
+        turned[1] += bool(set(plan.drafts_on) - started)
         n_in_a_row = max(n_in_a_row, plan.n_steps)
-    assert min(turned) > 0, "running sequences' drafters were let go and taken up"
+    assert min(turned) > 0, "running sequences' drafters were turned off and on"
     assert n_in_a_row > 1
 
 
@@ -404,16 +404,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(s.n_reserved for s in running) == self.world.scheduler.n_reserved
         assert self.world.scheduler.n_cells_held <= self.world.limits.n_ctx
         assert self.world.engine.n_cells_max <= self.world.limits.n_ctx
-        parked = [s for s in self.world.live if s.state is SequenceState.PARKED]
+        preempted = [s for s in self.world.live if s.state is SequenceState.PREEMPTED]
         counts = self.world.scheduler.counts
         assert counts.n_estimator_resets == 0
-        assert counts.n_parked == len(parked)
-        assert counts.n_parked_bytes == sum(len(s.snapshot or b"") for s in parked)
-        assert counts.n_parked_bytes <= self.world.setup.n_parked_bytes_max
+        assert counts.n_swapped == len(preempted)
+        assert counts.n_preempted_bytes == sum(len(s.snapshot or b"") for s in preempted)
+        assert counts.n_preempted_bytes <= self.world.setup.n_preempted_bytes_max
         assert counts.n_prefix_bytes <= (self.world.setup.n_host_bytes_max or 0)
         assert counts.n_prefix_hits <= counts.n_prefix_lookups
         assert counts.n_reused <= counts.n_prefix_tokens
-        assert all(s.n_computed == 0 for s in parked if s.snapshot is None)
+        assert all(s.n_computed == 0 for s in preempted if s.snapshot is None)
 
     @invariant()
     def cells_are_counted_as_the_engine_counts_them(self) -> None:
@@ -444,7 +444,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.world.scheduler.is_idle
         assert self.world.scheduler.n_reserved == 0
         counts = self.world.scheduler.counts
-        assert (counts.n_parked, counts.n_parked_bytes) == (0, 0)
+        assert (counts.n_swapped, counts.n_preempted_bytes) == (0, 0)
         assert self.world.engine.n_cells_used == self.world.scheduler.n_cells_held
         assert counts.n_retained or self.world.engine.n_cells_used == 0
         assert [w.output for w in self.worlds[0].sequences] == [

@@ -97,12 +97,12 @@ def test_timings_follow_the_request() -> None:
 
 
 def test_state_is_derived() -> None:
-    waiting, running, parked, finished = make(), make(), make(), make()
-    parked.is_parked = True
+    waiting, running, preempted, finished = make(), make(), make(), make()
+    preempted.is_preempted = True
     running.seq_id = 0
     finished.seq_id = 0
     event = finished.finish(FinishReason.STOP)
-    assert [sequence.state for sequence in (waiting, running, parked, finished)] == list(
+    assert [sequence.state for sequence in (waiting, running, preempted, finished)] == list(
         SequenceState
     )
     assert finished.terminal is event

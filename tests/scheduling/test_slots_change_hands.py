@@ -26,13 +26,13 @@ def test_a_tenant_below_its_share_takes_the_youngest_stream_of_the_one_above() -
     world.step()
     polite = world.add("p", n_output_max=4, tenant="polite")
     plan = world.step()
-    assert list(plan.parks) == [1]
-    assert (old.state, young.state) == (SequenceState.RUNNING, SequenceState.PARKED)
+    assert list(plan.swap_outs) == [1]
+    assert (old.state, young.state) == (SequenceState.RUNNING, SequenceState.PREEMPTED)
     assert polite.first_token_at == world.now
     world.run()
     assert all(isinstance(end, FinishEvent) for end in world.ends().values())
     assert (old.n_output, young.n_output, polite.n_output) == (60, 60, 4)
-    assert (old.n_parks, young.n_parks, polite.n_parks) == (0, 1, 0)
+    assert (old.n_swap_outs, young.n_swap_outs, polite.n_swap_outs) == (0, 1, 0)
 
 
 def test_who_has_its_share_keeps_it() -> None:
@@ -49,14 +49,14 @@ def test_who_has_its_share_keeps_it() -> None:
 def test_a_sequence_loses_its_slot_once_in_an_interval_at_most() -> None:
     world = bench(dataclasses.replace(TWO, n_seq_max=1), preempt_interval_s=30.0)
     low = world.add("a", n_output_max=90, tenant="one", priority=-1)
-    parked_at = []
+    preempted_at = []
     for i in range(100):
         if i % 5 == 3:
             world.add(f"h{i}", n_output_max=1, tenant="one", priority=1)
-        if world.step().parks:
-            parked_at.append(world.now)
-    assert low.n_parks == len(parked_at) >= 2
-    assert min(b - a for a, b in itertools.pairwise(parked_at)) >= 30.0
+        if world.step().swap_outs:
+            preempted_at.append(world.now)
+    assert low.n_swap_outs == len(preempted_at) >= 2
+    assert min(b - a for a, b in itertools.pairwise(preempted_at)) >= 30.0
     world.run()
     assert low.n_output == 90
 
@@ -80,7 +80,7 @@ def test_own_priorities_are_charged_for_what_they_push_out() -> None:
     world.add("h", n_output_max=1, tenant="one", priority=1)
     before, n_computed = counters.of("one"), world.scheduler.running(0).n_computed
     plan = world.step()
-    assert plan.parks
+    assert plan.swap_outs
     prompt, output = 3, 1
     assert counters.of("one") - before == n_computed + prompt + 2 * output
 
@@ -107,4 +107,4 @@ def test_own_priorities_hold_up_no_other_tenants_stream_by_long_saves() -> None:
             result = dataclasses.replace(result, timings=StepTimings(total_s=1e-3))
             world.scheduler.commit(result, world.now + 1e-3)
         world.add("high", n_output_max=1, tenant="one", priority=1)
-        assert bool(world.scheduler.plan(world.now + 1e-3).parks) is not has_other
+        assert bool(world.scheduler.plan(world.now + 1e-3).swap_outs) is not has_other

@@ -13,11 +13,13 @@ from drafthouse_server.scheduling.waiting import Ends, WaitingQueue, rank
 from drafthouse_server.tenancy.fairness import VirtualCounters
 
 
-def make(order: int, tenant: str = "a", priority: int = 0, *, is_parked: bool = False) -> Sequence:
+def make(
+    order: int, tenant: str = "a", priority: int = 0, *, is_preempted: bool = False
+) -> Sequence:
     sequence = Sequence(f"{tenant}{order}", [1], None, tenant=tenant, priority=priority)
     sequence.order = order
     sequence.rank = rank(sequence)
-    sequence.is_parked = is_parked
+    sequence.is_preempted = is_preempted
     return sequence
 
 
@@ -49,14 +51,14 @@ def test_priority_counts_inside_a_tenant_only() -> None:
 
 
 def test_what_has_begun_goes_before_what_came_later_in_its_tenant_alone() -> None:
-    queue = fill(make(0), make(3, "c"), make(1, "b"), make(2, "c", is_parked=True))
-    assert queue.n_parked == 1
+    queue = fill(make(0), make(3, "c"), make(1, "b"), make(2, "c", is_preempted=True))
+    assert queue.n_swapped == 1
     assert drain(queue) == ["a0", "c2", "b1", "c3"]
-    assert queue.n_parked == 0
+    assert queue.n_swapped == 0
 
 
-def test_a_higher_priority_of_its_tenant_goes_before_a_parked_one() -> None:
-    queue = fill(make(0, is_parked=True), make(1, priority=1), make(2, "b"))
+def test_a_higher_priority_of_its_tenant_goes_before_a_preempted_one() -> None:
+    queue = fill(make(0, is_preempted=True), make(1, priority=1), make(2, "b"))
     assert drain(queue) == ["a1", "b2", "a0"]
 
 

@@ -54,7 +54,7 @@ def test_every_count_is_told_with_its_source() -> None:
     metrics = Metrics(scheduler=SchedulerCounts(n_planned=4, n_draft_planned=10))
     entries = [
         ResultEntry(0, SequenceStatus.OK, 5, [1, 2, 3], n_drafted=4, n_accepted=2),
-        ResultEntry(1, SequenceStatus.OK, 5, [1] * 6, n_drafted=6, n_accepted=5, is_given=True),
+        ResultEntry(1, SequenceStatus.OK, 5, [1] * 6, n_drafted=6, n_accepted=5, is_external=True),
     ]
     metrics.count_step(StepResult(entries, n_batch_tokens=12))
     metrics.count_request('a"b\\c\n')

@@ -607,8 +607,8 @@ async def test_a_sequence_that_loses_its_slot_is_counted_as_waiting() -> None:
         await outbox.receive()
         await until(lambda: loop.statistics().n_running == 1)
         thread = loop._thread
-        park, resume = StepPlan(parks=[0]), StepPlan(starts=[Start(0, sequence.sampler)])
-        thread.post(thread._note_moves, park)
+        preempt, resume = StepPlan(swap_outs=[0]), StepPlan(starts=[Start(0, sequence.sampler)])
+        thread.post(thread._note_moves, preempt)
         await until(lambda: loop.admission.load("default").n_waiting_tenant == 1)
         assert loop.statistics().n_running == 0
         assert loop.admission.load("default").n_active_tenant == 1

@@ -36,8 +36,8 @@ def test_drafts_are_told_apart_by_who_proposed_them() -> None:
     metrics = Metrics(scheduler=SchedulerCounts(n_planned=8, n_draft_planned=20))
     entries = [
         ResultEntry(0, SequenceStatus.OK, 5, [1, 2, 3], n_drafted=4, n_accepted=2),
-        ResultEntry(1, SequenceStatus.OK, 5, [1] * 9, n_drafted=8, n_accepted=8, is_given=True),
-        ResultEntry(2, SequenceStatus.OK, 5, [1] * 3, n_drafted=6, n_accepted=2, is_given=True),
+        ResultEntry(1, SequenceStatus.OK, 5, [1] * 9, n_drafted=8, n_accepted=8, is_external=True),
+        ResultEntry(2, SequenceStatus.OK, 5, [1] * 3, n_drafted=6, n_accepted=2, is_external=True),
     ]
     metrics.count_step(StepResult(entries))
     statistics = metrics.statistics()

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 from drafthouse_server.scheduling.sequence import ProgressEvent, TokensEvent
-from drafthouse_server.serving.outbox import Outbox, Pacer
+from drafthouse_server.serving.outbox import Outbox, WakeLimiter
 
 
 class ManualClock:
@@ -24,7 +24,7 @@ class PacedOutboxes:
 
     def __init__(self, n: int) -> None:
         self.clock = ManualClock()
-        self.pacer = Pacer(self.clock)
+        self.pacer = WakeLimiter(self.clock)
         self.outboxes = [Outbox() for _ in range(n)]
 
     def step(self, seconds: float) -> list[int]:

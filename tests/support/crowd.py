@@ -44,7 +44,7 @@ class Machine:
     """Per token fed to the drafter."""
     sample_s: float = 0.00005
     """Per sampled position."""
-    splitting: Splitting = Splitting.STREAMS
+    splitting: Splitting = Splitting.EQUAL
     """How decodes are cut."""
 
     def timings(

@@ -174,7 +174,7 @@ class Simulation:
             self.limits,
             self.policy,
             cost=self.cost,
-            splitting=Splitting.STREAMS,
+            splitting=Splitting.EQUAL,
             prefixes=PrefixCache(can_cut=True) if has_prefix_cache else None,
             fairness=fairness,
         )
@@ -272,7 +272,7 @@ class Simulation:
 
     def _note_moves(self, plan: StepPlan) -> None:
         """Notes who got a slot and who lost one, as the server's loop does."""
-        for seq_id in plan.parks:
+        for seq_id in plan.swap_outs:
             sequence = self._slots[seq_id]
             self.summary.n_preempted[sequence.tenant] += 1
             self._move(sequence, has_slot=False)
@@ -292,7 +292,7 @@ class Simulation:
             sequence = self._slots[entry.seq_id]
             amount = len(entry.tokens) * weights.output
             amount += (entry.n_drafted - entry.n_accepted) * weights.rejected
-            if part.n_past < sequence.n_prompt and not sequence.n_parks:
+            if part.n_past < sequence.n_prompt and not sequence.n_swap_outs:
                 amount += len(part.tokens) * weights.prompt
             service[sequence.tenant] += amount
 

@@ -255,13 +255,13 @@ def snapshot_then_rolled_back(cutter: Cutter, cut: int) -> Answer | None:
     return cutter.answer(1)
 
 
-def parked(cutter: Cutter, cut: int) -> Answer | None:
-    """Parked with the first tokens only, and resumed whole."""
+def preempted(cutter: Cutter, cut: int) -> Answer | None:
+    """Preempted with the first tokens only, and resumed whole."""
     cutter.held, all_held = cutter.held[:cut], cutter.held
     try:
         cutter.hold()
         snapshot = cutter.engine.save(0)
-        sampler = moved(cutter.engine, parks=[0]).samplers[0]
+        sampler = moved(cutter.engine, swap_outs=[0]).samplers[0]
         start = Start(1, sampler, cut, snapshot=snapshot, is_resumed=True)
         n_kept = started(cutter.engine, start)
         return cutter.answer(1) if n_kept else None
@@ -279,5 +279,5 @@ WAYS: dict[str, Way] = {
     "snapshot, then fork": snapshot_then_forked,
     "rollback": rolled_back,
     "snapshot, then rollback": snapshot_then_rolled_back,
-    "parked and resumed": parked,
+    "preempted and resumed": preempted,
 }

@@ -347,7 +347,7 @@ cdef class Engine:
         Args:
             entries: one per sequence; see `spec_plan_entry` in `spec.h`.
             tokens: the tokens that the entries and drafts point to.
-            drafts: drafts to be verified in place of the drafter's; see `spec_given_draft`.
+            drafts: drafts to be verified in place of the drafter's; see `spec_external_draft`.
             n_steps: most steps of a run, [1, 64]; above 1 every entry is an output without a
                 draft.
             moves: what is done before the entries (`Moves`).
@@ -380,9 +380,9 @@ cdef class Engine:
             if getattr(drafts, "dtype", None) != DRAFT_DTYPE or drafts.ndim != 1:
                 raise TypeError("drafts must be an array of DRAFT_DTYPE with one dimension")
             c_drafts = Buffer(np.ascontiguousarray(drafts))
-            plan.drafts = <const spec.spec_given_draft *>c_drafts.view.buf
+            plan.drafts = <const spec.spec_external_draft *>c_drafts.view.buf
             plan.n_drafts = <int32_t>(
-                c_drafts.view.len // <Py_ssize_t>sizeof(spec.spec_given_draft)
+                c_drafts.view.len // <Py_ssize_t>sizeof(spec.spec_external_draft)
             )
         return self._step(&plan, moves, False, False)
 
@@ -423,7 +423,7 @@ cdef class Engine:
         plan.n_entries = <int32_t>(n_entries // 6)
         plan.tokens = numbers.data + n_entries
         plan.n_tokens = <int32_t>n_tokens
-        plan.drafts = <const spec.spec_given_draft *>(plan.tokens + n_tokens)
+        plan.drafts = <const spec.spec_external_draft *>(plan.tokens + n_tokens)
         plan.n_drafts = <int32_t>(n_drafts // 3)
         plan.n_steps = int32_of(n_steps, "n_steps")
         return self._step(&plan, moves, True, has_logprobs)
@@ -685,10 +685,10 @@ cdef class Engine:
         self._leave(spec.spec_engine_seq_is_cold(self._enter(), c_seq_id, &out), c_seq_id)
         return out
 
-    def seq_let_go(self, seq_id):
+    def seq_drafts_off(self, seq_id):
         """Gives up a sequence's draft state: it goes on without drafts.
 
-        Feeding its drafter costs no time any more. `seq_take_up` turns it back.
+        Feeding its drafter costs no time any more. `seq_drafts_on` turns it back.
 
         Args:
             seq_id: [0, n_seq_max).
@@ -697,9 +697,9 @@ cdef class Engine:
             SeqIdle: the sequence has not begun.
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
-        self._leave(spec.spec_engine_seq_let_go(self._enter(), c_seq_id), c_seq_id)
+        self._leave(spec.spec_engine_seq_drafts_off(self._enter(), c_seq_id), c_seq_id)
 
-    def seq_take_up(self, seq_id):
+    def seq_drafts_on(self, seq_id):
         """Has a sequence without draft state fed to its drafter again, from its next tokens on.
 
         After them it is cold no more. Its drafts are as good as before some ten tokens later: what
@@ -714,7 +714,7 @@ cdef class Engine:
             BadPlan: its last batch was not processed.
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
-        self._leave(spec.spec_engine_seq_take_up(self._enter(), c_seq_id), c_seq_id)
+        self._leave(spec.spec_engine_seq_drafts_on(self._enter(), c_seq_id), c_seq_id)
 
     cdef tuple _tokens(self, int32_t seq_id):
         tokens = np.empty(self.limits.n_ctx_seq, np.int32)

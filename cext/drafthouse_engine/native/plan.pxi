@@ -61,28 +61,29 @@ cdef class PackedMoves:
     """What a plan does before its entries, in C's terms, and what comes of it."""
 
     cdef list saves
-    cdef list parks
+    cdef list swap_outs
     cdef list snapshots  # written so far, by place in `saves`
-    cdef list parked  # samplers to be filled in, by place in `parks`
+    cdef list preempted  # samplers to be filled in, by place in `swap_outs`
     cdef list samplers  # of the starts; None: the snapshot's own
     cdef list buffers  # of the starts' snapshots
-    cdef Numbers numbers  # saves, parks, frees, let_go, take_up
+    cdef Numbers numbers  # saves, swap_outs, frees, drafts_off, drafts_on
     cdef int32_t n_frees
-    cdef int32_t n_let_go
-    cdef int32_t n_take_up
+    cdef int32_t n_drafts_off
+    cdef int32_t n_drafts_on
     cdef Py_ssize_t n_starts
     cdef Py_ssize_t n_taken
     cdef spec.spec_start * starts
 
     def __cinit__(self, moves):
-        frees, let_go, take_up = list(moves.frees), list(moves.let_go), list(moves.take_up)
+        frees = list(moves.frees)
+        drafts_off, drafts_on = list(moves.drafts_off), list(moves.drafts_on)
         starts = list(moves.starts)
-        self.saves, self.parks = list(moves.saves), list(moves.parks)
+        self.saves, self.swap_outs = list(moves.saves), list(moves.swap_outs)
         self.snapshots = [None] * len(self.saves)
-        self.numbers = Numbers(self.saves, self.parks, frees, let_go, take_up)
+        self.numbers = Numbers(self.saves, self.swap_outs, frees, drafts_off, drafts_on)
         self.n_frees = <int32_t>len(frees)
-        self.n_let_go = <int32_t>len(let_go)
-        self.n_take_up = <int32_t>len(take_up)
+        self.n_drafts_off = <int32_t>len(drafts_off)
+        self.n_drafts_on = <int32_t>len(drafts_on)
         self.samplers = [start.sampler for start in starts]
         self.buffers = [None if start.snapshot is None else Buffer(start.snapshot)
                         for start in starts]
@@ -116,8 +117,8 @@ cdef class PackedMoves:
         """Writes the moves into a plan and takes the starts' samplers; `settle` must follow."""
         cdef Sampler sampler
         cdef Py_ssize_t i
-        self.parked = [
-            Sampler(target, params.get(seq_id), _is_parked=True) for seq_id in self.parks]
+        self.preempted = [
+            Sampler(target, params.get(seq_id), _is_preempted=True) for seq_id in self.swap_outs]
         for i in range(self.n_starts):
             sampler = self.samplers[i]
             if sampler is not None:
@@ -129,16 +130,16 @@ cdef class PackedMoves:
         plan.n_saves = <int32_t>len(self.saves)
         plan.room = room_of
         plan.room_user = <void *>self
-        plan.parks = plan.saves + plan.n_saves
-        plan.n_parks = <int32_t>len(self.parks)
-        plan.frees = plan.parks + plan.n_parks
+        plan.swap_outs = plan.saves + plan.n_saves
+        plan.n_swap_outs = <int32_t>len(self.swap_outs)
+        plan.frees = plan.swap_outs + plan.n_swap_outs
         plan.n_frees = self.n_frees
         plan.starts = self.starts
         plan.n_starts = <int32_t>self.n_starts
-        plan.let_go = plan.frees + plan.n_frees
-        plan.n_let_go = self.n_let_go
-        plan.take_up = plan.let_go + plan.n_let_go
-        plan.n_take_up = self.n_take_up
+        plan.drafts_off = plan.frees + plan.n_frees
+        plan.n_drafts_off = self.n_drafts_off
+        plan.drafts_on = plan.drafts_off + plan.n_drafts_off
+        plan.n_drafts_on = self.n_drafts_on
         return 0
 
     cdef void * room(self, int32_t i, size_t n) noexcept:
@@ -161,16 +162,16 @@ cdef class PackedMoves:
             if r is not NULL:
                 params[self.starts[i].seq_id] = None if sampler is None else sampler.params
         if r is not NULL:
-            for i in range(len(self.parked)):
-                (<Sampler>self.parked[i])._handle = r.samplers[i]
+            for i in range(len(self.preempted)):
+                (<Sampler>self.preempted[i])._handle = r.samplers[i]
 
     cdef object result(self, const spec.spec_result * r):
         cdef Py_ssize_t i
         snapshots = {
             self.saves[i]: self.snapshots[i] for i in range(len(self.saves)) if r.n_saved[i] > 0}
         samplers = {
-            self.parks[i]: self.parked[i]
-            for i in range(len(self.parks)) if r.samplers[i] is not NULL}
+            self.swap_outs[i]: self.preempted[i]
+            for i in range(len(self.swap_outs)) if r.samplers[i] is not NULL}
         return Moved(snapshots, samplers, [r.n_kept[i] for i in range(self.n_starts)])
 
 

@@ -32,9 +32,9 @@ cdef class Sampler:
     cdef readonly object params
     """The parameters that it was made with; None of one that came out of a snapshot."""
 
-    def __cinit__(self, Model model not None, params=None, *, bint _is_parked=False):
+    def __cinit__(self, Model model not None, params=None, *, bint _is_preempted=False):
         cdef spec.spec_sampler_params c
-        if _is_parked:  # a step fills in what it has
+        if _is_preempted:  # a step fills in what it has
             model._use()
             self._model = model
             self.params = params

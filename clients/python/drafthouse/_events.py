@@ -82,7 +82,7 @@ class Timings:
     """From the first generated token to the last."""
     first_token_s: float
     """From the receipt to the first generated token."""
-    parked_s: float = 0.0
+    preempted_s: float = 0.0
     """Without a slot after the first one, because others needed its memory more."""
 
 
@@ -212,7 +212,7 @@ class Collected:
                 prefill_s=end.timings.prefill_seconds,
                 decode_s=end.timings.decode_seconds,
                 first_token_s=end.timings.first_token_seconds,
-                parked_s=end.timings.parked_seconds,
+                preempted_s=end.timings.parked_seconds,
             ),
             speculation=_speculation(end.speculation),
             request_id=end.request_id,

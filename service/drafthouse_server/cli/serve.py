@@ -74,7 +74,7 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
-    flags = settings.given_flags(arguments)
+    flags = settings.external_flags(arguments)
     try:
         config = settings.load(arguments.config, flags=flags, warn=terminal.warn)
     except ConfigError as error:

@@ -27,8 +27,8 @@ __all__ = [
     "add_config",
     "add_flags",
     "example",
+    "external_flags",
     "flags_of",
-    "given_flags",
     "load",
     "reference",
     "similar_flag",
@@ -291,7 +291,7 @@ def load(
         environment: Variables; `os.environ` when not given. A DRAFTHOUSE_* that is empty or no
             setting is an error, but for those that the build and the client read, and those that
             Kubernetes sets for services.
-        flags: Texts by setting name, as `given_flags` returns them. No keys, and no path, are an
+        flags: Texts by setting name, as `external_flags` returns them. No keys, and no path, are an
             error as they are in a variable.
         warn: Takes one line for each old name, and one for the variables of Kubernetes.
 
@@ -406,7 +406,7 @@ class _Formatter(argparse.HelpFormatter):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of all settings, in groups: `--parallel`, `--kv-unified, --no-kv-unified`.
 
-    Old names are taken too, and not shown. What is given, `given_flags` returns.
+    Old names are taken too, and not shown. What is given, `external_flags` returns.
     """
     parser.formatter_class = functools.partial(_Formatter, max_help_position=30)
     for title, settings in _groups():
@@ -457,7 +457,7 @@ def _default(setting: Setting) -> str:
     return "" if setting.default in ("", ()) else f" Default: {_text(setting.default)}."
 
 
-def given_flags(arguments: argparse.Namespace) -> dict[str, str]:
+def external_flags(arguments: argparse.Namespace) -> dict[str, str]:
     """Returns the texts of the flags that were given, by setting name, old names included."""
     names = (*SETTINGS, *_BY_OLD_NAME)
     return {name: text for name in names if (text := getattr(arguments, name)) is not None}

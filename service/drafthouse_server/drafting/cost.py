@@ -30,7 +30,7 @@ class Splitting(enum.Enum):
 
     NONE = enum.auto()
     """Sequences share one pool of cells: tokens fill physical batches in any mix."""
-    STREAMS = enum.auto()
+    EQUAL = enum.auto()
     """Cells of its own for each slot.
 
     A physical batch takes equally many tokens of slots that follow one another.
@@ -102,7 +102,7 @@ def count_ubatches(
         return max(1, n_filled)
     if seq_ids[-1] - seq_ids[0] == len(seq_ids) - 1 and len(set(lengths)) == 1:
         return max(1, n_filled)
-    count = _count_equal_splits if splitting is Splitting.STREAMS else _count_groups
+    count = _count_equal_splits if splitting is Splitting.EQUAL else _count_groups
     return max(n_filled, count(seq_ids, lengths))
 
 

@@ -19,7 +19,7 @@ from drafthouse_server.drafting.cost import (
     shape_of,
 )
 from drafthouse_server.drafting.guard import Guard, checked, is_duration
-from drafthouse_server.drafting.ngram import NgramDrafter, Quotable
+from drafthouse_server.drafting.ngram import NgramDrafter, Searchable
 from drafthouse_server.drafting.policy import Draftable, DraftPolicy, FixedDraft
 from drafthouse_server.step import (
     EngineLimits,
@@ -34,7 +34,7 @@ from drafthouse_server.step import (
 __all__ = ["Drafting", "Estimators", "NoNgrams", "UnknownCost", "with_checked_timings"]
 
 
-class Drafting(Draftable, Quotable, Protocol):
+class Drafting(Draftable, Searchable, Protocol):
     """A sequence for which drafts are made."""
 
 
@@ -70,7 +70,7 @@ class NoNgrams(NgramDrafter):
     def __init__(self) -> None:
         super().__init__(1)
 
-    def forget(self, sequence: Quotable, *, is_finished: bool) -> None:
+    def forget(self, sequence: Searchable, *, is_finished: bool) -> None:
         """Forgets nothing."""
 
 
@@ -156,7 +156,7 @@ class Estimators:
         if not is_possible:
             raise ValueError(f"drafts {drafts} for {len(decodes)} sequences, budget {draft_budget}")
 
-    def quote(
+    def propose(
         self,
         decodes: Sequence[Drafting],
         drafts: list[int],
@@ -179,14 +179,14 @@ class Estimators:
 
         known = seconds if self.cost.n_observed else None
 
-        def quote() -> list[PlanEntry]:
+        def propose() -> list[PlanEntry]:
             entries = _decode_entries(decodes, drafts)
             entries = ngrams.fill(decodes, entries, self._limits, draft_budget, known)
             self._check_drafts(decodes, [entry.n_draft for entry in entries], draft_budget)
-            _check_given(decodes, entries)
+            _check_external(decodes, entries)
             return entries
 
-        return self.guard.ask("n-grams", quote, lambda: _decode_entries(decodes, drafts))
+        return self.guard.ask("n-grams", propose, lambda: _decode_entries(decodes, drafts))
 
     def turn(
         self, running: Mapping[int, Drafting], starts: list[Start]
@@ -201,13 +201,13 @@ class Estimators:
         if self.policy.n_turns != self._n_turns:
             self._n_turns = self.policy.n_turns
             turned = list(running.values())
-        let_go: list[int] = []
-        take_up: list[int] = []
+        drafts_off: list[int] = []
+        drafts_on: list[int] = []
         for sequence, is_wanted in zip(turned, self._wanted(turned), strict=True):
-            (take_up if is_wanted else let_go).append(sequence.seq_id)
+            (drafts_on if is_wanted else drafts_off).append(sequence.seq_id)
             if not is_wanted:
                 sequence.is_draft_cold = True
-        return let_go, take_up
+        return drafts_off, drafts_on
 
     def _wanted(self, sequences: Collection[Drafting]) -> list[bool]:
         """Returns for each sequence whether its drafter is fed."""
@@ -370,13 +370,13 @@ def _decode_entries(decodes: Sequence[Drafting], drafts: list[int]) -> list[Plan
     ]
 
 
-def _check_given(decodes: Sequence[Drafting], entries: list[PlanEntry]) -> None:
+def _check_external(decodes: Sequence[Drafting], entries: list[PlanEntry]) -> None:
     """Raises ValueError where entries are not these sequences', or give drafts that are none.
 
     The engine refuses the plan of all for one such entry.
     """
     for sequence, entry in zip(decodes, entries, strict=True):
-        given = entry.given
+        given = entry.external
         is_own = (
             entry.seq_id == sequence.seq_id
             and entry.n_past == sequence.n_computed
@@ -389,7 +389,7 @@ def _check_given(decodes: Sequence[Drafting], entries: list[PlanEntry]) -> None:
 
 def _as_drafted(result: StepResult) -> StepResult:
     """Returns a result without the drafts that were given: they say nothing of the drafter."""
-    drafted: list[ResultEntry] = [entry for entry in result.entries if not entry.is_given]
+    drafted: list[ResultEntry] = [entry for entry in result.entries if not entry.is_external]
     return StepResult(drafted, timings=result.timings)
 
 

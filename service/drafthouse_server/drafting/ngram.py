@@ -3,7 +3,7 @@
 Edits of code, summaries and answers with quotations repeat what they were given. Where the last
 tokens of a sequence have stood before, what followed them then is a draft that costs no drafter.
 `NgramDrafter` proposes such drafts to the engine, which verifies them in place of its drafter's
-(`PlanEntry.given`); no token changes.
+(`PlanEntry.external`); no token changes.
 
 - A proposal is made in every step, used or not, and compared with the tokens that came. So how
   often proposals are right is known without trying, for each sequence and kind of proposal.
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from drafthouse_server.step import EngineLimits, PlanEntry, ResultEntry, SamplingOptions
 
-__all__ = ["NgramDrafter", "NgramIndex", "NgramPool", "NgramTrack", "Quotable"]
+__all__ = ["NgramDrafter", "NgramIndex", "NgramPool", "NgramTrack", "Searchable"]
 
 N_INDEXED_MAX = 512
 """Most tokens of prompts that are indexed in one step: it bounds what a long prompt costs it."""
@@ -53,7 +53,7 @@ _MARGIN = 0.03
 """By how much longer drafts must promise more tokens per second."""
 
 
-class Quotable(Protocol):
+class Searchable(Protocol):
     """What must be known of a sequence."""
 
     tokens: list[int]
@@ -276,10 +276,10 @@ class NgramTrack:
 
     def n_expected(self, entry: PlanEntry) -> float:
         """Returns the tokens to be accepted of an entry's draft."""
-        record = self.record if entry.given else self.drafter
+        record = self.record if entry.external else self.drafter
         return record.n_expected(entry.n_verified)
 
-    def take_up(self, text: list[int], cursor: int, n_most: int) -> None:
+    def drafts_on(self, text: list[int], cursor: int, n_most: int) -> None:
         """Follows a text from a place on whose tokens before it are the sequence's last."""
         tokens, n = self.index.tokens, 0
         n_most = min(n_most, cursor, len(tokens))
@@ -330,7 +330,7 @@ class NgramDrafter:
 
     def fill(
         self,
-        sequences: Sequence[Quotable],
+        sequences: Sequence[Searchable],
         entries: list[PlanEntry],
         limits: EngineLimits,
         n_room: int,
@@ -366,31 +366,31 @@ class NgramDrafter:
             n_draft = entry.n_draft
             # A much shorter draft is worth less than the drafter's, however certain it is.
             if n_draft and track.is_better and 2 * len(track.proposal) >= n_draft:
-                entry.given = track.proposal[:n_draft]
+                entry.external = track.proposal[:n_draft]
         if self._can_lengthen and seconds is not None:
             return self._lengthened(sequences, entries, limits, n_room, seconds)
         return entries
 
-    def _track(self, sequence: Quotable) -> NgramTrack:
+    def _track(self, sequence: Searchable) -> NgramTrack:
         """Returns the memory of a new sequence."""
         index = NgramIndex(sequence.tokens, self._n_min)
         track = NgramTrack(index, uses_pool=self._pool is not None and _may_use_pool(sequence))
         sequence.ngram_memory = track
         return track
 
-    def _look_up(self, sequence: Quotable, track: NgramTrack) -> None:
+    def _look_up(self, sequence: Searchable, track: NgramTrack) -> None:
         """Finds a text that a sequence may be repeating: its own, or one that matches longer."""
         end = track.index.find()
         if end >= 0:
-            track.take_up(track.index.tokens, end, self._n_long)
+            track.drafts_on(track.index.tokens, end, self._n_long)
         if self._pool is not None and track.uses_pool and track.n_matched < self._n_long:
             found = self._pool.find(sequence.owner, track.index.tokens)
             if found is not None:
-                track.take_up(*found, self._n_long)
+                track.drafts_on(*found, self._n_long)
 
     def _lengthened(
         self,
-        sequences: Sequence[Quotable],
+        sequences: Sequence[Searchable],
         entries: list[PlanEntry],
         limits: EngineLimits,
         n_room: int,
@@ -407,12 +407,12 @@ class NgramDrafter:
         is_better = _n_expected(sequences, longer) / seconds(longer) > rate * (1 + _MARGIN)
         return longer if is_better else entries
 
-    def observe(self, sequence: Quotable, entry: ResultEntry) -> None:
+    def observe(self, sequence: Searchable, entry: ResultEntry) -> None:
         """Learns what became of a step's proposal, used or not, and of the drafter's draft."""
         track: NgramTrack | None = sequence.ngram_memory
         if track is None:
             return
-        if entry.n_drafted and not entry.is_given:
+        if entry.n_drafted and not entry.is_external:
             track.drafter.add(entry.n_accepted, entry.n_accepted < entry.n_drafted)
         proposal = track.proposal
         if not proposal:
@@ -432,7 +432,7 @@ class NgramDrafter:
             track.n_matched = 0
         track.proposal = []
 
-    def forget(self, sequence: Quotable, *, is_finished: bool) -> None:
+    def forget(self, sequence: Searchable, *, is_finished: bool) -> None:
         """Takes leave of a sequence that has ended.
 
         Args:
@@ -445,7 +445,7 @@ class NgramDrafter:
             self._pool.add(sequence.owner, sequence.tokens[sequence.n_prompt :])
 
 
-def _may_use_pool(sequence: Quotable) -> bool:
+def _may_use_pool(sequence: Searchable) -> bool:
     """Returns whether a sequence may draft from others of its tenant.
 
     Not where a seed was asked for: what it draws shall not depend on who else was here, and where
@@ -468,7 +468,7 @@ def _is_same(one: PlanEntry, other: PlanEntry) -> bool:
     return one is other
 
 
-def _n_expected(sequences: Sequence[Quotable], entries: list[PlanEntry]) -> float:
+def _n_expected(sequences: Sequence[Searchable], entries: list[PlanEntry]) -> float:
     """Returns the tokens that a step is expected to yield."""
     n_expected = 0.0
     for sequence, entry in zip(sequences, entries, strict=True):
@@ -478,7 +478,7 @@ def _n_expected(sequences: Sequence[Quotable], entries: list[PlanEntry]) -> floa
     return n_expected
 
 
-def _stretched(sequence: Quotable, entry: PlanEntry, limits: EngineLimits) -> PlanEntry:
+def _stretched(sequence: Searchable, entry: PlanEntry, limits: EngineLimits) -> PlanEntry:
     """Returns an entry with as much of the proposal as is of use; the same if that is no more."""
     track = sequence.ngram_memory
     assert track is not None, "made by fill"

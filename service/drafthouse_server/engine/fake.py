@@ -201,9 +201,9 @@ class FakeEngine:
         self._raise_fault()
         draft = self._check.check(plan, self._slots, self._n_start_refusals)
         self._commit(plan, draft)
-        for slot in filter(None, map(self._slots.get, plan.let_go)):
+        for slot in filter(None, map(self._slots.get, plan.drafts_off)):
             slot.is_cold, slot.is_awaited = True, False
-        for slot in filter(None, map(self._slots.get, plan.take_up)):
+        for slot in filter(None, map(self._slots.get, plan.drafts_on)):
             slot.is_awaited = slot.is_cold
         entries = [self._run(entry, draft) for entry in plan.entries]
         n_steps = 1
@@ -307,7 +307,7 @@ class FakeEngine:
     def _generate(self, entry: PlanEntry, slot: Slot) -> ResultEntry:
         """Emits the accepted part of the draft and one token more; an end token is the last one."""
         tokens: list[int] = []
-        given = list(itertools.takewhile(lambda token: not self.is_eog(token), entry.given))
+        given = list(itertools.takewhile(lambda token: not self.is_eog(token), entry.external))
         n_most = len(given) if given else self._count_accepted(entry, slot)
         for place in range(n_most + 1):
             slot.compute(tokens[-1:])
@@ -325,7 +325,7 @@ class FakeEngine:
             n_drafted=len(given) or n_drafted,
             n_accepted=len(tokens) - 1,
             is_eog=tokens[-1] == EOS,
-            is_given=bool(given),
+            is_external=bool(given),
         )
 
     def _count_accepted(self, entry: PlanEntry, slot: Slot) -> int:

@@ -110,7 +110,7 @@ class Slot:
     n_drafts: int = 0
     """Place in the acceptance pattern."""
     is_cold: bool = False
-    """Whether its draft state was lost or let go."""
+    """Whether its draft state was lost or turned off."""
     is_awaited: bool = False
     """Whether it is fed to the drafter again, and drafts after its next step."""
     n_cut_min: int = 0

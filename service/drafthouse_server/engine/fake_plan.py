@@ -32,7 +32,7 @@ class CheckedPlan:
     samplers_taken: list[FakeSampler] = field(default_factory=list)
     """Samplers of the starts so far."""
     samplers: dict[int, FakeSampler] = field(default_factory=dict)
-    """What was parked."""
+    """What was preempted."""
     snapshots: dict[int, bytes] = field(default_factory=dict)
     """What was saved."""
 
@@ -83,19 +83,19 @@ class PlanCheck:
         draft = CheckedPlan(dict(slots), n_start_refusals)
         self._give_back(plan, draft)
         self._take_into_use(plan, draft)
-        for seq_id in (*plan.let_go, *plan.take_up):
+        for seq_id in (*plan.drafts_off, *plan.drafts_on):
             if seq_id not in draft.n_planned:
                 _check_in_use(seq_id, draft, self._limits)
         self._check_entries(plan, draft)
         return draft
 
     def _give_back(self, plan: StepPlan, draft: CheckedPlan) -> None:
-        """Saves, parks and frees."""
+        """Saves, swap_outs and frees."""
         for seq_id in plan.saves:
             _check_in_use(seq_id, draft, self._limits)
-            has_sampler = seq_id in plan.parks
+            has_sampler = seq_id in plan.swap_outs
             draft.snapshots[seq_id] = write_snapshot(draft.slots[seq_id], has_sampler=has_sampler)
-        for seq_id in plan.parks:
+        for seq_id in plan.swap_outs:
             _check_in_use(seq_id, draft, self._limits)
             draft.samplers[seq_id] = draft.slots.pop(seq_id).sampler
         for seq_id in plan.frees:
@@ -211,8 +211,10 @@ class PlanCheck:
         _require(0 <= n_draft <= self._limits.n_draft_max, "BAD_PLAN", "n_draft")
         n_cells = entry.n_past + len(entry.tokens) + n_draft
         _require(n_cells <= self._limits.n_ctx_seq, "BAD_PLAN", f"{n_cells} tokens in one slot")
-        _require(len(entry.given) <= n_draft, "BAD_PLAN", "more given than n_draft")
-        _require(all(0 <= t < N_VOCAB for t in entry.given), "INVALID_ARGUMENT", "given token id")
+        _require(len(entry.external) <= n_draft, "BAD_PLAN", "more given than n_draft")
+        _require(
+            all(0 <= t < N_VOCAB for t in entry.external), "INVALID_ARGUMENT", "given token id"
+        )
 
     def _check_budget(self, entry: PlanEntry, budget: _Budget) -> None:
         _require(entry.seq_id not in budget.seq_ids, "BAD_PLAN", "a sequence twice")

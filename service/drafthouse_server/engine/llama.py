@@ -36,7 +36,7 @@ else:
     # As plain numbers: an operation on an enum takes a microsecond.
     _FLAG_EOG = int(drafthouse_engine.ResultFlag.EOG)
     _FLAG_DRAFT_COLD = int(drafthouse_engine.ResultFlag.DRAFT_COLD)
-    _FLAG_GIVEN = int(drafthouse_engine.ResultFlag.GIVEN)
+    _FLAG_EXTERNAL = int(drafthouse_engine.ResultFlag.EXTERNAL)
 
 __all__ = ["LlamaEngine"]
 
@@ -157,7 +157,7 @@ class LlamaEngine:
                     n_accepted,
                     flags & _FLAG_EOG != 0,
                     flags & _FLAG_DRAFT_COLD != 0,
-                    flags & _FLAG_GIVEN != 0,
+                    flags & _FLAG_EXTERNAL != 0,
                     n_mask_work,
                 )
             )
@@ -205,7 +205,7 @@ class LlamaEngine:
 
 
 def _pack(entries: Sequence[PlanEntry]) -> tuple[list[int], list[int], list[int]]:
-    """Returns a plan as the extension's rows of entries, tokens, and rows of given drafts."""
+    """Returns a plan as the extension's rows of entries, tokens, and rows of external drafts."""
     rows: list[int] = []
     tokens: list[int] = []
     drafts: list[int] = []
@@ -219,20 +219,27 @@ def _pack(entries: Sequence[PlanEntry]) -> tuple[list[int], list[int], list[int]
             entry.is_output,
         )
         tokens += entry.tokens
-        if entry.given:
-            drafts += (entry.seq_id, len(tokens), len(entry.given))
-            tokens += entry.given
+        if entry.external:
+            drafts += (entry.seq_id, len(tokens), len(entry.external))
+            tokens += entry.external
     return rows, tokens, drafts
 
 
 def _moves_of(plan: StepPlan) -> drafthouse_engine.Moves | None:
     """Returns what a plan does before its entries, as the extension wants it."""
-    is_any = plan.saves or plan.parks or plan.frees or plan.starts or plan.let_go or plan.take_up
+    is_any = (
+        plan.saves
+        or plan.swap_outs
+        or plan.frees
+        or plan.starts
+        or plan.drafts_off
+        or plan.drafts_on
+    )
     if not is_any:
         return None
     starts = [_start_of(start) for start in plan.starts]
     return drafthouse_engine.Moves(
-        plan.saves, plan.parks, plan.frees, starts, plan.let_go, plan.take_up
+        plan.saves, plan.swap_outs, plan.frees, starts, plan.drafts_off, plan.drafts_on
     )
 
 

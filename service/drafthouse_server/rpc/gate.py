@@ -61,7 +61,7 @@ class StreamResets:
     grpc.aio keeps a call until its client has closed it: a handler that ends without a status,
     because its client reads nothing, leaves the stream open for ever. The task that keeps it is the
     parent of the handler's task; cancelled, it lets go of the call, and the stream is reset. (The
-    calls that came last are let go when others come.)
+    calls that came last are turned off when others come.)
     """
 
     def __init__(self) -> None:

@@ -150,7 +150,7 @@ class Output:
                 prefill_seconds=timings.prefill_s,
                 decode_seconds=timings.decode_s,
                 first_token_seconds=timings.first_token_s,
-                parked_seconds=timings.parked_s,
+                parked_seconds=timings.preempted_s,
             ),
             speculation=generation_pb2.SpeculationStatistics(
                 mode=MODES[self._wanted.mode],

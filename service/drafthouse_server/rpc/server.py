@@ -34,7 +34,7 @@ from drafthouse_server.rpc.descriptors import DescriptorBudget, raise_descriptor
 from drafthouse_server.rpc.gate import Gate, Receive, StreamResets
 from drafthouse_server.rpc.health import OVERALL, HealthService
 from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateErrors, current_call
-from drafthouse_server.rpc.services import GenerationService, ModelService, Served
+from drafthouse_server.rpc.services import GenerationService, ModelService, ServiceContext
 from drafthouse_server.rpc.tls import Certificates
 from drafthouse_server.rpc.usage import UsageService
 from drafthouse_server.rpc.wire import shapes_of
@@ -73,7 +73,7 @@ _STEP_S = 10.0
 """Seconds that the step in flight may take to end when its sequences are to be ended."""
 
 _CLOSE_S = 10.0
-"""Seconds that gRPC may take to let go of calls that were cancelled."""
+"""Seconds that gRPC may take to release calls that were cancelled."""
 
 _N_SPARE_CALLS, _N_SPARE_TENANT_CALLS = 256, 128
 """Calls beyond slots and queue: the queue's limit shall be met first, and other methods work."""
@@ -331,7 +331,7 @@ class Server:
             ),
             options=_options(config, max(shape.n_bytes_max for shape in shapes.values())),
         )
-        served = Served(
+        shared = ServiceContext(
             loop,
             texts,
             # Of an adaptive policy: the most that it will draft.
@@ -343,13 +343,13 @@ class Server:
             accounting=accounting,
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationService(served), server
+            GenerationService(shared), server
         )
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(served), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(shared), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if accounting.journal is not None:
             shipper = accounting.journal.shipper
-            usage = UsageService(served, shipper, retry_after_s=config.retry_after_s)
+            usage = UsageService(shared, shipper, retry_after_s=config.retry_after_s)
             usage_pb2_grpc.add_UsageServiceServicer_to_server(usage, server)
         if _has_reflection(config):
             names = [service.full_name for service in services]

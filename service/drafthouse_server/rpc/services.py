@@ -60,7 +60,7 @@ from drafthouse_server.step import SamplingOptions
 from drafthouse_server.tenancy.admission import Ticket
 from drafthouse_server.tenancy.tenants import Tenant
 
-__all__ = ["Caller", "GenerationService", "ModelService", "Served"]
+__all__ = ["CallInfo", "GenerationService", "ModelService", "ServiceContext"]
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # at run time it is not generic
 
@@ -74,7 +74,7 @@ _DEADLINE_SHARE, _DEADLINE_MARGIN_S = 0.05, 0.025
 client would not wait for the usage."""
 
 
-class Caller(Protocol):
+class CallInfo(Protocol):
     """What a service must know of the call that it serves."""
 
     @property
@@ -111,7 +111,7 @@ class Caller(Protocol):
         ...
 
 
-class Served:
+class ServiceContext:
     """What the services offer: one model, to whom it is allowed, while the server is not draining.
 
     Args:
@@ -130,7 +130,7 @@ class Served:
         texts: TextWorkers,
         *,
         n_draft_default: int,
-        current_call: Callable[[], Caller],
+        current_call: Callable[[], CallInfo],
         n_messages_max: int = 1024,
         accounting: Accounting | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -282,7 +282,7 @@ class _Writer:
     """
 
     def __init__(
-        self, account: Account, caller: Caller, context: _Context, clock: Callable[[], float]
+        self, account: Account, caller: CallInfo, context: _Context, clock: Callable[[], float]
     ) -> None:
         self.account = account
         """Of the stream."""
@@ -340,34 +340,34 @@ class GenerationService(GenerationServiceServicer):
     """Generates text and counts tokens. See generation.proto.
 
     Args:
-        served: What is offered.
+        shared: What is offered.
     """
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, shared: ServiceContext) -> None:
+        self._shared = shared
 
     async def Generate(  # type: ignore[override]  # a coroutine that writes, see interceptors._wrapped
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> None:
         """Generates tokens and streams them as they are verified."""
-        served = self._served
-        caller = served.current_call()
+        shared = self._shared
+        caller = shared.current_call()
         ticket: Ticket | None = None
         outcome = EngineError.reason  # as TranslateErrors calls whatever is no error of ours
         try:
-            served.enter(request.model)
-            served.rules.check_end_user(request.end_user)
-            served.accounting.check_open()
-            ticket = served.loop.admission.admit(
+            shared.enter(request.model)
+            shared.rules.check_end_user(request.end_user)
+            shared.accounting.check_open()
+            ticket = shared.loop.admission.admit(
                 caller.tenant,
                 request.ByteSize(),
                 end_user=request.end_user,
                 origin=context.peer(),
             )
             asked = to_generation(request)
-            wanted = served.rules.check(asked)
+            wanted = shared.rules.check(asked)
             sequence = await self._prepare(asked, wanted, ticket, caller, context)
-            outbox = served.loop.submit(sequence, ticket)
+            outbox = shared.loop.submit(sequence, ticket)
             outcome = ""
             del request, asked  # up to some MiB, of no use while it waits and runs
         except DrafthouseError as error:
@@ -378,7 +378,7 @@ class GenerationService(GenerationServiceServicer):
             raise
         finally:
             if outcome:
-                served.accounting.refuse(outcome)
+                shared.accounting.refuse(outcome)
                 if ticket is not None:
                     ticket.give_back()
         await self._serve(outbox, sequence, wanted, caller, context)
@@ -388,14 +388,14 @@ class GenerationService(GenerationServiceServicer):
         outbox: Outbox,
         sequence: TokenSequence,
         wanted: Generation,
-        caller: Caller,
+        caller: CallInfo,
         context: _Context,
     ) -> None:
         """Serves an accepted sequence; on every way out it is over, and so is its account."""
-        served = self._served
-        age_s = served.clock() - caller.received_at
-        account = served.accounting.open(sequence, age_s=age_s, key_id=caller.key_id)
-        writer = _Writer(account, caller, context, served.clock)
+        shared = self._shared
+        age_s = shared.clock() - caller.received_at
+        account = shared.accounting.open(sequence, age_s=age_s, key_id=caller.key_id)
+        writer = _Writer(account, caller, context, shared.clock)
         outcome = EngineError.reason
         try:
             await self._stream(outbox, sequence, wanted, writer)
@@ -403,7 +403,7 @@ class GenerationService(GenerationServiceServicer):
             outcome = self._outcome_of_gone(caller, context)
             raise
         finally:
-            served.loop.cancel(sequence)  # of no effect when it has ended
+            shared.loop.cancel(sequence)  # of no effect when it has ended
             writer.end(outcome)  # nor this
 
     async def _prepare(
@@ -411,16 +411,16 @@ class GenerationService(GenerationServiceServicer):
         asked: GenerationRequest,
         wanted: Generation,
         ticket: Ticket,
-        caller: Caller,
+        caller: CallInfo,
         context: _Context,
     ) -> TokenSequence:
         """Returns the sequence of a request, whose tokens are reserved."""
         tenant = caller.tenant
-        tokens = await self._served.tokenize(asked.prompt, tenant, wanted.sampling)
-        n_most = self._served.loop.check(len(tokens), wanted.n_output_max)
+        tokens = await self._shared.tokenize(asked.prompt, tenant, wanted.sampling)
+        n_most = self._shared.loop.check(len(tokens), wanted.n_output_max)
         n_output_max = tenant.bound_output(wanted.n_output_max, n_most)
         ticket.reserve(len(tokens), n_output_max)
-        sampler = await self._served.make_sampler(wanted.sampling, tenant)
+        sampler = await self._shared.make_sampler(wanted.sampling, tenant)
         if standings := ticket.standings():
             await context.send_initial_metadata(rate_limit_headers(standings))
         return TokenSequence(
@@ -443,21 +443,21 @@ class GenerationService(GenerationServiceServicer):
     def _deadline(self, context: _Context) -> float:
         """Returns the monotonic time after which the client does not wait."""
         remaining: float | None = context.time_remaining()
-        return math.inf if remaining is None else self._served.clock() + remaining
+        return math.inf if remaining is None else self._shared.clock() + remaining
 
     def _last_moment(self, context: _Context) -> float:
         """Returns the monotonic time at which to end, so that its client still reads how."""
         deadline = self._deadline(context)
         if deadline == math.inf:
             return deadline
-        remaining_s = deadline - self._served.clock()
+        remaining_s = deadline - self._shared.clock()
         return deadline - min(_DEADLINE_SHARE * remaining_s, _DEADLINE_MARGIN_S)
 
-    def _outcome_of_gone(self, caller: Caller, context: _Context) -> str:
+    def _outcome_of_gone(self, caller: CallInfo, context: _Context) -> str:
         """Returns the outcome of a request that ended while it was served."""
         if caller.is_stuck:
             return SlowReader.reason
-        is_late = self._deadline(context) <= self._served.clock()
+        is_late = self._deadline(context) <= self._shared.clock()
         return (FinishReason.DEADLINE if is_late else FinishReason.CANCELLED).name.lower()
 
     async def _stream(
@@ -468,9 +468,9 @@ class GenerationService(GenerationServiceServicer):
         writer: _Writer,
     ) -> None:
         """Writes what the sequence yields. While one message is written, the next one collects."""
-        output = Output(wanted, self._served.piece)
-        clock = self._served.clock
-        times = StreamTimer(self._served.loop.metrics, sequence.received_at, clock)
+        output = Output(wanted, self._shared.piece)
+        clock = self._shared.clock
+        times = StreamTimer(self._shared.loop.metrics, sequence.received_at, clock)
         while True:
             events = await outbox.receive()
             if wanted.has_progress and (progress := progress_message(events)) is not None:
@@ -478,7 +478,7 @@ class GenerationService(GenerationServiceServicer):
             for part in writer.account.parts(events):
                 response = output.take(part)
                 if output.has_stopped:
-                    self._served.loop.finish(sequence)
+                    self._shared.loop.finish(sequence)
                 if response is not None:
                     await writer.write(response)
                     if n_tokens := len(response.chunk.token_ids):
@@ -497,41 +497,41 @@ class GenerationService(GenerationServiceServicer):
         self, request: generation_pb2.CountTokensRequest, context: _Context
     ) -> generation_pb2.CountTokensResponse:
         """Counts the tokens of a prompt as Generate would see it."""
-        with self._served.admitted(request.model, request.ByteSize()) as tenant:
+        with self._shared.admitted(request.model, request.ByteSize()) as tenant:
             prompt = to_prompt(request.prompt)
-            self._served.rules.check_prompt(prompt)
-            tokens = await self._served.tokenize(prompt, tenant)
+            self._shared.rules.check_prompt(prompt)
+            tokens = await self._shared.tokenize(prompt, tenant)
         return generation_pb2.CountTokensResponse(
-            prompt_tokens=len(tokens), context_tokens=self._served.n_context
+            prompt_tokens=len(tokens), context_tokens=self._shared.n_context
         )
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: _Context
     ) -> generation_pb2.TokenizeResponse:
         """Turns text into token ids."""
-        with self._served.admitted(request.model, request.ByteSize()) as tenant:
-            self._served.rules.check_text("text", request.text)
+        with self._shared.admitted(request.model, request.ByteSize()) as tenant:
+            self._shared.rules.check_text("text", request.text)
             job = TextJob(
                 text=request.text,
                 add_special=request.add_special,
                 parse_special=request.parse_special,
             )
-            answer = await self._served.texts.run(job, tenant)
+            answer = await self._shared.texts.run(job, tenant)
         return generation_pb2.TokenizeResponse(token_ids=answer.tokens)
 
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: _Context
     ) -> generation_pb2.DetokenizeResponse:
         """Turns token ids into text."""
-        with self._served.admitted(request.model, request.ByteSize()) as tenant:
-            rules = self._served.rules
+        with self._shared.admitted(request.model, request.ByteSize()) as tenant:
+            rules = self._shared.rules
             rules.check_some_tokens("token_ids", request.token_ids)
             job = TextJob(
                 tokens=request.token_ids,
                 keep_special=request.keep_special,
                 n_bytes_max=rules.n_text_bytes_max,
             )
-            answer = await self._served.texts.run(job, tenant)
+            answer = await self._shared.texts.run(job, tenant)
         return generation_pb2.DetokenizeResponse(text=answer.text)
 
 
@@ -539,26 +539,26 @@ class ModelService(ModelServiceServicer):
     """Tells which models a server serves and how. See model.proto.
 
     Args:
-        served: What is offered.
+        shared: What is offered.
     """
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, shared: ServiceContext) -> None:
+        self._shared = shared
 
     async def GetModel(
         self, request: model_pb2.GetModelRequest, context: _Context
     ) -> model_pb2.GetModelResponse:
         """Returns one model."""
-        self._served.enter(request.model)
+        self._shared.enter(request.model)
         return model_pb2.GetModelResponse(model=self._model())
 
     async def ListModels(
         self, request: model_pb2.ListModelsRequest, context: _Context
     ) -> model_pb2.ListModelsResponse:
         """Lists the models that the caller may use, ordered by name."""
-        self._served.loop.admission.check_open()
-        tenant = self._served.current_call().tenant
-        names = [self._served.card.name]
+        self._shared.loop.admission.check_open()
+        tenant = self._shared.current_call().tenant
+        names = [self._shared.card.name]
         violations = Violations()
         violations.check("page_size", request.page_size, Range(0, _N_PAGE_MAX))
         if request.page_token and request.page_token not in names:
@@ -570,5 +570,5 @@ class ModelService(ModelServiceServicer):
         return model_pb2.ListModelsResponse(models=[self._model() for _ in page])
 
     def _model(self) -> model_pb2.Model:
-        served = self._served
-        return model_message(served.card, served.limits, served.mode, served.n_draft_default)
+        shared = self._shared
+        return model_message(shared.card, shared.limits, shared.mode, shared.n_draft_default)

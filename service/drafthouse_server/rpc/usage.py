@@ -16,7 +16,7 @@ from drafthouse.v1 import usage_pb2
 from drafthouse.v1.usage_pb2_grpc import UsageServiceServicer
 from drafthouse_server.errors import UsageUnavailable
 from drafthouse_server.rpc.responses import usage_message
-from drafthouse_server.rpc.services import Served
+from drafthouse_server.rpc.services import ServiceContext
 from drafthouse_server.scheduling.sequence import Usage
 from drafthouse_server.serving.requests import Range, Violations
 from drafthouse_server.usage.record import (
@@ -38,13 +38,13 @@ class UsageService(UsageServiceServicer):
     """Lists usage records.
 
     Args:
-        served: What is offered, and to whom.
+        shared: What is offered, and to whom.
         shipper: Has the records.
         retry_after_s: Advice where the store cannot tell, seconds.
     """
 
-    def __init__(self, served: Served, shipper: Shipper, *, retry_after_s: float) -> None:
-        self._served = served
+    def __init__(self, shared: ServiceContext, shipper: Shipper, *, retry_after_s: float) -> None:
+        self._shared = shared
         self._shipper = shipper
         self._retry_after_s = retry_after_s
 
@@ -52,8 +52,8 @@ class UsageService(UsageServiceServicer):
         self, request: usage_pb2.ListUsageRequest, context: _Context
     ) -> usage_pb2.ListUsageResponse:
         """Lists the records of the caller's tenant."""
-        self._served.loop.admission.check_open()
-        tenant = self._served.current_call().tenant.name
+        self._shared.loop.admission.check_open()
+        tenant = self._shared.current_call().tenant.name
         n_page = request.page_size or _N_PAGE_DEFAULT
         query = _to_query(request, tenant, n_page + 1)  # one more tells whether there is a page
         try:

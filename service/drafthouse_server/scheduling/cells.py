@@ -3,7 +3,7 @@
 With cells of its own for each slot (`kv_unified` off) there is always room. Where slots share one
 pool, reserving all that every sequence could ever hold would leave most of it unused: few generate
 as much as they may. So a sequence counts with what others of its tenant came to, and when too many
-come to more, the scheduler parks some.
+come to more, the scheduler preempts some.
 """
 
 from __future__ import annotations

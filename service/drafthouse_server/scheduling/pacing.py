@@ -28,8 +28,8 @@ __all__ = [
     "N_STEPS_MAX",
     "RUN_S",
     "STEP_FREE_S",
-    "PrefillPacer",
-    "RunPacer",
+    "ChunkSizer",
+    "RunLength",
     "Runnable",
 ]
 
@@ -99,7 +99,7 @@ class _Ratios:
         return min(max(self._ordered[min(n - 1, int(_QUANTILE * n))], 1.0), _RATIO_MAX)
 
 
-class PrefillPacer:
+class ChunkSizer:
     """Tells how long a step with a piece of a prompt may take, as the cost model counts.
 
     Args:
@@ -180,7 +180,7 @@ class Runnable(Protocol):
         ...
 
 
-class RunPacer:
+class RunLength:
     """Decides how long runs are.
 
     Args:

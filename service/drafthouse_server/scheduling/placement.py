@@ -138,11 +138,11 @@ class Placement:
                 n_kept=sequence.n_computed,
                 source=source if source != seq_id else None,
                 snapshot=snapshot,
-                is_resumed=sequence.is_parked,
+                is_resumed=sequence.is_preempted,
                 tag=tag_of(sequence.tenant),
             )
         )
-        if sequence.is_parked:
+        if sequence.is_preempted:
             self._preemption.note_resumed(sequence, plan.planned_at)
         else:
             sequence.slot_at = plan.planned_at
@@ -155,7 +155,7 @@ class Placement:
         """Returns the prefix that a sequence could go on from; what it drafted on is gone."""
         sequence.is_draft_cold = False
         match = self._prefixes.find(sequence.owner, sequence.tokens)
-        if not sequence.is_parked:
+        if not sequence.is_preempted:
             self._prefixes.count(sequence.n_prompt, match)
         return match
 
@@ -174,7 +174,7 @@ class Placement:
         """Notes which of the plan's starts kept less than they were to, and counts the others."""
         for seq_id, n_kept in result.n_kept.items():
             sequence = self._slots.running[seq_id]
-            if sequence.n_steps or sequence.n_parks:
+            if sequence.n_steps or sequence.n_swap_outs:
                 self._preemption.lot.n_recomputed += sequence.n_computed - n_kept
             else:
                 self._counters.charge_prompt(sequence.tenant, sequence.n_reused - n_kept)

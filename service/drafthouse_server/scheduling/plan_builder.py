@@ -23,7 +23,7 @@ class PlanBuilder:
         """Monotonic time in seconds."""
         self.frees = frees
         """Slots given back."""
-        self.parks: list[int] = []
+        self.swap_outs: list[int] = []
         """Slots taken away."""
         self.saves: list[int] = []
         """Slots of which a snapshot is written."""
@@ -35,9 +35,9 @@ class PlanBuilder:
         """How many of the entries generate."""
         self.n_steps = 1
         """Steps that the engine runs in a row."""
-        self.let_go: list[int] = []
+        self.drafts_off: list[int] = []
         """Slots whose drafter is fed no more."""
-        self.take_up: list[int] = []
+        self.drafts_on: list[int] = []
         """Slots whose drafter is fed again."""
         self.preempted: dict[int, Sequence] = {}
         """Sequences by the slot that is taken away from them, until they wait again."""
@@ -49,7 +49,7 @@ class PlanBuilder:
     @property
     def has_moves(self) -> bool:
         """Whether slots are taken, taken away or saved."""
-        return bool(self.starts or self.parks or self.saves)
+        return bool(self.starts or self.swap_outs or self.saves)
 
     def freeze(self) -> StepPlan:
         """Returns the plan for the engine."""
@@ -57,9 +57,9 @@ class PlanBuilder:
             self.entries,
             self.starts,
             self.frees,
-            self.parks,
+            self.swap_outs,
             self.saves,
-            self.let_go,
-            self.take_up,
+            self.drafts_off,
+            self.drafts_on,
             self.n_steps,
         )

@@ -16,7 +16,7 @@ from drafthouse_server.scheduling.waiting import WaitingQueue
 from drafthouse_server.step import SchedulerCounts, StepResult
 from drafthouse_server.tenancy.fairness import Fairness, SaveBudget, VirtualCounters
 
-__all__ = ["ParkingLot", "Preemption", "SnapshotCost"]
+__all__ = ["Preemption", "SnapshotCost", "SwapSpace"]
 
 _BYTES_PER_S = 1e9
 """Speed at which a snapshot is written, and read again: one core that copies and checks bytes."""
@@ -49,8 +49,8 @@ class SnapshotCost:
         return 2 * self.write_s(n_tokens)
 
 
-class ParkingLot:
-    """Decides how sequences are parked, and bounds the host memory that they take.
+class SwapSpace:
+    """Decides how sequences are preempted, and bounds the host memory that they take.
 
     A snapshot brings a sequence back bit by bit. Without one its tokens are computed again, in a
     batch of another width, which rounds differently: where two tokens tie, another may win.
@@ -65,7 +65,7 @@ class ParkingLot:
         self._n_bytes = 0
         self._snapshots = snapshots or SnapshotCost()
         self.n_preempted = 0
-        """Times that a sequence was parked."""
+        """Times that a sequence was preempted."""
         self.n_resumed = 0
         """Times that a sequence came back."""
         self.n_recomputed = 0
@@ -78,7 +78,7 @@ class ParkingLot:
 
     def count(self, counts: SchedulerCounts) -> None:
         """Puts in what is counted here."""
-        counts.n_parked_bytes = self._n_bytes
+        counts.n_preempted_bytes = self._n_bytes
         counts.n_preempted = self.n_preempted
         counts.n_resumed = self.n_resumed
         counts.n_recomputed = self.n_recomputed
@@ -86,7 +86,7 @@ class ParkingLot:
     def is_worth_saving(
         self, n_computed: int, recompute_s: float | None, *, is_drawn: bool = False
     ) -> bool:
-        """Returns whether to write a snapshot of a sequence that is about to be parked.
+        """Returns whether to write a snapshot of a sequence that is about to be preempted.
 
         One that draws tokens at random is saved while there is room, whatever that costs: each of
         its draws falls near a border of two tokens now and then, and other roundings would move it
@@ -112,7 +112,7 @@ class ParkingLot:
         return self._snapshots.write_s(n_tokens)
 
     def put(self, sequence: Sequence, snapshot: bytes | None) -> None:
-        """Keeps a parked sequence's snapshot, if there is one and room for it.
+        """Keeps a preempted sequence's snapshot, if there is one and room for it.
 
         Without one, nothing of it is computed any more.
         """
@@ -159,7 +159,7 @@ class Preemption:
         ledger: CellLedger,
         waiting: WaitingQueue,
         estimators: Estimators,
-        lot: ParkingLot,
+        lot: SwapSpace,
         counters: VirtualCounters,
         fairness: Fairness,
     ) -> None:
@@ -253,7 +253,7 @@ class Preemption:
 
     def _is_due(self, sequence: Sequence, now: float) -> bool:
         """Returns whether a sequence may lose its slot, because it has not for some time."""
-        return not sequence.n_parks or now - sequence.parked_at >= self._interval_s
+        return not sequence.n_swap_outs or now - sequence.preempted_at >= self._interval_s
 
     def _is_quick(self, victim: Sequence, held: dict[str, int]) -> bool:
         """Returns whether other tenants' streams hardly feel that a sequence is preempted."""
@@ -287,15 +287,15 @@ class Preemption:
         seq_id = sequence.seq_id
         if self._is_saved(sequence):
             plan.saves.append(seq_id)
-        plan.parks.append(seq_id)
+        plan.swap_outs.append(seq_id)
         plan.preempted[seq_id] = sequence
         del self._slots.running[seq_id]
         self._ledger.release(sequence)
         self._slots.empty(seq_id)
         sequence.seq_id = -1
-        sequence.is_parked = True
-        sequence.parked_at = plan.planned_at
-        sequence.n_parks += 1
+        sequence.is_preempted = True
+        sequence.preempted_at = plan.planned_at
+        sequence.n_swap_outs += 1
         sequence.n_no_room = 0
         self.lot.n_preempted += 1
 
@@ -317,8 +317,8 @@ class Preemption:
 
     def note_resumed(self, sequence: Sequence, now: float) -> None:
         """Notes that a sequence has a slot again."""
-        sequence.is_parked = False
-        sequence.parked_s += now - sequence.parked_at
+        sequence.is_preempted = False
+        sequence.preempted_s += now - sequence.preempted_at
         self.lot.n_resumed += 1
 
 

@@ -8,7 +8,7 @@ from collections import abc
 from drafthouse_server.drafting.cost import Splitting
 from drafthouse_server.drafting.estimators import Estimators
 from drafthouse_server.scheduling.checkpoints import Checkpoints
-from drafthouse_server.scheduling.pacing import N_PIECE, PrefillPacer
+from drafthouse_server.scheduling.pacing import N_PIECE, ChunkSizer
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits, PlanEntry
@@ -49,7 +49,7 @@ class Prefill:
         self._limits = limits
         self._estimators = estimators
         self._checkpoints = checkpoints
-        self._pacer = PrefillPacer(gap_s)
+        self._pacer = ChunkSizer(gap_s)
         self._turns = PrefillTurns()
         estimators.guard.add("pacing", self._pacer.reset)
 
@@ -84,7 +84,7 @@ class Prefill:
             paced_budget = self._pace(plan, prefills, prompt_budget)
             # Where slots have cells of their own, what all have is computed together: a piece's
             # first tokens with the last tokens and drafts of the others.
-            is_split = estimators.splitting is Splitting.STREAMS
+            is_split = estimators.splitting is Splitting.EQUAL
             n_beside = min([1 + entry.n_verified for entry in decodes]) if is_split else 0
         pieces = self._share(plan, prefills, paced_budget, prompt_budget, n_beside)
         plan.entries = [*decodes, *pieces]
@@ -128,16 +128,16 @@ class Prefill:
                 or nothing is known of what a piece takes.
         """
         wanted = {sequence: self._n_wanted(plan, sequence) for sequence in prefills}
-        n_given = 0
+        n_external = 0
         for sequence, n_share in self._turns.share(wanted.items(), paced_budget):
             n_tokens = n_share
             if n_beside is not None:
                 n_wanted, n_past = wanted[sequence], sequence.n_computed
                 n_tokens = self._align(n_share, n_wanted, n_past, n_beside)
-                n_tokens = min(n_tokens, n_wanted, prompt_budget - n_given)
-                if n_tokens <= 0 or (n_given and n_given + n_tokens > paced_budget):
+                n_tokens = min(n_tokens, n_wanted, prompt_budget - n_external)
+                if n_tokens <= 0 or (n_external and n_external + n_tokens > paced_budget):
                     continue  # its piece waits for a step of its own
-            n_given += n_tokens
+            n_external += n_tokens
             start = sequence.n_computed
             piece = sequence.tokens[start : start + n_tokens]
             # A resumed sequence knows what comes after its last token but one.

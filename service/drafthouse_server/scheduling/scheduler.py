@@ -31,10 +31,10 @@ from drafthouse_server.drafting.policy import DraftPolicy
 from drafthouse_server.errors import DrafthouseError, EngineError
 from drafthouse_server.scheduling.cells import CellLedger, check_context
 from drafthouse_server.scheduling.checkpoints import Checkpoints
-from drafthouse_server.scheduling.pacing import RunPacer
+from drafthouse_server.scheduling.pacing import RunLength
 from drafthouse_server.scheduling.placement import Placement
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
-from drafthouse_server.scheduling.preemption import ParkingLot, Preemption, SnapshotCost
+from drafthouse_server.scheduling.preemption import Preemption, SnapshotCost, SwapSpace
 from drafthouse_server.scheduling.prefill import Prefill
 from drafthouse_server.scheduling.prefix_cache import NoPrefixes, PrefixCache
 from drafthouse_server.scheduling.sequence import (
@@ -88,7 +88,7 @@ class Scheduler:
         splitting: How the engine's decode is cut, for `cost`.
         gap_s: Target of the gap between tokens while prompts are computed, seconds; 0 is twice the
             unloaded 99th percentile.
-        n_parked_bytes_max: Most bytes of preempted sequences in host memory; 0 is none.
+        n_preempted_bytes_max: Most bytes of preempted sequences in host memory; 0 is none.
         prefixes: Finds prefixes to go on from; without it ended sequences' slots are given back at
             once.
         ngrams: Proposes drafts before the engine's drafter is asked.
@@ -104,9 +104,9 @@ class Scheduler:
         policy: DraftPolicy,
         *,
         cost: CostModel | None = None,
-        splitting: Splitting = Splitting.STREAMS,
+        splitting: Splitting = Splitting.EQUAL,
         gap_s: float = 0.0,
-        n_parked_bytes_max: int = 1 << 30,
+        n_preempted_bytes_max: int = 1 << 30,
         prefixes: PrefixCache | None = None,
         ngrams: NgramDrafter | None = None,
         n_checkpoint_min: int = 64,
@@ -136,7 +136,7 @@ class Scheduler:
         self._checkpoints = Checkpoints(
             self._prefixes, self._slots, self._estimators, snapshots, n_checkpoint_min
         )
-        lot = ParkingLot(n_parked_bytes_max, snapshots)
+        lot = SwapSpace(n_preempted_bytes_max, snapshots)
         self._preemption = Preemption(
             slots=self._slots,
             ledger=self._ledger,
@@ -156,7 +156,7 @@ class Scheduler:
             counters=self._counters,
         )
         self._prefill = Prefill(limits, self._estimators, self._checkpoints, gap_s)
-        self._runs = RunPacer(gap_s)
+        self._runs = RunLength(gap_s)
         self._in_flight = PlanBuilder(0.0, [])  # from `plan` to `commit` or `abandon`
         self._ends = Ends(self._placement.least_s)
         self._now = 0.0
@@ -195,7 +195,7 @@ class Scheduler:
     def counts(self) -> SchedulerCounts:
         """How slots and cells were shared."""
         counts = SchedulerCounts(
-            n_parked=self._waiting.n_parked + len(self._in_flight.preempted),
+            n_swapped=self._waiting.n_swapped + len(self._in_flight.preempted),
             n_retained=len(self._slots.retained),
             n_retained_cells=self._slots.n_retained_cells,
             n_planned=self._n_planned,
@@ -296,14 +296,14 @@ class Scheduler:
             plan.n_steps = self._runs.ask(estimators.guard, decodes, estimators.stall_s, n_most)
         if self._slots.retained and self._ledger.is_shared:
             self._placement.evict(plan)
-        plan.let_go, plan.take_up = estimators.turn(self._slots.running, plan.starts)
+        plan.drafts_off, plan.drafts_on = estimators.turn(self._slots.running, plan.starts)
         return plan.freeze()
 
     def _draft(self, plan: PlanBuilder, decodes: list[Sequence], draft_budget: int) -> int:
         """Gives the plan the entries of those that generate; returns their draft tokens."""
         estimators = self._estimators
         drafts = estimators.choose(decodes, draft_budget)
-        plan.entries = estimators.quote(decodes, drafts, draft_budget)
+        plan.entries = estimators.propose(decodes, drafts, draft_budget)
         plan.n_decodes = len(decodes)
         n_draft = sum([entry.n_draft for entry in plan.entries])
         self._n_planned += plan.n_decodes
@@ -332,7 +332,7 @@ class Scheduler:
         self._advance_all(result, events)
         self._estimators.teach_policy(result)
         for sequence in self._preemption.take(plan, result) if plan.preempted else ():
-            events.append((sequence, self._fail(sequence, "PARK_FAILED")))
+            events.append((sequence, self._fail(sequence, "SWAP_OUT_FAILED")))
         if plan.stored:
             self._checkpoints.take(plan, result)
         return events
@@ -434,7 +434,7 @@ class Scheduler:
         slots = self._slots
         seq_ids = dict.fromkeys([entry.seq_id for entry in plan.entries])
         seq_ids |= dict.fromkeys([start.seq_id for start in plan.starts])
-        given_back = [seq_id for seq_id in (*plan.frees, *plan.parks) if seq_id not in seq_ids]
+        given_back = [seq_id for seq_id in (*plan.frees, *plan.swap_outs) if seq_id not in seq_ids]
         # What the engine still holds of ended sequences, nobody can tell.
         given_back += slots.forget_retained()
         slots.given_back += given_back
@@ -461,8 +461,8 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
             self._preemption.lot.take(sequence)
-            if sequence.is_parked:
-                sequence.parked_s += self._now - sequence.parked_at
+            if sequence.is_preempted:
+                sequence.preempted_s += self._now - sequence.preempted_at
         self._estimators.forget(sequence, is_finished=end in _FINISHED)
         if isinstance(end, FinishReason):
             if sequence.n_steps:

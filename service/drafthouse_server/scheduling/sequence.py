@@ -32,7 +32,7 @@ class SequenceState(enum.Enum):
     """It has no slot yet."""
     RUNNING = enum.auto()
     """It owns a slot."""
-    PARKED = enum.auto()
+    PREEMPTED = enum.auto()
     """It had to give its slot back, and goes on as soon as it gets another."""
     FINISHED = enum.auto()
     """It has had its terminal event."""
@@ -75,7 +75,7 @@ class Timings:
     """From the first token to the last."""
     first_token_s: float
     """From the receipt to the first token."""
-    parked_s: float = 0.0
+    preempted_s: float = 0.0
     """Without a slot after the first one, within the spans above."""
 
 
@@ -194,11 +194,11 @@ class Sequence:
     n_progress: int = 0
     """Tokens of the prompt that its last `ProgressEvent` told of."""
     snapshot: bytes | None = None
-    """All that its slot held, while it is parked in host memory."""
-    is_parked: bool = False
+    """All that its slot held, while it is preempted in host memory."""
+    is_preempted: bool = False
     """Whether it had to give its slot back and waits for another."""
-    n_parks: int = 0
-    """How often it was parked."""
+    n_swap_outs: int = 0
+    """How often it was preempted."""
     order: int = -1
     """Place in the order of arrival; -1 before submission."""
     rank: tuple[float, int] = (0.0, -1)
@@ -213,10 +213,10 @@ class Sequence:
     """How it ended; None while it goes on."""
     slot_at: float = math.nan
     """When it got its first slot."""
-    parked_at: float = math.nan
-    """When it was parked last."""
-    parked_s: float = 0.0
-    """Seconds that it was parked, all times together; the current one is not counted yet."""
+    preempted_at: float = math.nan
+    """When it was preempted last."""
+    preempted_s: float = 0.0
+    """Seconds that it was preempted, all times together; the current one is not counted yet."""
     first_token_at: float = math.nan
     """When its first token was there."""
     last_token_at: float = math.nan
@@ -248,7 +248,7 @@ class Sequence:
             return SequenceState.FINISHED
         if self.seq_id >= 0:
             return SequenceState.RUNNING
-        return SequenceState.PARKED if self.is_parked else SequenceState.WAITING
+        return SequenceState.PREEMPTED if self.is_preempted else SequenceState.WAITING
 
     @property
     def n_target(self) -> int:
@@ -295,7 +295,7 @@ class Sequence:
             prefill_s=_span(self.slot_at, self.first_token_at),
             decode_s=_span(self.first_token_at, self.last_token_at),
             first_token_s=_span(self.received_at, self.first_token_at),
-            parked_s=self.parked_s,
+            preempted_s=self.preempted_s,
         )
 
     @property

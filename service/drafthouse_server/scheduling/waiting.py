@@ -60,7 +60,7 @@ class WaitingQueue:
         self._lines: dict[str, _Line] = {}
         self._removed: set[Sequence] = set()
         self._n_live = 0
-        self._n_parked = 0
+        self._n_swapped = 0
 
     def __len__(self) -> int:
         return self._n_live
@@ -71,12 +71,12 @@ class WaitingQueue:
         return (s for _, s in sorted(entries, key=_entry_rank) if s not in self._removed)
 
     @property
-    def n_parked(self) -> int:
+    def n_swapped(self) -> int:
         """Sequences that had a slot already."""
-        return self._n_parked
+        return self._n_swapped
 
     def push(self, sequence: Sequence) -> None:
-        """Adds a sequence, new or parked."""
+        """Adds a sequence, new or preempted."""
         line = self._lines.get(sequence.tenant)
         if line is None:
             line = self._lines[sequence.tenant] = _Line()
@@ -84,7 +84,7 @@ class WaitingQueue:
         heappush(line.heap, (sequence.rank, sequence))
         line.n_live += 1
         self._n_live += 1
-        self._n_parked += sequence.is_parked
+        self._n_swapped += sequence.is_preempted
 
     def peek(self) -> Sequence | None:
         """Returns who goes next; None if nobody waits."""
@@ -122,7 +122,7 @@ class WaitingQueue:
         line = self._lines[tenant]
         line.n_live -= 1
         self._n_live -= 1
-        self._n_parked -= sequence.is_parked
+        self._n_swapped -= sequence.is_preempted
         if not line.n_live:
             self._sweep(line)
             del self._lines[tenant]

@@ -90,7 +90,7 @@ class Accounting:
         """Lets nobody wait for a disk that does not answer."""
         if journal.watch():
             for account in (*self._accounts, *self._waiting):
-                account.let_go()
+                account.drafts_off()
         self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._watch, journal)
 
     def check_open(self) -> None:
@@ -311,7 +311,7 @@ class Account:
             queue_s=timings.queue_s,
             prefill_s=timings.prefill_s,
             decode_s=timings.decode_s,
-            preempted_s=timings.parked_s,
+            preempted_s=timings.preempted_s,
         )
         self._accounting.settle(self, record)
         if self._journal is None:
@@ -325,7 +325,7 @@ class Account:
         with self._accounting.waiting(self):
             await asyncio.shield(self._end)
 
-    def let_go(self) -> None:
+    def drafts_off(self) -> None:
         """Lets nobody wait for the journal, which fails. Accounting calls it."""
         self._wake()
         if self._end is not None:

@@ -23,7 +23,7 @@ def make_scheduler(engine: Engine, config: Config) -> Scheduler:
         config: The settings.
     """
     is_recurrent = engine.card.is_recurrent
-    splitting = Splitting.NONE if config.kv_unified else Splitting.STREAMS
+    splitting = Splitting.NONE if config.kv_unified else Splitting.EQUAL
     if is_recurrent:
         splitting = Splitting.GROUPS
     policy: DraftPolicy = AdaptiveDraft(engine.limits.n_draft_max)
@@ -49,7 +49,7 @@ def make_scheduler(engine: Engine, config: Config) -> Scheduler:
         cost=StepCost(),
         splitting=splitting,
         gap_s=config.gap_target_ms / 1000,
-        n_parked_bytes_max=config.preempted_mib << 20,
+        n_preempted_bytes_max=config.preempted_mib << 20,
         prefixes=prefixes,
         ngrams=ngrams,
         n_draft_fixed=config.draft_default,

@@ -142,14 +142,14 @@ class EngineThread:
         if ends:
             self._report.events += ends
         plan = self._scheduler.plan(now)
-        if plan.starts or plan.frees or plan.parks:
+        if plan.starts or plan.frees or plan.swap_outs:
             self._note_moves(plan)
         return plan
 
     def _note_moves(self, plan: StepPlan) -> None:
         """Notes who has a slot by this plan, and who had to leave one in order to wait again."""
         moves, slots = self._report.moves, self._slots
-        for seq_id in (*plan.parks, *plan.frees):
+        for seq_id in (*plan.swap_outs, *plan.frees):
             sequence = slots.pop(seq_id, None)
             if sequence is not None and sequence.terminal is None:
                 moves.append((sequence, False))

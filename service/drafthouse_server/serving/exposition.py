@@ -149,7 +149,7 @@ _FAMILIES = (
     _Family(
         "requests_preempted",
         "Requests that lost their slot to others and have not resumed.",
-        lambda s: s.scheduler.n_parked,
+        lambda s: s.scheduler.n_swapped,
     ),
     _Family(
         "text_jobs_waiting", "Texts that wait for a text worker now.", lambda s: s.n_text_waiting
@@ -304,7 +304,7 @@ _FAMILIES = (
     _Family(
         "preempted_bytes",
         "Bytes of host memory that preempted requests take now.",
-        lambda s: s.scheduler.n_parked_bytes,
+        lambda s: s.scheduler.n_preempted_bytes,
     ),
     _Family(
         "prefix_lookups_total",

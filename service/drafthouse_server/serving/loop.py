@@ -33,7 +33,7 @@ from drafthouse_server.serving.cache_feed import CacheFeed
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.serving.engine_thread import EngineThread, StepReport
 from drafthouse_server.serving.metrics import Metrics, Statistics
-from drafthouse_server.serving.outbox import Outbox, Pacer
+from drafthouse_server.serving.outbox import Outbox, WakeLimiter
 from drafthouse_server.tenancy.admission import Admission, Ticket
 from drafthouse_server.tenancy.tenants import Tenant
 
@@ -155,7 +155,7 @@ class StepLoop:
         self._metrics = Metrics()
         self._outboxes: dict[Sequence, Outbox] = {}
         self._tickets: dict[Sequence, Ticket] = {}
-        self._pacer = Pacer(time.perf_counter, outbox_bytes)
+        self._pacer = WakeLimiter(time.perf_counter, outbox_bytes)
         self._feeds: list[CacheFeed] = []
         self._reports: deque[StepReport] = deque()
         self._is_posted = False

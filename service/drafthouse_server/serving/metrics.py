@@ -164,7 +164,7 @@ class Statistics:
     """Processor seconds of text workers, with the starts of those that jobs have ended."""
     n_text_workers_lost: Mapping[str, int] = field(default_factory=dict)
     """Text workers that ended in the middle of a job, by cause: late, crashed, ended."""
-    given: DraftCounts = DraftCounts()
+    external: DraftCounts = DraftCounts()
     """Of the drafts, those that were found in what was said before, and not made by the drafter."""
     scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
     """How slots and cells were shared."""
@@ -176,13 +176,13 @@ class Statistics:
     @property
     def by_source(self) -> Mapping[str, DraftCounts]:
         """Drafts by who proposed them: the engine's "drafter", or "ngram" lookup before it."""
-        given = self.given
+        external = self.external
         made = DraftCounts(
-            self.n_drafts - given.n_drafts,
-            self.n_drafted - given.n_drafted,
-            self.n_accepted - given.n_accepted,
+            self.n_drafts - external.n_drafts,
+            self.n_drafted - external.n_drafted,
+            self.n_accepted - external.n_accepted,
         )
-        return {"drafter": made, "ngram": given}
+        return {"drafter": made, "ngram": external}
 
     @property
     def mean_n_draft(self) -> float:
@@ -231,9 +231,9 @@ class Metrics:
     _n_drafts: int = 0
     _n_drafted: int = 0
     _n_accepted: int = 0
-    _n_drafts_given: int = 0
-    _n_drafted_given: int = 0
-    _n_accepted_given: int = 0
+    _n_drafts_external: int = 0
+    _n_drafted_external: int = 0
+    _n_accepted_external: int = 0
     _n_steps: int = 0
     _n_batch_tokens: int = 0
     _draft_s: float = 0.0
@@ -252,11 +252,11 @@ class Metrics:
             self._n_drafts += len(drafted)
             self._n_drafted += sum([entry.n_drafted for entry in drafted])
             self._n_accepted += sum([entry.n_accepted for entry in drafted])
-            given = [entry for entry in drafted if entry.is_given]
-            if given:
-                self._n_drafts_given += len(given)
-                self._n_drafted_given += sum([entry.n_drafted for entry in given])
-                self._n_accepted_given += sum([entry.n_accepted for entry in given])
+            external = [entry for entry in drafted if entry.is_external]
+            if external:
+                self._n_drafts_external += len(external)
+                self._n_drafted_external += sum([entry.n_drafted for entry in external])
+                self._n_accepted_external += sum([entry.n_accepted for entry in external])
         timings = result.timings
         self._draft_s += timings.draft_s
         self._decode_s += timings.decode_s
@@ -313,7 +313,9 @@ class Metrics:
             first_token=self.first_token.distribution(),
             output_token=self.output_token.distribution(),
             message_gap=self.message_gap.distribution(),
-            given=DraftCounts(self._n_drafts_given, self._n_drafted_given, self._n_accepted_given),
+            external=DraftCounts(
+                self._n_drafts_external, self._n_drafted_external, self._n_accepted_external
+            ),
             scheduler=self.scheduler,
             usage=self.usage.copy(),
         )

@@ -16,7 +16,7 @@ from drafthouse_server.scheduling.sequence import (
     TokensEvent,
 )
 
-__all__ = ["Outbox", "Pacer"]
+__all__ = ["Outbox", "WakeLimiter"]
 
 _MESSAGE_S = 2e-4
 """Seconds that the event loop is given for a message: 5,000 messages a second.
@@ -134,7 +134,7 @@ def _append(last: TokensEvent, event: TokensEvent) -> None:
     last.logprobs.extend(event.logprobs)
 
 
-class Pacer:
+class WakeLimiter:
     """Decides when readers are woken: at most so many a second, the longest held first.
 
     A message costs the event loop about as much as the engine needs for a token of a small model.

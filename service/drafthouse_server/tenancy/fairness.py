@@ -20,7 +20,7 @@ from typing import Protocol
 
 from drafthouse_server.step import ResultEntry
 
-__all__ = ["Fairness", "SaveBudget", "Served", "ServiceWeights", "VirtualCounters"]
+__all__ = ["Fairness", "SaveBudget", "ServedSequence", "ServiceWeights", "VirtualCounters"]
 
 _N_STALE_MIN = 64
 """Outdated entries of the heap that are left there before it is swept."""
@@ -35,7 +35,7 @@ _ROUNDING = 1e-9
 """By so much may a share of slots be missed."""
 
 
-class Served(Protocol):
+class ServedSequence(Protocol):
     """A sequence, as far as its tenant's counter is concerned."""
 
     @property
@@ -119,7 +119,9 @@ class VirtualCounters:
         """Counts tokens of a prompt, all of them when its slot is taken."""
         self.charge(tenant, n_tokens * self.weights.prompt)
 
-    def charge_step(self, entries: Collection[ResultEntry], running: Mapping[int, Served]) -> None:
+    def charge_step(
+        self, entries: Collection[ResultEntry], running: Mapping[int, ServedSequence]
+    ) -> None:
         """Counts what a step has yielded.
 
         Args:
