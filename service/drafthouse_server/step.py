@@ -214,9 +214,10 @@ class StepPlan:
     """All that the engine does in one step, in this order.
 
     Saves, swap_outs, frees, starts, drafts_off, drafts_on, entries. So a slot may be saved,
-    preempted and started again in one plan. All of it is checked before any of it is done: a plan that is refused
-    has changed nothing, and its samplers can be used again. A finished sequence holds its cells
-    until its slot is freed, preempted or started: this is what prefix reuse lives on.
+    preempted and started again in one plan. All of it is checked before any of it is done: a plan
+    that is refused has changed nothing, and its samplers can be used again. A finished sequence
+    holds its cells until its slot is freed, preempted or started: this is what prefix reuse lives
+    on.
     """
 
     entries: Sequence[PlanEntry] = ()
