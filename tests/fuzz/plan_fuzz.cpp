@@ -1042,14 +1042,15 @@ private:
         check_cells();
     }
 
-    // A run ends before its last step for a reason.
+    // A run ends before its last step for a reason; a plan without entries has nothing to go on
+    // with.
     void check_run(const spec_plan & plan, const spec_result & result) {
         REQUIRE(result.n_steps >= 1 && result.n_steps <= std::max(plan.n_steps, 1));
         const auto is_end = [&](const spec_result_entry & r) {
             return r.status != SPEC_OK || (r.flags & SPEC_RESULT_EOG) != 0 ||
                    r.n_past >= limits_.n_ctx_seq || r.n_tokens < result.n_steps;
         };
-        REQUIRE(result.n_steps >= plan.n_steps || is_interrupted_ ||
+        REQUIRE(result.n_steps >= plan.n_steps || is_interrupted_ || result.n_entries == 0 ||
                 std::any_of(result.entries, result.entries + result.n_entries, is_end));
         REQUIRE(result.n_steps == 1 || !is_interrupted_);
         is_interrupted_ = false;
