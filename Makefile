@@ -5,7 +5,7 @@ ARGS ?=
 SECONDS ?= 60
 N ?= 1000
 # Test files side by side, one a core; a file's tests share what they load.
-PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # The debug mode of asyncio has something to say where there is a loop.
 ASYNC_TESTS = $(shell grep -rlE --include='test_*.py' 'asyncio|async def' tests)
 # cython-lint and protoc start other tools of the virtual environment by name.
@@ -15,7 +15,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability rootfs soak soak-starts tokenizer-counts
+.PHONY: attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts tokenizer-counts
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -114,6 +114,9 @@ soak-starts: dev ## N=1000 starts of a quick model under load from the first mom
 
 attacks: dev ## what an ordinary client can do to others: 23 scripts, three rounds, alone and beside two tenants; half an hour
 	@$(VENV)/python -m tests.attacks.run $(ARGS)
+
+whole: dev ## tests of which make test does a part: 10,000 billed requests, 1,000 traces of fairness; minutes
+	@$(VENV)/pytest $(PARALLEL) -q --whole tests/rpc/test_usage_sums.py tests/scheduling/test_fairness.py
 
 tokenizer-counts: dev ## what tokenising costs for every tokeniser of llama.cpp and texts of 1, 2 and 4 MiB; half an hour of a core
 	@$(VENV)/python -m tests.proofs.tokenizer_counts $(ARGS)

@@ -22,9 +22,41 @@ from drafthouse_server.tenancy.tenants import TenantRegistry
 
 HELD_MAX_S = 100.0
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--whole`."""
+    parser.addoption(
+        "--whole", action="store_true", help="as many requests and traces as the proofs ask for"
+    )
+
+
 # How long an example takes is no verdict.
 settings.register_profile("drafthouse", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("drafthouse")
+
+
+_FIRST = (
+    "tests/scripts/test_portability.py",
+    "tests/attacks/test_attacks.py",
+    "tests/serving/test_crowd.py",
+    "tests/cext/test_texts.py",
+    "tests/rpc/test_usage_sums.py",
+    "tests/scheduling/test_fairness.py",
+)
+"""Files that take a minute and more: begun last, each would keep one core busy and leave the others
+idle (`--no-loadscope-reorder` keeps this order)."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the long files first."""
+    ranks = {name: rank for rank, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+
+
+@pytest.fixture
+def is_whole(pytestconfig: pytest.Config) -> bool:
+    """Whether a test shall do all that its proof asks for: minutes (`make whole`)."""
+    return bool(pytestconfig.getoption("--whole"))
 
 
 class GatedEngine(FakeEngine):
