@@ -14,7 +14,10 @@ from drafthouse_server.cli.main import main
 from drafthouse_server.cli.settings import load
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.errors import ConfigError
+from drafthouse_server.tenancy.key_ring import tenant_of_record
 from drafthouse_server.tenancy.keys import id_of_key
+from drafthouse_server.tenancy.records import TenantRecord
+from drafthouse_server.tenancy.tenants import LIMITS, Tenant, make_tenant
 
 
 class Shell:
@@ -99,13 +102,13 @@ def test_a_key_is_revoked_and_replaced(shell: Shell) -> None:
 
 def test_tenants_are_added_limited_listed_and_deleted(shell: Shell) -> None:
     shell.run("tenants", "add", "acme", "weight=2.5", "models=small,big")
-    shell.run("tenants", "set", "acme", "n_active_max=3", "weight=none")
+    shell.run("tenants", "set", "acme", "max_streams=3", "weight=none")
     shell.run("keys", "add", "--tenant", "acme")
     found = json.loads(shell.run("tenants", "list", "--json"))
     assert [(t["name"], t["keys"], t["limits"]) for t in found] == [
-        ("acme", 1, {"models": ["big", "small"], "n_active_max": 3})
+        ("acme", 1, {"models": ["big", "small"], "max_streams": 3})
     ]
-    assert "models=big,small, n_active_max=3" in shell.run("tenants", "list")
+    assert "max_streams=3, models=big,small" in shell.run("tenants", "list")
     shell.run("tenants", "add", "acme", code=1)
     assert "there is a tenant 'acme' already" in shell.err
     shell.run("tenants", "delete", "acme")
@@ -115,6 +118,21 @@ def test_tenants_are_added_limited_listed_and_deleted(shell: Shell) -> None:
     shell.run("tenants", "set", "acme", code=1)
 
 
+def test_every_limit_of_the_settings_can_be_set_and_makes_the_same_tenant(shell: Shell) -> None:
+    values = {int: "7", float: "2.5", list: "one,two"}
+    texts = [f"{limit.key}={values[limit.kind]}" for limit in LIMITS]
+    shell.run("tenants", "add", "acme", *texts)
+    (found,) = json.loads(shell.run("tenants", "list", "--json"))
+    assert found["limits"].keys() == {limit.key for limit in LIMITS}
+    record = TenantRecord("acme", 0, found["limits"])
+    tenant = tenant_of_record(record, n_waiting_max=128)
+    assert tenant == make_tenant("acme", found["limits"], n_waiting_max=128)
+    plain = Tenant("acme")
+    assert all(
+        getattr(tenant, limit.attribute) != getattr(plain, limit.attribute) for limit in LIMITS
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -122,10 +140,11 @@ def test_tenants_are_added_limited_listed_and_deleted(shell: Shell) -> None:
         (["keys", "add", "--tenant", "x\n"], "is no name of a tenant"),
         (["keys", "add", "--tenant", "x", "--expires", "soon"], "'soon' is no time"),
         (["tenants", "add", "x", "wings=2"], "'wings' is no limit"),
-        (["tenants", "set", "x", "weight=0"], "weight is '0'; expected a number above 0"),
-        (["tenants", "set", "x", "weight=nan"], "weight is 'nan'"),
-        (["tenants", "set", "x", "n_active_max=-1"], "expected a whole number of at least 0"),
-        (["tenants", "set", "x", "n_active_max=1.5"], "expected a whole number of at least 0"),
+        (["tenants", "set", "x", "weight=0"], "'weight' is 0.0; expected a value in [0.001, 1000]"),
+        (["tenants", "set", "x", "weight=nan"], "'weight' is nan"),
+        (["tenants", "set", "x", "max_streams=-1"], "'max_streams' is -1; expected a value in [1,"),
+        (["tenants", "set", "x", "max_streams=1.5"], "'max_streams' is '1.5'; expected a value"),
+        (["tenants", "set", "x", "models="], "'models' is []; expected a list of names"),
     ],
 )
 def test_what_is_wrong_is_said(

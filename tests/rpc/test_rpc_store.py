@@ -141,6 +141,20 @@ async def test_revocation_under_streams(
     await eventually(lambda: server.loop.statistics().n_running == 0)
 
 
+async def test_limits_of_the_store_hold_and_change_without_a_restart(
+    server: Server, shell: Shell, eventually: Eventually
+) -> None:
+    key = shell.add_key()
+    shell.run("tenants", "set", "acme", "max_output_tokens=1")
+    with pytest.raises(drafthouse.TenantQuotaExceeded):
+        await n_tokens(server, key)
+    shell.run("tenants", "set", "acme", "max_output_tokens=2")
+    ring = server._key_ring
+    assert ring is not None
+    await eventually(lambda: ring._known[id_of_key(key) or ""].identity.tenant.n_output_max == 2)
+    assert await n_tokens(server, key) == 2
+
+
 async def test_rotation_with_an_overlap_breaks_no_client(server: Server, shell: Shell) -> None:
     old = shell.add_key()
     new = shell.run("keys", "rotate", id_of_key(old) or "", "--overlap", "1h")

@@ -21,7 +21,7 @@ from drafthouse_server.errors import (
 )
 from drafthouse_server.tenancy import keys, records
 from drafthouse_server.tenancy.identity import BadKeys, source_of
-from drafthouse_server.tenancy.key_ring import KeyRing, RingRules, known_limits
+from drafthouse_server.tenancy.key_ring import KeyRing, RingRules, tenant_of_record
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key, pepper_id
 from drafthouse_server.tenancy.records import Change, KeyRecord, TenantRecord
 from drafthouse_server.tenancy.store import Store
@@ -57,11 +57,15 @@ class Bench:
         with self.store.writing() as connection:
             records.revoke_key(connection, key.id, at, Change("test", WALL))
 
+    def limit(self, tenant: str, **values: object) -> None:
+        with self.store.writing() as connection:
+            records.set_limits(connection, tenant, values, Change("test", WALL))
+
     async def ring(
         self, n_bad_keys: int = 5, fixed: TenantRegistry | None = None, **rules: Any
     ) -> KeyRing:
         def make_tenant(record: TenantRecord) -> Tenant:
-            return Tenant(record.name, **known_limits(record.limits))
+            return tenant_of_record(record, n_waiting_max=9)
 
         ring = KeyRing(
             Store.open(f"sqlite:///{self.path}"),
@@ -98,6 +102,11 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 async def identify(ring: KeyRing, key: ApiKey | str | None, address: str = "here") -> Identity:
     text = key.text if isinstance(key, ApiKey) else key
     found = ring.identify(text, address)
+    return found if isinstance(found, Identity) else await found
+
+
+async def certified(ring: KeyRing, name: str) -> Identity:
+    found = ring.certified(name)
     return found if isinstance(found, Identity) else await found
 
 
@@ -286,16 +295,66 @@ async def test_a_call_that_its_client_leaves_is_not_called_revoked(bench: Bench)
     assert not ring._known[key.id].calls
 
 
-async def test_limits_that_change_are_those_of_the_next_call(bench: Bench) -> None:
+async def test_limits_that_change_are_those_of_the_next_call(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     key = bench.add_key()
     ring = await bench.ring()
     assert (await identify(ring, key)).tenant.n_active_max is None
-    with bench.store.writing() as connection:
-        limits = {"n_active_max": 3, "models": ["a"], "of a release to come": 7}
-        records.set_limits(connection, "acme", limits, Change("test", WALL))
+    assert (await certified(ring, "acme")).tenant == Tenant("acme", n_waiting_max=9)
+    bench.limit("acme", max_streams=3, models=["a"], weight=-1, wings=7)
     await poll(ring)
-    tenant = (await identify(ring, key)).tenant
-    assert (tenant.n_active_max, tenant.models) == (3, frozenset({"a"}))
+    for identity in (await identify(ring, key), await certified(ring, "acme")):
+        tenant = identity.tenant
+        assert (tenant.n_active_max, tenant.models) == (3, frozenset({"a"}))
+        assert (tenant.weight, tenant.n_waiting_max) == (1.0, 9)
+    assert "do not count: weight, wings" in caplog.text
+
+
+async def test_a_tenant_that_only_a_certificate_names_has_the_stores_limits(bench: Bench) -> None:
+    with bench.store.writing() as connection:
+        records.add_tenant(connection, "acme", {"requests_per_s": 2.0}, Change("test", WALL))
+    fixed = TenantRegistry({"k": Tenant("bob", weight=3)}, Tenant("default", n_prompt_max=5))
+    ring = await bench.ring(fixed=fixed)
+    identity = await certified(ring, "acme")
+    assert (identity.tenant.requests_per_s, identity.key_id) == (2.0, "")
+    assert isinstance(ring.certified("acme"), Identity), "the second time it is known"
+    assert (await certified(ring, "bob")).tenant.weight == 3
+    assert (await certified(ring, "carl")).tenant == Tenant("carl", n_prompt_max=5)
+
+
+async def test_certificates_without_the_store_go_on_as_keys_do(bench: Bench) -> None:
+    bench.add_key()
+    ring = await bench.ring(grace_s=100.0)
+    assert (await certified(ring, "acme")).tenant.name == "acme"
+    bench.lose()
+    assert (await certified(ring, "acme")).tenant.name == "acme"
+    with pytest.raises(StoreUnavailable):
+        await certified(ring, "eve")
+    bench.now += 101.0
+    with pytest.raises(StoreUnavailable):
+        await certified(ring, "acme")
+    bench.find()
+    await poll(ring)
+    assert (await certified(ring, "eve")).tenant.name == "eve"
+
+
+async def test_calls_of_a_certificate_end_with_its_tenant(bench: Bench) -> None:
+    bench.add_key()
+    ring = await bench.ring()
+    identity = await certified(ring, "acme")
+
+    async def call() -> None:
+        with ring.hold(identity):
+            await asyncio.sleep(100)
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    with bench.store.writing() as connection:
+        records.delete_tenant(connection, "acme", Change("test", WALL))
+    await poll(ring)
+    with pytest.raises(Unauthenticated):
+        await task
 
 
 async def test_without_the_store_known_keys_go_on_for_the_grace_and_no_others(

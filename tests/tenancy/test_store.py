@@ -77,6 +77,8 @@ def test_a_store_of_every_revision_is_brought_to_the_newest_with_what_it_holds(
     with old.writing() as connection:
         assert migrations.revision_of(connection) == revision
         records.add_key(connection, key("k1"), NOW)
+        name = "max_streams" if revision >= "0003" else "n_active_max"
+        records.set_limits(connection, "acme", {name: 3, "weight": 2.0}, NOW)
     old.close()
     monkeypatch.undo()
     for _ in range(2):  # the second time there is nothing to do
@@ -84,6 +86,8 @@ def test_a_store_of_every_revision_is_brought_to_the_newest_with_what_it_holds(
         with new.writing() as connection:
             assert migrations.revision_of(connection) == migrations.NEWEST
             assert records.list_keys(connection) == [key("k1")]
+            (acme,) = records.list_tenants(connection)
+            assert dict(acme.limits) == {"max_streams": 3, "weight": 2.0}
             records.add_usage(connection, [usage("r1")])
         new.close()
 
@@ -184,13 +188,13 @@ def test_tenants_and_their_limits_come_back_as_they_were_set(store: Store) -> No
         records.add_tenant(connection, "acme", {}, NOW)
         with pytest.raises(StoreRefusal, match="there is a tenant 'bob' already"):
             records.add_tenant(connection, "bob", {}, NOW)
-        records.set_limits(connection, "bob", {"weight": None, "n_active_max": 3}, NOW)
+        records.set_limits(connection, "bob", {"weight": None, "max_streams": 3}, NOW)
         with pytest.raises(StoreRefusal, match="there is no tenant 'eve'"):
             records.set_limits(connection, "eve", {}, NOW)
         records.add_key(connection, key("k1", "bob"), NOW)
         acme, bob = records.list_tenants(connection)
         assert (acme.name, dict(acme.limits), acme.n_keys) == ("acme", {}, 0)
-        assert dict(bob.limits) == {"models": ["a", "b"], "n_active_max": 3}
+        assert dict(bob.limits) == {"models": ["a", "b"], "max_streams": 3}
         assert bob.n_keys == 1
         assert [tenant.name for tenant in records.list_tenants(connection, ["bob", "x"])] == ["bob"]
 

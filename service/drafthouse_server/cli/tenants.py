@@ -15,8 +15,9 @@ from drafthouse_server.cli.keys import (
     tenant_name,
 )
 from drafthouse_server.cli.terminal import Terminal, format_table
+from drafthouse_server.errors import ConfigError
 from drafthouse_server.tenancy import records
-from drafthouse_server.tenancy.key_ring import LIMITS
+from drafthouse_server.tenancy.tenants import LIMITS, parse_limit
 
 __all__ = ["add_tenant_commands"]
 
@@ -67,42 +68,17 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=_limit,
         metavar="LIMIT=VALUE",
-        help=f"one of {', '.join(LIMITS)}; none takes it back to its default; names are separated"
-        " by commas",
+        help=f"one of {', '.join(limit.key for limit in LIMITS)}; none takes it back to its"
+        " default; names are separated by commas",
     )
 
 
 def _limit(text: str) -> tuple[str, object]:
     name, _, value = text.partition("=")
-    if name not in LIMITS:
-        raise argparse.ArgumentTypeError(
-            f"{name!r} is no limit; expected LIMIT=VALUE, with one of {', '.join(LIMITS)}"
-        )
     try:
-        return name, _limit_of(name, value)
-    except ValueError as error:
+        return name, parse_limit(name, value)
+    except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _limit_of(name: str, text: str) -> object:
-    """Returns the value of a limit that a text stands for, as JSON has it; None: the default.
-
-    Raises:
-        ValueError: the text is no such value; its text says what is expected.
-    """
-    kind = LIMITS[name]
-    if text.lower() == "none":
-        return None
-    if kind.startswith("frozenset"):
-        return sorted({part.strip() for part in text.split(",") if part.strip()})
-    expected = "a whole number of at least 0" if kind.startswith("int") else "a number above 0"
-    try:
-        value = int(text) if kind.startswith("int") else float(text)
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}; expected {expected}, or none") from None
-    if not (0 <= value < float("inf")) or (value == 0 and not kind.startswith("int")):
-        raise ValueError(f"{name} is {text!r}; expected {expected}, or none")
-    return value
 
 
 def _add(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:

@@ -266,12 +266,15 @@ class Authenticate(grpc.aio.ServerInterceptor):
         key = _api_key(context)
         name = tenant_of(context.auth_context()) if self._has_certificates else None
         if name is not None and key is None:
-            return self._tenants.certified(name)
-        found = self._tenants.identify(key, source_of(context.peer()))
-        identity = found if isinstance(found, Identity) else await found
+            return await _answer(self._tenants.certified(name))
+        identity = await _answer(self._tenants.identify(key, source_of(context.peer())))
         if name is not None and identity.tenant.name != name:
             raise Unauthenticated("the API key and the client certificate are of two tenants")
         return identity
+
+
+async def _answer(found: Identity | Awaitable[Identity]) -> Identity:
+    return found if isinstance(found, Identity) else await found
 
 
 def _metadata(context: Context, wanted: str) -> str | None:

@@ -45,8 +45,11 @@ class Tenants(Protocol):
         """
         ...
 
-    def certified(self, name: str) -> Identity:
-        """Returns the tenant that a client's certificate names; such a client needs no key."""
+    def certified(self, name: str) -> Identity | Awaitable[Identity]:
+        """Returns the tenant that a client's certificate names; such a client needs no key.
+
+        At once, or, where somebody must be asked, as an awaitable.
+        """
         ...
 
     def hold(self, identity: Identity) -> AbstractContextManager[None]:

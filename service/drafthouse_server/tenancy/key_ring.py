@@ -13,14 +13,13 @@ looked for.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import hmac
 import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -35,9 +34,15 @@ from drafthouse_server.tenancy.identity import BadKeys
 from drafthouse_server.tenancy.keys import claimed_id, digest_of, id_of_key, pepper_id
 from drafthouse_server.tenancy.records import KeyRecord, TenantRecord
 from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
-from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
+from drafthouse_server.tenancy.tenants import (
+    Identity,
+    Tenant,
+    TenantRegistry,
+    make_tenant,
+    usable_limits,
+)
 
-__all__ = ["LIMITS", "KeyRing", "RingRules", "known_limits", "open_key_ring"]
+__all__ = ["KeyRing", "RingRules", "open_key_ring", "tenant_of_record"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,22 +62,10 @@ _N_PENDING_MAX = 1000
 _N_NAMES_MAX = 500
 """Tenants that are asked for by name; above, all are read."""
 
+_CERTIFIED = "certificate:"
+"""Before a tenant's name: the id among the known keys of who shows a certificate. No key has it."""
+
 _Found: TypeAlias = tuple[Sequence[KeyRecord], Sequence[TenantRecord]]
-
-
-LIMITS: Mapping[str, str] = {
-    field.name: str(field.type) for field in dataclasses.fields(Tenant) if field.name != "name"
-}
-"""Types of what can be set of a tenant, by name."""
-
-
-def known_limits(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a store says of a tenant as arguments of `Tenant`, without what is unknown."""
-    return {
-        name: frozenset(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if name in LIMITS
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +95,7 @@ class _Known:
         self.digest = key.digest
         self.works_until = key.works_until()
         self.revoked_at = key.revoked_at
-        self.identity = Identity(tenant, key.id)
+        self.identity = Identity(tenant, "" if key.id.startswith(_CERTIFIED) else key.id)
 
 
 class _Held:
@@ -241,15 +234,24 @@ class KeyRing:
         return self._ask(key_id, api_key, address)
 
     def _identify_known(self, known: _Known, api_key: str, address: str) -> Identity:
-        now = self._clock()
         if not hmac.compare_digest(known.digest, digest_of(api_key, self._pepper)):
             self._refuse(address)
-        self._check_store(known, now)
+        identity = self._use(known)
         wall_now = self._wall_clock()
         if wall_now >= known.works_until:
             self._refuse(address)
+        self._uses[identity.key_id] = int(wall_now)
+        return identity
+
+    def _use(self, known: _Known) -> Identity:
+        """Returns who it is, and notes that it was seen.
+
+        Raises:
+            StoreUnavailable: what is known is too old (STORE_UNAVAILABLE).
+        """
+        now = self._clock()
+        self._check_store(known, now)
         known.seen_at = now
-        self._uses[known.identity.key_id] = int(wall_now)
         return known.identity
 
     def _check_store(self, known: _Known, now: float) -> None:
@@ -267,10 +269,27 @@ class KeyRing:
         self._bad_keys.note(address, self._clock())
         raise Unauthenticated
 
-    def certified(self, name: str) -> Identity:
-        """Returns the tenant that a certificate names, with the limits of the settings."""
-        fixed = self._fixed or TenantRegistry({})
-        return fixed.certified(name)
+    def certified(self, name: str) -> Identity | Awaitable[Identity]:
+        """Returns the tenant that a certificate names.
+
+        Its limits are those of the settings, where these name it, else those of the store; a name
+        that neither knows has none.
+
+        Raises:
+            StoreUnavailable: the store cannot be asked (STORE_UNAVAILABLE).
+        """
+        if self._fixed is not None and self._fixed.has_tenant(name):
+            return self._fixed.certified(name)
+        known = self._known.get(_CERTIFIED + name)
+        return self._use(known) if known is not None else self._ask_certified(name)
+
+    async def _ask_certified(self, name: str) -> Identity:
+        """Asks the store for a tenant that the server has not seen."""
+        await self._learn(_CERTIFIED + name)
+        known = self._known.get(_CERTIFIED + name)
+        if known is not None:
+            return self._use(known)
+        return (self._fixed or TenantRegistry({})).certified(name)
 
     def hold(self, identity: Identity) -> AbstractContextManager[None]:
         """Returns the block in which a call of a key runs; it ends when the key is revoked.
@@ -278,13 +297,25 @@ class KeyRing:
         Raises, out of the block:
             Unauthenticated: the key was revoked meanwhile (INVALID_API_KEY).
         """
-        known = self._known.get(identity.key_id)
+        known = self._known.get(identity.key_id or _CERTIFIED + identity.tenant.name)
         return _Held(known) if known is not None else nullcontext()
 
     async def _ask(self, key_id: str, api_key: str, address: str) -> Identity:
         """Asks the store for a key that the server has not seen."""
-        if self._unknown.get(key_id, -math.inf) > self._clock():
+        await self._learn(key_id)
+        known = self._known.get(key_id)
+        if known is None:
             self._refuse(address)
+        return self._identify_known(known, api_key, address)
+
+    async def _learn(self, key_id: str) -> None:
+        """Has the store asked for what the server has not seen, unless it was just asked.
+
+        Raises:
+            StoreUnavailable: it cannot be asked (STORE_UNAVAILABLE).
+        """
+        if self._unknown.get(key_id, -math.inf) > self._clock():
+            return
         asking = self._pending.get(key_id)
         if asking is None:
             # While the store is away only the watch asks it.
@@ -296,10 +327,6 @@ class KeyRing:
             await asyncio.shield(asking)
         except StoreError:
             raise StoreUnavailable(self._rules.retry_after_s) from None
-        known = self._known.get(key_id)
-        if known is None:
-            self._refuse(address)
-        return self._identify_known(known, api_key, address)
 
     async def _look_up(self, key_id: str) -> None:
         """Learns a key, or that there is none of that id."""
@@ -391,7 +418,8 @@ class KeyRing:
         known = self._known.pop(key_id, None)
         if known is None:
             return
-        _log.info("key %s of tenant %s was revoked", key_id, known.identity.tenant.name)
+        if known.identity.key_id:
+            _log.info("key %s of tenant %s was revoked", key_id, known.identity.tenant.name)
         if self._rules.ends_streams:
             for call in list(known.calls):
                 call.end()
@@ -437,7 +465,14 @@ class KeyRing:
 
 
 def _read_keys(connection: Connection, ids: Sequence[str]) -> _Found:
-    return _with_tenants(connection, records.find_keys(connection, ids))
+    keys = records.find_keys(connection, [i for i in ids if not i.startswith(_CERTIFIED)])
+    names = [i.removeprefix(_CERTIFIED) for i in ids if i.startswith(_CERTIFIED)]
+    return _with_tenants(connection, keys + [_certificate_of(name) for name in names])
+
+
+def _certificate_of(name: str) -> KeyRecord:
+    """Returns what stands for a tenant's certificate among the keys: it never ends by itself."""
+    return KeyRecord(_CERTIFIED + name, name, "", b"", 0, None, None, None)
 
 
 def _read_recent(connection: Connection, since: int) -> _Found:
@@ -452,6 +487,24 @@ def _with_tenants(connection: Connection, keys: Sequence[KeyRecord]) -> _Found:
     return keys, records.list_tenants(connection, few)
 
 
+def tenant_of_record(record: TenantRecord, *, n_waiting_max: int) -> Tenant:
+    """Returns the tenant that a store tells of, with the limits that this release knows.
+
+    Args:
+        record: What the store tells.
+        n_waiting_max: Requests that may wait where the store does not say.
+    """
+    limits = usable_limits(record.limits)
+    if left := sorted(record.limits.keys() - limits.keys()):
+        _log.warning(
+            "limits of tenant %s in the store are unknown to this release, or wrong, and do not"
+            " count: %s",
+            record.name,
+            ", ".join(left),
+        )
+    return make_tenant(record.name, limits, n_waiting_max=n_waiting_max)
+
+
 async def open_key_ring(config: Config, fixed: TenantRegistry, bad_keys: BadKeys) -> KeyRing:
     """Opens the store of the settings, and returns its keys.
 
@@ -464,13 +517,6 @@ async def open_key_ring(config: Config, fixed: TenantRegistry, bad_keys: BadKeys
         ConfigError: `store` or `key_pepper_file` is wrong.
         StoreError: the store cannot be used.
     """
-
-    def make_tenant(record: TenantRecord) -> Tenant:
-        limits = known_limits(record.limits)
-        if len(limits) < len(record.limits):
-            _log.warning("tenant %s has limits that this release does not know", record.name)
-        return Tenant(record.name, **{"n_waiting_max": config.tenant_queue_size} | limits)
-
     store = await asyncio.to_thread(Store.open, config.store)
     async with AsyncExitStack() as undo:
         undo.callback(store.close)
@@ -478,7 +524,8 @@ async def open_key_ring(config: Config, fixed: TenantRegistry, bad_keys: BadKeys
         rules = RingRules(
             config.store_grace_s, config.revoked_streams == "end", config.retry_after_s
         )
-        ring = KeyRing(store, pepper, make_tenant, rules, bad_keys=bad_keys, fixed=fixed)
+        make = functools.partial(tenant_of_record, n_waiting_max=config.tenant_queue_size)
+        ring = KeyRing(store, pepper, make, rules, bad_keys=bad_keys, fixed=fixed)
         undo.push_async_callback(ring.close)
         await ring.open()
         undo.pop_all()

@@ -197,7 +197,7 @@ class TenantRecord:
     created_at: int
     """Seconds since 1970."""
     limits: Mapping[str, object]
-    """What it may, where that is not the default: names of `Tenant`'s fields and JSON values."""
+    """What it may, where that is not the default: names of `tenants.LIMITS` and JSON values."""
     n_keys: int = 0
     """Its keys that are not revoked."""
 

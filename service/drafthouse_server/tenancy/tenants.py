@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,16 @@ from drafthouse_server.setting import Rule, between
 if TYPE_CHECKING:
     from drafthouse_server.tenancy.identity import BadKeys
 
-__all__ = ["LIMITS", "Identity", "Limit", "Tenant", "TenantRegistry", "make_tenant"]
+__all__ = [
+    "LIMITS",
+    "Identity",
+    "Limit",
+    "Tenant",
+    "TenantRegistry",
+    "make_tenant",
+    "parse_limit",
+    "usable_limits",
+]
 
 _DEFAULT_TENANT = "default"
 _NO_HOLD = nullcontext()
@@ -177,7 +186,8 @@ LIMITS = (
         "Requests of each end user that may be prepared, wait or run at once.",
     ),
 )
-"""A tenant's settings, as they stand in a section [tenants.NAME] of the settings file."""
+"""A tenant's settings, as they stand in a section [tenants.NAME] of the settings file, and in a
+store."""
 
 _BY_KEY = {limit.key: limit for limit in LIMITS}
 
@@ -201,16 +211,70 @@ def make_tenant(name: str, settings: Mapping[str, object], *, n_waiting_max: int
             known = ", ".join(_BY_KEY)
             problem = f"unknown setting {full!r}; a tenant has: {known}"
             raise ConfigError(full, value, problem=problem)
-        is_number = limit.kind is float and type(value) is int
-        has_type = is_number or type(value) is limit.kind
-        if not has_type or not limit.rule.is_valid(value):
-            raise ConfigError(full, value, limit.rule.expected)
-        if isinstance(value, list):
-            if not all(isinstance(item, str) for item in value):
-                raise ConfigError(full, value, limit.rule.expected)
-            value = frozenset(value)  # noqa: PLW2901  # in the type of the attribute
-        values[limit.attribute] = value
+        _check(full, limit, value)
+        values[limit.attribute] = frozenset(value) if isinstance(value, list) else value
     return Tenant(name, **values)
+
+
+def _check(full: str, limit: Limit, value: Any) -> None:  # noqa: ANN401  # as somebody has set it
+    """Checks a value.
+
+    Raises:
+        ConfigError: it breaks its rule, which names the setting by `full`.
+    """
+    is_number = limit.kind is float and type(value) is int
+    has_type = is_number or type(value) is limit.kind
+    has_texts = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+    if not (has_type and has_texts and limit.rule.is_valid(value)):
+        raise ConfigError(full, value, limit.rule.expected)
+
+
+def parse_limit(key: str, text: str) -> object:
+    """Returns the value of a setting that a text stands for, in the type that a store keeps.
+
+    Args:
+        key: One of the names in `LIMITS`.
+        text: A number, or names with commas between; "none" takes the setting back to its default.
+
+    Returns:
+        The value; None: the default.
+
+    Raises:
+        ConfigError: there is no such setting, or the text breaks its rule.
+    """
+    limit = _BY_KEY.get(key)
+    if limit is None:
+        problem = f"{key!r} is no limit; expected LIMIT=VALUE, with one of {', '.join(_BY_KEY)}"
+        raise ConfigError(key, text, problem=problem)
+    if text.lower() == "none":
+        return None
+    value: object
+    if limit.kind is list:
+        value = sorted({part.strip() for part in text.split(",") if part.strip()})
+    else:
+        try:
+            value = limit.kind(text)
+        except ValueError:
+            value = text  # of a type that breaks the rule
+    _check(key, limit, value)
+    return value
+
+
+def usable_limits(settings: Mapping[str, object]) -> dict[str, object]:
+    """Returns those of a store's settings of a tenant that this release knows and that are right.
+
+    A newer release, or somebody by hand, may have written others; these must not keep the tenant's
+    keys from working.
+    """
+    usable = {}
+    for key, value in settings.items():
+        limit = _BY_KEY.get(key)
+        if limit is None:
+            continue
+        with suppress(ConfigError):
+            _check(key, limit, value)
+            usable[key] = value
+    return usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +404,10 @@ class TenantRegistry:
         """Returns a block that never ends a call: keys of the settings are not revoked."""
         del identity
         return _NO_HOLD
+
+    def has_tenant(self, name: str) -> bool:
+        """Returns whether the settings have a key of a tenant."""
+        return name in self._by_name
 
     def certified(self, name: str) -> Identity:
         """Returns the tenant that a client's certificate names; what has no settings has no limits.

@@ -24,7 +24,7 @@ _FOLDER = Path(__file__).resolve().parent
 _VERSION_TABLE = "drafthouse_schema"
 _scripts = ScriptDirectory(str(_FOLDER), version_locations=[str(_FOLDER)])
 
-NEWEST = "0002"
+NEWEST = "0003"
 """The revision that this release works with."""
 
 
