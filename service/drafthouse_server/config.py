@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from drafthouse_server.access import UNIX, are_api_keys, check_access, has_access, is_loopback
+from drafthouse_server.administration import check_admin
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.setting import ALL, Rule, Setting, all_or_between, between, declare, one_of
 from drafthouse_server.sharing import SharingSettings
@@ -462,6 +463,7 @@ class Config(SharingSettings):
                 expected = setting.rule.expected
                 raise ConfigError(setting.name, setting.shown(value), expected)
         check_access(self)
+        check_admin(self)
         _check_sizes(self)
         _check_drafts(self)
 

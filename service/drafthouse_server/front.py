@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from drafthouse_server.administration import AdminSettings
 from drafthouse_server.setting import Rule, between, declare, one_of
 
 __all__ = ["FrontSettings"]
@@ -20,7 +21,7 @@ _watch = functools.partial(declare, "Health and metrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontSettings:
+class FrontSettings(AdminSettings):
     """The settings of the front."""
 
     max_message_bytes: int = _clients(

@@ -22,6 +22,7 @@ from drafthouse_server.cli import settings
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
+from drafthouse_server.operations.audit import OK, AuditTrail, local_actor
 from drafthouse_server.tenancy import records
 from drafthouse_server.tenancy.identity import is_tenant_name
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key
@@ -52,6 +53,8 @@ class Desk:
     """The store."""
     config: Config
     """All settings."""
+    audit: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What the audit trail is told of the act besides its arguments, by name; never a secret."""
 
 
 def add_store_flags(parser: argparse.ArgumentParser) -> None:
@@ -134,8 +137,10 @@ def run_on_store(
         except StoreError as error:
             terminal.error(str(error))
             return 1
+        desk, outcome = Desk(store, config), "failed"
         try:
-            work(Desk(store, config), arguments, terminal)
+            work(desk, arguments, terminal)
+            outcome = OK
         except ConfigError as error:
             terminal.error(str(error))
             return 2
@@ -144,9 +149,24 @@ def run_on_store(
             return 1
         finally:
             store.close()
+            _audit(desk, arguments, outcome)
         return 0
 
     return run
+
+
+def _audit(desk: Desk, arguments: argparse.Namespace, outcome: str) -> None:
+    """Writes a line of the audit trail, unless nothing was to be changed."""
+    _, *words = arguments.parser.prog.split()
+    if words[-1] == "list":
+        return
+    name = getattr(arguments, "name", None) or getattr(arguments, "tenant", None)
+    target = f"tenant:{name}" if name else f"key:{arguments.key_id}"
+    detail: dict[str, object] = dict(desk.audit)
+    if limits := getattr(arguments, "limits", None):
+        detail["limits"] = dict(limits)
+    trail = AuditTrail(desk.config.audit_file)
+    trail.note(local_actor(), ".".join(words), target, outcome, detail)
 
 
 def _settings(arguments: argparse.Namespace, terminal: Terminal) -> Config:
@@ -185,6 +205,7 @@ def _add(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
         is_new = records.add_key(connection, record, change)
     if is_new:
         terminal.note(f"tenant {record.tenant} is new, and was added")
+    desk.audit["new_key"] = key.id
     _show(key, record, terminal)
 
 
@@ -204,6 +225,7 @@ def _rotate(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> No
         records.add_key(connection, record, change)
     until = f"works until {as_time(end)}" if arguments.overlap else "is revoked"
     terminal.note(f"key {old.id} {until}")
+    desk.audit["new_key"] = key.id
     _show(key, record, terminal)
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from drafthouse_server.access import bare_host
 from drafthouse_server.cli import settings
-from drafthouse_server.cli.logs import LogQueue
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import engine_version
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed, StartupError
+from drafthouse_server.operations.logs import LogQueue
 from drafthouse_server.rpc.server import Server
 
 __all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_serve", "format_bytes", "format_count"]

@@ -61,7 +61,16 @@ _LINK_NAME = re.compile(
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+", re.IGNORECASE)
 
 _MUST_NOT_BE_EMPTY = frozenset(
-    {"api_keys", "api_keys_file", "ssl_cert_file", "ssl_key_file", "ssl_client_ca_file", "store"}
+    {
+        "admin_client_ca_file",
+        "api_keys",
+        "api_keys_file",
+        "audit_file",
+        "ssl_cert_file",
+        "ssl_client_ca_file",
+        "ssl_key_file",
+        "store",
+    }
 )
 _BY_OLD_NAME = {setting.old: setting for setting in SETTINGS.values() if setting.old}
 _TYPE_NAMES = {

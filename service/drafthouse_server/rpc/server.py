@@ -29,8 +29,9 @@ from drafthouse_server.access import bare_host, is_loopback
 from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
+from drafthouse_server.operations.audit import OK, SERVER, AuditTrail
+from drafthouse_server.operations.descriptors import DescriptorBudget, raise_descriptor_limit
 from drafthouse_server.rpc.calls import OpenCalls
-from drafthouse_server.rpc.descriptors import DescriptorBudget, raise_descriptor_limit
 from drafthouse_server.rpc.gate import Gate, Receive, StreamResets
 from drafthouse_server.rpc.health import OVERALL, HealthService
 from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateErrors, current_call
@@ -138,11 +139,11 @@ class Server:
         self._loop: StepLoop | None = None
         self._texts: TextWorkers | None = None
         self._server: grpc.aio.Server | None = None
-        self._metrics: MetricsEndpoint | None = None
         self._gate: Gate | None = None
         self._receive: Receive | None = None
-        self._certificates: Certificates | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._side = contextlib.AsyncExitStack()  # what listens and watches beside, to be closed
+        self._audit = AuditTrail(config.audit_file)
+        self._drain_timeout_s = config.drain_timeout_s
         self._accounting: Accounting | None = None
         self._port = 0
 
@@ -220,6 +221,22 @@ class Server:
             self._force.set()
         self._stop.set()
 
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Makes `serve` end as `stop` does; done again, it gives running requests another time.
+
+        Args:
+            timeout_s: Seconds that running requests may go on from now; None: `drain_timeout_s` at
+                first, what it is when the server drains already. A longer time than before changes
+                nothing then.
+        """
+        if not self._stop.is_set():
+            if timeout_s is not None:
+                self._drain_timeout_s = timeout_s
+            self.stop()
+        elif timeout_s is not None:
+            task = asyncio.create_task(self.loop.drain(timeout_s))
+            self._side.callback(task.cancel)
+
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """Lets signals stop the server, for the time of a block."""
@@ -234,19 +251,23 @@ class Server:
 
     def _on_signal(self, number: signal.Signals) -> None:
         _log.info("%s: %s", number.name, "ending now" if self._stop.is_set() else "draining")
+        self._audit.note(f"signal:{number.name}", "Drain", "server")
         self.stop()
 
     async def startup(self) -> None:
         """Loads the model, starts the text workers, and listens.
 
         Raises:
-            StartupError: certificates or a model cannot be loaded, the usage journal cannot be
-                written, a text worker cannot start, or the address cannot be listened at.
+            StartupError: certificates or a model cannot be loaded, the usage journal or the audit
+                trail cannot be written, a text worker cannot start, or the address cannot be
+                listened at.
         """
         _grpc_log.addFilter(_is_fault)
         raise_descriptor_limit()
-        if self._config.ssl_cert_file:  # first: a model may take minutes
-            self._certificates = Certificates(self._config)
+        # First: a model may take minutes.
+        if problem := self._audit.check():
+            raise ConfigError("audit_file", self._config.audit_file, problem=problem)
+        certificates = Certificates(self._config) if self._config.ssl_cert_file else None
         async with contextlib.AsyncExitStack() as undo:
             post = asyncio.get_running_loop().call_soon_threadsafe
             journal = await asyncio.to_thread(_open_journal, self._config, post)
@@ -274,10 +295,15 @@ class Server:
                 retry_after_s=self._config.retry_after_s,
             )
             await texts.open()
-            await self._listen(self._loop, texts, tenants, self._accounting)
+            await self._listen(self._loop, texts, tenants, self._accounting, certificates)
+            if certificates is not None:
+                certificates.on_renewal = self._on_renewal
+                watch = asyncio.create_task(certificates.watch())
+                self._side.callback(watch.cancel)
             if self._config.metrics_port:
-                self._metrics = MetricsEndpoint(self.statistics)
-                await self._metrics.open(self._config.metrics_host, self._config.metrics_port)
+                metrics = MetricsEndpoint(self.statistics)
+                self._side.callback(metrics.close)
+                await metrics.open(self._config.metrics_host, self._config.metrics_port)
             undo.pop_all()
         _log.info("listening at %s", self.target)
 
@@ -298,7 +324,12 @@ class Server:
         return self._key_ring
 
     async def _listen(
-        self, loop: StepLoop, texts: TextWorkers, tenants: Tenants, accounting: Accounting
+        self,
+        loop: StepLoop,
+        texts: TextWorkers,
+        tenants: Tenants,
+        accounting: Accounting,
+        certificates: Certificates | None,
     ) -> None:
         config = self._config
         limits = loop.engine.limits
@@ -354,12 +385,17 @@ class Server:
         if _has_reflection(config):
             names = [service.full_name for service in services]
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-        self._port = _bind(server, config, self._certificates)
-        if self._certificates is not None:
-            self._watch = asyncio.create_task(self._certificates.watch())
+        self._port = _bind(server, config, certificates)
         self._health.set(is_serving=True)
         await server.start()
         self._server = server
+
+    def _on_renewal(self, fingerprint: str) -> None:
+        """Notes new certificates; on any thread."""
+        outcome = OK if fingerprint else "refused"
+        detail = {"sha256": fingerprint} if fingerprint else {}
+        target = f"certificate:{self._config.ssl_cert_file}"
+        self._audit.note(SERVER, "ReloadCertificates", target, outcome, detail)
 
     def _on_health(self, is_healthy: bool) -> None:
         """Takes the loop's word for its health. What stays broken is for a new process."""
@@ -382,7 +418,7 @@ class Server:
         self.stop()
 
     async def shutdown(self) -> None:
-        """Lets running requests finish, within `drain_timeout_s`, and ends the server.
+        """Lets running requests finish, within its time, and ends the server.
 
         In order, each within a time of its own, which a second `stop` ends: health says
         NOT_SERVING, new calls are refused, and so are those that wait and have no slot to come;
@@ -409,13 +445,13 @@ class Server:
     async def _say_goodbye(self) -> None:
         """Sends GOAWAY, and waits until the last call has ended."""
         if self._server is not None:
-            await self._server.stop(self._config.drain_timeout_s + _FLUSH_S)
+            await self._server.stop(self._drain_timeout_s + _FLUSH_S)
 
     async def _drain(self) -> int:
         """Returns how many requests were ended early."""
-        drain = asyncio.ensure_future(self.loop.drain(self._config.drain_timeout_s))
+        drain = asyncio.ensure_future(self.loop.drain(self._drain_timeout_s))
         force = asyncio.ensure_future(self._force.wait())
-        timeout_s = self._config.drain_timeout_s + _STEP_S
+        timeout_s = self._drain_timeout_s + _STEP_S
         await asyncio.wait((drain, force), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         force.cancel()
         if drain.done():
@@ -438,10 +474,7 @@ class Server:
         """Ends everything now. Harmless when done twice."""
         if self._loss is not None:
             self._loss.cancel()
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._metrics is not None:
-            self._metrics.close()
+        await self._side.aclose()
         if self._server is not None:
             server, self._server = self._server, None
             with contextlib.suppress(TimeoutError):

@@ -73,6 +73,9 @@ class Certificates:
         self._in_use = self._read()
         self._seen = self._in_use.stamp
         self._handed_over = self._in_use
+        self.on_renewal: Callable[[str], object] | None = None
+        """Called with the SHA-256 of new certificates that are in use; empty where they cannot be
+        used. On any thread."""
 
     @property
     def fingerprint(self) -> str:
@@ -120,6 +123,7 @@ class Certificates:
             self._in_use = self._read()
         except ConfigError as error:
             _log.error("new certificates are not used, those before stay in use: %s", error)
+            self._tell("")
             return
         self._seen = self._in_use.stamp
         _log.info(
@@ -127,6 +131,11 @@ class Certificates:
             self._config.ssl_cert_file,
             self.fingerprint,
         )
+        self._tell(self.fingerprint)
+
+    def _tell(self, fingerprint: str) -> None:
+        if self.on_renewal is not None:
+            self.on_renewal(fingerprint)
 
     def _stamp(self) -> _Stamp:
         """Returns what changes when a file does; nothing where one is missing."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from drafthouse_server.cli import logs
-from drafthouse_server.cli.logs import LogQueue
+from drafthouse_server.operations import logs
+from drafthouse_server.operations.logs import LogQueue
 
 _log = logging.getLogger("tests.logs")
 
