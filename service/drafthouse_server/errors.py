@@ -6,6 +6,7 @@ prefix) and its gRPC `code`:
     DrafthouseError
     ├── InvalidRequest        INVALID_ARGUMENT    INVALID_FIELD
     ├── ContextTooLong        INVALID_ARGUMENT    CONTEXT_TOO_LONG
+    ├── GrammarTooCostly      INVALID_ARGUMENT    GRAMMAR_TOO_COSTLY
     ├── Unauthenticated       UNAUTHENTICATED     INVALID_API_KEY
     ├── PermissionDenied      PERMISSION_DENIED   MODEL_NOT_ALLOWED
     ├── NotFound              NOT_FOUND           MODEL_NOT_FOUND
@@ -52,6 +53,7 @@ __all__ = [
     "EngineLost",
     "EngineUnhealthy",
     "FieldViolation",
+    "GrammarTooCostly",
     "InvalidRequest",
     "ModelLoadError",
     "NotFound",
@@ -154,6 +156,22 @@ class ContextTooLong(DrafthouseError):
             "maxOutputTokens": str(self.max_output_tokens),
             "contextTokens": str(self.context_tokens),
         }
+
+
+class GrammarTooCostly(DrafthouseError):
+    """The request's grammar takes more comparisons for one token than a sequence may have.
+
+    The stream ends there: what came before it is good.
+    """
+
+    reason = "GRAMMAR_TOO_COSTLY"
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the grammar takes too many comparisons for one token; give it fewer alternatives and"
+            " smaller classes of characters"
+        )
 
 
 class Unauthenticated(DrafthouseError):

@@ -3,7 +3,8 @@
 DrafthouseError
 ├── InvalidArgument             INVALID_ARGUMENT     the request breaks a documented rule
 │   ├── InvalidField            INVALID_FIELD        `violations` lists every field at fault
-│   └── ContextTooLong          CONTEXT_TOO_LONG     prompt and output do not fit the context
+│   ├── ContextTooLong          CONTEXT_TOO_LONG     prompt and output do not fit the context
+│   └── GrammarTooCostly        GRAMMAR_TOO_COSTLY   the grammar takes too long for one token
 ├── Unauthenticated             UNAUTHENTICATED
 │   └── InvalidApiKey           INVALID_API_KEY      the key is missing or unknown
 ├── PermissionDenied            PERMISSION_DENIED
@@ -63,6 +64,7 @@ __all__ = [
     "EngineFailure",
     "EngineUnhealthy",
     "FieldViolation",
+    "GrammarTooCostly",
     "InternalError",
     "InvalidApiKey",
     "InvalidArgument",
@@ -182,6 +184,12 @@ class ContextTooLong(InvalidArgument):
     """Prompt and output do not fit; metadata: promptTokens, maxOutputTokens, contextTokens."""
 
     default_reason = "CONTEXT_TOO_LONG"
+
+
+class GrammarTooCostly(InvalidArgument):
+    """The grammar takes too many comparisons for one token; what came before it is good."""
+
+    default_reason = "GRAMMAR_TOO_COSTLY"
 
 
 class Unauthenticated(DrafthouseError):

@@ -28,7 +28,7 @@ from drafthouse_server.drafting.estimators import (
 )
 from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.drafting.policy import DraftPolicy
-from drafthouse_server.errors import DrafthouseError, EngineError
+from drafthouse_server.errors import DrafthouseError, EngineError, GrammarTooCostly
 from drafthouse_server.scheduling.cells import CellLedger, check_context
 from drafthouse_server.scheduling.checkpoints import Checkpoints
 from drafthouse_server.scheduling.pacing import RunLength
@@ -446,7 +446,9 @@ class Scheduler:
         return [(sequence, self._fail(sequence, status)) for sequence in (*lost, *preempted)]
 
     def _fail(self, sequence: Sequence, status: str) -> Event:
-        return self._end(sequence, EngineError(status, sequence.request_id))
+        is_costly = status == SequenceStatus.GRAMMAR_TOO_COSTLY.value
+        error = GrammarTooCostly() if is_costly else EngineError(status, sequence.request_id)
+        return self._end(sequence, error)
 
     def _end(self, sequence: Sequence, end: End) -> Event:
         """Gives back what a sequence holds, and returns its terminal event."""

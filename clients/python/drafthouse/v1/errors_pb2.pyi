@@ -72,6 +72,8 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     """UNAVAILABLE: too many calls, or too many connections, are open on the server. Comes with google.rpc.RetryInfo."""
     ERROR_REASON_ENGINE_UNHEALTHY: _ErrorReason.ValueType  # 23
     """UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""
+    ERROR_REASON_GRAMMAR_TOO_COSTLY: _ErrorReason.ValueType  # 27
+    """INVALID_ARGUMENT: the grammar takes too many comparisons for one token. The stream ends there; what came before it is good."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Sent as google.rpc.ErrorInfo.reason without the ERROR_REASON_ prefix, with domain "drafthouse.dev".
@@ -128,3 +130,5 @@ ERROR_REASON_SERVER_OVERLOADED: ErrorReason.ValueType  # 22
 """UNAVAILABLE: too many calls, or too many connections, are open on the server. Comes with google.rpc.RetryInfo."""
 ERROR_REASON_ENGINE_UNHEALTHY: ErrorReason.ValueType  # 23
 """UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""
+ERROR_REASON_GRAMMAR_TOO_COSTLY: ErrorReason.ValueType  # 27
+"""INVALID_ARGUMENT: the grammar takes too many comparisons for one token. The stream ends there; what came before it is good."""
