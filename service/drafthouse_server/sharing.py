@@ -80,6 +80,21 @@ class SharingSettings(FrontSettings):
         " for its weight goes first.",
     )
     """Units of service of a token."""
+    mask_service_weight: float = _share(
+        1.0,
+        between(0, 1000),
+        "Units of service (service_weights) that a million comparisons of a request's grammar count"
+        " as; they take about a millisecond of the step that all share.",
+    )
+    """Units of service of a million comparisons of a grammar."""
+    text_service_weight: float = _share(
+        1000.0,
+        between(0, 1e6),
+        "Units of service (service_weights) that a second of a text worker's processor time counts"
+        " as. Texts that were read put a tenant behind the one that is served next by fair_quantum"
+        " at most.",
+    )
+    """Units of service of a second of a text worker."""
     fair_quantum: float = _share(
         512.0,
         between(1, 1e9),

@@ -21,7 +21,7 @@ from drafthouse_server.tenancy.admission import Ticket
 from drafthouse_server.tenancy.tenants import LIMITS, Tenant, TenantRegistry, make_tenant
 
 if TYPE_CHECKING:
-    from tests.conftest import ServerFactory
+    from tests.conftest import Eventually, GatedEngine, ServerFactory
 
 KEY = (("authorization", "Bearer k"),)
 
@@ -92,6 +92,44 @@ async def test_a_rate_is_refused_with_metric_limit_and_a_time(start_server: Serv
     violation = failure.violations[0]
     assert (violation.subject, violation.quota_metric) == ("tenant:acme", "requests_per_s")
     assert 1.0 < retry.retry_delay.ToTimedelta().total_seconds() <= 2.0
+
+
+def n_month(server: Server) -> int:
+    admission = server.loop.admission
+    return admission._limits.n_month(Tenant("acme"), admission._month())
+
+
+async def test_limits_count_what_was_sent_as_bills_do(
+    start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
+) -> None:
+    """Beyond a stop text, and for a client that has left, more is generated than is sent."""
+    tenant = Tenant("acme", tokens_per_month=100_000, output_tokens_per_min=100_000)
+    tenants = TenantRegistry({"k": tenant})
+    server = await start_server(gated_engine, tenants=tenants)
+    async with drafthouse.AsyncClient(server.target, api_key="k") as client:
+        asked: dict[str, Any] = {"temperature": 0, "max_output_tokens": 60}
+        whole = await client.generate("x", **asked).result()
+        n_prompt = whole.usage.prompt_tokens
+        n_used = n_prompt + 60
+        assert n_month(server) == n_used
+        stopped = await client.generate("x", stop=[whole.text[9:11]], **asked).result()
+        assert stopped.usage.output_tokens < 60
+        n_used += n_prompt + stopped.usage.output_tokens
+        assert n_month(server) == n_used
+        stream = client.generate("x", max_output_tokens=500)
+        await anext(aiter(stream))
+        gated_engine.hold()
+        try:
+            await eventually(lambda: gated_engine.is_stuck)
+            await stream.aclose()
+            await eventually(lambda: server.loop.statistics().n_prompt_tokens == 3 * n_prompt)
+        finally:
+            gated_engine.release()
+        await eventually(lambda: server.loop.admission.n_active == 0)
+    statistics = server.loop.statistics()
+    n_sent = statistics.n_output_tokens - 60 - stopped.usage.output_tokens
+    assert 0 < n_sent < 500
+    assert n_month(server) == n_used + n_prompt + n_sent
 
 
 async def test_lengths_are_bounded_and_told_without_a_time(start_server: ServerFactory) -> None:

@@ -54,6 +54,19 @@ class HeldTexts(FakeEngine):
         return super().make_sampler(options)
 
 
+async def test_text_work_is_charged_to_its_tenant(start_server: ServerFactory) -> None:
+    """Of who is served next the scheduler's tests tell, of what is charged the workers'."""
+    tenants = TenantRegistry({"k": Tenant("acme")})
+    server = await start_server(tenants=tenants, text_service_weight=500.0)
+    charge = server.texts._charge
+    assert charge is not None
+    charge("acme", 0.25)
+    async with drafthouse.AsyncClient(server.target, api_key="k") as client:
+        await client.generate("x", max_output_tokens=1)
+    scheduler = server.loop._thread._scheduler
+    assert scheduler._counters.of("acme") == 125.0 + 2 + 2, "and 2 tokens in, one out"
+
+
 def calls(client: drafthouse.AsyncClient, **options: Any) -> list[Any]:
     """Returns a call of each kind that works on a text."""
     return [

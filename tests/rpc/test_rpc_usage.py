@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -337,6 +338,42 @@ async def test_a_tenant_lists_its_own_records_in_pages(
         assert [record.record_id for record in some] == [r.record_id for r in found[:2]]
         assert not (await list_pages(stub, "key-a", model="another"))[0]
         assert not (await list_pages(stub, "key-a", key_id="another"))[0]
+
+
+async def test_a_list_is_admitted_as_any_call(
+    start_server: ServerFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+) -> None:
+    keys = {"key-a": Tenant("a", requests_per_s=0.001), "key-b": Tenant("b", n_active_max=1)}
+    server = await start_server(usage_journal=str(tmp_path), tenants=TenantRegistry(keys))
+    assert server._accounting is not None
+    journal = server._accounting.journal
+    assert journal is not None
+    find, may_find = journal.shipper.find, threading.Event()
+
+    def find_later(query: UsageQuery) -> Sequence[UsageRecord]:
+        assert may_find.wait(100)
+        return find(query)
+
+    monkeypatch.setattr(journal.shipper, "find", find_later)
+    asked = usage_pb2.ListUsageRequest()
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = usage_pb2_grpc.UsageServiceStub(channel)
+        bob = (("authorization", "Bearer key-b"),)
+        first = stub.ListUsage(asked, metadata=bob)
+        await eventually(lambda: server.loop.admission.n_active == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListUsage(asked, metadata=bob)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        may_find.set()
+        assert not (await first).records
+        assert not (await list_pages(stub, "key-a"))[0]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await list_pages(stub, "key-a")
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert server.loop.admission.n_active == 0
 
 
 async def test_what_a_list_cannot_be_asked_for_is_told_by_its_field(

@@ -206,3 +206,44 @@ def test_three_floods_on_two_slots_take_turns_by_the_quantum() -> None:
     # to those that run, which are two.
     n_changes = simulation.summary.n_preempted.total()
     assert 10 < n_changes <= 2 * sum(served.values()) / 64
+
+
+def order_of_service(n_of_each: int, *, text: float = 0.0, n_mask_work: int = 0) -> str:
+    """Returns whose requests got the one slot, in order, while two tenants waited.
+
+    Args:
+        n_of_each: Requests of each, of 4 tokens in and 4 tokens out: 12 units of service.
+        text: Units of service of the text work of tenant a.
+        n_mask_work: Comparisons of the grammar of a's requests, in each step with an output.
+    """
+    limits = EngineLimits("mtp", 1, N_CTX_SEQ, N_CTX_SEQ, 64, 64, 4, 5)
+    engine, scheduler = FakeEngine(limits), Scheduler(limits, FixedDraft(0))
+    for i in range(2 * n_of_each):
+        sampler = engine.make_sampler(GREEDY)
+        tenant = "ab"[i % 2]
+        scheduler.submit(
+            Sequence(f"r{i}", [65, 66, 67, 68], sampler, tenant=tenant, n_output_max=4)
+        )
+    if text:
+        scheduler.charge("a", text)
+    order, now = "", 0.0
+    while not (plan := scheduler.plan(now)).is_empty:
+        order += "".join(scheduler.running(start.seq_id).tenant for start in plan.starts)
+        engine.interrupt()
+        result = engine.step(plan)
+        for entry in result.entries:
+            is_costly = entry.tokens and scheduler.running(entry.seq_id).tenant == "a"
+            entry.n_mask_work = n_mask_work if is_costly else 0
+        scheduler.commit(result, now)
+        scheduler.reap(now)
+        now += 1.0
+    return order
+
+
+def test_the_work_of_texts_and_grammars_decides_who_is_next() -> None:
+    assert order_of_service(4) == "abababab"
+    # 30 units are two and a half requests.
+    assert order_of_service(4, text=30.0) == "bbbabaaa"
+    assert order_of_service(4, text=1e6) == "bbbbaaaa"
+    # A request with as much work of its grammar as all else counts twice.
+    assert order_of_service(4, n_mask_work=3_000_000) == "abbabbaa"

@@ -105,7 +105,7 @@ class Pool:
     def __init__(self, n: int) -> None:
         self.shop = Shop()
         self.metrics = Metrics()
-        self.charges: list[tuple[str, int, float]] = []
+        self.charges: list[tuple[str, float]] = []
         self.texts = TextWorkers(
             self.shop.make,
             n,
@@ -197,7 +197,7 @@ async def test_what_a_job_has_taken_is_charged(open_pool: Callable[[int], Pool])
     pool.shop.busy()[0].finish(cpu_s=0.2)  # as much as 200 KB are allowed, for two bytes
     await settle()
     assert await pool.finish_all() == ["a0", *(f"b{i}" + "x" * 10_000 for i in range(3)), "a1"]
-    assert pool.charges[0] == ("a", 2, 0.2)
+    assert pool.charges[0] == ("a", 0.2)
     assert len(pool.charges) == 5
     assert pool.metrics.text_s == pytest.approx(0.2)
 
@@ -282,7 +282,7 @@ async def test_a_lost_worker_costs_one_request_and_the_spare_one_takes_its_place
     assert await pool.finish_all() == ["a0", "b0", "a1"]
     assert len(pool.texts.workers) == 2
     assert pool.metrics.n_text_workers_lost == {cause: 1}
-    assert pool.charges[0][2] > 0.25
+    assert pool.charges[0][1] > 0.25
 
 
 async def test_a_worker_that_something_else_has_ended_is_our_fault(

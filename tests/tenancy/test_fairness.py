@@ -42,6 +42,39 @@ def test_prompts_outputs_and_rejected_drafts_are_charged_over_the_tenants_weight
     assert counters.first() == "b"
 
 
+def test_the_work_of_a_grammar_is_charged_failed_or_not() -> None:
+    counters = VirtualCounters(ServiceWeights(masks=3.0))
+    counters.join("a", 2.0)
+    running = {0: Stream("a"), 1: Stream("b")}
+    entries = [
+        ResultEntry(0, SequenceStatus.OK, 5, n_mask_work=4_000_000),
+        ResultEntry(1, SequenceStatus.GRAMMAR_TOO_COSTLY, 5, n_mask_work=500_000),
+    ]
+    counters.charge_step(entries, running)
+    assert counters.of("a") == pytest.approx(6.0)
+    assert counters.of("b") == pytest.approx(1.5)
+
+
+def test_work_beside_the_steps_puts_a_tenant_back_by_a_quantum_at_most() -> None:
+    counters = VirtualCounters(quantum=100.0)
+    counters.charge_aside("a", 60)
+    assert counters.of("a") == 60
+    counters.charge_aside("a", 1000)
+    assert counters.of("a") == 100, "nobody waits, and nobody was harmed"
+    for tenant in ("a", "b"):
+        counters.join(tenant, 2.0)
+    counters.charge("a", 400)
+    counters.charge("b", 1000)
+    assert (counters.of("a"), counters.of("b")) == (300, 600)
+    counters.charge_aside("b", 10)
+    assert counters.of("b") == 600, "it is further behind than that already"
+    counters.charge_aside("a", 80)
+    assert counters.of("a") == 340
+    counters.leave("a")
+    counters.charge_aside("a", 5000)
+    assert counters.of("a") == 700, "a quantum behind the one that waits"
+
+
 def test_who_was_away_starts_at_the_least_of_those_that_wait() -> None:
     counters = waiting("a", "b")
     counters.charge("a", 50)

@@ -293,6 +293,7 @@ class Server:
                 self._config.text_workers,
                 metrics=self._loop.metrics,
                 retry_after_s=self._config.retry_after_s,
+                charge=self._charge_text,
             )
             await texts.open()
             await self._listen(self._loop, texts, tenants, self._accounting, certificates)
@@ -306,6 +307,9 @@ class Server:
                 await metrics.open(self._config.metrics_host, self._config.metrics_port)
             undo.pop_all()
         _log.info("listening at %s", self.target)
+
+    def _charge_text(self, tenant: str, cpu_s: float) -> None:
+        self.loop.charge(tenant, cpu_s * self._config.text_service_weight)
 
     async def _open_tenants(self) -> Tenants:
         """Returns who knows the keys: those of the settings, and those of the store.

@@ -184,7 +184,7 @@ class ServiceContext:
 
     @contextlib.contextmanager
     def admitted(self, model: str, n_bytes: int) -> Iterator[Tenant]:
-        """Lets a call that generates nothing in, as Generate is, for the time of a block.
+        """Lets a call on a model in that generates nothing, for the time of a block.
 
         Args:
             model: Name of the model, as the client gave it.
@@ -194,11 +194,28 @@ class ServiceContext:
             Whose call it is.
 
         Raises:
-            QuotaExceeded: a limit of the tenant is reached (TENANT_QUOTA_EXCEEDED).
-            QueueFull: too many wait already (QUEUE_FULL).
-            Draining, InvalidRequest, PermissionDenied, NotFound: See `enter`.
+            InvalidRequest, PermissionDenied, NotFound: See `enter`.
+            Draining, QuotaExceeded, QueueFull: See `let_in`.
         """
         self.enter(model)
+        with self.let_in(n_bytes) as tenant:
+            yield tenant
+
+    @contextlib.contextmanager
+    def let_in(self, n_bytes: int) -> Iterator[Tenant]:
+        """Lets a call in that generates nothing, for the time of a block.
+
+        Args:
+            n_bytes: Size of the request.
+
+        Yields:
+            Whose call it is.
+
+        Raises:
+            Draining: the server is shutting down (SERVER_DRAINING).
+            QuotaExceeded: a limit of the tenant is reached (TENANT_QUOTA_EXCEEDED).
+            QueueFull: too many wait already (QUEUE_FULL).
+        """
         tenant = self.current_call().tenant
         ticket = self.loop.admission.admit(tenant, n_bytes)
         try:
@@ -380,21 +397,23 @@ class GenerationService(GenerationServiceServicer):
             if outcome:
                 shared.accounting.refuse(outcome)
                 if ticket is not None:
+                    ticket.settle(0, 0)
                     ticket.give_back()
-        await self._serve(outbox, sequence, wanted, caller, context)
+        await self._serve(outbox, sequence, wanted, ticket, context)
 
     async def _serve(
         self,
         outbox: Outbox,
         sequence: TokenSequence,
         wanted: Generation,
-        caller: CallInfo,
+        ticket: Ticket,
         context: _Context,
     ) -> None:
         """Serves an accepted sequence; on every way out it is over, and so is its account."""
         shared = self._shared
+        caller = shared.current_call()
         age_s = shared.clock() - caller.received_at
-        account = shared.accounting.open(sequence, age_s=age_s, key_id=caller.key_id)
+        account = shared.accounting.open(sequence, age_s=age_s, key_id=caller.key_id, ticket=ticket)
         writer = _Writer(account, caller, context, shared.clock)
         outcome = EngineError.reason
         try:

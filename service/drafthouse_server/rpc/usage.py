@@ -52,14 +52,14 @@ class UsageService(UsageServiceServicer):
         self, request: usage_pb2.ListUsageRequest, context: _Context
     ) -> usage_pb2.ListUsageResponse:
         """Lists the records of the caller's tenant."""
-        self._shared.loop.admission.check_open()
         tenant = self._shared.current_call().tenant.name
-        n_page = request.page_size or _N_PAGE_DEFAULT
-        query = _to_query(request, tenant, n_page + 1)  # one more tells whether there is a page
-        try:
-            found = await asyncio.to_thread(self._shipper.find, query)
-        except UsageStoreFailed as error:
-            raise UsageUnavailable(self._retry_after_s, "listed") from error
+        with self._shared.let_in(request.ByteSize()):
+            n_page = request.page_size or _N_PAGE_DEFAULT
+            query = _to_query(request, tenant, n_page + 1)  # one more tells whether there is a page
+            try:
+                found = await asyncio.to_thread(self._shipper.find, query)
+            except UsageStoreFailed as error:
+                raise UsageUnavailable(self._retry_after_s, "listed") from error
         page = found[:n_page]
         token = _to_token(page[-1], _digest(request, tenant)) if len(found) > n_page else ""
         return usage_pb2.ListUsageResponse(

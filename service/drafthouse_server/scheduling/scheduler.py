@@ -256,7 +256,7 @@ class Scheduler:
 
     def charge(self, tenant: str, amount: float) -> None:
         """Counts units of service that a tenant was given elsewhere, such as work on its texts."""
-        self._counters.charge(tenant, amount)
+        self._counters.charge_aside(tenant, amount)
 
     def reap(self, now: float) -> _Events:
         """Ends the marked sequences and those whose deadline has passed.

@@ -1,10 +1,10 @@
 """Who has had how much: one account for each accepted stream, which ends once on every way out.
 
 An account counts the tokens in messages that the transport has taken. That one number is the
-stream's `usage.output_tokens`, its record's and the metric's. With a journal (`usage_journal`), the
-account also sees to it that no message is handed over which a crash would leave unbilled by more
-than `N_UNMARKED_MAX` tokens, and that the record is written before the client is told the end
-(`docs/internals/usage.md`).
+stream's `usage.output_tokens`, its record's, the metric's, and what its tenant's limits count. With
+a journal (`usage_journal`), the account also sees to it that no message is handed over which a
+crash would leave unbilled by more than `N_UNMARKED_MAX` tokens, and that the record is written
+before the client is told the end (`docs/internals/usage.md`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from drafthouse_server.errors import Draining, UsageUnavailable
 from drafthouse_server.scheduling.sequence import Event, TokensEvent, Usage
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
 from drafthouse_server.serving.metrics import Metrics
+from drafthouse_server.tenancy.admission import Ticket
 from drafthouse_server.usage.frames import Mark
 from drafthouse_server.usage.journal import Journal
 from drafthouse_server.usage.record import UsageRecord, make_record_id
@@ -111,13 +113,21 @@ class Accounting:
         """
         self.metrics.count_request(outcome)
 
-    def open(self, sequence: TokenSequence, *, age_s: float = 0.0, key_id: str = "") -> Account:
+    def open(
+        self,
+        sequence: TokenSequence,
+        *,
+        age_s: float = 0.0,
+        key_id: str = "",
+        ticket: Ticket | None = None,
+    ) -> Account:
         """Opens the account of a stream that is accepted now.
 
         Args:
             sequence: The stream.
             age_s: Seconds since its call was received.
             key_id: Id of the API key.
+            ticket: Has what was reserved for it, which is settled with what is billed.
         """
         now = self.unix_clock()
         start = UsageRecord(
@@ -134,7 +144,7 @@ class Accounting:
         if journal is not None and journal.is_failing and self._is_open_unbilled:
             journal.counts.n_unbilled += 1
             journal = None
-        account = Account(self, sequence, start, journal)
+        account = Account(self, sequence, start, journal, ticket)
         self._accounts.add(account)
         return account
 
@@ -180,11 +190,12 @@ class Account:
         sequence: The stream.
         start: Its record so far.
         journal: Where it is written; None: nowhere.
+        ticket: Has what was reserved for it; None: nothing was.
     """
 
     __slots__ = (
         "_accounting", "_end", "_is_started", "_journal", "_n_asked", "_n_marked", "_sequence",
-        "_start", "_waiter", "n_output",
+        "_start", "_ticket", "_waiter", "n_output",
     )  # fmt: skip
 
     def __init__(
@@ -193,8 +204,10 @@ class Account:
         sequence: TokenSequence,
         start: UsageRecord,
         journal: Journal | None,
+        ticket: Ticket | None = None,
     ) -> None:
         self._accounting = accounting
+        self._ticket = ticket
         self._sequence = sequence
         self._start = start
         self._journal = journal
@@ -313,6 +326,10 @@ class Account:
             decode_s=timings.decode_s,
             preempted_s=timings.preempted_s,
         )
+        if self._ticket is not None:
+            # A prompt that never got a slot was not computed.
+            n_prompt = 0 if math.isnan(self._sequence.slot_at) else start.n_prompt
+            self._ticket.settle(n_prompt, self.n_output)
         self._accounting.settle(self, record)
         if self._journal is None:
             self._end.set_result(None)

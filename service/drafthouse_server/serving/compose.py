@@ -61,7 +61,7 @@ def make_fairness(config: Config) -> Fairness:
     """Returns how a configuration shares the server among tenants."""
     prompt, output, rejected = map(float, config.service_weights)
     return Fairness(
-        ServiceWeights(prompt, output, rejected),
+        ServiceWeights(prompt, output, rejected, config.mask_service_weight),
         quantum=config.fair_quantum,
         aging_s=config.priority_aging_s,
         preempt_interval_s=config.preempt_interval_s,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -490,9 +489,7 @@ class StepLoop:
             elif isinstance(event, FinishEvent | ErrorEvent):
                 outbox.wake()
                 del outboxes[sequence]
-                # A prompt that never got a slot was not computed.
-                n_prompt = 0 if math.isnan(sequence.slot_at) else sequence.n_prompt
-                self._tickets.pop(sequence).give_back(n_prompt, sequence.n_output)
+                self._tickets.pop(sequence).give_back()
                 self._count_end(sequence, event)
             else:
                 hold(outbox)

@@ -36,8 +36,8 @@ __all__ = ["Charge", "TextWorkers", "cpu_limit_s"]
 
 _log = logging.getLogger(__name__)
 
-Charge = Callable[[str, int, float], None]
-"""Called with tenant, bytes and processor seconds of each job that was done, or cut off."""
+Charge = Callable[[str, float], None]
+"""Called with tenant and processor seconds of each job that was done, or cut off."""
 
 _Argument = TypeVar("_Argument")
 _Made = TypeVar("_Made")
@@ -260,7 +260,7 @@ class TextWorkers:
             error = None if answered.cancelled() else answered.exception()
             is_lost = error is not None or answered.result().is_last
             spent_s = cpu_s + _START_S if error is not None else answered.result().cpu_s
-            self._count(tenant, job.n_bytes, spent_s, error)
+            self._count(tenant, spent_s, error)
             self._turns.charge(tenant, max(0.0, spent_s * _MIB / _MIB_S - cost))
             if is_lost:
                 self._debts.append(tenant)
@@ -270,15 +270,13 @@ class TextWorkers:
         answering.add_done_callback(on_answer)
         return answering
 
-    def _count(
-        self, tenant: str, n_bytes: int, spent_s: float, error: BaseException | None
-    ) -> None:
+    def _count(self, tenant: str, spent_s: float, error: BaseException | None) -> None:
         self._metrics.text_s += spent_s
         if isinstance(error, TextWorkerLost):
             self._metrics.n_text_workers_lost[error.cause] += 1
             _log.warning("tenant %s: %s", tenant, error)
         if self._charge is not None:
-            self._charge(tenant, n_bytes, spent_s)
+            self._charge(tenant, spent_s)
 
     def _give_back(self, worker: TextWorker, tenant: str) -> None:
         """Takes back a worker that a tenant had."""

@@ -1,7 +1,8 @@
 """Whether another request may enter, and the place that it holds until it ends.
 
 Asked once, before any work on its text. The answer is a ticket, which holds the place while the
-request is prepared, waits and runs, and is given back exactly once.
+request is prepared, waits and runs, and is given back exactly once. What it has reserved of its
+tenant's rates is settled apart: when it is known what was sent.
 
 Every tenant has its share of the queue, by weight among the tenants that have requests here: below
 it nobody is refused because of others. What a tenant leaves of its share, others may use, as long
@@ -129,17 +130,24 @@ class Ticket:
         """Returns how far its tenant's rates are used."""
         return self._admission.standings(self._owner)
 
-    def give_back(self, n_prompt: int = 0, n_output: int = 0) -> None:
-        """Frees the place, and settles what was reserved. Once only.
+    def settle(self, n_prompt: int, n_output: int) -> None:
+        """Corrects what was reserved, once it is known what is billed.
+
+        Before or after the place is given back; of no effect a second time, and where nothing was
+        reserved.
 
         Args:
             n_prompt: Tokens of the prompt that count; 0 where it was never begun.
-            n_output: Tokens of the output.
+            n_output: Tokens of the output that were sent.
         """
+        if self._reserved is not None:
+            reserved, self._reserved = self._reserved, None
+            self._admission.settle(self._owner, reserved, n_prompt, n_output)
+
+    def give_back(self) -> None:
+        """Frees the place. Once only."""
         assert self.is_held, "a ticket was given back twice"
         self.is_held = False
-        if self._reserved is not None:
-            self._admission.settle(self._owner, self._reserved, n_prompt, n_output)
         self._admission.take_back(self)
 
 
@@ -334,7 +342,7 @@ class Admission:
         )
 
     def settle(self, tenant: Tenant, reserved: Reserved, n_prompt: int, n_output: int) -> None:
-        """Corrects what was reserved. See `Ticket.give_back`."""
+        """Corrects what was reserved. See `Ticket.settle`."""
         self._limits.settle(tenant, reserved, n_prompt, n_output, self._clock())
 
     def standings(self, tenant: Tenant) -> list[Standing]:

@@ -1,7 +1,8 @@
 """Who is served next: virtual counters of service, by tenant.
 
-A tenant's counter grows by what it is given: tokens of prompts, of outputs, and drafted tokens that
-were rejected, each times its weight in service, divided by the tenant's own weight. Of the tenants
+A tenant's counter grows by what it is given: tokens of prompts, of outputs, drafted tokens that
+were rejected, and the work of its grammars and texts, each times its weight in service, divided by
+the tenant's own weight. Of the tenants
 that wait, the one with the least counter goes first. So tenants that always wait get service in
 proportion to their weights, whatever their prompts and outputs are like.
 
@@ -21,6 +22,9 @@ from typing import Protocol
 from drafthouse_server.step import ResultEntry
 
 __all__ = ["Fairness", "SaveBudget", "ServedSequence", "ServiceWeights", "VirtualCounters"]
+
+_N_COMPARISONS = 1_000_000
+"""Comparisons that `ServiceWeights.masks` is the weight of."""
 
 _N_STALE_MIN = 64
 """Outdated entries of the heap that are left there before it is swept."""
@@ -46,7 +50,7 @@ class ServedSequence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServiceWeights:
-    """What counts as service, in units of service for each token. Fixed when the server starts."""
+    """What counts as service, in units of service for each of it. Fixed when the server starts."""
 
     prompt: float = 1.0
     """A token of a prompt that is computed."""
@@ -54,6 +58,8 @@ class ServiceWeights:
     """A token that is generated."""
     rejected: float = 1.0
     """A drafted token that was verified and rejected."""
+    masks: float = 1.0
+    """A million comparisons that a request's grammar takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,18 @@ class VirtualCounters:
         before = self._counters.get(tenant, self._base)
         self._counters[tenant] = before + amount / self._weights.get(tenant, 1.0)
 
+    def charge_aside(self, tenant: str, amount: float) -> None:
+        """Counts units of service that a tenant was given beside the steps.
+
+        That harms nobody while nobody waits: it puts the tenant behind the one that is served next
+        by a quantum at most.
+        """
+        before = self.of(tenant)
+        lead = self.first() if self._waiting else self._last
+        most = max(self._base, self._counters.get(lead, self._base)) + self._quantum
+        after = before + amount / self._weights.get(tenant, 1.0)
+        self._counters[tenant] = max(before, min(after, most))
+
     def charge_prompt(self, tenant: str, n_tokens: int) -> None:
         """Counts tokens of a prompt, all of them when its slot is taken."""
         self.charge(tenant, n_tokens * self.weights.prompt)
@@ -129,11 +147,14 @@ class VirtualCounters:
             running: Sequences by slot, as they ran in it.
         """
         output, rejected = self.weights.output, self.weights.rejected
+        comparison = self.weights.masks / _N_COMPARISONS
         amounts: dict[str, float] = {}
         for entry in entries:  # once per sequence and step
             amount = len(entry.tokens) * output
             if entry.n_drafted:
                 amount += (entry.n_drafted - entry.n_accepted) * rejected
+            if entry.n_mask_work:
+                amount += entry.n_mask_work * comparison
             if amount:
                 tenant = running[entry.seq_id].tenant
                 if tenant in amounts:
