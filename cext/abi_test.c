@@ -813,6 +813,59 @@ static void test_decoder(const spec_model * model) {
     spec_decoder_free(decoder);
 }
 
+static void test_machine_nulls(void) {
+    spec_device devices[256];
+    spec_survey * survey = NULL;
+    spec_model_params params = {.path = "/no/such/file.gguf"};
+    size_t n = 0;
+    TRUE(strstr(spec_build_facts(), "compiler=") != NULL);
+    INVALID(spec_list_devices(devices, 256, NULL));
+    EXPECT(spec_list_devices(NULL, 0, &n), SPEC_ERR_BUFFER_TOO_SMALL);
+    EXPECT(spec_list_devices(devices, 256, &n), SPEC_OK);
+    TRUE(n >= 1);
+    INVALID(spec_survey_open(NULL, NULL, &survey));
+    INVALID(spec_survey_open(&params, NULL, NULL));
+    EXPECT(spec_survey_open(&params, NULL, &survey), SPEC_ERR_NOT_FOUND);
+    TRUE(survey == NULL && spec_survey_model(NULL, false) == NULL);
+    params.vocab_only = true;
+    INVALID(spec_survey_open(&params, NULL, &survey));
+    INVALID(spec_survey_measure(NULL, NULL, NULL, 0, &n));
+    INVALID(spec_survey_fit(NULL, NULL, false, 1, 0, NULL));
+    spec_survey_free(NULL);
+}
+
+static void test_survey(const char * path) {
+    const spec_model_params params = {.path = path, .n_gpu_layers = -1, .use_mmap = true};
+    spec_model_params placed = params;
+    spec_survey * survey = NULL;
+    spec_engine_params wanted;
+    spec_memory_use uses[256];
+    spec_fit fit;
+    spec_model * model = NULL;
+    size_t n = 0;
+    EXPECT(spec_survey_open(&params, NULL, &survey), SPEC_OK);
+    if (survey == NULL) {
+        return;
+    }
+    TRUE(spec_survey_model(survey, false) != NULL && spec_survey_model(survey, true) == NULL);
+    spec_engine_default_params(&wanted);
+    wanted.draft_type = SPEC_DRAFT_NONE;
+    wanted.n_ctx_seq = 512;
+    EXPECT(spec_survey_measure(survey, &wanted, NULL, 0, &n), SPEC_ERR_BUFFER_TOO_SMALL);
+    EXPECT(spec_survey_measure(survey, &wanted, uses, 256, &n), SPEC_OK);
+    TRUE(n >= 1 && uses[0].device == -1 && uses[0].weights_bytes > 0 && uses[0].cells_bytes > 0);
+    INVALID(spec_survey_measure(survey, NULL, uses, 256, &n));
+    INVALID(spec_survey_fit(survey, &wanted, false, 0, 0, &fit));
+    INVALID(spec_survey_fit(survey, &wanted, false, 256, -1, &fit));
+    placed.placed_by = survey;
+    INVALID(spec_model_load(&placed, &model)); /* nothing was found yet */
+    EXPECT(spec_survey_fit(survey, &wanted, false, 256, 0, &fit), SPEC_OK);
+    TRUE(fit.has_fit && fit.n_ctx > 0);
+    EXPECT(spec_model_load(&placed, &model), SPEC_OK);
+    spec_model_free(model);
+    spec_survey_free(survey);
+}
+
 static void test_with_model(const char * path) {
     const spec_model_params params = {.path = path, .n_gpu_layers = -1, .use_mmap = true};
     spec_model * model = NULL;
@@ -827,6 +880,7 @@ static void test_with_model(const char * path) {
     test_drafting(model);
     test_embedder(model);
     test_decoder(model);
+    test_survey(path);
     spec_model_free(model);
 }
 
@@ -837,6 +891,7 @@ int main(int argc, char ** argv) {
     test_engine_nulls();
     test_extras_nulls();
     test_decoder_nulls();
+    test_machine_nulls();
     if (argc > 1) {
         test_with_model(argv[1]);
     }

@@ -123,6 +123,9 @@ typedef struct spec_model_params {
                         use. since ABI 7 */
     spec_progress_callback progress; /* may be NULL */
     void * user;
+    const struct spec_survey * placed_by; /* NULL, or the survey of this file whose last
+                                             spec_survey_fit says which weights lie where, instead
+                                             of n_gpu_layers; read during the call. since ABI 8 */
 } spec_model_params;
 
 typedef struct spec_model_info {
@@ -846,6 +849,77 @@ int32_t spec_embedder_get_limits(const spec_embedder * embedder, spec_embedder_l
  * of floats. Errors: INVALID_ARGUMENT, BUFFER_TOO_SMALL, DECODE_FAILED. since ABI 2 */
 int32_t spec_embedder_encode(spec_embedder * embedder, const int32_t * tokens, int32_t n_tokens,
                              const int32_t * lengths, int32_t n_texts, float * rows, size_t cap);
+
+/* Machines, and what fits on them. since ABI 8 */
+
+/* How the library was built: lines "key=value", of the keys compiler, target, cpu, kernels,
+ * patches, backends, build_type. Static storage. since ABI 8 */
+const char * spec_build_facts(void);
+
+enum spec_device_kind {
+    SPEC_DEVICE_CPU = 0,
+    SPEC_DEVICE_GPU = 1,
+    SPEC_DEVICE_IGPU = 2,  /* shares the host's memory */
+    SPEC_DEVICE_ACCEL = 3, /* works in the host's memory */
+    SPEC_DEVICE_OTHER = 4
+};
+
+typedef struct spec_device {
+    char name[64];
+    char description[128];
+    int32_t kind;        /* spec_device_kind */
+    int64_t total_bytes; /* 0 where the device does not tell */
+    int64_t free_bytes;
+} spec_device;
+
+/* What llama.cpp can compute on, in its own order; the host's CPU is one of them. *n_needed is
+ * their number; BUFFER_TOO_SMALL when it exceeds cap (nothing is written). since ABI 8 */
+int32_t spec_list_devices(spec_device * out, size_t cap, size_t * n_needed);
+
+/* A survey tells what memory models and contexts would take, without taking it: metadata and
+ * vocabulary are read, weights are not. (Of recurrent targets the states are allocated for the time
+ * of the call.) One thread at a time. */
+typedef struct spec_survey spec_survey;
+
+/* Bytes on one device. */
+typedef struct spec_memory_use {
+    int32_t device;        /* index in spec_list_devices; -1: the host's memory */
+    int64_t weights_bytes; /* of target and draft model */
+    int64_t mapped_bytes;  /* the part of them that is mapped from the files: the system can drop
+                              it and read it again */
+    int64_t cells_bytes;   /* of the target's context: KV cells and recurrent states */
+    int64_t compute_bytes; /* of the target's context: intermediate results and logits */
+    int64_t draft_cells_bytes;
+    int64_t draft_compute_bytes;
+} spec_memory_use;
+
+/* Opens the files. draft: NULL where there is no draft model. `vocab_only` must be false. Errors:
+ * as spec_model_load. since ABI 8 */
+int32_t spec_survey_open(const spec_model_params * target, const spec_model_params * draft,
+                         spec_survey ** out);
+void spec_survey_free(spec_survey * survey);
+/* The target or the draft model as far as it was read: for spec_model_get_info, spec_model_meta and
+ * spec_model_text alone. NULL without such a model. The survey's. since ABI 8 */
+const spec_model * spec_survey_model(const spec_survey * survey, bool is_draft);
+/* Measures what an engine of these parameters would take: a row for the host, then one for each
+ * other device in use. *n_needed is their number; BUFFER_TOO_SMALL when it exceeds cap (nothing is
+ * written). Errors: as spec_engine_init. since ABI 8 */
+int32_t spec_survey_measure(spec_survey * survey, const spec_engine_params * params,
+                            spec_memory_use * out, size_t cap, size_t * n_needed);
+
+typedef struct spec_fit {
+    bool has_fit;         /* false: it fits in no way that llama.cpp knows; the rest is as asked */
+    int32_t n_gpu_layers; /* -1: all */
+    int32_t n_ctx;        /* KV cells, all sequences together */
+} spec_fit;
+
+/* Finds what of an engine fits on the devices beside the draft model, by llama.cpp's own search
+ * (common_fit_params): first with the cells asked for and, where these are not fixed and would push
+ * layers off the devices, with fewer cells. `n_ctx_seq_min`: least cells of one sequence;
+ * `margin_bytes` are left free on each device. Without a device other than the CPU it looks at the
+ * host's whole memory instead. Errors: as spec_engine_init. since ABI 8 */
+int32_t spec_survey_fit(spec_survey * survey, const spec_engine_params * params, bool is_ctx_fixed,
+                        int32_t n_ctx_seq_min, int64_t margin_bytes, spec_fit * out);
 
 #ifdef __cplusplus
 }

@@ -16,11 +16,14 @@ try:
         Engine,
         Model,
         Sampler,
+        Survey,
         abi_version,
+        build_facts,
         build_version,
         check_grammar,
         find_cores,
         grammar_accepts,
+        list_devices,
         set_log,
     )
 except ImportError as error:
@@ -93,6 +96,7 @@ from drafthouse_engine.generate import (
 )
 from drafthouse_engine.json_schema import json_schema_grammar
 from drafthouse_engine.limits import BreakerStats, DraftWork, EngineLimits
+from drafthouse_engine.machine import DEVICE_KINDS, Device, DeviceKind, Fit, MemoryUse
 from drafthouse_engine.moves import Moved, Moves, Start
 from drafthouse_engine.options import (
     DRAFT_TYPES,
@@ -136,6 +140,7 @@ from drafthouse_engine.tree_decoder import TreeDecoder
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
+    "DEVICE_KINDS",
     "DRAFT_DTYPE",
     "DRAFT_TYPES",
     "PLAN_DTYPE",
@@ -161,6 +166,8 @@ __all__ = [
     "DecoderConfig",
     "DecoderLimits",
     "DecoderPool",
+    "Device",
+    "DeviceKind",
     "DflashSession",
     "DraftRequest",
     "DraftTree",
@@ -177,6 +184,7 @@ __all__ = [
     "EngineLimits",
     "EngineParams",
     "Fault",
+    "Fit",
     "Generation",
     "GenerationMethod",
     "GenerationStats",
@@ -185,6 +193,7 @@ __all__ = [
     "InternalError",
     "InvalidArgument",
     "InvalidConfig",
+    "MemoryUse",
     "Model",
     "ModelNotFound",
     "Moved",
@@ -219,6 +228,7 @@ __all__ = [
     "Status",
     "StepResult",
     "StepRows",
+    "Survey",
     "TreeDecoder",
     "TreeDrafter",
     "TreeScorer",
@@ -229,6 +239,7 @@ __all__ = [
     "abi_version",
     "adjusted_distribution",
     "begin_many",
+    "build_facts",
     "build_version",
     "check_grammar",
     "choice_grammar",
@@ -239,6 +250,7 @@ __all__ = [
     "generate_vanilla",
     "grammar_accepts",
     "json_schema_grammar",
+    "list_devices",
     "modified_rejection_step",
     "regex_grammar",
     "sample_token",

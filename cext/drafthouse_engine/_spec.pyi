@@ -12,6 +12,7 @@ from drafthouse_engine.cores import Cores
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.embedding import EmbedderLimits, EmbedderParams
 from drafthouse_engine.limits import BreakerStats, DraftWork, EngineLimits
+from drafthouse_engine.machine import Device, Fit, MemoryUse
 from drafthouse_engine.moves import Moves
 from drafthouse_engine.options import EngineParams, SamplingParams
 from drafthouse_engine.step import Fault, StepResult, StepRows
@@ -22,24 +23,78 @@ __all__ = [
     "Engine",
     "Model",
     "Sampler",
+    "Survey",
     "abi_version",
     "apply_lm_head",
+    "build_facts",
     "build_version",
     "check_grammar",
     "embed_tokens",
     "find_cores",
     "grammar_accepts",
+    "list_devices",
     "set_log",
 ]
 
 def abi_version() -> int: ...
+def build_facts() -> dict[str, str]: ...
 def build_version() -> str: ...
+def list_devices() -> tuple[Device, ...]: ...
 def find_cores(*, root: str | os.PathLike[str] = "", cpus: str = "") -> Cores: ...
 def set_log(level: int, callback: Callable[[int, str], object] | None = None) -> None: ...
 def check_grammar(grammar: str) -> None: ...
 def grammar_accepts(grammar: str, text: str) -> bool: ...
 def default_sampling_params() -> SamplingParams: ...
 def default_engine_params() -> EngineParams: ...
+
+@final
+class Survey:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        draft_path: str | os.PathLike[str] | None = None,
+        *,
+        n_gpu_layers: int = -1,
+        use_mmap: bool = True,
+        load_mtp: bool = True,
+    ) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def draft_path(self) -> str: ...
+    @property
+    def arch(self) -> str: ...
+    @property
+    def draft_arch(self) -> str: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def n_params(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def n_ctx_train(self) -> int: ...
+    @property
+    def n_vocab(self) -> int: ...
+    @property
+    def is_recurrent(self) -> bool: ...
+    def measure(self, params: EngineParams) -> tuple[MemoryUse, ...]: ...
+    def fit(
+        self,
+        params: EngineParams,
+        *,
+        is_ctx_fixed: bool = False,
+        n_ctx_seq_min: int = 1024,
+        margin_bytes: int = 1 << 30,
+    ) -> Fit | None: ...
+    def close(self) -> None: ...
 
 @final
 class Model:
@@ -51,6 +106,7 @@ class Model:
         use_mmap: bool = True,
         vocab_only: bool = False,
         load_mtp: bool = True,
+        placed_by: Survey | None = None,
         progress: Callable[[float], object] | None = None,
     ) -> None: ...
     def __enter__(self) -> Self: ...

@@ -19,6 +19,7 @@ import os
 from drafthouse_engine import errors
 from drafthouse_engine.cores import Cores
 from drafthouse_engine.embedding import POOLINGS
+from drafthouse_engine.machine import DEVICE_KINDS
 from drafthouse_engine.options import DRAFT_TYPES, SAMPLERS
 from drafthouse_engine.step import PLAN_DTYPE, RESULT_DTYPE
 
@@ -29,13 +30,16 @@ __all__ = [
     "Engine",
     "Model",
     "Sampler",
+    "Survey",
     "abi_version",
     "apply_lm_head",
+    "build_facts",
     "build_version",
     "check_grammar",
     "embed_tokens",
     "find_cores",
     "grammar_accepts",
+    "list_devices",
     "set_log",
 ]
 
@@ -45,6 +49,7 @@ __all__ = [
 # And calls in flight are counted in one place, for the interpreter's exit.
 include "native/calls.pxi"
 include "native/conversions.pxi"
+include "native/survey.pxi"
 include "native/model.pxi"
 include "native/sampler.pxi"
 include "native/plan.pxi"

@@ -39,6 +39,9 @@ cdef extern from "spec.h" nogil:
 
     ctypedef bool (*spec_progress_callback)(float progress, void * user) noexcept
 
+    ctypedef struct spec_survey:
+        pass
+
     ctypedef struct spec_model_params:
         const char * path
         int32_t n_gpu_layers
@@ -47,6 +50,7 @@ cdef extern from "spec.h" nogil:
         bool skip_mtp
         spec_progress_callback progress
         void * user
+        const spec_survey * placed_by
 
     ctypedef struct spec_model_info:
         int64_t n_params
@@ -416,3 +420,40 @@ cdef extern from "spec.h" nogil:
     int32_t spec_embedder_encode(
         spec_embedder * embedder, const int32_t * tokens, int32_t n_tokens,
         const int32_t * lengths, int32_t n_texts, float * rows, size_t cap)
+
+    const char * spec_build_facts()
+
+    ctypedef struct spec_device:
+        char name[64]
+        char description[128]
+        int32_t kind
+        int64_t total_bytes
+        int64_t free_bytes
+
+    int32_t spec_list_devices(spec_device * out, size_t cap, size_t * n_needed)
+
+    ctypedef struct spec_memory_use:
+        int32_t device
+        int64_t weights_bytes
+        int64_t mapped_bytes
+        int64_t cells_bytes
+        int64_t compute_bytes
+        int64_t draft_cells_bytes
+        int64_t draft_compute_bytes
+
+    int32_t spec_survey_open(
+        const spec_model_params * target, const spec_model_params * draft, spec_survey ** out)
+    void spec_survey_free(spec_survey * survey)
+    const spec_model * spec_survey_model(const spec_survey * survey, bool is_draft)
+    int32_t spec_survey_measure(
+        spec_survey * survey, const spec_engine_params * params, spec_memory_use * out, size_t cap,
+        size_t * n_needed)
+
+    ctypedef struct spec_fit:
+        bool has_fit
+        int32_t n_gpu_layers
+        int32_t n_ctx
+
+    int32_t spec_survey_fit(
+        spec_survey * survey, const spec_engine_params * params, bool is_ctx_fixed,
+        int32_t n_ctx_seq_min, int64_t margin_bytes, spec_fit * out)

@@ -1,6 +1,6 @@
 // Engines: how one is made, and the life of a sequence.
 
-#include "internal.hpp"
+#include "survey.hpp"
 
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
@@ -78,7 +78,7 @@ void make_exact(const spec_engine & engine, llama_context * context) {
     }
 }
 
-void make_target(spec_engine & engine) {
+llama_context_params target_params(const spec_engine & engine) {
     const spec_engine_params & p = engine.params;
     llama_context_params c = context_params(engine);
     const int64_t n = wanted_cells(engine);
@@ -101,6 +101,11 @@ void make_target(spec_engine & engine) {
     c.n_ctx = static_cast<uint32_t>(n);
     c.n_rs_seq = static_cast<uint32_t>(n_rs_seq);
     c.n_outputs_max = static_cast<uint32_t>(p.n_seq_max * (1 + n_draft));
+    return c;
+}
+
+void make_target(spec_engine & engine) {
+    const llama_context_params c = target_params(engine);
     forget_llama_reason();
     engine.target.reset(llama_init_from_model(engine.target_model->model.get(), c));
     if (!engine.target) {
@@ -109,9 +114,10 @@ void make_target(spec_engine & engine) {
     make_exact(engine, engine.target.get());
 }
 
-void make_draft(spec_engine & engine, const spec_model * draft) {
+// Beside a target's context of so many cells, and so many for each sequence.
+llama_context_params draft_params(const spec_engine & engine, uint32_t n_ctx, uint32_t n_ctx_seq) {
     llama_context_params c = context_params(engine);
-    c.n_ctx = llama_n_ctx(engine.target.get());
+    c.n_ctx = n_ctx;
     c.n_rs_seq = 0;
     c.n_outputs_max = static_cast<uint32_t>(engine.params.n_seq_max);
     if (drafts_blocks(engine.params.draft_type)) {
@@ -120,17 +126,23 @@ void make_draft(spec_engine & engine, const spec_model * draft) {
         const uint32_t n_block = 1 + static_cast<uint32_t>(engine.params.n_draft_max);
         const uint32_t n_blocks = n_block * c.n_seq_max;
         constexpr uint32_t N_PAD = 256; // llama.cpp rounds the cells of a sequence up to this
-        const uint32_t n_seq = llama_n_ctx_seq(engine.target.get()) + n_block;
+        const uint32_t n_seq = n_ctx_seq + n_block;
         c.n_ctx =
             c.kv_unified ? c.n_ctx + n_blocks : (n_seq + N_PAD - 1) / N_PAD * N_PAD * c.n_seq_max;
         c.n_batch = std::max(c.n_batch, n_blocks);
         c.n_ubatch = std::max(c.n_ubatch, n_blocks);
         c.n_outputs_max = n_blocks;
     }
-    c.ctx_other = engine.target.get();
     if (engine.params.draft_type == SPEC_DRAFT_MTP) {
         c.ctx_type = LLAMA_CONTEXT_TYPE_MTP;
     }
+    return c;
+}
+
+void make_draft(spec_engine & engine, const spec_model * draft) {
+    llama_context * target = engine.target.get();
+    llama_context_params c = draft_params(engine, llama_n_ctx(target), llama_n_ctx_seq(target));
+    c.ctx_other = target;
     llama_model * model = draft != nullptr ? draft->model.get() : engine.target_model->model.get();
     forget_llama_reason();
     engine.draft.reset(llama_init_from_model(model, c));
@@ -237,8 +249,9 @@ void attach_pool(spec_engine & engine) {
     }
 }
 
-spec_engine * make_engine(const spec_model & target, const spec_model * draft,
-                          const spec_engine_params & params) {
+// An engine with its models and parameters, checked, and nothing else.
+std::unique_ptr<spec_engine> bare_engine(const spec_model & target, const spec_model * draft,
+                                         const spec_engine_params & params) {
     check_engine_params(params);
     if (target.vocab_only) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the target was loaded with vocab_only");
@@ -248,6 +261,12 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     engine->target_model = &target;
     engine->draft_model = draft;
     engine->params = params;
+    return engine;
+}
+
+spec_engine * make_engine(const spec_model & target, const spec_model * draft,
+                          const spec_engine_params & params) {
+    auto engine = bare_engine(target, draft, params);
     make_target(*engine);
     engine->target_rollback = probe_rollback(engine->target.get(), "target");
     make_drafter(*engine, draft);
@@ -264,6 +283,26 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
 }
 
 } // namespace
+
+// The contexts of a survey's engine, which computes nothing.
+std::unique_ptr<spec_engine> make_contexts(const spec_model & target, const spec_model * draft,
+                                           const spec_engine_params & params) {
+    auto engine = bare_engine(target, draft, params);
+    make_target(*engine);
+    check_memory(engine->target.get(), "target");
+    if (needs_draft_context(params.draft_type)) {
+        make_draft(*engine, draft);
+    }
+    return engine;
+}
+
+// What these contexts would be made with: the target's, and beside it the draft's.
+context_plan plan_contexts(const spec_model & target, const spec_model * draft,
+                           const spec_engine_params & params) {
+    const auto engine = bare_engine(target, draft, params);
+    const llama_context_params c = target_params(*engine);
+    return {c, draft_params(*engine, c.n_ctx, c.n_ctx / c.n_seq_max)};
+}
 
 void check_memory(llama_context * context, const char * which) {
     if (llama_get_memory(context) == nullptr) {

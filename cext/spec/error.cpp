@@ -1,6 +1,6 @@
 // Errors, llama.cpp's log, and checks of arguments.
 
-#include "internal.hpp"
+#include "survey.hpp"
 
 #include "log.h"
 
@@ -23,6 +23,7 @@ constexpr size_t LINE_CHARS_MAX = 400; // of a warning or an error
 thread_local std::string last_error;
 thread_local std::string last_llama_error;
 thread_local bool is_skipping_mtp = false; // while a model is loaded
+thread_local bool is_hushed = false;
 
 std::atomic<spec_log_callback> log_callback{nullptr};
 std::atomic<void *> log_user{nullptr};
@@ -109,7 +110,7 @@ void on_llama_log(ggml_log_level level, const char * text, void * /*user*/) {
         remember(text);
     }
     const spec_log_callback callback = log_callback.load(std::memory_order_acquire);
-    if (callback == nullptr || text == nullptr) {
+    if (callback == nullptr || text == nullptr || is_hushed) {
         return;
     }
     void * const user = log_user.load(std::memory_order_acquire);
@@ -155,6 +156,12 @@ int32_t report(int32_t code, const std::string & text) noexcept {
 // Writes a warning of our own to llama.cpp's log.
 void warn(const char * text) {
     on_llama_log(GGML_LOG_LEVEL_WARN, text, nullptr);
+}
+
+// Whether llama.cpp says nothing on this thread, though its errors are remembered: what a survey
+// tries is no news, and what goes wrong in it the caller is told.
+void hush(bool is_on) {
+    is_hushed = is_on;
 }
 
 // llama.cpp's own state, made once: backends, log. `common` logs through a worker thread of its

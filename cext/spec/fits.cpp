@@ -119,6 +119,9 @@ void check_drafted_tokens(const spec_model & target, const spec_model & draft) {
     if (d2t->type != GGML_TYPE_I64 || d2t->buffer == nullptr) {
         fail(SPEC_ERR_BAD_MODEL, "the draft model's tensor \"d2t\" is not of 64-bit integers");
     }
+    if (d2t->data == nullptr) {
+        return; // a survey's model, without weights
+    }
     std::vector<int64_t> ids(static_cast<size_t>(ggml_nelements(d2t)));
     ggml_backend_tensor_get(d2t, ids.data(), 0, ids.size() * sizeof(int64_t));
     for (const int64_t id : ids) {

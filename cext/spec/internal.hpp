@@ -2,7 +2,7 @@
 // calls of another. The folder alone includes llama.cpp; no other file includes this one.
 //
 // Reading order: error, model, grammar, breakers, sampler; fits, engine; snapshot, start; plan,
-// moves; draft, decode, feed, choose, step; hand; decoder, tree; embedder.
+// moves; draft, decode, feed, choose, step; hand; decoder, tree; embedder; machine, survey.
 
 #ifndef DRAFTHOUSE_SPEC_INTERNAL_HPP
 #define DRAFTHOUSE_SPEC_INTERNAL_HPP

@@ -1,6 +1,6 @@
 // Models: loading, description, tokenizer, and the tables at both ends.
 
-#include "internal.hpp"
+#include "survey.hpp"
 
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
@@ -77,18 +77,34 @@ void check_special_tokens(const llama_vocab & vocab, const std::string & path) {
     }
 }
 
-spec_model * load_model(const spec_model_params & params) {
+} // namespace
+
+// What llama.cpp is told of a model, but for the progress.
+llama_model_params llama_params_of(const spec_model_params & params) {
+    llama_model_params mparams = llama_model_default_params();
+    mparams.n_gpu_layers = params.n_gpu_layers;
+    mparams.load_mode = params.use_mmap ? LLAMA_LOAD_MODE_AUTO : LLAMA_LOAD_MODE_NONE;
+    mparams.vocab_only = params.vocab_only;
+    mparams.load_mtp = !params.skip_mtp;
+    return mparams;
+}
+
+// has_weights false: for a survey, which asks what memory they would take.
+std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool has_weights) {
     init_process();
     const std::string path = &deref(params.path, "path");
     check_gguf_magic(path);
     check_header(path);
 
     load_progress progress{params.progress, params.user, false};
-    llama_model_params mparams = llama_model_default_params();
-    mparams.n_gpu_layers = params.n_gpu_layers;
-    mparams.load_mode = params.use_mmap ? LLAMA_LOAD_MODE_AUTO : LLAMA_LOAD_MODE_NONE;
-    mparams.vocab_only = params.vocab_only;
-    mparams.load_mtp = !params.skip_mtp;
+    llama_model_params mparams = llama_params_of(params);
+    if (params.placed_by != nullptr) {
+        place_weights(*params.placed_by, mparams);
+    }
+    if (!has_weights) {
+        mparams.no_alloc = true;
+        mparams.load_mode = LLAMA_LOAD_MODE_NONE;
+    }
     mparams.progress_callback = on_progress;
     mparams.progress_callback_user_data = &progress;
 
@@ -106,9 +122,11 @@ spec_model * load_model(const spec_model_params & params) {
     model->vocab = llama_model_get_vocab(model->model.get());
     check_special_tokens(*model->vocab, path);
     model->vocab_only = params.vocab_only;
-    model->fingerprint = params.vocab_only ? 0 : fingerprint_of(path);
-    return model.release();
+    model->fingerprint = params.vocab_only || !has_weights ? 0 : fingerprint_of(path);
+    return model;
 }
+
+namespace {
 
 spec_model_info describe(const spec_model & model) {
     const llama_model * m = model.model.get();
@@ -259,7 +277,7 @@ extern "C" {
 int32_t spec_model_load(const spec_model_params * params, spec_model ** out) {
     return guarded([&] {
         deref(out, "out") = nullptr;
-        *out = load_model(deref(params, "params"));
+        *out = load_model(deref(params, "params"), /*has_weights*/ true).release();
     });
 }
 

@@ -2,7 +2,7 @@
 // layers and their rows, the shape of windows, random states. This file and grammar.cpp include
 // src/; no other does, so that a new llama.cpp is met here.
 
-#include "internal.hpp"
+#include "survey.hpp"
 
 #include "../src/llama-context.h"
 #include "../src/llama-ext.h"
@@ -101,6 +101,15 @@ ggml_backend_sched_t scheduler_of(llama_context * context) {
 // Does what llama.cpp has put off until the next decode: the copying of cells.
 void update_memory(llama_context * context) {
     context->memory_update(false);
+}
+
+// What memory a context takes with its model; of a survey's, what it would take.
+std::vector<memory_part> memory_of(const llama_context * context) {
+    std::vector<memory_part> found;
+    for (const auto & [type, use] : llama_get_memory_breakdown(context)) {
+        found.push_back({type, use.model, use.context, use.compute});
+    }
+    return found;
 }
 
 // Whether the branches of a draft tree can share cells: only the plain caches are known to do so.

@@ -222,6 +222,15 @@ class Config(SharingSettings):
         old="is_kv_unified",
     )
     """Whether slots share one pool of cells."""
+    fit: bool = _slots(
+        True,
+        _ANY,
+        "Serve what fits into memory: where ctx_size and max_model_len are not set, fewer slots"
+        " (with parallel at its default) or shorter requests; on accelerators fewer layers (with"
+        " gpu_layers at its default). What was chosen is logged. What can never fit is refused.",
+        peers=("fit_params",),
+    )
+    """Whether sizes that nobody has set are lowered to what fits."""
     batch_size: int = _steps(
         512,
         between(1, 1 << 16),

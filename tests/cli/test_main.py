@@ -20,17 +20,13 @@ import pytest
 
 import drafthouse
 from drafthouse_server.cli.main import main
-from drafthouse_server.cli.serve import (
-    LISTENS_AT,
-    _check_address,
-    _describe,
-    format_bytes,
-    format_count,
-)
+from drafthouse_server.cli.serve import LISTENS_AT, _describe
 from drafthouse_server.cli.settings import example
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.config import SETTINGS, Config
 from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.host.address import try_address
+from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.rpc.server import Server
 
 if TYPE_CHECKING:
@@ -341,7 +337,7 @@ def test_a_socket_in_use_is_one_sentence_and_stays_with_its_server(tmp_path: Pat
         holder.listen(1)
         assert_failed(run(*command), 1, f"cannot listen at unix:{path}: address already in use")
         assert path.is_socket()
-    _check_address(f"unix:{path}", 0)  # what an ended server has left behind is no hindrance
+    try_address(f"unix:{path}", 0)  # what an ended server has left behind is no hindrance
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ cdef class Model:
         vocab_only: load tokenizer and metadata only; such a model cannot make an engine.
         load_mtp: load the weights of MTP heads too, if there are any; the draft type `mtp` needs
             them.
+        placed_by: a `Survey` of this file, whose last `fit` says which weights lie where; then
+            n_gpu_layers does not count.
         progress: called with the share loaded, [0, 1]; an exception in it stops the load and is
             raised again.
 
@@ -96,7 +98,7 @@ cdef class Model:
 
     def __cinit__(
         self, path, *, n_gpu_layers=-1, use_mmap=True, vocab_only=False, load_mtp=True,
-        progress=None
+        Survey placed_by=None, progress=None
     ):
         cdef spec.spec_model_params params
         if progress is not None and not callable(progress):
@@ -111,6 +113,7 @@ cdef class Model:
         params.skip_mtp = not load_mtp
         params.progress = on_progress
         params.user = <void *>watcher
+        params.placed_by = placed_by._handle if placed_by is not None else NULL
         self._load(&params, watcher)
         check(spec.spec_model_get_info(self._handle, &self._facts))
         self.arch = self._text(spec.spec_model_text, b"arch")

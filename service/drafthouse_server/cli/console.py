@@ -10,9 +10,9 @@ from pathlib import Path
 
 import drafthouse
 from drafthouse_server.cli.connection import add_connection, connected, explain, tell
-from drafthouse_server.cli.serve import format_bytes, format_count
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.errors import ConfigError
+from drafthouse_server.host.amounts import format_bytes, format_count
 
 __all__ = ["Figures", "add_chat", "add_generate", "add_models"]
 

@@ -6,15 +6,12 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import gc
 import os
-import socket
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from drafthouse_server.access import bare_host
 from drafthouse_server.cli import settings
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config
@@ -23,9 +20,11 @@ from drafthouse_server.engine.loading import engine_version
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed, StartupError
 from drafthouse_server.operations.logs import LogQueue
+from drafthouse_server.host.address import try_address
+from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.rpc.server import Server
 
-__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_serve", "format_bytes", "format_count"]
+__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_serve", "found_model"]
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 """Root of the repository; of an installed package, a folder without models."""
@@ -44,9 +43,6 @@ _EXIT_CODES = (
     f" {FAILED} the step loop has failed: every stream was told ENGINE_FAILURE, start it again;"
     f" {LOST} the engine has not worked for unhealthy_exit_s: start it again"
 )
-
-_PROBE_S = 1.0
-"""How long a socket may take to answer whether somebody listens at it."""
 
 _SWITCH_INTERVAL_S = 1e-4
 """How long the event loop may keep the interpreter from the engine thread, which waits for it
@@ -92,7 +88,7 @@ def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
 def _run_to_end(config: Config, terminal: Terminal) -> int:
     """Serves, and returns the exit code."""
     try:
-        asyncio.run(_run(_found(config), terminal))
+        asyncio.run(_run(found_model(config), terminal))
     except StartupError as error:
         terminal.error(str(error))
         return 1
@@ -105,7 +101,7 @@ def _run_to_end(config: Config, terminal: Terminal) -> int:
     return 0
 
 
-def _found(config: Config) -> Config:
+def found_model(config: Config) -> Config:
     """Returns the settings with the demo model's path, wherever the command was started."""
     demo = CHECKOUT / config.model
     if config.model == Config().model and not Path(config.model).exists() and demo.exists():
@@ -114,7 +110,7 @@ def _found(config: Config) -> Config:
 
 
 async def _run(config: Config, terminal: Terminal) -> None:
-    _check_address(config.host, config.port)
+    try_address(config.host, config.port)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with contextlib.ExitStack() as loading:
         progress = loading.enter_context(terminal.loading())
@@ -126,55 +122,6 @@ async def _run(config: Config, terminal: Terminal) -> None:
             _describe(server, config, terminal)
 
         await Server(config, lambda: LlamaEngine.load(config, progress)).serve(announce)
-
-
-def _check_address(host: str, port: int) -> None:
-    """Finds out whether we may listen there before a large model is loaded for nothing.
-
-    Raises:
-        StartupError: we may not, or somebody else does.
-    """
-    is_unix = host.startswith("unix:")
-    try:
-        if is_unix:
-            _try_socket(Path(host.removeprefix("unix:")))
-        else:
-            _try_port(bare_host(host), port)
-    except OSError as error:
-        place, flags = (host, "--host") if is_unix else (f"{host}:{port}", "--port or --host")
-        raise StartupError(
-            f"cannot listen at {place}: {(error.strerror or str(error)).lower()};"
-            f" choose another {flags}, or stop what listens there"
-        ) from error
-
-
-def _try_port(host: str, port: int) -> None:
-    """Raises OSError where we may not listen, or somebody else does."""
-    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, kind, protocol, _, address in places[:1]:
-        with socket.socket(family, kind, protocol) as probe:
-            # As grpc does: what an ended server leaves behind does not hold the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            # Without it two sockets that both allow reuse may bind, and only listening fails.
-            probe.listen(1)
-
-
-def _try_socket(path: Path) -> None:
-    """Raises OSError where we may not listen, or somebody else does.
-
-    grpc takes the place of any socket, so that a server that is running would lose its own.
-    """
-    with socket.socket(socket.AF_UNIX) as probe:
-        if path.is_socket():
-            probe.settimeout(_PROBE_S)
-            code = probe.connect_ex(str(path))
-            if code != errno.ECONNREFUSED:  # as what an ended server leaves behind does
-                code = code or errno.EADDRINUSE
-                raise OSError(code, os.strerror(code))
-        else:
-            probe.bind(str(path))
-            path.unlink()
 
 
 def _describe(server: Server, config: Config, terminal: Terminal) -> None:
@@ -226,17 +173,3 @@ def _how_many_threads(threads: Threads) -> str:
 
 def _how_many(config: Config) -> str:
     return str(config.draft_default) if config.draft_policy == "fixed" else "as many as pay"
-
-
-def format_count(n: float) -> str:
-    """Returns a count in three figures: 5.31 M."""
-    for unit in ("", " k", " M", " G"):
-        if n < 999.5:
-            return f"{n:.3g}{unit}"
-        n /= 1000
-    return f"{n:.3g} T"
-
-
-def format_bytes(n_bytes: int) -> str:
-    """Returns a size in three figures: 10.6 MB."""
-    return f"{format_count(n_bytes)}B" if n_bytes >= 1000 else f"{n_bytes} B"

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Self
 
-from drafthouse_server.config import AUTOMATIC, Config
+from drafthouse_server.config import AUTOMATIC, SETTINGS, Config
 from drafthouse_server.engine.threads import Threads, choose_threads
 from drafthouse_server.errors import ModelLoadError, StartupError
+from drafthouse_server.host.engine import CoreFacts, DeviceFacts, EngineFacts
+from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, Size, Wish
+from drafthouse_server.host.memory import read_memory
+from drafthouse_server.host.needs import DeviceUse, ModelFacts, Needs, process_bytes
+from drafthouse_server.host.size import choose_size
+from drafthouse_server.setting import ALL
 from drafthouse_server.step import EngineLimits, ModelCard
 
 # The fake engine, and all tests that use it, work without the extension.
@@ -21,7 +29,16 @@ except ImportError as error:
 else:
     _unbuilt = None
 
-__all__ = ["card_of", "engine_version", "limits_of", "load_engine"]
+__all__ = [
+    "Surveyor",
+    "card_of",
+    "engine_facts",
+    "engine_version",
+    "limits_of",
+    "load_engine",
+    "sized",
+    "threads_of",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -47,19 +64,225 @@ def load_engine(
     """
     if _unbuilt is not None:
         raise StartupError(_unbuilt)
-    may_be_mtp = config.draft_type in ("mtp", AUTOMATIC) and not config.model_draft
-    n_gpu_layers = -1 if isinstance(config.gpu_layers, str) else config.gpu_layers
-    target = _load_model(config.model, n_gpu_layers, progress, load_mtp=may_be_mtp)
+    with _fitted(config) as (config, survey):  # noqa: PLR1704  # as it fits from here on
+        target = _load_model(
+            config.model,
+            _n_gpu_layers(config),
+            progress,
+            load_mtp=_may_be_mtp(config),
+            placed_by=survey,
+        )
     draft = None
     if config.model_draft:
-        draft = _load_model(config.model_draft, n_gpu_layers, progress)
+        draft = _load_model(config.model_draft, _n_gpu_layers(config), progress)
     if config.synth_rates:
         _log.warning(
             "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is not"
             " the model's output"
         )
-    threads = _threads(config, target)
+    threads = threads_of(config, target.size_bytes)
     return _make_engine(config, target, draft, threads), threads
+
+
+def _n_gpu_layers(config: Config) -> int:
+    return -1 if isinstance(config.gpu_layers, str) else config.gpu_layers
+
+
+def _may_be_mtp(config: Config) -> bool:
+    return config.draft_type in ("mtp", AUTOMATIC) and not config.model_draft
+
+
+class Surveyor:
+    """Tells what memory a server of these settings would take, without taking it.
+
+    Args:
+        config: The server's settings.
+
+    Raises:
+        ModelLoadError: a file is missing or broken, or no server can be made of these settings.
+        StartupError: the extension is not built.
+
+    Thread:
+        Any, one at a time.
+    """
+
+    def __init__(self, config: Config) -> None:
+        if _unbuilt is not None:
+            raise StartupError(_unbuilt)
+        self._config = config
+        with _explained(config.model):
+            self.survey = drafthouse_engine.Survey(
+                config.model,
+                config.model_draft or None,
+                n_gpu_layers=_n_gpu_layers(config),
+                load_mtp=_may_be_mtp(config),
+            )
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.survey.close)
+            self._draft_type = self._find_draft_type()
+            undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.survey.close()
+
+    def _find_draft_type(self) -> str:
+        """Returns the first draft type that these models have, as `load_engine` finds it."""
+        arch = self.survey.draft_arch or None
+        *others, last = _draft_types(self._config, arch)
+        least = Size(1, N_CTX_SEQ_LEAST)
+        for draft_type in others:
+            with _explained(self._config.model, self._config), suppress(*_unfit()):
+                self.survey.measure(self.params(least, draft_type))
+                return draft_type
+        return last
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the target's file says."""
+        survey = self.survey
+        return ModelFacts(
+            survey.path,
+            survey.arch,
+            survey.description,
+            survey.n_params,
+            survey.size_bytes,
+            survey.n_ctx_train,
+            survey.n_vocab,
+        )
+
+    @property
+    def wish(self) -> Wish:
+        """What the settings ask for, and what of it nobody has set."""
+        config = self._config
+        size = Size(config.parallel, _request_tokens(config, self.survey.n_ctx_train))
+        is_default = config.parallel == SETTINGS["parallel"].default and not config.ctx_size
+        return Wish(size, is_default, not (config.max_model_len or config.ctx_size))
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that a step has room for, whatever the memory."""
+        n_draft = self._config.draft_max if self._draft_type != "none" else 0
+        return min(_N_SLOTS_MAX, self._config.batch_size // (1 + n_draft))
+
+    def params(self, size: Size, draft_type: str = "") -> drafthouse_engine.EngineParams:
+        """Returns what an engine of a size is made with."""
+        config = self._config
+        if size != self.wish.size:
+            config = sized(config, size)
+        one = Threads(1, 1)
+        n_ctx_train = self.survey.n_ctx_train
+        return _engine_params(config, draft_type or self._draft_type, n_ctx_train, one)
+
+    def needs(self, size: Size, n_bytes_max: int | None = None) -> Needs:
+        """Returns what a server of a size takes.
+
+        Args:
+            size: Slots and tokens of one request.
+            n_bytes_max: Memory that must not be taken to find out. Recurrent states are: where they
+                would exceed this, what one slot takes is multiplied.
+
+        Raises:
+            ModelLoadError: no engine can be made with these settings.
+        """
+        if self.survey.is_recurrent and n_bytes_max is not None and size.parallel > 1:
+            one = self.needs(Size(1, size.max_model_len))
+            cells = one.host.cells_bytes * size.parallel
+            if one.start_bytes + cells > n_bytes_max:
+                host = dataclasses.replace(one.host, cells_bytes=cells)
+                n_cells = one.n_cells * size.parallel
+                return dataclasses.replace(one, size=size, n_cells=n_cells, host=host)
+        params = self.params(size)
+        with _explained(self._config.model, self._config):
+            uses = self.survey.measure(params)
+        config = self._config
+        return Needs(
+            size=size,
+            draft_type=self._draft_type,
+            n_cells=params.n_ctx or size.parallel * size.max_model_len,
+            host=_use_of(uses[0]),
+            devices=tuple((use.device, _use_of(use)) for use in uses[1:]),
+            processes_bytes=process_bytes(config.text_workers, self.survey.n_vocab),
+            caches_bytes=(config.prefix_cache_mib + config.preempted_mib) << 20,
+        )
+
+
+_N_SLOTS_MAX = 256
+_GPU_MARGIN_BYTES = 1 << 30
+"""Left free on each device, as llama-server leaves it."""
+
+
+def _use_of(use: drafthouse_engine.MemoryUse) -> DeviceUse:
+    return DeviceUse(
+        use.weights_bytes,
+        use.mapped_bytes,
+        use.cells_bytes,
+        use.compute_bytes,
+        use.draft_cells_bytes + use.draft_compute_bytes,
+    )
+
+
+def sized(config: Config, size: Size) -> Config:
+    """Returns the settings with other slots and tokens of one request."""
+    return dataclasses.replace(config, parallel=size.parallel, max_model_len=size.max_model_len)
+
+
+@contextmanager
+def _fitted(config: Config) -> Iterator[tuple[Config, drafthouse_engine.Survey | None]]:
+    """Gives the settings as they fit into memory, and who says where the weights go.
+
+    Raises:
+        ModelLoadError: what is set can never fit.
+    """
+    if not config.fit:
+        yield config, None
+        return
+    with contextlib.ExitStack() as stack:
+        surveyor = None
+        # What is wrong with files and settings is told by those who load them.
+        with suppress(ModelLoadError):
+            surveyor = stack.enter_context(Surveyor(config))
+            surveyor.needs(Size(1, N_CTX_SEQ_LEAST))
+        if surveyor is None:
+            yield config, None
+            return
+        config, is_placed = _fit_devices(config, surveyor)
+        memory = read_memory()
+        if memory.total_bytes:
+            chosen = choose_size(surveyor, memory, config.model)
+            _log.log(logging.WARNING if chosen.is_less else logging.INFO, "%s", chosen.sentence)
+            if chosen.needs.size != surveyor.wish.size:
+                config = sized(config, chosen.needs.size)
+        yield config, surveyor.survey if is_placed else None
+
+
+def _fit_devices(config: Config, surveyor: Surveyor) -> tuple[Config, bool]:
+    """Returns the settings as they fit on the devices, and whether these have been asked."""
+    has_device = any(it.kind in ("gpu", "igpu") for it in drafthouse_engine.list_devices())
+    if not has_device or config.gpu_layers != ALL:
+        return config, False
+    wish = surveyor.wish
+    fit = surveyor.survey.fit(
+        surveyor.params(wish.size),
+        is_ctx_fixed=not wish.may_lower_len,
+        margin_bytes=_GPU_MARGIN_BYTES,
+    )
+    if fit is None:
+        _log.warning(
+            "fit: the model does not fit on the devices in any way that llama.cpp knows; it is"
+            " loaded as set; lower parallel, max_model_len or gpu_layers"
+        )
+        return config, False
+    n_each = min(wish.size.max_model_len, fit.n_ctx // wish.size.parallel)
+    layers = "all" if fit.n_gpu_layers < 0 else str(fit.n_gpu_layers)
+    _log.info(
+        "fit: %s layers on devices, %d slots of %d tokens", layers, wish.size.parallel, n_each
+    )
+    if n_each < wish.size.max_model_len:
+        config = sized(config, Size(wish.size.parallel, n_each))
+    return config, True
 
 
 def engine_version() -> str:
@@ -73,18 +296,41 @@ def engine_version() -> str:
     return drafthouse_engine.build_version()
 
 
+def engine_facts() -> EngineFacts:
+    """Returns how the engine was built, and what it can compute on.
+
+    Raises:
+        StartupError: the extension is not built.
+    """
+    text = engine_version().partition(";")[2]
+    features = frozenset(re.findall(r"(\w+) = 1\b", text.partition("CPU :")[2]))
+    cores = drafthouse_engine.find_cores()
+    devices = tuple(
+        DeviceFacts(it.name, it.description, it.kind, it.total_bytes, it.free_bytes)
+        for it in drafthouse_engine.list_devices()
+    )
+    return EngineFacts(
+        drafthouse_engine.build_facts(),
+        features,
+        CoreFacts(cores.n_cores, cores.n_physical, cores.n_logical, cores.quota),
+        devices,
+    )
+
+
 def _load_model(
     path: str,
     n_gpu_layers: int,
     progress: Callable[[str, float], object] | None,
     *,
     load_mtp: bool = False,
+    placed_by: drafthouse_engine.Survey | None = None,
 ) -> drafthouse_engine.Model:
     with _explained(path):
         return drafthouse_engine.Model(
             path,
             n_gpu_layers=n_gpu_layers,
             load_mtp=load_mtp,
+            placed_by=placed_by,
             # Returning None goes on; only False would stop the load.
             progress=None if progress is None else lambda share: progress(path, share),
         )
@@ -170,23 +416,28 @@ _OF_CONTEXTS = _OF_CONTEXTS_WITHOUT_DRAFTS | {
 """The same, where there is a drafter."""
 
 
-def _threads(config: Config, target: drafthouse_engine.Model) -> Threads:
-    """Returns what the settings say, and where they say nothing what suits model and machine."""
+def threads_of(config: Config, n_bytes: int) -> Threads:
+    """Returns what the settings say, and where they say nothing what suits model and machine.
+
+    Args:
+        config: The server's settings.
+        n_bytes: The target's weights.
+    """
     n, n_batch = config.threads, config.threads_batch
     if n:
         return Threads(n, n_batch or n, reason="as set")
     cores = drafthouse_engine.find_cores()
-    found = choose_threads(cores.n_cores, cores.n_spare, target.size_bytes)
+    found = choose_threads(cores.n_cores, cores.n_spare, n_bytes)
     return dataclasses.replace(found, n_batch=n_batch, n_wide=2) if n_batch else found
 
 
 def _engine_params(
-    config: Config, draft_type: str, target: drafthouse_engine.Model, threads: Threads
+    config: Config, draft_type: str, n_ctx_train: int, threads: Threads
 ) -> drafthouse_engine.EngineParams:
     return drafthouse_engine.EngineParams(
         draft_type=draft_type,  # type: ignore[arg-type]  # Config allows the same names only
         n_ctx=config.ctx_size,
-        n_ctx_seq=_request_tokens(config, target.n_ctx_train),
+        n_ctx_seq=_request_tokens(config, n_ctx_train),
         n_batch=config.batch_size,
         n_ubatch=config.ubatch_size,
         n_seq_max=config.parallel,
@@ -226,16 +477,16 @@ def _make_engine(
         ConfigError: a setting needs a drafter, and none fits.
         ModelLoadError: they cannot be made; says why and what to do.
     """
-    *others, last = _draft_types(config, draft)
+    *others, last = _draft_types(config, None if draft is None else draft.arch)
     for draft_type in others:
-        params = _engine_params(config, draft_type, target, threads)
+        params = _engine_params(config, draft_type, target.n_ctx_train, threads)
         with _explained(config.model, config), suppress(*_unfit()):
             return drafthouse_engine.Engine(target, draft, params)
     # Its rules hold for what was found, too: n-grams first, before nothing, is refused.
     config = dataclasses.replace(config, draft_type=last)
     with _explained(config.model, config):
         return drafthouse_engine.Engine(
-            target, draft, _engine_params(config, last, target, threads)
+            target, draft, _engine_params(config, last, target.n_ctx_train, threads)
         )
 
 
@@ -248,14 +499,14 @@ def _unfit() -> tuple[type[drafthouse_engine.EngineError], ...]:
     )
 
 
-def _draft_types(config: Config, draft: drafthouse_engine.Model | None) -> tuple[str, ...]:
+def _draft_types(config: Config, draft_arch: str | None) -> tuple[str, ...]:
     """Returns the draft types to try, one after the other."""
     if config.draft_type != AUTOMATIC:
         return (config.draft_type,)
-    if draft is None:
+    if draft_arch is None:
         return ("mtp", "none")
     by_architecture = {"eagle3": ("eagle3",), "dflash": ("dflash", "dspark")}
-    return by_architecture.get(draft.arch, ("simple",))
+    return by_architecture.get(draft_arch, ("simple",))
 
 
 def limits_of(engine: drafthouse_engine.Engine) -> EngineLimits:

@@ -1,0 +1,1 @@
+"""The machine below: its memory and its processor, and what fits there."""

@@ -1,0 +1,179 @@
+"""What a server does where its sizes do not fit into memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tests.support.built import needs_extension
+from tests.support.demo import EAGLE3, MODELS, SIMPLE, TARGETS
+
+import drafthouse_engine
+from drafthouse_server.config import Config
+from drafthouse_server.engine import loading
+from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.engine.loading import Surveyor
+from drafthouse_server.errors import ModelLoadError
+from drafthouse_server.host.fit import Size
+from drafthouse_server.host.memory import HostMemory
+from drafthouse_server.step import EngineLimits
+
+pytestmark = needs_extension()
+
+MIB = 1 << 20
+N_TRAIN = 1024
+"""Tokens that the demo models were trained with: the most of one request."""
+AMPLE = HostMemory(10**12, 10**12)
+
+
+def config(target: str = "dense", **settings: Any) -> Config:
+    values: dict[str, Any] = {"model": str(MODELS / TARGETS[target]), "threads": 1}
+    return Config(**values | settings)
+
+
+def serving_with(
+    memory: HostMemory, settings: Config, monkeypatch: pytest.MonkeyPatch
+) -> EngineLimits:
+    """Returns what an engine of these settings offers on a host with such memory."""
+    monkeypatch.setattr(loading, "read_memory", lambda: memory)
+    engine = LlamaEngine.load(settings)
+    try:
+        return engine.limits
+    finally:
+        engine.close()
+
+
+def free_for(settings: Config, size: Size) -> HostMemory:
+    """Returns a host on which just this size fits."""
+    with Surveyor(settings) as surveyor:
+        n_bytes = surveyor.needs(size).start_bytes
+    return HostMemory(10**12, int(n_bytes / 0.95) + 1000)
+
+
+@pytest.mark.parametrize("target", ["dense", "hybrid"])
+def test_what_nobody_has_set_is_lowered(
+    target: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(target)
+    memory = free_for(settings, Size(3, N_TRAIN))
+    with caplog.at_level(logging.INFO, loading.__name__):
+        limits = serving_with(memory, settings, monkeypatch)
+    assert (limits.n_seq_max, limits.n_ctx_seq) == (3, N_TRAIN)
+    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    assert line.levelno == logging.WARNING
+    assert line.message.startswith(f"fit: 3 slots of {N_TRAIN} tokens take")
+    assert f"8 slots of {N_TRAIN} tokens would take" in line.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "fitting", "found"),
+    [
+        ({}, Size(1, 768), (1, 768)),
+        ({"max_model_len": 768}, Size(2, 768), (2, 768)),
+        ({"parallel": 4}, Size(4, 768), (4, 768)),
+        ({"fit": False}, Size(1, 512), (8, N_TRAIN)),
+    ],
+)
+def test_what_is_set_stays(
+    settings: dict[str, Any],
+    fitting: Size,
+    found: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wished = config(**settings)
+    limits = serving_with(free_for(wished, fitting), wished, monkeypatch)
+    assert (limits.n_seq_max, limits.n_ctx_seq) == found
+
+
+def test_all_that_fits_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, loading.__name__):
+        limits = serving_with(AMPLE, config(), monkeypatch)
+    assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
+    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    assert line.levelno == logging.INFO
+
+
+def test_what_can_never_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = HostMemory(10**12, 10**12, 64 * MIB, 64 * MIB)
+    set_sizes = config(parallel=8, max_model_len=4096, ctx_size=8 * 4096)
+    with pytest.raises(ModelLoadError, match=r"8 slots of 4096 tokens take .*may have 67\.1 MB"):
+        serving_with(small, set_sizes, monkeypatch)
+
+
+def test_what_does_not_fit_now_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(parallel=2, max_model_len=512, ctx_size=1024)
+    limits = serving_with(HostMemory(10**12, MIB), settings, monkeypatch)
+    assert (limits.n_seq_max, limits.n_ctx_seq) == (2, 512)
+    assert "the server may become slow or be ended" in caplog.text
+
+
+def test_where_nothing_is_known_of_the_memory_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = serving_with(HostMemory(0, 0), config(), monkeypatch)
+    assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "draft_type"),
+    [
+        ({}, "mtp"),
+        ({"draft_type": "none"}, "none"),
+        ({"model_draft": str(MODELS / EAGLE3["dense"])}, "eagle3"),
+        ({"model_draft": str(MODELS / SIMPLE)}, "simple"),
+        ({"model": str(MODELS / SIMPLE)}, "none"),
+    ],
+)
+def test_the_drafter_that_is_counted_is_the_one_that_is_made(
+    settings: dict[str, Any], draft_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wished = config(**settings)
+    with Surveyor(wished) as surveyor:
+        needs = surveyor.needs(surveyor.wish.size)
+        assert needs.draft_type == draft_type
+        assert (needs.host.draft_bytes > 0) == (draft_type != "none")
+    assert serving_with(AMPLE, wished, monkeypatch).draft_type == draft_type
+
+
+def test_recurrent_states_beyond_what_is_free_are_not_allocated_to_find_out() -> None:
+    with Surveyor(config("hybrid")) as surveyor:
+        exact = surveyor.needs(Size(4, 512))
+        guessed = surveyor.needs(Size(4, 512), n_bytes_max=0)
+        assert guessed.host.cells_bytes == exact.host.cells_bytes
+        assert guessed.n_cells == exact.n_cells
+        assert surveyor.needs(Size(4, 512), n_bytes_max=10**12) == exact
+
+
+@contextmanager
+def pretended_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    gpu = drafthouse_engine.Device("GPU0", "none", "gpu", 0, 0)
+    monkeypatch.setattr(drafthouse_engine, "list_devices", lambda: (gpu,))
+    yield
+
+
+def test_on_devices_llama_cpp_s_search_says_where_the_weights_go(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # There is none here, so the search looks at the host's memory, and the same path is taken.
+    monkeypatch.setattr(loading, "_GPU_MARGIN_BYTES", 0)
+    with caplog.at_level(logging.INFO, loading.__name__), pretended_device(monkeypatch):
+        limits = serving_with(AMPLE, config(), monkeypatch)
+    assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
+    assert f"fit: all layers on devices, 8 slots of {N_TRAIN} tokens" in caplog.messages
+
+
+def test_what_fits_on_no_device_is_loaded_as_set_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading, "_GPU_MARGIN_BYTES", 1 << 49)
+    with pretended_device(monkeypatch):
+        limits = serving_with(AMPLE, config(max_model_len=512), monkeypatch)
+    assert (limits.n_seq_max, limits.n_ctx_seq) == (8, 512)
+    assert "does not fit on the devices in any way that llama.cpp knows" in caplog.text

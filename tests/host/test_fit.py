@@ -1,0 +1,114 @@
+"""Which slots and contexts are chosen for a memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthouse_server.errors import ModelLoadError
+from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, Size, Wish, largest_fit
+from drafthouse_server.host.memory import HostMemory
+from drafthouse_server.host.needs import DeviceUse, Needs, process_bytes
+from drafthouse_server.host.size import choose_size
+
+FIXED = 1000
+
+
+def needs(size: Size) -> int:
+    return FIXED + size.parallel * size.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("may_slots", "may_len", "n_bytes", "found"),
+    [
+        (True, True, FIXED + 8 * 4096, Size(8, 4096)),
+        (True, True, FIXED + 8 * 4096 - 1, Size(7, 4096)),
+        (True, True, FIXED + 4096, Size(1, 4096)),
+        (True, True, FIXED + 4095, Size(1, 3840)),
+        (True, True, FIXED + N_CTX_SEQ_LEAST, Size(1, N_CTX_SEQ_LEAST)),
+        (True, True, FIXED + N_CTX_SEQ_LEAST - 1, None),
+        (False, True, FIXED + 8 * 1024, Size(8, 1024)),
+        (True, False, FIXED + 4095, None),
+        (False, False, FIXED + 8 * 4096 - 1, None),
+    ],
+)
+def test_slots_go_first_then_lengths_and_never_what_is_set(
+    *, may_slots: bool, may_len: bool, n_bytes: int, found: Size | None
+) -> None:
+    assert largest_fit(Wish(Size(8, 4096), may_slots, may_len), needs, n_bytes) == found
+
+
+@given(
+    st.integers(1, 64), st.integers(1, 5000), st.booleans(), st.booleans(), st.integers(0, 400_000)
+)
+def test_what_is_chosen_fits_and_is_no_more_than_the_wish(
+    parallel: int, n_tokens: int, may_slots: bool, may_len: bool, n_bytes: int
+) -> None:
+    wish = Wish(Size(parallel, n_tokens), may_slots, may_len)
+    found = largest_fit(wish, needs, n_bytes)
+    if found is None:
+        assert needs(wish.size) > n_bytes
+        return
+    assert needs(found) <= n_bytes
+    assert found.parallel <= parallel
+    assert found.max_model_len <= n_tokens
+    assert may_slots or found.parallel == parallel
+    assert may_len or found.max_model_len == n_tokens
+
+
+class Scales:
+    """A model whose weights and cells take what it says."""
+
+    def __init__(self, wish: Wish, weights: int = 0, mapped: int = 0) -> None:
+        self._use = DeviceUse(weights + mapped, mapped, 0, 0, 0)
+        self.wish = wish
+
+    def needs(self, size: Size, n_bytes_max: int | None = None) -> Needs:
+        del n_bytes_max
+        n_cells = size.parallel * size.max_model_len
+        use = DeviceUse(self._use.weights_bytes, self._use.mapped_bytes, n_cells, 0, 0)
+        return Needs(size, "none", n_cells, use, (), 100, 0)
+
+
+WISH = Wish(Size(8, 4096), True, True)
+
+
+def test_all_that_was_asked_for_is_one_quiet_line() -> None:
+    chosen = choose_size(Scales(WISH), HostMemory(10**6, 10**6), "m.gguf")
+    assert (chosen.needs.size, chosen.is_less) == (Size(8, 4096), False)
+    assert chosen.sentence == (
+        "fit: 8 slots of 4096 tokens take 32.9 kB of host memory; 1 MB are free"
+    )
+
+
+def test_less_says_what_it_would_have_been() -> None:
+    chosen = choose_size(Scales(WISH), HostMemory(10**6, 20_000), "m.gguf")
+    assert (chosen.needs.size, chosen.is_less) == (Size(4, 4096), True)
+    assert "8 slots of 4096 tokens would take 32.9 kB" in chosen.sentence
+
+
+def test_what_can_never_fit_is_refused_with_figures() -> None:
+    scales = Scales(Wish(Size(8, 4096), False, False))
+    with pytest.raises(ModelLoadError, match=r"may have 20 kB, its cgroup's limit; lower parallel"):
+        choose_size(scales, HostMemory(10**6, 10**6, 20_000, 20_000), "m.gguf")
+    with pytest.raises(ModelLoadError, match=r"8 slots of 4096 tokens take 32.9 kB.*all there is"):
+        choose_size(scales, HostMemory(20_000, 20_000), "m.gguf")
+
+
+def test_what_does_not_fit_now_and_weights_that_can_be_read_again_are_warned_of() -> None:
+    scales = Scales(Wish(Size(8, 4096), False, False))
+    chosen = choose_size(scales, HostMemory(10**6, 20_000), "m.gguf")
+    assert (chosen.needs.size, chosen.is_less) == (Size(8, 4096), True)
+    assert "only 20 kB are free" in chosen.sentence
+    mapped = choose_size(Scales(WISH, mapped=10**6), HostMemory(10**5, 10**5), "m.gguf")
+    assert (mapped.needs.size, mapped.is_less) == (Size(1, N_CTX_SEQ_LEAST), True)
+    with pytest.raises(ModelLoadError):
+        choose_size(Scales(WISH, weights=10**6), HostMemory(10**5, 10**5), "m.gguf")
+
+
+def test_a_server_s_processes_hold_the_vocabulary_each() -> None:
+    assert (
+        process_bytes(2, 1000) - process_bytes(2, 0)
+        == 4 * (process_bytes(0, 1000) - process_bytes(0, 0)) // 2
+    )
