@@ -19,9 +19,9 @@ from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import engine_version
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed, StartupError
-from drafthouse_server.operations.logs import LogQueue
 from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes, format_count
+from drafthouse_server.operations.logs import LogQueue
 from drafthouse_server.rpc.server import Server
 
 __all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_serve", "found_model"]
