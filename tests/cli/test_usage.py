@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -11,6 +12,7 @@ import pytest
 
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.tenancy.store import StoreUsage
 from drafthouse_server.usage.folder import JournalFolder
 from drafthouse_server.usage.frames import FILE_MAGIC, encode
 from drafthouse_server.usage.record import UsageRecord, make_record_id
@@ -87,6 +89,23 @@ def test_tables_are_for_people(folder: Path, words: list[str]) -> None:
 def test_the_folder_is_that_of_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTHOUSE_USAGE_JOURNAL", str(folder))
     assert run()[0] == 0
+
+
+def test_records_of_a_store_are_listed_with_a_journal_and_without(folder: Path) -> None:
+    url = f"sqlite:///{folder / 'store.db'}"
+    with contextlib.closing(StoreUsage.open(url)) as store:
+        store.add([make(3, "acme", 30), make(5, "carl", 50)])
+    for words, found in (
+        (["--store", url], [30, 50]),
+        (["--store", url, "--usage-journal", str(folder)], [10, 20, 30, 50]),
+        (["--store", url, "--tenant", "carl"], [50]),
+    ):
+        _, out, _ = run("--records", "--json", *words)
+        assert [json.loads(line)["n_output"] for line in out.splitlines()] == found
+    code, _, err = run("--store", f"sqlite:///{folder / 'no' / 'store.db'}")
+    assert (code, "usage cannot be read: cannot open the store" in err) == (1, True)
+    code, _, err = run("--store", "mysql://x/y")
+    assert (code, "expected SQLite or PostgreSQL" in err) == (2, True)
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ async def test_limits_of_the_store_hold_and_change_without_a_restart(
     with pytest.raises(drafthouse.TenantQuotaExceeded):
         await n_tokens(server, key)
     shell.run("tenants", "set", "acme", "max_output_tokens=2")
-    ring = server._key_ring
+    ring = server.backends.key_ring
     assert ring is not None
     await eventually(lambda: ring._known[id_of_key(key) or ""].identity.tenant.n_output_max == 2)
     assert await n_tokens(server, key) == 2
@@ -203,7 +203,7 @@ async def test_a_file_that_is_replaced_by_its_backup(
     key = shell.add_key()
     shell.run("keys", "list")
     assert await n_tokens(server, key) == 2
-    ring = server._key_ring
+    ring = server.backends.key_ring
     assert ring is not None
     path.rename(tmp_path / "away.db")
     (tmp_path / "away.db-wal").unlink(missing_ok=True)
@@ -247,7 +247,7 @@ async def test_a_database_that_goes_away_and_comes_back(
     outage: Outage, eventually: Eventually, how: str
 ) -> None:
     server, daemon = outage.server, outage.daemon
-    ring = server._key_ring
+    ring = server.backends.key_ring
     assert ring is not None
     async with client_of(server, outage.key) as client:
         stream = client.generate("x", max_output_tokens=1000)
@@ -276,7 +276,7 @@ async def test_a_database_that_goes_away_and_comes_back(
 async def test_a_server_ends_while_its_database_is_held(
     outage: Outage, eventually: Eventually
 ) -> None:
-    ring = outage.server._key_ring
+    ring = outage.server.backends.key_ring
     assert ring is not None
     assert await n_tokens(outage.server, outage.key) == 2
     outage.daemon.hold()

@@ -412,6 +412,9 @@ async def test_a_store_that_fails_is_told_and_streams_go_on(
     start_server: ServerFactory, tmp_path: Path
 ) -> None:
     server = await start_server(usage_journal=str(tmp_path))
+    assert server._accounting is not None
+    assert server._accounting.journal is not None
+    server._accounting.journal.shipper._store.close()  # it is opened anew when it is asked
     (tmp_path / STORE_NAME).write_bytes(b"no database at all" * 100)
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub = usage_pb2_grpc.UsageServiceStub(channel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import heapq
 import math
 import random
@@ -243,3 +244,23 @@ def test_end_users_without_end_take_no_memory_without_end() -> None:
     for i in range(20_000):
         waited(lambda i=i: limits.enter(tenant, f"u{i}", i * 1e-5))  # type: ignore[misc]  # a default has no type
     assert len(limits._used(tenant).end_users) <= 4097
+
+
+async def test_a_month_goes_on_from_what_was_used_of_it_before() -> None:
+    tenant, since = Tenant("acme", tokens_per_month=100), list[float]()
+
+    async def used_since(start: float) -> dict[str, int]:
+        since.append(start)
+        return {"acme": 80, "gone": 7}
+
+    admission = Admission(8, 1.0, month=lambda: MONTH)
+    await admission.restore(used_since)
+    assert since == [datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC).timestamp()]
+    ticket = admission.admit(tenant)
+    with pytest.raises(QuotaExceeded):
+        ticket.reserve(11, 10)
+    ticket.reserve(10, 10)
+    ticket.settle(10, 5)
+    ticket.settle(0, 0)
+    assert admission._limits.n_month(tenant, MONTH) == 95, "it is settled once"
+    ticket.give_back()

@@ -164,6 +164,13 @@ def test_a_stream_without_an_end_is_lost_and_billed_its_last_mark(
         assert (lost.ended_at, lost.n_reused, lost.n_drafted, lost.n_accepted) == (2.5, 2, 9, 6)
 
 
+def test_tokens_of_streams_that_a_crash_has_cut_off_are_added_up(tmp_path: Path) -> None:
+    kill(tmp_path, joined(start(7), mark(7, 32), start(8), end(8, 40), start(3), end(3, 40)))
+    journal = open_journal(tmp_path, MemoryUsageStore())
+    assert journal.sum_tokens(7.0) == {"t": 5 + 32 + 5 + 40}
+    journal.close()
+
+
 def test_replay_is_idempotent(tmp_path: Path) -> None:
     kill(tmp_path, joined(start(1), mark(1, 32), start(2), end(2, 5), start(1)))
     store = AwayStore()

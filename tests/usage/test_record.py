@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.databases import postgresql
 
+from drafthouse_server.tenancy.store import StoreUsage
 from drafthouse_server.usage.record import (
     UsageQuery,
     UsageRecord,
@@ -41,13 +43,28 @@ def make(number: int, **values: object) -> UsageRecord:
     return dataclasses.replace(record, **values)  # type: ignore[arg-type]  # a test's own values
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(scope="module")
+def database() -> Iterator[str]:
+    with postgresql() as (_, url):
+        yield url
+
+
+def opened(kind: str, request: pytest.FixtureRequest, folder: Path) -> UsageStore:
+    if kind == "memory":
+        return MemoryUsageStore()
+    if kind == "a file of its own":
+        return SqliteUsageStore(folder / "usage.sqlite3")
+    if kind == "sqlite":
+        return StoreUsage.open(f"sqlite:///{folder / 'store.db'}")
+    made = StoreUsage.open(request.getfixturevalue("database"))
+    with made._store.writing() as connection:  # another test's records
+        connection.exec_driver_sql("DELETE FROM usage")
+    return made
+
+
+@pytest.fixture(params=["memory", "a file of its own", "sqlite", "postgresql"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[UsageStore]:
-    made: UsageStore = (
-        MemoryUsageStore()
-        if request.param == "memory"
-        else SqliteUsageStore(tmp_path / "usage.sqlite3")
-    )
+    made = opened(request.param, request, tmp_path)
     yield made
     made.close()
 
@@ -87,6 +104,22 @@ def test_conditions_must_all_hold(store: UsageStore) -> None:
     assert found(tenant="a", key_id="k1", model="m") == [1, 5]
     assert found(since=2.0, until=5.0) == [2, 3, 4]
     assert found(tenant="' OR 1=1 --") == []
+
+
+def test_tokens_are_added_up_by_tenant_from_a_time_on(store: UsageStore) -> None:
+    assert dict(store.sum_tokens(0.0)) == {}
+    records = [make(number, tenant="ab"[number % 2]) for number in range(1, 7)]
+    # It began before the time and ended after it.
+    store.add([*records, make(7, started_at=2.0, ended_at=9.0, n_output=1 << 40)])
+    assert store.sum_tokens(3.0) == {"b": 11 * (3 + 5), "a": 11 * (4 + 6)}
+
+
+def test_what_no_database_takes_is_kept_as_far_as_it_does(store: UsageStore) -> None:
+    """It must not hold up the records behind it."""
+    store.add([make(1, end_user="a\0b", model="m" * 300), make(2)])
+    found = store.find(UsageQuery())
+    assert [record.n_output for record in found] == [10, 20]
+    assert found[0].end_user[0] + found[0].end_user[2] == "ab"
 
 
 def test_pages_have_every_record_once_whatever_comes_in_between(store: UsageStore) -> None:

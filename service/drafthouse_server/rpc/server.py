@@ -7,10 +7,8 @@ import contextlib
 import dataclasses
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -45,13 +43,8 @@ from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.metrics import FrontCounts, Statistics
 from drafthouse_server.serving.requests import field_bounds
 from drafthouse_server.serving.text_workers import TextWorkers
-from drafthouse_server.tenancy.identity import BadKeys, Tenants
-from drafthouse_server.tenancy.tenants import TenantRegistry
-from drafthouse_server.usage.journal import Journal
-from drafthouse_server.usage.stores import STORE_NAME, SqliteUsageStore
-
-if TYPE_CHECKING:
-    from drafthouse_server.tenancy.key_ring import KeyRing
+from drafthouse_server.tenancy.backends import Backends
+from drafthouse_server.tenancy.identity import Tenants
 
 __all__ = ["Server", "open_calls"]
 
@@ -124,7 +117,8 @@ class Server:
         self._config = config
         self._make_engine = make_engine
         self._tenants = tenants
-        self._key_ring: KeyRing | None = None
+        self.backends = Backends(config)
+        """The store and what else is kept outside."""
         self._health = HealthService(
             (OVERALL, *(service.full_name for service in _services(config))),
             current_call=current_call,
@@ -269,12 +263,11 @@ class Server:
             raise ConfigError("audit_file", self._config.audit_file, problem=problem)
         certificates = Certificates(self._config) if self._config.ssl_cert_file else None
         async with contextlib.AsyncExitStack() as undo:
-            post = asyncio.get_running_loop().call_soon_threadsafe
-            journal = await asyncio.to_thread(_open_journal, self._config, post)
+            journal = await self.backends.open_journal()
             if journal is not None:
                 undo.push_async_callback(asyncio.to_thread, journal.close)
             undo.push_async_callback(self.close)
-            tenants = self._tenants or await self._open_tenants()
+            tenants = self._tenants or await self.backends.open_tenants()
             self._loop = await StepLoop.open(
                 self._make_engine,
                 self._config,
@@ -288,6 +281,7 @@ class Server:
                 is_open_unbilled=self._config.usage_on_full == "unbilled",
                 retry_after_s=self._config.retry_after_s,
             )
+            await self._accounting.restore(self._loop.admission)
             self._texts = texts = TextWorkers(
                 self._loop.engine.make_text_worker,
                 self._config.text_workers,
@@ -310,22 +304,6 @@ class Server:
 
     def _charge_text(self, tenant: str, cpu_s: float) -> None:
         self.loop.charge(tenant, cpu_s * self._config.text_service_weight)
-
-    async def _open_tenants(self) -> Tenants:
-        """Returns who knows the keys: those of the settings, and those of the store.
-
-        Raises:
-            StartupError: the store cannot be used.
-        """
-        bad_keys = BadKeys(self._config.bad_keys_per_minute)
-        fixed = TenantRegistry.from_config(self._config, bad_keys=bad_keys, clock=time.monotonic)
-        if not self._config.store:
-            return fixed
-        # SQLAlchemy takes a third of a second to import, and many servers have no store.
-        from drafthouse_server.tenancy.key_ring import open_key_ring  # noqa: PLC0415  # see above
-
-        self._key_ring = await open_key_ring(self._config, fixed, bad_keys)
-        return self._key_ring
 
     async def _listen(
         self,
@@ -490,8 +468,7 @@ class Server:
             await self._loop.close()
         if self._accounting is not None:
             await self._accounting.close()
-        if self._key_ring is not None:
-            await self._key_ring.close()
+        await self.backends.close()
 
     def statistics(self) -> Statistics:
         """Returns what was counted so far, of requests and of calls."""
@@ -510,18 +487,6 @@ class Server:
 def _services(config: Config) -> tuple[ServiceDescriptor, ...]:
     """Returns which services of ours the server offers."""
     return (*_SERVICES, _USAGE_SERVICE) if config.usage_journal else _SERVICES
-
-
-def _open_journal(config: Config, post: Callable[[Callable[[], None]], object]) -> Journal | None:
-    """Opens the usage journal, if there is to be one; streams that a crash cut off end as lost.
-
-    Raises:
-        StartupError: it cannot be written.
-    """
-    if not config.usage_journal:
-        return None
-    folder = Path(config.usage_journal)
-    return Journal.open(folder, SqliteUsageStore(folder / STORE_NAME), post=post)
 
 
 def _bind(server: grpc.aio.Server, config: Config, certificates: Certificates | None) -> int:

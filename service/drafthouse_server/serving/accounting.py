@@ -17,14 +17,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from drafthouse_server.errors import Draining, UsageUnavailable
+from drafthouse_server.errors import Draining, StartupError, UsageUnavailable
 from drafthouse_server.scheduling.sequence import Event, TokensEvent, Usage
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
 from drafthouse_server.serving.metrics import Metrics
-from drafthouse_server.tenancy.admission import Ticket
+from drafthouse_server.tenancy.admission import Admission, Ticket
 from drafthouse_server.usage.frames import Mark
 from drafthouse_server.usage.journal import Journal
-from drafthouse_server.usage.record import UsageRecord, make_record_id
+from drafthouse_server.usage.record import UsageRecord, UsageStoreFailed, make_record_id
 
 __all__ = ["N_UNMARKED_MAX", "Account", "Accounting"]
 
@@ -94,6 +94,22 @@ class Accounting:
             for account in (*self._accounts, *self._waiting):
                 account.drafts_off()
         self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._watch, journal)
+
+    async def restore(self, admission: Admission) -> None:
+        """Has the monthly budgets of tenants go on from what the journal's store tells.
+
+        Raises:
+            StartupError: the store cannot tell.
+        """
+        journal = self.journal
+        if journal is None:
+            return
+        try:
+            await admission.restore(lambda since: asyncio.to_thread(journal.sum_tokens, since))
+        except UsageStoreFailed as error:
+            raise StartupError(
+                f"what tenants have used of this month is unknown: {error}"
+            ) from error
 
     def check_open(self) -> None:
         """Checks that a stream can be recorded, or may go without.

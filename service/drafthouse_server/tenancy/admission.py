@@ -16,14 +16,14 @@ import datetime
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from drafthouse_server.errors import Draining, EngineUnhealthy, QueueFull, QuotaExceeded
 from drafthouse_server.tenancy.limits import Limits, Month, Reserved, Standing
 from drafthouse_server.tenancy.tenants import Tenant
 
-__all__ = ["Admission", "Load", "Ticket", "Turnstile", "this_month"]
+__all__ = ["Admission", "Load", "Ticket", "Turnstile", "month_start", "this_month"]
 
 N_BYTES_MAX = 256 << 20
 """Bytes of requests that may be prepared or wait, over all tenants."""
@@ -157,6 +157,11 @@ def this_month() -> Month:
     first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     after = (first + datetime.timedelta(days=32)).replace(day=1)
     return Month(f"{now:%Y-%m}", (after - now).total_seconds())
+
+
+def month_start(month: Month) -> float:
+    """Returns when a month begins, seconds since 1970."""
+    return datetime.datetime.strptime(f"{month.name} +0000", "%Y-%m %z").timestamp()
 
 
 class Turnstile:
@@ -344,6 +349,16 @@ class Admission:
     def settle(self, tenant: Tenant, reserved: Reserved, n_prompt: int, n_output: int) -> None:
         """Corrects what was reserved. See `Ticket.settle`."""
         self._limits.settle(tenant, reserved, n_prompt, n_output, self._clock())
+
+    async def restore(self, used_since: Callable[[float], Awaitable[Mapping[str, int]]]) -> None:
+        """Has the budgets of this month go on from what was used of them before.
+
+        Args:
+            used_since: Returns the tokens of streams that began since a time, by tenant.
+        """
+        month = self._month()
+        for tenant, n_tokens in (await used_since(month_start(month))).items():
+            self._limits.restore(tenant, n_tokens, month)
 
     def standings(self, tenant: Tenant) -> list[Standing]:
         """Returns how far a tenant's rates are used."""

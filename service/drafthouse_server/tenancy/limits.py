@@ -331,6 +331,19 @@ class Limits:
                 reset_s = 0.0 if meter is None else meter.reset_s(now)
                 yield Standing(kind, int(rate.burst), int(n_left), reset_s)
 
+    def restore(self, tenant: str, n_tokens: int, month: Month) -> None:
+        """Counts tokens that a tenant has used in a month before this server began to count.
+
+        Args:
+            tenant: Name of the tenant.
+            n_tokens: Tokens of prompts and outputs.
+            month: Of the calendar.
+        """
+        used = self._tenants.setdefault(tenant, _Used())
+        if used.month != month.name:
+            used.month, used.n_month = month.name, 0
+        used.n_month += n_tokens
+
     def n_month(self, tenant: Tenant, month: Month) -> int:
         """Returns the tokens that a tenant has used in a month, those reserved included."""
         used = self._used(tenant)

@@ -30,6 +30,7 @@ from sqlalchemy import (
     Text,
     bindparam,
     delete,
+    func,
     insert,
     select,
     tuple_,
@@ -59,6 +60,7 @@ __all__ = [
     "remember_pepper",
     "revoke_key",
     "set_limits",
+    "sum_usage",
     "version",
 ]
 
@@ -476,6 +478,20 @@ def find_usage(
     if after is not None:
         wanted = wanted.where(tuple_(usage.c.ended_at, usage.c.record_id) > tuple_(*after))
     return [dict(row._mapping) for row in connection.execute(wanted)]
+
+
+def sum_usage(connection: Connection, since: float) -> dict[str, int]:
+    """Returns the tokens of prompts and outputs of streams that began since a time, by tenant.
+
+    Args:
+        connection: To read with.
+        since: Earliest start, seconds since 1970.
+    """
+    n_tokens = func.sum(usage.c.n_prompt + usage.c.n_output)
+    # No stream ends before it begins: by its end, which has an index, it is found.
+    is_late = (usage.c.ended_at >= since) & (usage.c.started_at >= since)
+    wanted = select(usage.c.tenant, n_tokens).where(is_late).group_by(usage.c.tenant)
+    return {tenant: int(n) for tenant, n in connection.execute(wanted)}
 
 
 def audit_trail(connection: Connection, n_max: int) -> list[Mapping[str, object]]:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import logging
+import math
 import os
 import queue
 import socket
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -28,8 +32,9 @@ from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
 from drafthouse_server.tenancy import migrations, records
 from drafthouse_server.tenancy.keys import pepper_id, read_pepper
+from drafthouse_server.usage.record import UsageQuery, UsageRecord, UsageStoreFailed
 
-__all__ = ["Store", "StoreThread", "read_pepper_of"]
+__all__ = ["Store", "StoreThread", "StoreUsage", "read_pepper_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +44,11 @@ _BUSY_S = 5.0
 """How long SQLite waits for another writer's transaction."""
 _CONNECT_S = 2
 _STATEMENT_MS = 10_000
+_USAGE_S = 10.0
+"""Seconds that the store has to take, or to find, records of usage."""
+_PAUSE_S = 1.0
+"""Seconds after a failure in which the usage of the store is not asked again."""
+_CLOSE_S = 2.0
 _UPGRADE_LOCK = 0x6472_6166  # a number of ours for PostgreSQL's advisory locks
 _N_GROUP_MAX = 256
 _N_QUEUED_MAX = 10_000
@@ -411,6 +421,127 @@ class StoreThread:
     def _try(self, jobs: list[_Job[Any]]) -> list[Any]:
         with self._transaction() as connection:
             return [job.work(connection) for job in jobs]
+
+
+class StoreUsage:
+    """The usage records of a store, as the journal brings them there and lists read them.
+
+    It has threads and connections of its own, so that long lists hold up no key.
+
+    Args:
+        store: Closed with it.
+        clock: Monotonic time in seconds.
+
+    Thread:
+        Any that may wait, several at once.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._reader = StoreThread(store, is_writing=False)
+        self._writer = StoreThread(store, is_writing=True)
+        self._clock = clock
+        self._failed_at = -math.inf
+        self.answered_at = clock()
+        """When it has answered last, by the clock."""
+        self.is_away = False
+        """Whether it has not answered when it was asked last."""
+
+    @classmethod
+    def open(cls, url: str) -> StoreUsage:
+        """Opens the usage of a store, as `Store.open` does.
+
+        Raises:
+            ConfigError, StoreError: See `Store.open`.
+        """
+        return cls(Store.open(url))
+
+    def add(self, records: Sequence[UsageRecord]) -> None:
+        """Keeps records, all or none of them; those that it has already change nothing.
+
+        Raises:
+            UsageStoreFailed: It is not known to have kept them.
+        """
+        rows = [_row_of(record) for record in records]
+        self._do(self._writer, functools.partial(_add_usage, records=rows))
+
+    def find(self, query: UsageQuery) -> Sequence[UsageRecord]:
+        """Returns records by their end, and where that is the same, by their id.
+
+        Raises:
+            UsageStoreFailed: It cannot tell.
+        """
+        after = query.after and (query.after.ended_at, query.after.record_id)
+        asked = {field.name: getattr(query, field.name) for field in dataclasses.fields(query)}
+        work = functools.partial(_find_usage, **asked | {"after": after})
+        return [_record_of(row) for row in self._do(self._reader, work)]
+
+    def sum_tokens(self, since: float) -> Mapping[str, int]:
+        """Returns the tokens of streams that began since a time. See `UsageStore.sum_tokens`.
+
+        Raises:
+            UsageStoreFailed: It cannot tell.
+        """
+        return self._do(self._reader, functools.partial(_sum_usage, since=since))
+
+    def close(self) -> None:
+        """Ends its threads, and closes the store."""
+        if self.is_away:
+            self._store.interrupt()
+        for thread in (self._reader, self._writer):
+            thread.close(_CLOSE_S)
+        self._store.close()
+
+    def _do(self, thread: StoreThread, work: Callable[[Connection], _Result]) -> _Result:
+        if self.is_away and self._clock() < self._failed_at + _PAUSE_S:
+            raise UsageStoreFailed(f"the store {self._store.shown} has just not answered")
+        # While it is away an attempt only finds out whether it is back.
+        timeout_s = _PAUSE_S if self.is_away else _USAGE_S
+        future = thread.submit(work)
+        try:
+            result = future.result(timeout_s)
+        except TimeoutError:
+            self._note_failure()
+            self._store.interrupt()
+            problem = f"the store {self._store.shown} has not answered within {timeout_s:g} s"
+            raise UsageStoreFailed(problem) from None
+        except StoreError as error:
+            if error.is_away:
+                self._note_failure()
+            raise UsageStoreFailed(str(error)) from error
+        self.is_away = False
+        self.answered_at = self._clock()
+        return result
+
+    def _note_failure(self) -> None:
+        self.is_away = True
+        self._failed_at = self._clock()
+
+
+_add_usage, _find_usage, _sum_usage = records.add_usage, records.find_usage, records.sum_usage
+_LENGTHS = {
+    column.name: column.type.length
+    for column in records.usage.columns
+    if isinstance(column.type, sqlalchemy.String)
+}
+
+
+def _record_of(row: Mapping[str, Any]) -> UsageRecord:
+    return UsageRecord(**row)
+
+
+def _row_of(record: UsageRecord) -> dict[str, object]:
+    """Returns a record as every database takes it: one that none takes would hold up all others."""
+    row: dict[str, object] = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        # PostgreSQL has no character 0. Only the end user's name is a client's; it may have one.
+        row[field.name] = (
+            value.replace("\0", "\ufffd")[: _LENGTHS[field.name]]
+            if isinstance(value, str)
+            else value
+        )
+    return row
 
 
 def _forget(future: asyncio.Future[Any]) -> None:

@@ -143,7 +143,8 @@ LIMITS = (
         "tokens_per_month",
         "tokens_per_month",
         "Tokens of prompts and outputs in a month of the calendar, in UTC; requests that run when"
-        " it is used up go on to their end. Counted since the server's start.",
+        " it is used up go on to their end. Without a usage journal counted since the server's"
+        " start.",
     ),
     _count("max_streams", "n_active_max", "Requests that may be prepared, wait or run at once."),
     _count(

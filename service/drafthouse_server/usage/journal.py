@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -110,6 +110,8 @@ class Journal:
         self._thread = threading.Thread(target=self._live, name="usage-journal", daemon=True)
         self.shipper = Shipper(folder, store, self.counts, (self._number + 1, 0))
         """Brings ends to the store."""
+        self.n_lost = 0
+        """Streams that a crash had cut off before it was opened; they are its first records."""
 
     @classmethod
     def open(
@@ -138,6 +140,7 @@ class Journal:
             _log.warning("usage journal: %d streams were cut off by the server's end", len(lost))
         for record in lost:
             journal.write(record)
+        journal.n_lost = len(lost)
         journal.start()
         return journal
 
@@ -166,6 +169,24 @@ class Journal:
                 _STUCK_S,
             )
         return self.counts.is_failing
+
+    def sum_tokens(self, since: float) -> Mapping[str, int]:
+        """Returns the tokens of prompts and outputs of streams that began since a time, by tenant.
+
+        Those that a crash has cut off count, if they can be written. Thread: one that may wait.
+
+        Args:
+            since: Earliest start, seconds since 1970.
+
+        Raises:
+            UsageStoreFailed: the store cannot tell.
+        """
+        give_up_at = time.monotonic() + _STUCK_S
+        while self.counts.n_records < self.n_lost and not self.is_failing:
+            if time.monotonic() > give_up_at:
+                break
+            time.sleep(_WRITE_INTERVAL_S)
+        return self.shipper.sum_tokens(since)
 
     def write(self, entry: Entry, done: _Done | None = None) -> None:
         """Has an entry written. It does not wait.

@@ -7,7 +7,7 @@ slot. `journal` writes records down at once, a `UsageStore` keeps them and finds
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -141,6 +141,17 @@ class UsageStore(Protocol):
 
     def find(self, query: UsageQuery) -> Sequence[UsageRecord]:
         """Returns records by their end, and where that is the same, by their id.
+
+        Raises:
+            UsageStoreFailed: It cannot tell.
+        """
+        ...
+
+    def sum_tokens(self, since: float) -> Mapping[str, int]:
+        """Returns the tokens of prompts and outputs of streams that began since a time, by tenant.
+
+        Args:
+            since: Earliest start, seconds since 1970.
 
         Raises:
             UsageStoreFailed: It cannot tell.

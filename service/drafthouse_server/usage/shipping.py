@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from drafthouse_server.usage.folder import JournalFolder
 from drafthouse_server.usage.frames import N_FRAME_BYTES_MAX, Gap, decode
@@ -89,6 +89,20 @@ class Shipper:
         """
         self._try()
         return self._store.find(query)
+
+    def sum_tokens(self, since: float) -> Mapping[str, int]:
+        """Returns the tokens of streams that began since a time, by tenant.
+
+        Those that have just ended count. Thread: one that may wait.
+
+        Args:
+            since: Earliest start, seconds since 1970.
+
+        Raises:
+            UsageStoreFailed: the store cannot tell.
+        """
+        self._try()
+        return self._store.sum_tokens(since)
 
     def _live(self) -> None:
         while not self._is_closing.is_set():

@@ -7,7 +7,8 @@ import dataclasses
 import operator
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from drafthouse_server.usage.folder import JournalFolder
@@ -40,6 +41,11 @@ CREATE INDEX IF NOT EXISTS usage_of_tenant ON usage (tenant, ended_at, record_id
 CREATE INDEX IF NOT EXISTS usage_by_end ON usage (ended_at, record_id);
 """
 _INSERT = f"INSERT OR IGNORE INTO usage ({_NAMES}) VALUES ({', '.join('?' * len(_FIELDS))})"  # noqa: S608  # names of ours
+# No stream ends before it begins: by its end, which has an index, it is found.
+_SUM = (
+    "SELECT tenant, sum(n_prompt + n_output) FROM usage"
+    " WHERE ended_at >= ? AND started_at >= ? GROUP BY tenant"
+)
 
 
 class MemoryUsageStore:
@@ -60,6 +66,15 @@ class MemoryUsageStore:
         with self._lock:
             found = [record for record in self._records.values() if query.matches(record)]
         return sorted(found, key=cursor_of)[: query.n_max]
+
+    def sum_tokens(self, since: float) -> Mapping[str, int]:
+        """Returns the tokens of streams that began since a time. See `UsageStore.sum_tokens`."""
+        with self._lock:
+            found = [record for record in self._records.values() if record.started_at >= since]
+        sums: Counter[str] = Counter()
+        for record in found:
+            sums[record.tenant] += record.n_prompt + record.n_output
+        return sums
 
     def close(self) -> None:
         """Does nothing."""
@@ -139,6 +154,15 @@ class SqliteUsageStore:
         text, values = _select(query)
         with self._connected() as connection:
             return [UsageRecord(*row) for row in connection.execute(text, values)]
+
+    def sum_tokens(self, since: float) -> Mapping[str, int]:
+        """Returns the tokens of streams that began since a time. See `UsageStore.sum_tokens`.
+
+        Raises:
+            UsageStoreFailed: It cannot tell.
+        """
+        with self._connected() as connection:
+            return dict(connection.execute(_SUM, [since, since]))
 
     def close(self) -> None:
         """Closes the file."""

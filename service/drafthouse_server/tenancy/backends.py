@@ -1,0 +1,85 @@
+"""What a server keeps outside of itself: opened, closed, and asked how it does.
+
+The modules behind it are imported when they are needed: SQLAlchemy takes a third of a second, and
+many servers have no store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drafthouse_server.config import Config
+from drafthouse_server.tenancy.identity import BadKeys, Tenants
+from drafthouse_server.tenancy.tenants import TenantRegistry
+from drafthouse_server.usage.journal import Journal
+from drafthouse_server.usage.record import UsageStore
+from drafthouse_server.usage.stores import STORE_NAME, SqliteUsageStore
+
+if TYPE_CHECKING:
+    from drafthouse_server.tenancy.key_ring import KeyRing
+    from drafthouse_server.tenancy.store import StoreUsage
+
+__all__ = ["Backends"]
+
+
+class Backends:
+    """The store of tenants, keys and usage of one server.
+
+    Args:
+        config: All settings.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.key_ring: KeyRing | None = None
+        """The keys of the store."""
+        self.usage: StoreUsage | None = None
+        """The usage of the store."""
+
+    async def open_tenants(self) -> Tenants:
+        """Returns who knows the keys: those of the settings, and those of the store.
+
+        Raises:
+            StartupError: the store cannot be used.
+        """
+        config = self._config
+        bad_keys = BadKeys(config.bad_keys_per_minute)
+        fixed = TenantRegistry.from_config(config, bad_keys=bad_keys, clock=time.monotonic)
+        if not config.store:
+            return fixed
+        from drafthouse_server.tenancy.key_ring import open_key_ring  # noqa: PLC0415  # see above
+
+        self.key_ring = await open_key_ring(config, fixed, bad_keys)
+        return self.key_ring
+
+    async def open_journal(self) -> Journal | None:
+        """Opens the usage journal, if there is to be one; streams that a crash cut off end as lost.
+
+        Its records go to the store, or, without one, to a file beside it.
+
+        Raises:
+            StartupError: it cannot be written, or the store cannot be used.
+        """
+        if not self._config.usage_journal:
+            return None
+        post = asyncio.get_running_loop().call_soon_threadsafe
+        return await asyncio.to_thread(self._open_journal, post)
+
+    def _open_journal(self, post: Callable[[Callable[[], None]], object]) -> Journal:
+        folder = Path(self._config.usage_journal)
+        store: UsageStore = SqliteUsageStore(folder / STORE_NAME)
+        if self._config.store:
+            from drafthouse_server.tenancy.store import StoreUsage  # noqa: PLC0415  # see above
+
+            store = self.usage = StoreUsage.open(self._config.store)
+        return Journal.open(folder, store, post=post)
+
+    async def close(self) -> None:
+        """Ends what it has opened, but for the journal. Harmless when done twice."""
+        key_ring, self.key_ring = self.key_ring, None
+        if key_ring is not None:
+            await key_ring.close()
