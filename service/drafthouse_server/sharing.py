@@ -123,6 +123,16 @@ class SharingSettings(FrontSettings):
         "Seconds of waiting that are worth one point of priority. 0: priorities do not age.",
     )
     """Aging of priorities."""
+    rate_counters_url: str = _share(
+        "",
+        _ANY,
+        "URL of a Redis in which several servers count tenants' rates together:"
+        " redis://HOST:PORT/NUMBER, or rediss:// with TLS. While it does not answer, each server"
+        " counts for itself, with its part of each rate. Empty: each server counts for itself, with"
+        " the whole.",
+        is_secret=True,
+    )
+    """URL of the Redis of shared rates; empty: none."""
     usage_journal: str = _usage(
         "",
         _ANY,

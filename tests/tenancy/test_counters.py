@@ -145,6 +145,6 @@ async def test_without_redis_each_replica_has_its_part_of_the_rate(
 async def test_a_redis_that_is_not_there_is_told_at_once(free_port: int) -> None:
     with pytest.raises(StoreError, match="does not answer; check its URL"):
         await open_redis(f"redis://:hunter2@127.0.0.1:{free_port}/0")
-    with pytest.raises(ConfigError, match="redis_url is no URL of a Redis") as caught:
+    with pytest.raises(ConfigError, match="rate_counters_url is no URL of a Redis") as caught:
         await open_redis("http://me:hunter2@host")
     assert "hunter2" not in str(caught.value)

@@ -282,6 +282,7 @@ class Server:
                 retry_after_s=self._config.retry_after_s,
             )
             await self._accounting.restore(self._loop.admission)
+            await self.backends.share_rates(self._loop.admission)
             self._texts = texts = TextWorkers(
                 self._loop.engine.make_text_worker,
                 self._config.text_workers,

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -182,8 +182,8 @@ class ServiceContext:
         self.loop.admission.check_open()
         self.check_model(model, self.current_call().tenant)
 
-    @contextlib.contextmanager
-    def admitted(self, model: str, n_bytes: int) -> Iterator[Tenant]:
+    @contextlib.asynccontextmanager
+    async def admitted(self, model: str, n_bytes: int) -> AsyncIterator[Tenant]:
         """Lets a call on a model in that generates nothing, for the time of a block.
 
         Args:
@@ -198,11 +198,11 @@ class ServiceContext:
             Draining, QuotaExceeded, QueueFull: See `let_in`.
         """
         self.enter(model)
-        with self.let_in(n_bytes) as tenant:
+        async with self.let_in(n_bytes) as tenant:
             yield tenant
 
-    @contextlib.contextmanager
-    def let_in(self, n_bytes: int) -> Iterator[Tenant]:
+    @contextlib.asynccontextmanager
+    async def let_in(self, n_bytes: int) -> AsyncIterator[Tenant]:
         """Lets a call in that generates nothing, for the time of a block.
 
         Args:
@@ -217,7 +217,7 @@ class ServiceContext:
             QueueFull: too many wait already (QUEUE_FULL).
         """
         tenant = self.current_call().tenant
-        ticket = self.loop.admission.admit(tenant, n_bytes)
+        ticket = await self.loop.admission.enter(tenant, n_bytes)
         try:
             yield tenant
         finally:
@@ -375,7 +375,7 @@ class GenerationService(GenerationServiceServicer):
             shared.enter(request.model)
             shared.rules.check_end_user(request.end_user)
             shared.accounting.check_open()
-            ticket = shared.loop.admission.admit(
+            ticket = await shared.loop.admission.enter(
                 caller.tenant,
                 request.ByteSize(),
                 end_user=request.end_user,
@@ -438,7 +438,7 @@ class GenerationService(GenerationServiceServicer):
         tokens = await self._shared.tokenize(asked.prompt, tenant, wanted.sampling)
         n_most = self._shared.loop.check(len(tokens), wanted.n_output_max)
         n_output_max = tenant.bound_output(wanted.n_output_max, n_most)
-        ticket.reserve(len(tokens), n_output_max)
+        await ticket.book(len(tokens), n_output_max)
         sampler = await self._shared.make_sampler(wanted.sampling, tenant)
         if standings := ticket.standings():
             await context.send_initial_metadata(rate_limit_headers(standings))
@@ -516,7 +516,7 @@ class GenerationService(GenerationServiceServicer):
         self, request: generation_pb2.CountTokensRequest, context: _Context
     ) -> generation_pb2.CountTokensResponse:
         """Counts the tokens of a prompt as Generate would see it."""
-        with self._shared.admitted(request.model, request.ByteSize()) as tenant:
+        async with self._shared.admitted(request.model, request.ByteSize()) as tenant:
             prompt = to_prompt(request.prompt)
             self._shared.rules.check_prompt(prompt)
             tokens = await self._shared.tokenize(prompt, tenant)
@@ -528,7 +528,7 @@ class GenerationService(GenerationServiceServicer):
         self, request: generation_pb2.TokenizeRequest, context: _Context
     ) -> generation_pb2.TokenizeResponse:
         """Turns text into token ids."""
-        with self._shared.admitted(request.model, request.ByteSize()) as tenant:
+        async with self._shared.admitted(request.model, request.ByteSize()) as tenant:
             self._shared.rules.check_text("text", request.text)
             job = TextJob(
                 text=request.text,
@@ -542,7 +542,7 @@ class GenerationService(GenerationServiceServicer):
         self, request: generation_pb2.DetokenizeRequest, context: _Context
     ) -> generation_pb2.DetokenizeResponse:
         """Turns token ids into text."""
-        with self._shared.admitted(request.model, request.ByteSize()) as tenant:
+        async with self._shared.admitted(request.model, request.ByteSize()) as tenant:
             rules = self._shared.rules
             rules.check_some_tokens("token_ids", request.token_ids)
             job = TextJob(

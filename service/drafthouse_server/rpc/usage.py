@@ -53,7 +53,7 @@ class UsageService(UsageServiceServicer):
     ) -> usage_pb2.ListUsageResponse:
         """Lists the records of the caller's tenant."""
         tenant = self._shared.current_call().tenant.name
-        with self._shared.let_in(request.ByteSize()):
+        async with self._shared.let_in(request.ByteSize()):
             n_page = request.page_size or _N_PAGE_DEFAULT
             query = _to_query(request, tenant, n_page + 1)  # one more tells whether there is a page
             try:

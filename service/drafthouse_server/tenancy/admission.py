@@ -12,6 +12,7 @@ the queue cannot lock out a third, and at most two queues' worth of requests wai
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import math
 import time
@@ -20,7 +21,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from drafthouse_server.errors import Draining, EngineUnhealthy, QueueFull, QuotaExceeded
-from drafthouse_server.tenancy.limits import Limits, Month, Reserved, Standing
+from drafthouse_server.tenancy.counters import SharedRates
+from drafthouse_server.tenancy.limits import (
+    INPUT,
+    OUTPUT,
+    REQUESTS,
+    Limits,
+    Month,
+    Reserved,
+    Standing,
+)
 from drafthouse_server.tenancy.tenants import Tenant
 
 __all__ = ["Admission", "Load", "Ticket", "Turnstile", "month_start", "this_month"]
@@ -78,6 +88,7 @@ class Ticket:
 
     __slots__ = (
         "_admission",
+        "_n_shared",
         "_owner",
         "_reserved",
         "end_user",
@@ -94,6 +105,7 @@ class Ticket:
         self._admission = admission
         self._owner = tenant
         self._reserved: Reserved | None = None
+        self._n_shared = 0  # of the rates that servers share, in order: input, output
         self.tenant = tenant.name
         """Name of the tenant."""
         self.end_user = end_user
@@ -114,7 +126,7 @@ class Ticket:
             self.has_slot = has_slot
 
     def reserve(self, n_prompt: int, n_output_max: int) -> None:
-        """Takes the request's tokens out of what its tenant may use. Once, before it is submitted.
+        """Takes the request's tokens out of what this server counts of its tenant's use.
 
         Args:
             n_prompt: Tokens of the prompt.
@@ -125,6 +137,29 @@ class Ticket:
         """
         assert self._reserved is None, "a ticket has reserved twice"
         self._reserved = self._admission.reserve(self._owner, n_prompt, n_output_max, self.origin)
+
+    async def book(self, n_prompt: int, n_output_max: int) -> None:
+        """Takes the request's tokens out of what its tenant may use. Once, before it is submitted.
+
+        Args:
+            n_prompt: Tokens of the prompt.
+            n_output_max: Most tokens of the output.
+
+        Raises:
+            QuotaExceeded: there are too few left (TENANT_QUOTA_EXCEEDED).
+
+        Cancellation:
+            What was taken is given back, as far as it is known, by `settle`.
+        """
+        self.reserve(n_prompt, n_output_max)
+        rates = self._admission.rates
+        if rates is not None and self._reserved is not None:
+            for metric, cost in (
+                (INPUT, self._reserved.n_prompt),
+                (OUTPUT, self._reserved.n_output),
+            ):
+                await rates.take(self._owner, metric, cost, self.origin)
+                self._n_shared += 1
 
     def standings(self) -> list[Standing]:
         """Returns how far its tenant's rates are used."""
@@ -140,9 +175,15 @@ class Ticket:
             n_prompt: Tokens of the prompt that count; 0 where it was never begun.
             n_output: Tokens of the output that were sent.
         """
-        if self._reserved is not None:
-            reserved, self._reserved = self._reserved, None
-            self._admission.settle(self._owner, reserved, n_prompt, n_output)
+        if self._reserved is None:
+            return
+        reserved, self._reserved = self._reserved, None
+        self._admission.settle(self._owner, reserved, n_prompt, n_output)
+        rates = self._admission.rates
+        surpluses = (INPUT, n_prompt - reserved.n_prompt), (OUTPUT, n_output - reserved.n_output)
+        if rates is not None:
+            for metric, surplus in surpluses[: self._n_shared]:
+                rates.settle(self._owner, metric, surplus)
 
     def give_back(self) -> None:
         """Frees the place. Once only."""
@@ -235,6 +276,8 @@ class Admission:
         self.is_healthy = True
         """Whether the engine works. While it does not, one request at a time tries whether it does
         again."""
+        self.rates: SharedRates | None = None
+        """Counts the rates that this server shares with others; see `share`."""
         self.on_empty: Callable[[], None] | None = None
         """Called when the last one has left."""
 
@@ -305,6 +348,38 @@ class Admission:
         self._count_waiting(ticket, 1)
         return ticket
 
+    def share(self, rates: SharedRates) -> None:
+        """Has the rates of tenants counted together with other servers from now on."""
+        self.rates = rates
+        self._limits.has_rates = False
+
+    async def enter(
+        self, tenant: Tenant, n_bytes: int = 0, *, end_user: str = "", origin: str = ""
+    ) -> Ticket:
+        """Lets one request of a tenant in, as `admit` does, within the rates that servers share.
+
+        Args:
+            tenant: Who asks.
+            n_bytes: Size of the request.
+            end_user: For whom the tenant asks; empty where it does not say.
+            origin: Where the request comes from.
+
+        Raises:
+            Draining, EngineUnhealthy, QuotaExceeded, QueueFull: See `admit`.
+
+        Cancellation:
+            Atomic: it is let in, or not.
+        """
+        ticket = self.admit(tenant, n_bytes, end_user=end_user, origin=origin)
+        if self.rates is None:
+            return ticket
+        try:
+            await self.rates.take(tenant, REQUESTS, 1, origin)
+        except (QuotaExceeded, asyncio.CancelledError):
+            ticket.give_back()
+            raise
+        return ticket
+
     def _has_room(self, n_bytes: int) -> bool:
         """Returns whether the queue has room for anybody."""
         # One alone is let in whatever its size, which the message bound limits.
@@ -362,7 +437,8 @@ class Admission:
 
     def standings(self, tenant: Tenant) -> list[Standing]:
         """Returns how far a tenant's rates are used."""
-        return list(self._limits.standings(tenant, self._clock()))
+        found = list(self._limits.standings(tenant, self._clock()))
+        return found if self.rates is None else [*found, *self.rates.standings(tenant)]
 
     def move(self, ticket: Ticket, *, has_slot: bool) -> None:
         """Counts a request that got a slot, or lost it. See `Ticket.move`."""

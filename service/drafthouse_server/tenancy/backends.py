@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafthouse_server.config import Config
+from drafthouse_server.tenancy.admission import Admission
+from drafthouse_server.tenancy.counters import SharedRates, open_redis
 from drafthouse_server.tenancy.identity import BadKeys, Tenants
 from drafthouse_server.tenancy.tenants import TenantRegistry
 from drafthouse_server.usage.journal import Journal
@@ -27,7 +29,7 @@ __all__ = ["Backends"]
 
 
 class Backends:
-    """The store of tenants, keys and usage of one server.
+    """The store of tenants, keys and usage of one server, and the Redis of its rates.
 
     Args:
         config: All settings.
@@ -39,6 +41,8 @@ class Backends:
         """The keys of the store."""
         self.usage: StoreUsage | None = None
         """The usage of the store."""
+        self.rates: SharedRates | None = None
+        """The rates that servers share."""
 
     async def open_tenants(self) -> Tenants:
         """Returns who knows the keys: those of the settings, and those of the store.
@@ -78,8 +82,22 @@ class Backends:
             store = self.usage = StoreUsage.open(self._config.store)
         return Journal.open(folder, store, post=post)
 
+    async def share_rates(self, admission: Admission) -> None:
+        """Has tenants' rates counted together with other servers, if the settings say so.
+
+        Raises:
+            StartupError: Redis does not answer, or its URL is wrong.
+        """
+        url = self._config.rate_counters_url
+        if url:
+            self.rates = SharedRates(await open_redis(url))
+            admission.share(self.rates)
+
     async def close(self) -> None:
         """Ends what it has opened, but for the journal. Harmless when done twice."""
+        rates, self.rates = self.rates, None
+        if rates is not None:
+            await rates.close()
         key_ring, self.key_ring = self.key_ring, None
         if key_ring is not None:
             await key_ring.close()

@@ -2,6 +2,8 @@
 
 `RedisCounters` counts in one Redis for all replicas, by its clock. Where it does not answer, each
 replica counts for itself, with its part of the rate: so many replicas as there were last share it.
+`SharedRates` is what admission asks: it keeps promises to those who were refused, and lets nobody
+wait for what is only settled.
 """
 
 from __future__ import annotations
@@ -10,13 +12,22 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from drafthouse_server.errors import ConfigError, StoreError
+from drafthouse_server.tenancy.limits import KINDS, Rate, Standing, rate_exceeded, rate_of
+from drafthouse_server.tenancy.tenants import Tenant
 
-__all__ = ["MemoryCounters", "RateCounters", "RedisCounters", "SharedRate", "open_redis"]
+__all__ = [
+    "MemoryCounters",
+    "RateCounters",
+    "RedisCounters",
+    "SharedRate",
+    "SharedRates",
+    "open_redis",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -27,17 +38,30 @@ _BEAT_S = 1.0
 _BEATEN_S = 5.0
 """Seconds after which a replica without one counts no more."""
 _ROUNDING_S = 1e-6
+_N_CONNECTIONS_MAX = 32
+_N_BOOKINGS_MAX = 256
+"""Promises of one rate that are kept; those who are refused beyond are promised nothing."""
+_GRACE_S, _GRACE_SHARE = 1.0, 0.25
+"""A promise is kept so many seconds after its time, or so much of the wait that was promised."""
+_EARLY_S = 0.005
+"""A promise may be taken so many seconds early: clocks and timers are not exact."""
 _N_SWEEP = 4096
 _PREFIX = "drafthouse"
+_TAKE_OR_NOT, _FORCE, _BOOK = range(3)
 
 # Times are seconds of Redis's own clock; what is stored is when all that was taken is paid off.
+# What is to be done where there is too little: 0 nothing, 1 and 2 take it all the same. Answers the
+# wait, 0 for 1, and how far ahead the payment is.
 _TAKE = """
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1e6
 local cost, per_s, burst = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local paid_at = math.max(tonumber(redis.call('GET', KEYS[1]) or '0'), now)
 local wait = paid_at + cost / per_s - now - math.max(burst, cost) / per_s
-if ARGV[4] == '0' and wait > 1e-6 then return string.format('%.6f', wait) end
+if wait <= 1e-6 or ARGV[4] == '1' then wait = 0 end
+if ARGV[4] == '0' and wait > 0 then
+  return string.format('%.6f %.6f', wait, paid_at - now)
+end
 paid_at = paid_at + cost / per_s
 if paid_at > now then
   local ms = math.ceil((paid_at - now) * 1000) + 1000
@@ -45,7 +69,7 @@ if paid_at > now then
 else
   redis.call('DEL', KEYS[1])
 end
-return '0'
+return string.format('%.6f %.6f', wait, math.max(0, paid_at - now))
 """
 _BEAT = """
 local clock = redis.call('TIME')
@@ -83,7 +107,14 @@ class RateCounters(Protocol):
     """Counts what tenants use of their rates."""
 
     async def take(
-        self, tenant: str, dimension: str, cost: float, now: float, rate: SharedRate
+        self,
+        tenant: str,
+        dimension: str,
+        cost: float,
+        now: float,
+        rate: SharedRate,
+        *,
+        books: bool = False,
     ) -> float:
         """Takes units of a rate, if they are there.
 
@@ -93,11 +124,17 @@ class RateCounters(Protocol):
             cost: Units. More than the burst is taken as soon as the whole burst is there.
             now: Monotonic time in seconds.
             rate: Of this tenant and dimension.
+            books: Whether they are taken all the same where they are not there, to be used when
+                they are.
 
         Returns:
-            0 where they were taken; otherwise the seconds after which they would be there, and
-            nothing was taken.
+            0 where they are there; otherwise the seconds after which they are, and nothing was
+            taken, unless they were to be booked.
         """
+        ...
+
+    def reset_s(self, tenant: str, dimension: str, now: float) -> float:
+        """Returns the seconds after which all of a burst is there again, as last heard."""
         ...
 
     async def settle(
@@ -111,6 +148,147 @@ class RateCounters(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Booking:
+    """Units that were taken for somebody who was refused, and is to come back for them."""
+
+    origin: str
+    """Whose they are."""
+    cost: float
+    """Units."""
+    due_at: float
+    """When they are there."""
+    ends_at: float
+    """Until when they are kept."""
+
+
+class SharedRates:
+    """Takes units of the rates that several servers share, for one of them.
+
+    Who is refused has the units booked: at the time that it was told, and for a while after, it
+    gets them without asking again. So nearly every retry at that time succeeds, if it comes to the
+    same server.
+
+    Args:
+        counters: Where they are counted.
+        clock: Monotonic time in seconds.
+
+    Thread:
+        Event loop only.
+    """
+
+    def __init__(self, counters: RateCounters, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counters = counters
+        """Where they are counted."""
+        self._clock = clock
+        self._bookings: dict[tuple[str, str], list[_Booking]] = {}
+        self._surpluses: dict[tuple[str, str], tuple[float, Rate]] = {}
+        self._has_surplus = asyncio.Event()
+        self._settling = asyncio.create_task(self._settle_all())
+
+    async def take(self, tenant: Tenant, metric: str, cost: float, origin: str) -> None:
+        """Takes units of a rate, if it is limited.
+
+        Args:
+            tenant: Who asks.
+            metric: The rate.
+            cost: Units.
+            origin: Where the request comes from: a promise is kept for whom it was made to.
+
+        Raises:
+            QuotaExceeded: they are not there now (TENANT_QUOTA_EXCEEDED).
+
+        Cancellation:
+            Atomic: nothing is taken.
+        """
+        rate = rate_of(tenant, metric)
+        if rate is None or not cost:
+            return
+        now, key = self._clock(), (tenant.name, metric)
+        self._expire(key, rate, now)
+        bookings = self._bookings.setdefault(key, [])
+        booking = next((b for b in bookings if b.origin == origin and b.due_at <= now), None)
+        if booking is not None:
+            bookings.remove(booking)
+            suffices = cost <= booking.cost
+            self.settle(tenant, metric, (cost if suffices else 0.0) - booking.cost)
+            if suffices:
+                return
+        books = len(bookings) < _N_BOOKINGS_MAX
+        asking = asyncio.ensure_future(
+            self.counters.take(tenant.name, metric, cost, now, rate, books=books)
+        )
+        try:
+            wait_s = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(
+                lambda asked: self._give_up(asked, tenant, metric, cost, books=books)
+            )
+            raise
+        if wait_s:
+            if books:
+                due_at = self._clock() + wait_s
+                ends_at = due_at + max(_GRACE_S, _GRACE_SHARE * wait_s)
+                booking = _Booking(origin, cost, due_at - _EARLY_S, ends_at)
+                self._bookings.setdefault(key, []).append(booking)
+            raise rate_exceeded(tenant, metric, wait_s)
+
+    def _give_up(
+        self, asked: asyncio.Future[float], tenant: Tenant, metric: str, cost: float, *, books: bool
+    ) -> None:
+        """Gives back what was taken for a call that has left meanwhile."""
+        if not asked.cancelled() and asked.exception() is None and (books or not asked.result()):
+            self.settle(tenant, metric, -cost)
+
+    def settle(self, tenant: Tenant, metric: str, surplus: float) -> None:
+        """Charges units that were used beyond those taken, soon; gives back a negative number."""
+        rate = rate_of(tenant, metric)
+        if rate is not None and surplus:
+            self._add_surplus((tenant.name, metric), rate, surplus)
+
+    def _add_surplus(self, key: tuple[str, str], rate: Rate, surplus: float) -> None:
+        before, _ = self._surpluses.get(key, (0.0, rate))
+        self._surpluses[key] = before + surplus, rate
+        self._has_surplus.set()
+
+    def standings(self, tenant: Tenant) -> Iterator[Standing]:
+        """Yields how far the rates of a tenant are used, those that are limited, as last heard."""
+        for metric, kind in KINDS.items():
+            rate = rate_of(tenant, metric)
+            if rate is not None:
+                reset_s = self.counters.reset_s(tenant.name, metric, self._clock())
+                n_left = max(0.0, rate.burst - reset_s * rate.per_s)
+                yield Standing(kind, int(rate.burst), int(n_left), reset_s)
+
+    def _expire(self, key: tuple[str, str], rate: Rate, now: float) -> None:
+        """Gives back what nobody came for."""
+        bookings = self._bookings.get(key, [])
+        late = [booking for booking in bookings if booking.ends_at < now]
+        for booking in late:
+            bookings.remove(booking)
+            self._add_surplus(key, rate, -booking.cost)
+        if not bookings:
+            self._bookings.pop(key, None)
+
+    async def _settle_all(self) -> None:
+        while True:
+            await self._has_surplus.wait()
+            self._has_surplus.clear()
+            await self._settle_some()
+
+    async def _settle_some(self) -> None:
+        surpluses, self._surpluses = self._surpluses, {}
+        for (tenant, metric), (surplus, rate) in surpluses.items():
+            await self.counters.settle(tenant, metric, surplus, self._clock(), rate)
+
+    async def close(self) -> None:
+        """Settles what is left, and ends."""
+        self._settling.cancel()
+        await asyncio.wait({self._settling})
+        await self._settle_some()
+        await self.counters.close()
+
+
 class MemoryCounters:
     """Counts for one server alone."""
 
@@ -119,21 +297,43 @@ class MemoryCounters:
         self._n_sweep = _N_SWEEP
 
     async def take(
-        self, tenant: str, dimension: str, cost: float, now: float, rate: SharedRate
+        self,
+        tenant: str,
+        dimension: str,
+        cost: float,
+        now: float,
+        rate: SharedRate,
+        *,
+        books: bool = False,
     ) -> float:
         """Takes units of a rate. See `RateCounters.take`."""
-        return self.take_now(tenant, dimension, cost, now, rate)
+        return self.take_now(tenant, dimension, cost, now, rate, books=books)
 
     def take_now(
-        self, tenant: str, dimension: str, cost: float, now: float, rate: SharedRate
+        self,
+        tenant: str,
+        dimension: str,
+        cost: float,
+        now: float,
+        rate: SharedRate,
+        *,
+        books: bool = False,
     ) -> float:
         """As `take`, without a hop."""
         paid_at = max(self._paid_at.get((tenant, dimension), now), now)
         wait_s = paid_at + cost / rate.per_s - now - max(rate.burst, cost) / rate.per_s
-        if wait_s > _ROUNDING_S:
-            return wait_s
-        self._pay(tenant, dimension, paid_at + cost / rate.per_s, now)
-        return 0.0
+        is_there = wait_s <= _ROUNDING_S
+        if is_there or books:
+            self._pay(tenant, dimension, paid_at + cost / rate.per_s, now)
+        return 0.0 if is_there else wait_s
+
+    def reset_s(self, tenant: str, dimension: str, now: float) -> float:
+        """Returns the seconds after which all of a burst is there again."""
+        return max(0.0, self._paid_at.get((tenant, dimension), now) - now)
+
+    def note(self, tenant: str, dimension: str, reset_s: float, now: float) -> None:
+        """Takes note of what is known from elsewhere."""
+        self._pay(tenant, dimension, now + reset_s, now)
 
     async def settle(
         self, tenant: str, dimension: str, surplus: float, now: float, rate: SharedRate
@@ -180,11 +380,15 @@ class RedisCounters:
         self._beat = client.register_script(_BEAT)
         self._id = secrets.token_hex(8)
         self._local = MemoryCounters()
+        self._heard = MemoryCounters()
+        self._n_returns = 0
         self._beating: asyncio.Task[None] | None = None
         self.n_replicas = 1
         """Servers that share the rates, as Redis has said last."""
         self.is_away = False
         """Whether Redis did not answer when it was asked last."""
+        self.answered_at = clock()
+        """When it has answered last, by the clock."""
 
     async def open(self) -> None:
         """Counts this server among the replicas from now on.
@@ -206,33 +410,51 @@ class RedisCounters:
         await self._client.aclose()
 
     async def take(
-        self, tenant: str, dimension: str, cost: float, now: float, rate: SharedRate
+        self,
+        tenant: str,
+        dimension: str,
+        cost: float,
+        now: float,
+        rate: SharedRate,
+        *,
+        books: bool = False,
     ) -> float:
         """Takes units of a rate. See `RateCounters.take`."""
-        wait = await self._count(tenant, dimension, cost, rate, is_forced=False)
-        if wait is not None:
-            return float(wait)
-        return self._local.take_now(tenant, dimension, cost, now, self._part(rate))
+        way = _BOOK if books else _TAKE_OR_NOT
+        wait_s = await self._count(tenant, dimension, cost, rate, way)
+        if wait_s is not None:
+            return wait_s
+        return self._local.take_now(tenant, dimension, cost, now, self._part(rate), books=books)
 
     async def settle(
         self, tenant: str, dimension: str, surplus: float, now: float, rate: SharedRate
     ) -> None:
         """Charges or gives back units. See `RateCounters.settle`."""
-        if await self._count(tenant, dimension, surplus, rate, is_forced=True) is None:
+        if await self._count(tenant, dimension, surplus, rate, _FORCE) is None:
             self._local.settle_now(tenant, dimension, surplus, now, self._part(rate))
+
+    def reset_s(self, tenant: str, dimension: str, now: float) -> float:
+        """Returns the seconds after which all of a burst is there again, as last heard."""
+        known = self._local if self.is_away else self._heard
+        return known.reset_s(tenant, dimension, now)
 
     def _part(self, rate: SharedRate) -> _Part:
         return _Part(rate.per_s / self.n_replicas, rate.burst / self.n_replicas)
 
     async def _count(
-        self, tenant: str, dimension: str, cost: float, rate: SharedRate, *, is_forced: bool
-    ) -> Any:  # noqa: ANN401  # of the client: bytes, or None while Redis is away
+        self, tenant: str, dimension: str, cost: float, rate: SharedRate, way: int
+    ) -> float | None:
+        """Returns the wait that Redis tells; None while it does not answer."""
         if self.is_away:  # only `_keep_signing` waits for it then
             return None
         keys = [f"{_PREFIX}:rate:{tenant}:{dimension}"]
-        return await self._ask(
-            self._take(keys=keys, args=[cost, rate.per_s, rate.burst, int(is_forced)])
-        )
+        asked = self._take(keys=keys, args=[cost, rate.per_s, rate.burst, way])
+        answer = await self._ask(asked)
+        if answer is None:
+            return None
+        wait_s, ahead_s = map(float, answer.split())
+        self._heard.note(tenant, dimension, ahead_s, self._clock())
+        return wait_s
 
     async def _keep_signing(self) -> None:
         while True:
@@ -241,6 +463,8 @@ class RedisCounters:
 
     async def _sign(self) -> bool:
         """Gives a sign of life, and learns how many do; returns whether Redis has answered."""
+        if self.is_away:  # connections of before may look as if they were whole
+            await self._client.connection_pool.disconnect(inuse_connections=False)
         n_replicas = await self._ask(
             self._beat(keys=[f"{_PREFIX}:replicas"], args=[self._id, _BEATEN_S])
         )
@@ -249,16 +473,19 @@ class RedisCounters:
         self.n_replicas = max(1, int(n_replicas))
         if self.is_away:
             self.is_away = False
+            self._n_returns += 1
             _log.info("the Redis of the rate counters answers again")
         return True
 
     async def _ask(self, question: Awaitable[Any]) -> Any:  # noqa: ANN401  # of the client
         """Returns Redis's answer; None where there is none in time."""
+        n_returns = self._n_returns
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                return await question
+                answer = await question
         except self._failures as error:
-            if not self.is_away:
+            # What was asked before it came back says nothing of it now.
+            if not self.is_away and n_returns == self._n_returns:
                 self.is_away = True
                 _log.warning(
                     "the Redis of the rate counters does not answer (%s): this server counts for"
@@ -267,6 +494,8 @@ class RedisCounters:
                     self.n_replicas,
                 )
             return None
+        self.answered_at = self._clock()
+        return answer
 
 
 async def open_redis(url: str) -> RedisCounters:
@@ -286,17 +515,20 @@ async def open_redis(url: str) -> RedisCounters:
         from redis.exceptions import RedisError  # noqa: PLC0415  # an extra
     except ImportError:
         problem = "the client of Redis is missing; install 'drafthouse-server[redis]'"
-        raise ConfigError("redis_url", "(hidden)", problem=problem) from None
+        raise ConfigError("rate_counters_url", "(hidden)", problem=problem) from None
     try:
-        connected = client.from_url(
+        pool = client.BlockingConnectionPool.from_url(
             url,
+            max_connections=_N_CONNECTIONS_MAX,
+            timeout=_TIMEOUT_S,
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError:
-        problem = "redis_url is no URL of a Redis; expected redis://HOST:PORT/NUMBER"
-        raise ConfigError("redis_url", "(hidden)", problem=problem) from None
+        problem = "rate_counters_url is no URL of a Redis; expected redis://HOST:PORT/NUMBER"
+        raise ConfigError("rate_counters_url", "(hidden)", problem=problem) from None
+    connected = client.Redis.from_pool(pool)
     counters = RedisCounters(connected, (RedisError,))
     try:
         await counters.open()

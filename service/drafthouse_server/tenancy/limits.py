@@ -18,18 +18,31 @@ from dataclasses import dataclass, field
 from drafthouse_server.errors import QuotaExceeded
 from drafthouse_server.tenancy.tenants import Tenant
 
-__all__ = ["Limits", "Meter", "Month", "Rate", "Reserved", "Standing"]
+__all__ = [
+    "INPUT",
+    "KINDS",
+    "OUTPUT",
+    "REQUESTS",
+    "Limits",
+    "Meter",
+    "Month",
+    "Rate",
+    "Reserved",
+    "Standing",
+    "rate_exceeded",
+    "rate_of",
+]
 
-_REQUESTS = "requests_per_s"
-_INPUT = "input_tokens_per_min"
-_OUTPUT = "output_tokens_per_min"
+REQUESTS, INPUT, OUTPUT = "requests_per_s", "input_tokens_per_min", "output_tokens_per_min"
+"""The rates of a tenant, as its settings and its attributes name them."""
 _MONTH = "tokens_per_month"
 _END_USER = "end_user_requests_per_s"
-_KINDS = {_REQUESTS: "requests", _INPUT: "input-tokens", _OUTPUT: "output-tokens"}
+KINDS = {REQUESTS: "requests", INPUT: "input-tokens", OUTPUT: "output-tokens"}
+"""What each of them counts, as clients are told."""
 _NOUNS = {
-    _REQUESTS: "requests a second",
-    _INPUT: "input tokens a minute",
-    _OUTPUT: "output tokens a minute",
+    REQUESTS: "requests a second",
+    INPUT: "input tokens a minute",
+    OUTPUT: "output tokens a minute",
 }
 
 _N_PROMISES_MAX = 256
@@ -230,6 +243,9 @@ class Limits:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Used] = {}
+        self.has_rates = True
+        """Whether rates are counted here; where several servers share them they are counted there,
+        but for those of end users."""
 
     def enter(self, tenant: Tenant, end_user: str, now: float, origin: str = "") -> None:
         """Counts a request.
@@ -246,13 +262,13 @@ class Limits:
         if tenant.requests_per_s is None and tenant.end_user_requests_per_s is None:
             return
         used = self._used(tenant)
-        self._take(tenant, _REQUESTS, 1, now, origin)
+        self._take(tenant, REQUESTS, 1, now, origin)
         per_s = tenant.end_user_requests_per_s
         if per_s is None or not end_user:
             return
         wait_s = _of_end_user(used, end_user, now).take(1, _burst_of_a_second(per_s), now, origin)
         if wait_s > 0:
-            self._settle(tenant, _REQUESTS, -1, now)
+            self._settle(tenant, REQUESTS, -1, now)
             raise QuotaExceeded(
                 tenant.name, "requests a second of an end user", per_s, wait_s, _END_USER
             )
@@ -290,11 +306,11 @@ class Limits:
             min(n_output_max, math.ceil(used.mean_output)) if used.n_outputs else n_output_max
         )
         self._check_month(tenant, used, n_prompt + n_output, month)
-        self._take(tenant, _INPUT, n_prompt, now, origin)
+        self._take(tenant, INPUT, n_prompt, now, origin)
         try:
-            self._take(tenant, _OUTPUT, n_output, now, origin)
+            self._take(tenant, OUTPUT, n_output, now, origin)
         except QuotaExceeded:
-            self._settle(tenant, _INPUT, -n_prompt, now)
+            self._settle(tenant, INPUT, -n_prompt, now)
             raise
         used.n_month += n_prompt + n_output
         return Reserved(n_prompt, n_output, month.name)
@@ -313,8 +329,8 @@ class Limits:
         """
         used = self._used(tenant)
         surplus_in, surplus_out = n_prompt - reserved.n_prompt, n_output - reserved.n_output
-        self._settle(tenant, _INPUT, surplus_in, now)
-        self._settle(tenant, _OUTPUT, surplus_out, now)
+        self._settle(tenant, INPUT, surplus_in, now)
+        self._settle(tenant, OUTPUT, surplus_out, now)
         if used.month == reserved.month:
             used.n_month += surplus_in + surplus_out
         if n_prompt:
@@ -324,9 +340,9 @@ class Limits:
     def standings(self, tenant: Tenant, now: float) -> Iterator[Standing]:
         """Yields how far the rates of a tenant are used, those that are limited."""
         meters = self._used(tenant).meters
-        for metric, kind in _KINDS.items():
-            rate, meter = _rate(tenant, metric), meters.get(metric)
-            if rate is not None:
+        for metric, kind in KINDS.items():
+            rate, meter = rate_of(tenant, metric), meters.get(metric)
+            if rate is not None and self.has_rates:
                 n_left = rate.burst if meter is None else meter.n_left(rate, now)
                 reset_s = 0.0 if meter is None else meter.reset_s(now)
                 yield Standing(kind, int(rate.burst), int(n_left), reset_s)
@@ -356,17 +372,16 @@ class Limits:
         return used
 
     def _take(self, tenant: Tenant, metric: str, cost: float, now: float, origin: str) -> None:
-        rate = _rate(tenant, metric)
-        if rate is None:
+        rate = rate_of(tenant, metric)
+        if rate is None or not self.has_rates:
             return
         meter = self._used(tenant).meters.setdefault(metric, Meter())
         wait_s = meter.take(cost, rate, now, origin)
         if wait_s > 0:
-            limit = getattr(tenant, metric)
-            raise QuotaExceeded(tenant.name, _NOUNS[metric], limit, wait_s, metric)
+            raise rate_exceeded(tenant, metric, wait_s)
 
     def _settle(self, tenant: Tenant, metric: str, surplus: float, now: float) -> None:
-        rate, meter = _rate(tenant, metric), self._used(tenant).meters.get(metric)
+        rate, meter = rate_of(tenant, metric), self._used(tenant).meters.get(metric)
         if rate is not None and meter is not None and surplus:
             meter.settle(surplus, rate, now)
 
@@ -381,12 +396,18 @@ class Limits:
         raise QuotaExceeded(tenant.name, "tokens a month", budget, retry_after_s, _MONTH)
 
 
-def _rate(tenant: Tenant, metric: str) -> Rate | None:
-    """Returns a rate of a tenant; None where it is not limited."""
+def rate_exceeded(tenant: Tenant, metric: str, wait_s: float) -> QuotaExceeded:
+    """Returns the refusal of who has used up a rate, for the seconds until there is more."""
+    limit = getattr(tenant, metric)
+    return QuotaExceeded(tenant.name, _NOUNS[metric], limit, wait_s, metric)
+
+
+def rate_of(tenant: Tenant, metric: str) -> Rate | None:
+    """Returns a rate of a tenant, one of `REQUESTS`, `INPUT`, `OUTPUT`; None: not limited."""
     limit: float | None = getattr(tenant, metric)
     if limit is None:
         return None
-    return _burst_of_a_second(limit) if metric == _REQUESTS else Rate(limit / 60, limit)
+    return _burst_of_a_second(limit) if metric == REQUESTS else Rate(limit / 60, limit)
 
 
 def _burst_of_a_second(per_s: float) -> Rate:

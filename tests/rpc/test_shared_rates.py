@@ -1,0 +1,289 @@
+"""Servers that share one Redis: a tenant has one rate, and streams go on without Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.databases import Daemon, redis_server
+
+import drafthouse
+from drafthouse_server.config import Config
+from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.errors import QuotaExceeded, StartupError
+from drafthouse_server.rpc.server import Server
+from drafthouse_server.tenancy import counters
+from drafthouse_server.tenancy.admission import Admission
+from drafthouse_server.tenancy.counters import MemoryCounters, SharedRates
+from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
+
+if TYPE_CHECKING:
+    from tests.conftest import Eventually, ServerFactory
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[tuple[Daemon, str]]:
+    with redis_server() as found:
+        yield found
+
+
+@pytest.fixture
+def redis(database: tuple[Daemon, str]) -> Iterator[tuple[Daemon, str]]:
+    yield database
+    database[0].revive()
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "_BEAT_S", 0.05)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine Redis may take longer than calls can wait, and each counts alone."""
+    monkeypatch.setattr(counters, "_TIMEOUT_S", 20.0)
+
+
+def limits_of(name: str, **limits: Any) -> dict[str, Any]:
+    return {"tenants": TenantRegistry({name: Tenant(name, **limits)})}
+
+
+def client_of(server: Server, key: str) -> drafthouse.AsyncClient:
+    return drafthouse.AsyncClient(server.target, api_key=key, retry=None)
+
+
+async def is_let_in(client: drafthouse.AsyncClient, n_tokens: int = 1) -> bool:
+    try:
+        await client.generate("x", max_output_tokens=n_tokens).result()
+    except drafthouse.TenantQuotaExceeded:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("patient")
+async def test_two_servers_share_the_rates_of_a_tenant(
+    start_server: ServerFactory, redis: tuple[Daemon, str]
+) -> None:
+    tenants = TenantRegistry(
+        {
+            "acme": Tenant("acme", requests_per_s=0.01),
+            "bob": Tenant("bob", input_tokens_per_min=100, output_tokens_per_min=10),
+        }
+    )
+    servers = [await start_server(rate_counters_url=redis[1], tenants=tenants) for _ in range(2)]
+    first, second = (client_of(server, "acme") for server in servers)
+    async with first, second:
+        assert await is_let_in(first)
+        with pytest.raises(drafthouse.TenantQuotaExceeded) as caught:
+            await second.generate("x", max_output_tokens=1).result()
+        assert caught.value.retry_after is not None
+        assert 90 < caught.value.retry_after <= 100
+        # It is told by the one that counts a text, too.
+        with pytest.raises(drafthouse.TenantQuotaExceeded):
+            await second.count_tokens("x")
+    first, second = (client_of(server, "bob") for server in servers)
+    async with first, second:
+        assert await is_let_in(first, 6)
+        assert not await is_let_in(second, 6), "4 are left"
+        assert not await is_let_in(first, 6)
+    for server in servers:
+        assert server.loop.admission.n_active == 0
+
+
+@pytest.mark.usefixtures("patient")
+async def test_what_was_reserved_and_not_sent_is_given_back_to_all(
+    start_server: ServerFactory, redis: tuple[Daemon, str]
+) -> None:
+    settings = limits_of("carl", output_tokens_per_min=100)
+    servers = [await start_server(rate_counters_url=redis[1], **settings) for _ in range(2)]
+    first, second = (client_of(server, "carl") for server in servers)
+    async with first, second:
+        whole = await first.generate("x", temperature=0, max_output_tokens=60).result()
+        stop = [whole.text[3:5]]
+        stopped = await first.generate("x", temperature=0, max_output_tokens=40, stop=stop).result()
+        n_left = 100 - 60 - stopped.usage.output_tokens
+        assert n_left > 0
+        rates = servers[0].backends.rates
+        assert rates is not None
+        await rates._settle_some()
+        assert not await is_let_in(second, n_left + 10)
+        # What the refused one was promised is booked, and reserved is the mean of what was sent.
+        assert servers[1].loop.admission.n_active == 0
+
+
+@pytest.fixture
+def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that is held is away after this; one that is slow is not."""
+    monkeypatch.setattr(counters, "_TIMEOUT_S", 1.0)
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("how", ["held", "stopped"])
+async def test_redis_goes_away_and_comes_back_under_load(
+    start_server: ServerFactory,
+    redis: tuple[Daemon, str],
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+) -> None:
+    daemon, url = redis
+    settings = limits_of("dora", requests_per_s=100_000.0, output_tokens_per_min=100_000_000)
+    server = await start_server(FakeEngine(step_s=0.002), rate_counters_url=url, **settings)
+    rates = server.backends.rates
+    assert rates is not None
+    redis_counters = rates.counters
+    assert isinstance(redis_counters, counters.RedisCounters)
+    n_done, is_over = 0, asyncio.Event()
+
+    async def ask(client: drafthouse.AsyncClient) -> None:
+        nonlocal n_done
+        while not is_over.is_set():
+            await client.generate("x", max_output_tokens=3).result()
+            n_done += 1
+
+    async with client_of(server, "dora") as client:
+        stream = client.generate("x", max_output_tokens=1000, ignore_end_token=True)
+        chunks = aiter(stream)
+        await anext(chunks)
+        loads = [asyncio.create_task(ask(client)) for _ in range(4)]
+        await eventually(lambda: n_done > 20)
+        caplog.clear()
+        caplog.set_level("INFO")
+        (daemon.hold if how == "held" else daemon.stop)()
+        await eventually(lambda: redis_counters.is_away)
+        for _ in range(2):  # it goes on without, and with it again
+            n_before = n_done
+            await eventually(lambda: n_done > n_before + 20)  # noqa: B023  # it is waited for here
+            if redis_counters.is_away:
+                daemon.revive()
+                await eventually(lambda: not redis_counters.is_away)
+        is_over.set()
+        await asyncio.gather(*loads)
+        [chunk async for chunk in chunks]
+        assert (await stream.result()).usage.output_tokens == 1000
+    told = [record.getMessage() for record in caplog.records if "rate counters" in record.message]
+    assert len(told) >= 2
+    for i, line in enumerate(told):  # a line each time, however many calls there were
+        assert ("answers again" if i % 2 else "does not answer") in line
+    assert server.loop.admission.n_active == 0
+
+
+async def test_a_server_without_its_redis_does_not_start(
+    start_server: ServerFactory, free_port: int
+) -> None:
+    with pytest.raises(StartupError, match="the Redis of the rate counters does not answer"):
+        await start_server(rate_counters_url=f"redis://:hunter2@127.0.0.1:{free_port}/0")
+    assert "hunter2" not in repr(Config(rate_counters_url="redis://:hunter2@127.0.0.1/0"))
+
+
+class SlowCounters(MemoryCounters):
+    """Counters that answer when a test lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def take(self, *asked: Any, **options: Any) -> float:
+        found = await super().take(*asked, **options)
+        await self.may_answer.wait()
+        return found
+
+
+class Shared:
+    """An admission whose rates are counted elsewhere, at a time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.counters = SlowCounters()
+        self.rates = SharedRates(self.counters, lambda: self.now)
+        self.admission = Admission(64, 1.0, clock=lambda: self.now)
+        self.admission.share(self.rates)
+
+    async def wait_of(self, tenant: Tenant, origin: str) -> float | None:
+        """Returns what the one who comes is told to wait; 0: it is let in."""
+        try:
+            (await self.admission.enter(tenant, origin=origin)).give_back()
+        except QuotaExceeded as error:
+            return error.retry_after_s
+        return 0.0
+
+
+async def test_who_comes_back_when_told_to_is_let_in() -> None:
+    shared, tenant = Shared(), Tenant("acme", requests_per_s=1.0)
+    assert await shared.wait_of(tenant, "first") == 0
+    waits = {f"c{i}": await shared.wait_of(tenant, f"c{i}") for i in range(20)}
+    assert sorted(waits.values(), key=float) == [pytest.approx(i + 1.0) for i in range(20)]  # type: ignore[arg-type]
+    start = shared.now
+    for origin, wait_s in waits.items():
+        assert wait_s is not None
+        shared.now = start + wait_s
+        assert await shared.wait_of(tenant, f"other {origin}") != 0, "its place is kept"
+        assert await shared.wait_of(tenant, origin) == 0
+    await shared.rates.close()
+
+
+async def test_a_promise_that_nobody_comes_for_is_given_back() -> None:
+    shared, tenant = Shared(), Tenant("acme", input_tokens_per_min=60, output_tokens_per_min=6000)
+    ticket = await shared.admission.enter(tenant)
+    await ticket.book(60, 10)
+    late = await shared.admission.enter(tenant)
+    with pytest.raises(QuotaExceeded) as caught:
+        await late.book(60, 10)
+    assert caught.value.retry_after_s == pytest.approx(60.0)
+    late.settle(0, 0)
+    shared.now += 60.0 + 15.0 + 1.0
+    another = await shared.admission.enter(tenant, origin="another")
+    await another.book(10, 10)
+    await shared.rates._settle_some()
+    assert {s.kind: s.n_left for s in another.standings()}["input-tokens"] == 50
+    await shared.rates.close()
+
+
+async def test_tokens_are_settled_with_what_was_sent() -> None:
+    shared, tenant = Shared(), Tenant("acme", input_tokens_per_min=100, output_tokens_per_min=100)
+    ticket = await shared.admission.enter(tenant)
+    await ticket.book(10, 80)
+    assert {s.kind: s.n_left for s in ticket.standings()} == {
+        "input-tokens": 90, "output-tokens": 20,
+    }  # fmt: skip
+    ticket.settle(10, 30)
+    ticket.give_back()
+    await shared.rates._settle_some()
+    assert {s.kind: s.n_left for s in ticket.standings()} == {
+        "input-tokens": 90, "output-tokens": 70,
+    }  # fmt: skip
+    await shared.rates.close()
+
+
+async def test_a_call_that_leaves_while_it_is_counted_takes_nothing() -> None:
+    shared, tenant = Shared(), Tenant("acme", requests_per_s=2.0)
+    shared.counters.may_answer.clear()
+    tasks = [asyncio.create_task(shared.admission.enter(tenant)) for _ in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert shared.admission.n_active == 0
+    shared.counters.may_answer.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await shared.rates._settle_some()
+    assert shared.counters.reset_s("acme", "requests_per_s", shared.now) == pytest.approx(0.0)
+    await shared.rates.close()
+
+
+async def test_counting_holds_up_no_other_call() -> None:
+    """While Redis does not answer one, another that has no rates comes in."""
+    shared = Shared()
+    shared.counters.may_answer.clear()
+    slow = asyncio.create_task(shared.admission.enter(Tenant("acme", requests_per_s=1.0)))
+    await asyncio.sleep(0)
+    (await asyncio.wait_for(shared.admission.enter(Tenant("bob")), 30)).give_back()
+    assert not slow.done()
+    shared.counters.may_answer.set()
+    (await slow).give_back()
+    await shared.rates.close()
