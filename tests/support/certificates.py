@@ -71,7 +71,10 @@ class Authority:
         self.pem = _pem(builder.sign(self._key, hashes.SHA256()))
 
     def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey
+        self,
+        subject: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        not_after: datetime.datetime | None = None,
     ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
@@ -81,13 +84,18 @@ class Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _DAY)
-            .not_valid_after(now + _DAY)
+            .not_valid_after(not_after or now + _DAY)
         )
 
-    def issue(self, *names: x509.GeneralName, common_name: str = "a test") -> Pair:
+    def issue(
+        self,
+        *names: x509.GeneralName,
+        common_name: str = "a test",
+        not_after: datetime.datetime | None = None,
+    ) -> Pair:
         """Returns a certificate with alternative names; without any, those of this machine."""
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = self._builder(_name(common_name), key).add_extension(
+        builder = self._builder(_name(common_name), key, not_after).add_extension(
             x509.SubjectAlternativeName(names or LOCAL), critical=False
         )
         return Pair(

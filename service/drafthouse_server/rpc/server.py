@@ -138,6 +138,7 @@ class Server:
         self._side = contextlib.AsyncExitStack()  # what listens and watches beside, to be closed
         self._audit = AuditTrail(config.audit_file)
         self._drain_timeout_s = config.drain_timeout_s
+        self._certificates: Certificates | None = None
         self._accounting: Accounting | None = None
         self._port = 0
 
@@ -262,6 +263,7 @@ class Server:
         if problem := self._audit.check():
             raise ConfigError("audit_file", self._config.audit_file, problem=problem)
         certificates = Certificates(self._config) if self._config.ssl_cert_file else None
+        self._certificates = certificates
         async with contextlib.AsyncExitStack() as undo:
             journal = await self.backends.open_journal()
             if journal is not None:
@@ -474,6 +476,7 @@ class Server:
     def statistics(self) -> Statistics:
         """Returns what was counted so far, of requests and of calls."""
         calls, descriptors = self.gate.calls, self.gate.descriptors
+        certificates = self._certificates
         front = FrontCounts(
             n_calls=len(calls),
             n_refused=calls.n_refused,
@@ -482,7 +485,12 @@ class Server:
             n_descriptors=descriptors.n_open,
             n_bytes=self.receive.n_bytes,
         )
-        return dataclasses.replace(self.loop.statistics(), front=front)
+        return dataclasses.replace(
+            self.loop.statistics(),
+            front=front,
+            backends=self.backends.states(),
+            certificate_expires_at=certificates.expires_at if certificates else None,
+        )
 
 
 def _services(config: Config) -> tuple[ServiceDescriptor, ...]:

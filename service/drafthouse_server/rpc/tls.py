@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import datetime
 import hashlib
 import logging
 import re
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 10.0
 """Seconds between two looks at the files when nobody connects."""
 
+_VERSION_TAG, _UTC_TIME_TAG = 0xA0, 0x17
 _N_ATTEMPTS = 3
 """Reads of files that change while they are read."""
 
@@ -44,6 +46,8 @@ class _Read:
     """What gRPC is given."""
     fingerprint: str
     """SHA-256 of the server's own certificate, hexadecimal."""
+    expires_at: float
+    """When that expires, seconds since 1970."""
 
 
 class Certificates:
@@ -81,6 +85,11 @@ class Certificates:
     def fingerprint(self) -> str:
         """SHA-256 of the server's certificate that new connections get, hexadecimal."""
         return self._in_use.fingerprint
+
+    @property
+    def expires_at(self) -> float:
+        """When the certificate expires that new connections get, seconds since 1970."""
+        return self._in_use.expires_at
 
     def credentials(self) -> grpc.ServerCredentials:
         """Returns what a gRPC server listens with."""
@@ -181,7 +190,9 @@ class Certificates:
                 f"ssl_client_ca_file {config.ssl_client_ca_file} has no certificates (PEM)",
             )
         configuration = grpc.ssl_server_certificate_configuration([(key, certificate)], roots)
-        return _Read(stamp, configuration, _fingerprint(certificate))
+        own = _first_of(certificate)
+        fingerprint = hashlib.sha256(own).hexdigest()
+        return _Read(stamp, configuration, fingerprint, _expiry_of(own))
 
 
 def _content(setting: str, path: str) -> bytes:
@@ -201,10 +212,41 @@ def _use(load: Callable[[], None], setting: str, path: str, problem: str) -> Non
         raise ConfigError(setting, path, problem=told) from None
 
 
-def _fingerprint(chain: bytes) -> str:
-    """Returns the SHA-256 of the first certificate of a chain, which is the server's own."""
+def _first_of(chain: bytes) -> bytes:
+    """Returns the first certificate of a chain, which is the server's own, in DER."""
     _, _, first = chain.partition(b"CERTIFICATE-----")
-    return hashlib.sha256(base64.b64decode(first.partition(b"-----END")[0])).hexdigest()
+    return base64.b64decode(first.partition(b"-----END")[0])
+
+
+def _expiry_of(certificate: bytes) -> float:
+    """Returns when a certificate expires, seconds since 1970.
+
+    Args:
+        certificate: In DER, and whole: the TLS library has taken it.
+
+    Source:
+        RFC 5280, 4.1: Certificate, TBSCertificate, Validity.
+    """
+    (_, whole), *_ = _elements(certificate)
+    (_, signed), *_ = _elements(whole)
+    fields = [content for tag, content in _elements(signed) if tag != _VERSION_TAG]
+    (_, _), (tag, text) = _elements(fields[3])  # number, algorithm, issuer, validity
+    digits = text.decode("ascii")
+    if tag == _UTC_TIME_TAG:
+        digits = ("19" if digits >= "50" else "20") + digits
+    return datetime.datetime.strptime(digits, "%Y%m%d%H%M%S%z").timestamp()
+
+
+def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields tag and content of each element of a sequence in DER."""
+    at = 0
+    while at < len(content):
+        tag, n_bytes, start = content[at], content[at + 1], at + 2
+        if n_bytes & 0x80:
+            start += n_bytes & 0x7F
+            n_bytes = int.from_bytes(content[at + 2 : start])
+        yield tag, content[start : start + n_bytes]
+        at = start + n_bytes
 
 
 def tenant_of(properties: Mapping[str, Iterable[bytes]]) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -109,6 +110,16 @@ def _buckets(found: Distribution) -> list[tuple[str, float]]:
 def _by_source(read: Callable[[DraftCounts], int]) -> Callable[[Statistics], Mapping[str, float]]:
     return lambda s: {source: read(counts) for source, counts in s.by_source.items()}
 
+
+def _days_left(statistics: Statistics) -> Mapping[str, float]:
+    expires_at = statistics.certificate_expires_at
+    return {} if expires_at is None else {"": (expires_at - time.time()) / 86400}
+
+
+_BACKENDS = (
+    "`store`: tenants, keys and limits; `usage`: usage records in the store; `rate_counters`: the"
+    " Redis of shared rates"
+)
 
 _SOURCES = "`drafter`: the MTP heads or the draft model; `ngram`: prompt lookup"
 
@@ -280,6 +291,27 @@ _FAMILIES = (
         _by_source(lambda counts: counts.n_accepted),
         "source",
         _SOURCES,
+    ),
+    _Family(
+        "backend_up",
+        "Whether what the server keeps elsewhere has answered when it was asked last: 1, or 0.",
+        lambda s: {name: float(state.is_up) for name, state in s.backends.items()},
+        "backend",
+        _BACKENDS,
+    ),
+    _Family(
+        "backend_silence_seconds",
+        "Seconds since it has answered last. The usage of the store is asked only when streams end"
+        " or lists are read.",
+        lambda s: {name: state.silent_s for name, state in s.backends.items()},
+        "backend",
+        _BACKENDS,
+    ),
+    _Family(
+        "certificate_expiry_days",
+        "Days until the certificate expires that new connections get; below 0 when it has. Absent"
+        " without TLS.",
+        _days_left,
     ),
     _Family(
         "estimator_resets_total",

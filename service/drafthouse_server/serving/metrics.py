@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from drafthouse_server.step import SchedulerCounts, StepResult
+from drafthouse_server.tenancy.backends import BackendState
 from drafthouse_server.usage.record import UsageCounts
 
 __all__ = [
@@ -172,6 +173,10 @@ class Statistics:
     """What clients hold."""
     usage: UsageCounts = field(default_factory=UsageCounts)
     """How the recording of usage does."""
+    backends: Mapping[str, BackendState] = field(default_factory=dict)
+    """How each does that is kept outside of the server, by name: store, usage, rate_counters."""
+    certificate_expires_at: float | None = None
+    """When the server's certificate expires, seconds since 1970; None without one."""
 
     @property
     def by_source(self) -> Mapping[str, DraftCounts]:

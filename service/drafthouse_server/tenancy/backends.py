@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafthouse_server.config import Config
 from drafthouse_server.tenancy.admission import Admission
-from drafthouse_server.tenancy.counters import SharedRates, open_redis
+from drafthouse_server.tenancy.counters import RedisCounters, SharedRates, open_redis
 from drafthouse_server.tenancy.identity import BadKeys, Tenants
 from drafthouse_server.tenancy.tenants import TenantRegistry
 from drafthouse_server.usage.journal import Journal
@@ -25,7 +26,18 @@ if TYPE_CHECKING:
     from drafthouse_server.tenancy.key_ring import KeyRing
     from drafthouse_server.tenancy.store import StoreUsage
 
-__all__ = ["Backends"]
+__all__ = ["BackendState", "Backends"]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendState:
+    """How something does that is kept outside of the server."""
+
+    is_up: bool
+    """Whether it has answered when it was asked last."""
+    silent_s: float
+    """Seconds since it has answered last; what is asked only when there is something to ask, and
+    was not, is silent."""
 
 
 class Backends:
@@ -43,6 +55,7 @@ class Backends:
         """The usage of the store."""
         self.rates: SharedRates | None = None
         """The rates that servers share."""
+        self._redis: RedisCounters | None = None
 
     async def open_tenants(self) -> Tenants:
         """Returns who knows the keys: those of the settings, and those of the store.
@@ -90,11 +103,23 @@ class Backends:
         """
         url = self._config.rate_counters_url
         if url:
-            self.rates = SharedRates(await open_redis(url))
+            self._redis = await open_redis(url)
+            self.rates = SharedRates(self._redis)
             admission.share(self.rates)
+
+    def states(self) -> dict[str, BackendState]:
+        """Returns how each does that is open, by name: store, usage, rate_counters."""
+        now = time.monotonic()
+        found = {"store": self.key_ring, "usage": self.usage, "rate_counters": self._redis}
+        return {
+            name: BackendState(not backend.is_away, max(0.0, now - backend.answered_at))
+            for name, backend in found.items()
+            if backend is not None
+        }
 
     async def close(self) -> None:
         """Ends what it has opened, but for the journal. Harmless when done twice."""
+        self._redis = None
         rates, self.rates = self.rates, None
         if rates is not None:
             await rates.close()

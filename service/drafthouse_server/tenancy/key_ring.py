@@ -177,7 +177,8 @@ class KeyRing:
         self._bad_keys = bad_keys
         self._is_flushed = True
         self._version: str | None = None
-        self._answered_at = -math.inf
+        self.answered_at = -math.inf
+        """When the store has answered last, by the clock."""
         self._watching: asyncio.Task[None] | None = None
         self.is_away = False
         """Whether the store has not answered when it was asked last."""
@@ -260,8 +261,8 @@ class KeyRing:
         Raises:
             StoreUnavailable: it is (STORE_UNAVAILABLE).
         """
-        silent_s = now - self._answered_at
-        is_seen = known.seen_at >= self._answered_at - _SEEN_S
+        silent_s = now - self.answered_at
+        is_seen = known.seen_at >= self.answered_at - _SEEN_S
         if silent_s > max(self._rules.grace_s, _TIMEOUT_S + 2 * POLL_S) or not is_seen:
             raise StoreUnavailable(self._rules.retry_after_s)
 
@@ -390,7 +391,7 @@ class KeyRing:
         if found.version != self._version:
             await self._refresh()
             self._version = found.version
-        self._answered_at = asked_at
+        self.answered_at = asked_at
         if self.is_away:
             self.is_away = False
             _log.info("the store answers again")
