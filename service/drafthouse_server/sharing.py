@@ -61,8 +61,9 @@ class SharingSettings(FrontSettings):
     revoked_streams: str = _share(
         "end",
         one_of("end", "finish"),
-        "What becomes of the running calls of a key of the store that is revoked, or whose tenant"
-        " is deleted: end, with UNAUTHENTICATED, within a second or two; or finish.",
+        "What becomes of the running calls of a key of the store that is revoked: end, with"
+        " UNAUTHENTICATED, within a second or two; or finish. Those of a tenant that is deleted end"
+        " in any case.",
     )
     """Whether running calls of a revoked key end."""
     bad_keys_per_minute: int = _share(

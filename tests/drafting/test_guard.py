@@ -22,6 +22,7 @@ from drafthouse_server.drafting.guard import Guard, checked, is_duration
 from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.errors import Unauthenticated
 from drafthouse_server.scheduling.cells import OutputLengths
 from drafthouse_server.scheduling.pacing import ChunkSizer, RunLength
 from drafthouse_server.scheduling.preemption import SnapshotCost
@@ -88,6 +89,7 @@ class World:
         for _ in range(1500):
             if self.scheduler.is_idle:
                 break
+            self.scheduler.forget_tenant("nobody", Unauthenticated())
             self.scheduler.reap(clock())
             plan = self.scheduler.plan(clock())
             result = self.engine.step(plan)  # it checks the plan
@@ -143,6 +145,7 @@ CALLS: list[tuple[type, str]] = [
     (NgramDrafter, "fill"),
     (NgramDrafter, "observe"),
     (NgramDrafter, "forget"),
+    (NgramDrafter, "forget_tenant"),
     (ChunkSizer, "step_s"),
     (ChunkSizer, "align"),
     (ChunkSizer, "observe"),

@@ -265,14 +265,16 @@ async def test_running_calls_of_a_revoked_key_end_or_go_on(
     await poll(ring)
     for _ in range(5):
         await asyncio.sleep(0)
-    assert [task.done() for task in calls] == [ends_streams, ends_streams, False]
+    is_ended = ends_streams or how == "deleted"
+    assert [task.done() for task in calls] == [is_ended, is_ended, False]
     may_end.set()
     ends = await asyncio.gather(*calls, return_exceptions=True)
     assert ends[2] == "done"
     for end in ends[:2]:
-        if ends_streams:
+        if is_ended:
             assert isinstance(end, Unauthenticated)
-            assert end.message == "the API key was revoked"
+            what = "tenant was deleted" if how == "deleted" else "API key was revoked"
+            assert end.message == f"the {what}"
         else:
             assert end == "done"
     assert not any(task.cancelling() for task in calls)

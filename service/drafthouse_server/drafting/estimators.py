@@ -350,6 +350,12 @@ class Estimators:
         self._has_choice = False
         self.policy.reset()
 
+    def forget_tenant(self, tenant: str) -> None:
+        """Forgets what the ended sequences of a tenant said."""
+        ngrams = self.ngrams
+        if ngrams.is_on:
+            self.guard.tell("n-grams", lambda: ngrams.forget_tenant(tenant))
+
     def _reset_ngrams(self) -> None:
         self.ngrams.reset()
         for sequence in self._sequences():

@@ -214,6 +214,15 @@ class NgramPool:
         places = zip(repeat(text, len(ends)), ends, strict=True)
         shelf.table.update(zip(_ngrams(text, ends, self._size), places, strict=True))
 
+    def forget(self, tenant: str) -> None:
+        """Forgets all of a tenant and of its end users (`Sequence.owner`)."""
+
+        def is_other(owner: str) -> bool:
+            return owner.partition("\0")[0] != tenant
+
+        self._shelves = OrderedDict((o, s) for o, s in self._shelves.items() if is_other(o))
+        self._due = deque((d for d in self._due if is_other(d[0])), maxlen=_N_CHUNKS_DUE_MAX)
+
     def _ends(self, start: int, end: int) -> range:
         """Returns the ends of the n-grams of a chunk; the text's last one has nothing after it."""
         return range(max(start, self._size), max(end, self._size))
@@ -431,6 +440,11 @@ class NgramDrafter:
             track.text = None
             track.n_matched = 0
         track.proposal = []
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Forgets what the ended sequences of a tenant said. None of it may run."""
+        if self._pool is not None:
+            self._pool.forget(tenant)
 
     def forget(self, sequence: Searchable, *, is_finished: bool) -> None:
         """Takes leave of a sequence that has ended.

@@ -276,6 +276,8 @@ class Server:
                 on_health=self._on_health,
                 on_failure=self._on_failure,
             )
+            if self._key_ring is not None:
+                self._key_ring.tenants.on_deleted = self._loop.forget_tenant
             self._accounting = Accounting(
                 self._loop.metrics,
                 self._loop.engine.card.name,

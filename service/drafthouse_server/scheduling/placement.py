@@ -154,6 +154,7 @@ class Placement:
     def _find_prefix(self, sequence: Sequence) -> Match | None:
         """Returns the prefix that a sequence could go on from; what it drafted on is gone."""
         sequence.is_draft_cold = False
+        self._prefixes.set_weight(sequence.tenant, sequence.weight)
         match = self._prefixes.find(sequence.owner, sequence.tokens)
         if not sequence.is_preempted:
             self._prefixes.count(sequence.n_prompt, match)
@@ -169,6 +170,12 @@ class Placement:
             self._checkpoints.store(plan, seq_id, prefix)
             plan.frees.append(seq_id)
             n_free += n_cells
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Gives up what is kept of a tenant's ended sequences, in slots and in host memory."""
+        self._slots.forget_tenant(tenant)
+        self._prefixes.forget_tenant(tenant)
+        self._counters.forget(tenant)
 
     def take(self, plan: PlanBuilder, result: StepResult) -> None:
         """Notes which of the plan's starts kept less than they were to, and counts the others."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from drafthouse_server.step import SchedulerCounts
+from drafthouse_server.tenancy.fairness import SharedBytes
 
 __all__ = [
     "BLOCK_SIZE",
@@ -30,6 +31,7 @@ __all__ = [
     "PrefixCache",
     "PrefixCounts",
     "Tier",
+    "tenant_of",
 ]
 
 BLOCK_SIZE = 16
@@ -164,7 +166,7 @@ class PrefixCache:
         self._n_host_bytes_max = n_host_bytes_max
         self._has_events = has_events
         self._events: list[CacheEvent] = []
-        self._n_host_bytes = 0
+        self._shares = SharedBytes()  # of host memory
         # By slot and in host memory; the least recently used first.
         self._slots: dict[int, Prefix] = {}
         self._hosted: dict[Prefix, None] = {}
@@ -201,7 +203,7 @@ class PrefixCache:
     @property
     def n_host_bytes(self) -> int:
         """Bytes of snapshots in host memory."""
-        return self._n_host_bytes
+        return self._shares.total
 
     def retained(self) -> Iterator[Prefix]:
         """Yields the prefixes of ended sequences in slots, the least recently used first."""
@@ -341,7 +343,10 @@ class PrefixCache:
         return is_storable and self._covering(prefix) is None
 
     def store(self, tenant: str, tokens: Sequence[int], snapshot: bytes) -> bool:
-        """Keeps a snapshot in host memory; the least recently used ones make room for it.
+        """Keeps a snapshot in host memory; others make room for it.
+
+        Whose: those of the tenant that holds most for its weight, the least recently used first.
+        So none is lost to another tenant's while its own tenant holds no more than its share.
 
         Args:
             tenant: Whose tokens they are.
@@ -349,7 +354,8 @@ class PrefixCache:
             snapshot: What the engine wrote.
 
         Returns:
-            Whether it is kept: not when it alone exceeds the limit, or is there already.
+            Whether it is kept: not when it alone exceeds the limit, or its tenant's share where
+            others hold theirs, or is there already.
         """
         if len(tokens) < BLOCK_SIZE or len(snapshot) > self._n_host_bytes_max:
             return False
@@ -360,16 +366,52 @@ class PrefixCache:
             self._touch(covering)
             return False
         prefix.snapshot = snapshot
+        covered = self._covered(prefix)
+        victims = self._victims(prefix, covered)
+        if victims is None:
+            return False
         self._add(prefix)
-        for shorter in self._covered(prefix):
-            self._forget_hosted(shorter)
-        while self._n_host_bytes + len(snapshot) > self._n_host_bytes_max:
-            self._forget_hosted(next(iter(self._hosted)))
-            self.counts.n_evicted += 1
+        for other in (*covered, *victims):
+            self._forget_hosted(other)
+        self.counts.n_evicted += len(victims)
         self._hosted[prefix] = None
-        self._n_host_bytes += len(snapshot)
+        self._shares.add(tenant_of(tenant), len(snapshot))
         self.counts.n_stored += 1
         return True
+
+    def _victims(self, prefix: Prefix, covered: list[Prefix]) -> list[Prefix] | None:
+        """Returns the snapshots that have to leave for another, besides those that it covers.
+
+        None where that would take what others have of their shares.
+        """
+        tenant, n_bytes = tenant_of(prefix.tenant), len(prefix.snapshot)
+        victims: list[Prefix] = []
+        given = {tenant: sum(len(shorter.snapshot) for shorter in covered)}
+        n_over = self._shares.total - given[tenant] + n_bytes - self._n_host_bytes_max
+        lines: dict[str, Iterator[Prefix]] = {}
+        while n_over > 0:
+            giver = self._shares.giver(tenant, n_bytes, given)
+            victim = next(lines.setdefault(giver, self._hosted_of(giver, covered)), None)
+            if victim is None:
+                return None
+            victims.append(victim)
+            given[giver] = given.get(giver, 0) + len(victim.snapshot)
+            n_over -= len(victim.snapshot)
+        return victims
+
+    def _hosted_of(self, tenant: str, but: Sequence[Prefix] = ()) -> Iterator[Prefix]:
+        """Yields a tenant's snapshots, the least recently used first."""
+        return (p for p in self._hosted if tenant_of(p.tenant) == tenant and p not in but)
+
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """Notes a tenant's share of host memory relative to others' weights, > 0."""
+        self._shares.set_weight(tenant, weight)
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Gives up a tenant's snapshots. What it has in slots goes with its slots."""
+        for prefix in list(self._hosted_of(tenant)):
+            self._forget_hosted(prefix)
+            self.counts.n_evicted += 1
 
     def n_cut_min_of_snapshot(self, n_tokens: int) -> int:
         """Returns the fewest tokens that can be kept of a snapshot of so many, but 0."""
@@ -383,7 +425,7 @@ class PrefixCache:
         counts.n_prefix_tokens = found.n_prompt_tokens
         counts.n_reused = found.n_reused
         counts.n_prefix_evicted = found.n_evicted
-        counts.n_prefix_bytes = self._n_host_bytes
+        counts.n_prefix_bytes = self._shares.total
 
     def take_events(self) -> list[CacheEvent]:
         """Returns what was stored and removed since the last call, in order."""
@@ -456,7 +498,7 @@ class PrefixCache:
 
     def _forget_hosted(self, prefix: Prefix) -> None:
         del self._hosted[prefix]
-        self._n_host_bytes -= len(prefix.snapshot)
+        self._shares.add(tenant_of(prefix.tenant), -len(prefix.snapshot))
         self._remove(prefix)
 
     def _add(self, prefix: Prefix) -> None:
@@ -511,6 +553,11 @@ class NoPrefixes(PrefixCache):
 
     def tell(self, *, is_told: bool) -> None:
         """Tells nothing."""
+
+
+def tenant_of(owner: str) -> str:
+    """Returns the tenant of an owner (`Sequence.owner`), which may be an end user of it."""
+    return owner.partition("\0")[0]
 
 
 def _hashes(tenant: str, tokens: Sequence[int]) -> Iterator[int]:

@@ -258,6 +258,12 @@ class Scheduler:
         """Counts units of service that a tenant was given elsewhere, such as work on its texts."""
         self._counters.charge_aside(tenant, amount)
 
+    def forget_tenant(self, tenant: str, error: DrafthouseError) -> None:
+        """Forgets a tenant, and ends its sequences with an error. Between two steps only."""
+        self._ends.end_tenant(tenant, self.sequences(), error)
+        self._placement.forget_tenant(tenant)
+        self._estimators.forget_tenant(tenant)
+
     def reap(self, now: float) -> _Events:
         """Ends the marked sequences and those whose deadline has passed.
 
@@ -393,13 +399,7 @@ class Scheduler:
         """Tells how far the prompt is, to those who want to know."""
         n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
         if n_computed == n_prompt and self._prefixes.can_cut:
-            self._prefixes.hold(
-                sequence.seq_id,
-                sequence.owner,
-                sequence.tokens,
-                is_running=True,
-                n_cut_min=sequence.n_cut_min,
-            )
+            self._slots.note(sequence)
         self._checkpoints.note(sequence)
         if sequence.has_progress and n_computed > sequence.n_progress:
             sequence.n_progress = n_computed
@@ -446,9 +446,7 @@ class Scheduler:
         return [(sequence, self._fail(sequence, status)) for sequence in (*lost, *preempted)]
 
     def _fail(self, sequence: Sequence, status: str) -> Event:
-        is_costly = status == SequenceStatus.GRAMMAR_TOO_COSTLY.value
-        error = GrammarTooCostly() if is_costly else EngineError(status, sequence.request_id)
-        return self._end(sequence, error)
+        return self._end(sequence, _error_of(status, sequence.request_id))
 
     def _end(self, sequence: Sequence, end: End) -> Event:
         """Gives back what a sequence holds, and returns its terminal event."""
@@ -471,3 +469,10 @@ class Scheduler:
                 self._ledger.lengths.observe(sequence)
             return sequence.finish(end)
         return sequence.fail(end)
+
+
+def _error_of(status: str, request_id: str) -> DrafthouseError:
+    """Returns what a sequence ends with that the engine could not go on with."""
+    if status == SequenceStatus.GRAMMAR_TOO_COSTLY.value:
+        return GrammarTooCostly()
+    return EngineError(status, request_id)

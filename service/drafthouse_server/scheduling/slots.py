@@ -14,6 +14,7 @@ from drafthouse_server.scheduling.prefix_cache import (
     Prefix,
     PrefixCache,
     Tier,
+    tenant_of,
 )
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits
@@ -167,6 +168,16 @@ class SlotTable:
         heappush(self._free, seq_id)
         self._prefixes.drop(seq_id)
 
+    def note(self, sequence: Sequence) -> None:
+        """Lets others of its owner go on from what is computed of a sequence that runs."""
+        self._prefixes.hold(
+            sequence.seq_id,
+            sequence.owner,
+            sequence.tokens,
+            is_running=True,
+            n_cut_min=sequence.n_cut_min,
+        )
+
     def retain(self, sequence: Sequence) -> bool:
         """Keeps an ended sequence's tokens in its slot, if they are worth it.
 
@@ -188,6 +199,16 @@ class SlotTable:
         self.retained[sequence.seq_id] = n_computed
         self.n_retained_cells += n_computed
         return True
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Gives up the retained slots of a tenant; the engine is told with the next plan."""
+        for prefix in list(self._prefixes.retained()):
+            if tenant_of(prefix.tenant) == tenant:
+                seq_id = prefix.seq_id
+                self.n_retained_cells -= self.retained.pop(seq_id)
+                self._prefixes.evict(seq_id)
+                heappush(self._free, seq_id)
+                self.given_back.append(seq_id)
 
     def forget_retained(self) -> list[int]:
         """Gives up all retained slots, and returns them."""

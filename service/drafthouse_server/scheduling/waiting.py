@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -169,6 +169,12 @@ class Ends:
         """Asks for a sequence's end. Too late is harmless; the first mark counts."""
         if sequence.state is not SequenceState.FINISHED:
             self._marks.setdefault(sequence, end)
+
+    def end_tenant(self, tenant: str, sequences: Iterable[Sequence], error: End) -> None:
+        """Asks for the end of a tenant's sequences, in place of any that was asked for before."""
+        for sequence in sequences:
+            if sequence.tenant == tenant:
+                self._marks[sequence] = error
 
     def take(self, now: float) -> Iterator[tuple[Sequence, End]]:
         """Yields the sequences that are to end now, and how."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from drafthouse_server.engine.protocol import Engine
-from drafthouse_server.errors import DrafthouseError
+from drafthouse_server.errors import DrafthouseError, Unauthenticated
 from drafthouse_server.scheduling.prefix_cache import CacheEvent
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import Event, FinishReason, Sequence
@@ -97,6 +97,11 @@ class EngineThread:
     def charge(self, tenant: str, amount: float) -> None:
         """Counts units of service for a tenant, before the next plan; no step is interrupted."""
         self._inbox.put((self._scheduler.charge, (tenant, amount)))
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Forgets a tenant that was deleted, and ends its sequences, after the step in flight."""
+        error = Unauthenticated("the tenant was deleted")
+        self.post(self._scheduler.forget_tenant, tenant, error)
 
     def tell_cache(self, *, is_told: bool) -> None:
         """Has reports tell what is cached, from all that is there now; or ends it."""

@@ -299,10 +299,13 @@ class StepLoop:
 
         Args:
             tenant: Name of the tenant.
-            amount: In the units of `service_weights`: what takes as long as computing a token of a
-                prompt is worth as much as that.
+            amount: In the units of `service_weights`, by the time that it took.
         """
         self._thread.charge(tenant, amount)
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Ends the streams of a tenant that was deleted, and forgets what is kept of it."""
+        self._thread.forget_tenant(tenant)
 
     def statistics(self) -> Statistics:
         """Returns what was counted so far."""

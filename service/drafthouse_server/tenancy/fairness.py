@@ -21,7 +21,14 @@ from typing import Protocol
 
 from drafthouse_server.step import ResultEntry
 
-__all__ = ["Fairness", "SaveBudget", "ServedSequence", "ServiceWeights", "VirtualCounters"]
+__all__ = [
+    "Fairness",
+    "SaveBudget",
+    "ServedSequence",
+    "ServiceWeights",
+    "SharedBytes",
+    "VirtualCounters",
+]
 
 _N_COMPARISONS = 1_000_000
 """Comparisons that `ServiceWeights.masks` is the weight of."""
@@ -115,6 +122,12 @@ class VirtualCounters:
     def weight(self, tenant: str) -> float:
         """Returns a tenant's weight."""
         return self._weights.get(tenant, 1.0)
+
+    def forget(self, tenant: str) -> None:
+        """Forgets what a tenant was given, unless something of it waits."""
+        if tenant not in self._waiting and tenant != self._last:
+            self._counters.pop(tenant, None)
+            self._weights.pop(tenant, None)
 
     def charge(self, tenant: str, amount: float) -> None:
         """Counts units of service that a tenant was given, or work that was done for it."""
@@ -261,6 +274,59 @@ class VirtualCounters:
             if (is_short and has_more) or ahead >= self._quantum:
                 found.append(other)
         return sorted(found, key=self.of, reverse=True)
+
+
+class SharedBytes:
+    """Bytes that tenants hold of a memory that they share by weight.
+
+    A tenant's share is that part of the memory which its weight is of all weights of those that
+    hold some. Whoever is alone may have all of it; one within its share loses nothing to others.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        """Of all tenants."""
+        self._held: dict[str, int] = {}
+        self._weights: dict[str, float] = {}
+
+    def of(self, tenant: str) -> int:
+        """Returns the bytes that a tenant holds."""
+        return self._held.get(tenant, 0)
+
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """Notes a tenant's share relative to others' weights, > 0."""
+        self._weights[tenant] = weight
+        if len(self._weights) > 2 * len(self._held) + _N_PAST_MIN:
+            self._weights = {t: w for t, w in self._weights.items() if t in self._held}
+            self._weights[tenant] = weight
+
+    def add(self, tenant: str, n_bytes: int) -> None:
+        """Notes that a tenant holds more bytes, or, where they are negative, fewer."""
+        self.total += n_bytes
+        self._held[tenant] = self.of(tenant) + n_bytes
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def share(self, tenant: str) -> float:
+        """Returns a tenant's part of the memory, (0, 1], were it one of those that hold some."""
+        weight = self._weights.get(tenant, 1.0)
+        others = sum(self._weights.get(t, 1.0) for t in self._held if t != tenant)
+        return weight / (weight + others)
+
+    def giver(self, tenant: str, n_bytes: int, given: Mapping[str, int]) -> str:
+        """Returns the tenant that has most for its weight: where bytes are too many, it gives some.
+
+        Args:
+            tenant: Is about to hold more.
+            n_bytes: So many.
+            given: Bytes that tenants are about to give up.
+        """
+
+        def held_per_weight(other: str) -> float:
+            held = self.of(other) - given.get(other, 0) + (n_bytes if other == tenant else 0)
+            return held / self._weights.get(other, 1.0)
+
+        return max(dict.fromkeys([*self._held, tenant]), key=held_per_weight)
 
 
 class SaveBudget:

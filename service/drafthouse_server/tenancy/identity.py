@@ -8,15 +8,19 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
 from drafthouse_server.errors import TooManyBadKeys
 from drafthouse_server.tenancy.tenants import Identity
 
-__all__ = ["BadKeys", "Tenants", "is_tenant_name", "source_of"]
+if TYPE_CHECKING:  # it needs SQLAlchemy, which servers without a store do not load
+    from drafthouse_server.tenancy.records import TenantRecord
+
+__all__ = ["BadKeys", "KnownTenants", "Tenants", "is_tenant_name", "source_of"]
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _N_ADDRESSES_MAX = 10_000
@@ -116,3 +120,42 @@ class BadKeys:
     def _debt(self, address: str, now: float) -> float:
         debt, since = self._debts.get(address, (0.0, now))
         return max(0.0, debt - (now - since) * self._n_max / _MINUTE_S)
+
+
+class KnownTenants:
+    """The tenants of the store whose keys the server has seen, and which of them were deleted.
+
+    One that was deleted and made again is another one, whatever its name.
+    """
+
+    def __init__(self) -> None:
+        self._created_at: dict[str, int] = {}
+        self.on_deleted: Callable[[str], None] | None = None
+        """Called with the name of each that was deleted: nothing of it shall be kept."""
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all."""
+        return set(self._created_at)
+
+    def note(self, tenants: Iterable[TenantRecord]) -> None:
+        """Notes tenants that exist."""
+        for record in tenants:
+            self._created_at.setdefault(record.name, record.created_at)
+
+    def take_deleted(
+        self, asked: AbstractSet[str], found: Iterable[TenantRecord], suspects: AbstractSet[str]
+    ) -> set[str]:
+        """Returns the names of those that were deleted, and forgets them.
+
+        Args:
+            asked: Names that the store was asked for.
+            found: Of these, all that exist.
+            suspects: Names of tenants that have lost a key: keys go with their tenant alone.
+        """
+        created_at = {record.name: record.created_at for record in found}
+        known = self._created_at
+        deleted = {n for n in asked if n in known and created_at.get(n) != known[n]} | suspects
+        for name in deleted:
+            self._created_at.pop(name, None)
+        return deleted

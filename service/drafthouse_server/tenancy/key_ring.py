@@ -20,6 +20,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,7 +31,7 @@ from sqlalchemy import Connection
 from drafthouse_server.config import Config
 from drafthouse_server.errors import StoreError, StoreUnavailable, Unauthenticated
 from drafthouse_server.tenancy import records
-from drafthouse_server.tenancy.identity import BadKeys
+from drafthouse_server.tenancy.identity import BadKeys, KnownTenants
 from drafthouse_server.tenancy.keys import claimed_id, digest_of, id_of_key, pepper_id
 from drafthouse_server.tenancy.records import KeyRecord, TenantRecord
 from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
@@ -101,12 +102,12 @@ class _Known:
 class _Held:
     """A running call of a key: ended with UNAUTHENTICATED when the key is revoked."""
 
-    __slots__ = ("_is_revoked", "_known", "_task")
+    __slots__ = ("_known", "_task", "_why")
 
     def __init__(self, known: _Known) -> None:
         self._known = known
         self._task: asyncio.Task[Any] | None = None
-        self._is_revoked = False
+        self._why = ""  # it was ended
 
     def __enter__(self) -> None:
         self._task = asyncio.current_task()
@@ -119,16 +120,26 @@ class _Held:
         trace: TracebackType | None,
     ) -> None:
         self._known.calls.discard(self)
-        if self._is_revoked and isinstance(error, asyncio.CancelledError):
+        if self._why and isinstance(error, asyncio.CancelledError):
             assert self._task is not None
             self._task.uncancel()
-            raise Unauthenticated("the API key was revoked") from error
+            raise Unauthenticated(self._why) from error
 
-    def end(self) -> None:
+    def end(self, why: str) -> None:
         """Ends the call."""
-        if self._task is not None and not self._is_revoked:
-            self._is_revoked = True
+        if self._task is not None and not self._why:
+            self._why = why
             self._task.cancel()
+
+
+class _LastUses:
+    """When keys were used last, until it is written."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, int] = {}
+        """By the key's id, seconds since 1970."""
+        self.is_flushed = True
+        """Whether the last attempt to write was a good one."""
 
 
 class KeyRing:
@@ -172,10 +183,11 @@ class KeyRing:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._unknown: OrderedDict[str, float] = OrderedDict()
         self._pending: dict[str, asyncio.Task[None]] = {}
-        self._uses: dict[str, int] = {}
+        self._uses = _LastUses()
+        self.tenants = KnownTenants()
+        """Those whose keys were seen."""
         self._revoked_at: dict[str, int] = {}  # of known keys that will be
         self._bad_keys = bad_keys
-        self._is_flushed = True
         self._version: str | None = None
         self.answered_at = -math.inf
         """When the store has answered last, by the clock."""
@@ -241,7 +253,7 @@ class KeyRing:
         wall_now = self._wall_clock()
         if wall_now >= known.works_until:
             self._refuse(address)
-        self._uses[identity.key_id] = int(wall_now)
+        self._uses.pending[identity.key_id] = int(wall_now)
         return identity
 
     def _use(self, known: _Known) -> Identity:
@@ -344,6 +356,8 @@ class KeyRing:
 
     def _take(self, keys: Iterable[KeyRecord], tenants: Iterable[TenantRecord]) -> None:
         """Takes keys in that the store has just told."""
+        tenants = list(tenants)
+        self.tenants.note(tenants)
         by_name = {record.name: self._make_tenant(record) for record in tenants}
         now, wall_now = self._clock(), self._wall_clock()
         for key in keys:
@@ -400,18 +414,46 @@ class KeyRing:
         """Reads all known keys again; those that are gone, or revoked, are forgotten."""
         self._unknown.clear()
         ids = list(self._known)
-        read = functools.partial(_read_keys, ids=ids)
-        keys, tenants = await self._reader.run(read, _TIMEOUT_S + len(ids) * 1e-3)
-        names, wall_now = {record.name for record in tenants}, self._wall_clock()
-        alive = {
-            key.id
-            for key in keys
-            if key.tenant in names and (key.revoked_at is None or key.revoked_at > wall_now)
-        }
-        for key_id in ids:
-            if key_id not in alive:
-                self._forget(key_id)
+        names = self.tenants.names
+        read = functools.partial(_read_keys, ids=ids, names=names)
+        n_read = len(ids) + len(names)
+        keys, tenants = await self._reader.run(read, _TIMEOUT_S + n_read * 1e-3)
+        wall_now = self._wall_clock()
+        self._forget_deleted(ids, keys, names, tenants)
+        revoked = [k.id for k in keys if k.revoked_at is not None and k.revoked_at <= wall_now]
+        for key_id in revoked:
+            self._forget(key_id)
         self._take(keys, tenants)
+
+    def _forget_deleted(
+        self,
+        ids: list[str],
+        keys: Iterable[KeyRecord],
+        names: AbstractSet[str],
+        tenants: Iterable[TenantRecord],
+    ) -> None:
+        """Forgets the tenants that were deleted, ends their calls, and has their data dropped.
+
+        Args:
+            ids: Of the keys that were known when the store was asked.
+            keys: Of these, those that exist.
+            names: Of the tenants that were known then.
+            tenants: Of these, those that exist.
+        """
+        tenant_of = {i: k.identity.tenant.name for i, k in self._known.items()}
+        lost = set(ids) - {key.id for key in keys}
+        suspects = {tenant_of[key_id] for key_id in lost if key_id in tenant_of}
+        deleted = self.tenants.take_deleted(names, tenants, suspects)
+        for key_id, name in tenant_of.items():
+            if name in deleted:
+                self._revoked_at.pop(key_id, None)
+                for call in list(self._known.pop(key_id).calls):
+                    call.end("the tenant was deleted")
+        for name in sorted(deleted):
+            _log.info("tenant %s was deleted", name)
+            is_fixed = self._fixed is not None and self._fixed.has_tenant(name)
+            if self.tenants.on_deleted is not None and not is_fixed:
+                self.tenants.on_deleted(name)
 
     def _forget(self, key_id: str) -> None:
         """Forgets a key that was revoked, and ends its calls where they shall end."""
@@ -423,7 +465,7 @@ class KeyRing:
             _log.info("key %s of tenant %s was revoked", key_id, known.identity.tenant.name)
         if self._rules.ends_streams:
             for call in list(known.calls):
-                call.end()
+                call.end("the API key was revoked")
 
     def _end_revoked(self) -> None:
         """Forgets the keys whose revocation, told before, has come."""
@@ -442,18 +484,18 @@ class KeyRing:
 
     async def _flush(self) -> None:
         """Writes when keys were used; what could not be written is kept for the next time."""
-        uses, self._uses = self._uses, {}
+        uses, self._uses.pending = self._uses.pending, {}
         if not uses:
             return
         write = functools.partial(records.note_uses, uses=uses)
         try:
             await self._writer.run(write, _TIMEOUT_S)
-            self._is_flushed = True
+            self._uses.is_flushed = True
         except StoreError as error:
-            self._uses = uses | self._uses
-            if self._is_flushed:
+            self._uses.pending = uses | self._uses.pending
+            if self._uses.is_flushed:
                 _log.warning("%s; when keys were used is written later", error)
-            self._is_flushed = False
+            self._uses.is_flushed = False
 
     def _note_silence(self, error: StoreError) -> None:
         if not self.is_away:
@@ -465,10 +507,12 @@ class KeyRing:
             )
 
 
-def _read_keys(connection: Connection, ids: Sequence[str]) -> _Found:
+def _read_keys(
+    connection: Connection, ids: Sequence[str], names: AbstractSet[str] = frozenset()
+) -> _Found:
     keys = records.find_keys(connection, [i for i in ids if not i.startswith(_CERTIFIED)])
-    names = [i.removeprefix(_CERTIFIED) for i in ids if i.startswith(_CERTIFIED)]
-    return _with_tenants(connection, keys + [_certificate_of(name) for name in names])
+    certified = [i.removeprefix(_CERTIFIED) for i in ids if i.startswith(_CERTIFIED)]
+    return _with_tenants(connection, keys + [_certificate_of(name) for name in certified], names)
 
 
 def _certificate_of(name: str) -> KeyRecord:
@@ -480,8 +524,10 @@ def _read_recent(connection: Connection, since: int) -> _Found:
     return _with_tenants(connection, records.recently_used(connection, since, _N_KNOWN_MAX))
 
 
-def _with_tenants(connection: Connection, keys: Sequence[KeyRecord]) -> _Found:
-    names = {key.tenant for key in keys}
+def _with_tenants(
+    connection: Connection, keys: Sequence[KeyRecord], more: AbstractSet[str] = frozenset()
+) -> _Found:
+    names = {key.tenant for key in keys} | more
     if not names:
         return keys, []
     few = names if len(names) <= _N_NAMES_MAX else None

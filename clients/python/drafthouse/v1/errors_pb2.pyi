@@ -31,7 +31,9 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     ERROR_REASON_CONTEXT_TOO_LONG: _ErrorReason.ValueType  # 2
     """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
     ERROR_REASON_INVALID_API_KEY: _ErrorReason.ValueType  # 3
-    """UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call whose key is revoked while it runs may end so."""
+    """UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call may end so while it runs, when
+    its key is revoked or its tenant deleted.
+    """
     ERROR_REASON_MODEL_NOT_ALLOWED: _ErrorReason.ValueType  # 4
     """PERMISSION_DENIED: the tenant may not use this model. Checked before existence. Metadata: model."""
     ERROR_REASON_MODEL_NOT_FOUND: _ErrorReason.ValueType  # 5
@@ -89,7 +91,9 @@ them, 16 at most. Metadata: fields.
 ERROR_REASON_CONTEXT_TOO_LONG: ErrorReason.ValueType  # 2
 """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
 ERROR_REASON_INVALID_API_KEY: ErrorReason.ValueType  # 3
-"""UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call whose key is revoked while it runs may end so."""
+"""UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call may end so while it runs, when
+its key is revoked or its tenant deleted.
+"""
 ERROR_REASON_MODEL_NOT_ALLOWED: ErrorReason.ValueType  # 4
 """PERMISSION_DENIED: the tenant may not use this model. Checked before existence. Metadata: model."""
 ERROR_REASON_MODEL_NOT_FOUND: ErrorReason.ValueType  # 5
