@@ -74,6 +74,8 @@ static void test_model_nulls(void) {
     INVALID(spec_model_meta(NULL, "general.name", buf, sizeof buf, &n));
     INVALID(spec_model_text(NULL, "arch", buf, sizeof buf, &n));
     INVALID(spec_model_tokenize(NULL, "x", 1, true, true, tokens, 4, &n));
+    INVALID(spec_model_tokenize_plain(NULL, "x", 1, NULL, 0, true, tokens, 4, &n));
+    INVALID(spec_model_find_control(NULL, "x", 1, NULL, 0, &n));
     INVALID(spec_model_token_bytes(NULL, 0, true, buf, sizeof buf, &n));
     INVALID(spec_model_is_eog(NULL, 0, &is_eog));
     spec_model_free(NULL);
@@ -82,6 +84,8 @@ static void test_model_nulls(void) {
 static void test_chat(void) {
     char buf[64];
     size_t n = 0;
+    size_t n_input = 0;
+    spec_span input[1];
     spec_chat * chat = NULL;
     spec_chat_params params = {"{{ bos_token }}{{ messages[0].content }}", "<s>", "</s>", true,
                                true};
@@ -100,6 +104,16 @@ static void test_chat(void) {
     INVALID(spec_chat_format(chat, roles, NULL, 1, true, buf, sizeof buf, &n));
     INVALID(spec_chat_format(chat, roles, contents, 0, true, buf, sizeof buf, &n));
     INVALID(spec_chat_format(chat, roles, contents, 1, true, buf, sizeof buf, NULL));
+    EXPECT(spec_chat_format_marked(chat, roles, contents, 1, true, buf, sizeof buf, &n, NULL, 0,
+                                   &n_input),
+           SPEC_ERR_BUFFER_TOO_SMALL);
+    TRUE(n == 2 && n_input == 1);
+    EXPECT(spec_chat_format_marked(chat, roles, contents, 1, true, buf, sizeof buf, &n, input, 1,
+                                   &n_input),
+           SPEC_OK);
+    TRUE(n_input == 1 && input[0].begin == 0 && input[0].end == 1);
+    INVALID(spec_chat_format_marked(chat, roles, contents, 1, true, buf, sizeof buf, &n, input, 1,
+                                    NULL));
     spec_chat_free(chat);
     params.source = "{% for %}";
     EXPECT(spec_chat_open(&params, &chat), SPEC_ERR_BAD_TEMPLATE);

@@ -166,6 +166,23 @@ int32_t spec_model_text(const spec_model * model, const char * key, char * buf, 
 int32_t spec_model_tokenize(const spec_model * model, const char * text, size_t n_text,
                             bool add_special, bool parse_special, int32_t * tokens, size_t cap,
                             size_t * n_needed);
+/* Bytes [begin, end) of a text. since ABI 8 */
+typedef struct spec_span {
+    size_t begin;
+    size_t end;
+} spec_span;
+
+/* As spec_model_tokenize with parse_special, but where the spelling of a control token touches one
+ * of the spans of `plain`, it is read as text. They are in order, apart, and within the text; else
+ * INVALID_ARGUMENT. since ABI 8 */
+int32_t spec_model_tokenize_plain(const spec_model * model, const char * text, size_t n_text,
+                                  const spec_span * plain, size_t n_plain, bool add_special,
+                                  int32_t * tokens, size_t cap, size_t * n_needed);
+/* Finds the spellings of control tokens in a text, from its beginning on, without overlap.
+ * *n_needed is their number; BUFFER_TOO_SMALL when it exceeds cap (nothing is written). since ABI 8
+ */
+int32_t spec_model_find_control(const spec_model * model, const char * text, size_t n_text,
+                                spec_span * out, size_t cap, size_t * n_needed);
 /* Bytes of one token (not always valid UTF-8 alone). special: render control tokens too. since ABI
  * 1 */
 int32_t spec_model_token_bytes(const spec_model * model, int32_t token, bool special, char * buf,
@@ -206,6 +223,15 @@ void spec_chat_free(spec_chat * chat);
 int32_t spec_chat_format(const spec_chat * chat, const char * const * roles,
                          const char * const * contents, size_t n_messages,
                          bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed);
+/* Likewise, with the spans of the text that the messages brought, in order and apart: roles that
+ * are words (letters, digits, _ and -) are the template's own. *n_input is their number; where it
+ * exceeds cap_input, BUFFER_TOO_SMALL, and both numbers are written. Where llama.cpp has changed
+ * the text after the template made it, there are none. since ABI 8 */
+int32_t spec_chat_format_marked(const spec_chat * chat, const char * const * roles,
+                                const char * const * contents, size_t n_messages,
+                                bool add_generation_prompt, char * buf, size_t cap,
+                                size_t * n_needed, spec_span * input, size_t cap_input,
+                                size_t * n_input);
 
 /* Samplers. */
 

@@ -160,6 +160,14 @@ class Model:
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> npt.NDArray[np.int32]: ...
+    def tokenize_plain(
+        self,
+        text: str | bytes,
+        plain: Sequence[tuple[int, int]] | npt.NDArray[np.int64],
+        *,
+        add_special: bool = True,
+    ) -> npt.NDArray[np.int32]: ...
+    def find_control(self, text: str) -> npt.NDArray[np.int64]: ...
     def token_bytes(self, token: int, special: bool = False) -> bytes: ...
     def detokenize(
         self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], special: bool = False
@@ -180,6 +188,9 @@ class ChatTemplate:
     def format(
         self, roles: Sequence[str], contents: Sequence[str], add_generation_prompt: bool
     ) -> str: ...
+    def format_marked(
+        self, roles: Sequence[str], contents: Sequence[str], add_generation_prompt: bool
+    ) -> tuple[bytes, npt.NDArray[np.int64]]: ...
 
 @final
 class Sampler:

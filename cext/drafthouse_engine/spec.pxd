@@ -79,6 +79,16 @@ cdef extern from "spec.h" nogil:
     int32_t spec_model_tokenize(
         const spec_model * model, const char * text, size_t n_text, bool add_special,
         bool parse_special, int32_t * tokens, size_t cap, size_t * n_needed)
+    ctypedef struct spec_span:
+        size_t begin
+        size_t end
+
+    int32_t spec_model_tokenize_plain(
+        const spec_model * model, const char * text, size_t n_text, const spec_span * plain,
+        size_t n_plain, bool add_special, int32_t * tokens, size_t cap, size_t * n_needed)
+    int32_t spec_model_find_control(
+        const spec_model * model, const char * text, size_t n_text, spec_span * out, size_t cap,
+        size_t * n_needed)
     int32_t spec_model_token_bytes(
         const spec_model * model, int32_t token, bool special, char * buf, size_t cap,
         size_t * n_needed)
@@ -105,6 +115,10 @@ cdef extern from "spec.h" nogil:
     int32_t spec_chat_format(
         const spec_chat * chat, const char * const * roles, const char * const * contents,
         size_t n_messages, bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed)
+    int32_t spec_chat_format_marked(
+        const spec_chat * chat, const char * const * roles, const char * const * contents,
+        size_t n_messages, bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed,
+        spec_span * input, size_t cap_input, size_t * n_input)
 
     ctypedef struct spec_sampler:
         pass

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 // A chat template, and what the tokenizer adds to its texts.
 struct spec_chat {
@@ -18,16 +19,12 @@ struct spec_chat {
     bool add_bos = false;
     bool add_eos = false;
 
-    // The text without the tokens that the tokenizer adds itself.
-    std::string without_added(std::string text) const {
-        if (add_bos && text.compare(0, bos.size(), bos) == 0) {
-            text.erase(0, bos.size());
-        }
-        if (add_eos && text.size() >= eos.size() &&
-            text.compare(text.size() - eos.size(), eos.size(), eos) == 0) {
-            text.resize(text.size() - eos.size());
-        }
-        return text;
+    // Where a text begins and ends without the tokens that the tokenizer adds itself.
+    std::pair<size_t, size_t> without_added(const std::string & text) const {
+        const size_t begin = add_bos && text.compare(0, bos.size(), bos) == 0 ? bos.size() : 0;
+        const bool has_eos = add_eos && text.size() - begin >= eos.size() &&
+                             text.compare(text.size() - eos.size(), eos.size(), eos) == 0;
+        return {begin, text.size() - (has_eos ? eos.size() : 0)};
     }
 };
 
@@ -143,9 +140,61 @@ std::unique_ptr<spec_chat> open_chat(const spec_chat_params & params) {
     return chat;
 }
 
-std::string format_chat(const spec_chat & chat, const char * const * roles,
-                        const char * const * contents, size_t n, bool add_generation_prompt) {
+// The spans of a prompt that messages brought: of the rendering that became the prompt. None where
+// llama.cpp has made the prompt of more than one.
+std::vector<spec_span> find_input(const std::string & prompt,
+                                  const std::vector<common_chat_text_parts> & renderings) {
+    for (const common_chat_text_parts & parts : renderings) {
+        std::vector<spec_span> spans;
+        size_t at = 0;
+        bool is_same = true;
+        for (const common_chat_text_part & part : parts) {
+            is_same = is_same && prompt.compare(at, part.text.size(), part.text) == 0;
+            if (!is_same) {
+                break;
+            }
+            if (part.is_input && !part.text.empty()) {
+                spans.push_back({at, at + part.text.size()});
+            }
+            at += part.text.size();
+        }
+        if (is_same && at == prompt.size()) {
+            return spans;
+        }
+    }
+    return {};
+}
+
+// A chat in a template's format.
+struct formatted {
+    std::string text;
+    std::vector<spec_span> input; // what messages brought, in order and apart
+};
+
+// Cuts a text to [begin, end), and its spans with it.
+formatted cut(const std::string & text, const std::vector<spec_span> & spans, size_t begin,
+              size_t end) {
+    formatted result{text.substr(begin, end - begin), {}};
+    for (const spec_span & span : spans) {
+        const size_t first = std::max(span.begin, begin);
+        const size_t last = std::min(span.end, end);
+        if (first < last) {
+            result.input.push_back({first - begin, last - begin});
+        }
+    }
+    return result;
+}
+
+formatted format_chat(const spec_chat & chat, const char * const * roles,
+                      const char * const * contents, size_t n, bool add_generation_prompt) {
+    if (n == 0) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "there are no messages");
+    }
+    deref(roles, "roles");
+    deref(contents, "contents");
+    std::vector<common_chat_text_parts> renderings;
     common_chat_templates_inputs inputs;
+    inputs.renderings = &renderings;
     inputs.add_generation_prompt = add_generation_prompt;
     inputs.use_jinja = true;
     for (size_t i = 0; i < n; ++i) {
@@ -155,7 +204,9 @@ std::string format_chat(const spec_chat & chat, const char * const * roles,
         inputs.messages.push_back(std::move(message));
     }
     return run_template([&] {
-        return chat.without_added(common_chat_templates_apply(chat.templates.get(), inputs).prompt);
+        const std::string text = common_chat_templates_apply(chat.templates.get(), inputs).prompt;
+        const auto [begin, end] = chat.without_added(text);
+        return cut(text, find_input(text, renderings), begin, end);
     });
 }
 
@@ -183,12 +234,31 @@ int32_t spec_chat_format(const spec_chat * chat, const char * const * roles,
                          const char * const * contents, size_t n_messages,
                          bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed) {
     return guarded([&] {
-        if (n_messages == 0) {
-            fail(SPEC_ERR_INVALID_ARGUMENT, "there are no messages");
+        copy_out(
+            format_chat(deref(chat, "chat"), roles, contents, n_messages, add_generation_prompt)
+                .text,
+            buf, cap, n_needed);
+    });
+}
+
+int32_t spec_chat_format_marked(const spec_chat * chat, const char * const * roles,
+                                const char * const * contents, size_t n_messages,
+                                bool add_generation_prompt, char * buf, size_t cap,
+                                size_t * n_needed, spec_span * input, size_t cap_input,
+                                size_t * n_input) {
+    return guarded([&] {
+        deref(n_needed, "n_needed");
+        size_t & n_spans = deref(n_input, "n_input");
+        const formatted result =
+            format_chat(deref(chat, "chat"), roles, contents, n_messages, add_generation_prompt);
+        n_spans = result.input.size();
+        if (n_spans > cap_input || (input == nullptr && n_spans > 0)) {
+            *n_needed = result.text.size() + 1;
+            fail(SPEC_ERR_BUFFER_TOO_SMALL,
+                 "the chat has " + std::to_string(n_spans) + " spans of input");
         }
-        copy_out(format_chat(deref(chat, "chat"), &deref(roles, "roles"),
-                             &deref(contents, "contents"), n_messages, add_generation_prompt),
-                 buf, cap, n_needed);
+        copy_out(result.text, buf, cap, n_needed);
+        std::copy(result.input.begin(), result.input.end(), input);
     });
 }
 

@@ -119,6 +119,8 @@ struct spec_model {
     const llama_vocab * vocab = nullptr;
     bool vocab_only = false;
     uint64_t fingerprint = 0; // digest of the file
+    std::vector<std::string>
+        control; // control tokens' spellings, in order; none begins with another
     std::unique_ptr<drafthouse::breaker_cache> breakers =
         std::make_unique<drafthouse::breaker_cache>();
 
@@ -634,6 +636,8 @@ std::vector<dry_breaker> find_breakers(const llama_vocab * vocab,
 size_t breaker_bytes(const dry_breaker & breaker);
 llama_sampler * dry_of(llama_sampler * chain);
 void add_breakers(llama_sampler * dry, const std::vector<dry_breaker> & breakers);
+llama_tokens tokenize_plain(const llama_vocab * vocab, const std::string & text, bool add_special,
+                            const std::vector<std::pair<size_t, size_t>> & plain);
 
 // gguf_header.cpp
 

@@ -6,10 +6,14 @@
 #include "ggml-cpu.h"
 
 #include <algorithm>
+#include <array>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 namespace drafthouse {
@@ -77,6 +81,88 @@ void check_special_tokens(const llama_vocab & vocab, const std::string & path) {
     }
 }
 
+// The spellings of the tokens that are read as such only where control tokens are parsed. One that
+// begins with another is left out: where it stands, the other stands too.
+std::vector<std::string> control_spellings(const llama_vocab * vocab) {
+    std::vector<std::string> spellings;
+    for (llama_token id = 0; id < llama_vocab_n_tokens(vocab); ++id) {
+        const llama_token_attr attr = llama_vocab_get_attr(vocab, id);
+        const std::string text = llama_vocab_get_text(vocab, id);
+        if ((attr & (LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN)) && !text.empty()) {
+            spellings.push_back(text);
+        }
+    }
+    std::sort(spellings.begin(), spellings.end());
+    std::vector<std::string> shortest;
+    for (const std::string & text : spellings) {
+        if (shortest.empty() || text.compare(0, shortest.back().size(), shortest.back()) != 0) {
+            shortest.push_back(text);
+        }
+    }
+    return shortest;
+}
+
+// Where spellings stand in a text, without overlap. Of all that a text could begin with, only the
+// greatest that is not greater than the text can be its beginning: none begins with another.
+std::vector<spec_span> find_spellings(const std::vector<std::string> & spellings,
+                                      std::string_view text) {
+    std::vector<spec_span> found;
+    std::array<bool, 256> is_first{};
+    size_t n_longest = 0;
+    for (const std::string & spelling : spellings) {
+        is_first[static_cast<unsigned char>(spelling[0])] = true;
+        n_longest = std::max(n_longest, spelling.size());
+    }
+    for (size_t at = 0; at < text.size();) {
+        size_t n = 0;
+        if (is_first[static_cast<unsigned char>(text[at])]) {
+            const std::string_view rest = text.substr(at, n_longest);
+            const auto after = std::upper_bound(spellings.begin(), spellings.end(), rest);
+            if (after != spellings.begin() &&
+                rest.substr(0, std::prev(after)->size()) == *std::prev(after)) {
+                n = std::prev(after)->size();
+                found.push_back({at, at + n});
+            }
+        }
+        at += std::max<size_t>(n, 1);
+    }
+    return found;
+}
+
+std::string checked_text(const spec_model & model, const char * text, size_t n_text) {
+    if (n_text > static_cast<size_t>(std::numeric_limits<int32_t>::max())) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the text is longer than 2 GiB");
+    }
+    if (llama_vocab_type(model.vocab) == LLAMA_VOCAB_TYPE_NONE) {
+        fail(SPEC_ERR_UNSUPPORTED, "the model's file has no tokenizer; give token ids");
+    }
+    return std::string(n_text > 0 ? &deref(text, "text") : "", n_text);
+}
+
+void give_tokens(const llama_tokens & ids, int32_t * tokens, size_t cap, size_t * n_needed) {
+    deref(n_needed, "n_needed") = ids.size();
+    if (ids.size() > cap || (tokens == nullptr && !ids.empty())) {
+        fail(SPEC_ERR_BUFFER_TOO_SMALL, "the text has " + std::to_string(ids.size()) + " tokens");
+    }
+    std::copy(ids.begin(), ids.end(), tokens);
+}
+
+std::vector<std::pair<size_t, size_t>> checked_spans(const spec_span * spans, size_t n_spans,
+                                                     size_t n_text) {
+    std::vector<std::pair<size_t, size_t>> checked;
+    size_t end = 0;
+    for (size_t i = 0; i < n_spans; ++i) {
+        const spec_span & span = (&deref(spans, "plain"))[i];
+        if (span.begin < end || span.end <= span.begin || span.end > n_text) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 "plain spans must be in order, apart and within the text");
+        }
+        checked.emplace_back(span.begin, span.end);
+        end = span.end;
+    }
+    return checked;
+}
+
 } // namespace
 
 // What llama.cpp is told of a model, but for the progress.
@@ -120,6 +206,7 @@ std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool ha
         fail(SPEC_ERR_BAD_MODEL, path + " cannot be loaded" + llama_reason());
     }
     model->vocab = llama_model_get_vocab(model->model.get());
+    model->control = control_spellings(model->vocab);
     check_special_tokens(*model->vocab, path);
     model->vocab_only = params.vocab_only;
     model->fingerprint = params.vocab_only || !has_weights ? 0 : fingerprint_of(path);
@@ -314,20 +401,37 @@ int32_t spec_model_tokenize(const spec_model * model, const char * text, size_t 
     return guarded([&] {
         const spec_model & m = deref(model, "model");
         deref(n_needed, "n_needed");
-        if (n_text > static_cast<size_t>(std::numeric_limits<int32_t>::max())) {
-            fail(SPEC_ERR_INVALID_ARGUMENT, "the text is longer than 2 GiB");
-        }
-        if (llama_vocab_type(m.vocab) == LLAMA_VOCAB_TYPE_NONE) {
-            fail(SPEC_ERR_UNSUPPORTED, "the model's file has no tokenizer; give token ids");
-        }
-        const std::string input(n_text > 0 ? &deref(text, "text") : "", n_text);
-        const llama_tokens ids = common_tokenize(m.vocab, input, add_special, parse_special);
-        *n_needed = ids.size();
-        if (ids.size() > cap || (tokens == nullptr && !ids.empty())) {
+        const std::string input = checked_text(m, text, n_text);
+        give_tokens(common_tokenize(m.vocab, input, add_special, parse_special), tokens, cap,
+                    n_needed);
+    });
+}
+
+int32_t spec_model_tokenize_plain(const spec_model * model, const char * text, size_t n_text,
+                                  const spec_span * plain, size_t n_plain, bool add_special,
+                                  int32_t * tokens, size_t cap, size_t * n_needed) {
+    return guarded([&] {
+        const spec_model & m = deref(model, "model");
+        deref(n_needed, "n_needed");
+        const std::string input = checked_text(m, text, n_text);
+        const auto spans = checked_spans(plain, n_plain, n_text);
+        give_tokens(tokenize_plain(m.vocab, input, add_special, spans), tokens, cap, n_needed);
+    });
+}
+
+int32_t spec_model_find_control(const spec_model * model, const char * text, size_t n_text,
+                                spec_span * out, size_t cap, size_t * n_needed) {
+    return guarded([&] {
+        const spec_model & m = deref(model, "model");
+        size_t & n_found = deref(n_needed, "n_needed");
+        const std::vector<spec_span> found =
+            find_spellings(m.control, {n_text > 0 ? &deref(text, "text") : "", n_text});
+        n_found = found.size();
+        if (n_found > cap || (out == nullptr && n_found > 0)) {
             fail(SPEC_ERR_BUFFER_TOO_SMALL,
-                 "the text has " + std::to_string(ids.size()) + " tokens");
+                 "the text has " + std::to_string(n_found) + " control tokens");
         }
-        std::copy(ids.begin(), ids.end(), tokens);
+        std::copy(found.begin(), found.end(), out);
     });
 }
 

@@ -11,6 +11,7 @@
 #include "../src/llama-model.h"
 #include "../src/llama-rng.h"
 #include "../src/llama-sampler.h"
+#include "../src/llama-vocab.h"
 
 #include <cstring>
 #include <random>
@@ -193,6 +194,12 @@ void add_breakers(llama_sampler * dry, const std::vector<dry_breaker> & breakers
     if (!llama_sampler_dry_add_breakers(dry, breakers)) {
         fail(SPEC_ERR_INTERNAL, "a sampler called dry is none");
     }
+}
+
+// Texts of which parts are plain (patch 0012).
+llama_tokens tokenize_plain(const llama_vocab * vocab, const std::string & text, bool add_special,
+                            const std::vector<std::pair<size_t, size_t>> & plain) {
+    return vocab->tokenize_with_plain(text, add_special, plain);
 }
 
 } // namespace drafthouse

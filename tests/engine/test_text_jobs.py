@@ -119,7 +119,7 @@ def test_a_text_that_would_be_too_long_is_refused_before_it_is_made() -> None:
 
 def test_a_start_token_that_template_and_tokenizer_have_written_is_there_once() -> None:
     class Twice(FakeEngine):
-        def format_chat(self, messages: object) -> str:
-            return "<|bos|>hi"
+        def tokenize_chat(self, messages: object) -> list[int]:
+            return [256, 256, *b"hi"]
 
     assert perform(TextJob(messages=[("user", "hi")]), Twice()).tokens == [256, *b"hi"]

@@ -44,6 +44,14 @@ cdef class Strings:
         PyMem_Free(self.pointers)
 
 
+cdef object span_array(spans):
+    """Returns spans as an array of spec_span."""
+    given = np.asarray(spans, np.int64).reshape(-1, 2)
+    if given.size and given.min() < 0:
+        raise errors.InvalidArgument("a span begins before the text")
+    return np.ascontiguousarray(given, np.uintp)
+
+
 cdef bytes encode_text(text, str name):
     if not isinstance(text, str):
         raise TypeError(f"{name} must be str, not {type(text).__name__}")

@@ -304,6 +304,84 @@ cdef class Model:
             n = self._tokenize(encoded, tokens, bool(add_special), bool(parse_special))
         return tokens[:n].copy()
 
+    def tokenize_plain(self, text, plain, *, add_special=True):
+        """Returns the tokens of a text of which parts are plain.
+
+        The spelling of a control token is read as that token, but where it touches a plain part:
+        there it is text. Without control tokens in plain parts the tokens are those of `tokenize`
+        with `parse_special`: merges go across the borders of a part.
+
+        Args:
+            text: any text, or its UTF-8 bytes.
+            plain: bytes [begin, end) of the text's UTF-8, in order and apart.
+            add_special: add the tokens that begin (and end) a text, where the model wants them.
+
+        Shape:
+            plain [n, 2] integers; returns [n_tokens] int32.
+
+        Raises:
+            InvalidArgument: the text has a lone surrogate, or a span is not within it.
+        """
+        encoded = text if isinstance(text, bytes) else encode_text(text, "text")
+        spans = span_array(plain)
+        tokens = np.empty(len(encoded) + 2, np.int32)
+        n = self._tokenize_plain(encoded, spans, tokens, bool(add_special))
+        if n > len(tokens):
+            tokens = np.empty(n, np.int32)
+            n = self._tokenize_plain(encoded, spans, tokens, bool(add_special))
+        return tokens[:n].copy()
+
+    cdef Py_ssize_t _tokenize_plain(
+        self, bytes text, spans, tokens, c_bool add_special
+    ) except -1:
+        cdef Buffer out = Buffer(tokens, True)
+        cdef Buffer plain = Buffer(spans)
+        cdef const char * source = text
+        cdef size_t n_source = len(text)
+        cdef size_t n_plain = len(spans)
+        cdef size_t n = 0
+        cdef int32_t rc
+        cdef const spec.spec_model * handle = self._use()
+        enter_call()
+        with nogil:
+            rc = spec.spec_model_tokenize_plain(
+                handle, source, n_source, <const spec.spec_span *>plain.view.buf, n_plain,
+                add_special, <int32_t *>out.view.buf, <size_t>out.view.len // sizeof(int32_t), &n)
+        self._unuse()
+        leave_call(spec.SPEC_OK if rc == spec.SPEC_ERR_BUFFER_TOO_SMALL else rc)
+        return <Py_ssize_t>n
+
+    def find_control(self, text):
+        """Returns where a text spells control tokens: those that `parse_special` reads as such.
+
+        Args:
+            text: any text.
+
+        Shape:
+            [n, 2] int64: bytes [begin, end) of the text's UTF-8, in order and apart.
+
+        Raises:
+            InvalidArgument: the text has a lone surrogate.
+        """
+        cdef bytes encoded = encode_text(text, "text")
+        cdef const char * source = encoded
+        cdef size_t n_source = len(encoded)
+        cdef size_t n = 8
+        cdef int32_t rc = spec.SPEC_ERR_BUFFER_TOO_SMALL
+        cdef Buffer out
+        cdef const spec.spec_model * handle
+        while rc == spec.SPEC_ERR_BUFFER_TOO_SMALL:
+            spans = np.empty((n, 2), np.uintp)
+            out = Buffer(spans, True)
+            handle = self._use()
+            enter_call()
+            with nogil:
+                rc = spec.spec_model_find_control(
+                    handle, source, n_source, <spec.spec_span *>out.view.buf, n, &n)
+            self._unuse()
+            leave_call(spec.SPEC_OK if rc == spec.SPEC_ERR_BUFFER_TOO_SMALL else rc)
+        return spans[:n].astype(np.int64)
+
     cdef Py_ssize_t _tokenize(
         self, bytes text, tokens, c_bool add_special, c_bool parse_special
     ) except -1:
@@ -496,25 +574,58 @@ cdef class ChatTemplate:
             InvalidArgument: there are no messages, or not as many roles as contents.
             BadTemplate: the template failed on these messages.
         """
+        return self.format_marked(roles, contents, add_generation_prompt)[0].decode(
+            "utf-8", "replace")
+
+    def format_marked(self, roles, contents, c_bool add_generation_prompt):
+        """Returns messages in the template's format, and which of its bytes messages brought.
+
+        A role that is a word (ASCII letters, digits, _ and -) counts as the template's own.
+
+        Args:
+            roles: who says each message.
+            contents: what they say.
+            add_generation_prompt: end with what makes a model answer.
+
+        Returns:
+            The text as UTF-8, and spans of it for `Model.tokenize_plain`. There are none where
+            llama.cpp has changed the text after the template made it.
+
+        Shape:
+            spans [n, 2] int64: bytes [begin, end), in order and apart.
+
+        Raises:
+            InvalidArgument: there are no messages, or not as many roles as contents.
+            BadTemplate: the template failed on these messages.
+        """
         cdef Strings c_roles = Strings(roles, "role")
         cdef Strings c_contents = Strings(contents, "content")
         cdef size_t n_messages = len(c_roles.encoded)
         cdef size_t n = 65536 + 2 * sum(map(len, c_contents.encoded))
+        cdef size_t n_input = 16 + 2 * n_messages
+        cdef size_t cap = 0
+        cdef size_t cap_input = 0
         cdef int32_t rc = spec.SPEC_ERR_BUFFER_TOO_SMALL
         cdef char * out
+        cdef Buffer input
         if len(c_contents.encoded) != n_messages:
             raise errors.InvalidArgument(
                 f"there are {n_messages} roles and {len(c_contents.encoded)} contents")
         while rc == spec.SPEC_ERR_BUFFER_TOO_SMALL:
-            buf = PyByteArray_FromStringAndSize(NULL, n)
+            cap = max(cap, n)
+            cap_input = max(cap_input, n_input)
+            buf = PyByteArray_FromStringAndSize(NULL, cap)
+            spans = np.empty((cap_input, 2), np.uintp)
             out = buf
+            input = Buffer(spans, True)
             enter_call()
             with nogil:
-                rc = spec.spec_chat_format(
+                rc = spec.spec_chat_format_marked(
                     self._handle, c_roles.pointers, c_contents.pointers, n_messages,
-                    add_generation_prompt, out, n, &n)
+                    add_generation_prompt, out, cap, &n, <spec.spec_span *>input.view.buf,
+                    cap_input, &n_input)
             leave_call(spec.SPEC_OK if rc == spec.SPEC_ERR_BUFFER_TOO_SMALL else rc)
-        return bytes(buf[:n - 1]).decode("utf-8", "replace")
+        return bytes(buf[:n - 1]), spans[:n_input].astype(np.int64)
 
 
 def embed_tokens(Model model not None, tokens):

@@ -18,6 +18,7 @@ from drafthouse_server.engine.fake_model import (
     BOS,
     EOS,
     IM_END,
+    IM_START,
     N_VOCAB,
     SPECIALS,
     FakeSampler,
@@ -371,10 +372,12 @@ class FakeEngine:
         """Returns whether the token ends a generation."""
         return token in (EOS, IM_END)
 
-    def format_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Returns the messages as ChatML."""
-        turns = [f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages]
-        return "".join(turns) + "<|im_start|>assistant\n"
+    def tokenize_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Returns the messages as ChatML; what they say is text."""
+        tokens = [BOS]
+        for role, content in messages:
+            tokens += [IM_START, *f"{role}\n{content}".encode(), IM_END, *b"\n"]
+        return [*tokens, IM_START, *b"assistant\n"]
 
     def make_text_worker(self) -> TextWorker:
         """Makes a thread that does what a worker's process would."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from drafthouse_server.errors import FieldViolation, InvalidRequest
 from drafthouse_server.step import SamplingOptions
@@ -14,18 +14,25 @@ from drafthouse_server.step import SamplingOptions
 with contextlib.suppress(ImportError):  # load_engine says so
     import drafthouse_engine
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 __all__ = ["LlamaText"]
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingOptions))
 
 
+_Spans = list[tuple[int, int]]
+
+
 class _Template(Protocol):
     """`drafthouse_engine`'s chat template, as an open one offers itself."""
 
-    def format(
+    def format_marked(
         self, roles: Sequence[str], contents: Sequence[str], add_generation_prompt: bool
-    ) -> str:
-        """Returns messages in the template's format."""
+    ) -> tuple[bytes, npt.NDArray[np.int64]]:
+        """Returns messages in the template's format, and the spans that they brought."""
         ...
 
 
@@ -38,7 +45,7 @@ class LlamaText:
             formatted.
 
     Thread:
-        Any, several at once; `format_chat` one at a time.
+        Any, several at once; `tokenize_chat` one at a time.
     """
 
     def __init__(
@@ -113,21 +120,96 @@ class LlamaText:
         """Returns whether the token ends a generation."""
         return token in self._eog
 
-    def format_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Returns the messages (role, content) in the model's chat format.
+    def tokenize_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Returns the token ids of messages (role, content) in the model's chat format.
+
+        Ready for the answer. Control tokens that are spelled in contents are text, and so are those
+        in roles that are no words (letters, digits, _ and -). All else is as if the whole text were
+        tokenised.
 
         Raises:
-            InvalidRequest: the model has no template, or it fails on these messages
-                (INVALID_FIELD).
+            InvalidRequest: the model has no template or no tokenizer, the template fails on these
+                messages, or it brings contents with control tokens so far out of shape that nobody
+                can tell them from its own (INVALID_FIELD).
         """
+        text, spans = self._format(messages)
+        spelled = [i for i, (_, content) in enumerate(messages) if self._has_control(content)]
+        if spelled and not self._are_apart(messages, text, spans):
+            raise InvalidRequest(
+                [
+                    FieldViolation(
+                        f"messages[{i}].content",
+                        "must not spell control tokens: this model's chat template changes contents"
+                        " so that they would be taken for its own",
+                    )
+                    for i in spelled
+                ]
+            )
+        try:
+            tokens: list[int] = self._model.tokenize_plain(text, spans, add_special=True).tolist()
+        except drafthouse_engine.Unsupported as error:
+            raise _invalid("messages", error) from error
+        return tokens
+
+    def _format(self, messages: Sequence[tuple[str, str]]) -> tuple[bytes, _Spans]:
+        """Returns a chat in the model's format as UTF-8, and the spans that messages brought."""
         if isinstance(self._template, str):
             raise InvalidRequest([FieldViolation("messages", self._template)])
         roles = [role for role, _ in messages]
         contents = [content for _, content in messages]
         try:
-            return self._template.format(roles, contents, add_generation_prompt=True)
+            text, spans = self._template.format_marked(roles, contents, add_generation_prompt=True)
         except (drafthouse_engine.BadTemplate, drafthouse_engine.InvalidArgument) as error:
             raise _invalid("messages", error) from error
+        return _repaired(text, [(int(begin), int(end)) for begin, end in spans])
+
+    def _has_control(self, content: str) -> bool:
+        return len(self._model.find_control(content)) > 0
+
+    def _are_apart(self, messages: Sequence[tuple[str, str]], text: bytes, spans: _Spans) -> bool:
+        """Returns whether no control token in a content shows outside the spans.
+
+        They are replaced by letters: that must change nothing there.
+        """
+        neutral = [(role, self._without_control(content)) for role, content in messages]
+        try:
+            other_text, other_spans = self._format(neutral)
+        except InvalidRequest:
+            return False
+        return _outside(text, spans) == _outside(other_text, other_spans)
+
+    def _without_control(self, content: str) -> str:
+        """Returns a content with letters in place of control tokens, as long as before."""
+        spelled = bytearray(content.encode())
+        for begin, end in self._model.find_control(content):
+            spelled[begin:end] = b"x" * (end - begin)
+        return spelled.decode()
+
+
+def _repaired(text: bytes, spans: _Spans) -> tuple[bytes, _Spans]:
+    """Returns a text as valid UTF-8, and its spans: a template may cut characters in two."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        pieces: list[bytes] = []
+        moved: _Spans = []
+        at = n = 0
+        for begin, end in [*spans, (len(text), len(text))]:
+            for is_input, piece in ((False, text[at:begin]), (True, text[begin:end])):
+                pieces.append(piece.decode("utf-8", "replace").encode())
+                if is_input and pieces[-1]:
+                    moved.append((n, n + len(pieces[-1])))
+                n += len(pieces[-1])
+            at = end
+        return b"".join(pieces), moved
+    return text, spans
+
+
+def _outside(text: bytes, spans: _Spans) -> list[bytes]:
+    """Returns the pieces of a text that are in none of its spans."""
+    begins = [0, *(end for _, end in spans)]
+    ends = [*(begin for begin, _ in spans), len(text)]
+    return [text[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
 def _invalid(path: str, error: drafthouse_engine.EngineError) -> InvalidRequest:

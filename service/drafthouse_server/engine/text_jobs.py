@@ -39,8 +39,11 @@ class TextModel(Protocol):
         """Returns the token ids of a text."""
         ...
 
-    def format_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Returns messages (role, content) in the model's chat format, ready for the answer."""
+    def tokenize_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Returns the token ids of messages (role, content) in the model's chat format.
+
+        Ready for the answer. Control tokens that are spelled in contents are text.
+        """
         ...
 
     def token_bytes(self, token: int, *, special: bool) -> bytes:
@@ -137,7 +140,7 @@ def _perform(job: TextJob, model: TextModel) -> TextAnswer:
 
 
 def _tokenize_chat(messages: Sequence[tuple[str, str]], model: TextModel) -> list[int]:
-    tokens = model.tokenize(model.format_chat(messages), add_special=True, parse_special=True)
+    tokens = model.tokenize_chat(messages)
     # Template and tokenizer may both have written the start token.
     starts_twice = len(tokens) > 1 and tokens[0] == tokens[1]
     if starts_twice and (

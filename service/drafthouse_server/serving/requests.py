@@ -123,6 +123,11 @@ _PATHS = {knob.name: knob.path for knob in KNOBS} | {
 """Where a request says what the engine calls by these names."""
 
 
+def _path_of(name: str) -> str:
+    """Returns where a request says what the engine calls by a name."""
+    return f"prompt.chat.{name}" if name.startswith("messages[") else _PATHS.get(name, name)
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """How much a field may hold: what can be said of it before it is read."""
@@ -172,7 +177,7 @@ def located(error: InvalidRequest) -> InvalidRequest:
     """Returns an error of the engine, which knows its own names alone, with paths of a request."""
     return InvalidRequest(
         [
-            FieldViolation(_PATHS.get(violation.field, violation.field), violation.description)
+            FieldViolation(_path_of(violation.field), violation.description)
             for violation in error.violations
         ]
     )

@@ -63,7 +63,8 @@ class Prompt(message.Message):
     @builtins.property
     def chat(self) -> ChatMessages:
         """Chat messages, at least one, all together at most 32 bytes per token of the context; formatted with the model's chat
-        template, ready for the assistant's answer. Control tokens written in them are read as control tokens.
+        template, ready for the assistant's answer. Control tokens written in contents are read as text; where the template loses track
+        of which text is a content, such contents are refused (INVALID_FIELD).
         """
 
     def __init__(
