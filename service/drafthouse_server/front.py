@@ -51,6 +51,14 @@ class FrontSettings(AdminSettings):
         "Calls of one tenant that may be open at once. 0: parallel + tenant_queue_size + 128.",
     )
     """Open calls of a tenant; 0 is automatic."""
+    front_mib: int = _clients(
+        1024,
+        between(16, 1 << 20),
+        "MiB that open calls may hold, over all tenants: their requests, as read and as parsed, and"
+        " outbox_kib for each stream. Where it is full, calls of tenants below their share, by"
+        " weight, are taken all the same.",
+    )
+    """Memory of open calls."""
     max_concurrent_streams: int = _clients(
         0,
         between(0, 1_000_000),

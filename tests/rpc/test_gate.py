@@ -23,10 +23,10 @@ from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
 from drafthouse_server.operations.descriptors import DescriptorBudget, raise_descriptor_limit
 from drafthouse_server.rpc import services
-from drafthouse_server.rpc.calls import Call, OpenCalls
+from drafthouse_server.rpc.calls import Call, FrontMemory, OpenCalls
 from drafthouse_server.rpc.requests import to_generation
 from drafthouse_server.rpc.server import open_calls
-from drafthouse_server.rpc.wire import shapes_of
+from drafthouse_server.rpc.wire import Scan, shapes_of
 from drafthouse_server.serving.requests import GenerationRequest, field_bounds
 from drafthouse_server.step import EngineLimits
 from drafthouse_server.tenancy.tenants import Tenant
@@ -383,3 +383,50 @@ async def cost(ask: Any, data: bytes) -> float:
             pass
     await asyncio.sleep(0)
     return time.thread_time() - started
+
+
+async def test_what_open_calls_hold_is_bounded_by_tenant_and_given_back(
+    start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
+) -> None:
+    server = await start_server(
+        gated_engine, front_mib=16, outbox_kib=6000, api_keys=("a:ka", "b:kb")
+    )
+    request, memory = REQUEST.SerializeToString(), server.gate.calls.memory
+    gated_engine.hold()
+    async with connect(server.target) as client:
+        for i in range(2):  # 16 MiB hold two outboxes and no third
+            client.open(GENERATE, request, "ka")
+            await eventually(lambda n=i: memory.n_bytes > (n + 1) * (6000 << 10))  # type: ignore[misc]
+        found = await fails(server, GENERATE, request, "ka")
+        assert found == ("UNAVAILABLE", "SERVER_OVERLOADED")
+        held = memory.n_bytes
+        async with drafthouse.AsyncClient(server.target, api_key="kb", retry=None) as other:
+            assert await other.tokenize("ab") == [97, 98], "it holds less than its share"
+            stream = other.generate("x", max_output_tokens=3)
+            await eventually(lambda: memory.n_bytes > held)
+            gated_engine.release()
+            assert len((await stream).token_ids) == 3
+    await eventually(lambda: memory.n_bytes == 0)
+
+
+def test_lists_cost_by_their_elements_and_a_request_alone_is_let_in() -> None:
+    memory = FrontMemory(1 << 20, 1 << 10, retry_after_s=1.0)
+    ids = generation_pb2.GenerateRequest()
+    ids.prompt.tokens.ids.extend(range(100_000))
+    data = ids.SerializeToString()
+    scan = Scan(shapes_of(SERVICES, field_bounds(1 << 20, 8))[GENERATE])
+    scan.check(data)
+    assert scan.n_listed == 100_000
+    assert scan.n_elements < 10
+    cost = memory.cost(len(data), scan.n_listed, is_stream=True)
+    assert cost > 100_000 * (4 + 28 + 2 * 8) + (1 << 10)
+    calls = [Call("m", f"r{i}", 0.0, tenant=Tenant(name)) for i, name in enumerate("aab")]
+    memory.hold(calls[0], cost)
+    for call in calls[1:]:
+        with pytest.raises(ServerOverloaded):
+            memory.hold(call, cost)
+    memory.release(calls[1])
+    memory.release(calls[0])
+    memory.release(calls[0])
+    assert memory.n_bytes == 0
+    memory.hold(calls[2], cost)

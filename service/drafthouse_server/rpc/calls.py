@@ -7,9 +7,17 @@ from collections import Counter
 from dataclasses import dataclass
 
 from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
+from drafthouse_server.tenancy.fairness import SharedBytes
 from drafthouse_server.tenancy.tenants import Tenant
 
-__all__ = ["Call", "OpenCalls"]
+__all__ = ["Call", "FrontMemory", "OpenCalls"]
+
+_N_BYTES_OF_BYTE = 4
+"""Bytes of memory for one of a message: as it came, parsed, as Python has it, and as a job."""
+
+_N_BYTES_OF_ELEMENT = 64
+"""Bytes of memory for an element of a list, such as a token id: 4 as parsed, 28 as a number, and a
+place of 8 in each of two or three lists."""
 
 _UNKNOWN = Tenant("")
 
@@ -56,6 +64,63 @@ class Call:
         self.due = math.inf
 
 
+class FrontMemory:
+    """Memory that open calls hold, shared by the tenants' weights.
+
+    Where it is full, a tenant below its share goes on all the same: at most twice as much is held.
+    A request alone is let in whatever its size, which the bounds of its method limit.
+
+    Args:
+        n_bytes_max: Bytes of all.
+        outbox_bytes: Of these, what one stream takes for what waits for its reader.
+        retry_after_s: Advice to those who are refused, seconds.
+    """
+
+    def __init__(self, n_bytes_max: int, outbox_bytes: int, retry_after_s: float) -> None:
+        self._n_bytes_max = n_bytes_max
+        self._outbox_bytes = outbox_bytes
+        self._retry_after_s = retry_after_s
+        self._shares = SharedBytes()
+        self._held: dict[Call, int] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that are held."""
+        return self._shares.total
+
+    def cost(self, n_bytes: int, n_elements: int, *, is_stream: bool) -> int:
+        """Returns the bytes that a call holds, rather too many.
+
+        Args:
+            n_bytes: Of its message.
+            n_elements: Elements of all lists in it, such as token ids.
+            is_stream: Whether what is generated may wait for its reader.
+        """
+        n_outbox = self._outbox_bytes if is_stream else 0
+        return _N_BYTES_OF_BYTE * n_bytes + _N_BYTES_OF_ELEMENT * n_elements + n_outbox
+
+    def hold(self, call: Call, n_bytes: int) -> None:
+        """Takes memory for a call, until `release`.
+
+        Raises:
+            ServerOverloaded: there is too little left (SERVER_OVERLOADED).
+        """
+        tenant, shares = call.tenant.name, self._shares
+        shares.set_weight(tenant, call.tenant.weight)
+        if shares.total and shares.total + n_bytes > self._n_bytes_max:
+            share = self._n_bytes_max * shares.share(tenant)
+            if shares.of(tenant) + n_bytes > share:
+                raise ServerOverloaded("bytes of requests are held", self._retry_after_s)
+        self._held[call] = self._held.get(call, 0) + n_bytes
+        shares.add(tenant, n_bytes)
+
+    def release(self, call: Call) -> None:
+        """Gives back what a call holds. Harmless for one that holds nothing."""
+        n_bytes = self._held.pop(call, 0)
+        if n_bytes:
+            self._shares.add(call.tenant.name, -n_bytes)
+
+
 class OpenCalls:
     """Counts calls from their first byte to the last that their client takes.
 
@@ -67,11 +132,19 @@ class OpenCalls:
         n_tenant_max: Of these, one tenant's.
         n_keyless_max: Calls that need none.
         retry_after_s: Advice to those who are refused, seconds.
+        memory: What they hold.
     """
 
     def __init__(
-        self, n_max: int, n_tenant_max: int, n_keyless_max: int, retry_after_s: float
+        self,
+        n_max: int,
+        n_tenant_max: int,
+        n_keyless_max: int,
+        retry_after_s: float,
+        memory: FrontMemory | None = None,
     ) -> None:
+        self.memory = memory or FrontMemory(1 << 62, 0, retry_after_s)
+        """What they hold."""
         self._n_max = n_max
         self._n_tenant_max = n_tenant_max
         self._n_keyless_max = n_keyless_max
@@ -118,8 +191,21 @@ class OpenCalls:
         self._claimed[call] = tenant
         self._n_of_tenants[tenant] += 1
 
+    def hold(self, call: Call, n_bytes: int) -> None:
+        """Takes memory for a call, until it leaves.
+
+        Raises:
+            ServerOverloaded: there is too little left (SERVER_OVERLOADED).
+        """
+        try:
+            self.memory.hold(call, n_bytes)
+        except ServerOverloaded:
+            self.n_refused += 1
+            raise
+
     def leave(self, call: Call) -> None:
         """Counts a call no more. Harmless for one that was refused."""
+        self.memory.release(call)
         self._n_keyless -= self._open.pop(call, False)
         tenant = self._claimed.pop(call, None)
         if tenant is not None:

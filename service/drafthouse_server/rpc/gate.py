@@ -41,9 +41,10 @@ from drafthouse_server.rpc.interceptors import (
     wrapped,
 )
 from drafthouse_server.rpc.wire import Scan, Shape, TooMany
+from drafthouse_server.serving.metrics import FrontCounts
 from drafthouse_server.serving.requests import PROMPT_TOKENS
 
-__all__ = ["Gate", "Receive", "StreamResets"]
+__all__ = ["Gate", "Receive", "StreamResets", "count_front"]
 
 _SWEEP_S = 0.5
 _ABORT_S = 1.0
@@ -211,23 +212,26 @@ class Receive(grpc.aio.ServerInterceptor):
             return wrapped(handler, _drive, handler.request_deserializer)
         shape = self._shapes[handler_call_details.method]
         parse: Any = handler.request_deserializer
+        is_stream = handler.response_streaming
+
+        async def receive(call: Call, context: Context) -> Any:  # noqa: ANN401  # a message
+            data = await self._read(call, context)
+            return self._parse(shape, parse, call, data, is_stream=is_stream)
 
         async def wrap(inner: Behaviour, _: object, context: Context) -> Answer:
             call = current_call()
             if is_ours(call.method):
                 self._calls.claim(call)
-            return await inner(await self._receive(shape, parse, call, context), context)
+            # Nothing here may keep the message while the handler runs.
+            return await inner(await receive(call, context), context)
 
         return wrapped(handler, wrap)
 
-    async def _receive(
-        self, shape: Shape, parse: Callable[[bytes], Any], call: Call, context: Context
-    ) -> Any:  # noqa: ANN401  # a message of the method's own type
-        """Returns the message of a call.
+    async def _read(self, call: Call, context: Context) -> bytes:
+        """Returns the message of a call as bytes.
 
         Raises:
-            InvalidRequest: it breaks a bound, or is none (INVALID_FIELD).
-            ContextTooLong: it has more token ids than the context (CONTEXT_TOO_LONG).
+            InvalidRequest: there is none (INVALID_FIELD).
         """
         data: Any = await context.read()
         call.go_on()
@@ -235,9 +239,31 @@ class Receive(grpc.aio.ServerInterceptor):
         if not isinstance(data, bytes):
             raise InvalidRequest([FieldViolation("request", "is missing")])
         self.n_bytes += len(data)
+        return data
+
+    def _parse(
+        self,
+        shape: Shape,
+        parse: Callable[[bytes], Any],
+        call: Call,
+        data: bytes,
+        *,
+        is_stream: bool,
+    ) -> Any:  # noqa: ANN401  # a message of the method's own type
+        """Returns the message of a call, for which memory is held until its end.
+
+        Raises:
+            InvalidRequest: it breaks a bound, or is none (INVALID_FIELD).
+            ContextTooLong: it has more token ids than the context (CONTEXT_TOO_LONG).
+            ServerOverloaded: open calls hold too much memory (SERVER_OVERLOADED).
+        """
         scan = Scan(shape)
         try:
             scan.check(data)
+            if is_ours(call.method):
+                memory = self._calls.memory
+                n_bytes = memory.cost(len(data), scan.n_listed, is_stream=is_stream)
+                self._calls.hold(call, n_bytes)
             return parse(data)
         except TooMany as error:
             if error.path == PROMPT_TOKENS:
@@ -258,3 +284,23 @@ async def _drive(inner: Behaviour, request: object, context: Context) -> None:
             # The whole call has the time of a first message; it waits for its reader now.
             current_call().is_received = True
             await context.write(answer)
+
+
+def count_front(gate: Gate, receive: Receive, n_watchers: int) -> FrontCounts:
+    """Returns what was counted of calls.
+
+    Args:
+        gate: What counts them.
+        receive: What reads their messages.
+        n_watchers: Calls of Health.Watch now.
+    """
+    calls = gate.calls
+    return FrontCounts(
+        n_calls=len(calls),
+        n_refused=calls.n_refused,
+        n_stuck=calls.n_stuck,
+        n_watchers=n_watchers,
+        n_descriptors=gate.descriptors.n_open,
+        n_bytes=receive.n_bytes,
+        n_held_bytes=calls.memory.n_bytes,
+    )

@@ -29,8 +29,8 @@ from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
 from drafthouse_server.operations.audit import OK, SERVER, AuditTrail
 from drafthouse_server.operations.descriptors import DescriptorBudget, raise_descriptor_limit
-from drafthouse_server.rpc.calls import OpenCalls
-from drafthouse_server.rpc.gate import Gate, Receive, StreamResets
+from drafthouse_server.rpc.calls import FrontMemory, OpenCalls
+from drafthouse_server.rpc.gate import Gate, Receive, StreamResets, count_front
 from drafthouse_server.rpc.health import OVERALL, HealthService
 from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateErrors, current_call
 from drafthouse_server.rpc.services import GenerationService, ModelService, ServiceContext
@@ -40,7 +40,7 @@ from drafthouse_server.rpc.wire import shapes_of
 from drafthouse_server.serving.accounting import Accounting
 from drafthouse_server.serving.exposition import MetricsEndpoint
 from drafthouse_server.serving.loop import StepLoop
-from drafthouse_server.serving.metrics import FrontCounts, Statistics
+from drafthouse_server.serving.metrics import Statistics
 from drafthouse_server.serving.requests import field_bounds
 from drafthouse_server.serving.text_workers import TextWorkers
 from drafthouse_server.tenancy.backends import Backends
@@ -276,8 +276,8 @@ class Server:
                 on_health=self._on_health,
                 on_failure=self._on_failure,
             )
-            if self._key_ring is not None:
-                self._key_ring.tenants.on_deleted = self._loop.forget_tenant
+            if self.backends.key_ring is not None:
+                self.backends.key_ring.tenants.on_deleted = self._loop.forget_tenant
             self._accounting = Accounting(
                 self._loop.metrics,
                 self._loop.engine.card.name,
@@ -477,16 +477,8 @@ class Server:
 
     def statistics(self) -> Statistics:
         """Returns what was counted so far, of requests and of calls."""
-        calls, descriptors = self.gate.calls, self.gate.descriptors
+        front = count_front(self.gate, self.receive, self._health.n_watchers)
         certificates = self._certificates
-        front = FrontCounts(
-            n_calls=len(calls),
-            n_refused=calls.n_refused,
-            n_stuck=calls.n_stuck,
-            n_watchers=self._health.n_watchers,
-            n_descriptors=descriptors.n_open,
-            n_bytes=self.receive.n_bytes,
-        )
         return dataclasses.replace(
             self.loop.statistics(),
             front=front,
@@ -528,7 +520,8 @@ def open_calls(config: Config) -> OpenCalls:
         config.parallel + config.tenant_queue_size + _N_SPARE_TENANT_CALLS
     )
     n_keyless_max = config.max_health_watchers + _N_PROBES
-    return OpenCalls(n_max, n_tenant_max, n_keyless_max, config.retry_after_s)
+    memory = FrontMemory(config.front_mib << 20, config.outbox_kib << 10, config.retry_after_s)
+    return OpenCalls(n_max, n_tenant_max, n_keyless_max, config.retry_after_s, memory)
 
 
 def _has_reflection(config: Config) -> bool:

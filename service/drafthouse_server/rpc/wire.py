@@ -144,6 +144,11 @@ class Scan:
         self.n_elements = 0
         """Elements that were looked at so far, one by one; a packed list is one."""
 
+    @property
+    def n_listed(self) -> int:
+        """Elements of all lists, those of packed lists one by one."""
+        return self._n_of_lists.total()
+
     def check(self, data: bytes) -> None:
         """Reads a message and stops at the first bound that it breaks.
 

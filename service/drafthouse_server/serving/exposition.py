@@ -138,8 +138,14 @@ _FAMILIES = (
     _Family("calls_open", "Calls whose client has not taken all yet.", lambda s: s.front.n_calls),
     _Family(
         "calls_refused_total",
-        "Calls that were one too many: of all, of their tenant, or for the file descriptors left.",
+        "Calls that were one too many: of all, of their tenant, or for the memory or the file"
+        " descriptors left.",
         lambda s: s.front.n_refused,
+    ),
+    _Family(
+        "front_bytes",
+        "Bytes of memory that are held for open calls: their requests and outboxes.",
+        lambda s: s.front.n_held_bytes,
     ),
     _Family(
         "calls_stuck_total",

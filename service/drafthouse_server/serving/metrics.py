@@ -109,6 +109,8 @@ class FrontCounts:
     """File descriptors that are open, when they were counted last."""
     n_bytes: int = 0
     """Bytes of the requests that were read."""
+    n_held_bytes: int = 0
+    """Bytes of memory that open calls hold."""
 
 
 @dataclass(frozen=True, slots=True)
