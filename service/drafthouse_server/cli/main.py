@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from drafthouse_server.cli.console import add_chat, add_generate, add_models
-from drafthouse_server.cli.serve import add_serve
+from drafthouse_server.cli.serve import add_doctor, add_serve
 from drafthouse_server.cli.settings import add_config, similar_flag
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.cli.tune import add_tune
@@ -38,7 +38,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for add in (add_serve, add_generate, add_chat, add_models):
         add(commands)
     _add_store_commands(commands, words)
-    for add in (add_tune, add_usage, add_config):
+    for add in (add_doctor, add_tune, add_usage, add_config):
         add(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)

@@ -1,4 +1,4 @@
-"""`drafthouse serve`: from flags to a server that listens."""
+"""`drafthouse serve`: from flags to a server that listens; `doctor`: or to what is in its way."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import json
 import os
 import sys
 from importlib.metadata import version
@@ -24,7 +25,7 @@ from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.operations.logs import LogQueue
 from drafthouse_server.rpc.server import Server
 
-__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_serve", "found_model"]
+__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_doctor", "add_serve"]
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 """Root of the repository; of an installed package, a folder without models."""
@@ -69,6 +70,55 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=_serve)
 
 
+def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command `doctor`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="tell what this machine can serve, and what is wrong with it or the settings",
+        description="Tells how the server was built, what the machine has, what a model needs and"
+        " what fits, and checks settings, address, certificates, store and disk as `drafthouse"
+        " serve` with these flags would find them. Nothing is loaded, made or changed.",
+        usage="drafthouse doctor [MODEL] [--json] [--config FILE] [--SETTING VALUE ...]",
+        epilog="exit codes: 0 nothing stands in the way of a server; 1 something does",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model_path", metavar="MODEL", nargs="?", help="the model, in place of --model"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings, as of serve")
+    settings.add_flags(parser)
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace, terminal: Terminal) -> int:
+    from drafthouse_server.doctor.examine import examine  # noqa: PLC0415  # of use here alone
+    from drafthouse_server.doctor.report import Problem  # noqa: PLC0415
+
+    flags = settings.external_flags(arguments)
+    if arguments.model_path is not None:
+        flags["model"] = arguments.model_path
+    problems: list[Problem] = []
+    config = None
+    try:
+        config = _found(
+            settings.load(
+                arguments.config,
+                flags=flags,
+                warn=lambda line: problems.append(Problem("settings", line, "warning")),
+            )
+        )
+    except ConfigError as error:
+        problems.append(Problem("settings", str(error)))
+    report = examine(config, problems)
+    if arguments.json:
+        terminal.line(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
+    else:
+        for line in report.lines():
+            terminal.line(line)
+    return 0 if report.is_well else 1
+
+
 def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
     flags = settings.external_flags(arguments)
     try:
@@ -88,7 +138,7 @@ def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
 def _run_to_end(config: Config, terminal: Terminal) -> int:
     """Serves, and returns the exit code."""
     try:
-        asyncio.run(_run(found_model(config), terminal))
+        asyncio.run(_run(_found(config), terminal))
     except StartupError as error:
         terminal.error(str(error))
         return 1
@@ -101,7 +151,7 @@ def _run_to_end(config: Config, terminal: Terminal) -> int:
     return 0
 
 
-def found_model(config: Config) -> Config:
+def _found(config: Config) -> Config:
     """Returns the settings with the demo model's path, wherever the command was started."""
     demo = CHECKOUT / config.model
     if config.model == Config().model and not Path(config.model).exists() and demo.exists():

@@ -1,0 +1,1 @@
+"""What `drafthouse doctor` tells: the build, the machine, the model's needs, and what is wrong."""

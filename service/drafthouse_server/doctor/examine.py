@@ -1,0 +1,45 @@
+"""Puts a report together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drafthouse_server.config import Config
+from drafthouse_server.doctor.machine import machine_problems, machine_sections
+from drafthouse_server.doctor.model import examine_model
+from drafthouse_server.doctor.report import Problem, Report
+from drafthouse_server.doctor.surroundings import CHECKS
+from drafthouse_server.engine.loading import engine_facts
+from drafthouse_server.errors import StartupError
+from drafthouse_server.host.memory import read_memory
+from drafthouse_server.host.processor import read_processor
+
+__all__ = ["examine"]
+
+
+def examine(config: Config | None, found: Sequence[Problem] = ()) -> Report:
+    """Returns what is to be told of the machine, and of a server with these settings.
+
+    Args:
+        config: The settings; None where they could not be read: then of the machine alone.
+        found: What is wrong with them.
+    """
+    report = Report(problems=list(found))
+    processor, memory = read_processor(), read_memory()
+    try:
+        facts = engine_facts()
+    except StartupError as error:
+        report.problems.append(Problem("build", f"{error}; run `make build`, or install the wheel"))
+        return report
+    report.sections += machine_sections(facts, processor, memory)
+    if config is None:
+        return report
+    found_by = {"cpu, threads, descriptors": [*machine_problems(config, facts, processor)]}
+    sections, found_by["model, memory"] = examine_model(config, memory)
+    report.sections += sections
+    found_by |= {name: [*check(config)] for name, check in CHECKS.items()}
+    for name, problems in found_by.items():
+        report.problems += problems
+        if not problems:
+            report.passed.append(name)
+    return report

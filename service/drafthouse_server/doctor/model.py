@@ -1,0 +1,134 @@
+"""Facts on the models: what they need of the memory, and what fits."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+from drafthouse_server.config import Config
+from drafthouse_server.doctor.report import Problem, Section
+from drafthouse_server.engine.loading import Surveyor, threads_of
+from drafthouse_server.errors import ModelLoadError
+from drafthouse_server.host.amounts import format_bytes, format_count
+from drafthouse_server.host.fit import Size, Wish, largest_fit
+from drafthouse_server.host.memory import HostMemory
+from drafthouse_server.host.needs import Needs
+from drafthouse_server.host.size import choose_size, usable_bytes
+
+__all__ = ["examine_model"]
+
+_LENGTHS = (1024, 4096, 16384, 65536, 131072)
+"""Tokens of one request, for which is told how many slots fit."""
+
+
+def examine_model(config: Config, memory: HostMemory) -> tuple[list[Section], list[Problem]]:
+    """Returns what the models need and what fits, and what is wrong with that.
+
+    Raises:
+        StartupError: the extension is not built.
+    """
+    try:
+        with Surveyor(config) as surveyor:
+            return _examine(config, surveyor, memory)
+    except ModelLoadError as error:
+        return [], [Problem("model", str(error))]
+
+
+def _examine(
+    config: Config, surveyor: Surveyor, memory: HostMemory
+) -> tuple[list[Section], list[Problem]]:
+    wished = surveyor.needs(surveyor.wish.size, usable_bytes(memory))
+    sections = [_model(config, surveyor, wished), _needs(wished)]
+    try:
+        chosen = choose_size(surveyor, memory, config.model)
+    except ModelLoadError as error:
+        return [*sections, _fits(surveyor, memory)], [Problem("memory", str(error))]
+    fits = _fits(surveyor, memory)
+    taken = chosen.needs if config.fit else wished
+    size = taken.size
+    fits.add(
+        "served",
+        f"{size.parallel} x {size.max_model_len}",
+        f"{size.parallel} slots of {size.max_model_len} tokens",
+    )
+    return [*sections, fits], [*_problems(config, chosen.is_less, chosen.sentence, taken, memory)]
+
+
+def _model(config: Config, surveyor: Surveyor, needs: Needs) -> Section:
+    facts = surveyor.facts
+    section = Section("model")
+    section.add("file", facts.path)
+    section.add("architecture", facts.architecture)
+    section.add("description", facts.description)
+    section.add("parameters", facts.n_params, format_count(facts.n_params))
+    section.add("training_context", facts.n_ctx_train, f"{facts.n_ctx_train} tokens")
+    section.add("vocabulary", facts.n_vocab, f"{facts.n_vocab} tokens")
+    section.add("draft_type", needs.draft_type)
+    if config.model_draft:
+        section.add("draft_model", config.model_draft)
+    threads = threads_of(config, facts.size_bytes)
+    section.add("threads", threads.n, f"{threads.n} ({threads.reason})")
+    return section
+
+
+def _needs(needs: Needs) -> Section:
+    size = needs.size
+    section = Section("needs")
+    asked = f"{size.parallel} slots of {size.max_model_len} tokens"
+    section.add("for", f"{size.parallel} x {size.max_model_len}", asked)
+    section.add("each_token_bytes", round(needs.cell_bytes), format_bytes(round(needs.cell_bytes)))
+    for place, use in (("host", needs.host), *needs.devices):
+        for name, n_bytes in (
+            ("weights", use.weights_bytes),
+            ("cells", use.cells_bytes),
+            ("compute", use.compute_bytes),
+            ("drafter", use.draft_bytes),
+        ):
+            section.add(f"{place}_{name}_bytes", n_bytes, format_bytes(n_bytes))
+    for name, n_bytes in (
+        ("processes", needs.processes_bytes),
+        ("host_total", needs.start_bytes),
+        ("caches_at_most", needs.caches_bytes),
+    ):
+        section.add(f"{name}_bytes", n_bytes, format_bytes(n_bytes))
+    return section
+
+
+def _fits(surveyor: Surveyor, memory: HostMemory) -> Section:
+    section = Section("fits")
+    n_usable = usable_bytes(memory)
+    n_train = surveyor.facts.n_ctx_train
+    lengths = sorted({n for n in _LENGTHS if n < n_train} | {min(n_train, _LENGTHS[-1])})
+    for n_tokens in lengths:
+        wish = Wish(
+            Size(surveyor.most_slots, n_tokens), may_lower_parallel=True, may_lower_len=False
+        )
+        found = largest_fit(wish, lambda it: surveyor.needs(it, n_usable).start_bytes, n_usable)
+        n_slots = found.parallel if found else 0
+        bound = ", as many as batch_size allows" if n_slots == surveyor.most_slots else ""
+        section.add(str(n_tokens), n_slots, f"{n_slots} slots of {n_tokens} tokens{bound}")
+    return section
+
+
+def _problems(
+    config: Config, is_less: bool, sentence: str, needs: Needs, memory: HostMemory
+) -> Iterator[Problem]:
+    if is_less:
+        yield Problem("memory", sentence, "warning")
+    elif needs.full_bytes > memory.free_bytes:
+        yield Problem(
+            "memory",
+            f"with its caches full the server takes {format_bytes(needs.full_bytes)}, and"
+            f" {format_bytes(memory.free_bytes)} are free; lower prefix_cache_mib, preempted_mib,"
+            " parallel or max_model_len",
+            "warning",
+        )
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_locked = getattr(config, "mlock", False)
+    if is_locked and hard != resource.RLIM_INFINITY and hard < needs.host.weights_bytes:
+        yield Problem(
+            "locked_memory",
+            f"mlock is set, and this process may lock {format_bytes(hard)} of the"
+            f" {format_bytes(needs.host.weights_bytes)} of weights; raise the limit (`ulimit -l`,"
+            " LimitMEMLOCK), or leave mlock out",
+        )

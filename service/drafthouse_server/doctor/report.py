@@ -1,0 +1,113 @@
+"""A report: facts in sections, and what is wrong, as a table for people or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Fact", "Problem", "Report", "Section", "Severity"]
+
+Severity = Literal["error", "warning"]
+"""error: the server would not start, or not work; warning: it would, and could do better."""
+
+_Value = str | int | float | bool | list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One fact."""
+
+    key: str
+    """Its name in JSON; sizes end in _bytes."""
+    value: _Value
+    """In JSON."""
+    shown: str = ""
+    """For people; empty: the value as it is."""
+
+    @property
+    def title(self) -> str:
+        """Its name for people."""
+        return self.key.removesuffix("_bytes").replace("_", " ")
+
+    @property
+    def text(self) -> str:
+        """What people read."""
+        if self.shown:
+            return self.shown
+        if isinstance(self.value, list):
+            return ", ".join(self.value) or "none"
+        return str(self.value)
+
+
+@dataclass(slots=True)
+class Section:
+    """Facts on one subject."""
+
+    name: str
+    """The subject, and its name in JSON."""
+    facts: list[Fact] = field(default_factory=list)
+    """In the order in which they are shown."""
+
+    def add(self, key: str, value: _Value, shown: str = "") -> None:
+        """Adds a fact."""
+        self.facts.append(Fact(key, value, shown))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong, and what to do."""
+
+    check: str
+    """What was looked at: cpu, memory, model, settings, address, tls, store, journal, …"""
+    sentence: str
+    """What is wrong; what to do."""
+    severity: Severity = "error"
+    """How bad it is."""
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that was found."""
+
+    sections: list[Section] = field(default_factory=list)
+    """Facts by subject."""
+    problems: list[Problem] = field(default_factory=list)
+    """What is wrong."""
+    passed: list[str] = field(default_factory=list)
+    """Checks that found nothing wrong."""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether a server would start and work."""
+        return all(problem.severity != "error" for problem in self.problems)
+
+    def as_json(self) -> dict[str, object]:
+        """Returns it as what `json` writes."""
+        found: dict[str, object] = {
+            section.name: {fact.key: fact.value for fact in section.facts}
+            for section in self.sections
+        }
+        found["problems"] = [
+            {"check": it.check, "severity": it.severity, "problem": it.sentence}
+            for it in self.problems
+        ]
+        found["passed"] = list(self.passed)
+        found["ok"] = self.is_well
+        return found
+
+    def lines(self) -> Iterator[str]:
+        """Yields the lines that people read."""
+        for section in self.sections:
+            yield section.name
+            width = max((len(fact.title) for fact in section.facts), default=0)
+            for fact in section.facts:
+                yield f"  {fact.title:<{width}}  {fact.text}"
+            yield ""
+        if self.passed:
+            yield f"checked  {', '.join(self.passed)}: nothing wrong"
+        for problem in self.problems:
+            yield f"{problem.severity}  {problem.check}: {problem.sentence}"
+        n_errors = sum(it.severity == "error" for it in self.problems)
+        n_warnings = len(self.problems) - n_errors
+        yield f"{n_errors} errors, {n_warnings} warnings"

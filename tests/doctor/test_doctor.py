@@ -1,0 +1,225 @@
+"""`drafthouse doctor` on three models, and with what is broken."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import socket
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.built import needs_extension
+from tests.support.certificates import Authority
+
+from drafthouse_server.cli.main import main
+from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.doctor import examine as examining
+from drafthouse_server.host.memory import HostMemory
+
+pytestmark = needs_extension()
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+DENSE = str(MODELS / "tiny-mimo2-f16.gguf")
+HYBRID = str(MODELS / "tiny-qwen35-f16.gguf")
+DRAFT = str(MODELS / "tiny-draft-f16.gguf")
+AMPLE = HostMemory(10**12, 10**12)
+IS_ROOT = os.geteuid() == 0
+
+
+@pytest.fixture(autouse=True)
+def _ample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examining, "read_memory", lambda: AMPLE)
+
+
+def doctor(*words: str) -> tuple[int, str]:
+    out = io.StringIO()
+    code = main(["doctor", "--port", "0", *words], Terminal(out, out))
+    return code, out.getvalue()
+
+
+def told(*words: str) -> dict[str, Any]:
+    code, text = doctor("--json", *words)
+    found: dict[str, Any] = json.loads(text)
+    assert code == (0 if found["ok"] else 1)
+    return found
+
+
+def error_of(*words: str, check: str) -> str:
+    """Returns the one error that is told, which is of this check."""
+    found = told(*words)
+    (problem,) = [it for it in found["problems"] if it["severity"] == "error"]
+    assert problem["check"] == check
+    assert not found["ok"]
+    sentence: str = problem["problem"]
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("path", "architecture", "draft_type"),
+    [(DENSE, "mimo2", "mtp"), (HYBRID, "qwen35", "mtp"), (DRAFT, "", "none")],
+)
+def test_three_models(path: str, architecture: str, draft_type: str) -> None:
+    found = told(path)
+    assert found["ok"]
+    assert found["model"]["file"] == path
+    assert found["model"]["architecture"] == (architecture or found["model"]["architecture"])
+    assert found["model"]["draft_type"] == draft_type
+    needs = found["needs"]
+    parts = ("weights", "cells", "compute", "drafter")
+    total = sum(needs[f"host_{name}_bytes"] for name in parts) + needs["processes_bytes"]
+    assert needs["host_total_bytes"] == total
+    assert (needs["host_drafter_bytes"] > 0) == (draft_type != "none")
+    assert needs["each_token_bytes"] > 0
+    n_most = 512 // (1 + (4 if draft_type != "none" else 0))
+    assert found["fits"]["1024"] == min(256, n_most)
+    assert found["fits"]["served"].startswith("8 x ")
+    assert found["build"]["llama_cpp"].startswith("b")
+    assert "CPU" in found["devices"]
+
+
+def test_a_drafter_with_a_file_of_its_own() -> None:
+    eagle3 = str(MODELS / "tiny-mimo2-eagle3-f16.gguf")
+    found = told(DENSE, "--model-draft", eagle3)
+    assert found["model"]["draft_type"] == "eagle3"
+    assert found["model"]["draft_model"] == eagle3
+    assert found["needs"]["host_weights_bytes"] > told(DENSE)["needs"]["host_weights_bytes"]
+
+
+def test_people_get_a_table() -> None:
+    code, text = doctor(DENSE)
+    assert code == 0
+    assert "\nneeds\n" in text
+    assert "slots of 1024 tokens" in text
+    assert text.rstrip().endswith("warnings")
+    assert "checked  " in text
+
+
+def test_less_memory_fits_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_bytes = told(DENSE)["needs"]["host_total_bytes"]
+    monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(10**12, n_bytes))
+    found = told(DENSE)
+    assert found["ok"]  # a server would start, with less
+    (problem,) = [it for it in found["problems"] if it["check"] == "memory"]
+    assert problem["severity"] == "warning"
+    n_slots = int(found["fits"]["served"].partition(" x ")[0])
+    assert 1 <= n_slots < 8
+    assert n_slots == found["fits"]["1024"]
+    monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(10**6, 10**6))
+    sentence = error_of(DENSE, check="memory")
+    assert "this process may have 1 MB" in sentence
+
+
+def test_a_model_that_is_missing_or_broken(tmp_path: Path) -> None:
+    assert "check the path" in error_of(str(tmp_path / "none.gguf"), check="model")
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(Path(DENSE).read_bytes()[:4000])
+    assert "give a complete GGUF file" in error_of(str(broken), check="model")
+
+
+def test_settings_that_are_wrong_are_told_beside_the_machine() -> None:
+    found = told(DENSE, "--parallel", "1000")
+    assert [it["check"] for it in found["problems"]] == ["settings"]
+    assert "cpu" in found
+    assert "model" not in found
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        yield listener.getsockname()[1]
+
+
+def test_a_port_that_is_taken(taken_port: int) -> None:
+    sentence = error_of(DENSE, "--port", str(taken_port), check="address")
+    assert f"cannot listen at 127.0.0.1:{taken_port}" in sentence
+    sentence = error_of(DENSE, "--metrics-port", str(taken_port), check="metrics")
+    assert sentence.endswith(
+        "choose another metrics_port or metrics_host, or stop what listens there"
+    )
+
+
+def test_certificates_that_do_not_belong_together(tmp_path: Path) -> None:
+    authority = Authority()
+    pairs = [authority.issue().write(tmp_path, name) for name in ("one", "two")]
+    (cert, key), (_, other) = pairs
+    flags = ("--ssl-cert-file", cert, "--ssl-key-file")
+    assert told(DENSE, *flags, key)["ok"]
+    assert "are not a certificate and its key" in error_of(DENSE, *flags, other, check="tls")
+    assert "cannot be read" in error_of(DENSE, *flags, str(tmp_path / "none"), check="tls")
+
+
+def test_keys_that_others_can_read(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("acme:0123456789012345678901234567890123456789\n")
+    keys.chmod(0o644)
+    problems = told(DENSE, "--api-keys-file", str(keys))["problems"]
+    (told_of,) = [it for it in problems if it["check"] == "settings"]
+    assert "chmod 640" in told_of["problem"]
+    keys.chmod(0o640)
+    assert told(DENSE, "--api-keys-file", str(keys))["problems"] == [
+        it for it in problems if it["check"] != "settings"
+    ]
+
+
+def test_a_store_is_asked_and_not_changed(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    flag = f"--store=sqlite:///{path}"
+    assert told(DENSE, flag)["ok"]
+    assert not path.exists()
+    missing = tmp_path / "nowhere" / "store.db"
+    assert "cannot be written; check the path" in error_of(
+        DENSE, f"--store=sqlite:///{missing}", check="store"
+    )
+    path.write_bytes(b"no database, but long enough to be looked at" * 100)
+    assert "the store cannot be used" in error_of(DENSE, flag, check="store")
+    path.unlink()
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE drafthouse_schema (version_num TEXT)")
+        database.execute("INSERT INTO drafthouse_schema VALUES ('9999')")
+    database.close()
+    assert "of a newer release" in error_of(DENSE, flag, check="store")
+    path.unlink()
+    pepper = tmp_path / "store.db.pepper"
+    pepper.write_text("0" * 64)
+    pepper.chmod(0o644)
+    assert "chmod 600" in error_of(DENSE, flag, check="store")
+
+
+def test_a_store_that_does_not_answer_shows_no_password(taken_port: int) -> None:
+    del taken_port
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    flag = f"--store=postgresql://me:secret@127.0.0.1:{port}/none"
+    sentence = error_of(DENSE, flag, check="store")
+    assert "the store cannot be used" in sentence
+    assert "secret" not in sentence
+    assert "store is no URL" in error_of(DENSE, "--store=nothing", check="store")
+
+
+def test_a_journal_s_folder_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = f"--usage-journal={tmp_path / 'usage'}"
+    assert told(DENSE, flag)["ok"]
+    assert not (tmp_path / "usage").exists()
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in error_of(
+        DENSE, f"--usage-journal={tmp_path / 'file'}", check="journal"
+    )
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert "has 1 kB left" in error_of(DENSE, flag, check="journal")
+
+
+@pytest.mark.skipif(IS_ROOT, reason="root may write everywhere")
+def test_a_journal_s_folder_of_somebody_else(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "cannot be written" in error_of(
+        DENSE, f"--usage-journal={tmp_path / 'usage'}", check="journal"
+    )
