@@ -164,6 +164,23 @@ print(_spec.__file__.split("/levels/")[1].split("/")[0], len(text.tokens))
 """
 
 
+SERVER_PROBE = """
+import re, subprocess, sys
+import drafthouse
+command = [sys.argv[1], "serve", "--model", sys.argv[2], "--port", "0", "--parallel", "1"]
+server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+try:
+    said = (re.match("listening at (.*)", line) for line in server.stdout)
+    address = next(found[1] for found in said if found)
+    with drafthouse.Client(address) as client:
+        texts = [str(chunk) for chunk in client.generate("def add(a, b):", max_output_tokens=16)]
+    print(sum(map(len, texts)))
+finally:
+    server.terminate()
+    server.wait(60)
+"""
+
+
 def test() -> None:
     """Installs the wheels into an empty environment and generates there, on several CPUs.
 
@@ -183,6 +200,9 @@ def test() -> None:
     env = {name: text for name, text in os.environ.items() if not name.startswith("DRAFTHOUSE_")}
     doctor = [str(venv / "bin" / "drafthouse"), "doctor", model, "--json", "--port", "0"]
     run(doctor, "drafthouse doctor of the wheel", env)
+    served = run([python, "-I", "-c", SERVER_PROBE, doctor[0], model], "a server of the wheel", env)
+    if int(served.split()[-1]) < 1:
+        raise WheelError("a server of the wheel generated nothing")
     for cpu, level in MACHINES.items():
         check_machine(cpu, level, python, model, env)
     say("the wheels work")
