@@ -407,7 +407,8 @@ def test_a_model_that_cannot_be_served_is_one_sentence(
     )
     assert ended.returncode == 1, ended.stderr
     assert ended.stdout == ""
-    sentence = ended.stderr.splitlines()[-1]
+    # The log is written by a thread of its own, and may come before it or after.
+    (sentence,) = (it for it in ended.stderr.splitlines() if it.startswith("drafthouse: "))
     assert sentence.startswith("drafthouse: cannot load ")
     assert words in sentence
     assert "Traceback" not in ended.stderr
