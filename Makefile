@@ -15,7 +15,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-wheel tokenizer-counts wheel
+.PHONY: archs attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-wheel tokenizer-counts wheel
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -124,6 +124,9 @@ attacks: dev ## what an ordinary client can do to others: 23 scripts, three roun
 
 whole: dev ## tests of which make test does a part: 10,000 billed requests, 1,000 traces of fairness; minutes
 	@$(VENV)/pytest $(PARALLEL) -q --whole tests/rpc/test_usage_sums.py tests/scheduling/test_fairness.py
+
+archs: dev ## every architecture of llama.cpp beside llama-server; half an hour; ARGS="--only qwen", "--write" the page and the list
+	@$(VENV)/python -m tests.archs.run $(ARGS)
 
 tokenizer-counts: dev ## what tokenising costs for every tokeniser of llama.cpp and texts of 1, 2 and 4 MiB; half an hour of a core
 	@$(VENV)/python -m tests.proofs.tokenizer_counts $(ARGS)

@@ -1,5 +1,8 @@
 """Builds the peer of the benchmarks: llama-server of the pinned source, into build/peers.
 
+`make archs` has upstream's own test program built beside it, which writes a model of nearly every
+architecture.
+
 The peer is stock: our patches are taken back from a copy of the source that the engine is built
 from, without fuzz, so what is left is the archive's own bytes. Same compiler, same build type, same
 CPU flags as the engine; no web interface, no HTTPS, nothing is downloaded. A build that is there
@@ -26,6 +29,8 @@ BUILD = PEERS / "cmake"
 STAMP = PEERS / "built.stamp"
 LOG = PEERS / "build.log"
 N_LOG_LINES = 15
+ARCHS = "test-llama-archs"
+"""Upstream's program that writes models of all architectures."""
 
 sys.path.insert(0, str(ROOT / "cext"))
 
@@ -79,8 +84,18 @@ def make_stock(source: Path, patches: list[Path]) -> None:
     part.rename(SOURCE)
 
 
-def build(source: Path, version: str) -> None:
-    """Configures and compiles llama-server, as a background job of the machine.
+def version() -> str:
+    """Returns the pinned version of llama.cpp."""
+    return str(pinned.read_lock().version)
+
+
+def program(name: str) -> Path:
+    """Returns where llama.cpp's build puts a program."""
+    return SERVER.with_name(name)
+
+
+def build(source: Path, version: str, name: str = SERVER.name) -> None:
+    """Configures and compiles a program, as a background job of the machine.
 
     Raises:
         PeerError: a command failed; the end of its output has been shown.
@@ -89,11 +104,13 @@ def build(source: Path, version: str) -> None:
     configure = ["cmake", "-S", str(source), "-B", str(BUILD), *OPTIONS]
     # Otherwise llama.cpp asks git and reports the commit of whatever repository surrounds it.
     configure += [f"-DLLAMA_BUILD_NUMBER={number}", f"-DLLAMA_BUILD_COMMIT={version}"]
+    if name != SERVER.name:  # it alters no object of the server
+        configure += ["-DLLAMA_BUILD_TESTS=ON"]
     configure += os.environ.get("CMAKE_ARGS", "").split()
     if shutil.which("ninja") and not (BUILD / "Makefile").exists():
         configure += ["-G", "Ninja"]
     n_jobs = os.environ.get("JOBS", "2")
-    compile_ = ["nice", "cmake", "--build", str(BUILD), "--target", "llama-server"]
+    compile_ = ["nice", "cmake", "--build", str(BUILD), "--target", name]
     for command in (configure, [*compile_, "--parallel", n_jobs]):
         if not shutil.which(command[0]):
             raise PeerError(f"`{command[0]}` is missing: apt-get install cmake g++.")
@@ -102,8 +119,24 @@ def build(source: Path, version: str) -> None:
         if run.returncode:
             lines = LOG.read_text(errors="replace").splitlines()[-N_LOG_LINES:]
             sys.stderr.write("\n".join(lines) + "\n")
-            name = LOG.relative_to(ROOT)
-            raise PeerError(f"llama-server cannot be built; the whole log is in {name}.")
+            log_name = LOG.relative_to(ROOT)
+            raise PeerError(f"{name} cannot be built; the whole log is in {log_name}.")
+
+
+def make_program(name: str) -> Path:
+    """Builds another program of the peer's source, unless it is there, and returns its path.
+
+    Raises:
+        PeerError: it cannot be built.
+        pinned.FetchError: the source cannot be fetched.
+    """
+    make_peer()
+    path = program(name)
+    if not path.exists() or path.stat().st_mtime < STAMP.stat().st_mtime:
+        say(f"building {name} …")
+        build(pinned.own_checkout() or SOURCE, pinned.read_lock().version, name)
+        path.touch()
+    return path
 
 
 def make_peer() -> str:

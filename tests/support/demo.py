@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 import drafthouse_engine
 from drafthouse import AsyncClient
 from drafthouse_server.config import Config
@@ -126,14 +129,19 @@ class Referee:
 
     def gap(self, tokens: Sequence[int], a: int, b: int) -> float:
         """Returns by how much the logits of two tokens differ after a history."""
+        logits = self.logits(tokens)
+        return abs(float(logits[a]) - float(logits[b]))
+
+    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Returns the logits after a history. Shape: [n_vocab] float32."""
         greedy = drafthouse_engine.SamplingParams(temperature=0.0)
         self._engine.seq_begin(0, drafthouse_engine.Sampler(self._model, greedy))
         n = len(tokens)
         outputs = [i == n - 1 for i in range(n)]
         self._engine.decode(tokens, range(n), [0] * n, outputs)
-        logits = self._engine.logits(n - 1)
+        logits = np.array(self._engine.logits(n - 1))
         self._engine.seq_end(0)
-        return abs(float(logits[a]) - float(logits[b]))
+        return logits
 
     def compare(
         self, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int], i: int = 0

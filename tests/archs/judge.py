@@ -1,0 +1,137 @@
+"""Are two answers to one prompt the same, and where they part, do two tokens tie?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from tests.archs.driver import Answer
+from tests.support.demo import Referee
+
+__all__ = ["TIE", "Judge", "Verdict", "Ways"]
+
+TIE = 0.05
+"""Two tokens whose logits differ by at most this tie.
+
+Caches are float16, and sums in them are rounded otherwise where the batch has another width, or the
+kernel is another. Logits have a standard deviation of 3; one early token that is another moves them
+by about 1, and `Judge.history` says by how much.
+"""
+
+
+Ways = Callable[[list[list[int]]], Iterable[tuple[str, Sequence[Sequence[int]]]]]
+"""Gives answers to all prompts of a cell, in several ways by name."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a cell."""
+
+    kind: str
+    """`equal`, `tie`, `differs` or `refused`."""
+    gap: float = 0.0
+    """Of a tie, or where it differs: the greatest difference of the two candidates' logits."""
+    n_apart: int = 0
+    """Answers that are not equal."""
+    n: int = 0
+    """Answers."""
+    n_drafted: int = 0
+    """Drafted tokens."""
+    n_accepted: int = 0
+    """Of these, accepted."""
+    n_reused: int = 0
+    """Tokens that were not computed again."""
+    reason: str = ""
+    """Why it was refused, or how the process ended; of a tie of experts, who gives the same."""
+
+
+class Judge:
+    """Compares answers of one model; computes logits where they part.
+
+    Args:
+        model: The file.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._referee: Referee | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._referee is not None:
+            self._referee.close()
+
+    def judge(
+        self,
+        answers: Sequence[Answer],
+        right: Callable[[Sequence[int]], Sequence[int]],
+        ways: Ways = lambda _: (),
+    ) -> Verdict:
+        """Returns the verdict on the answers of a cell.
+
+        Args:
+            answers: At least one.
+            right: Gives the right answer to a prompt.
+            ways: Gives the answers to all prompts in ways that round otherwise and are as right,
+                with their names; asked where two logits do not tie, but perhaps two experts did.
+        """
+        gaps = {
+            i: self._gap(answer, expected)
+            for i, answer in enumerate(answers)
+            if (expected := list(right(answer.prompt))) != answer.tokens
+        }
+        gap, reason = max(gaps.values(), default=0.0), ""
+        kind = "tie" if gaps else "equal"
+        far = {i for i, gap in gaps.items() if gap > TIE}
+        for way, found in ways([answer.prompt for answer in answers]) if far else ():
+            right_too = {i for i in far if found[i] == answers[i].tokens}
+            reason += f"{len(right_too)} as llama-server {way}; " if right_too else ""
+            far -= right_too
+            if not far:
+                break
+        kind = "differs" if far else kind
+        return Verdict(
+            kind,
+            gap,
+            len(gaps),
+            len(answers),
+            sum(answer.n_drafted for answer in answers),
+            sum(answer.n_accepted for answer in answers),
+            sum(answer.n_reused for answer in answers),
+            reason.removesuffix("; "),
+        )
+
+    def history(self, prompt: Sequence[int], others: Sequence[int]) -> float:
+        """Returns how far a logit moves at most when an early token of a prompt is another.
+
+        Args:
+            prompt: Its tokens.
+            others: Places of tokens, each of which is replaced.
+        """
+        logits = self._logits(prompt)
+        changed = [self._logits([*prompt[:i], prompt[i] ^ 1, *prompt[i + 1 :]]) for i in others]
+        return max(float(np.abs(found - logits).max()) for found in changed)
+
+    def _logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        return self._open().logits(tokens)
+
+    def _open(self) -> Referee:
+        if self._referee is None:
+            self._referee = Referee("", self._model)
+        return self._referee
+
+    def _gap(self, answer: Answer, expected: Sequence[int]) -> float:
+        """Returns the difference of the two candidates' logits at the first difference."""
+        pairs = zip(answer.tokens, expected, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if place is None:  # one is longer
+            return math.inf
+        history = [*answer.prompt, *answer.tokens[:place]]
+        return self._open().gap(history, answer.tokens[place], expected[place])

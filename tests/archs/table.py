@@ -1,0 +1,231 @@
+"""The page of `make archs`, and the list of proven architectures that the engine ships."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from tests.archs.cells import CELLS, DRAFTS, MTP
+from tests.archs.judge import TIE, Verdict
+
+__all__ = ["Row", "is_wrong", "page", "proven", "proven_module", "summary"]
+
+MARKS = {"equal": "=", "tie": "~", "differs": "≠", "refused": "r", "unknown": "?"}
+N_PROMPTS = 8
+
+
+@dataclasses.dataclass
+class Row:
+    """What one model gave."""
+
+    arch: str
+    """Its architecture."""
+    peer: str
+    """What became of llama-server; empty where it answers."""
+    n_peer_equal: int
+    """How many of eight prompts llama-server itself answers at once as alone."""
+    history: float
+    """How far one other early token of the prompt moves a logit; 0 where nothing was computed."""
+    cells: dict[str, dict[str, Verdict]]
+    """Verdicts by draft type and cell."""
+
+    @property
+    def verdicts(self) -> Iterator[tuple[str, str, Verdict]]:
+        """Yields draft type, cell and verdict."""
+        for draft_type, cells in self.cells.items():
+            for name in CELLS:
+                yield draft_type, name, cells[name]
+
+
+def is_wrong(row: Row) -> bool:
+    """Tells whether a cell differs without a tie."""
+    return any(cell.kind == "differs" for _, _, cell in row.verdicts)
+
+
+def proven(rows: Mapping[str, Row]) -> list[str]:
+    """Returns the architectures of which every model gives the right tokens in every cell.
+
+    A cell may be refused where only the model as its own draft is: that ends no process.
+    """
+    archs = {row.arch for row in rows.values()}
+    return sorted(archs - {row.arch for row in rows.values() if not _is_proven(row)})
+
+
+def _is_proven(row: Row) -> bool:
+    return all(
+        cell.kind in ("equal", "tie") or (cell.kind == "refused" and draft_type == "simple")
+        for draft_type, _, cell in row.verdicts
+    )
+
+
+def summary(row: Row) -> str:
+    """Returns one line about a model."""
+    of_types = []
+    for draft_type, cells in row.cells.items():
+        n_drafted = sum(cell.n_drafted for cell in cells.values())
+        n_accepted = sum(cell.n_accepted for cell in cells.values())
+        gap = max(cell.gap for cell in cells.values())
+        drafts = f" {n_accepted}/{n_drafted}" if n_drafted else ""
+        apart = f" gap {gap:.2g}" if gap else ""
+        of_types.append(f"{draft_type} {_marks(cells)}{drafts}{apart}")
+    peer = row.peer or f"peer {row.n_peer_equal}/{N_PROMPTS}"
+    return f"{peer} | {' | '.join(of_types)}"
+
+
+def _marks(cells: Mapping[str, Verdict]) -> str:
+    return "".join(MARKS[cells[name].kind] for name in CELLS)
+
+
+_LEGEND = (
+    f"Each of the columns none to MTP has {len(CELLS)} cells, in this order: {', '.join(CELLS)}.",
+    "Marks: `=` every answer equals llama-server's; `~` some part from it where two tokens tie",
+    "(below, with the difference of their logits); `r` refused (below, with the sentence); `≠`",
+    "differs; `?` llama-server gives no answer to compare with. Behind them: accepted and drafted",
+    "tokens; tokens that were not computed again, without drafts; how far a logit moves when an",
+    "early token of the prompt is another (what a cache that lost it would do); and how many of",
+    "eight prompts llama-server itself answers at once as alone.",
+)
+
+_MISSING = """\
+No program writes these yet, and nothing is said of them: rwkv6, rwkv6qwen2, rwkv7, arwkv7
+(upstream's own test hangs with them), plm (upstream: wrong shapes), chameleon, gptj and clip
+(upstream: no usable graph), granite-switch (an adapter is missing), deepseek2-ocr, bitnet, the
+encoders and embedders but bert (they keep no cache and are refused as it is), t5 (encoder and
+decoder), wavtokenizer-dec, clef, gemma4-assistant (refused: it computes nothing without its
+target), eagle3 and dflash (draft models; tests/cext). MTP blocks are written for step35, glm4moe,
+mimo2 and qwen35; not for bailingmoe3, cohere2moe, deepseek2, deepseek32, deepseek4, glm-dsa,
+glm5-next, hy-v3, nemotron-h-moe, qwen35moe, qwen3next and qwen4exp, whose graphs have them."""
+
+
+def page(rows: Mapping[str, Row], head: str) -> str:
+    """Returns the page.
+
+    Args:
+        rows: By the model's name.
+        head: Date, version, machine and command.
+    """
+    found = [cell for row in rows.values() for _, _, cell in row.verdicts]
+    counts = ", ".join(
+        f"{sum(cell.kind == kind for cell in found)} {kind}"
+        for kind in MARKS
+        if any(cell.kind == kind for cell in found)
+    )
+    lines = [
+        head,
+        f"{len(rows)} models of {len({row.arch for row in rows.values()})} architectures,"
+        f" {len(found)} cells: {counts}.",
+        "",
+        *_LEGEND,
+        "",
+        "| model | none | n-gram | itself | MTP | accepted/drafted: n-gram, itself, MTP | reused"
+        " | history | peer |",
+        "|---|---|---|---|---|---|---:|---:|---:|",
+        *(_line(name, row) for name, row in sorted(rows.items())),
+        "",
+        "## Ties and differences",
+        "",
+        "The difference is that of the two candidates' logits after the same tokens, computed at"
+        f" once. Above {TIE} the two do not tie; what did is an expert or a token before, as"
+        " llama-server shows, which gives the same answer in another way that rounds otherwise.",
+        "",
+        "| model | draft type: cells | answers | difference of the logits, at most | where they do"
+        " not tie |",
+        "|---|---|---:|---:|---|",
+        *_apart(rows),
+        "",
+        "## Proven",
+        "",
+        "Every model of these gives the right tokens in every cell; recurrent ones refuse to draft"
+        " for themselves. A model of another architecture is decoded in a process of its own before"
+        " the server listens (`probe`).",
+        "",
+        f"{', '.join(f'`{name}`' for name in proven(rows))}.",
+        "",
+        "## Refused",
+        "",
+        "| models | draft type | sentence |",
+        "|---|---|---|",
+        *_refused(rows),
+        "",
+        "## Missing",
+        "",
+        _MISSING,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _line(name: str, row: Row) -> str:
+    marks = " | ".join(
+        f"`{_marks(row.cells[draft_type])}`" if draft_type in row.cells else "–"
+        for draft_type in (*DRAFTS, MTP)
+    )
+    drafts = ", ".join(
+        f"{sum(c.n_accepted for c in cells)}/{sum(c.n_drafted for c in cells)}"
+        for cells in (list(cells.values()) for kind, cells in row.cells.items() if kind != "none")
+    )
+    n_reused = sum(cell.n_reused for cell in row.cells["none"].values())
+    peer = f"– ({row.peer})" if row.peer else f"{row.n_peer_equal}/{N_PROMPTS}"
+    return f"| {name} | {marks} | {drafts} | {n_reused} | {row.history:.2g} | {peer} |"
+
+
+def _apart(rows: Mapping[str, Row]) -> Iterator[str]:
+    for name, row in sorted(rows.items()):
+        apart = [(kind, cell, v) for kind, cell, v in row.verdicts if v.n_apart]
+        if not apart:
+            continue
+        where = "; ".join(
+            f"{draft_type}: {', '.join(cell for kind, cell, _ in apart if kind == draft_type)}"
+            for draft_type in row.cells
+            if any(kind == draft_type for kind, _, _ in apart)
+        )
+        n_apart, n = (sum(getattr(v, key) for _, _, v in apart) for key in ("n_apart", "n"))
+        ways = "; ".join(dict.fromkeys(v.reason for *_, v in apart if v.reason))
+        gap = max(v.gap for *_, v in apart)
+        yield f"| {name} | {where} | {n_apart} of {n} | {gap:.2g} | {ways} |"
+
+
+_FILE = re.compile(r"(?<=')[^']*\.gguf(?=')")
+
+
+def _refused(rows: Mapping[str, Row]) -> Iterator[str]:
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, row in sorted(rows.items()):
+        refused = [(kind, v.reason) for kind, _, v in row.verdicts if v.kind == "refused"]
+        said = {(draft_type, _FILE.sub("…", reason)) for draft_type, reason in refused}
+        for key in sorted(said):
+            names.setdefault(key, []).append(name)
+    for (draft_type, reason), who in names.items():
+        sentence = reason.replace("|", "\\|")
+        yield f"| {', '.join(who)} | {draft_type} | {sentence} |"
+
+
+def proven_module(names: Iterable[str], version: str) -> str:
+    """Returns the text of the engine's module `proven`.
+
+    Args:
+        names: Of the architectures.
+        version: Of llama.cpp.
+    """
+    lines = [
+        f'"""The architectures that `make archs` has proven with llama.cpp {version}; it wrote this'
+        ' file."""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from typing import Final",
+        "",
+        '__all__ = ["PROVEN"]',
+        "",
+        "PROVEN: Final = frozenset(",
+        "    {",
+        *(f'        "{name}",' for name in names),
+        "    }",
+        ")",
+        '"""Architectures, by `general.architecture` of a GGUF file, whose models give'
+        " llama-server's tokens:",
+        'alone, in a crowd, from reused prefixes, preempted, saved, and with drafts."""',
+        "",
+    ]
+    return "\n".join(lines)
