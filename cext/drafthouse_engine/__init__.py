@@ -111,6 +111,8 @@ from drafthouse_engine.options import (
     SamplerKind,
     SamplingParams,
 )
+from drafthouse_engine.probe import probe_model
+from drafthouse_engine.proven import PROVEN
 from drafthouse_engine.regex import regex_grammar
 from drafthouse_engine.rejection import (
     adjusted_distribution,
@@ -150,6 +152,7 @@ __all__ = [
     "DRAFT_TYPES",
     "PLAN_DTYPE",
     "POOLINGS",
+    "PROVEN",
     "RESULT_DTYPE",
     "SAMPLERS",
     "AcceptedTooMany",
@@ -257,6 +260,7 @@ __all__ = [
     "json_schema_grammar",
     "list_devices",
     "modified_rejection_step",
+    "probe_model",
     "regex_grammar",
     "sample_token",
     "set_log",

@@ -117,6 +117,13 @@ class Config(SharingSettings):
         peers=("alias", "served_model_name"),
     )
     """Name that requests use; see `model_name`."""
+    probe: bool = _model(
+        True,
+        _ANY,
+        "Decode a model of an architecture that was never compared with llama-server once in a"
+        " process of its own, before the server listens: its death is a sentence and exit code 1.",
+    )
+    """Whether a model of an architecture that is not proven is decoded elsewhere first."""
     host: str = _access(
         "127.0.0.1",
         _HOST,

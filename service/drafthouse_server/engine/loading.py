@@ -64,6 +64,9 @@ def load_engine(
     """
     if _unbuilt is not None:
         raise StartupError(_unbuilt)
+    if config.probe:
+        for path in filter(None, (config.model, config.model_draft)):
+            _probe(path, config)
     with _fitted(config) as (config, survey):  # noqa: PLR1704  # as it fits from here on
         target = _load_model(
             config.model,
@@ -315,6 +318,46 @@ def engine_facts() -> EngineFacts:
         CoreFacts(cores.n_cores, cores.n_physical, cores.n_logical, cores.quota),
         devices,
     )
+
+
+_OF_TARGETS = frozenset({"eagle3", "dflash"})
+"""Architectures of draft models that compute nothing without their target."""
+
+
+def _probe(path: str, config: Config) -> None:
+    """Has a model of an architecture that is not proven decoded once in a process of its own.
+
+    Raises:
+        ModelLoadError: that process died of it, or its decode failed.
+    """
+    with _explained(path):
+        header = drafthouse_engine.Model(path, vocab_only=True)
+    arch = header.arch
+    header.close()
+    if arch in drafthouse_engine.PROVEN | _OF_TARGETS:
+        return
+    _log.info(
+        "the architecture %r is not among those that were compared with llama-server: %s is"
+        " decoded once in a process of its own (probe)",
+        arch,
+        path,
+    )
+    params = drafthouse_engine.EngineParams(
+        draft_type="none" if config.draft_type == "none" else "ngram-simple",
+        kv_unified=config.kv_unified,
+        flash_attention=config.flash_attn != "off",
+        flash_forced=config.flash_attn == "on",
+        n_threads=config.threads,
+    )
+    try:
+        problem = drafthouse_engine.probe_model(path, params, n_gpu_layers=_n_gpu_layers(config))
+    except OSError as error:
+        raise StartupError(
+            f"the process that decodes {path!r} for the first time cannot be started: {error}; set"
+            " probe to false to do without"
+        ) from error
+    if problem:
+        raise ModelLoadError(path, problem, "use another model")
 
 
 def _load_model(
