@@ -420,6 +420,12 @@ void check_generates(const spec_model & model, const char * which) {
         fail(SPEC_ERR_UNSUPPORTED, what + " is a diffusion model: it fills in a text as a whole, "
                                           "not one token after the other");
     }
+    // Its graph has no `inp_out_ids`: of a batch it gives the logits of the first tokens, whichever
+    // are asked for. Prompts of one token, one sequence at a time, are right; the rest is not.
+    if (model.arch() == "cogvlm") {
+        fail(SPEC_ERR_UNSUPPORTED, what + " cannot be computed: this llama.cpp gives the logits of "
+                                          "a batch's first tokens in place of those asked for");
+    }
 }
 
 void check_draft(const spec_model & target, const spec_model * draft,
