@@ -9,6 +9,7 @@ __all__ = ["PROVEN"]
 PROVEN: Final = frozenset(
     {
         "afmoe",
+        "apertus",
         "arcee",
         "arctic",
         "baichuan",
@@ -39,6 +40,8 @@ PROVEN: Final = frozenset(
         "gemma",
         "gemma2",
         "gemma3",
+        "gemma3n",
+        "gemma4",
         "glm-dsa",
         "glm4",
         "glm4moe",
@@ -120,6 +123,12 @@ PROVEN: Final = frozenset(
         "smallthinker",
         "smollm3",
         "spark2_5",
+        "stablelm",
+        "starcoder",
+        "starcoder2",
+        "step35",
+        "talkie",
+        "xverse",
     }
 )
 """Architectures, by `general.architecture` of a GGUF file, whose models give llama-server's tokens:

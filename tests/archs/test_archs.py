@@ -6,6 +6,7 @@ architectures, beside llama-server.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from tests.archs.cells import BASE, CELLS, PROMPTS, run_cells
 from tests.archs.driver import Answer, Driver, make_config
 from tests.archs.judge import TIE, Judge
 from tests.support.built import needs_extension
+
+from drafthouse_engine import PROVEN
 
 pytestmark = [*needs_extension(), pytest.mark.timeout(300)]
 
@@ -107,3 +110,11 @@ def test_what_is_wrong_is_noticed(model: Path, judge: Judge, alone: Alone) -> No
     other = alone([*BASE[:10], BASE[10] ^ 1, *BASE[11:40]])
     if other != alone(prompt):
         assert judge.judge([Answer(prompt, other)], alone).kind == "differs"
+
+
+def test_the_shipped_list_is_that_of_the_last_page() -> None:
+    pages = (Path(__file__).resolve().parents[2] / "docs" / "results").glob("*-archs.md")
+    *_, text = (page.read_text("utf-8") for page in sorted(pages))
+    proven = text.partition("## Proven")[2].partition("## Refused")[0]
+    assert set(re.findall(r"`([\w.-]+)`", proven)) - {"probe"} == PROVEN
+    assert {"mimo2", "qwen35", "qwen3"} <= PROVEN  # the demo models are served at once
