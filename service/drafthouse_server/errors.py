@@ -10,6 +10,7 @@ prefix) and its gRPC `code`:
     ├── Unauthenticated       UNAUTHENTICATED     INVALID_API_KEY
     ├── PermissionDenied      PERMISSION_DENIED   MODEL_NOT_ALLOWED
     ├── NotFound              NOT_FOUND           MODEL_NOT_FOUND
+    ├── TenantNotFound        NOT_FOUND           TENANT_NOT_FOUND
     ├── QuotaExceeded         RESOURCE_EXHAUSTED  TENANT_QUOTA_EXCEEDED
     ├── SlowSender            RESOURCE_EXHAUSTED  SLOW_SENDER
     ├── TooManyBadKeys        RESOURCE_EXHAUSTED  TOO_MANY_BAD_KEYS
@@ -69,6 +70,7 @@ __all__ = [
     "StoreError",
     "StoreRefusal",
     "StoreUnavailable",
+    "TenantNotFound",
     "TextWorkerLost",
     "TooManyBadKeys",
     "Unauthenticated",
@@ -220,6 +222,25 @@ class NotFound(DrafthouseError):
     def metadata(self) -> dict[str, str]:
         """Returns the model's name."""
         return {"model": self.model}
+
+
+class TenantNotFound(DrafthouseError):
+    """The store has no tenant of this name.
+
+    Args:
+        tenant: Name in the request.
+    """
+
+    reason = "TENANT_NOT_FOUND"
+    code = "NOT_FOUND"
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        super().__init__(f"the store has no tenant {tenant!r}")
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the tenant's name."""
+        return {"tenant": self.tenant}
 
 
 class QuotaExceeded(DrafthouseError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import logging
@@ -17,7 +18,7 @@ from tests.support.certificates import Authority, replace
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.operations.audit import AuditTrail
+from drafthouse_server.operations.audit import AuditTrail, note_renewal
 from drafthouse_server.operations.peers import uid_of_peer
 from drafthouse_server.rpc.tls import Certificates
 from drafthouse_server.tenancy.keys import id_of_key
@@ -98,7 +99,7 @@ async def test_signals_and_new_certificates_are_noted(
     certificate, key = authority.issue().write(tmp_path)
     server = await start_server(audit_file=str(path), ssl_cert_file=certificate, ssl_key_file=key)
     reading = Certificates(server._config)
-    reading.on_renewal = server._on_renewal
+    reading.on_renewal = functools.partial(note_renewal, server._audit, reading.path)
     authority.issue().write(tmp_path)
     reading.look()
     replace(Path(certificate), b"none")

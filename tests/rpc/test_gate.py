@@ -21,11 +21,11 @@ from drafthouse.v1 import generation_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
+from drafthouse_server.operations.calls import Call, FrontMemory, OpenCalls
 from drafthouse_server.operations.descriptors import DescriptorBudget, raise_descriptor_limit
 from drafthouse_server.rpc import services
-from drafthouse_server.rpc.calls import Call, FrontMemory, OpenCalls
+from drafthouse_server.rpc.listening import open_calls
 from drafthouse_server.rpc.requests import to_generation
-from drafthouse_server.rpc.server import open_calls
 from drafthouse_server.rpc.wire import Scan, shapes_of
 from drafthouse_server.serving.requests import GenerationRequest, field_bounds
 from drafthouse_server.step import EngineLimits

@@ -16,7 +16,7 @@ import drafthouse
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
-from drafthouse_server.rpc.calls import Call
+from drafthouse_server.operations.calls import Call
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.rpc.services import GenerationService, ServiceContext
 from drafthouse_server.scheduling.scheduler import Scheduler

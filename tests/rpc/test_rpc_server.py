@@ -22,7 +22,8 @@ from drafthouse.v1 import generation_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import ConfigError, EngineLost
-from drafthouse_server.rpc.server import Server, _has_reflection, _options
+from drafthouse_server.rpc.listening import channel_options, has_reflection
+from drafthouse_server.rpc.server import Server
 
 if TYPE_CHECKING:
     from tests.conftest import Eventually, GatedEngine, ServerFactory
@@ -259,11 +260,11 @@ async def test_a_step_that_never_ends_does_not_keep_the_server_from_ending(
 
 
 async def test_reflection_is_there_on_loopback_or_where_it_is_asked_for() -> None:
-    assert _has_reflection(Config())
-    assert not _has_reflection(Config(host="0.0.0.0", insecure_no_auth=True, insecure_no_tls=True))  # noqa: S104  # nobody listens
-    assert not _has_reflection(Config(reflection="off"))
+    assert has_reflection(Config())
+    assert not has_reflection(Config(host="0.0.0.0", insecure_no_auth=True, insecure_no_tls=True))  # noqa: S104  # nobody listens
+    assert not has_reflection(Config(reflection="off"))
     config = Config(host="0.0.0.0", insecure_no_auth=True, insecure_no_tls=True, reflection="on")  # noqa: S104  # nobody listens
-    assert _has_reflection(config)
+    assert has_reflection(config)
 
 
 async def test_without_reflection_nobody_is_told_of_the_services(
@@ -284,14 +285,14 @@ def test_bounds_of_connections_reach_grpc() -> None:
         max_connection_age_grace_s=4.0,
         max_metadata_bytes=2048,
     )
-    options = dict(_options(config, 10))
+    options = dict(channel_options(config, 10))
     assert options["grpc.max_receive_message_length"] == 5000
     assert options["grpc.max_concurrent_streams"] == 7
     assert options["grpc.max_connection_idle_ms"] == 2000
     assert options["grpc.max_connection_age_ms"] == 3000
     assert options["grpc.max_connection_age_grace_ms"] == 4000
     assert options["grpc.max_metadata_size"] == 2048
-    automatic = dict(_options(Config(parallel=4, tenant_queue_size=9), 1 << 23))
+    automatic = dict(channel_options(Config(parallel=4, tenant_queue_size=9), 1 << 23))
     assert automatic["grpc.max_receive_message_length"] == 1 << 23
     assert automatic["grpc.max_concurrent_streams"] == 13
 
@@ -370,7 +371,7 @@ PROGRAM = """
     import asyncio
     from drafthouse_server.config import Config
     from drafthouse_server.engine.fake import FakeEngine
-    from drafthouse_server.rpc.server import Server, _has_reflection, _options
+    from drafthouse_server.rpc.server import Server
 
     server = Server(Config(port=0), lambda: FakeEngine(step_s=0.005))
     asyncio.run(server.serve(lambda server: print(server.target, flush=True)))

@@ -74,7 +74,7 @@ def test_without_a_budget_of_saves_nobody_takes_a_slot() -> None:
 def test_own_priorities_are_charged_for_what_they_push_out() -> None:
     world = bench(dataclasses.replace(TWO, n_seq_max=1), preempt_interval_s=0.0)
     world.add("a", n_prompt=40, n_output_max=50, tenant="one", priority=-1)
-    counters = world.scheduler._counters
+    counters = world.scheduler.counters
     for _ in range(6):
         world.step()
     world.add("h", n_output_max=1, tenant="one", priority=1)

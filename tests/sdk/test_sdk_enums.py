@@ -18,6 +18,7 @@ import drafthouse
 from drafthouse._enums import OpenEnum
 from drafthouse._options import generate_request
 from drafthouse.v1 import (
+    admin_pb2,
     errors_pb2,
     generation_pb2,
     generation_pb2_grpc,
@@ -30,7 +31,7 @@ from drafthouse_server.engine.fake import FakeEngine
 if TYPE_CHECKING:
     from tests.conftest import ServerFactory
 
-FILES = (errors_pb2, generation_pb2, model_pb2)
+FILES = (admin_pb2, errors_pb2, generation_pb2, model_pb2)
 REASON_CLASSES = [
     kind for code in drafthouse.DrafthouseError.__subclasses__() for kind in code.__subclasses__()
 ]
@@ -72,7 +73,13 @@ def test_the_sdk_knows_every_value_of_every_enum(enum: EnumDescriptor) -> None:
 
 
 def test_the_enums_of_the_protos_were_found() -> None:
-    assert {enum.name for enum in all_enums()} == {"ErrorReason", "FinishReason", "SpeculationMode"}
+    assert {enum.name for enum in all_enums()} == {
+        "ErrorReason",
+        "FinishReason",
+        "ServerState",
+        "SpeculationMode",
+        "StoreState",
+    }
 
 
 def test_every_mode_can_be_asked_for_by_its_word() -> None:

@@ -118,7 +118,7 @@ async def test_a_router_knows_what_a_server_holds(
             return result.usage.reused_prompt_tokens
 
         assert await ask("Once upon a time in the west, ") == 0
-        async with loop.watch_cache(n_events_max) as feed:
+        async with loop.feeds.open(n_events_max) as feed:
             following = asyncio.create_task(router.follow(feed))
             await eventually(lambda: len(router.blocks) == 2)  # what was there before it listened
             for i in range(12):
@@ -128,7 +128,7 @@ async def test_a_router_knows_what_a_server_holds(
             assert set(router.blocks.values()) == {"default"}
             assert router.n_resets >= 1
         await following  # the feed is closed
-    assert loop._feeds == [] or all(feed.is_closed for feed in loop._feeds)
+    assert feed.is_closed
 
 
 async def test_a_server_without_readers_tells_nothing(start_server: ServerFactory) -> None:

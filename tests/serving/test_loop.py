@@ -669,4 +669,4 @@ async def test_work_beside_the_steps_is_charged_to_its_tenant() -> None:
         loop.charge("acme", 300.0)
         outbox = loop.submit(make(loop))
         await collect(outbox)
-        assert scheduler._counters.of("acme") == 300.0
+        assert scheduler.counters.of("acme") == 300.0

@@ -11,6 +11,20 @@
 
 from __future__ import annotations
 
+from drafthouse._admin import (
+    AdminClient,
+    CacheBlocksRemoved,
+    CacheBlocksStored,
+    CacheReset,
+    Limit,
+    Load,
+    PrefixCacheStatus,
+    ServerState,
+    ServerStatus,
+    StoreState,
+    TenantLoad,
+    prefix_hashes,
+)
 from drafthouse._aio import AsyncClient
 from drafthouse._client import Client
 from drafthouse._errors import (
@@ -39,6 +53,7 @@ from drafthouse._errors import (
     SlowReader,
     SlowSender,
     StoreUnavailable,
+    TenantNotFound,
     TenantQuotaExceeded,
     TooManyBadKeys,
     Unauthenticated,
@@ -62,8 +77,12 @@ from drafthouse._tls import Tls
 from drafthouse._usage import Usage
 
 __all__ = [
+    "AdminClient",
     "AsyncClient",
     "AsyncGenerationStream",
+    "CacheBlocksRemoved",
+    "CacheBlocksStored",
+    "CacheReset",
     "Cancelled",
     "ChatMessage",
     "Chunk",
@@ -84,11 +103,14 @@ __all__ = [
     "InvalidApiKey",
     "InvalidArgument",
     "InvalidField",
+    "Limit",
+    "Load",
     "Model",
     "ModelNotAllowed",
     "ModelNotFound",
     "NotFound",
     "PermissionDenied",
+    "PrefixCacheStatus",
     "Prompt",
     "PromptProgress",
     "QueueFull",
@@ -98,11 +120,16 @@ __all__ = [
     "RetryPolicy",
     "ServerDraining",
     "ServerOverloaded",
+    "ServerState",
+    "ServerStatus",
     "SlowReader",
     "SlowSender",
     "SpeculationMode",
     "SpeculationStatistics",
+    "StoreState",
     "StoreUnavailable",
+    "TenantLoad",
+    "TenantNotFound",
     "TenantQuotaExceeded",
     "Timings",
     "Tls",
@@ -113,4 +140,5 @@ __all__ = [
     "Usage",
     "UsageUnavailable",
     "Xtc",
+    "prefix_hashes",
 ]

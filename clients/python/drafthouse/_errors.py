@@ -81,6 +81,7 @@ __all__ = [
     "SlowReader",
     "SlowSender",
     "StoreUnavailable",
+    "TenantNotFound",
     "TenantQuotaExceeded",
     "TooManyBadKeys",
     "Unauthenticated",
@@ -226,6 +227,12 @@ class ModelNotFound(NotFound):
     """The server does not serve this model; metadata: model."""
 
     default_reason = "MODEL_NOT_FOUND"
+
+
+class TenantNotFound(NotFound):
+    """The server's store has no tenant of this name (TENANT_NOT_FOUND)."""
+
+    default_reason = "TENANT_NOT_FOUND"
 
 
 class ResourceExhausted(DrafthouseError):

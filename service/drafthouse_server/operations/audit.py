@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["OK", "SERVER", "AuditTrail", "local_actor"]
+__all__ = ["OK", "SERVER", "AuditTrail", "local_actor", "note_renewal"]
 
 OK = "ok"
 """Outcome of an act that was done."""
@@ -108,3 +108,16 @@ class AuditTrail:
 def local_actor() -> str:
     """Returns who runs this process, as the trail names a user of this machine."""
     return f"uid:{os.getuid()}"
+
+
+def note_renewal(trail: AuditTrail, path: str, fingerprint: str) -> None:
+    """Notes that certificates were read again because their files have changed.
+
+    Args:
+        trail: Is told.
+        path: Of the server's certificate.
+        fingerprint: SHA-256 of the one in use, hexadecimal; empty where the new one is not used.
+    """
+    outcome = OK if fingerprint else "refused"
+    detail = {"sha256": fingerprint} if fingerprint else {}
+    trail.note(SERVER, "ReloadCertificates", f"certificate:{path}", outcome, detail)

@@ -27,8 +27,8 @@ from drafthouse_server.errors import (
     SlowReader,
     SlowSender,
 )
+from drafthouse_server.operations.calls import Call, OpenCalls
 from drafthouse_server.operations.descriptors import DescriptorBudget
-from drafthouse_server.rpc.calls import Call, OpenCalls
 from drafthouse_server.rpc.interceptors import (
     Answer,
     Behaviour,

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from drafthouse_server.errors import ServerOverloaded
-from drafthouse_server.rpc.calls import Call
+from drafthouse_server.operations.calls import Call
 
 __all__ = ["OVERALL", "HealthService"]
 

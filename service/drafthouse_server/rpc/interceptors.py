@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Never, TypeAlias
 
 import grpc
@@ -35,7 +37,9 @@ from drafthouse_server.errors import (
     TooManyBadKeys,
     Unauthenticated,
 )
-from drafthouse_server.rpc.calls import Call
+from drafthouse_server.operations.audit import OK, AuditTrail
+from drafthouse_server.operations.calls import Call
+from drafthouse_server.operations.peers import uid_of_peer
 from drafthouse_server.rpc.tls import tenant_of
 from drafthouse_server.serving.requests import N_VIOLATIONS_MAX
 from drafthouse_server.tenancy.identity import Tenants, source_of
@@ -43,6 +47,8 @@ from drafthouse_server.tenancy.tenants import Identity
 
 __all__ = [
     "DOMAIN",
+    "Act",
+    "Administer",
     "Answer",
     "Authenticate",
     "Behaviour",
@@ -52,6 +58,7 @@ __all__ = [
     "Observe",
     "TranslateErrors",
     "Wrap",
+    "current_act",
     "current_call",
     "intercept",
     "is_ours",
@@ -275,6 +282,88 @@ class Authenticate(grpc.aio.ServerInterceptor):
 
 async def _answer(found: Identity | Awaitable[Identity]) -> Identity:
     return found if isinstance(found, Identity) else await found
+
+
+@dataclass(slots=True)
+class Act:
+    """What a call of AdminService does, for the audit trail."""
+
+    actor: str
+    """Who."""
+    target: str = "server"
+    """Of what."""
+    detail: dict[str, object] = field(default_factory=dict)
+    """What else is of use; never a secret."""
+
+
+_current_act: ContextVar[Act] = ContextVar("drafthouse_act")
+
+
+def current_act() -> Act:
+    """Returns what the call of AdminService that this task serves does."""
+    return _current_act.get()
+
+
+class Administer(grpc.aio.ServerInterceptor):
+    """Finds out who administers, and has the audit trail told what became of it.
+
+    Streams have their line when they begin, since they end with whoever reads them.
+
+    Args:
+        trail: Is told of every call.
+        port: Returns where the server listens.
+    """
+
+    def __init__(self, trail: AuditTrail, port: Callable[[], int]) -> None:
+        self._trail = trail
+        self._port = port
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        """Wraps the handler of a call."""
+        return await intercept(self._wrap, continuation, handler_call_details)
+
+    async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
+        action = current_call().method.rpartition("/")[2]
+        actor = await asyncio.to_thread(_actor, context, self._port())
+        act, outcome = Act(actor), "cancelled"
+        _current_act.set(act)
+        if action.startswith("Watch"):
+            await self._note(action, act, OK)
+            return await inner(request, context)
+        try:
+            answer = await inner(request, context)
+            outcome = OK
+        except DrafthouseError as error:
+            outcome = error.reason
+            raise
+        except grpc.aio.AbortError:
+            outcome = "refused"
+            raise
+        finally:
+            await asyncio.shield(self._note(action, act, outcome))
+        return answer
+
+    async def _note(self, action: str, act: Act, outcome: str) -> None:
+        await asyncio.to_thread(
+            self._trail.note, act.actor, action, act.target, outcome, act.detail
+        )
+
+
+def _actor(context: Context, port: int) -> str:
+    """Returns who calls: the first name of a certificate, or a user of this machine."""
+    properties: Mapping[str, Any] = context.auth_context()
+    for kind in ("peer_uri", "peer_dns", "peer_email", "peer_ip"):
+        for name in properties.get(kind, ()):
+            return f"san:{name.decode('utf-8', 'replace')}"
+    for pem in properties.get("x509_pem_cert", ()):
+        return f"certificate:{hashlib.sha256(pem).hexdigest()[:16]}"
+    peer: str = context.peer()
+    uid = uid_of_peer(peer, port)
+    if uid is not None:
+        return f"uid:{uid}"
+    return "unix" if peer.startswith("unix:") else "unknown"
 
 
 def _metadata(context: Context, wanted: str) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -23,16 +24,22 @@ from drafthouse.v1 import (
     usage_pb2,
     usage_pb2_grpc,
 )
-from drafthouse_server.access import bare_host, is_loopback
 from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
-from drafthouse_server.operations.audit import OK, SERVER, AuditTrail
+from drafthouse_server.operations.audit import AuditTrail, note_renewal
 from drafthouse_server.operations.descriptors import DescriptorBudget, raise_descriptor_limit
-from drafthouse_server.rpc.calls import FrontMemory, OpenCalls
 from drafthouse_server.rpc.gate import Gate, Receive, StreamResets, count_front
 from drafthouse_server.rpc.health import OVERALL, HealthService
 from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateErrors, current_call
+from drafthouse_server.rpc.listening import (
+    AdminListener,
+    address,
+    bind,
+    channel_options,
+    has_reflection,
+    open_calls,
+)
 from drafthouse_server.rpc.services import GenerationService, ModelService, ServiceContext
 from drafthouse_server.rpc.tls import Certificates
 from drafthouse_server.rpc.usage import UsageService
@@ -46,7 +53,7 @@ from drafthouse_server.serving.text_workers import TextWorkers
 from drafthouse_server.tenancy.backends import Backends
 from drafthouse_server.tenancy.identity import Tenants
 
-__all__ = ["Server", "open_calls"]
+__all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
 _grpc_log = logging.getLogger("grpc._cython.cygrpc")
@@ -69,17 +76,6 @@ _STEP_S = 10.0
 _CLOSE_S = 10.0
 """Seconds that gRPC may take to release calls that were cancelled."""
 
-_N_SPARE_CALLS, _N_SPARE_TENANT_CALLS = 256, 128
-"""Calls beyond slots and queue: the queue's limit shall be met first, and other methods work."""
-
-_N_PROBES = 64
-"""Health checks at once, beside those that watch."""
-
-_MESSAGE_BYTES = 4 << 20
-_METADATA_SHARE = 2  # what is refused at random, by size, and what always: grpc's own ratio
-_MAX_RESPONSE_BYTES = 64 << 20  # Tokenize answers with several bytes per byte
-_MIN_PING_INTERVAL_S = 10.0
-
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
     model_pb2.DESCRIPTOR.services_by_name["ModelService"],
@@ -96,6 +92,19 @@ def _is_fault(record: logging.LogRecord) -> bool:
     """
     error = record.exc_info[1] if record.exc_info else None
     return type(error).__name__ != "ExecuteBatchError"
+
+
+@contextlib.contextmanager
+def _on_signals(act: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Lets signals that stop a server call something, for the time of a block."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, act, number)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
 
 
 class Server:
@@ -173,7 +182,7 @@ class Server:
     @property
     def target(self) -> str:
         """Address for clients, "host:port"."""
-        return _address(self._config.host, self._port)
+        return address(self._config.host, self._port)
 
     async def serve(self, on_ready: Callable[[Server], None] | None = None) -> None:
         """Serves until SIGTERM or SIGINT, then lets requests finish; a second one ends them.
@@ -189,7 +198,7 @@ class Server:
         """
         await self.startup()
         try:
-            with self._signals():
+            with _on_signals(self._on_signal):
                 if on_ready is not None:
                     on_ready(self)
                 await self._stop.wait()
@@ -230,18 +239,6 @@ class Server:
         elif timeout_s is not None:
             task = asyncio.create_task(self.loop.drain(timeout_s))
             self._side.callback(task.cancel)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Lets signals stop the server, for the time of a block."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         _log.info("%s: %s", number.name, "ending now" if self._stop.is_set() else "draining")
@@ -295,7 +292,9 @@ class Server:
             await texts.open()
             await self._listen(self._loop, texts, tenants, self._accounting, certificates)
             if certificates is not None:
-                certificates.on_renewal = self._on_renewal
+                certificates.on_renewal = functools.partial(
+                    note_renewal, self._audit, certificates.path
+                )
                 self._loop.metrics.certificate_expires_at = lambda: certificates.expires_at
                 watch = asyncio.create_task(certificates.watch())
                 self._side.callback(watch.cancel)
@@ -303,6 +302,11 @@ class Server:
                 metrics = MetricsEndpoint(self.statistics)
                 self._side.callback(metrics.close)
                 await metrics.open(self._config.metrics_host, self._config.metrics_port)
+            if self._config.has_admin:
+                admin = AdminListener(self, self._config, self._audit)
+                self._side.push_async_callback(admin.close)
+                self._accounting.on_end.append(admin.service.note_usage)
+                await admin.open()
             undo.pop_all()
         _log.info("listening at %s", self.target)
 
@@ -346,7 +350,7 @@ class Server:
                 ),
                 self._receive,
             ),
-            options=_options(config, max(shape.n_bytes_max for shape in shapes.values())),
+            options=channel_options(config, max(shape.n_bytes_max for shape in shapes.values())),
         )
         shared = ServiceContext(
             loop,
@@ -368,20 +372,13 @@ class Server:
             shipper = accounting.journal.shipper
             usage = UsageService(shared, shipper, retry_after_s=config.retry_after_s)
             usage_pb2_grpc.add_UsageServiceServicer_to_server(usage, server)
-        if _has_reflection(config):
+        if has_reflection(config):
             names = [service.full_name for service in services]
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-        self._port = _bind(server, config, certificates)
+        self._port = bind(server, config.host, config.port, certificates)
         self._health.set(is_serving=True)
         await server.start()
         self._server = server
-
-    def _on_renewal(self, fingerprint: str) -> None:
-        """Notes new certificates; on any thread."""
-        outcome = OK if fingerprint else "refused"
-        detail = {"sha256": fingerprint} if fingerprint else {}
-        target = f"certificate:{self._config.ssl_cert_file}"
-        self._audit.note(SERVER, "ReloadCertificates", target, outcome, detail)
 
     def _on_health(self, is_healthy: bool) -> None:
         """Takes the loop's word for its health. What stays broken is for a new process."""
@@ -487,72 +484,3 @@ class Server:
 def _services(config: Config) -> tuple[ServiceDescriptor, ...]:
     """Returns which services of ours the server offers."""
     return (*_SERVICES, _USAGE_SERVICE) if config.usage_journal else _SERVICES
-
-
-def _bind(server: grpc.aio.Server, config: Config, certificates: Certificates | None) -> int:
-    address = _address(config.host, config.port)
-    try:
-        if certificates is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, certificates.credentials())
-    except RuntimeError:
-        if config.host.startswith("unix:"):
-            expected = "a path at which we may listen, of 107 bytes at most"
-            raise ConfigError("host", config.host, expected) from None
-        expected = f"a port of {config.host} that is free and that we may listen at"
-        raise ConfigError("port", config.port, expected) from None
-
-
-def _address(host: str, port: int) -> str:
-    if host.startswith("unix:"):
-        return host
-    host = bare_host(host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def open_calls(config: Config) -> OpenCalls:
-    """Returns the count of open calls, with the bounds of the settings."""
-    n_max = config.max_calls or config.parallel + config.queue_size + _N_SPARE_CALLS
-    n_tenant_max = config.tenant_max_calls or (
-        config.parallel + config.tenant_queue_size + _N_SPARE_TENANT_CALLS
-    )
-    n_keyless_max = config.max_health_watchers + _N_PROBES
-    memory = FrontMemory(config.front_mib << 20, config.outbox_kib << 10, config.retry_after_s)
-    return OpenCalls(n_max, n_tenant_max, n_keyless_max, config.retry_after_s, memory)
-
-
-def _has_reflection(config: Config) -> bool:
-    if config.reflection == "auto":
-        return is_loopback(config.host)
-    return config.reflection == "on"
-
-
-def _milliseconds(seconds: float) -> int:
-    return int(seconds * 1000)
-
-
-def _options(config: Config, n_bytes_max: int) -> Sequence[tuple[str, int]]:
-    """Returns the channel arguments; names as in grpc's `channel_arg_names.h`.
-
-    Args:
-        config: All settings.
-        n_bytes_max: Bytes of the longest request of any method.
-    """
-    n_streams = config.max_concurrent_streams or config.parallel + config.tenant_queue_size
-    n_message_bytes = config.max_message_bytes or max(_MESSAGE_BYTES, n_bytes_max)
-    ages = (config.max_connection_idle_s, config.max_connection_age_s)
-    idle_ms, age_ms = map(_milliseconds, ages)
-    return (
-        ("grpc.max_receive_message_length", n_message_bytes),
-        ("grpc.max_send_message_length", _MAX_RESPONSE_BYTES),
-        ("grpc.max_concurrent_streams", n_streams),
-        ("grpc.max_connection_idle_ms", idle_ms),
-        ("grpc.max_connection_age_ms", age_ms),
-        ("grpc.max_connection_age_grace_ms", _milliseconds(config.max_connection_age_grace_s)),
-        ("grpc.max_metadata_size", config.max_metadata_bytes),
-        ("grpc.absolute_max_metadata_size", _METADATA_SHARE * config.max_metadata_bytes),
-        ("grpc.keepalive_time_ms", _milliseconds(config.keepalive_time_s)),
-        ("grpc.keepalive_timeout_ms", _milliseconds(config.keepalive_timeout_s)),
-        ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(_MIN_PING_INTERVAL_S)),
-        ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake: say so
-    )

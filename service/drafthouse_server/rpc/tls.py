@@ -82,6 +82,11 @@ class Certificates:
         used. On any thread."""
 
     @property
+    def path(self) -> str:
+        """File of the server's certificate."""
+        return self._config.ssl_cert_file
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of the server's certificate that new connections get, hexadecimal."""
         return self._in_use.fingerprint

@@ -122,8 +122,9 @@ class Scheduler:
         self._slots = SlotTable(limits, self._prefixes, is_shared=self._ledger.is_shared)
         fairness = fairness or Fairness()
         self._aging_s = fairness.aging_s
-        self._counters = VirtualCounters(fairness.weights, fairness.quantum)
-        self._waiting = WaitingQueue(self._counters)
+        self.counters = VirtualCounters(fairness.weights, fairness.quantum)
+        """How much service each tenant has got."""
+        self._waiting = WaitingQueue(self.counters)
         self._estimators = Estimators(
             limits,
             policy=policy,
@@ -143,7 +144,7 @@ class Scheduler:
             waiting=self._waiting,
             estimators=self._estimators,
             lot=lot,
-            counters=self._counters,
+            counters=self.counters,
             fairness=fairness,
         )
         self._placement = Placement(
@@ -153,7 +154,7 @@ class Scheduler:
             prefixes=self._prefixes,
             checkpoints=self._checkpoints,
             preemption=self._preemption,
-            counters=self._counters,
+            counters=self.counters,
         )
         self._prefill = Prefill(limits, self._estimators, self._checkpoints, gap_s)
         self._runs = RunLength(gap_s)
@@ -256,7 +257,7 @@ class Scheduler:
 
     def charge(self, tenant: str, amount: float) -> None:
         """Counts units of service that a tenant was given elsewhere, such as work on its texts."""
-        self._counters.charge_aside(tenant, amount)
+        self.counters.charge_aside(tenant, amount)
 
     def forget_tenant(self, tenant: str, error: DrafthouseError) -> None:
         """Forgets a tenant, and ends its sequences with an error. Between two steps only."""
@@ -334,7 +335,7 @@ class Scheduler:
         self._learn(plan, result, now)
         if plan.starts:
             self._placement.take(plan, result)
-        self._counters.charge_step(result.entries, self._slots.running)
+        self.counters.charge_step(result.entries, self._slots.running)
         self._advance_all(result, events)
         self._estimators.teach_policy(result)
         for sequence in self._preemption.take(plan, result) if plan.preempted else ():

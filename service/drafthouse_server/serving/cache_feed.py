@@ -9,7 +9,7 @@ from types import TracebackType
 
 from drafthouse_server.scheduling.prefix_cache import CacheEvent, CacheReset
 
-__all__ = ["CacheFeed"]
+__all__ = ["CacheFeed", "CacheFeeds"]
 
 
 class CacheFeed:
@@ -19,7 +19,7 @@ class CacheFeed:
     what it has not read, and gets the same again: a reset, and all that is held by then. So a
     reader that does as it is told is never wrong about what was stored, only late.
 
-    Use: `async with loop.watch_cache() as feed: async for event in feed: ...`.
+    Use: `async with loop.feeds.open() as feed: async for event in feed: ...`.
 
     Args:
         restate: Called when all that is held is to be told again; it must not wait.
@@ -102,3 +102,47 @@ class CacheFeed:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class CacheFeeds:
+    """The feeds that are read, all of the same cache.
+
+    Args:
+        tell: Has all that is cached told, or ends it when `is_told` is False; it must not wait.
+
+    Thread:
+        Event loop only.
+    """
+
+    def __init__(self, tell: Callable[[bool], object]) -> None:
+        self._tell = tell
+        self._feeds: list[CacheFeed] = []
+
+    def open(self, n_events_max: int = 4096) -> CacheFeed:
+        """Returns a feed of what the prefix cache holds: first all of it, then what changes.
+
+        For routers, which send a prompt to where its prefix is computed. Whoever reads it slowly,
+        or not at all, holds up nobody; close it when it is no longer read.
+
+        Args:
+            n_events_max: Most events that wait for the reader.
+        """
+        feed = CacheFeed(self._restate, n_events_max)
+        self._feeds.append(feed)
+        self._restate()
+        return feed
+
+    def _restate(self) -> None:
+        """Has all that is cached told, as long as anybody listens."""
+        self._feeds = [feed for feed in self._feeds if not feed.is_closed]
+        self._tell(bool(self._feeds))
+
+    def put(self, events: Sequence[CacheEvent]) -> None:
+        """Adds events to every feed."""
+        for feed in self._feeds:
+            feed.put(events)
+
+    def close(self) -> None:
+        """Ends every feed."""
+        for feed in tuple(self._feeds):
+            feed.close()

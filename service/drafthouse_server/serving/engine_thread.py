@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import DrafthouseError, Unauthenticated
@@ -24,6 +26,8 @@ from drafthouse_server.step import SchedulerCounts, StepPlan, StepResult
 __all__ = ["EngineThread", "StepReport"]
 
 _log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 _PAUSE_S = 0.1
 
@@ -102,6 +106,20 @@ class EngineThread:
         """Forgets a tenant that was deleted, and ends its sequences, after the step in flight."""
         error = Unauthenticated("the tenant was deleted")
         self.post(self._scheduler.forget_tenant, tenant, error)
+
+    def ask(self, question: Callable[[Scheduler], _Answer]) -> Future[_Answer]:
+        """Asks the scheduler between two steps; no step is interrupted.
+
+        Args:
+            question: Called on the engine thread; it must neither raise nor change anything.
+        """
+        future: Future[_Answer] = Future()
+        self._inbox.put((self._answer, (question, future)))
+        return future
+
+    def _answer(self, question: Callable[[Scheduler], _Answer], future: Future[_Answer]) -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_result(question(self._scheduler))
 
     def tell_cache(self, *, is_told: bool) -> None:
         """Has reports tell what is cached, from all that is there now; or ends it."""

@@ -244,6 +244,11 @@ _FAMILIES = (
     _Family("steps_failed_total", "Steps that the engine lost.", lambda s: s.n_steps_failed),
     _Family("batch_tokens_total", "Tokens in the target's decodes.", lambda s: s.n_batch_tokens),
     _Family(
+        "generated_tokens_total",
+        "Tokens that steps have yielded, those beyond a stop text or for clients that left, too.",
+        lambda s: s.n_generated,
+    ),
+    _Family(
         "engine_seconds_total",
         "Seconds spent inside the engine, by phase.",
         lambda s: {

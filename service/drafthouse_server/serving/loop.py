@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
@@ -28,7 +29,7 @@ from drafthouse_server.scheduling.sequence import (
     TokensEvent,
 )
 from drafthouse_server.serving.bell import Bell
-from drafthouse_server.serving.cache_feed import CacheFeed
+from drafthouse_server.serving.cache_feed import CacheFeeds
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.serving.engine_thread import EngineThread, StepReport
 from drafthouse_server.serving.metrics import Metrics, Statistics
@@ -39,6 +40,9 @@ from drafthouse_server.tenancy.tenants import Tenant
 __all__ = ["N_FAILURES_UNHEALTHY", "StepLoop"]
 
 _log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+_ANSWER_S = 1.0
 
 N_FAILURES_UNHEALTHY = 3
 """Lost steps in a row after which the server is no longer healthy."""
@@ -155,7 +159,8 @@ class StepLoop:
         self._outboxes: dict[Sequence, Outbox] = {}
         self._tickets: dict[Sequence, Ticket] = {}
         self._pacer = WakeLimiter(time.perf_counter, outbox_bytes)
-        self._feeds: list[CacheFeed] = []
+        self.feeds = CacheFeeds(lambda is_told: self._thread.tell_cache(is_told=is_told))
+        """Feeds of what the prefix cache holds."""
         self._reports: deque[StepReport] = deque()
         self._is_posted = False
         self._idle = asyncio.Event()
@@ -313,24 +318,17 @@ class StepLoop:
         self._metrics.n_waiting = self.admission.n_waiting
         return self._metrics.statistics()
 
-    def watch_cache(self, n_events_max: int = 4096) -> CacheFeed:
-        """Returns a feed of what the prefix cache holds: first all of it, then what changes.
-
-        For routers, which send a prompt to where its prefix is computed. Whoever reads it slowly,
-        or not at all, holds up nobody; close it when it is no longer read.
+    async def ask(self, question: Callable[[Scheduler], _Answer]) -> _Answer | None:
+        """Asks the scheduler between two steps; None where it does not answer within a second.
 
         Args:
-            n_events_max: Most events that wait for the reader.
+            question: Called on the engine thread; it must neither raise nor change anything.
         """
-        feed = CacheFeed(self._tell_cache, n_events_max)
-        self._feeds.append(feed)
-        self._tell_cache()
-        return feed
-
-    def _tell_cache(self) -> None:
-        """Has the engine thread tell what is cached, as long as anybody listens."""
-        self._feeds = [feed for feed in self._feeds if not feed.is_closed]
-        self._thread.tell_cache(is_told=bool(self._feeds))
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await asyncio.wrap_future(self._thread.ask(question))
+        except TimeoutError:
+            return None
 
     async def drain(self, timeout_s: float) -> int:
         """Takes no more requests, lets those that run finish, and ends what is left after a time.
@@ -399,8 +397,7 @@ class StepLoop:
         self._thread.stop()
         if self._task is not None:
             await asyncio.wait([self._task])  # its error, if any, was logged
-        for feed in tuple(self._feeds):
-            feed.close()
+        self.feeds.close()
         await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.close)
         self._executor.shutdown()
 
@@ -462,8 +459,7 @@ class StepLoop:
                 ticket.move(has_slot=has_slot)
         self._deliver(report.events)
         if report.cache_events:
-            for feed in self._feeds:
-                feed.put(report.cache_events)
+            self.feeds.put(report.cache_events)
         self._metrics.host_s += report.host_s
         self._metrics.scheduler = report.counts
         if report.is_lost:

@@ -139,6 +139,8 @@ class Statistics:
     """Steps that the engine lost."""
     n_batch_tokens: int
     """Tokens of the target's decodes."""
+    n_generated: int
+    """Tokens that steps have yielded, whether or not anybody was sent them."""
     draft_s: float
     """Seconds of steps spent drafting."""
     decode_s: float
@@ -245,6 +247,7 @@ class Metrics:
     _n_accepted_external: int = 0
     _n_steps: int = 0
     _n_batch_tokens: int = 0
+    _n_generated: int = 0
     _draft_s: float = 0.0
     _decode_s: float = 0.0
     _process_s: float = 0.0
@@ -256,6 +259,7 @@ class Metrics:
         """Counts one successful step, or a run of them."""
         self._n_steps += result.n_steps
         self._n_batch_tokens += result.n_batch_tokens
+        self._n_generated += sum([len(entry.tokens) for entry in result.entries])
         drafted = [entry for entry in result.entries if entry.n_drafted]
         if drafted:
             self._n_drafts += len(drafted)
@@ -311,6 +315,7 @@ class Metrics:
             n_steps=self._n_steps,
             n_steps_failed=self.n_steps_failed,
             n_batch_tokens=self._n_batch_tokens,
+            n_generated=self._n_generated,
             draft_s=self._draft_s,
             decode_s=self._decode_s,
             process_s=self._process_s,

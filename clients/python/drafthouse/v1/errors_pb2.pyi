@@ -76,6 +76,8 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     """UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""
     ERROR_REASON_GRAMMAR_TOO_COSTLY: _ErrorReason.ValueType  # 27
     """INVALID_ARGUMENT: the grammar takes too many comparisons for one token. The stream ends there; what came before it is good."""
+    ERROR_REASON_TENANT_NOT_FOUND: _ErrorReason.ValueType  # 26
+    """NOT_FOUND: the store has no tenant of this name. Metadata: tenant."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed. Sent as google.rpc.ErrorInfo.reason without the ERROR_REASON_ prefix, with domain "drafthouse.dev".
@@ -136,3 +138,5 @@ ERROR_REASON_ENGINE_UNHEALTHY: ErrorReason.ValueType  # 23
 """UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""
 ERROR_REASON_GRAMMAR_TOO_COSTLY: ErrorReason.ValueType  # 27
 """INVALID_ARGUMENT: the grammar takes too many comparisons for one token. The stream ends there; what came before it is good."""
+ERROR_REASON_TENANT_NOT_FOUND: ErrorReason.ValueType  # 26
+"""NOT_FOUND: the store has no tenant of this name. Metadata: tenant."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
@@ -20,6 +21,9 @@ _N_BYTES_OF_ELEMENT = 64
 place of 8 in each of two or three lists."""
 
 _UNKNOWN = Tenant("")
+
+_N_TENANTS_MAX = 1000
+"""Tenants that are remembered after their calls have ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +157,7 @@ class OpenCalls:
         self._claimed: dict[Call, str] = {}
         self._n_of_tenants: Counter[str] = Counter()
         self._n_keyless = 0
+        self._tenants: OrderedDict[str, Tenant] = OrderedDict()
         self.n_refused = 0
         """Calls that were one too many."""
         self.n_stuck = 0
@@ -160,6 +165,11 @@ class OpenCalls:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def tenants(self) -> Mapping[str, Tenant]:
+        """Who has called of late, by name, as of their last call; 1,000 at most."""
+        return self._tenants
 
     def n_of(self, tenant: str) -> int:
         """Returns how many calls of a tenant are open."""
@@ -190,6 +200,10 @@ class OpenCalls:
             raise QuotaExceeded(tenant, "open calls", self._n_tenant_max, self._retry_after_s)
         self._claimed[call] = tenant
         self._n_of_tenants[tenant] += 1
+        self._tenants[tenant] = call.tenant
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > _N_TENANTS_MAX:
+            self._tenants.popitem(last=False)
 
     def hold(self, call: Call, n_bytes: int) -> None:
         """Takes memory for a call, until it leaves.

@@ -1,0 +1,221 @@
+"""How gRPC servers listen: where, with which bounds; and the listener of AdminService, whole."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import grpc
+
+from drafthouse.v1 import admin_pb2, admin_pb2_grpc
+from drafthouse_server.access import bare_host, is_loopback
+from drafthouse_server.config import Config
+from drafthouse_server.errors import ConfigError
+from drafthouse_server.operations.audit import AuditTrail
+from drafthouse_server.operations.calls import FrontMemory, OpenCalls
+from drafthouse_server.operations.descriptors import DescriptorBudget
+from drafthouse_server.rpc.admin import ADMIN_BOUNDS, AdminService, Operated
+from drafthouse_server.rpc.gate import Gate, Receive, StreamResets
+from drafthouse_server.rpc.interceptors import Administer, Observe, TranslateErrors
+from drafthouse_server.rpc.tls import Certificates
+from drafthouse_server.rpc.wire import shapes_of
+
+__all__ = ["AdminListener", "address", "bind", "channel_options", "has_reflection", "open_calls"]
+
+_N_SPARE_CALLS, _N_SPARE_TENANT_CALLS = 256, 128
+"""Calls beyond slots and queue: the queue's limit shall be met first, and other methods work."""
+
+_N_PROBES = 64
+"""Health checks at once, beside those that watch."""
+
+_MESSAGE_BYTES = 4 << 20
+_METADATA_SHARE = 2  # what is refused at random, by size, and what always: grpc's own ratio
+_MAX_RESPONSE_BYTES = 64 << 20  # Tokenize answers with several bytes per byte
+_MIN_PING_INTERVAL_S = 10.0
+
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+_N_ADMIN_CALLS = 256
+"""Calls of AdminService that may be open at once, watchers among them."""
+_N_ADMIN_STREAMS = 64
+_FAREWELL_S = 0.2
+_RATES_S = 1.0
+
+
+def bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    certificates: Certificates | None,
+    prefix: str = "",
+) -> int:
+    """Lets a server listen at an address, and returns the port.
+
+    Args:
+        server: It has not started.
+        host: Address to listen at, or unix:PATH.
+        port: Port; 0 is any that is free.
+        certificates: For TLS; None is plain text.
+        prefix: Of the names of the settings that say so.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    place = address(host, port)
+    try:
+        if certificates is None:
+            return server.add_insecure_port(place)
+        return server.add_secure_port(place, certificates.credentials())
+    except RuntimeError:
+        if host.startswith("unix:"):
+            expected = "a path at which we may listen, of 107 bytes at most"
+            raise ConfigError(f"{prefix}host", host, expected) from None
+        expected = f"a port of {host} that is free and that we may listen at"
+        raise ConfigError(f"{prefix}port", port, expected) from None
+
+
+def address(host: str, port: int) -> str:
+    """Returns an address as clients name it: "host:port", or unix:PATH."""
+    if host.startswith("unix:"):
+        return host
+    host = bare_host(host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def open_calls(config: Config) -> OpenCalls:
+    """Returns the count of open calls, with the bounds of the settings."""
+    n_max = config.max_calls or config.parallel + config.queue_size + _N_SPARE_CALLS
+    n_tenant_max = config.tenant_max_calls or (
+        config.parallel + config.tenant_queue_size + _N_SPARE_TENANT_CALLS
+    )
+    n_keyless_max = config.max_health_watchers + _N_PROBES
+    memory = FrontMemory(config.front_mib << 20, config.outbox_kib << 10, config.retry_after_s)
+    return OpenCalls(n_max, n_tenant_max, n_keyless_max, config.retry_after_s, memory)
+
+
+def has_reflection(config: Config) -> bool:
+    """Returns whether clients without a key are told which services there are."""
+    if config.reflection == "auto":
+        return is_loopback(config.host)
+    return config.reflection == "on"
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def channel_options(config: Config, n_bytes_max: int) -> Sequence[tuple[str, int]]:
+    """Returns the channel arguments; names as in grpc's `channel_arg_names.h`.
+
+    Args:
+        config: All settings.
+        n_bytes_max: Bytes of the longest request of any method.
+    """
+    n_streams = config.max_concurrent_streams or config.parallel + config.tenant_queue_size
+    n_message_bytes = config.max_message_bytes or max(_MESSAGE_BYTES, n_bytes_max)
+    ages = (config.max_connection_idle_s, config.max_connection_age_s)
+    idle_ms, age_ms = map(_milliseconds, ages)
+    return (
+        ("grpc.max_receive_message_length", n_message_bytes),
+        ("grpc.max_send_message_length", _MAX_RESPONSE_BYTES),
+        ("grpc.max_concurrent_streams", n_streams),
+        ("grpc.max_connection_idle_ms", idle_ms),
+        ("grpc.max_connection_age_ms", age_ms),
+        ("grpc.max_connection_age_grace_ms", _milliseconds(config.max_connection_age_grace_s)),
+        ("grpc.max_metadata_size", config.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", _METADATA_SHARE * config.max_metadata_bytes),
+        ("grpc.keepalive_time_ms", _milliseconds(config.keepalive_time_s)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(config.keepalive_timeout_s)),
+        ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(_MIN_PING_INTERVAL_S)),
+        ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake: say so
+    )
+
+
+class AdminListener:
+    """Listens for operators and routers until it is closed.
+
+    Args:
+        server: Which is administered.
+        config: All settings.
+        trail: Is told of every call.
+    """
+
+    def __init__(self, server: Operated, config: Config, trail: AuditTrail) -> None:
+        self._config = config
+        self._trail = trail
+        self._server: grpc.aio.Server | None = None
+        self._noting: asyncio.Task[None] | None = None
+        self._port = 0
+        self.service = AdminService(server, config)
+        """What answers."""
+
+    async def open(self) -> None:
+        """Listens.
+
+        Raises:
+            ConfigError: the address cannot be listened at, or a file cannot be used.
+        """
+        config = self._config
+        calls, resets = (
+            OpenCalls(_N_ADMIN_CALLS, _N_ADMIN_CALLS, 0, config.retry_after_s),
+            StreamResets(),
+        )
+        resets.install(asyncio.get_running_loop())
+        gate = Gate(
+            calls,
+            DescriptorBudget(0),
+            retry_after_s=config.retry_after_s,
+            first_message_s=config.first_message_timeout_s,
+            slow_reader_s=config.slow_reader_timeout_s,
+            resets=resets,
+        )
+        shapes = shapes_of((_ADMIN,), ADMIN_BOUNDS)
+        server = grpc.aio.server(
+            interceptors=(
+                Observe(),
+                TranslateErrors(),
+                gate,
+                Administer(self._trail, lambda: self._port),
+                Receive(shapes, calls),
+            ),
+            options=(
+                ("grpc.max_receive_message_length", 1 << 20),
+                ("grpc.max_concurrent_streams", _N_ADMIN_STREAMS),
+                ("grpc.so_reuseport", 0),
+            ),
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self.service, server)
+        certificates = self._certificates()
+        self._port = bind(server, config.admin_host, config.admin_port, certificates, "admin_")
+        await server.start()
+        self._server = server
+        self._noting = asyncio.create_task(self._note_rates())
+
+    def _certificates(self) -> Certificates | None:
+        """Returns those that the listener shows and asks for; None without administrators' own."""
+        config, authorities = self._config, self._config.admin_client_ca_file
+        if not authorities:
+            return None
+        own = dataclasses.replace(
+            config, ssl_client_ca_file=authorities, admin_client_ca_file="", admin_port=0
+        )
+        try:
+            return Certificates(own)
+        except ConfigError as error:
+            if error.key != "ssl_client_ca_file":
+                raise
+            problem = str(error).replace("ssl_client_ca_file", "admin_client_ca_file")
+            raise ConfigError("admin_client_ca_file", authorities, problem=problem) from None
+
+    async def _note_rates(self) -> None:
+        while True:
+            await asyncio.sleep(_RATES_S)
+            self.service.note_rates()
+
+    async def close(self) -> None:
+        """Ends its calls and listens no more. Harmless when done twice."""
+        if self._noting is not None:
+            self._noting.cancel()
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(_FAREWELL_S)
