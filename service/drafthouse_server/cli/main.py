@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from drafthouse_server.cli.admin import add_drain, add_limits, add_status
 from drafthouse_server.cli.console import add_chat, add_generate, add_models
 from drafthouse_server.cli.serve import add_doctor, add_serve
 from drafthouse_server.cli.settings import add_config, similar_flag
@@ -38,7 +39,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for add in (add_serve, add_generate, add_chat, add_models):
         add(commands)
     _add_store_commands(commands, words)
-    for add in (add_doctor, add_tune, add_usage, add_config):
+    add_rest = (add_status, add_limits, add_drain, add_usage, add_doctor, add_tune, add_config)
+    for add in add_rest:
         add(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
