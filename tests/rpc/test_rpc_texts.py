@@ -64,7 +64,7 @@ async def test_text_work_is_charged_to_its_tenant(start_server: ServerFactory) -
     async with drafthouse.AsyncClient(server.target, api_key="k") as client:
         await client.generate("x", max_output_tokens=1)
     scheduler = server.loop._thread._scheduler
-    assert scheduler._counters.of("acme") == 125.0 + 2 + 2, "and 2 tokens in, one out"
+    assert scheduler.counters.of("acme") == 125.0 + 2 + 2, "and 2 tokens in, one out"
 
 
 def calls(client: drafthouse.AsyncClient, **options: Any) -> list[Any]:

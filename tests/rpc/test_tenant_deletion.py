@@ -58,7 +58,7 @@ class Shell:
 async def held_by(server: Server) -> set[str]:
     """Returns whose blocks the prefix cache holds, by slot and in host memory."""
     owners: set[str] = set()
-    async with server.loop.watch_cache() as feed:
+    async with server.loop.feeds.open() as feed:
         n_resets = 0
         async for event in feed:
             n_resets += isinstance(event, CacheReset)
