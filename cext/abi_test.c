@@ -71,6 +71,7 @@ static void test_model_nulls(void) {
     EXPECT(spec_model_load(&params, &model), SPEC_ERR_NOT_FOUND);
     TRUE(model == NULL);
     INVALID(spec_model_get_info(NULL, &info));
+    INVALID(spec_model_setting(NULL, "device", buf, sizeof buf, &n));
     INVALID(spec_model_meta(NULL, "general.name", buf, sizeof buf, &n));
     INVALID(spec_model_text(NULL, "arch", buf, sizeof buf, &n));
     INVALID(spec_model_tokenize(NULL, "x", 1, true, true, tokens, 4, &n));
@@ -153,6 +154,9 @@ static void test_engine_nulls(void) {
     TRUE(engine == NULL && sampler == NULL);
     spec_engine_free(NULL);
     INVALID(spec_engine_get_limits(NULL, &limits));
+    char setting[8];
+    size_t n_setting = 0;
+    INVALID(spec_engine_setting(NULL, "swa_full", setting, sizeof setting, &n_setting));
     INVALID(spec_engine_seq_begin(NULL, 0, &sampler));
     INVALID(spec_engine_seq_begin(NULL, 0, NULL));
     int32_t n = 0;
@@ -834,6 +838,13 @@ static void test_machine_nulls(void) {
     size_t n = 0;
     TRUE(strstr(spec_build_facts(), "compiler=") != NULL);
     INVALID(spec_list_devices(devices, 256, NULL));
+    int32_t version = 0;
+    INVALID(spec_add_rpc_server(NULL));
+    INVALID(spec_add_rpc_server("nowhere"));
+    INVALID(spec_add_rpc_server("127.0.0.1:99999"));
+    INVALID(spec_rpc_version(NULL, &version));
+    INVALID(spec_set_numa(99, &version));
+    EXPECT(spec_set_numa(SPEC_NUMA_OFF, &version), SPEC_OK);
     EXPECT(spec_list_devices(NULL, 0, &n), SPEC_ERR_BUFFER_TOO_SMALL);
     EXPECT(spec_list_devices(devices, 256, &n), SPEC_OK);
     TRUE(n >= 1);

@@ -39,7 +39,7 @@
 extern "C" {
 #endif
 
-#define SPEC_ABI_VERSION 8
+#define SPEC_ABI_VERSION 9
 
 /* Errors. */
 
@@ -107,6 +107,37 @@ int32_t spec_find_cores(const char * root, const char * cpus, spec_cores * out);
 typedef void (*spec_log_callback)(int32_t level, const char * text, void * user);
 void spec_set_log(spec_log_callback callback, void * user);
 
+/* Devices of other machines, and when devices are asked. since ABI 9
+ *
+ * llama.cpp makes its list of backends, for which those of accelerators ask their drivers, with the
+ * first call of this chapter, spec_list_devices, spec_build_info, a survey or a load, not when the
+ * library is loaded, nor for a chat template or the check of a grammar. No device is asked for
+ * anything before a model with weights is loaded, but by spec_list_devices and spec_add_rpc_server.
+ */
+
+/* Makes the devices of one of llama.cpp's RPC servers devices of this process, until it ends; known
+ * ones are left as they are. endpoint: "host:port". The protocol has neither authentication nor
+ * encryption. Ask before whether a server answers there: llama.cpp ends the process where none
+ * does, where it speaks another version, and where it dies later. Errors: INVALID_ARGUMENT,
+ * UNSUPPORTED (built without it, or the server has no device). Thread: one at a time. */
+int32_t spec_add_rpc_server(const char * endpoint);
+/* Version of the RPC protocol that this library speaks; UNSUPPORTED where it was built without. A
+ * server of the same major version and of no later minor one is understood. */
+int32_t spec_rpc_version(int32_t * major, int32_t * minor);
+
+enum spec_numa {
+    SPEC_NUMA_OFF = 0,
+    SPEC_NUMA_DISTRIBUTE = 1, /* threads are spread evenly over all nodes */
+    SPEC_NUMA_ISOLATE = 2,    /* threads stay on the node on which this is called */
+    SPEC_NUMA_NUMACTL = 3,    /* as numactl says */
+    SPEC_NUMA_COUNT
+};
+
+/* Chooses how the CPU's threads are placed on a machine with several memory nodes, for the whole
+ * process and once: before the first model is loaded. *n_nodes, which may be NULL, is 1 where
+ * llama.cpp sees no more than one node, else 2. BAD_PLAN: chosen before, and otherwise. */
+int32_t spec_set_numa(int32_t numa, int32_t * n_nodes);
+
 /* Models. */
 
 typedef struct spec_model spec_model;
@@ -126,7 +157,44 @@ typedef struct spec_model_params {
     const struct spec_survey * placed_by; /* NULL, or the survey of this file whose last
                                              spec_survey_fit says which weights lie where, instead
                                              of n_gpu_layers; read during the call. since ABI 8 */
+
+    /* Where the weights lie. All zero: whole layers, over all devices by their free memory.
+     * since ABI 9 */
+    const char * devices; /* names of devices, "," between; "none": the CPU alone; NULL or "": all.
+                             With vocab_only the model lies on no device, whatever this says */
+    int32_t split_mode;   /* spec_split_mode */
+    int32_t main_gpu;     /* with SPLIT_NONE: which of the devices, >= 0 */
+    const float *
+        tensor_split;       /* shares of the devices, in their order, >= 0; NULL: by free memory */
+    int32_t n_tensor_split; /* [0, SPEC_DEVICES_MAX] */
+    const char * override_tensor; /* "PATTERN=BUFFER TYPE", "," between: tensors whose name holds
+                                     the regular expression lie in that memory; NULL or "": none */
+    int32_t n_cpu_moe; /* the experts of the first so many layers stay with the CPU; -1: of all */
+    int32_t load_mode; /* spec_load_mode */
 } spec_model_params;
+
+#define SPEC_DEVICES_MAX 16
+
+/* How a model is split over several devices. since ABI 9 */
+enum spec_split_mode {
+    SPEC_SPLIT_LAYER = 0,  /* whole layers and their cells */
+    SPEC_SPLIT_NONE = 1,   /* one device, main_gpu */
+    SPEC_SPLIT_ROW = 2,    /* rows of matrices, where the devices can */
+    SPEC_SPLIT_TENSOR = 3, /* weights and cells; experimental in llama.cpp */
+    SPEC_SPLIT_COUNT
+};
+
+/* How a file gets into memory. since ABI 9 */
+enum spec_load_mode {
+    SPEC_LOAD_DEFAULT = 0, /* as use_mmap says: AUTO, else READ */
+    SPEC_LOAD_AUTO = 1,    /* mapped, unless a device cannot */
+    SPEC_LOAD_READ = 2,
+    SPEC_LOAD_MMAP = 3,
+    SPEC_LOAD_MLOCK = 4, /* read, and kept out of swap; a warning where that is not permitted */
+    SPEC_LOAD_MMAP_MLOCK = 5,
+    SPEC_LOAD_DIRECT_IO = 6, /* read past the page cache, where the file system can */
+    SPEC_LOAD_COUNT
+};
 
 typedef struct spec_model_info {
     int64_t n_params;
@@ -160,6 +228,14 @@ int32_t spec_model_meta(const spec_model * model, const char * key, char * buf, 
 /* "" when the model has none. Keys: "arch", "desc", "chat_template". since ABI 1 */
 int32_t spec_model_text(const spec_model * model, const char * key, char * buf, size_t cap,
                         size_t * n_needed);
+
+/* What llama.cpp has made of the parameters of a load, as text: "device" (names, "," between;
+ * empty: the CPU alone), "split_mode", "tensor_split" (empty: by free memory), "gpu_layers",
+ * "buffers"
+ * ("TYPE=BYTES", "," between) and "buffer:NAME", the buffer type that the tensor NAME lies in
+ * (NOT_FOUND where there is none). since ABI 9 */
+int32_t spec_model_setting(const spec_model * model, const char * key, char * buf, size_t cap,
+                           size_t * n_needed);
 
 /* Tokenises UTF-8 text. *n_needed is the count; BUFFER_TOO_SMALL when it exceeds cap (nothing is
  * written). since ABI 1 */
@@ -368,7 +444,46 @@ typedef struct spec_engine_params {
     int32_t n_wide;        /* a decode of so many tokens is wide; >= 0, 0 = 2. since ABI 7 */
     bool flash_forced; /* with flash_attention: without asking whether model and device allow it.
                           since ABI 7 */
+
+    /* since ABI 9 */
+    int32_t type_k;       /* spec_cache_type of the target's cells */
+    int32_t type_v;       /* a quantised one needs flash_attention */
+    int32_t type_k_draft; /* of the drafter's cells */
+    int32_t type_v_draft;
+    int32_t rope_scaling;   /* spec_rope_scaling */
+    float rope_freq_base;   /* >= 0; 0 = the model's */
+    float rope_freq_scale;  /* >= 0; 0 = the model's; 1 / N stretches the context N times */
+    int32_t yarn_orig_ctx;  /* tokens that the model was trained with; >= 0; 0 = the model's */
+    float yarn_ext_factor;  /* >= 0, 0 = interpolation alone; -1 = the model's */
+    float yarn_attn_factor; /* >= 0; -1 = the model's */
+    float yarn_beta_slow;   /* >= 0; -1 = the model's */
+    float yarn_beta_fast;   /* >= 0; -1 = the model's */
+    bool swa_small; /* layers with a sliding window keep its cells and n_ubatch more, not n_ctx_seq:
+                       less memory; what lies behind the window can be neither cut to nor copied */
 } spec_engine_params;
+
+/* What a cell's numbers are kept as. since ABI 9 */
+enum spec_cache_type {
+    SPEC_CACHE_F16 = 0,
+    SPEC_CACHE_F32 = 1,
+    SPEC_CACHE_BF16 = 2,
+    SPEC_CACHE_Q8_0 = 3,
+    SPEC_CACHE_Q4_0 = 4,
+    SPEC_CACHE_Q4_1 = 5,
+    SPEC_CACHE_IQ4_NL = 6,
+    SPEC_CACHE_Q5_0 = 7,
+    SPEC_CACHE_Q5_1 = 8,
+    SPEC_CACHE_COUNT
+};
+
+/* since ABI 9 */
+enum spec_rope_scaling {
+    SPEC_ROPE_MODEL = 0, /* as the model says */
+    SPEC_ROPE_NONE = 1,
+    SPEC_ROPE_LINEAR = 2,
+    SPEC_ROPE_YARN = 3,
+    SPEC_ROPE_COUNT
+};
 
 typedef struct spec_engine_limits {
     int32_t draft_type;
@@ -396,6 +511,13 @@ int32_t spec_engine_init(const spec_model * target, const spec_model * draft,
                          const spec_engine_params * params, spec_engine ** out);
 void spec_engine_free(spec_engine * engine);
 int32_t spec_engine_get_limits(const spec_engine * engine, spec_engine_limits * out);
+/* What llama.cpp has made of the engine's parameters, as text: "cache_type_k", "cache_type_v", the
+ * same with "_draft" (empty: no draft context, or no attention), "rope_scaling", "rope_freq_base",
+ * "rope_freq_scale", "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow",
+ * "yarn_beta_fast", "swa_full" (true, false; empty: the target has no windows) and "flash_attn".
+ * since ABI 9 */
+int32_t spec_engine_setting(const spec_engine * engine, const char * key, char * buf, size_t cap,
+                            size_t * n_needed);
 
 /* Takes a free sequence into use, empty, with a sampler. The engine owns *sampler from then on,
  * also on failure, and sets *sampler to NULL. Errors: BAD_SEQ_ID, SEQ_BUSY, BAD_PLAN (an

@@ -30,6 +30,7 @@ try:
         grammar_accepts,
         list_devices,
         set_log,
+        set_numa,
     )
 except ImportError as error:
     raise ImportError(
@@ -44,6 +45,21 @@ from drafthouse_engine.cores import Cores
 from drafthouse_engine.decoder import Decoder
 from drafthouse_engine.decoder_config import DecoderConfig, DecoderLimits
 from drafthouse_engine.decoder_pool import DecoderPool
+from drafthouse_engine.devices import (
+    CACHE_TYPES,
+    LOAD_MODES,
+    NUMA_STRATEGIES,
+    ROPE_SCALINGS,
+    SPLIT_MODES,
+    CacheParams,
+    CacheType,
+    LoadMode,
+    NumaStrategy,
+    Placement,
+    RopeParams,
+    RopeScaling,
+    SplitMode,
+)
 from drafthouse_engine.distribution import sample_token, token_distribution
 from drafthouse_engine.eagle3_drafter import Eagle3Drafter
 from drafthouse_engine.embedding import POOLINGS, EmbedderLimits, EmbedderParams, Pooling
@@ -75,6 +91,7 @@ from drafthouse_engine.errors import (
     OutOfMemory,
     PromptTooLong,
     ProposalPending,
+    RpcUnreachable,
     SamplingFailed,
     SeqBusy,
     SeqIdle,
@@ -119,6 +136,7 @@ from drafthouse_engine.rejection import (
     modified_rejection_step,
     speculative_sample,
 )
+from drafthouse_engine.rpc import add_rpc_servers
 from drafthouse_engine.sessions import (
     DflashSession,
     DraftRequest,
@@ -147,14 +165,19 @@ from drafthouse_engine.tree_decoder import TreeDecoder
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
+    "CACHE_TYPES",
     "DEVICE_KINDS",
     "DRAFT_DTYPE",
     "DRAFT_TYPES",
+    "LOAD_MODES",
+    "NUMA_STRATEGIES",
     "PLAN_DTYPE",
     "POOLINGS",
     "PROVEN",
     "RESULT_DTYPE",
+    "ROPE_SCALINGS",
     "SAMPLERS",
+    "SPLIT_MODES",
     "AcceptedTooMany",
     "BadConstraint",
     "BadGrammar",
@@ -164,7 +187,9 @@ __all__ = [
     "BadTemplate",
     "Batch",
     "BreakerStats",
+    "CacheParams",
     "CacheRollback",
+    "CacheType",
     "Cancelled",
     "ChatProcess",
     "Closed",
@@ -201,6 +226,7 @@ __all__ = [
     "InternalError",
     "InvalidArgument",
     "InvalidConfig",
+    "LoadMode",
     "MemoryUse",
     "Model",
     "ModelNotFound",
@@ -214,11 +240,16 @@ __all__ = [
     "NotDflash",
     "NotDspark",
     "NotEagle3",
+    "NumaStrategy",
     "OutOfMemory",
+    "Placement",
     "Pooling",
     "PromptTooLong",
     "ProposalPending",
     "ResultFlag",
+    "RopeParams",
+    "RopeScaling",
+    "RpcUnreachable",
     "Sampler",
     "SamplerKind",
     "SamplingFailed",
@@ -232,6 +263,7 @@ __all__ = [
     "SnapshotError",
     "SnapshotKind",
     "SpeculativeSession",
+    "SplitMode",
     "Start",
     "Status",
     "StepResult",
@@ -245,6 +277,7 @@ __all__ = [
     "WrongRoot",
     "WrongThread",
     "abi_version",
+    "add_rpc_servers",
     "adjusted_distribution",
     "begin_many",
     "build_facts",
@@ -264,6 +297,7 @@ __all__ = [
     "regex_grammar",
     "sample_token",
     "set_log",
+    "set_numa",
     "speculative_sample",
     "token_distribution",
 ]

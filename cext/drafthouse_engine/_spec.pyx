@@ -18,6 +18,14 @@ import os
 
 from drafthouse_engine import errors
 from drafthouse_engine.cores import Cores
+from drafthouse_engine.devices import (
+    CACHE_TYPES,
+    DEVICES_MAX,
+    LOAD_MODES,
+    NUMA_STRATEGIES,
+    ROPE_SCALINGS,
+    SPLIT_MODES,
+)
 from drafthouse_engine.embedding import POOLINGS
 from drafthouse_engine.machine import DEVICE_KINDS
 from drafthouse_engine.options import DRAFT_TYPES, SAMPLERS
@@ -32,6 +40,7 @@ __all__ = [
     "Sampler",
     "Survey",
     "abi_version",
+    "add_rpc_server",
     "apply_lm_head",
     "build_facts",
     "build_version",
@@ -40,7 +49,9 @@ __all__ = [
     "find_cores",
     "grammar_accepts",
     "list_devices",
+    "rpc_version",
     "set_log",
+    "set_numa",
 ]
 
 # One module, in files by class. Modules of their own would each need llama.cpp: a copy each, whose
@@ -49,6 +60,7 @@ __all__ = [
 # And calls in flight are counted in one place, for the interpreter's exit.
 include "native/calls.pxi"
 include "native/conversions.pxi"
+include "native/placement.pxi"
 include "native/survey.pxi"
 include "native/model.pxi"
 include "native/sampler.pxi"
@@ -56,6 +68,50 @@ include "native/plan.pxi"
 include "native/engine.pxi"
 include "native/decoder.pxi"
 include "native/embedder.pxi"
+
+
+# Devices.
+
+def add_rpc_server(endpoint):
+    """Adds the devices of one RPC server; `add_rpc_servers` asks before whether it answers."""
+    encoded = encode(endpoint, "endpoint")
+    cdef const char * text = encoded
+    cdef int32_t rc
+    enter_call()
+    with nogil:
+        rc = spec.spec_add_rpc_server(text)
+    leave_call(rc)
+
+
+def rpc_version():
+    """Returns major and minor version of the RPC protocol; None where the build has none."""
+    cdef int32_t major = 0
+    cdef int32_t minor = 0
+    if spec.spec_rpc_version(&major, &minor) != spec.SPEC_OK:
+        return None
+    return major, minor
+
+
+def set_numa(strategy):
+    """Chooses where threads run on a machine with several memory nodes, for the whole process.
+
+    Args:
+        strategy: one of `NUMA_STRATEGIES`; before the first model is loaded.
+
+    Returns:
+        Whether llama.cpp sees several nodes; without, the strategy changes nothing.
+
+    Raises:
+        InvalidArgument: there is no such strategy.
+        BadPlan: another one was chosen before.
+    """
+    cdef int32_t n_nodes = 1
+    if strategy not in NUMA_STRATEGIES:
+        raise errors.InvalidArgument(
+            f"strategy is {strategy!r}; expected one of {', '.join(NUMA_STRATEGIES)}")
+    enter_call()
+    leave_call(spec.spec_set_numa(NUMA_STRATEGIES.index(strategy), &n_nodes))
+    return n_nodes > 1
 
 
 # The library that this was linked with.
@@ -134,6 +190,15 @@ cdef int check_library() except -1:
         or len(POOLINGS) != spec.SPEC_POOLING_COUNT
     ):
         raise ImportError("drafthouse_engine/options.py does not fit spec.h")
+    if (
+        len(CACHE_TYPES) != spec.SPEC_CACHE_COUNT
+        or len(LOAD_MODES) != spec.SPEC_LOAD_COUNT
+        or len(NUMA_STRATEGIES) != spec.SPEC_NUMA_COUNT
+        or len(ROPE_SCALINGS) != spec.SPEC_ROPE_COUNT
+        or len(SPLIT_MODES) != spec.SPEC_SPLIT_COUNT
+        or DEVICES_MAX != spec.SPEC_DEVICES_MAX
+    ):
+        raise ImportError("drafthouse_engine/devices.py does not fit spec.h")
     return check_layout()
 
 

@@ -17,6 +17,7 @@ EngineError
 │   ├── NotDflash
 │   ├── NotDspark
 │   └── NotEagle3
+├── RpcUnreachable
 ├── Unsupported
 ├── OutOfMemory
 ├── BadPlan
@@ -73,6 +74,7 @@ __all__ = [
     "OutOfMemory",
     "PromptTooLong",
     "ProposalPending",
+    "RpcUnreachable",
     "SamplingFailed",
     "SeqBusy",
     "SeqIdle",
@@ -269,6 +271,10 @@ class NotDflash(IncompatibleDraft):
 
 class NotDspark(IncompatibleDraft):
     """The draft model is not a DSpark model."""
+
+
+class RpcUnreachable(EngineError):
+    """No RPC server of the right version answers at an address."""
 
 
 class Unsupported(EngineError):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, get_args
 
+from drafthouse_engine.devices import CacheParams, RopeParams
 from drafthouse_engine.fields import (
     FLOAT32_MAX,
     INT32_MAX,
@@ -255,6 +256,10 @@ class EngineParams:
     """Logits of a token do not depend on what else is in the batch, bit for bit: reference kernels
     of the CPU instead of those that are chosen by the batch's width. Slower; not with kv_unified.
     See `spec.h`."""
+    cache: CacheParams = field(default_factory=CacheParams)
+    """What the cells are."""
+    rope: RopeParams = field(default_factory=RopeParams)
+    """How positions are turned."""
     synth_rates: tuple[float, ...] = ()
     """Benchmarks only: drafts are accepted at random, not verified, and what is generated is not
     the model's output. Entry i is the probability that the first i + 1 drafted tokens are all
@@ -263,8 +268,8 @@ class EngineParams:
     def __post_init__(self) -> None:
         if self.draft_type not in DRAFT_TYPES:
             raise refusal(self, "draft_type", self.draft_type, f"one of {', '.join(DRAFT_TYPES)}")
-        for field in ("n_ctx", "n_ctx_seq", "n_threads", "n_threads_batch"):
-            check_int(self, field, 0)
+        for name in ("n_ctx", "n_ctx_seq", "n_threads", "n_threads_batch"):
+            check_int(self, name, 0)
         check_int(self, "n_wide", 2)
         check_int(self, "n_batch", 1)
         check_int(self, "n_ubatch", 1, self.n_batch)
@@ -272,11 +277,17 @@ class EngineParams:
         check_int(self, "n_draft_max", 0 if self.draft_type == "none" else 1)
         check_int(self, "n_rs_seq", -1)
         check_float(self, "p_min", 0, 1, ends="[)")
-        for field in ("probabilistic", "kv_unified", "flash_attention", "flash_forced", "exact"):
-            check_bool(self, field)
+        for name in ("probabilistic", "kv_unified", "flash_attention", "flash_forced", "exact"):
+            check_bool(self, name)
         n_min_max = 1 if self.probabilistic else self.n_draft_max
         check_int(self, "n_min", 0, 0 if self.draft_type == "none" else n_min_max)
+        self._check_groups()
         self._check_synth_rates()
+
+    def _check_groups(self) -> None:
+        for name, kind in (("cache", CacheParams), ("rope", RopeParams)):
+            if not isinstance(getattr(self, name), kind):
+                raise refusal(self, name, getattr(self, name), f"{kind.__name__}(…)")
 
     def _check_synth_rates(self) -> None:
         rates = self.synth_rates

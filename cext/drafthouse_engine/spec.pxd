@@ -12,7 +12,13 @@ cdef extern from "spec.h" nogil:
         SPEC_ERR_BAD_SEQ_ID
         SPEC_ERR_BUFFER_TOO_SMALL
         SPEC_ERR_CANCELLED
+        SPEC_CACHE_COUNT
+        SPEC_DEVICES_MAX
         SPEC_DRAFT_COUNT
+        SPEC_LOAD_COUNT
+        SPEC_NUMA_COUNT
+        SPEC_ROPE_COUNT
+        SPEC_SPLIT_COUNT
         SPEC_SAMPLER_COUNT
         SPEC_POOLING_COUNT
 
@@ -34,6 +40,10 @@ cdef extern from "spec.h" nogil:
     ctypedef void (*spec_log_callback)(int32_t level, const char * text, void * user) noexcept
     void spec_set_log(spec_log_callback callback, void * user)
 
+    int32_t spec_add_rpc_server(const char * endpoint)
+    int32_t spec_rpc_version(int32_t * major, int32_t * minor)
+    int32_t spec_set_numa(int32_t numa, int32_t * n_nodes)
+
     ctypedef struct spec_model:
         pass
 
@@ -51,6 +61,14 @@ cdef extern from "spec.h" nogil:
         spec_progress_callback progress
         void * user
         const spec_survey * placed_by
+        const char * devices
+        int32_t split_mode
+        int32_t main_gpu
+        const float * tensor_split
+        int32_t n_tensor_split
+        const char * override_tensor
+        int32_t n_cpu_moe
+        int32_t load_mode
 
     ctypedef struct spec_model_info:
         int64_t n_params
@@ -75,6 +93,8 @@ cdef extern from "spec.h" nogil:
     int32_t spec_model_meta(
         const spec_model * model, const char * key, char * buf, size_t cap, size_t * n_needed)
     int32_t spec_model_text(
+        const spec_model * model, const char * key, char * buf, size_t cap, size_t * n_needed)
+    int32_t spec_model_setting(
         const spec_model * model, const char * key, char * buf, size_t cap, size_t * n_needed)
     int32_t spec_model_tokenize(
         const spec_model * model, const char * text, size_t n_text, bool add_special,
@@ -195,6 +215,19 @@ cdef extern from "spec.h" nogil:
         int32_t n_synth_rates
         int32_t n_wide
         bool flash_forced
+        int32_t type_k
+        int32_t type_v
+        int32_t type_k_draft
+        int32_t type_v_draft
+        int32_t rope_scaling
+        float rope_freq_base
+        float rope_freq_scale
+        int32_t yarn_orig_ctx
+        float yarn_ext_factor
+        float yarn_attn_factor
+        float yarn_beta_slow
+        float yarn_beta_fast
+        bool swa_small
 
     ctypedef struct spec_engine_limits:
         int32_t draft_type
@@ -216,6 +249,8 @@ cdef extern from "spec.h" nogil:
         const spec_model * target, const spec_model * draft, const spec_engine_params * params,
         spec_engine ** out)
     void spec_engine_free(spec_engine * engine)
+    int32_t spec_engine_setting(
+        const spec_engine * engine, const char * key, char * buf, size_t cap, size_t * n_needed)
     int32_t spec_engine_get_limits(const spec_engine * engine, spec_engine_limits * out)
     int32_t spec_engine_seq_begin(spec_engine * engine, int32_t seq_id, spec_sampler ** sampler)
     int32_t spec_engine_seq_end(spec_engine * engine, int32_t seq_id)

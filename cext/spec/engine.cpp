@@ -98,6 +98,7 @@ llama_context_params target_params(const spec_engine & engine) {
                  " tokens (n_ctx_seq, n_ctx); expected at least 2 + n_draft_max = " +
                  std::to_string(n_least));
     }
+    set_context_settings(*engine.target_model, p, false, c);
     c.n_ctx = static_cast<uint32_t>(n);
     c.n_rs_seq = static_cast<uint32_t>(n_rs_seq);
     c.n_outputs_max = static_cast<uint32_t>(p.n_seq_max * (1 + n_draft));
@@ -117,6 +118,9 @@ void make_target(spec_engine & engine) {
 // Beside a target's context of so many cells, and so many for each sequence.
 llama_context_params draft_params(const spec_engine & engine, uint32_t n_ctx, uint32_t n_ctx_seq) {
     llama_context_params c = context_params(engine);
+    const bool is_own = engine.draft_model != nullptr;
+    set_context_settings(is_own ? *engine.draft_model : *engine.target_model, engine.params, true,
+                         c);
     c.n_ctx = n_ctx;
     c.n_rs_seq = 0;
     c.n_outputs_max = static_cast<uint32_t>(engine.params.n_seq_max);
@@ -423,6 +427,10 @@ void spec_engine_default_params(spec_engine_params * out) {
     out->n_rs_seq = -1;
     out->flash_attention = true;
     out->n_wide = 2;
+    out->yarn_ext_factor = -1.0f;
+    out->yarn_attn_factor = -1.0f;
+    out->yarn_beta_slow = -1.0f;
+    out->yarn_beta_fast = -1.0f;
 }
 
 int32_t spec_engine_init(const spec_model * target, const spec_model * draft,

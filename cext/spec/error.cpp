@@ -164,15 +164,21 @@ void hush(bool is_on) {
     is_hushed = is_on;
 }
 
-// llama.cpp's own state, made once: backends, log. `common` logs through a worker thread of its
-// own, which stays paused.
+// The log, made once. `common` logs through a worker thread of its own, which stays paused.
 void init_process() {
     static std::once_flag once;
     std::call_once(once, [] {
         llama_log_set(on_llama_log, nullptr);
         common_log_pause(common_log_main());
-        llama_backend_init();
     });
+}
+
+// llama.cpp's list of backends, made once, and not by an import: those of accelerators ask their
+// drivers, which take memory and cannot be forked.
+void init_devices() {
+    static std::once_flag once;
+    init_process();
+    std::call_once(once, llama_backend_init);
 }
 
 // What llama.cpp said last, in parentheses, or nothing.

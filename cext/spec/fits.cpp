@@ -371,6 +371,7 @@ const layer_marks * marks_of(const std::string & arch) {
 
 void check_engine_params(const spec_engine_params & p) {
     check_engine_ranges(p);
+    check_context_settings(p);
     check_batch_room(p);
     check_synth_rates(p);
     if (p.exact && p.kv_unified) {

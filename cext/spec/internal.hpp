@@ -1,12 +1,14 @@
 // What the files of this folder share: the types behind spec.h, and the functions that a chapter
 // calls of another. The folder alone includes llama.cpp; no other file includes this one.
 //
-// Reading order: error, model, grammar, breakers, sampler; fits, engine; snapshot, start; plan,
-// moves; draft, decode, feed, choose, step; hand; decoder, tree; embedder; machine, survey.
+// Reading order: error, devices, model, grammar, breakers, sampler; fits, settings, engine;
+// snapshot, start; plan, moves; draft, decode, feed, choose, step; hand; decoder, tree; embedder;
+// machine, survey.
 
 #ifndef DRAFTHOUSE_SPEC_INTERNAL_HPP
 #define DRAFTHOUSE_SPEC_INTERNAL_HPP
 
+#include "settings.hpp"
 #include "spec.h"
 
 #include "common.h"
@@ -68,6 +70,7 @@ template <typename Body> int32_t guarded(Body && body) noexcept {
 void warn(const char * text);
 std::string printable(const char * text, size_t n_max);
 void init_process();
+void init_devices();
 std::string llama_reason();
 void forget_llama_reason();
 void expect_unused_mtp(bool is_expected);
@@ -115,6 +118,7 @@ private:
 } // namespace drafthouse
 
 struct spec_model {
+    std::unique_ptr<drafthouse::placement> places; // the model is freed before it
     llama_model_ptr model;
     const llama_vocab * vocab = nullptr;
     bool vocab_only = false;

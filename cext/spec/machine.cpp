@@ -69,7 +69,7 @@ const char * spec_build_facts(void) {
 
 int32_t spec_list_devices(spec_device * out, size_t cap, size_t * n_needed) {
     return guarded([&] {
-        init_process();
+        init_devices();
         const size_t n = ggml_backend_dev_count();
         deref(n_needed, "n_needed") = n;
         if (n > cap || (out == nullptr && n > 0)) {

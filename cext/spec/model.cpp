@@ -165,25 +165,27 @@ std::vector<std::pair<size_t, size_t>> checked_spans(const spec_span * spans, si
 
 } // namespace
 
-// What llama.cpp is told of a model, but for the progress.
-llama_model_params llama_params_of(const spec_model_params & params) {
+// What llama.cpp is told of a model, but for the progress; `places` must live as long as the
+// result.
+llama_model_params llama_params_of(const spec_model_params & params,
+                                   std::unique_ptr<placement> & places) {
     llama_model_params mparams = llama_model_default_params();
-    mparams.n_gpu_layers = params.n_gpu_layers;
-    mparams.load_mode = params.use_mmap ? LLAMA_LOAD_MODE_AUTO : LLAMA_LOAD_MODE_NONE;
     mparams.vocab_only = params.vocab_only;
     mparams.load_mtp = !params.skip_mtp;
+    places = place(params, mparams);
     return mparams;
 }
 
 // has_weights false: for a survey, which asks what memory they would take.
 std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool has_weights) {
-    init_process();
+    init_devices();
     const std::string path = &deref(params.path, "path");
     check_gguf_magic(path);
     check_header(path);
 
     load_progress progress{params.progress, params.user, false};
-    llama_model_params mparams = llama_params_of(params);
+    auto model = std::make_unique<spec_model>();
+    llama_model_params mparams = llama_params_of(params, model->places);
     if (params.placed_by != nullptr) {
         place_weights(*params.placed_by, mparams);
     }
@@ -195,7 +197,6 @@ std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool ha
     mparams.progress_callback_user_data = &progress;
 
     forget_llama_reason();
-    auto model = std::make_unique<spec_model>();
     expect_unused_mtp(params.skip_mtp);
     model->model.reset(llama_model_load_from_file(path.c_str(), mparams));
     expect_unused_mtp(false);

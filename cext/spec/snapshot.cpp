@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <locale>
 #include <memory>
 #include <sstream>
@@ -18,7 +19,7 @@ namespace drafthouse {
 namespace {
 
 constexpr char SNAPSHOT_MAGIC[8] = {'D', 'R', 'A', 'F', 'T', 'S', 'E', 'Q'};
-constexpr uint32_t SNAPSHOT_FORMAT = 5;
+constexpr uint32_t SNAPSHOT_FORMAT = 6;
 constexpr size_t CHECKSUM_BYTES = sizeof(uint64_t);
 
 // What a snapshot is bound to. All members have 8 bytes, so that there is no padding.
@@ -40,7 +41,27 @@ struct snapshot_header {
     double p_min;
     uint64_t tag;         // whose sequence it is
     uint64_t has_sampler; // 0: tokens and cells for another sampler to go on from
+    int64_t types[4];     // of cells: k, v, those of the drafter
+    int64_t is_swa_full;
+    int64_t rope_scaling;
+    int64_t yarn_orig_ctx;
+    double rope[6]; // the numbers of rope_setting
 };
+
+// What cells are and how positions are turned, of both contexts.
+void bind_settings(snapshot_header & h, const spec_engine & engine) {
+    const context_setting target = setting_of(engine.target.get());
+    const context_setting draft = engine.draft ? setting_of(engine.draft.get()) : context_setting{};
+    const int32_t types[4] = {target.type_k, target.type_v, draft.type_k, draft.type_v};
+    std::copy(std::begin(types), std::end(types), h.types);
+    h.is_swa_full = target.is_swa_full;
+    h.rope_scaling = target.rope.scaling;
+    h.yarn_orig_ctx = target.rope.orig_ctx;
+    double * at = h.rope;
+    for (const auto & [name, value] : target.rope.numbers()) {
+        *at++ = static_cast<double>(value);
+    }
+}
 
 snapshot_header header_of(const spec_engine & engine) {
     const spec_engine_limits & l = engine.limits;
@@ -60,6 +81,7 @@ snapshot_header header_of(const spec_engine & engine) {
     h.probabilistic = engine.params.probabilistic;
     h.n_min = engine.params.n_min;
     h.p_min = static_cast<double>(engine.params.p_min);
+    bind_settings(h, engine);
     return h;
 }
 
@@ -297,6 +319,32 @@ template <typename T> void check_same(const char * name, T found, T wanted) {
     }
 }
 
+// Settings of which no cell of the other kind can be read.
+void check_settings(const snapshot_header & found, const snapshot_header & wanted) {
+    constexpr const char * TYPES[4] = {"cache_type_k", "cache_type_v", "cache_type_k_draft",
+                                       "cache_type_v_draft"};
+    const auto type_name = [](int64_t type) {
+        return std::string(type < 0 || type >= GGML_TYPE_COUNT
+                               ? "none"
+                               : ggml_type_name(static_cast<ggml_type>(type)));
+    };
+    for (int i = 0; i < 4; ++i) {
+        if (found.types[i] != wanted.types[i]) {
+            fail(SPEC_ERR_SNAPSHOT_OTHER_CONFIG,
+                 std::string(TYPES[i]) + " is " + type_name(found.types[i]) + " in the snapshot, " +
+                     type_name(wanted.types[i]) + " in this engine");
+        }
+    }
+    check_same("swa_full", found.is_swa_full, wanted.is_swa_full);
+    check_same("rope_scaling", found.rope_scaling, wanted.rope_scaling);
+    check_same("yarn_orig_ctx", found.yarn_orig_ctx, wanted.yarn_orig_ctx);
+    int i = 0;
+    for (const auto & [name, value] : rope_setting{}.numbers()) {
+        check_same(name, found.rope[i], wanted.rope[i]);
+        ++i;
+    }
+}
+
 void check_binding(const snapshot_header & found, const snapshot_header & wanted) {
     if (found.llama_version != wanted.llama_version) {
         fail(SPEC_ERR_SNAPSHOT_VERSION, "the snapshot was written with another llama.cpp");
@@ -316,6 +364,7 @@ void check_binding(const snapshot_header & found, const snapshot_header & wanted
     check_same("probabilistic", found.probabilistic, wanted.probabilistic);
     check_same("n_min", found.n_min, wanted.n_min);
     check_same("p_min", found.p_min, wanted.p_min);
+    check_settings(found, wanted);
 }
 
 [[noreturn]] void corrupt(const std::string & what) {

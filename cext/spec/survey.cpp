@@ -19,6 +19,8 @@ struct spec_survey {
     std::string target_path;
     std::string draft_path;
     bool is_mapped = false; // the weights that stay as they are in the file
+    std::unique_ptr<drafthouse::placement> target_places;
+    std::unique_ptr<drafthouse::placement> draft_places;
     llama_model_params target_params = {};
     llama_model_params draft_params = {};
     std::unique_ptr<spec_model> target;
@@ -107,6 +109,11 @@ uses measure(const spec_survey & survey, const spec_engine_params & params) {
     return found;
 }
 
+bool maps_file(const llama_model_params & params) {
+    return params.load_mode == LLAMA_LOAD_MODE_AUTO || params.load_mode == LLAMA_LOAD_MODE_MMAP ||
+           params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK;
+}
+
 std::unique_ptr<spec_survey> open_survey(const spec_model_params & target,
                                          const spec_model_params * draft) {
     if (target.vocab_only || (draft != nullptr && draft->vocab_only)) {
@@ -114,12 +121,12 @@ std::unique_ptr<spec_survey> open_survey(const spec_model_params & target,
     }
     auto survey = std::make_unique<spec_survey>();
     survey->target_path = &deref(target.path, "path");
-    survey->is_mapped = target.use_mmap && llama_supports_mmap();
-    survey->target_params = llama_params_of(target);
+    survey->target_params = llama_params_of(target, survey->target_places);
+    survey->is_mapped = maps_file(survey->target_params) && llama_supports_mmap();
     survey->target = load_model(target, /*has_weights*/ false);
     if (draft != nullptr) {
         survey->draft_path = &deref(draft->path, "path");
-        survey->draft_params = llama_params_of(*draft);
+        survey->draft_params = llama_params_of(*draft, survey->draft_places);
         survey->draft = load_model(*draft, /*has_weights*/ false);
     }
     return survey;

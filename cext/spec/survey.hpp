@@ -26,7 +26,8 @@ struct silence {
 
 // model.cpp
 
-llama_model_params llama_params_of(const spec_model_params & params);
+llama_model_params llama_params_of(const spec_model_params & params,
+                                   std::unique_ptr<placement> & places);
 std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool has_weights);
 
 // engine.cpp

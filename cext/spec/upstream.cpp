@@ -8,6 +8,8 @@
 #include "../src/llama-ext.h"
 #include "../src/llama-kv-cache-iswa.h"
 #include "../src/llama-kv-cache.h"
+#include "../src/llama-memory-hybrid-iswa.h"
+#include "../src/llama-memory-hybrid.h"
 #include "../src/llama-model.h"
 #include "../src/llama-rng.h"
 #include "../src/llama-sampler.h"
@@ -57,6 +59,82 @@ bool holds_window(const llama_context * context, int32_t seq_id, int32_t n_past)
          "the sequence cannot be cut to " + std::to_string(n_past) +
              " tokens: the model's sliding window needs cells that llama.cpp has given up since; "
              "end it and compute these tokens again");
+}
+
+namespace {
+
+// The cells of a context's attention layers without a window, and those with; null: none, or of a
+// kind that is not known.
+struct caches {
+    const llama_kv_cache * base = nullptr;
+    const llama_kv_cache * window = nullptr;
+};
+
+caches caches_of(const llama_context * context) {
+    const llama_memory_i * memory = context->get_memory();
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
+        return {hybrid->get_mem_attn(), nullptr};
+    }
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
+        memory = hybrid->get_mem_attn();
+    }
+    if (const auto * both = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
+        return {both->get_base(), both->get_swa()};
+    }
+    return {dynamic_cast<const llama_kv_cache *>(memory), nullptr};
+}
+
+} // namespace
+
+// The width of a head's keys or values; the least, where layers differ. 0 without attention.
+int64_t head_width(const spec_model & model, bool is_key) {
+    const llama_hparams & h = model.model->hparams;
+    int64_t width = 0;
+    for (uint32_t i = 0; i < h.n_layer(); ++i) {
+        const int64_t n = is_key ? h.n_embd_head_k(i) : h.n_embd_head_v(i);
+        width = width == 0 || n < width ? n : width;
+    }
+    return width;
+}
+
+// What a context is, where its parameters left it to the model.
+context_setting setting_of(const llama_context * context) {
+    const llama_cparams & c = context->get_cparams();
+    context_setting out;
+    const auto [base, window] = caches_of(context);
+    if (base != nullptr) {
+        out.type_k = base->type_k();
+        out.type_v = base->type_v();
+    }
+    out.has_windows = has_window(context) && window != nullptr;
+    out.is_swa_full = !out.has_windows || window->get_size() >= base->get_size();
+    out.is_flash = c.flash_attn;
+    out.rope = {c.rope_scaling_type, c.n_ctx_orig_yarn,  c.rope_freq_base, c.rope_freq_scale,
+                c.yarn_ext_factor,   c.yarn_attn_factor, c.yarn_beta_slow, c.yarn_beta_fast};
+    return out;
+}
+
+std::vector<std::string> devices_of(const llama_model * model) {
+    std::vector<std::string> names;
+    for (const llama_device & device : model->devices) {
+        names.push_back(ggml_backend_dev_name(device.dev));
+    }
+    return names;
+}
+
+llama_split_mode split_of(const llama_model * model) {
+    return model->split_mode();
+}
+
+// One a device; none where llama.cpp takes their free memory.
+std::vector<float> shares_of(const llama_model * model) {
+    const float * shares = model->tensor_split();
+    return shares == nullptr ? std::vector<float>()
+                             : std::vector<float>(shares, shares + model->n_devices());
+}
+
+uint32_t layers_on_devices(const llama_model * model) {
+    return model->n_gpu_layers();
 }
 
 // Has the target give the drafter's rows or not. Not by llama.cpp's setters: after these the next

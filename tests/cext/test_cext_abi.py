@@ -71,7 +71,7 @@ def test_every_function_of_the_header_is_called_by_the_c_program_and_mirrored() 
 
 
 def test_versions_are_told() -> None:
-    assert drafthouse_engine.abi_version() == 8
+    assert drafthouse_engine.abi_version() == 9
     lock = tomllib.loads((CEXT / "llama_cpp.lock").read_text())
     assert lock["version"].startswith("b")
     assert "llama.cpp" in drafthouse_engine.build_version()

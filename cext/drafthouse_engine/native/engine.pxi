@@ -13,6 +13,7 @@ from libcpp cimport bool as c_bool
 import numpy as np
 
 from drafthouse_engine import errors
+from drafthouse_engine.devices import CACHE_TYPES, ROPE_SCALINGS, CacheParams, RopeParams
 from drafthouse_engine.limits import DraftWork, EngineLimits
 from drafthouse_engine.options import DRAFT_TYPES, EngineParams
 from drafthouse_engine.step import DRAFT_DTYPE, PLAN_DTYPE
@@ -38,6 +39,19 @@ cdef int fill_engine_params(spec.spec_engine_params * c, params) except -1:
     c.flash_forced = params.flash_forced
     c.n_min = params.n_min
     c.exact = params.exact
+    c.type_k = CACHE_TYPES.index(params.cache.type_k)
+    c.type_v = CACHE_TYPES.index(params.cache.type_v)
+    c.type_k_draft = CACHE_TYPES.index(params.cache.type_k_draft)
+    c.type_v_draft = CACHE_TYPES.index(params.cache.type_v_draft)
+    c.swa_small = not params.cache.swa_full
+    c.rope_scaling = ROPE_SCALINGS.index(params.rope.scaling)
+    c.rope_freq_base = params.rope.freq_base
+    c.rope_freq_scale = params.rope.freq_scale
+    c.yarn_orig_ctx = params.rope.yarn_orig_ctx
+    c.yarn_ext_factor = params.rope.yarn_ext_factor
+    c.yarn_attn_factor = params.rope.yarn_attn_factor
+    c.yarn_beta_slow = params.rope.yarn_beta_slow
+    c.yarn_beta_fast = params.rope.yarn_beta_fast
     return 0
 
 
@@ -64,6 +78,23 @@ def default_engine_params():
         flash_forced=c.flash_forced,
         n_min=c.n_min,
         exact=c.exact,
+        cache=CacheParams(
+            type_k=CACHE_TYPES[c.type_k],
+            type_v=CACHE_TYPES[c.type_v],
+            type_k_draft=CACHE_TYPES[c.type_k_draft],
+            type_v_draft=CACHE_TYPES[c.type_v_draft],
+            swa_full=not c.swa_small,
+        ),
+        rope=RopeParams(
+            scaling=ROPE_SCALINGS[c.rope_scaling],
+            freq_base=c.rope_freq_base,
+            freq_scale=c.rope_freq_scale,
+            yarn_orig_ctx=c.yarn_orig_ctx,
+            yarn_ext_factor=c.yarn_ext_factor,
+            yarn_attn_factor=c.yarn_attn_factor,
+            yarn_beta_slow=c.yarn_beta_slow,
+            yarn_beta_fast=c.yarn_beta_fast,
+        ),
     )
 
 
@@ -328,6 +359,25 @@ cdef class Engine:
         cdef int32_t n = spec.spec_engine_n_cells_used(self._enter())
         self._leave(n)
         return n
+
+    def setting(self, key):
+        """Returns what llama.cpp has made of a parameter, as text.
+
+        Args:
+            key: `cache_type_k`, `cache_type_v`, the same with `_draft` (empty without a draft
+                context), `rope_scaling`, `rope_freq_base`, `rope_freq_scale`, `yarn_orig_ctx`,
+                `yarn_ext_factor`, `yarn_attn_factor`, `yarn_beta_slow`, `yarn_beta_fast`,
+                `swa_full` (empty without sliding windows) or `flash_attn`.
+
+        Raises:
+            InvalidArgument: there is no such key.
+        """
+        cdef char buf[64]
+        cdef size_t n = 0
+        encoded = encode(key, "key")
+        cdef const char * name = encoded
+        self._leave(spec.spec_engine_setting(self._enter(), name, buf, 64, &n))
+        return (<bytes>buf[:n - 1]).decode("ascii")
 
     @property
     def draft_work(self):

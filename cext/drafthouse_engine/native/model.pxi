@@ -4,6 +4,7 @@ cimport cython
 from cpython.bytearray cimport PyByteArray_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t
+from libc.string cimport memset
 
 from drafthouse_engine cimport spec
 from libcpp cimport bool as c_bool
@@ -61,10 +62,11 @@ cdef class Model:
     Args:
         path: a GGUF file; of a split model, its first part.
         n_gpu_layers: layers kept on an accelerator; −1 all.
-        use_mmap: map the file instead of reading it.
+        use_mmap: map the file instead of reading it, where placement does not say how.
         vocab_only: load tokenizer and metadata only; such a model cannot make an engine.
         load_mtp: load the weights of MTP heads too, if there are any; the draft type `mtp` needs
             them.
+        placement: where the weights lie (`Placement`); None is whole layers over all devices.
         placed_by: a `Survey` of this file, whose last `fit` says which weights lie where; then
             n_gpu_layers does not count.
         progress: called with the share loaded, [0, 1]; an exception in it stops the load and is
@@ -98,9 +100,11 @@ cdef class Model:
 
     def __cinit__(
         self, path, *, n_gpu_layers=-1, use_mmap=True, vocab_only=False, load_mtp=True,
-        Survey placed_by=None, progress=None
+        Survey placed_by=None, placement=None, progress=None
     ):
         cdef spec.spec_model_params params
+        cdef PlacementText places
+        memset(&params, 0, sizeof(params))
         if progress is not None and not callable(progress):
             raise TypeError("progress must be callable or None")
         self.path = os.fsdecode(path)
@@ -113,6 +117,8 @@ cdef class Model:
         params.skip_mtp = not load_mtp
         params.progress = on_progress
         params.user = <void *>watcher
+        places = PlacementText(placement)
+        places.fill(&params)
         params.placed_by = placed_by._handle if placed_by is not None else NULL
         self._load(&params, watcher)
         check(spec.spec_model_get_info(self._handle, &self._facts))
@@ -279,6 +285,25 @@ cdef class Model:
             return self._text(spec.spec_model_meta, encoded)
         except errors.ModelNotFound:
             return None
+        finally:
+            self._unuse()
+
+    def setting(self, key):
+        """Returns what llama.cpp has made of a parameter of the load, as text.
+
+        Args:
+            key: `device` (names, commas between; empty is the CPU alone), `split_mode`,
+                `tensor_split`, `gpu_layers`, `buffers` (`TYPE=BYTES`, commas between), or
+                `buffer:NAME`, the buffer type in which the tensor NAME lies.
+
+        Raises:
+            InvalidArgument: there is no such key, or the model was loaded with vocab_only.
+            ModelNotFound: there is no such tensor.
+        """
+        encoded = encode(key, "key")
+        self._use()
+        try:
+            return self._text(spec.spec_model_setting, encoded)
         finally:
             self._unuse()
 

@@ -2,6 +2,7 @@
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
 
 from drafthouse_engine cimport spec
 
@@ -48,6 +49,7 @@ cdef int fill_survey_params(
     spec.spec_model_params * c, const char * path, int32_t n_gpu_layers, bint use_mmap,
     bint load_mtp
 ) except -1:
+    memset(c, 0, sizeof(c[0]))
     c.path = path
     c.n_gpu_layers = n_gpu_layers
     c.use_mmap = use_mmap
@@ -79,6 +81,7 @@ cdef class Survey:
         n_gpu_layers: layers kept on an accelerator; −1 all.
         use_mmap: as the models will be loaded.
         load_mtp: as the target will be loaded.
+        placement: as the models will be loaded.
 
     Raises:
         ModelNotFound: a file does not exist or cannot be read.
@@ -104,11 +107,13 @@ cdef class Survey:
     cdef bint _is_busy
 
     def __cinit__(
-        self, path, draft_path=None, *, n_gpu_layers=-1, use_mmap=True, load_mtp=True
+        self, path, draft_path=None, *, n_gpu_layers=-1, use_mmap=True, load_mtp=True,
+        placement=None
     ):
         cdef spec.spec_model_params target
         cdef spec.spec_model_params draft
         cdef bint has_draft = draft_path is not None
+        cdef PlacementText places = PlacementText(placement)
         cdef int32_t rc
         self.path = os.fsdecode(path)
         self.draft_path = os.fsdecode(draft_path) if has_draft else ""
@@ -117,6 +122,8 @@ cdef class Survey:
         n_layers = int32_of(n_gpu_layers, "n_gpu_layers")
         fill_survey_params(&target, encoded, n_layers, bool(use_mmap), bool(load_mtp))
         fill_survey_params(&draft, encoded_draft, n_layers, bool(use_mmap), True)
+        places.fill(&target)
+        places.fill(&draft)
         enter_call()
         with nogil:
             rc = spec.spec_survey_open(&target, &draft if has_draft else NULL, &self._handle)
