@@ -25,9 +25,9 @@ from typing import Any
 
 from drafthouse_server.access import UNIX, are_api_keys, check_access, has_access, is_loopback
 from drafthouse_server.administration import check_admin
+from drafthouse_server.devices import DeviceSettings, check_devices
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.setting import ALL, Rule, Setting, all_or_between, between, declare, one_of
-from drafthouse_server.sharing import SharingSettings
 
 __all__ = [
     "AUTOMATIC",
@@ -97,7 +97,7 @@ _other = functools.partial(declare, "Log and benchmarks")
 
 
 @dataclass(frozen=True, slots=True)
-class Config(SharingSettings):
+class Config(DeviceSettings):
     """All settings of a server, checked.
 
     Raises:
@@ -480,6 +480,7 @@ class Config(SharingSettings):
                 raise ConfigError(setting.name, setting.shown(value), expected)
         check_access(self)
         check_admin(self)
+        check_devices(self)
         _check_sizes(self)
         _check_drafts(self)
 

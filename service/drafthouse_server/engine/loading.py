@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Self
+from typing import Any, Self
 
 from drafthouse_server.config import AUTOMATIC, SETTINGS, Config
 from drafthouse_server.engine.threads import Threads, choose_threads
@@ -64,20 +64,17 @@ def load_engine(
     """
     if _unbuilt is not None:
         raise StartupError(_unbuilt)
+    _prepare_devices(config)
     if config.probe:
         for path in filter(None, (config.model, config.model_draft)):
             _probe(path, config)
     with _fitted(config) as (config, survey):  # noqa: PLR1704  # as it fits from here on
         target = _load_model(
-            config.model,
-            _n_gpu_layers(config),
-            progress,
-            load_mtp=_may_be_mtp(config),
-            placed_by=survey,
+            config, config.model, progress, load_mtp=_may_be_mtp(config), placed_by=survey
         )
     draft = None
     if config.model_draft:
-        draft = _load_model(config.model_draft, _n_gpu_layers(config), progress)
+        draft = _load_model(config, config.model_draft, progress)
     if config.synth_rates:
         _log.warning(
             "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is not"
@@ -119,6 +116,7 @@ class Surveyor:
                 config.model_draft or None,
                 n_gpu_layers=_n_gpu_layers(config),
                 load_mtp=_may_be_mtp(config),
+                placement=_placement(config),
             )
         with contextlib.ExitStack() as undo:
             undo.callback(self.survey.close)
@@ -264,7 +262,8 @@ def _fitted(config: Config) -> Iterator[tuple[Config, drafthouse_engine.Survey |
 def _fit_devices(config: Config, surveyor: Surveyor) -> tuple[Config, bool]:
     """Returns the settings as they fit on the devices, and whether these have been asked."""
     has_device = any(it.kind in ("gpu", "igpu") for it in drafthouse_engine.list_devices())
-    if not has_device or config.gpu_layers != ALL:
+    is_placed = any((config.tensor_split, config.override_tensor, config.cpu_moe, config.n_cpu_moe))
+    if not has_device or config.gpu_layers != ALL or is_placed or config.device == ("none",):
         return config, False
     wish = surveyor.wish
     fit = surveyor.survey.fit(
@@ -320,6 +319,39 @@ def engine_facts() -> EngineFacts:
     )
 
 
+def _prepare_devices(config: Config) -> None:
+    """Makes RPC servers' devices, and says what there is.
+
+    Raises:
+        StartupError: an RPC server does not answer, or speaks another version.
+    """
+    try:
+        numa: Any = config.numa  # Config allows the same names only
+        if numa != "off" and not drafthouse_engine.set_numa(numa):
+            _log.warning("numa %s changes nothing: there is one memory node", config.numa)
+        drafthouse_engine.add_rpc_servers(config.rpc)
+    except drafthouse_engine.EngineError as error:
+        raise StartupError(error.message) from error
+    for device in drafthouse_engine.list_devices():
+        if device.kind != "cpu":
+            n_free, n_total = device.free_bytes >> 20, device.total_bytes >> 20
+            name = f"{device.name} ({device.description})"
+            _log.info("device %s: %d of %d MiB are free", name, n_free, n_total)
+
+
+def _placement(config: Config) -> drafthouse_engine.Placement:
+    devices = () if config.device == ("none",) else config.device or None
+    return drafthouse_engine.Placement(
+        devices=devices,
+        split_mode=config.split_mode,  # type: ignore[arg-type]  # Config allows the same names only
+        main_gpu=config.main_gpu,
+        tensor_split=tuple(map(float, config.tensor_split)),
+        override_tensor=",".join(config.override_tensor),
+        n_cpu_moe=-1 if config.cpu_moe else config.n_cpu_moe,
+        load_mode=config.load_mode,  # type: ignore[arg-type]  # as above
+    )
+
+
 _OF_TARGETS = frozenset({"eagle3", "dflash"})
 """Architectures of draft models that compute nothing without their target."""
 
@@ -361,8 +393,8 @@ def _probe(path: str, config: Config) -> None:
 
 
 def _load_model(
+    config: Config,
     path: str,
-    n_gpu_layers: int,
     progress: Callable[[str, float], object] | None,
     *,
     load_mtp: bool = False,
@@ -371,9 +403,10 @@ def _load_model(
     with _explained(path):
         return drafthouse_engine.Model(
             path,
-            n_gpu_layers=n_gpu_layers,
+            n_gpu_layers=_n_gpu_layers(config),
             load_mtp=load_mtp,
             placed_by=placed_by,
+            placement=_placement(config),
             # Returning None goes on; only False would stop the load.
             progress=None if progress is None else lambda share: progress(path, share),
         )
@@ -494,6 +527,31 @@ def _engine_params(
         flash_attention=config.flash_attn != "off",
         flash_forced=config.flash_attn == "on",
         synth_rates=tuple(map(float, config.synth_rates)),
+        cache=_cache_params(config),
+        rope=_rope_params(config),
+    )
+
+
+def _cache_params(config: Config) -> drafthouse_engine.CacheParams:
+    return drafthouse_engine.CacheParams(
+        type_k=config.cache_type_k,  # type: ignore[arg-type]  # Config allows the same names only
+        type_v=config.cache_type_v,  # type: ignore[arg-type]
+        type_k_draft=config.cache_type_k_draft,  # type: ignore[arg-type]
+        type_v_draft=config.cache_type_v_draft,  # type: ignore[arg-type]
+        swa_full=config.swa_full,
+    )
+
+
+def _rope_params(config: Config) -> drafthouse_engine.RopeParams:
+    return drafthouse_engine.RopeParams(
+        scaling=config.rope_scaling,  # type: ignore[arg-type]  # Config allows the same names only
+        freq_base=config.rope_freq_base,
+        freq_scale=1 / config.rope_scale if config.rope_scale else 0.0,
+        yarn_orig_ctx=config.yarn_orig_ctx,
+        yarn_ext_factor=config.yarn_ext_factor,
+        yarn_attn_factor=config.yarn_attn_factor,
+        yarn_beta_slow=config.yarn_beta_slow,
+        yarn_beta_fast=config.yarn_beta_fast,
     )
 
 

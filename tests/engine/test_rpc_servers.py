@@ -1,0 +1,269 @@
+"""Models on llama.cpp's RPC servers: where weights lie, what is refused, and a server that dies.
+
+Each engine is in a process of its own: what one has of an RPC server it has until it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.support.hand import DENSE, MODELS
+from tests.support.rpc_server import RpcServer, free_port, rpc_server
+
+import drafthouse
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60.0
+PROMPT = "def parse(text):\n"
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def rpc(tmp_path: Path) -> Iterator[RpcServer]:
+    with rpc_server(tmp_path) as server:
+        yield server
+
+
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if "DRAFTHOUSE_" not in key}
+    return kept | {"GGML_NO_BACKTRACE": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program over the engine library, and fails where it does."""
+    command = [
+        sys.executable,
+        "-c",
+        f"from drafthouse_engine import *\nimport numpy as np\nimport sys\n{code}",
+    ]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+PLACES = """
+endpoint, path = sys.argv[1:]
+add_rpc_servers((endpoint,))
+add_rpc_servers((endpoint,))
+assert [d.name for d in list_devices()] == ["CPU", "RPC0"]
+far = next(d for d in list_devices() if d.kind == "gpu")
+assert far.description == endpoint and far.total_bytes > 0
+MEMORY = f"RPC0[{endpoint}]"
+
+def placed(layers=-1, **fields):
+    return Model(path, n_gpu_layers=layers, placement=Placement(**fields))
+
+def buffers(model):
+    return dict(part.rsplit("=", 1) for part in model.setting("buffers").split(","))
+
+with placed() as model:
+    assert model.setting("device") == "RPC0", model.setting("device")
+    whole = int(buffers(model)[MEMORY])
+    assert "RPC0" in model.setting("buffer:blk.0.attn_norm.weight")
+with placed(2) as model:
+    assert model.setting("gpu_layers") == "2"
+    assert 0 < int(buffers(model)[MEMORY]) < whole
+with placed(devices=()) as model:
+    assert model.setting("device") == "" and MEMORY not in buffers(model)
+with placed(devices=("RPC0",), split_mode="none", main_gpu=0) as model:
+    assert (model.setting("device"), model.setting("split_mode")) == ("RPC0", "none")
+with placed(tensor_split=(3.0,)) as model:
+    assert model.setting("tensor_split") == "3"
+with placed(override_tensor="blk.[01]..*=CPU") as model:
+    assert "RPC0" not in model.setting("buffer:blk.1.attn_norm.weight")
+    assert "RPC0" in model.setting("buffer:blk.2.attn_norm.weight")
+placed(override_tensor=f"attn_norm={MEMORY}").close()
+try:
+    placed(split_mode="none", main_gpu=1)
+except InvalidArgument as error:
+    assert "there are 1 devices" in error.message
+else:
+    raise AssertionError
+"""
+
+
+def test_weights_lie_where_the_placement_says(rpc: RpcServer) -> None:
+    run(PLACES, rpc.endpoint, str(MODELS / DENSE))
+
+
+OUTLIVES = """
+endpoint, path = sys.argv[1:]
+add_rpc_servers((endpoint,))
+model = Model(path)
+first, other = (Engine(model, None, EngineParams(n_ctx_seq=64, n_threads=1)) for _ in range(2))
+tokens = model.tokenize("def f(x):")
+
+def plan(n_past, n):
+    return np.array([(0, n_past, 0, n, 0, 1)], PLAN_DTYPE)
+
+def step(engine):
+    engine.seq_begin(0, Sampler(model, SamplingParams(temperature=0.0)))
+    out = [int(engine.step(plan(0, len(tokens)), tokens).tokens[0])]
+    n = len(tokens)
+    for _ in range(6):
+        result = engine.step(plan(n, 1), [out[-1]])
+        out.append(int(result.tokens[0]))
+        n += 1
+    engine.seq_end(0)
+    return out
+
+before = step(first)
+step(other)
+other.close()
+assert step(first) == before
+"""
+
+
+def test_an_engine_outlives_another_on_the_same_server(rpc: RpcServer) -> None:
+    """The server drops the graphs of all with a buffer of one (patch 0013)."""
+    run(OUTLIVES, rpc.endpoint, str(MODELS / DENSE))
+
+
+@contextlib.contextmanager
+def answering(answer: bytes, *, is_silent: bool = False) -> Iterator[str]:
+    """Yields the address of something that takes a connection and is no RPC server of ours."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(64)
+                    connection.sendall(answer)
+                    if is_silent:
+                        connection.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_silent", "words"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", False, "is no RPC server"),
+        (b"", False, "is no RPC server"),
+        (b"", True, "does not answer within"),
+        ((28).to_bytes(8, "little") + bytes([7, 0, 0]) + bytes(25), False, "version 7.0"),
+    ],
+    ids=["http", "nothing", "silent", "older"],
+)
+def test_what_is_no_server_of_this_version_is_an_error(
+    answer: bytes, is_silent: bool, words: str
+) -> None:
+    import drafthouse_engine  # here: this process has no device
+
+    with (
+        answering(answer, is_silent=is_silent) as endpoint,
+        pytest.raises(drafthouse_engine.RpcUnreachable, match=words),
+    ):
+        drafthouse_engine.add_rpc_servers((endpoint,), timeout_s=0.5)
+    assert [device.name for device in drafthouse_engine.list_devices()] == ["CPU"]
+
+
+@dataclass(frozen=True)
+class Served:
+    process: subprocess.Popen[bytes]
+    target: str
+    log: Path
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[Served]:
+    """Runs `drafthouse serve` until the block ends, ready from the beginning."""
+    port = free_port()
+    log = folder / f"server-{port}.log"
+    command = [sys.executable, "-m", "drafthouse_server", "serve", "--model", str(MODELS / DENSE)]
+    command += ["--port", str(port), "--parallel", "2", "--max-model-len", "256", *flags]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=environment())
+    served = Served(process, f"127.0.0.1:{port}", log)
+    try:
+        _await_ready(served)
+        yield served
+    finally:
+        process.terminate()
+        process.wait(40)
+
+
+def _await_ready(served: Served) -> None:
+    ends_s = time.monotonic() + START_S
+    with drafthouse.Client(served.target) as client:
+        while time.monotonic() < ends_s:
+            assert served.process.poll() is None, served.log.read_text()
+            with contextlib.suppress(drafthouse.DrafthouseError, grpc.RpcError):
+                client.list_models()
+                return
+            time.sleep(0.1)
+    raise AssertionError(served.log.read_text())
+
+
+def generated(served: Served) -> list[int]:
+    with drafthouse.Client(served.target, retry=None) as client:
+        stream = client.generate(PROMPT, temperature=0, max_output_tokens=12)
+        return [token for chunk in stream for token in chunk.token_ids]
+
+
+def test_a_dead_rpc_server_ends_the_process_and_a_restart_serves_again(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        wanted = generated(served)
+    port = free_port()
+    with rpc_server(tmp_path, port) as rpc, serving(tmp_path, "--rpc", rpc.endpoint) as served:
+        assert f"device RPC0 ({rpc.endpoint})" in served.log.read_text()
+        assert generated(served) == wanted
+        n_accepted = rpc.n_accepted
+        with drafthouse.Client(served.target) as client:  # what text workers do
+            assert client.count_tokens(PROMPT).prompt_tokens > 0
+        assert rpc.n_accepted == n_accepted
+        rpc.process.kill()
+        rpc.process.wait()
+        with pytest.raises(drafthouse.DrafthouseError) as lost:
+            generated(served)
+        assert lost.value.code is grpc.StatusCode.UNAVAILABLE
+        assert served.process.wait(30) == -signal.SIGABRT
+        assert "Remote RPC server crashed" in served.log.read_text()
+    with rpc_server(tmp_path, port) as rpc, serving(tmp_path, "--rpc", rpc.endpoint) as served:
+        assert generated(served) == wanted
+
+
+def test_the_server_says_why_it_does_not_start_without_its_rpc_server() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "drafthouse_server", "serve", "--model", str(MODELS / DENSE)]
+    command += ["--port", "0", "--rpc", endpoint]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"the RPC server {endpoint} cannot be reached" in done.stderr

@@ -1,0 +1,114 @@
+"""Settings of devices: their rules, and how each arrives in the engine's parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.built import needs_extension
+
+from drafthouse_server import devices
+from drafthouse_server.config import Config
+from drafthouse_server.errors import ConfigError
+
+
+def test_rpc_servers_are_off_and_beyond_loopback_only_when_told() -> None:
+    assert Config().rpc == ()
+    for near in ("127.0.0.1:50052", "localhost:1", "127.9.9.9:65535"):
+        assert Config(rpc=(near,)).rpc == (near,)
+    far = ("127.0.0.1:50052", "10.0.0.7:50052")
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.7:50052 is on another machine.*insecure_rpc"):
+        Config(rpc=far)
+    assert Config(rpc=far, insecure_rpc=True).rpc == far
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rpc": ("127.0.0.1",)},
+        {"rpc": ("127.0.0.1:0",)},
+        {"rpc": ("127.0.0.1:99999",)},
+        {"rpc": ("[::1]:5",)},
+        {"rpc": ("127.0.0.1:5", "127.0.0.1:5")},
+        {"tensor_split": ("3", "x")},
+        {"tensor_split": ("-1",)},
+        {"tensor_split": ("1",) * 17},
+        {"override_tensor": ("ffn",)},
+        {"override_tensor": ("=CPU",)},
+        {"split_mode": "rows"},
+        {"load_mode": "fast"},
+        {"numa": "mirror"},
+        {"cache_type_k": "q2_k"},
+        {"rope_scaling": "longrope"},
+        {"rope_scale": -1.0},
+        {"rope_freq_base": -1.0},
+        {"yarn_ext_factor": -0.5},
+        {"main_gpu": 16},
+        {"cpu_moe": True, "n_cpu_moe": 3},
+    ],
+    ids=str,
+)
+def test_values_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Config(**settings)
+
+
+class TestEngine:
+    """What the engine is told."""
+
+    pytestmark = needs_extension()
+
+    @pytest.mark.parametrize(
+        ("settings", "part", "field", "wanted"),
+        [
+            ({}, "placement", "devices", None),
+            ({"device": ("none",)}, "placement", "devices", ()),
+            ({"device": ("CUDA0", "RPC0")}, "placement", "devices", ("CUDA0", "RPC0")),
+            ({"split_mode": "row"}, "placement", "split_mode", "row"),
+            ({"tensor_split": ("3", "1")}, "placement", "tensor_split", (3.0, 1.0)),
+            ({"main_gpu": 1}, "placement", "main_gpu", 1),
+            ({"cpu_moe": True}, "placement", "n_cpu_moe", -1),
+            ({"n_cpu_moe": 4}, "placement", "n_cpu_moe", 4),
+            (
+                {"override_tensor": ("a=CPU", "b=CPU")},
+                "placement",
+                "override_tensor",
+                "a=CPU,b=CPU",
+            ),
+            ({"load_mode": "mlock"}, "placement", "load_mode", "mlock"),
+            ({"cache_type_k": "q8_0"}, "cache", "type_k", "q8_0"),
+            ({"cache_type_v": "q8_0"}, "cache", "type_v", "q8_0"),
+            ({"cache_type_k_draft": "q8_0"}, "cache", "type_k_draft", "q8_0"),
+            ({"cache_type_v_draft": "q8_0"}, "cache", "type_v_draft", "q8_0"),
+            ({"swa_full": False}, "cache", "swa_full", False),
+            ({"rope_scaling": "yarn"}, "rope", "scaling", "yarn"),
+            ({"rope_scale": 4.0}, "rope", "freq_scale", 0.25),
+            ({"rope_freq_base": 1e6}, "rope", "freq_base", 1e6),
+            ({"yarn_orig_ctx": 512}, "rope", "yarn_orig_ctx", 512),
+            ({"yarn_ext_factor": 0.5}, "rope", "yarn_ext_factor", 0.5),
+            ({"yarn_attn_factor": 0.5}, "rope", "yarn_attn_factor", 0.5),
+            ({"yarn_beta_slow": 0.5}, "rope", "yarn_beta_slow", 0.5),
+            ({"yarn_beta_fast": 0.5}, "rope", "yarn_beta_fast", 0.5),
+        ],
+        ids=str,
+    )
+    def test_each_setting_arrives(
+        self, settings: dict[str, Any], part: str, field: str, wanted: object
+    ) -> None:
+        from drafthouse_server.engine import loading
+
+        make = {
+            "placement": loading._placement,
+            "cache": loading._cache_params,
+            "rope": loading._rope_params,
+        }[part]
+        assert getattr(make(Config(**settings)), field) == wanted
+
+    def test_the_words_are_those_of_the_engine(self) -> None:
+        import drafthouse_engine as engine
+
+        assert devices.CACHE_TYPES == engine.CACHE_TYPES
+        assert devices.SPLIT_MODES == engine.SPLIT_MODES
+        assert ("default", *devices.LOAD_MODES) == engine.LOAD_MODES
+        assert devices.NUMA_STRATEGIES == engine.NUMA_STRATEGIES
+        assert devices.ROPE_SCALINGS == engine.ROPE_SCALINGS
