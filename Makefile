@@ -10,12 +10,16 @@ PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 ASYNC_TESTS = $(shell grep -rlE --include='test_*.py' 'asyncio|async def' tests)
 # cython-lint and protoc start other tools of the virtual environment by name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# What `make test-device` runs: contract, steps, moves, snapshots, forks, prefixes, trees, embeddings, draws, a crowd.
+DEVICE_TESTS = tests/engine/test_engine_contract.py tests/engine/test_prefix_engine.py tests/serving/test_crowd.py \
+	$(addprefix tests/cext/test_,block_drafts.py cext_engine.py cext_sessions.py cext_snapshots.py decoder.py distribution.py \
+	eagle3_drafter.py embedder.py fork.py hidden_rows.py moves.py recurrent_rollback.py tree.py windows.py)
 CXX_FILES = $(wildcard cext/*.h cext/*.c cext/spec/*.hpp cext/spec/*.cpp tests/kernels/*.cpp)
 CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd cext/drafthouse_engine/native/*.pxi)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: archs attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-wheel tokenizer-counts wheel
+.PHONY: archs attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-device test-wheel tokenizer-counts wheel
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -115,6 +119,15 @@ fuzz: dev ## fuzz plans, grammars, snapshots and texts for SECONDS=60 each; need
 
 soak: dev ## clients that leave and deadlines of 50 ms for SECONDS=60: no error in the log, every slot free
 	@$(VENV)/python -m tests.proofs.soak --seconds $(SECONDS) $(ARGS)
+
+test-device: export OMP_WAIT_POLICY = passive
+test-device: export DRAFTHOUSE_BUILT = 1
+# One process: the device's server serves one at a time.
+test-device: dev ## the engine's tests on a device whose memory the host cannot read (ggml-rpc-server), whole and half; ARGS="-k name"
+	@for part in whole half; do \
+		echo "== models on the device: $$part"; \
+		$(VENV)/python -m pytest -p no:xdist -p tests.support.device --on-device $$part -q $(DEVICE_TESTS) $(ARGS) || exit 1; \
+	done
 
 soak-starts: dev ## N=1000 starts of a quick model under load from the first moment: none loses a stream
 	@$(VENV)/python -m tests.proofs.soak_starts --starts $(N) $(ARGS)

@@ -1,0 +1,82 @@
+"""A pytest plugin: every model of the run lies on a device whose memory the host cannot read.
+
+`make test-device` runs tests that know nothing of devices with `-p tests.support.device`. An RPC
+server of llama.cpp is started, its device becomes one of this process, and as models are loaded on
+all devices, so it is used. It serves one process at a time, so the tests run one after the other.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.rpc_server import rpc_server
+
+import drafthouse_engine
+
+_NOT_HERE = {
+    "test_type_of_target_is_kept": "Model is a function here",
+    "test_first_drafts_of_a_fork_are_those_of_a_prefilled_sequence": "exact is of the CPU alone",
+}
+_Model = drafthouse_engine.Model
+_stack = ExitStack()
+_placed: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds how much of each model lies on the device."""
+    parser.addoption(
+        "--on-device", choices=("whole", "half"), default="whole", help="layers on the device"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts the server before a test file is imported."""
+    folder = Path(_stack.enter_context(tempfile.TemporaryDirectory()))
+    server = _stack.enter_context(rpc_server(folder))
+    drafthouse_engine.add_rpc_servers((server.endpoint,))
+    is_half = config.getoption("--on-device") == "half"
+
+    def model(path: Any, **options: Any) -> drafthouse_engine.Model:
+        if options.get("n_gpu_layers", -1) < 0 and is_half:
+            options["n_gpu_layers"] = _half(str(path))
+        loaded = _Model(path, **options)
+        if not options.get("vocab_only"):
+            _placed.append(loaded.setting("buffers"))
+        return loaded
+
+    drafthouse_engine.Model = model  # type: ignore[assignment,misc]
+
+
+@cache
+def _half(path: str) -> int:
+    """Returns half of a model's layers, one at least."""
+    with _Model(path, vocab_only=True) as vocabulary:
+        arch = vocabulary.meta("general.architecture")
+        return max(1, int(vocabulary.meta(f"{arch}.block_count") or 1) // 2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what a device cannot do, by its nature."""
+    for item in items:
+        if reason := _NOT_HERE.get(item.name.partition("[")[0]):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_unconfigure() -> None:
+    """Ends the server."""
+    _stack.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Fails a run in which no model lay on the device: it would have shown nothing."""
+    if _placed and not any("RPC0" in buffers for buffers in _placed):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print("no model of this run lay on the device")
+    return (yield)
