@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem, Section
-from drafthouse_server.engine.loading import Surveyor, threads_of
+from drafthouse_server.engine.loading import Surveyor
+from drafthouse_server.engine.threads import threads_of
 from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.host.fit import Size, Wish, largest_fit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -9,7 +10,7 @@ from typing import cast
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama_text import LlamaText
-from drafthouse_server.engine.loading import card_of, limits_of, load_engine
+from drafthouse_server.engine.loading import load_engine
 from drafthouse_server.engine.protocol import TextWorker
 from drafthouse_server.engine.text_process import TextProcess
 from drafthouse_server.engine.threads import Threads
@@ -58,8 +59,8 @@ class LlamaEngine:
     def __init__(self, engine: drafthouse_engine.Engine, name: str, threads: Threads) -> None:
         self._engine = engine
         self._model = engine.target
-        self._limits = limits_of(engine)
-        self._card = card_of(engine.target, name)
+        self._limits = _limits_of(engine)
+        self._card = _card_of(engine.target, name)
         self._threads = threads
         self._text = LlamaText(engine.target)
         self._with_logprobs: AbstractSet[int] = frozenset()
@@ -288,3 +289,26 @@ def _status_name(error: drafthouse_engine.EngineError) -> str:
     """Returns the name of a failure: the class's, in the style of the statuses of `spec.h`."""
     name = type(error).__name__
     return "".join(f"_{c}" if c.isupper() else c.upper() for c in name).lstrip("_")
+
+
+def _limits_of(engine: drafthouse_engine.Engine) -> EngineLimits:
+    """Returns the capacities that a plan must respect."""
+    limits = engine.limits
+    names = (field.name for field in dataclasses.fields(EngineLimits))
+    return EngineLimits(**{name: getattr(limits, name) for name in names})
+
+
+def _card_of(model: drafthouse_engine.Model, name: str) -> ModelCard:
+    """Returns what a client may know of a model, which is served by this name."""
+    return ModelCard(
+        name=name,
+        architecture=model.arch,
+        description=model.description,
+        n_params=model.n_params,
+        size_bytes=model.size_bytes,
+        n_vocab=model.n_vocab,
+        n_ctx_train=model.n_ctx_train,
+        is_recurrent=model.is_recurrent or model.is_hybrid,
+        has_chat_template=bool(model.chat_template),
+        token_eos=model.token_eos,
+    )

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 from drafthouse_server.config import AUTOMATIC, SETTINGS, Config
-from drafthouse_server.engine.threads import Threads, choose_threads
+from drafthouse_server.engine.threads import Threads, threads_of
 from drafthouse_server.errors import ModelLoadError, StartupError
 from drafthouse_server.host.engine import CoreFacts, DeviceFacts, EngineFacts
 from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, Size, Wish
@@ -19,7 +19,6 @@ from drafthouse_server.host.memory import read_memory
 from drafthouse_server.host.needs import DeviceUse, ModelFacts, Needs, process_bytes
 from drafthouse_server.host.size import choose_size
 from drafthouse_server.setting import ALL
-from drafthouse_server.step import EngineLimits, ModelCard
 
 # The fake engine, and all tests that use it, work without the extension.
 try:
@@ -31,13 +30,10 @@ else:
 
 __all__ = [
     "Surveyor",
-    "card_of",
     "engine_facts",
     "engine_version",
-    "limits_of",
     "load_engine",
     "sized",
-    "threads_of",
 ]
 
 _log = logging.getLogger(__name__)
@@ -492,21 +488,6 @@ _OF_CONTEXTS = _OF_CONTEXTS_WITHOUT_DRAFTS | {
 """The same, where there is a drafter."""
 
 
-def threads_of(config: Config, n_bytes: int) -> Threads:
-    """Returns what the settings say, and where they say nothing what suits model and machine.
-
-    Args:
-        config: The server's settings.
-        n_bytes: The target's weights.
-    """
-    n, n_batch = config.threads, config.threads_batch
-    if n:
-        return Threads(n, n_batch or n, reason="as set")
-    cores = drafthouse_engine.find_cores()
-    found = choose_threads(cores.n_cores, cores.n_spare, n_bytes)
-    return dataclasses.replace(found, n_batch=n_batch, n_wide=2) if n_batch else found
-
-
 def _engine_params(
     config: Config, draft_type: str, n_ctx_train: int, threads: Threads
 ) -> drafthouse_engine.EngineParams:
@@ -608,26 +589,3 @@ def _draft_types(config: Config, draft_arch: str | None) -> tuple[str, ...]:
         return ("mtp", "none")
     by_architecture = {"eagle3": ("eagle3",), "dflash": ("dflash", "dspark")}
     return by_architecture.get(draft_arch, ("simple",))
-
-
-def limits_of(engine: drafthouse_engine.Engine) -> EngineLimits:
-    """Returns the capacities that a plan must respect."""
-    limits = engine.limits
-    names = (field.name for field in dataclasses.fields(EngineLimits))
-    return EngineLimits(**{name: getattr(limits, name) for name in names})
-
-
-def card_of(model: drafthouse_engine.Model, name: str) -> ModelCard:
-    """Returns what a client may know of a model, which is served by this name."""
-    return ModelCard(
-        name=name,
-        architecture=model.arch,
-        description=model.description,
-        n_params=model.n_params,
-        size_bytes=model.size_bytes,
-        n_vocab=model.n_vocab,
-        n_ctx_train=model.n_ctx_train,
-        is_recurrent=model.is_recurrent or model.is_hybrid,
-        has_chat_template=bool(model.chat_template),
-        token_eos=model.token_eos,
-    )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from dataclasses import dataclass
 
-__all__ = ["Threads", "choose_threads"]
+from drafthouse_server.config import Config
+
+# The fake engine, and all tests that use it, work without the extension.
+with contextlib.suppress(ImportError):  # load_engine says so
+    import drafthouse_engine
+
+__all__ = ["Threads", "choose_threads", "threads_of"]
 
 _N_LONG_BYTES = 16_000_000
 """Weights that a thread must have to read in a step, for the step to be long: about 2 ms."""
@@ -57,3 +65,18 @@ def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
     n_wide = max(2, -(-n_cores * _N_WIDE_BYTES // max(1, n_bytes)))
     reason = "steps are short: one core is left to the rest of the server"
     return Threads(n_cores - 1, n_cores, n_wide, reason)
+
+
+def threads_of(config: Config, n_bytes: int) -> Threads:
+    """Returns what the settings say, and where they say nothing what suits model and machine.
+
+    Args:
+        config: The server's settings.
+        n_bytes: The target's weights.
+    """
+    n, n_batch = config.threads, config.threads_batch
+    if n:
+        return Threads(n, n_batch or n, reason="as set")
+    cores = drafthouse_engine.find_cores()
+    found = choose_threads(cores.n_cores, cores.n_spare, n_bytes)
+    return dataclasses.replace(found, n_batch=n_batch, n_wide=2) if n_batch else found

@@ -147,7 +147,6 @@ class Server:
         self._side = contextlib.AsyncExitStack()  # what listens and watches beside, to be closed
         self._audit = AuditTrail(config.audit_file)
         self._drain_timeout_s = config.drain_timeout_s
-        self._certificates: Certificates | None = None
         self._accounting: Accounting | None = None
         self._port = 0
 
@@ -260,7 +259,6 @@ class Server:
         if problem := self._audit.check():
             raise ConfigError("audit_file", self._config.audit_file, problem=problem)
         certificates = Certificates(self._config) if self._config.ssl_cert_file else None
-        self._certificates = certificates
         async with contextlib.AsyncExitStack() as undo:
             journal = await self.backends.open_journal()
             if journal is not None:
@@ -476,12 +474,10 @@ class Server:
     def statistics(self) -> Statistics:
         """Returns what was counted so far, of requests and of calls."""
         front = count_front(self.gate, self.receive, self._health.n_watchers)
-        certificates = self._certificates
         return dataclasses.replace(
             self.loop.statistics(),
             front=front,
             backends=self.backends.states(),
-            certificate_expires_at=certificates.expires_at if certificates else None,
         )
 
 

@@ -228,6 +228,8 @@ class Metrics:
     """How slots and cells were shared."""
     usage: UsageCounts = field(default_factory=UsageCounts)
     """How the recording of usage does; the journal's own where there is one."""
+    certificate_expires_at: Callable[[], float | None] = lambda: None
+    """Returns when the server's certificate expires, seconds since 1970; None without one."""
     first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_BOUNDS_S))
     """Times from the receipt of a request to its first message with a token."""
     output_token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_BOUNDS_S))
@@ -330,6 +332,7 @@ class Metrics:
             ),
             scheduler=self.scheduler,
             usage=self.usage.copy(),
+            certificate_expires_at=self.certificate_expires_at(),
         )
 
 
