@@ -478,9 +478,8 @@ class Config(DeviceSettings):
             if not setting.rule.is_valid(value):
                 expected = setting.rule.expected
                 raise ConfigError(setting.name, setting.shown(value), expected)
-        check_access(self)
-        check_admin(self)
-        check_devices(self)
+        for check in (check_access, check_admin, check_devices):
+            check(self)
         _check_sizes(self)
         _check_drafts(self)
 

@@ -137,6 +137,13 @@ class FrontSettings(AdminSettings):
         " it reads how busy the server is.",
     )
     """Address of the Prometheus endpoint."""
+    max_metrics_tenants: int = _watch(
+        20,
+        between(0, 10_000),
+        "Tenants that metrics name, the first that come; all others are counted together, as tenant"
+        " other. 0: none is named.",
+    )
+    """Most tenants that metrics name."""
     unhealthy_exit_s: float = _watch(
         60.0,
         between(0, 86400),

@@ -39,7 +39,7 @@ def values_of(text: str) -> dict[str, float]:
             assert found[1] not in kinds
             kinds[found[1]] = found[2]
         elif not re.fullmatch(r"# HELP \w+ [A-Z].*\.", line):
-            found = re.fullmatch(r'(\w+)(\{\w+="(?:[^"\\]|\\.)*"\})? (\S+)', line)
+            found = re.fullmatch(r'(\w+)(\{(?:\w+="(?:[^"\\]|\\.)*",?)+\})? (\S+)', line)
             assert found, line
             name = re.sub(r"_(bucket|sum|count)$", "", found[1])
             if kinds.get(name) != "histogram":
@@ -97,16 +97,63 @@ def test_the_phases_add_up_to_the_engines_time_and_no_phase_is_their_sum() -> No
 
 
 def test_buckets_count_all_up_to_their_bound() -> None:
-    metrics = Metrics()
+    metrics = Metrics(model="m")
     for seconds in (0.0, 0.25, 0.26, 1e6):
-        metrics.first_token.observe(seconds)
+        metrics.tenants.of("acme").first_token.observe(seconds)
     values = values_of(render(metrics.statistics()))
-    name = "drafthouse_time_to_first_token_seconds"
-    buckets = {bound: values[f'{name}_bucket{{le="{bound}"}}'] for bound in ("0.1", "0.25", "0.5")}
-    assert buckets == {"0.1": 1, "0.25": 2, "0.5": 3}
-    assert values[f'{name}_bucket{{le="100.0"}}'] == 3
-    assert values[f'{name}_bucket{{le="+Inf"}}'] == values[f"{name}_count"] == 4
-    assert values[f"{name}_sum"] == pytest.approx(1e6 + 0.51)
+    name, labels = "drafthouse_time_to_first_token_seconds", 'model="m",tenant="acme"'
+
+    def up_to(bound: str) -> float:
+        found = [
+            value
+            for key, value in values.items()
+            if key.startswith(f"{name}_bucket")
+            and f'le="{bound}"' in key
+            and 'tenant="acme"' in key
+        ]
+        assert len(found) == 1
+        return found[0]
+
+    assert {bound: up_to(bound) for bound in ("0.1", "0.25", "0.5")} == {
+        "0.1": 1,
+        "0.25": 2,
+        "0.5": 3,
+    }
+    assert up_to("100.0") == 3
+    assert up_to("+Inf") == values[f"{name}_count{{{labels}}}"] == 4
+    assert values[f"{name}_sum{{{labels}}}"] == pytest.approx(1e6 + 0.51)
+
+
+def test_the_text_of_many_tenants_is_bounded() -> None:
+    texts = []
+    for n_tenants in (60, 6000):
+        metrics = Metrics(model="m")
+        for i in range(n_tenants):
+            metrics.tenants.of(f"tenant-{i:05}").first_token.observe(0.5)
+        texts.append(render(metrics.statistics()).count("\n"))
+    assert texts[0] == texts[1]
+
+
+async def test_a_server_tells_times_by_tenant_and_names_no_more_than_it_may(
+    start_server: ServerFactory, free_port: int
+) -> None:
+    keys = tuple(f"tenant-{i}:{'k' * 20}{i}" for i in range(4))
+    server = await start_server(metrics_port=free_port, max_metrics_tenants=2, api_keys=keys)
+    for i in range(4):
+        key = keys[i].partition(":")[2]
+        async with drafthouse.AsyncClient(server.target, api_key=key, retry=None) as client:
+            await client.generate("hello", temperature=0, max_output_tokens=20)
+    _, text = await fetch(free_port, b"GET /metrics HTTP/1.1\r\n\r\n")
+    values = values_of(text)
+    for name in ("time_to_first_token_seconds", "queue_seconds", "draft_length_tokens"):
+        counts = {
+            key.partition('tenant="')[2].rstrip('"}'): value
+            for key, value in values.items()
+            if key.startswith(f"drafthouse_{name}_count")
+        }
+        assert counts == {"tenant-0": 1, "tenant-1": 1, "other": 2}
+    steps = values['drafthouse_step_seconds_count{model="fake",phase="decode"}']
+    assert steps == values["drafthouse_steps_total"]
 
 
 def test_every_metric_stands_in_the_reference_with_its_type() -> None:
@@ -152,10 +199,13 @@ async def test_a_server_tells_its_metrics_and_survives_strange_clients(
     assert values["drafthouse_request_bytes_total"] == server.receive.n_bytes > 0
     assert values["drafthouse_file_descriptors"] > 0
     assert values['drafthouse_drafts_total{source="drafter"}'] > 0
-    assert values["drafthouse_time_to_first_token_seconds_count"] == 1
-    n_gaps = values["drafthouse_inter_token_gap_seconds_count"]
+    assert (
+        values['drafthouse_time_to_first_token_seconds_count{model="fake",tenant="default"}'] == 1
+    )
+    labels = '{model="fake",tenant="default"}'
+    n_gaps = values[f"drafthouse_inter_token_gap_seconds_count{labels}"]
     assert n_gaps <= 19
-    assert values["drafthouse_time_per_output_token_seconds_count"] == min(1, n_gaps)
+    assert values[f"drafthouse_time_per_output_token_seconds_count{labels}"] == min(1, n_gaps)
 
 
 async def test_connections_are_bounded_and_come_free_again(
@@ -180,6 +230,7 @@ async def test_a_text_is_given_out_again_while_it_is_fresh(
     free_port: int, monkeypatch: pytest.MonkeyPatch, fresh_s: float, n_read: int
 ) -> None:
     monkeypatch.setattr(exposition, "_FRESH_S", fresh_s)
+    monkeypatch.setattr(exposition, "_REST", 0)
     asked: list[Statistics] = []
 
     def read() -> Statistics:

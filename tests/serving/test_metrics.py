@@ -95,3 +95,53 @@ def test_a_stream_of_one_message_has_no_time_per_token(n_messages: int) -> None:
     statistics = metrics.statistics()
     assert statistics.first_token.n == n_messages
     assert statistics.output_token.n == statistics.message_gap.n == 0
+
+
+def test_times_and_drafts_are_counted_by_tenant_too() -> None:
+    metrics = Metrics(model="m")
+    times = iter((10.0, 10.5, 12.5))
+    timer = StreamTimer(metrics, 7.0, lambda: next(times), "acme")
+    for n_tokens in (3, 1, 2):
+        timer.note(n_tokens)
+    timer.end()
+    metrics.tenants.of("acme").note_drafts(3, 10, [1, 0, 2])
+    metrics.tenants.of("beta").note_drafts(0, 0, [])
+    found = metrics.statistics().tenants
+    acme, beta = found["acme"], found["beta"]
+    assert (acme.first_token.n, acme.message_gap.n, acme.output_token.n) == (1, 2, 1)
+    assert acme.n_draft.n == 1
+    assert acme.n_draft.sum_s == pytest.approx(10 / 3)
+    assert (acme.n_accepted.n, acme.n_accepted.sum_s) == (3, 4)
+    assert (beta.first_token.n, beta.n_draft.n, beta.n_accepted.n) == (0, 0, 0)
+
+
+def test_steps_of_a_run_are_counted_each() -> None:
+    metrics = Metrics()
+    timings = StepTimings(draft_s=0.0, decode_s=0.4, process_s=0.0, sample_s=0.04, total_s=0.48)
+    metrics.count_step(StepResult([], n_steps=4, timings=timings))
+    steps = metrics.statistics().steps
+    assert {phase: found.n for phase, found in steps.items()} == dict.fromkeys(steps, 4)
+    assert steps["decode"].sum_s == pytest.approx(0.4)
+    bucket = steps["decode"].bounds_s.index(0.1)  # each took 0.1 s
+    assert steps["decode"].counts[bucket] == 4
+
+
+def test_ten_thousand_tenants_do_not_make_ten_thousand_series() -> None:
+    metrics = Metrics()
+    metrics.tenants.n_max = 20
+    for i in range(10_000):
+        timer = StreamTimer(metrics, 0.0, lambda: 1.0, f"tenant-{i}")
+        timer.note(1)
+        metrics.tenants.of(f"tenant-{i}").queue.observe(0.5)
+    found = metrics.statistics().tenants
+    assert set(found) == {*(f"tenant-{i}" for i in range(20)), "other"}
+    assert found["tenant-7"].queue.n == 1
+    assert found["other"].first_token.n == found["other"].queue.n == 9980
+    assert sum(counts.first_token.n for counts in found.values()) == 10_000
+
+
+def test_no_tenant_is_named_where_none_is_to_be() -> None:
+    metrics = Metrics()
+    metrics.tenants.n_max = 0
+    metrics.tenants.of("acme").queue.observe(1.0)
+    assert set(metrics.statistics().tenants) == {"other"}

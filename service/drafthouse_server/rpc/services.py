@@ -489,7 +489,7 @@ class GenerationService(GenerationServiceServicer):
         """Writes what the sequence yields. While one message is written, the next one collects."""
         output = Output(wanted, self._shared.piece)
         clock = self._shared.clock
-        times = StreamTimer(self._shared.loop.metrics, sequence.received_at, clock)
+        times = StreamTimer(self._shared.loop.metrics, sequence.received_at, clock, sequence.tenant)
         while True:
             events = await outbox.receive()
             if wanted.has_progress and (progress := progress_message(events)) is not None:

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from prometheus_client import generate_latest
 from prometheus_client.core import (
@@ -30,10 +30,9 @@ from prometheus_client.registry import Collector
 
 from drafthouse_server.access import bare_host
 from drafthouse_server.errors import ConfigError
+from drafthouse_server.operations.histograms import Distribution, TenantCounts
 from drafthouse_server.serving.metrics import (
-    Distribution,
     DraftCounts,
-    Metrics,
     Statistics,
 )
 
@@ -45,12 +44,15 @@ _N_CONNECTIONS_MAX = 32
 """Connections that are answered at once. Prometheus opens one; more are hung up on."""
 
 _FRESH_S = 0.1
-"""Age up to which a text is given out again: it takes the event loop about 1 ms to write one, and
-nobody needs a key to ask."""
+"""Age up to which a text is given out again: nobody needs a key to ask for one."""
+
+_REST = 20
+"""And up to so many times what it took to write: of many tenants some 40 ms, beside the steps."""
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_Value: TypeAlias = float | Mapping[str, float] | Distribution
+_ByLabels: TypeAlias = Mapping[tuple[str, ...], Distribution]
+_Value: TypeAlias = float | Mapping[str, float] | _ByLabels
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,13 @@ class _Family:
     about: str
     """What it counts, with the unit: one or more sentences."""
     read: Callable[[Statistics], _Value]
-    """Returns the value: a number, numbers by the label's value, or a distribution."""
+    """Returns the value: a number, numbers by the label's value, or distributions by labels."""
     label: str = ""
     """Name of the label; empty when there is none."""
     label_about: str = ""
     """Values of the label, for the reference."""
+    labels: tuple[str, ...] = ()
+    """Names of the labels of a histogram; empty of any other metric."""
 
     @property
     def full_name(self) -> str:
@@ -78,15 +82,15 @@ class _Family:
         """The type that Prometheus is told."""
         if self.name.endswith("_total"):
             return "counter"
-        is_histogram = isinstance(self.read(_NOTHING), Distribution)
-        return "histogram" if is_histogram else "gauge"
+        return "histogram" if self.labels else "gauge"
 
     def metric(self, statistics: Statistics) -> Metric:
         """Returns it in the library's form."""
-        value = self.read(statistics)
-        if isinstance(value, Distribution):
-            histogram = HistogramMetricFamily(self.full_name, self.about)
-            histogram.add_metric([], _buckets(value), value.sum_s)
+        value: Any = self.read(statistics)
+        if self.labels:
+            histogram = HistogramMetricFamily(self.full_name, self.about, labels=self.labels)
+            for labels, found in value.items():
+                histogram.add_metric(labels, _buckets(found), found.sum_s)
             return histogram
         family = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
         labels = [self.label] if self.label else []
@@ -121,9 +125,18 @@ _BACKENDS = (
     " Redis of shared rates"
 )
 
-_SOURCES = "`drafter`: the MTP heads or the draft model; `ngram`: prompt lookup"
 
-_NOTHING = Metrics().statistics()
+def _by_tenant(pick: Callable[[TenantCounts], Distribution]) -> Callable[[Statistics], _ByLabels]:
+    return lambda s: {(s.model, tenant): pick(counts) for tenant, counts in s.tenants.items()}
+
+
+def _by_phase(statistics: Statistics) -> _ByLabels:
+    return {(statistics.model, phase): times for phase, times in statistics.steps.items()}
+
+
+_TENANT = ("model", "tenant")
+
+_SOURCES = "`drafter`: the MTP heads or the draft model; `ngram`: prompt lookup"
 
 _FAMILIES = (
     _Family(
@@ -187,19 +200,47 @@ _FAMILIES = (
     _Family(
         "time_to_first_token_seconds",
         "Time from the receipt of a request to its first message with a token.",
-        lambda s: s.first_token,
+        _by_tenant(lambda counts: counts.first_token),
+        labels=_TENANT,
     ),
     _Family(
         "time_per_output_token_seconds",
         "Time from the first to the last message of a stream, divided by its output tokens less"
         " one. Left out are streams of one message, those that failed, and those that their client"
         " left.",
-        lambda s: s.output_token,
+        _by_tenant(lambda counts: counts.output_token),
+        labels=_TENANT,
     ),
     _Family(
         "inter_token_gap_seconds",
         "Gap between two messages with tokens of one stream. A message may carry several tokens.",
-        lambda s: s.message_gap,
+        _by_tenant(lambda counts: counts.message_gap),
+        labels=_TENANT,
+    ),
+    _Family(
+        "queue_seconds",
+        "Time from the receipt of a request to its first slot, of requests that ended.",
+        _by_tenant(lambda counts: counts.queue),
+        labels=_TENANT,
+    ),
+    _Family(
+        "draft_length_tokens",
+        "Draft tokens (K) of a request's verified drafts in the mean, of requests that ended.",
+        _by_tenant(lambda counts: counts.n_draft),
+        labels=_TENANT,
+    ),
+    _Family(
+        "accepted_per_draft_tokens",
+        "Accepted tokens of each verified draft, of requests that ended.",
+        _by_tenant(lambda counts: counts.n_accepted),
+        labels=_TENANT,
+    ),
+    _Family(
+        "step_seconds",
+        "Time of one step by phase, as of engine_seconds_total. A step computes requests of several"
+        " tenants.",
+        _by_phase,
+        labels=("model", "phase"),
     ),
     _Family(
         "prompt_tokens_total", "Prompt tokens of requests that ended.", lambda s: s.n_prompt_tokens
@@ -409,6 +450,8 @@ def reference() -> str:
     lines = ["| metric | type | meaning |", "|---|---|---|"]
     for family in _FAMILIES:
         label = f" `{family.label}` is {family.label_about}." if family.label else ""
+        if family.labels:
+            label = f" By {' and '.join(f'`{name}`' for name in family.labels)}."
         lines.append(f"| `{family.full_name}` | {family.kind} | {family.about}{label} |")
     return "\n".join(lines) + "\n"
 
@@ -429,7 +472,8 @@ class MetricsEndpoint:
         self.n_connections = 0
         """Connections that are answered now."""
         self._text = ""
-        self._written_at = -math.inf
+        self._fresh_until = -math.inf
+        self._writing = asyncio.Lock()
 
     async def open(self, host: str, port: int) -> None:
         """Listens.
@@ -463,7 +507,7 @@ class MetricsEndpoint:
             with contextlib.suppress(*gone):
                 async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._response(head))
+                    writer.write(await self._response(head))
                     writer.close()
                     await writer.wait_closed()
         finally:
@@ -471,7 +515,7 @@ class MetricsEndpoint:
             # `close` alone would wait for a client that never reads its answer.
             writer.transport.abort()
 
-    def _response(self, head: bytes) -> bytes:
+    async def _response(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
         status, text = "200 OK", ""
@@ -480,16 +524,19 @@ class MetricsEndpoint:
         elif method != b"GET":
             status, text = "405 Method Not Allowed", "GET /metrics\n"
         else:
-            text = self._current_text()
+            text = await self._current_text()
         body = text.encode()
         return (
             f"HTTP/1.1 {status}\r\nContent-Type: {_CONTENT_TYPE}\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         ).encode() + body
 
-    def _current_text(self) -> str:
-        now = asyncio.get_running_loop().time()
-        if now - self._written_at > _FRESH_S:
-            self._text = render(self._read())
-            self._written_at = now
-        return self._text
+    async def _current_text(self) -> str:
+        """Returns the text, which is written on a thread: of many tenants it takes a while."""
+        async with self._writing:
+            clock = asyncio.get_running_loop().time
+            now = clock()
+            if now >= self._fresh_until:
+                self._text = await asyncio.to_thread(render, self._read())
+                self._fresh_until = clock() + max(_FRESH_S, _REST * (clock() - now))
+            return self._text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -155,7 +156,7 @@ class StepLoop:
         self._on_failure = on_failure
         self._executor = executor or _engine_executor()
         self._thread = EngineThread(engine, scheduler, self._post, clock)
-        self._metrics = Metrics()
+        self._metrics = Metrics(model=engine.card.name)
         self._outboxes: dict[Sequence, Outbox] = {}
         self._tickets: dict[Sequence, Ticket] = {}
         self._pacer = WakeLimiter(time.perf_counter, outbox_bytes)
@@ -202,6 +203,7 @@ class StepLoop:
             outbox_bytes=config.outbox_kib << 10,
             step_timeout_s=config.step_timeout_s,
         )
+        loop.metrics.tenants.n_max = config.max_metrics_tenants
         loop.start()
         return loop
 
@@ -503,6 +505,10 @@ class StepLoop:
         else:
             outcome = event.reason.name.lower()
         self._metrics.count_request(outcome)
+        own = self._metrics.tenants.of(sequence.tenant)
+        if not math.isnan(sequence.slot_at):
+            own.queue.observe(sequence.timings.queue_s)
+        own.note_drafts(sequence.n_drafts, sequence.n_drafted, sequence.n_drafts_by_accepted)
 
 
 def _engine_executor() -> ThreadPoolExecutor:

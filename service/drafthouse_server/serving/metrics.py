@@ -2,78 +2,33 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from drafthouse_server.operations.histograms import (
+    FIRST_TOKEN_BOUNDS_S,
+    TOKEN_BOUNDS_S,
+    Distribution,
+    Histogram,
+    TenantCounts,
+    Tenants,
+)
 from drafthouse_server.step import SchedulerCounts, StepResult
 from drafthouse_server.tenancy.backends import BackendState
 from drafthouse_server.usage.record import UsageCounts
 
 __all__ = [
-    "Distribution",
     "DraftCounts",
     "FrontCounts",
-    "Histogram",
     "Metrics",
     "Statistics",
     "StreamTimer",
 ]
 
-_FIRST_TOKEN_BOUNDS_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),
-)
-"""Upper bounds of the buckets of the time to first token, seconds."""
+_NO_VALUES = Distribution()
 
-_TOKEN_BOUNDS_S = (
-    *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
-    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
-)
-"""Upper bounds of the buckets of times between tokens, seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Durations counted in buckets. Counts only grow."""
-
-    bounds_s: tuple[float, ...] = ()
-    """Upper bounds of the buckets, in seconds, rising; a bound belongs to its own bucket."""
-    counts: tuple[int, ...] = (0,)
-    """Durations in each bucket; the last bucket holds those above all bounds."""
-    sum_s: float = 0.0
-    """Sum of all durations, seconds."""
-
-    @property
-    def n(self) -> int:
-        """Number of durations."""
-        return sum(self.counts)
-
-
-class Histogram:
-    """Counts durations in buckets.
-
-    Args:
-        bounds_s: Upper bounds of the buckets, seconds, rising.
-
-    Thread:
-        Event loop only.
-    """
-
-    def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, duration_s: float) -> None:
-        """Counts one duration, in seconds."""
-        self._counts[bisect_left(self._bounds_s, duration_s)] += 1
-        self._sum_s += duration_s
-
-    def distribution(self) -> Distribution:
-        """Returns the counts as they are now."""
-        return Distribution(self._bounds_s, tuple(self._counts), self._sum_s)
+_PHASES = ("draft", "decode", "process", "sample", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +112,18 @@ class Statistics:
     """Seconds of the event loop spent on handing out what steps yielded, while the next one ran."""
     other_s: float = 0.0
     """Seconds inside the engine that belong to none of its four phases."""
-    first_token: Distribution = Distribution()
+    first_token: Distribution = _NO_VALUES
     """Times to first token."""
-    output_token: Distribution = Distribution()
+    output_token: Distribution = _NO_VALUES
     """Times per output token after the first message."""
-    message_gap: Distribution = Distribution()
+    message_gap: Distribution = _NO_VALUES
     """Gaps between messages that carry tokens."""
+    model: str = ""
+    """Name of the model."""
+    tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
+    """Times and drafts by tenant, of a bounded number."""
+    steps: Mapping[str, Distribution] = field(default_factory=dict)
+    """Times of steps by phase: draft, decode, process, sample, other."""
     n_text_waiting: int = 0
     """Jobs that wait for a text worker, as of now."""
     text_s: float = 0.0
@@ -230,12 +191,20 @@ class Metrics:
     """How the recording of usage does; the journal's own where there is one."""
     certificate_expires_at: Callable[[], float | None] = lambda: None
     """Returns when the server's certificate expires, seconds since 1970; None without one."""
-    first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_BOUNDS_S))
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS_S))
     """Times from the receipt of a request to its first message with a token."""
-    output_token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_BOUNDS_S))
+    output_token: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS_S))
     """Times per output token of streams that ended."""
-    message_gap: Histogram = field(default_factory=lambda: Histogram(_TOKEN_BOUNDS_S))
+    message_gap: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS_S))
     """Gaps between two messages with tokens of one stream."""
+    model: str = ""
+    """Name of the model."""
+    tenants: Tenants = field(default_factory=Tenants)
+    """Times and drafts by tenant."""
+    steps: dict[str, Histogram] = field(
+        default_factory=lambda: {phase: Histogram(TOKEN_BOUNDS_S) for phase in _PHASES}
+    )
+    """Times of steps by phase."""
     _n_requests: Counter[str] = field(default_factory=Counter)
     _n_prompt_tokens: int = 0
     _n_output_tokens: int = 0
@@ -278,7 +247,12 @@ class Metrics:
         self._engine_s += timings.total_s
         phases_s = timings.draft_s + timings.decode_s + timings.process_s + timings.sample_s
         # Never negative: a counter that falls reads as a restart.
-        self._other_s += max(0.0, timings.total_s - phases_s)
+        other_s = max(0.0, timings.total_s - phases_s)
+        self._other_s += other_s
+        times = (timings.draft_s, timings.decode_s, timings.process_s, timings.sample_s, other_s)
+        n_steps = result.n_steps
+        for histogram, spent_s in zip(self.steps.values(), times, strict=True):
+            histogram.observe(spent_s / n_steps, n_steps)
 
     def count_request(self, outcome: str) -> None:
         """Counts one request that ended, or was refused.
@@ -327,6 +301,9 @@ class Metrics:
             first_token=self.first_token.distribution(),
             output_token=self.output_token.distribution(),
             message_gap=self.message_gap.distribution(),
+            model=self.model,
+            tenants=self.tenants.counts(),
+            steps={phase: times.distribution() for phase, times in self.steps.items()},
             external=DraftCounts(
                 self._n_drafts_external, self._n_drafted_external, self._n_accepted_external
             ),
@@ -346,13 +323,17 @@ class StreamTimer:
         metrics: Takes the times.
         received_at: When the request was received, by the clock.
         clock: Monotonic time in seconds.
+        tenant: Name of the tenant.
 
     Thread:
         Event loop only.
     """
 
-    def __init__(self, metrics: Metrics, received_at: float, clock: Callable[[], float]) -> None:
-        self._metrics = metrics
+    def __init__(
+        self, metrics: Metrics, received_at: float, clock: Callable[[], float], tenant: str = ""
+    ) -> None:
+        self._all = metrics
+        self._own = metrics.tenants.of(tenant)
         self._received_at = received_at
         self._clock = clock
         self._first_at = 0.0
@@ -368,10 +349,13 @@ class StreamTimer:
         """
         now = self._clock()
         if self._n_messages:
-            self._metrics.message_gap.observe(now - self._last_at)
+            gap_s = now - self._last_at
+            self._all.message_gap.observe(gap_s)
+            self._own.message_gap.observe(gap_s)
         else:
             self._first_at = now
-            self._metrics.first_token.observe(now - self._received_at)
+            self._all.first_token.observe(now - self._received_at)
+            self._own.first_token.observe(now - self._received_at)
         self._last_at = now
         self._n_messages += 1
         self._n_tokens += n_tokens
@@ -380,4 +364,6 @@ class StreamTimer:
         """Notes that the stream has ended; one message alone has no time per token."""
         if self._n_messages > 1:
             span_s = self._last_at - self._first_at
-            self._metrics.output_token.observe(span_s / (self._n_tokens - 1))
+            token_s = span_s / (self._n_tokens - 1)
+            self._all.output_token.observe(token_s)
+            self._own.output_token.observe(token_s)
