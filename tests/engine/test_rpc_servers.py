@@ -252,6 +252,24 @@ def test_a_dead_rpc_server_ends_the_process_and_a_restart_serves_again(tmp_path:
         assert generated(served) == wanted
 
 
+def test_a_wrong_drafter_is_a_sentence_where_there_is_a_device_too(rpc: RpcServer) -> None:
+    """What fits on the devices is asked before the models are loaded."""
+    model = str(MODELS / "tiny-draft-f16.gguf")
+    command = [sys.executable, "-m", "drafthouse_server", "serve", "--model", model, "--port", "0"]
+    done = subprocess.run(
+        [*command, "--draft-type", "mtp", "--rpc", rpc.endpoint],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "use a model with MTP heads" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_server_says_why_it_does_not_start_without_its_rpc_server() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "drafthouse_server", "serve", "--model", str(MODELS / DENSE)]

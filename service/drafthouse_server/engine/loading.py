@@ -262,11 +262,12 @@ def _fit_devices(config: Config, surveyor: Surveyor) -> tuple[Config, bool]:
     if not has_device or config.gpu_layers != ALL or is_placed or config.device == ("none",):
         return config, False
     wish = surveyor.wish
-    fit = surveyor.survey.fit(
-        surveyor.params(wish.size),
-        is_ctx_fixed=not wish.may_lower_len,
-        margin_bytes=_GPU_MARGIN_BYTES,
-    )
+    with _explained(config.model, config):
+        fit = surveyor.survey.fit(
+            surveyor.params(wish.size),
+            is_ctx_fixed=not wish.may_lower_len,
+            margin_bytes=_GPU_MARGIN_BYTES,
+        )
     if fit is None:
         _log.warning(
             "fit: the model does not fit on the devices in any way that llama.cpp knows; it is"
