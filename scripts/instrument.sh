@@ -93,10 +93,12 @@ if [ "$kind" = fuzz ] || [ "$kind" = texts ]; then
         inside { print }' "$llama/src/llama-vocab.cpp" >"$out/splitters.inc"
     rm -rf "$out/unpatched"
     mkdir -p "$out/unpatched/src"
-    for file in unicode.cpp unicode.h llama-vocab.cpp unicode-regex.h; do
+    for file in unicode.cpp unicode.h unicode-regex.h; do
         cp "$llama/src/$file" "$out/unpatched/src"
     done
-    patch -d "$out/unpatched" -p1 -R --batch --quiet -i "$PWD/cext/patches/0010-texts-of-any-length.patch"
+    # Without its part for llama-vocab.cpp, which a later patch changes again.
+    awk '/^--- / { is_wanted = $2 !~ /llama-vocab/ } is_wanted' cext/patches/0010-texts-of-any-length.patch |
+        patch -d "$out/unpatched" -p1 -R --batch --quiet
     include="$include -I$out"
 fi
 
@@ -126,7 +128,7 @@ for part in $parts; do
     objects="$objects $out/obj/$(basename "$part").o"
 done
 archives=
-for name in llama-common llama-common-base llama cpp-httplib ggml ggml-cpu ggml-base; do
+for name in llama-common llama-common-base llama cpp-httplib ggml ggml-rpc ggml-cpu ggml-base; do
     archives="$archives $(find "$build/llama.cpp" -name "lib$name.a")"
 done
 

@@ -24,6 +24,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -45,7 +46,7 @@ import patch_files  # noqa: E402
 
 OWN = (
     *(f"cext/spec/{path.name}" for path in sorted((CEXT / "spec").glob("*.cpp"))),
-    *("cext/abi_test.c", "cext/step_bench.c"),
+    *("cext/abi_test.c", "cext/cpu_level.c", "cext/step_bench.c"),
     *(f"tests/kernels/{path.name}" for path in sorted((ROOT / "tests" / "kernels").glob("*.cpp"))),
 )
 LEVELS = {
@@ -209,8 +210,9 @@ def command_for(target: Target, source: Path, kernels: Path, unit: str) -> list[
     # As CMakeLists.txt has it for developers; llama.cpp's own warnings are its own affair.
     warnings = ["-Wall", "-Wextra", "-Wconversion", "-Werror"] if unit.startswith("cext") else []
     flags = [*shlex.split(level), *(warnings or (["-Wall", "-Werror"] if is_own else ["-w"]))]
-    folders = ["common", "include", "ggml/include", "", "src", "vendor"]
+    folders = ["common", "include", "ggml/include", "ggml/src", "", "src", "vendor"]
     include = [flag for folder in folders for flag in ("-isystem", str(source / folder))]
+    include += ["-isystem", sysconfig.get_path("include")]  # for cpu_level.c
     if unit.startswith(KERNELS):
         path = kernels / Path(unit).name
         include = [f"-I{kernels}", f"-I{source / 'ggml/src'}", f"-I{source / 'ggml/include'}"]
