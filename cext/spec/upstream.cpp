@@ -102,9 +102,10 @@ context_setting setting_of(const llama_context * context) {
     const llama_cparams & c = context->get_cparams();
     context_setting out;
     const auto [base, window] = caches_of(context);
-    if (base != nullptr) {
+    if (base != nullptr && !base->get_layer_ids().empty()) {
         out.type_k = base->type_k();
-        out.type_v = base->type_v();
+        // With latent attention (MLA) values are a part of the keys, and have no cells.
+        out.type_v = context->get_model().hparams.is_mla() ? -1 : base->type_v();
     }
     out.has_windows = has_window(context) && window != nullptr;
     out.is_swa_full = !out.has_windows || window->get_size() >= base->get_size();
