@@ -85,6 +85,9 @@ void check_special_tokens(const llama_vocab & vocab, const std::string & path) {
 // begins with another is left out: where it stands, the other stands too.
 std::vector<std::string> control_spellings(const llama_vocab * vocab) {
     std::vector<std::string> spellings;
+    if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
+        return spellings; // llama.cpp ends the process when it is asked about a token then
+    }
     for (llama_token id = 0; id < llama_vocab_n_tokens(vocab); ++id) {
         const llama_token_attr attr = llama_vocab_get_attr(vocab, id);
         const std::string text = llama_vocab_get_text(vocab, id);
