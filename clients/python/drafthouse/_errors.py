@@ -10,7 +10,8 @@ DrafthouseError
 ├── PermissionDenied            PERMISSION_DENIED
 │   └── ModelNotAllowed         MODEL_NOT_ALLOWED    the tenant may not use this model
 ├── NotFound                    NOT_FOUND
-│   └── ModelNotFound           MODEL_NOT_FOUND      the server does not serve this model
+│   ├── ModelNotFound           MODEL_NOT_FOUND      the server does not serve this model
+│   └── TenantNotFound          TENANT_NOT_FOUND     the store has no tenant of this name
 ├── ResourceExhausted           RESOURCE_EXHAUSTED
 │   ├── TenantQuotaExceeded     TENANT_QUOTA_EXCEEDED  your limit; `quota_violations`, `retry_after`
 │   ├── SlowSender              SLOW_SENDER          the request did not come in time
