@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.support import ports
 
 import drafthouse
 from drafthouse_server.config import Config
@@ -143,10 +143,7 @@ async def client(server: Server) -> AsyncIterator[drafthouse.AsyncClient]:
 @pytest.fixture
 def free_port() -> int:
     """A port at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return ports.free_port()
 
 
 @pytest.fixture

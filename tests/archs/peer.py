@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from tests.archs.driver import N_CTX, N_OUTPUT
+from tests.support.ports import free_port
 
 __all__ = ["Peer", "PeerFailed", "Roundings"]
 
@@ -80,7 +80,7 @@ class Peer:
 
     def __init__(self, program: Path, model: Path, flags: Sequence[str] = ()) -> None:
         self._program, self._model, self._flags = program, model, flags
-        self._port = _free_port()
+        self._port = free_port()
         self._answers: dict[tuple[int, ...], list[int]] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -171,10 +171,3 @@ class Peer:
             return answer.status, answer.read()
         finally:
             connection.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.gguf_copy import copied
+from tests.support.ports import free_port
 
 __all__ = ["KEYS", "Served", "ended_within", "serving"]
 
@@ -63,7 +63,7 @@ def serving(name: str, folder: Path) -> Iterator[Served]:
     keys = folder / "keys"
     keys.write_text("".join(f"{key.partition('-')[0]}:{key}\n" for key in KEYS), encoding="utf-8")
     keys.chmod(0o600)
-    port, metrics_port = _free_port(), _free_port()
+    port, metrics_port = free_port(), free_port()
     log = folder / "server.log"
     command = [sys.executable, "-m", "drafthouse_server", "serve", *_flags(name, folder)]
     command += ["--port", str(port), "--metrics-port", str(metrics_port)]
@@ -80,13 +80,6 @@ def serving(name: str, folder: Path) -> Iterator[Served]:
             if not ended_within(process, 40.0):
                 process.kill()
                 process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _await_ready(process: subprocess.Popen[bytes], log: Path) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.support.hand import DENSE, MODELS
-from tests.support.rpc_server import RpcServer, free_port, rpc_server
+from tests.support.ports import free_port
+from tests.support.rpc_server import RpcServer, rpc_server
 
 import drafthouse
 

@@ -15,17 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.support.ports import free_port
 
 __all__ = ["Daemon", "postgresql", "redis_server"]
 
 _START_S = 60.0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _need(program: str | None, package: str) -> str:
@@ -128,7 +122,7 @@ def _owner() -> str | None:
 def postgresql() -> Iterator[tuple[Daemon, str]]:
     """Gives a running PostgreSQL and the URL of its database, empty."""
     server = Path(_need(_server_program(), "postgresql"))
-    user, port = _owner(), _free_port()
+    user, port = _owner(), free_port()
     with tempfile.TemporaryDirectory(prefix="drafthouse-pg-") as name:
         folder = Path(name)
         if user is not None:
@@ -169,7 +163,7 @@ def _wait_for_queries(psql: Path, url: str) -> None:
 def redis_server() -> Iterator[tuple[Daemon, str]]:
     """Gives a running Redis and its URL, empty."""
     server = _need(shutil.which("redis-server"), "redis-server")
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="drafthouse-redis-") as folder:
         command = [server, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
         daemon = Daemon([*command, "--save", "", "--appendonly", "no"], port)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -21,10 +20,11 @@ from typing import Any
 import pytest
 from cryptography import x509
 from tests.support.certificates import Authority
+from tests.support.ports import free_ports
 
 import drafthouse
 
-__all__ = ["KEY", "Front", "free_ports", "front"]
+__all__ = ["KEY", "Front", "front"]
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KEY = "k" * 20
@@ -56,15 +56,6 @@ def envoy() -> str:
             pytest.fail(message)
         pytest.skip(message)
     return found
-
-
-def free_ports(n: int) -> list[int]:
-    """Returns ports at which nobody listens."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
-    ports: list[int] = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @dataclass

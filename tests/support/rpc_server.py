@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.built import built
+from tests.support.ports import free_port
 
-__all__ = ["RpcServer", "free_port", "rpc_server"]
+__all__ = ["RpcServer", "rpc_server"]
 
 _START_S = 60.0
 
@@ -32,13 +33,6 @@ class RpcServer:
     def n_accepted(self) -> int:
         """Connections that it has taken."""
         return self.output.read_text("utf-8", "replace").count("Accepted client connection")
-
-
-def free_port() -> int:
-    """Returns a port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
