@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,10 @@ class HeldTexts(FakeEngine):
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         self.note(text)
         return super().tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def tokenize_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        self.note(messages[0][1])
+        return super().tokenize_chat(messages)
 
     def token_bytes(self, token: int, *, special: bool) -> bytes:
         self.note(str(token))
