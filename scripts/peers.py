@@ -35,7 +35,7 @@ ARCHS = "test-llama-archs"
 sys.path.insert(0, str(ROOT / "cext"))
 
 import fetch_llama_cpp as pinned  # noqa: E402  the one module that knows the pinned source
-import patch_files  # noqa: E402
+import patch_files  # noqa: E402  # the folder is on the path since the lines above
 
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",

@@ -40,9 +40,9 @@ KERNELS = "ggml/src/ggml-cpu"
 N_LINES = 30
 sys.path.insert(0, str(CEXT))
 
-import build_jobs  # noqa: E402
-import fetch_llama_cpp as pinned  # noqa: E402
-import patch_files  # noqa: E402
+import build_jobs  # noqa: E402  # the folder is on the path since the lines above
+import fetch_llama_cpp as pinned  # noqa: E402  # the folder is on the path since the lines above
+import patch_files  # noqa: E402  # the folder is on the path since the lines above
 
 OWN = (
     *(f"cext/spec/{path.name}" for path in sorted((CEXT / "spec").glob("*.cpp"))),

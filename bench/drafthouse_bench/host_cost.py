@@ -176,7 +176,7 @@ class Bench:
         # Time flies: the readers of every step are woken, as they are when steps take longer.
         self._loop._pacer = WakeLimiter(lambda: self._now * 1e3)
         # The event loop is called by hand, so nobody need be woken.
-        self._loop._bell.ring = lambda: None  # type: ignore[method-assign]
+        self._loop._bell.ring = lambda: None  # type: ignore[method-assign]  # nobody is to be woken
         for i in range(n_sequences):
             prompt = [random.Random(i).randrange(1000) for _ in range(24)]
             outbox = self._loop.submit(Sequence(str(i), prompt, None, tenant=f"t{i % 4}"))

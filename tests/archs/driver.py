@@ -92,7 +92,7 @@ class Driver:
 
     def renew(self, **settings: object) -> None:
         """Forgets everything that was computed, and goes on with other settings of its host."""
-        config = dataclasses.replace(self.config, **settings)  # type: ignore[arg-type]
+        config = dataclasses.replace(self.config, **settings)  # type: ignore[arg-type]  # checked by Config itself
         self.engine.step(StepPlan(frees=range(config.parallel)))
         self._scheduler = make_scheduler(self.engine, config)
         self._n = 0

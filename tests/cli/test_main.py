@@ -512,5 +512,5 @@ async def test_a_reader_who_has_enough_is_no_error(start_server: ServerFactory) 
     assert process.stdout is not None
     await process.stdout.read(4)
     process.stdout._transport.close()  # type: ignore[attr-defined]  # as `head` does
-    _, code = await asyncio.gather(process.stderr.read(), process.wait())  # type: ignore[union-attr]
+    _, code = await asyncio.gather(process.stderr.read(), process.wait())  # type: ignore[union-attr]  # it is a pipe
     assert code == 141

@@ -22,7 +22,7 @@ def test_people_read_a_table_and_programs_read_numbers() -> None:
         "checked  tls: nothing wrong",
         "error  tls: broken; mend it",
         "warning  cpu: slow; buy one",
-        "1 errors, 1 warnings",
+        "1 error, 1 warning",
     ]
     assert report(bad).as_json() == {
         "memory": {"free_bytes": 2048, "names": ["a", "b"]},

@@ -128,7 +128,7 @@ def test_drafts_are_turned_off_and_turned_on_again_beside_others_and_change_noth
     """One is turned off, then all, then both are turned on again, in any order: same tokens."""
     n_most = min(2, engine.limits.n_draft_max)
     if not n_most:
-        pytest.skip("an engine without drafts has nothing to turned off")
+        pytest.skip("an engine without drafts has nothing to turn off")
     texts = ["Once upon a time", "def parse(self"]
     prompts = [engine.tokenize(t, add_special=True, parse_special=False) for t in texts]
     # Step: slots that are turned off, and turned on.

@@ -39,7 +39,7 @@ def harmless(folder: Path) -> Path:
 
 def config(path: Path, **settings: object) -> Config:
     values: dict[str, object] = {"max_model_len": 64, "parallel": 2, "threads": 1}
-    return Config(model=str(path), **values | settings)  # type: ignore[arg-type]
+    return Config(model=str(path), **values | settings)  # type: ignore[arg-type]  # checked by what is called
 
 
 def test_the_death_of_a_model_is_one_sentence_and_exit_code_1(deadly: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_can_be_computed_is_served(
     told = []
 
     def probe(*arguments: object, **options: object) -> str:
-        told.append(probe_model(*arguments, **options))  # type: ignore[arg-type]
+        told.append(probe_model(*arguments, **options))  # type: ignore[arg-type]  # checked by what is called
         return told[-1]
 
     monkeypatch.setattr(drafthouse_engine, "PROVEN", frozenset())

@@ -396,7 +396,7 @@ async def test_what_open_calls_hold_is_bounded_by_tenant_and_given_back(
     async with connect(server.target) as client:
         for i in range(2):  # 16 MiB hold two outboxes and no third
             client.open(GENERATE, request, "ka")
-            await eventually(lambda n=i: memory.n_bytes > (n + 1) * (6000 << 10))  # type: ignore[misc]
+            await eventually(lambda n=i: memory.n_bytes > (n + 1) * (6000 << 10))  # type: ignore[misc]  # a default has no type
         found = await fails(server, GENERATE, request, "ka")
         assert found == ("UNAVAILABLE", "SERVER_OVERLOADED")
         held = memory.n_bytes

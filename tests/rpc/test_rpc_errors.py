@@ -243,7 +243,7 @@ async def test_a_prompt_that_fills_the_context_is_too_long_without_a_limit_too(
     generation: GenerationServiceAsyncStub,
 ) -> None:
     prompt = {"tokens": {"ids": [1] * 1024}}
-    bad = generation_pb2.GenerateRequest(prompt=generation_pb2.Prompt(**prompt))  # type: ignore[arg-type]
+    bad = generation_pb2.GenerateRequest(prompt=generation_pb2.Prompt(**prompt))  # type: ignore[arg-type]  # whatever kind of prompt
     assert (await fail(generation.Generate(bad))).info.reason == "CONTEXT_TOO_LONG"
 
 
@@ -418,7 +418,7 @@ async def test_other_calls_check_their_fields_too(
     assert (await fail(generation.Detokenize(detokenize))).fields == ["token_ids[1]"]
     async with grpc.aio.insecure_channel(server.target) as channel:
         models = model_pb2_grpc.ModelServiceStub(channel)
-        bad = model_pb2.ListModelsRequest(page_size=1001, page_token="?")  # noqa: S106
+        bad = model_pb2.ListModelsRequest(page_size=1001, page_token="?")  # noqa: S106  # no secret: wrong on purpose
         assert (await fail(models.ListModels(bad))).fields == ["page_size", "page_token"]
         missing = await fail(models.GetModel(model_pb2.GetModelRequest(model="gpt")))
         assert missing.info.reason == "MODEL_NOT_FOUND"

@@ -94,7 +94,7 @@ async def test_unhealthy_engine_is_not_serving_until_it_works_again(
 async def wait_for(server: Server, status: int) -> None:
     async with asyncio.timeout(25):
         # Polled, as probes do.
-        while {await check(server, name) for name in ("", *SERVICES)} != {status}:  # noqa: ASYNC110
+        while {await check(server, name) for name in ("", *SERVICES)} != {status}:  # noqa: ASYNC110  # health can only be asked
             await asyncio.sleep(0.01)
 
 

@@ -215,7 +215,7 @@ async def test_who_comes_back_when_told_to_is_let_in() -> None:
     shared, tenant = Shared(), Tenant("acme", requests_per_s=1.0)
     assert await shared.wait_of(tenant, "first") == 0
     waits = {f"c{i}": await shared.wait_of(tenant, f"c{i}") for i in range(20)}
-    assert sorted(waits.values(), key=float) == [pytest.approx(i + 1.0) for i in range(20)]  # type: ignore[arg-type]
+    assert sorted(waits.values(), key=float) == [pytest.approx(i + 1.0) for i in range(20)]  # type: ignore[arg-type]  # approx has no type
     start = shared.now
     for origin, wait_s in waits.items():
         assert wait_s is not None

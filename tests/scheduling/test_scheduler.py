@@ -495,7 +495,7 @@ def test_an_engine_that_miscounts_is_an_error_and_not_a_wrong_stream() -> None:
 @pytest.mark.parametrize("change", [{"n_batch": 3}, {"n_outputs_max": 3}])
 def test_a_budget_below_one_token_per_slot_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="n_seq_max"):
-        Scheduler(dataclasses.replace(LIMITS, **change), FixedDraft(0))  # type: ignore[arg-type]
+        Scheduler(dataclasses.replace(LIMITS, **change), FixedDraft(0))  # type: ignore[arg-type]  # checked by what is called
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
@@ -519,7 +519,7 @@ def test_progress_is_told_once_per_step_that_computed_more() -> None:
 
 def crowded(n_bytes_max: int = 1 << 20, **more: object) -> tuple[Bench, list[Sequence]]:
     """Three sequences of 108 tokens on 240 cells: all begin, as 64 of output seem likely."""
-    bench = Bench(SHARED, scheduler={"n_preempted_bytes_max": n_bytes_max}, **more)  # type: ignore[arg-type]
+    bench = Bench(SHARED, scheduler={"n_preempted_bytes_max": n_bytes_max}, **more)  # type: ignore[arg-type]  # checked by what is called
     sequences = [bench.add(name, n_prompt=8, n_output_max=100) for name in "abc"]
     return bench, sequences
 
@@ -730,7 +730,7 @@ ROOMY = dataclasses.replace(LIMITS, n_ctx=8 * 400, n_ctx_seq=400, n_seq_max=8, n
 def follow_up(bench: Bench, before: Sequence, more: list[int], **options: object) -> Sequence:
     """Submits the next turn of a conversation."""
     sampler = bench.engine.make_sampler(GREEDY)
-    sequence = Sequence("next", [*before.tokens, *more], sampler, **options)  # type: ignore[arg-type]
+    sequence = Sequence("next", [*before.tokens, *more], sampler, **options)  # type: ignore[arg-type]  # checked by what is called
     bench.scheduler.submit(sequence)
     return sequence
 

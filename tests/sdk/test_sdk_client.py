@@ -151,7 +151,7 @@ async def test_what_cannot_be_sent_is_an_invalid_field_too(
 
 async def test_a_misspelt_option_is_a_type_error(client: drafthouse.AsyncClient) -> None:
     with pytest.raises(TypeError, match="temprature"):
-        client.generate("x", temprature=1)  # type: ignore[call-arg]
+        client.generate("x", temprature=1)  # type: ignore[call-arg]  # wrong on purpose
     with pytest.raises(TypeError, match="chat message"):
         client.generate([{"role": "user"}])
 

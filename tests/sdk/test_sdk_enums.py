@@ -115,15 +115,15 @@ async def test_the_mode_of_every_draft_type_is_told(
 class NewerGeneration(generation_pb2_grpc.GenerationServiceServicer):
     """Answers with an event and with values that this SDK does not know."""
 
-    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]  # the stub is not typed for asyncio
         unknown = generation_pb2.GenerateResponse()
         unknown.MergeFromString(bytes([0xFA, 0x07, 0x01, 0x00]))  # field 127, of one byte
         await context.write(unknown)
         chunk = generation_pb2.Chunk(text="a", token_ids=[97])
         await context.write(generation_pb2.GenerateResponse(chunk=chunk))
         result = generation_pb2.GenerationResult(
-            finish_reason=NEWER,  # type: ignore[arg-type]
-            speculation=generation_pb2.SpeculationStatistics(mode=NEWER),  # type: ignore[arg-type]
+            finish_reason=NEWER,  # type: ignore[arg-type]  # a number of a newer server
+            speculation=generation_pb2.SpeculationStatistics(mode=NEWER),  # type: ignore[arg-type]  # a number of a newer server
         )
         await context.write(generation_pb2.GenerateResponse(result=result))
 
@@ -131,7 +131,7 @@ class NewerGeneration(generation_pb2_grpc.GenerationServiceServicer):
 class NewerModels(model_pb2_grpc.ModelServiceServicer):
     """Serves a model that drafts as none does yet."""
 
-    model = model_pb2.Model(name="m", speculation_mode=NEWER)  # type: ignore[arg-type]
+    model = model_pb2.Model(name="m", speculation_mode=NEWER)  # type: ignore[arg-type]  # a number of a newer server
 
     async def GetModel(self, request: Any, context: Any) -> model_pb2.GetModelResponse:
         return model_pb2.GetModelResponse(model=self.model)

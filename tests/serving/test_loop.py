@@ -76,7 +76,7 @@ async def running(
 def make(loop: StepLoop, text: str = "hello", n_output_max: int = 10, **more: object) -> Sequence:
     sampler = loop.engine.make_sampler(GREEDY)
     prompt = list(text.encode())
-    return Sequence(text, prompt, sampler, n_output_max=n_output_max, **more)  # type: ignore[arg-type]
+    return Sequence(text, prompt, sampler, n_output_max=n_output_max, **more)  # type: ignore[arg-type]  # checked by what is called
 
 
 async def collect(outbox: Outbox) -> tuple[list[int], Event]:

@@ -120,7 +120,7 @@ def make_crowd(acceptances: list[float], seed: int = 1) -> list[Member]:
     """Returns one sequence per acceptance rate, the same at each position."""
     return [
         # A lambda's default has no annotation to give it a type.
-        Member(i, lambda _, p=p: p, random=random.Random(seed * 1000 + i))  # type: ignore[misc]
+        Member(i, lambda _, p=p: p, random=random.Random(seed * 1000 + i))  # type: ignore[misc]  # a default has no type
         for i, p in enumerate(acceptances)
     ]
 

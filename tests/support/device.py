@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
             _placed.append(loaded.setting("buffers"))
         return loaded
 
-    drafthouse_engine.Model = model  # type: ignore[assignment,misc]
+    drafthouse_engine.Model = model  # type: ignore[assignment,misc]  # in its place for the whole run
 
 
 @cache

@@ -188,7 +188,7 @@ def _options(arguments: argparse.Namespace) -> drafthouse.GenerateOptions:
     """
     given = {name: getattr(arguments, name) for name in _GENERATE_OPTIONS}
     options: drafthouse.GenerateOptions = {}
-    options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]
+    options.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]  # by the names of the flags
     if arguments.max_tokens:
         options["max_output_tokens"] = arguments.max_tokens
     if arguments.no_draft:

@@ -93,7 +93,7 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _doctor(arguments: argparse.Namespace, terminal: Terminal) -> int:
     from drafthouse_server.doctor.examine import examine  # noqa: PLC0415  # of use here alone
-    from drafthouse_server.doctor.report import Problem  # noqa: PLC0415
+    from drafthouse_server.doctor.report import Problem  # noqa: PLC0415  # only `doctor` needs it
 
     flags = settings.external_flags(arguments)
     if arguments.model_path is not None:

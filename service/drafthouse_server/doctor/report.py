@@ -110,4 +110,8 @@ class Report:
             yield f"{problem.severity}  {problem.check}: {problem.sentence}"
         n_errors = sum(it.severity == "error" for it in self.problems)
         n_warnings = len(self.problems) - n_errors
-        yield f"{n_errors} errors, {n_warnings} warnings"
+        yield f"{_counted(n_errors, 'error')}, {_counted(n_warnings, 'warning')}"
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -517,9 +517,9 @@ def _engine_params(
 def _cache_params(config: Config) -> drafthouse_engine.CacheParams:
     return drafthouse_engine.CacheParams(
         type_k=config.cache_type_k,  # type: ignore[arg-type]  # Config allows the same names only
-        type_v=config.cache_type_v,  # type: ignore[arg-type]
-        type_k_draft=config.cache_type_k_draft,  # type: ignore[arg-type]
-        type_v_draft=config.cache_type_v_draft,  # type: ignore[arg-type]
+        type_v=config.cache_type_v,  # type: ignore[arg-type]  # Config allows the same names only
+        type_k_draft=config.cache_type_k_draft,  # type: ignore[arg-type]  # Config allows the same names only
+        type_v_draft=config.cache_type_v_draft,  # type: ignore[arg-type]  # Config allows the same names only
         swa_full=config.swa_full,
     )
 
