@@ -268,6 +268,13 @@ def test_own_defaults_are_nothing_but_a_model() -> None:
     assert dense == Config(model=str(find_target("dense").path))
     qwen = plan.config(plan.cases()[0], Target(names[0], Path("q.gguf"), {}, is_random=True))
     assert qwen == Config(model="q.gguf")
+    other = dataclasses.replace(
+        plan, defaults_models=("dense",), defaults_streams=(4,), n_prompts=(1000, 4000)
+    )
+    assert [case.name for case in other.cases()] == [
+        "defaults dense own × 4 prompts of 1000",
+        "defaults dense own × 4 prompts of 4000",
+    ]
     assert default_peer_flags(300, 40960) == []
     assert default_peer_flags(257, 1024) == ["--ctx-size", "4096"]
 
@@ -332,13 +339,13 @@ def test_the_table_of_own_defaults_names_the_machine_and_both_sides_threads(
 ) -> None:
     case = PeerCase("defaults", "dense", "own", 8)
     ours, plain, theirs = [turn(300), turn(200)], [turn(150), turn(90)], [turn(100), turn(100)]
-    found = DefaultsRow(case, ours, plain, theirs, (1, 0), ("", "--ctx-size 4096"))
+    found = DefaultsRow(case, ours, plain, theirs, (1, 0), ("", "--ctx-size 4096"), 240.0)
     machine = Machine("A Processor", 2, 0.1, 1, "engine", "command")
     caption, header, _, cells = defaults_lines(machine, [found])
     assert "A Processor, 2 cores" in caption
     assert "ours nothing, theirs --ctx-size 4096" in caption
     assert header.split()[0] == "streams"
-    assert cells.split()[:7] == ["8", "250", "120", "100", "2.50", "2.00–3.00", "1.20"]
+    assert cells.split()[:8] == ["8", "250", "120", "100", "2.50", "2.00–3.00", "1.20", "50%"]
     assert cells.split()[-2:] == ["1", "?"]
     write_peers_json(tmp_path / "peers.json", machine, [found])
     assert json.loads((tmp_path / "peers.json").read_text("utf-8"))["rows"][0]["threads"] == [1, 0]
@@ -534,6 +541,7 @@ def test_own_defaults_are_measured_beside_a_stand_in(tmp_path: Path) -> None:
     assert found["threads"][0] >= 1
     assert found["threads"][1] == 7
     assert found["flags"] == ["", "--ctx-size 4096"]
+    assert found["memory_limit"] > 0
     n_tokens = {name: found[name][0]["n_output"] for name in ("ours", "plain", "theirs")}
     assert len(set(n_tokens.values())) == 1, "the same requests for all"
 

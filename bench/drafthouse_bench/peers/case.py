@@ -20,6 +20,7 @@ SCENARIOS = ("closed", "open", "stall", "mixed", "defaults")
 """Kinds of load."""
 
 _DEFAULTS_MODELS = ("qwen3-0.6b-like-Q4_0", *DEMOS)
+_DEFAULTS_STREAMS = (1, 8)
 
 NGRAM = "ngram-simple"
 """The n-gram kind of both contenders."""
@@ -83,6 +84,8 @@ class PeerCase:
     """Open: requests per second, as a share of what the slower contender manages."""
     acceptance: float | None = None
     """Synthetic acceptance of each draft position, given those before it; None: the model's own."""
+    n_prompt: int | None = None
+    """Tokens of every prompt; None: lengths that vary, by model."""
 
     @property
     def name(self) -> str:
@@ -92,6 +95,8 @@ class PeerCase:
             parts.append(f"load {self.load:.0%}")
         if self.acceptance is not None:
             parts.append(f"acceptance {self.acceptance:g}")
+        if self.n_prompt is not None:
+            parts.append(f"prompts of {self.n_prompt}")
         return " ".join(parts)
 
 
@@ -127,6 +132,10 @@ class PeerPlan:
     """Tokens of a request; 0: 96 of a demo model, 32 of others."""
     defaults_models: tuple[str, ...] = _DEFAULTS_MODELS
     """Targets of the scenario with each side's own defaults."""
+    defaults_streams: tuple[int, ...] = _DEFAULTS_STREAMS
+    """Its requests at once."""
+    n_prompts: tuple[int, ...] = ()
+    """Its tokens of all prompts, a case for each; nothing: lengths that vary."""
 
     def cases(self) -> list[PeerCase]:
         """Returns the cases that are selected, in the order in which they are measured."""
@@ -158,8 +167,9 @@ class PeerPlan:
     def _defaults(self) -> Iterator[PeerCase]:
         if "defaults" in self.scenarios:
             for model in self.defaults_models:
-                for streams in (1, 8):
-                    yield PeerCase("defaults", model, "own", streams)
+                for n_prompt in self.n_prompts or (None,):
+                    for streams in self.defaults_streams:
+                        yield PeerCase("defaults", model, "own", streams, n_prompt=n_prompt)
 
     def _drafted(self, scenario: str) -> Iterator[tuple[str, str, float | None]]:
         """Yields model, draft type and synthetic acceptance of a scenario's cases."""
@@ -228,7 +238,8 @@ class PeerPlan:
         if case.scenario == "open":
             turn_s = max(4 * self.round_s, wave_s) + wave_s / 2
         if case.scenario == "defaults":
-            turn_s = max(self.round_s, 3 * wave_s)
+            prompt_s = case.streams * (case.n_prompt or 0) / (10 * rate)
+            turn_s = max(self.round_s, 3 * (wave_s + prompt_s))
         if case.scenario == "stall":
             turn_s = 2 * self.round_s + 3 * self.n_long / (1000 if "50m" in case.model else 150)
         n_turns = {"mixed": 6, "defaults": 4}.get(case.scenario, 2) * self.n_rounds
@@ -244,7 +255,7 @@ def describe_estimate(plan: PeerPlan, cases: Sequence[PeerCase]) -> str:
     )
 
 
-_KEYS = ("scenario", "model", "draft", "streams", "load", "acceptance")
+_KEYS = ("scenario", "model", "draft", "streams", "load", "acceptance", "n_prompt")
 
 
 def parse_only(text: str) -> dict[str, frozenset[str]]:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import drafthouse
 from drafthouse_bench.counts import count, counts
@@ -114,8 +114,10 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add("--scenarios", type=_names, metavar="A,B", help=f"default: {','.join(SCENARIOS)}")
     add("--only", type=parse_only, default={}, metavar="KEY=A+B,…", help="cases to measure, as"
         " draft=mtp,model=dense,streams=8; keys: scenario, model, draft, streams, load,"
-        " acceptance")  # fmt: skip
+        " acceptance, n_prompt")  # fmt: skip
     add("--stall-model", default="dense-50m-Q8_0", metavar="NAME", help="default: %(default)s")
+    add("--n-prompts", type=counts, metavar="N,M", help="tokens of the prompts of own defaults;"
+        " default: lengths that vary")  # fmt: skip
     add("--n-long", type=count, metavar="N", help="tokens of the long prompt; default: 4096")
 
 
@@ -165,12 +167,23 @@ def _plan(arguments: argparse.Namespace) -> PeerPlan:
         round_s=arguments.round_s or (1.0 if quick else 2.0),
         n_threads=arguments.threads or max(1, n_cores() - 1),
         n_output=arguments.n_output,
+        **_of_defaults(arguments),
     )
     if unknown := set(plan.scenarios) - set(SCENARIOS):
         raise ValueError(f"no such scenario: {', '.join(sorted(unknown))}")
     if not plan.cases():
         raise ValueError("no case is selected; --list shows those that there are")
     return plan
+
+
+def _of_defaults(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what differs from the scenario's own models, streams and prompts."""
+    given = {
+        "defaults_models": arguments.models,
+        "defaults_streams": arguments.streams,
+        "n_prompts": arguments.n_prompts,
+    }
+    return {name: value for name, value in given.items() if value}
 
 
 def _policies(arguments: argparse.Namespace) -> dict[str, tuple[list[str], list[str]]]:

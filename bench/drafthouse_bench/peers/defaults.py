@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import drafthouse
+from drafthouse_bench.memory import bytes_per_step, read_bytes_per_s
 from drafthouse_bench.peers.case import PeerCase, PeerPlan, Target
 from drafthouse_bench.peers.contender import (
     OURS,
@@ -28,6 +29,7 @@ from drafthouse_bench.peers.contender import (
 from drafthouse_bench.peers.scenario import Prompts, run_closed
 from drafthouse_bench.peers.versus import DefaultsRow
 from drafthouse_bench.process import ServerProcess, server_flags
+from drafthouse_bench.report import n_cores
 from drafthouse_bench.trace import Figures, figures
 from drafthouse_server.config import Config
 
@@ -91,6 +93,9 @@ async def measure_defaults(
     """
     config = plan.config(case, target)
     n_output, bounds = plan.n_output_of(target), plan.prompt_bounds(target)
+    if case.n_prompt is not None:
+        bounds = case.n_prompt, case.n_prompt
+        texts = [_repeated(text, case.n_prompt) for text in texts]
     peer_flags = [*default_peer_flags(bounds[1] + 2 * n_output, n_ctx_train), *flags[1]]
     async with contextlib.AsyncExitStack() as stack:
         ours, n_threads = await stack.enter_async_context(_run_ours(OURS, config, flags[0]))
@@ -112,7 +117,13 @@ async def measure_defaults(
         turns[THEIRS],
         (n_threads, theirs.n_threads),
         (shlex.join([*_own_flags(config), *flags[0]]), shlex.join(peer_flags)),
+        case.streams * read_bytes_per_s(n_cores()) / bytes_per_step(target.path),
     )
+
+
+def _repeated(text: Sequence[int], n_tokens: int) -> list[int]:
+    """Returns a text of twice as many tokens at least, so that prompts begin anywhere in it."""
+    return [*text] * (1 + 2 * n_tokens // len(text))
 
 
 async def _take_turns(

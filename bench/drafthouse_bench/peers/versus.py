@@ -89,6 +89,8 @@ class DefaultsRow:
     """Threads of a decode, ours and theirs; 0 is not known."""
     flags: tuple[str, str]
     """Flags that both were started with, besides model and address."""
+    memory_limit: float
+    """Tokens per second that reading the weights once a step would allow."""
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -213,14 +215,17 @@ def _mixed_cells(row: MixedRow) -> list[str]:
 
 
 _DEFAULTS_HEADER = (
-    "streams", "tokens/s", "no drafts", "llama", "ratio", "min–max", "no drafts",
+    "streams", "tokens/s", "no drafts", "llama", "ratio", "min–max", "no drafts", "memory",
     "TTFT p50", "llama", "p95 ms", "llama", "gap p50", "llama", "p99 ms", "llama",
     "cores", "llama", "threads", "llama",
 )  # fmt: skip
 
 
 def defaults_lines(machine: Machine, rows: Sequence[DefaultsRow]) -> list[str]:
-    """Returns the lines of a model's table: a row per case, medians over rounds, times in ms."""
+    """Returns the lines of a model's table: a row per case, medians over rounds, times in ms.
+
+    Its column "memory" is our speed without drafts as a share of what reading the weights allows.
+    """
     ours, theirs = rows[0].flags
     return [
         f"{rows[0].case.model}, each with its own defaults, on {machine.cpu}, {machine.n_cores}"
@@ -233,8 +238,11 @@ def defaults_lines(machine: Machine, rows: Sequence[DefaultsRow]) -> list[str]:
 def _defaults_cells(row: DefaultsRow) -> list[str]:
     speeds = [_middle(each, "tokens_per_s") for each in (row.ours, row.plain, row.theirs)]
     share, plain = _speed_ratio(row.ours, row.theirs), _speed_ratio(row.plain, row.theirs)
-    cells = [str(row.case.streams), *(f"{speed:.0f}" for speed in speeds)]
+    n_prompt = row.case.n_prompt
+    name = str(row.case.streams) + (f" × {n_prompt}" if n_prompt else "")
+    cells = [name, *(f"{speed:.0f}" for speed in speeds)]
     cells += [f"{share.median:.2f}", f"{share.low:.2f}–{share.high:.2f}", f"{plain.median:.2f}"]
+    cells += [f"{speeds[1] / row.memory_limit:.0%}"]
     for name in ("ttft_p50_s", "ttft_p95_s", "gap_p50_s", "gap_p99_s"):
         cells += [f"{_middle(each, name) * 1000:.1f}" for each in (row.ours, row.theirs)]
     cells += [f"{_middle(each, 'server_cores'):.2f}" for each in (row.ours, row.theirs)]
