@@ -83,16 +83,32 @@ class Contender:
         n_tokens = 0
         started = time.perf_counter()
         while (elapsed := time.perf_counter() - started) < seconds:
-            self.scheduler.reap(time.monotonic())
-            plan = self.scheduler.plan(time.monotonic())
-            self.lengths.update([e.n_draft for e in plan.entries if len(e.tokens) == 1])
-            result = self.engine.step(plan)
-            for _, event in self.scheduler.commit(result, time.monotonic()):
-                if isinstance(event, TokensEvent):
-                    n_tokens += len(event.tokens)
-                elif isinstance(event, FinishEvent):
-                    self._submit()
+            n_tokens += self._step()[0]
         self.rates.append(n_tokens / elapsed)
+
+    def run_steps(self, n_steps: int) -> float:
+        """Runs so many steps of the engine, or a few more; returns the tokens per second."""
+        n_tokens = n_done = 0
+        started = time.perf_counter()
+        while n_done < n_steps:
+            n_new, n = self._step()
+            n_tokens += n_new
+            n_done += n
+        return n_tokens / (time.perf_counter() - started)
+
+    def _step(self) -> tuple[int, int]:
+        """Runs one plan; returns its tokens and steps."""
+        n_tokens = 0
+        self.scheduler.reap(time.monotonic())
+        plan = self.scheduler.plan(time.monotonic())
+        self.lengths.update([e.n_draft for e in plan.entries if len(e.tokens) == 1])
+        result = self.engine.step(plan)
+        for _, event in self.scheduler.commit(result, time.monotonic()):
+            if isinstance(event, TokensEvent):
+                n_tokens += len(event.tokens)
+            elif isinstance(event, FinishEvent):
+                self._submit()
+        return n_tokens, result.n_steps
 
 
 def _contenders(arguments: argparse.Namespace, n_streams: int, rate: str) -> list[Contender]:

@@ -19,12 +19,13 @@ _INTERRUPTED = 130
 _PROGRAMS = {
     "adaptive-k": "which K is chosen, beside none and every fixed K, on the real engine",
     "aiperf": "aiperf through our gRPC, beside our own load",
+    "fresh": "how soon a server that has just started is as quick as one that has run for long",
     "host-cost": "what a step costs Python",
     "loop-overhead": "what the event loop adds to a step, over an engine that only waits",
     "openmp": "OpenMP beside ggml's own thread pool",
     "quoting": "prompt lookup on texts that repeat what they were given",
     "tree": "draft trees beside single drafts, as a library",
-    "trial": "what chooses K, on trial: plain averages, the cost model, none, K = 1, 2, 3",
+    "trial": "K as chosen beside no drafts and K = 1, 2, 3",
 }
 """Programs with flags of their own, and what they measure."""
 
