@@ -21,6 +21,7 @@ _PROGRAMS = {
     "aiperf": "aiperf through our gRPC, beside our own load",
     "fresh": "how soon a server that has just started is as quick as one that has run for long",
     "host-cost": "what a step costs Python",
+    "kernels": "our kernels of attention on the CPU, beside a build without them",
     "loop-overhead": "what the event loop adds to a step, over an engine that only waits",
     "openmp": "OpenMP beside ggml's own thread pool",
     "quoting": "prompt lookup on texts that repeat what they were given",
