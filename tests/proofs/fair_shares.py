@@ -3,8 +3,8 @@
     python -m tests.proofs.fair_shares [--rounds 3] [--seconds 20] [--streams 40]
 
 Two floods: each keeps so many streams open, whose prompts and outputs differ in length between the
-tenants; service, prompt + 2 x output as it arrives, is to be 1 : 3 within 5 %. Without drafts, whose
-rejected tokens a client sees only at the end.
+tenants; service, prompt + 2 x output as it arrives, is to be 1 : 3 within 5 %. Without drafts:
+their rejected tokens a client sees only at the end.
 
 A flood beside a polite tenant: that one asks every two seconds for one token of a new prompt, alone
 and beside a flood of the other one. The 95th percentile of its time to first token is to be at most
@@ -57,12 +57,13 @@ async def _serving(folder: Path, **settings: object) -> AsyncIterator[str]:
         yield server.target
 
 
-async def _flood(target: str, tenant: str, n_streams: int, seconds: float, warm_s: float) -> None:
+async def _flood(asked: argparse.Namespace) -> None:
     """Keeps streams open and prints the service that arrived after the warm-up."""
+    target, tenant = asked.flood
     chance, service = random.Random(tenant), 0.0
     n_prompt, n_output = _LENGTHS[tenant]
-    begin = time.monotonic() + warm_s
-    end = begin + seconds
+    begin = time.monotonic() + asked.warm
+    end = begin + asked.seconds
 
     async with drafthouse.AsyncClient(target, api_key=_KEYS[tenant]) as client:
 
@@ -83,7 +84,7 @@ async def _flood(target: str, tenant: str, n_streams: int, seconds: float, warm_
                         is_first = False
                         service += got if now >= begin else 0.0
 
-        await asyncio.gather(*(one() for _ in range(n_streams)))
+        await asyncio.gather(*(one() for _ in range(asked.streams)))
     print(json.dumps(service), flush=True)
 
 
@@ -131,9 +132,8 @@ async def _polite(target: str, seconds: float) -> list[float]:
             async with client.generate(
                 prompt, max_output_tokens=1, ignore_end_token=True
             ) as stream:
-                async for chunk in stream:
-                    if chunk.token_ids:
-                        found.append(time.monotonic() - started)
+                await anext(aiter(stream))
+                found.append(time.monotonic() - started)
             await asyncio.sleep(max(0.0, started + _PAUSE_S - time.monotonic()))
     return found
 
@@ -157,10 +157,9 @@ async def _measure(n_rounds: int, n_streams: int, seconds: float) -> bool:
         folder = Path(name)
         for _ in range(n_rounds):
             ratios.append(await _two_floods(folder, n_streams, seconds))
-            for times, more in zip(
-                (alone, beside), await _beside_a_flood(folder, n_streams, seconds), strict=True
-            ):
-                times += more
+            times = await _beside_a_flood(folder, n_streams, seconds)
+            alone += times[0]
+            beside += times[1]
     ratio = statistics.median(ratios)
     has_shares = abs(ratio / 3 - 1) <= _SHARE_BAR
     shown = ", ".join(f"{each:.2f}" for each in ratios)
@@ -192,7 +191,7 @@ def main() -> int:
     parser.add_argument("--warm", type=float, default=_WARM_S, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.flood:
-        asyncio.run(_flood(*asked.flood, asked.streams, asked.seconds, asked.warm))
+        asyncio.run(_flood(asked))
         return 0
     return 0 if asyncio.run(_measure(asked.rounds, asked.streams, asked.seconds)) else 1
 

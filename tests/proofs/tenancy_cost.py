@@ -105,7 +105,7 @@ async def _ask(target: str, keys: list[str], n_streams: int, n_tokens: int) -> N
                     texts[i % len(texts)],
                     max_output_tokens=n_tokens,
                     ignore_end_token=True,
-                    end_user=f"user {i % 7}" if keys[0] else None,
+                    end_user=f"user {i % 7}" if keys[0] else "",
                 )
                 for i in range(n_streams)
             )
