@@ -22,6 +22,8 @@ from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, Unauthenticated
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.rpc.tls import Certificates, tenant_of
+from drafthouse_server.tenancy import records
+from drafthouse_server.tenancy.store import Store
 
 if TYPE_CHECKING:
     from tests.conftest import Eventually, GatedEngine, ServerFactory
@@ -255,6 +257,26 @@ async def test_a_certificate_of_a_client_names_its_tenant(
     for pair, key in refused:
         with pytest.raises(drafthouse.InvalidApiKey):
             await tenant(pair, key)
+
+
+async def test_where_there_is_a_store_a_certificate_must_name_a_tenant_of_it(
+    start_server: ServerFactory, authority: Authority, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    with contextlib.closing(Store.open(url)) as store, store.writing() as connection:
+        records.add_tenant(connection, "acme", {}, records.Change("a test", 1))
+    clients = Authority("of clients")
+    settings = files(authority, tmp_path, clients)
+    server = await start_server(store=url, api_keys=("globex:two",), **settings)
+    for known in ("acme", "globex"):
+        async with client_of(server, authority, clients.issue(tenant_uri(known))) as client:
+            assert await client.tokenize("x") == [120]
+    async with client_of(server, authority, clients.issue(tenant_uri("initech"))) as client:
+        with pytest.raises(drafthouse.InvalidApiKey, match="names tenant 'initech'") as caught:
+            await client.generate("x", max_output_tokens=1)
+    assert "drafthouse tenants add initech" in caught.value.message
+    assert caught.value.metadata == {"tenant": "initech"}
+    assert server.loop.admission.n_active == 0
 
 
 async def test_nobody_connects_without_a_certificate_of_the_authority(

@@ -20,7 +20,7 @@ from drafthouse_server.errors import (
     Unauthenticated,
 )
 from drafthouse_server.tenancy import keys, records
-from drafthouse_server.tenancy.identity import BadKeys, source_of
+from drafthouse_server.tenancy.identity import BadKeys, UnknownTenant, source_of
 from drafthouse_server.tenancy.key_ring import KeyRing, RingRules, tenant_of_record
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key, pepper_id
 from drafthouse_server.tenancy.records import Change, KeyRecord, TenantRecord
@@ -322,7 +322,28 @@ async def test_a_tenant_that_only_a_certificate_names_has_the_stores_limits(benc
     assert (identity.tenant.requests_per_s, identity.key_id) == (2.0, "")
     assert isinstance(ring.certified("acme"), Identity), "the second time it is known"
     assert (await certified(ring, "bob")).tenant.weight == 3
-    assert (await certified(ring, "carl")).tenant == Tenant("carl", n_prompt_max=5)
+
+
+async def test_a_certificate_of_a_tenant_that_the_store_does_not_have_is_refused(
+    bench: Bench,
+) -> None:
+    bench.add_key()
+    ring = await bench.ring(fixed=TenantRegistry({}, Tenant("default", n_prompt_max=5)))
+    with pytest.raises(UnknownTenant) as caught:
+        await certified(ring, "carl")
+    assert "names tenant 'carl', which the store does not have" in caught.value.message
+    assert "drafthouse tenants add carl" in caught.value.message
+    assert (caught.value.code, caught.value.reason) == ("UNAUTHENTICATED", "INVALID_API_KEY")
+    assert caught.value.metadata() == {"tenant": "carl"}
+    with bench.store.writing() as connection:
+        records.add_tenant(connection, "carl", {"weight": 2.0}, Change("test", WALL))
+    await poll(ring)
+    assert (await certified(ring, "carl")).tenant.weight == 2.0
+    with bench.store.writing() as connection:
+        records.delete_tenant(connection, "carl", Change("test", WALL))
+    await poll(ring)
+    with pytest.raises(UnknownTenant):
+        await certified(ring, "carl")
 
 
 async def test_certificates_without_the_store_go_on_as_keys_do(bench: Bench) -> None:
@@ -338,7 +359,9 @@ async def test_certificates_without_the_store_go_on_as_keys_do(bench: Bench) -> 
         await certified(ring, "acme")
     bench.find()
     await poll(ring)
-    assert (await certified(ring, "eve")).tenant.name == "eve"
+    assert (await certified(ring, "acme")).tenant.name == "acme"
+    with pytest.raises(UnknownTenant):  # now that somebody could be asked
+        await certified(ring, "eve")
 
 
 async def test_calls_of_a_certificate_end_with_its_tenant(bench: Bench) -> None:

@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
-from drafthouse_server.errors import TooManyBadKeys
+from drafthouse_server.errors import TooManyBadKeys, Unauthenticated
 from drafthouse_server.tenancy.tenants import Identity
 
 if TYPE_CHECKING:  # it needs SQLAlchemy, which servers without a store do not load
     from drafthouse_server.tenancy.records import TenantRecord
 
-__all__ = ["BadKeys", "KnownTenants", "Tenants", "is_tenant_name", "source_of"]
+__all__ = ["BadKeys", "KnownTenants", "Tenants", "UnknownTenant", "is_tenant_name", "source_of"]
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _N_ADDRESSES_MAX = 10_000
@@ -53,6 +53,9 @@ class Tenants(Protocol):
         """Returns the tenant that a client's certificate names; such a client needs no key.
 
         At once, or, where somebody must be asked, as an awaitable.
+
+        Raises, here or when it is awaited:
+            UnknownTenant: there is a store, and no such tenant (INVALID_API_KEY).
         """
         ...
 
@@ -76,6 +79,25 @@ def source_of(peer: str) -> str:
     except ValueError:
         return host
     return str(address.ipv4_mapped or ipaddress.IPv6Network((address, 64), strict=False))
+
+
+class UnknownTenant(Unauthenticated):
+    """The client's certificate names a tenant that the store does not have.
+
+    Args:
+        tenant: As the certificate names it.
+    """
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        super().__init__(
+            f"the client certificate names tenant {tenant!r}, which the store does not have; add it"
+            f" (drafthouse tenants add {tenant}), or show a certificate of a tenant that exists"
+        )
+
+    def metadata(self) -> dict[str, str]:
+        """Returns the tenant's name."""
+        return {"tenant": self.tenant}
 
 
 class BadKeys:

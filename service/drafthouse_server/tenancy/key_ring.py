@@ -31,7 +31,7 @@ from sqlalchemy import Connection
 from drafthouse_server.config import Config
 from drafthouse_server.errors import StoreError, StoreUnavailable, Unauthenticated
 from drafthouse_server.tenancy import records
-from drafthouse_server.tenancy.identity import BadKeys, KnownTenants
+from drafthouse_server.tenancy.identity import BadKeys, KnownTenants, UnknownTenant
 from drafthouse_server.tenancy.keys import claimed_id, digest_of, id_of_key, pepper_id
 from drafthouse_server.tenancy.records import KeyRecord, TenantRecord
 from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
@@ -285,10 +285,10 @@ class KeyRing:
     def certified(self, name: str) -> Identity | Awaitable[Identity]:
         """Returns the tenant that a certificate names.
 
-        Its limits are those of the settings, where these name it, else those of the store; a name
-        that neither knows has none.
+        Its limits are those of the settings, where these have a key of it, else those of the store.
 
-        Raises:
+        Raises, here or when it is awaited:
+            UnknownTenant: neither has it (INVALID_API_KEY).
             StoreUnavailable: the store cannot be asked (STORE_UNAVAILABLE).
         """
         if self._fixed is not None and self._fixed.has_tenant(name):
@@ -300,9 +300,9 @@ class KeyRing:
         """Asks the store for a tenant that the server has not seen."""
         await self._learn(_CERTIFIED + name)
         known = self._known.get(_CERTIFIED + name)
-        if known is not None:
-            return self._use(known)
-        return (self._fixed or TenantRegistry({})).certified(name)
+        if known is None:
+            raise UnknownTenant(name)
+        return self._use(known)
 
     def hold(self, identity: Identity) -> AbstractContextManager[None]:
         """Returns the block in which a call of a key runs; it ends when the key is revoked.

@@ -32,7 +32,8 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
     ERROR_REASON_INVALID_API_KEY: _ErrorReason.ValueType  # 3
     """UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call may end so while it runs, when
-    its key is revoked or its tenant deleted.
+    its key is revoked or its tenant deleted. Or the client's certificate names a tenant that the server's store does
+    not have. Metadata, then: tenant.
     """
     ERROR_REASON_MODEL_NOT_ALLOWED: _ErrorReason.ValueType  # 4
     """PERMISSION_DENIED: the tenant may not use this model. Checked before existence. Metadata: model."""
@@ -94,7 +95,8 @@ ERROR_REASON_CONTEXT_TOO_LONG: ErrorReason.ValueType  # 2
 """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
 ERROR_REASON_INVALID_API_KEY: ErrorReason.ValueType  # 3
 """UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call may end so while it runs, when
-its key is revoked or its tenant deleted.
+its key is revoked or its tenant deleted. Or the client's certificate names a tenant that the server's store does
+not have. Metadata, then: tenant.
 """
 ERROR_REASON_MODEL_NOT_ALLOWED: ErrorReason.ValueType  # 4
 """PERMISSION_DENIED: the tenant may not use this model. Checked before existence. Metadata: model."""
