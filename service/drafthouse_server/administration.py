@@ -54,8 +54,8 @@ class AdminSettings:
     audit_file: str = _admin(
         "",
         _ANY,
-        "Path of the audit trail: one JSON object a line for every administrative act, of"
-        " AdminService and of `drafthouse keys` and `drafthouse tenants`. Empty: the log.",
+        "Path of the audit trail: one JSON object a line for every change, and every attempt that"
+        " failed, by AdminService, `drafthouse keys` and `drafthouse tenants`. Empty: the log.",
     )
     """Path of the audit trail; empty: the log."""
 

@@ -161,12 +161,36 @@ async def test_limits_are_read_set_and_reset_in_the_store(
     ]
     me = f"uid:{os.getuid()}"
     assert acts == [
-        (me, "GetLimits", "tenant:acme", "ok"),
         (me, "SetLimits", "tenant:acme", "ok"),
-        (me, "GetStatus", "server", "ok"),
         (me, "GetLimits", "tenant:nobody", "TENANT_NOT_FOUND"),
     ]
-    assert lines(path)[1]["detail"]["limits"]["weight"] is None
+    assert lines(path)[0]["detail"]["limits"]["weight"] is None
+
+
+async def test_the_audit_trail_tells_of_changes_and_failures_and_not_of_reading(
+    start_server: ServerFactory, free_port: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "audit"
+    server = await start_server(admin_port=free_port, audit_file=str(path))
+    async with admin(free_port) as stub:
+        for _ in range(5):  # as `drafthouse status --watch` does
+            await stub.GetStatus(admin_pb2.GetStatusRequest())
+            await stub.ListTenants(admin_pb2.ListTenantsRequest())
+        assert path.read_text("utf-8") == ""
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.GetLimits(admin_pb2.GetLimitsRequest(tenant="acme"))
+        watch = stub.WatchLoad(admin_pb2.WatchLoadRequest())
+        await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Drain(admin_pb2.DrainRequest(timeout=Duration(seconds=-1)))
+        await stub.Drain(admin_pb2.DrainRequest())
+    assert server._stop.is_set()
+    assert [(line["action"], line["outcome"]) for line in lines(path)] == [
+        ("GetLimits", "refused"),  # there is no store
+        ("WatchLoad", "ok"),
+        ("Drain", "INVALID_FIELD"),
+        ("Drain", "ok"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -369,6 +393,7 @@ async def test_mutual_tls_lets_administrators_in_and_tenants_out(
 
     async with admin(free_port, shown(administrators.issue(name))) as stub:
         assert (await stub.GetStatus(admin_pb2.GetStatusRequest())).load.state == SERVING
+        await stub.Drain(admin_pb2.DrainRequest())
     for credentials in (shown(tenants.issue(name)), grpc.ssl_channel_credentials(own.pem), None):
         async with admin(free_port, credentials) as stub:
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -82,6 +82,12 @@ _N_CHARACTERS_MAX = 160
 _N_MESSAGE_CHARACTERS_MAX = 480
 
 
+_READING = ("Get", "List")
+"""How the names of methods begin that change nothing."""
+
+_LEFT = "cancelled"
+"""Outcome of a call whose client has left before its answer."""
+
 _current_call: ContextVar[Call] = ContextVar("drafthouse_call")
 
 # In quotes: at run time grpc's classes are not generic.
@@ -307,10 +313,12 @@ def current_act() -> Act:
 class Administer(grpc.aio.ServerInterceptor):
     """Finds out who administers, and has the audit trail told what became of it.
 
-    Streams have their line when they begin, since they end with whoever reads them.
+    What only reads (Get…, List…) has a line where it fails alone: a status that is asked for each
+    second says nothing, and what it says would hide the rest. Streams have their line when they
+    begin, since they end with whoever reads them.
 
     Args:
-        trail: Is told of every call.
+        trail: Is told.
         port: Returns where the server listens.
     """
 
@@ -327,7 +335,7 @@ class Administer(grpc.aio.ServerInterceptor):
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
         action = current_call().method.rpartition("/")[2]
         actor = await asyncio.to_thread(_actor, context, self._port())
-        act, outcome = Act(actor), "cancelled"
+        act, outcome = Act(actor), _LEFT
         _current_act.set(act)
         if action.startswith("Watch"):
             await self._note(action, act, OK)
@@ -342,7 +350,8 @@ class Administer(grpc.aio.ServerInterceptor):
             outcome = "refused"
             raise
         finally:
-            await asyncio.shield(self._note(action, act, outcome))
+            if outcome not in (OK, _LEFT) or not action.startswith(_READING):
+                await asyncio.shield(self._note(action, act, outcome))
         return answer
 
     async def _note(self, action: str, act: Act, outcome: str) -> None:

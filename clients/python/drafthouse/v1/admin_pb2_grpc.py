@@ -27,8 +27,9 @@ if _version_not_supported:
 
 class AdminServiceStub(object):
     """Administers one server. It has a listener of its own (settings admin_host, admin_port), which only this machine reaches, or
-    which asks for a certificate of an administrator; no API key is needed. Every call has a line in the audit trail. Errors of
-    every method: INVALID_FIELD, SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
+    which asks for a certificate of an administrator; no API key is needed. What changes something has a line in the audit
+    trail, and so have a stream when it begins and every call that fails. Errors of every method: INVALID_FIELD,
+    SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
     """
 
     def __init__(self, channel):
@@ -76,8 +77,9 @@ class AdminServiceStub(object):
 
 class AdminServiceServicer(object):
     """Administers one server. It has a listener of its own (settings admin_host, admin_port), which only this machine reaches, or
-    which asks for a certificate of an administrator; no API key is needed. Every call has a line in the audit trail. Errors of
-    every method: INVALID_FIELD, SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
+    which asks for a certificate of an administrator; no API key is needed. What changes something has a line in the audit
+    trail, and so have a stream when it begins and every call that fails. Errors of every method: INVALID_FIELD,
+    SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
     """
 
     def GetStatus(self, request, context):
@@ -183,8 +185,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
     """Administers one server. It has a listener of its own (settings admin_host, admin_port), which only this machine reaches, or
-    which asks for a certificate of an administrator; no API key is needed. Every call has a line in the audit trail. Errors of
-    every method: INVALID_FIELD, SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
+    which asks for a certificate of an administrator; no API key is needed. What changes something has a line in the audit
+    trail, and so have a stream when it begins and every call that fails. Errors of every method: INVALID_FIELD,
+    SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
     """
 
     @staticmethod

@@ -28,8 +28,9 @@ GRPC_VERSION: str
 
 class AdminServiceStub:
     """Administers one server. It has a listener of its own (settings admin_host, admin_port), which only this machine reaches, or
-    which asks for a certificate of an administrator; no API key is needed. Every call has a line in the audit trail. Errors of
-    every method: INVALID_FIELD, SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
+    which asks for a certificate of an administrator; no API key is needed. What changes something has a line in the audit
+    trail, and so have a stream when it begins and every call that fails. Errors of every method: INVALID_FIELD,
+    SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
     """
 
     @typing.overload
@@ -65,8 +66,9 @@ class AdminServiceStub:
 @typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
     """Administers one server. It has a listener of its own (settings admin_host, admin_port), which only this machine reaches, or
-    which asks for a certificate of an administrator; no API key is needed. Every call has a line in the audit trail. Errors of
-    every method: INVALID_FIELD, SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
+    which asks for a certificate of an administrator; no API key is needed. What changes something has a line in the audit
+    trail, and so have a stream when it begins and every call that fails. Errors of every method: INVALID_FIELD,
+    SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
     """
 
     def __init__(self, channel: aio.Channel) -> None: ...
@@ -98,8 +100,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
 class AdminServiceServicer(metaclass=abc_1.ABCMeta):
     """Administers one server. It has a listener of its own (settings admin_host, admin_port), which only this machine reaches, or
-    which asks for a certificate of an administrator; no API key is needed. Every call has a line in the audit trail. Errors of
-    every method: INVALID_FIELD, SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
+    which asks for a certificate of an administrator; no API key is needed. What changes something has a line in the audit
+    trail, and so have a stream when it begins and every call that fails. Errors of every method: INVALID_FIELD,
+    SERVER_OVERLOADED, SLOW_SENDER; of the streams SLOW_READER besides.
     """
 
     @abc_1.abstractmethod
