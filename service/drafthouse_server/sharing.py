@@ -129,8 +129,8 @@ class SharingSettings(FrontSettings):
         _ANY,
         "URL of a Redis in which several servers count tenants' rates together:"
         " redis://HOST:PORT/NUMBER, or rediss:// with TLS. While it does not answer, each server"
-        " counts for itself, with its part of each rate. Empty: each server counts for itself, with"
-        " the whole.",
+        " counts for itself, with its part of each rate, or with the whole where it has not"
+        " answered since the start. Empty: each server counts for itself, with the whole.",
         is_secret=True,
     )
     """URL of the Redis of shared rates; empty: none."""

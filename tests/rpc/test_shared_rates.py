@@ -170,12 +170,45 @@ async def test_redis_goes_away_and_comes_back_under_load(
     assert server.loop.admission.n_active == 0
 
 
-async def test_a_server_without_its_redis_does_not_start(
-    start_server: ServerFactory, free_port: int
+@pytest.mark.usefixtures("lenient")
+async def test_a_server_starts_while_its_redis_is_away_and_shares_rates_when_it_is_there(
+    start_server: ServerFactory,
+    redis: tuple[Daemon, str],
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(StartupError, match="the Redis of the rate counters does not answer"):
-        await start_server(rate_counters_url=f"redis://:hunter2@127.0.0.1:{free_port}/0")
-    assert "hunter2" not in repr(Config(rate_counters_url="redis://:hunter2@127.0.0.1/0"))
+    daemon, url = redis
+    daemon.stop()
+    tenants = TenantRegistry({name: Tenant(name, requests_per_s=0.01) for name in ("erin", "finn")})
+    servers = [await start_server(rate_counters_url=url, tenants=tenants) for _ in range(2)]
+    told = [record for record in caplog.records if "rate counters" in record.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING"] * 2, "a line for each server"
+    for server in servers:
+        assert not server.backends.states()["rate_counters"].is_up
+        async with client_of(server, "erin") as client:
+            assert await is_let_in(client)
+            assert not await is_let_in(client), "this server's own limit"
+    daemon.revive()
+    await eventually(lambda: all(s.backends.states()["rate_counters"].is_up for s in servers))
+    first, second = (client_of(server, "finn") for server in servers)
+    async with first, second:
+        assert await is_let_in(first)
+        assert not await is_let_in(second), "one rate for both"
+    for server in servers:
+        assert server.loop.admission.n_active == 0
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_redis_that_refuses_the_password_keeps_the_server_from_starting(
+    start_server: ServerFactory,
+) -> None:
+    with redis_server("a-right-one") as (daemon, right):
+        await start_server(rate_counters_url=right)
+        wrong = f"redis://:hunter2@127.0.0.1:{daemon.port}/0"
+        with pytest.raises(StartupError, match="refuses this server") as caught:
+            await start_server(rate_counters_url=wrong)
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in repr(Config(rate_counters_url=wrong))
 
 
 class SlowCounters(MemoryCounters):

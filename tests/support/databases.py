@@ -160,15 +160,16 @@ def _wait_for_queries(psql: Path, url: str) -> None:
 
 
 @contextlib.contextmanager
-def redis_server() -> Iterator[tuple[Daemon, str]]:
-    """Gives a running Redis and its URL, empty."""
+def redis_server(password: str = "") -> Iterator[tuple[Daemon, str]]:
+    """Gives a running Redis and its URL, empty; without a password it takes any."""
     server = _need(shutil.which("redis-server"), "redis-server")
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="drafthouse-redis-") as folder:
         command = [server, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
+        command += ["--requirepass", password] if password else []
         daemon = Daemon([*command, "--save", "", "--appendonly", "no"], port)
         try:
             daemon.start()
-            yield daemon, f"redis://127.0.0.1:{port}/0"
+            yield daemon, f"redis://{f':{password}@' if password else ''}127.0.0.1:{port}/0"
         finally:
             daemon.stop()

@@ -142,9 +142,32 @@ async def test_without_redis_each_replica_has_its_part_of_the_rate(
     assert shared.n_replicas == 1
 
 
-async def test_a_redis_that_is_not_there_is_told_at_once(free_port: int) -> None:
-    with pytest.raises(StoreError, match="does not answer; check its URL"):
-        await open_redis(f"redis://:hunter2@127.0.0.1:{free_port}/0")
+async def test_a_redis_that_is_not_there_is_told_and_each_counts_for_itself(
+    free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = await open_redis(f"redis://:hunter2@127.0.0.1:{free_port}/0")
+    rate = Rate(per_s=0.001, burst=10)
+    waits = [await away.take("acme", "requests", 5, 5.0, rate) for _ in range(3)]
+    assert [wait == 0 for wait in waits] == [True, True, False], "all of the rate: nobody is known"
+    assert away.is_away
+    assert not await away.ping()
+    await away.close()
+    (record,) = caplog.records
+    assert "does not answer" in record.getMessage()
+    assert "hunter2" not in caplog.text
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_redis_that_refuses_the_password_is_told_at_once() -> None:
+    with redis_server("a-right-one") as (daemon, right):
+        await (await open_redis(right)).close()
+        for place in (":hunter2@127.0.0.1", "127.0.0.1"):  # a wrong one, and none
+            with pytest.raises(StoreError, match="check user and password") as told:
+                await open_redis(f"redis://{place}:{daemon.port}/0")
+            assert "hunter2" not in str(told.value)
+
+
+async def test_a_url_that_is_none_is_told_at_once() -> None:
     with pytest.raises(ConfigError, match="rate_counters_url is no URL of a Redis") as caught:
         await open_redis("http://me:hunter2@host")
     assert "hunter2" not in str(caught.value)

@@ -98,8 +98,10 @@ class Backends:
     async def share_rates(self, admission: Admission) -> None:
         """Has tenants' rates counted together with other servers, if the settings say so.
 
+        While Redis is away, at the start too, this server counts for itself.
+
         Raises:
-            StartupError: Redis does not answer, or its URL is wrong.
+            StartupError: the URL of Redis is wrong, or its user or password.
         """
         url = self._config.rate_counters_url
         if url:

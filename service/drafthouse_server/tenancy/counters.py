@@ -27,6 +27,7 @@ __all__ = [
     "SharedRate",
     "SharedRates",
     "open_redis",
+    "redis_counters",
 ]
 
 _log = logging.getLogger(__name__)
@@ -362,8 +363,9 @@ class RedisCounters:
     """Counts for all servers that share a Redis. Used on one event loop.
 
     Args:
-        client: Of redis.asyncio; `open_redis` makes the right one.
+        client: Of redis.asyncio; `redis_counters` makes the right one.
         failures: The exceptions by which it says that Redis does not answer.
+        refusals: Those of them by which Redis itself says that the URL's user or password is wrong.
         clock: Monotonic time in seconds, for rates that are counted here meanwhile.
     """
 
@@ -371,9 +373,12 @@ class RedisCounters:
         self,
         client: Any,  # noqa: ANN401  # its package may be missing
         failures: tuple[type[Exception], ...],
+        refusals: tuple[type[Exception], ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
+        self._refusals = refusals
+        self._failure: Exception | None = None
         self._failures: tuple[type[Exception], ...] = (*failures, OSError, TimeoutError)
         self._clock = clock
         self._take = client.register_script(_TAKE)
@@ -391,22 +396,38 @@ class RedisCounters:
         """When it has answered last, by the clock."""
 
     async def open(self) -> None:
-        """Counts this server among the replicas from now on.
+        """Counts this server among the replicas from now on, or as soon as Redis answers.
 
         Raises:
-            StoreError: Redis does not answer.
+            StoreError: Redis refuses the user or the password of its URL.
         """
-        if not await self._sign():
-            raise StoreError("the Redis of the rate counters does not answer; check its URL")
+        await self._sign()
+        self.check_access()
         self._beating = asyncio.create_task(self._keep_signing())
+
+    async def ping(self) -> bool:
+        """Returns whether Redis answers now; changes nothing there."""
+        return await self._ask(self._client.ping()) is not None
+
+    def check_access(self) -> None:
+        """Checks that Redis, if it was asked, has not refused this server.
+
+        Raises:
+            StoreError: it has.
+        """
+        if isinstance(self._failure, self._refusals):
+            raise StoreError(
+                "the Redis of the rate counters refuses this server"
+                f" ({type(self._failure).__name__}); check user and password in its URL"
+            )
 
     async def close(self) -> None:
         """Counts this server among the replicas no more."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait({self._beating})
-        if not self.is_away:
-            await self._ask(self._client.zrem(f"{_PREFIX}:replicas", self._id))
+            if not self.is_away:
+                await self._ask(self._client.zrem(f"{_PREFIX}:replicas", self._id))
         await self._client.aclose()
 
     async def take(
@@ -484,6 +505,7 @@ class RedisCounters:
             async with asyncio.timeout(_TIMEOUT_S):
                 answer = await question
         except self._failures as error:
+            self._failure = error
             # What was asked before it came back says nothing of it now.
             if not self.is_away and n_returns == self._n_returns:
                 self.is_away = True
@@ -498,21 +520,20 @@ class RedisCounters:
         return answer
 
 
-async def open_redis(url: str) -> RedisCounters:
-    """Returns counters over the Redis of a URL, which has answered.
+def redis_counters(url: str) -> RedisCounters:
+    """Returns counters over the Redis of a URL, which was not asked yet.
 
     Args:
         url: redis://USER:PASSWORD@HOST:PORT/NUMBER, or rediss:// with TLS.
 
     Raises:
         ConfigError: the URL is wrong, or the client's package is not installed.
-        StoreError: Redis does not answer.
     """
     try:
         import redis.asyncio as client  # noqa: PLC0415  # only who shares rates has it
+        from redis import exceptions  # noqa: PLC0415  # an extra
         from redis.asyncio.retry import Retry  # noqa: PLC0415  # an extra
         from redis.backoff import NoBackoff  # noqa: PLC0415  # an extra
-        from redis.exceptions import RedisError  # noqa: PLC0415  # an extra
     except ImportError:
         problem = "the client of Redis is missing; install 'drafthouse-server[redis]'"
         raise ConfigError("rate_counters_url", "(hidden)", problem=problem) from None
@@ -528,11 +549,24 @@ async def open_redis(url: str) -> RedisCounters:
     except ValueError:
         problem = "rate_counters_url is no URL of a Redis; expected redis://HOST:PORT/NUMBER"
         raise ConfigError("rate_counters_url", "(hidden)", problem=problem) from None
-    connected = client.Redis.from_pool(pool)
-    counters = RedisCounters(connected, (RedisError,))
+    refusals = (exceptions.AuthenticationError, exceptions.NoPermissionError)
+    return RedisCounters(client.Redis.from_pool(pool), (exceptions.RedisError,), refusals)
+
+
+async def open_redis(url: str) -> RedisCounters:
+    """Returns counters over the Redis of a URL. While it is away they count for this server alone.
+
+    Args:
+        url: See `redis_counters`.
+
+    Raises:
+        ConfigError: the URL is wrong, or the client's package is not installed.
+        StoreError: Redis refuses the user or the password of the URL.
+    """
+    counters = redis_counters(url)
     try:
         await counters.open()
     except StoreError:
-        await connected.aclose()
+        await counters.close()
         raise
     return counters
