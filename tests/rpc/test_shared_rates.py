@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import QuotaExceeded, StartupError
 from drafthouse_server.rpc.server import Server
-from drafthouse_server.tenancy import counters
+from drafthouse_server.tenancy import counters, limits
 from drafthouse_server.tenancy.admission import Admission
 from drafthouse_server.tenancy.counters import MemoryCounters, SharedRates
 from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
@@ -90,6 +91,37 @@ async def test_two_servers_share_the_rates_of_a_tenant(
         assert not await is_let_in(first, 6)
     for server in servers:
         assert server.loop.admission.n_active == 0
+
+
+@pytest.mark.usefixtures("patient")
+async def test_two_servers_share_the_rates_of_end_users(
+    start_server: ServerFactory, redis: tuple[Daemon, str]
+) -> None:
+    settings = limits_of("hugo", end_user_requests_per_s=0.01)
+    servers = [await start_server(rate_counters_url=redis[1], **settings) for _ in range(2)]
+    first, second = (client_of(server, "hugo") for server in servers)
+    async with first, second:
+        await first.generate("x", max_output_tokens=1, end_user="ann@example.org").result()
+        with pytest.raises(drafthouse.TenantQuotaExceeded, match="of an end user") as caught:
+            await second.generate("x", max_output_tokens=1, end_user="ann@example.org").result()
+        assert caught.value.retry_after is not None
+        assert 90 < caught.value.retry_after <= 100
+        await second.generate("x", max_output_tokens=1, end_user="bob").result()
+        assert await is_let_in(second), "for nobody in particular"
+    for server in servers:
+        assert server.loop.admission.n_active == 0
+        assert isinstance(server.backends.rates, SharedRates)
+    kept = await keys_of(redis[1])
+    assert len([key for key in kept if ":hugo:end_user_requests_per_s:" in key]) == 2
+    assert not [key for key in kept if "ann" in key], "Redis is told no names"
+
+
+async def keys_of(url: str) -> list[str]:
+    """Returns the names of all that Redis keeps."""
+    found = counters.redis_counters(url)
+    names = [name.decode() for name in await found._client.keys("*")]
+    await found.close()
+    return names
 
 
 @pytest.mark.usefixtures("patient")
@@ -235,10 +267,10 @@ class Shared:
         self.admission = Admission(64, 1.0, clock=lambda: self.now)
         self.admission.share(self.rates)
 
-    async def wait_of(self, tenant: Tenant, origin: str) -> float | None:
+    async def wait_of(self, tenant: Tenant, origin: str, end_user: str = "") -> float | None:
         """Returns what the one who comes is told to wait; 0: it is let in."""
         try:
-            (await self.admission.enter(tenant, origin=origin)).give_back()
+            (await self.admission.enter(tenant, end_user=end_user, origin=origin)).give_back()
         except QuotaExceeded as error:
             return error.retry_after_s
         return 0.0
@@ -255,6 +287,37 @@ async def test_who_comes_back_when_told_to_is_let_in() -> None:
         shared.now = start + wait_s
         assert await shared.wait_of(tenant, f"other {origin}") != 0, "its place is kept"
         assert await shared.wait_of(tenant, origin) == 0
+    await shared.rates.close()
+
+
+async def test_an_end_user_who_is_refused_costs_its_tenant_nothing() -> None:
+    shared = Shared()
+    tenant = Tenant("acme", requests_per_s=2.0, end_user_requests_per_s=1.0)
+    assert await shared.wait_of(tenant, "c1", "ann") == 0
+    assert await shared.wait_of(tenant, "c1", "ann") == pytest.approx(1.0)
+    await shared.rates._settle_some()
+    assert await shared.wait_of(tenant, "c2", "bob") == 0, "the tenant's second of two"
+    assert await shared.wait_of(tenant, "c3", "carl") == pytest.approx(0.5), "the tenant's own"
+    shared.now += 1.0
+    assert await shared.wait_of(tenant, "c1", "ann") == 0, "as was promised"
+    assert shared.admission.n_active == 0
+    await shared.rates.close()
+
+
+async def test_end_users_that_are_too_many_share_one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_N_END_USERS_MAX", 3)
+    monkeypatch.setattr(counters, "_N_SWEEP", 2)
+    shared, tenant = Shared(), Tenant("acme", end_user_requests_per_s=1.0)
+    waits = [await shared.wait_of(tenant, "c", f"user {i}") for i in range(5)]
+    assert waits == [0, 0, 0, 0, pytest.approx(1.0)]
+    shared.now += 100.0
+    waits = [await shared.wait_of(tenant, "c", f"another {i}") for i in range(3)]
+    assert waits == [0, 0, 0], "those of before are forgotten"
+    for i in range(20):  # promises for which nobody comes
+        await shared.wait_of(dataclasses.replace(tenant, name=f"t{i}"), "c", "ann")
+        await shared.wait_of(dataclasses.replace(tenant, name=f"t{i}"), "c", "ann")
+        shared.now += 100.0
+    assert len(shared.rates._bookings) <= 3
     await shared.rates.close()
 
 

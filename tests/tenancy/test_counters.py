@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -14,11 +13,7 @@ from tests.support.databases import Daemon, redis_server
 from drafthouse_server.errors import ConfigError, StoreError
 from drafthouse_server.tenancy import counters
 from drafthouse_server.tenancy.counters import MemoryCounters, RedisCounters, open_redis
-
-
-class Rate(NamedTuple):
-    per_s: float
-    burst: float
+from drafthouse_server.tenancy.limits import Rate
 
 
 @pytest.fixture(scope="module")

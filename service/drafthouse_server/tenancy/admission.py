@@ -25,7 +25,6 @@ from drafthouse_server.tenancy.counters import SharedRates
 from drafthouse_server.tenancy.limits import (
     INPUT,
     OUTPUT,
-    REQUESTS,
     Limits,
     Month,
     Reserved,
@@ -349,7 +348,7 @@ class Admission:
         return ticket
 
     def share(self, rates: SharedRates) -> None:
-        """Has the rates of tenants counted together with other servers from now on."""
+        """Has the rates of tenants and end users counted with other servers from now on."""
         self.rates = rates
         self._limits.has_rates = False
 
@@ -374,7 +373,7 @@ class Admission:
         if self.rates is None:
             return ticket
         try:
-            await self.rates.take(tenant, REQUESTS, 1, origin)
+            await self.rates.enter(tenant, end_user, origin)
         except (QuotaExceeded, asyncio.CancelledError):
             ticket.give_back()
             raise

@@ -9,22 +9,31 @@ wait for what is only settled.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from drafthouse_server.errors import ConfigError, StoreError
-from drafthouse_server.tenancy.limits import KINDS, Rate, Standing, rate_exceeded, rate_of
+from drafthouse_server.errors import ConfigError, QuotaExceeded, StoreError
+from drafthouse_server.tenancy.limits import (
+    END_USER,
+    KINDS,
+    REQUESTS,
+    EndUserNames,
+    Rate,
+    Standing,
+    rate_exceeded,
+    rate_of,
+)
 from drafthouse_server.tenancy.tenants import Tenant
 
 __all__ = [
     "MemoryCounters",
     "RateCounters",
     "RedisCounters",
-    "SharedRate",
     "SharedRates",
     "open_redis",
     "redis_counters",
@@ -49,6 +58,7 @@ _EARLY_S = 0.005
 _N_SWEEP = 4096
 _PREFIX = "drafthouse"
 _TAKE_OR_NOT, _FORCE, _BOOK = range(3)
+_Key: TypeAlias = tuple[str, str]  # tenant, and what is counted
 
 # Times are seconds of Redis's own clock; what is stored is when all that was taken is paid off.
 # What is to be done where there is too little: 0 nothing, 1 and 2 take it all the same. Answers the
@@ -82,28 +92,6 @@ return redis.call('ZCARD', KEYS[1])
 """
 
 
-class SharedRate(Protocol):
-    """So many units a second in the long run, and so many at once."""
-
-    @property
-    def per_s(self) -> float:
-        """Units a second, > 0."""
-        ...
-
-    @property
-    def burst(self) -> float:
-        """Units that may be used at once after a pause."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A replica's part of a rate."""
-
-    per_s: float
-    burst: float
-
-
 class RateCounters(Protocol):
     """Counts what tenants use of their rates."""
 
@@ -113,7 +101,7 @@ class RateCounters(Protocol):
         dimension: str,
         cost: float,
         now: float,
-        rate: SharedRate,
+        rate: Rate,
         *,
         books: bool = False,
     ) -> float:
@@ -139,7 +127,7 @@ class RateCounters(Protocol):
         ...
 
     async def settle(
-        self, tenant: str, dimension: str, surplus: float, now: float, rate: SharedRate
+        self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
     ) -> None:
         """Charges units that were used beyond those taken; gives back a negative number of them."""
         ...
@@ -157,6 +145,8 @@ class _Booking:
     """Whose they are."""
     cost: float
     """Units."""
+    rate: Rate
+    """Of what."""
     due_at: float
     """When they are there."""
     ends_at: float
@@ -182,12 +172,39 @@ class SharedRates:
         self.counters = counters
         """Where they are counted."""
         self._clock = clock
-        self._bookings: dict[tuple[str, str], list[_Booking]] = {}
-        self._surpluses: dict[tuple[str, str], tuple[float, Rate]] = {}
+        self._bookings: dict[_Key, list[_Booking]] = {}
+        self._n_sweep = _N_SWEEP
+        self._end_users: dict[str, EndUserNames] = {}
+        self._surpluses: dict[_Key, tuple[float, Rate]] = {}
         self._has_surplus = asyncio.Event()
         self._settling = asyncio.create_task(self._settle_all())
 
-    async def take(self, tenant: Tenant, metric: str, cost: float, origin: str) -> None:
+    async def enter(self, tenant: Tenant, end_user: str, origin: str) -> None:
+        """Takes one request of a tenant, and of the end user for whom it asks.
+
+        Args:
+            tenant: Who asks.
+            end_user: For whom; empty where the tenant does not say.
+            origin: Where the request comes from.
+
+        Raises:
+            QuotaExceeded: there were too many lately (TENANT_QUOTA_EXCEEDED).
+
+        Cancellation:
+            Atomic: nothing is taken.
+        """
+        await self.take(tenant, REQUESTS, 1, origin)
+        if not end_user:
+            return
+        try:
+            await self.take(tenant, END_USER, 1, origin, end_user)
+        except (QuotaExceeded, asyncio.CancelledError):
+            self.settle(tenant, REQUESTS, -1)
+            raise
+
+    async def take(
+        self, tenant: Tenant, metric: str, cost: float, origin: str, end_user: str = ""
+    ) -> None:
         """Takes units of a rate, if it is limited.
 
         Args:
@@ -195,6 +212,7 @@ class SharedRates:
             metric: The rate.
             cost: Units.
             origin: Where the request comes from: a promise is kept for whom it was made to.
+            end_user: Whose rate it is, where it is an end user's.
 
         Raises:
             QuotaExceeded: they are not there now (TENANT_QUOTA_EXCEEDED).
@@ -205,52 +223,59 @@ class SharedRates:
         rate = rate_of(tenant, metric)
         if rate is None or not cost:
             return
-        now, key = self._clock(), (tenant.name, metric)
-        self._expire(key, rate, now)
-        bookings = self._bookings.setdefault(key, [])
+        now = self._clock()
+        key = (tenant.name, self._dimension(tenant.name, metric, end_user, now))
+        self._expire(key, now)
+        bookings = self._bookings.get(key, [])
         booking = next((b for b in bookings if b.origin == origin and b.due_at <= now), None)
         if booking is not None:
             bookings.remove(booking)
             suffices = cost <= booking.cost
-            self.settle(tenant, metric, (cost if suffices else 0.0) - booking.cost)
+            self._add_surplus(key, rate, (cost if suffices else 0.0) - booking.cost)
             if suffices:
                 return
         books = len(bookings) < _N_BOOKINGS_MAX
-        asking = asyncio.ensure_future(
-            self.counters.take(tenant.name, metric, cost, now, rate, books=books)
-        )
+        asking = asyncio.ensure_future(self.counters.take(*key, cost, now, rate, books=books))
         try:
             wait_s = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            asking.add_done_callback(
-                lambda asked: self._give_up(asked, tenant, metric, cost, books=books)
-            )
+            give_up = functools.partial(self._give_up, key=key, rate=rate, cost=cost, books=books)
+            asking.add_done_callback(give_up)
             raise
         if wait_s:
             if books:
                 due_at = self._clock() + wait_s
                 ends_at = due_at + max(_GRACE_S, _GRACE_SHARE * wait_s)
-                booking = _Booking(origin, cost, due_at - _EARLY_S, ends_at)
-                self._bookings.setdefault(key, []).append(booking)
+                self._book(key, _Booking(origin, cost, rate, due_at - _EARLY_S, ends_at))
             raise rate_exceeded(tenant, metric, wait_s)
 
+    def _dimension(self, tenant: str, metric: str, end_user: str, now: float) -> str:
+        """Returns what is counted, by its name."""
+        if not end_user:
+            return metric
+        names = self._end_users.setdefault(tenant, EndUserNames())
+        reset_s = self.counters.reset_s
+        name = names.name(end_user, now, lambda it: not reset_s(tenant, f"{metric}:{it}", now))
+        return f"{metric}:{name}"
+
     def _give_up(
-        self, asked: asyncio.Future[float], tenant: Tenant, metric: str, cost: float, *, books: bool
+        self, asked: asyncio.Future[float], key: _Key, rate: Rate, cost: float, *, books: bool
     ) -> None:
         """Gives back what was taken for a call that has left meanwhile."""
         if not asked.cancelled() and asked.exception() is None and (books or not asked.result()):
-            self.settle(tenant, metric, -cost)
+            self._add_surplus(key, rate, -cost)
 
     def settle(self, tenant: Tenant, metric: str, surplus: float) -> None:
         """Charges units that were used beyond those taken, soon; gives back a negative number."""
         rate = rate_of(tenant, metric)
-        if rate is not None and surplus:
+        if rate is not None:
             self._add_surplus((tenant.name, metric), rate, surplus)
 
-    def _add_surplus(self, key: tuple[str, str], rate: Rate, surplus: float) -> None:
-        before, _ = self._surpluses.get(key, (0.0, rate))
-        self._surpluses[key] = before + surplus, rate
-        self._has_surplus.set()
+    def _add_surplus(self, key: _Key, rate: Rate, surplus: float) -> None:
+        if surplus:
+            before, _ = self._surpluses.get(key, (0.0, rate))
+            self._surpluses[key] = before + surplus, rate
+            self._has_surplus.set()
 
     def standings(self, tenant: Tenant) -> Iterator[Standing]:
         """Yields how far the rates of a tenant are used, those that are limited, as last heard."""
@@ -261,13 +286,19 @@ class SharedRates:
                 n_left = max(0.0, rate.burst - reset_s * rate.per_s)
                 yield Standing(kind, int(rate.burst), int(n_left), reset_s)
 
-    def _expire(self, key: tuple[str, str], rate: Rate, now: float) -> None:
+    def _book(self, key: _Key, booking: _Booking) -> None:
+        self._bookings.setdefault(key, []).append(booking)
+        if len(self._bookings) > self._n_sweep:
+            for other in list(self._bookings):
+                self._expire(other, self._clock())
+            self._n_sweep = max(_N_SWEEP, 2 * len(self._bookings))
+
+    def _expire(self, key: _Key, now: float) -> None:
         """Gives back what nobody came for."""
         bookings = self._bookings.get(key, [])
-        late = [booking for booking in bookings if booking.ends_at < now]
-        for booking in late:
+        for booking in [booking for booking in bookings if booking.ends_at < now]:
             bookings.remove(booking)
-            self._add_surplus(key, rate, -booking.cost)
+            self._add_surplus(key, booking.rate, -booking.cost)
         if not bookings:
             self._bookings.pop(key, None)
 
@@ -294,7 +325,7 @@ class MemoryCounters:
     """Counts for one server alone."""
 
     def __init__(self) -> None:
-        self._paid_at: dict[tuple[str, str], float] = {}
+        self._paid_at: dict[_Key, float] = {}
         self._n_sweep = _N_SWEEP
 
     async def take(
@@ -303,7 +334,7 @@ class MemoryCounters:
         dimension: str,
         cost: float,
         now: float,
-        rate: SharedRate,
+        rate: Rate,
         *,
         books: bool = False,
     ) -> float:
@@ -316,7 +347,7 @@ class MemoryCounters:
         dimension: str,
         cost: float,
         now: float,
-        rate: SharedRate,
+        rate: Rate,
         *,
         books: bool = False,
     ) -> float:
@@ -337,13 +368,13 @@ class MemoryCounters:
         self._pay(tenant, dimension, now + reset_s, now)
 
     async def settle(
-        self, tenant: str, dimension: str, surplus: float, now: float, rate: SharedRate
+        self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
     ) -> None:
         """Charges or gives back units. See `RateCounters.settle`."""
         self.settle_now(tenant, dimension, surplus, now, rate)
 
     def settle_now(
-        self, tenant: str, dimension: str, surplus: float, now: float, rate: SharedRate
+        self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
     ) -> None:
         """As `settle`, without a hop."""
         paid_at = max(self._paid_at.get((tenant, dimension), now), now)
@@ -401,25 +432,24 @@ class RedisCounters:
         Raises:
             StoreError: Redis refuses the user or the password of its URL.
         """
+        await self.ping()
         await self._sign()
-        self.check_access()
         self._beating = asyncio.create_task(self._keep_signing())
 
     async def ping(self) -> bool:
-        """Returns whether Redis answers now; changes nothing there."""
-        return await self._ask(self._client.ping()) is not None
-
-    def check_access(self) -> None:
-        """Checks that Redis, if it was asked, has not refused this server.
+        """Returns whether Redis answers now; changes nothing there.
 
         Raises:
-            StoreError: it has.
+            StoreError: Redis refuses the user or the password of its URL.
         """
+        is_there = await self._ask(self._client.ping()) is not None
         if isinstance(self._failure, self._refusals):
+            await self.close()
             raise StoreError(
                 "the Redis of the rate counters refuses this server"
                 f" ({type(self._failure).__name__}); check user and password in its URL"
             )
+        return is_there
 
     async def close(self) -> None:
         """Counts this server among the replicas no more."""
@@ -436,7 +466,7 @@ class RedisCounters:
         dimension: str,
         cost: float,
         now: float,
-        rate: SharedRate,
+        rate: Rate,
         *,
         books: bool = False,
     ) -> float:
@@ -448,7 +478,7 @@ class RedisCounters:
         return self._local.take_now(tenant, dimension, cost, now, self._part(rate), books=books)
 
     async def settle(
-        self, tenant: str, dimension: str, surplus: float, now: float, rate: SharedRate
+        self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
     ) -> None:
         """Charges or gives back units. See `RateCounters.settle`."""
         if await self._count(tenant, dimension, surplus, rate, _FORCE) is None:
@@ -459,11 +489,11 @@ class RedisCounters:
         known = self._local if self.is_away else self._heard
         return known.reset_s(tenant, dimension, now)
 
-    def _part(self, rate: SharedRate) -> _Part:
-        return _Part(rate.per_s / self.n_replicas, rate.burst / self.n_replicas)
+    def _part(self, rate: Rate) -> Rate:
+        return Rate(rate.per_s / self.n_replicas, rate.burst / self.n_replicas)
 
     async def _count(
-        self, tenant: str, dimension: str, cost: float, rate: SharedRate, way: int
+        self, tenant: str, dimension: str, cost: float, rate: Rate, way: int
     ) -> float | None:
         """Returns the wait that Redis tells; None while it does not answer."""
         if self.is_away:  # only `_keep_signing` waits for it then
@@ -564,9 +594,5 @@ async def open_redis(url: str) -> RedisCounters:
         StoreError: Redis refuses the user or the password of the URL.
     """
     counters = redis_counters(url)
-    try:
-        await counters.open()
-    except StoreError:
-        await counters.close()
-        raise
+    await counters.open()
     return counters

@@ -11,18 +11,21 @@ not use is given back when it ends, and what it used beyond is charged.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from drafthouse_server.errors import QuotaExceeded
 from drafthouse_server.tenancy.tenants import Tenant
 
 __all__ = [
+    "END_USER",
     "INPUT",
     "KINDS",
     "OUTPUT",
     "REQUESTS",
+    "EndUserNames",
     "Limits",
     "Meter",
     "Month",
@@ -35,14 +38,16 @@ __all__ = [
 
 REQUESTS, INPUT, OUTPUT = "requests_per_s", "input_tokens_per_min", "output_tokens_per_min"
 """The rates of a tenant, as its settings and its attributes name them."""
+END_USER = "end_user_requests_per_s"
+"""The rate of each of its end users."""
 _MONTH = "tokens_per_month"
-_END_USER = "end_user_requests_per_s"
 KINDS = {REQUESTS: "requests", INPUT: "input-tokens", OUTPUT: "output-tokens"}
 """What each of them counts, as clients are told."""
 _NOUNS = {
     REQUESTS: "requests a second",
     INPUT: "input tokens a minute",
     OUTPUT: "output tokens a minute",
+    END_USER: "requests a second of an end user",
 }
 
 _N_PROMISES_MAX = 256
@@ -244,8 +249,7 @@ class Limits:
     def __init__(self) -> None:
         self._tenants: dict[str, _Used] = {}
         self.has_rates = True
-        """Whether rates are counted here; where several servers share them they are counted there,
-        but for those of end users."""
+        """Whether rates are counted here, and not where several servers share them."""
 
     def enter(self, tenant: Tenant, end_user: str, now: float, origin: str = "") -> None:
         """Counts a request.
@@ -259,19 +263,14 @@ class Limits:
         Raises:
             QuotaExceeded: too many came lately (TENANT_QUOTA_EXCEEDED).
         """
-        if tenant.requests_per_s is None and tenant.end_user_requests_per_s is None:
-            return
-        used = self._used(tenant)
         self._take(tenant, REQUESTS, 1, now, origin)
-        per_s = tenant.end_user_requests_per_s
-        if per_s is None or not end_user:
+        rate = rate_of(tenant, END_USER)
+        if rate is None or not (end_user and self.has_rates):
             return
-        wait_s = _of_end_user(used, end_user, now).take(1, _burst_of_a_second(per_s), now, origin)
+        wait_s = _of_end_user(self._used(tenant), end_user, now).take(1, rate, now, origin)
         if wait_s > 0:
             self._settle(tenant, REQUESTS, -1, now)
-            raise QuotaExceeded(
-                tenant.name, "requests a second of an end user", per_s, wait_s, _END_USER
-            )
+            raise rate_exceeded(tenant, END_USER, wait_s)
 
     def reserve(
         self,
@@ -396,6 +395,36 @@ class Limits:
         raise QuotaExceeded(tenant.name, "tokens a month", budget, retry_after_s, _MONTH)
 
 
+class EndUserNames:
+    """Names by which the rates of one tenant's end users are counted where servers share them.
+
+    A name tells nothing of the end user, who may be a person. Those that are too many share one.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._swept_at = -math.inf
+
+    def name(self, end_user: str, now: float, is_idle: Callable[[str], bool]) -> str:
+        """Returns the name of an end user.
+
+        Args:
+            end_user: As the tenant names it.
+            now: Monotonic time in seconds.
+            is_idle: Returns whether all that was taken by a name is paid off.
+        """
+        name = hashlib.blake2b(end_user.encode(), digest_size=16).hexdigest()
+        if name in self._known:
+            return name
+        if len(self._known) >= _N_END_USERS_MAX and now >= self._swept_at + _SWEEP_S:
+            self._swept_at = now
+            self._known = {known for known in self._known if not is_idle(known)}
+        if len(self._known) >= _N_END_USERS_MAX:
+            return "others"
+        self._known.add(name)
+        return name
+
+
 def rate_exceeded(tenant: Tenant, metric: str, wait_s: float) -> QuotaExceeded:
     """Returns the refusal of who has used up a rate, for the seconds until there is more."""
     limit = getattr(tenant, metric)
@@ -403,15 +432,12 @@ def rate_exceeded(tenant: Tenant, metric: str, wait_s: float) -> QuotaExceeded:
 
 
 def rate_of(tenant: Tenant, metric: str) -> Rate | None:
-    """Returns a rate of a tenant, one of `REQUESTS`, `INPUT`, `OUTPUT`; None: not limited."""
+    """Returns a rate of a tenant: `REQUESTS`, `INPUT`, `OUTPUT`, `END_USER`; None: not limited."""
     limit: float | None = getattr(tenant, metric)
     if limit is None:
         return None
-    return _burst_of_a_second(limit) if metric == REQUESTS else Rate(limit / 60, limit)
-
-
-def _burst_of_a_second(per_s: float) -> Rate:
-    return Rate(per_s, max(1.0, per_s))
+    is_of_a_second = metric in (REQUESTS, END_USER)
+    return Rate(limit, max(1.0, limit)) if is_of_a_second else Rate(limit / 60, limit)
 
 
 def _of_end_user(used: _Used, end_user: str, now: float) -> Meter:
