@@ -20,6 +20,21 @@ __all__ = ["probe_model"]
 _TOLD_MAX: Final = 200
 """Most characters of what llama.cpp says at its end."""
 
+_KEPT: Final = frozenset(
+    {
+        *("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "XDG_CACHE_HOME"),
+        *("ASAN_OPTIONS", "LSAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS"),
+        *("DRAFTHOUSE_CPU_LEVEL", "GLIBC_TUNABLES"),
+    }
+)
+_KEPT_PREFIXES: Final = (
+    *("GGML_", "LC_", "LLAMA_", "MALLOC_"),
+    *("BLIS_", "GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_"),
+    *("CUDA_", "GPU_", "HIP_", "HSA_", "NVIDIA_", "ONEAPI_", "ROCR_", "SYCL_", "VK_", "ZE_"),
+)
+"""Variables that the process is given, by name and by how the name begins; no other one, since
+keys, passwords and addresses that hold them may be among them."""
+
 
 def probe_model(
     path: str | os.PathLike[str], params: EngineParams | None = None, *, n_gpu_layers: int = -1
@@ -83,8 +98,12 @@ def _talk(process: subprocess.Popen[bytes], setup: dict[str, Any]) -> tuple[byte
 
 
 def _environment() -> dict[str, str]:
-    """Returns our variables without a server's settings, among which are keys."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("DRAFTHOUSE_")}
+    """Returns those of our variables that decide how a model is computed, and where."""
+    kept = {
+        name: text
+        for name, text in os.environ.items()
+        if name in _KEPT or name.startswith(_KEPT_PREFIXES)
+    }
     return kept | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "GGML_NO_BACKTRACE": "1",  # it would start a debugger

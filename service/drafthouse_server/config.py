@@ -144,9 +144,9 @@ class Config(DeviceSettings):
         (),
         _API_KEYS,
         'Keys of the clients, each as "tenant:key"; a tenant may have several. As a flag they are'
-        " visible to every user of the machine; prefer api_keys_file. Beyond loopback a key has 20"
-        " characters or more. Empty, and no ssl_client_ca_file: no key is asked for, every client"
-        ' is tenant "default", and the server listens on loopback only.',
+        " visible to every user of the machine, as a variable deprecated; use api_keys_file or a"
+        " store. Beyond loopback a key has 20 characters or more. Empty, and no ssl_client_ca_file:"
+        ' no key is asked for, every client is tenant "default", on loopback only.',
         peers=("api_key",),
         is_secret=True,
     )

@@ -396,7 +396,11 @@ def test_keys_come_from_every_source(tmp_path: Path) -> None:
     file.write_text('api_keys = ["acme:one"]')
     assert load(str(file), {}).api_keys == ("acme:one",)
     variables = {"DRAFTHOUSE_API_KEYS": "acme:one, acme:two"}
-    assert load(environment=variables).api_keys == ("acme:one", "acme:two")
+    told: list[str] = []
+    assert load(environment=variables, warn=told.append).api_keys == ("acme:one", "acme:two")
+    (line,) = told
+    assert line.startswith("DRAFTHOUSE_API_KEYS is deprecated: ")
+    assert "acme" not in line
     secret = tmp_path / "secret"
     secret.write_text("# comment\n\nacme:one\n  beta:t:wo \n")
     config = load(environment={"DRAFTHOUSE_API_KEYS_FILE": str(secret)})

@@ -252,6 +252,12 @@ def _read_environment(environment: Mapping[str, str], warn: Callable[[str], obje
             expected = "a value; unset the variable to leave the default"
             raise ConfigError(name, text, expected, _ENVIRONMENT.describe(name))
         reader.take(name, text)
+        if name == "api_keys":
+            warn(
+                f"{variable} is deprecated: variables are copied into every process that is started"
+                " with them; put the keys into a file and set DRAFTHOUSE_API_KEYS_FILE, or use a"
+                " store"
+            )
     if links:
         warn(
             f"ignored {len(links)} environment variables that Kubernetes sets for services"
