@@ -29,7 +29,7 @@ def add_rpc_servers(endpoints: tuple[str, ...], *, timeout_s: float = 10.0) -> N
     time. When it dies, llama.cpp ends this process (SIGABRT).
 
     Args:
-        endpoints: `host:port` each, with a name or an IPv4 address.
+        endpoints: `host:port` each, with a name or an IPv4 address; none is nothing to do.
         timeout_s: longest time that a server may take to answer.
 
     Raises:
@@ -37,7 +37,7 @@ def add_rpc_servers(endpoints: tuple[str, ...], *, timeout_s: float = 10.0) -> N
         RpcUnreachable: no server answers there, or one of another version.
         Unsupported: this build has no RPC backend, or the server has no device.
     """
-    if rpc_version() is None:
+    if endpoints and rpc_version() is None:
         raise Unsupported("this build has no RPC backend; build with -DDRAFTHOUSE_RPC=ON")
     for endpoint in endpoints:
         _ask(endpoint, timeout_s)

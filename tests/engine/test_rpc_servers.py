@@ -188,6 +188,17 @@ def test_what_is_no_server_of_this_version_is_an_error(
     assert [device.name for device in drafthouse_engine.list_devices()] == ["CPU"]
 
 
+def test_a_build_without_the_backend_serves_without_rpc_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import drafthouse_engine  # here: this process has no device
+
+    monkeypatch.setattr(drafthouse_engine.rpc, "rpc_version", lambda: None)
+    drafthouse_engine.add_rpc_servers(())
+    with pytest.raises(drafthouse_engine.Unsupported, match="no RPC backend"):
+        drafthouse_engine.add_rpc_servers(("127.0.0.1:1",))
+
+
 @dataclass(frozen=True)
 class Served:
     process: subprocess.Popen[bytes]
