@@ -76,8 +76,9 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "doctor",
         help="tell what this machine can serve, and what is wrong with it or the settings",
         description="Tells how the server was built, what the machine has, what a model needs and"
-        " what fits, and checks settings, address, certificates, store and disk as `drafthouse"
-        " serve` with these flags would find them. Nothing is loaded, made or changed.",
+        " what fits, and checks settings, address, certificates, store, Redis, RPC servers and disk"
+        " as `drafthouse serve` with these flags would find them. Nothing is loaded, made or"
+        " changed.",
         usage="drafthouse doctor [MODEL] [--json] [--config FILE] [--SETTING VALUE ...]",
         epilog="exit codes: 0 nothing stands in the way of a server; 1 something does",
         allow_abbrev=False,

@@ -11,6 +11,7 @@ from drafthouse_server.doctor.report import Problem, Report
 from drafthouse_server.doctor.surroundings import CHECKS
 from drafthouse_server.engine.loading import engine_facts
 from drafthouse_server.errors import StartupError
+from drafthouse_server.host.engine import EngineFacts
 from drafthouse_server.host.memory import read_memory
 from drafthouse_server.host.processor import read_processor
 
@@ -31,11 +32,15 @@ def examine(config: Config | None, found: Sequence[Problem] = ()) -> Report:
     except StartupError as error:
         report.problems.append(Problem("build", f"{error}; run `make build`, or install the wheel"))
         return report
+    found_by: dict[str, list[Problem]] = {}
+    if config is not None and config.rpc:
+        facts, found_by["rpc"] = _with_rpc_servers(facts, config.rpc)
     report.sections += machine_sections(facts, processor, memory)
     if config is None:
         return report
-    found_by = {"cpu, threads, descriptors": [*machine_problems(config, facts, processor)]}
-    sections, found_by["model, memory"] = examine_model(config, memory)
+    found_by["cpu, threads, descriptors"] = [*machine_problems(config, facts, processor)]
+    room = {it.name: it.free_bytes for it in facts.devices if it.kind != "cpu"}
+    sections, found_by["model, memory"] = examine_model(config, memory, room)
     report.sections += sections
     found_by |= {name: [*check(config)] for name, check in CHECKS.items()}
     for name, problems in found_by.items():
@@ -43,3 +48,16 @@ def examine(config: Config | None, found: Sequence[Problem] = ()) -> Report:
         if not problems:
             report.passed.append(name)
     return report
+
+
+def _with_rpc_servers(
+    facts: EngineFacts, endpoints: Sequence[str]
+) -> tuple[EngineFacts, list[Problem]]:
+    """Returns the facts with the devices of those RPC servers that answer, and which do not."""
+    problems = []
+    for endpoint in endpoints:
+        try:
+            facts = engine_facts((endpoint,))
+        except StartupError as error:
+            problems.append(Problem("rpc", f"{error}; start it, or take it out of rpc"))
+    return facts, problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem, Section
@@ -22,29 +22,39 @@ _LENGTHS = (1024, 4096, 16384, 65536, 131072)
 """Tokens of one request, for which is told how many slots fit."""
 
 
-def examine_model(config: Config, memory: HostMemory) -> tuple[list[Section], list[Problem]]:
+_Room = Mapping[str, int]
+
+
+def examine_model(
+    config: Config, memory: HostMemory, room: _Room
+) -> tuple[list[Section], list[Problem]]:
     """Returns what the models need and what fits, and what is wrong with that.
+
+    Args:
+        config: The settings.
+        memory: Of the host.
+        room: Free bytes of each other device, by its name; those of RPC servers among them.
 
     Raises:
         StartupError: the extension is not built.
     """
     try:
         with Surveyor(config) as surveyor:
-            return _examine(config, surveyor, memory)
+            return _examine(config, surveyor, memory, room)
     except ModelLoadError as error:
         return [], [Problem("model", str(error))]
 
 
 def _examine(
-    config: Config, surveyor: Surveyor, memory: HostMemory
+    config: Config, surveyor: Surveyor, memory: HostMemory, room: _Room
 ) -> tuple[list[Section], list[Problem]]:
     wished = surveyor.needs(surveyor.wish.size, usable_bytes(memory))
     sections = [_model(config, surveyor, wished), _needs(wished)]
     try:
         chosen = choose_size(surveyor, memory, config.model)
     except ModelLoadError as error:
-        return [*sections, _fits(surveyor, memory)], [Problem("memory", str(error))]
-    fits = _fits(surveyor, memory)
+        return [*sections, _fits(surveyor, memory, room)], [Problem("memory", str(error))]
+    fits = _fits(surveyor, memory, room)
     taken = chosen.needs if config.fit else wished
     size = taken.size
     fits.add(
@@ -52,7 +62,11 @@ def _examine(
         f"{size.parallel} x {size.max_model_len}",
         f"{size.parallel} slots of {size.max_model_len} tokens",
     )
-    return [*sections, fits], [*_problems(config, chosen.is_less, chosen.sentence, taken, memory)]
+    problems = [
+        *_problems(config, chosen.is_less, chosen.sentence, taken, memory),
+        *_device_problems(taken, room),
+    ]
+    return [*sections, fits], problems
 
 
 def _model(config: Config, surveyor: Surveyor, needs: Needs) -> Section:
@@ -95,20 +109,43 @@ def _needs(needs: Needs) -> Section:
     return section
 
 
-def _fits(surveyor: Surveyor, memory: HostMemory) -> Section:
+def _fits(surveyor: Surveyor, memory: HostMemory, room: _Room) -> Section:
     section = Section("fits")
     n_usable = usable_bytes(memory)
+
+    def needed(size: Size) -> int:
+        needs = surveyor.needs(size, n_usable)
+        return n_usable + 1 if any(_overfull(needs, room)) else needs.start_bytes
+
     n_train = surveyor.facts.n_ctx_train
     lengths = sorted({n for n in _LENGTHS if n < n_train} | {min(n_train, _LENGTHS[-1])})
     for n_tokens in lengths:
         wish = Wish(
             Size(surveyor.most_slots, n_tokens), may_lower_parallel=True, may_lower_len=False
         )
-        found = largest_fit(wish, lambda it: surveyor.needs(it, n_usable).start_bytes, n_usable)
+        found = largest_fit(wish, needed, n_usable)
         n_slots = found.parallel if found else 0
         bound = ", as many as batch_size allows" if n_slots == surveyor.most_slots else ""
         section.add(str(n_tokens), n_slots, f"{n_slots} slots of {n_tokens} tokens{bound}")
     return section
+
+
+def _overfull(needs: Needs, room: _Room) -> Iterator[tuple[str, int]]:
+    """Yields the devices that have less room than is needed there, and how much is."""
+    for name, use in needs.devices:
+        if use.total_bytes > room.get(name, use.total_bytes):
+            yield name, use.total_bytes
+
+
+def _device_problems(needs: Needs, room: _Room) -> Iterator[Problem]:
+    for name, n_bytes in _overfull(needs, room):
+        yield Problem(
+            "memory",
+            f"device {name} has {format_bytes(room[name])} free, and what would lie there takes"
+            f" {format_bytes(n_bytes)}; lower parallel, max_model_len or gpu_layers (with fit, and"
+            " gpu_layers at its default, the server chooses at its start)",
+            "warning",
+        )
 
 
 def _problems(

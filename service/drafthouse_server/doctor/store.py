@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import sqlalchemy
@@ -10,44 +11,58 @@ from sqlalchemy import exc
 from sqlalchemy.engine import URL
 
 from drafthouse_server.config import Config
+from drafthouse_server.doctor.report import Problem
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.tenancy import migrations
 from drafthouse_server.tenancy.keys import read_pepper
 
-__all__ = ["store_problem"]
+__all__ = ["store_problems"]
 
 _CONNECT_S = 3
 
 
-def store_problem(config: Config) -> str:
-    """Returns what is wrong with the store; empty where nothing is. Shows no password."""
+def store_problems(config: Config) -> Iterator[Problem]:
+    """Yields what is wrong with the store. Shows no password."""
     try:
         url = sqlalchemy.make_url(config.store)
         backend = url.get_backend_name()
     except (exc.ArgumentError, ValueError):
-        return (
+        yield Problem(
+            "store",
             "store is no URL of a database; give one, such as sqlite:///drafthouse.db, or"
-            " postgresql://USER@HOST/DATABASE"
+            " postgresql://USER@HOST/DATABASE",
         )
+        return
     if backend == "sqlite":
-        return _file_problem(Path(url.database or "")) or _pepper_problem(config, url)
-    return _connect_problem(url.set(drivername="postgresql+psycopg")) or _pepper_problem(
-        config, url
-    )
+        problem, revision = _look_at_file(Path(url.database or ""))
+    else:
+        problem, revision = _ask(url.set(drivername="postgresql+psycopg"))
+    if problem := problem or _pepper_problem(config, url):
+        yield Problem("store", problem)
+    elif revision and revision < migrations.NEWEST:
+        yield Problem(
+            "store",
+            f"the store's schema is {revision}, and the first start of this release, or command of"
+            f" it, brings it to {migrations.NEWEST}, which older releases refuse; back the store up"
+            " before",
+            "warning",
+        )
 
 
-def _file_problem(path: Path) -> str:
+def _look_at_file(path: Path) -> tuple[str, str | None]:
     if not path.exists():
         folder = path.absolute().parent
         if os.access(folder, os.W_OK | os.X_OK):
-            return ""  # it is made at the first start
-        return f"the store {path} is not there, and {folder} cannot be written; check the path"
+            return "", None  # it is made at the first start
+        problem = f"the store {path} is not there, and {folder} cannot be written; check the path"
+        return problem, None
     if not os.access(path, os.R_OK | os.W_OK):
-        return f"the store {path} cannot be read and written; check its owner and mode"
-    return _connect_problem(sqlalchemy.make_url(f"sqlite:///file:{path}?mode=ro&uri=true"))
+        return f"the store {path} cannot be read and written; check its owner and mode", None
+    return _ask(sqlalchemy.make_url(f"sqlite:///file:{path}?mode=ro&uri=true"))
 
 
-def _connect_problem(url: URL) -> str:
+def _ask(url: URL) -> tuple[str, str | None]:
+    """Returns what is wrong with a database, and the revision of its schema."""
     is_file = url.get_backend_name() == "sqlite"
     shown = "the file" if is_file else url.render_as_string(hide_password=True)
     try:
@@ -58,16 +73,18 @@ def _connect_problem(url: URL) -> str:
             revision = migrations.revision_of(connection)
         engine.dispose()
     except ModuleNotFoundError:
-        return "a store on PostgreSQL needs its driver; pip install 'drafthouse-server[postgresql]'"
+        advice = "pip install 'drafthouse-server[postgresql]'"
+        return f"a store on PostgreSQL needs its driver; {advice}", None
     except exc.SQLAlchemyError as error:
         reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-        return f"the store cannot be used: {shown}: {reason}; check that it runs, and the URL"
+        advice = "check that it runs, and the URL"
+        return f"the store cannot be used: {shown}: {reason}; {advice}", None
     if revision and revision > migrations.NEWEST:
         return (
             f"the store's schema is {revision}, of a newer release than this one, which knows"
             f" {migrations.NEWEST}; upgrade drafthouse-server"
-        )
-    return ""
+        ), None
+    return "", revision
 
 
 def _pepper_problem(config: Config, url: URL) -> str:

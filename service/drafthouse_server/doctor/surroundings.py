@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -17,6 +19,9 @@ __all__ = ["CHECKS"]
 
 _DISK_BYTES_LEAST = 16 << 20
 _DISK_BYTES_AMPLE = 1 << 30
+_DAY_S = 86400.0
+_N_DAYS_AMPLE = 30
+"""Days until a certificate expires from which on nothing is told."""
 
 
 def _address(config: Config) -> Iterator[Problem]:
@@ -42,18 +47,79 @@ def _tls(config: Config) -> Iterator[Problem]:
     from drafthouse_server.rpc.tls import Certificates  # noqa: PLC0415  # grpc takes its time
 
     try:
-        Certificates(config)
+        expires_at = Certificates(config).expires_at
     except StartupError as error:
         yield Problem("tls", str(error))
+        return
+    left_s, path = expires_at - time.time(), config.ssl_cert_file
+    date = time.strftime("%Y-%m-%d", time.gmtime(expires_at))
+    if left_s <= 0:
+        yield Problem(
+            "tls",
+            f"the certificate in ssl_cert_file {path} expired on {date}, and clients refuse it;"
+            " replace certificate and key",
+        )
+    elif left_s < _N_DAYS_AMPLE * _DAY_S:
+        yield Problem(
+            "tls",
+            f"the certificate in ssl_cert_file {path} expires on {date}, in"
+            f" {int(left_s / _DAY_S)} days; replace certificate and key before (a running server"
+            " reads them again)",
+            "warning",
+        )
 
 
 def _store(config: Config) -> Iterator[Problem]:
     if not config.store:
         return
-    from drafthouse_server.doctor.store import store_problem  # noqa: PLC0415  # SQLAlchemy likewise
+    from drafthouse_server.doctor.store import store_problems  # noqa: PLC0415  # SQLAlchemy too
 
-    if problem := store_problem(config):
-        yield Problem("store", problem)
+    yield from store_problems(config)
+
+
+def _rates(config: Config) -> Iterator[Problem]:
+    if not config.rate_counters_url:
+        return
+    try:
+        answers = asyncio.run(_has_redis(config.rate_counters_url))
+    except StartupError as error:
+        yield Problem("rate_counters", str(error))
+        return
+    if not answers:
+        yield Problem(
+            "rate_counters",
+            "the Redis of rate_counters_url does not answer within a quarter of a second; a server"
+            " would start, and count rates for itself until it does: start it, or check host and"
+            " port",
+            "warning",
+        )
+
+
+async def _has_redis(url: str) -> bool:
+    from drafthouse_server.tenancy.counters import redis_counters  # noqa: PLC0415  # as the others
+
+    counters = redis_counters(url)
+    try:
+        return await counters.ping()
+    finally:
+        await counters.close()
+
+
+def _audit(config: Config) -> Iterator[Problem]:
+    if not config.audit_file:
+        return
+    path = Path(config.audit_file)
+    folder = path.absolute().parent
+    if path.exists():
+        can_write = not path.is_dir() and os.access(path, os.W_OK)
+    else:
+        can_write = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    if not can_write:
+        yield Problem(
+            "audit",
+            f"audit_file {path} cannot be written, and the server would not start without its audit"
+            f" trail: make the folder {folder}, or change the owner of what is there",
+        )
 
 
 def _journal(config: Config) -> Iterator[Problem]:
@@ -84,6 +150,8 @@ CHECKS: Mapping[str, Callable[[Config], Iterator[Problem]]] = {
     "metrics": _metrics,
     "tls": _tls,
     "store": _store,
+    "rate_counters": _rates,
     "journal": _journal,
+    "audit": _audit,
 }
 """By the name that its problems have; what is not set has no problem."""

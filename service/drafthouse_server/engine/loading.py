@@ -295,15 +295,22 @@ def engine_version() -> str:
     return drafthouse_engine.build_version()
 
 
-def engine_facts() -> EngineFacts:
+def engine_facts(rpc: tuple[str, ...] = ()) -> EngineFacts:
     """Returns how the engine was built, and what it can compute on.
 
+    Args:
+        rpc: RPC servers, whose devices are devices of this process from now on.
+
     Raises:
-        StartupError: the extension is not built.
+        StartupError: the extension is not built, or an RPC server does not answer as it should.
     """
     text = engine_version().partition(";")[2]
     features = frozenset(re.findall(r"(\w+) = 1\b", text.partition("CPU :")[2]))
     cores = drafthouse_engine.find_cores()
+    try:
+        drafthouse_engine.add_rpc_servers(rpc)
+    except drafthouse_engine.EngineError as error:
+        raise StartupError(error.message) from error
     devices = tuple(
         DeviceFacts(it.name, it.description, it.kind, it.total_bytes, it.free_bytes)
         for it in drafthouse_engine.list_devices()

@@ -409,7 +409,6 @@ class RedisCounters:
     ) -> None:
         self._client = client
         self._refusals = refusals
-        self._failure: Exception | None = None
         self._failures: tuple[type[Exception], ...] = (*failures, OSError, TimeoutError)
         self._clock = clock
         self._take = client.register_script(_TAKE)
@@ -442,14 +441,18 @@ class RedisCounters:
         Raises:
             StoreError: Redis refuses the user or the password of its URL.
         """
-        is_there = await self._ask(self._client.ping()) is not None
-        if isinstance(self._failure, self._refusals):
-            await self.close()
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._client.ping()
+        except self._refusals as error:
+            await self._client.aclose()
             raise StoreError(
                 "the Redis of the rate counters refuses this server"
-                f" ({type(self._failure).__name__}); check user and password in its URL"
-            )
-        return is_there
+                f" ({type(error).__name__}); check user and password in its URL"
+            ) from None
+        except self._failures:
+            return False
+        return True
 
     async def close(self) -> None:
         """Counts this server among the replicas no more."""
@@ -535,7 +538,6 @@ class RedisCounters:
             async with asyncio.timeout(_TIMEOUT_S):
                 answer = await question
         except self._failures as error:
-            self._failure = error
             # What was asked before it came back says nothing of it now.
             if not self.is_away and n_returns == self._n_returns:
                 self.is_away = True

@@ -1,0 +1,148 @@
+"""`drafthouse doctor` on what a server needs around it: certificates, store, Redis, RPC servers."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.doctor.test_doctor import DENSE, IS_ROOT, error_of, told
+from tests.support.built import needs_extension
+from tests.support.certificates import Authority
+from tests.support.databases import redis_server
+from tests.support.ports import free_port
+from tests.support.rpc_server import rpc_server
+
+from drafthouse_server.doctor.model import _device_problems, _overfull
+from drafthouse_server.host.fit import Size
+from drafthouse_server.host.needs import DeviceUse, Needs
+from drafthouse_server.tenancy import counters, migrations
+from drafthouse_server.tenancy.store import Store
+
+pytestmark = needs_extension()
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def warning_of(*words: str, check: str) -> str:
+    """Returns the one warning of a check; a server would start all the same."""
+    found = told(*words)
+    assert found["ok"]
+    (problem,) = [it for it in found["problems"] if it["check"] == check]
+    assert problem["severity"] == "warning"
+    sentence: str = problem["problem"]
+    return sentence
+
+
+def test_a_certificate_that_expires(tmp_path: Path) -> None:
+    authority, now = Authority(), datetime.datetime.now(datetime.UTC)
+
+    def flags(left: datetime.timedelta) -> tuple[str, ...]:
+        certificate, key = authority.issue(not_after=now + left).write(tmp_path)
+        return DENSE, "--ssl-cert-file", certificate, "--ssl-key-file", key
+
+    hour, day = datetime.timedelta(hours=1), datetime.timedelta(days=1)
+    found = told(*flags(31 * day))
+    assert not [it for it in found["problems"] if it["check"] == "tls"]
+    assert "tls" in found["passed"]
+    sentence = warning_of(*flags(29 * day + hour), check="tls")
+    assert f"{tmp_path}/server.crt expires on " in sentence
+    assert ", in 29 days; replace certificate and key before" in sentence
+    sentence = error_of(*flags(-hour), check="tls")
+    assert f"{tmp_path}/server.crt expired on " in sentence
+
+
+def test_a_store_of_an_older_release(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    flag = f"--store=sqlite:///{path}"
+    Store.open(f"sqlite:///{path}").close()
+    assert not [it for it in told(DENSE, flag)["problems"] if it["check"] == "store"]
+    oldest = migrations.revisions()[0]
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE drafthouse_schema SET version_num = ?", (oldest,))
+    before = path.read_bytes()
+    sentence = warning_of(DENSE, flag, check="store")
+    assert f"the store's schema is {oldest}" in sentence
+    assert "back the store up before" in sentence
+    assert path.read_bytes() == before
+
+
+def test_redis_is_asked_and_nothing_is_changed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "_TIMEOUT_S", 20.0)
+    with redis_server("a-right-one") as (daemon, url):
+        found = told(DENSE, f"--rate-counters-url={url}")
+        assert "rate_counters" in found["passed"]
+        refused = f"redis://:hunter2@127.0.0.1:{daemon.port}/0"
+        sentence = error_of(DENSE, f"--rate-counters-url={refused}", check="rate_counters")
+        assert "check user and password" in sentence
+        assert "hunter2" not in sentence
+        daemon.stop()
+        sentence = warning_of(DENSE, f"--rate-counters-url={url}", check="rate_counters")
+        assert "does not answer" in sentence
+    sentence = error_of(DENSE, "--rate-counters-url=http://me:hunter2@host", check="rate_counters")
+    assert "is no URL of a Redis" in sentence
+
+
+def test_the_audit_trail_is_not_made_and_must_be_writable(tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    assert "audit" in told(DENSE, f"--audit-file={path}")["passed"]
+    assert not path.exists()
+    missing = tmp_path / "none" / "audit"
+    assert "cannot be written" in error_of(DENSE, f"--audit-file={missing}", check="audit")
+    assert "cannot be written" in error_of(DENSE, f"--audit-file={tmp_path}", check="audit")
+
+
+@pytest.mark.skipif(IS_ROOT, reason="root may write everywhere")
+def test_an_audit_trail_of_somebody_else(tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    path.touch(mode=0o400)
+    assert "cannot be written" in error_of(DENSE, f"--audit-file={path}", check="audit")
+
+
+def test_an_rpc_server_that_does_not_answer() -> None:
+    port = free_port()
+    sentence = error_of(DENSE, "--rpc", f"127.0.0.1:{port}", check="rpc")
+    assert f"the RPC server 127.0.0.1:{port} cannot be reached" in sentence
+    assert sentence.endswith("start it, or take it out of rpc")
+
+
+@pytest.mark.model
+def test_the_memory_of_rpc_servers_counts(tmp_path: Path) -> None:
+    """In a process of its own, which has the device until it ends."""
+    found, without = {}, told(DENSE)
+    with rpc_server(tmp_path) as server:
+        command = [sys.executable, "-m", "drafthouse_server", "doctor", DENSE, "--json"]
+        run = subprocess.run(
+            [*command, "--port", "0", "--rpc", server.endpoint],
+            cwd=ROOT,
+            env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        found = json.loads(run.stdout)
+    assert (run.returncode, found["ok"]) == (0, True), run.stdout
+    assert "rpc" in found["passed"]
+    assert found["devices"]["RPC0"] > 0
+    needs: dict[str, Any] = found["needs"]
+    assert needs["RPC0_weights_bytes"] > 0
+    assert needs["host_weights_bytes"] < without["needs"]["host_weights_bytes"]
+    assert needs["host_total_bytes"] < without["needs"]["host_total_bytes"]
+
+
+def test_a_device_without_room_is_told() -> None:
+    on_device = DeviceUse(weights_bytes=1000, cells_bytes=100)
+    needs = Needs(Size(8, 1024), "none", 1, DeviceUse(), (("RPC0", on_device),), 1, 0)
+    assert [*_overfull(needs, {"RPC0": 1100})] == []
+    assert [*_overfull(needs, {"RPC0": 1099})] == [("RPC0", 1100)]
+    (problem,) = _device_problems(needs, {"RPC0": 10})
+    assert "device RPC0 has 10 B free, and what would lie there takes 1.1 kB" in problem.sentence
+    assert problem.severity == "warning"
