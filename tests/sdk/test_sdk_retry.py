@@ -142,6 +142,18 @@ async def test_other_failures_are_final(script: Script, kind: int) -> None:
         assert script.n_calls == 1
 
 
+async def test_a_server_that_drains_does_not_use_up_the_budget(script: Script) -> None:
+    drains = refusal(grpc.StatusCode.UNAVAILABLE, reason="SERVER_DRAINING", retry_s=0.001)
+    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+        script.refusals = [drains] * 24
+        calls = [client.tokenize("x") for _ in range(24)]
+        assert await asyncio.gather(*calls) == [[1]] * 24
+        script.refusals = [drains] * 9
+        with pytest.raises(drafthouse.ServerDraining):
+            await client.tokenize("x")
+    assert script.n_calls == 48 + 4, "the attempts of one call are bounded all the same"
+
+
 async def test_attempts_are_bounded_and_may_be_switched_off(script: Script) -> None:
     for retry, n_calls in ((FAST, 4), (None, 1)):
         script.n_calls = 0

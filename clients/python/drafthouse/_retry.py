@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from drafthouse._errors import DrafthouseError, ResourceExhausted, Unavailable
+from drafthouse._errors import DrafthouseError, ResourceExhausted, ServerDraining, Unavailable
 
 __all__ = ["Attempts", "RetryBudget", "RetryPolicy"]
 
@@ -38,7 +38,8 @@ class RetryBudget:
     """Keeps a client from multiplying the load on a server that fails.
 
     Every retryable failure takes one token, every success gives a tenth back; below half there are
-    no retries.
+    no retries. A server that drains does not fail: what it refuses takes none, or who has many
+    calls under way could move few of them to another server.
 
     Source:
         gRPC proposal A6, "Throttling Retry Attempts and Hedged RPCs".
@@ -95,7 +96,9 @@ class Attempts:
             DrafthouseError: the error itself, when there shall be no further attempt.
         """
         self._n_failed += 1
-        if self._policy is None or not _is_retryable(error) or not self._budget.fail():
+        if self._policy is None or not _is_retryable(error):
+            raise error
+        if not (isinstance(error, ServerDraining) or self._budget.fail()):
             raise error
         if self._n_failed >= self._policy.max_attempts:
             raise error
