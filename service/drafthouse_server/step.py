@@ -129,6 +129,16 @@ class SamplingOptions:
     logprobs: bool = False
     """Log-probabilities of the emitted tokens are wanted."""
 
+    def window_bytes(self, n_context: int) -> int:
+        """Returns what a sampler takes for the tokens that it looks back at, rather too many bytes.
+
+        Args:
+            n_context: Tokens of the model's context.
+        """
+        penalties = n_context if self.penalty_last_n < 0 else self.penalty_last_n
+        dry = n_context if self.dry_penalty_last_n < 0 else self.dry_penalty_last_n
+        return 4 * penalties + (16 * dry if self.dry_multiplier else 0)
+
 
 # Not frozen: one is made per sequence and step, and a frozen one takes three times as long.
 @dataclass(slots=True)

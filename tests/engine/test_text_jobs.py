@@ -13,6 +13,7 @@ from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.engine.text_jobs import (
     TextAnswer,
     TextJob,
+    grammar_bytes,
     perform,
     read_answer,
     read_job,
@@ -50,7 +51,9 @@ JOBS = st.one_of(
     st.builds(TextJob, sampling=SAMPLING),
 )
 ANSWERS = st.one_of(
-    st.builds(TextAnswer, tokens=IDS, cpu_s=st.floats(0, 9)),
+    st.builds(
+        TextAnswer, tokens=IDS, cpu_s=st.floats(0, 9), n_grammar_bytes=st.integers(0, 1 << 23)
+    ),
     st.builds(
         TextAnswer,
         text=TEXT,
@@ -123,3 +126,33 @@ def test_a_start_token_that_template_and_tokenizer_have_written_is_there_once() 
             return [256, 256, *b"hi"]
 
     assert perform(TextJob(messages=[("user", "hi")]), Twice()).tokens == [256, *b"hi"]
+
+
+@pytest.mark.parametrize(
+    ("text", "n_least", "n_most"),
+    [
+        ("", 0, 0),
+        ('root ::= "abc"', 3, 20),
+        ('root ::= "abc"{2,1000}', 3000, 3030),
+        ("root ::= [a-z]{1000}", 3000, 3030),
+        ('root ::= ("a" | "b"){500}', 500, 560),
+        ('root ::= "{1000}" # x{1000}', 6, 30),
+        ('root ::= "a\\"b{9}"  {20}', 20, 180),
+        ('root ::= "unclosed', 8, 30),
+        ("root ::= x{2000", 2000, 2030),
+    ],
+)
+def test_a_grammar_costs_its_elements_with_repetitions_written_out(
+    text: str, n_least: int, n_most: int
+) -> None:
+    assert n_least <= grammar_bytes(text) // 8 <= n_most
+
+
+def test_the_bytes_of_a_grammar_are_told_with_the_answer_and_never_too_many() -> None:
+    sampling = SamplingOptions(grammar='root ::= "abc"{1000}')
+    answer = perform(TextJob(text="x", sampling=sampling), FakeEngine())
+    assert answer.n_grammar_bytes == grammar_bytes(sampling.grammar) > 8 * 3000
+    assert read_answer(write_answer(answer)).n_grammar_bytes == answer.n_grammar_bytes
+    for wrong in (-1, 1 << 60):
+        broken = write_answer(TextAnswer(n_grammar_bytes=wrong))
+        assert 0 <= read_answer(broken).n_grammar_bytes <= 16 << 20

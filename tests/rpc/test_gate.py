@@ -409,6 +409,36 @@ async def test_what_open_calls_hold_is_bounded_by_tenant_and_given_back(
     await eventually(lambda: memory.n_bytes == 0)
 
 
+async def test_samplers_count_from_when_they_are_made_and_are_given_back(
+    start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
+) -> None:
+    server = await start_server(gated_engine, front_mib=16, outbox_kib=16)
+    memory = server.gate.calls.memory
+    gated_engine.hold()
+    costs: list[int] = []
+    options: list[dict[str, Any]] = [
+        {},
+        {"penalty_last_tokens": 1000},
+        {"dry": drafthouse.Dry(last_tokens=1000)},
+        {"grammar": 'root ::= "abc"{1000}'},
+    ]
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        streams = []
+        for option in options:
+            before, n_there = memory.n_bytes, len(server.loop._outboxes)
+            stream = client.generate("x", max_output_tokens=2, **option)
+            streams.append(asyncio.ensure_future(stream.result()))
+            await eventually(lambda n=n_there: len(server.loop._outboxes) > n)  # type: ignore[misc]  # a default has no type
+            costs.append(memory.n_bytes - before)
+        plain, penalties, dry, grammar = costs
+        assert penalties - plain > 3500
+        assert dry - plain > 15000
+        assert grammar - plain > 24000
+        gated_engine.release()
+        await asyncio.gather(*streams)
+    await eventually(lambda: memory.n_bytes == 0)
+
+
 def test_lists_cost_by_their_elements_and_a_request_alone_is_let_in() -> None:
     memory = FrontMemory(1 << 20, 1 << 10, retry_after_s=1.0)
     ids = generation_pb2.GenerateRequest()

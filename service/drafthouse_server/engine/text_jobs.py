@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ __all__ = [
     "TextAnswer",
     "TextJob",
     "TextModel",
+    "grammar_bytes",
     "perform",
     "read_answer",
     "read_job",
@@ -30,6 +32,14 @@ __all__ = [
 _N_HEAD = 4
 _IDS = "i"
 assert array(_IDS).itemsize == 4, "token ids have 32 bits"
+
+_N_ELEMENT_BYTES = 8
+_N_GRAMMAR_BYTES_MAX = 16 << 20
+"""More than a grammar within its bounds takes."""
+_SYMBOL = re.compile(
+    r""""(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|\{[^}]*\}?|\#[^\n]*|.""", re.DOTALL
+)
+"""A literal, a class, a repetition, a comment, or any other character of a grammar."""
 
 
 class TextModel(Protocol):
@@ -115,6 +125,8 @@ class TextAnswer:
     """Why the job could not be done; fields have the engine's names."""
     is_last: bool = False
     """Whether the worker ends after it, since the job has left it no memory."""
+    n_grammar_bytes: int = 0
+    """Of the job's grammar as it is compiled: so many are held while its sequence lives."""
 
 
 def perform(job: TextJob, model: TextModel) -> TextAnswer:
@@ -134,9 +146,30 @@ def _perform(job: TextJob, model: TextModel) -> TextAnswer:
             job.text, add_special=job.add_special, parse_special=job.parse_special
         )
     text = _spell(job, job.tokens, model) if job.tokens is not None else ""
+    n_grammar_bytes = 0
     if job.sampling is not None:
         model.make_sampler(job.sampling)
-    return TextAnswer(tokens, text)
+        n_grammar_bytes = grammar_bytes(job.sampling.grammar)
+    return TextAnswer(tokens, text, n_grammar_bytes=n_grammar_bytes)
+
+
+def grammar_bytes(text: str) -> int:
+    """Returns what a grammar takes when it is compiled, rather too many bytes.
+
+    As the engine bounds its elements: llama.cpp writes every repetition out.
+    """
+    n_elements, n_symbol = 0, 1
+    for match in _SYMBOL.finditer(text):
+        symbol = match[0]
+        if symbol[0] in '"[':
+            n_symbol = max(1, len(symbol) - 2)
+            n_elements += n_symbol
+        elif symbol[0] == "{":
+            n_elements += n_symbol * max(map(int, re.findall(r"[0-9]+", symbol)), default=1)
+        elif symbol[0] != "#":
+            n_symbol = n_symbol if symbol == " " else 1
+            n_elements += 1
+    return min(_N_ELEMENT_BYTES * n_elements, _N_GRAMMAR_BYTES_MAX)
 
 
 def _tokenize_chat(messages: Sequence[tuple[str, str]], model: TextModel) -> list[int]:
@@ -230,6 +263,8 @@ def write_answer(answer: TextAnswer) -> bytes:
         head["problems"] = [[problem.field, problem.description] for problem in answer.problems]
     if answer.is_last:
         head["is_last"] = True
+    if answer.n_grammar_bytes:
+        head["n_grammar_bytes"] = answer.n_grammar_bytes
     if answer.tokens is not None:
         return _write(head | {"has_tokens": True}, [_write_ids(answer.tokens)])
     return _write(head, [answer.text.encode()])
@@ -258,6 +293,7 @@ def read_answer(content: bytes, n_vocab: int = 1 << 31) -> TextAnswer:
                 FieldViolation(str(field), str(about)) for field, about in head.get("problems", ())
             ),
             is_last=bool(head.get("is_last")),
+            n_grammar_bytes=min(max(0, int(head.get("n_grammar_bytes", 0))), _N_GRAMMAR_BYTES_MAX),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("not an answer") from error

@@ -360,6 +360,7 @@ class Server:
             if config.draft_policy == "fixed"
             else config.draft_max,
             current_call=current_call,
+            hold=lambda n_bytes: calls.hold(current_call(), n_bytes),
             n_messages_max=config.max_chat_messages,
             accounting=accounting,
         )

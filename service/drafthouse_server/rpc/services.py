@@ -121,6 +121,7 @@ class ServiceContext:
         current_call: Returns the call that the calling task serves.
         n_messages_max: Most messages of a chat.
         accounting: Has an account of each accepted stream; one without a journal when not given.
+        hold: Takes so many bytes for the current call, or raises ServerOverloaded.
         clock: Monotonic time in seconds, the loop's own.
     """
 
@@ -131,6 +132,7 @@ class ServiceContext:
         *,
         n_draft_default: int,
         current_call: Callable[[], CallInfo],
+        hold: Callable[[int], None] = lambda _: None,
         n_messages_max: int = 1024,
         accounting: Accounting | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -147,6 +149,7 @@ class ServiceContext:
             self.card, self.limits, self.mode, self.n_draft_default, n_messages_max
         )
         self.current_call = current_call
+        self._hold = hold
         self._pieces: dict[int, bytes] = {}  # at most the vocabulary
 
     @property
@@ -261,6 +264,7 @@ class ServiceContext:
             answer = await self.texts.run(job, tenant)
         except InvalidRequest as error:
             raise located(error) from error
+        self._hold(answer.n_grammar_bytes)
         tokens = tokens or answer.tokens
         if not tokens:
             raise InvalidRequest([FieldViolation("prompt", "has no tokens")])
@@ -272,8 +276,9 @@ class ServiceContext:
         All else takes less than the way to the other thread.
 
         Raises:
-            InvalidRequest: an option cannot be used (INVALID_FIELD).
+            InvalidRequest, ServerOverloaded: an option cannot be used, or calls hold too much.
         """
+        self._hold(sampling.window_bytes(self.n_context))
         make = self.engine.make_sampler
         try:
             if _has_texts(sampling):
