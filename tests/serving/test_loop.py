@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -256,6 +257,40 @@ async def test_a_drain_lets_those_with_a_slot_finish_and_hands_back_the_others_a
             error = error_of(event)
             assert isinstance(error, Draining)
             assert error.retry_after_s == 7.0
+        assert await draining == 0
+
+
+class SteppedEngine(FakeEngine):
+    """An engine that makes one step for each that is let."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        super().__init__(limits)
+        self.may_step = threading.Semaphore(0)
+        self.n_begun = 0
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self.n_begun += 1
+        assert self.may_step.acquire(timeout=60.0), "the test never let it"
+        return super().step(plan)
+
+
+async def test_a_drain_does_not_hand_back_what_has_just_got_a_slot() -> None:
+    """The event loop learns of slots behind the engine thread, which may be a step ahead."""
+    engine = SteppedEngine(LIMITS)
+    async with running(engine) as loop:
+        outboxes = [loop.submit(make(loop, "first", 50))]
+        await until(lambda: engine.n_begun == 1 and loop.admission.n_running == 1)
+        # The last ones are the first to get a slot; there are two.
+        outboxes += [loop.submit(make(loop, str(i), 50, priority=10 * i)) for i in range(5)]
+        engine.may_step.release()
+        while engine.n_begun < 2:  # without a chance for reports to be taken
+            time.sleep(0.001)  # noqa: ASYNC251  # see above
+        draining = asyncio.ensure_future(loop.drain(600.0))
+        await until(lambda: loop.is_draining)
+        engine.may_step.release(10_000)
+        ends = [await collect(outbox) for outbox in outboxes]
+        assert [len(tokens) for tokens, _ in ends] == [50, 50, 0, 0, 50, 50]
+        assert all(isinstance(error_of(end), Draining) for _, end in ends[2:4])
         assert await draining == 0
 
 

@@ -20,7 +20,7 @@ from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import DrafthouseError, Unauthenticated
 from drafthouse_server.scheduling.prefix_cache import CacheEvent
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import Event, FinishReason, Sequence
+from drafthouse_server.scheduling.sequence import Event, FinishReason, Sequence, SequenceState
 from drafthouse_server.step import SchedulerCounts, StepPlan, StepResult
 
 __all__ = ["EngineThread", "StepReport"]
@@ -97,6 +97,14 @@ class EngineThread:
     def mark(self, sequence: Sequence, end: FinishReason | DrafthouseError) -> None:
         """Asks for a sequence's end. Its slot is free after the step in flight."""
         self.post(self._scheduler.mark, sequence, end)
+
+    def refuse(self, sequence: Sequence, error: DrafthouseError) -> None:
+        """Asks for the end of a sequence, unless it has or had a slot by then."""
+        self.post(self._refuse, sequence, error)
+
+    def _refuse(self, sequence: Sequence, error: DrafthouseError) -> None:
+        if sequence.state is SequenceState.WAITING:
+            self._scheduler.mark(sequence, error)
 
     def charge(self, tenant: str, amount: float) -> None:
         """Counts units of service for a tenant, before the next plan; no step is interrupted."""

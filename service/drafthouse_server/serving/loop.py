@@ -366,7 +366,8 @@ class StepLoop:
         ]
         n_free = self._engine.limits.n_seq_max - (len(self._outboxes) - len(waiting))
         for sequence in waiting[max(0, n_free) :]:
-            self._mark(sequence, Draining(self._retry_after_s))
+            # It may have got a slot meanwhile: the engine thread knows.
+            self._thread.refuse(sequence, Draining(self._retry_after_s))
 
     async def _all_left(self) -> None:
         """Waits until those who were let in have left: those who are prepared, too."""
