@@ -45,6 +45,9 @@ def test_rpc_servers_are_off_and_beyond_loopback_only_when_told() -> None:
         {"yarn_ext_factor": -0.5},
         {"main_gpu": 16},
         {"cpu_moe": True, "n_cpu_moe": 3},
+        {"device_draft": ("RPC0",)},
+        {"gpu_layers_draft": 3},
+        {"gpu_layers_draft": -1, "model_draft": "d.gguf"},
     ],
     ids=str,
 )
@@ -76,6 +79,15 @@ class TestEngine:
                 "a=CPU,b=CPU",
             ),
             ({"load_mode": "mlock"}, "placement", "load_mode", "mlock"),
+            ({"device": ("CUDA0",)}, "draft", "devices", ("CUDA0",)),
+            ({"device_draft": ("none",)}, "draft", "devices", ()),
+            ({"device": ("CUDA0",), "device_draft": ("RPC0",)}, "draft", "devices", ("RPC0",)),
+            ({"tensor_split": ("3", "1")}, "draft", "tensor_split", (3.0, 1.0)),
+            ({"device_draft": ("A",), "tensor_split": ("3",)}, "draft", "tensor_split", ()),
+            ({"device_draft": ("A",), "main_gpu": 1}, "draft", "main_gpu", 0),
+            ({"cpu_moe": True}, "draft", "n_cpu_moe", 0),
+            ({"override_tensor": ("a=CPU",)}, "draft", "override_tensor", ""),
+            ({"device_draft": ("A",), "load_mode": "mlock"}, "draft", "load_mode", "mlock"),
             ({"cache_type_k": "q8_0"}, "cache", "type_k", "q8_0"),
             ({"cache_type_v": "q8_0"}, "cache", "type_v", "q8_0"),
             ({"cache_type_k_draft": "q8_0"}, "cache", "type_k_draft", "q8_0"),
@@ -99,10 +111,12 @@ class TestEngine:
 
         make = {
             "placement": loading._placement,
+            "draft": loading._draft_placement,
             "cache": loading._cache_params,
             "rope": loading._rope_params,
         }[part]
-        assert getattr(make(Config(**settings)), field) == wanted
+        drafter = {"draft_type": "simple", "model_draft": "d.gguf"} if part == "draft" else {}
+        assert getattr(make(Config(**drafter, **settings)), field) == wanted
 
     def test_the_words_are_those_of_the_engine(self) -> None:
         import drafthouse_engine as engine

@@ -65,6 +65,8 @@ class Survey:
         use_mmap: bool = True,
         load_mtp: bool = True,
         placement: Placement | None = None,
+        n_gpu_layers_draft: int | None = None,
+        draft_placement: Placement | None = None,
     ) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(

@@ -109,6 +109,30 @@ void check_shared_tables(const spec_model & target, const spec_model & draft) {
     }
 }
 
+// llama.cpp ends the process at a tensor that none of a context's devices can read, so what a draft
+// model takes from its target must lie where it computes itself: in the host's memory, which every
+// context reads, or on a device of its own.
+void check_table_places(const spec_model & target, const spec_model & draft) {
+    const std::vector<std::string> own = devices_of(draft.model.get());
+    for (const ggml_tensor * table : tables_taken(draft.model.get(), target.model.get())) {
+        if (table->buffer == nullptr || ggml_backend_buffer_is_host(table->buffer)) {
+            continue;
+        }
+        const ggml_backend_dev_t device =
+            ggml_backend_buft_get_device(ggml_backend_buffer_get_type(table->buffer));
+        if (device == nullptr || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+            continue; // weights that were put in another order for the CPU
+        }
+        const std::string name = ggml_backend_dev_name(device);
+        if (std::find(own.begin(), own.end(), name) == own.end()) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 std::string("the draft model has no \"") + ggml_get_name(table) +
+                     "\" of its own and takes the target's, which lies on " + name +
+                     "; the draft model's devices must hold " + name + ", too");
+        }
+    }
+}
+
 // A draft with a vocabulary of its own names the target's token of each of its rows; llama.cpp
 // ends the process at one that does not exist.
 void check_drafted_tokens(const spec_model & target, const spec_model & draft) {
@@ -229,6 +253,7 @@ void check_block_draft(const spec_model & target, const spec_model & draft,
     check_block_rows(target, draft, wants_dspark);
     check_layers_read(target, draft);
     check_shared_tables(target, draft);
+    check_table_places(target, draft);
     check_drafted_tokens(target, draft);
     check_selector(draft);
     layout_of(draft);
@@ -398,6 +423,7 @@ void check_eagle3(const spec_model & target, const spec_model & draft) {
                                               width + "; this target's have " +
                                               std::to_string(n_embd));
     }
+    check_table_places(target, draft);
     check_drafted_tokens(target, draft);
 }
 

@@ -164,6 +164,19 @@ std::vector<int32_t> layers_read(const llama_model * draft) {
     return std::vector<int32_t>(ids, ids + llama_model_target_layer_ids_n(draft));
 }
 
+// The target's tables that a draft model computes with because it has none of its own.
+std::vector<const ggml_tensor *> tables_taken(const llama_model * draft,
+                                              const llama_model * target) {
+    std::vector<const ggml_tensor *> taken;
+    if (draft->tok_embd == nullptr && target->tok_embd != nullptr) {
+        taken.push_back(target->tok_embd);
+    }
+    if (draft->output == nullptr && target->output != nullptr) {
+        taken.push_back(target->output);
+    }
+    return taken;
+}
+
 int32_t selector_top_k(const llama_model * draft) {
     return llama_model_dflash_selector_top_k(draft);
 }

@@ -482,6 +482,7 @@ class Config(DeviceSettings):
             check(self)
         _check_sizes(self)
         _check_drafts(self)
+        _check_draft_places(self)
 
     @property
     def is_open(self) -> bool:
@@ -576,3 +577,15 @@ def _check_drafts(config: Config) -> None:
         f"synth_rates has {n_rates} rates; expected as many as draft_max, {config.draft_max},"
         " and a draft_type",
     )
+
+
+def _check_draft_places(config: Config) -> None:
+    for name in ("device_draft", "gpu_layers_draft"):
+        value = getattr(config, name)
+        _require(
+            bool(config.model_draft) or value == SETTINGS[name].default,
+            name,
+            value,
+            f"{name} is of model_draft, and there is none; remove it (MTP heads are in the model,"
+            " and lie where it does)",
+        )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from drafthouse_server.access import is_loopback
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.setting import Rule, between, declare, one_of
+from drafthouse_server.setting import ALL, Rule, all_or_between, between, declare, one_of
 from drafthouse_server.sharing import SharingSettings
 
 __all__ = [
@@ -82,6 +82,21 @@ class DeviceSettings(SharingSettings):
         " alone. Empty: all. What there is, the log says at the start.",
     )
     """Names of devices; empty: all."""
+    device_draft: tuple[str, ...] = _devices(
+        (),
+        _ANY,
+        "Devices that the layers of model_draft are kept on, by name, whole layers by their free"
+        " memory; none: the CPU alone. Empty: placed as the model is.",
+        peers=("spec_draft_device",),
+    )
+    """Names of the drafter's devices; empty: as the target's."""
+    gpu_layers_draft: int | str = _devices(
+        ALL,
+        all_or_between(0, 10000),
+        "Layers of model_draft kept on an accelerator, if there is one: a number, or all.",
+        peers=("n_gpu_layers_draft", "spec_draft_ngl"),
+    )
+    """The drafter's layers on an accelerator: a number, or "all"."""
     split_mode: str = _devices(
         "layer",
         one_of(*SPLIT_MODES),
@@ -107,20 +122,21 @@ class DeviceSettings(SharingSettings):
         False,
         _ANY,
         "Keep the weights of all experts (mixture of experts) with the CPU, and the rest of each"
-        " layer on its device.",
+        " layer on its device. Not of model_draft.",
     )
     """Whether experts stay with the CPU."""
     n_cpu_moe: int = _devices(
         0,
         between(0, 10000),
-        "Keep the weights of the experts of the first so many layers with the CPU.",
+        "Keep the weights of the experts of the first so many layers with the CPU. Not of"
+        " model_draft.",
     )
     """Layers whose experts stay with the CPU."""
     override_tensor: tuple[str, ...] = _devices(
         (),
         _OVERRIDES,
         "Memory of single tensors, each as PATTERN=BUFFER TYPE: those whose name holds the regular"
-        " expression lie there, such as ffn_down=CPU. Empty: none.",
+        " expression lie there, such as ffn_down=CPU. Not of model_draft. Empty: none.",
     )
     """Memory of single tensors."""
     load_mode: str = _devices(

@@ -99,7 +99,7 @@ def test_the_draft_model_is_probed_too(
     assert str(deadly) in str(caught.value)
     eagle3 = Path(__file__).resolve().parents[2] / "models" / "tiny-mimo2-eagle3-f16.gguf"
     monkeypatch.setattr(drafthouse_engine, "probe_model", lambda *_, **__: "probed")
-    loading._probe(str(eagle3), config(harmless))  # it computes nothing without its target
+    loading._probe(str(eagle3), config(harmless), "all")  # it computes nothing without its target
 
 
 def test_what_loading_refuses_with_a_sentence_of_its_own_the_probe_leaves_to_it(

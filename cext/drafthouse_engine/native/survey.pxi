@@ -79,9 +79,11 @@ cdef class Survey:
         path: a GGUF file; of a split model, its first part.
         draft_path: the draft model, if there is to be one.
         n_gpu_layers: layers kept on an accelerator; −1 all.
+        n_gpu_layers_draft: the same of the draft model; None is n_gpu_layers.
         use_mmap: as the models will be loaded.
         load_mtp: as the target will be loaded.
         placement: as the models will be loaded.
+        draft_placement: as the draft model will be loaded; None is placement.
 
     Raises:
         ModelNotFound: a file does not exist or cannot be read.
@@ -108,22 +110,27 @@ cdef class Survey:
 
     def __cinit__(
         self, path, draft_path=None, *, n_gpu_layers=-1, use_mmap=True, load_mtp=True,
-        placement=None
+        placement=None, n_gpu_layers_draft=None, draft_placement=None
     ):
         cdef spec.spec_model_params target
         cdef spec.spec_model_params draft
         cdef bint has_draft = draft_path is not None
         cdef PlacementText places = PlacementText(placement)
+        cdef PlacementText draft_places = (
+            places if draft_placement is None else PlacementText(draft_placement))
         cdef int32_t rc
         self.path = os.fsdecode(path)
         self.draft_path = os.fsdecode(draft_path) if has_draft else ""
         encoded = encode(self.path, "path")
         encoded_draft = encode(self.draft_path, "draft_path")
         n_layers = int32_of(n_gpu_layers, "n_gpu_layers")
+        n_layers_draft = n_layers
+        if n_gpu_layers_draft is not None:
+            n_layers_draft = int32_of(n_gpu_layers_draft, "n_gpu_layers_draft")
         fill_survey_params(&target, encoded, n_layers, bool(use_mmap), bool(load_mtp))
-        fill_survey_params(&draft, encoded_draft, n_layers, bool(use_mmap), True)
+        fill_survey_params(&draft, encoded_draft, n_layers_draft, bool(use_mmap), True)
         places.fill(&target)
-        places.fill(&draft)
+        draft_places.fill(&draft)
         enter_call()
         with nogil:
             rc = spec.spec_survey_open(&target, &draft if has_draft else NULL, &self._handle)

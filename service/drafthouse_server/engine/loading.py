@@ -62,15 +62,12 @@ def load_engine(
         raise StartupError(_unbuilt)
     _prepare_devices(config)
     if config.probe:
-        for path in filter(None, (config.model, config.model_draft)):
-            _probe(path, config)
+        _probe(config.model, config, config.gpu_layers)
+        if config.model_draft:
+            _probe(config.model_draft, config, config.gpu_layers_draft)
     with _fitted(config) as (config, survey):  # noqa: PLR1704  # as it fits from here on
-        target = _load_model(
-            config, config.model, progress, load_mtp=_may_be_mtp(config), placed_by=survey
-        )
-    draft = None
-    if config.model_draft:
-        draft = _load_model(config, config.model_draft, progress)
+        target = _load_model(config, progress, placed_by=survey)
+    draft = _load_model(config, progress, is_draft=True) if config.model_draft else None
     if config.synth_rates:
         _log.warning(
             "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is not"
@@ -80,8 +77,8 @@ def load_engine(
     return _make_engine(config, target, draft, threads), threads
 
 
-def _n_gpu_layers(config: Config) -> int:
-    return -1 if isinstance(config.gpu_layers, str) else config.gpu_layers
+def _n_layers(setting: int | str) -> int:
+    return -1 if isinstance(setting, str) else setting
 
 
 def _may_be_mtp(config: Config) -> bool:
@@ -110,9 +107,11 @@ class Surveyor:
             self.survey = drafthouse_engine.Survey(
                 config.model,
                 config.model_draft or None,
-                n_gpu_layers=_n_gpu_layers(config),
+                n_gpu_layers=_n_layers(config.gpu_layers),
                 load_mtp=_may_be_mtp(config),
                 placement=_placement(config),
+                n_gpu_layers_draft=_n_layers(config.gpu_layers_draft),
+                draft_placement=_draft_placement(config),
             )
         with contextlib.ExitStack() as undo:
             undo.callback(self.survey.close)
@@ -344,9 +343,8 @@ def _prepare_devices(config: Config) -> None:
 
 
 def _placement(config: Config) -> drafthouse_engine.Placement:
-    devices = () if config.device == ("none",) else config.device or None
     return drafthouse_engine.Placement(
-        devices=devices,
+        devices=_named(config.device),
         split_mode=config.split_mode,  # type: ignore[arg-type]  # Config allows the same names only
         main_gpu=config.main_gpu,
         tensor_split=tuple(map(float, config.tensor_split)),
@@ -356,11 +354,24 @@ def _placement(config: Config) -> drafthouse_engine.Placement:
     )
 
 
+def _draft_placement(config: Config) -> drafthouse_engine.Placement:
+    placed = dataclasses.replace(_placement(config), override_tensor="", n_cpu_moe=0)
+    if not config.device_draft:
+        return placed
+    # Shares and the main device are those of the target's devices.
+    own = _named(config.device_draft)
+    return drafthouse_engine.Placement(devices=own, load_mode=placed.load_mode)
+
+
+def _named(names: tuple[str, ...]) -> tuple[str, ...] | None:
+    return () if names == ("none",) else names or None
+
+
 _OF_TARGETS = frozenset({"eagle3", "dflash"})
 """Architectures of draft models that compute nothing without their target."""
 
 
-def _probe(path: str, config: Config) -> None:
+def _probe(path: str, config: Config, gpu_layers: int | str) -> None:
     """Has a model of an architecture that is not proven decoded once in a process of its own.
 
     Raises:
@@ -386,7 +397,7 @@ def _probe(path: str, config: Config) -> None:
         n_threads=config.threads,
     )
     try:
-        problem = drafthouse_engine.probe_model(path, params, n_gpu_layers=_n_gpu_layers(config))
+        problem = drafthouse_engine.probe_model(path, params, n_gpu_layers=_n_layers(gpu_layers))
     except OSError as error:
         raise StartupError(
             f"the process that decodes {path!r} for the first time cannot be started: {error}; set"
@@ -398,19 +409,19 @@ def _probe(path: str, config: Config) -> None:
 
 def _load_model(
     config: Config,
-    path: str,
     progress: Callable[[str, float], object] | None,
     *,
-    load_mtp: bool = False,
+    is_draft: bool = False,
     placed_by: drafthouse_engine.Survey | None = None,
 ) -> drafthouse_engine.Model:
+    path = config.model_draft if is_draft else config.model
     with _explained(path):
         return drafthouse_engine.Model(
             path,
-            n_gpu_layers=_n_gpu_layers(config),
-            load_mtp=load_mtp,
+            n_gpu_layers=_n_layers(config.gpu_layers_draft if is_draft else config.gpu_layers),
+            load_mtp=not is_draft and _may_be_mtp(config),
             placed_by=placed_by,
-            placement=_placement(config),
+            placement=_draft_placement(config) if is_draft else _placement(config),
             # Returning None goes on; only False would stop the load.
             progress=None if progress is None else lambda share: progress(path, share),
         )
@@ -522,13 +533,11 @@ def _engine_params(
 
 
 def _cache_params(config: Config) -> drafthouse_engine.CacheParams:
-    return drafthouse_engine.CacheParams(
-        type_k=config.cache_type_k,  # type: ignore[arg-type]  # Config allows the same names only
-        type_v=config.cache_type_v,  # type: ignore[arg-type]  # Config allows the same names only
-        type_k_draft=config.cache_type_k_draft,  # type: ignore[arg-type]  # Config allows the same names only
-        type_v_draft=config.cache_type_v_draft,  # type: ignore[arg-type]  # Config allows the same names only
-        swa_full=config.swa_full,
-    )
+    types: dict[str, Any] = {  # Config allows the same names only
+        name: getattr(config, f"cache_{name}")
+        for name in ("type_k", "type_v", "type_k_draft", "type_v_draft")
+    }
+    return drafthouse_engine.CacheParams(**types, swa_full=config.swa_full)
 
 
 def _rope_params(config: Config) -> drafthouse_engine.RopeParams:
@@ -536,11 +545,7 @@ def _rope_params(config: Config) -> drafthouse_engine.RopeParams:
         scaling=config.rope_scaling,  # type: ignore[arg-type]  # Config allows the same names only
         freq_base=config.rope_freq_base,
         freq_scale=1 / config.rope_scale if config.rope_scale else 0.0,
-        yarn_orig_ctx=config.yarn_orig_ctx,
-        yarn_ext_factor=config.yarn_ext_factor,
-        yarn_attn_factor=config.yarn_attn_factor,
-        yarn_beta_slow=config.yarn_beta_slow,
-        yarn_beta_fast=config.yarn_beta_fast,
+        **{name: getattr(config, name) for name in SETTINGS if name.startswith("yarn_")},
     )
 
 
