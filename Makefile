@@ -19,7 +19,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: archs attacks cuda help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-device test-wheel tokenizer-counts wheel
+.PHONY: archs attacks cuda device-tests help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-device test-wheel tokenizer-counts wheel
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -131,6 +131,9 @@ test-device: dev ## the engine's tests on a device whose memory the host cannot 
 		echo "== models on the device: $$part"; \
 		$(VENV)/python -m pytest -p no:xdist -p tests.support.device --on-device $$part -q $(DEVICE_TESTS) $(ARGS) || exit 1; \
 	done
+
+device-tests: # the list, for scripts/gpu_tables.sh
+	@echo $(DEVICE_TESTS)
 
 soak-starts: dev ## N=1000 starts of a quick model under load from the first moment: none loses a stream
 	@$(VENV)/python -m tests.proofs.soak_starts --starts $(N) $(ARGS)

@@ -1,0 +1,192 @@
+#!/bin/sh
+# Takes the tables of a machine with a GPU, in pieces of less than ten minutes.
+#
+#   scripts/gpu_tables.sh               the pieces that are not done yet, as many as fit into BUDGET seconds (540)
+#   scripts/gpu_tables.sh NAME…         these pieces, done or not
+#   scripts/gpu_tables.sh --list        all pieces, how long each may take, and whether it is done
+#   scripts/gpu_tables.sh --dry-run     the commands of all pieces, or of those named; runs none of them
+#
+# Results are appended to gpu-tables.json and gpu-tables.md in the folder $OUT (build/gpu by default), which name the GPU;
+# the first of them is also how a later call, or one on another machine, knows what is done. A build that does not get
+# ready in its piece goes on in the next call. PEER=stock builds llama-server from the stock source in place of the one
+# that shares the engine's CUDA objects, which takes half the time. Without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER
+# with the wheels of `pip download`, and DRAFTHOUSE_LLAMA_CPP or DRAFTHOUSE_CACHE with the source.
+set -eu
+cd "$(dirname "$0")/.."
+out=${OUT:-build/gpu}
+work=build/gpu
+budget=${BUDGET:-540}
+peer_kind=${PEER:-shared}
+python=${PYTHON:-python3}
+export PATH="$PWD/.venv/bin:$PATH"
+
+pieces='build peer models tests own-0.6b own-1.2b own-hybrid quants prompts equal drafts gap fresh'
+
+# Seconds that a piece may take.
+seconds_of() {
+    case $1 in
+    build) echo 530 ;;
+    peer) echo 400 ;;
+    models | prompts | drafts) echo 400 ;;
+    quants | gap | fresh) echo 200 ;;
+    *) echo 300 ;;
+    esac
+}
+
+about() {
+    case $1 in
+    build) echo 'the engine with CUDA for this GPU, and what tests and benchmarks import' ;;
+    peer) echo "llama-server ($peer_kind)" ;;
+    models) echo 'models with random weights' ;;
+    tests) echo 'tokens of the GPU beside those of the CPU; the tests of make test-device' ;;
+    own-*) echo "each side's own defaults, ${1#own-}, at all widths" ;;
+    quants) echo "each side's own defaults, 0.6 B in Q8_0 and F16" ;;
+    prompts) echo 'the same with prompts of 1,000 and 4,000 tokens' ;;
+    equal) echo 'the same settings on both sides, 0.6 B' ;;
+    drafts) echo 'MTP drafts of acceptance 0.4, 0.6, 0.8, and none' ;;
+    gap) echo "the gap beside another tenant's prompt of 4,096 tokens" ;;
+    fresh) echo 'a server that has just started beside one that has run' ;;
+    esac
+}
+
+# The commands of a piece, a line each. @ is the file for its rows.
+commands_of() {
+    case $peer_kind in
+    stock) peer=build/peers/cmake/bin/llama-server ;;
+    *) peer=build/gpu/llama-server ;;
+    esac
+    peers="drafthouse-bench peers --peer $peer --rounds 3 --json @"
+    case $1 in
+    build)
+        echo "$python scripts/build.py"
+        echo "python -m pip install --quiet \$($python scripts/gpu_results.py packages)"
+        echo 'python -m pip install --quiet --no-deps --no-build-isolation --editable bench'
+        ;;
+    peer)
+        if [ "$peer_kind" = stock ]; then
+            echo "$python scripts/peers.py"
+        else
+            echo 'cmake --build build/cp3*-linux_* --target llama-server'
+            echo 'ln -sf ../../build/cp3*-linux_*/bin/llama-server build/gpu/llama-server'
+        fi
+        ;;
+    models)
+        # Side by side: each takes one core.
+        echo '{ echo qwen3-0.6b-like --quants Q4_0; echo qwen3-0.6b-like --quants Q8_0; echo qwen3-0.6b-like --quants F16;' \
+            'echo llama-1b-like --quants Q4_0; echo qwen35-0.8b-like --quants Q4_0; echo dense-0.6b --quants Q4_0; }' \
+            '| xargs -P 6 -L 1 python -m models.bench_models'
+        ;;
+    tests)
+        echo "python -m pytest -p no:xdist -p no:cacheprovider -q -m 'not bench' tests/engine/test_gpu.py \$(make -s device-tests)"
+        ;;
+    own-0.6b) echo "$peers --scenarios defaults --models qwen3-0.6b-like-Q4_0 --streams 1,4,8,16,32" ;;
+    own-1.2b) echo "$peers --scenarios defaults --models llama-1b-like-Q4_0 --streams 1,4,8,16,32" ;;
+    own-hybrid) echo "$peers --scenarios defaults --models qwen35-0.8b-like-Q4_0 --streams 1,4,8,16,32" ;;
+    quants) echo "$peers --scenarios defaults --models qwen3-0.6b-like-Q8_0,qwen3-0.6b-like-F16 --streams 1,8" ;;
+    prompts)
+        echo "$peers --scenarios defaults --models qwen3-0.6b-like-Q8_0,qwen3-0.6b-like-F16 --streams 1,8\
+ --n-prompts 1000,4000"
+        ;;
+    equal) echo "$peers --scenarios closed --models qwen3-0.6b-like-Q4_0 --drafts none --streams 1,4,8,16,32" ;;
+    drafts)
+        echo "$peers --scenarios closed --models dense-0.6b-Q4_0 --drafts none,mtp --acceptances 0.4,0.6,0.8\
+ --streams 1,8,32"
+        ;;
+    gap) echo "$peers --scenarios stall --stall-model dense-0.6b-Q4_0 --n-long 4096" ;;
+    fresh) echo 'drafthouse-bench fresh --models qwen3-0.6b-like-Q4_0 --streams 1,8' ;;
+    *)
+        echo "there is no piece \"$1\"; --list shows all" >&2
+        return 2
+        ;;
+    esac
+}
+
+results() {
+    OUT=$out "$python" scripts/gpu_results.py "$@"
+}
+
+show() {
+    results done >"$work/done"
+    for piece in $pieces; do
+        state=' '
+        grep -qx "$piece" "$work/done" && state=x
+        printf '[%s] %-10s up to %3s s  %s\n' "$state" "$piece" "$(seconds_of "$piece")" "$(about "$piece")"
+    done
+}
+
+# Runs the commands of a piece, one after the other, within the time that is left. Returns the first exit code that is not 0.
+run_piece() {
+    piece=$1
+    left=$2
+    : >"$work/$piece.txt"
+    rm -f "$work/$piece.json"
+    commands_of "$piece" | sed "s,@,$work/$piece.json," >"$work/$piece.sh"
+    timeout --kill-after=20 "$left" sh -eu "$work/$piece.sh" </dev/null >>"$work/$piece.txt" 2>&1
+}
+
+mkdir -p "$work"
+case ${1:-} in
+--list)
+    show
+    exit 0
+    ;;
+--dry-run)
+    shift
+    for piece in ${*:-$pieces}; do
+        commands=$(commands_of "$piece")
+        echo "# $piece"
+        echo "$commands"
+    done
+    exit 0
+    ;;
+-*)
+    sed -n '2,8p' "$0" >&2
+    exit 2
+    ;;
+esac
+
+for piece in "$@"; do
+    commands_of "$piece" >/dev/null
+done
+if ! nvidia-smi --query-gpu=name,driver_version,memory.total,compute_cap --format=csv,noheader >"$work/gpu.txt" 2>&1; then
+    echo "error: nvidia-smi finds no GPU here: $(head -n 1 "$work/gpu.txt")" >&2
+    exit 1
+fi
+cat "$work/gpu.txt"
+arguments=$("$python" scripts/cuda.py --print-args)
+CMAKE_ARGS="$arguments ${CMAKE_ARGS:-}"
+if [ "$peer_kind" != stock ]; then
+    # In the engine's own tree, and built on demand: the same objects of ggml and llama.cpp.
+    CMAKE_ARGS="$CMAKE_ARGS -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_USE_PREBUILT_UI=OFF"
+fi
+export CMAKE_ARGS
+mkdir -p "$out"
+results done >"$work/done"
+started=$(date +%s)
+n_failed=0
+n_run=0
+for piece in ${*:-$pieces}; do
+    if [ $# -eq 0 ] && grep -qx "$piece" "$work/done"; then
+        continue
+    fi
+    elapsed=$(($(date +%s) - started))
+    if [ "$n_run" -gt 0 ] && [ $((elapsed + $(seconds_of "$piece"))) -gt "$budget" ]; then
+        echo "next: $piece"
+        exit "$((n_failed > 0))"
+    fi
+    n_run=$((n_run + 1))
+    echo "== $piece: $(about "$piece")"
+    code=0
+    began=$(date +%s)
+    run_piece "$piece" "$((budget - elapsed))" || code=$?
+    took=$(($(date +%s) - began))
+    results record "$piece" --code "$code" --seconds "$took" --peer "$peer_kind"
+    echo "$piece: exit code $code after $took s"
+    if [ "$code" -ne 0 ]; then
+        tail -n 20 "$work/$piece.txt" >&2
+        n_failed=$((n_failed + 1))
+        case $piece in build | peer | models) exit 1 ;; esac
+    fi
+done
+echo "no piece is left; the tables are in $out/gpu-tables.md"
+exit "$((n_failed > 0))"
