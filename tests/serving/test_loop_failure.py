@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 import drafthouse
-from drafthouse_server.cli.serve import FAILED, LISTENS_AT
+from drafthouse_server.cli.serve import FAILED, LISTENS_AT, LOST
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import ServerFailed
@@ -52,6 +52,34 @@ BROKEN = textwrap.dedent(
     """.replace("N_STREAMS", str(N_STREAMS))
 )
 
+# The same with a device that never answers.
+HUNG = textwrap.dedent(
+    """
+    import sys
+    import threading
+    from drafthouse_server.cli import main, serve
+    from drafthouse_server.engine.fake import FakeEngine
+
+    class Hung(FakeEngine):
+        def step(self, plan):
+            threading.Event().wait()
+
+    serve.LlamaEngine.load = lambda *_: Hung()
+    bounds = ["--step-timeout-s", "0.1", "--unhealthy-exit-s", "0.1"]
+    sys.exit(main.main(["serve", "--port", "0", "--draft-policy", "fixed", *bounds]))
+    """
+)
+
+
+async def target_of(process: asyncio.subprocess.Process) -> str:
+    """Returns where a process that was just started listens."""
+    assert process.stdout is not None
+    while True:
+        line = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
+        assert line, (await process.communicate())[1].decode()
+        if line.startswith(LISTENS_AT):
+            return line.removeprefix(LISTENS_AT).strip()
+
 
 async def watch(target: str, told: list[int]) -> None:
     """Notes what health says until the server is gone."""
@@ -75,13 +103,7 @@ async def test_a_served_process_tells_every_stream_and_ends_with_its_code(
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        assert process.stdout is not None
-        target = ""
-        while not target:
-            line = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
-            assert line, (await process.communicate())[1].decode()
-            if line.startswith(LISTENS_AT):
-                target = line.removeprefix(LISTENS_AT).strip()
+        target = await target_of(process)
         told: list[int] = []
         watching = asyncio.create_task(watch(target, told))
         await eventually(lambda: bool(told))
@@ -105,6 +127,25 @@ async def test_a_served_process_tells_every_stream_and_ends_with_its_code(
     log = err.decode()
     assert "a bug of ours" in log, "the trace"
     assert log.splitlines()[-1].startswith("drafthouse: the step loop failed"), "what to do"
+
+
+async def test_a_served_process_whose_step_never_ends_tells_its_streams_and_ends() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", HUNG),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with drafthouse.AsyncClient(await target_of(process), retry=None) as client:
+            with pytest.raises(drafthouse.EngineFailure) as caught:
+                await client.generate("x")
+            assert caught.value.metadata["status"] == "STEP_TIMEOUT"
+        _, err = await asyncio.wait_for(process.communicate(), 20)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == LOST == 71
+    assert "\ndrafthouse: the engine has not worked for 0.1 seconds" in err.decode(), "why"
 
 
 class BrokenScheduler(Scheduler):

@@ -47,7 +47,8 @@ class Bell:
                 os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Stops listening. Nobody may ring any more."""
+        """Stops listening. Nobody may ring any more. Harmless when done twice."""
         fd, self._fd = self._fd, -1
-        asyncio.get_running_loop().remove_reader(fd)
-        os.close(fd)
+        if fd >= 0:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
