@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.support.databases import Daemon, postgresql
 import drafthouse
 from drafthouse.v1 import usage_pb2, usage_pb2_grpc
 from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.rpc import usage as service
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.tenancy import key_ring, store
 from drafthouse_server.tenancy.store import StoreUsage
@@ -88,6 +91,31 @@ async def test_with_a_store_usage_is_there_and_budgets_go_on_after_a_restart(
             await client.generate("x", max_output_tokens=17).result()
         await client.generate("x", max_output_tokens=16).result()
     assert await listed(server, key) == [3, 5, 16]
+
+
+@pytest.mark.parametrize("last", [[1.0, "\ud800"], [1.0, "x" * 26], [float("nan"), "0" * 26]])
+async def test_a_page_token_of_the_clients_own_making_stops_no_other_list(
+    start_server: ServerFactory, tmp_path: Path, last: list[object]
+) -> None:
+    shell = Shell(f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "pepper")
+    settings: dict[str, Any] = shell.settings | {"usage_journal": str(tmp_path / "usage")}
+    server = await start_server(**settings)
+    key, other = shell.add_key(), shell.add_key("bob")
+    async with client_of(server, other) as client:
+        await client.generate("x", max_output_tokens=3).result()
+    # How a token is made is no secret.
+    digest = service._digest(usage_pb2.ListUsageRequest(), "acme")
+    token = base64.urlsafe_b64encode(json.dumps([digest, *last]).encode()).decode()
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = usage_pb2_grpc.UsageServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListUsage(
+                usage_pb2.ListUsageRequest(page_token=token),
+                metadata=(("authorization", f"Bearer {key}"),),
+            )
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (caught.value.details() or "").startswith("page_token: ")
+    assert await listed(server, other) == [3]
 
 
 async def test_without_a_store_budgets_go_on_after_a_restart_too(

@@ -343,6 +343,16 @@ def test_what_waits_together_shares_a_commit_and_fails_alone(store: Store) -> No
     assert isinstance(late.exception(60), StoreError), "the thread has ended"
 
 
+def test_what_no_database_can_be_asked_fails_alone(store: Store) -> None:
+    """Half of a surrogate pair is in no UTF-8; drivers raise what SQLAlchemy does not know."""
+    reader = StoreThread(store, is_writing=False)
+    error = reader.submit(lambda c: records.find_keys(c, ["\ud800"])).exception(60)
+    assert isinstance(error, StoreError)
+    assert not error.is_away, "the store is there"
+    assert reader.submit(lambda c: records.find_keys(c, ["k1"])).result(60) == []
+    reader.close(60)
+
+
 @pytest.mark.parametrize("kind", ["deleted", "replaced"])
 def test_a_file_that_goes_is_told_and_one_in_its_place_is_read(tmp_path: Path, kind: str) -> None:
     path, other = tmp_path / "store.db", tmp_path / "other.db"

@@ -120,6 +120,7 @@ def test_what_no_database_takes_is_kept_as_far_as_it_does(store: UsageStore) -> 
     found = store.find(UsageQuery())
     assert [record.n_output for record in found] == [10, 20]
     assert found[0].end_user[0] + found[0].end_user[2] == "ab"
+    assert not store.find(UsageQuery(key_id="k\0"))
 
 
 def test_pages_have_every_record_once_whatever_comes_in_between(store: UsageStore) -> None:

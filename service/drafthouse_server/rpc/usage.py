@@ -7,6 +7,8 @@ import base64
 import binascii
 import hashlib
 import json
+import math
+import re
 from typing import Any, TypeAlias
 
 import grpc
@@ -32,6 +34,7 @@ __all__ = ["UsageService", "record_message"]
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # at run time it is not generic
 
 _N_PAGE_MAX, _N_PAGE_DEFAULT = 1000, 100
+_RECORD_ID = re.compile(r"[0-9A-Z]{26}")
 
 
 class UsageService(UsageServiceServicer):
@@ -111,14 +114,18 @@ def _to_token(last: UsageRecord, digest: str) -> str:
 
 
 def _to_cursor(token: str, digest: str) -> UsageCursor | None:
-    """Returns where the page before has ended; None where it was no page of these conditions."""
+    """Returns where the page before has ended; None where it was no page of these conditions.
+
+    A client may have written the token itself: a text that no database takes must not reach one.
+    """
     if not token:
         return None
     try:
         of, ended_at, record_id = json.loads(base64.urlsafe_b64decode(token.encode()))
     except (binascii.Error, UnicodeError, ValueError, TypeError, RecursionError):
         return None
-    is_whole = isinstance(ended_at, float) and isinstance(record_id, str)
+    is_place = isinstance(ended_at, float) and math.isfinite(ended_at)
+    is_whole = is_place and isinstance(record_id, str) and _RECORD_ID.fullmatch(record_id)
     return UsageCursor(ended_at, record_id) if is_whole and of == digest else None
 
 

@@ -157,6 +157,11 @@ class Store:
             problem = f"the store {self.shown} cannot be used: {_reason(error)}"
             is_away = not isinstance(error, exc.IntegrityError | exc.DataError)
             raise StoreError(problem, is_away=is_away) from error
+        except (UnicodeError, OverflowError) as error:
+            # Drivers say so of texts and numbers that no database has, and SQLAlchemy does not
+            # know it. Unknown, it would end the thread that works for all.
+            problem = f"the store {self.shown} cannot be asked: {error}"
+            raise StoreError(problem, is_away=False) from error
 
     def _check_file(self) -> None:
         """Sees to it that a file that was replaced, as by a backup, is opened anew."""
@@ -472,7 +477,10 @@ class StoreUsage:
             UsageStoreFailed: It cannot tell.
         """
         after = query.after and (query.after.ended_at, query.after.record_id)
-        asked = {field.name: getattr(query, field.name) for field in dataclasses.fields(query)}
+        asked: dict[str, Any] = {
+            field.name: _as_stored(getattr(query, field.name))
+            for field in dataclasses.fields(query)
+        }
         work = functools.partial(_find_usage, **asked | {"after": after})
         return [_record_of(row) for row in self._do(self._reader, work)]
 
@@ -535,13 +543,15 @@ def _row_of(record: UsageRecord) -> dict[str, object]:
     row: dict[str, object] = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
-        # PostgreSQL has no character 0. Only the end user's name is a client's; it may have one.
-        row[field.name] = (
-            value.replace("\0", "\ufffd")[: _LENGTHS[field.name]]
-            if isinstance(value, str)
-            else value
-        )
+        # Only the end user's name is a client's; it may have any character.
+        stored = _as_stored(value)
+        row[field.name] = stored[: _LENGTHS[field.name]] if isinstance(stored, str) else stored
     return row
+
+
+def _as_stored(value: object) -> object:
+    """Returns a value as the store has it: PostgreSQL has no character 0."""
+    return value.replace("\0", "\ufffd") if isinstance(value, str) else value
 
 
 def _forget(future: asyncio.Future[Any]) -> None:
