@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -262,6 +263,38 @@ async def test_drain_lets_running_streams_finish_and_refuses_new_ones(
         n_tokens = sum([len(chunk.token_ids) async for chunk in chunks])
         assert 0 < n_tokens < 100
         assert (await stream.result()).usage.output_tokens == 100
+    await serving
+
+
+async def test_the_first_signal_leaves_a_drain_its_time_and_the_second_ends_it(
+    gated_engine: GatedEngine, free_port: int, eventually: Eventually
+) -> None:
+    """As where an operator drains a server, and what supervises it then sends SIGTERM."""
+    config = Config(port=0, admin_port=free_port, draft_policy="fixed")
+    server = Server(config, lambda: gated_engine)
+    ready = asyncio.Event()
+    serving = asyncio.create_task(server.serve(lambda _: ready.set()))
+    await ready.wait()
+    async with client_of(server) as client, admin(free_port) as stub:
+        streams = [client.generate("hello", max_output_tokens=n) for n in (100, 900)]
+        chunks = [aiter(stream) for stream in streams]
+        for stream in chunks:
+            await anext(stream)
+        gated_engine.hold()
+        await stub.Drain(admin_pb2.DrainRequest(timeout=Duration(seconds=600)))
+        signal.raise_signal(signal.SIGTERM)
+        await eventually(lambda: server.loop.is_draining)
+        gated_engine.release()
+        async for _ in chunks[0]:
+            pass
+        gated_engine.hold()
+        assert (await streams[0].result()).usage.output_tokens == 100
+        signal.raise_signal(signal.SIGTERM)
+        await eventually(server._force.is_set)
+        gated_engine.release()
+        with pytest.raises(drafthouse.DrafthouseError):
+            async for _ in chunks[1]:
+                pass
     await serving
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import signal
 from collections.abc import Callable, Iterator
@@ -95,11 +96,15 @@ def _is_fault(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def _on_signals(act: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Lets signals that stop a server call something, for the time of a block."""
-    loop = asyncio.get_running_loop()
+def _on_signals(act: Callable[[signal.Signals, int], None]) -> Iterator[None]:
+    """Lets signals that stop a server call something, with their number, for the time of a block.
+
+    Args:
+        act: Called with the signal, and how many have come by then.
+    """
+    loop, counts = asyncio.get_running_loop(), itertools.count(1)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, act, number)
+        loop.add_signal_handler(number, lambda number: act(number, next(counts)), number)
     try:
         yield
     finally:
@@ -240,10 +245,13 @@ class Server:
             task = asyncio.create_task(self.loop.drain(timeout_s))
             self._side.callback(task.cancel)
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        _log.info("%s: %s", number.name, "ending now" if self._stop.is_set() else "draining")
+    def _on_signal(self, number: signal.Signals, n_signals: int = 1) -> None:
+        _log.info("%s: %s", number.name, "ending now" if n_signals > 1 else "draining")
         self._audit.note(f"signal:{number.name}", "Drain", "server")
-        self.stop()
+        # The first one after a drain that an operator has begun leaves that its time: whoever
+        # supervises the server sends it, too.
+        if n_signals > 1 or not self._stop.is_set():
+            self.stop()
 
     async def startup(self) -> None:
         """Loads the model, starts the text workers, and listens.
