@@ -45,6 +45,19 @@ def test_tenants_take_turns_and_a_flood_delays_its_own_tenant_only() -> None:
     assert drain(queue) == ["a0", "b4", "c5", "a1", "b6", "a2", "a3"]
 
 
+def test_a_weight_that_changes_counts_for_a_tenant_that_always_waits() -> None:
+    """An operator changes weights while there is a crowd, and no queue is ever empty then."""
+    queue = fill(*(make(i) for i in range(6)), *(make(i, "b") for i in range(6, 18)))
+    assert queue.pop().tenant == "a"
+    queue._counters.charge("a", 1)
+    late = make(18, "b")
+    late.weight = 4.0
+    queue.push(late)
+    queue.push(make(19, "b", is_preempted=True))  # it knows no better than when it came
+    names = [name[0] for name in drain(queue)]
+    assert names[:10].count("b") == 8, "four of five"
+
+
 def test_priority_counts_inside_a_tenant_only() -> None:
     queue = fill(make(0), make(1, priority=5), make(2, "b"), make(3, "b", priority=9))
     assert drain(queue) == ["a1", "b3", "a0", "b2"]

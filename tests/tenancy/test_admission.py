@@ -79,6 +79,24 @@ def test_two_tenants_cannot_lock_out_a_third() -> None:
     admission.admit(Tenant("d"))
 
 
+def test_a_share_is_that_of_the_weight_as_it_is_now() -> None:
+    admission = Admission(n_waiting_max=100, retry_after_s=1.0)
+    first = [admission.admit(Tenant("a", weight=3.0)) for _ in range(75)]
+    for _ in range(25):
+        admission.admit(Tenant("b"))
+    with pytest.raises(QueueFull):
+        admission.admit(Tenant("b"))
+    with pytest.raises(QueueFull):
+        admission.admit(Tenant("a"))  # an operator has set its weight to that of b
+    for _ in range(25):
+        admission.admit(Tenant("b"))
+    with pytest.raises(QueueFull):
+        admission.admit(Tenant("b"))
+    for ticket in first:
+        ticket.give_back()
+    assert admission._all_weights == 1.0
+
+
 def test_a_place_is_promised_by_how_fast_they_are_given_back_and_once() -> None:
     now = 0.0
     admission = Admission(4, retry_after_s=5.0, clock=lambda: now)

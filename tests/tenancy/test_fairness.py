@@ -174,6 +174,20 @@ def test_shares_of_slots_are_by_weight() -> None:
     assert counters.over_served("a", {"b": 4}, 4) == ["b"]
 
 
+def test_a_weight_that_changes_while_its_tenant_waits_counts_from_then_on() -> None:
+    counters = waiting("a", "b")
+    counters.charge("b", 40)
+    counters.set_weight("b", 4.0)
+    assert counters.of("b") == 40, "what was given before"
+    counters.charge("b", 40)
+    assert counters.of("b") == 50
+    assert counters.over_served("a", {"b": 4}, 5) == [], "four of five are b's"
+    assert counters.over_served("a", {"b": 5}, 5) == ["b"]
+    counters.leave("b")
+    counters.leave("a")
+    assert counters._waiting_weight == 0.0
+
+
 def test_the_most_served_gives_first() -> None:
     counters = waiting("a", "b", "c")
     counters.charge("a", 200)

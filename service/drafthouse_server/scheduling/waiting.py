@@ -81,6 +81,9 @@ class WaitingQueue:
         if line is None:
             line = self._lines[sequence.tenant] = _Line()
             self._counters.join(sequence.tenant, sequence.weight)
+        elif not sequence.is_preempted:
+            # Of a tenant that always waits the last one knows what the share is by now.
+            self._counters.set_weight(sequence.tenant, sequence.weight)
         heappush(line.heap, (sequence.rank, sequence))
         line.n_live += 1
         self._n_live += 1

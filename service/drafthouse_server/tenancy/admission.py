@@ -332,6 +332,9 @@ class Admission:
         places = self._tenants.get(tenant.name)
         if places is None:
             places = _Places(tenant.weight, Turnstile(self._retry_after_s))
+        elif places.weight != tenant.weight:  # it was changed while requests of it are here
+            self._all_weights += tenant.weight - places.weight
+            places.weight = tenant.weight
         self._check_quotas(tenant, places, end_user)
         if not (self._has_room(n_bytes) or self._is_below_share(tenant.name, places, n_bytes)):
             raise QueueFull(self.n_waiting, self._queue.wait_s(self._clock()))

@@ -198,6 +198,14 @@ class VirtualCounters:
             self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapify(self._heap)
 
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """Notes that a tenant which waits has another share from now on, > 0.
+
+        What it was given before counts as it did.
+        """
+        self._waiting_weight += weight - self._weights[tenant]
+        self._weights[tenant] = weight
+
     def leave(self, tenant: str) -> None:
         """Notes that nothing of a tenant waits any more."""
         del self._waiting[tenant]
