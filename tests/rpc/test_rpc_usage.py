@@ -376,6 +376,33 @@ async def test_a_list_is_admitted_as_any_call(
     assert server.loop.admission.n_active == 0
 
 
+async def test_lists_that_take_long_hold_up_no_other_tenant_and_no_other_work(
+    start_server: ServerFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+) -> None:
+    server = await start_server(usage_journal=str(tmp_path), tenants=TenantRegistry(KEYS))
+    assert server._accounting is not None
+    journal = server._accounting.journal
+    assert journal is not None
+    find, may_find = journal.shipper.find, threading.Event()
+
+    def find_later(query: UsageQuery) -> Sequence[UsageRecord]:
+        assert query.tenant == "b" or may_find.wait(100)
+        return find(query)
+
+    monkeypatch.setattr(journal.shipper, "find", find_later)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = usage_pb2_grpc.UsageServiceStub(channel)
+        many = [asyncio.ensure_future(list_pages(stub, "key-a")) for _ in range(40)]
+        await eventually(lambda: server.loop.admission.n_active == 40)
+        await asyncio.wait_for(asyncio.to_thread(int), 20)  # audit trail, metrics, certificates
+        assert not (await list_pages(stub, "key-b"))[0]
+        may_find.set()
+        assert await asyncio.gather(*many) == [([], 1)] * 40
+
+
 async def test_what_a_list_cannot_be_asked_for_is_told_by_its_field(
     start_server: ServerFactory, tmp_path: Path
 ) -> None:

@@ -380,6 +380,7 @@ class Server:
         if accounting.journal is not None:
             shipper = accounting.journal.shipper
             usage = UsageService(shared, shipper, retry_after_s=config.retry_after_s)
+            self._side.callback(usage.close)
             usage_pb2_grpc.add_UsageServiceServicer_to_server(usage, server)
         if has_reflection(config):
             names = [service.full_name for service in services]

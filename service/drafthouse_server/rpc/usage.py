@@ -9,7 +9,9 @@ import hashlib
 import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -35,10 +37,15 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # at run time it is 
 
 _N_PAGE_MAX, _N_PAGE_DEFAULT = 1000, 100
 _RECORD_ID = re.compile(r"[0-9A-Z]{26}")
+_N_LISTS = 2
+"""Lists that are read at once, of different tenants."""
 
 
 class UsageService(UsageServiceServicer):
     """Lists usage records.
+
+    Reading may take seconds. So it has threads of its own, for which the tenants wait in turn: one
+    that asks for many lists at once holds up neither the others nor what else needs a thread.
 
     Args:
         shared: What is offered, and to whom.
@@ -50,6 +57,12 @@ class UsageService(UsageServiceServicer):
         self._shared = shared
         self._shipper = shipper
         self._retry_after_s = retry_after_s
+        self._readers = ThreadPoolExecutor(_N_LISTS, thread_name_prefix="usage-list")
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def close(self) -> None:
+        """Reads no more lists; those that are being read are read to their end."""
+        self._readers.shutdown(wait=False)
 
     async def ListUsage(
         self, request: usage_pb2.ListUsageRequest, context: _Context
@@ -59,8 +72,10 @@ class UsageService(UsageServiceServicer):
         async with self._shared.let_in(request.ByteSize()):
             n_page = request.page_size or _N_PAGE_DEFAULT
             query = _to_query(request, tenant, n_page + 1)  # one more tells whether there is a page
+            find, loop = self._shipper.find, asyncio.get_running_loop()
             try:
-                found = await asyncio.to_thread(self._shipper.find, query)
+                async with self._locks.setdefault(tenant, asyncio.Lock()):
+                    found = await loop.run_in_executor(self._readers, find, query)
             except UsageStoreFailed as error:
                 raise UsageUnavailable(self._retry_after_s, "listed") from error
         page = found[:n_page]
