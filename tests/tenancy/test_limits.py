@@ -202,6 +202,20 @@ def test_a_month_is_the_calendars_and_running_requests_go_on() -> None:
     assert 0 < left_s <= 31 * 86400
 
 
+def test_a_clock_that_goes_to_another_month_and_back_gives_no_budget_twice() -> None:
+    tenant, limits = Tenant("acme", tokens_per_month=1000), Limits()
+    first = limits.reserve(tenant, 400, 500, 0.0, MONTH)
+    second = limits.reserve(tenant, 300, 500, 0.0, NEXT)
+    with pytest.raises(QuotaExceeded):
+        limits.reserve(tenant, 100, 100, 0.0, MONTH)
+    limits.settle(tenant, first, 400, 100, 0.0)
+    limits.settle(tenant, second, 300, 100, 0.0)
+    assert [limits.n_month(tenant, month) for month in (MONTH, NEXT)] == [500, 400]
+    for number in range(1, 20):
+        limits.reserve(tenant, 1, 1, 0.0, Month(f"{2027 + number}-01", 1.0))
+    assert len(limits._used(tenant).n_of_months) == 2
+
+
 def test_a_prompt_that_is_too_long_is_refused_for_good() -> None:
     limits, tenant = Limits(), Tenant("acme", n_prompt_max=100, n_output_max=50, n_draft_max=2)
     with pytest.raises(QuotaExceeded) as caught:

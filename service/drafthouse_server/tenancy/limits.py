@@ -71,6 +71,9 @@ _SWEEP_S = 1.0
 _MONTH_WAIT_S_MAX = 3600.0
 """Clients are told to wait for the next month if it begins in so many seconds."""
 
+_N_MONTHS = 2
+"""Months of the calendar of which is known what was used."""
+
 _N_MEMORY = 32
 """Requests over which the length of a tenant's outputs is averaged."""
 
@@ -233,10 +236,9 @@ class _Used:
     """Requests of each."""
     swept_at: float = -math.inf
     """When those with nothing to remember were forgotten last."""
-    month: str = ""
-    """The last month that anything was used in."""
-    n_month: int = 0
-    """Tokens used in it, those reserved included."""
+    n_of_months: dict[str, int] = field(default_factory=dict)
+    """Tokens used by month, those reserved included: of the last two, for a clock that goes back
+    must not give a budget a second time."""
     n_outputs: int = 0
     """Requests that the mean is of."""
     mean_output: float = 0.0
@@ -311,7 +313,7 @@ class Limits:
         except QuotaExceeded:
             self._settle(tenant, INPUT, -n_prompt, now)
             raise
-        used.n_month += n_prompt + n_output
+        _count_month(used, month.name, n_prompt + n_output)
         return Reserved(n_prompt, n_output, month.name)
 
     def settle(
@@ -330,8 +332,8 @@ class Limits:
         surplus_in, surplus_out = n_prompt - reserved.n_prompt, n_output - reserved.n_output
         self._settle(tenant, INPUT, surplus_in, now)
         self._settle(tenant, OUTPUT, surplus_out, now)
-        if used.month == reserved.month:
-            used.n_month += surplus_in + surplus_out
+        if reserved.month in used.n_of_months:
+            used.n_of_months[reserved.month] += surplus_in + surplus_out
         if n_prompt:
             used.n_outputs = min(used.n_outputs + 1, _N_MEMORY)
             used.mean_output += (n_output - used.mean_output) / used.n_outputs
@@ -354,15 +356,11 @@ class Limits:
             n_tokens: Tokens of prompts and outputs.
             month: Of the calendar.
         """
-        used = self._tenants.setdefault(tenant, _Used())
-        if used.month != month.name:
-            used.month, used.n_month = month.name, 0
-        used.n_month += n_tokens
+        _count_month(self._tenants.setdefault(tenant, _Used()), month.name, n_tokens)
 
     def n_month(self, tenant: Tenant, month: Month) -> int:
         """Returns the tokens that a tenant has used in a month, those reserved included."""
-        used = self._used(tenant)
-        return used.n_month if used.month == month.name else 0
+        return self._used(tenant).n_of_months.get(month.name, 0)
 
     def _used(self, tenant: Tenant) -> _Used:
         used = self._tenants.get(tenant.name)
@@ -385,10 +383,8 @@ class Limits:
             meter.settle(surplus, rate, now)
 
     def _check_month(self, tenant: Tenant, used: _Used, n_tokens: int, month: Month) -> None:
-        if used.month != month.name:
-            used.month, used.n_month = month.name, 0
         budget = tenant.tokens_per_month
-        if budget is None or used.n_month + n_tokens <= budget:
+        if budget is None or used.n_of_months.get(month.name, 0) + n_tokens <= budget:
             return
         # A client must not sleep for weeks.
         retry_after_s = month.left_s if month.left_s <= _MONTH_WAIT_S_MAX else None
@@ -423,6 +419,13 @@ class EndUserNames:
             return "others"
         self._known.add(name)
         return name
+
+
+def _count_month(used: _Used, month: str, n_tokens: int) -> None:
+    months = used.n_of_months
+    months[month] = months.pop(month, 0) + n_tokens  # the last one is the one that is used
+    if len(months) > _N_MONTHS:
+        del months[next(iter(months))]
 
 
 def rate_exceeded(tenant: Tenant, metric: str, wait_s: float) -> QuotaExceeded:
