@@ -100,6 +100,13 @@ def test_a_key_is_revoked_and_replaced(shell: Shell) -> None:
     assert len(json.loads(shell.run("keys", "list", "--json"))) == 3, "no key in its place"
 
 
+def test_a_key_that_outlives_the_calendar_is_shown_and_listed(shell: Shell) -> None:
+    """Else it would be in the store, unseen, and no key could be listed any more."""
+    key = shell.run("keys", "add", "--tenant", "acme", "--expires", "999999w")
+    assert id_of_key(key.strip()) is not None
+    assert "9999-12-31 23:59" in shell.run("keys", "list")
+
+
 def test_tenants_are_added_limited_listed_and_deleted(shell: Shell) -> None:
     shell.run("tenants", "add", "acme", "weight=2.5", "models=small,big")
     shell.run("tenants", "set", "acme", "max_streams=3", "weight=none")

@@ -43,6 +43,8 @@ _Commands = argparse._SubParsersAction  # argparse has no public name for it
 _Result = TypeVar("_Result")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _N_LABEL_MAX = 128
+_LAST_S = int(datetime(9999, 12, 31, 23, 59, tzinfo=UTC).timestamp())
+"""The last minute that a `datetime` can tell."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -298,10 +300,10 @@ def _as_json(key: KeyRecord, now: int) -> dict[str, object]:
 
 
 def as_time(seconds: int | None) -> str:
-    """Returns a time for people, in UTC."""
+    """Returns a time for people, in UTC; of later ones the last minute of the year 9999."""
     if seconds is None:
         return "–"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(min(seconds, _LAST_S), UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def tenant_name(text: str) -> str:
