@@ -114,6 +114,17 @@ def test_what_a_pool_forgets_is_gone_and_what_came_later_stays() -> None:
     assert pool.n_tokens("a") == 2 * N_CHUNK
 
 
+def test_a_tenants_end_users_take_no_other_tenants_pool() -> None:
+    pool = NgramPool(2 * N_CHUNK, 2)
+    text = list(range(N_CHUNK))
+    for owner in ("a", "b\0ann", *(f"c\0{i}" for i in range(1000))):
+        pool.add(owner, text)
+        pool.index()
+    assert pool.find("a", [3, 4]) == pool.find("b\0ann", [3, 4]) == (text, 5)
+    kept = [i for i in range(1000) if pool.find(f"c\0{i}", [3, 4])]
+    assert kept == list(range(746, 1000)), "254 of 256, those of last"
+
+
 def test_a_pool_forgets_no_younger_text_with_the_same_words() -> None:
     pool = NgramPool(2 * N_CHUNK, 2)
     young = [3, 4, *range(1000, 1000 + N_CHUNK - 2)]

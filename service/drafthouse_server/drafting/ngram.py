@@ -17,7 +17,7 @@ step takes, and nobody shall learn from that what others were told.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, Protocol
@@ -37,8 +37,9 @@ _N_LAG = 16
 
 _N_CHUNKS_DUE_MAX = 4096
 """Chunks that may wait to be indexed; the oldest are given up."""
-_N_TENANTS_MAX = 256
-"""Tenants with a pool; the one that added nothing for longest is forgotten."""
+_N_SHELVES_MAX = 256
+"""Tenants, and end users of them, with a pool: of the tenant with most the one that added nothing
+for longest is forgotten."""
 _FADING = 0.98
 """What is left of a record after each step."""
 _WEIGHT = 4.0
@@ -202,8 +203,8 @@ class NgramPool:
         tenant, text, start, end = self._due.popleft()
         shelf = self._shelves.get(tenant)
         if shelf is None:
-            if len(self._shelves) >= _N_TENANTS_MAX:
-                self._shelves.popitem(last=False)
+            if len(self._shelves) >= _N_SHELVES_MAX:
+                del self._shelves[self._next_to_go()]
             shelf = self._shelves[tenant] = _Shelf()
         self._shelves.move_to_end(tenant)
         shelf.n_tokens += end - start
@@ -218,10 +219,19 @@ class NgramPool:
         """Forgets all of a tenant and of its end users (`Sequence.owner`)."""
 
         def is_other(owner: str) -> bool:
-            return owner.partition("\0")[0] != tenant
+            return _tenant_of(owner) != tenant
 
         self._shelves = OrderedDict((o, s) for o, s in self._shelves.items() if is_other(o))
         self._due = deque((d for d in self._due if is_other(d[0])), maxlen=_N_CHUNKS_DUE_MAX)
+
+    def _next_to_go(self) -> str:
+        """Returns whose shelf another one takes the place of.
+
+        End users have names of their tenant's choice: however many, they cost no other tenant its.
+        """
+        n_shelves = Counter(map(_tenant_of, self._shelves))
+        most = max(n_shelves, key=n_shelves.__getitem__)
+        return next(owner for owner in self._shelves if _tenant_of(owner) == most)
 
     def _ends(self, start: int, end: int) -> range:
         """Returns the ends of the n-grams of a chunk; the text's last one has nothing after it."""
@@ -242,6 +252,11 @@ class NgramPool:
         """Returns a text of the tenant that has the last tokens of a list, and where they end."""
         shelf = self._shelves.get(tenant)
         return shelf.table.get(tuple(tokens[-self._size :])) if shelf else None
+
+
+def _tenant_of(owner: str) -> str:
+    """Returns the tenant of an owner (`Sequence.owner`), which may be an end user of it."""
+    return owner.partition("\0")[0]
 
 
 class NgramTrack:
