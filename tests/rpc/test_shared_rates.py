@@ -318,6 +318,27 @@ async def test_end_users_that_are_too_many_share_one_rate(monkeypatch: pytest.Mo
         await shared.wait_of(dataclasses.replace(tenant, name=f"t{i}"), "c", "ann")
         shared.now += 100.0
     assert len(shared.rates._bookings) <= 3
+
+
+async def test_who_is_refused_for_its_tenants_rate_costs_its_end_user_nothing() -> None:
+    tenant = Tenant("acme", requests_per_s=1.0, end_user_requests_per_s=0.1)
+    shared = Shared()
+
+    async def wait_of(end_user: str) -> float | None:
+        try:
+            await shared.admission.enter(tenant, end_user=end_user, origin=end_user)
+        except QuotaExceeded as error:
+            return error.retry_after_s
+        return 0.0
+
+    assert await wait_of("ann") == 0
+    waits = [await wait_of(name) for name in ("bob", "eve")]
+    assert waits == [pytest.approx(1.0), pytest.approx(2.0)]
+    for name, wait_s in zip(("bob", "eve"), (1.0, 1.0), strict=True):
+        shared.now += wait_s
+        assert await wait_of(name) == 0, "as it was told"
+    shared.now += 0.1
+    assert await wait_of("eve") == pytest.approx(9.9), "the end user's own rate"
     await shared.rates.close()
 
 
