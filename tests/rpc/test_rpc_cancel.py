@@ -14,7 +14,9 @@ import pytest
 import drafthouse
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc
 from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.rpc import services
 from drafthouse_server.rpc.server import Server
+from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
 
 if TYPE_CHECKING:
     from tests.conftest import Eventually, GatedEngine, ServerFactory
@@ -156,6 +158,27 @@ async def test_the_sequence_itself_carries_the_deadline(
             deadline = sequence.deadline
             gated_engine.release()
     assert now < deadline <= now + 505.0  # gRPC rounds timeouts up
+
+
+async def test_who_leaves_before_its_headers_are_sent_is_no_failure_of_the_engine(
+    start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    def fail(_: object) -> None:
+        raise grpc.aio.InternalError("as grpc.aio says that there is nobody to send to")
+
+    monkeypatch.setattr(services, "rate_limit_headers", fail)
+    tenant = Tenant("a", output_tokens_per_min=900)
+    tenants = TenantRegistry({"k": tenant})
+    server = await start_server(tenants=tenants)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = generation_pb2.GenerateRequest(prompt=SHORT, max_output_tokens=9)
+        call = stub.Generate(request, metadata=(("authorization", "Bearer k"),))
+        await eventually(lambda: server.loop.statistics().n_requests == {"cancelled": 1})
+        call.cancel()
+    assert server.loop.admission.n_active == 0
+    [standing] = server.loop.admission.standings(tenant)
+    assert standing.n_left == 900, "what was reserved is there again"
 
 
 async def test_closing_the_channel_frees_the_slot(

@@ -395,7 +395,8 @@ class GenerationService(GenerationServiceServicer):
         except DrafthouseError as error:
             outcome = error.reason
             raise
-        except asyncio.CancelledError:  # it has left, or its time is over, before its submission
+        except (asyncio.CancelledError, grpc.aio.InternalError):
+            # It has left, or its time is over, before its submission.
             outcome = self._outcome_of_gone(caller, context)
             raise
         finally:
