@@ -89,6 +89,13 @@ def test_ids_of_no_vocabulary_are_no_answer(wrong: int) -> None:
         read_answer(write_answer(TextAnswer([1, wrong, 2])), 260)
 
 
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_a_time_that_is_none_is_no_answer(wrong: float) -> None:
+    """It is charged, and a metric adds it up."""
+    with pytest.raises(ValueError, match="a time that is none"):
+        read_answer(write_answer(TextAnswer([1], cpu_s=wrong)))
+
+
 @pytest.mark.parametrize(
     ("job", "n_bytes", "path"),
     [

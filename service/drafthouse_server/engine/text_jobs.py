@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 import sys
 from array import array
@@ -285,10 +286,13 @@ def read_answer(content: bytes, n_vocab: int = 1 << 31) -> TextAnswer:
         has_tokens = bool(head.get("has_tokens"))
         if has_tokens and len(body) and np.frombuffer(body, np.uint32).max() >= n_vocab:
             raise ValueError("ids of no vocabulary")
+        cpu_s = float(head["cpu_s"])
+        if not 0 <= cpu_s < math.inf:
+            raise ValueError("a time that is none")
         return TextAnswer(
             tokens=_read_ids(body) if has_tokens else None,
             text="" if has_tokens else str(body, "utf-8"),
-            cpu_s=float(head["cpu_s"]),
+            cpu_s=cpu_s,
             problems=tuple(
                 FieldViolation(str(field), str(about)) for field, about in head.get("problems", ())
             ),
