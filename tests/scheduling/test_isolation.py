@@ -233,8 +233,11 @@ def test_of_a_deleted_tenant_nothing_is_kept(is_recurrent: bool) -> None:
     waiting = [bench.add(tenant, text(30), 100) for tenant in "ab"]
     scheduler.mark(running[0], FinishReason.CANCELLED)  # else it would be retained
 
+    lengths = scheduler._ledger.lengths._by_tenant
+    assert lengths.keys() == {"a", "b"}
     scheduler.forget_tenant("a", DELETED)
     bench.step()
+    assert lengths.keys() == {"b"}
 
     for sequence in (running[0], running[1], waiting[0]):
         assert isinstance(sequence.terminal, ErrorEvent)

@@ -85,6 +85,10 @@ class OutputLengths:
         self._all.observe(sequence.n_output)
         self._by_tenant.setdefault(sequence.tenant, _Average()).observe(sequence.n_output)
 
+    def forget(self, tenant: str) -> None:
+        """Forgets what a tenant's sequences came to. Harmless where nothing is known."""
+        self._by_tenant.pop(tenant, None)
+
     def likely(self, sequence: Sequence) -> int:
         """Returns the tokens that a sequence is likely to generate in all, <= n_output_max.
 

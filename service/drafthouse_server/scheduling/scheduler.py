@@ -264,6 +264,7 @@ class Scheduler:
         self._ends.end_tenant(tenant, self.sequences(), error)
         self._placement.forget_tenant(tenant)
         self._estimators.forget_tenant(tenant)
+        self._ledger.lengths.forget(tenant)
 
     def reap(self, now: float) -> _Events:
         """Ends the marked sequences and those whose deadline has passed.
