@@ -20,8 +20,10 @@ from tests.support.databases import postgresql
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
 from drafthouse_server.tenancy import migrations, records
+from drafthouse_server.tenancy.key_ring import tenant_of_record
 from drafthouse_server.tenancy.records import Change, KeyRecord
 from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
+from drafthouse_server.tenancy.tenants import Tenant
 
 NOW = Change("test", 1_000)
 
@@ -197,6 +199,21 @@ def test_tenants_and_their_limits_come_back_as_they_were_set(store: Store) -> No
         assert dict(bob.limits) == {"models": ["a", "b"], "max_streams": 3}
         assert bob.n_keys == 1
         assert [tenant.name for tenant in records.list_tenants(connection, ["bob", "x"])] == ["bob"]
+
+
+def test_a_limit_that_somebody_has_written_wrong_does_not_count_and_hides_no_other(
+    store: Store,
+) -> None:
+    with store.writing() as connection:
+        records.add_tenant(connection, "acme", {"weight": 2.0, "max_streams": 3}, NOW)
+        records.add_tenant(connection, "bob", {"max_streams": 4}, NOW)
+        wrong = sqlalchemy.update(records.limits).where(records.limits.c.name == "weight")
+        connection.execute(wrong.values(value="two"))
+        acme, bob = records.list_tenants(connection)
+    assert tenant_of_record(acme, n_waiting_max=9) == Tenant(
+        "acme", n_waiting_max=9, n_active_max=3
+    )
+    assert dict(bob.limits) == {"max_streams": 4}
 
 
 def test_a_tenant_goes_with_its_keys_and_limits_and_leaves_its_usage(store: Store) -> None:

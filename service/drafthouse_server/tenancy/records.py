@@ -339,7 +339,7 @@ def list_tenants(connection: Connection, names: Iterable[str] | None = None) -> 
         of_keys = of_keys.where(keys.c.tenant.in_(wanted))
     values: dict[str, dict[str, object]] = {}
     for row in connection.execute(of_limits):
-        values.setdefault(row.tenant, {})[row.name] = json.loads(row.value)
+        values.setdefault(row.tenant, {})[row.name] = _value_of(row.value)
     n_keys: dict[str, int] = {}
     for name in connection.scalars(of_keys):
         n_keys[name] = n_keys.get(name, 0) + 1
@@ -352,6 +352,18 @@ def list_tenants(connection: Connection, names: Iterable[str] | None = None) -> 
         )
         for row in connection.execute(found)
     ]
+
+
+def _value_of(text: str) -> object:
+    """Returns the value of a limit; the text itself where somebody has written what is no JSON.
+
+    No limit is a text, so that such a one does not count. It must not keep keys from working.
+    """
+    try:
+        found: object = json.loads(text)
+    except ValueError:
+        return text
+    return found
 
 
 def add_key(connection: Connection, key: KeyRecord, change: Change) -> bool:
