@@ -325,7 +325,9 @@ def test_a_port_in_use_is_one_sentence_before_the_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = str(holder.getsockname()[1])
         outcome = run("serve", "--port", port, "--model", "never-looked-at.gguf")
+        beside = run("serve", "--port", "0", "--admin-port", port, "--model", "never.gguf")
     assert_failed(outcome, 1, f"cannot listen at 127.0.0.1:{port}: address already in use")
+    assert_failed(beside, 1, "choose another --admin-port or --admin-host")
 
 
 def test_a_socket_in_use_is_one_sentence_and_stays_with_its_server(tmp_path: Path) -> None:
@@ -336,6 +338,10 @@ def test_a_socket_in_use_is_one_sentence_and_stays_with_its_server(tmp_path: Pat
         holder.bind(str(path))
         holder.listen(1)
         assert_failed(run(*command), 1, f"cannot listen at unix:{path}: address already in use")
+        assert path.is_socket()
+        # That of AdminService, too: `drafthouse drain` would end another server.
+        admin = ("serve", "--port", "0", "--admin-host", f"unix:{path}", "--model", "never.gguf")
+        assert_failed(run(*admin), 1, f"cannot listen at unix:{path}: address already in use")
         assert path.is_socket()
     try_address(f"unix:{path}", 0)  # what an ended server has left behind is no hindrance
 

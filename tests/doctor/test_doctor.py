@@ -143,6 +143,8 @@ def test_a_port_that_is_taken(taken_port: int) -> None:
     assert sentence.endswith(
         "choose another metrics_port or metrics_host, or stop what listens there"
     )
+    sentence = error_of(DENSE, "--admin-port", str(taken_port), check="admin")
+    assert "choose another --admin-port or --admin-host" in sentence
 
 
 def test_certificates_that_do_not_belong_together(tmp_path: Path) -> None:

@@ -162,6 +162,10 @@ def _found(config: Config) -> Config:
 
 async def _run(config: Config, terminal: Terminal) -> None:
     try_address(config.host, config.port)
+    if config.has_admin:
+        try_address(config.admin_host, config.admin_port, "admin-")
+    if config.metrics_port:
+        try_address(config.metrics_host, config.metrics_port, "metrics-")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with contextlib.ExitStack() as loading:
         progress = loading.enter_context(terminal.loading())

@@ -41,6 +41,15 @@ def _metrics(config: Config) -> Iterator[Problem]:
         yield Problem("metrics", told)
 
 
+def _admin(config: Config) -> Iterator[Problem]:
+    if not config.has_admin:
+        return
+    try:
+        try_address(config.admin_host, config.admin_port, "admin-")
+    except StartupError as error:
+        yield Problem("admin", str(error))
+
+
 def _tls(config: Config) -> Iterator[Problem]:
     if not config.ssl_cert_file:
         return
@@ -148,6 +157,7 @@ def _journal(config: Config) -> Iterator[Problem]:
 CHECKS: Mapping[str, Callable[[Config], Iterator[Problem]]] = {
     "address": _address,
     "metrics": _metrics,
+    "admin": _admin,
     "tls": _tls,
     "store": _store,
     "rate_counters": _rates,

@@ -16,8 +16,13 @@ _PROBE_S = 1.0
 """How long a socket may take to answer whether somebody listens at it."""
 
 
-def try_address(host: str, port: int) -> None:
+def try_address(host: str, port: int, prefix: str = "") -> None:
     """Finds out whether we may listen there before a large model is loaded for nothing.
+
+    Args:
+        host: Address to listen at, or unix:PATH.
+        port: Port; 0 is any that is free.
+        prefix: Of the names of the flags that say so, such as "admin-".
 
     Raises:
         StartupError: we may not, or somebody else does.
@@ -29,7 +34,8 @@ def try_address(host: str, port: int) -> None:
         else:
             _try_port(bare_host(host), port)
     except OSError as error:
-        place, flags = (host, "--host") if is_unix else (f"{host}:{port}", "--port or --host")
+        flag = f"--{prefix}host"
+        place, flags = (host, flag) if is_unix else (f"{host}:{port}", f"--{prefix}port or {flag}")
         raise StartupError(
             f"cannot listen at {place}: {(error.strerror or str(error)).lower()};"
             f" choose another {flags}, or stop what listens there"
