@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -191,6 +192,67 @@ async def test_no_wait_beyond_the_deadline(script: Script) -> None:
             await client.tokenize("x", timeout=600)
 
 
+def announced(
+    stream: drafthouse.GenerationStream | drafthouse.AsyncGenerationStream,
+    monkeypatch: pytest.MonkeyPatch,
+) -> threading.Event:
+    """Returns what is set as soon as a stream is about to wait for its next attempt."""
+    waits = threading.Event()
+    delay_s = stream._attempts.delay_s
+
+    def told(error: drafthouse.DrafthouseError) -> float:
+        waits.set()
+        return delay_s(error)
+
+    monkeypatch.setattr(stream._attempts, "delay_s", told)
+    return waits
+
+
+async def test_a_stream_that_is_closed_while_it_waits_begins_no_other_call(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It slept on, and then began a generation that nobody read."""
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
+    ends: list[BaseException] = []
+
+    def use() -> None:
+        with drafthouse.Client(script.target, retry=FAST) as client:
+            stream = client.generate("x")
+            waits = announced(stream, monkeypatch)
+
+            def read() -> None:
+                try:
+                    stream.text()
+                except drafthouse.DrafthouseError as error:
+                    ends.append(error)
+
+            reader = threading.Thread(target=read, daemon=True)
+            reader.start()
+            assert waits.wait(10)
+            stream.close()
+            reader.join(10)
+            assert not reader.is_alive()
+
+    await asyncio.to_thread(use)
+    assert [type(error) for error in ends] == [drafthouse.Cancelled]
+    assert script.n_calls == 1
+
+
+async def test_an_asyncio_stream_that_is_closed_while_it_waits_begins_no_other_call(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
+    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+        stream = client.generate("x")
+        waits = announced(stream, monkeypatch)
+        reader = asyncio.create_task(stream.text())
+        assert await asyncio.to_thread(waits.wait, 10)
+        await stream.aclose()
+        with pytest.raises(drafthouse.Cancelled):
+            await asyncio.wait_for(reader, 10)
+    assert script.n_calls == 1
+
+
 async def test_a_stream_without_a_result_is_an_error(script: Script) -> None:
     script.has_result = False
     async with drafthouse.AsyncClient(script.target) as client:
@@ -227,6 +289,17 @@ async def test_mangled_details_still_yield_the_class_of_the_code(script: Script)
             await client.tokenize("x")
 
 
+async def test_a_mangled_detail_is_none(script: Script) -> None:
+    mangled = AnyMessage(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff\xff")
+    status = Status(code=14, message="refused", details=[mangled])
+    trailers = (("grpc-status-details-bin", status.SerializeToString()),)
+    script.refusals = [(grpc.StatusCode.UNAVAILABLE, trailers)]
+    async with drafthouse.AsyncClient(script.target, retry=None) as client:
+        with pytest.raises(drafthouse.Unavailable) as caught:
+            await client.tokenize("x")
+    assert caught.value.reason == ""
+
+
 def test_the_budget_stops_retries_of_a_failing_server_until_successes_come() -> None:
     budget = RetryBudget(4)
     assert [budget.fail() for _ in range(3)] == [True, True, False]
@@ -237,7 +310,7 @@ def test_the_budget_stops_retries_of_a_failing_server_until_successes_come() -> 
 
 def test_waits_grow_and_are_bounded() -> None:
     policy = drafthouse.RetryPolicy(max_attempts=99, initial_delay_s=1.0, max_delay_s=5.0)
-    assert [policy.backoff_s(n) for n in (1, 2, 3, 4, 5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert [policy.backoff_s(n) for n in (1, 2, 3, 4, 5, 5000)] == [1.0, 2.0, 4.0, 5.0, 5.0, 5.0]
     for _ in range(50):
         attempts = Attempts(policy, RetryBudget(100), None)
         assert 0.0 <= attempts.delay_s(drafthouse.Unavailable("")) <= 1.0

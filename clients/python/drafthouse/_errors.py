@@ -360,6 +360,10 @@ def map_grpc_errors() -> Iterator[None]:
         raise _from_rpc_error(error) from error
     except grpc.aio.UsageError as error:  # what grpc.aio raises on a closed channel
         raise Cancelled("the client is closed") from error
+    except ValueError as error:  # what grpc raises on a closed channel, among others
+        if not str(error).startswith("Cannot invoke RPC"):
+            raise
+        raise Cancelled("the client is closed") from error
 
 
 class _FailedCall(Protocol):
@@ -413,12 +417,13 @@ def _parsed(metadata: _Metadata, wanted: str, kind: type[_Detail]) -> _Detail | 
 
 
 def _find(status: Status, kind: type[_Detail]) -> _Detail:
-    """Returns the detail of this kind, empty when the status has none."""
+    """Returns the detail of this kind, empty when the status has none or it is mangled."""
     found = kind()
     for detail in status.details:
-        if detail.Unpack(found):
-            break
-    return found
+        with suppress(DecodeError):
+            if detail.Unpack(found):
+                return found
+    return kind()
 
 
 def _violations(status: Status) -> tuple[FieldViolation, ...]:

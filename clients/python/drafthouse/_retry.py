@@ -31,7 +31,8 @@ class RetryPolicy:
 
     def backoff_s(self, n_failed: int) -> float:
         """Returns the wait after so many failed attempts, before jitter; seconds."""
-        return min(self.max_delay_s, self.initial_delay_s * 2.0 ** (n_failed - 1))
+        n_doubled = min(n_failed - 1, 64)  # a power of two may be too great for a float
+        return min(self.max_delay_s, self.initial_delay_s * 2.0**n_doubled)
 
 
 class RetryBudget:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from types import TracebackType
 from typing import Protocol, TypeAlias
@@ -53,6 +54,15 @@ class _Progress:
             raise Cancelled("the stream was left before its end")
         return self._result is not None
 
+    def _refuse_left(self) -> None:
+        """Refuses to go on with a stream that was left while it waited.
+
+        Raises:
+            Cancelled: the stream was left before its end.
+        """
+        if self._has_left:
+            raise Cancelled("the stream was left before its end")
+
     def _delay_s(self, error: DrafthouseError) -> float:
         """Returns the wait before the next attempt; raises the error when there is none."""
         if self._has_answer or self._has_left:
@@ -89,6 +99,7 @@ class GenerationStream(_Progress):
     def __init__(self, start: Callable[[float | None], _Call], attempts: Attempts) -> None:
         super().__init__(attempts)
         self._start = start
+        self._left = threading.Event()
         self._call = start(attempts.remaining_s())
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -121,6 +132,7 @@ class GenerationStream(_Progress):
     def close(self) -> None:
         """Ends the generation if it still runs. Harmless when done twice."""
         self._has_left = True
+        self._left.set()
         if self._result is None:
             self._call.cancel()
 
@@ -155,8 +167,11 @@ class GenerationStream(_Progress):
                 with map_grpc_errors():
                     return next(self._call, None)
             except DrafthouseError as error:
-                time.sleep(self._delay_s(error))
+                delay_s = self._delay_s(error)
+            self._left.wait(delay_s)
+            self._refuse_left()
             self._call = self._start(self._attempts.remaining_s())
+            self._refuse_left()  # `close` of another thread may have met the call before
 
 
 class _Iteration:
@@ -194,6 +209,7 @@ class AsyncGenerationStream(_Progress):
     def __init__(self, start: Callable[[float | None], _AsyncCall], attempts: Attempts) -> None:
         super().__init__(attempts)
         self._start = start
+        self._left = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._call = start(attempts.remaining_s())
 
@@ -274,6 +290,7 @@ class AsyncGenerationStream(_Progress):
 
     def _leave(self) -> None:
         self._has_left = True
+        self._left.set()
         if self._result is None:
             self._call.cancel()
 
@@ -284,7 +301,10 @@ class AsyncGenerationStream(_Progress):
                     message = await self._call.read()
                 return message if isinstance(message, generation_pb2.GenerateResponse) else None
             except DrafthouseError as error:
-                await asyncio.sleep(self._delay_s(error))
+                delay_s = self._delay_s(error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), delay_s)
+            self._refuse_left()
             self._call = self._start(self._attempts.remaining_s())
 
 
