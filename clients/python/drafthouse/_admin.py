@@ -312,14 +312,14 @@ class AdminClient:
             InvalidField: a limit breaks its rule, and nothing has changed (INVALID_FIELD).
             TenantNotFound: the store has no such tenant (TENANT_NOT_FOUND).
             DrafthouseError: the call failed otherwise, or the server has no store.
-            ValueError: there is no limit of such a name.
+            ValueError: there is no limit of such a name, or a list of names is empty.
         """
         message = admin_pb2.TenantLimits()
         for name, value in limits.items():
             if name not in admin_pb2.TenantLimits.DESCRIPTOR.fields_by_name:
                 raise ValueError(f"there is no limit {name!r}")
             if isinstance(value, tuple):
-                getattr(message, name).extend(value)
+                _set_names(message, name, value)
             else:
                 setattr(message, name, value)
         request = admin_pb2.SetLimitsRequest(
@@ -421,6 +421,12 @@ def prefix_hashes(
         salted = blake2b(digest, digest_size=_HASH_BYTES, key=salt).digest()
         found.append(int.from_bytes(salted, "big"))
     return found
+
+
+def _set_names(message: admin_pb2.TenantLimits, limit: str, names: tuple[str, ...]) -> None:
+    if not names:  # on the wire no names are no change
+        raise ValueError(f"{limit} has no names; reset={{{limit!r}}} takes the limit away")
+    getattr(message, limit).extend(names)
 
 
 def _duration(seconds: float) -> Duration:

@@ -17,7 +17,13 @@ from drafthouse._options import GenerateOptions, Prompt, generate_request, promp
 from drafthouse._retry import Attempts, RetryBudget, RetryPolicy
 from drafthouse._stream import AsyncGenerationStream
 from drafthouse._tls import Tls, secured
-from drafthouse._transport import CHANNEL_OPTIONS, DEFAULT_TARGET, HEALTH_METHOD, call_metadata
+from drafthouse._transport import (
+    CHANNEL_OPTIONS,
+    DEFAULT_TARGET,
+    HEALTH_METHOD,
+    call_metadata,
+    checked_key,
+)
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 
 __all__ = ["AsyncClient"]
@@ -40,7 +46,8 @@ class AsyncClient:
         retry: when failed calls are tried again; None is never.
 
     Raises:
-        ValueError: the key would travel in plain text to another machine.
+        ValueError: the key would travel in plain text to another machine, or no header can carry
+            it.
         OSError: a file of `tls` cannot be read.
 
     Thread:
@@ -70,7 +77,7 @@ class AsyncClient:
             health_pb2.HealthCheckRequest.SerializeToString,
             health_pb2.HealthCheckResponse.FromString,
         )
-        self._api_key = api_key
+        self._api_key = checked_key(api_key)
         self._retry = retry
         self._budget = RetryBudget(retry.budget if retry else 0)
 

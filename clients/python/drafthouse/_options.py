@@ -77,7 +77,7 @@ class Dry:
     """Repetitions up to this many tokens are free, [0, 1024]. Server's default: 2."""
     last_tokens: int | None = None
     """Tokens looked back, [-1, 65536]; -1 is the model's context. Server's default: -1."""
-    breakers: Sequence[str] = ()
+    breakers: str | Sequence[str] = ()
     """Texts at which a repetition ends; empty is newline, colon, quotation mark, asterisk."""
 
 
@@ -198,6 +198,8 @@ def prompt_message(prompt: Prompt) -> generation_pb2.Prompt:
     with _naming("prompt"):
         if isinstance(prompt, str):
             return generation_pb2.Prompt(text=prompt)
+        if isinstance(prompt, bytes | bytearray | memoryview | Mapping):  # also of numbers
+            raise TypeError(f"a prompt is text, token ids or messages, not {type(prompt).__name__}")
         if prompt and isinstance(prompt[0], ChatMessage | Mapping):
             messages = [_chat_message(message) for message in prompt]
             return generation_pb2.Prompt(chat=generation_pb2.ChatMessages(messages=messages))
@@ -242,7 +244,7 @@ def _set_dry(request: generation_pb2.GenerateRequest, dry: Dry) -> None:
     for name in ("multiplier", "base", "allowed_tokens", "last_tokens"):
         if getattr(dry, name) is not None:
             setattr(target, name, getattr(dry, name))
-    target.breakers.extend(dry.breakers)
+    target.breakers.extend([dry.breakers] if isinstance(dry.breakers, str) else dry.breakers)
 
 
 def _set_xtc(request: generation_pb2.GenerateRequest, xtc: Xtc) -> None:

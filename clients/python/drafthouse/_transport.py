@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-__all__ = ["CHANNEL_OPTIONS", "DEFAULT_TARGET", "HEALTH_METHOD", "call_metadata"]
+from drafthouse._errors import FieldViolation, InvalidField
+
+__all__ = ["CHANNEL_OPTIONS", "DEFAULT_TARGET", "HEALTH_METHOD", "call_metadata", "checked_key"]
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 """Where `drafthouse serve` listens when it is not told otherwise."""
@@ -20,8 +23,36 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 
+_SENDABLE = re.compile(r"[\x20-\x7e]*")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def checked_key(api_key: str | None) -> str | None:
+    """Returns an API key that a header can carry.
+
+    Raises:
+        ValueError: it has a character that none can, such as the newline of a file.
+    """
+    found = None if api_key is None else _SENDABLE.match(api_key)
+    if found is not None and found.end() < len(found.string):
+        raise ValueError(
+            f"character {found.end() + 1} of {len(found.string)} of the API key is not printable"
+            " ASCII, so that no header can carry the key; was it read from a file with a newline"
+            " at its end?"
+        )
+    return api_key
+
+
 def call_metadata(api_key: str | None, request_id: str | None) -> tuple[tuple[str, str], ...]:
-    """Returns what accompanies a call."""
+    """Returns what accompanies a call.
+
+    Raises:
+        InvalidField: the request id is none (INVALID_FIELD).
+    """
+    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+        rule = f"must be 1 to 64 of [A-Za-z0-9._-], not {request_id!r}"
+        violation = FieldViolation("request_id", rule)
+        raise InvalidField(f"request_id {rule}", violations=[violation])
     entries = (
         ("authorization", f"Bearer {api_key}" if api_key is not None else None),
         ("x-request-id", request_id),
