@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import drafthouse
+from drafthouse_server.config import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -32,6 +33,18 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 def test_names_of_the_sdk_are_its_own(page: Path) -> None:
     named = re.findall(r"`drafthouse\.([A-Z]\w+)", page.read_text("utf-8"))
     assert not [found for found in named if not hasattr(drafthouse, found)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_defaults_that_are_told_are_the_settings(page: Path) -> None:
+    """Where a page has a number in brackets behind a setting, as in `drain_timeout_s` (20)."""
+    told = re.findall(r"`([a-z]\w+)` \((\d+(?:\.\d+)?)\)", page.read_text("utf-8"))
+    wrong = [
+        (setting, number)
+        for setting, number in told
+        if setting in SETTINGS and float(number) != SETTINGS[setting].default
+    ]
+    assert not wrong
 
 
 def test_performance_is_short_and_architecture_can_be_read_once() -> None:

@@ -52,6 +52,16 @@ def test_settings_that_deploy_names_are_settings() -> None:
         assert set(re.findall(r"\bDRAFTHOUSE_[A-Z_]+", text)) - {"DRAFTHOUSE_PORTABLE"} <= variables
 
 
+def test_the_unit_may_write_where_the_documentation_has_files() -> None:
+    """Its file system was read-only, and the documentation's store could not be opened."""
+    pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs").glob("*.md"))
+    unit = (DEPLOY / "drafthouse.service").read_text("utf-8").splitlines()
+    folders = {"/var/lib/drafthouse/": "StateDirectory", "/run/drafthouse/": "RuntimeDirectory"}
+    for folder, setting in folders.items():
+        assert folder in pages
+        assert f"{setting}=drafthouse" in unit
+
+
 def systemd_analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs systemd-analyze; without it the test is skipped, or fails where CI is set."""
     if shutil.which("systemd-analyze") is None:
