@@ -261,6 +261,9 @@ class ChatProcess:
             failure = self._why(child)
         except OSError:
             failure = _too_long(f"gives more than {TEXT_BYTES_MAX >> 20} MiB")
+        except BaseException:  # such as Ctrl-C: what it still answers is no reply to the next chat
+            self._forget()
+            raise
         self._forget()
         raise failure
 

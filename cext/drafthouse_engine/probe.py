@@ -66,8 +66,8 @@ def probe_model(
         "n_threads": params.n_threads,
     }
     # The process ends when this one does: it reads its standard input until there is an end.
-    with subprocess.Popen(  # our own interpreter and module
-        [sys.executable, "-m", "drafthouse_engine.probe_worker"],
+    with subprocess.Popen(  # noqa: S603  # our own interpreter and module
+        [sys.executable or "python3", "-P", "-m", "drafthouse_engine.probe_worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

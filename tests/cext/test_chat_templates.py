@@ -187,6 +187,22 @@ def test_a_bound_of_time_out_of_range_is_refused(seconds: int) -> None:
         ChatProcess("x", cpu_seconds=seconds)
 
 
+def test_a_chat_that_was_interrupted_answers_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process still wrote was the reply to the next chat."""
+
+    def interrupted() -> dict[str, str]:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    process = ChatProcess("{{ messages[0].content }}")
+    assert process.format([("user", "warm")]) == "warm"
+    monkeypatch.setattr(process._child, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        process.format([("user", "one")])
+    assert process.format([("user", "two")]) == "two"
+    process.close()
+
+
 def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
     chats = ChatProcess("{{ messages[0].content }}")
     assert chats.format([("user", "one")]) == "one"

@@ -80,6 +80,15 @@ def test_what_can_be_computed_is_served(
     assert told == [""]
 
 
+def test_the_folder_that_a_server_is_started_in_brings_no_code(
+    harmless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m` imports from it first: whoever can write there ran code as the server."""
+    (tmp_path / "json.py").write_text("raise SystemExit(9)\n", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert probe_model(harmless) == ""
+
+
 def test_what_is_proven_is_not_probed(harmless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> str:
         raise AssertionError("probed")
