@@ -234,7 +234,7 @@ class _Builder:
         for keyword in ("$ref", "anyOf", "oneOf", "allOf"):
             if keyword in found:
                 self._check_alone(found, keyword, at)
-                return self._combined(keyword, found[keyword], at)
+                return self._combined(keyword, found, at)
         if "enum" in found or "const" in found:
             return self._constants(found, at)
         return self._typed(found, at)
@@ -248,15 +248,38 @@ class _Builder:
         if others:
             raise self._error(f'"{keyword}" beside "{others[0]}" is not supported', at)
 
-    def _combined(self, keyword: str, value: object, at: str) -> Node:
+    def _combined(self, keyword: str, found: dict[str, Any], at: str) -> Node:
+        value = found[keyword]
+        kinds = self._types(found, at) if "type" in found else None
         if keyword == "$ref":
+            self._narrowed({"$ref": value}, kinds, at)
             return self._ref(value, at)
         if not isinstance(value, list) or not value:
             raise self._error(f'"{keyword}" must be a list of schemas', at)
         if keyword == "allOf" and len(value) > 1:
             raise self._error('"allOf" with several members is not supported', at)
-        branches = [self._build(item, f"{at}/{keyword}/{i}") for i, item in enumerate(value)]
+        branches = [
+            self._build(self._narrowed(item, kinds, at), f"{at}/{keyword}/{i}")
+            for i, item in enumerate(value)
+        ]
         return Alt(tuple(branches))
+
+    def _narrowed(self, schema: object, kinds: list[str] | None, at: str) -> object:
+        """Returns a schema beside whose place a "type" stands, with that; None is no type."""
+        if kinds is not None and schema is True:
+            return {"type": kinds}
+        if kinds is None or not isinstance(schema, dict):
+            return schema  # what is wrong is refused where it is built
+        if not schema.keys() & {"type", "$ref"}:
+            return schema | {"type": kinds}
+        ref = schema.get("$ref")
+        own = schema if ref is None else self._resolve(ref, at) if isinstance(ref, str) else None
+        if not isinstance(own, dict) or "type" not in own:
+            raise self._error('"type" beside a "$ref" to what has none is not supported', at)
+        both = _both(self._types(own, at), kinds)
+        if not both or (ref is not None and both != self._types(own, at)):
+            raise self._error('the "type" excludes what stands beside it', at)
+        return schema if ref is not None else schema | {"type": both}
 
     # References.
 
@@ -337,7 +360,7 @@ class _Builder:
         wanted = found.get("type", list(_KEYWORDS))
         kinds = [wanted] if isinstance(wanted, str) else wanted
         is_list = isinstance(kinds, list) and bool(kinds)
-        if not is_list or any(kind not in _KEYWORDS for kind in kinds):
+        if not is_list or any(type(kind) is not str or kind not in _KEYWORDS for kind in kinds):
             raise self._error(f'"type" must be of {", ".join(_KEYWORDS)}', at)
         return list(dict.fromkeys(kinds))
 
@@ -347,6 +370,10 @@ class _Builder:
         if "type" not in found:
             kinds = [kind for kind in kinds if keywords <= _KEYWORDS[kind]][:1]
         allowed = frozenset[str]().union(*(_KEYWORDS[kind] for kind in kinds))
+        if "number" in kinds:  # of other numbers than integers no bound can be held
+            allowed -= _KEYWORDS["integer"] - _KEYWORDS["number"]
+        if not isinstance(found.get("format", ""), str):
+            raise self._error('"format" must be text', at)
         if not kinds or keywords - allowed:
             name = min(keywords - allowed or keywords)
             raise self._error(f'the keyword "{name}" is not supported here', at)
@@ -463,7 +490,8 @@ class _Builder:
     def _object(self, found: dict[str, Any], at: str) -> Node:
         properties = found.get("properties", {})
         required = found.get("required", [])
-        if not isinstance(properties, dict) or not isinstance(required, list):
+        is_named = isinstance(required, list) and all(isinstance(name, str) for name in required)
+        if not isinstance(properties, dict) or not is_named:
             raise self._error('"properties" must be an object, "required" a list of names', at)
         others = found.get("additionalProperties", not properties)
         names = list(properties) + [name for name in required if name not in properties]
@@ -522,6 +550,18 @@ def _words(text: str) -> tuple[Node, ...]:
 def _separated(item: Node, n_min: int, n_max: int | None) -> Node:
     """One item, and n more after commas."""
     return Seq((item, Repeat(Seq((_COMMA, item)), n_min, n_max)))
+
+
+def _both(first: list[str], second: list[str]) -> list[str]:
+    """The types of the first list that the second allows; an integer is a number."""
+    numbers = {"integer", "number"}
+    is_number = bool(numbers & set(second))
+    found = [
+        kind if kind in second else "integer"
+        for kind in first
+        if kind in second or (is_number and kind in numbers)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _is_of(value: object, kind: str) -> bool:
