@@ -414,7 +414,8 @@ enum spec_draft_type {
 typedef struct spec_engine_params {
     int32_t draft_type;  /* spec_draft_type */
     int32_t n_ctx;       /* KV cells, all sequences together; 0 = n_seq_max * n_ctx_seq */
-    int32_t n_ctx_seq;   /* most tokens of one sequence; 0 = the model's training context */
+    int32_t n_ctx_seq;   /* most tokens of one sequence; 0 = the model's training context. Of a
+                            model that has learned its positions one by one no more than these */
     int32_t n_batch;     /* most tokens of one step; > 0 */
     int32_t n_ubatch;    /* most tokens of one physical batch; > 0, <= n_batch */
     int32_t n_seq_max;   /* sequences at once; [1, 256] */
@@ -992,9 +993,10 @@ int32_t spec_embedder_init(const spec_model * model, const spec_embedder_params 
                            spec_embedder ** out);
 void spec_embedder_free(spec_embedder * embedder);
 int32_t spec_embedder_get_limits(const spec_embedder * embedder, spec_embedder_limits * out);
-/* Embeds n_texts texts; text i has lengths[i] tokens, >= 1 and <= n_batch, one after the other in
- * tokens[n_tokens]. rows: with NONE [n_tokens, n_embd], else [n_texts, n_embd]; cap is its number
- * of floats. Errors: INVALID_ARGUMENT, BUFFER_TOO_SMALL, DECODE_FAILED. since ABI 2 */
+/* Embeds n_texts texts; text i has lengths[i] tokens, >= 1 and <= n_batch, and no more than a model
+ * that has learned its positions one by one has of them; one after the other in tokens[n_tokens].
+ * rows: with NONE [n_tokens, n_embd], else [n_texts, n_embd]; cap is its number of floats. Errors:
+ * INVALID_ARGUMENT, BUFFER_TOO_SMALL, DECODE_FAILED. since ABI 2 */
 int32_t spec_embedder_encode(spec_embedder * embedder, const int32_t * tokens, int32_t n_tokens,
                              const int32_t * lengths, int32_t n_texts, float * rows, size_t cap);
 

@@ -70,7 +70,8 @@ llama_context_params decoder_context_params(const spec_model & model, const spec
 void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p) {
     llama_model * m = decoder.model->model.get();
     const bool has_trees = p.n_branch_max > 0 && !is_recurrent_model(*decoder.model);
-    const int32_t n_ctx_seq = p.n_ctx_seq > 0 ? p.n_ctx_seq : llama_model_n_ctx_train(m);
+    const int32_t n_ctx_seq = std::min(p.n_ctx_seq > 0 ? p.n_ctx_seq : llama_model_n_ctx_train(m),
+                                       positions_of(*decoder.model));
     llama_context_params c = decoder_context_params(*decoder.model, p, n_ctx_seq, has_trees);
     c.ctx_other = decoder.target != nullptr ? decoder.target->context.get() : nullptr;
     forget_llama_reason();

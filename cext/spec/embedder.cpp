@@ -11,6 +11,7 @@
 
 struct spec_embedder {
     spec_embedder_limits limits = {};
+    int32_t n_text_max = 0; // most tokens of one text
     llama_context_ptr context;
     common_batch batch;
 };
@@ -84,6 +85,7 @@ spec_embedder * make_embedder(const spec_model & model, const spec_embedder_para
     l.n_batch = static_cast<int32_t>(std::min(llama_n_batch(context), llama_n_ubatch(context)));
     l.n_seq_max = static_cast<int32_t>(llama_n_seq_max(context));
     l.n_vocab = model.n_vocab();
+    embedder->n_text_max = std::min(l.n_batch, positions_of(model));
     l.n_embd = l.pooling == SPEC_POOLING_RANK
                    ? static_cast<int32_t>(llama_model_n_cls_out(model.model.get()))
                    : llama_model_n_embd_out(model.model.get());
@@ -98,10 +100,10 @@ void check_texts(const spec_embedder & embedder, const int32_t * tokens, int32_t
     int64_t n_sum = 0;
     for (int32_t i = 0; i < n_texts; ++i) {
         const int32_t n = (&deref(lengths, "lengths"))[i];
-        if (n < 1 || n > embedder.limits.n_batch) {
+        if (n < 1 || n > embedder.n_text_max) {
             fail(SPEC_ERR_INVALID_ARGUMENT, "text " + std::to_string(i) + " has " +
                                                 std::to_string(n) + " tokens; expected [1, " +
-                                                std::to_string(embedder.limits.n_batch) + "]");
+                                                std::to_string(embedder.n_text_max) + "]");
         }
         n_sum += n;
     }

@@ -197,15 +197,41 @@ void make_drafter(spec_engine & engine, const spec_model * draft) {
     engine.asked = asked_rows(engine.target.get());
 }
 
+// The most tokens of one sequence: as asked for, as far as the target's positions go.
+int32_t context_of(const spec_engine & engine) {
+    const int32_t n_train = llama_model_n_ctx_train(engine.target_model->model.get());
+    const int32_t n_asked = engine.params.n_ctx_seq > 0 ? engine.params.n_ctx_seq : n_train;
+    const int32_t n_positions = positions_of(*engine.target_model);
+    if (n_asked > n_positions) {
+        warn(("n_ctx_seq is " + std::to_string(n_positions) + ", not " + std::to_string(n_asked) +
+              ": the target has learned its positions one by one, and no more\n")
+                 .c_str());
+    }
+    const auto n_cells = static_cast<int32_t>(llama_n_ctx_seq(engine.target.get()));
+    return std::min({n_asked, n_positions, n_cells});
+}
+
+void check_draft_positions(const spec_engine & engine) {
+    if (engine.draft_model == nullptr) {
+        return;
+    }
+    const int32_t n_positions = positions_of(*engine.draft_model);
+    if (engine.limits.n_ctx_seq > n_positions) {
+        fail(SPEC_ERR_INCOMPATIBLE_DRAFT,
+             "the draft model has learned " + std::to_string(n_positions) +
+                 " positions, one by one; a sequence may have " +
+                 std::to_string(engine.limits.n_ctx_seq) + " tokens (n_ctx_seq)");
+    }
+}
+
 void fill_limits(spec_engine & engine) {
     const spec_engine_params & p = engine.params;
     const llama_context * ctx = engine.target.get();
     spec_engine_limits & l = engine.limits;
-    const int32_t n_train = llama_model_n_ctx_train(engine.target_model->model.get());
     l.draft_type = p.draft_type;
     l.n_ctx = static_cast<int32_t>(llama_n_ctx(ctx));
-    l.n_ctx_seq = std::min(static_cast<int32_t>(llama_n_ctx_seq(ctx)),
-                           p.n_ctx_seq > 0 ? p.n_ctx_seq : n_train);
+    l.n_ctx_seq = context_of(engine);
+    check_draft_positions(engine);
     l.n_batch = static_cast<int32_t>(llama_n_batch(ctx));
     l.n_ubatch = static_cast<int32_t>(llama_n_ubatch(ctx));
     l.n_seq_max = p.n_seq_max;

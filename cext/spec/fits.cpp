@@ -383,6 +383,14 @@ bool drafts_blocks(int32_t type) {
     return type == SPEC_DRAFT_DFLASH || type == SPEC_DRAFT_DSPARK;
 }
 
+// Positions that a model has, where it has learned them one by one: llama.cpp ends the process at
+// one beyond.
+int32_t positions_of(const spec_model & model) {
+    const ggml_tensor * table = tensor_of(model, "position_embd.weight");
+    return table != nullptr ? static_cast<int32_t>(table->ne[1])
+                            : std::numeric_limits<int32_t>::max();
+}
+
 bool needs_draft_context(int32_t type) {
     return type == SPEC_DRAFT_MTP || needs_draft_model(type);
 }

@@ -673,6 +673,7 @@ struct layer_marks {
 const layer_marks * marks_of(const std::string & arch);
 common_speculative_type to_common_type(int32_t type);
 bool drafts_blocks(int32_t type);
+int32_t positions_of(const spec_model & model);
 bool needs_draft_context(int32_t type);
 void check_engine_params(const spec_engine_params & p);
 void check_eagle3(const spec_model & target, const spec_model & draft);
