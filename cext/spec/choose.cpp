@@ -307,6 +307,8 @@ void sample_and_reject(const spec_engine & engine, const sequence & seq, outcome
             const float q = probability(draft_q.data(), draft_q.size(), drafted);
             is_accepted = q > 0.0f && (p >= q || uniform(sampler.rng) < p / q);
             emitted = is_accepted ? drafted : draw_rest(sampler.rng, row.array, draft_q, own);
+        } else if (i < seq.draft.q.size()) { // drafted was what the target does not have
+            emitted = draw_rest(sampler.rng, row.array, seq.draft.q[i], own);
         }
         sampler.accept(emitted, true);
         out.emitted.push_back(emitted);

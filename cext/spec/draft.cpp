@@ -61,11 +61,20 @@ llama_seq_id drafter_id(const sequence & seq, int32_t seq_id) {
     return seq.ngram ? 0 : seq_id;
 }
 
+// Tokens that the draft's context reads. A draft model may lack some of the target's.
+int32_t draft_vocabulary(const spec_engine & engine) {
+    return engine.draft
+               ? llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(engine.draft.get())))
+               : engine.limits.n_vocab;
+}
+
 // llama.cpp's n-gram cache reads before the start of a history that is shorter than its n-grams.
-bool can_draft(const spec_engine & engine, const sequence & seq) {
+// And llama.cpp ends the process when it gives a draft model a token that this lacks.
+bool can_draft(const spec_engine & engine, const sequence & seq, llama_token id_last) {
     constexpr int32_t N_NGRAM_CACHE = 4;
     const bool is_short = seq.n_past() + 1 < N_NGRAM_CACHE;
-    return !seq.is_cold && !(engine.limits.draft_type == SPEC_DRAFT_NGRAM_CACHE && is_short);
+    return !seq.is_cold && id_last < draft_vocabulary(engine) &&
+           !(engine.limits.draft_type == SPEC_DRAFT_NGRAM_CACHE && is_short);
 }
 
 void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
@@ -123,13 +132,14 @@ void settle_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t 
         }
         // Nothing follows an end token. Cutting it as well is exact for argmax drafts only: a
         // sampled draft must not be cut by its own value, so there the end token stays and what
-        // follows it goes.
-        const size_t n_keep = is_valid && has_q ? i + 1 : i;
-        tokens.resize(n_keep);
-        seq.draft.q.resize(has_q ? n_keep : 0);
+        // follows it goes. Of a token that the target does not have its distribution stays: it is
+        // rejected by that.
+        tokens.resize(is_valid && has_q ? i + 1 : i);
+        seq.draft.q.resize(has_q ? i + 1 : 0);
         break;
     }
-    if (static_cast<int32_t>(tokens.size()) < engine.params.n_min) {
+    const bool is_rejected = seq.draft.q.size() > tokens.size();
+    if (static_cast<int32_t>(tokens.size()) < engine.params.n_min && !is_rejected) {
         seq.draft = {};
     }
     if (engine.draft) {
@@ -171,7 +181,7 @@ void draft_plan(spec_engine & engine, const spec_plan & plan) {
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         const spec_plan_entry & e = plan.entries[i];
         sequence & seq = seq_of(engine, e.seq_id);
-        if (e.n_draft > 0 && !seq.draft.is_external && can_draft(engine, seq)) {
+        if (e.n_draft > 0 && !seq.draft.is_external && can_draft(engine, seq, seq.id_last)) {
             orders.give(seq, e.seq_id, e.n_draft, seq.id_last);
         }
     }

@@ -24,11 +24,28 @@ void catch_up(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     llama_context * ctx = engine.draft.get();
     common_batch batch(ctx);
     const int32_t n_most = std::min(N_CATCH_UP, static_cast<int32_t>(llama_n_batch(ctx)));
+    const int32_t n_vocab = draft_vocabulary(engine);
     for (int32_t pos = std::max(0, n_past - n_most); pos < n_past; ++pos) {
-        batch.add(seq.tokens[static_cast<size_t>(pos)], pos, seq_id, false);
+        const llama_token token = seq.tokens[static_cast<size_t>(pos)];
+        if (token < n_vocab) {
+            batch.add(token, pos, seq_id, false);
+        } else {
+            batch.clear(); // it cannot be read, and positions have no gaps
+        }
     }
     if (batch.size() > 0 && llama_process(ctx, LLAMA_PROCESS_TYPE_DECODE, batch.get()) != 0) {
         llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
+    }
+}
+
+// Where the draft model lacks a token, its sequence goes on without drafts: llama.cpp ends the
+// process when it is given one.
+void leave_unreadable(spec_engine & engine) {
+    const int32_t n_vocab = draft_vocabulary(engine);
+    for (const auto & token : engine.batch.tokens) {
+        if (token.id >= n_vocab) {
+            make_cold(engine, token.seq_id);
+        }
     }
 }
 
@@ -155,7 +172,11 @@ void drafts_on(spec_engine & engine, int32_t seq_id) {
 }
 
 void process_batch(spec_engine & engine) {
-    if (!engine.spec || !choose_fed(engine)) {
+    if (!engine.spec) {
+        return;
+    }
+    leave_unreadable(engine);
+    if (!choose_fed(engine)) {
         return;
     }
     if (engine.draft) {

@@ -23,7 +23,7 @@ void draft_by_hand(spec_engine & engine, const spec_draft_request * requests, in
     for (int32_t i = 0; i < n; ++i) {
         sequence & seq = begun(engine, requests[i].seq_id);
         seq.draft = {};
-        if (can_draft(engine, seq)) {
+        if (can_draft(engine, seq, requests[i].id_last)) {
             orders.give(seq, requests[i].seq_id, requests[i].n_draft, requests[i].id_last);
         }
     }

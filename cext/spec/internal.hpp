@@ -263,6 +263,7 @@ enum class rollback_kind { any, bounded, none };
 // A draft of one sequence: tokens, and the distribution of each where the drafter sampled.
 struct proposal {
     llama_tokens tokens;
+    // One more where a token was drafted behind them that the target does not have.
     std::vector<std::vector<llama_token_data>> q;
     bool is_external = false; // by the plan, not by the drafter
 };
@@ -711,7 +712,8 @@ std::vector<bool> make_moves(spec_engine & engine, const spec_plan & plan, check
 
 common_speculative * drafter_of(spec_engine & engine, sequence & seq);
 llama_seq_id drafter_id(const sequence & seq, int32_t seq_id);
-bool can_draft(const spec_engine & engine, const sequence & seq);
+int32_t draft_vocabulary(const spec_engine & engine);
+bool can_draft(const spec_engine & engine, const sequence & seq, llama_token id_last);
 void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
          llama_token id_last);
 void accept_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_accepted);
