@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -35,16 +36,14 @@ bool on_progress(float progress, void * user) {
     return true;
 }
 
-// Tells models apart: all of a small file; of a large one its size, its head, where metadata and
-// tensor table lie, and pieces spread over the rest. Of a split model, the first part.
-uint64_t fingerprint_of(const std::string & path) {
-    constexpr std::streamoff HEAD_BYTES = 32 << 20;
+// Tells files apart: all of a small one; of a large one its size, its head, where metadata and
+// tensor table lie, and pieces spread over the rest.
+uint64_t file_fingerprint(const std::string & path, std::streamoff n_head) {
     constexpr std::streamoff PIECE_BYTES = 64 << 10;
     constexpr int N_PIECES = 128;
     std::ifstream file(path, std::ios::binary | std::ios::ate);
     const std::streamoff n = file.tellg();
-    std::vector<char> buf(
-        static_cast<size_t>(std::min(std::max<std::streamoff>(n, 0), HEAD_BYTES)));
+    std::vector<char> buf(static_cast<size_t>(std::min(std::max<std::streamoff>(n, 0), n_head)));
     uint64_t h = static_cast<uint64_t>(n);
     const auto add = [&](std::streamoff at, std::streamoff size) {
         file.clear(); // a piece at the end may have been cut short
@@ -53,9 +52,38 @@ uint64_t fingerprint_of(const std::string & path) {
         h = digest(h, buf.data(), static_cast<size_t>(file.gcount()));
     };
     add(0, static_cast<std::streamoff>(buf.size()));
-    for (int i = 1; n > HEAD_BYTES && i <= N_PIECES; ++i) {
-        const std::streamoff end = HEAD_BYTES + (n - HEAD_BYTES) / N_PIECES * i;
-        add(std::max(end - PIECE_BYTES, HEAD_BYTES), PIECE_BYTES);
+    for (int i = 1; n > n_head && i <= N_PIECES; ++i) {
+        const std::streamoff end = n_head + (n - n_head) / N_PIECES * i;
+        add(std::max(end - PIECE_BYTES, n_head), PIECE_BYTES);
+    }
+    return h;
+}
+
+// The files of a model, the given one first; several where it is split.
+std::vector<std::string> files_of(const spec_model & model, const std::string & path) {
+    std::vector<std::string> files = {path};
+    const std::string count = model.meta("split.count");
+    const auto n = static_cast<int32_t>(std::strtol(count.c_str(), nullptr, 10));
+    std::vector<char> prefix(path.size() + 1);
+    std::vector<char> file(path.size() + 32);
+    if (n > 1 && llama_split_prefix(prefix.data(), prefix.size(), path.c_str(), 0, n) > 0) {
+        for (int32_t i = 1; i < n; ++i) {
+            llama_split_path(file.data(), file.size(), prefix.data(), i, n);
+            files.emplace_back(file.data());
+        }
+    }
+    return files;
+}
+
+// Tells models apart, by all their files.
+uint64_t fingerprint_of(const spec_model & model, const std::string & path) {
+    constexpr std::streamoff HEAD_BYTES = 32 << 20;
+    constexpr std::streamoff HEAD_BYTES_OF_OTHERS = 1 << 20; // they have no metadata
+    const std::vector<std::string> files = files_of(model, path);
+    uint64_t h = file_fingerprint(path, HEAD_BYTES);
+    for (size_t i = 1; i < files.size(); ++i) {
+        const uint64_t other = file_fingerprint(files[i], HEAD_BYTES_OF_OTHERS);
+        h = digest(h, &other, sizeof other);
     }
     return h;
 }
@@ -213,7 +241,7 @@ std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool ha
     model->control = control_spellings(model->vocab);
     check_special_tokens(*model->vocab, path);
     model->vocab_only = params.vocab_only;
-    model->fingerprint = params.vocab_only || !has_weights ? 0 : fingerprint_of(path);
+    model->fingerprint = params.vocab_only || !has_weights ? 0 : fingerprint_of(*model, path);
     return model;
 }
 

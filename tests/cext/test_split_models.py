@@ -1,0 +1,56 @@
+"""Models in several files: what is bound to a model is bound to all of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from models import archs
+from tests.support.built import needs_extension
+from tests.support.hand import plan
+
+from drafthouse_engine import Engine, EngineParams, Model, Sampler, SnapshotError, SnapshotKind
+
+pytestmark = needs_extension()
+SMALL = EngineParams(n_ctx_seq=64, n_batch=64, n_ubatch=64, n_threads=1)
+
+
+def split(folder: Path, factor: float) -> Path:
+    """Writes a model in two parts and more, of which the first has no tensor that differs."""
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        draw = archs._draw
+        patch.setattr(archs, "GGUFWriter", partial(GGUFWriter, split_max_tensors=5))
+        patch.setattr(
+            archs,
+            "_draw",
+            lambda name, shape: draw(name, shape) * np.float32(factor if "blk.1." in name else 1),
+        )
+        archs.write_model(folder / "model.gguf", "llama")
+    first, *others = sorted(folder.glob("*.gguf"))
+    assert others
+    return first
+
+
+def test_a_snapshot_of_another_model_with_the_same_first_part_is_refused(tmp_path: Path) -> None:
+    """Only the first part was looked at, which in many models has no weights at all."""
+    paths = [split(tmp_path / "one", 1.0), split(tmp_path / "other", 1.5)]
+    again = split(tmp_path / "again", 1.0)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    snapshots: list[bytes] = []
+    for path in (*paths, again):
+        with Model(path) as model, Engine(model, None, SMALL) as engine:
+            if snapshots and path != again:
+                with pytest.raises(SnapshotError) as caught:
+                    engine.load(0, snapshots[0])
+                assert caught.value.kind is SnapshotKind.OTHER_MODEL
+            elif snapshots:
+                engine.load(0, snapshots[0])
+                assert engine.seq_n_past(0) == 3
+            else:
+                engine.seq_begin(0, Sampler(model))
+                engine.step(plan((0, 0, 0, 3, 0, 1)), [40, 41, 42])
+                snapshots.append(engine.save(0))
