@@ -21,6 +21,7 @@ from drafthouse_engine import (
     Moves,
     Sampler,
     SamplingParams,
+    SeqBusy,
     SeqIdle,
     Start,
     Status,
@@ -220,3 +221,13 @@ def test_a_step_that_is_refused_says_why() -> None:
             moved(target, starts=[Start(0, sampler()), Start(0, sampler())])
         with pytest.raises(SeqIdle, match="sequence 1 has not begun"):
             moved(target, saves=[1])
+
+
+def test_a_refused_sampler_leaves_the_parameters_of_the_one_in_use() -> None:
+    """A preempted sampler told the parameters of another, which the sequence never had."""
+    own, other = SamplingParams(temperature=0.0, seed=1), SamplingParams(temperature=2.0, seed=2)
+    with engine() as target:
+        target.seq_begin(0, sampler(own))
+        with pytest.raises(SeqBusy):
+            target.seq_begin(0, sampler(other))
+        assert moved(target, swap_outs=[0]).samplers[0].params == own

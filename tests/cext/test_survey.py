@@ -139,6 +139,14 @@ def test_a_model_is_loaded_where_the_survey_says() -> None:
             assert len(found.tokens) == 2
 
 
+def test_a_closed_survey_places_nothing() -> None:
+    """The model was loaded as if there were none."""
+    survey = Survey(DENSE)
+    survey.close()
+    with pytest.raises(Closed):
+        Model(DENSE, placed_by=survey)
+
+
 def test_the_machine_and_the_build_are_told() -> None:
     facts = build_facts()
     assert set(facts) == {

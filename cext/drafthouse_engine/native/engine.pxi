@@ -320,7 +320,8 @@ cdef class Engine:
         with nogil:
             rc = spec.spec_engine_seq_begin(handle, c_seq_id, &owned)
         sampler._put(owned)
-        self._sampler_params[c_seq_id] = sampler.params
+        if rc == spec.SPEC_OK:
+            self._sampler_params[c_seq_id] = sampler.params
         self._leave(rc, c_seq_id)
 
     def seq_end(self, seq_id):

@@ -77,6 +77,8 @@ cdef class Model:
         BadModel: the file is not a usable GGUF model.
         Unsupported: the file holds MTP layers alone, without their model.
         OutOfMemory: memory could not be allocated.
+        Closed: placed_by is closed.
+        WrongThread: another call of placed_by is in flight.
 
     Thread:
         Every method may run on any thread, several at once.
@@ -119,8 +121,14 @@ cdef class Model:
         params.user = <void *>watcher
         places = PlacementText(placement)
         places.fill(&params)
-        params.placed_by = placed_by._handle if placed_by is not None else NULL
-        self._load(&params, watcher)
+        if placed_by is not None:
+            placed_by._enter()  # so that nobody closes it while it is read
+            params.placed_by = placed_by._handle
+        try:
+            self._load(&params, watcher)
+        finally:
+            if placed_by is not None:
+                placed_by._leave()
         check(spec.spec_model_get_info(self._handle, &self._facts))
         self.arch = self._text(spec.spec_model_text, b"arch")
         self.description = self._text(spec.spec_model_text, b"desc")

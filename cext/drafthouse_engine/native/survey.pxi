@@ -186,6 +186,10 @@ cdef class Survey:
         enter_call()
         return 0
 
+    cdef int _leave(self) except -1:
+        self._is_busy = False
+        return leave_call(spec.SPEC_OK)
+
     def measure(self, params):
         """Returns what an engine of these parameters (`EngineParams`) would take.
 
