@@ -19,6 +19,7 @@ _INTERRUPTED = 130
 _PROGRAMS = {
     "adaptive-k": "which K is chosen, beside none and every fixed K, on the real engine",
     "aiperf": "aiperf through our gRPC, beside our own load",
+    "fair-shares": "two floods of weights 1 and 3, and a flood beside a polite tenant",
     "fresh": "how soon a server that has just started is as quick as one that has run for long",
     "host-cost": "what a step costs Python",
     "kernels": "our kernels of attention on the CPU, beside a build without them",

@@ -1,6 +1,6 @@
 """Two floods of weights 1 and 3, and a flood beside a polite tenant, on the demo model over gRPC.
 
-    python -m tests.proofs.fair_shares [--rounds 3] [--seconds 20] [--streams 40]
+    drafthouse-bench fair-shares [--rounds 3] [--seconds 20] [--streams 40]
 
 Two floods: each keeps so many streams open, whose prompts and outputs differ in length between the
 tenants; service, prompt + 2 x output as it arrives, is to be 1 : 3 within 5 %. Without drafts:
@@ -92,7 +92,7 @@ async def _flood(asked: argparse.Namespace) -> None:
 def _flooding(
     target: str, tenant: str, n_streams: int, seconds: float, warm_s: float = _WARM_S
 ) -> Iterator[subprocess.Popen[str]]:
-    command = ["nice", "-n", "10", sys.executable, "-m", "tests.proofs.fair_shares"]
+    command = ["nice", "-n", "10", sys.executable, "-m", "drafthouse_bench", "fair-shares"]
     command += ["--flood", target, tenant, "--streams", str(n_streams)]
     command += ["--seconds", str(seconds), "--warm", str(warm_s)]
     process = subprocess.Popen(
