@@ -81,8 +81,8 @@ def licenses_of(root: Path) -> dict[str, str]:
         if (root / path).exists():
             found[name] = head_of((root / path).read_text(encoding="utf-8"))
     for folder in unknown(root):
-        for path in sorted((root / "vendor" / folder).rglob("LICENSE*")):
-            found[folder] = found.get(folder, "") + path.read_text(encoding="utf-8")
+        for text in sorted((root / "vendor" / folder).rglob("LICENSE*")):
+            found[folder] = found.get(folder, "") + text.read_text(encoding="utf-8")
     found[NOTICES] = notices_of(root)
     return found
 

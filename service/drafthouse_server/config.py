@@ -482,7 +482,6 @@ class Config(DeviceSettings):
             check(self)
         _check_sizes(self)
         _check_drafts(self)
-        _check_draft_places(self)
 
     @property
     def is_open(self) -> bool:
@@ -577,6 +576,7 @@ def _check_drafts(config: Config) -> None:
         f"synth_rates has {n_rates} rates; expected as many as draft_max, {config.draft_max},"
         " and a draft_type",
     )
+    _check_draft_places(config)
 
 
 def _check_draft_places(config: Config) -> None:

@@ -28,13 +28,7 @@ except ImportError as error:
 else:
     _unbuilt = None
 
-__all__ = [
-    "Surveyor",
-    "engine_facts",
-    "engine_version",
-    "load_engine",
-    "sized",
-]
+__all__ = ["Surveyor", "engine_facts", "engine_version", "load_engine", "sized"]
 
 _log = logging.getLogger(__name__)
 

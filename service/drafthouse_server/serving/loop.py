@@ -405,16 +405,13 @@ class StepLoop:
         self._executor.shutdown()
 
     async def _run(self) -> None:
-        """Lives as long as the engine thread's loop; cancelled, it ends that one first.
-
-        But for one that was abandoned: whoever waits for its step may wait for ever.
-        """
+        """Lives as long as the engine thread's loop; cancelled, it ends that one, if it can."""
         end = asyncio.get_running_loop().run_in_executor(self._executor, self._thread.run)
         try:
             await asyncio.shield(end)
         except asyncio.CancelledError:
             self._thread.stop()
-            if not self.is_abandoned:
+            if not self.is_abandoned:  # whoever waits for its step may wait for ever
                 await end
             raise
 
