@@ -259,8 +259,8 @@ int32_t spec_model_tokenize_plain(const spec_model * model, const char * text, s
  */
 int32_t spec_model_find_control(const spec_model * model, const char * text, size_t n_text,
                                 spec_span * out, size_t cap, size_t * n_needed);
-/* Bytes of one token (not always valid UTF-8 alone). special: render control tokens too. since ABI
- * 1 */
+/* Bytes of one token (not always valid UTF-8 alone). special: render control tokens too.
+ * UNSUPPORTED: the file has no tokenizer. since ABI 1 */
 int32_t spec_model_token_bytes(const spec_model * model, int32_t token, bool special, char * buf,
                                size_t cap, size_t * n_needed);
 /* *out is true when the token ends a generation. since ABI 1 */
@@ -382,7 +382,7 @@ enum spec_sampler_kind {
 
 void spec_sampler_default_params(spec_sampler_params * out);
 /* Checks the parameters and compiles the grammar. Errors: INVALID_ARGUMENT, BAD_GRAMMAR,
- * OUT_OF_MEMORY. since ABI 1 */
+ * UNSUPPORTED (a grammar or infill, and a model without tokenizer), OUT_OF_MEMORY. since ABI 1 */
 int32_t spec_sampler_init(const spec_model * model, const spec_sampler_params * params,
                           spec_sampler ** out);
 void spec_sampler_free(spec_sampler * sampler);

@@ -160,13 +160,18 @@ std::vector<spec_span> find_spellings(const std::vector<std::string> & spellings
     return found;
 }
 
+// llama.cpp ends the process when it is asked for the texts of tokens that have none.
+void check_tokenizer(const spec_model & model, const std::string & what) {
+    if (llama_vocab_type(model.vocab) == LLAMA_VOCAB_TYPE_NONE) {
+        fail(SPEC_ERR_UNSUPPORTED, "the model's file has no tokenizer" + what);
+    }
+}
+
 std::string checked_text(const spec_model & model, const char * text, size_t n_text) {
     if (n_text > static_cast<size_t>(std::numeric_limits<int32_t>::max())) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the text is longer than 2 GiB");
     }
-    if (llama_vocab_type(model.vocab) == LLAMA_VOCAB_TYPE_NONE) {
-        fail(SPEC_ERR_UNSUPPORTED, "the model's file has no tokenizer; give token ids");
-    }
+    check_tokenizer(model, "; give token ids");
     return std::string(n_text > 0 ? &deref(text, "text") : "", n_text);
 }
 
@@ -472,6 +477,7 @@ int32_t spec_model_token_bytes(const spec_model * model, int32_t token, bool spe
     return guarded([&] {
         const spec_model & m = deref(model, "model");
         check_token(token, m.n_vocab(), "token");
+        check_tokenizer(m, ": its tokens have no texts");
         copy_out(common_token_to_piece(m.vocab, token, special), buf, cap, n_needed);
     });
 }

@@ -282,6 +282,10 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
         fail(SPEC_ERR_INVALID_ARGUMENT,
              "ignore_eos with a grammar: a finished grammar allows no token but the end");
     }
+    if (!grammar.empty() && llama_vocab_type(model.vocab) == LLAMA_VOCAB_TYPE_NONE) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             "a grammar constrains texts, and the model's file has no tokenizer");
+    }
     check_infill(model, params, !grammar.empty());
     check_grammar_compiles(model, grammar);
     spec_sampler_params p = params;

@@ -229,6 +229,11 @@ def test_a_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
         for text in ("", "def"):
             with pytest.raises(Unsupported, match="no tokenizer"):
                 model.tokenize(text)
+        for spell in (model.token_bytes, lambda token: model.detokenize([token])):
+            with pytest.raises(Unsupported, match="no tokenizer"):  # it ended the process
+                spell(300)
+        with pytest.raises(Unsupported, match="no tokenizer"):  # so did its first mask
+            Sampler(model, SamplingParams(grammar='root ::= "a"'))
         with Engine(model, None, SMALL) as engine, Engine(plain, None, SMALL) as other:
             assert a_token(engine) == a_token(other)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.demo import MODELS, TARGETS
+from tests.support.gguf_copy import copied
 
 from drafthouse_engine import set_log
 from drafthouse_server.config import Config
@@ -89,3 +91,20 @@ def test_what_the_engine_refuses_is_told_in_the_names_of_settings(
         LlamaEngine.load(Config(model=model, draft_type="mtp", threads=1, **settings))
     assert all(word in str(caught.value) for word in words), caught.value
     assert " n_" not in str(caught.value)
+
+
+@pytest.mark.model
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    """It was served, and ended the process with the first token of a client's token ids."""
+    path = copied(
+        MODELS / TARGETS["dense"],
+        tmp_path / "silent.gguf",
+        {
+            "tokenizer.ggml.model": "no_vocab",
+            "mimo2.vocab_size": 2048,
+            "tokenizer.ggml.bos_token_id": None,
+            "tokenizer.ggml.add_bos_token": None,
+        },
+    )
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        LlamaEngine.load(Config(model=str(path), max_model_len=64, parallel=1, threads=1))

@@ -442,6 +442,7 @@ cdef class Model:
 
         Raises:
             InvalidArgument: there is no such token.
+            Unsupported: the model has no tokenizer.
         """
         cdef int32_t token_id = int32_of(token, "token")
         self._use()
@@ -472,6 +473,7 @@ cdef class Model:
 
         Raises:
             InvalidArgument: there is no such token.
+            Unsupported: the model has no tokenizer.
         """
         ids = int32_array(tokens, "tokens")
         self._use()

@@ -566,6 +566,8 @@ def _make_engine(
         ConfigError: a setting needs a drafter, and none fits.
         ModelLoadError: they cannot be made; says why and what to do.
     """
+    with _explained(config.model):
+        target.token_bytes(0)  # a server answers with texts
     *others, last = _draft_types(config, None if draft is None else draft.arch)
     for draft_type in others:
         params = _engine_params(config, draft_type, target.n_ctx_train, threads)
