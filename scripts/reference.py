@@ -5,6 +5,7 @@ A page is prose up to the marker, and generated after it.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ MARKER = "<!-- What follows is written by `make docs`. -->\n"
 _ROOT = Path(__file__).resolve().parent.parent
 _DOCS = _ROOT / "docs"
 _ERRORS = _ROOT / "protos" / "drafthouse" / "v1" / "errors.proto"
+_OPTIONS = _ROOT / "clients" / "python" / "drafthouse" / "_options.py"
 
 
 def _reasons() -> Iterator[tuple[str, str, str]]:
@@ -46,10 +48,36 @@ def errors() -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
+def _fields(name: str) -> Iterator[tuple[str, str]]:
+    """Yields each field of a class of the SDK's options with the text below it."""
+    module = ast.parse(_OPTIONS.read_text("utf-8"))
+    found = next(it for it in module.body if isinstance(it, ast.ClassDef) and it.name == name)
+    for field, text in zip(found.body, found.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            yield ast.unparse(field.target), " ".join(ast.literal_eval(text.value).split())
+
+
+def options() -> str:
+    """Returns tables of what a generation may be asked for in Python."""
+    lines = []
+    for name, head in (
+        (
+            "GenerateOptions",
+            "`generate` takes these, by name; what is absent or None is the default.",
+        ),
+        ("Dry", "`drafthouse.Dry`:"),
+        ("Xtc", "`drafthouse.Xtc`:"),
+    ):
+        rows = [f"| `{field}` | {text} |" for field, text in _fields(name)]
+        lines += [head, "", "| option | what it is |", "|---|---|", *rows, ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
 _LISTS = {
     "configuration.md": settings.reference,
     "errors.md": errors,
     "metrics.md": exposition.reference,
+    "python_sdk.md": options,
 }
 
 
