@@ -607,10 +607,6 @@ struct checked_moves {
     std::vector<read_start> starts;          // in the plan's order
 };
 
-// cores.cpp
-
-int32_t all_cores();
-
 // upstream.cpp
 
 using named_tensors = std::vector<std::pair<std::string, ggml_tensor *>>;

@@ -1,4 +1,5 @@
-// Where weights lie, and how a context keeps its cells and turns its positions.
+// Where weights lie, how a context keeps its cells and turns its positions, and the cores that it
+// computes on.
 
 #ifndef DRAFTHOUSE_SPEC_SETTINGS_HPP
 #define DRAFTHOUSE_SPEC_SETTINGS_HPP
@@ -52,6 +53,10 @@ struct context_setting {
     bool is_flash = false;
     rope_setting rope;
 };
+
+// cores.cpp
+
+int32_t all_cores();
 
 // devices.cpp
 
