@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from scripts.rootfs import DOCKERFILE, note, sources_of, stages_of
 
+from drafthouse._errors import _DETAILS_KEY, _USAGE_KEY
 from drafthouse_server.config import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,14 @@ def test_the_unit_may_write_where_the_documentation_has_files() -> None:
     for folder, setting in folders.items():
         assert folder in pages
         assert f"{setting}=drafthouse" in unit
+
+
+def test_browsers_may_read_all_that_ends_a_stream() -> None:
+    """Of a stream that ends before its first message trailers come as headers."""
+    text = (DEPLOY / "envoy.yaml").read_text("utf-8")
+    exposed = re.findall(r"expose_headers: (\S+)", text)
+    assert len(exposed) == 1
+    assert {"grpc-status", "grpc-message", _DETAILS_KEY, _USAGE_KEY} <= set(exposed[0].split(","))
 
 
 def systemd_analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
