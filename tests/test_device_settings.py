@@ -115,7 +115,9 @@ class TestEngine:
             "cache": loading._cache_params,
             "rope": loading._rope_params,
         }[part]
-        drafter: dict[str, Any] = {"draft_type": "simple", "model_draft": "d.gguf"} if part == "draft" else {}
+        drafter: dict[str, Any] = (
+            {"draft_type": "simple", "model_draft": "d.gguf"} if part == "draft" else {}
+        )
         assert getattr(make(Config(**drafter, **settings)), field) == wanted
 
     def test_the_words_are_those_of_the_engine(self) -> None:
