@@ -294,6 +294,26 @@ async def test_a_drain_does_not_hand_back_what_has_just_got_a_slot() -> None:
         assert await draining == 0
 
 
+async def test_a_loop_that_fails_ends_nothing_well_that_lacks_its_last_tokens() -> None:
+    engine = SteppedEngine(LIMITS)
+    async with running(engine) as loop:
+        outbox = loop.submit(make(loop, n_output_max=2))
+        engine.may_step.release()
+        await until(lambda: engine.n_begun == 2)
+
+        def fail() -> None:
+            raise RuntimeError("a bug of ours")
+
+        loop._thread.post(fail)  # after the second step, whose token is the last one
+        engine.may_step.release()
+        tokens, end = await collect(outbox)
+        error = error_of(end)
+        assert len(tokens) == 1
+        assert isinstance(error, EngineError)
+        assert error.status == "LOOP_FAILED"
+        assert loop.admission.n_active == 0
+
+
 async def test_while_a_drain_lasts_what_is_prepared_is_handed_back_where_no_slot_is_free() -> None:
     async with running(FakeEngine(LIMITS, step_s=0.002)) as loop:
         for i in range(LIMITS.n_seq_max):
@@ -616,9 +636,10 @@ async def test_who_ended_in_the_commit_that_failed_is_told() -> None:
     short, long = make(loop, "short", 1), make(loop, "long", 100)
     loop.start()
     outboxes = [loop.submit(short), loop.submit(long)]  # one step computes both
-    ends = [(await collect(outbox))[1] for outbox in outboxes]
-    assert isinstance(ends[0], FinishEvent)
-    assert isinstance(ends[1], ErrorEvent)
+    for outbox in outboxes:
+        tokens, end = await collect(outbox)
+        assert not tokens, "what was committed was not reported"
+        assert isinstance(end, ErrorEvent), "so that neither has ended well"
     await loop.close()
 
 

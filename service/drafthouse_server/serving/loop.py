@@ -429,11 +429,10 @@ class StepLoop:
         self._take_reports()
         self._bell.close()
         for sequence in list(self._outboxes):
-            # What had ended when the loop failed, has its event already, but it was not reported.
-            end = sequence.terminal or sequence.fail(
-                EngineError("LOOP_FAILED", sequence.request_id)
-            )
-            self._deliver([(sequence, end)])
+            lost = EngineError("LOOP_FAILED", sequence.request_id)
+            end = sequence.terminal or sequence.fail(lost)
+            # A good end that was not reported lacks its last tokens, which were not, either.
+            self._deliver([(sequence, ErrorEvent(lost) if isinstance(end, FinishEvent) else end)])
         if error is not None and self._on_failure is not None:
             self._on_failure(error)
 
