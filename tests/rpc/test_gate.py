@@ -409,7 +409,7 @@ async def test_what_open_calls_hold_is_bounded_by_tenant_and_given_back(
     await eventually(lambda: memory.n_bytes == 0)
 
 
-async def test_samplers_count_from_when_they_are_made_and_are_given_back(
+async def test_samplers_and_tokens_of_texts_count_and_are_given_back(
     start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
 ) -> None:
     server = await start_server(gated_engine, front_mib=16, outbox_kib=16)
@@ -430,7 +430,13 @@ async def test_samplers_count_from_when_they_are_made_and_are_given_back(
             streams.append(asyncio.ensure_future(stream.result()))
             await eventually(lambda n=n_there: len(server.loop._outboxes) > n)  # type: ignore[misc]  # a default has no type
             costs.append(memory.n_bytes - before)
+        prompt = "y" * 1000  # a token each
+        before, n_there = memory.n_bytes, len(server.loop._outboxes)
+        streams.append(asyncio.ensure_future(client.generate(prompt, max_output_tokens=2).result()))
+        await eventually(lambda: len(server.loop._outboxes) > n_there)
+        tokens = memory.n_bytes - before
         plain, penalties, dry, grammar = costs
+        assert tokens - plain > 48_000
         assert penalties - plain > 3500
         assert dry - plain > 15000
         assert grammar - plain > 24000

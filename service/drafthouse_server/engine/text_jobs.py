@@ -34,6 +34,8 @@ _N_HEAD = 4
 _IDS = "i"
 assert array(_IDS).itemsize == 4, "token ids have 32 bits"
 
+_N_HELD_OF_TOKEN = 48
+"""Bytes of a token id that waits: a number of 32, and a place in two lists."""
 _N_ELEMENT_BYTES = 8
 _N_GRAMMAR_BYTES_MAX = 16 << 20
 """More than a grammar within its bounds takes."""
@@ -127,7 +129,12 @@ class TextAnswer:
     is_last: bool = False
     """Whether the worker ends after it, since the job has left it no memory."""
     n_grammar_bytes: int = 0
-    """Of the job's grammar as it is compiled: so many are held while its sequence lives."""
+    """Of the job's grammar as it is compiled."""
+
+    @property
+    def n_held_bytes(self) -> int:
+        """What is held of it while its sequence lives: its tokens, and the compiled grammar."""
+        return _N_HELD_OF_TOKEN * len(self.tokens or ()) + self.n_grammar_bytes
 
 
 def perform(job: TextJob, model: TextModel) -> TextAnswer:

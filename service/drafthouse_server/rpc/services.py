@@ -264,7 +264,7 @@ class ServiceContext:
             answer = await self.texts.run(job, tenant)
         except InvalidRequest as error:
             raise located(error) from error
-        self._hold(answer.n_grammar_bytes)
+        self._hold(answer.n_held_bytes)
         tokens = tokens or answer.tokens
         if not tokens:
             raise InvalidRequest([FieldViolation("prompt", "has no tokens")])
