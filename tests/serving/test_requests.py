@@ -108,6 +108,12 @@ def test_edges_belong_to_their_rules() -> None:
             assert getattr(wanted.sampling, knob.name) == value
 
 
+@pytest.mark.parametrize(("asked", "taken"), [(1e-45, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (0, 0.0)])
+def test_a_temperature_that_logits_cannot_be_divided_by_is_none(asked: float, taken: float) -> None:
+    wanted = RULES.check(GenerationRequest(TEXT, {"temperature": asked}))
+    assert wanted.sampling.temperature == taken
+
+
 def test_all_violations_are_told_at_once() -> None:
     request = GenerationRequest(
         Prompt(messages=[ChatMessage("", "x"), ChatMessage("user", "x")]),

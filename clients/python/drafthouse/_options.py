@@ -99,7 +99,7 @@ class GenerateOptions(TypedDict, total=False):
     max_output_tokens: int | None
     """Most tokens to generate, >= 1; None is until the context is full."""
     temperature: float | None
-    """Randomness, [0, 10]; 0 always takes the likeliest token. Server's default: 0.8."""
+    """Randomness, [0, 10]; below 0.00001 always the likeliest token. Server's default: 0.8."""
     top_k: int | None
     """Keep the k likeliest tokens, >= 0; 0 is off. Server's default: 40."""
     top_p: float | None

@@ -43,6 +43,8 @@ _N_GRAMMAR_BYTES_MAX = 65536
 _N_LOGIT_BIAS_MAX = 1024
 _N_BREAKERS_MAX, _N_BREAKER_BYTES_MAX = 32, 64
 _N_STOPS_MAX, _N_STOP_BYTES_MAX, _N_STOP_TOKENS_MAX = 16, 256, 64
+_TEMPERATURE_LEAST = 1e-5
+"""A temperature below this one, as of vLLM, is 0: divided by much less, logits are infinite."""
 _LOGIT_BIAS_FORBIDS = -100.0
 _DRY_MULTIPLIER_DEFAULT = 0.8
 
@@ -485,6 +487,8 @@ class RequestRules:
             if value is not None:
                 violations.check(knob.path, value, knob.rule)
                 options[knob.name] = value
+        if request.knobs.get("temperature", 1.0) < _TEMPERATURE_LEAST:
+            options["temperature"] = 0.0
         if request.has_dry:
             options.setdefault("dry_multiplier", _DRY_MULTIPLIER_DEFAULT)
             options["dry_breakers"] = _check_breakers(violations, request.dry_breakers)

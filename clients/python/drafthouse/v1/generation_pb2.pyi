@@ -238,7 +238,7 @@ class SamplingOptions(message.Message):
     SEED_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     temperature: builtins.float
-    """Randomness, [0, 10]. 0: always the likeliest token. Default 0.8."""
+    """Randomness, [0, 10]. 0, and anything below 0.00001: always the likeliest token. Default 0.8."""
     top_k: builtins.int
     """Keep the k likeliest tokens, >= 0. 0: off. Default 40."""
     top_p: builtins.float
