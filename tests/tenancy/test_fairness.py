@@ -143,7 +143,20 @@ def test_tenants_of_the_past_take_no_memory_without_end() -> None:
         counters.join(f"t{i}", 1.0)
         counters.leave(f"t{i}")
     assert len(counters._counters) < 5000
+    assert len(counters._weights) < 5000
     assert len(counters._heap) < 200
+
+
+def test_a_tenant_that_runs_keeps_its_weight_when_those_of_the_past_are_forgotten() -> None:
+    counters = waiting("always", "heavy", heavy=4.0)
+    counters.leave("heavy")
+    for i in range(3000):
+        counters.charge("always", 1)
+        counters.join(f"t{i}", 1.0)
+        counters.leave(f"t{i}")
+    before = counters.of("heavy")
+    counters.charge("heavy", 40)
+    assert counters.of("heavy") == before + 10
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,9 @@ _BURST_S = 0.1
 _ROUNDING = 1e-9
 """By so much may a share of slots be missed."""
 
+_WEIGHT = 1.0
+"""Of a tenant of which nothing else is known."""
+
 
 class ServedSequence(Protocol):
     """A sequence, as far as its tenant's counter is concerned."""
@@ -121,7 +124,7 @@ class VirtualCounters:
 
     def weight(self, tenant: str) -> float:
         """Returns a tenant's weight."""
-        return self._weights.get(tenant, 1.0)
+        return self._weights.get(tenant, _WEIGHT)
 
     def forget(self, tenant: str) -> None:
         """Forgets what a tenant was given, unless something of it waits."""
@@ -132,7 +135,7 @@ class VirtualCounters:
     def charge(self, tenant: str, amount: float) -> None:
         """Counts units of service that a tenant was given, or work that was done for it."""
         before = self._counters.get(tenant, self._base)
-        self._counters[tenant] = before + amount / self._weights.get(tenant, 1.0)
+        self._counters[tenant] = before + amount / self._weights.get(tenant, _WEIGHT)
 
     def charge_aside(self, tenant: str, amount: float) -> None:
         """Counts units of service that a tenant was given beside the steps.
@@ -143,7 +146,7 @@ class VirtualCounters:
         before = self.of(tenant)
         lead = self.first() if self._waiting else self._last
         most = max(self._base, self._counters.get(lead, self._base)) + self._quantum
-        after = before + amount / self._weights.get(tenant, 1.0)
+        after = before + amount / self._weights.get(tenant, _WEIGHT)
         self._counters[tenant] = max(before, min(after, most))
 
     def charge_prompt(self, tenant: str, n_tokens: int) -> None:
@@ -247,7 +250,10 @@ class VirtualCounters:
             for tenant, counter in self._counters.items()
             if counter > self._base or tenant in self._waiting or tenant == self._last
         }
-        self._weights = {t: w for t, w in self._weights.items() if t in self._counters}
+        # A tenant that runs may be among those that are forgotten: its weight counts all the same.
+        self._weights = {
+            t: w for t, w in self._weights.items() if t in self._counters or w != _WEIGHT
+        }
         self._n_past_max = 2 * len(self._counters) + _N_PAST_MIN
 
     # --- slots that change hands
