@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -166,3 +166,45 @@ async def test_a_url_that_is_none_is_told_at_once() -> None:
     with pytest.raises(ConfigError, match="rate_counters_url is no URL of a Redis") as caught:
         await open_redis("http://me:hunter2@host")
     assert "hunter2" not in str(caught.value)
+
+
+class Failed(Exception):
+    """As the client of Redis says that it does not answer."""
+
+
+class HeldTls:
+    """A client of Redis whose other end, while it is held, does not close a connection either."""
+
+    def __init__(self) -> None:
+        self.connection_pool = self
+        self.is_held = False
+
+    def register_script(self, _: str) -> Callable[..., Awaitable[int]]:
+        return self.answer
+
+    async def answer(self, *_: object, **__: object) -> int:
+        if self.is_held:
+            raise Failed
+        return 1
+
+    ping = zrem = answer
+
+    async def disconnect(self, inuse_connections: bool) -> None:
+        raise Failed
+
+    async def aclose(self) -> None:
+        raise Failed
+
+
+async def test_a_connection_that_cannot_be_closed_keeps_nobody_from_coming_back() -> None:
+    client = HeldTls()
+    shared = RedisCounters(client, (Failed,))
+    await shared.open()
+    client.is_held = True
+    assert not await shared._sign()
+    assert shared.is_away
+    assert not await shared._sign()
+    client.is_held = False
+    assert await shared._sign()
+    assert not shared.is_away
+    await shared.close()

@@ -461,7 +461,7 @@ class RedisCounters:
             await asyncio.wait({self._beating})
             if not self.is_away:
                 await self._ask(self._client.zrem(f"{_PREFIX}:replicas", self._id))
-        await self._client.aclose()
+        await self._ask(self._client.aclose())  # which may fail, where the other end is held
 
     async def take(
         self,
@@ -518,7 +518,7 @@ class RedisCounters:
     async def _sign(self) -> bool:
         """Gives a sign of life, and learns how many do; returns whether Redis has answered."""
         if self.is_away:  # connections of before may look as if they were whole
-            await self._client.connection_pool.disconnect(inuse_connections=False)
+            await self._ask(self._client.connection_pool.disconnect(inuse_connections=False))
         n_replicas = await self._ask(
             self._beat(keys=[f"{_PREFIX}:replicas"], args=[self._id, _BEATEN_S])
         )
@@ -548,7 +548,7 @@ class RedisCounters:
                     self.n_replicas,
                 )
             return None
-        self.answered_at = self._clock()
+        self.answered_at = self.answered_at if answer is None else self._clock()
         return answer
 
 
