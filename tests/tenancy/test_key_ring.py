@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -19,13 +19,16 @@ from drafthouse_server.errors import (
     TooManyBadKeys,
     Unauthenticated,
 )
-from drafthouse_server.tenancy import keys, records
+from drafthouse_server.tenancy import key_ring, keys, records
 from drafthouse_server.tenancy.identity import BadKeys, UnknownTenant, source_of
 from drafthouse_server.tenancy.key_ring import KeyRing, RingRules, tenant_of_record
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key, pepper_id
 from drafthouse_server.tenancy.records import Change, KeyRecord, TenantRecord
 from drafthouse_server.tenancy.store import Store
 from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
+
+if TYPE_CHECKING:
+    from tests.conftest import Eventually
 
 PEPPER = bytes(range(32))
 WALL = 1_000_000
@@ -471,6 +474,27 @@ async def test_uses_are_written_in_groups(bench: Bench) -> None:
     with bench.store.reading() as connection:
         used = {key.id: key.last_used_at for key in records.list_keys(connection)}
     assert used == {made[0].id: WALL + 7, made[1].id: WALL, made[2].id: WALL}
+
+
+async def test_a_fault_of_ours_does_not_end_the_watch_over_the_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(key_ring, "POLL_S", 0.001)
+    ring = await bench.ring()
+    poll, faults = ring._poll, [RuntimeError("a bug of ours")]
+
+    async def poll_or_fail() -> None:
+        if faults:
+            raise faults.pop()
+        await poll()
+
+    monkeypatch.setattr(ring, "_poll", poll_or_fail)
+    key = bench.add_key()
+    await identify(ring, key)
+    ring._begin_watching()
+    bench.revoke(key)
+    await eventually(lambda: key.id not in ring._known)
+    assert not faults
 
 
 async def test_another_pepper_is_a_store_that_is_away(bench: Bench) -> None:

@@ -205,7 +205,20 @@ class KeyRing:
         since = int(self._wall_clock() - _SEEN_S)
         read = functools.partial(_read_recent, since=since)
         self._take(*await self._reader.run(read, _TIMEOUT_S))
+        self._begin_watching()
+
+    def _begin_watching(self) -> None:
         self._watching = asyncio.create_task(self._watch())
+        self._watching.add_done_callback(self._on_watch_end)
+
+    def _on_watch_end(self, task: asyncio.Task[None]) -> None:
+        """Watches again where a fault of ours has ended the watch.
+
+        Without it revoked keys would work on, and then, `grace_s` later, no key at all.
+        """
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the watch over the store has failed and begins anew", exc_info=error)
+            self._begin_watching()
 
     async def close(self) -> None:
         """Writes the last uses, and ends."""
