@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +193,40 @@ async def test_the_audit_trail_tells_of_changes_and_failures_and_not_of_reading(
         ("Drain", "INVALID_FIELD"),
         ("Drain", "ok"),
     ]
+
+
+async def test_a_change_whose_caller_has_left_is_in_the_trail_as_done(
+    start_server: ServerFactory,
+    store_url: str,
+    free_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+) -> None:
+    path = Path(store_url.removeprefix("sqlite:///")).with_name("audit")
+    begun, may_set = threading.Event(), threading.Event()
+    set_limits = records.set_limits
+
+    def set_later(*changed: Any) -> None:
+        begun.set()
+        assert may_set.wait(100)
+        set_limits(*changed)
+
+    monkeypatch.setattr(records, "set_limits", set_later)
+    server = await start_server(admin_port=free_port, store=store_url, audit_file=str(path))
+    async with admin(free_port) as stub:
+        limits = admin_pb2.TenantLimits(max_streams=5)
+        call = stub.SetLimits(admin_pb2.SetLimitsRequest(tenant="acme", limits=limits))
+        reading = asyncio.ensure_future(call.initial_metadata())  # a call begins when it is read
+        await eventually(begun.is_set)
+        call.cancel()
+        await asyncio.wait({reading})
+        may_set.set()
+        await eventually(lambda: path.exists() and bool(lines(path)))
+        found = await stub.GetLimits(admin_pb2.GetLimitsRequest(tenant="acme"))
+    await server.close()
+    assert found.limits.max_streams == 5
+    [line] = [line for line in lines(path) if line["action"] == "SetLimits"]
+    assert (line["outcome"], line["detail"]["is_done"]) == ("cancelled", True)
 
 
 @pytest.mark.parametrize(

@@ -310,8 +310,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             with contextlib.closing(Store.open(self._config.store)) as store:
                 return work(store)
 
+        working = asyncio.ensure_future(asyncio.to_thread(run))
         try:
-            return await asyncio.to_thread(run)
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            # Whoever asked has left, and what was begun is done all the same: the trail says so.
+            await asyncio.wait({working})
+            current_act().detail["is_done"] = working.exception() is None
+            raise
         except StoreError as error:
             raise StoreUnavailable(self._config.retry_after_s) from error
 
