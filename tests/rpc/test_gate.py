@@ -409,6 +409,20 @@ async def test_what_open_calls_hold_is_bounded_by_tenant_and_given_back(
     await eventually(lambda: memory.n_bytes == 0)
 
 
+def test_what_takes_no_memory_is_not_refused_because_others_hold_too_much() -> None:
+    """A request without a grammar holds nothing more once its text is read."""
+    memory = FrontMemory(100, 0, retry_after_s=1.0)
+    mine, other = (
+        Call("m", name, 0.0, tenant=Tenant(name)) for name in ("much", "below its share")
+    )
+    memory.hold(mine, 90)
+    memory.hold(other, 40)
+    memory.hold(mine, 0)
+    with pytest.raises(ServerOverloaded):
+        memory.hold(mine, 1)
+    assert memory.n_bytes == 130
+
+
 async def test_samplers_and_tokens_of_texts_count_and_are_given_back(
     start_server: ServerFactory, gated_engine: GatedEngine, eventually: Eventually
 ) -> None:

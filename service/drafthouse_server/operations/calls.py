@@ -109,6 +109,8 @@ class FrontMemory:
         Raises:
             ServerOverloaded: there is too little left (SERVER_OVERLOADED).
         """
+        if not n_bytes:
+            return  # what takes nothing is not refused because others hold much
         tenant, shares = call.tenant.name, self._shares
         shares.set_weight(tenant, call.tenant.weight)
         if shares.total and shares.total + n_bytes > self._n_bytes_max:
