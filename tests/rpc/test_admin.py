@@ -229,6 +229,22 @@ async def test_a_change_whose_caller_has_left_is_in_the_trail_as_done(
     assert (line["outcome"], line["detail"]["is_done"]) == ("cancelled", True)
 
 
+async def test_a_fault_of_ours_is_in_the_trail_as_failed(
+    start_server: ServerFactory, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: float | None) -> None:
+        raise RuntimeError("a bug of ours")
+
+    path = tmp_path / "audit"
+    server = await start_server(admin_port=free_port, audit_file=str(path))
+    monkeypatch.setattr(server, "drain", fail)
+    async with admin(free_port) as stub:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Drain(admin_pb2.DrainRequest())
+    [line] = lines(path)
+    assert (line["action"], line["outcome"]) == ("Drain", "failed")
+
+
 @pytest.mark.parametrize(
     ("request_", "fields"),
     [

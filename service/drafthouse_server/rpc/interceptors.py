@@ -88,6 +88,9 @@ _READING = ("Get", "List")
 _LEFT = "cancelled"
 """Outcome of a call whose client has left before its answer."""
 
+_FAILED = "failed"
+"""Outcome of a call that a fault of ours has ended."""
+
 _current_call: ContextVar[Call] = ContextVar("drafthouse_call")
 
 # In quotes: at run time grpc's classes are not generic.
@@ -335,7 +338,7 @@ class Administer(grpc.aio.ServerInterceptor):
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
         action = current_call().method.rpartition("/")[2]
         actor = await asyncio.to_thread(_actor, context, self._port())
-        act, outcome = Act(actor), _LEFT
+        act, outcome = Act(actor), _FAILED
         _current_act.set(act)
         if action.startswith("Watch"):
             await self._note(action, act, OK)
@@ -348,6 +351,9 @@ class Administer(grpc.aio.ServerInterceptor):
             raise
         except grpc.aio.AbortError:
             outcome = "refused"
+            raise
+        except (asyncio.CancelledError, grpc.aio.InternalError):  # the call has ended
+            outcome = _LEFT
             raise
         finally:
             if outcome not in (OK, _LEFT) or not action.startswith(_READING):
