@@ -111,7 +111,9 @@ def test_tokens_are_added_up_by_tenant_from_a_time_on(store: UsageStore) -> None
     records = [make(number, tenant="ab"[number % 2]) for number in range(1, 7)]
     # It began before the time and ended after it.
     store.add([*records, make(7, started_at=2.0, ended_at=9.0, n_output=1 << 40)])
-    assert store.sum_tokens(3.0) == {"b": 11 * (3 + 5), "a": 11 * (4 + 6)}
+    # One left the queue before its prompt was begun, as limits count it; another was lost later.
+    store.add([make(8, tenant="a", n_output=0, queue_s=0.0), make(9, tenant="c", queue_s=0.0)])
+    assert store.sum_tokens(3.0) == {"b": 11 * (3 + 5), "a": 11 * (4 + 6), "c": 11 * 9}
 
 
 def test_what_no_database_takes_is_kept_as_far_as_it_does(store: UsageStore) -> None:

@@ -29,6 +29,7 @@ from sqlalchemy import (
     Table,
     Text,
     bindparam,
+    case,
     delete,
     func,
     insert,
@@ -495,11 +496,14 @@ def find_usage(
 def sum_usage(connection: Connection, since: float) -> dict[str, int]:
     """Returns the tokens of prompts and outputs of streams that began since a time, by tenant.
 
+    As `UsageRecord.n_limited` counts them: not prompts that never got a slot.
+
     Args:
         connection: To read with.
         since: Earliest start, seconds since 1970.
     """
-    n_tokens = func.sum(usage.c.n_prompt + usage.c.n_output)
+    has_begun = (usage.c.queue_s > 0) | (usage.c.n_output > 0)
+    n_tokens = func.sum(usage.c.n_output + case((has_begun, usage.c.n_prompt), else_=0))
     # No stream ends before it begins: by its end, which has an index, it is found.
     is_late = (usage.c.ended_at >= since) & (usage.c.started_at >= since)
     wanted = select(usage.c.tenant, n_tokens).where(is_late).group_by(usage.c.tenant)

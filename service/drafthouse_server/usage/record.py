@@ -78,6 +78,12 @@ class UsageRecord:
         """Draft tokens that were not accepted."""
         return self.n_drafted - self.n_accepted
 
+    @property
+    def n_limited(self) -> int:
+        """Tokens that count toward its tenant's limits: a prompt that never got a slot does not."""
+        has_begun = self.queue_s > 0 or self.n_output > 0
+        return self.n_output + (self.n_prompt if has_begun else 0)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class UsageCursor:
@@ -149,6 +155,8 @@ class UsageStore(Protocol):
 
     def sum_tokens(self, since: float) -> Mapping[str, int]:
         """Returns the tokens of prompts and outputs of streams that began since a time, by tenant.
+
+        As `UsageRecord.n_limited` counts them.
 
         Args:
             since: Earliest start, seconds since 1970.

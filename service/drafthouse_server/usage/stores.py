@@ -43,7 +43,8 @@ CREATE INDEX IF NOT EXISTS usage_by_end ON usage (ended_at, record_id);
 _INSERT = f"INSERT OR IGNORE INTO usage ({_NAMES}) VALUES ({', '.join('?' * len(_FIELDS))})"  # noqa: S608  # names of ours
 # No stream ends before it begins: by its end, which has an index, it is found.
 _SUM = (
-    "SELECT tenant, sum(n_prompt + n_output) FROM usage"
+    "SELECT tenant,"
+    " sum(n_output + CASE WHEN queue_s > 0 OR n_output > 0 THEN n_prompt ELSE 0 END) FROM usage"
     " WHERE ended_at >= ? AND started_at >= ? GROUP BY tenant"
 )
 
@@ -73,7 +74,7 @@ class MemoryUsageStore:
             found = [record for record in self._records.values() if record.started_at >= since]
         sums: Counter[str] = Counter()
         for record in found:
-            sums[record.tenant] += record.n_prompt + record.n_output
+            sums[record.tenant] += record.n_limited
         return sums
 
     def close(self) -> None:

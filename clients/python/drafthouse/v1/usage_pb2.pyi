@@ -73,7 +73,9 @@ class ListUsageResponse(message.Message):
     RECORDS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """Token of the next page; empty after the last one. It stays valid: records that come later follow it."""
+    """Token of the next page; empty after the last one. It stays valid: records of streams that end later follow it. Records of
+    lost streams, and of a server whose journal was behind, may come later and stand before it.
+    """
     @builtins.property
     def records(self) -> containers.RepeatedCompositeFieldContainer[UsageRecord]:
         """Records by the end of their streams, earliest first; where that is the same, by record_id."""
