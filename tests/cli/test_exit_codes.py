@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -36,3 +40,39 @@ def test_each_end_has_its_code_and_says_why(
     assert error is None or str(error) in capsys.readouterr().err
     assert f"\n| {code} | " in PAGE.read_text("utf-8")
     assert f" {code} " in serve._EXIT_CODES
+
+
+LOADING = textwrap.dedent(
+    """
+    import sys
+    import threading
+    from drafthouse_server.cli import main, serve
+
+    def load(*_):
+        print("loading", flush=True)
+        threading.Event().wait()
+
+    serve.LlamaEngine.load = load
+    sys.exit(main.main(["serve", "--port", "0"]))
+    """
+)
+
+
+def test_sigterm_ends_a_server_that_loads_its_model() -> None:
+    """The first process of a container, which has no init, is not ended by default."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOADING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0, "and not -15, which is what nobody handled"
+            assert process.stderr is not None
+            assert "SIGTERM: ending before" in process.stderr.read()
+        finally:
+            process.kill()

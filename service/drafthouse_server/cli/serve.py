@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import json
 import os
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -169,6 +170,9 @@ async def _run(config: Config, terminal: Terminal) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with contextlib.ExitStack() as loading:
         progress = loading.enter_context(terminal.loading())
+        # Until the server serves, and drains: by default nothing ends the first process of a
+        # container.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_early, loading, terminal)
 
         def announce(server: Server) -> None:
             loading.close()
@@ -177,6 +181,13 @@ async def _run(config: Config, terminal: Terminal) -> None:
             _describe(server, config, terminal)
 
         await Server(config, lambda: LlamaEngine.load(config, progress)).serve(announce)
+
+
+def _end_early(loading: contextlib.ExitStack, terminal: Terminal) -> None:
+    """Ends a server that serves nobody yet, whatever its engine thread loads."""
+    loading.close()
+    terminal.note("SIGTERM: ending before the model is loaded")
+    os._exit(0)
 
 
 def _describe(server: Server, config: Config, terminal: Terminal) -> None:
