@@ -27,6 +27,7 @@ from drafthouse_server.errors import ConfigError
 from drafthouse_server.operations.rates import Counters, RecentRates
 from drafthouse_server.rpc.admin import _KEYS
 from drafthouse_server.rpc.server import Server
+from drafthouse_server.step import StepPlan, StepResult
 from drafthouse_server.tenancy import records
 from drafthouse_server.tenancy.store import Store
 from drafthouse_server.tenancy.tenants import LIMITS, TenantRegistry
@@ -318,7 +319,10 @@ async def test_drain_lets_running_streams_finish_and_refuses_new_ones(
 
 
 async def test_the_first_signal_leaves_a_drain_its_time_and_the_second_ends_it(
-    gated_engine: GatedEngine, free_port: int, eventually: Eventually
+    gated_engine: GatedEngine,
+    free_port: int,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where an operator drains a server, and what supervises it then sends SIGTERM."""
     config = Config(port=0, admin_port=free_port, draft_policy="fixed")
@@ -326,26 +330,32 @@ async def test_the_first_signal_leaves_a_drain_its_time_and_the_second_ends_it(
     ready = asyncio.Event()
     serving = asyncio.create_task(server.serve(lambda _: ready.set()))
     await ready.wait()
+    step, steps = gated_engine.step, iter(range(120))
+
+    def step_some(plan: StepPlan) -> StepResult:
+        """One stream has its 100 tokens by then, and the other one not its 900."""
+        if next(steps, None) is None:
+            gated_engine.hold()
+        return step(plan)
+
+    gated_engine.hold()
     async with client_of(server) as client, admin(free_port) as stub:
-        streams = [client.generate("hello", max_output_tokens=n) for n in (100, 900)]
-        chunks = [aiter(stream) for stream in streams]
-        for stream in chunks:
-            await anext(stream)
-        gated_engine.hold()
+        short, long = (
+            asyncio.ensure_future(client.generate("hello", max_output_tokens=n).result())
+            for n in (100, 900)
+        )
+        await eventually(lambda: len(server.loop._outboxes) == 2)
         await stub.Drain(admin_pb2.DrainRequest(timeout=Duration(seconds=600)))
+        monkeypatch.setattr(gated_engine, "step", step_some)
         signal.raise_signal(signal.SIGTERM)
-        await eventually(lambda: server.loop.is_draining)
         gated_engine.release()
-        async for _ in chunks[0]:
-            pass
-        gated_engine.hold()
-        assert (await streams[0].result()).usage.output_tokens == 100
+        assert (await short).usage.output_tokens == 100
         signal.raise_signal(signal.SIGTERM)
         await eventually(server._force.is_set)
+        monkeypatch.undo()
         gated_engine.release()
         with pytest.raises(drafthouse.DrafthouseError):
-            async for _ in chunks[1]:
-                pass
+            await long
     await serving
 
 
