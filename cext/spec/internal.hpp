@@ -609,16 +609,11 @@ struct checked_moves {
 
 // upstream.cpp
 
-using named_tensors = std::vector<std::pair<std::string, ggml_tensor *>>;
-
 int32_t window_of(const llama_context * context);
 bool holds_window(const llama_context * context, int32_t seq_id, int32_t n_past);
 [[noreturn]] void no_window(int32_t n_past);
 void give_rows(spec_engine & engine, bool is_on);
-const named_tensors & tensors_of(const llama_model * model);
 std::vector<int32_t> layers_read(const llama_model * draft);
-std::vector<const ggml_tensor *> tables_taken(const llama_model * draft,
-                                              const llama_model * target);
 int32_t selector_top_k(const llama_model * draft);
 llama_context * other_context(llama_context * context);
 ggml_backend_sched_t scheduler_of(llama_context * context);

@@ -71,12 +71,17 @@ std::string shortest(float value);
 
 // upstream.cpp
 
+using named_tensors = std::vector<std::pair<std::string, ggml_tensor *>>;
+
 int64_t head_width(const spec_model & model, bool is_key);
 context_setting setting_of(const llama_context * context);
 std::vector<std::string> devices_of(const llama_model * model);
 llama_split_mode split_of(const llama_model * model);
 std::vector<float> shares_of(const llama_model * model);
 uint32_t layers_on_devices(const llama_model * model);
+const named_tensors & tensors_of(const llama_model * model);
+std::vector<const ggml_tensor *> tables_taken(const llama_model * draft,
+                                              const llama_model * target);
 
 } // namespace drafthouse
 

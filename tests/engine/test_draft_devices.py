@@ -68,7 +68,7 @@ def generated(settings):
         told |= {"device": engine.target.setting("device"),
                  "device_draft": engine.draft.setting("device"),
                  "gpu_layers_draft": engine.draft.setting("gpu_layers")}
-        assert engine.draft_work().n_drafts > 0
+        assert engine.draft_work.n_drafts > 0
         n_bytes = on_device(engine.target), on_device(engine.draft)
     return tokens, told, n_bytes
 

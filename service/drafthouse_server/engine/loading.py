@@ -338,7 +338,7 @@ def _prepare_devices(config: Config) -> None:
 
 def _placement(config: Config) -> drafthouse_engine.Placement:
     return drafthouse_engine.Placement(
-        devices=_named(config.device),
+        devices=() if config.device == ("none",) else config.device or None,
         split_mode=config.split_mode,  # type: ignore[arg-type]  # Config allows the same names only
         main_gpu=config.main_gpu,
         tensor_split=tuple(map(float, config.tensor_split)),
@@ -353,12 +353,8 @@ def _draft_placement(config: Config) -> drafthouse_engine.Placement:
     if not config.device_draft:
         return placed
     # Shares and the main device are those of the target's devices.
-    own = _named(config.device_draft)
+    own = () if config.device_draft == ("none",) else config.device_draft
     return drafthouse_engine.Placement(devices=own, load_mode=placed.load_mode)
-
-
-def _named(names: tuple[str, ...]) -> tuple[str, ...] | None:
-    return () if names == ("none",) else names or None
 
 
 _OF_TARGETS = frozenset({"eagle3", "dflash"})
