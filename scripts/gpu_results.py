@@ -56,7 +56,7 @@ def known() -> dict[str, dict[str, Any]]:
     return found
 
 
-def done(gpu: str) -> list[str]:
+def taken(gpu: str) -> list[str]:
     """Returns the names of the pieces that need not be taken again.
 
     Args:
@@ -128,12 +128,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="results of scripts/gpu_tables.sh")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("packages", help="what to install")
-    commands.add_parser("done", help="the pieces that are done")
-    taken = commands.add_parser("record", help="add a piece")
-    taken.add_argument("name")
-    taken.add_argument("--code", type=int, required=True, help="exit code")
-    taken.add_argument("--seconds", type=int, required=True, help="how long it took")
-    taken.add_argument("--peer", required=True, help="which llama-server")
+    commands.add_parser("taken", help="the pieces that are done")
+    add = commands.add_parser("record", help="add a piece").add_argument
+    add("name")
+    add("--code", type=int, required=True, help="exit code")
+    add("--seconds", type=int, required=True, help="how long it took")
+    add("--peer", required=True, help="which llama-server")
     arguments = parser.parse_args()
     if arguments.command == "packages":
         # Without quotes around them, a shell takes < and > in them as what they are.
@@ -141,7 +141,7 @@ def main() -> int:
     elif arguments.command == "record":
         record(arguments)
     else:
-        sys.stdout.writelines(f"{name}\n" for name in done(read(WORK / "gpu.txt").strip()))
+        sys.stdout.writelines(f"{name}\n" for name in taken(read(WORK / "gpu.txt").strip()))
     return 0
 
 

@@ -106,10 +106,10 @@ results() {
 }
 
 show() {
-    results done >"$work/done"
+    results taken >"$work/taken"
     for piece in $pieces; do
         state=' '
-        grep -qx "$piece" "$work/done" && state=x
+        grep -qx "$piece" "$work/taken" && state=x
         printf '[%s] %-10s up to %3s s  %s\n' "$state" "$piece" "$(seconds_of "$piece")" "$(about "$piece")"
     done
 }
@@ -132,7 +132,8 @@ case ${1:-} in
     ;;
 --dry-run)
     shift
-    for piece in ${*:-$pieces}; do
+    wanted=${*:-$pieces}
+    for piece in $wanted; do
         commands=$(commands_of "$piece")
         echo "# $piece"
         echo "$commands"
@@ -161,12 +162,13 @@ if [ "$peer_kind" != stock ]; then
 fi
 export CMAKE_ARGS
 mkdir -p "$out"
-results done >"$work/done"
+results taken >"$work/taken"
 started=$(date +%s)
 n_failed=0
 n_run=0
-for piece in ${*:-$pieces}; do
-    if [ $# -eq 0 ] && grep -qx "$piece" "$work/done"; then
+wanted=${*:-$pieces}
+for piece in $wanted; do
+    if [ $# -eq 0 ] && grep -qx "$piece" "$work/taken"; then
         continue
     fi
     elapsed=$(($(date +%s) - started))

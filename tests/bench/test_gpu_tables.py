@@ -24,6 +24,8 @@ from drafthouse_bench.peers.command import _plan
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_tables.sh"
 GPU = "NVIDIA Some, 580.1, 143771 MiB, 9.0"
+FEW = ("build", "peer", "tests", "equal")
+"""Pieces of the script that is run: each kind."""
 
 
 def dry_run(**environment: str) -> dict[str, list[str]]:
@@ -122,6 +124,12 @@ class Machine:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
         shutil.copy(ROOT / "pyproject.toml", folder)
+        script = folder / "scripts" / "gpu_tables.sh"
+        text, n = re.subn(
+            r"^pieces=.*$", f"pieces='{' '.join(FEW)}'", script.read_text(), flags=re.M
+        )
+        assert n == 1
+        script.write_text(text)
         toolkit = folder / "toolkit"
         for name in ("include/cublas_v2.h", "lib/libcublas.so"):
             (toolkit / name).parent.mkdir(parents=True)
@@ -174,16 +182,15 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_calls_go_on_where_the_last_one_stopped(machine: Machine) -> None:
-    first = machine.run(BUDGET="540")
+    first = machine.run(BUDGET="390")  # the second piece may take 400
     assert first.returncode == 0, first.stderr
-    # 530 s may go by for the build, and then no other piece fits.
     assert list(machine.pieces()) == ["build"]
     assert first.stdout.splitlines()[-1] == "next: peer"
     shutil.rmtree(machine.out)  # whoever called took the results away
     second = machine.run(BUDGET="100000")
     assert second.returncode == 0, second.stderr
     assert "== build" not in second.stdout
-    assert list(machine.pieces()) == list(PIECES)
+    assert list(machine.pieces()) == list(FEW)
     assert machine.pieces()["equal"]["rows"] == {}
     page = (machine.out / "gpu-tables.md").read_text()
     assert page.startswith(f"# {GPU}\n")
