@@ -119,7 +119,11 @@ def _install(packages: Sequence[str], folder: Path, what: str) -> None:
 
 
 def link_libraries(folder: Path) -> None:
-    """Gives libraries the names that a linker looks for, which wheels lack: libX.so."""
+    """Gives libraries the names that a linker looks for, which wheels lack: libX.so, in lib64."""
+    for libraries in sorted(folder.rglob("lib")):
+        link = libraries.with_name("lib64")
+        if not link.exists():
+            link.symlink_to(libraries.name)
     for library in sorted(folder.rglob("lib*.so.*")):
         link = library.with_name(library.name.partition(".so.")[0] + ".so")
         if not link.exists():
@@ -179,6 +183,7 @@ def options(toolkit: Toolkit, arch: str, cublas: Path | None) -> dict[str, str]:
         "GGML_CUDA_NCCL": "OFF",
         "CMAKE_CUDA_ARCHITECTURES": arch,
         "CMAKE_CUDA_COMPILER": shutil.which(toolkit.nvcc) or toolkit.nvcc,
+        "CUDAToolkit_ROOT": str(toolkit.folder),
         # Libraries of CUDA outside of the system's folders are found where they were linked.
         "CMAKE_INSTALL_RPATH_USE_LINK_PATH": "ON",
     }

@@ -65,7 +65,7 @@ def check(n_processes):
     assert len(pids) >= n_processes, pids
     for pid in pids:
         mapped = Path(f"/proc/{pid}/maps").read_text()
-        assert "libcuda.so" not in mapped and "libnvidia" not in mapped, mapped
+        assert "/libcuda.so" not in mapped and "libnvidia" not in mapped, mapped
         held = [name for name in open_files(pid) if name.startswith(("/dev/nvidia", "/dev/dri"))]
         assert not held, held
     assert not mark.exists()
@@ -76,7 +76,7 @@ async def work():
     await worker.start()
     for job in (TextJob(text="def f(x):"), TextJob(messages=[("user", "def f(x):")])):
         assert (await worker.ask(job, 10.0)).tokens
-    check(3)  # the worker formats chats in a process of its own
+    check(2)  # it formats chats itself
     await worker.end()
 
 check(1)
@@ -103,7 +103,9 @@ def test_import_chats_and_text_workers_touch_no_device(tmp_path: Path, build: st
     mark = tmp_path / "loaded"
     compiler = shutil.which("cc") or pytest.skip("no C compiler")
     (tmp_path / "driver.c").write_text(DRIVER)
-    command = [compiler, "-shared", "-fPIC", f'-DMARK="{mark}"', "driver.c", "-o", "libcuda.so.1"]
+    # nodelete: a runtime that finds nothing of use in it would unmap it again.
+    flags = ["-shared", "-fPIC", "-Wl,-z,nodelete", f'-DMARK="{mark}"']
+    command = [compiler, *flags, "driver.c", "-o", "libcuda.so.1"]
     subprocess.run(command, cwd=tmp_path, check=True)
     environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}
     python = sys.executable

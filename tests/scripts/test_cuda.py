@@ -76,7 +76,7 @@ def test_what_pypi_has_is_given_to_cmake_by_path(tmp_path: Path) -> None:
     inside = folder / "nvidia" / "cu13"
     assert found["CUDA_cublas_LIBRARY"] == str(inside / "lib" / "libcublas.so")
     assert found["CUDA_cublasLt_LIBRARY"] == str(inside / "lib" / "libcublasLt.so")
-    assert (inside / "lib" / "libcublas.so").resolve().name == "libcublas.so.13"
+    assert (inside / "lib64" / "libcublas.so").resolve().name == "libcublas.so.13"
     assert found["CMAKE_CUDA_FLAGS"] == f"-I{inside / 'include'}"
     assert found["GGML_CUDA_NO_VMM"] == "ON"  # else an import needs a driver
     assert found["CMAKE_CUDA_ARCHITECTURES"] == "90"
