@@ -47,6 +47,15 @@ def test_each_level_has_its_library_and_all_else_is_there_once() -> None:
     assert "drafthouse_engine/_cpu.cpython-311-x86_64-linux-gnu.so" in files
 
 
+def test_a_cpu_takes_the_highest_level_that_it_and_the_wheel_have() -> None:
+    both, low = (
+        wheel.merged({level: one(level) for level in levels}) for levels in (("v2", "v4"), ("v2",))
+    )
+    assert [wheel.chosen_level(level, both) for level in ("v2", "v3", "v4")] == ["v2", "v2", "v4"]
+    assert [wheel.chosen_level(level, low) for level in ("v2", "v3")] == ["v2", "v2"]
+    assert wheel.chosen_level("", both) == ""
+
+
 def test_the_licences_are_named_in_the_metadata() -> None:
     files = wheel.merged({"v2": one("v2")})
     assert files[f"{INFO}/licenses/LICENSE.llama.cpp"] == b"MIT"
@@ -59,6 +68,8 @@ def test_the_licences_are_named_in_the_metadata() -> None:
     ]
     assert text == "The text.\n"
     assert not any(name.startswith("drafthouse_engine/licenses") for name in files)
+    made = [name for name in files if name.startswith(f"{INFO}/licenses/")]
+    assert sorted(made) == [f"{INFO}/licenses/LICENSE.{it}" for it in ("cpp-httplib", "llama.cpp")]
 
 
 def test_a_wheel_s_record_is_of_what_is_in_it(tmp_path: Path) -> None:
