@@ -148,6 +148,22 @@ def find_toolkit(folder: Path = FOLDER) -> Toolkit:
     return found
 
 
+def installed_cublas(major: int, paths: Sequence[str]) -> Path | None:
+    """Returns where PyPI's cuBLAS of a major version is installed already; None where it is not.
+
+    Args:
+        major: Of CUDA.
+        paths: Where Python looks for packages.
+    """
+    for path in paths:
+        for name in (f"cu{major}", "cublas"):
+            folder = Path(path or ".") / "nvidia" / name
+            libraries = [folder / "lib" / f"lib{it}.so.{major}" for it in ("cublas", "cublasLt")]
+            if all(it.exists() for it in (folder / "include" / "cublas_v2.h", *libraries)):
+                return folder
+    return None
+
+
 def cublas_of(toolkit: Toolkit, folder: Path = FOLDER) -> Path | None:
     """Returns a folder with PyPI's cuBLAS; None where the toolkit has its own.
 
@@ -156,6 +172,8 @@ def cublas_of(toolkit: Toolkit, folder: Path = FOLDER) -> Path | None:
     """
     if toolkit.has_cublas:
         return None
+    if installed := installed_cublas(toolkit.version[0], sys.path):
+        return installed
     package = CUBLAS.get(toolkit.version[0])
     if package is None:
         raise CudaError(
@@ -190,7 +208,8 @@ def options(toolkit: Toolkit, arch: str, cublas: Path | None) -> dict[str, str]:
     if cublas is None:
         return found
     header = next(cublas.rglob("cublas_v2.h"), None)
-    library, lt = (next(cublas.rglob(f"lib{name}.so"), None) for name in ("cublas", "cublasLt"))
+    names = ("cublas", "cublasLt")
+    library, lt = (next(iter(sorted(cublas.rglob(f"lib{name}.so*"))), None) for name in names)
     if header is None or library is None or lt is None:
         raise CudaError(f"{cublas} has no cuBLAS")
     return found | {

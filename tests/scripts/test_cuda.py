@@ -85,6 +85,18 @@ def test_what_pypi_has_is_given_to_cmake_by_path(tmp_path: Path) -> None:
     assert not {name for name in cuda.options(toolkit, "90", None) if "cublas" in name}
 
 
+def test_what_python_has_already_is_not_fetched(tmp_path: Path) -> None:
+    inside = tmp_path / "nvidia" / "cu13"
+    names = ["include/cublas_v2.h", "lib/libcublas.so.13", "lib/libcublasLt.so.13"]
+    filled(inside, *names[:-1])
+    assert cuda.installed_cublas(13, [str(tmp_path)]) is None
+    filled(inside, names[-1])
+    assert cuda.installed_cublas(12, [str(tmp_path)]) is None
+    assert cuda.installed_cublas(13, ["nowhere", str(tmp_path)]) == inside
+    found = cuda.options(cuda.Toolkit("nvcc", (13, 0), tmp_path), "90", inside)
+    assert found["CUDA_cublas_LIBRARY"] == str(inside / names[1])  # its folder may be read-only
+
+
 def test_a_toolkit_of_another_age_is_refused(tmp_path: Path) -> None:
     with pytest.raises(cuda.CudaError, match="CUDA 11 has no cuBLAS beside its nvcc"):
         cuda.cublas_of(cuda.Toolkit("nvcc", (11, 8), tmp_path), tmp_path)
