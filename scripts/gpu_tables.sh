@@ -10,7 +10,8 @@
 # the first of them is also how a later call, or one on another machine, knows what is done. A build that does not get
 # ready in its piece goes on in the next call. PEER=stock builds llama-server from the stock source in place of the one
 # that shares the engine's CUDA objects, which takes half the time. Without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER
-# with the wheels of `pip download`, and DRAFTHOUSE_LLAMA_CPP or DRAFTHOUSE_CACHE with the source.
+# with the wheels of `pip download`, and DRAFTHOUSE_LLAMA_CPP or DRAFTHOUSE_CACHE with the source; SITE=1 uses the packages
+# that $PYTHON has, so that only those that it lacks must be brought.
 set -eu
 cd "$(dirname "$0")/.."
 out=${OUT:-build/gpu}
@@ -58,6 +59,11 @@ commands_of() {
     peers="drafthouse-bench peers --peer $peer --rounds 3 --json @"
     case $1 in
     build)
+        if [ -n "${SITE:-}" ]; then
+            echo "[ -e .venv/bin/pip ] || $python -m venv .venv"
+            echo "$python -c 'import sysconfig; print(sysconfig.get_paths()[\"purelib\"])' \
+>\$(echo .venv/lib/python3.*/site-packages)/site-of-python.pth"
+        fi
         echo "$python scripts/build.py"
         echo "python -m pip install --quiet \$($python scripts/gpu_results.py packages)"
         echo 'python -m pip install --quiet --no-deps --no-build-isolation --editable bench'

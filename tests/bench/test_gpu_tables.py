@@ -13,6 +13,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,20 @@ def test_programs_and_files_of_the_commands_exist() -> None:
     assert listed
     for name in [*listed, *re.findall(r"tests/\S+\.py", " ".join(lines))]:
         assert (ROOT / name).is_file(), name
+
+
+def test_packages_that_python_has_are_used_when_asked_for(tmp_path: Path) -> None:
+    lines = dry_run(SITE="1", PYTHON=sys.executable)["build"]
+    n_more = len(lines) - len(PIECES["build"])
+    assert n_more == 2
+    folder = tmp_path / ".venv" / "lib" / "python3.99" / "site-packages"
+    for path in (folder, tmp_path / ".venv" / "bin"):
+        path.mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "pip").touch()  # one that is there is kept
+    for line in lines[:n_more]:
+        subprocess.run(["sh", "-eu", "-c", line], cwd=tmp_path, check=True)
+    (written,) = folder.glob("*.pth")
+    assert written.read_text().strip() == sysconfig.get_paths()["purelib"]
 
 
 def test_an_unknown_piece_is_refused() -> None:
