@@ -72,7 +72,7 @@ def _command(name: str, served: Served, seconds: float) -> list[str]:
         "a11": ["--sigterm", str(served.process.pid)],
         "a19": ["--metrics-port", str(served.metrics_port)],
         "a21": ["--log", str(served.log), "--requests", "60"],  # or others' lines count most
-        "a23": ["--pid", str(served.process.pid)],
+        "a23": ["--pid", str(served.process.pid), "--metrics-port", str(served.metrics_port)],
     }
     return command + more.get(name[:3], [])
 
