@@ -59,6 +59,13 @@ class FrontSettings(AdminSettings):
         " weight, are taken all the same.",
     )
     """Memory of open calls."""
+    tenant_read_mib_per_s: int = _clients(
+        32,
+        between(1, 1 << 20),
+        "MiB of requests a second that are read of one tenant; a second's worth may come at once."
+        " Further ones are refused unread until that is made up for.",
+    )
+    """Bytes read of a tenant."""
     max_concurrent_streams: int = _clients(
         0,
         between(0, 1_000_000),

@@ -409,6 +409,30 @@ async def test_what_open_calls_hold_is_bounded_by_tenant_and_given_back(
     await eventually(lambda: memory.n_bytes == 0)
 
 
+async def test_a_tenant_that_sends_too_much_is_refused_unread_and_others_go_on(
+    start_server: ServerFactory,
+) -> None:
+    server = await start_server(tenant_read_mib_per_s=1, api_keys=("a:ka", "b:kb"))
+    now = 0.0
+    server.receive._clock = lambda: now
+    tokenize = "/drafthouse.v1.GenerationService/Tokenize"
+    data = generation_pb2.TokenizeRequest(text="x" * (3 << 19)).SerializeToString()
+    assert (await fails(server, tokenize, data, "ka"))[0] == "INVALID_ARGUMENT"
+    assert server.receive.n_bytes == len(data)
+    refused = await fails(server, tokenize, data, "ka")
+    assert refused == ("RESOURCE_EXHAUSTED", "TENANT_QUOTA_EXCEEDED")
+    assert server.receive.n_bytes == len(data)
+    assert server.gate.calls.n_refused == 1
+    async with drafthouse.AsyncClient(server.target, api_key="kb", retry=None) as other:
+        assert await other.tokenize("ab") == [97, 98]
+    async with drafthouse.AsyncClient(server.target, api_key="ka", retry=None) as again:
+        with pytest.raises(drafthouse.TenantQuotaExceeded) as error:
+            await again.tokenize("ab")
+        assert error.value.retry_after == pytest.approx(0.5, abs=0.01)
+        now += 0.51
+        assert await again.tokenize("ab") == [97, 98]
+
+
 def test_what_takes_no_memory_is_not_refused_because_others_hold_too_much() -> None:
     """A request without a grammar holds nothing more once its text is read."""
     memory = FrontMemory(100, 0, retry_after_s=1.0)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
+from drafthouse_server.operations.intake import Intake
 from drafthouse_server.tenancy.fairness import SharedBytes
 from drafthouse_server.tenancy.tenants import Tenant
 
@@ -139,6 +140,7 @@ class OpenCalls:
         n_keyless_max: Calls that need none.
         retry_after_s: Advice to those who are refused, seconds.
         memory: What they hold.
+        intake: What is read of them.
     """
 
     def __init__(
@@ -148,9 +150,12 @@ class OpenCalls:
         n_keyless_max: int,
         retry_after_s: float,
         memory: FrontMemory | None = None,
+        intake: Intake | None = None,
     ) -> None:
         self.memory = memory or FrontMemory(1 << 62, 0, retry_after_s)
         """What they hold."""
+        self.intake = intake or Intake(math.inf)
+        """What is read of them."""
         self._n_max = n_max
         self._n_tenant_max = n_tenant_max
         self._n_keyless_max = n_keyless_max
@@ -189,6 +194,18 @@ class OpenCalls:
             raise ServerOverloaded("calls are open", self._retry_after_s)
         self._open[call] = is_keyless
         self._n_keyless += is_keyless
+
+    def check_intake(self, call: Call, now: float) -> None:
+        """Refuses the call of a tenant that has sent too much of late, before it is read.
+
+        Raises:
+            QuotaExceeded: it has (TENANT_QUOTA_EXCEEDED).
+        """
+        try:
+            self.intake.check(call.tenant.name, now)
+        except QuotaExceeded:
+            self.n_refused += 1
+            raise
 
     def claim(self, call: Call) -> None:
         """Counts a call as its tenant's.

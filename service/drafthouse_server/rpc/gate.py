@@ -191,11 +191,18 @@ class Receive(grpc.aio.ServerInterceptor):
     Args:
         shapes: What the request of each method may hold, by the method's full name.
         calls: Which are open; calls are counted as their tenant's here.
+        clock: Monotonic time in seconds.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], calls: OpenCalls) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        calls: OpenCalls,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._shapes = shapes
         self._calls = calls
+        self._clock = clock
         self.n_bytes = 0
         """Bytes of the messages that were read."""
         self.n_elements = 0
@@ -232,13 +239,19 @@ class Receive(grpc.aio.ServerInterceptor):
 
         Raises:
             InvalidRequest: there is none (INVALID_FIELD).
+            QuotaExceeded: its tenant has sent too much of late (TENANT_QUOTA_EXCEEDED); unread.
         """
+        is_counted = is_ours(call.method)
+        if is_counted:
+            self._calls.check_intake(call, self._clock())
         data: Any = await context.read()
         call.go_on()
         call.is_received = True
         if not isinstance(data, bytes):
             raise InvalidRequest([FieldViolation("request", "is missing")])
         self.n_bytes += len(data)
+        if is_counted:
+            self._calls.intake.add(call.tenant.name, len(data), self._clock())
         return data
 
     def _parse(
