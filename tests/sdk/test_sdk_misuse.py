@@ -21,9 +21,9 @@ async def test_a_key_that_no_header_can_carry_is_refused_and_not_told(key: str, 
     assert key.strip() not in str(caught.value)
 
 
-@pytest.mark.parametrize("request_id", ["", "a b", "a\n", "x" * 65, "straße"])
-async def test_a_request_id_that_the_server_would_not_take_is_refused(request_id: str) -> None:
-    """It was left out of the log, or ended the call by an internal error."""
+@pytest.mark.parametrize("request_id", ["a\n", "straße"])
+async def test_a_request_id_that_no_header_can_carry_is_refused(request_id: str) -> None:
+    """It ended the call by an internal error."""
     with drafthouse.Client(NOBODY) as client:
         with pytest.raises(drafthouse.InvalidField, match="request_id") as caught:
             client.generate("x", request_id=request_id)

@@ -24,7 +24,6 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
 
 
 _SENDABLE = re.compile(r"[\x20-\x7e]*")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def checked_key(api_key: str | None) -> str | None:
@@ -47,9 +46,9 @@ def call_metadata(api_key: str | None, request_id: str | None) -> tuple[tuple[st
     """Returns what accompanies a call.
 
     Raises:
-        InvalidField: the request id is none (INVALID_FIELD).
+        InvalidField: no header can carry the request id (INVALID_FIELD).
     """
-    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+    if request_id is not None and not _SENDABLE.fullmatch(request_id):
         rule = f"must be 1 to 64 of [A-Za-z0-9._-], not {request_id!r}"
         violation = FieldViolation("request_id", rule)
         raise InvalidField(f"request_id {rule}", violations=[violation])
