@@ -33,6 +33,7 @@ from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.cost import Splitting, StepCost, shape_of
 from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
+from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.engine.llama import LlamaEngine, _pack, _timings
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
@@ -70,6 +71,7 @@ class _Answers(LlamaEngine):
         self._with_logprobs = frozenset()
         self._statuses = {int(drafthouse_engine.Status[s.name]): s for s in SequenceStatus}
         self._limits = limits
+        self._card = FakeEngine().card
         self._random = random.Random(1)
         self.n_drafts = 0
         self._outcomes: list[list[int]] = []

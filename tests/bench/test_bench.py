@@ -327,3 +327,18 @@ def test_a_small_run_end_to_end(tmp_path: Path) -> None:
     assert plain["tokens_per_s"]["median"] > 0
     if (ROOT / "build" / "bin" / "step_bench").exists():
         assert plain["share_of_bare"]["median"] > 0
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("host-cost", "--sequences", "2", "--steps", "20", "--rounds", "1"),
+        ("fresh", "--models", "dense", "--streams", "1", "--rounds", "1", "--settle", "0.1"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_program_runs(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """What a benchmark reaches into changes; one that is not run in a test breaks unseen."""
+    assert main(arguments) == 0
+    assert capsys.readouterr().out
