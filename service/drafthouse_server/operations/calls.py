@@ -150,6 +150,7 @@ class OpenCalls:
         n_keyless_max: int,
         retry_after_s: float,
         memory: FrontMemory | None = None,
+        *,
         intake: Intake | None = None,
     ) -> None:
         self.memory = memory or FrontMemory(1 << 62, 0, retry_after_s)

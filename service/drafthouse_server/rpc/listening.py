@@ -14,8 +14,8 @@ from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.operations.audit import AuditTrail
 from drafthouse_server.operations.calls import FrontMemory, OpenCalls
-from drafthouse_server.operations.intake import Intake
 from drafthouse_server.operations.descriptors import DescriptorBudget
+from drafthouse_server.operations.intake import Intake
 from drafthouse_server.rpc.admin import ADMIN_BOUNDS, AdminService, Operated
 from drafthouse_server.rpc.gate import Gate, Receive, StreamResets
 from drafthouse_server.rpc.interceptors import Administer, Observe, TranslateErrors
@@ -92,7 +92,9 @@ def open_calls(config: Config) -> OpenCalls:
     n_keyless_max = config.max_health_watchers + _N_PROBES
     memory = FrontMemory(config.front_mib << 20, config.outbox_kib << 10, config.retry_after_s)
     intake = Intake(config.tenant_read_mib_per_s << 20)
-    return OpenCalls(n_max, n_tenant_max, n_keyless_max, config.retry_after_s, memory, intake)
+    return OpenCalls(
+        n_max, n_tenant_max, n_keyless_max, config.retry_after_s, memory, intake=intake
+    )
 
 
 def has_reflection(config: Config) -> bool:
