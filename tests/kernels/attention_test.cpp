@@ -1,12 +1,14 @@
 // Attention on the processor, as our patches 0008 and 0009 compute it, against a plain sum in
 // double precision: rows one by one, in tiles, with masks, biases by head (ALiBi), soft caps and
-// sinks.
+// sinks; laid out as a cache is; beside cells that hold what is no number. Types that go
+// llama.cpp's own way must give the bits of its reference.
 //
 // Prints what differs and returns 1, or prints "ok".
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -26,6 +28,12 @@ struct setup {
     int64_t n_head_kv = 2;
     int64_t n_stream = 1;
     ggml_type type = GGML_TYPE_F16;
+    ggml_type type_v = GGML_TYPE_COUNT; // COUNT: as K
+    bool is_cache = false;              // heads of a token side by side, as in llama.cpp's cache
+    bool is_latent = false;             // V is the first columns of K (MLA)
+    int64_t n_pad = 0;                  // more rows of the mask than of Q
+    int64_t n_unused = 0;               // cells at the end that no row sees, and that hold NaN
+    int64_t n_blind = 0;                // rows at the end that see nothing
     float max_bias = 0.0f;
     float softcap = 0.0f;
     bool has_mask = true;
@@ -33,16 +41,20 @@ struct setup {
     int n_threads = 1;
     double share_seen = 0.7; // of the cells, by each row
 
+    ggml_type v_type() const { return type_v == GGML_TYPE_COUNT ? type : type_v; }
+
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(d_k)); }
 
     std::string name() const {
-        char text[256];
-        std::snprintf(text, sizeof text,
-                      "rows %d cells %d d %d/%d heads %d/%d streams %d %s bias %g cap %g mask %d "
-                      "sinks %d threads %d seen %g",
-                      int(n_rows), int(n_cells), int(d_k), int(d_v), int(n_head), int(n_head_kv),
-                      int(n_stream), ggml_type_name(type), double(max_bias), double(softcap),
-                      has_mask, has_sinks, n_threads, share_seen);
+        char text[320];
+        std::snprintf(
+            text, sizeof text,
+            "rows %d cells %d d %d/%d heads %d/%d streams %d %s bias %g cap %g mask %d "
+            "sinks %d threads %d seen %g v %s cache %d latent %d pad %d unused %d blind %d",
+            int(n_rows), int(n_cells), int(d_k), int(d_v), int(n_head), int(n_head_kv),
+            int(n_stream), ggml_type_name(type), double(max_bias), double(softcap), has_mask,
+            has_sinks, n_threads, share_seen, ggml_type_name(v_type()), is_cache, is_latent,
+            int(n_pad), int(n_unused), int(n_blind));
         return text;
     }
 };
@@ -69,27 +81,91 @@ values make_values(const setup & s, uint32_t seed) {
     x.v = fill(s.d_v * s.n_cells * s.n_head_kv * s.n_stream);
     x.sinks = fill(s.n_head);
     x.mask.assign(static_cast<size_t>(s.n_cells * s.n_rows * s.n_stream), 0.0f);
+    const int64_t n_used = s.n_cells - s.n_unused;
     for (int64_t row = 0; row < s.n_rows * s.n_stream; ++row) {
         float * mask = x.mask.data() + row * s.n_cells;
+        const bool is_blind = row % s.n_rows >= s.n_rows - s.n_blind;
         for (int64_t cell = 0; cell < s.n_cells; ++cell) {
-            const bool is_seen = cell == row % s.n_cells || uniform(random) < s.share_seen;
+            const bool is_wanted = cell == row % n_used || uniform(random) < s.share_seen;
+            const bool is_seen = is_wanted && cell < n_used && !is_blind;
             mask[cell] = !is_seen ? -INFINITY : s.max_bias > 0 ? -float(cell % 7) : 0.0f;
         }
     }
+    const auto spoil = [&](std::vector<float> & cells, int64_t d) {
+        for (int64_t i = 0; i < int64_t(cells.size()); ++i) {
+            const int64_t cell = i / d % s.n_cells;
+            cells[size_t(i)] = cell < n_used ? cells[size_t(i)] : i % 3 == 0 ? INFINITY : NAN;
+        }
+    };
+    for (size_t i = 0; s.is_latent && i < x.v.size(); ++i) { // the columns of K that are V
+        x.v[i] = x.k[i / size_t(s.d_v) * size_t(s.d_k) + i % size_t(s.d_v)];
+    }
+    spoil(x.k, s.d_k);
+    spoil(x.v, s.d_v);
     return x;
 }
 
-std::vector<float> computed(const setup & s, const values & x) {
+// From [heads, n, d] of each stream to [n, heads, d].
+std::vector<float> side_by_side(const std::vector<float> & from, int64_t d, int64_t n,
+                                int64_t n_head) {
+    std::vector<float> to(from.size());
+    for (size_t i = 0; i < from.size(); ++i) {
+        const auto at = int64_t(i);
+        const int64_t stream = at / (d * n * n_head);
+        const int64_t head = at / (d * n) % n_head;
+        to[size_t(((stream * n + at / d % n) * n_head + head) * d + at % d)] = from[i];
+    }
+    return to;
+}
+
+void set(ggml_tensor * tensor, const std::vector<float> & from) {
+    std::vector<char> bytes(ggml_nbytes(tensor));
+    if (tensor->type == GGML_TYPE_F32) {
+        std::memcpy(bytes.data(), from.data(), bytes.size());
+    } else {
+        ggml_quantize_chunk(tensor->type, from.data(), bytes.data(), 0,
+                            ggml_nelements(tensor) / tensor->ne[0], tensor->ne[0], nullptr);
+    }
+    ggml_backend_tensor_set(tensor, bytes.data(), 0, bytes.size());
+}
+
+// A tensor of [d, n, heads, streams], in memory as it is or, as a cache, with heads side by side.
+struct rows_of_heads {
+    ggml_tensor * memory;
+    ggml_tensor * tensor;
+    int64_t d, n, n_head;
+    bool is_cache;
+
+    rows_of_heads(ggml_context * ctx, ggml_type type, int64_t d, int64_t n, int64_t n_head,
+                  int64_t n_stream, bool is_cache)
+        : d(d), n(n), n_head(n_head), is_cache(is_cache) {
+        memory = is_cache ? ggml_new_tensor_4d(ctx, type, d, n_head, n, n_stream)
+                          : ggml_new_tensor_4d(ctx, type, d, n, n_head, n_stream);
+        tensor = is_cache ? ggml_permute(ctx, memory, 0, 2, 1, 3) : memory;
+    }
+
+    void fill(const std::vector<float> & from) const {
+        set(memory, is_cache ? side_by_side(from, d, n, n_head) : from);
+    }
+};
+
+std::vector<float> computed(const setup & s, const values & x, bool is_reference = false) {
     ggml_init_params params = {size_t(64) << 20, nullptr, true};
     ggml_context * ctx = ggml_init(params);
-    ggml_tensor * q = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, s.d_k, s.n_rows, s.n_head, s.n_stream);
-    ggml_tensor * k = ggml_new_tensor_4d(ctx, s.type, s.d_k, s.n_cells, s.n_head_kv, s.n_stream);
-    ggml_tensor * v = ggml_new_tensor_4d(ctx, s.type, s.d_v, s.n_cells, s.n_head_kv, s.n_stream);
+    const rows_of_heads q(ctx, GGML_TYPE_F32, s.d_k, s.n_rows, s.n_head, s.n_stream, s.is_cache);
+    const rows_of_heads k(ctx, s.type, s.d_k, s.n_cells, s.n_head_kv, s.n_stream, s.is_cache);
+    const rows_of_heads v(ctx, s.v_type(), s.d_v, s.n_cells, s.n_head_kv, s.n_stream, s.is_cache);
+    ggml_tensor * columns =
+        ggml_view_4d(ctx, k.tensor, s.is_latent ? s.d_v : s.d_k, s.n_cells, s.n_head_kv, s.n_stream,
+                     k.tensor->nb[1], k.tensor->nb[2], k.tensor->nb[3], 0);
+    const int64_t n_mask = s.n_rows + s.n_pad;
     ggml_tensor * mask =
-        s.has_mask ? ggml_new_tensor_4d(ctx, GGML_TYPE_F16, s.n_cells, s.n_rows, 1, s.n_stream)
+        s.has_mask ? ggml_new_tensor_4d(ctx, GGML_TYPE_F16, s.n_cells, n_mask, 1, s.n_stream)
                    : nullptr;
     ggml_tensor * sinks = s.has_sinks ? ggml_new_tensor_1d(ctx, GGML_TYPE_F32, s.n_head) : nullptr;
-    ggml_tensor * out = ggml_flash_attn_ext(ctx, q, k, v, mask, s.scale(), s.max_bias, s.softcap);
+    ggml_tensor * out =
+        ggml_flash_attn_ext(ctx, q.tensor, k.tensor, s.is_latent ? columns : v.tensor, mask,
+                            s.scale(), s.max_bias, s.softcap);
     if (sinks != nullptr) {
         ggml_flash_attn_ext_add_sinks(out, sinks);
     }
@@ -97,24 +173,26 @@ std::vector<float> computed(const setup & s, const values & x) {
     ggml_build_forward_expand(graph, out);
     ggml_backend_t backend = ggml_backend_cpu_init();
     ggml_backend_cpu_set_n_threads(backend, s.n_threads);
+    ggml_backend_cpu_set_use_ref(backend, is_reference);
     ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
-    const auto set = [](ggml_tensor * tensor, const std::vector<float> & from) {
-        if (tensor == nullptr) {
-            return;
+    q.fill(x.q);
+    k.fill(x.k);
+    v.fill(x.v);
+    if (mask != nullptr) {
+        // The rows behind those of Q hold anything.
+        std::vector<float> padded(size_t(s.n_cells * n_mask * s.n_stream), 1.0f);
+        const size_t n = size_t(s.n_cells * s.n_rows);
+        for (size_t stream = 0; stream < size_t(s.n_stream); ++stream) {
+            std::copy_n(x.mask.data() + stream * n, n,
+                        padded.data() + stream * size_t(s.n_cells * n_mask));
         }
-        if (tensor->type == GGML_TYPE_F32) {
-            ggml_backend_tensor_set(tensor, from.data(), 0, ggml_nbytes(tensor));
-            return;
-        }
-        std::vector<ggml_fp16_t> half(from.size());
-        ggml_fp32_to_fp16_row(from.data(), half.data(), int64_t(from.size()));
-        ggml_backend_tensor_set(tensor, half.data(), 0, ggml_nbytes(tensor));
-    };
-    set(q, x.q);
-    set(k, x.k);
-    set(v, x.v);
-    set(mask, x.mask);
-    set(sinks, x.sinks);
+        std::vector<ggml_fp16_t> half(padded.size());
+        ggml_fp32_to_fp16_row(padded.data(), half.data(), int64_t(padded.size()));
+        ggml_backend_tensor_set(mask, half.data(), 0, ggml_nbytes(mask));
+    }
+    if (sinks != nullptr) {
+        ggml_backend_tensor_set(sinks, x.sinks.data(), 0, ggml_nbytes(sinks));
+    }
     ggml_backend_graph_compute(backend, graph);
     std::vector<float> result(static_cast<size_t>(ggml_nelements(out)));
     ggml_backend_tensor_get(out, result.data(), 0, ggml_nbytes(out));
@@ -144,7 +222,13 @@ std::vector<float> expected(const setup & s, const values & x) {
                 const float * q =
                     &x.q[size_t(((stream * s.n_head + head) * s.n_rows + row) * s.d_k)];
                 double most = s.has_sinks ? x.sinks[size_t(head)] : -INFINITY;
+                const float * mask =
+                    s.has_mask ? &x.mask[size_t((stream * s.n_rows + row) * s.n_cells)] : nullptr;
                 for (int64_t cell = 0; cell < s.n_cells; ++cell) {
+                    if (mask != nullptr && mask[cell] == -INFINITY) {
+                        weight[size_t(cell)] = -INFINITY; // whatever the cell holds
+                        continue;
+                    }
                     const float * k = &x.k[size_t((head_kv * s.n_cells + cell) * s.d_k)];
                     double sum = 0;
                     for (int64_t d = 0; d < s.d_k; ++d) {
@@ -154,25 +238,23 @@ std::vector<float> expected(const setup & s, const values & x) {
                     if (s.softcap > 0) {
                         sum = s.softcap * std::tanh(sum / s.softcap);
                     }
-                    if (s.has_mask) {
-                        sum += slope_of(s, head) *
-                               x.mask[size_t((stream * s.n_rows + row) * s.n_cells + cell)];
-                    }
+                    sum += mask != nullptr ? slope_of(s, head) * mask[cell] : 0.0;
                     weight[size_t(cell)] = sum;
                     most = std::max(most, sum);
                 }
                 double all = s.has_sinks ? std::exp(x.sinks[size_t(head)] - most) : 0.0;
                 for (double & w : weight) {
-                    w = std::exp(w - most);
+                    w = w == -INFINITY ? 0.0 : std::exp(w - most);
                     all += w;
                 }
                 for (int64_t d = 0; d < s.d_v; ++d) {
                     double sum = 0;
                     for (int64_t cell = 0; cell < s.n_cells; ++cell) {
-                        sum += weight[size_t(cell)] *
-                               x.v[size_t((head_kv * s.n_cells + cell) * s.d_v + d)];
+                        const double w = weight[size_t(cell)];
+                        const size_t at = size_t((head_kv * s.n_cells + cell) * s.d_v + d);
+                        sum += w > 0.0 ? w * x.v[at] : 0.0;
                     }
-                    result.push_back(float(sum / all));
+                    result.push_back(all > 0.0 ? float(sum / all) : 0.0f);
                 }
             }
         }
@@ -198,6 +280,18 @@ void check_values(const setup & s) {
     }
     if (!(worst <= tolerance)) {
         std::printf("differs by %g: %s\n", worst, s.name().c_str());
+        ++n_failures;
+    }
+}
+
+// Types that our patches leave to llama.cpp give the bits of its reference.
+void check_theirs(const setup & s) {
+    ++n_checks;
+    const values x = make_values(s, uint32_t(n_checks));
+    const std::vector<float> found = computed(s, x);
+    const std::vector<float> wanted = computed(s, x, /*is_reference*/ true);
+    if (std::memcmp(found.data(), wanted.data(), wanted.size() * sizeof(float)) != 0) {
+        std::printf("differs from the reference: %s\n", s.name().c_str());
         ++n_failures;
     }
 }
@@ -288,10 +382,10 @@ void check_widths() {
 }
 
 void check_shapes() {
-    const int64_t shapes[][4] = {{64, 64, 4, 4},   {64, 64, 8, 1},   {64, 64, 6, 2},
-                                 {128, 128, 4, 2}, {256, 256, 2, 1}, {96, 96, 3, 1},
-                                 {72, 40, 4, 2},   {80, 80, 5, 5},   {128, 64, 16, 1},
-                                 {192, 128, 2, 2}, {320, 320, 2, 1}, {64, 64, 17, 1}};
+    const int64_t shapes[][4] = {
+        {64, 64, 4, 4},   {64, 64, 8, 1},  {64, 64, 6, 2},   {128, 128, 4, 2}, {256, 256, 2, 1},
+        {96, 96, 3, 1},   {72, 40, 4, 2},  {80, 80, 5, 5},   {128, 64, 16, 1}, {192, 128, 2, 2},
+        {320, 320, 2, 1}, {64, 64, 17, 1}, {112, 112, 6, 3}, {36, 36, 2, 2},   {4104, 8, 1, 1}};
     for (const auto & shape : shapes) {
         for (int64_t n_rows : {1, 5, 20}) {
             for (ggml_type type : {GGML_TYPE_F16, GGML_TYPE_F32}) {
@@ -305,6 +399,74 @@ void check_shapes() {
                 s.type = type;
                 check_values(s);
             }
+        }
+    }
+}
+
+// As llama.cpp's cache lays them out: heads of a token side by side, several streams, masks with
+// more rows than Q, cells that nobody sees and rows that see nothing.
+void check_caches() {
+    for (int64_t n_rows : {1, 3, 15, 16, 40, 64, 100}) {
+        for (int64_t n_cells : {70, 256, 600}) {
+            for (ggml_type type : {GGML_TYPE_F16, GGML_TYPE_F32}) {
+                for (int which = 0; which < 8; ++which) {
+                    setup s;
+                    s.is_cache = true;
+                    s.n_rows = n_rows;
+                    s.n_cells = n_cells;
+                    s.type = type;
+                    s.n_threads = 2;
+                    s.n_pad = n_rows % 8;
+                    s.n_stream = (which & 1) != 0 ? 2 : 1;
+                    s.n_unused = (which & 2) != 0 ? 37 : 0;
+                    s.n_blind = (which & 4) != 0 ? (n_rows + 1) / 2 : 0;
+                    s.share_seen = n_cells == 600 ? 0.1 : 0.8;
+                    s.max_bias = (which & 3) == 3 ? 8.0f : 0.0f;
+                    check_values(s);
+                }
+            }
+        }
+    }
+}
+
+// Keys and values of other types, and of two.
+void check_types() {
+    const ggml_type types[][2] = {
+        {GGML_TYPE_Q8_0, GGML_TYPE_Q8_0}, {GGML_TYPE_Q4_0, GGML_TYPE_Q4_0},
+        {GGML_TYPE_BF16, GGML_TYPE_BF16}, {GGML_TYPE_Q8_0, GGML_TYPE_F16},
+        {GGML_TYPE_F16, GGML_TYPE_Q4_0},  {GGML_TYPE_F16, GGML_TYPE_F32}};
+    for (const auto & pair : types) {
+        for (int64_t n_rows : {1, 5, 20, 70}) {
+            setup s;
+            s.is_cache = true;
+            s.type = pair[0];
+            s.type_v = pair[1];
+            s.n_rows = n_rows;
+            s.n_cells = 600;
+            s.n_stream = n_rows == 20 ? 3 : 1;
+            s.n_threads = 2;
+            s.n_unused = 9;
+            s.has_sinks = n_rows == 5;
+            check_theirs(s);
+        }
+    }
+}
+
+void check_latent() {
+    const int64_t shapes[][4] = {
+        {576, 512, 4, 1}, {320, 256, 3, 1}, {192, 128, 8, 1}, {72, 40, 4, 2}};
+    for (const auto & shape : shapes) {
+        for (int64_t n_rows : {1, 7, 18, 64}) {
+            setup s;
+            s.is_cache = s.is_latent = true;
+            s.d_k = shape[0];
+            s.d_v = shape[1];
+            s.n_head = shape[2];
+            s.n_head_kv = shape[3];
+            s.n_rows = n_rows;
+            s.n_cells = 100;
+            s.n_unused = 5;
+            check_values(s);
         }
     }
 }
@@ -345,6 +507,9 @@ int main() {
     check_widths();
     check_shapes();
     check_extras();
+    check_caches();
+    check_types();
+    check_latent();
     check_shared_heads();
     for (int64_t n_rows : {1, 2, 7, 15}) {
         for (int64_t n_cells : {5, 64, 100, 300}) {
