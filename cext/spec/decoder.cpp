@@ -14,6 +14,7 @@ namespace drafthouse {
 namespace {
 
 constexpr int32_t N_BATCH_MIN = 16;
+constexpr int32_t DECODE_THREW = std::numeric_limits<int32_t>::min(); // no code of llama.cpp's
 
 void check_decoder_params(const spec_decoder_params & p) {
     check_range("n_seq_max", p.n_seq_max, 1, N_SEQ_LIMIT);
@@ -192,8 +193,8 @@ void decode_sequence(spec_decoder & decoder, int32_t seq_id, const int32_t * tok
     if (rc != 0) {
         llama_memory_seq_rm(decoder.memory(), seq_id, -1, -1);
         seq = {};
-        fail(SPEC_ERR_DECODE_FAILED, "the decode returned " + std::to_string(rc) +
-                                         "; the sequence was cleared" + llama_reason());
+        fail(SPEC_ERR_DECODE_FAILED,
+             decode_reason(rc) + "; the sequence was cleared" + llama_reason());
     }
     seq.n_past += n;
     seq.n_back_max = std::min(n - 1, decoder.limits.n_rs_seq); // snapshots of this ubatch only
@@ -389,25 +390,35 @@ void check_states(const spec_decoder & decoder, int32_t n) {
 }
 
 // Runs the batch. Scored batches are scored whole, so the hidden rows of all tokens can be had.
-int32_t run_decoder(spec_decoder & decoder, bool is_output) {
+// Throws nothing: what threw in its midst may have left cells, which the caller clears as after any
+// decode that failed.
+int32_t run_decoder(spec_decoder & decoder, bool is_output) noexcept {
     decoder.n_rows = decoder.n_decoded = 0;
-    decoder.kept_layers = decoder.wanted_layers;
-    const bool is_draft = decoder.target != nullptr;
-    for (int32_t i = 0; is_draft && i < decoder.batch.size(); ++i) {
-        float * state = decoder.states.data() + static_cast<size_t>(i) * decoder.n_embd();
-        decoder.batch.set_embd(i, {state, 1, decoder.n_embd()});
-    }
-    llama_set_embeddings(decoder.context.get(), is_output && !is_draft);
-    forget_llama_reason();
-    const int32_t rc =
-        llama_process(decoder.context.get(), LLAMA_PROCESS_TYPE_DECODE, decoder.batch.get());
-    if (rc == 0) {
-        llama_synchronize(decoder.context.get());
-        decoder.n_decoded = decoder.batch.size();
-        decoder.n_rows = is_output ? decoder.n_decoded : 0;
-    }
+    int32_t rc = 0;
+    const int32_t status = guarded([&] {
+        decoder.kept_layers = decoder.wanted_layers;
+        const bool is_draft = decoder.target != nullptr;
+        for (int32_t i = 0; is_draft && i < decoder.batch.size(); ++i) {
+            float * state = decoder.states.data() + static_cast<size_t>(i) * decoder.n_embd();
+            decoder.batch.set_embd(i, {state, 1, decoder.n_embd()});
+        }
+        llama_set_embeddings(decoder.context.get(), is_output && !is_draft);
+        forget_llama_reason();
+        rc = llama_process(decoder.context.get(), LLAMA_PROCESS_TYPE_DECODE, decoder.batch.get());
+        if (rc == 0) {
+            llama_synchronize(decoder.context.get());
+            decoder.n_decoded = decoder.batch.size();
+            decoder.n_rows = is_output ? decoder.n_decoded : 0;
+        }
+    });
     decoder.states.clear();
-    return rc;
+    return status == SPEC_OK ? rc : DECODE_THREW;
+}
+
+// Why a decode failed, on the thread that ran it.
+std::string decode_reason(int32_t rc) {
+    return rc == DECODE_THREW ? std::string("the decode failed: ") + spec_last_error()
+                              : "the decode returned " + std::to_string(rc);
 }
 
 } // namespace drafthouse

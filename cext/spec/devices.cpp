@@ -316,7 +316,9 @@ void add_rpc_server(const std::string & endpoint) {
     if (add == nullptr) {
         fail(SPEC_ERR_UNSUPPORTED, "this build has no RPC backend; build with DRAFTHOUSE_RPC=ON");
     }
+    static std::mutex lock;
     static std::vector<ggml_backend_reg_t> known;
+    const std::lock_guard<std::mutex> guard(lock);
     ggml_backend_reg_t reg = add(endpoint.c_str());
     if (reg == nullptr) {
         fail(SPEC_ERR_UNSUPPORTED, "the RPC server " + endpoint + " has no devices");

@@ -69,12 +69,15 @@ int32_t draft_vocabulary(const spec_engine & engine) {
 }
 
 // llama.cpp's n-gram cache reads before the start of a history that is shorter than its n-grams.
-// And llama.cpp ends the process when it gives a draft model a token that this lacks.
-bool can_draft(const spec_engine & engine, const sequence & seq, llama_token id_last) {
+bool is_too_short_to_draft(const spec_engine & engine, int32_t n_past) {
     constexpr int32_t N_NGRAM_CACHE = 4;
-    const bool is_short = seq.n_past() + 1 < N_NGRAM_CACHE;
+    return engine.limits.draft_type == SPEC_DRAFT_NGRAM_CACHE && n_past + 1 < N_NGRAM_CACHE;
+}
+
+// llama.cpp ends the process when it gives a draft model a token that this lacks.
+bool can_draft(const spec_engine & engine, const sequence & seq, llama_token id_last) {
     return !seq.is_cold && id_last < draft_vocabulary(engine) &&
-           !(engine.limits.draft_type == SPEC_DRAFT_NGRAM_CACHE && is_short);
+           !is_too_short_to_draft(engine, seq.n_past());
 }
 
 void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,

@@ -371,11 +371,11 @@ void flush_copies(spec_engine & engine) {
     if (!engine.has_copies_due) {
         return;
     }
-    engine.has_copies_due = false;
     update_memory(engine.target.get());
     if (engine.draft) {
         update_memory(engine.draft.get());
     }
+    engine.has_copies_due = false; // last: what failed on the way is still due
 }
 
 // Gives everything of a sequence back. Safe on an idle one.

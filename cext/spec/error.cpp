@@ -102,15 +102,15 @@ bool is_chosen(const char * text) {
            (is_skipping_mtp && std::strstr(text, "model has unused tensor blk.") != nullptr);
 }
 
-void on_llama_log(ggml_log_level level, const char * text, void * /*user*/) {
-    if (text != nullptr && is_chosen(text)) {
+void pass_on(ggml_log_level level, const char * text) {
+    if (is_chosen(text)) {
         level = GGML_LOG_LEVEL_INFO;
     }
-    if (level == GGML_LOG_LEVEL_ERROR && text != nullptr) {
+    if (level == GGML_LOG_LEVEL_ERROR) {
         remember(text);
     }
     const spec_log_callback callback = log_callback.load(std::memory_order_acquire);
-    if (callback == nullptr || text == nullptr || is_hushed) {
+    if (callback == nullptr || is_hushed) {
         return;
     }
     void * const user = log_user.load(std::memory_order_acquire);
@@ -129,6 +129,16 @@ void on_llama_log(ggml_log_level level, const char * text, void * /*user*/) {
     callback(n_level, printable(text, LINE_CHARS_MAX).c_str(), user);
 }
 
+void on_llama_log(ggml_log_level level, const char * text, void * /*user*/) noexcept {
+    if (text == nullptr) {
+        return;
+    }
+    try {
+        pass_on(level, text);
+    } catch (...) { // no memory for the line: it is lost, and what llama.cpp was doing goes on
+    }
+}
+
 } // namespace
 
 // The beginning of a text on one line: no control characters, no blanks at its end.
@@ -144,7 +154,8 @@ std::string printable(const char * text, size_t n_max) {
     throw failure(code, text);
 }
 
-int32_t report(int32_t code, const std::string & text) noexcept {
+// Takes no std::string: it is called where there may be no memory to make one.
+int32_t report(int32_t code, const char * text) noexcept {
     try {
         last_error = text;
     } catch (...) {

@@ -182,8 +182,13 @@ void process_batch(spec_engine & engine) {
     if (engine.draft) {
         set_threads(engine, engine.draft.get());
     }
+    bool is_processed = false;
     const bool is_failed = engine.take_fault(SPEC_FAULT_PROCESS);
-    if (!is_failed && common_speculative_process(engine.spec.get(), engine.batch)) {
+    if (!is_failed) { // what it throws costs drafts, no sequence
+        guarded(
+            [&] { is_processed = common_speculative_process(engine.spec.get(), engine.batch); });
+    }
+    if (is_processed) {
         keep_hidden_rows(engine);
         for (const auto & token : engine.batch.tokens) {
             sequence & seq = seq_of(engine, token.seq_id);

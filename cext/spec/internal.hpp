@@ -48,7 +48,7 @@ struct failure : std::runtime_error {
 };
 
 [[noreturn]] void fail(int32_t code, const std::string & text);
-int32_t report(int32_t code, const std::string & text) noexcept;
+int32_t report(int32_t code, const char * text) noexcept;
 
 // Runs a body that may throw and turns whatever it throws into a code: no exception leaves
 // this folder.
@@ -704,6 +704,7 @@ std::vector<bool> make_moves(spec_engine & engine, const spec_plan & plan, check
 common_speculative * drafter_of(spec_engine & engine, sequence & seq);
 llama_seq_id drafter_id(const sequence & seq, int32_t seq_id);
 int32_t draft_vocabulary(const spec_engine & engine);
+bool is_too_short_to_draft(const spec_engine & engine, int32_t n_past);
 bool can_draft(const spec_engine & engine, const sequence & seq, llama_token id_last);
 void arm(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft,
          llama_token id_last);
@@ -787,7 +788,8 @@ int32_t start_sequence(spec_engine & engine, const spec_start & start, snapshot_
 bool is_recurrent_model(const spec_model & model);
 void check_decoder_room(const spec_decoder & decoder, int64_t n_end);
 void check_states(const spec_decoder & decoder, int32_t n);
-int32_t run_decoder(spec_decoder & decoder, bool is_output);
+int32_t run_decoder(spec_decoder & decoder, bool is_output) noexcept;
+std::string decode_reason(int32_t rc);
 
 } // namespace drafthouse
 

@@ -194,6 +194,7 @@ template <typename Archive, typename Sequence> void visit_sequence(Archive & io,
 // What a sampler's parameters and tokens do not tell: its random generators and adaptive terms.
 std::string write_sampler_state(const spec_sampler & sampler) {
     std::ostringstream rng;
+    rng.exceptions(std::ios::badbit); // where memory runs out it would write less, and say nothing
     rng.imbue(std::locale::classic());
     write_rng(rng, sampler.rng);
     std::string rest;
@@ -268,6 +269,9 @@ void save_sequence(spec_engine & engine, int32_t seq_id, bool has_sampler, uint8
     const uint64_t n_target = llama_state_seq_get_size_ext(engine.target.get(), seq_id, 0);
     const uint64_t n_draft =
         has_draft ? llama_state_seq_get_size_ext(engine.draft.get(), seq_id, 0) : 0;
+    if (n_target == 0 || (has_draft && n_draft == 0)) { // an empty sequence has a size, too
+        fail(SPEC_ERR_INTERNAL, "llama.cpp does not tell the size of its cells" + llama_reason());
+    }
     n_needed =
         sizeof header + parts.size() + 2 * sizeof(uint64_t) + n_target + n_draft + CHECKSUM_BYTES;
     if (buf == nullptr || cap < n_needed) {
@@ -374,7 +378,7 @@ void check_binding(const snapshot_header & found, const snapshot_header & wanted
 void check_parts(const spec_engine & engine, const sequence & seq) {
     const int32_t n_vocab = engine.limits.n_vocab;
     const auto is_token = [&](int32_t x) { return x >= 0 && x < n_vocab; };
-    if (seq.n_past() > engine.limits.n_ctx_seq) {
+    if (seq.tokens.size() > static_cast<size_t>(engine.limits.n_ctx_seq)) {
         corrupt("it has more tokens than its context");
     }
     if (!std::all_of(seq.tokens.begin(), seq.tokens.end(), is_token) ||
@@ -396,8 +400,9 @@ void check_parts(const spec_engine & engine, const sequence & seq) {
     int32_t n_before = 0;
     for (const ngram_event & e : seq.ngram_events) {
         if (!engine.is_ngram() || e.n_past < n_before || e.n_past > seq.n_past() ||
-            !is_token(e.id_last) || e.n_draft < 1 || e.n_draft > engine.limits.n_draft_max ||
-            e.n_accepted < -1 || e.n_accepted > e.n_draft) {
+            !is_token(e.id_last) || is_too_short_to_draft(engine, e.n_past) || e.n_draft < 1 ||
+            e.n_draft > engine.limits.n_draft_max || e.n_accepted < -1 ||
+            e.n_accepted > e.n_draft) {
             corrupt("a draft is out of range");
         }
         n_before = e.n_past;

@@ -93,13 +93,13 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
         to.feed(token);
     }
     to.n_heard = n_past;
+    engine.has_copies_due = !engine.limits.kv_unified; // first: what fails may have ordered some
     llama_memory_seq_cp(engine.target_memory(), src, dst, -1, -1);
     if (engine.draft && !from.is_cold) {
         llama_memory_seq_cp(engine.draft_memory(), src, dst, -1, -1);
         llama_memory_seq_rm(engine.draft_memory(), dst, n_past, -1);
     }
     carry_hidden_row(engine, from, dst, n_past);
-    engine.has_copies_due = !engine.limits.kv_unified;
     if (!llama_memory_seq_rm(engine.target_memory(), dst, n_past, -1)) {
         fail(SPEC_ERR_INTERNAL, "the copy could not be cut");
     }
@@ -254,11 +254,11 @@ bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_k
     const std::string rows =
         is_whole && !from.is_cold ? drafter_rows(engine, source) : std::string();
     clear_sequence(engine, seq_id);
+    engine.has_copies_due = !engine.limits.kv_unified; // first: what fails may have ordered some
     llama_memory_seq_cp(engine.target_memory(), source, seq_id, -1, -1);
     if (engine.draft && !from.is_cold) {
         llama_memory_seq_cp(engine.draft_memory(), source, seq_id, -1, -1);
     }
-    engine.has_copies_due = !engine.limits.kv_unified;
     if (!is_whole) {
         cut_cells(engine, seq_id, n_kept);
     }

@@ -159,7 +159,6 @@ void begin_result(spec_engine & engine, const spec_plan & plan) {
     engine.out_top_tokens.clear();
     engine.out_top_logprobs.clear();
     engine.n_top = 0;
-    engine.outcomes.resize(std::max(engine.outcomes.size(), static_cast<size_t>(plan.n_entries)));
     engine.out_entries.assign(static_cast<size_t>(plan.n_entries), spec_result_entry{});
     for (int32_t i = 0; i < plan.n_entries; ++i) {
         engine.outcomes[static_cast<size_t>(i)].n_mask_work = 0;
@@ -385,6 +384,7 @@ void fail_all(spec_engine & engine, const spec_plan & plan) {
 void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     checked_moves moves = check_plan(engine, plan);
     engine.out_entries.reserve(static_cast<size_t>(plan.n_entries));
+    engine.outcomes.resize(std::max(engine.outcomes.size(), static_cast<size_t>(plan.n_entries)));
     out = {};
     const std::vector<bool> is_lacking = make_moves(engine, plan, moves);
     // The samplers are the engine's now: whatever comes, the plan is carried out.

@@ -134,12 +134,15 @@ void check_node_held(const spec_decoder & decoder, const tree_node & node) {
     }
 }
 
-void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & plan) {
+void check_copies(const spec_decoder & decoder, const tree_plan & plan) {
     for (const auto & [branch, old] : plan.copies) {
         if (old >= 0) {
             check_node_held(decoder, decoder.tree[static_cast<size_t>(old)]);
         }
     }
+}
+
+void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & plan) {
     const int32_t n_past = seq_of(decoder, seq_id).n_past;
     for (const auto & [branch, old] : plan.copies) {
         const bool is_node = old >= 0;
@@ -149,23 +152,35 @@ void copy_branches(spec_decoder & decoder, int32_t seq_id, const tree_plan & pla
     }
 }
 
+// The batch of the new nodes, on branches of their own.
+void build_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens, size_t n,
+                const tree_plan & plan) {
+    const size_t n_old = decoder.tree.size();
+    copy_branches(decoder, seq_id, plan);
+    decoder.batch.clear();
+    for (size_t i = 0; i < n; ++i) {
+        decoder.batch.add(tokens[i], plan.nodes[n_old + i].pos, plan.branches[i], true);
+    }
+}
+
 void decode_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * tokens,
                  const int32_t * parents, int32_t n) {
     check_tree(decoder, seq_id, tokens, parents, n);
     check_states(decoder, n);
     tree_plan plan = plan_tree(decoder, seq_id, parents, n);
-    const size_t n_old = decoder.tree.size();
-    copy_branches(decoder, seq_id, plan);
-    decoder.n_branches = plan.n_branches;
-    decoder.batch.clear();
-    for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
-        decoder.batch.add(tokens[i], plan.nodes[n_old + i].pos, plan.branches[i], true);
+    check_copies(decoder, plan);
+    decoder.n_branches = plan.n_branches; // from here on there are cells to be given back
+    try {
+        build_tree(decoder, seq_id, tokens, static_cast<size_t>(n), plan);
+    } catch (...) {
+        drop_tree(decoder);
+        throw;
     }
     const int32_t rc = run_decoder(decoder, true);
     if (rc != 0) {
         drop_tree(decoder);
         fail(rc == 1 ? SPEC_ERR_NO_ROOM : SPEC_ERR_DECODE_FAILED,
-             "the tree could not be decoded (" + std::to_string(rc) +
+             "the tree could not be decoded (" + decode_reason(rc) +
                  "); it is gone, the sequence is as it was" + llama_reason());
     }
     decoder.tree = std::move(plan.nodes);
@@ -195,7 +210,12 @@ void commit_tree(spec_decoder & decoder, int32_t seq_id, const int32_t * path, i
     if (n > 0) {
         const tree_node & last = decoder.tree[static_cast<size_t>(path[n - 1])];
         check_node_held(decoder, last);
-        llama_memory_seq_cp(decoder.memory(), last.branch, seq_id, seq.n_past, last.pos + 1);
+        try {
+            llama_memory_seq_cp(decoder.memory(), last.branch, seq_id, seq.n_past, last.pos + 1);
+        } catch (...) {
+            llama_memory_seq_rm(decoder.memory(), seq_id, seq.n_past, -1);
+            throw;
+        }
         seq.n_past = last.pos + 1;
     }
     drop_tree(decoder);
