@@ -4,10 +4,12 @@
 #include "internal.hpp"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <limits>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 namespace drafthouse {
@@ -29,9 +31,8 @@ void score_top(outcome & out, const float * logits, int32_t n_vocab, int32_t n, 
     const int32_t n_best = std::min(n, n_vocab);
     std::vector<int32_t> ids(n_best > 0 ? static_cast<size_t>(n_vocab) : 0);
     std::iota(ids.begin(), ids.end(), 0);
-    const auto rank = [&](int32_t id) { return std::isnan(logits[id]) ? -INFINITY : logits[id]; };
     std::partial_sort(ids.begin(), ids.begin() + n_best, ids.end(), [&](int32_t a, int32_t b) {
-        return rank(a) != rank(b) ? rank(a) > rank(b) : a < b;
+        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
     });
     for (int32_t k = 0; k < n_columns; ++k) {
         const bool is_told = k < n_best;
@@ -67,9 +68,24 @@ void score(const spec_engine & engine, const spec_sampler & sampler, outcome & o
                                    "temperature leave none a probability");
 }
 
+// Refuses a row with a logit that is no number, or infinite upwards: it would leave no token a
+// probability, or all of it to one token, and breaks the order that sorting relies on. Models do
+// give minus infinity, to tokens that are never meant.
+void check_logits(const float * logits, int32_t n) {
+    int32_t n_wrong = 0;
+    for (int32_t i = 0; i < n; ++i) {
+        n_wrong += logits[i] <= FLT_MAX ? 0 : 1;
+    }
+    if (n_wrong > 0) {
+        fail(SPEC_ERR_SAMPLING_FAILED,
+             "the model's output is not finite: " + std::to_string(n_wrong) + " of " +
+                 std::to_string(n) + " logits");
+    }
+}
+
 constexpr int32_t LANES = 16;
 
-// The greatest of LANES numbers; NaNs count for nothing. Written so that compilers use vectors.
+// The greatest of LANES numbers. Written so that compilers use vectors.
 float greatest_of_lanes(const float * x) {
     float m[LANES];
     std::copy(x, x + LANES, m);
@@ -125,9 +141,6 @@ void find_greatest(const float * logits, int32_t n_vocab, int32_t n,
     out.clear();
     const auto n_wanted = static_cast<size_t>(n);
     const auto add = [&](int32_t id) {
-        if (std::isnan(logits[id])) {
-            return; // it has no place in any order
-        }
         if (out.size() == n_wanted) {
             if (!(logits[id] > out.front().logit)) {
                 return;
@@ -192,9 +205,7 @@ struct row_candidates {
     void fill(const float * logits, int32_t n_vocab) {
         data.resize(static_cast<size_t>(n_vocab));
         for (int32_t id = 0; id < n_vocab; ++id) {
-            // What is no number breaks the order that sorting relies on.
-            const float logit = std::isnan(logits[id]) ? -INFINITY : logits[id];
-            data[static_cast<size_t>(id)] = {id, logit, 0.0f};
+            data[static_cast<size_t>(id)] = {id, logits[id], 0.0f};
         }
         array = {data.data(), data.size(), -1, false};
     }
@@ -296,6 +307,7 @@ void sample_and_reject(const spec_engine & engine, const sequence & seq, outcome
     spec_sampler & sampler = *seq.sampler;
     std::uniform_real_distribution<float> uniform(0.0f, 1.0f);
     for (size_t i = 0; i < out.rows.size(); ++i) {
+        check_logits(out.rows[i], engine.limits.n_vocab);
         const llama_token own = sample_row(sampler, out.rows[i], engine.limits.n_vocab, row);
         llama_token emitted = own;
         bool is_accepted = false;
@@ -408,6 +420,7 @@ void find_rows(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
 
 // Chooses a token of a row, in the shortest way that its sampler allows.
 llama_token sample_checked(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
+    check_logits(logits, n_vocab);
     if (sampler.is_argmax) {
         return argmax(logits, n_vocab, sampler.banned);
     }
