@@ -6,16 +6,29 @@ architecture that is not in `PROVEN` finds that out here first.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
+import time
 from typing import Any, Final
 
+from drafthouse_engine.devices import Placement
 from drafthouse_engine.options import EngineParams
 
-__all__ = ["probe_model"]
+__all__ = ["PATIENCE_S", "probe_model"]
+
+PATIENCE_S: Final = 300.0
+"""Longest time in which nothing is heard of the process."""
+
+_PER_LOAD: Final = 10.0
+"""Times as long as loading takes that the first decodes may take."""
+
+_WORKER: Final = ("-m", "drafthouse_engine.probe_worker")
 
 _TOLD_MAX: Final = 200
 """Most characters of what llama.cpp says at its end."""
@@ -37,16 +50,33 @@ keys, passwords and addresses that hold them may be among them."""
 
 
 def probe_model(
-    path: str | os.PathLike[str], params: EngineParams | None = None, *, n_gpu_layers: int = -1
+    path: str | os.PathLike[str],
+    params: EngineParams | None = None,
+    *,
+    n_gpu_layers: int = -1,
+    placement: Placement | None = None,
+    path_draft: str | os.PathLike[str] | None = None,
+    n_gpu_layers_draft: int = -1,
+    placement_draft: Placement | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> str:
     """Decodes a few tokens of several sequences in a process of its own, and returns what is wrong.
 
-    The weights are loaded twice, one time after the other; the contexts are small.
+    The weights are loaded twice, one time after the other; the contexts are small. Devices of RPC
+    servers are none of that process.
 
     Args:
         path: The model, a GGUF file.
-        params: How the engine will be built; of its draft type counts whether there is one.
+        params: How the engine will be built. Its sizes do not count, nor its synthetic rates; where
+            its draft type is none of these models', drafts are given.
         n_gpu_layers: Layers on an accelerator; −1 is all.
+        placement: Where the weights lie; None is whole layers over all devices.
+        path_draft: The draft model, where the draft type has one.
+        n_gpu_layers_draft: The same of the draft model.
+        placement_draft: The same of the draft model.
+        patience_s: Longest time in which nothing is heard of that process. While it loads, it tells
+            how far it is; from then on it has ten times as long as loading took, and no less than
+            this.
 
     Returns:
         What is wrong, as the end of a sentence about the model; empty where nothing is. What
@@ -55,46 +85,99 @@ def probe_model(
     Raises:
         OSError: the process cannot be started.
     """
-    params = params or EngineParams()
+    params = dataclasses.replace(params or EngineParams(), synth_rates=())
     setup = {
-        "path": os.fsdecode(path),
-        "n_gpu_layers": n_gpu_layers,
-        "has_drafts": params.draft_type != "none",
-        "kv_unified": params.kv_unified,
-        "flash_attention": params.flash_attention,
-        "flash_forced": params.flash_forced,
-        "n_threads": params.n_threads,
+        "params": dataclasses.asdict(params),
+        "target": _part(path, n_gpu_layers, placement),
+        "draft": path_draft and _part(path_draft, n_gpu_layers_draft, placement_draft),
     }
     # The process ends when this one does: it reads its standard input until there is an end.
     with subprocess.Popen(  # noqa: S603  # our own interpreter and module
-        [sys.executable or "python3", "-P", "-m", "drafthouse_engine.probe_worker"],
+        [sys.executable or "python3", "-P", *_WORKER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=_environment(),
     ) as process:
-        told, error = _talk(process, setup)
-    if process.returncode == 0:
-        return str(json.loads(told)["problem"])
+        try:
+            told, error = _Talk(process, patience_s).run(setup)
+        except subprocess.TimeoutExpired as late:
+            return (
+                f"its first decode, in a process of its own, {late.cmd} (probe false: do without)"
+            )
+        finally:
+            process.kill()  # harmless on one that has ended
+    if process.returncode == 0 and told is not None:
+        return told
     return f"llama.cpp {_end_of(process.returncode)} when it computes it{_last_words(error)}"
 
 
-def _talk(process: subprocess.Popen[bytes], setup: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Returns what the process writes; its input stays open until it has ended."""
-    assert process.stdin is not None
-    try:
-        process.stdin.write(json.dumps(setup).encode() + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it has ended already
-    stdin, process.stdin = process.stdin, None  # `communicate` would close it
-    try:
-        told, error = process.communicate()
-        stdin.close()
-    except BaseException:
-        process.kill()
-        raise
-    return told, error
+def _part(
+    path: str | os.PathLike[str], n_gpu_layers: int, placement: Placement | None
+) -> dict[str, Any]:
+    """Returns a model and where its weights lie, as JSON can say it."""
+    places = dataclasses.asdict(placement or Placement())
+    return {"path": os.fsdecode(path), "n_gpu_layers": n_gpu_layers, "placement": places}
+
+
+class _Talk:
+    """What is said to the process, and heard from it, as long as it is heard."""
+
+    def __init__(self, process: subprocess.Popen[bytes], patience_s: float) -> None:
+        self._process = process
+        self._patience_s = patience_s
+        self._limit_s = patience_s
+        self._is_loaded = False
+        self._problem: str | None = None
+        self._error = bytearray()
+
+    def run(self, setup: dict[str, Any]) -> tuple[str | None, bytes]:
+        """Returns the problem that the process tells, if it tells one, and what llama.cpp says.
+
+        Raises:
+            subprocess.TimeoutExpired: it is heard of no more; `cmd` is the end of a sentence.
+        """
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            process.stdin.write(json.dumps(setup).encode() + b"\n")
+            process.stdin.flush()
+        lines = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ, lines)
+            selector.register(process.stderr, selectors.EVENT_READ, self._error)
+            heard_s = time.monotonic()
+            while selector.get_map():
+                ready = selector.select(heard_s + self._limit_s - time.monotonic())
+                if not ready and time.monotonic() >= heard_s + self._limit_s:
+                    raise subprocess.TimeoutExpired(self._too_late(), self._limit_s)
+                for key, _ in ready:
+                    part = os.read(key.fd, 65536)
+                    key.data.extend(part)
+                    if not part:
+                        selector.unregister(key.fileobj)
+                while b"\n" in lines:
+                    line, _, rest = bytes(lines).partition(b"\n")
+                    lines[:] = rest
+                    self._hear(json.loads(line))
+                    heard_s = time.monotonic()
+        # What closes its pipes has ended, or is about to.
+        process.wait(self._patience_s)
+        return self._problem, bytes(self._error)
+
+    def _hear(self, told: dict[str, Any]) -> None:
+        if "loaded_s" in told:
+            self._is_loaded = True
+            self._limit_s = max(self._patience_s, _PER_LOAD * float(told["loaded_s"]))
+        if "problem" in told:
+            self._problem = str(told["problem"])
+
+    def _too_late(self) -> str:
+        if self._is_loaded:
+            return f"came to no end within {self._limit_s:g} s"
+        return f"did not get on with loading it for {self._limit_s:g} s"
 
 
 def _environment() -> dict[str, str]:

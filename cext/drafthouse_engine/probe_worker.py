@@ -1,17 +1,20 @@
 """The process in which a model is decoded for the first time; `probe.py` starts it.
 
-It reads a JSON object in one line of its standard input, and writes one. When its input ends it
-ends too: whoever has started it is gone.
+It reads a JSON object in one line of its standard input, and writes some, a line each: how far
+loading is, that it is done, and what is wrong. When its input ends it ends too: whoever has started
+it is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from drafthouse_engine._spec import Engine, Model, Sampler
+from drafthouse_engine.devices import CacheParams, Placement, RopeParams
 from drafthouse_engine.errors import EngineError, Status
 from drafthouse_engine.moves import Moves, Start
-from drafthouse_engine.options import EngineParams, SamplingParams
+from drafthouse_engine.options import DraftType, EngineParams, SamplingParams
 from drafthouse_engine.step import DRAFT_DTYPE, PLAN_DTYPE, StepResult
 
 __all__ = ["main", "watch_input"]
@@ -46,7 +50,7 @@ def _wrong(result: StepResult) -> str:
     return ""
 
 
-def _decode(engine: Engine, model: Model, *, has_drafts: bool) -> str:
+def _decode(engine: Engine, model: Model, *, n_draft: int, is_given: bool) -> str:
     """Computes prompts of unlike lengths, then tokens of all sequences at once, with drafts."""
     greedy = SamplingParams(temperature=0.0)
     starts = [Start(i, Sampler(model, greedy)) for i in range(N_SEQS)]
@@ -59,42 +63,92 @@ def _decode(engine: Engine, model: Model, *, has_drafts: bool) -> str:
             return problem
         n_past = [int(entry["n_past"]) for entry in result.entries]
         last = [int(result.tokens[e["token_offset"] + e["n_tokens"] - 1]) for e in result.entries]
-        n_draft = N_DRAFT if has_drafts else 0
         rows = [(i, n_past[i], i, 1, n_draft, 1) for i in range(N_SEQS)]
-        drafts = [(i, N_SEQS, N_DRAFT) for i in range(N_SEQS)] if has_drafts else []
+        drafts = [(i, N_SEQS, n_draft) for i in range(N_SEQS)] if is_given else []
         result = engine.step(
             _plan(rows, PLAN_DTYPE), [*last, *tokens[:N_DRAFT]], _plan(drafts, DRAFT_DTYPE)
         )
     return _wrong(result)
 
 
-def _params(setup: dict[str, Any], *, has_drafts: bool) -> EngineParams:
-    return EngineParams(
-        draft_type="ngram-simple" if has_drafts else "none",
-        n_ctx_seq=N_CTX,
-        n_batch=N_CTX,
-        n_ubatch=N_CTX,
-        n_seq_max=N_SEQS,
-        n_draft_max=N_DRAFT,
-        n_threads=setup["n_threads"],
-        kv_unified=setup["kv_unified"],
-        flash_attention=setup["flash_attention"],
-        flash_forced=setup["flash_forced"],
+def _params(setup: dict[str, Any]) -> EngineParams:
+    """Returns the parameters that the engine will have, but for its sizes."""
+    given = dict(setup["params"])
+    given["cache"] = CacheParams(**given["cache"])
+    given["rope"] = RopeParams(**given["rope"])
+    given["synth_rates"] = ()
+    has_drafts = given["draft_type"] != "none"
+    small = {
+        "n_ctx": N_CTX * N_SEQS if given["kv_unified"] else 0,
+        "n_ctx_seq": N_CTX,
+        "n_batch": N_CTX,
+        "n_ubatch": N_CTX,
+        "n_seq_max": N_SEQS,
+        "n_draft_max": N_DRAFT,
+        "n_rs_seq": -1,
+        "n_min": min(given["n_min"], N_DRAFT) if has_drafts else 0,
+        "p_min": 0.0,
+    }
+    return EngineParams(**given | small)
+
+
+def _load(part: dict[str, Any], *, load_mtp: bool) -> Model:
+    told = 0.0
+
+    def tell(share: float) -> None:
+        nonlocal told
+        if share >= told + 0.01 or share >= 1:
+            told = share
+            _tell(share=share)
+
+    places: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in part["placement"].items()
+    }
+    return Model(
+        part["path"],
+        n_gpu_layers=part["n_gpu_layers"],
+        load_mtp=load_mtp,
+        placement=Placement(**places),
+        progress=tell,
     )
+
+
+def _tell(**values: object) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def _engine(model: Model, draft: Model | None, params: EngineParams) -> tuple[Engine, bool]:
+    """Makes the engine with its drafter, or else with drafts that are given; tells which."""
+    is_ngram = params.draft_type.startswith("ngram") or params.draft_type == "none"
+    if not is_ngram:
+        with contextlib.suppress(EngineError):
+            return Engine(model, draft, params), False
+    draft_type: DraftType = "none" if params.draft_type == "none" else "ngram-simple"
+    return Engine(model, None, dataclasses.replace(params, draft_type=draft_type)), True
 
 
 def _probe(setup: dict[str, Any]) -> str:
     """Returns what is wrong with a model; empty where nothing is, or its own loading tells it."""
+    params = _params(setup)
+    began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         try:
-            model = Model(setup["path"], n_gpu_layers=setup["n_gpu_layers"], load_mtp=False)
+            model = _load(setup["target"], load_mtp=params.draft_type == "mtp")
             stack.callback(model.close)
-            params = _params(setup, has_drafts=setup["has_drafts"])
-            engine = Engine(model, None, params)
+            draft = None
+            if setup["draft"]:
+                draft = _load(setup["draft"], load_mtp=False)
+                stack.callback(draft.close)
+            _tell(loaded_s=time.monotonic() - began_s)
+            engine, is_given = _engine(model, draft, params)
             stack.callback(engine.close)
         except EngineError:
             return ""
-        return _decode(engine, model, has_drafts=setup["has_drafts"])
+        n_draft = 0 if engine.params.draft_type == "none" else engine.limits.n_draft_max
+        is_given = is_given and n_draft > 0
+        return _decode(engine, model, n_draft=min(n_draft, N_DRAFT), is_given=is_given)
 
 
 def watch_input() -> None:
@@ -114,8 +168,7 @@ def main() -> int:
     setup = json.loads(sys.stdin.readline())
     watch_input()
     problem = _probe(setup)
-    sys.stdout.write(json.dumps({"problem": problem}))
-    sys.stdout.flush()
+    _tell(problem=problem)
     # Not the interpreter's own end: the thread above may hold a lock of standard input.
     os._exit(0)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from models.archs import write_model
 from tests.support.built import needs_extension
 
 import drafthouse_engine
-from drafthouse_engine import EngineParams, probe_model
+from drafthouse_engine import DraftType, EngineParams, probe, probe_model, probe_worker
 from drafthouse_engine.probe import _environment
 from drafthouse_server.config import Config
 from drafthouse_server.engine import loading
@@ -108,7 +110,8 @@ def test_the_draft_model_is_probed_too(
     assert str(deadly) in str(caught.value)
     eagle3 = Path(__file__).resolve().parents[2] / "models" / "tiny-mimo2-eagle3-f16.gguf"
     monkeypatch.setattr(drafthouse_engine, "probe_model", lambda *_, **__: "probed")
-    loading._probe(str(eagle3), config(harmless), "all")  # it computes nothing without its target
+    eagle3_config = config(harmless, model_draft=str(eagle3), draft_type="eagle3")
+    loading._probe(eagle3_config)  # it computes nothing without its target
 
 
 def test_what_loading_refuses_with_a_sentence_of_its_own_the_probe_leaves_to_it(
@@ -166,3 +169,105 @@ time.sleep(60)
 
 def test_params_of_the_engine_reach_the_process(harmless: Path) -> None:
     assert probe_model(harmless, EngineParams(kv_unified=True, flash_attention=False)) == ""
+
+
+def test_it_is_decoded_as_it_will_be_with_its_drafter(
+    harmless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices, types of cells, windows, RoPE and the draft model are those of the server."""
+    spy = "import sys; open(sys.argv[1], 'w').write(sys.stdin.readline()); print(sys.argv[2])"
+    setup_path = harmless.parent / "setup.json"
+    monkeypatch.setattr(drafthouse_engine, "PROVEN", frozenset())
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "_WORKER", ("-c", spy, str(setup_path), '{"problem": ""}'))
+        loading._probe(
+            config(
+                harmless,
+                draft_type="simple",
+                model_draft=str(harmless),
+                device=("none",),
+                cache_type_k="q8_0",
+                cache_type_v_draft="bf16",
+                swa_full=False,
+                rope_scale=2.0,
+                load_mode="none",
+                gpu_layers_draft=3,
+            )
+        )
+    setup = json.loads(setup_path.read_text("utf-8"))
+    assert setup["params"]["draft_type"] == "simple"
+    assert setup["params"]["cache"]["type_k"] == "q8_0"
+    assert setup["params"]["cache"]["type_v_draft"] == "bf16"
+    assert not setup["params"]["cache"]["swa_full"]
+    assert setup["params"]["rope"]["freq_scale"] == 0.5
+    assert setup["target"]["path"] == setup["draft"]["path"] == str(harmless)
+    assert setup["target"]["placement"]["devices"] == []
+    assert setup["target"]["placement"]["load_mode"] == "none"
+    assert setup["draft"]["n_gpu_layers"] == 3
+    # And the process does what it is told.
+    seen = probe_worker._params(setup)
+    assert (seen.draft_type, seen.cache.type_k, seen.rope.freq_scale) == ("simple", "q8_0", 0.5)
+    assert probe_worker._probe(setup) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "draft_type", "drafter"),
+    [
+        ("tiny-mimo2-f16", "mtp", "mtp"),
+        ("tiny-mimo2-f16", "eagle3", "eagle3"),
+        ("tiny-mimo2-f16", "ngram-mod", "ngram-simple"),
+        ("tiny-draft-f16", "mtp", "ngram-simple"),  # it has no heads
+    ],
+)
+def test_its_drafter_drafts_or_else_drafts_are_given(
+    name: str, draft_type: DraftType, drafter: str
+) -> None:
+    folder = Path(__file__).resolve().parents[2] / "models"
+    params = EngineParams(draft_type=draft_type, n_seq_max=3, n_ctx_seq=64, n_batch=64, n_ubatch=64)
+    with (
+        drafthouse_engine.Model(folder / f"{name}.gguf") as model,
+        drafthouse_engine.Model(folder / "tiny-mimo2-eagle3-f16.gguf") as eagle3,
+    ):
+        draft = eagle3 if draft_type == "eagle3" else None
+        engine, is_given = probe_worker._engine(model, draft, params)
+        with engine:
+            assert engine.params.draft_type == drafter
+            assert is_given == (drafter == "ngram-simple")
+            assert probe_worker._decode(engine, model, n_draft=2, is_given=is_given) == ""
+            assert engine.draft_work.n_drafts > 0 or is_given
+
+
+SAYS = """
+import sys, time
+setup = sys.stdin.readline()
+for line in {lines!r}:
+    print(line, flush=True)
+    time.sleep({pause_s})
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "pause_s", "patience_s", "problem"),
+    [
+        ((), 0.0, 0.5, "did not get on with loading it for 0.5 s"),
+        (('{"share": 0.1}',) * 8, 0.15, 0.5, "did not get on with loading it for 0.5 s"),
+        (('{"loaded_s": 0.0}',), 0.0, 1.2, "came to no end within 1.2 s"),
+        (('{"loaded_s": 0.2}',), 0.0, 0.5, "came to no end within 2 s"),
+    ],
+    ids=["silent", "slow, then silent", "loaded", "loaded slowly"],
+)
+def test_a_model_that_hangs_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    lines: tuple[str, ...],
+    pause_s: float,
+    patience_s: float,
+    problem: str,
+) -> None:
+    """Else the server never listens, nor says why."""
+    begins = time.monotonic()
+    monkeypatch.setattr(probe, "_WORKER", ("-c", SAYS.format(lines=lines, pause_s=pause_s)))
+    told = probe_model("any.gguf", patience_s=patience_s)
+    assert told == f"its first decode, in a process of its own, {problem} (probe false: do without)"
+    assert time.monotonic() - begins >= len(lines) * pause_s  # whoever gets on is waited for

@@ -56,9 +56,7 @@ def load_engine(
         raise StartupError(_unbuilt)
     _prepare_devices(config)
     if config.probe:
-        _probe(config.model, config, config.gpu_layers)
-        if config.model_draft:
-            _probe(config.model_draft, config, config.gpu_layers_draft)
+        _probe(config)
     with _fitted(config) as (config, survey):  # noqa: PLR1704  # as it fits from here on
         target = _load_model(config, progress, placed_by=survey)
     draft = _load_model(config, progress, is_draft=True) if config.model_draft else None
@@ -357,42 +355,46 @@ def _draft_placement(config: Config) -> drafthouse_engine.Placement:
     return drafthouse_engine.Placement(devices=own, load_mode=placed.load_mode)
 
 
-_OF_TARGETS = frozenset({"eagle3", "dflash"})
-"""Architectures of draft models that compute nothing without their target."""
-
-
-def _probe(path: str, config: Config, gpu_layers: int | str) -> None:
-    """Has a model of an architecture that is not proven decoded once in a process of its own.
+def _probe(config: Config) -> None:
+    """Has unproven models decoded elsewhere first: a draft alone, the target with its drafter.
 
     Raises:
-        ModelLoadError: that process died of it, or its decode failed.
+        ModelLoadError: that process died of it, or its decode failed or came to no end.
     """
-    with _explained(path):
-        header = drafthouse_engine.Model(path, vocab_only=True)
-    arch = header.arch
-    header.close()
-    if arch in drafthouse_engine.PROVEN | _OF_TARGETS:
-        return
-    _log.info(
-        "the architecture %r is not among those that were compared with llama-server: %s is"
-        " decoded once in a process of its own (probe)",
-        arch,
-        path,
-    )
-    params = drafthouse_engine.EngineParams(
-        draft_type="none" if config.draft_type == "none" else "ngram-simple",
-        kv_unified=config.kv_unified,
-        flash_attention=config.flash_attn != "off",
-        flash_forced=config.flash_attn == "on",
-        n_threads=config.threads,
-    )
+    arch, draft_arch = _arch_of(config.model), None
+    own: dict[str, Any] = {"n_gpu_layers": _n_layers(config.gpu_layers)}
+    drafts: dict[str, Any] = {"n_gpu_layers": _n_layers(config.gpu_layers_draft)}
+    if not config.rpc:  # their servers serve this process alone; there it is the CPU
+        own["placement"], drafts["placement"] = _placement(config), _draft_placement(config)
+    if config.model_draft:
+        draft_arch = _arch_of(config.model_draft)
+        of_draft = {"path": config.model_draft} | drafts
+        own |= {f"{name}_draft": value for name, value in of_draft.items()}
+    draft_type = _draft_types(config, draft_arch)[0]
+    params = _engine_params(config, draft_type, _N_CTX_SEQ_AUTOMATIC, Threads(config.threads, 0))
+    if draft_arch and draft_arch not in drafthouse_engine.PROVEN | {"eagle3", "dflash"}:
+        cache = params.cache
+        cache = dataclasses.replace(cache, type_k=cache.type_k_draft, type_v=cache.type_v_draft)
+        alone = dataclasses.replace(params, draft_type="ngram-simple", cache=cache)
+        _probe_one(config.model_draft, draft_arch, alone, drafts)
+    if arch not in drafthouse_engine.PROVEN:
+        _probe_one(config.model, arch, params, own)
+
+
+def _arch_of(path: str) -> str:
+    with _explained(path), drafthouse_engine.Model(path, vocab_only=True) as header:
+        return header.arch
+
+
+def _probe_one(
+    path: str, arch: str, params: drafthouse_engine.EngineParams, places: dict[str, Any]
+) -> None:
+    unproven = "the architecture %r is not among those that were compared with llama-server: %s is"
+    _log.info(unproven + " decoded once in a process of its own (probe)", arch, path)
     try:
-        problem = drafthouse_engine.probe_model(path, params, n_gpu_layers=_n_layers(gpu_layers))
+        problem = drafthouse_engine.probe_model(path, params, **places)
     except OSError as error:
-        raise StartupError(
-            f"the process that decodes {path!r} for the first time cannot be started: {error}; set"
-            " probe to false to do without"
-        ) from error
+        problem = f"its first process cannot be started: {error} (probe false: do without)"
     if problem:
         raise ModelLoadError(path, problem, "use another model")
 
