@@ -319,7 +319,7 @@ MACHINES = (
         has_kernels=False,
     ),
 )
-PROGRAMS = ("abi_test", "step_bench", "attention_test", "rollback_test", "rng_test")
+PROGRAMS = ("abi_test", "step_bench", "attention_test", "rollback_test", "rng_test", "rows_test")
 
 
 def configure(machine: Machine, folder: Path) -> list[str]:
@@ -361,6 +361,7 @@ def invocations() -> list[list[str]]:
         ["rollback_test", str(models / "tiny-qwen35-f16.gguf")],
         ["step_bench", "--model", str(models / "tiny-qwen35-f16.gguf"), *bench],
         ["attention_test"],
+        ["rows_test"],
     ]
 
 
