@@ -7,15 +7,15 @@ all devices, so it is used. It serves one process at a time, so the tests run on
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.rpc_server import rpc_server
+from tests.support.rpc_server import lasting_rpc_server
 
 import drafthouse_engine
 
@@ -24,7 +24,6 @@ _NOT_HERE = {
     "test_first_drafts_of_a_fork_are_those_of_a_prefilled_sequence": "exact is of the CPU alone",
 }
 _Model = drafthouse_engine.Model
-_stack = ExitStack()
 _placed: list[str] = []
 
 
@@ -36,10 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Starts the server before a test file is imported."""
-    folder = Path(_stack.enter_context(tempfile.TemporaryDirectory()))
-    server = _stack.enter_context(rpc_server(folder))
-    drafthouse_engine.add_rpc_servers((server.endpoint,))
+    """Starts the server before a test file is imported. It ends after all that lies on it."""
+    folder = Path(tempfile.mkdtemp())
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    drafthouse_engine.add_rpc_servers((lasting_rpc_server(folder),))
     is_half = config.getoption("--on-device") == "half"
 
     def model(path: Any, **options: Any) -> drafthouse_engine.Model:
@@ -66,11 +65,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason := _NOT_HERE.get(item.name.partition("[")[0]):
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_unconfigure() -> None:
-    """Ends the server."""
-    _stack.close()
 
 
 @pytest.hookimpl(wrapper=True)

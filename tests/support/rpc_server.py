@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from tests.support.built import built
 from tests.support.ports import free_port
 
-__all__ = ["RpcServer", "rpc_server"]
+__all__ = ["RpcServer", "lasting_rpc_server", "rpc_server"]
 
 _START_S = 60.0
 
@@ -46,15 +47,7 @@ def rpc_server(folder: Path, port: int = 0, n_threads: int = 1) -> Iterator[RpcS
     """
     port = port or free_port()
     output = folder / f"rpc-{port}.txt"
-    command = [
-        str(built("ggml-rpc-server")),
-        "-H",
-        "127.0.0.1",
-        "-p",
-        str(port),
-        "-t",
-        str(n_threads),
-    ]
+    command = _command(port, n_threads)
     with output.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
@@ -65,10 +58,46 @@ def rpc_server(folder: Path, port: int = 0, n_threads: int = 1) -> Iterator[RpcS
         process.wait()
 
 
-def _await(process: subprocess.Popen[bytes], port: int, output: Path) -> None:
+def lasting_rpc_server(folder: Path) -> str:
+    """Starts a server that outlives all objects of this process, and ends with it.
+
+    What the interpreter frees last may lie on it, and llama.cpp ends a process whose server died.
+
+    Args:
+        folder: Where its output is kept.
+
+    Returns:
+        Its address, host:port.
+    """
+    port = free_port()
+    output = folder / f"rpc-{port}.txt"
+    # The other end of its standard input closes when this process is no more, however it ended.
+    watch = ["sh", "-c", '"$@" & read _; kill -9 $!', "sh", *_command(port, 1)]
+    theirs, _ = os.pipe()
+    os.posix_spawn(
+        "/bin/sh",
+        watch,
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_DUP2, theirs, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(output), os.O_WRONLY | os.O_CREAT, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+    )
+    os.close(theirs)
+    _await(None, port, output)
+    return f"127.0.0.1:{port}"
+
+
+def _command(port: int, n_threads: int) -> list[str]:
+    where = ["-H", "127.0.0.1", "-p", str(port)]
+    return [str(built("ggml-rpc-server")), *where, "-t", str(n_threads)]
+
+
+def _await(process: subprocess.Popen[bytes] | None, port: int, output: Path) -> None:
     ends_s = time.monotonic() + _START_S
     while time.monotonic() < ends_s:
-        assert process.poll() is None, output.read_text("utf-8", "replace")
+        assert process is None or process.poll() is None, output.read_text("utf-8", "replace")
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.02)
