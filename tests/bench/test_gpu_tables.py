@@ -130,6 +130,29 @@ def test_an_unknown_piece_is_refused() -> None:
     assert 'no piece "nothing"' in done.stderr
 
 
+@pytest.mark.model
+def test_the_tree_of_the_engine_has_a_llama_server_when_asked_for(tmp_path: Path) -> None:
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    cmake = shutil.which("cmake", path=tools)
+    assert cmake, "there was one to build the engine with"
+    asked_for = re.findall(r"-DLLAMA_\w+=\w+", SCRIPT.read_text())
+    assert "-DLLAMA_BUILD_SERVER=ON" in asked_for
+    options = ["-DDRAFTHOUSE_DEV=ON", "-DDRAFTHOUSE_EXTENSION=OFF", *asked_for]
+    options += [f"-DPython_EXECUTABLE={sys.executable}"]
+    done = subprocess.run(
+        [cmake, "-G", "Ninja", "-S", str(ROOT / "cext"), "-B", str(tmp_path), *options],
+        env=os.environ | {"PATH": tools},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    targets = (tmp_path / "build.ninja").read_text()
+    assert "\nbuild bin/llama-server: " in targets
+    (everything,) = re.findall(r"^build all: phony (.*)$", targets, re.M)
+    assert "rpc_server" in everything  # ours, for `make test-device`, is built as ever
+
+
 class Machine:
     """A folder with the script, and programs that only say that they were called."""
 
