@@ -5,28 +5,40 @@
 #   scripts/gpu_tables.sh NAME…         these pieces, done or not
 #   scripts/gpu_tables.sh --list        all pieces, how long each may take, and whether it is done
 #   scripts/gpu_tables.sh --dry-run     the commands of all pieces, or of those named; runs none of them
+#   scripts/gpu_tables.sh --pack        on a machine with a network: what one without needs, into build/gpu-pack
 #
 # Results are appended to gpu-tables.json and gpu-tables.md in the folder $OUT (build/gpu by default), which name the GPU;
 # the first of them is also how a later call, or one on another machine, knows what is done. A build that does not get
 # ready in its piece goes on in the next call. PEER=stock builds llama-server from the stock source in place of the one
-# that shares the engine's CUDA objects, which takes half the time. Without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER
-# with the wheels of `pip download`, and DRAFTHOUSE_LLAMA_CPP or DRAFTHOUSE_CACHE with the source; SITE=1 uses the packages
-# that $PYTHON has, so that only those that it lacks must be brought.
+# that shares the engine's CUDA objects, which takes half the time. ROUNDS (3) is for all tables. The pieces stand in the
+# order of their worth: where time is short, the first ones are those to have.
+# Without a network: bring build/gpu-pack. Where it lies, source and packages come from it, and beside it the packages that
+# $PYTHON has are used (SITE=1 does that alone). `--pack --python 3.12 --there numpy,cmake,ninja` says what is there.
 set -eu
 cd "$(dirname "$0")/.."
 out=${OUT:-build/gpu}
 work=build/gpu
 budget=${BUDGET:-540}
 peer_kind=${PEER:-shared}
+rounds=${ROUNDS:-3}
+pack=${PACK:-build/gpu-pack}
 python=${PYTHON:-python3}
 export PATH="$PWD/.venv/bin:$PATH"
 
-pieces='build peer models tests own-0.6b own-1.2b own-hybrid quants prompts equal drafts gap fresh'
+if [ -e "$pack/llama.cpp.tar.xz" ]; then
+    # Absolute: CMake runs elsewhere.
+    DRAFTHOUSE_LLAMA_CPP=${DRAFTHOUSE_LLAMA_CPP:-$PWD/$work/llama.cpp}
+    PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/$pack/wheels SITE=1
+    export DRAFTHOUSE_LLAMA_CPP PIP_NO_INDEX PIP_FIND_LINKS
+fi
+
+pieces='build smoke peer models own-0.6b tests drafts prompts gap own-1.2b own-hybrid quants equal fresh'
 
 # Seconds that a piece may take.
 seconds_of() {
     case $1 in
     build) echo 530 ;;
+    smoke) echo 60 ;;
     peer) echo 400 ;;
     models | prompts | drafts) echo 400 ;;
     quants | gap | fresh) echo 200 ;;
@@ -37,6 +49,7 @@ seconds_of() {
 about() {
     case $1 in
     build) echo 'the engine with CUDA for this GPU, and what tests and benchmarks import' ;;
+    smoke) echo 'the devices, and a text that the demo model writes there' ;;
     peer) echo "llama-server ($peer_kind)" ;;
     models) echo 'models with random weights' ;;
     tests) echo 'tokens of the GPU beside those of the CPU; the tests of make test-device' ;;
@@ -56,11 +69,19 @@ commands_of() {
     stock) peer=build/peers/cmake/bin/llama-server ;;
     *) peer=build/gpu/llama-server ;;
     esac
-    peers="drafthouse-bench peers --peer $peer --rounds 3 --json @"
+    peers="drafthouse-bench peers --peer $peer --rounds $rounds --json @"
     case $1 in
     build)
+        if [ -e "$pack/llama.cpp.tar.xz" ]; then
+            # Unpacked apart first: a piece that is ended in between leaves no half of it.
+            echo "[ -d $work/llama.cpp ] || { mkdir -p $work/part && tar -xJf $pack/llama.cpp.tar.xz -C $work/part &&\
+ mv $work/part/llama.cpp $work/; }"
+        fi
         if [ -n "${SITE:-}" ]; then
-            echo "[ -e .venv/bin/pip ] || $python -m venv .venv"
+            # Where ensurepip is missing, as Debian has it, its own pip serves.
+            cat <<'EOF' | sed "s,PYTHON,$python,g"
+[ -e .venv/bin/pip ] || PYTHON -m venv .venv || { PYTHON -m venv --without-pip .venv; printf '%s\n' '#!/bin/sh' 'exec "${0%pip}python" -m pip "$@"' >.venv/bin/pip; chmod +x .venv/bin/pip; }
+EOF
             echo "$python -c 'import sysconfig; print(sysconfig.get_paths()[\"purelib\"])' \
 >\$(echo .venv/lib/python3.*/site-packages)/site-of-python.pth"
         fi
@@ -68,6 +89,7 @@ commands_of() {
         echo "python -m pip install --quiet \$($python scripts/gpu_results.py packages)"
         echo 'python -m pip install --quiet --no-deps --no-build-isolation --editable bench'
         ;;
+    smoke) echo 'python scripts/gpu_smoke.py' ;;
     peer)
         if [ "$peer_kind" = stock ]; then
             echo "$python scripts/peers.py"
@@ -126,7 +148,7 @@ run_piece() {
     left=$2
     : >"$work/$piece.txt"
     rm -f "$work/$piece.json"
-    commands_of "$piece" | sed "s,@,$work/$piece.json," >"$work/$piece.sh"
+    commands_of "$piece" | sed "s,--json @,--json $work/$piece.json," >"$work/$piece.sh"
     timeout --kill-after=20 "$left" sh -eu "$work/$piece.sh" </dev/null >>"$work/$piece.txt" 2>&1
 }
 
@@ -136,18 +158,22 @@ case ${1:-} in
     show
     exit 0
     ;;
+--pack)
+    shift
+    exec "$python" scripts/gpu_pack.py "$@"
+    ;;
 --dry-run)
     shift
     wanted=${*:-$pieces}
     for piece in $wanted; do
         commands=$(commands_of "$piece")
         echo "# $piece"
-        echo "$commands"
+        printf '%s\n' "$commands"
     done
     exit 0
     ;;
 -*)
-    sed -n '2,8p' "$0" >&2
+    sed -n '2,9p' "$0" >&2
     exit 2
     ;;
 esac
@@ -190,10 +216,11 @@ for piece in $wanted; do
     took=$(($(date +%s) - began))
     results record "$piece" --code "$code" --seconds "$took" --peer "$peer_kind"
     echo "$piece: exit code $code after $took s"
+    [ "$piece" != smoke ] || cat "$work/smoke.txt"
     if [ "$code" -ne 0 ]; then
         tail -n 20 "$work/$piece.txt" >&2
         n_failed=$((n_failed + 1))
-        case $piece in build | peer | models) exit 1 ;; esac
+        case $piece in build | smoke | peer | models) exit 1 ;; esac
     fi
 done
 echo "no piece is left; the tables are in $out/gpu-tables.md"

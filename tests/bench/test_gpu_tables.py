@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from drafthouse_bench.peers.command import _plan
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_tables.sh"
 GPU = "NVIDIA Some, 580.1, 143771 MiB, 9.0"
-FEW = ("build", "peer", "tests", "equal")
+FEW = ("build", "smoke", "peer", "tests", "equal")
 """Pieces of the script that is run: each kind."""
 
 
@@ -37,7 +38,7 @@ def dry_run(**environment: str) -> dict[str, list[str]]:
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | environment,
+        env=os.environ | {"PACK": "none"} | environment,
     ).stdout
     pieces: dict[str, list[str]] = {}
     for line in said.splitlines():
@@ -54,7 +55,7 @@ PEERS = {name: lines for name, lines in PIECES.items() if "drafthouse-bench peer
 
 def test_the_list_has_every_piece_and_its_time() -> None:
     said = subprocess.run([SCRIPT, "--list"], capture_output=True, text=True, check=True).stdout
-    rows = [re.fullmatch(r"\[ \] (\S+) +up to (\d+) s  \S.*", line) for line in said.splitlines()]
+    rows = [re.fullmatch(r"\[ \] (\S+) +up to +(\d+) s  \S.*", line) for line in said.splitlines()]
     assert [row[1] for row in rows if row] == list(PIECES)
     assert all(row and int(row[2]) < 600 for row in rows)
 
@@ -71,6 +72,7 @@ def test_each_table_is_one_that_the_benchmark_can_take(name: str) -> None:
         assert shape in SHAPES
         assert quant in QUANTS
     names = {f"{shape}-{quant}" for shape, quant in written}
+    assert "--rounds 3" in line
     assert {case.model for case in cases} <= names
     if name.startswith("own-"):
         assert [case.streams for case in cases] == [1, 4, 8, 16, 32]
@@ -112,6 +114,7 @@ def test_packages_that_python_has_are_used_when_asked_for(tmp_path: Path) -> Non
     lines = dry_run(SITE="1", PYTHON=sys.executable)["build"]
     n_more = len(lines) - len(PIECES["build"])
     assert n_more == 2
+    assert "--without-pip" in lines[0]
     folder = tmp_path / ".venv" / "lib" / "python3.99" / "site-packages"
     for path in (folder, tmp_path / ".venv" / "bin"):
         path.mkdir(parents=True)
@@ -221,9 +224,10 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_calls_go_on_where_the_last_one_stopped(machine: Machine) -> None:
-    first = machine.run(BUDGET="390")  # the second piece may take 400
+    first = machine.run(BUDGET="390")  # the third piece may take 400
     assert first.returncode == 0, first.stderr
-    assert list(machine.pieces()) == ["build"]
+    assert list(machine.pieces()) == ["build", "smoke"]
+    assert "python scripts/gpu_smoke.py" in first.stdout  # what was printed is shown at once
     assert first.stdout.splitlines()[-1] == "next: peer"
     shutil.rmtree(machine.out)  # whoever called took the results away
     second = machine.run(BUDGET="100000")
@@ -247,6 +251,39 @@ def test_the_build_is_for_this_gpu_and_shares_its_objects_with_the_peer(machine:
     assert "-DLLAMA_BUILD_SERVER=ON" in text
     machine.run("build", PEER="stock")
     assert "-DLLAMA_BUILD_SERVER=ON" not in str(machine.pieces()["build"]["text"])
+
+
+def test_a_machine_without_a_network_builds_from_the_pack(machine: Machine, tmp_path: Path) -> None:
+    source, pack = tmp_path / "source", machine.folder / "build" / "gpu-pack"
+    for name in ("CMakeLists.txt", "include/llama.h"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    pack.mkdir(parents=True)
+    with tarfile.open(pack / "llama.cpp.tar.xz", "w:xz") as archive:
+        archive.add(source, "llama.cpp")
+    names = ("DRAFTHOUSE_LLAMA_CPP", "PIP_NO_INDEX", "PIP_FIND_LINKS")
+    (machine.folder / "scripts" / "build.py").write_text(
+        f"import os; print(*(os.environ[name] for name in {names}), sep=chr(10))\n"
+    )
+    machine.program(".venv/bin/pip", "")
+    (machine.folder / ".venv" / "lib" / "python3.99" / "site-packages").mkdir(parents=True)
+    for _ in range(2):  # what is unpacked is kept
+        done = machine.run("build")
+        assert done.returncode == 0, done.stderr
+        said = str(machine.pieces()["build"]["text"]).splitlines()
+        unpacked = machine.folder / "build" / "gpu" / "llama.cpp"
+        assert said[:3] == [str(unpacked), "1", str(pack / "wheels")]
+        assert (unpacked / "include" / "llama.h").is_file()
+
+
+def test_nothing_is_measured_where_the_smoke_test_fails(machine: Machine) -> None:
+    machine.program(
+        ".venv/bin/python", 'case "$*" in *smoke*) echo "no GPU holds them"; exit 1; esac'
+    )
+    failed = machine.run(BUDGET="100000")
+    assert failed.returncode == 1
+    assert list(machine.pieces()) == ["build", "smoke"]
+    assert "no GPU holds them" in failed.stderr
 
 
 def test_what_failed_is_told_and_taken_again(machine: Machine) -> None:
