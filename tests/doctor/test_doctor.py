@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -73,6 +74,8 @@ def test_three_models(path: str, architecture: str, draft_type: str) -> None:
     parts = ("weights", "cells", "compute", "drafter")
     total = sum(needs[f"host_{name}_bytes"] for name in parts) + needs["processes_bytes"]
     assert needs["host_total_bytes"] == total
+    assert needs["host_at_most_bytes"] == total + needs["caches_at_most_bytes"]
+    assert "?" not in found["model"]["description"]
     assert (needs["host_drafter_bytes"] > 0) == (draft_type != "none")
     assert needs["each_token_bytes"] > 0
     n_most = 512 // (1 + (4 if draft_type != "none" else 0))
@@ -99,6 +102,17 @@ def test_people_get_a_table() -> None:
     assert "checked  " in text
 
 
+def test_what_the_settings_do_not_ask_for_is_told_as_not_checked(tmp_path: Path) -> None:
+    unset = ["metrics", "admin", "tls", "store", "rate_counters", "journal", "audit"]
+    found = told(DENSE)
+    assert found["left_out"] == unset
+    assert not set(unset) & set(found["passed"])
+    assert f"not set up  {', '.join(unset)}: not checked\n" in doctor(DENSE)[1]
+    found = told(DENSE, f"--store=sqlite:///{tmp_path}/store.db")
+    assert "store" in found["passed"]
+    assert "store" not in found["left_out"]
+
+
 def test_less_memory_fits_less(monkeypatch: pytest.MonkeyPatch) -> None:
     n_bytes = told(DENSE)["needs"]["host_total_bytes"]
     monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(10**12, n_bytes))
@@ -112,6 +126,8 @@ def test_less_memory_fits_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(10**6, 10**6))
     sentence = error_of(DENSE, check="memory")
     assert "this process may have 1 MB" in sentence
+    for part in ("weights", "cells", "compute", "drafter", "processes"):
+        assert re.search(rf"[(,] ?{part} [\d.]+ [kMG]B", sentence), sentence
 
 
 def test_a_model_that_is_missing_or_broken(tmp_path: Path) -> None:

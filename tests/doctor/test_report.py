@@ -9,7 +9,7 @@ def report(*problems: Problem) -> Report:
     section = Section("memory")
     section.add("free_bytes", 2048, "2.05 kB")
     section.add("names", ["a", "b"])
-    return Report([section], list(problems), ["tls"])
+    return Report([section], list(problems), ["tls"], ["store"])
 
 
 def test_people_read_a_table_and_programs_read_numbers() -> None:
@@ -20,6 +20,7 @@ def test_people_read_a_table_and_programs_read_numbers() -> None:
         "  names  a, b",
         "",
         "checked  tls: nothing wrong",
+        "not set up  store: not checked",
         "error  tls: broken; mend it",
         "warning  cpu: slow; buy one",
         "1 error, 1 warning",
@@ -28,6 +29,7 @@ def test_people_read_a_table_and_programs_read_numbers() -> None:
         "memory": {"free_bytes": 2048, "names": ["a", "b"]},
         "problems": [{"check": "tls", "severity": "error", "problem": "broken; mend it"}],
         "passed": ["tls"],
+        "left_out": ["store"],
         "ok": False,
     }
 

@@ -8,7 +8,7 @@ from drafthouse_server.config import Config
 from drafthouse_server.doctor.machine import machine_problems, machine_sections
 from drafthouse_server.doctor.model import examine_model
 from drafthouse_server.doctor.report import Problem, Report
-from drafthouse_server.doctor.surroundings import CHECKS
+from drafthouse_server.doctor.surroundings import CHECKS, is_set_up
 from drafthouse_server.engine.loading import engine_facts
 from drafthouse_server.errors import StartupError
 from drafthouse_server.host.engine import EngineFacts
@@ -42,7 +42,11 @@ def examine(config: Config | None, found: Sequence[Problem] = ()) -> Report:
     room = {it.name: it.free_bytes for it in facts.devices if it.kind != "cpu"}
     sections, found_by["model, memory"] = examine_model(config, memory, room)
     report.sections += sections
-    found_by |= {name: [*check(config)] for name, check in CHECKS.items()}
+    for name, check in CHECKS.items():
+        if is_set_up(name, config):
+            found_by[name] = [*check(config)]
+        else:
+            report.left_out.append(name)
     for name, problems in found_by.items():
         report.problems += problems
         if not problems:

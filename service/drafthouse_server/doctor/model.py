@@ -74,7 +74,9 @@ def _model(config: Config, surveyor: Surveyor, needs: Needs) -> Section:
     section = Section("model")
     section.add("file", facts.path)
     section.add("architecture", facts.architecture)
-    section.add("description", facts.description)
+    # llama.cpp knows the sizes of published models alone.
+    described = facts.description.replace("?B", format_count(facts.n_params))
+    section.add("description", described)
     section.add("parameters", facts.n_params, format_count(facts.n_params))
     section.add("training_context", facts.n_ctx_train, f"{facts.n_ctx_train} tokens")
     section.add("vocabulary", facts.n_vocab, f"{facts.n_vocab} tokens")
@@ -104,6 +106,7 @@ def _needs(needs: Needs) -> Section:
         ("processes", needs.processes_bytes),
         ("host_total", needs.start_bytes),
         ("caches_at_most", needs.caches_bytes),
+        ("host_at_most", needs.full_bytes),
     ):
         section.add(f"{name}_bytes", n_bytes, format_bytes(n_bytes))
     return section

@@ -76,6 +76,8 @@ class Report:
     """What is wrong."""
     passed: list[str] = field(default_factory=list)
     """Checks that found nothing wrong."""
+    left_out: list[str] = field(default_factory=list)
+    """Checks of what the settings do not ask for."""
 
     @property
     def is_well(self) -> bool:
@@ -93,6 +95,7 @@ class Report:
             for it in self.problems
         ]
         found["passed"] = list(self.passed)
+        found["left_out"] = list(self.left_out)
         found["ok"] = self.is_well
         return found
 
@@ -106,6 +109,8 @@ class Report:
             yield ""
         if self.passed:
             yield f"checked  {', '.join(self.passed)}: nothing wrong"
+        if self.left_out:
+            yield f"not set up  {', '.join(self.left_out)}: not checked"
         for problem in self.problems:
             yield f"{problem.severity}  {problem.check}: {problem.sentence}"
         n_errors = sum(it.severity == "error" for it in self.problems)

@@ -15,7 +15,7 @@ from drafthouse_server.errors import StartupError
 from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "is_set_up"]
 
 _DISK_BYTES_LEAST = 16 << 20
 _DISK_BYTES_AMPLE = 1 << 30
@@ -32,8 +32,6 @@ def _address(config: Config) -> Iterator[Problem]:
 
 
 def _metrics(config: Config) -> Iterator[Problem]:
-    if not config.metrics_port:
-        return
     try:
         try_address(config.metrics_host, config.metrics_port)
     except StartupError as error:
@@ -42,8 +40,6 @@ def _metrics(config: Config) -> Iterator[Problem]:
 
 
 def _admin(config: Config) -> Iterator[Problem]:
-    if not config.has_admin:
-        return
     try:
         try_address(config.admin_host, config.admin_port, "admin-")
     except StartupError as error:
@@ -51,8 +47,6 @@ def _admin(config: Config) -> Iterator[Problem]:
 
 
 def _tls(config: Config) -> Iterator[Problem]:
-    if not config.ssl_cert_file:
-        return
     from drafthouse_server.rpc.tls import Certificates  # noqa: PLC0415  # grpc takes its time
 
     try:
@@ -79,16 +73,12 @@ def _tls(config: Config) -> Iterator[Problem]:
 
 
 def _store(config: Config) -> Iterator[Problem]:
-    if not config.store:
-        return
     from drafthouse_server.doctor.store import store_problems  # noqa: PLC0415  # SQLAlchemy too
 
     yield from store_problems(config)
 
 
 def _rates(config: Config) -> Iterator[Problem]:
-    if not config.rate_counters_url:
-        return
     try:
         answers = asyncio.run(_has_redis(config.rate_counters_url))
     except StartupError as error:
@@ -115,8 +105,6 @@ async def _has_redis(url: str) -> bool:
 
 
 def _audit(config: Config) -> Iterator[Problem]:
-    if not config.audit_file:
-        return
     path = Path(config.audit_file)
     folder = path.absolute().parent
     if path.exists():
@@ -132,8 +120,6 @@ def _audit(config: Config) -> Iterator[Problem]:
 
 
 def _journal(config: Config) -> Iterator[Problem]:
-    if not config.usage_journal:
-        return
     folder = Path(config.usage_journal)
     place = next(it for it in (folder, *folder.absolute().parents) if it.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
@@ -164,4 +150,20 @@ CHECKS: Mapping[str, Callable[[Config], Iterator[Problem]]] = {
     "journal": _journal,
     "audit": _audit,
 }
-"""By the name that its problems have; what is not set has no problem."""
+"""By the name that its problems have. Each is for settings with which it `is_set_up`."""
+
+_SETTINGS = {
+    "metrics": "metrics_port",
+    "admin": "has_admin",
+    "tls": "ssl_cert_file",
+    "store": "store",
+    "rate_counters": "rate_counters_url",
+    "journal": "usage_journal",
+    "audit": "audit_file",
+}
+"""The setting without which there is nothing to check."""
+
+
+def is_set_up(name: str, config: Config) -> bool:
+    """Tells whether a server with these settings has what a check of `CHECKS` looks at."""
+    return name not in _SETTINGS or bool(getattr(config, _SETTINGS[name]))

@@ -83,6 +83,19 @@ def _words(needs: Needs) -> str:
     return f"{size.parallel} slots of {size.max_model_len} tokens take {taken}"
 
 
+def _parts(needs: Needs) -> str:
+    """Returns what it consists of: their sum is what is taken."""
+    host = needs.host
+    sizes = {
+        "weights": host.weights_bytes,
+        "cells": host.cells_bytes,
+        "compute": host.compute_bytes,
+        "drafter": host.draft_bytes,
+        "processes": needs.processes_bytes,
+    }
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+
+
 def _unfitting(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     """Returns the least of what was asked for, where even that is more than is free.
 
@@ -96,10 +109,7 @@ def _unfitting(measures: Measures, memory: HostMemory, path: str) -> Chosen:
         min(N_CTX_SEQ_LEAST, n_tokens) if wish.may_lower_len else n_tokens,
     )
     needs = measures.needs(least, usable_bytes(memory))
-    parts = (
-        f"{_words(needs)} of host memory (weights {format_bytes(needs.host.weights_bytes)}, cells"
-        f" {format_bytes(needs.host.cells_bytes)}, processes {format_bytes(needs.processes_bytes)})"
-    )
+    parts = f"{_words(needs)} of host memory ({_parts(needs)})"
     if needs.fixed_bytes > memory.most_bytes:
         limit = "its cgroup's limit" if memory.limit_bytes else "all there is"
         raise ModelLoadError(
