@@ -37,7 +37,7 @@ class HeldJournal:
 
     def __init__(self) -> None:
         self.counts = UsageCounts()
-        self.entries: list[tuple[Entry, Callable[[bool], None]]] = []
+        self.entries: list[tuple[list[Entry], Callable[[bool], None]]] = []
         self.n_written = 0
 
     @property
@@ -48,18 +48,25 @@ class HeldJournal:
         return self.counts.is_failing
 
     def write(self, entry: Entry, done: Callable[[bool], None]) -> None:
-        self.entries.append((entry, done))
+        self.entries.append(([entry], done))
+
+    def write_marks(self, marks: list[Mark], done: Callable[[bool], None]) -> None:
+        self.entries.append(([*marks], done))
 
     def write_next(self, *, is_written: bool = True) -> None:
         _, done = self.entries[self.n_written]
         self.n_written += 1
         done(is_written)
 
-    @property
-    def billed(self) -> int:
-        """What is billed if the process is killed now."""
-        marks = [e.n_output for e, _ in self.entries[: self.n_written] if isinstance(e, Mark)]
-        return max(marks, default=0)
+    def marks(self, n_written: int | None = None) -> list[Mark]:
+        """The marks that were asked for, or those that are written, in their order."""
+        entries = [entry for group, _ in self.entries[:n_written] for entry in group]
+        return [entry for entry in entries if isinstance(entry, Mark)]
+
+    def billed(self, account: Account) -> int:
+        """What is billed of a stream if the process is killed now."""
+        marks = self.marks(self.n_written)
+        return max((m.n_output for m in marks if m.record_id == account.record_id), default=0)
 
 
 def make_sequence() -> Sequence:
@@ -83,36 +90,41 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_killed_server_bills_at_most_what_it_sent_and_64_less_at_worst() -> None:
+@pytest.mark.parametrize("n_streams", [1, 3])
+async def test_a_killed_server_bills_at_most_what_it_sent_and_64_less_at_worst(
+    n_streams: int,
+) -> None:
     """Messages of any sizes; the journal writes whenever it wants; a kill at every moment."""
-    for seed in range(50):
+    for seed in range(50 // n_streams):
         chance = random.Random(seed)
         journal = HeldJournal()
-        _, account = make(journal)
-        n_sent = 0
+        accounting, first = make(journal)
+        accounts = [first, *(accounting.open(make_sequence()) for _ in range(n_streams - 1))]
+        all_sent = dict.fromkeys(accounts, 0)
 
-        async def send(account: Account, sizes: list[int]) -> None:
-            nonlocal n_sent
+        async def send(account: Account, sizes: list[int], sent: dict[Account, int]) -> None:
             for size in sizes:
                 events: list[Event] = [TokensEvent([7] * size)]
                 for part in account.parts(events):
                     n_tokens = sum(len(e.tokens) for e in part if isinstance(e, TokensEvent))
                     if account.must_wait(n_tokens):
                         await account.wait(n_tokens)
-                    n_sent += n_tokens  # as soon as it is handed over a client may have it
-                    account.sent(n_tokens)
+                    sent[account] += n_tokens  # as soon as it is handed over a client may have it
                     await asyncio.sleep(0)
+                    account.sent(n_tokens)
 
-        sizes = [chance.choice([1, 3, 8, 33, 200]) for _ in range(30)]
-        sending = asyncio.create_task(send(account, sizes))
+        sizes = [[chance.choice([1, 3, 8, 33, 200]) for _ in range(30)] for _ in accounts]
+        sending = asyncio.gather(*map(send, accounts, sizes, [all_sent] * n_streams))
         while not sending.done():
             await asyncio.sleep(0)
-            assert n_sent == 0 or journal.n_written > 0, "something was sent before the start"
-            assert journal.billed <= n_sent <= journal.billed + N_UNMARKED_MAX
+            for number, (account, n_sent) in enumerate(all_sent.items()):
+                assert n_sent == 0 or journal.n_written > number, "something before the start"
+                billed = journal.billed(account)
+                assert billed <= n_sent <= billed + N_UNMARKED_MAX
             if journal.n_written < len(journal.entries) and chance.random() < 0.3:
                 journal.write_next()
         await sending
-        assert account.n_output == sum(sizes)
+        assert [account.n_output for account in accounts] == [sum(each) for each in sizes]
 
 
 async def test_a_mark_leaves_the_last_message_out() -> None:
@@ -120,8 +132,42 @@ async def test_a_mark_leaves_the_last_message_out() -> None:
     _, account = make(journal)
     for n_tokens in (20, 10, 10, 10, 10, 15):
         account.sent(n_tokens)
-    marks = [entry.n_output for entry, _ in journal.entries if isinstance(entry, Mark)]
-    assert marks == [30, 60]
+    assert [mark.n_output for mark in journal.marks()] == [30, 60]
+
+
+async def test_streams_that_run_side_by_side_are_marked_together() -> None:
+    journal = HeldJournal()
+    accounting, first = make(journal)
+    others = [accounting.open(make_sequence()) for _ in range(9)]
+    late = accounting.open(make_sequence())
+    for _ in range(40):
+        for account in (*others, first):
+            account.sent(1)
+    late.sent(16)  # all of them in its last message, of which nobody knows that it has left
+    for account in (*others, first):
+        account.sent(1)
+    [(group, _)] = journal.entries[11:]  # behind the starts: one write, one call
+    assert {mark.record_id for mark in group if isinstance(mark, Mark)} == {
+        account.record_id for account in (*others, first)
+    }
+    assert {mark.n_output for mark in journal.marks()} == {38, 39}
+    assert all(account.must_wait(24) for account in others)
+    for _ in range(12):
+        journal.write_next()
+    assert not any(account.must_wait(24) for account in (*others, first, late))
+
+
+async def test_a_stream_that_has_ended_here_waits_for_no_mark_that_does_not_come() -> None:
+    """As when the server closes while a handler still writes."""
+    journal = HeldJournal()
+    _, account = make(journal)
+    account.end("SERVER_DRAINING")
+    for _ in range(60):
+        account.sent(1)
+    assert account.must_wait(24)
+    while journal.n_written < len(journal.entries):
+        journal.write_next()
+    assert not account.must_wait(24)
 
 
 async def test_without_a_journal_nothing_waits_and_messages_are_whole() -> None:

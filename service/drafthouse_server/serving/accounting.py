@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import os
 import time
@@ -34,6 +33,10 @@ N_UNMARKED_MAX = 64
 _N_MESSAGE, _N_MARK = 24, 40
 """Tokens of one message at most, and those beyond the last mark that ask for the next one. Together
 they are no more than a client may have beyond a mark: waiting for the one asked for is enough."""
+
+_N_JOIN = 16
+"""Tokens to bill beyond the last mark of a stream with which it joins the marks of another: so
+streams that run side by side wake the journal together, and not each for itself."""
 
 _WATCH_S = 1.0
 """Seconds from one look at the journal's disk to the next."""
@@ -173,6 +176,20 @@ class Accounting:
         for tell in self.on_end:
             tell(record)
 
+    def mark(self, asking: Account, journal: Journal) -> None:
+        """Has a mark of a stream written, and of all others of which there is enough to tell.
+
+        Accounts call it; one that has ended here meanwhile may still have a handler that writes.
+        """
+        marks = [(account, account.take_mark()) for account in {asking, *self._accounts}]
+        found = [(account, mark) for account, mark in marks if mark is not None]
+
+        def tell(_: bool) -> None:
+            for account, mark in found:
+                account.note_mark(mark.n_output)
+
+        journal.write_marks([mark for _, mark in found], tell)
+
     @contextlib.contextmanager
     def waiting(self, account: Account) -> Iterator[None]:
         """Knows, for the time of a block, of an ended account whose record is waited for."""
@@ -210,8 +227,8 @@ class Account:
     """
 
     __slots__ = (
-        "_accounting", "_end", "_is_started", "_journal", "_n_asked", "_n_marked", "_sequence",
-        "_start", "_ticket", "_waiter", "n_output",
+        "_accounting", "_end", "_is_started", "_journal", "_n_asked", "_n_gone", "_n_marked",
+        "_sequence", "_start", "_ticket", "_waiter", "n_output",
     )  # fmt: skip
 
     def __init__(
@@ -229,6 +246,7 @@ class Account:
         self._journal = journal
         self._is_started = False
         self._n_asked = 0
+        self._n_gone = 0
         self._n_marked = 0
         self._end: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -287,20 +305,26 @@ class Account:
     def sent(self, n_tokens: int) -> None:
         """Takes note that the transport has taken a message with so many tokens."""
         # Those of the message before: that the transport has taken another proves that they left.
-        n_gone = self.n_output
+        self._n_gone = self.n_output
         self.n_output += n_tokens
-        if self._journal is None or self.n_output - self._n_asked < _N_MARK:
-            return
-        self._n_asked = n_gone
-        sequence = self._sequence
-        mark = Mark(
+        journal = self._journal
+        if journal is not None and self.n_output - self._n_asked >= _N_MARK:
+            self._accounting.mark(self, journal)
+
+    def take_mark(self) -> Mark | None:
+        """Returns a mark that is to be written, if there is enough to tell. Accounting calls it."""
+        n_new = self._n_gone - self._n_asked
+        is_due = self.n_output - self._n_asked >= _N_MARK
+        if self._journal is None or not (is_due or n_new >= _N_JOIN):
+            return None
+        self._n_asked = self._n_gone
+        return Mark(
             self._start.record_id,
             self._accounting.unix_clock(),
-            n_gone,
-            sequence.n_reused,  # set before the first token
+            self._n_gone,
+            self._sequence.n_reused,  # set before the first token
             *self._drafted(),
         )
-        self._journal.write(mark, functools.partial(self._on_marked, n_gone))
 
     def _drafted(self) -> tuple[int, int]:
         """Returns the draft tokens verified so far, and of these, those accepted.
@@ -364,15 +388,16 @@ class Account:
         if self._end is not None:
             self._on_ended(False)
 
+    def note_mark(self, n_output: int) -> None:
+        """Takes note that a mark with so many tokens is written. Accounting calls it."""
+        self._n_marked = n_output
+        self._wake()
+
     # What the journal tells. Whether it was written makes no difference: what was not waits in
     # front of all that comes later, and while the journal is failing nobody waits for it.
 
     def _on_started(self, _: bool) -> None:
         self._is_started = True
-        self._wake()
-
-    def _on_marked(self, n_output: int, _: bool) -> None:
-        self._n_marked = n_output
         self._wake()
 
     def _on_ended(self, _: bool) -> None:

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -95,7 +95,7 @@ class Journal:
         self._folder = folder
         self._post = post
         self._n_file_bytes = n_file_bytes
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()  # None: close
+        self._queue: SimpleQueue[list[_Item] | None] = SimpleQueue()  # None: close
         self._file: _File | None = None
         numbers = folder.numbers()
         self._number = numbers[-1] if numbers else 0
@@ -197,9 +197,22 @@ class Journal:
                 with True; or with False when the journal cannot be written now. The entry then
                 waits, and nothing more is told.
         """
-        self._queue.put(_Item(entry, done))
-        if self._is_dead and done is not None:
-            self._post(functools.partial(done, False))
+        self._put([_Item(entry, done)])
+
+    def write_marks(self, marks: Sequence[Mark], done: _Done) -> None:
+        """Has marks of several streams written together. It does not wait.
+
+        Args:
+            marks: What is told, one at least.
+            done: Called once, when all of them are written or cannot be; see `write`.
+        """
+        *others, last = marks
+        self._put([*(_Item(mark, None) for mark in others), _Item(last, done)])
+
+    def _put(self, items: list[_Item]) -> None:
+        self._queue.put(items)
+        if self._is_dead:
+            self._release(items)
 
     def close(self) -> None:
         """Writes what there is, brings it to the store, and ends. Harmless when done twice."""
@@ -222,7 +235,7 @@ class Journal:
             self.counts.is_failing |= not self._is_closing
             if self._file is not None:
                 self._file.close()
-            left = [*self._unsynced, *self._backlog, *self._drained()]
+            left = [*self._unsynced, *self._backlog, *_joined(self._drained())]
             if left:
                 _log.critical("%d entries of the usage journal are lost", len(left))
             self._release(left)
@@ -256,11 +269,11 @@ class Journal:
         wait_s = self._written_at + _WRITE_INTERVAL_S - time.monotonic()
         if first is not None and wait_s > 0:
             time.sleep(wait_s)
-        items = [first, *self._drained()]
-        self._backlog += [item for item in items if item is not None]
-        return None in items
+        groups = [first, *self._drained()]
+        self._backlog += _joined(groups)
+        return None in groups
 
-    def _drained(self) -> Iterable[_Item | None]:
+    def _drained(self) -> Iterable[list[_Item] | None]:
         while not self._queue.empty():
             yield self._queue.get()
 
@@ -370,8 +383,8 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def _release(self, items: Iterable[_Item | None]) -> None:
-        self._tell([item for item in items if item is not None], is_written=False)
+    def _release(self, items: list[_Item]) -> None:
+        self._tell(items, is_written=False)
 
     def _tell(self, items: list[_Item], *, is_written: bool) -> None:
         waiting = [item.done for item in items if item.done is not None]
@@ -451,6 +464,11 @@ class _File:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _joined(groups: Iterable[list[_Item] | None]) -> list[_Item]:
+    """Returns the entries of groups, in their order."""
+    return [item for group in groups if group is not None for item in group]
 
 
 def _without_old_marks(items: list[_Item]) -> list[_Item]:

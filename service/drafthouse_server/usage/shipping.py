@@ -21,8 +21,8 @@ __all__ = ["Place", "Shipper"]
 
 _log = logging.getLogger(__name__)
 
-_INTERVAL_S = 0.25
-"""Seconds from one delivery to the next."""
+_INTERVAL_S = 1.0
+"""Seconds from one delivery to the next. Lists of this server ask for one more at once."""
 
 _RETRY_S = 2.0
 """Seconds to the next attempt at a store that has failed."""
