@@ -32,6 +32,15 @@ def first_answer(seconds: float) -> float | None:
             call.cancel()
 
 
+def is_running(pid: int) -> bool:
+    """Returns whether a process runs; one that has ended may wait for its parent to look."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 before = first_answer(5)
 attacker = Connection(args.target, window=0)
 attacker.pump(0.2)
@@ -42,10 +51,9 @@ drained = ""
 if args.sigterm:
     os.kill(args.sigterm, signal.SIGTERM)
     end = time.monotonic() + 45
-    while time.monotonic() < end and os.path.exists(f"/proc/{args.sigterm}"):
+    while time.monotonic() < end and is_running(args.sigterm):
         attacker.pump(0.5)
-    has_ended = not os.path.exists(f"/proc/{args.sigterm}")
-    drained = f"; SIGTERM: {'ended' if has_ended else 'STILL RUNNING after 45 s'}"
+    drained = f"; SIGTERM: {'STILL RUNNING after 45 s' if is_running(args.sigterm) else 'ended'}"
 attacker.close()
 shown = "never" if during is None else f"{1000 * during:.0f} ms"
 verdict(
