@@ -1,13 +1,19 @@
 """What keys, limits and usage cost: processor time per request and token, with all and without.
 
-    python -m tests.proofs.tenancy_cost [--rounds 10] [--streams 32] [--tokens 128] [--waves 4]
-        [--engine demo]
+    python -m tests.proofs.tenancy_cost [--rounds 20] [--streams 32] [--tokens 16,128] [--waves 2]
+        [--engine demo] [--step-ms 10]
 
 Two servers, each a process of its own, are asked the same in turns: `bare` knows no tenants; `full`
 has keys in a SQLite store, two tenants with every limit set, an end user with each request, usage
-in a journal and in the store. The fake engine computes nothing, so what differs stands out;
-`--engine demo` has the demo model compute, which is what the two per cent of the bar are part of.
-A server's time is that of all its threads and of its text workers.
+in a journal and in the store. The fake engine computes nothing, so what differs stands out; its
+steps are so long that each token is a message of its own, with both. `--engine demo` has the demo
+model compute, which is what the two per cent of the bar are part of. A server's time is that of all
+its threads and of its text workers, in nanoseconds by the kernel's clock; its wake-ups are the
+times that a thread of it had waited.
+
+Differences and ratios are paired: of the two turns of a round. Told is their median, and the
+interval that has 95 % of the medians of rounds drawn from them again and again (bootstrap). What
+else goes on in the machine only adds: of each server the turn that took least says most.
 """
 
 from __future__ import annotations
@@ -17,12 +23,15 @@ import asyncio
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -50,7 +59,9 @@ _LIMITS = (
     "end_user_requests_per_s=100000",
     "end_user_max_streams=1000",
 )
-_SETTLE_S = 1.5  # after a turn: the store has its records
+_SETTLE_S = 1.2  # after a turn: the store has its records
+_SWITCH_INTERVAL_S = 1e-4  # as `drafthouse serve` has it
+_N_DRAWS = 2000
 
 
 def _command(*words: str) -> str:
@@ -72,7 +83,7 @@ def _prepare(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return settings, keys
 
 
-def _load(config: Config, engine: str) -> Engine:
+def _load(config: Config, engine: str, step_s: float) -> Engine:
     if engine == "demo":
         return LlamaEngine.load(config)
     limits = dataclasses.replace(
@@ -83,12 +94,13 @@ def _load(config: Config, engine: str) -> Engine:
         n_ubatch=512,
         n_outputs_max=160,
     )
-    return FakeEngine(limits, step_s=0.002)
+    return FakeEngine(limits, step_s=step_s)
 
 
-async def _serve(settings: str, engine: str) -> None:
-    config = Config(port=0, parallel=32, draft_policy="fixed", **json.loads(settings))
-    server = Server(config, lambda: _load(config, engine))
+async def _serve(asked: argparse.Namespace) -> None:
+    config = Config(port=0, parallel=32, draft_policy="fixed", **json.loads(asked.serve))
+    server = Server(config, lambda: _load(config, asked.engine, asked.step_ms / 1e3))
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     await server.serve(lambda server: print(server.target, flush=True))
 
 
@@ -113,113 +125,150 @@ async def _ask(target: str, keys: list[str], n_streams: int, n_tokens: int) -> N
     assert all(len(result.token_ids) == n_tokens for result in results)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Spent:
+    """What a server has spent."""
+
+    cpu_s: float
+    """Processor seconds of its process and its children."""
+    n_wakes: int
+    """Times that a thread of its process has waited."""
+
+    def since(self, before: _Spent, n_requests: int) -> _Spent:
+        """Returns what was spent since then for each request."""
+        return _Spent(
+            (self.cpu_s - before.cpu_s) / n_requests,
+            round((self.n_wakes - before.n_wakes) / n_requests),
+        )
+
+
 @dataclasses.dataclass
 class _Contender:
     """A server that runs, and what it has spent."""
 
+    name: str
+    """bare or full."""
     process: subprocess.Popen[str]
     """It."""
     target: str
     """host:port."""
     keys: list[str]
     """With which it is asked; one that is empty: without."""
-    spent: list[float] = dataclasses.field(default_factory=list)
-    """Processor seconds of its turns."""
+    turns: dict[int, list[_Spent]] = dataclasses.field(default_factory=dict)
+    """What a request took in its turns, by the tokens of a request."""
 
-    def cpu_s(self) -> float:
-        """Returns the processor seconds of its process and its children."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text("utf-8").split()
-        # A thread's children are told with that thread.
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            if task.name != str(pid):
-                with contextlib.suppress(OSError):
-                    children += (task / "children").read_text("utf-8").split()
-        return sum(map(_cpu_s, [str(pid), *children]))
+    def spent(self) -> _Spent:
+        """Returns what it has spent so far."""
+        cpu_s, n_wakes, children = _cpu_s(self.process.pid), 0, []
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                children += (task / "children").read_text("utf-8").split()
+                status = (task / "status").read_text("utf-8")
+                n_wakes += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+        cpu_s += sum(_cpu_s(int(child)) for child in children)
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text("utf-8")
+        ended = stat.rpartition(")")[2].split()[13:15]  # children that have ended
+        return _Spent(cpu_s + sum(map(int, ended)) / os.sysconf("SC_CLK_TCK"), n_wakes)
 
 
-def _cpu_s(pid: str) -> float:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text("utf-8")
-    except OSError:
-        return 0.0
-    fields = stat.rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+def _cpu_s(pid: int) -> float:
+    """Returns the processor seconds of a process, by its clock (see clock_getcpuclockid)."""
+    with contextlib.suppress(OSError):
+        return time.clock_gettime_ns((~pid << 3) | 2) / 1e9
+    return 0.0
 
 
 @contextlib.contextmanager
-def _running(settings: dict[str, Any], keys: list[str], engine: str) -> Iterator[_Contender]:
-    command = [sys.executable, "-m", "tests.proofs.tenancy_cost", "--engine", engine]
-    process = subprocess.Popen(
-        [*command, "--serve", json.dumps(settings)], stdout=subprocess.PIPE, text=True
-    )
+def _running(
+    name: str, settings: dict[str, Any], keys: list[str], asked: argparse.Namespace
+) -> Iterator[_Contender]:
+    command = [sys.executable, "-m", "tests.proofs.tenancy_cost", "--engine", asked.engine]
+    command += ["--step-ms", str(asked.step_ms), "--serve", json.dumps(settings)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         lines: IO[str] | None = process.stdout
         assert lines is not None
         target = lines.readline().strip()
         if not target:
             raise RuntimeError("a server did not start, see above")
-        yield _Contender(process, target, keys)
+        yield _Contender(name, process, target, keys)
     finally:
         process.terminate()
         process.wait(60)
 
 
-async def _turn(contender: _Contender, asked: argparse.Namespace) -> float:
-    before = contender.cpu_s()
-    command = [sys.executable, "-m", "tests.proofs.tenancy_cost", "--ask", contender.target]
-    command += ["--keys", ",".join(contender.keys), "--tokens", str(asked.tokens)]
-    command += ["--streams", str(asked.streams), "--waves", str(asked.waves)]
-    process = await asyncio.create_subprocess_exec(*command)
-    if await process.wait():
-        raise RuntimeError("the client failed, see above")
+async def _turn(contender: _Contender, n_tokens: int, asked: argparse.Namespace) -> _Spent:
+    before = contender.spent()
+    for _ in range(asked.waves):
+        await _ask(contender.target, contender.keys, asked.streams, n_tokens)
     await asyncio.sleep(_SETTLE_S)
-    return contender.cpu_s() - before
+    return contender.spent().since(before, asked.streams * asked.waves)
 
 
 async def _measure(asked: argparse.Namespace) -> None:
+    lengths = [int(part) for part in asked.tokens.split(",")]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         settings, keys = _prepare(Path(folder))
-        bare = stack.enter_context(_running({"insecure_no_auth": True}, [""], asked.engine))
-        full = stack.enter_context(_running(settings, keys, asked.engine))
+        open_settings = {"insecure_no_auth": True}
+        # As many connections: what they cost is not the tenants' doing.
+        bare = stack.enter_context(_running("bare", open_settings, [""] * len(keys), asked))
+        full = stack.enter_context(_running("full", settings, keys, asked))
         for number in range(asked.rounds + 1):
-            for contender in (bare, full) if number % 2 else (full, bare):
-                cost_s = await _turn(contender, asked)
-                if number:  # the first round warms up
-                    contender.spent.append(cost_s)
-    n_requests = asked.streams * asked.waves
-    for name, each in (("bare", bare), ("full", full)):
-        found_s = statistics.median(each.spent)
+            for n_tokens in lengths:
+                for contender in (bare, full) if number % 2 else (full, bare):
+                    spent = await _turn(contender, n_tokens, asked)
+                    if number:  # the first round warms up
+                        contender.turns.setdefault(n_tokens, []).append(spent)
+    for n_tokens in lengths:
+        _print_length(n_tokens, bare.turns[n_tokens], full.turns[n_tokens])
+    for short, long in itertools.pairwise(lengths):
+        extra = [
+            [(b.cpu_s - a.cpu_s) / (long - short) * 1e6 for a, b in zip(*turns, strict=True)]
+            for turns in ((each.turns[short], each.turns[long]) for each in (bare, full))
+        ]
+        found = [b - a for a, b in zip(*extra, strict=True)]
         print(
-            f"{name}  {found_s / n_requests * 1e3:7.3f} ms of processor time a request of"
-            f" {asked.tokens} tokens, {found_s / n_requests / asked.tokens * 1e6:6.1f} µs a token"
+            f"each token from {short} to {long}: bare {statistics.median(extra[0]):.2f} µs,"
+            f" full - bare {_told(found, '+.2f')} µs"
         )
-    ratios = [b / a for a, b in zip(bare.spent, full.spent, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"full / bare: {middle:.4f} in the median of {len(ratios)} ({low:.4f} to {high:.4f})")
 
 
-async def _waves(asked: argparse.Namespace) -> None:
-    for _ in range(asked.waves):
-        await _ask(asked.ask, asked.keys.split(","), asked.streams, asked.tokens)
+def _print_length(n_tokens: int, bare: list[_Spent], full: list[_Spent]) -> None:
+    print(f"a request of {n_tokens} tokens:")
+    for name, turns in (("bare", bare), ("full", full)):
+        found_s = statistics.median(each.cpu_s for each in turns)
+        n_wakes = statistics.median(each.n_wakes for each in turns)
+        print(f"  {name}  {found_s * 1e3:.3f} ms of processor time, {n_wakes:.0f} wake-ups")
+    pairs = list(zip(bare, full, strict=True))
+    least_s = [min(each.cpu_s for each in turns) for turns in (bare, full)]
+    print(f"  full - bare: {_told([(b.cpu_s - a.cpu_s) * 1e3 for a, b in pairs], '+.3f')} ms")
+    print(f"  of the least turns: {(least_s[1] - least_s[0]) * 1e3:+.3f} ms")
+    print(f"  full / bare: {_told([b.cpu_s / a.cpu_s for a, b in pairs], '.4f')}", flush=True)
+
+
+def _told(values: list[float], form: str) -> str:
+    """Returns the median of values, and the interval of 95 % of it by the bootstrap."""
+    chance = random.Random(1)
+    medians = sorted(
+        statistics.median(chance.choices(values, k=len(values))) for _ in range(_N_DRAWS)
+    )
+    low, high = medians[_N_DRAWS // 40], medians[-1 - _N_DRAWS // 40]
+    return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
 
 
 def main() -> None:
-    """Measures, or is a server or a client of a measurement."""
+    """Measures, or is a server of a measurement."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=32, help="at once")
-    parser.add_argument("--tokens", type=int, default=128, help="of a request")
-    parser.add_argument("--waves", type=int, default=4, help="of streams in a turn")
+    parser.add_argument("--tokens", default="16,128", help="of a request: one length or several")
+    parser.add_argument("--waves", type=int, default=2, help="of streams in a turn")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="of the fake engine")
     parser.add_argument("--engine", choices=["fake", "demo"], default="fake")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--ask", help=argparse.SUPPRESS)
-    parser.add_argument("--keys", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
-        asyncio.run(_serve(asked.serve, asked.engine))
-    elif asked.ask:
-        asyncio.run(_waves(asked))
+        asyncio.run(_serve(asked))
     else:
         asyncio.run(_measure(asked))
 
