@@ -4,8 +4,8 @@ VENV := .venv/bin
 ARGS ?=
 SECONDS ?= 60
 N ?= 1000
-# Test files side by side, one a core; a file's tests share what they load.
-PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Test files side by side, one more than cores, since many wait for processes and time-outs; a file's tests share what they load.
+PARALLEL ?= -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # The debug mode of asyncio has something to say where there is a loop.
 ASYNC_TESTS = $(shell grep -rlE --include='test_*.py' 'asyncio|async def' tests)
 # cython-lint and protoc start other tools of the virtual environment by name.
