@@ -120,13 +120,14 @@ N_POOL_OUTPUT = 24
 
 
 @pytest.mark.parametrize(
-    ("target", "draft_type", "n_requests"),
+    ("target", "draft_type", "n_whole"),
     [("dense", "mtp", 2000), ("hybrid", "eagle3", 400)],
     indirect=["target"],
 )
 async def test_clients_who_leave_at_random_give_everything_back_and_disturb_nobody(
-    target: str, draft_type: str, n_requests: int, referee: Referee
+    target: str, draft_type: str, n_whole: int, referee: Referee, is_whole: bool
 ) -> None:
+    n_requests = n_whole if is_whole else min(n_whole, 800)
     pool = prompts(POOL_LENGTHS)
     async with serving(demo_config(target, "none")) as (client, _):
         expected = [await generate(client, prompt, N_POOL_OUTPUT) for prompt in pool]
