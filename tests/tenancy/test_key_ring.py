@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from drafthouse_server.errors import (
     DrafthouseError,
     StoreError,
+    StoreRefusal,
     StoreUnavailable,
     TooManyBadKeys,
     Unauthenticated,
@@ -208,6 +209,34 @@ async def test_a_new_key_works_at_once(bench: Bench) -> None:
     ring = await bench.ring()
     for _ in range(3):
         assert (await identify(ring, bench.add_key("bob"))).tenant.name == "bob"
+
+
+@pytest.mark.parametrize("ahead_s", [-7200, 7200])
+async def test_a_revoked_key_is_refused_whatever_the_clock_of_who_revokes_it_says(
+    bench: Bench, ahead_s: int
+) -> None:
+    """Two hours ahead of the server's, the key worked on for two hours, and so did its calls."""
+    key = bench.add_key()
+    ring = await bench.ring()
+    has_entered = asyncio.Event()
+
+    async def call() -> None:
+        with ring.hold(await identify(ring, key)):
+            has_entered.set()
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(call())
+    await has_entered.wait()
+    at = WALL + ahead_s
+    with bench.store.writing() as connection:
+        records.revoke_key(connection, key.id, at, Change("test", at))
+    await poll(ring)
+    with pytest.raises(Unauthenticated, match="the API key was revoked"):
+        await asyncio.wait_for(running, 10)
+    for known in (ring, await bench.ring()):
+        assert isinstance(await refused(known, key), Unauthenticated)
+    with bench.store.writing() as connection, pytest.raises(StoreRefusal, match="already"):
+        records.revoke_key(connection, key.id, at + 1, Change("test", at + 1))
 
 
 async def test_a_revoked_key_is_refused_when_the_change_is_seen(bench: Bench) -> None:

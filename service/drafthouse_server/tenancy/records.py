@@ -110,7 +110,7 @@ keys = Table(
     Index("keys_of_tenant", "tenant"),
     Index("keys_by_last_use", "last_used_at"),
 )
-"""Keys, as digests. A key works until `expires_at` and until `revoked_at`."""
+"""Keys, as digests. A key works until `expires_at` and until `revoked_at`; without one never."""
 
 audit = Table(
     "audit",
@@ -172,7 +172,7 @@ class KeyRecord:
     label: str
     """What its owner calls it; may be empty."""
     digest: bytes
-    """HMAC of the whole key."""
+    """HMAC of the whole key; empty once it is revoked, so that no text is this key any more."""
     created_at: int
     """Seconds since 1970."""
     expires_at: int | None
@@ -185,8 +185,15 @@ class KeyRecord:
     def __repr__(self) -> str:
         return f"KeyRecord(id={self.id!r}, tenant={self.tenant!r})"
 
+    @property
+    def is_revoked(self) -> bool:
+        """Whether its life has ended whatever a clock says: those of servers may differ."""
+        return self.revoked_at is not None and not self.digest
+
     def works_until(self) -> float:
         """Returns the end of its life, seconds since 1970; infinity when it has none."""
+        if self.is_revoked:
+            return float("-inf")
         ends = [end for end in (self.expires_at, self.revoked_at) if end is not None]
         return min(ends, default=float("inf"))
 
@@ -383,7 +390,8 @@ def revoke_key(connection: Connection, key_id: str, revoked_at: int, change: Cha
     Args:
         connection: To write with.
         key_id: Its id.
-        revoked_at: From when on it does not work, seconds since 1970.
+        revoked_at: From when on it does not work, seconds since 1970. Where that is not after the
+            change, the key loses its digest: then no clock is asked, of this machine or of servers.
         change: Who revokes it.
 
     Raises:
@@ -393,9 +401,14 @@ def revoke_key(connection: Connection, key_id: str, revoked_at: int, change: Cha
     if not found:
         raise StoreRefusal(f"there is no key {key_id!r}; `drafthouse keys list` shows all of them")
     key = found[0]
-    if key.revoked_at is not None and key.revoked_at <= revoked_at:
+    ends_now = revoked_at <= change.at
+    ends_before = key.revoked_at is not None and key.revoked_at <= revoked_at
+    if key.is_revoked or (ends_before and not ends_now):
         raise StoreRefusal(f"key {key_id!r} is revoked already")
-    connection.execute(update(keys).where(keys.c.id == key_id).values(revoked_at=revoked_at))
+    values: dict[str, object] = {"revoked_at": revoked_at}
+    if ends_now:
+        values["digest"] = b""
+    connection.execute(update(keys).where(keys.c.id == key_id).values(**values))
     _note(connection, change, "keys.revoke", key_id, f"tenant {key.tenant}, from {revoked_at} on")
     return key
 
