@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -36,7 +37,8 @@ def test_each_end_has_its_code_and_says_why(
             raise error
 
     monkeypatch.setattr(serve, "_run", run)
-    assert serve._run_to_end(Config(), Terminal()) == code
+    with asyncio.Runner() as runner:
+        assert serve._run_to_end(runner, Config(), Terminal()) == code
     assert error is None or str(error) in capsys.readouterr().err
     assert f"\n| {code} | " in PAGE.read_text("utf-8")
     assert f" {code} " in serve._EXIT_CODES

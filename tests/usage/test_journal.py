@@ -386,6 +386,59 @@ def test_a_disk_that_does_not_answer_is_one_that_fails_until_it_does(
     journal.close()
 
 
+def test_the_end_waits_for_no_disk_and_says_what_it_has_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waited for as long as the disk did, so that the server never ended."""
+    journal = open_journal(tmp_path)
+    write_all(journal, [start(1)])
+    may_sync, is_stuck = threading.Event(), threading.Event()
+    real = os.fdatasync
+
+    def stuck(fd: int) -> None:
+        is_stuck.set()
+        assert may_sync.wait(WAIT_S)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", stuck)
+    journal.write(end(1, 4))
+    assert is_stuck.wait(WAIT_S)
+    with caplog.at_level(logging.CRITICAL):
+        journal.close(timeout_s=0.05)
+    assert "usage-00000001.journal may not be whole" in caplog.text
+    assert f"lost usage record {id_of(1)}: tenant=t key=k request_id=r1 outcome=stop" in caplog.text
+    assert "output_tokens=4" in caplog.text
+    with pytest.raises(StartupError, match="another server writes"):
+        open_journal(tmp_path)
+    may_sync.set()
+    journal._thread.join(WAIT_S)
+    assert read(tmp_path)["r1"] == ("stop", 4)
+    journal._folder.unlock()
+
+
+def test_the_end_waits_for_no_store_and_says_from_where_on_it_has_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_add, is_stuck = threading.Event(), threading.Event()
+
+    class Stuck(MemoryUsageStore):
+        def add(self, records: Sequence[UsageRecord]) -> None:
+            is_stuck.set()
+            assert may_add.wait(WAIT_S)
+            super().add(records)
+
+    journal = open_journal(tmp_path, Stuck())
+    write_all(journal, [start(1), end(1, 4)])
+    assert is_stuck.wait(WAIT_S)
+    journal.close(timeout_s=0.05)
+    assert "usage waits in the journal, from " in caplog.text
+    assert "usage-00000001.journal on" in caplog.text
+    may_add.set()
+    store = MemoryUsageStore()
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {"r1": ("stop", 4)}, "the next start brings it"
+
+
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     with pytest.raises(StartupError, match="another server writes"):

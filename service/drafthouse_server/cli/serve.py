@@ -8,9 +8,14 @@ import contextlib
 import dataclasses
 import gc
 import json
+import logging
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,7 +31,9 @@ from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.operations.logs import LogQueue
 from drafthouse_server.rpc.server import Server
 
-__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_doctor", "add_serve"]
+__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_doctor", "add_serve", "end_threads"]
+
+_log = logging.getLogger(__name__)
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 """Root of the repository; of an installed package, a folder without models."""
@@ -39,6 +46,9 @@ FAILED = 70
 
 LOST = 71
 """Exit code of a server whose engine does not work any more: EX_OSERR of sysexits.h."""
+
+_LEAVE_S = 5.0
+"""Seconds that threads have to end when the server has: they may wait for a disk that hangs."""
 
 _EXIT_CODES = (
     "exit codes: 0 ended by SIGTERM or SIGINT; 1 cannot start, and says why; 2 a setting is wrong;"
@@ -128,19 +138,63 @@ def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
     except ConfigError as error:
         terminal.error(str(error))
         return 2
+    before, runner = frozenset(threading.enumerate()), asyncio.Runner()
     with LogQueue(config.log_level) as log:
-        code = _run_to_end(config, terminal)
-        if code == LOST:
-            # Its thread may hang in a step for ever, and Python would wait for it.
+
+        def leave(why: str) -> None:
+            """Ends the process, though some of its threads do not."""
+            if why:
+                _log.critical("%s: ending without it", why)
             log.close()
-            os._exit(LOST)
+            os._exit(code)
+
+        with contextlib.ExitStack() as undo:
+            undo.callback(runner.close)
+            code = _run_to_end(runner, config, terminal)
+            undo.pop_all()
+        if code == LOST:
+            leave("")  # its thread may hang in a step for ever, and Python would wait for it
+        end_threads(runner, before, leave)
     return code
 
 
-def _run_to_end(config: Config, terminal: Terminal) -> int:
+def end_threads(
+    runner: asyncio.Runner,
+    before: AbstractSet[threading.Thread],
+    leave: Callable[[str], object],
+    timeout_s: float = _LEAVE_S,
+) -> None:
+    """Waits for the threads of a server that has ended, as Python does at its exit, but not longer.
+
+    Args:
+        runner: Of its event loop; it is closed.
+        before: Threads that are not the server's.
+        leave: Called with what waits still, where something does.
+        timeout_s: Seconds that they have.
+    """
+    give_up_at = time.monotonic() + timeout_s
+
+    def theirs() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if not (t.daemon or t in before or t is timer)]
+
+    def tell() -> None:
+        if names := ", ".join(sorted(thread.name for thread in theirs())):
+            leave(f"a disk, or a store, has not answered for {timeout_s:g} s ({names})")
+
+    timer = threading.Timer(timeout_s, tell)
+    timer.daemon = True
+    timer.start()
+    runner.close()
+    for thread in theirs():
+        thread.join(max(0.0, give_up_at - time.monotonic()))
+    timer.cancel()
+    tell()
+
+
+def _run_to_end(runner: asyncio.Runner, config: Config, terminal: Terminal) -> int:
     """Serves, and returns the exit code."""
     try:
-        asyncio.run(_run(_found(config), terminal))
+        runner.run(_run(_found(config), terminal))
     except StartupError as error:
         terminal.error(str(error))
         return 1

@@ -44,6 +44,12 @@ _RETRY_S = 0.25
 _STUCK_S = 5.0
 """Seconds after which a disk that does not answer counts as one that cannot be written."""
 
+_CLOSE_S = 8.0
+"""Seconds that disk and store have, together, to take what is left when the server ends."""
+
+_N_TOLD_MAX = 100
+"""Lost records that the log has one by one."""
+
 _N_FILE_BYTES = 16 << 20
 """Size at which the next file is begun."""
 
@@ -214,15 +220,33 @@ class Journal:
         if self._is_dead:
             self._release(items)
 
-    def close(self) -> None:
-        """Writes what there is, brings it to the store, and ends. Harmless when done twice."""
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Writes what there is, brings it to the store, and ends. Harmless when done twice.
+
+        What is not done by then is told in the log: the records that a disk has not taken, the file
+        from which on the store has not.
+
+        Args:
+            timeout_s: Seconds after which it does not wait any more.
+        """
         if self._is_closing:
             return
         self._is_closing = True
+        give_up_at = time.monotonic() + timeout_s
         self._queue.put(None)
-        self._thread.join()
-        self.shipper.close()
-        self._folder.unlock()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            _log.critical(
+                "the disk of the usage journal has not answered for %g s: %s may not be whole",
+                timeout_s,
+                self._folder.file(self._number),
+            )
+            _tell_lost([*self._unsynced, *self._backlog])
+        # Also then: what the store has need not be brought again. The lock goes with the process,
+        # lest another one writes to a file that the hung thread may still write to.
+        self.shipper.close(max(0.0, give_up_at - time.monotonic()))
+        if not self._thread.is_alive():
+            self._folder.unlock()
 
     def _live(self) -> None:
         """Writes until it is closed. Thread: its own."""
@@ -238,6 +262,7 @@ class Journal:
             left = [*self._unsynced, *self._backlog, *_joined(self._drained())]
             if left:
                 _log.critical("%d entries of the usage journal are lost", len(left))
+                _tell_lost(left)
             self._release(left)
 
     def _turn(self) -> bool:
@@ -486,6 +511,26 @@ def _without_old_marks(items: list[_Item]) -> list[_Item]:
         kept.append(item)
     kept.reverse()
     return kept
+
+
+def _tell_lost(items: Iterable[_Item | None]) -> None:
+    """Logs what streams are to be billed whose records are nowhere else."""
+    ends = [item.entry for item in items if item is not None and item.is_end]
+    for record in ends[:_N_TOLD_MAX]:
+        assert isinstance(record, UsageRecord)
+        _log.critical(
+            "lost usage record %s: tenant=%s key=%s request_id=%s outcome=%s prompt_tokens=%d"
+            " output_tokens=%d",
+            record.record_id,
+            record.tenant,
+            record.key_id or "-",
+            record.request_id,
+            record.outcome,
+            record.n_prompt,
+            record.n_output,
+        )
+    if len(ends) > _N_TOLD_MAX:
+        _log.critical("and %d lost usage records more", len(ends) - _N_TOLD_MAX)
 
 
 def _call_all(waiting: list[_Done], is_written: bool) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from drafthouse_server.usage.folder import JournalFolder
@@ -59,6 +61,7 @@ class Shipper:
         self._wake = threading.Event()
         self._is_closing = threading.Event()
         self._has_failed = False
+        self._give_up_at = math.inf
         self._thread = threading.Thread(target=self._live, name="usage-store", daemon=True)
 
     def start(self) -> None:
@@ -72,10 +75,28 @@ class Shipper:
         if has_ends:
             self._wake.set()
 
-    def close(self) -> None:
-        """Brings what there is to the store, if that takes it, and ends. Thread: one that waits."""
+    def close(self, timeout_s: float = math.inf) -> None:
+        """Brings what there is to the store, if that takes it, and ends. Thread: one that waits.
+
+        Args:
+            timeout_s: Seconds after which it does not wait any more; what the store does not have
+                by then is brought after the next start.
+        """
+        self._give_up_at = time.monotonic() + timeout_s
         self._is_closing.set()
         self._wake.set()
+        # What it does now it does to its end, as far as there is time.
+        last = threading.Thread(target=self._end, name="usage-store-end", daemon=True)
+        last.start()
+        last.join(None if timeout_s == math.inf else timeout_s)
+        if last.is_alive() or self._place < self._allowed:
+            _log.error(
+                "usage waits in the journal, from %s on, for a start of this server: its store has"
+                " not taken it in time",
+                self._folder.file(self._place[0]),
+            )
+
+    def _end(self) -> None:
         self._thread.join()
         self._try()
         with contextlib.suppress(UsageStoreFailed):
@@ -119,7 +140,7 @@ class Shipper:
         """Brings all that is allowed to the store, or notes that it could not."""
         with self._lock:
             try:
-                while self._deliver():
+                while time.monotonic() < self._give_up_at and self._deliver():
                     pass
             except (UsageStoreFailed, OSError) as error:
                 self._counts.n_store_failures += 1
