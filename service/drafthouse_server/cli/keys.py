@@ -113,7 +113,7 @@ def _part(
 ) -> argparse.ArgumentParser:
     parser = parts.add_parser(name, help=about, description=about, allow_abbrev=False)
     add_store_flags(parser)
-    parser.set_defaults(run=run_on_store(work), parser=parser)
+    parser.set_defaults(run=run_on_store(work, may_make=work is _add), parser=parser)
     return parser
 
 
@@ -125,14 +125,19 @@ def _add_life_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_on_store(
-    work: Callable[[Desk, argparse.Namespace, Terminal], None],
+    work: Callable[[Desk, argparse.Namespace, Terminal], None], *, may_make: bool
 ) -> Callable[[argparse.Namespace, Terminal], int]:
-    """Returns a command that opens the store, works, and says in one sentence what went wrong."""
+    """Returns a command that opens the store, works, and says in one sentence what went wrong.
+
+    Args:
+        work: What it does.
+        may_make: Whether a store that is missing is made.
+    """
 
     def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
         try:
             config = _settings(arguments, terminal)
-            store = Store.open(config.store)
+            store = Store.open(config.store, may_make=may_make)
         except ConfigError as error:
             terminal.error(str(error))
             return 2
@@ -289,7 +294,7 @@ def _read(desk: Desk, question: Callable[[Connection], Sequence[_Result]]) -> Se
 
 def _state(key: KeyRecord, now: int) -> str:
     if key.revoked_at is not None:
-        return "revoked" if key.revoked_at <= now else f"works until {as_time(key.revoked_at)}"
+        return "revoked" if key.works_until() <= now else f"works until {as_time(key.revoked_at)}"
     return "expired" if key.works_until() <= now else "works"
 
 

@@ -54,7 +54,7 @@ def _part(
 ) -> argparse.ArgumentParser:
     parser = parts.add_parser(name, help=about, description=about, allow_abbrev=False)
     add_store_flags(parser)
-    parser.set_defaults(run=run_on_store(work), parser=parser)
+    parser.set_defaults(run=run_on_store(work, may_make=work is _add), parser=parser)
     return parser
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,7 +54,12 @@ def add_usage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _time(text: str) -> float:
     """Returns seconds since 1970; what names no zone is UTC."""
-    found = datetime.fromisoformat(text)
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time; expected one such as 2026-11-22, or 2026-11-22T09:30"
+        ) from None
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
@@ -70,7 +76,7 @@ def _usage(arguments: argparse.Namespace, terminal: Terminal) -> int:
             "there is neither a usage journal nor a store; name one with --usage-journal or --store"
         )
         return 2
-    if config.usage_journal and not Path(config.usage_journal).is_dir():
+    if config.usage_journal and not os.path.isdir(config.usage_journal):  # never raises
         terminal.error(f"there is no folder {config.usage_journal!r}; a server makes it")
         return 1
     query = UsageQuery(
@@ -101,7 +107,8 @@ def _found(config: Config, query: UsageQuery) -> Sequence[UsageRecord]:
         # After the journal: what moved from there to here in between is in both.
         from drafthouse_server.tenancy.store import StoreUsage  # noqa: PLC0415  # 0.3 s to import
 
-        with contextlib.closing(StoreUsage.open(config.store)) as store:
+        opened = StoreUsage.open(config.store, may_make=False)
+        with contextlib.closing(opened) as store:
             records.update((record.record_id, record) for record in store.find(query))
     return sorted(records.values(), key=cursor_of)
 

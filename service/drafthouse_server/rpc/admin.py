@@ -307,7 +307,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             # SQLAlchemy takes a third of a second to import, and many servers have no store.
             from drafthouse_server.tenancy.store import Store  # noqa: PLC0415  # see above
 
-            with contextlib.closing(Store.open(self._config.store)) as store:
+            with contextlib.closing(Store.open(self._config.store, may_make=False)) as store:
                 return work(store)
 
         working = asyncio.ensure_future(asyncio.to_thread(run))

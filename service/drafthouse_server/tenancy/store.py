@@ -78,11 +78,13 @@ class Store:
         """Its URL, without a password."""
 
     @classmethod
-    def open(cls, url: str) -> Store:
-        """Opens a store, makes it where there is none, and brings its schema to the newest.
+    def open(cls, url: str, *, may_make: bool = True) -> Store:
+        """Opens a store, and brings its schema to the newest.
 
         Args:
             url: As of SQLAlchemy: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE.
+            may_make: Whether a file that is missing is made. While a server runs it must not be: an
+                empty one in its place is a store whose tenants were all deleted.
 
         Raises:
             ConfigError: the URL is wrong, or its driver is not installed.
@@ -90,7 +92,7 @@ class Store:
         """
         parsed = _parsed(url)
         if parsed.get_backend_name() == "sqlite":
-            store = cls._open_file(parsed)
+            store = cls._open_file(parsed, os.O_CREAT if may_make else 0)
         else:
             engine = _server_engine(parsed)
             store = cls(engine, None, parsed.render_as_string(hide_password=True))
@@ -101,14 +103,14 @@ class Store:
         return store
 
     @classmethod
-    def _open_file(cls, url: URL) -> Store:
+    def _open_file(cls, url: URL, make: int) -> Store:
         path = Path(url.database or "").absolute()
         if not url.database or url.database == ":memory:":
             problem = f"store needs a file that outlives the server, {_HINT}"
             raise ConfigError("store", url.render_as_string(), problem=problem)
         try:
             # Made here alone: a store that is missing later must not come back empty.
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            os.close(os.open(path, os.O_RDWR | make, 0o600))
         except OSError as error:
             raise StoreError(
                 f"cannot open the store {path}: {error.strerror}; check path and permissions"
@@ -453,13 +455,13 @@ class StoreUsage:
         """Whether it has not answered when it was asked last."""
 
     @classmethod
-    def open(cls, url: str) -> StoreUsage:
+    def open(cls, url: str, *, may_make: bool = True) -> StoreUsage:
         """Opens the usage of a store, as `Store.open` does.
 
         Raises:
             ConfigError, StoreError: See `Store.open`.
         """
-        return cls(Store.open(url))
+        return cls(Store.open(url, may_make=may_make))
 
     def add(self, records: Sequence[UsageRecord]) -> None:
         """Keeps records, all or none of them; those that it has already change nothing.
