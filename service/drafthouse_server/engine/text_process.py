@@ -104,14 +104,16 @@ class TextProcess(asyncio.Protocol):
             StartupError: it cannot be started, or has ended; says why.
         """
         async with contextlib.AsyncExitStack() as undo:
-            output = undo.enter_context(_output())
+            output: IO[bytes] | None = None
             try:
+                output = undo.enter_context(_output())
                 await self._open(undo, output)
             except (OSError, ValueError) as error:  # a TimeoutError is an OSError
-                words = _last_words(output) or error
+                words = (_last_words(output) if output is not None else "") or error
                 raise StartupError(f"a text worker cannot be started: {words}") from error
             undo.pop_all()
-        output.close()
+        if output is not None:
+            output.close()
 
     async def _open(self, undo: contextlib.AsyncExitStack, output: IO[bytes]) -> None:
         """Starts the process; what is to be undone when that fails is noted."""
