@@ -108,6 +108,22 @@ async def test_what_is_paid_off_is_forgotten(shared: RedisCounters) -> None:
     assert await shared._client.keys("drafthouse:rate:*") == []
 
 
+async def test_a_clock_of_redis_that_was_set_back_makes_nobody_wait_for_hours(
+    shared: RedisCounters,
+) -> None:
+    """All tenants waited until the clock was again where it had been, and dead replicas counted."""
+    rate = Rate(10.0, 10.0)
+    assert await shared.take("clock", "requests", 10, 0.0, rate) == 0
+    seconds, _ = await shared._client.time()
+    later = seconds + 7200
+    value = f"{later + 1:.6f} {later:.6f}"
+    await shared._client.set("drafthouse:rate:clock:requests", value)
+    assert await shared.take("clock", "requests", 10, 0.0, rate) == pytest.approx(1.0)
+    await shared._client.zadd("drafthouse:replicas", {"dead": later})
+    assert await shared._sign()
+    assert shared.n_replicas == 1
+
+
 @pytest.mark.parametrize("how", ["held", "stopped"])
 async def test_without_redis_each_replica_has_its_part_of_the_rate(
     shared: RedisCounters, redis: tuple[Daemon, str], how: str, caplog: pytest.LogCaptureFixture

@@ -396,7 +396,7 @@ def _client_request_id(context: Context) -> str:
 
 def _new_id() -> str:
     """Returns an id that nobody guesses and no other call has; later ones sort behind."""
-    milliseconds = time.time_ns() // 1_000_000
+    milliseconds = time.time_ns() // 1_000_000 % (1 << 48)  # of a clock that is wrong, too
     random = milliseconds.to_bytes(6, "big") + secrets.token_bytes(10)
     return "req_" + base64.b32hexencode(random).decode().rstrip("=").lower()
 

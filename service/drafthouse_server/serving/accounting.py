@@ -355,7 +355,8 @@ class Account:
             start.request_id,
             start.started_at,
             start.n_prompt,
-            ended_at=round(self._accounting.unix_clock(), 6),  # what a Timestamp can tell
+            # What a Timestamp can tell; a clock that was set back must not end it before it began.
+            ended_at=max(start.started_at, round(self._accounting.unix_clock(), 6)),
             outcome=outcome,
             n_reused=self._sequence.n_reused,
             n_output=self.n_output,

@@ -60,33 +60,33 @@ _PREFIX = "drafthouse"
 _TAKE_OR_NOT, _FORCE, _BOOK = range(3)
 _Key: TypeAlias = tuple[str, str]  # tenant, and what is counted
 
-# Times are seconds of Redis's own clock; what is stored is when all that was taken is paid off.
-# What is to be done where there is too little: 0 nothing, 1 and 2 take it all the same. Answers the
-# wait, 0 for 1, and how far ahead the payment is.
+# Times are seconds of Redis's own clock; what is stored is when all that was taken is paid off, and
+# when that was written, lest tenants wait for hours by which the clock is set back. Where there is
+# too little: 0 takes nothing, 1 and 2 take all the same. Answers the wait, 0 for 1, and the debt.
 _TAKE = """
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1e6
 local cost, per_s, burst = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local paid_at = math.max(tonumber(redis.call('GET', KEYS[1]) or '0'), now)
+local paid, written = string.match(redis.call('GET', KEYS[1]) or '', '^(%S+) ?(%S*)$')
+local back = math.max(0, (tonumber(written or '') or now) - now)
+local paid_at = math.max((tonumber(paid or '') or 0) - back, now)
 local wait = paid_at + cost / per_s - now - math.max(burst, cost) / per_s
 if wait <= 1e-6 or ARGV[4] == '1' then wait = 0 end
-if ARGV[4] == '0' and wait > 0 then
-  return string.format('%.6f %.6f', wait, paid_at - now)
-end
+if ARGV[4] == '0' and wait > 0 then return string.format('%.6f %.6f', wait, paid_at - now) end
 paid_at = paid_at + cost / per_s
 if paid_at > now then
-  local ms = math.ceil((paid_at - now) * 1000) + 1000
-  redis.call('SET', KEYS[1], string.format('%.6f', paid_at), 'PX', string.format('%d', ms))
+  local ms = string.format('%d', math.ceil((paid_at - now) * 1000) + 1000)
+  redis.call('SET', KEYS[1], string.format('%.6f %.6f', paid_at, now), 'PX', ms)
 else
   redis.call('DEL', KEYS[1])
 end
 return string.format('%.6f %.6f', wait, math.max(0, paid_at - now))
 """
 _BEAT = """
-local clock = redis.call('TIME')
-local now = tonumber(clock[1])
+local now = tonumber(redis.call('TIME')[1])
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
+redis.call('ZREMRANGEBYSCORE', KEYS[1], now + tonumber(ARGV[2]), '+inf')
 redis.call('EXPIRE', KEYS[1], 3600)
 return redis.call('ZCARD', KEYS[1])
 """

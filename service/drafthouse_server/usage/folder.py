@@ -66,7 +66,7 @@ class Left:
             end = dataclasses.replace(
                 start,
                 outcome=LOST,
-                ended_at=mark.at,
+                ended_at=max(mark.at, start.started_at),  # the clock may have been set back
                 n_output=mark.n_output,
                 n_reused=mark.n_reused,
                 n_drafted=mark.n_drafted,
