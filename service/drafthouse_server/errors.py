@@ -384,10 +384,14 @@ class Draining(Overloaded):
     """
 
     reason = "SERVER_DRAINING"
+    has_begun = False  # whether something of the generation that it ends was computed
 
     def __init__(self, retry_after_s: float, *, is_failed: bool = False) -> None:
         because = ": its step loop has failed" if is_failed else ""
         super().__init__(f"the server is shutting down{because}", retry_after_s)
+
+    def metadata(self) -> dict[str, str]:  # noqa: D102  # as `DrafthouseError` says
+        return {"hasBegun": "true"} if self.has_begun else {}
 
 
 class DeadlineTooShort(DrafthouseError):

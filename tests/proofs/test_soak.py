@@ -22,7 +22,7 @@ from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import Unauthenticated
-from drafthouse_server.rpc import services
+from drafthouse_server.rpc.responses import StreamWriter
 from drafthouse_server.rpc.services import GenerationService
 from drafthouse_server.tenancy.tenants import Identity, TenantRegistry
 
@@ -150,7 +150,7 @@ async def test_a_call_whose_deadline_passes_while_it_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sequence ends by its deadline, and before that can be said the call has ended too."""
-    finish = services._Writer.finish
+    finish = StreamWriter.finish
     n_late = 0
 
     async def late(*arguments: Any) -> None:
@@ -159,7 +159,7 @@ async def test_a_call_whose_deadline_passes_while_it_is_told_so(
         time.sleep(0.4)  # noqa: ASYNC251  # the event loop learns nothing meanwhile
         await finish(*arguments)
 
-    monkeypatch.setattr(services._Writer, "finish", late)
+    monkeypatch.setattr(StreamWriter, "finish", late)
     monkeypatch.setattr(GenerationService, "_deadline", lambda *_: time.monotonic())
     server = await start_server(FakeEngine(step_s=0.005))
     n_calls = await call_until(

@@ -308,6 +308,9 @@ class SlowContext:
     def set_trailing_metadata(self, metadata: object) -> None:
         self.trailers = metadata
 
+    async def send_initial_metadata(self, metadata: object) -> None:
+        self.headers = metadata
+
     async def write(self, message: generation_pb2.GenerateResponse) -> None:
         self.messages.append(message)
         await self.may_read.wait()

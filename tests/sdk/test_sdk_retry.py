@@ -20,6 +20,7 @@ from drafthouse._retry import Attempts, RetryBudget
 from drafthouse.v1 import generation_pb2
 
 FAST = drafthouse.RetryPolicy(initial_delay_s=0.001)
+PATIENT = drafthouse.RetryPolicy(initial_delay_s=0.001, max_retry_after_s=1000.0)
 
 
 def refusal(
@@ -49,6 +50,8 @@ class Script:
         self.refusals: list[tuple[grpc.StatusCode, Any]] = []
         self.break_off: tuple[grpc.StatusCode, Any] | None = None
         self.has_result = True
+        self.accepts: Any = ()
+        """Initial metadata that it sends before it refuses."""
         self.n_calls = 0
         self.target = ""
 
@@ -56,6 +59,8 @@ class Script:
         self.n_calls += 1
         if self.refusals:
             code, trailers = self.refusals.pop(0)
+            if self.accepts:
+                await context.send_initial_metadata(self.accepts)
             await context.abort(code, "refused", trailers)
 
     async def tokenize(self, request: Any, context: Any) -> generation_pb2.TokenizeResponse:
@@ -176,6 +181,102 @@ async def test_nothing_is_tried_again_after_the_first_message(script: Script) ->
     assert script.n_calls == 1
 
 
+BEGUN = (("drafthouse-request-id", "req_1"),)
+USAGE = generation_pb2.Usage(prompt_tokens=7).SerializeToString()
+
+
+def handed_back(*, has_begun: bool) -> tuple[grpc.StatusCode, Any]:
+    """Returns how a server ends an accepted stream when it drains."""
+    info = ErrorInfo(reason="SERVER_DRAINING", domain="drafthouse.dev")
+    if has_begun:
+        info.metadata["hasBegun"] = "true"
+    delay = RetryInfo(retry_delay=Duration(nanos=1000))
+    status = Status(code=14, message="drains", details=[packed(info), packed(delay)])
+    details = ("grpc-status-details-bin", status.SerializeToString())
+    return grpc.StatusCode.UNAVAILABLE, (details, ("drafthouse-usage-bin", USAGE))
+
+
+async def test_a_stream_that_has_begun_is_not_tried_again_when_its_connection_breaks(
+    script: Script,
+) -> None:
+    """It was, and the tenant had two records for one call."""
+    script.accepts = BEGUN
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE)]
+    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+        with pytest.raises(drafthouse.Unavailable):
+            await client.generate("x")
+    assert script.n_calls == 1
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE)]
+
+    def use() -> None:
+        with (
+            drafthouse.Client(script.target, retry=FAST) as client,
+            pytest.raises(drafthouse.Unavailable),
+        ):
+            client.generate("x").text()
+
+    await asyncio.to_thread(use)
+    assert script.n_calls == 2
+
+
+async def test_a_stream_that_was_handed_back_is_tried_again_and_one_that_had_begun_is_not(
+    script: Script,
+) -> None:
+    def use() -> None:
+        with drafthouse.Client(script.target, retry=FAST) as client:
+            assert client.generate("x").text() == "a"
+
+    script.accepts = BEGUN
+    script.refusals = [handed_back(has_begun=False)]
+    await asyncio.to_thread(use)
+    script.refusals = [handed_back(has_begun=False)]
+    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+        assert await client.generate("x").text() == "a"
+        assert script.n_calls == 4
+        script.refusals = [handed_back(has_begun=True)]
+        with pytest.raises(drafthouse.ServerDraining) as caught:
+            await client.generate("x")
+    assert caught.value.usage == drafthouse.Usage(7, 0)
+    assert script.n_calls == 5
+
+
+async def test_a_wait_that_is_too_long_is_the_callers_to_decide(script: Script) -> None:
+    """A refusal for the rest of a long minute, or of the month, put the caller to sleep."""
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=121)]
+    async with drafthouse.AsyncClient(script.target) as client:
+        with pytest.raises(drafthouse.QueueFull) as caught:
+            await client.tokenize("x")
+    assert caught.value.retry_after == 121
+    assert script.n_calls == 1
+
+
+@pytest.mark.parametrize("seconds", [2**62, -5, 10**15])
+async def test_a_senseless_wait_is_an_error_of_ours_all_the_same(
+    script: Script, seconds: int
+) -> None:
+    """An OverflowError of `timedelta` came out instead."""
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=seconds)]
+    async with drafthouse.AsyncClient(script.target, retry=None) as client:
+        with pytest.raises(drafthouse.QueueFull) as caught:
+            await client.tokenize("x")
+    assert caught.value.retry_after == max(0, seconds)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e12, 1e300])
+async def test_a_timeout_without_end_is_none(script: Script, seconds: float) -> None:
+    """The calls failed at once: their deadline had passed."""
+    async with drafthouse.AsyncClient(script.target) as client:
+        assert await client.tokenize("x", timeout=seconds) == [1]
+        assert await client.generate("x", timeout=seconds).text() == "a"
+
+
+async def test_a_timeout_that_is_no_number_is_refused(script: Script) -> None:
+    async with drafthouse.AsyncClient(script.target) as client:
+        with pytest.raises(ValueError, match="timeout is not a number"):
+            client.generate("x", timeout=float("nan"))
+    assert script.n_calls == 0
+
+
 async def test_the_server_says_how_long_to_wait(script: Script) -> None:
     script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=0.15)]
     async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
@@ -187,7 +288,7 @@ async def test_the_server_says_how_long_to_wait(script: Script) -> None:
 async def test_no_wait_beyond_the_deadline(script: Script) -> None:
     """It would wait for longer than this test may take."""
     script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
-    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+    async with drafthouse.AsyncClient(script.target, retry=PATIENT) as client:
         with pytest.raises(drafthouse.QueueFull):
             await client.tokenize("x", timeout=600)
 
@@ -216,7 +317,7 @@ async def test_a_stream_that_is_closed_while_it_waits_begins_no_other_call(
     ends: list[BaseException] = []
 
     def use() -> None:
-        with drafthouse.Client(script.target, retry=FAST) as client:
+        with drafthouse.Client(script.target, retry=PATIENT) as client:
             stream = client.generate("x")
             waits = announced(stream, monkeypatch)
 
@@ -242,7 +343,7 @@ async def test_an_asyncio_stream_that_is_closed_while_it_waits_begins_no_other_c
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
-    async with drafthouse.AsyncClient(script.target, retry=FAST) as client:
+    async with drafthouse.AsyncClient(script.target, retry=PATIENT) as client:
         stream = client.generate("x")
         waits = announced(stream, monkeypatch)
         reader = asyncio.create_task(stream.text())

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from drafthouse._enums import OpenEnum
-from drafthouse._errors import map_grpc_errors
+from drafthouse._errors import FieldViolation, InvalidField, map_grpc_errors
 from drafthouse._tls import Tls, is_local, secured
 from drafthouse._transport import CHANNEL_OPTIONS
 from drafthouse.v1 import admin_pb2, admin_pb2_grpc
@@ -321,7 +321,7 @@ class AdminClient:
             if isinstance(value, tuple):
                 _set_names(message, name, value)
             else:
-                setattr(message, name, value)
+                _set_number(message, name, value)
         request = admin_pb2.SetLimitsRequest(
             tenant=tenant, limits=message, reset_fields=sorted(reset)
         )
@@ -427,6 +427,14 @@ def _set_names(message: admin_pb2.TenantLimits, limit: str, names: tuple[str, ..
     if not names:  # on the wire no names are no change
         raise ValueError(f"{limit} has no names; reset={{{limit!r}}} takes the limit away")
     getattr(message, limit).extend(names)
+
+
+def _set_number(message: admin_pb2.TenantLimits, limit: str, value: float) -> None:
+    try:
+        setattr(message, limit, value)
+    except ValueError as error:  # out of the range of its kind of number
+        violation = FieldViolation(f"limits.{limit}", str(error))
+        raise InvalidField(f"{limit} cannot be sent: {error}", violations=[violation]) from error
 
 
 def _duration(seconds: float) -> Duration:

@@ -104,6 +104,7 @@ class AsyncClient:
         Raises:
             InvalidField: a value cannot be sent at all (INVALID_FIELD).
             TypeError: an option is unknown or of the wrong type.
+            ValueError: the timeout is not a number.
         """
         request = generate_request(prompt, options)
         metadata = call_metadata(self._api_key, request_id)
@@ -215,8 +216,11 @@ class AsyncClient:
             Unavailable: no server answers.
             DrafthouseError: the call failed otherwise.
         """
+        metadata = call_metadata(self._api_key, None)  # a server may ask for it: open_health
         with map_grpc_errors():
-            response = await self._check_health(health_pb2.HealthCheckRequest(), timeout=timeout)
+            response = await self._check_health(
+                health_pb2.HealthCheckRequest(), timeout=timeout, metadata=metadata
+            )
         return response.status == health_pb2.HealthCheckResponse.SERVING
 
     async def aclose(self) -> None:

@@ -102,6 +102,7 @@ class Client:
         Raises:
             InvalidField: a value cannot be sent at all (INVALID_FIELD).
             TypeError: an option is unknown or of the wrong type.
+            ValueError: the timeout is not a number.
         """
         request = generate_request(prompt, options)
         metadata = call_metadata(self._api_key, request_id)
@@ -209,8 +210,11 @@ class Client:
             Unavailable: no server answers.
             DrafthouseError: the call failed otherwise.
         """
+        metadata = call_metadata(self._api_key, None)  # a server may ask for it: open_health
         with map_grpc_errors():
-            response = self._check_health(health_pb2.HealthCheckRequest(), timeout=timeout)
+            response = self._check_health(
+                health_pb2.HealthCheckRequest(), timeout=timeout, metadata=metadata
+            )
         return response.status == health_pb2.HealthCheckResponse.SERVING
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ from types import MappingProxyType
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import (
     BadRequest,
@@ -389,7 +390,7 @@ def _from_rpc_error(error: grpc.RpcError) -> DrafthouseError:
         reason=reason,
         metadata=found.metadata if is_ours else _NO_METADATA,
         request_id=_find(status, RequestInfo).request_id,
-        retry_after=retry.retry_delay.ToTimedelta().total_seconds() if retry.ByteSize() else None,
+        retry_after=_seconds(retry.retry_delay) if retry.ByteSize() else None,
         violations=_violations(status),
         quota_violations=_quota_violations(status),
         usage=_usage(trailers),
@@ -424,6 +425,11 @@ def _find(status: Status, kind: type[_Detail]) -> _Detail:
             if detail.Unpack(found):
                 return found
     return kind()
+
+
+def _seconds(delay: Duration) -> float:
+    """Returns a duration in seconds, whatever it is: a `timedelta` would have bounds."""
+    return max(0.0, delay.seconds + delay.nanos / 1e9)
 
 
 def _violations(status: Status) -> tuple[FieldViolation, ...]:

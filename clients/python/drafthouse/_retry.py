@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 
 from drafthouse._errors import DrafthouseError, ResourceExhausted, ServerDraining, Unavailable
 
-__all__ = ["Attempts", "RetryBudget", "RetryPolicy"]
+__all__ = ["Attempts", "RetryBudget", "RetryPolicy", "is_handed_back"]
+
+_LONGEST_S = 1e8
+"""A longer timeout is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,9 @@ class RetryPolicy:
     """How often and how fast failed calls are tried again.
 
     Only calls that have not answered anything yet are tried again: on `Unavailable`, and on
-    `ResourceExhausted` when the server says after what time.
+    `ResourceExhausted` when the server says after what time. A generation that a server
+    has begun, or recorded, is not. The one exception is `ServerDraining`, by which a server hands
+    back one that it has not begun.
     """
 
     max_attempts: int = 4
@@ -26,6 +32,8 @@ class RetryPolicy:
     """Longest wait before the second attempt; doubles with every further one."""
     max_delay_s: float = 5.0
     """Longest wait of our own choice; the server may ask for more."""
+    max_retry_after_s: float = 120.0
+    """Longest wait that a server may ask for; an error that asks for more is raised at once."""
     budget: int = 10
     """Twice the retries in a row, over all calls, after which a client waits for a success."""
 
@@ -69,7 +77,11 @@ class Attempts:
     Args:
         policy: when to try again; None is never.
         budget: of the client.
-        timeout: of the whole call, all attempts and waits together, in seconds; None is no limit.
+        timeout: of the whole call, all attempts and waits together, in seconds; None, infinity,
+            and whatever is longer than three years is no limit.
+
+    Raises:
+        ValueError: the timeout is not a number.
     """
 
     def __init__(
@@ -77,7 +89,11 @@ class Attempts:
     ) -> None:
         self._policy = policy
         self._budget = budget
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        if timeout is not None and math.isnan(timeout):
+            raise ValueError("timeout is not a number; give seconds, or None for no limit")
+        # More than gRPC can tell the server it takes for a time that has passed.
+        is_endless = timeout is None or timeout > _LONGEST_S
+        self._deadline = None if is_endless or timeout is None else time.monotonic() + timeout
         self._n_failed = 0
 
     def remaining_s(self) -> float | None:
@@ -103,6 +119,8 @@ class Attempts:
             raise error
         if self._n_failed >= self._policy.max_attempts:
             raise error
+        if (error.retry_after or 0.0) > self._policy.max_retry_after_s:
+            raise error
         delay = self._delay_s(self._policy, error)
         remaining = self.remaining_s()
         if remaining is not None and delay >= remaining:
@@ -113,6 +131,11 @@ class Attempts:
         """Returns the wait: what the server asks for, and a random share of the backoff on top."""
         jitter = random.random() * policy.backoff_s(self._n_failed)  # noqa: S311  not a secret
         return (error.retry_after or 0.0) + jitter
+
+
+def is_handed_back(error: DrafthouseError) -> bool:
+    """Returns whether a server gives up a generation that it had accepted, and has not begun."""
+    return isinstance(error, ServerDraining) and error.metadata.get("hasBegun") != "true"
 
 
 def _is_retryable(error: DrafthouseError) -> bool:

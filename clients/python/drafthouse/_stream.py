@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Protocol, TypeAlias
 
 from drafthouse._errors import Cancelled, DrafthouseError, InternalError, map_grpc_errors
 from drafthouse._events import Chunk, Collected, Result, chunk_from
-from drafthouse._retry import Attempts
+from drafthouse._retry import Attempts, is_handed_back
+from drafthouse._transport import has_begun
 from drafthouse.v1 import generation_pb2
 
 __all__ = ["AsyncGenerationStream", "GenerationStream"]
 
 _Response: TypeAlias = generation_pb2.GenerateResponse
+_Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
 
 
 class _Call(Protocol):
@@ -24,6 +26,7 @@ class _Call(Protocol):
 
     def __next__(self) -> _Response: ...
     def cancel(self) -> bool: ...
+    def initial_metadata(self) -> _Metadata: ...
 
 
 class _AsyncCall(Protocol):
@@ -31,6 +34,7 @@ class _AsyncCall(Protocol):
 
     async def read(self) -> object: ...  # a response, or grpc.aio.EOF
     def cancel(self) -> bool: ...
+    async def initial_metadata(self) -> _Metadata: ...
 
 
 class _Progress:
@@ -63,10 +67,18 @@ class _Progress:
         if self._has_left:
             raise Cancelled("the stream was left before its end")
 
-    def _delay_s(self, error: DrafthouseError) -> float:
-        """Returns the wait before the next attempt; raises the error when there is none."""
+    def _delay_s(self, error: DrafthouseError, metadata: _Metadata) -> float:
+        """Returns the wait before the next attempt; raises the error when there is none.
+
+        Args:
+            error: by which the call ended.
+            metadata: with which it began; nothing where it did not.
+        """
         if self._has_answer or self._has_left:
             raise error  # what was already handed out cannot be taken back
+        is_billed = error.usage is not None or has_begun(metadata)
+        if is_billed and not is_handed_back(error):
+            raise error  # another one would be billed as well
         return self._attempts.delay_s(error)
 
     def _take(self, message: _Response | None) -> Chunk | None:
@@ -167,7 +179,7 @@ class GenerationStream(_Progress):
                 with map_grpc_errors():
                     return next(self._call, None)
             except DrafthouseError as error:
-                delay_s = self._delay_s(error)
+                delay_s = self._delay_s(error, self._call.initial_metadata())
             self._left.wait(delay_s)
             self._refuse_left()
             self._call = self._start(self._attempts.remaining_s())
@@ -301,7 +313,7 @@ class AsyncGenerationStream(_Progress):
                     message = await self._call.read()
                 return message if isinstance(message, generation_pb2.GenerateResponse) else None
             except DrafthouseError as error:
-                delay_s = self._delay_s(error)
+                delay_s = self._delay_s(error, await self._call.initial_metadata())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._left.wait(), delay_s)
             self._refuse_left()

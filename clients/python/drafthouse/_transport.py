@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from drafthouse._errors import FieldViolation, InvalidField
 
-__all__ = ["CHANNEL_OPTIONS", "DEFAULT_TARGET", "HEALTH_METHOD", "call_metadata", "checked_key"]
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "DEFAULT_TARGET",
+    "HEALTH_METHOD",
+    "call_metadata",
+    "checked_key",
+    "has_begun",
+]
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 """Where `drafthouse serve` listens when it is not told otherwise."""
@@ -22,6 +29,8 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.keepalive_timeout_ms", 20_000),
 )
 
+_BEGUN_KEY = "drafthouse-request-id"
+"""Of the initial metadata, by which a server says that it has begun a generation."""
 
 _SENDABLE = re.compile(r"[\x20-\x7e]*")
 
@@ -40,6 +49,11 @@ def checked_key(api_key: str | None) -> str | None:
             " at its end?"
         )
     return api_key
+
+
+def has_begun(initial_metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Returns whether a server has said that it has begun a generation, which it bills then."""
+    return any(key == _BEGUN_KEY for key, _ in initial_metadata or ())
 
 
 def call_metadata(api_key: str | None, request_id: str | None) -> tuple[tuple[str, str], ...]:

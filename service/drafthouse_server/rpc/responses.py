@@ -1,9 +1,11 @@
-"""Plain values to protobuf: what clients read."""
+"""Plain values to protobuf: what clients read, and how a stream is written to them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import grpc
 
 from drafthouse.v1 import generation_pb2, model_pb2
 from drafthouse_server.scheduling.sequence import (
@@ -15,14 +17,19 @@ from drafthouse_server.scheduling.sequence import (
     Usage,
 )
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
+from drafthouse_server.serving.accounting import Account
 from drafthouse_server.serving.detokenizer import Detokenizer
 from drafthouse_server.serving.requests import MODE_OFF, Generation
 from drafthouse_server.step import EngineLimits, ModelCard
 from drafthouse_server.tenancy.limits import Standing
 
+if TYPE_CHECKING:  # it needs this module
+    from drafthouse_server.rpc.services import CallInfo
+
 __all__ = [
     "MODES",
     "Output",
+    "StreamWriter",
     "mode_of",
     "model_message",
     "progress_message",
@@ -30,6 +37,13 @@ __all__ = [
     "usage_message",
 ]
 
+_USAGE_KEY = "drafthouse-usage-bin"
+"""Trailer with the usage of an accepted stream, a serialised `Usage`, however it ended."""
+
+_BEGUN_KEY = "drafthouse-request-id"
+"""Initial metadata of a stream of which something is computed, with the call's id: it is billed."""
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # at run time it is not generic
 _Mode: TypeAlias = model_pb2.SpeculationMode.ValueType
 
 MODES: dict[str, _Mode] = {
@@ -162,6 +176,83 @@ class Output:
             ),
             request_id=sequence.request_id,
         )
+
+
+class StreamWriter:
+    """Writes the messages of one accepted stream, and tells its account of them.
+
+    Args:
+        account: Of the stream.
+        caller: Its call.
+        context: Of the call.
+        clock: Monotonic time in seconds, the caller's own.
+    """
+
+    def __init__(
+        self, account: Account, caller: CallInfo, context: _Context, clock: Callable[[], float]
+    ) -> None:
+        self.account = account
+        """Of the stream."""
+        self._caller = caller
+        self._context = context
+        self._clock = clock
+        self._has_told = False
+
+    async def begin(self, request_id: str, standings: Iterable[Standing]) -> None:
+        """Tells the client that its stream has begun, so that it asks nobody else for it.
+
+        Args:
+            request_id: Of the call.
+            standings: How far the rates of its tenant are used.
+        """
+        self._caller.await_reader(self._clock())
+        begun = (_BEGUN_KEY, request_id)
+        await self._context.send_initial_metadata((begun, *rate_limit_headers(standings)))
+        self._caller.go_on()
+
+    async def write(self, response: generation_pb2.GenerateResponse) -> None:
+        """Writes a message; its tokens count once the transport has taken it."""
+        n_tokens = len(response.chunk.token_ids)
+        if self.account.must_wait(n_tokens):
+            await self.account.wait(n_tokens)
+        self._caller.await_reader(self._clock())
+        await self._context.write(response)
+        self._caller.go_on()
+        if n_tokens:
+            self.account.sent(n_tokens)
+
+    def end(self, outcome: str) -> None:
+        """Ends the account, and lets the trailers tell of it. Of no effect when it has ended.
+
+        Args:
+            outcome: stop, length, cancelled, deadline, or an error's reason.
+        """
+        self.account.end(outcome)
+        if not self._has_told:
+            self._has_told = True
+            trailer = (_USAGE_KEY, usage_message(self.account.usage).SerializeToString())
+            before = self._context.trailing_metadata() or ()
+            self._context.set_trailing_metadata((*before, trailer))
+
+    async def settle(self, outcome: str) -> None:
+        """Ends the account, and waits until its record is written.
+
+        Args:
+            outcome: As of `end`.
+        """
+        self.end(outcome)
+        if outcome != FinishReason.DEADLINE.name.lower():  # whose client does not wait for a disk
+            await self.account.written()
+
+    async def finish(self, result: generation_pb2.GenerationResult, end: FinishEvent) -> None:
+        """Writes the result of a stream, or the status of one that ended without."""
+        self._caller.await_reader(self._clock())
+        if result.finish_reason:
+            await self._context.write(generation_pb2.GenerateResponse(result=result))
+        elif end.reason is FinishReason.DEADLINE:
+            await self._context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
+        else:
+            await self._context.abort(grpc.StatusCode.CANCELLED, "the request was cancelled")
 
 
 def rate_limit_headers(standings: Iterable[Standing]) -> tuple[tuple[str, str], ...]:

@@ -21,6 +21,7 @@ from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.engine.text_jobs import TextJob
 from drafthouse_server.errors import (
     DrafthouseError,
+    Draining,
     EngineError,
     FieldViolation,
     InvalidRequest,
@@ -30,11 +31,10 @@ from drafthouse_server.errors import (
 from drafthouse_server.rpc.requests import to_generation, to_prompt
 from drafthouse_server.rpc.responses import (
     Output,
+    StreamWriter,
     mode_of,
     model_message,
     progress_message,
-    rate_limit_headers,
-    usage_message,
 )
 from drafthouse_server.scheduling.sequence import (
     ErrorEvent,
@@ -42,7 +42,7 @@ from drafthouse_server.scheduling.sequence import (
     FinishReason,
 )
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
-from drafthouse_server.serving.accounting import Account, Accounting
+from drafthouse_server.serving.accounting import Accounting
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.metrics import StreamTimer
 from drafthouse_server.serving.outbox import Outbox
@@ -65,9 +65,6 @@ __all__ = ["CallInfo", "GenerationService", "ModelService", "ServiceContext"]
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # at run time it is not generic
 
 _N_PAGE_MAX, _N_PAGE_DEFAULT = 1000, 100
-
-_USAGE_KEY = "drafthouse-usage-bin"
-"""Trailer with the usage of an accepted stream, a serialised `Usage`, however it ended."""
 
 _DEADLINE_SHARE, _DEADLINE_MARGIN_S = 0.05, 0.025
 """Part of its time, and most seconds of it, by which a stream ends before its deadline: later, its
@@ -293,71 +290,6 @@ def _has_texts(sampling: SamplingOptions) -> bool:
     return bool(sampling.grammar or sampling.dry_multiplier)
 
 
-class _Writer:
-    """Writes the messages of one accepted stream, and tells its account of them.
-
-    Args:
-        account: Of the stream.
-        caller: Its call.
-        context: Of the call.
-        clock: Monotonic time in seconds, the caller's own.
-    """
-
-    def __init__(
-        self, account: Account, caller: CallInfo, context: _Context, clock: Callable[[], float]
-    ) -> None:
-        self.account = account
-        """Of the stream."""
-        self._caller = caller
-        self._context = context
-        self._clock = clock
-        self._has_told = False
-
-    async def write(self, response: generation_pb2.GenerateResponse) -> None:
-        """Writes a message; its tokens count once the transport has taken it."""
-        n_tokens = len(response.chunk.token_ids)
-        if self.account.must_wait(n_tokens):
-            await self.account.wait(n_tokens)
-        self._caller.await_reader(self._clock())
-        await self._context.write(response)
-        self._caller.go_on()
-        if n_tokens:
-            self.account.sent(n_tokens)
-
-    def end(self, outcome: str) -> None:
-        """Ends the account, and lets the trailers tell of it. Of no effect when it has ended.
-
-        Args:
-            outcome: stop, length, cancelled, deadline, or an error's reason.
-        """
-        self.account.end(outcome)
-        if not self._has_told:
-            self._has_told = True
-            trailer = (_USAGE_KEY, usage_message(self.account.usage).SerializeToString())
-            before = self._context.trailing_metadata() or ()
-            self._context.set_trailing_metadata((*before, trailer))
-
-    async def settle(self, outcome: str) -> None:
-        """Ends the account, and waits until its record is written.
-
-        Args:
-            outcome: As of `end`.
-        """
-        self.end(outcome)
-        if outcome != FinishReason.DEADLINE.name.lower():  # whose client does not wait for a disk
-            await self.account.written()
-
-    async def finish(self, result: generation_pb2.GenerationResult, end: FinishEvent) -> None:
-        """Writes the result of a stream, or the status of one that ended without."""
-        self._caller.await_reader(self._clock())
-        if result.finish_reason:
-            await self._context.write(generation_pb2.GenerateResponse(result=result))
-        elif end.reason is FinishReason.DEADLINE:
-            await self._context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")
-        else:
-            await self._context.abort(grpc.StatusCode.CANCELLED, "the request was cancelled")
-
-
 class GenerationService(GenerationServiceServicer):
     """Generates text and counts tokens. See generation.proto.
 
@@ -420,9 +352,12 @@ class GenerationService(GenerationServiceServicer):
         caller = shared.current_call()
         age_s = shared.clock() - caller.received_at
         account = shared.accounting.open(sequence, age_s=age_s, key_id=caller.key_id, ticket=ticket)
-        writer = _Writer(account, caller, context, shared.clock)
+        writer = StreamWriter(account, caller, context, shared.clock)
         outcome = EngineError.reason
         try:
+            await outbox.begun()
+            if not math.isnan(sequence.slot_at):  # else it ends without one
+                await writer.begin(caller.request_id, ticket.standings())
             await self._stream(outbox, sequence, wanted, writer)
         except (asyncio.CancelledError, grpc.aio.InternalError):  # the call has ended
             outcome = self._outcome_of_gone(caller, context)
@@ -446,8 +381,6 @@ class GenerationService(GenerationServiceServicer):
         n_output_max = tenant.bound_output(wanted.n_output_max, n_most)
         await ticket.book(len(tokens), n_output_max)
         sampler = await self._shared.make_sampler(wanted.sampling, tenant)
-        if standings := ticket.standings():
-            await context.send_initial_metadata(rate_limit_headers(standings))
         return TokenSequence(
             request_id=caller.request_id,
             prompt=tokens,
@@ -490,7 +423,7 @@ class GenerationService(GenerationServiceServicer):
         outbox: Outbox,
         sequence: TokenSequence,
         wanted: Generation,
-        writer: _Writer,
+        writer: StreamWriter,
     ) -> None:
         """Writes what the sequence yields. While one message is written, the next one collects."""
         output = Output(wanted, self._shared.piece)
@@ -513,6 +446,8 @@ class GenerationService(GenerationServiceServicer):
                 break
         if isinstance(end, ErrorEvent):
             await writer.settle(end.error.reason)
+            if isinstance(end.error, Draining):
+                end.error.has_begun = not math.isnan(sequence.slot_at)
             raise end.error
         times.end()
         await writer.settle(output.reason(end).name.lower())

@@ -460,6 +460,8 @@ class StepLoop:
             ticket = self._tickets.get(sequence)
             if ticket is not None:
                 ticket.move(has_slot=has_slot)
+                if has_slot:
+                    self._outboxes[sequence].begin()
         self._deliver(report.events)
         if report.cache_events:
             self.feeds.put(report.cache_events)

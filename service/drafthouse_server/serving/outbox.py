@@ -50,6 +50,8 @@ class Outbox:
         self._events: list[Event] = []
         self._n_bytes_max = n_bytes_max
         self._waiter: asyncio.Future[None] | None = None
+        self._begun: asyncio.Future[None] | None = None
+        self._has_begun = False
         self._is_ready = False
         self._is_over = False
         self.is_held = False
@@ -96,10 +98,32 @@ class Outbox:
         self._events = merged
         return n_bytes <= self._n_bytes_max
 
+    def begin(self) -> None:
+        """Lets the reader know that the sequence has a slot."""
+        self._has_begun = True
+        begun = self._begun
+        if begun is not None and not begun.done():
+            begun.set_result(None)
+
+    async def begun(self) -> None:
+        """Waits until the sequence has a slot, or something is there to be taken.
+
+        Cancellation:
+            It has no effect.
+        """
+        if not self._has_begun:
+            self._begun = asyncio.get_running_loop().create_future()
+            try:
+                await self._begun
+            finally:
+                self._begun = None
+
     def wake(self) -> None:
         """Lets the reader take what is there."""
         if not self._events:
             return  # taken already, together with what came before
+        if self.is_new:
+            self.begin()
         self.is_new = False
         self._is_ready = True
         waiter = self._waiter

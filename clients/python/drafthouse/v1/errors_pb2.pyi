@@ -46,7 +46,9 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 7
     """UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests, rounded up to a power of two."""
     ERROR_REASON_SERVER_DRAINING: _ErrorReason.ValueType  # 8
-    """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
+    """UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo. Metadata: hasBegun, "true" where it ends a generation of which
+    something was computed, so that another attempt costs that again.
+    """
     ERROR_REASON_ENGINE_FAILURE: _ErrorReason.ValueType  # 9
     """INTERNAL: the engine failed on this request. Metadata: status."""
     ERROR_REASON_STORE_UNAVAILABLE: _ErrorReason.ValueType  # 10
@@ -109,7 +111,9 @@ google.rpc.QuotaFailure and, where waiting helps, google.rpc.RetryInfo. Metadata
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 7
 """UNAVAILABLE: the server's queue is full. Comes with google.rpc.RetryInfo. Metadata: waitingRequests, rounded up to a power of two."""
 ERROR_REASON_SERVER_DRAINING: ErrorReason.ValueType  # 8
-"""UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo."""
+"""UNAVAILABLE: the server is shutting down. Comes with google.rpc.RetryInfo. Metadata: hasBegun, "true" where it ends a generation of which
+something was computed, so that another attempt costs that again.
+"""
 ERROR_REASON_ENGINE_FAILURE: ErrorReason.ValueType  # 9
 """INTERNAL: the engine failed on this request. Metadata: status."""
 ERROR_REASON_STORE_UNAVAILABLE: ErrorReason.ValueType  # 10

@@ -65,7 +65,8 @@ class GenerationServiceServicer(object):
         """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
         frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
         TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE,
-        ENGINE_FAILURE. However an accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
+        ENGINE_FAILURE. When something of a stream is computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an
+        accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

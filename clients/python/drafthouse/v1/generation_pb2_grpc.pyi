@@ -37,7 +37,8 @@ class GenerationServiceStub:
     """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
     frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
     TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE,
-    ENGINE_FAILURE. However an accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
+    ENGINE_FAILURE. When something of a stream is computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an
+    accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
     """
     CountTokens: grpc.UnaryUnaryMultiCallable[generation_pb2.CountTokensRequest, generation_pb2.CountTokensResponse]
     """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
@@ -57,7 +58,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
     frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
     TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE,
-    ENGINE_FAILURE. However an accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
+    ENGINE_FAILURE. When something of a stream is computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an
+    accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
     """
     CountTokens: aio.UnaryUnaryMultiCallable[generation_pb2.CountTokensRequest, generation_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
@@ -80,7 +82,8 @@ class GenerationServiceServicer(metaclass=abc_1.ABCMeta):
         """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
         frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
         TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE,
-        ENGINE_FAILURE. However an accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
+        ENGINE_FAILURE. When something of a stream is computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an
+        accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
         """
 
     @abc_1.abstractmethod
