@@ -474,10 +474,7 @@ class Config(DeviceSettings):
 
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
-            value = getattr(self, setting.name)
-            if not setting.rule.is_valid(value):
-                expected = setting.rule.expected
-                raise ConfigError(setting.name, setting.shown(value), expected)
+            _check_value(setting, getattr(self, setting.name))
         for check in (check_access, check_admin, check_devices):
             check(self)
         _check_sizes(self)
@@ -517,6 +514,14 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 def _require(condition: bool, key: str, value: object, problem: str) -> None:
     if not condition:
         raise ConfigError(key, value, problem=problem)
+
+
+def _check_value(setting: Setting, value: object) -> None:
+    # No text has the character 0: system calls that get one raise ValueError.
+    has_null = isinstance(value, str | tuple) and any("\0" in text for text in value)
+    if has_null or not setting.rule.is_valid(value):
+        expected = "a text without the character 0" if has_null else setting.rule.expected
+        raise ConfigError(setting.name, setting.shown(value), expected)
 
 
 def _check_sizes(config: Config) -> None:

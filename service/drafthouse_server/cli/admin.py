@@ -24,8 +24,10 @@ NOT_SERVING = 3
 
 _Commands = argparse._SubParsersAction  # argparse has no public name for it
 _Work = Callable[[drafthouse.AdminClient, argparse.Namespace, Terminal], int]
-_CLEAR = "\x1b[2J\x1b[H"
 _POLL_S = 0.5
+_INTERVAL_S_MIN = 0.1
+_NO_METHOD = "Method not found!"
+"""What a server of gRPC says of a method that it does not have."""
 _NUMBERS = {
     "weight": float,
     "requests_per_second": float,
@@ -52,7 +54,7 @@ def add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--tenants", action="store_true", help="show the tenants' load instead")
     parser.add_argument(
         "--watch",
-        type=_seconds,
+        type=_interval,
         nargs="?",
         const=2.0,
         metavar="SECONDS",
@@ -142,6 +144,9 @@ def _run(work: _Work) -> Callable[[argparse.Namespace, Terminal], int]:
             except drafthouse.DrafthouseError as error:
                 terminal.error(_explain(error, target))
                 return 1
+            except ValueError as error:  # it cannot be sent
+                terminal.error(str(error))
+                return 2
 
     return run
 
@@ -186,6 +191,11 @@ def _explain(error: drafthouse.DrafthouseError, target: str) -> str:
             " another address with --server, or, if it takes TLS, give the certificate of an"
             " administrator"
         )
+    if error.code.name == "UNIMPLEMENTED" and error.message == _NO_METHOD:
+        return (
+            f"what answers at {target} is no AdminService, or one of another version; name"
+            " admin_host and admin_port of the server with --server"
+        )
     return error.message
 
 
@@ -200,7 +210,7 @@ def _status(
         return show(client, arguments, terminal)
     while True:
         if terminal.is_interactive and not arguments.json:
-            terminal.line(_CLEAR)
+            terminal.clear()
         show(client, arguments, terminal)
         time.sleep(arguments.watch)
 
@@ -337,6 +347,15 @@ def _drain(
                 terminal.note(f"{load.running_requests} run, {load.waiting_requests} wait")
         terminal.note("the server has ended")
     return 0
+
+
+def _interval(text: str) -> float:
+    seconds = _seconds(text)
+    if seconds < _INTERVAL_S_MIN:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is too often; expected seconds in [{_INTERVAL_S_MIN}, 86400]"
+        )
+    return seconds
 
 
 def _seconds(text: str) -> float:

@@ -65,7 +65,9 @@ def connected(arguments: argparse.Namespace) -> Iterator[drafthouse.Client]:
     except OSError as error:
         problem = f"cannot read {error.filename}: {error.strerror}; check path and permissions"
         raise ConfigError("server", arguments.server, problem=problem) from None
-    except ValueError:
+    except ValueError as error:
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("api_key", "(hidden)", problem=str(error)) from None
         problem = (
             f"the API key would travel in plain text to {arguments.server!r}, which is not this"
             " machine; give --tls, or --ca-file FILE for an authority of your own;"
@@ -128,6 +130,11 @@ def explain(error: drafthouse.DrafthouseError, arguments: argparse.Namespace) ->
         return _unavailable(arguments)
     if isinstance(error, drafthouse.Unauthenticated):
         return f"{error.message}; give one with --api-key-file or {_API_KEY_VARIABLE}"
+    if error.code.name == "UNIMPLEMENTED":
+        return (
+            f"what answers at {arguments.server} is no Drafthouse for clients ({error.message});"
+            " name host and port of the server with --server, not those of its AdminService"
+        )
     return error.message
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
 import re
@@ -14,7 +15,7 @@ from drafthouse_server.cli.admin import add_drain, add_limits, add_status
 from drafthouse_server.cli.console import add_chat, add_generate, add_models
 from drafthouse_server.cli.serve import add_doctor, add_serve
 from drafthouse_server.cli.settings import add_config, similar_flag
-from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.cli.terminal import OutputFailed, Terminal
 from drafthouse_server.cli.tune import add_tune
 from drafthouse_server.cli.usage import add_usage
 
@@ -120,8 +121,18 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
         code: int = parsed.run(parsed, terminal)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has enough. Python flushes once more at its exit: to nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read the output has enough
+        _drop_output()
         return _BROKEN_PIPE
+    except OutputFailed as error:
+        terminal.error(str(error))
+        _drop_output()
+        return 1
     return code
+
+
+def _drop_output() -> None:
+    """Lets Python, which writes what is left once more at its exit, write to nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it may have no descriptor
+        descriptor = sys.stdout.fileno()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import math
 import os
 import re
 import textwrap
@@ -35,6 +36,10 @@ __all__ = [
 ]
 
 _PREFIX = "DRAFTHOUSE_"
+_WHOLE_MAX = 1 << 64
+"""A greater number of a file is as good as infinity, which no setting allows."""
+_N_FILE_BYTES_MAX = 16 << 20
+"""Larger files hold no settings, and no keys: a device, or a model, was named instead."""
 _WIDTH = 100
 # Read by the build, its tests and the client, not by the server.
 _FOREIGN_VARIABLES = frozenset(
@@ -124,7 +129,7 @@ def _from_text(setting: Setting, text: str, where: str) -> object:
             raise ConfigError(setting.name, text, _TYPE_NAMES[bool], where)
         return value
     if kind is str:
-        is_number = re.fullmatch(r"\s*[+-]?[0-9]+\s*", text) is not None
+        is_number = re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text) is not None
         return int(text) if setting.may_be_number and is_number else text
     try:
         return int(text) if kind is int else float(text)
@@ -140,7 +145,7 @@ def _from_toml(setting: Setting, value: object, where: str) -> object:
             return tuple(value)
         raise ConfigError(setting.name, setting.shown(value), _TYPE_NAMES[tuple], where)
     if kind is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < _WHOLE_MAX else math.inf
     if setting.may_be_number and type(value) is int:
         return value
     if type(value) is not kind:
@@ -207,14 +212,27 @@ def _parse_text(setting: Setting, text: object, where: str) -> object:
     return _from_text(setting, str(text), where)
 
 
+def _read_text(path: Path) -> str:
+    """Returns the text of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large, or no UTF-8.
+    """
+    with path.open("rb") as file:
+        content = file.read(_N_FILE_BYTES_MAX + 1)
+    if len(content) > _N_FILE_BYTES_MAX:
+        raise ValueError(f"it has more than {_N_FILE_BYTES_MAX >> 20} MiB")
+    return content.decode("utf-8").replace("\r\n", "\n")
+
+
 def _read_file(path: Path, warn: Callable[[str], object]) -> _Reader:
     try:
-        with path.open("rb") as file:
-            entries = tomllib.load(file)
+        entries = tomllib.loads(_read_text(path))
     except OSError as error:
         problem = f"cannot read the settings in {path}: {error.strerror}; check the path"
         raise ConfigError("config", str(path), problem=problem) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or beyond Python's bounds
         problem = (
             f"the settings in {path} are no valid TOML: {error};"
             " `drafthouse config --example` prints a file that is"
@@ -376,11 +394,11 @@ def _read_keys(path: Path, others: object) -> tuple[str, ...]:
     if others:
         raise refuse("and api_keys are both given; give one of them")
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = _read_text(path).splitlines()
     except OSError as error:
         raise refuse(f"cannot be read: {error.strerror}; check path and permissions") from None
-    except UnicodeDecodeError:
-        raise refuse("is no UTF-8 text; write one tenant:key a line") from None
+    except ValueError:
+        raise refuse("is no UTF-8 text of a list of keys; write one tenant:key a line") from None
     keys = []
     for number, line in enumerate(map(str.strip, lines), 1):
         if line and not line.startswith("#"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +14,25 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-__all__ = ["LoadProgress", "Terminal", "format_table"]
+__all__ = ["LoadProgress", "OutputFailed", "Terminal", "format_table"]
 
 _KEPT = "\n\t"
+_REORDERING = (
+    *(0x61C, 0x200E, 0x200F, 0x2028, 0x2029),
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+)
+"""What shows the text around it in another order, or on another line."""
 # A model's output must not be able to move the cursor or rename the window.
-_HARMLESS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT}
+_HARMLESS = {
+    code: "�" for code in (*range(32), *range(127, 160), *_REORDERING) if chr(code) not in _KEPT
+}
+_IN_A_CELL = _HARMLESS | dict.fromkeys(map(ord, _KEPT), "�")
+_CLEAR = "\x1b[2J\x1b[H"
+
+
+class OutputFailed(Exception):
+    """The result of a command cannot be written, as where a disk is full."""
 
 
 class LoadProgress(Protocol):
@@ -39,9 +55,9 @@ class Terminal:
     def __init__(
         self, out: TextIO | None = None, err: TextIO | None = None, source: TextIO | None = None
     ) -> None:
-        self._out = out or sys.stdout
-        self._err = err or sys.stderr
-        self._source = source or sys.stdin
+        self._out = out or _writable(sys.stdout)
+        self._err = err or _writable(sys.stderr)
+        self._source = source or _readable(sys.stdin)
 
     @property
     def is_interactive(self) -> bool:
@@ -53,17 +69,34 @@ class Terminal:
 
         A screen gets no control characters.
         """
-        self._out.write(text.translate(_HARMLESS) if self._out.isatty() else text)
-        self._out.flush()
+        self._put(text.translate(_HARMLESS) if self._out.isatty() else text)
 
     def line(self, text: str = "") -> None:
-        """Writes a line of a result."""
-        self._out.write(text + "\n")
-        self._out.flush()
+        """Writes a line of a result. A screen gets no control characters."""
+        self.write(text + "\n")
+
+    def clear(self) -> None:
+        """Empties the screen."""
+        self._put(_CLEAR)
+
+    def _put(self, text: str) -> None:
+        """Writes to `out`.
+
+        Raises:
+            OutputFailed: it cannot be written.
+            BrokenPipeError: whoever reads it has left.
+        """
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputFailed(f"the output cannot be written: {error.strerror}") from error
 
     def note(self, text: str) -> None:
-        """Writes a line that is not part of the result."""
-        self._err.write(text + "\n")
+        """Writes a line that is not part of the result, without control characters."""
+        self._err.write(text.translate(_HARMLESS) + "\n")
         self._err.flush()
 
     def warn(self, text: str) -> None:
@@ -107,6 +140,24 @@ class Terminal:
             yield _BarProgress(progress)
 
 
+def _writable(stream: TextIO | None) -> TextIO:
+    """Returns a stream that takes every text: characters that it does not have are escaped.
+
+    Args:
+        stream: None where the shell has closed it: what is written goes nowhere.
+    """
+    if stream is None:
+        return Path(os.devnull).open("w", encoding="utf-8")
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
+def _readable(stream: TextIO | None) -> TextIO:
+    """Returns a stream to read from; one that the shell has closed has nothing."""
+    return io.StringIO() if stream is None else stream
+
+
 class _PlainProgress:
     """One line per file."""
 
@@ -144,6 +195,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
         header: Titles of the columns.
         rows: As many cells each.
     """
+    rows = [[cell.translate(_IN_A_CELL) for cell in row] for row in rows]
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     is_right = [all(_is_number(cell) for cell in column[1:]) for column in columns]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.machine import machine_problems, machine_sections
@@ -16,6 +16,9 @@ from drafthouse_server.host.memory import read_memory
 from drafthouse_server.host.processor import read_processor
 
 __all__ = ["examine"]
+
+_N_SHOWN_MAX = 200
+"""Characters of a path that are shown."""
 
 
 def examine(config: Config | None, found: Sequence[Problem] = ()) -> Report:
@@ -44,7 +47,7 @@ def examine(config: Config | None, found: Sequence[Problem] = ()) -> Report:
     report.sections += sections
     for name, check in CHECKS.items():
         if is_set_up(name, config):
-            found_by[name] = [*check(config)]
+            found_by[name] = _found(name, check, config)
         else:
             report.left_out.append(name)
     for name, problems in found_by.items():
@@ -52,6 +55,19 @@ def examine(config: Config | None, found: Sequence[Problem] = ()) -> Report:
         if not problems:
             report.passed.append(name)
     return report
+
+
+def _found(
+    name: str, check: Callable[[Config], Iterator[Problem]], config: Config
+) -> list[Problem]:
+    """Returns what a check finds; a place that cannot even be looked at is a problem."""
+    try:
+        return [*check(config)]
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        place = str(error.filename or "a file")
+        shown = place if len(place) <= _N_SHOWN_MAX else f"{place[:_N_SHOWN_MAX]}…"
+        reason = (error.strerror or str(error)).lower()
+        return [Problem(name, f"{shown} cannot be looked at: {reason}; check path and permissions")]
 
 
 def _with_rpc_servers(

@@ -33,11 +33,11 @@ def try_address(host: str, port: int, prefix: str = "") -> None:
             _try_socket(Path(host.removeprefix("unix:")))
         else:
             _try_port(bare_host(host), port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of what may be no name at all
         flag = f"--{prefix}host"
         place, flags = (host, flag) if is_unix else (f"{host}:{port}", f"--{prefix}port or {flag}")
         raise StartupError(
-            f"cannot listen at {place}: {(error.strerror or str(error)).lower()};"
+            f"cannot listen at {place}: {(getattr(error, 'strerror', '') or str(error)).lower()};"
             f" choose another {flags}, or stop what listens there"
         ) from error
 
