@@ -18,7 +18,7 @@ from tests.attacks.common import (
     shown,
     verdict,
 )
-from tests.attacks.h2 import Connection
+from tests.support.http2 import Connection
 
 args = arguments(__doc__, streams=300, tokens=128, pid=0)
 args.seconds = max(args.seconds, 40.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 from tests.attacks.common import OPTIONS, arguments, verdict
-from tests.attacks.h2 import Connection
+from tests.support.http2 import Connection
 
 args = arguments(__doc__, sigterm=0)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from tests.attacks.common import OPTIONS, arguments, verdict
-from tests.attacks.h2 import Connection
+from tests.support.http2 import Connection
 
 args = arguments(__doc__, connections=1500)
 n_wanted = min(args.connections, 8000)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from tests.attacks.common import GENERATION, arguments, is_alive, verdict
-from tests.attacks.h2 import Connection
+from tests.support.http2 import Connection
 
 args = arguments(__doc__, connections=10, streams=100)
 args.seconds = max(args.seconds, 35.0)

@@ -17,7 +17,7 @@ from tests.attacks.common import (
     shown,
     verdict,
 )
-from tests.attacks.h2 import Connection
+from tests.support.http2 import Connection
 
 args = arguments(__doc__, connections=4)
 MESSAGE = field(2, field(1, b"def f(" * 40)) + number(3, 64)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.raw_http2 import RawClient, RawStream
+from tests.support.http2 import RawClient, RawStream
 
 import drafthouse
 from drafthouse.v1 import generation_pb2
