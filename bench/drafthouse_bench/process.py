@@ -64,11 +64,16 @@ class ServerProcess:
     Args:
         config: Its settings; the port is ignored.
         flags: More flags of `drafthouse serve`; they win.
+        timeline: A file for what the server notes of each request (`drafthouse-bench timeline`);
+            None: it notes nothing.
     """
 
-    def __init__(self, config: Config, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: Config, flags: Sequence[str] = (), timeline: Path | None = None
+    ) -> None:
         self._config = config
         self._flags = flags
+        self._timeline = timeline
         self._process: asyncio.subprocess.Process | None = None
         self.target = ""
         """Address, "host:port"."""
@@ -89,7 +94,7 @@ class ServerProcess:
             BenchError: it does not start.
         """
         with tempfile.TemporaryFile() as log:
-            self._process = await _start(self._config, self._flags, log)
+            self._process = await _start(self._config, self._flags, log, self._timeline)
             try:
                 self.target = await self._address(log)
                 yield self
@@ -122,14 +127,17 @@ class ServerProcess:
 
 
 async def _start(
-    config: Config, flags: Sequence[str], log: IO[bytes]
+    config: Config, flags: Sequence[str], log: IO[bytes], timeline: Path | None
 ) -> asyncio.subprocess.Process:
     # Settings of the environment would reach one contender only.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DRAFTHOUSE_")}
+    program = ["drafthouse_server"]
+    if timeline is not None:
+        program = ["drafthouse_bench", "timeline", str(timeline)]
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "drafthouse_server",
+        *program,
         "serve",
         *server_flags(config),
         *flags,

@@ -1,7 +1,7 @@
 """Runs the attack scripts, each against a server of its own, and prints whether it holds.
 
     python -m tests.attacks.run [--only a04,a13] [--rounds 3] [--seconds 12] [--alone]
-        [--json build/attacks.json]
+        [--json build/attacks.json] [--timelines FOLDER]
 
 Each attack runs alone and beside two polite tenants that generate a text every 200 ms; an attacker
 is niced, since on a real network it has a machine of its own. Its verdict is that of the median
@@ -97,15 +97,18 @@ def _polite(target: str, seconds: float) -> Iterator[None]:
             process.wait()
 
 
-def attack(name: str, *, seconds: float = 12.0, is_polite: bool = False) -> Outcome:
+def attack(
+    name: str, *, seconds: float = 12.0, is_polite: bool = False, timeline: Path | None = None
+) -> Outcome:
     """Runs one attack against a new server.
 
     Args:
         name: The script's.
         seconds: How long it may attack, about.
         is_polite: Whether two other tenants use the server meanwhile.
+        timeline: A file for what the server notes of each request (`drafthouse-bench timeline`).
     """
-    with tempfile.TemporaryDirectory() as folder, serving(name, Path(folder)) as served:
+    with tempfile.TemporaryDirectory() as folder, serving(name, Path(folder), timeline) as served:
         with contextlib.ExitStack() as stack:
             if is_polite:
                 stack.enter_context(_polite(served.target, _LONGEST_S))
@@ -144,14 +147,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="of an attack, about")
     parser.add_argument("--alone", action="store_true", help="without the two polite tenants")
     parser.add_argument("--json", type=Path, default=Path("build/attacks.json"))
+    parser.add_argument("--timelines", type=Path, help="a folder for what the servers note")
     options = parser.parse_args()
     bad = []
     found = []
     for name in names(options.only):
         for is_polite in (False,) if options.alone else (False, True):
             rounds = []
-            for _ in range(options.rounds):
-                rounds.append(attack(name, seconds=options.seconds, is_polite=is_polite))
+            for i in range(options.rounds):
+                timeline = None
+                if options.timelines:
+                    options.timelines.mkdir(parents=True, exist_ok=True)
+                    company = "beside" if is_polite else "alone"
+                    timeline = options.timelines / f"{name}-{company}-{i}.json"
+                rounds.append(
+                    attack(name, seconds=options.seconds, is_polite=is_polite, timeline=timeline)
+                )
                 _print(rounds[-1], is_polite=is_polite)
             word = Counter(outcome.is_ok for outcome in rounds).most_common(1)[0][0]
             found.append({"name": name, "is_polite": is_polite, "is_ok": word})

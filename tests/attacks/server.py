@@ -53,19 +53,21 @@ def _flags(name: str, folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(name: str, folder: Path) -> Iterator[Served]:
+def serving(name: str, folder: Path, timeline: Path | None = None) -> Iterator[Served]:
     """Runs a server for an attack, until the block ends.
 
     Args:
         name: The attack's.
         folder: For its log, its keys and a model.
+        timeline: A file for what it notes of each request (`drafthouse-bench timeline`).
     """
     keys = folder / "keys"
     keys.write_text("".join(f"{key.partition('-')[0]}:{key}\n" for key in KEYS), encoding="utf-8")
     keys.chmod(0o600)
     port, metrics_port = free_port(), free_port()
     log = folder / "server.log"
-    command = [sys.executable, "-m", "drafthouse_server", "serve", *_flags(name, folder)]
+    program = ["drafthouse_bench", "timeline", str(timeline)] if timeline else ["drafthouse_server"]
+    command = [sys.executable, "-m", *program, "serve", *_flags(name, folder)]
     command += ["--port", str(port), "--metrics-port", str(metrics_port)]
     command += ["--api-keys-file", str(keys)]
     environment = {key: value for key, value in os.environ.items() if "DRAFTHOUSE_" not in key}

@@ -1,0 +1,35 @@
+"""What the timeline notes of requests, and what it prints of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from drafthouse_bench.timeline import MARKS, Timeline, spans
+
+
+def test_marks_count_once_and_spans_are_their_distances() -> None:
+    timeline = Timeline()
+    timeline.mark("r", "read", "acme")
+    first = timeline.requests["r"]["read"]
+    timeline.mark("r", "read")
+    assert timeline.requests["r"] == {"tenant": "acme", "read": first}
+    request = {"received": 1.0, "read": 1.5, "submitted": 2.0, "planned": 4.0, "written": 7.0}
+    found = spans(request)
+    assert found == {"read": 0.5, "submitted": 0.5, "planned": 2.0, "written": 3.0, "all": 6.0}
+    assert not spans({"received": 1.0, "read": 1.5}), "it has no first token"
+
+
+def test_what_was_noted_is_printed_by_tenant(tmp_path: Path) -> None:
+    times = {mark: float(i) / 1000 for i, mark in enumerate(MARKS)}
+    step = [0.006, 0.007, 7, 1, 16, 1, 1, 0, 14, 0.002]
+    told = {"requests": {"r": {"tenant": "acme", **times}}, "steps": [step], "turns": []}
+    path = tmp_path / "told.json"
+    path.write_text(json.dumps(told))
+    command = [sys.executable, "-m", "drafthouse_bench", "timeline", str(path), "--slowest", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "acme: 1 requests" in done.stdout
+    assert "7 streams, 16 tokens of 1 prompts, 1 in a row, 14 drafted" in done.stdout
+    assert "other: " not in done.stdout
