@@ -96,6 +96,30 @@ def test_where_nobody_waits_one_starts_at_the_last_that_did() -> None:
     assert counters.of("b") == 100, "an hour alone is no debt"
 
 
+def test_a_newcomer_goes_before_one_with_as_much_that_was_served_while_it_waited() -> None:
+    counters = waiting("flood")
+    counters.charge("flood", 40)
+    counters.join("polite", 1.0)
+    assert counters.of("polite") == counters.of("flood")
+    assert counters.first() == "polite"
+    counters.join("third", 1.0)
+    counters.leave("polite")
+    assert counters.first() == "flood", "it was given nothing since one went before it"
+    counters.charge("flood", 1)
+    assert counters.first() == "third"
+
+
+def test_newcomers_without_end_do_not_keep_one_back_that_gets_nothing() -> None:
+    counters = waiting("old")
+    counters.charge("old", 40)
+    for i in range(50):
+        counters.join(f"new {i}", 1.0)
+        if counters.first() == "old":
+            break
+        counters.leave(f"new {i}")
+    assert i == 1, "the second one that comes with as much goes behind"
+
+
 def test_equal_ones_take_turns() -> None:
     counters, served = waiting("a", "b", "c"), []
     for _ in range(6):

@@ -95,8 +95,10 @@ class VirtualCounters:
     """How much service each tenant has got, in units of service over the tenant's weight.
 
     A tenant that begins to wait starts at the least counter of those that wait, or, where nobody
-    does, at that of the last one that did: who was away has saved nothing. No operation takes
-    longer because more tenants wait, but for the logarithm of their number.
+    does, at that of the last one that did: who was away has saved nothing. It goes before the one
+    that it starts with, if that one was given something since it began to wait or was last gone
+    before. No operation takes longer because more tenants wait, but for the logarithm of their
+    number.
 
     Args:
         weights: What counts as service.
@@ -110,6 +112,8 @@ class VirtualCounters:
         self._counters: dict[str, float] = {}
         self._weights: dict[str, float] = {}  # of the tenants with a counter
         self._waiting: dict[str, int] = {}  # tenants that wait, with the number of their entry
+        # Of these, the counter up to which nobody that comes later with as much goes before them.
+        self._first_until: dict[str, float] = {}
         self._waiting_weight = 0.0
         # Counters only grow: the least entry is the least tenant, or out of date.
         self._heap: list[tuple[float, int, str]] = []
@@ -194,12 +198,21 @@ class VirtualCounters:
         self._counters[tenant] = max(self._counters.get(tenant, self._base), self._base)
         self._weights[tenant] = weight
         self._waiting_weight += weight
-        self._n_entries += 1
-        self._waiting[tenant] = self._n_entries
-        heappush(self._heap, (self._counters[tenant], self._n_entries, tenant))
+        self._enter(tenant)
+        self._first_until[tenant] = counter = self._counters[tenant]
+        if lead in self._waiting and counter == self._counters[lead] > self._first_until[lead]:
+            # It has slots, or had, and the newcomer has none: a step later it would be behind.
+            self._first_until[lead] = counter
+            self._enter(lead)
         if len(self._heap) > 2 * len(self._waiting) + _N_STALE_MIN:
             self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapify(self._heap)
+
+    def _enter(self, tenant: str) -> None:
+        """Puts a tenant that waits behind those with as much."""
+        self._n_entries += 1
+        self._waiting[tenant] = self._n_entries
+        heappush(self._heap, (self._counters[tenant], self._n_entries, tenant))
 
     def set_weight(self, tenant: str, weight: float) -> None:
         """Notes that a tenant which waits has another share from now on, > 0.
@@ -211,7 +224,7 @@ class VirtualCounters:
 
     def leave(self, tenant: str) -> None:
         """Notes that nothing of a tenant waits any more."""
-        del self._waiting[tenant]
+        del self._waiting[tenant], self._first_until[tenant]
         self._waiting_weight -= self._weights[tenant]
         if not self._waiting:
             self._waiting_weight = 0.0  # sums of fractions leave something behind
