@@ -63,7 +63,8 @@ class FrontSettings(AdminSettings):
         32,
         between(1, 1 << 20),
         "MiB of requests a second that are read of one tenant; a second's worth may come at once."
-        " Further ones are refused unread until that is made up for.",
+        " Further ones are refused unread until that is made up for. Each element of a message"
+        " beyond 64, such as a message of a chat, counts as a KiB.",
     )
     """Bytes read of a tenant."""
     max_concurrent_streams: int = _clients(

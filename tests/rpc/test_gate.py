@@ -23,7 +23,7 @@ from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
 from drafthouse_server.operations.calls import Call, FrontMemory, OpenCalls
 from drafthouse_server.operations.descriptors import DescriptorBudget, raise_descriptor_limit
-from drafthouse_server.rpc import services
+from drafthouse_server.rpc import gate, services
 from drafthouse_server.rpc.listening import open_calls
 from drafthouse_server.rpc.requests import to_generation
 from drafthouse_server.rpc.wire import Scan, shapes_of
@@ -431,6 +431,43 @@ async def test_a_tenant_that_sends_too_much_is_refused_unread_and_others_go_on(
         assert error.value.retry_after == pytest.approx(0.5, abs=0.01)
         now += 0.51
         assert await again.tokenize("ab") == [97, 98]
+
+
+async def test_elements_that_are_looked_at_count_as_bytes_that_are_read(
+    start_server: ServerFactory,
+) -> None:
+    server = await start_server(tenant_read_mib_per_s=1, api_keys=("a:ka", "b:kb"))
+    server.receive._clock = lambda: 0.0
+    count = "/drafthouse.v1.GenerationService/CountTokens"
+    request = generation_pb2.CountTokensRequest()
+    for _ in range(2000):
+        request.prompt.chat.messages.add(role="user")
+    data = request.SerializeToString()
+    assert len(data) < 1 << 15, "as bytes it is nothing"
+    assert (await fails(server, count, data, "ka"))[0] == "INVALID_ARGUMENT"
+    assert await fails(server, count, data, "ka") == ("RESOURCE_EXHAUSTED", "TENANT_QUOTA_EXCEEDED")
+    async with drafthouse.AsyncClient(server.target, api_key="kb", retry=None) as other:
+        for _ in range(20):
+            assert await other.tokenize("ab") == [97, 98]
+
+
+async def test_who_is_above_its_rate_of_reading_is_not_refused_at_once(
+    start_server: ServerFactory, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would come back at once, and each call takes the others' time."""
+    monkeypatch.setattr(gate, "REFUSAL_S", 3600.0)
+    server = await start_server(tenant_read_mib_per_s=1, api_keys=("a:ka", "b:kb"))
+    server.receive._clock = lambda: 0.0
+    tokenize = "/drafthouse.v1.GenerationService/Tokenize"
+    data = generation_pb2.TokenizeRequest(text="x" * (3 << 19)).SerializeToString()
+    assert (await fails(server, tokenize, data, "ka"))[0] == "INVALID_ARGUMENT"
+    waits = asyncio.ensure_future(fails(server, tokenize, data, "ka"))
+    await eventually(lambda: len(server.gate.calls) == 1)
+    async with drafthouse.AsyncClient(server.target, api_key="kb", retry=None) as other:
+        assert await other.tokenize("ab") == [97, 98]
+    assert not waits.done()
+    waits.cancel()
+    await eventually(lambda: len(server.gate.calls) == 0)
 
 
 def test_what_takes_no_memory_is_not_refused_because_others_hold_too_much() -> None:

@@ -23,6 +23,7 @@ from drafthouse_server.errors import (
     ContextTooLong,
     FieldViolation,
     InvalidRequest,
+    QuotaExceeded,
     ServerOverloaded,
     SlowReader,
     SlowSender,
@@ -44,11 +45,20 @@ from drafthouse_server.rpc.wire import Scan, Shape, TooMany
 from drafthouse_server.serving.metrics import FrontCounts
 from drafthouse_server.serving.requests import PROMPT_TOKENS
 
-__all__ = ["Gate", "Receive", "StreamResets", "count_front"]
+__all__ = ["REFUSAL_S", "Gate", "Receive", "StreamResets", "count_front"]
 
 _SWEEP_S = 0.5
 _ABORT_S = 1.0
 """How long a client that reads nothing may take to take the word that its call has ended."""
+
+REFUSAL_S = 0.2
+"""After so long a call is refused whose tenant is above its rate of reading."""
+
+_N_ELEMENTS_FREE = 64
+"""Elements of a message that count as nothing beside its bytes."""
+
+_N_BYTES_OF_ELEMENT = 1024
+"""Bytes that take as long to read as an element takes to look at, about: two microseconds."""
 
 _HANDLER = "_handle_exceptions"
 """Name of the coroutine in which grpc.aio runs a handler."""
@@ -243,7 +253,7 @@ class Receive(grpc.aio.ServerInterceptor):
         """
         is_counted = is_ours(call.method)
         if is_counted:
-            self._calls.check_intake(call, self._clock())
+            await self._check_intake(call)
         data: Any = await context.read()
         call.go_on()
         call.is_received = True
@@ -253,6 +263,20 @@ class Receive(grpc.aio.ServerInterceptor):
         if is_counted:
             self._calls.intake.add(call.tenant.name, len(data), self._clock())
         return data
+
+    async def _check_intake(self, call: Call) -> None:
+        """Refuses a call whose tenant has sent too much of late, unread and not at once.
+
+        Every call costs the event loop time, refused or not: who comes back at once waits here.
+
+        Raises:
+            QuotaExceeded: its tenant has (TENANT_QUOTA_EXCEEDED).
+        """
+        try:
+            self._calls.check_intake(call, self._clock())
+        except QuotaExceeded:
+            await asyncio.sleep(REFUSAL_S)
+            raise
 
     def _parse(
         self,
@@ -287,6 +311,9 @@ class Receive(grpc.aio.ServerInterceptor):
             raise InvalidRequest([FieldViolation("request", problem)]) from None
         finally:
             self.n_elements += scan.n_elements
+            if is_ours(call.method) and scan.n_elements > _N_ELEMENTS_FREE:
+                n_bytes = (scan.n_elements - _N_ELEMENTS_FREE) * _N_BYTES_OF_ELEMENT
+                self._calls.intake.add(call.tenant.name, n_bytes, self._clock())
 
 
 async def _drive(inner: Behaviour, request: object, context: Context) -> None:
