@@ -1,6 +1,6 @@
 """F4: costly chats, which a template takes seconds for, beside another tenant's short ones.
 
-Bound: the victim's chat p99 <= 2 x idle.
+Bound: the victim's chat median and 95th percentile <= 2 x idle.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.attacks.common import (
     raw_unary,
     shown,
     verdict,
+    worse,
 )
 
 args = arguments(__doc__, parallel=24)
@@ -65,7 +66,7 @@ n, worst, codes = asyncio.run(attack(args.seconds))
 during, during_text = probe.result(), probe_text.result()
 verdict(
     "a05_chats_queue_behind_one",
-    during["p99"] > max(2 * before["p99"], 100),
+    worse(before, during, 2) or worse(before_text, during_text, 2),
     f"{n} chats of {len(one)} and {len(many)} bytes ({codes}), slowest {worst:.1f} s;"
     f" TTFT of chat {shown(before)} -> {shown(during)}; of text {shown(before_text)} ->"
     f" {shown(during_text)}",

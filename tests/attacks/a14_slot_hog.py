@@ -1,6 +1,6 @@
 """F13: a tenant holds all slots with outputs as long as the context; then another one asks.
 
-Needs two keys. Bound: the other's TTFT <= 2 x idle.
+Needs two keys. Bound: the other's TTFT <= 2 x idle (median and 95th percentile).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.attacks.common import (
     model,
     shown,
     verdict,
+    worse,
 )
 
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc
@@ -64,7 +65,7 @@ during, n_tokens = asyncio.run(main())
 is_alone = args.victim == args.key
 verdict(
     "a14_slot_hog",
-    None if is_alone else during["p99"] > max(2 * before["p99"], 100),
+    None if is_alone else worse(before, during, 2),
     f"{2 * card.slot_count} streams on {card.slot_count} slots, {n_tokens} tokens; the other's"
     f" TTFT {shown(before)} -> {shown(during)}",
 )

@@ -1,6 +1,7 @@
 """F14: requests of rising priority, each of which preempts one of the tenant's own streams.
 
-Needs two keys. Bound: the other tenant's gap p99 <= 1.5 x idle.
+Needs two keys. Bound: the other tenant's gap, median and 95th percentile, <= 1.5 x that beside as
+many ordinary streams.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.attacks.common import (
     model,
     shown,
     verdict,
+    worse,
 )
 
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc
@@ -28,7 +30,8 @@ args = arguments(__doc__)
 card = model(args.target, args.key)
 
 
-async def attack(seconds: float) -> int:
+async def attack(seconds: float, is_polite: bool = False) -> int:
+    """Attacks, or keeps as many ordinary streams open."""
     end, n_high = time.monotonic() + seconds, 0
     async with connect(args.target) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -37,9 +40,8 @@ async def attack(seconds: float) -> int:
             rng = random.Random(i)
             while time.monotonic() < end:
                 asked = generation_pb2.GenerateRequest(priority=-100)
-                asked.prompt.tokens.ids.extend(
-                    rng.randrange(5, 90) for _ in range(card.context_tokens // 2)
-                )
+                n_prompt = 16 if is_polite else card.context_tokens // 2
+                asked.prompt.tokens.ids.extend(rng.randrange(5, 90) for _ in range(n_prompt))
                 asked.sampling.temperature = 1.0
                 asked.stop.ignore_end_token = True
                 try:
@@ -64,23 +66,25 @@ async def attack(seconds: float) -> int:
                     await asyncio.sleep(0.05)
 
         lows = [low(i) for i in range(min(card.slot_count, 64))]
-        await asyncio.gather(*lows, *(high(i) for i in range(2)))
+        await asyncio.gather(*lows, *(high(i) for i in range(0 if is_polite else 2)))
     return n_high
 
 
-async def main() -> tuple[dict[str, Any], int]:
-    probe = Probe(args.target, args.victim, "stream", args.seconds)
+async def main(is_polite: bool) -> tuple[dict[str, Any], int]:
+    task = asyncio.create_task(attack(args.seconds, is_polite))
     await asyncio.sleep(1)
-    n = await attack(args.seconds - 2)
+    probe = Probe(args.target, args.victim, "stream", max(1.0, args.seconds - 2))
+    n = await task
     return probe.result(), n
 
 
-before = baseline(args.target, args.victim, "stream")
-during, n_high = asyncio.run(main())
+idle = baseline(args.target, args.victim, "stream")
+before, _ = asyncio.run(main(is_polite=True))
+during, n_high = asyncio.run(main(is_polite=False))
 is_alone = args.victim == args.key
 verdict(
     "a15_preempt_thrash",
-    None if is_alone else during["p99"] > max(1.5 * before["p99"], 60),
-    f"{n_high} requests of high priority beside {card.slot_count} of low; the other's gap"
-    f" {shown(before)} -> {shown(during)}",
+    None if is_alone else worse(before, during, 1.5),
+    f"{n_high} requests of high priority beside {card.slot_count} of low; the other's gap alone"
+    f" {shown(idle)}, beside as many ordinary ones {shown(before)} -> {shown(during)}",
 )

@@ -1,6 +1,6 @@
 """F11: messages of 3.8 MB without a key.
 
-Bound: the victim's TTFT p99 <= 2 x idle.
+Bound: the victim's TTFT median and 95th percentile <= 2 x idle.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.attacks.common import (
     raw_stream,
     shown,
     verdict,
+    worse,
 )
 
 args = arguments(__doc__, connections=8)
@@ -52,7 +53,7 @@ codes = asyncio.run(attack(args.seconds - 1))
 during = probe.result()
 verdict(
     "a16_unauthenticated_messages",
-    during["p99"] > max(2 * before["p99"], 100),
+    worse(before, during, 2),
     f"{dict(codes)} of {len(MESSAGE) / 1e6:.1f} MB in {args.seconds:.0f} s; victim's TTFT"
     f" {shown(before)} -> {shown(during)}",
 )
