@@ -31,9 +31,9 @@ from typing import Any
 
 from drafthouse_bench.report import percentile
 from drafthouse_server.cli.main import main as run_server
-from drafthouse_server.rpc import services
 from drafthouse_server.rpc.gate import Receive
 from drafthouse_server.rpc.interceptors import current_call
+from drafthouse_server.rpc.responses import StreamWriter
 from drafthouse_server.scheduling.sequence import Event, TokensEvent
 from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
 from drafthouse_server.serving.engine_thread import EngineThread
@@ -104,7 +104,7 @@ class Timeline:
         _wrap(StepLoop, "submit", self._submit)
         _wrap(StepLoop, "_deliver", self._deliver)
         _wrap(EngineThread, "_step", self._step)
-        _wrap(services._Writer, "write", self._write)
+        _wrap(StreamWriter, "write", self._write)
 
     def _turn(self, inner: Callable[..., Any], own: Any) -> None:
         began, cpu_s = time.monotonic(), time.thread_time()
