@@ -25,7 +25,7 @@ pack=${PACK:-build/gpu-pack}
 python=${PYTHON:-python3}
 export PATH="$PWD/.venv/bin:$PATH"
 
-if [ -e "$pack/llama.cpp.tar.xz" ]; then
+if [ "${1:-}" != --pack ] && [ -e "$pack/llama.cpp.tar.xz" ]; then
     # Absolute: CMake runs elsewhere.
     DRAFTHOUSE_LLAMA_CPP=${DRAFTHOUSE_LLAMA_CPP:-$PWD/$work/llama.cpp}
     PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/$pack/wheels SITE=1

@@ -276,6 +276,16 @@ def test_a_machine_without_a_network_builds_from_the_pack(machine: Machine, tmp_
         assert (unpacked / "include" / "llama.h").is_file()
 
 
+def test_a_pack_is_made_again_with_the_network(machine: Machine) -> None:
+    """It was to come from itself: from a source that is not unpacked, and from its own wheels."""
+    pack = machine.folder / "build" / "gpu-pack"
+    pack.mkdir(parents=True)
+    (pack / "llama.cpp.tar.xz").touch()
+    machine.program("bin/packer", 'echo "$*"; echo "${PIP_NO_INDEX:-}${DRAFTHOUSE_LLAMA_CPP:-}"')
+    done = machine.run("--pack", "--python", "3.12", PYTHON="packer")
+    assert done.stdout == "scripts/gpu_pack.py --python 3.12\n\n"
+
+
 def test_nothing_is_measured_where_the_smoke_test_fails(machine: Machine) -> None:
     machine.program(
         ".venv/bin/python", 'case "$*" in *smoke*) echo "no GPU holds them"; exit 1; esac'
