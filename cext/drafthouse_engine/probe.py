@@ -164,7 +164,10 @@ class _Talk:
                     self._hear(json.loads(line))
                     heard_s = time.monotonic()
         # What closes its pipes has ended, or is about to.
-        process.wait(self._patience_s)
+        try:
+            process.wait(self._patience_s)
+        except subprocess.TimeoutExpired as late:
+            raise subprocess.TimeoutExpired(self._too_late(), self._limit_s) from late
         return self._problem, bytes(self._error)
 
     def _hear(self, told: dict[str, Any]) -> None:

@@ -167,6 +167,9 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = json.loads(sys.stdin.readline())
     watch_input()
+    # What a device's driver prints is none of our lines.
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
     problem = _probe(setup)
     _tell(problem=problem)
     # Not the interpreter's own end: the thread above may hold a lock of standard input.

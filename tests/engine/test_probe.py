@@ -251,9 +251,9 @@ time.sleep(60)
     ("lines", "pause_s", "patience_s", "problem"),
     [
         ((), 0.0, 0.5, "did not get on with loading it for 0.5 s"),
-        (('{"share": 0.1}',) * 8, 0.15, 0.5, "did not get on with loading it for 0.5 s"),
-        (('{"loaded_s": 0.0}',), 0.0, 1.2, "came to no end within 1.2 s"),
-        (('{"loaded_s": 0.2}',), 0.0, 0.5, "came to no end within 2 s"),
+        (('{"share": 0.1}',) * 8, 0.3, 2.0, "did not get on with loading it for 2 s"),
+        (('{"loaded_s": 0.0}',), 0.0, 2.0, "came to no end within 2 s"),
+        (('{"loaded_s": 0.3}',), 0.0, 2.0, "came to no end within 3 s"),
     ],
     ids=["silent", "slow, then silent", "loaded", "loaded slowly"],
 )
@@ -271,3 +271,22 @@ def test_a_model_that_hangs_is_given_up(
     told = probe_model("any.gguf", patience_s=patience_s)
     assert told == f"its first decode, in a process of its own, {problem} (probe false: do without)"
     assert time.monotonic() - begins >= len(lines) * pause_s  # whoever gets on is waited for
+
+
+def test_a_process_that_closes_its_output_and_stays_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stays = "import os, time; os.close(1); os.close(2); time.sleep(60)"
+    monkeypatch.setattr(probe, "_WORKER", ("-c", stays))
+    told = probe_model("any.gguf", patience_s=0.5)
+    assert "process of its own, did not get on with loading it for 0.5 s (probe" in told
+
+
+def test_what_a_driver_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = (
+        "import os; from drafthouse_engine import probe_worker as it;"
+        "it._probe = lambda _: os.write(1, b'WARNING: not a conformant driver') and 'is told';"
+        "it.main()"
+    )
+    monkeypatch.setattr(probe, "_WORKER", ("-c", says))
+    assert probe_model("any.gguf") == "is told"
