@@ -112,11 +112,15 @@ def test_every_sampler_refuses_a_row_that_is_no_row(speechless: Model, name: str
         assert engine.seq_n_past(1) == 0
 
 
+CALM = SamplingParams(temperature=0.0, logit_bias=((BAD, -math.inf),))
+"""Never chooses the bad token itself, which a rounding of another processor might."""
+
+
 def generated(engine: Engine, seq_id: int, first: Sequence[int], n: int) -> list[int]:
     """Returns the tokens that follow those, of one sequence alone."""
     model = engine.target
     engine.seq_end(seq_id)
-    engine.seq_begin(seq_id, Sampler(model, GREEDY))
+    engine.seq_begin(seq_id, Sampler(model, CALM))
     result = engine.step(plan((seq_id, 0, 0, len(first), 0, 1)), first)
     found: list[int] = []
     for _ in range(n):
@@ -137,7 +141,7 @@ def test_who_meets_it_fails_alone(allergic: Model, n_prompt: int) -> None:
         wanted = {n: generated(engine, 0, prompt(n), 6) for n in (3, 20, 70, n_prompt)}
     with Engine(allergic, None, params(n_batch=256, n_ubatch=256)) as engine:
         for seq_id in (0, 1):
-            engine.seq_begin(seq_id, Sampler(allergic, GREEDY))
+            engine.seq_begin(seq_id, Sampler(allergic, CALM))
         rows = plan((0, 0, 0, n_prompt, 0, 1), (1, 0, n_prompt, n_prompt, 0, 1))
         result = engine.step(rows, [*good, *bad])
         assert [status(result, i) for i in (0, 1)] == [Status.OK, Status.SAMPLING_FAILED]
