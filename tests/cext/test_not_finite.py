@@ -157,6 +157,27 @@ def test_who_meets_it_fails_alone(allergic: Model, n_prompt: int) -> None:
             assert generated(engine, 1, prompt(n), 6) == wanted[n]
 
 
+@pytest.mark.parametrize("n_prompt", [10, 40, 100])
+def test_who_shares_a_pool_and_a_batch_with_it_goes_on(allergic: Model, n_prompt: int) -> None:
+    """A tile holds rows of both; those behind do not see its cells, which were multiplied by 0."""
+    if "0008" not in build_facts()["patches"]:
+        pytest.skip("built without patches/cpu_kernels: llama.cpp's own tiles")
+    fields: dict[str, Any] = {"n_batch": 256, "n_ubatch": 256, "kv_unified": True}
+    with Engine(allergic, None, params(**fields)) as engine:
+        wanted = generated(engine, 1, prompt(n_prompt), 6)
+        for seq_id in (0, 1):
+            engine.seq_end(seq_id)
+            engine.seq_begin(seq_id, Sampler(allergic, CALM))
+        rows = plan((0, 0, 0, n_prompt, 0, 1), (1, 0, n_prompt, n_prompt, 0, 1))
+        result = engine.step(rows, [*prompt(n_prompt - 1, 40), BAD, *prompt(n_prompt)])
+        assert [status(result, i) for i in (0, 1)] == [Status.SAMPLING_FAILED, Status.OK]
+        found = result.tokens.tolist()
+        while len(found) < 6:
+            result = engine.step(plan((1, engine.seq_n_past(1), 0, 1, 0, 1)), found[-1:])
+            found += result.tokens.tolist()
+        assert found == wanted
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, seed=3)])
 @pytest.mark.parametrize("probabilistic", [False, True])
 def test_a_drafter_without_numbers_costs_drafts_alone(

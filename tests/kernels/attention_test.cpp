@@ -340,6 +340,40 @@ void check_alone(setup s, int64_t row, int64_t n_gap) {
     }
 }
 
+// A cell that holds what is no number ends who sees it, and changes no bit of its neighbours.
+void check_neighbours(const setup & s) {
+    if (IS_STOCK) {
+        return;
+    }
+    ++n_checks;
+    values x = make_values(s, uint32_t(n_checks));
+    const std::vector<float> wanted = computed(s, x);
+    constexpr int64_t cell = 3;
+    for (int64_t head = 0; head < s.n_head_kv; ++head) {
+        for (int64_t d = 0; d < s.d_k; ++d) {
+            x.k[size_t((head * s.n_cells + cell) * s.d_k + d)] = NAN;
+        }
+        for (int64_t d = 0; d < s.d_v; ++d) {
+            x.v[size_t((head * s.n_cells + cell) * s.d_v + d)] = d % 2 ? INFINITY : NAN;
+        }
+    }
+    const std::vector<float> found = computed(s, x);
+    const auto n = size_t(s.n_head * s.d_v);
+    for (int64_t row = 0; row < s.n_rows; ++row) {
+        const bool is_seen = x.mask[size_t(row * s.n_cells + cell)] != -INFINITY;
+        const float * own = found.data() + size_t(row) * n;
+        const bool is_right =
+            is_seen ? std::none_of(own, own + n, [](float y) { return std::isfinite(y); })
+                    : !std::memcmp(own, wanted.data() + size_t(row) * n, n * sizeof(float));
+        if (!is_right) {
+            std::printf("row %d, which %s a cell of NaN, is wrong: %s\n", int(row),
+                        is_seen ? "sees" : "does not see", s.name().c_str());
+            ++n_failures;
+            return;
+        }
+    }
+}
+
 // However the heads are shared out among threads, each gives the same bits.
 void check_threads(setup s) {
     const values x = make_values(s, 79);
@@ -519,6 +553,16 @@ int main() {
     check_types();
     check_latent();
     check_shared_heads();
+    for (int64_t n_rows : {1, 5, 16, 40, 64, 100}) {
+        for (ggml_type type : {GGML_TYPE_F16, GGML_TYPE_F32}) {
+            setup s;
+            s.n_rows = n_rows;
+            s.n_cells = 150;
+            s.type = type;
+            s.n_threads = 2;
+            check_neighbours(s);
+        }
+    }
     for (int64_t n_rows : {1, 2, 7, 15}) {
         for (int64_t n_cells : {5, 64, 100, 300}) {
             for (int64_t n_gap : {1, 3, 5}) {
