@@ -13,9 +13,10 @@ import pytest
 from models.archs import write_model
 from tests.support.built import needs_extension
 from tests.support.gguf_copy import Tensor, copied
-from tests.support.hand import DENSE, GREEDY, MODELS, params, plan
+from tests.support.hand import DENSE, GREEDY, HYBRID, MODELS, params, plan
 
 from drafthouse_engine import (
+    DraftType,
     Engine,
     Model,
     Sampler,
@@ -176,6 +177,31 @@ def test_who_shares_a_pool_and_a_batch_with_it_goes_on(allergic: Model, n_prompt
             result = engine.step(plan((1, engine.seq_n_past(1), 0, 1, 0, 1)), found[-1:])
             found += result.tokens.tolist()
         assert found == wanted
+
+
+@pytest.mark.parametrize("draft_type", ["none", "mtp"])
+def test_a_recurrent_state_without_numbers_ends_nobody_else(
+    folder: Path, draft_type: DraftType
+) -> None:
+    """Whoever begins has a state that was cleared: by writing zeros, not by multiplying with 0."""
+
+    def change(name: str, given: Tensor) -> Tensor:
+        rows = np.array(given[0])
+        if name == "token_embd.weight":
+            rows[BAD] = math.nan
+        return rows, given[1]
+
+    path = copied(MODELS / HYBRID, folder / f"hybrid-{draft_type}.gguf", change=change)
+    good, bad = list(range(300, 320)), [300, 301, BAD]
+    with Model(path) as model, Engine(model, None, params(draft_type)) as engine:
+        wanted = generated(engine, 1, good, 6)
+        for seq_id in (0, 1):
+            engine.seq_end(seq_id)
+            engine.seq_begin(seq_id, Sampler(model, CALM))
+        result = engine.step(plan((0, 0, 0, 20, 0, 1), (1, 0, 20, 3, 0, 1)), [*good, *bad])
+        assert [status(result, i) for i in (0, 1)] == [Status.OK, Status.SAMPLING_FAILED]
+        for seq_id in (1, 0):
+            assert generated(engine, seq_id, good, 6) == wanted
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, seed=3)])
