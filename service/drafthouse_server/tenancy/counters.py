@@ -62,7 +62,7 @@ _Key: TypeAlias = tuple[str, str]  # tenant, and what is counted
 
 # Times are seconds of Redis's own clock; what is stored is when all that was taken is paid off, and
 # when that was written, lest tenants wait for hours by which the clock is set back. Where there is
-# too little: 0 takes nothing, 1 and 2 take all the same. Answers the wait, 0 for 1, and the debt.
+# too little: 0 just notes the debt, 1 and 2 take all the same. Answers the wait, 0 for 1, and debt.
 _TAKE = """
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1e6
@@ -72,7 +72,7 @@ local back = math.max(0, (tonumber(written or '') or now) - now)
 local paid_at = math.max((tonumber(paid or '') or 0) - back, now)
 local wait = paid_at + cost / per_s - now - math.max(burst, cost) / per_s
 if wait <= 1e-6 or ARGV[4] == '1' then wait = 0 end
-if ARGV[4] == '0' and wait > 0 then return string.format('%.6f %.6f', wait, paid_at - now) end
+if ARGV[4] == '0' and wait > 0 then cost = 0 end
 paid_at = paid_at + cost / per_s
 if paid_at > now then
   local ms = string.format('%d', math.ceil((paid_at - now) * 1000) + 1000)
