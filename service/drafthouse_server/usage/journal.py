@@ -241,7 +241,10 @@ class Journal:
                 timeout_s,
                 self._folder.file(self._number),
             )
-            _tell_lost([*self._unsynced, *self._backlog])
+            groups = [*self._drained()]
+            for group in groups:  # its thread finds them there, should the disk answer yet
+                self._queue.put(group)
+            _tell_lost([*self._unsynced, *self._backlog, *_joined(groups)])
         # Also then: what the store has need not be brought again. The lock goes with the process,
         # lest another one writes to a file that the hung thread may still write to.
         self.shipper.close(max(0.0, give_up_at - time.monotonic()))
