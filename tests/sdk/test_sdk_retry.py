@@ -416,3 +416,8 @@ def test_waits_grow_and_are_bounded() -> None:
         attempts = Attempts(policy, RetryBudget(100), None)
         assert 0.0 <= attempts.delay_s(drafthouse.Unavailable("")) <= 1.0
         assert 7.0 <= attempts.delay_s(drafthouse.QueueFull("", retry_after=7.0)) <= 9.0
+
+
+def test_settings_by_position_mean_what_they_meant() -> None:
+    policy = drafthouse.RetryPolicy(4, 0.1, 5.0, 7)
+    assert (policy.budget, policy.max_retry_after_s) == (7, 120.0)

@@ -32,10 +32,10 @@ class RetryPolicy:
     """Longest wait before the second attempt; doubles with every further one."""
     max_delay_s: float = 5.0
     """Longest wait of our own choice; the server may ask for more."""
-    max_retry_after_s: float = 120.0
-    """Longest wait that a server may ask for; an error that asks for more is raised at once."""
     budget: int = 10
     """Twice the retries in a row, over all calls, after which a client waits for a success."""
+    max_retry_after_s: float = 120.0
+    """Longest wait that a server may ask for; an error that asks for more is raised at once."""
 
     def backoff_s(self, n_failed: int) -> float:
         """Returns the wait after so many failed attempts, before jitter; seconds."""
