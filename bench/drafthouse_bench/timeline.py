@@ -120,7 +120,7 @@ class Timeline:
         data = await inner(own, call, context)
         if call.method.endswith("/Generate"):
             self.mark(call.request_id, "read", call.tenant.name)
-            self.requests[call.request_id]["received"] = call.received_at
+            self.requests.get(call.request_id, {})["received"] = call.received_at
         return data
 
     async def _wait(self, inner: Callable[..., Any], *arguments: Any) -> Any:
@@ -224,7 +224,7 @@ def _figures(values: Sequence[float]) -> str:
 
 def _show(path: Path, tenant: str, n_slowest: int, after_s: float) -> None:
     told = json.loads(path.read_text(encoding="utf-8"))
-    begin = after_s + min(each["received"] for each in told["requests"].values())
+    begin = after_s + min((each["received"] for each in told["requests"].values()), default=0.0)
     steps = [step for step in told["steps"] if step[0] >= begin]
     by_tenant: dict[str, list[dict[str, Any]]] = {}
     for request in told["requests"].values():

@@ -6,7 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from drafthouse_bench import timeline as notes
 from drafthouse_bench.timeline import MARKS, Timeline, spans
 
 
@@ -22,6 +26,22 @@ def test_marks_count_once_and_spans_are_their_distances() -> None:
     assert not spans({"received": 1.0, "read": 1.5}), "it has no first token"
 
 
+async def test_requests_beyond_those_that_are_noted_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notes, "_N_REQUESTS_MAX", 0)
+    timeline = Timeline()
+    call = SimpleNamespace(
+        method="/Generate", request_id="r", received_at=1.0, tenant=SimpleNamespace(name="acme")
+    )
+
+    async def read(*_: object) -> bytes:
+        return b"message"
+
+    assert await timeline._read(read, None, call, None) == b"message"
+    assert not timeline.requests
+
+
 def test_what_was_noted_is_printed_by_tenant(tmp_path: Path) -> None:
     times = {mark: float(i) / 1000 for i, mark in enumerate(MARKS)}
     step = [0.006, 0.007, 7, 1, 16, 1, 1, 0, 14, 0.002]
@@ -33,3 +53,11 @@ def test_what_was_noted_is_printed_by_tenant(tmp_path: Path) -> None:
     assert "acme: 1 requests" in done.stdout
     assert "7 streams, 16 tokens of 1 prompts, 1 in a row, 14 drafted" in done.stdout
     assert "other: " not in done.stdout
+
+
+def test_a_server_that_nobody_has_asked_has_nothing_to_print(tmp_path: Path) -> None:
+    path = tmp_path / "told.json"
+    Timeline().write(path)
+    command = [sys.executable, "-m", "drafthouse_bench", "timeline", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "0 steps" in done.stdout
