@@ -312,6 +312,31 @@ async def test_running_calls_of_a_revoked_key_end_or_go_on(
     assert not any(task.cancelling() for task in calls)
 
 
+async def test_running_calls_of_a_key_that_has_expired_go_on_until_it_is_revoked(
+    bench: Bench,
+) -> None:
+    """As after `keys rotate --overlap`; any change of the store ended them as revoked."""
+    key = bench.add_key(expires_at=WALL + 10)
+    ring = await bench.ring()
+    bench.revoke(key, WALL + 50)
+    identity = await identify(ring, key)
+
+    async def call() -> None:
+        with ring.hold(identity):
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(call())
+    await poll(ring)
+    bench.now += 20
+    bench.add_key()
+    await poll(ring)
+    assert key.id in ring._known
+    bench.now += 30
+    await poll(ring)
+    with pytest.raises(Unauthenticated, match="the API key was revoked"):
+        await asyncio.wait_for(running, 10)
+
+
 async def test_a_call_that_its_client_leaves_is_not_called_revoked(bench: Bench) -> None:
     key = bench.add_key()
     ring = await bench.ring()

@@ -293,9 +293,11 @@ def _read(desk: Desk, question: Callable[[Connection], Sequence[_Result]]) -> Se
 
 
 def _state(key: KeyRecord, now: int) -> str:
-    if key.revoked_at is not None:
-        return "revoked" if key.works_until() <= now else f"works until {as_time(key.revoked_at)}"
-    return "expired" if key.works_until() <= now else "works"
+    if key.was_revoked(now):
+        return "revoked"
+    if key.works_until() <= now:
+        return "expired"
+    return "works" if key.revoked_at is None else f"works until {as_time(key.revoked_at)}"
 
 
 def _as_json(key: KeyRecord, now: int) -> dict[str, object]:

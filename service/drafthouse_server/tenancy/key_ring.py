@@ -433,7 +433,7 @@ class KeyRing:
         keys, tenants = await self._reader.run(read, _TIMEOUT_S + n_read * 1e-3)
         wall_now = self._wall_clock()
         self._forget_deleted(ids, keys, names, tenants)
-        revoked = [k.id for k in keys if k.revoked_at is not None and k.works_until() <= wall_now]
+        revoked = [key.id for key in keys if key.was_revoked(wall_now)]
         for key_id in revoked:
             self._forget(key_id)
         self._take(keys, tenants)

@@ -190,6 +190,10 @@ class KeyRecord:
         """Whether its life has ended whatever a clock says: those of servers may differ."""
         return self.revoked_at is not None and not self.digest
 
+    def was_revoked(self, now: float) -> bool:
+        """Returns whether it is revoked, and has not just expired, at a time."""
+        return self.is_revoked or (self.revoked_at is not None and self.revoked_at <= now)
+
     def works_until(self) -> float:
         """Returns the end of its life, seconds since 1970; infinity when it has none."""
         if self.is_revoked:
