@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -324,3 +326,15 @@ async def test_a_close_ends_what_is_open(tmp_path: Path, monkeypatch: pytest.Mon
     await accounting.close()
     assert [(record.outcome, record.n_output) for record in told] == [("SERVER_DRAINING", 3)]
     assert journal.counts.n_records == 1
+
+
+async def test_a_close_needs_no_thread_of_those_that_may_all_hang(accounting: Accounting) -> None:
+    """As when a few acts of operators wait for the disk of the audit trail."""
+    loop, may_end = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    hanging = loop.run_in_executor(None, may_end.wait, 60)
+    try:
+        await asyncio.wait_for(accounting.close(), 20)
+    finally:
+        may_end.set()
+    assert await hanging

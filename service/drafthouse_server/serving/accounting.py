@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from drafthouse_server.errors import Draining, StartupError, UsageUnavailable
 from drafthouse_server.scheduling.sequence import Event, TokensEvent, Usage
@@ -210,7 +211,12 @@ class Accounting:
         if self._timer is not None:
             self._timer.cancel()
         if self.journal is not None:
-            await asyncio.to_thread(self.journal.close)
+            # Those that others share may all wait for a disk that hangs.
+            own = ThreadPoolExecutor(1, thread_name_prefix="usage-end")
+            try:
+                await asyncio.get_running_loop().run_in_executor(own, self.journal.close)
+            finally:
+                own.shutdown(wait=False)
 
 
 class Account:

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -230,8 +231,12 @@ class KeyRing:
             self._store.interrupt()
         else:
             await self._flush()
-        for thread in (self._reader, self._writer):
-            await asyncio.to_thread(thread.close, _TIMEOUT_S)
+        own = ThreadPoolExecutor(1)  # those that others share may all wait for a disk that hangs
+        try:
+            for thread in (self._reader, self._writer):
+                await asyncio.get_running_loop().run_in_executor(own, thread.close, _TIMEOUT_S)
+        finally:
+            own.shutdown(wait=False)
         self._store.close()
 
     def identify(self, api_key: str | None, address: str) -> Identity | Awaitable[Identity]:
