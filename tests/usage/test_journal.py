@@ -248,7 +248,7 @@ def test_more_than_one_delivery_holds_goes_to_the_store(
 
 
 def test_a_store_that_goes_away_loses_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     store = AwayStore()
@@ -258,6 +258,10 @@ def test_a_store_that_goes_away_loses_nothing(
     assert not journal.shipper.find(UsageQuery())
     assert journal.counts.n_store_failures > 0
     assert "usage waits in the journal" in caplog.text
+    with monkeypatch.context() as late:
+        late.setattr(journal.shipper, "_give_up_at", 0.0)  # as at an end that has no more time
+        journal.shipper.find(UsageQuery())
+    assert "has all records again" not in caplog.text
     store.is_away = False
     write_all(journal, [start(2), end(2, 4)])
     assert [record.n_output for record in journal.shipper.find(UsageQuery())] == [3, 4]

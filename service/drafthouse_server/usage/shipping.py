@@ -148,9 +148,9 @@ class Shipper:
                     _log.error("usage waits in the journal, its store fails: %s", error)
                 self._has_failed = True
             else:
-                if self._has_failed:
+                if self._has_failed and self._place >= self._allowed:  # and not given up
                     _log.warning("the store of usage has all records again")
-                self._has_failed = False
+                    self._has_failed = False
 
     def _deliver(self) -> bool:
         """Brings some records to the store; returns whether there are more."""
