@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from drafthouse_server.rpc.tls import Certificates
 from drafthouse_server.tenancy.keys import id_of_key
 
 if TYPE_CHECKING:
-    from tests.conftest import ServerFactory
+    from tests.conftest import Eventually, ServerFactory
 
 ME = f"uid:{os.getuid()}"
 NOON = 1763899200.25  # 2025-11-23T12:00:00.25Z
@@ -93,7 +94,7 @@ async def test_a_server_does_not_start_without_its_trail(
 
 
 async def test_signals_and_new_certificates_are_noted(
-    start_server: ServerFactory, tmp_path: Path
+    start_server: ServerFactory, eventually: Eventually, tmp_path: Path
 ) -> None:
     authority, path = Authority(), tmp_path / "audit"
     certificate, key = authority.issue().write(tmp_path)
@@ -105,6 +106,7 @@ async def test_signals_and_new_certificates_are_noted(
     replace(Path(certificate), b"none")
     reading.look()
     server._on_signal(signal.SIGTERM)
+    await eventually(lambda: path.read_text("utf-8").count("\n") == 3)
     good, bad, drain = lines(path)
     assert good["action"] == bad["action"] == "ReloadCertificates"
     assert good["actor"] == "server"
@@ -112,6 +114,18 @@ async def test_signals_and_new_certificates_are_noted(
     assert good["detail"] == {"sha256": reading.fingerprint}
     assert good["target"] == f"certificate:{certificate}"
     assert (drain["actor"], drain["action"]) == ("signal:SIGTERM", "Drain")
+
+
+async def test_a_signal_waits_for_no_disk(
+    start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trail on a disk that hung stopped all streams at SIGTERM, and the end of the server."""
+    server = await start_server()
+    may_write, written = threading.Event(), list[bool]()
+    monkeypatch.setattr(server._audit, "note", lambda *_: written.append(may_write.wait(10)))
+    server._on_signal(signal.SIGTERM)
+    assert not written
+    may_write.set()
 
 
 def test_keys_and_tenants_are_noted_and_no_secret_of_them(
