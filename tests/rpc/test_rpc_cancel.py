@@ -14,7 +14,7 @@ import pytest
 import drafthouse
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc
 from drafthouse_server.engine.fake import FakeEngine
-from drafthouse_server.rpc import services
+from drafthouse_server.rpc import responses
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
 
@@ -166,13 +166,13 @@ async def test_who_leaves_before_its_headers_are_sent_is_no_failure_of_the_engin
     def fail(_: object) -> None:
         raise grpc.aio.InternalError("as grpc.aio says that there is nobody to send to")
 
-    monkeypatch.setattr(services, "rate_limit_headers", fail)
+    monkeypatch.setattr(responses, "rate_limit_headers", fail)
     tenant = Tenant("a", output_tokens_per_min=900)
     tenants = TenantRegistry({"k": tenant})
     server = await start_server(tenants=tenants)
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        request = generation_pb2.GenerateRequest(prompt=SHORT, max_output_tokens=9)
+        request = generation_pb2.GenerateRequest(prompt=SHORT, max_output_tokens=900)
         call = stub.Generate(request, metadata=(("authorization", "Bearer k"),))
         await eventually(lambda: server.loop.statistics().n_requests == {"cancelled": 1})
         call.cancel()
