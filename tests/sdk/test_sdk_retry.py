@@ -421,3 +421,17 @@ def test_waits_grow_and_are_bounded() -> None:
 def test_settings_by_position_mean_what_they_meant() -> None:
     policy = drafthouse.RetryPolicy(4, 0.1, 5.0, 7)
     assert (policy.budget, policy.max_retry_after_s) == (7, 120.0)
+
+
+@pytest.mark.parametrize(("message", "is_tried_again"), [("CANCELLED", True), ("left", False)])
+def test_a_call_that_a_transport_cancelled_unseen_is_tried_again(
+    message: str, is_tried_again: bool
+) -> None:
+    """So ends what arrives while a server stops; a caller's own cancellation says more."""
+    attempts = Attempts(FAST, RetryBudget(10), None)
+    error = drafthouse.Cancelled(message)
+    if is_tried_again:
+        assert attempts.delay_s(error) >= 0.0
+    else:
+        with pytest.raises(drafthouse.Cancelled):
+            attempts.delay_s(error)

@@ -8,7 +8,13 @@ import threading
 import time
 from dataclasses import dataclass
 
-from drafthouse._errors import DrafthouseError, ResourceExhausted, ServerDraining, Unavailable
+from drafthouse._errors import (
+    Cancelled,
+    DrafthouseError,
+    ResourceExhausted,
+    ServerDraining,
+    Unavailable,
+)
 
 __all__ = ["Attempts", "RetryBudget", "RetryPolicy", "is_handed_back"]
 
@@ -141,4 +147,8 @@ def is_handed_back(error: DrafthouseError) -> bool:
 def _is_retryable(error: DrafthouseError) -> bool:
     if isinstance(error, Unavailable):
         return True
+    if isinstance(error, Cancelled):
+        # What a transport says that ends, of a call that no server has looked at: a caller who
+        # cancels, and a server that does, say more.
+        return error.message == "CANCELLED"
     return isinstance(error, ResourceExhausted) and error.retry_after is not None
