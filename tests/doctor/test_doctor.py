@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shutil
 import socket
@@ -29,7 +28,6 @@ DENSE = str(MODELS / "tiny-mimo2-f16.gguf")
 HYBRID = str(MODELS / "tiny-qwen35-f16.gguf")
 DRAFT = str(MODELS / "tiny-draft-f16.gguf")
 AMPLE = HostMemory(10**12, 10**12)
-IS_ROOT = os.geteuid() == 0
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +233,7 @@ def test_a_journal_s_folder_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "has 1 kB left" in error_of(DENSE, flag, check="journal")
 
 
-@pytest.mark.skipif(IS_ROOT, reason="root may write everywhere")
+@pytest.mark.usefixtures("ordinary_user")
 def test_a_journal_s_folder_of_somebody_else(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "cannot be written" in error_of(

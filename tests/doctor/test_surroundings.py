@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.doctor.test_doctor import DENSE, IS_ROOT, error_of, told
+from tests.doctor.test_doctor import DENSE, error_of, told
 from tests.support.built import needs_extension
 from tests.support.certificates import Authority
 from tests.support.databases import redis_server
@@ -99,7 +99,7 @@ def test_the_audit_trail_is_not_made_and_must_be_writable(tmp_path: Path) -> Non
     assert "cannot be written" in error_of(DENSE, f"--audit-file={tmp_path}", check="audit")
 
 
-@pytest.mark.skipif(IS_ROOT, reason="root may write everywhere")
+@pytest.mark.usefixtures("ordinary_user")
 def test_an_audit_trail_of_somebody_else(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     path.touch(mode=0o400)

@@ -72,8 +72,12 @@ def test_a_model_lies_on_the_gpu_unless_it_is_told_otherwise(gpu: Device, target
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["none", "mtp", "eagle3", "simple"])
-@pytest.mark.parametrize("drafter", [None, CPU], ids=["drafter there", "drafter on the CPU"])
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [("none", None), ("mtp", None)]
+    + [(kind, place) for kind in ("eagle3", "simple") for place in (None, CPU)],
+    ids=["none", "mtp", "eagle3", "eagle3 on the CPU", "simple", "simple on the CPU"],
+)
 def test_the_gpu_writes_what_the_cpu_writes(
     gpu: Device,
     target: str,
@@ -81,8 +85,6 @@ def test_the_gpu_writes_what_the_cpu_writes(
     drafter: Placement | None,
     written: dict[str, tuple[list[list[int]], Referee]],
 ) -> None:
-    if drafter is not None and kind in ("none", "mtp"):
-        pytest.skip("no draft model")
     expected, referee = written[target]
     found = generated(target, kind, (Placement(devices=(gpu.name,)), drafter))
     with Model(MODELS / TARGETS[target], vocab_only=True) as vocabulary:

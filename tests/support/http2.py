@@ -93,16 +93,10 @@ class _Streams:
             yield kind, flags, stream & _WINDOW_MAX, payload
 
 
-class RudeClient:
-    """One connection for asyncio. Made by `connect`."""
+class _Client:
+    """What both kinds of connection have noted."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, window: int | None
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._streams = _Streams(window)
-        writer.write(self._streams.greeting)
+    _streams: _Streams
 
     @property
     def ended(self) -> set[int]:
@@ -113,6 +107,18 @@ class RudeClient:
     def has_goaway(self) -> bool:
         """Whether the server has said that it takes no more calls."""
         return self._streams.has_goaway
+
+
+class RudeClient(_Client):
+    """One connection for asyncio. Made by `connect`."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, window: int | None
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._streams = _Streams(window)
+        writer.write(self._streams.greeting)
 
     def open(self, path: str, message: bytes | None, key: str = "") -> int:
         """Opens a stream; without a message, it sends the headers alone and no end."""
@@ -145,7 +151,7 @@ async def connect(target: str, *, window: int | None = None) -> AsyncIterator[Ru
             await writer.wait_closed()
 
 
-class Connection:
+class Connection(_Client):
     """One connection over a socket; `pump` answers settings and pings, and notes what ends."""
 
     def __init__(self, target: str, window: int | None = None, timeout: float = 10.0) -> None:
@@ -155,16 +161,6 @@ class Connection:
         self.is_closed = False
         """Whether one of both sides has hung up."""
         self.socket.sendall(self._streams.greeting)
-
-    @property
-    def ended(self) -> set[int]:
-        """Streams that the server has ended or reset."""
-        return self._streams.ended
-
-    @property
-    def has_goaway(self) -> bool:
-        """Whether the server has said that it takes no more calls."""
-        return self._streams.has_goaway
 
     @property
     def next_stream(self) -> int:
