@@ -119,7 +119,9 @@ def worse(before: dict[str, Any], during: dict[str, Any], factor: float) -> bool
     By the median and by the 95th percentile of its times; the worst of fifty says what else the
     machine had to do.
     """
-    if during["errors"] and not before["errors"]:
+    if before["p50"] < 0:
+        raise SystemExit("the victim was not served before the attack: nothing to compare")
+    if during["p50"] < 0 or (during["errors"] and not before["errors"]):
         return True
     return any(during[each] > max(factor * before[each], LEAST_MS) for each in ("p50", "p95"))
 

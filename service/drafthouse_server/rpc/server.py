@@ -9,7 +9,6 @@ import functools
 import itertools
 import logging
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -249,8 +248,7 @@ class Server:
     def _on_signal(self, number: signal.Signals, n_signals: int = 1) -> None:
         _log.info("%s: %s", number.name, "ending now" if n_signals > 1 else "draining")
         # Its disk may hang: neither the streams nor the end wait for it.
-        told = (f"signal:{number.name}", "Drain", "server")
-        threading.Thread(target=self._audit.note, args=told, name="audit").start()
+        self._audit.note_aside(f"signal:{number.name}", "Drain", "server")
         # The first one after a drain that an operator has begun leaves that its time: whoever
         # supervises the server sends it, too.
         if n_signals > 1 or not self._stop.is_set():
