@@ -14,29 +14,61 @@ import argparse
 import math
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFWriter
+from gguf import GGUFValueType, GGUFWriter
 
-__all__ = ["KINDS", "RECIPES", "Recipe", "add_byte_vocabulary", "main", "sized", "write_model"]
+from models.arch_parts import (
+    CONV,
+    INNER,
+    MEAN,
+    MLA,
+    MOE,
+    N_CTX,
+    N_EMBD,
+    N_EXPERT,
+    N_FF,
+    N_HEAD,
+    N_HEAD_EMBD,
+    N_VOCAB,
+    N_WINDOW,
+    RANK,
+    RMS,
+    SSM,
+    STATE,
+    TWO_NORMS,
+    Longs,
+    Recipe,
+    Shape,
+    Shapes,
+    Value,
+    attention,
+    experts,
+    gated,
+    latent,
+    mamba2,
+    next_token,
+    norms,
+)
+from models.archs_mtp import MTP_RECIPES
 
-N_VOCAB = 128
-N_CTX = 256
-N_EMBD, N_HEAD, N_FF = 64, 2, 96
-N_HEAD_EMBD = N_EMBD // N_HEAD
-N_WINDOW = 24
-N_EXPERT = 4
+__all__ = [
+    "KINDS",
+    "N_CTX",
+    "N_VOCAB",
+    "RECIPES",
+    "Shape",
+    "add_byte_vocabulary",
+    "main",
+    "sized",
+    "write_model",
+]
 
 GAIN, OUTPUT_GAIN = 1.5, 3.0
 """Standard deviation of what a matrix gives for inputs of 1; of token tables: of the logits."""
-
-Shape = tuple[int, ...]
-Shapes = dict[str, Shape]
-Value = bool | int | float | str | Sequence[int] | Sequence[float] | Sequence[bool]
 
 # --- vocabulary
 
@@ -95,27 +127,37 @@ def sized(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]
 def _draw(name: str, shape: Shape) -> npt.NDArray[np.float32]:
     chance = np.random.default_rng(zlib.crc32(name.encode()))
     values = chance.normal(0.0, 0.1, shape[::-1]).astype(np.float32)
-    return sized(name, -np.abs(values) if "ssm_a" in name else values)
+    is_decay = "ssm_a" in name and "ssm_alpha" not in name
+    return sized(name, -np.abs(values) if is_decay else values)
+
+
+TOKEN_GAIN, ROW_GAIN = 3.0, 0.05
+"""What an MTP block that is a copy gets of the token's normed embedding: as much as the trunk does;
+and the standard deviation of its weights for the hidden row."""
+
+
+def _projection(name: str, shape: Shape) -> npt.NDArray[np.float32]:
+    n_in, n_out = shape
+    chance = np.random.default_rng(zlib.crc32(name.encode()))
+    values = chance.normal(0.0, ROW_GAIN, (n_out, n_in)).astype(np.float32)
+    values[:, :n_out] = TOKEN_GAIN * np.eye(n_out, dtype=np.float32)
+    return values
+
+
+def _weights(recipe: Recipe, name: str, shape: Shape) -> npt.NDArray[np.float32]:
+    if recipe.copies and name.endswith("nextn.eh_proj.weight"):
+        return _projection(name, shape)
+    origins = (
+        other + name.removeprefix(start)
+        for start, other in recipe.copies.items()
+        if name.startswith(start)
+    )
+    origin = next(origins, name)
+    factor = next((x for end, x in recipe.scale.items() if origin.endswith(end)), 1.0)
+    return _draw(origin, shape) * np.float32(factor)
 
 
 # --- parts of blocks
-
-
-def _norms(*names: str, n: int = N_EMBD, has_bias: bool = False) -> Shapes:
-    weights: Shapes = {f"{name}.weight": (n,) for name in names}
-    biases: Shapes = {f"{name}.bias": (n,) for name in names} if has_bias else {}
-    return weights | biases
-
-
-def _attention(n_kv: int = N_HEAD, *, has_norm: bool = False) -> Shapes:
-    n_query, n_key = N_HEAD * N_HEAD_EMBD, n_kv * N_HEAD_EMBD
-    shapes = {
-        "attn_q.weight": (N_EMBD, n_query),
-        "attn_k.weight": (N_EMBD, n_key),
-        "attn_v.weight": (N_EMBD, n_key),
-        "attn_output.weight": (n_query, N_EMBD),
-    }
-    return shapes | (_norms("attn_q_norm", "attn_k_norm", n=N_HEAD_EMBD) if has_norm else {})
 
 
 def _joined(*, has_bias: bool = False) -> Shapes:
@@ -128,174 +170,63 @@ def _joined(*, has_bias: bool = False) -> Shapes:
     return shapes
 
 
-def _gated(n_ff: int = N_FF, last: str = "") -> Shapes:
-    return {
-        f"ffn_gate{last}.weight": (N_EMBD, n_ff),
-        f"ffn_up{last}.weight": (N_EMBD, n_ff),
-        f"ffn_down{last}.weight": (n_ff, N_EMBD),
-    }
-
-
 def _plain_ff(*, has_bias: bool) -> Shapes:
     shapes: Shapes = {"ffn_up.weight": (N_EMBD, N_FF), "ffn_down.weight": (N_FF, N_EMBD)}
     return shapes | ({"ffn_up.bias": (N_FF,), "ffn_down.bias": (N_EMBD,)} if has_bias else {})
 
 
-def _experts(*, has_bias: bool = False) -> Shapes:
-    shapes: Shapes = {
-        "ffn_gate_inp.weight": (N_EMBD, N_EXPERT),
-        "ffn_gate_exps.weight": (N_EMBD, N_FF, N_EXPERT),
-        "ffn_up_exps.weight": (N_EMBD, N_FF, N_EXPERT),
-        "ffn_down_exps.weight": (N_FF, N_EMBD, N_EXPERT),
-    }
-    if has_bias:
-        shapes |= {
-            "ffn_gate_inp.bias": (N_EXPERT,),
-            "ffn_gate_exps.bias": (N_FF, N_EXPERT),
-            "ffn_up_exps.bias": (N_FF, N_EXPERT),
-            "ffn_down_exps.bias": (N_EMBD, N_EXPERT),
-        }
-    return shapes
-
-
-def _next_token() -> Shapes:
-    return {
-        "nextn.eh_proj.weight": (2 * N_EMBD, N_EMBD),
-        **_norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"),
-    }
-
-
 # --- recipes
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What a model is made of."""
-
-    arch: str
-    """llama.cpp's name of the architecture."""
-
-    kind: str
-    """What is special about its memory, in a few words."""
-
-    blocks: Sequence[Shapes]
-    """Tensors of each block, by the name behind its number."""
-
-    values: Mapping[str, Value] = field(default_factory=dict)
-    """Metadata besides the sizes, by the name behind the architecture's; "/" begins a whole one."""
-
-    rest: Shapes = field(default_factory=dict)
-    """Tensors outside blocks, besides token table, last norm and head."""
-
-    has_output: bool = True
-    """Whether the head is a tensor of its own."""
-
-    has_output_norm: bool = True
-    """Whether there is a last norm of the usual name."""
-
-    has_biases: bool = False
-    """Whether that norm has a bias: it subtracts the mean too."""
-
-    scale: Mapping[str, float] = field(default_factory=dict)
-    """Factors of tensors by the end of their names: many layers must not amplify roundings."""
-
-
-_RMS: Mapping[str, Value] = {"attention.layer_norm_rms_epsilon": 1e-5}
-_MEAN: Mapping[str, Value] = {"attention.layer_norm_epsilon": 1e-5}
-_MOE: Mapping[str, Value] = {
-    "expert_count": N_EXPERT,
-    "expert_used_count": 2,
-    "expert_feed_forward_length": N_FF,
-}
-
-_TWO_NORMS = _norms("attn_norm", "ffn_norm")
-_DENSE = _TWO_NORMS | _attention() | _gated()
-_BIASED = _norms("attn_norm", "ffn_norm", has_bias=True)
-_INNER, _STATE, _CONV, _RANK = 2 * N_EMBD, 16, 4, 4
-_SSM: Mapping[str, Value] = {
-    "ssm.inner_size": _INNER,
-    "ssm.state_size": _STATE,
-    "ssm.conv_kernel": _CONV,
-    "ssm.time_step_rank": _RANK,
-}
+_DENSE = TWO_NORMS | attention() | gated()
+_BIASED = norms("attn_norm", "ffn_norm", has_bias=True)
 
 
 def _mamba() -> Shapes:
     return {
-        "ssm_in.weight": (N_EMBD, 2 * _INNER),
-        "ssm_conv1d.weight": (_CONV, _INNER),
-        "ssm_conv1d.bias": (_INNER,),
-        "ssm_x.weight": (_INNER, _RANK + 2 * _STATE),
-        "ssm_dt.weight": (_RANK, _INNER),
-        "ssm_dt.bias": (_INNER,),
-        "ssm_a": (_STATE, _INNER),
-        "ssm_d": (_INNER,),
-        "ssm_out.weight": (_INNER, N_EMBD),
-    }
-
-
-def _mamba2() -> Shapes:
-    n_conv = _INNER + 2 * _STATE
-    return {
-        "ssm_in.weight": (N_EMBD, 2 * _INNER + 2 * _STATE + _RANK),
-        "ssm_conv1d.weight": (_CONV, n_conv),
-        "ssm_conv1d.bias": (n_conv,),
-        "ssm_dt.bias": (_RANK,),
-        "ssm_a": (1, _RANK),
-        "ssm_d": (1, _RANK),
-        "ssm_norm.weight": (_INNER, 1),
-        "ssm_out.weight": (_INNER, N_EMBD),
+        "ssm_in.weight": (N_EMBD, 2 * INNER),
+        "ssm_conv1d.weight": (CONV, INNER),
+        "ssm_conv1d.bias": (INNER,),
+        "ssm_x.weight": (INNER, RANK + 2 * STATE),
+        "ssm_dt.weight": (RANK, INNER),
+        "ssm_dt.bias": (INNER,),
+        "ssm_a": (STATE, INNER),
+        "ssm_d": (INNER,),
+        "ssm_out.weight": (INNER, N_EMBD),
     }
 
 
 def _plamo2_mamba() -> Shapes:
     n_step = 64
     return {
-        "ssm_in.weight": (N_EMBD, 2 * _INNER),
-        "ssm_conv1d.weight": (_CONV, _INNER),
-        "ssm_x.weight": (_INNER, n_step + 2 * _STATE),
-        "ssm_dt.weight": (n_step, _RANK),
-        "ssm_dt.bias": (_RANK,),
-        "ssm_a": (_RANK,),
-        "ssm_d": (_RANK,),
-        "ssm_out.weight": (_INNER, N_EMBD),
+        "ssm_in.weight": (N_EMBD, 2 * INNER),
+        "ssm_conv1d.weight": (CONV, INNER),
+        "ssm_x.weight": (INNER, n_step + 2 * STATE),
+        "ssm_dt.weight": (n_step, RANK),
+        "ssm_dt.bias": (RANK,),
+        "ssm_a": (RANK,),
+        "ssm_d": (RANK,),
+        "ssm_out.weight": (INNER, N_EMBD),
         "ssm_dt_norm": (n_step,),
-        "ssm_b_norm": (_STATE,),
-        "ssm_c_norm": (_STATE,),
+        "ssm_b_norm": (STATE,),
+        "ssm_c_norm": (STATE,),
     }
 
 
-_PLAMO2_NORMS: Shapes = _TWO_NORMS | {"post_attention_norm": (N_EMBD,), "post_ffw_norm": (N_EMBD,)}
+_PLAMO2_NORMS: Shapes = TWO_NORMS | {"post_attention_norm": (N_EMBD,), "post_ffw_norm": (N_EMBD,)}
 _PLAMO2_FF: Shapes = {"ffn_up.weight": (N_EMBD, 2 * N_FF), "ffn_down.weight": (N_FF, N_EMBD)}
-_LATENT, _ROTATED, _PLAIN = 32, 16, 16
-
-
-def _latent() -> Shapes:
-    """Attention over one compressed row for all heads (MLA)."""
-    return {
-        "attn_q_a.weight": (N_EMBD, _LATENT),
-        "attn_q_a_norm.weight": (_LATENT,),
-        "attn_q_b.weight": (_LATENT, N_HEAD * (_PLAIN + _ROTATED)),
-        "attn_kv_a_mqa.weight": (N_EMBD, _LATENT + _ROTATED),
-        "attn_kv_a_norm.weight": (_LATENT,),
-        "attn_k_b.weight": (_PLAIN, _LATENT, N_HEAD),
-        "attn_v_b.weight": (_LATENT, _PLAIN, N_HEAD),
-        "attn_output.weight": (N_HEAD * _PLAIN, N_EMBD),
-    }
-
-
 _N_PER_LAYER = 16
 
 
 def _gemma(*, has_own_cells: bool = True) -> Shapes:
-    attention = _attention(has_norm=True)
+    shapes = attention(has_norm=True)
     if not has_own_cells:
         for name in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
-            del attention[name]
+            del shapes[name]
     return (
-        _norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm")
-        | attention
-        | _gated()
+        norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm")
+        | shapes
+        | gated()
     )
 
 
@@ -323,18 +254,18 @@ _ALTUP: Shapes = {
     "laurel_r.weight": (_N_LAUREL, N_EMBD),
     "laurel_post_norm.weight": (N_EMBD,),
 }
-_STEP = _TWO_NORMS | _attention(has_norm=True)
-_GLM = _norms("attn_norm", "post_attention_norm") | _attention()
-_GLM_EXPERTS = _experts() | _gated(last="_shexp") | {"exp_probs_b.bias": (N_EXPERT,)}
+_STEP = TWO_NORMS | attention(has_norm=True)
+_GLM = norms("attn_norm", "post_attention_norm") | attention()
+_GLM_EXPERTS = experts() | gated(last="_shexp") | {"exp_probs_b.bias": (N_EXPERT,)}
 
 RECIPES: Mapping[str, Recipe] = {
-    "llama": Recipe("llama", "dense", [_DENSE] * 2, _RMS),
+    "llama": Recipe("llama", "dense", [_DENSE] * 2, RMS),
     "cohere2": Recipe(
         "cohere2",
         "sliding window",
-        [_norms("attn_norm") | _attention(1) | _gated()] * 4,
+        [norms("attn_norm") | attention(1) | gated()] * 4,
         {
-            **_MEAN,
+            **MEAN,
             "attention.sliding_window": N_WINDOW,
             "attention.sliding_window_pattern": [True, True, True, False],
             "attention.head_count_kv": 1,
@@ -346,7 +277,7 @@ RECIPES: Mapping[str, Recipe] = {
         "gpt2",
         "learned positions",
         [_BIASED | _joined(has_bias=True) | _plain_ff(has_bias=True)] * 2,
-        _MEAN,
+        MEAN,
         {"position_embd.weight": (N_EMBD, N_CTX)},
         has_biases=True,
     ),
@@ -354,99 +285,92 @@ RECIPES: Mapping[str, Recipe] = {
         "bloom",
         "ALiBi",
         [_BIASED | _joined(has_bias=True) | _plain_ff(has_bias=True)] * 2,
-        {**_MEAN, "attention.max_alibi_bias": 8.0},
-        _norms("token_embd_norm", has_bias=True),
+        {**MEAN, "attention.max_alibi_bias": 8.0},
+        norms("token_embd_norm", has_bias=True),
         has_biases=True,
     ),
     "qwen3moe": Recipe(
         "qwen3moe",
         "experts",
-        [_TWO_NORMS | _attention(has_norm=True) | _experts()] * 2,
-        {**_RMS, **_MOE},
+        [TWO_NORMS | attention(has_norm=True) | experts()] * 2,
+        {**RMS, **MOE},
     ),
     "gpt-oss": Recipe(
         "gpt-oss",
         "window with sinks, experts",
         [
-            _norms("attn_norm", "post_attention_norm")
-            | _attention()
+            norms("attn_norm", "post_attention_norm")
+            | attention()
             | {"attn_sinks.weight": (N_HEAD,), "attn_output.bias": (N_EMBD,)}
-            | _experts(has_bias=True)
+            | experts(has_bias=True)
         ]
         * 2,
-        {**_RMS, **_MOE, "attention.sliding_window": N_WINDOW},
+        {**RMS, **MOE, "attention.sliding_window": N_WINDOW},
     ),
     "deepseek2": Recipe(
         "deepseek2",
         "latent attention (MLA), experts",
         [
-            _TWO_NORMS | _latent() | _gated(),
-            _TWO_NORMS | _latent() | _experts() | _gated(last="_shexp"),
+            TWO_NORMS | latent() | gated(),
+            TWO_NORMS | latent() | experts() | gated(last="_shexp"),
         ],
         {
-            **_RMS,
-            **_MOE,
+            **RMS,
+            **MOE,
             "leading_dense_block_count": 1,
             "expert_shared_count": 1,
             "expert_weights_scale": 1.0,
             "expert_gating_func": 1,
-            "attention.q_lora_rank": _LATENT,
-            "attention.kv_lora_rank": _LATENT,
-            "attention.head_count_kv": 1,
-            "attention.key_length": _LATENT + _ROTATED,
-            "attention.value_length": _LATENT,
-            "attention.key_length_mla": _PLAIN + _ROTATED,
-            "attention.value_length_mla": _PLAIN,
-            "rope.dimension_count": _ROTATED,
+            **MLA,
         },
     ),
     "mamba2": Recipe(
         "mamba2",
         "recurrent",
-        [_norms("attn_norm") | _mamba2()] * 2,
-        {**_RMS, **_SSM, "ssm.group_count": 1},
+        [norms("attn_norm") | mamba2()] * 2,
+        {**RMS, **SSM, "ssm.group_count": 1},
     ),
     "jamba": Recipe(
         "jamba",
         "hybrid: attention and a state-space model",
         [
             _DENSE,
-            _TWO_NORMS
+            TWO_NORMS
             | _mamba()
-            | _norms("ssm_dt_norm", n=_RANK)
-            | _norms("ssm_b_norm", "ssm_c_norm", n=_STATE)
-            | _gated(),
+            | norms("ssm_dt_norm", n=RANK)
+            | norms("ssm_b_norm", "ssm_c_norm", n=STATE)
+            | gated(),
         ],
-        {**_RMS, **_SSM, "attention.head_count_kv": [N_HEAD, 0]},
+        {**RMS, **SSM, "attention.head_count_kv": [N_HEAD, 0]},
     ),
     "lfm2": Recipe(
         "lfm2",
         "hybrid: attention and short convolutions",
         [
-            _TWO_NORMS | _attention(has_norm=True) | _gated(),
-            _TWO_NORMS
+            TWO_NORMS | attention(has_norm=True) | gated(),
+            TWO_NORMS
             | {
                 "shortconv.in_proj.weight": (N_EMBD, 3 * N_EMBD),
                 "shortconv.conv.weight": (3, N_EMBD),
                 "shortconv.out_proj.weight": (N_EMBD, N_EMBD),
             }
-            | _gated(),
+            | gated(),
         ],
-        {**_RMS, "shortconv.l_cache": 3, "attention.head_count_kv": [N_HEAD, 0]},
-        _norms("token_embd_norm"),
+        {**RMS, "shortconv.l_cache": 3, "attention.head_count_kv": [N_HEAD, 0]},
+        norms("token_embd_norm"),
         has_output_norm=False,
     ),
     "minimax-01": Recipe(
         "minimax-01",
         "hybrid: attention and linear attention",
         [
-            _norms("attn_norm", "attn_norm_2", "ffn_norm")
+            norms("attn_norm", "attn_norm_2", "ffn_norm")
             | _joined()
             | {"attn_gate.weight": (N_EMBD, N_EMBD)}
-            | _experts(),
-            _TWO_NORMS | _attention() | _experts(),
+            | experts(),
+            TWO_NORMS | attention() | experts(),
         ],
-        {**_RMS, **_MOE, "residual_scale": 1.5, "attention.recurrent_layers": [True, False]},
+        {**RMS, **MOE, "residual_scale": 1.5, "attention.recurrent_layers": [True, False]},
     ),
     "gemma4": Recipe(
         "gemma4",
@@ -456,7 +380,7 @@ RECIPES: Mapping[str, Recipe] = {
             for i in range(len(_GEMMA4_WINDOWED))
         ],
         {
-            **_RMS,
+            **RMS,
             "attention.shared_kv_layers": 2,
             "attention.sliding_window": N_WINDOW,
             "attention.sliding_window_pattern": list(_GEMMA4_WINDOWED),
@@ -477,7 +401,7 @@ RECIPES: Mapping[str, Recipe] = {
         "layers that share cells, window, four streams",
         [_gemma() | _per_layer(_N_ALTUP_EMBD) | _ALTUP] * _N_GEMMA3N,
         {
-            **_RMS,
+            **RMS,
             "attention.sliding_window": N_WINDOW,
             "attention.sliding_window_pattern": 5,
             "embedding_length_per_layer_input": _N_ALTUP_EMBD,
@@ -494,9 +418,9 @@ RECIPES: Mapping[str, Recipe] = {
     "apertus": Recipe(
         "apertus",
         "dense",
-        [_TWO_NORMS | _attention(has_norm=True) | _plain_ff(has_bias=False)] * 2,
+        [TWO_NORMS | attention(has_norm=True) | _plain_ff(has_bias=False)] * 2,
         {
-            **_RMS,
+            **RMS,
             "/xielu.alpha_n": 0.8,
             "/xielu.alpha_p": 0.8,
             "/xielu.beta": 0.5,
@@ -506,10 +430,10 @@ RECIPES: Mapping[str, Recipe] = {
     "step35": Recipe(
         "step35",
         "window, experts, next-token block",
-        [_STEP | _gated(), _STEP | _experts(), _STEP | _gated() | _next_token()],
+        [_STEP | gated(), _STEP | experts(), _STEP | gated() | next_token()],
         {
-            **_RMS,
-            **_MOE,
+            **RMS,
+            **MOE,
             "attention.sliding_window": N_WINDOW,
             "attention.sliding_window_pattern": [True, False, False],
             "nextn_predict_layers": 1,
@@ -518,10 +442,10 @@ RECIPES: Mapping[str, Recipe] = {
     "glm4moe": Recipe(
         "glm4moe",
         "experts, next-token block",
-        [_GLM | _gated(), _GLM | _GLM_EXPERTS, _GLM | _GLM_EXPERTS | _next_token()],
+        [_GLM | gated(), _GLM | _GLM_EXPERTS, _GLM | _GLM_EXPERTS | next_token()],
         {
-            **_RMS,
-            **_MOE,
+            **RMS,
+            **MOE,
             "expert_shared_count": 1,
             "leading_dense_block_count": 1,
             "nextn_predict_layers": 1,
@@ -531,16 +455,16 @@ RECIPES: Mapping[str, Recipe] = {
         "bert",
         "encoder: no cache",
         [
-            _attention()
-            | _norms("attn_output_norm", "layer_output_norm", has_bias=True)
+            attention()
+            | norms("attn_output_norm", "layer_output_norm", has_bias=True)
             | _plain_ff(has_bias=True)
         ]
         * 2,
-        {**_MEAN, "attention.causal": False, "/tokenizer.ggml.token_type_count": 2},
+        {**MEAN, "attention.causal": False, "/tokenizer.ggml.token_type_count": 2},
         {
             "token_types.weight": (N_EMBD, 2),
             "position_embd.weight": (N_EMBD, N_CTX),
-            **_norms("token_embd_norm", has_bias=True),
+            **norms("token_embd_norm", has_bias=True),
         },
         has_output=False,
         has_output_norm=False,
@@ -550,9 +474,9 @@ RECIPES: Mapping[str, Recipe] = {
         "cogvlm",
         "dense",
         [
-            _TWO_NORMS
+            TWO_NORMS
             | _joined()
-            | _gated()
+            | gated()
             | {
                 "vis_attn_qkv.weight": (N_EMBD, 3 * N_EMBD),
                 "vis_attn_output.weight": (N_EMBD, N_EMBD),
@@ -562,7 +486,7 @@ RECIPES: Mapping[str, Recipe] = {
             }
         ]
         * 2,
-        _RMS,
+        RMS,
     ),
     # Whose graph is wrong for several sequences in one batch: llama.cpp ends the process.
     "plamo2": Recipe(
@@ -579,13 +503,14 @@ RECIPES: Mapping[str, Recipe] = {
             _PLAMO2_NORMS | _plamo2_mamba() | _PLAMO2_FF,
         ],
         {
-            **_RMS,
-            **_SSM,
+            **RMS,
+            **SSM,
             "ssm.group_count": 0,
             "attention.head_count": [N_HEAD, 0],
             "attention.head_count_kv": [N_HEAD, 0],
         },
     ),
+    **MTP_RECIPES,
 }
 """What can be written, by name."""
 
@@ -621,8 +546,7 @@ def write_model(path: Path, name: str) -> Path:
     for key, value in (values | dict(recipe.values)).items():
         _add(writer, key[1:] if key.startswith("/") else f"{recipe.arch}.{key}", value)
     for tensor, shape in _shapes(recipe).items():
-        factor = next((x for end, x in recipe.scale.items() if tensor.endswith(end)), 1.0)
-        writer.add_tensor(tensor, _draw(tensor, shape) * np.float32(factor))
+        writer.add_tensor(tensor, _weights(recipe, tensor, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -633,7 +557,7 @@ def write_model(path: Path, name: str) -> Path:
 def _shapes(recipe: Recipe) -> Shapes:
     shapes: Shapes = {"token_embd.weight": (N_EMBD, N_VOCAB)} | recipe.rest
     if recipe.has_output_norm:
-        shapes |= _norms("output_norm", has_bias=recipe.has_biases)
+        shapes |= norms("output_norm", has_bias=recipe.has_biases)
     if recipe.has_output:
         shapes["output.weight"] = (N_EMBD, N_VOCAB)
     for i, block in enumerate(recipe.blocks):
@@ -650,6 +574,8 @@ def _add(writer: GGUFWriter, key: str, value: Value) -> None:
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, Longs):
+        writer.add_key_value(key, list(value), GGUFValueType.ARRAY, GGUFValueType.UINT64)
     else:
         writer.add_array(key, list(value))
 

@@ -22,13 +22,17 @@ budget=${BUDGET:-540}
 peer_kind=${PEER:-shared}
 rounds=${ROUNDS:-3}
 pack=${PACK:-build/gpu-pack}
+case $pack in
+/*) wheels=$pack/wheels ;;
+*) wheels=$PWD/$pack/wheels ;;
+esac
 python=${PYTHON:-python3}
 export PATH="$PWD/.venv/bin:$PATH"
 
 if [ "${1:-}" != --pack ] && [ -e "$pack/llama.cpp.tar.xz" ]; then
     # Absolute: CMake runs elsewhere.
     DRAFTHOUSE_LLAMA_CPP=${DRAFTHOUSE_LLAMA_CPP:-$PWD/$work/llama.cpp}
-    PIP_NO_INDEX=1 PIP_FIND_LINKS=$PWD/$pack/wheels SITE=1
+    PIP_NO_INDEX=1 PIP_FIND_LINKS=$wheels SITE=1
     export DRAFTHOUSE_LLAMA_CPP PIP_NO_INDEX PIP_FIND_LINKS
 fi
 

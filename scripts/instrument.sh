@@ -1,7 +1,7 @@
 #!/bin/sh
 # Compiles cext/spec, and the parts of llama.cpp that handle untrusted input, with instrumentation.
 #
-#   scripts/instrument.sh address    -> build/address/{abi_test,step_bench,attention_test,_spec…so}   (GCC, ASan and UBSan)
+#   scripts/instrument.sh address    -> build/address/{abi_test,step_bench,attention_test,rows_test,_spec…so}   (GCC, ASan and UBSan)
 #   scripts/instrument.sh thread     -> build/thread/{handover_test,sampling_test}     (clang, TSan)
 #   scripts/instrument.sh fuzz       -> build/fuzz/{plan_fuzz,grammar_fuzz,…}          (clang, libFuzzer, ASan, UBSan)
 #   scripts/instrument.sh texts      -> build/texts/{split_test,tokenizer_counts}      (GCC, tokenisers that count)
@@ -148,13 +148,19 @@ address)
         # shellcheck disable=SC2086
         link $program $flags "$out/obj/$program.o"
     done
-    # The one file of ggml's kernels that our patches change.
-    compile "$llama/ggml/src/ggml-cpu/ops.cpp" ops -w -DNDEBUG -D_GNU_SOURCE -march=native \
-        "-I$llama/ggml/src" "-I$llama/ggml/src/ggml-cpu" "-I$llama/ggml/include"
-    compile tests/kernels/attention_test.cpp attention_test
-    # shellcheck disable=SC2086
-    $cxx $flags "$out/obj/attention_test.o" "$out/obj/ops.o" -Wl,--start-group $archives -Wl,--end-group \
-        -l:libgomp.so.1 -lpthread -ldl -o "$out/attention_test"
+    # The files of ggml's kernels that our patches change.
+    kernels=
+    for part in ops repack tiled/tiled; do
+        compile "$llama/ggml/src/ggml-cpu/$part.cpp" "$(basename "$part")" -w -DNDEBUG -D_GNU_SOURCE -march=native \
+            "-I$llama/ggml/src" "-I$llama/ggml/src/ggml-cpu" "-I$llama/ggml/include"
+        kernels="$kernels $out/obj/$(basename "$part").o"
+    done
+    for program in attention_test rows_test; do
+        compile tests/kernels/$program.cpp $program
+        # shellcheck disable=SC2086
+        $cxx $flags "$out/obj/$program.o" $kernels -Wl,--start-group $archives -Wl,--end-group \
+            -l:libgomp.so.1 -lpthread -ldl -o "$out/$program"
+    done
     folder=$out/python/drafthouse_engine
     mkdir -p "$folder"
     cp cext/drafthouse_engine/*.py "$folder/"

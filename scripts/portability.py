@@ -214,7 +214,7 @@ def command_for(target: Target, source: Path, kernels: Path, unit: str) -> list[
     include = [flag for folder in folders for flag in ("-isystem", str(source / folder))]
     include += ["-isystem", sysconfig.get_path("include")]  # for cpu_level.c
     if unit.startswith(KERNELS):
-        path = kernels / Path(unit).name
+        path = kernels / Path(unit).relative_to(KERNELS)
         include = [f"-I{kernels}", f"-I{source / 'ggml/src'}", f"-I{source / 'ggml/include'}"]
     else:
         path = ROOT / unit if is_own else source / unit

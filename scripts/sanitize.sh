@@ -17,8 +17,10 @@ for model in tiny-mimo2-f16 tiny-qwen35-f16; do
             --n-seq 4 --n-gen 24 --n-requests 12 --threads 1
     done
 done
-echo '== attention_test'
-"$out/attention_test"
+for program in attention_test rows_test; do
+    echo "== $program"
+    "$out/$program"
+done
 echo '== Python stress test'
 # Without site (-S): an editable installation would import the engine without instrumentation, whatever the path says.
 # CPython and numpy keep memory until the end: leaks are not looked for.

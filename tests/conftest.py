@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.support import ports
+from tests.support import alarm, ports
 
 import drafthouse
 from drafthouse_server.config import Config
@@ -28,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole", action="store_true", help="as many requests and traces as the proofs ask for"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has a test that takes too long fail alone."""
+    config.pluginmanager.register(alarm)
 
 
 # How long an example takes is no verdict.

@@ -24,7 +24,7 @@ PURE_FILES = (
     SERVICE / "step.py", SERVICE / "errors.py",
     *(
         SERVICE / "tenancy" / f"{name}.py"
-        for name in ("fairness", "identity", "limits", "tenants", "turns")
+        for name in ("fairness", "identity", "limits", "tenants")
     ),
 )  # fmt: skip
 """Those beside the pure folders."""
@@ -220,6 +220,30 @@ def test_no_test_imports_a_benchmark_but_its_own() -> None:
     assert users == {"bench"}
 
 
+FORKS = {"preexec_fn", "user", "group", "extra_groups"}
+"""With these `subprocess` forks; without them a child shares this process's memory until it is
+another program, and no library notices."""
+
+
+def test_no_process_is_forked() -> None:
+    """In a fork gRPC begins its threads anew, which then read what is not theirs, and abort."""
+    others = {*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").glob("*.py")}
+    found = [
+        f"{path}:{node.lineno}"
+        for path in {*all_sources(), *others}
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and is_fork(node)
+    ]
+    assert not found
+
+
+def is_fork(call: ast.Call) -> bool:
+    name, _, last = ast.unparse(call.func).rpartition(".")
+    if name == "subprocess":
+        return bool(FORKS & {keyword.arg for keyword in call.keywords})
+    return name in {"os", "pty"} and last in {"fork", "forkpty"}
+
+
 def test_every_exception_is_caught_in_three_files_only() -> None:
     users = {within(path) for path in sources(SERVICE) if catches_all(path)}
     assert users == CATCH_ALL_FILES
@@ -343,7 +367,7 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
 def test_pages_name_files_that_are_there() -> None:
     paths = [path.relative_to(ROOT) for path in text_files()]
     ends = {"/".join(path.parts[i:]) for path in paths for i in range(len(path.parts))}
-    of_llama_cpp = {"common/speculative.cpp", "ops.cpp", "repack.cpp"}
+    of_llama_cpp = {"common/speculative.cpp", "ops.cpp", "repack.cpp", "tiled.cpp"}
     found = []
     for path in (path for path in paths if path.suffix == ".md"):
         if path.name == "CHANGELOG.md" or "results" in path.parts:

@@ -48,6 +48,8 @@ class Contender:
     """Whether every other stream is sampled."""
     n_prompt: int = 64
     """Tokens of a prompt."""
+    target_of: LlamaEngine | None = None
+    """An engine whose weights it shares."""
     rates: list[float] = field(default_factory=list)
     """Tokens per second, by slice."""
     lengths: Counter[int] = field(default_factory=Counter)
@@ -55,7 +57,7 @@ class Contender:
 
     def __post_init__(self) -> None:
         """Loads the engine and starts the streams."""
-        self.engine = LlamaEngine.load(self.config)
+        self.engine = LlamaEngine.load(self.config, target_of=self.target_of)
         self.scheduler = make_scheduler(self.engine, self.config)
         texts = read_texts(PROMPTS)
         tokens = [self.engine.tokenize(t, add_special=True, parse_special=False) for t in texts]

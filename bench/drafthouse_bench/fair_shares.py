@@ -1,15 +1,16 @@
-"""Two floods of weights 1 and 3, and a flood beside a polite tenant, on the demo model over gRPC.
+"""Two floods of weights 1 and 3, and a flood beside a polite tenant, over gRPC.
 
     drafthouse-bench fair-shares [--rounds 3] [--seconds 20] [--streams 40] [--timeline FILE]
+        [--model dense] [--n-prompt 16]
 
 Two floods: each keeps so many streams open, whose prompts and outputs differ in length between the
 tenants; service, prompt + 2 x output as it arrives, is to be 1 : 3 within 5 %. Without drafts:
 their rejected tokens a client sees only at the end.
 
-A flood beside a polite tenant: that one asks every two seconds for one token of a new prompt, alone
-and beside a flood of the other one. The 95th percentile of its time to first token is to be at most
-twice what it is alone. Clients of the floods are niced: on a real network they have machines of
-their own. The server's defaults.
+A flood beside a polite tenant: that one asks every two seconds for one token of a new prompt of
+--n-prompt tokens, alone and beside a flood of the other one. The 95th percentile of its time to
+first token is to be at most twice what it is alone. Clients of the floods are niced: on a real
+network they have machines of their own. The server's defaults.
 
 The bars are printed, and the exit code is 1 where one is missed; figures depend on the machine, so
 this is a program and no test. The bounds without a clock: tests/scheduling/test_fairness.py.
@@ -32,7 +33,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import drafthouse
-from drafthouse_bench.demos import DEMOS, MODELS
+from drafthouse_bench.peers.case import find_target
 from drafthouse_bench.process import ServerProcess
 from drafthouse_bench.report import percentile
 from drafthouse_server.config import Config
@@ -47,14 +48,14 @@ _SHARE_BAR, _TTFT_BAR = 0.05, 2.0
 
 @contextlib.asynccontextmanager
 async def _serving(
-    folder: Path, timeline: Path | None = None, **settings: object
+    folder: Path, model: str, timeline: Path | None = None, **settings: object
 ) -> AsyncIterator[str]:
     path = folder / "drafthouse.toml"
     keys = ", ".join(f'"{name}:{key}"' for name, key in _KEYS.items())
     sections = "".join(f"[tenants.{n}]\nweight = {w}\n" for n, w in _WEIGHTS.items())
     path.write_text(f"api_keys = [{keys}]\n{sections}", encoding="utf-8")
     path.chmod(0o600)
-    config = Config(model=str(MODELS / DEMOS["dense"][0]), **settings)  # type: ignore[arg-type]
+    config = Config(model=str(find_target(model).path), **settings)  # type: ignore[arg-type]
     async with ServerProcess(config, ["--config", str(path)], timeline).run() as server:
         yield server.target
 
@@ -112,9 +113,9 @@ async def _served(process: subprocess.Popen[str]) -> float:
     return float(json.loads(text))
 
 
-async def _two_floods(folder: Path, n_streams: int, seconds: float) -> float:
+async def _two_floods(folder: Path, model: str, n_streams: int, seconds: float) -> float:
     """Returns the heavy one's service over the light one's."""
-    async with _serving(folder, draft_type="none") as target:
+    async with _serving(folder, model, draft_type="none") as target:
         with (
             _flooding(target, "light", n_streams, seconds) as light,
             _flooding(target, "heavy", n_streams, seconds) as heavy,
@@ -123,13 +124,13 @@ async def _two_floods(folder: Path, n_streams: int, seconds: float) -> float:
     return got[1] / got[0]
 
 
-async def _polite(target: str, seconds: float) -> list[float]:
+async def _polite(target: str, n_prompt: int, seconds: float) -> list[float]:
     """Returns the times to first token of one request every two seconds, each a new prompt."""
     chance, found = random.Random(), []
     async with drafthouse.AsyncClient(target, api_key=_KEYS["polite"]) as client:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            prompt = [chance.randint(5, 1000) for _ in range(16)]
+            prompt = [chance.randint(5, 1000) for _ in range(n_prompt)]
             started = time.monotonic()
             async with client.generate(
                 prompt, max_output_tokens=1, ignore_end_token=True
@@ -141,28 +142,27 @@ async def _polite(target: str, seconds: float) -> list[float]:
 
 
 async def _beside_a_flood(
-    folder: Path, n_streams: int, seconds: float, timeline: Path | None
+    folder: Path, asked: argparse.Namespace
 ) -> tuple[list[float], list[float]]:
     """Returns the polite tenant's times alone and beside the flood."""
-    async with _serving(folder, timeline) as target:
-        await _polite(target, _PAUSE_S)
-        alone = await _polite(target, seconds)
-        with _flooding(target, "light", n_streams, seconds + 60, 0.0):
+    n_prompt, seconds = asked.n_prompt, asked.seconds
+    async with _serving(folder, asked.model, asked.timeline) as target:
+        await _polite(target, n_prompt, _PAUSE_S)
+        alone = await _polite(target, n_prompt, seconds)
+        with _flooding(target, "light", asked.streams, seconds + 60, 0.0):
             await asyncio.sleep(_WARM_S)
-            beside = await _polite(target, seconds)
+            beside = await _polite(target, n_prompt, seconds)
     return alone, beside
 
 
-async def _measure(
-    n_rounds: int, n_streams: int, seconds: float, timeline: Path | None = None
-) -> bool:
+async def _measure(asked: argparse.Namespace) -> bool:
     ratios, alone, beside = [], list[float](), list[float]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for _ in range(n_rounds):
-            if timeline is None:
-                ratios.append(await _two_floods(folder, n_streams, seconds))
-            times = await _beside_a_flood(folder, n_streams, seconds, timeline)
+        for _ in range(asked.rounds):
+            if asked.timeline is None:
+                ratios.append(await _two_floods(folder, asked.model, asked.streams, asked.seconds))
+            times = await _beside_a_flood(folder, asked)
             alone += times[0]
             beside += times[1]
     has_shares = True
@@ -194,6 +194,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--streams", type=int, default=40, help="of each flood")
+    parser.add_argument("--model", default="dense", help="a demo model, or one of build/bench")
+    parser.add_argument("--n-prompt", type=int, default=16, help="tokens of the polite prompts")
     parser.add_argument(
         "--timeline",
         type=Path,
@@ -206,7 +208,7 @@ def main() -> int:
     if asked.flood:
         asyncio.run(_flood(asked))
         return 0
-    is_met = asyncio.run(_measure(asked.rounds, asked.streams, asked.seconds, asked.timeline))
+    is_met = asyncio.run(_measure(asked))
     return 0 if is_met else 1
 
 

@@ -10,11 +10,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, Final
 
 from drafthouse_engine.devices import Placement
@@ -23,7 +25,10 @@ from drafthouse_engine.options import EngineParams
 __all__ = ["PATIENCE_S", "probe_model"]
 
 PATIENCE_S: Final = 300.0
-"""Longest time in which nothing is heard of the process."""
+"""Longest time in which nothing is heard of the process, and in which it reads nothing."""
+
+_END_S: Final = 10.0
+"""Longest time that the end of a process is waited for that was killed."""
 
 _PER_LOAD: Final = 10.0
 """Times as long as loading takes that the first decodes may take."""
@@ -76,14 +81,14 @@ def probe_model(
         placement_draft: The same of the draft model.
         patience_s: Longest time in which nothing is heard of that process. While it loads, it tells
             how far it is; from then on it has ten times as long as loading took, and no less than
-            this.
+            this. As long as it reads files, its time begins anew.
 
     Returns:
         What is wrong, as the end of a sentence about the model; empty where nothing is. What
         `Model` and `Engine` refuse with an error of their own is not told here.
 
     Raises:
-        OSError: the process cannot be started.
+        OSError: the process cannot be started, or ends before it looks at the model.
     """
     params = dataclasses.replace(params or EngineParams(), synth_rates=())
     setup = {
@@ -92,24 +97,40 @@ def probe_model(
         "draft": path_draft and _part(path_draft, n_gpu_layers_draft, placement_draft),
     }
     # The process ends when this one does: it reads its standard input until there is an end.
-    with subprocess.Popen(  # noqa: S603  # our own interpreter and module
+    process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
         [sys.executable or "python3", "-P", *_WORKER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=_environment(),
-    ) as process:
-        try:
-            told, error = _Talk(process, patience_s).run(setup)
-        except subprocess.TimeoutExpired as late:
-            return (
-                f"its first decode, in a process of its own, {late.cmd} (probe false: do without)"
-            )
-        finally:
-            process.kill()  # harmless on one that has ended
+    )
+    talk = _Talk(process, patience_s)
+    try:
+        told, error = talk.run(setup)
+    except subprocess.TimeoutExpired as late:
+        return f"its first decode, in a process of its own, {late.cmd} (probe false: do without)"
+    finally:
+        _end(process)
     if process.returncode == 0 and told is not None:
         return told
-    return f"llama.cpp {_end_of(process.returncode)} when it computes it{_last_words(error)}"
+    end, words = _end_of(process.returncode), _last_words(error)
+    if not talk.is_heard:
+        raise ChildProcessError(f"Python {end} before it looks at the model{words}")
+    return f"llama.cpp {end} when it computes it{words}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process, and waits for that, but not for ever.
+
+    One that waits for a disk or a driver that hangs ends when these answer.
+    """
+    process.kill()  # harmless on one that has ended
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # what it has not read
+            pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
 
 
 def _part(
@@ -130,6 +151,9 @@ class _Talk:
         self._is_loaded = False
         self._problem: str | None = None
         self._error = bytearray()
+        self._read = (0, 0)
+        self.is_heard = False
+        """Whether it has said anything: it does before it looks at the model."""
 
     def run(self, setup: dict[str, Any]) -> tuple[str | None, bytes]:
         """Returns the problem that the process tells, if it tells one, and what llama.cpp says.
@@ -152,7 +176,9 @@ class _Talk:
             while selector.get_map():
                 ready = selector.select(heard_s + self._limit_s - time.monotonic())
                 if not ready and time.monotonic() >= heard_s + self._limit_s:
-                    raise subprocess.TimeoutExpired(self._too_late(), self._limit_s)
+                    if not self._has_read():
+                        raise subprocess.TimeoutExpired(self._too_late(), self._limit_s)
+                    heard_s = time.monotonic()
                 for key, _ in ready:
                     part = os.read(key.fd, 65536)
                     key.data.extend(part)
@@ -170,7 +196,17 @@ class _Talk:
             raise subprocess.TimeoutExpired(self._too_late(), self._limit_s) from late
         return self._problem, bytes(self._error)
 
+    def _has_read(self) -> bool:
+        """Returns whether it has read from a disk since it was heard or asked last.
+
+        llama.cpp maps a file by reading the whole of it, and tells nothing meanwhile.
+        """
+        before, self._read = self._read, _read_by(self._process.pid)
+        return self._read[0] > before[0] or self._read[1] > before[1]
+
     def _hear(self, told: dict[str, Any]) -> None:
+        self.is_heard = True
+        self._read = _read_by(self._process.pid)
         if "loaded_s" in told:
             self._is_loaded = True
             self._limit_s = max(self._patience_s, _PER_LOAD * float(told["loaded_s"]))
@@ -181,6 +217,24 @@ class _Talk:
         if self._is_loaded:
             return f"came to no end within {self._limit_s:g} s"
         return f"did not get on with loading it for {self._limit_s:g} s"
+
+
+def _read_by(pid: int) -> tuple[int, int]:
+    """Returns how much a process has read; zeros where the system does not tell.
+
+    Bytes from block devices, which grow while a file is larger than memory, too; and pages that are
+    in memory, which grow whatever the file system.
+    """
+    folder = Path(f"/proc/{pid}")
+    return _number(folder / "io", r"read_bytes: (\d+)"), _number(folder / "statm", r"\d+ (\d+)")
+
+
+def _number(path: Path, pattern: str) -> int:
+    try:
+        match = re.search(pattern, path.read_text("ascii"))
+    except OSError:
+        return 0
+    return int(match[1]) if match else 0
 
 
 def _environment() -> dict[str, str]:

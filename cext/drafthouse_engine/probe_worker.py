@@ -170,6 +170,7 @@ def main() -> int:
     # What a device's driver prints is none of our lines.
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    _tell(share=0.0)  # it works: what ends it from here on is the model
     problem = _probe(setup)
     _tell(problem=problem)
     # Not the interpreter's own end: the thread above may hold a lock of standard input.

@@ -270,6 +270,11 @@ bool has_mtp_weights(const spec_model & model) {
                        [&](const auto & named) { return named.first.rfind(first, 0) == 0; });
 }
 
+// Architectures whose graphs take several MTP blocks, of which each drafts one token more; on the
+// others llama.cpp ends the process. Read from its graphs; tests/cext/test_malformed_models.py
+// compares.
+constexpr const char * SEVERAL_MTP[] = {"hy_v3", "mimo2", "step35"};
+
 void check_mtp(const spec_model & target) {
     if (llama_model_n_layer_nextn(target.model.get()) <= 0) {
         fail(SPEC_ERR_NO_MTP_HEADS, "the target (" + target.arch() +
@@ -278,6 +283,14 @@ void check_mtp(const spec_model & target) {
     if (!has_mtp_weights(target)) {
         fail(SPEC_ERR_NO_MTP_HEADS, "the weights of the target's MTP (NextN) heads were not "
                                     "loaded, or are not in its file");
+    }
+    const int32_t n_heads = llama_model_n_layer_nextn(target.model.get());
+    const std::string arch = target.arch();
+    if (n_heads > 1 &&
+        std::find(std::begin(SEVERAL_MTP), std::end(SEVERAL_MTP), arch) == std::end(SEVERAL_MTP)) {
+        fail(SPEC_ERR_UNSUPPORTED, "the target (" + arch + ") has " + std::to_string(n_heads) +
+                                       " MTP (NextN) heads, and llama.cpp drafts with one only on "
+                                       "this architecture; choose another draft type");
     }
 }
 

@@ -115,7 +115,7 @@ def saved(driver: Driver) -> list[Answer]:
     """Writes a sequence to bytes in the middle of its answer, and reads it in another engine."""
     answers = []
     config = driver.config
-    n_draft = 0 if config.draft_type == "none" else N_DRAFT
+    n_draft = min(N_DRAFT, driver.engine.limits.n_draft_max)  # MTP blocks of one token each: fewer
     driver.renew()
     with Driver(config) as other:
         for prompt in PROMPTS[4:6]:

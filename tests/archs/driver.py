@@ -26,7 +26,16 @@ from drafthouse_server.step import (
     StepTimings,
 )
 
-__all__ = ["GREEDY", "N_CTX", "N_OUTPUT", "Answer", "Driver", "Half", "make_config"]
+__all__ = [
+    "GREEDY",
+    "N_CTX",
+    "N_OUTPUT",
+    "Alone",
+    "Answer",
+    "Driver",
+    "Half",
+    "make_config",
+]
 
 GREEDY = SamplingOptions(temperature=0.0, ignore_eos=True)
 N_OUTPUT = 24
@@ -158,9 +167,9 @@ class Driver:
                 return
         raise AssertionError("the scheduler never comes to an end")
 
-    def ask(self, prompts: Tokens[Tokens[int]]) -> list[Answer]:
+    def ask(self, prompts: Tokens[Tokens[int]], *, n_output: int = N_OUTPUT) -> list[Answer]:
         """Answers all prompts at once."""
-        sequences = [self.submit(prompt) for prompt in prompts]
+        sequences = [self.submit(prompt, n_output=n_output) for prompt in prompts]
         self.run()
         return [answer_of(sequence) for sequence in sequences]
 
@@ -184,6 +193,25 @@ def answer_of(sequence: Sequence) -> Answer:
         sequence.n_reused,
         sequence.n_swap_outs,
     )
+
+
+class Alone:
+    """What a model answers to a prompt alone, computed when it is asked for.
+
+    Args:
+        driver: Without drafts.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, prompt: Tokens[int]) -> list[int]:
+        key = tuple(prompt)
+        if key not in self._known:
+            self._driver.renew(prefix_cache=False)
+            self._known[key] = self._driver.ask([prompt])[0].tokens
+        return self._known[key]
 
 
 class Half:

@@ -51,6 +51,9 @@ def write_models(folder: Path, seed: int) -> None:
         subprocess.CalledProcessError: upstream's program has failed.
     """
     if folder.exists():
+        for name in RECIPES:
+            if not (folder / f"{name}.gguf").exists():
+                write_model(folder / f"{name}.gguf", name)
         return
     raw, part = FOLDER / "raw", folder.with_name("models.part")
     for path in (raw, part):

@@ -93,9 +93,9 @@ No program writes these yet, and nothing is said of them: rwkv6, rwkv6qwen2, rwk
 (upstream: no usable graph), granite-switch (an adapter is missing), deepseek2-ocr, bitnet, the
 encoders and embedders but bert (they keep no cache and are refused as it is), t5 (encoder and
 decoder), wavtokenizer-dec, clef, gemma4-assistant (refused: it computes nothing without its
-target), eagle3 and dflash (draft models; tests/cext). MTP blocks are written for step35, glm4moe,
-mimo2 and qwen35; not for bailingmoe3, cohere2moe, deepseek2, deepseek32, deepseek4, glm-dsa,
-glm5-next, hy-v3, nemotron-h-moe, qwen35moe, qwen3next and qwen4exp, whose graphs have them."""
+target), eagle3 and dflash (draft models; tests/cext). MTP blocks are written for every architecture
+whose graph has them; files of bailingmoe2, dots3note, exaone-moe, exaone4 and glm4 keep such
+blocks, which llama.cpp does not load."""
 
 
 def page(rows: Mapping[str, Row], head: str) -> str:

@@ -7,13 +7,13 @@ architectures, beside llama-server.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from models.archs import KINDS, RECIPES, write_model
 from tests.archs.cells import BASE, CELLS, PROMPTS, run_cells
-from tests.archs.driver import Answer, Driver, make_config
+from tests.archs.driver import Alone, Answer, Driver, make_config
 from tests.archs.judge import TIE, Judge
 from tests.support.built import needs_extension
 
@@ -34,21 +34,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def judge(model: Path) -> Iterator[Judge]:
     with Judge(model) as judge:
         yield judge
-
-
-class Alone:
-    """What a model answers to a prompt alone, computed when it is asked for."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._known: dict[tuple[int, ...], list[int]] = {}
-
-    def __call__(self, prompt: Sequence[int]) -> list[int]:
-        key = tuple(prompt)
-        if key not in self._known:
-            self._driver.renew(prefix_cache=False)
-            self._known[key] = self._driver.ask([prompt])[0].tokens
-        return self._known[key]
 
 
 @pytest.fixture(scope="module")

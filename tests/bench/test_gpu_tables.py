@@ -253,8 +253,15 @@ def test_the_build_is_for_this_gpu_and_shares_its_objects_with_the_peer(machine:
     assert "-DLLAMA_BUILD_SERVER=ON" not in str(machine.pieces()["build"]["text"])
 
 
-def test_a_machine_without_a_network_builds_from_the_pack(machine: Machine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", "pack", "/pack"], ids=["default", "relative", "absolute"])
+def test_a_machine_without_a_network_builds_from_the_pack(
+    machine: Machine, tmp_path: Path, place: str
+) -> None:
     source, pack = tmp_path / "source", machine.folder / "build" / "gpu-pack"
+    environment = {}
+    if place:
+        pack = tmp_path / "elsewhere" if place[0] == "/" else machine.folder / place
+        environment["PACK"] = str(pack) if place[0] == "/" else place
     for name in ("CMakeLists.txt", "include/llama.h"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).touch()
@@ -268,7 +275,7 @@ def test_a_machine_without_a_network_builds_from_the_pack(machine: Machine, tmp_
     machine.program(".venv/bin/pip", "")
     (machine.folder / ".venv" / "lib" / "python3.99" / "site-packages").mkdir(parents=True)
     for _ in range(2):  # what is unpacked is kept
-        done = machine.run("build")
+        done = machine.run("build", **environment)
         assert done.returncode == 0, done.stderr
         said = str(machine.pieces()["build"]["text"]).splitlines()
         unpacked = machine.folder / "build" / "gpu" / "llama.cpp"

@@ -142,8 +142,10 @@ def test_half_rotated_heads_are_what_some_models_have(tmp_path: Path, arch: str)
     assert "damaged" not in str(caught.value), "it lacks all tensors, but the header is right"
 
 
-def llama_source() -> Path | None:
-    """Returns the source of llama.cpp that this engine is built from, where it is at hand."""
+def llama_source() -> Path:
+    """Returns the source of llama.cpp that this engine is built from."""
+    if checkout := os.environ.get("DRAFTHOUSE_LLAMA_CPP"):
+        return Path(checkout)
     file = Path(__file__).resolve().parents[2] / "cext" / "fetch_llama_cpp.py"
     spec = importlib.util.spec_from_file_location("fetch_llama_cpp", file)
     assert spec is not None
@@ -152,14 +154,12 @@ def llama_source() -> Path | None:
     sys.modules[spec.name] = fetch  # its dataclasses ask for it
     spec.loader.exec_module(fetch)
     source: Path = fetch.cache_path(fetch.read_lock(), fetch.patches())
-    return source if (source / "src" / "models").is_dir() else None
+    assert (source / "src" / "models").is_dir(), "`make build` brings the source of llama.cpp"
+    return source
 
 
 def test_the_lists_of_rotated_heads_are_those_that_llama_asserts() -> None:
     source = llama_source()
-    if source is None:
-        assert not os.environ.get("CI"), "the build has brought the source of llama.cpp"
-        pytest.skip("the source of llama.cpp is not at hand")
     names = dict(
         re.findall(
             r'\{\s*LLM_ARCH_(\w+),\s*"([^"]+)"\s*\}', (source / "src/llama-arch.cpp").read_text()
@@ -177,6 +177,20 @@ def test_the_lists_of_rotated_heads_are_those_that_llama_asserts() -> None:
     known = set(re.findall(r'"([^"]+)"', listed[1]))
     missing = {names[arch] for arch in asserted if arch in names} - known
     assert not missing, "llama.cpp ends the process where these are rotated in part"
+
+
+def test_the_list_of_several_mtp_blocks_is_that_of_llama() -> None:
+    source = llama_source()
+    several = set()
+    for file in (source / "src/models").glob("*.cpp"):
+        text = file.read_text()
+        is_one = re.search(r"GGML_ASSERT\(hparams\.n_layer_nextn == 1\b", text)
+        if "params.gtype == LLM_GRAPH_TYPE_DECODER_MTP" in text and not is_one:
+            several.add(file.stem.replace("-", "_"))
+    root = Path(__file__).resolve().parents[2]
+    listed = re.search(r"SEVERAL_MTP\[\] = \{(.+?)\};", (root / "cext/spec/fits.cpp").read_text())
+    assert listed is not None
+    assert set(re.findall(r'"([^"]+)"', listed[1])) == several
 
 
 def test_layers_of_mtp_alone_are_told_from_damage(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Products of some rows with Q4_0 weights as our patch 0014 computes them."""
+"""Products of some rows with weights as our patches 0014, 0016 and 0017 compute them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from tests.support.envoy import KEY, Front, front
+from tests.support.envoy import CANCELS, KEY, Front, front
 
 import drafthouse
 from drafthouse.v1 import generation_pb2
@@ -193,6 +193,15 @@ async def test_a_server_that_drains_finishes_its_streams_and_gets_no_calls(runni
             assert result.usage.output_tokens == 900
         assert await asyncio.to_thread(running.servers["one"].wait, 60) == 0
     assert await servers_of(running, 10) == {"two": 10}
+
+
+async def test_a_call_that_a_server_cancels_unseen_goes_to_the_other_one(running: Front) -> None:
+    running.end_server("one")
+    await asyncio.to_thread(running.start_server, "one", CANCELS)
+    await running.until(lambda: running.healthy() == {"one", "two"})
+    async with running.client() as client:
+        models = [await client.get_model() for _ in range(20)]
+    assert {model.architecture for model in models} == {"two"}
 
 
 async def test_without_any_server_a_call_is_told_at_once(running: Front) -> None:

@@ -23,7 +23,7 @@ from tests.support.rpc_server import rpc_server
 from drafthouse_server.doctor.model import _device_problems, _overfull
 from drafthouse_server.host.fit import Size
 from drafthouse_server.host.needs import DeviceUse, Needs
-from drafthouse_server.tenancy import counters, migrations
+from drafthouse_server.tenancy import migrations, redis_counters
 from drafthouse_server.tenancy.store import Store
 
 pytestmark = needs_extension()
@@ -75,7 +75,7 @@ def test_a_store_of_an_older_release(tmp_path: Path) -> None:
 
 
 def test_redis_is_asked_and_nothing_is_changed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, "_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(redis_counters, "_TIMEOUT_S", 20.0)
     with redis_server("a-right-one") as (daemon, url):
         found = told(DENSE, f"--rate-counters-url={url}")
         assert "rate_counters" in found["passed"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +20,7 @@ from drafthouse_engine.probe import _environment
 from drafthouse_server.config import Config
 from drafthouse_server.engine import loading
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.errors import ModelLoadError
+from drafthouse_server.errors import ModelLoadError, StartupError
 
 pytestmark = needs_extension()
 
@@ -271,6 +273,63 @@ def test_a_model_that_hangs_is_given_up(
     told = probe_model("any.gguf", patience_s=patience_s)
     assert told == f"its first decode, in a process of its own, {problem} (probe false: do without)"
     assert time.monotonic() - begins >= len(lines) * pause_s  # whoever gets on is waited for
+
+
+def test_a_model_that_is_still_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 700 GB is mapped in ten minutes and more, in which llama.cpp tells nothing."""
+    reads = iter(((5, 1), (9, 1), (9, 2), (9, 2)))
+    monkeypatch.setattr(probe, "_read_by", lambda _: next(reads))
+    monkeypatch.setattr(probe, "_WORKER", ("-c", SAYS.format(lines=(), pause_s=0.0)))
+    assert "did not get on" in probe_model("any.gguf", patience_s=0.2)
+    assert not list(reads)
+
+
+def test_what_a_process_reads_is_zero_where_nobody_knows() -> None:
+    n_bytes, n_pages = probe._read_by(os.getpid())
+    assert n_bytes >= 0
+    assert n_pages > 0
+    assert probe._read_by(-1) == (0, 0)
+
+
+def test_a_process_that_cannot_be_ended_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a disk that hangs: the server waited with it, and never said why."""
+    waits: dict[subprocess.Popen[bytes], float | None] = {}
+    wait = subprocess.Popen.wait
+
+    def never(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        waits[process] = timeout
+        raise subprocess.TimeoutExpired("any", 0.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "wait", never)
+        patch.setattr(probe, "_WORKER", ("-c", SAYS.format(lines=(), pause_s=0.0)))
+        told = probe_model("any.gguf", patience_s=0.2)
+    assert "did not get on with loading it for 0.2 s (probe" in told
+    [(process, timeout)] = waits.items()
+    assert timeout is not None
+    assert wait(process) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        (
+            "raise ImportError('numpy is gone')",
+            "exit code 1 before .* (ImportError: numpy is gone)",
+        ),
+        ("import os; os.close(0); os.kill(os.getpid(), 9)", "by SIGKILL before .* at the model;"),
+    ],
+    ids=["no package", "killed"],
+)
+def test_a_process_that_cannot_be_started_is_not_the_models_fault(
+    harmless: Path, monkeypatch: pytest.MonkeyPatch, code: str, problem: str
+) -> None:
+    monkeypatch.setattr(drafthouse_engine, "PROVEN", frozenset())
+    monkeypatch.setattr(probe, "_WORKER", ("-c", code))
+    pattern = problem.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(StartupError, match=rf"cannot be started: .*{pattern}") as caught:
+        LlamaEngine.load(config(harmless))
+    assert not isinstance(caught.value, ModelLoadError)
 
 
 def test_a_process_that_closes_its_output_and_stays_is_given_up(

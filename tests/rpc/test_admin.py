@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,6 +229,35 @@ async def test_a_change_whose_caller_has_left_is_in_the_trail_as_done(
     assert found.limits.max_streams == 5
     [line] = [line for line in lines(path) if line["action"] == "SetLimits"]
     assert (line["outcome"], line["detail"]["is_done"]) == ("cancelled", True)
+
+
+async def test_a_trail_whose_disk_hangs_takes_no_thread_of_others(
+    start_server: ServerFactory,
+    free_port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+) -> None:
+    """A few changes, each waiting for its line, and no operator was told anything any more."""
+    has_begun, may_write = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        has_begun.set()
+        assert may_write.wait(100)
+
+    server = await start_server(admin_port=free_port, audit_file=str(tmp_path / "audit"))
+    monkeypatch.setattr(server._audit, "note", hang)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    async with admin(free_port) as stub:
+        hangs = asyncio.ensure_future(stub.GetLimits(admin_pb2.GetLimitsRequest(tenant="acme")))
+        try:
+            await eventually(has_begun.is_set)
+            status = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=60)
+            assert status.load.state == SERVING
+        finally:
+            may_write.set()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await hangs
 
 
 async def test_a_fault_of_ours_is_in_the_trail_as_failed(

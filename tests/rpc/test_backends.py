@@ -17,7 +17,7 @@ from drafthouse_server.config import Config
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.rpc.tls import Certificates
 from drafthouse_server.serving.exposition import render
-from drafthouse_server.tenancy import counters, key_ring
+from drafthouse_server.tenancy import key_ring, redis_counters
 
 if TYPE_CHECKING:
     from tests.conftest import Eventually, ServerFactory
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_ring, "POLL_S", 0.05)
-    monkeypatch.setattr(counters, "_BEAT_S", 0.05)
+    monkeypatch.setattr(redis_counters, "_BEAT_S", 0.05)
 
 
 def values(server: Server, metric: str) -> dict[str, float]:

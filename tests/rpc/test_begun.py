@@ -115,13 +115,15 @@ async def test_a_stream_that_waits_has_not_begun(
         prompt=generation_pb2.Prompt(text="abc"), max_output_tokens=2
     )
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
-        running, waiting = (client._generation.Generate(request) for _ in range(2))
-        first, second = (
-            asyncio.ensure_future(call.initial_metadata()) for call in (running, waiting)
-        )
+        running = client._generation.Generate(request)
+        first = asyncio.ensure_future(running.initial_metadata())
+        await eventually(lambda: gated_engine.is_stuck)
+        # Who comes now finds no plan to be part of.
+        waiting = client._generation.Generate(request)
+        second = asyncio.ensure_future(waiting.initial_metadata())
         await eventually(lambda: server.loop.admission.n_waiting == 1)
-        await eventually(lambda: first.done() or second.done())
-        assert first.done() != second.done()
+        await eventually(first.done)
+        assert not second.done()
         gated_engine.release()
         for headers in await asyncio.gather(first, second):
             assert str(dict(headers)["drafthouse-request-id"]).startswith("req_")

@@ -470,6 +470,34 @@ async def test_who_is_above_its_rate_of_reading_is_not_refused_at_once(
     await eventually(lambda: len(server.gate.calls) == 0)
 
 
+async def test_who_is_above_its_rate_of_reading_is_not_told_that_it_sends_slowly(
+    start_server: ServerFactory, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message is late because it is not read: where a message had less time than refusals."""
+    monkeypatch.setattr(gate, "REFUSAL_S", 3600.0)
+    server = await start_server(tenant_read_mib_per_s=1, api_keys=("a:ka",))
+    monkeypatch.setattr(server.gate, "_sweep_s", 0.001)
+    server.receive._clock = lambda: 0.0
+    tokenize = "/drafthouse.v1.GenerationService/Tokenize"
+    data = generation_pb2.TokenizeRequest(text="x" * (3 << 19)).SerializeToString()
+    assert (await fails(server, tokenize, data, "ka"))[0] == "INVALID_ARGUMENT"
+    waits = asyncio.ensure_future(fails(server, tokenize, data, "ka"))
+    await eventually(lambda: server.gate.calls.n_refused == 1)
+    looks: list[float] = []
+    overdue = server.gate.calls.overdue
+
+    def look(now: float) -> list[Call]:
+        looks.append(now)
+        return overdue(now + 3600.0)
+
+    monkeypatch.setattr(server.gate.calls, "overdue", look)
+    await eventually(lambda: len(looks) > 2)
+    assert server.gate.calls.n_stuck == 0
+    assert not waits.done()
+    waits.cancel()
+    await eventually(lambda: len(server.gate.calls) == 0)
+
+
 def test_what_takes_no_memory_is_not_refused_because_others_hold_too_much() -> None:
     """A request without a grammar holds nothing more once its text is read."""
     memory = FrontMemory(100, 0, retry_after_s=1.0)

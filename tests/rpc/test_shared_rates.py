@@ -15,7 +15,7 @@ from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import QuotaExceeded, StartupError
 from drafthouse_server.rpc.server import Server
-from drafthouse_server.tenancy import counters, limits
+from drafthouse_server.tenancy import counters, limits, redis_counters
 from drafthouse_server.tenancy.admission import Admission
 from drafthouse_server.tenancy.counters import MemoryCounters, SharedRates
 from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
@@ -38,13 +38,13 @@ def redis(database: tuple[Daemon, str]) -> Iterator[tuple[Daemon, str]]:
 
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, "_BEAT_S", 0.05)
+    monkeypatch.setattr(redis_counters, "_BEAT_S", 0.05)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a loaded machine Redis may take longer than calls can wait, and each counts alone."""
-    monkeypatch.setattr(counters, "_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(redis_counters, "_TIMEOUT_S", 20.0)
 
 
 def limits_of(name: str, **limits: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ async def test_two_servers_share_the_rates_of_end_users(
 
 async def keys_of(url: str) -> list[str]:
     """Returns the names of all that Redis keeps."""
-    found = counters.redis_counters(url)
+    found = redis_counters.redis_counters(url)
     names = [name.decode() for name in await found._client.keys("*")]
     await found.close()
     return names
@@ -148,7 +148,7 @@ async def test_what_was_reserved_and_not_sent_is_given_back_to_all(
 @pytest.fixture
 def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Redis that is held is away after this; one that is slow is not."""
-    monkeypatch.setattr(counters, "_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(redis_counters, "_TIMEOUT_S", 1.0)
 
 
 @pytest.mark.usefixtures("lenient")
@@ -165,8 +165,8 @@ async def test_redis_goes_away_and_comes_back_under_load(
     server = await start_server(FakeEngine(step_s=0.002), rate_counters_url=url, **settings)
     rates = server.backends.rates
     assert rates is not None
-    redis_counters = rates.counters
-    assert isinstance(redis_counters, counters.RedisCounters)
+    shared = rates.counters
+    assert isinstance(shared, redis_counters.RedisCounters)
     n_done, is_over = 0, asyncio.Event()
 
     async def ask(client: drafthouse.AsyncClient) -> None:
@@ -184,13 +184,13 @@ async def test_redis_goes_away_and_comes_back_under_load(
         caplog.clear()
         caplog.set_level("INFO")
         (daemon.hold if how == "held" else daemon.stop)()
-        await eventually(lambda: redis_counters.is_away)
+        await eventually(lambda: shared.is_away)
         for _ in range(2):  # it goes on without, and with it again
             n_before = n_done
             await eventually(lambda: n_done > n_before + 20)  # noqa: B023  # it is waited for here
-            if redis_counters.is_away:
+            if shared.is_away:
                 daemon.revive()
-                await eventually(lambda: not redis_counters.is_away)
+                await eventually(lambda: not shared.is_away)
         is_over.set()
         await asyncio.gather(*loads)
         [chunk async for chunk in chunks]

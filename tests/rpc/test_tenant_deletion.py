@@ -93,6 +93,7 @@ async def test_a_deleted_tenant_holds_nothing_and_its_streams_end(
         for reader in readers:
             await anext(reader)
         waiting = acme.generate("one that waits", max_output_tokens=4)
+        await eventually(lambda: server.loop.admission.n_waiting == 1)
 
         shell.run("tenants", "delete", "acme")
 

@@ -47,6 +47,9 @@ BOUNDED = [
     for path, _ in fields_of(descriptor)
     if path in BOUNDS
 ]
+LISTS = [
+    (method, path) for method, path in BOUNDED if dict(fields_of(METHODS[method]))[path].is_repeated
+]
 
 
 def filled(descriptor: Descriptor, path: str, n: int | None = None) -> Message:
@@ -88,13 +91,11 @@ def test_a_field_at_its_bound_passes(method: str, path: str) -> None:
     assert scanned(SHAPES[method], data)[1] is None
 
 
-@pytest.mark.parametrize(("method", "path"), BOUNDED, ids=lambda part: part.split("/")[-1])
+@pytest.mark.parametrize(("method", "path"), LISTS, ids=lambda part: part.split("/")[-1])
 def test_a_list_beyond_its_bound_is_refused_at_the_first_element_too_many(
     method: str, path: str
 ) -> None:
     bound, descriptor = BOUNDS[path], METHODS[method]
-    if not dict(fields_of(descriptor))[path].is_repeated:
-        pytest.skip("no list")
     data = filled(descriptor, path, 50 * bound.n_max).SerializeToString()
     n, error = scanned(SHAPES[method], data)
     assert isinstance(error, TooMany)

@@ -41,9 +41,8 @@ def _server_program() -> str | None:
 class Daemon:
     """A server program that a test starts, holds, continues and ends."""
 
-    def __init__(self, command: Sequence[str], port: int, *, user: str | None = None) -> None:
+    def __init__(self, command: Sequence[str], port: int) -> None:
         self._command = list(command)
-        self._user = user
         self._process: subprocess.Popen[bytes] | None = None
         self.port = port
 
@@ -51,8 +50,6 @@ class Daemon:
         """Starts the program and waits until it listens."""
         self._process = subprocess.Popen(
             self._command,
-            user=self._user,
-            extra_groups=[] if self._user else None,
             cwd="/",
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -60,11 +57,11 @@ class Daemon:
         )
         give_up_at = time.monotonic() + _START_S
         while True:
-            assert self._process.poll() is None, f"{self._command[0]} has ended"
+            assert self._process.poll() is None, f"{self._command} has ended"
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", self.port), 1).close()
                 return
-            assert time.monotonic() < give_up_at, f"{self._command[0]} does not listen"
+            assert time.monotonic() < give_up_at, f"{self._command} does not listen"
             time.sleep(0.02)
 
     def _kill(self, number: int) -> None:
@@ -118,6 +115,19 @@ def _owner() -> str | None:
     return None
 
 
+def _as_user(user: str | None) -> list[str]:
+    """Returns the words before a command that make it run as a user.
+
+    `Popen(user=…)` forks, and gRPC starts its threads anew in a fork: these end the child before it
+    is another program, and read what clients of this process have sent.
+    """
+    if user is None:
+        return []
+    group = str(pwd.getpwnam(user).pw_gid)
+    return [_need(shutil.which("setpriv"), "util-linux"), "--reuid", user, "--regid", group,
+            "--clear-groups", "--"]  # fmt: skip
+
+
 @contextlib.contextmanager
 def postgresql() -> Iterator[tuple[Daemon, str]]:
     """Gives a running PostgreSQL and the URL of its database, empty."""
@@ -129,17 +139,16 @@ def postgresql() -> Iterator[tuple[Daemon, str]]:
             shutil.chown(folder, user)
         cluster = folder / "cluster"
         subprocess.run(
-            [server.with_name("initdb"), "-D", cluster, "-A", "trust", "-U", "drafthouse",
-             "--no-sync", "-E", "UTF8", "--locale=C"],
-            user=user, extra_groups=[] if user else None, cwd="/",
-            check=True, capture_output=True,
+            [*_as_user(user), server.with_name("initdb"), "-D", cluster, "-A", "trust",
+             "-U", "drafthouse", "--no-sync", "-E", "UTF8", "--locale=C"],
+            cwd="/", check=True, capture_output=True,
         )  # fmt: skip
         settings = {
             "port": port, "listen_addresses": "127.0.0.1", "unix_socket_directories": folder,
             "fsync": "off", "shared_buffers": "16MB", "max_connections": 20,
         }  # fmt: skip
         options = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
-        daemon = Daemon([str(server), "-D", str(cluster), *options], port, user=user)
+        daemon = Daemon([*_as_user(user), str(server), "-D", str(cluster), *options], port)
         url = f"postgresql://drafthouse@127.0.0.1:{port}/postgres"
         try:
             daemon.start()

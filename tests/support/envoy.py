@@ -24,7 +24,7 @@ from tests.support.ports import free_ports
 
 import drafthouse
 
-__all__ = ["KEY", "Front", "front"]
+__all__ = ["CANCELS", "KEY", "Front", "front"]
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KEY = "k" * 20
@@ -45,6 +45,37 @@ _PROGRAM = """
     server = Server(config, lambda: FakeEngine(step_s=0.002, card=card))
     asyncio.run(server.serve(lambda server: print(server.target, flush=True)))
 """
+
+CANCELS = """
+    import asyncio, sys
+    from pathlib import Path
+    import grpc
+
+    port, _, certificate, key, _ = sys.argv[1:]
+
+    async def health(request, context):
+        return bytes([8, 1])  # SERVING
+
+    async def other(request, context):
+        await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+
+    class Handlers(grpc.GenericRpcHandler):
+        def service(self, details):
+            chosen = health if details.method.startswith("/grpc.health.") else other
+            return grpc.unary_unary_rpc_method_handler(chosen)
+
+    async def main():
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((Handlers(),))
+        pair = Path(key).read_bytes(), Path(certificate).read_bytes()
+        server.add_secure_port(f"127.0.0.1:{port}", grpc.ssl_server_credentials([pair]))
+        await server.start()
+        print(f"127.0.0.1:{port}", flush=True)
+        await server.wait_for_termination()
+
+    asyncio.run(main())
+"""
+"""A server that answers as gRPC's core does for one that stops before it has seen a call."""
 
 
 def envoy() -> str:
@@ -86,12 +117,12 @@ class Front:
         """Returns a client that does not try again unless told so: what fails is seen."""
         return drafthouse.AsyncClient(self.target, api_key=key, tls=self.tls, retry=retry)
 
-    def start_server(self, name: str) -> None:
+    def start_server(self, name: str, program: str = _PROGRAM) -> None:
         """Starts a server, and waits until it listens."""
         if name in self.servers:
             self._bury(self.servers[name])
         pair = (str(self.folder / f"server.{end}") for end in ("crt", "key"))
-        command = [sys.executable, "-c", textwrap.dedent(_PROGRAM)]
+        command = [sys.executable, "-c", textwrap.dedent(program)]
         server = subprocess.Popen(
             [*command, str(self.ports[name]), name, *pair, KEY], stdout=subprocess.PIPE, text=True
         )

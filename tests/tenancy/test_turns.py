@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafthouse_server.tenancy.turns import Turns
+from drafthouse_server.tenancy.fairness import Turns
 
 
 def take_all(turns: Turns[str]) -> list[str]:

@@ -409,7 +409,7 @@ def test_the_end_waits_for_no_disk_and_says_what_it_has_not_taken(
     assert is_stuck.wait(WAIT_S)
     journal.write(end(2, 7))
     with caplog.at_level(logging.CRITICAL):
-        journal.close(timeout_s=0.05)
+        journal.close(disk_s=0.05)
     assert "usage-00000001.journal may not be whole" in caplog.text
     assert f"lost usage record {id_of(1)}: tenant=t key=k request_id=r1 outcome=stop" in caplog.text
     assert "output_tokens=4" in caplog.text
@@ -419,6 +419,31 @@ def test_the_end_waits_for_no_disk_and_says_what_it_has_not_taken(
     may_sync.set()
     journal._thread.join(WAIT_S)
     assert read(tmp_path) == {"r1": ("stop", 4), "r2": ("stop", 7)}
+    journal._folder.unlock()
+
+
+def test_the_store_gets_what_is_synced_when_the_disk_hangs_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk took all the time that there was; what it had might never be read again."""
+    store = AwayStore()
+    store.is_away = True
+    journal = open_journal(tmp_path, store)
+    write_all(journal, [start(1), end(1, 4)])
+    may_sync, is_stuck = threading.Event(), threading.Event()
+
+    def stuck(_: int) -> None:
+        is_stuck.set()
+        assert may_sync.wait(WAIT_S)
+
+    monkeypatch.setattr(os, "fdatasync", stuck)
+    journal.write(end(2, 7))
+    assert is_stuck.wait(WAIT_S)
+    store.is_away = False
+    journal.close(disk_s=0.0, store_s=WAIT_S)
+    assert counted(store) == {"r1": ("stop", 4)}
+    may_sync.set()
+    journal._thread.join(WAIT_S)
     journal._folder.unlock()
 
 
@@ -436,7 +461,7 @@ def test_the_end_waits_for_no_store_and_says_from_where_on_it_has_nothing(
     journal = open_journal(tmp_path, Stuck())
     write_all(journal, [start(1), end(1, 4)])
     assert is_stuck.wait(WAIT_S)
-    journal.close(timeout_s=1.0)  # the disk must have answered by then
+    journal.close(disk_s=1.0, store_s=0.0)  # the disk must have answered by then
     assert "usage waits in the journal, from " in caplog.text
     assert "usage-00000001.journal on" in caplog.text
     may_add.set()

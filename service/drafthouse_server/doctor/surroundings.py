@@ -95,7 +95,7 @@ def _rates(config: Config) -> Iterator[Problem]:
 
 
 async def _has_redis(url: str) -> bool:
-    from drafthouse_server.tenancy.counters import redis_counters  # noqa: PLC0415  # as the others
+    from drafthouse_server.tenancy.redis_counters import redis_counters  # noqa: PLC0415
 
     counters = redis_counters(url)
     try:

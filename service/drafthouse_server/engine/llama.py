@@ -70,19 +70,25 @@ class LlamaEngine:
 
     @classmethod
     def load(
-        cls, config: Config, progress: Callable[[str, float], object] | None = None
+        cls,
+        config: Config,
+        progress: Callable[[str, float], object] | None = None,
+        target_of: LlamaEngine | None = None,
     ) -> LlamaEngine:
         """Loads the models of a configuration and makes the contexts. Thread: the engine thread.
 
         Args:
             config: The server's settings.
             progress: Called with a file and the share of it that is loaded, [0, 1].
+            target_of: An engine of the same target, whose weights it shares; both are closed
+                together.
 
         Raises:
             ModelLoadError: a file is missing, broken, or does not fit; says which and what to do.
             StartupError: the extension is not built.
         """
-        engine, threads = load_engine(config, progress)
+        target = None if target_of is None else target_of._model
+        engine, threads = load_engine(config, progress, target)
         return cls(engine, config.model_name, threads)
 
     @property

@@ -33,24 +33,24 @@ __all__ = ["Surveyor", "engine_facts", "engine_version", "load_engine", "sized"]
 _log = logging.getLogger(__name__)
 
 _N_CTX_SEQ_AUTOMATIC = 4096
-"""Tokens of one request where neither `max_model_len` nor `ctx_size` is set.
-
-Models are trained with contexts that no small machine can hold.
-"""
+"""Tokens of one request where none are set: few machines hold what models are trained with."""
 
 
 def load_engine(
-    config: Config, progress: Callable[[str, float], object] | None = None
+    config: Config,
+    progress: Callable[[str, float], object] | None = None,
+    target: drafthouse_engine.Model | None = None,
 ) -> tuple[drafthouse_engine.Engine, Threads]:
     """Loads the models of a configuration and makes the contexts. Thread: the engine thread.
 
     Args:
         config: The server's settings.
         progress: Called with a file and the share of it that is loaded, [0, 1].
+        target: The target, where another engine here has it.
 
     Raises:
         ModelLoadError: a file is missing, broken, or does not fit; says which and what to do.
-        StartupError: the extension is not built.
+        StartupError: the extension is not built, or the process that probes cannot be started.
     """
     if _unbuilt is not None:
         raise StartupError(_unbuilt)
@@ -58,7 +58,7 @@ def load_engine(
     if config.probe:
         _probe(config)
     with _fitted(config) as (config, survey):  # noqa: PLR1704  # as it fits from here on
-        target = _load_model(config, progress, placed_by=survey)
+        target = target or _load_model(config, progress, placed_by=survey)
     draft = _load_model(config, progress, is_draft=True) if config.model_draft else None
     if config.synth_rates:
         _log.warning(
@@ -360,6 +360,7 @@ def _probe(config: Config) -> None:
 
     Raises:
         ModelLoadError: that process died of it, or its decode failed or came to no end.
+        StartupError: that process cannot be started.
     """
     arch, draft_arch = _arch_of(config.model), None
     own: dict[str, Any] = {"n_gpu_layers": _n_layers(config.gpu_layers)}
@@ -394,7 +395,8 @@ def _probe_one(
     try:
         problem = drafthouse_engine.probe_model(path, params, **places)
     except OSError as error:
-        problem = f"its first process cannot be started: {error} (probe false: do without)"
+        what = f"the process that decodes {path!r} first cannot be started: {error}"
+        raise StartupError(f"{what}; repair that, or do without it (probe false)") from error
     if problem:
         raise ModelLoadError(path, problem, "use another model")
 

@@ -275,6 +275,7 @@ class Receive(grpc.aio.ServerInterceptor):
         try:
             self._calls.check_intake(call, self._clock())
         except QuotaExceeded:
+            call.go_on()  # its message is late because it is not read
             await asyncio.sleep(REFUSAL_S)
             raise
 

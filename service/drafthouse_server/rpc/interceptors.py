@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Never, TypeAlias
@@ -328,6 +329,8 @@ class Administer(grpc.aio.ServerInterceptor):
     def __init__(self, trail: AuditTrail, port: Callable[[], int]) -> None:
         self._trail = trail
         self._port = port
+        # Those that others share may do other work: a disk that hangs would take them all.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -361,9 +364,8 @@ class Administer(grpc.aio.ServerInterceptor):
         return answer
 
     async def _note(self, action: str, act: Act, outcome: str) -> None:
-        await asyncio.to_thread(
-            self._trail.note, act.actor, action, act.target, outcome, act.detail
-        )
+        told = (act.actor, action, act.target, outcome, act.detail)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._trail.note, *told)
 
 
 def _actor(context: Context, port: int) -> str:

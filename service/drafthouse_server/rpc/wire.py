@@ -244,7 +244,8 @@ class Scan:
             n_bytes_max = field.bound.n_bytes_max
             if n_bytes_max is not None and stop - start > n_bytes_max:
                 n_min = field.bound.n_bytes_min
-                rule = f"must have {n_min} to {n_bytes_max} bytes, has {stop - start}"
+                allowed = f"{n_min} to {n_bytes_max}" if n_min else f"at most {n_bytes_max}"
+                rule = f"must have {allowed} bytes, has {stop - start}"
                 raise _refused(field.path + index, rule)
 
     def _count_extra(self) -> None:

@@ -220,7 +220,8 @@ class Violations:
         """Checks the length of a text in UTF-8."""
         n = len(text.encode())
         if not n_min <= n <= n_max:
-            self.refuse(path, f"must have {n_min} to {n_max} bytes, has {n}")
+            allowed = f"{n_min} to {n_max}" if n_min else f"at most {n_max}"
+            self.refuse(path, f"must have {allowed} bytes, has {n}")
 
     def check_tokens(self, path: str, token_ids: abc.Sequence[int], n_vocab: int) -> None:
         """Checks token ids; of several that are wrong the first one is named."""

@@ -29,8 +29,8 @@ from drafthouse_server.errors import (
     TextWorkerLost,
 )
 from drafthouse_server.serving.metrics import Metrics
+from drafthouse_server.tenancy.fairness import Turns
 from drafthouse_server.tenancy.tenants import Tenant
-from drafthouse_server.tenancy.turns import Turns
 
 __all__ = ["Charge", "TextWorkers", "cpu_limit_s"]
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from drafthouse_server.config import Config
 from drafthouse_server.tenancy.admission import Admission
-from drafthouse_server.tenancy.counters import RedisCounters, SharedRates, open_redis
+from drafthouse_server.tenancy.counters import SharedRates
 from drafthouse_server.tenancy.identity import BadKeys, Tenants
+from drafthouse_server.tenancy.redis_counters import RedisCounters, open_redis
 from drafthouse_server.tenancy.tenants import TenantRegistry
 from drafthouse_server.usage.journal import Journal
 from drafthouse_server.usage.record import UsageStore

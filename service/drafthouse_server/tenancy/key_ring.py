@@ -380,12 +380,15 @@ class KeyRing:
         now, wall_now = self._clock(), self._wall_clock()
         for key in keys:
             tenant = by_name.get(key.tenant)
-            if tenant is None or key.works_until() <= wall_now:
+            if tenant is None:
                 continue
             if key.id in self._known:
+                # One that has expired, too: calls that began before go on until it is revoked.
                 self._known[key.id].update(key, tenant)
-            else:
+            elif key.works_until() > wall_now:
                 self._known[key.id] = _Known(key, tenant, now)
+            else:
+                continue
             if key.revoked_at is not None:
                 self._revoked_at[key.id] = key.revoked_at
         while len(self._known) > _N_KNOWN_MAX:

@@ -44,8 +44,9 @@ _RETRY_S = 0.25
 _STUCK_S = 5.0
 """Seconds after which a disk that does not answer counts as one that cannot be written."""
 
-_CLOSE_S = 8.0
-"""Seconds that disk and store have, together, to take what is left when the server ends."""
+_DISK_CLOSE_S, _STORE_CLOSE_S = 6.0, 2.0
+"""Seconds that disk and store have to take what is left when the server ends. What the disk leaves
+of its own the store has besides."""
 
 _N_TOLD_MAX = 100
 """Lost records that the log has one by one."""
@@ -220,34 +221,36 @@ class Journal:
         if self._is_dead:
             self._release(items)
 
-    def close(self, timeout_s: float = _CLOSE_S) -> None:
+    def close(self, disk_s: float = _DISK_CLOSE_S, store_s: float = _STORE_CLOSE_S) -> None:
         """Writes what there is, brings it to the store, and ends. Harmless when done twice.
 
         What is not done by then is told in the log: the records that a disk has not taken, the file
         from which on the store has not.
 
         Args:
-            timeout_s: Seconds after which it does not wait any more.
+            disk_s: Seconds after which it does not wait for the disk any more.
+            store_s: Seconds that the store has besides those that the disk has not needed.
         """
         if self._is_closing:
             return
         self._is_closing = True
-        give_up_at = time.monotonic() + timeout_s
+        give_up_at = time.monotonic() + disk_s + store_s
         self._queue.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(disk_s)
         if self._thread.is_alive():
             _log.critical(
                 "the disk of the usage journal has not answered for %g s: %s may not be whole",
-                timeout_s,
+                disk_s,
                 self._folder.file(self._number),
             )
             groups = [*self._drained()]
             for group in groups:  # its thread finds them there, should the disk answer yet
                 self._queue.put(group)
             _tell_lost([*self._unsynced, *self._backlog, *_joined(groups)])
-        # Also then: what the store has need not be brought again. The lock goes with the process,
-        # lest another one writes to a file that the hung thread may still write to.
-        self.shipper.close(max(0.0, give_up_at - time.monotonic()))
+        # Also then, and in some time: what is synced can be read where nothing can be written, and
+        # the disk may never answer again. The lock goes with the process, lest another one writes
+        # to a file that the hung thread may still write to.
+        self.shipper.close(max(store_s, give_up_at - time.monotonic()))
         if not self._thread.is_alive():
             self._folder.unlock()
 
