@@ -16,7 +16,7 @@ import grpc
 import pytest
 from cryptography import x509
 from google.protobuf.duration_pb2 import Duration
-from tests.support.admin import admin, reason_of
+from tests.support.admin import admin, audit_trail, reason_of
 from tests.support.certificates import Authority, Pair
 from tests.support.http2 import connect
 
@@ -156,7 +156,7 @@ async def test_limits_are_read_set_and_reset_in_the_store(
     store = Store.open(store_url)
     with store.reading() as connection:
         (tenant,) = records.list_tenants(connection)
-        trail = records.audit_trail(connection, 1)
+        trail = audit_trail(connection, 1)
     store.close()
     assert tenant.limits == {"max_streams": 5, "models": ["b", "a"], "draft_max": 0}
     assert trail[0]["actor"] == f"admin:uid:{os.getuid()}"

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from google.rpc.error_details_pb2 import QuotaFailure, RetryInfo
 from grpc_status import rpc_status
+from tests.support.limits import n_of_month
 
 import drafthouse
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc
@@ -96,7 +97,7 @@ async def test_a_rate_is_refused_with_metric_limit_and_a_time(start_server: Serv
 
 def n_month(server: Server) -> int:
     admission = server.loop.admission
-    return admission._limits.n_month(Tenant("acme"), admission._month())
+    return n_of_month(admission._limits, Tenant("acme"), admission._month())
 
 
 async def test_limits_count_what_was_sent_as_bills_do(
@@ -232,4 +233,4 @@ def test_settings_of_nobody_are_refused() -> None:
     with pytest.raises(ConfigError, match="every client is tenant 'default'"):
         TenantRegistry.from_config(Config(tenants={"bob": {}}))
     registry = TenantRegistry.from_config(Config(tenants={"default": {"weight": 2.0}}))
-    assert registry.authenticate(None).weight == 2.0
+    assert registry.identify(None, "").tenant.weight == 2.0

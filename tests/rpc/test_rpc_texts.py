@@ -196,7 +196,7 @@ async def test_a_server_lives_on_without_its_workers(eventually: Eventually) -> 
     server = Server(config, lambda: LlamaEngine.load(config))
     await server.startup()
     try:
-        assert server.texts.n_idle == config.text_workers, "they are ready before it serves"
+        assert len(server.texts._idle) == config.text_workers, "they are ready before it serves"
         async with drafthouse.AsyncClient(server.target, retry=None) as client:
             await eventually(lambda: len(server.texts.workers) == 3)
             for _ in range(2):

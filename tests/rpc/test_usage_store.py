@@ -14,6 +14,7 @@ import grpc
 import pytest
 from tests.rpc.test_rpc_store import Shell, client_of
 from tests.support.databases import Daemon, postgresql
+from tests.support.limits import n_of_month
 
 import drafthouse
 from drafthouse.v1 import usage_pb2, usage_pb2_grpc
@@ -63,7 +64,7 @@ async def listed(server: Server, key: str) -> list[int]:
 
 def n_month(server: Server, tenant: str) -> int:
     admission = server.loop.admission
-    return admission._limits.n_month(Tenant(tenant), admission._month())
+    return n_of_month(admission._limits, Tenant(tenant), admission._month())
 
 
 async def test_with_a_store_usage_is_there_and_budgets_go_on_after_a_restart(

@@ -82,7 +82,7 @@ def test_one_that_is_larger_than_its_tenants_share_takes_nothing_from_others() -
     assert not cache.store("b", text(1), bytes(60))
     assert not cache.store("c", text(0), bytes(60))
     assert hosted(cache, "a", [0]) == hosted(cache, "b", [0]) == [0]
-    assert cache.n_host_bytes == 100
+    assert cache._shares.total == 100
 
 
 STORES = st.lists(
@@ -118,7 +118,7 @@ def test_nobody_within_its_share_ever_loses_a_snapshot_to_another(
             assert not (lost and not is_kept)
         held = {name: hosted(cache, name, range(31)) for name in weights}
         total = sum(sizes[name, i] for name, found in held.items() for i in found)
-        assert cache.n_host_bytes == total <= n_max
+        assert cache._shares.total == total <= n_max
 
 
 # --- a scheduler by hand

@@ -79,7 +79,7 @@ def test_other_tenants_find_nothing_where_hashes_collide(
     assert prefixes.store("b", tokens(2 * B, 700), b"x")
     assert prefixes.store("b", tokens(3 * B, 700), b"x")
     # Of "b" the longer one makes the shorter one needless, where prefixes are used in part.
-    assert prefixes.n_host_bytes == (2 if can_cut else 3)
+    assert prefixes._shares.total == (2 if can_cut else 3)
 
 
 def test_other_tenants_find_nothing() -> None:
@@ -141,7 +141,7 @@ def test_where_the_longest_cannot_be_cut_the_next_one_is_taken() -> None:
     assert match is not None
     assert (match.n_tokens, match.prefix.tokens) == (2 * B, tuple(tokens(2 * B)))
     prefixes.store("a", tokens(3 * B), bytes(10))  # nor does a shorter one leave for it
-    assert prefixes.n_host_bytes == 30
+    assert prefixes._shares.total == 30
 
 
 def test_the_cheapest_of_equals_is_taken() -> None:
@@ -184,14 +184,14 @@ def test_host_memory_is_bounded_and_the_least_recently_used_leaves() -> None:
     prefixes = cache(n_host_bytes_max=100)
     for i in range(3):
         assert prefixes.store("a", tokens(2 * B, 100 * i), bytes(40)) is True
-    assert prefixes.n_host_bytes == 80
+    assert prefixes._shares.total == 80
     assert prefixes.find("a", tokens(3 * B)) is None
     prefixes.count(3 * B, prefixes.find("a", tokens(3 * B, 100)))
     assert prefixes.store("a", tokens(2 * B, 300), bytes(40)) is True
     assert prefixes.find("a", tokens(3 * B, 100)) is not None
     assert prefixes.find("a", tokens(3 * B, 200)) is None
     assert prefixes.store("a", tokens(2 * B, 900), bytes(101)) is False
-    assert prefixes.n_host_bytes == 80
+    assert prefixes._shares.total == 80
 
 
 def test_host_memory_off_stores_nothing() -> None:
@@ -205,7 +205,7 @@ def test_a_longer_snapshot_takes_the_place_of_a_shorter_one() -> None:
     prefixes = cache()
     assert prefixes.store("a", tokens(2 * B), b"short") is True
     assert prefixes.store("a", tokens(3 * B), b"longer") is True
-    assert prefixes.n_host_bytes == len(b"longer")
+    assert prefixes._shares.total == len(b"longer")
     assert prefixes.store("a", tokens(2 * B + 3), b"again") is False
     prefixes.hold(0, "a", tokens(3 * B), is_running=False)
     assert not prefixes.is_worth_storing(next(prefixes.retained()))
@@ -305,7 +305,7 @@ def test_host_memory_is_given_up_in_the_order_of_last_use(
             model.append((i, n_bytes))
         held = [prefix.tokens[0] // 1000 for prefix in prefixes._hosted]
         assert held == [i for i, _ in model]
-        assert prefixes.n_host_bytes == sum(n for _, n in model) <= n_max
+        assert prefixes._shares.total == sum(n for _, n in model) <= n_max
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -356,7 +356,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert isinstance(event, BlocksRemoved)
                 assert set(event.hashes) <= self.blocks
                 self.blocks -= set(event.hashes)
-        assert self.cache.n_host_bytes <= 50
+        assert self.cache._shares.total <= 50
 
     def teardown(self) -> None:
         for seq_id in range(4):
@@ -365,7 +365,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.cache.forget_tenant(tenant)
         self.events_agree()
         assert not self.blocks
-        assert self.cache.n_host_bytes == 0
+        assert self.cache._shares.total == 0
         assert self.cache.store("z", tokens(B, 9000), bytes(50))
 
 

@@ -236,11 +236,11 @@ def test_cells_are_reserved_and_nobody_overtakes() -> None:
     bench.step()
     assert bench.scheduler.n_running == 1
     assert bench.scheduler.n_waiting == 2
-    assert bench.scheduler.n_reserved == 44
+    assert bench.scheduler._ledger.n_reserved == 44
     bench.run()
     started = [s.request_id for s, e in bench.events if not isinstance(e, TokensEvent)]
     assert sorted(started) == ["a", "b", "c"]
-    assert bench.scheduler.n_reserved == 0
+    assert bench.scheduler._ledger.n_reserved == 0
     assert bench.engine.n_cells_max <= 120
 
 
@@ -925,9 +925,9 @@ def test_thousands_of_requests_leave_nothing_behind(*, is_recurrent: bool) -> No
         ended = [*ended, *(s for s in over if s.n_output and len(s.tokens) < 300)][-20:]
         live = [sequence for sequence in live if sequence.terminal is None]
         n_done += len(over)
-        assert prefixes.n_host_bytes == sum(len(p.snapshot) for p in prefixes._hosted)
-        assert prefixes.n_host_bytes <= n_bytes_max
-        n_bytes = max(n_bytes, prefixes.n_host_bytes)
+        assert prefixes._shares.total == sum(len(p.snapshot) for p in prefixes._hosted)
+        assert prefixes._shares.total <= n_bytes_max
+        n_bytes = max(n_bytes, prefixes._shares.total)
     counts = bench.scheduler.counts
     assert n_done > 2000
     assert counts.n_prefix_hits > n_done / 10
@@ -937,8 +937,7 @@ def test_thousands_of_requests_leave_nothing_behind(*, is_recurrent: bool) -> No
     held = {h for p in (*prefixes._slots.values(), *prefixes._hosted) for h in p.hashes}
     assert prefixes._holders.keys() == held
     assert bench.engine.n_cells_used == counts.n_retained_cells == bench.scheduler.n_cells_held
-    in_flight, n_due = bench.scheduler._in_flight, bench.scheduler._checkpoints.n_due
-    assert not in_flight.preempted
-    assert n_due == 0
+    assert not bench.scheduler._in_flight.preempted
+    assert not bench.scheduler._checkpoints._due
     empty(prefixes)
-    assert (prefixes._holders, prefixes._ends, prefixes.n_host_bytes) == ({}, {}, 0)
+    assert (prefixes._holders, prefixes._ends, prefixes._shares.total) == ({}, {}, 0)

@@ -401,7 +401,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = [s for s in self.world.live if s.state is SequenceState.RUNNING]
         assert len({s.seq_id for s in running}) == len(running) == self.world.scheduler.n_running
         assert all(0 <= s.seq_id < LIMITS.n_seq_max for s in running)
-        assert sum(s.n_reserved for s in running) == self.world.scheduler.n_reserved
+        assert sum(s.n_reserved for s in running) == self.world.scheduler._ledger.n_reserved
         assert self.world.scheduler.n_cells_held <= self.world.limits.n_ctx
         assert self.world.engine.n_cells_max <= self.world.limits.n_ctx
         preempted = [s for s in self.world.live if s.state is SequenceState.PREEMPTED]
@@ -442,7 +442,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.world.live == []
         self.events_end_once_and_carry_the_whole_output()
         assert self.world.scheduler.is_idle
-        assert self.world.scheduler.n_reserved == 0
+        assert self.world.scheduler._ledger.n_reserved == 0
         counts = self.world.scheduler.counts
         assert (counts.n_swapped, counts.n_preempted_bytes) == (0, 0)
         assert self.world.engine.n_cells_used == self.world.scheduler.n_cells_held

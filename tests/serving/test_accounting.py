@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.usage_store import MemoryUsageStore
 
 from drafthouse_server.errors import UsageUnavailable
 from drafthouse_server.scheduling.sequence import (
@@ -27,7 +28,6 @@ from drafthouse_server.serving.metrics import Metrics
 from drafthouse_server.usage.frames import Entry, Mark
 from drafthouse_server.usage.journal import Journal
 from drafthouse_server.usage.record import UsageCounts, UsageRecord
-from drafthouse_server.usage.stores import MemoryUsageStore
 
 END = FinishEvent(
     FinishReason.LENGTH, Usage(5, 0), Timings(0, 0, 0, 0), SpeculationCounts(0, 0, 0, (), 0)

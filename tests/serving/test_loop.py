@@ -381,7 +381,7 @@ async def test_a_reader_that_reads_nothing_ends_its_own_sequence_and_no_other() 
         assert (len(tokens), reason_of(event)) == (900, FinishReason.LENGTH)
         await until(lambda: loop.statistics().n_requests.get("SLOW_READER") == 1)
         assert loop.admission.n_active == 0
-        assert unread.n_unread <= 130
+        assert len(unread._events) <= 130
         tokens, event = await collect(unread)
         assert isinstance(error_of(event), SlowReader)
         assert 1024 / 4 < len(tokens) < 900
@@ -702,7 +702,7 @@ async def test_nothing_is_lost_when_a_third_of_2000_requests_leaves() -> None:
         assert ends["CANCELLED"] > 0
         assert not loop._outboxes
         assert loop._thread._scheduler.is_idle
-        assert loop._thread._scheduler.n_reserved == 0
+        assert loop._thread._scheduler._ledger.n_reserved == 0
 
 
 async def test_statistics_add_up() -> None:

@@ -228,7 +228,7 @@ async def test_a_running_job_that_is_cancelled_holds_its_worker_until_it_is_done
     assert pool.shop.order == ["a0"]
     assert await pool.finish_all() == ["a0", "b0"]
     assert [charge[0] for charge in pool.charges] == ["a", "b"], "it was charged all the same"
-    assert pool.texts.n_idle == 1
+    assert len(pool.texts._idle) == 1
 
 
 async def test_a_turn_that_comes_as_the_client_leaves_is_given_back(
@@ -245,7 +245,7 @@ async def test_a_turn_that_comes_as_the_client_leaves_is_given_back(
     await settle()
     assert gone.cancelled()
     assert pool.shop.order == ["a0"]
-    assert pool.texts.n_idle == 1
+    assert len(pool.texts._idle) == 1
     await pool.run(A, "a2")
     assert await pool.finish_all() == ["a0", "a2"]
 

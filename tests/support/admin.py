@@ -1,19 +1,21 @@
-"""Asking the AdminService of a server in this process."""
+"""Asking the AdminService of a server in this process, and what a store tells of its changes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
+from sqlalchemy import Connection, select
 
 from drafthouse.v1 import admin_pb2_grpc
+from drafthouse_server.tenancy import records
 
-__all__ = ["admin", "reason_of"]
+__all__ = ["admin", "audit_trail", "reason_of"]
 
 
 @contextlib.asynccontextmanager
@@ -39,3 +41,9 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
     if status is None or not any(detail.Unpack(info) for detail in status.details):
         return ""
     return info.reason
+
+
+def audit_trail(connection: Connection, n_max: int) -> list[Mapping[str, object]]:
+    """Returns the last changes, the newest first: `at`, `actor`, `action`, `subject`, `detail`."""
+    wanted = select(records.audit).order_by(records.audit.c.id.desc()).limit(n_max)
+    return [dict(row._mapping) for row in connection.execute(wanted)]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.limits import n_of_month
 
 from drafthouse_server.errors import QuotaExceeded
 from drafthouse_server.tenancy.admission import Admission, this_month
@@ -159,7 +160,7 @@ def test_what_was_reserved_is_settled_however_it_ends() -> None:
 
     reserved = limits.reserve(tenant, 100, 400, 0.0, MONTH)
     assert left() == {"input-tokens": 500, "output-tokens": 200}
-    assert limits.n_month(tenant, MONTH) == 500
+    assert n_of_month(limits, tenant, MONTH) == 500
     limits.settle(tenant, reserved, 0, 0, 0.0)  # it never got a slot
     assert left() == {"input-tokens": 600, "output-tokens": 600}
     reserved = limits.reserve(tenant, 100, 400, 0.0, MONTH)
@@ -169,8 +170,8 @@ def test_what_was_reserved_is_settled_however_it_ends() -> None:
     assert reserved.n_output == 20, "as long as its outputs have been"
     limits.settle(tenant, reserved, 100, 400, 0.0)  # this one is longer
     assert left() == {"input-tokens": 400, "output-tokens": 180}
-    assert limits.n_month(tenant, MONTH) == 620
-    assert limits.n_month(tenant, NEXT) == 0
+    assert n_of_month(limits, tenant, MONTH) == 620
+    assert n_of_month(limits, tenant, NEXT) == 0
 
 
 def test_a_refused_output_gives_its_prompt_back() -> None:
@@ -196,7 +197,7 @@ def test_a_month_is_the_calendars_and_running_requests_go_on() -> None:
     assert caught.value.retry_after_s == 60.0
     limits.reserve(tenant, 400, 500, 0.0, NEXT)
     limits.settle(tenant, first, 400, 900, 0.0)  # the month that it was of is over
-    assert limits.n_month(tenant, NEXT) == 900
+    assert n_of_month(limits, tenant, NEXT) == 900
     name, left_s = this_month().name, this_month().left_s
     assert len(name) == len("2026-11")
     assert 0 < left_s <= 31 * 86400
@@ -210,7 +211,7 @@ def test_a_clock_that_goes_to_another_month_and_back_gives_no_budget_twice() -> 
         limits.reserve(tenant, 100, 100, 0.0, MONTH)
     limits.settle(tenant, first, 400, 100, 0.0)
     limits.settle(tenant, second, 300, 100, 0.0)
-    assert [limits.n_month(tenant, month) for month in (MONTH, NEXT)] == [500, 400]
+    assert [n_of_month(limits, tenant, month) for month in (MONTH, NEXT)] == [500, 400]
     for number in range(1, 20):
         limits.reserve(tenant, 1, 1, 0.0, Month(f"{2027 + number}-01", 1.0))
     assert len(limits._used(tenant).n_of_months) == 2
@@ -276,5 +277,5 @@ async def test_a_month_goes_on_from_what_was_used_of_it_before() -> None:
     ticket.reserve(10, 10)
     ticket.settle(10, 5)
     ticket.settle(0, 0)
-    assert admission._limits.n_month(tenant, MONTH) == 95, "it is settled once"
+    assert n_of_month(admission._limits, tenant, MONTH) == 95, "it is settled once"
     ticket.give_back()

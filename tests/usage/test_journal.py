@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.usage_store import MemoryUsageStore
 
 from drafthouse_server.errors import StartupError
 from drafthouse_server.usage import journal as journal_module
@@ -24,7 +25,6 @@ from drafthouse_server.usage.record import (
     UsageStoreFailed,
     make_record_id,
 )
-from drafthouse_server.usage.stores import MemoryUsageStore
 
 WAIT_S = 30.0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.databases import postgresql
+from tests.support.usage_store import MemoryUsageStore
 
 from drafthouse_server.tenancy.store import StoreUsage
 from drafthouse_server.usage.record import (
@@ -20,7 +21,7 @@ from drafthouse_server.usage.record import (
     cursor_of,
     make_record_id,
 )
-from drafthouse_server.usage.stores import MemoryUsageStore, SqliteUsageStore
+from drafthouse_server.usage.stores import SqliteUsageStore
 
 
 def make(number: int, **values: object) -> UsageRecord:

@@ -56,11 +56,6 @@ class Checkpoints:
         """Whether there are any: what cannot be cut is good only as a whole."""
         return self._prefixes.has_host and not self._prefixes.can_cut_host
 
-    @property
-    def n_due(self) -> int:
-        """Sequences that are computed up to where a checkpoint is to be taken."""
-        return len(self._due)
-
     def n_before(self, plan: PlanBuilder, sequence: Sequence) -> int:
         """Returns how many tokens to compute before a checkpoint, or, without one, in all."""
         position = self._position(sequence)

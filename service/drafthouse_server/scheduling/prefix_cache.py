@@ -200,11 +200,6 @@ class PrefixCache:
         """Whether `take_events` is of interest."""
         return self._has_events
 
-    @property
-    def n_host_bytes(self) -> int:
-        """Bytes of snapshots in host memory."""
-        return self._shares.total
-
     def retained(self) -> Iterator[Prefix]:
         """Yields the prefixes of ended sequences in slots, the least recently used first."""
         return (prefix for prefix in self._slots.values() if prefix.tier is Tier.RETAINED)

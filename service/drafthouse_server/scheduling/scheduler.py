@@ -183,11 +183,6 @@ class Scheduler:
         return len(self._slots.running)
 
     @property
-    def n_reserved(self) -> int:
-        """KV cells that the running sequences are likely to need."""
-        return self._ledger.n_reserved
-
-    @property
     def n_cells_held(self) -> int:
         """KV cells in use: the running sequences' and the retained slots', <= limits.n_ctx."""
         return self._slots.n_cells_held

@@ -72,11 +72,6 @@ class Outbox:
         # Nearly always the reader has taken what was there: no reason to count it.
         return len(events) < _N_UNMERGED or self._merge()
 
-    @property
-    def n_unread(self) -> int:
-        """Events that wait for the reader."""
-        return len(self._events)
-
     def _merge(self) -> bool:
         """Makes neighbours of a kind one event; returns whether they are within the bound."""
         merged: list[Event] = []

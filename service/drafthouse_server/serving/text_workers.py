@@ -124,11 +124,6 @@ class TextWorkers:
         return len(self._turns)
 
     @property
-    def n_idle(self) -> int:
-        """Workers that have nothing to do, without the spare one."""
-        return len(self._idle)
-
-    @property
     def workers(self) -> tuple[TextWorker, ...]:
         """All workers that live, the spare one last."""
         return (*self._at_work, *self._spares)

@@ -358,10 +358,6 @@ class Limits:
         """
         _count_month(self._tenants.setdefault(tenant, _Used()), month.name, n_tokens)
 
-    def n_month(self, tenant: Tenant, month: Month) -> int:
-        """Returns the tokens that a tenant has used in a month, those reserved included."""
-        return self._used(tenant).n_of_months.get(month.name, 0)
-
     def _used(self, tenant: Tenant) -> _Used:
         used = self._tenants.get(tenant.name)
         if used is None:

@@ -50,7 +50,6 @@ __all__ = [
     "add_key",
     "add_tenant",
     "add_usage",
-    "audit_trail",
     "delete_tenant",
     "find_keys",
     "find_usage",
@@ -525,9 +524,3 @@ def sum_usage(connection: Connection, since: float) -> dict[str, int]:
     is_late = (usage.c.ended_at >= since) & (usage.c.started_at >= since)
     wanted = select(usage.c.tenant, n_tokens).where(is_late).group_by(usage.c.tenant)
     return {tenant: int(n) for tenant, n in connection.execute(wanted)}
-
-
-def audit_trail(connection: Connection, n_max: int) -> list[Mapping[str, object]]:
-    """Returns the last changes, the newest first: `at`, `actor`, `action`, `subject`, `detail`."""
-    wanted = select(audit).order_by(audit.c.id.desc()).limit(n_max)
-    return [dict(row._mapping) for row in connection.execute(wanted)]

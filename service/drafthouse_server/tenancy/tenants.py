@@ -374,10 +374,6 @@ class TenantRegistry:
         """Whether calls need neither key nor certificate."""
         return not (self._identities or self._has_certificates)
 
-    def authenticate(self, api_key: str | None) -> Tenant:
-        """Returns the tenant of a key. See `identify`."""
-        return self.identify(api_key, "").tenant
-
     def identify(self, api_key: str | None, address: str) -> Identity:
         """Returns whom a key is of.
 

@@ -1,4 +1,4 @@
-"""Stores of usage records: in memory, for tests, and in an SQLite file."""
+"""The store of usage records of a server without a database: an SQLite file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import operator
 import sqlite3
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from drafthouse_server.usage.record import (
     cursor_of,
 )
 
-__all__ = ["STORE_NAME", "MemoryUsageStore", "SqliteUsageStore", "list_all"]
+__all__ = ["STORE_NAME", "SqliteUsageStore", "list_all"]
 
 STORE_NAME = "usage.sqlite3"
 """Name of the store's file in the folder of a journal."""
@@ -47,38 +46,6 @@ _SUM = (
     " sum(n_output + CASE WHEN queue_s > 0 OR n_output > 0 THEN n_prompt ELSE 0 END) FROM usage"
     " WHERE ended_at >= ? AND started_at >= ? GROUP BY tenant"
 )
-
-
-class MemoryUsageStore:
-    """Keeps records as long as the process lives."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, UsageRecord] = {}
-        self._lock = threading.Lock()
-
-    def add(self, records: Sequence[UsageRecord]) -> None:
-        """Keeps records; those that it has already change nothing."""
-        with self._lock:
-            for record in records:
-                self._records.setdefault(record.record_id, record)
-
-    def find(self, query: UsageQuery) -> Sequence[UsageRecord]:
-        """Returns records by their end, and where that is the same, by their id."""
-        with self._lock:
-            found = [record for record in self._records.values() if query.matches(record)]
-        return sorted(found, key=cursor_of)[: query.n_max]
-
-    def sum_tokens(self, since: float) -> Mapping[str, int]:
-        """Returns the tokens of streams that began since a time. See `UsageStore.sum_tokens`."""
-        with self._lock:
-            found = [record for record in self._records.values() if record.started_at >= since]
-        sums: Counter[str] = Counter()
-        for record in found:
-            sums[record.tenant] += record.n_limited
-        return sums
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 class SqliteUsageStore:
