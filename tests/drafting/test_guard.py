@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.cost import StepCost, StepShape
@@ -122,7 +123,7 @@ def expected() -> list[list[int]]:
     if not _expected:
         for prompt in PROMPTS:
             engine = FakeEngine(LIMITS)
-            scheduler = Scheduler(LIMITS, FixedDraft(0))
+            scheduler = Scheduler(LIMITS, FixedDraft(0), cost=UnknownCost())
             sequence = Sequence(
                 "alone", list(prompt), engine.make_sampler(GREEDY), n_output_max=N_OUTPUT, n_draft=0
             )

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.scheduling.test_scheduler import LIMITS, Bench
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.ngram import (
     N_CHUNK,
@@ -376,7 +377,7 @@ def test_statistics_tell_who_drafted() -> None:
 
 def test_the_policy_learns_of_its_drafters_drafts_only() -> None:
     policy = FixedDraft(3)
-    scheduler = Scheduler(LARGE, policy, ngrams=NgramDrafter(3, 1000))
+    scheduler = Scheduler(LARGE, policy, cost=UnknownCost(), ngrams=NgramDrafter(3, 1000))
     bench = Bench(LARGE)
     bench.scheduler, bench.engine = scheduler, FakeEngine(LARGE, acceptance=[0])
     ask(bench, "a", "hello")

@@ -13,6 +13,7 @@ import pytest
 from tests.support import built
 from tests.support.block_draft import block_draft
 from tests.support.gguf_copy import copied
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.config import Config
 from drafthouse_server.drafting.ngram import NgramDrafter
@@ -261,7 +262,7 @@ def run(
     ngrams: NgramDrafter | None = None,
 ) -> dict[Sequence, list[float]]:
     """Runs all to their ends and returns their log-probabilities; cancels some before a step."""
-    scheduler = Scheduler(engine.limits, FixedDraft(n_draft), ngrams=ngrams)
+    scheduler = Scheduler(engine.limits, FixedDraft(n_draft), cost=UnknownCost(), ngrams=ngrams)
     logprobs: dict[Sequence, list[float]] = {sequence: [] for sequence in sequences}
     for sequence in sequences:
         scheduler.submit(sequence)

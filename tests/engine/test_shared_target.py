@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.built import needs_extension
 from tests.support.demo import config, prompts
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine
@@ -20,7 +21,7 @@ GREEDY = SamplingOptions(temperature=0, ignore_eos=True)
 
 def answer(engine: LlamaEngine, n_draft: int) -> list[int]:
     """Returns what an engine writes after a prompt."""
-    scheduler = Scheduler(engine.limits, FixedDraft(n_draft))
+    scheduler = Scheduler(engine.limits, FixedDraft(n_draft), cost=UnknownCost())
     sampler = engine.make_sampler(GREEDY)
     sequence = Sequence("r", prompts((60,))[0], sampler, n_output_max=N_OUTPUT)
     scheduler.submit(sequence)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from tests.support.unknown_cost import UnknownCost
 
 import drafthouse
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
@@ -320,7 +321,7 @@ async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
     eventually: Eventually,
 ) -> None:
     engine = FakeEngine(step_s=0.001)
-    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(3)))
+    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(3), cost=UnknownCost()))
     loop.start()
     texts = TextWorkers(engine.make_text_worker)
     await texts.open()

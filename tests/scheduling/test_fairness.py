@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from tests.support.crowd import Machine
 from tests.support.simulate import Simulation, Stream, quantile
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
@@ -38,7 +39,9 @@ class Trace:
         self.weights = ServiceWeights()
         self.engine = FakeEngine(self.limits, acceptance=(2, 0, 3, 1))
         fairness = Fairness(self.weights, quantum=chance.choice((0.0, 32.0, 512.0)))
-        self.scheduler = Scheduler(self.limits, FixedDraft(self.n_draft), fairness=fairness)
+        self.scheduler = Scheduler(
+            self.limits, FixedDraft(self.n_draft), cost=UnknownCost(), fairness=fairness
+        )
         names = "abc"[: chance.choice((2, 3))]
         self.tenants = {name: chance.choice((1.0, 1.0, 2.0, 3.0)) for name in names}
         # Unlike: who sends short prompts and long outputs beside who does the contrary.
@@ -217,7 +220,7 @@ def order_of_service(n_of_each: int, *, text: float = 0.0, n_mask_work: int = 0)
         n_mask_work: Comparisons of the grammar of a's requests, in each step with an output.
     """
     limits = EngineLimits("mtp", 1, N_CTX_SEQ, N_CTX_SEQ, 64, 64, 4, 5)
-    engine, scheduler = FakeEngine(limits), Scheduler(limits, FixedDraft(0))
+    engine, scheduler = FakeEngine(limits), Scheduler(limits, FixedDraft(0), cost=UnknownCost())
     for i in range(2 * n_of_each):
         sampler = engine.make_sampler(GREEDY)
         tenant = "ab"[i % 2]

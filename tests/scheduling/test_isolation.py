@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.drafting.policy import FixedDraft
@@ -132,7 +133,7 @@ class Bench:
         self.prefixes = PrefixCache(can_cut=not is_recurrent, n_host_bytes_max=1 << 20)
         self.ngrams = NgramDrafter(2, 1000)
         self.scheduler = Scheduler(
-            LIMITS, FixedDraft(2), prefixes=self.prefixes, ngrams=self.ngrams
+            LIMITS, FixedDraft(2), cost=UnknownCost(), prefixes=self.prefixes, ngrams=self.ngrams
         )
         self.plans: list[StepPlan] = []
         self.events: list[tuple[Sequence, Event]] = []

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from tests.support.demo import MODELS, TARGETS, Referee, prompts
 from tests.support.demo import config as demo_config
+from tests.support.unknown_cost import UnknownCost
 
 import drafthouse_engine
 from drafthouse_server.drafting.policy import FixedDraft
@@ -103,7 +104,7 @@ def alone(
     is_sampled: bool,
     n_output: int = N_OUTPUT,
 ) -> list[int]:
-    scheduler = Scheduler(engine.limits, FixedDraft(3))
+    scheduler = Scheduler(engine.limits, FixedDraft(3), cost=UnknownCost())
     sequence = submit(engine, scheduler, prompt, i, is_sampled=is_sampled, n_output=n_output)
     while not scheduler.is_idle:
         step(engine, scheduler)
@@ -114,7 +115,9 @@ class Crowd:
     """All prompts at once, and what became of them."""
 
     def __init__(self, engine: LlamaEngine, is_sampled: bool, n_bytes_max: int) -> None:
-        scheduler = Scheduler(engine.limits, FixedDraft(3), n_preempted_bytes_max=n_bytes_max)
+        scheduler = Scheduler(
+            engine.limits, FixedDraft(3), cost=UnknownCost(), n_preempted_bytes_max=n_bytes_max
+        )
         self.sequences = [
             submit(engine, scheduler, prompt, i, is_sampled=is_sampled)
             for i, prompt in enumerate(prompts(LENGTHS))
@@ -180,7 +183,11 @@ def interrupted(
     # Time stands still here: nothing that it would bring may be waited for.
     fairness = Fairness(preempt_interval_s=0.0, save_bytes_per_s=1e15)
     scheduler = Scheduler(
-        engine.limits, FixedDraft(3), n_preempted_bytes_max=n_bytes_max, fairness=fairness
+        engine.limits,
+        FixedDraft(3),
+        cost=UnknownCost(),
+        n_preempted_bytes_max=n_bytes_max,
+        fairness=fairness,
     )
     streams = [
         submit(engine, scheduler, pool[i], i, is_sampled=is_sampled, n_output=N_INTERRUPTED)

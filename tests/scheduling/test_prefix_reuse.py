@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from tests.support.demo import Referee, prompts
 from tests.support.demo import config as demo_config
+from tests.support.unknown_cost import UnknownCost
 from tests.support.windows import windowed
 
 from drafthouse_server.drafting.policy import FixedDraft
@@ -57,7 +58,7 @@ def ask(
 
 def test_turns_go_on_from_slots_and_from_host_memory(target: str, engine: LlamaEngine) -> None:
     prefixes = PrefixCache(can_cut=target == "dense", n_host_bytes_max=1 << 28)
-    scheduler = Scheduler(engine.limits, FixedDraft(3), prefixes=prefixes)
+    scheduler = Scheduler(engine.limits, FixedDraft(3), cost=UnknownCost(), prefixes=prefixes)
     opening, *others = prompts((60, 70, 50))
     first = ask(engine, scheduler, opening)
     second = ask(engine, scheduler, [*first.tokens, 5, 6, 7])
@@ -73,7 +74,7 @@ def test_turns_go_on_from_slots_and_from_host_memory(target: str, engine: LlamaE
     assert stranger.n_reused == 0
     referee = Referee(target)
     try:
-        anew = Scheduler(engine.limits, FixedDraft(3))
+        anew = Scheduler(engine.limits, FixedDraft(3), cost=UnknownCost())
         for sequence in (second, third):
             expected = ask(engine, anew, sequence.prompt)
             referee.compare(sequence.prompt, expected.output, sequence.output)
@@ -109,6 +110,7 @@ def test_documents_asked_for_in_turn_get_the_answers_of_a_cache_that_is_off(
             Scheduler(
                 engine.limits,
                 FixedDraft(0),
+                cost=UnknownCost(),
                 prefixes=PrefixCache(
                     can_cut=True, n_window=engine.limits.n_window, n_host_bytes_max=1 << 28
                 )

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.cost import StepCost
 from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
@@ -59,7 +60,8 @@ class Bench:
         **fake: object,
     ) -> None:
         self.engine = FakeEngine(limits, **fake)  # type: ignore[arg-type]  # passed on
-        self.scheduler = Scheduler(limits, policy or FixedDraft(n_draft), **scheduler or {})
+        options: dict[str, Any] = {"cost": UnknownCost()} | (scheduler or {})
+        self.scheduler = Scheduler(limits, policy or FixedDraft(n_draft), **options)
         self.now = 0.0
         self.events: list[tuple[Sequence, Event]] = []
         self.plans: list[StepPlan] = []
@@ -495,7 +497,7 @@ def test_an_engine_that_miscounts_is_an_error_and_not_a_wrong_stream() -> None:
 @pytest.mark.parametrize("change", [{"n_batch": 3}, {"n_outputs_max": 3}])
 def test_a_budget_below_one_token_per_slot_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="n_seq_max"):
-        Scheduler(dataclasses.replace(LIMITS, **change), FixedDraft(0))  # type: ignore[arg-type]  # checked by what is called
+        Scheduler(dataclasses.replace(LIMITS, **change), FixedDraft(0), cost=UnknownCost())  # type: ignore[arg-type]  # checked by what is called
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.cost import CostModel, StepCost
@@ -149,7 +150,7 @@ class World:
         ngrams = None
         if setup.n_pool_max is not None:
             ngrams = NgramDrafter(2, setup.n_pool_max, can_lengthen=setup.is_paced)
-        cost: CostModel | None = StepCost() if setup.is_paced else None
+        cost: CostModel = StepCost() if setup.is_paced else UnknownCost()
         policy: DraftPolicy = FixedDraft(3)
         if setup.is_adaptive:
             policy = AdaptiveDraft(limits.n_draft_max)

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 from tests.scheduling.test_scheduler import LIMITS, Bench
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.cost import StepCost
 from drafthouse_server.scheduling.sequence import FinishEvent, Sequence, SequenceState
@@ -17,7 +18,9 @@ TWO = dataclasses.replace(LIMITS, n_seq_max=2, n_ctx=400, n_ctx_seq=200)
 
 
 def bench(limits: EngineLimits = TWO, *, cost: StepCost | None = None, **fairness: Any) -> Bench:
-    return Bench(limits, scheduler={"fairness": Fairness(**fairness), "cost": cost})
+    return Bench(
+        limits, scheduler={"fairness": Fairness(**fairness), "cost": cost or UnknownCost()}
+    )
 
 
 def test_a_tenant_below_its_share_takes_the_youngest_stream_of_the_one_above() -> None:

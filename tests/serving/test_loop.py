@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.config import Config
 from drafthouse_server.drafting.policy import FixedDraft
@@ -65,7 +66,7 @@ async def running(
     engine: FakeEngine | None = None, *, n_draft: int = 0, **options: object
 ) -> AsyncIterator[StepLoop]:
     engine = engine or FakeEngine(LIMITS)
-    scheduler = Scheduler(engine.limits, FixedDraft(n_draft))
+    scheduler = Scheduler(engine.limits, FixedDraft(n_draft), cost=UnknownCost())
     loop = StepLoop(engine, scheduler, **options)  # type: ignore[arg-type]  # passed on
     loop.start()
     try:
@@ -471,7 +472,7 @@ class BrokenScheduler(Scheduler):
 
 async def test_nobody_waits_for_ever_when_the_loop_itself_fails() -> None:
     health: list[bool] = []
-    scheduler = BrokenScheduler(LIMITS, FixedDraft(0))
+    scheduler = BrokenScheduler(LIMITS, FixedDraft(0), cost=UnknownCost())
     loop = StepLoop(FakeEngine(LIMITS), scheduler, on_health=health.append)
     loop.start()
     outboxes = [loop.submit(make(loop, str(i))) for i in range(4)]
@@ -576,7 +577,7 @@ async def test_an_engine_that_cannot_be_made_tells_why() -> None:
 
 async def test_close_ends_what_is_left() -> None:
     engine = FakeEngine(LIMITS, step_s=0.001)
-    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(0)))
+    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost()))
     loop.start()
     outbox = loop.submit(make(loop, n_output_max=900))
     await outbox.receive()
@@ -605,7 +606,7 @@ async def test_a_reader_who_is_cancelled_loses_nothing() -> None:
 async def test_a_loop_that_is_cancelled_ends_everybody_and_its_thread() -> None:
     engine = FakeEngine(LIMITS, step_s=0.001)
     n_threads = threading.active_count()
-    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(0)))
+    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost()))
     loop.start()
     outbox = loop.submit(make(loop, n_output_max=900))
     await outbox.receive()
@@ -631,7 +632,7 @@ class LateBrokenScheduler(Scheduler):
 
 
 async def test_who_ended_in_the_commit_that_failed_is_told() -> None:
-    scheduler = LateBrokenScheduler(LIMITS, FixedDraft(0))
+    scheduler = LateBrokenScheduler(LIMITS, FixedDraft(0), cost=UnknownCost())
     loop = StepLoop(FakeEngine(LIMITS), scheduler)
     short, long = make(loop, "short", 1), make(loop, "long", 100)
     loop.start()
@@ -646,7 +647,7 @@ async def test_who_ended_in_the_commit_that_failed_is_told() -> None:
 async def test_a_dead_engine_does_not_delay_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafthouse_server.serving.engine_thread._PAUSE_S", 3600.0)
     engine = FakeEngine(LIMITS)
-    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(0)))
+    loop = StepLoop(engine, Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost()))
     loop.start()
     engine.inject(RuntimeError("boom"), n_steps=1000)
     await collect(loop.submit(make(loop)))

@@ -23,7 +23,6 @@ from drafthouse_server.drafting.cost import CostModel, Splitting
 from drafthouse_server.drafting.estimators import (
     Estimators,
     NoNgrams,
-    UnknownCost,
     with_checked_timings,
 )
 from drafthouse_server.drafting.ngram import NgramDrafter
@@ -83,8 +82,8 @@ class Scheduler:
     Args:
         limits: What the engine can carry; its budget holds every slot's next token.
         policy: Chooses K.
-        cost: Predicts what a step takes and learns from each; without one prompts are not cut by
-            time.
+        cost: Predicts what a step takes and learns from each; while it knows nothing, prompts are
+            not cut by time.
         splitting: How the engine's decode is cut, for `cost`.
         gap_s: Target of the gap between tokens while prompts are computed, seconds; 0 is twice the
             unloaded 99th percentile.
@@ -103,7 +102,7 @@ class Scheduler:
         limits: EngineLimits,
         policy: DraftPolicy,
         *,
-        cost: CostModel | None = None,
+        cost: CostModel,
         splitting: Splitting = Splitting.EQUAL,
         gap_s: float = 0.0,
         n_preempted_bytes_max: int = 1 << 30,
@@ -128,7 +127,7 @@ class Scheduler:
         self._estimators = Estimators(
             limits,
             policy=policy,
-            cost=cost or UnknownCost(),
+            cost=cost,
             ngrams=ngrams or NoNgrams(),
             splitting=splitting,
             n_draft_fixed=n_draft_fixed,
