@@ -25,7 +25,8 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ from drafthouse_server.cli.main import main as run_server
 from drafthouse_server.rpc.gate import Receive
 from drafthouse_server.rpc.interceptors import current_call
 from drafthouse_server.rpc.responses import StreamWriter
-from drafthouse_server.scheduling.sequence import Event, TokensEvent
-from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
+from drafthouse_server.scheduling.sequence import Event, Sequence, TokensEvent
 from drafthouse_server.serving.engine_thread import EngineThread
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.text_workers import TextWorkers
@@ -140,7 +140,7 @@ class Timeline:
         return answer
 
     def _submit(
-        self, inner: Callable[..., Any], own: object, sequence: TokenSequence, ticket: Any = None
+        self, inner: Callable[..., Any], own: object, sequence: Sequence, ticket: Any = None
     ) -> Any:
         self.mark(sequence.request_id, "submitted")
         return inner(own, sequence, ticket)
@@ -167,7 +167,7 @@ class Timeline:
         return ended
 
     def _deliver(
-        self, inner: Callable[..., Any], own: object, events: Iterable[tuple[TokenSequence, Event]]
+        self, inner: Callable[..., Any], own: object, events: Iterable[tuple[Sequence, Event]]
     ) -> Any:
         events = list(events)
         inner(own, events)
@@ -217,7 +217,7 @@ def spans(request: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _figures(values: Sequence[float]) -> str:
+def _figures(values: abc.Sequence[float]) -> str:
     """Returns median, 95th percentile and the longest of some seconds, in ms."""
     return "".join(f"{percentile(values, share) * 1e3:9.2f}" for share in (0.5, 0.95, 1.0))
 
@@ -240,7 +240,7 @@ def _show(path: Path, tenant: str, n_slowest: int, after_s: float) -> None:
     _show_steps(steps)
 
 
-def _show_steps(steps: Sequence[Sequence[float]]) -> None:
+def _show_steps(steps: abc.Sequence[abc.Sequence[float]]) -> None:
     print(f"{len(steps)} steps; ms by what they had, median / p95 / most")
     for kind, has_prompts in (("with prompts", True), ("without", False)):
         took = [step[1] - step[0] for step in steps if (step[4] > 0) is has_prompts]
@@ -248,7 +248,7 @@ def _show_steps(steps: Sequence[Sequence[float]]) -> None:
             print(f"  {kind:13}{_figures(took)}")
 
 
-def _show_requests(name: str, requests: Sequence[dict[str, Any]]) -> None:
+def _show_requests(name: str, requests: abc.Sequence[dict[str, Any]]) -> None:
     print(f"{name}: {len(requests)} requests; ms until, median / p95 / most")
     found = [spans(request) for request in requests]
     for mark in (*MARKS[1:], "all"):
@@ -257,7 +257,7 @@ def _show_requests(name: str, requests: Sequence[dict[str, Any]]) -> None:
             print(f"  {mark:10}{_figures(values)}")
 
 
-def _show_request(request: dict[str, Any], steps: Sequence[Sequence[float]]) -> None:
+def _show_request(request: dict[str, Any], steps: abc.Sequence[abc.Sequence[float]]) -> None:
     print("  " + " ".join(f"{mark} {took * 1e3:.1f}" for mark, took in spans(request).items()))
     began, ended = request["received"], request["written"]
     near = [step for step in steps if step[1] > began and step[0] < ended]
@@ -271,7 +271,7 @@ def _show_request(request: dict[str, Any], steps: Sequence[Sequence[float]]) -> 
         )
 
 
-def _show_turns(turns: Iterable[Sequence[Any]]) -> None:
+def _show_turns(turns: Iterable[abc.Sequence[Any]]) -> None:
     by_name: dict[str, list[tuple[float, float]]] = {}
     for _, took_s, cpu_s, name in turns:
         by_name.setdefault(name, []).append((took_s * 1e3, cpu_s * 1e3))

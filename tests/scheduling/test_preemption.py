@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 
 import pytest
 from tests.support.demo import MODELS, TARGETS, Referee, prompts
@@ -14,8 +15,7 @@ from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import FinishEvent, SequenceState
-from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
+from drafthouse_server.scheduling.sequence import FinishEvent, Sequence, SequenceState
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import SamplingOptions
 from drafthouse_server.tenancy.fairness import Fairness
@@ -72,7 +72,7 @@ def options(seed: int | None) -> SamplingOptions:
     return SamplingOptions(seed=seed, ignore_eos=True)
 
 
-def step(engine: LlamaEngine, scheduler: Scheduler) -> list[TokenSequence]:
+def step(engine: LlamaEngine, scheduler: Scheduler) -> list[Sequence]:
     """Runs one step and returns the sequences that it preempted. Nothing depends on time."""
     before = {s.seq_id: s for s in scheduler.sequences() if s.state is SequenceState.RUNNING}
     plan = scheduler.plan(0.0)
@@ -83,22 +83,22 @@ def step(engine: LlamaEngine, scheduler: Scheduler) -> list[TokenSequence]:
 def submit(
     engine: LlamaEngine,
     scheduler: Scheduler,
-    prompt: Sequence[int],
+    prompt: abc.Sequence[int],
     i: int,
     *,
     is_sampled: bool,
     n_output: int = N_OUTPUT,
-) -> TokenSequence:
+) -> Sequence:
     sampling = options(i if is_sampled else None)
     sampler = engine.make_sampler(sampling)
-    sequence = TokenSequence(f"r{i}", prompt, sampler, sampling=sampling, n_output_max=n_output)
+    sequence = Sequence(f"r{i}", prompt, sampler, sampling=sampling, n_output_max=n_output)
     scheduler.submit(sequence)
     return sequence
 
 
 def alone(
     engine: LlamaEngine,
-    prompt: Sequence[int],
+    prompt: abc.Sequence[int],
     i: int,
     *,
     is_sampled: bool,
@@ -122,7 +122,7 @@ class Crowd:
             submit(engine, scheduler, prompt, i, is_sampled=is_sampled)
             for i, prompt in enumerate(prompts(LENGTHS))
         ]
-        self.swap_outs: list[tuple[TokenSequence, int]] = []
+        self.swap_outs: list[tuple[Sequence, int]] = []
         """Who was preempted, and after how many output tokens."""
         for _ in range(3000):
             if scheduler.is_idle:
@@ -177,7 +177,7 @@ N_INTERRUPTED = 70
 
 def interrupted(
     engine: LlamaEngine, n_bytes_max: int, *, is_sampled: bool
-) -> tuple[Scheduler, list[TokenSequence]]:
+) -> tuple[Scheduler, list[Sequence]]:
     """Runs a long stream for each slot, which all lose it again and again to what is urgent."""
     pool = prompts(LENGTHS)
     # Time stands still here: nothing that it would bring may be waited for.
@@ -198,7 +198,7 @@ def interrupted(
             break
         if n in URGENT_AT:
             sampler = engine.make_sampler(options(n))
-            urgent = TokenSequence(
+            urgent = Sequence(
                 f"urgent {n}", pool[-1], sampler, sampling=options(n), n_output_max=5, priority=1
             )
             scheduler.submit(urgent)
@@ -255,7 +255,7 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     scheduler = make_scheduler(engine, settings)
     sequences, greedy = [], options(None)
     for i, prompt in enumerate(prompts(LENGTHS * 2)):
-        sequence = TokenSequence(
+        sequence = Sequence(
             f"r{i}",
             prompt,
             engine.make_sampler(greedy),
@@ -274,7 +274,7 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
             for sequence in ended[:2]:
                 again = [*sequence.tokens, *sequence.prompt[:20]]
                 sampler = engine.make_sampler(greedy)
-                follow_up = TokenSequence(
+                follow_up = Sequence(
                     f"{sequence.request_id}+",
                     again,
                     sampler,
@@ -299,7 +299,7 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     reference.close()
 
 
-def check_sampled(crowd: Crowd, expected: Sequence[list[int]]) -> None:
+def check_sampled(crowd: Crowd, expected: abc.Sequence[list[int]]) -> None:
     """Of the streams that were as they should be when they were preempted, most go on so."""
     n_checked = n_parted = 0
     for sequence, n_before in crowd.swap_outs:

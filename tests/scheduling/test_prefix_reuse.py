@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 
 import pytest
 from tests.support.demo import Referee, prompts
@@ -15,7 +16,7 @@ from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
+from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import SamplingOptions, StepPlan
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -43,11 +44,11 @@ def engine(request: pytest.FixtureRequest, target: str) -> Iterator[LlamaEngine]
 
 
 def ask(
-    engine: LlamaEngine, scheduler: Scheduler, prompt: Sequence[int], tenant: str = "a"
-) -> TokenSequence:
+    engine: LlamaEngine, scheduler: Scheduler, prompt: abc.Sequence[int], tenant: str = "a"
+) -> Sequence:
     """Runs one request to its end."""
     sampler = engine.make_sampler(GREEDY)
-    sequence = TokenSequence("r", prompt, sampler, n_output_max=N_OUTPUT, tenant=tenant)
+    sequence = Sequence("r", prompt, sampler, n_output_max=N_OUTPUT, tenant=tenant)
     scheduler.submit(sequence)
     for _ in range(500):
         if scheduler.is_idle:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
@@ -13,10 +14,10 @@ from drafthouse_server.scheduling.sequence import (
     FinishEvent,
     FinishReason,
     ProgressEvent,
+    Sequence,
     TokensEvent,
     Usage,
 )
-from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
 from drafthouse_server.serving.accounting import Account
 from drafthouse_server.serving.detokenizer import Detokenizer
 from drafthouse_server.serving.requests import MODE_OFF, Generation
@@ -70,7 +71,7 @@ def mode_of(draft_type: str) -> str:
     return "ngram" if draft_type.startswith("ngram") else draft_type
 
 
-def progress_message(events: Sequence[Event]) -> generation_pb2.GenerateResponse | None:
+def progress_message(events: abc.Sequence[Event]) -> generation_pb2.GenerateResponse | None:
     """Returns how much of the prompt is computed: the last that is known, if anything is new."""
     for event in reversed(events):
         if isinstance(event, ProgressEvent):
@@ -112,14 +113,14 @@ class Output:
         """Whether a stop text is complete; what comes after it is dropped."""
         return bool(self._detokenizer.matched_stop)
 
-    def take(self, events: Sequence[Event]) -> generation_pb2.GenerateResponse | None:
+    def take(self, events: abc.Sequence[Event]) -> generation_pb2.GenerateResponse | None:
         """Returns a message of all new text and tokens; None when there is nothing new.
 
         Args:
             events: At least one.
         """
-        tokens: Sequence[int]
-        logprobs: Sequence[float]
+        tokens: abc.Sequence[int]
+        logprobs: abc.Sequence[float]
         first, last = events[0], events[-1]
         if first is last and isinstance(first, TokensEvent):  # the usual case
             tokens, logprobs = first.tokens, first.logprobs
@@ -149,7 +150,7 @@ class Output:
         return FinishReason.STOP if self.has_stopped else end.reason
 
     def result(
-        self, end: FinishEvent, sequence: TokenSequence, usage: Usage
+        self, end: FinishEvent, sequence: Sequence, usage: Usage
     ) -> generation_pb2.GenerationResult:
         """Returns how it ended; without a finish reason when the client is no longer there."""
         timings, counts = end.timings, end.speculation

@@ -40,8 +40,8 @@ from drafthouse_server.scheduling.sequence import (
     ErrorEvent,
     FinishEvent,
     FinishReason,
+    Sequence,
 )
-from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
 from drafthouse_server.serving.accounting import Accounting
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.metrics import StreamTimer
@@ -342,7 +342,7 @@ class GenerationService(GenerationServiceServicer):
     async def _serve(
         self,
         outbox: Outbox,
-        sequence: TokenSequence,
+        sequence: Sequence,
         wanted: Generation,
         ticket: Ticket,
         context: _Context,
@@ -373,7 +373,7 @@ class GenerationService(GenerationServiceServicer):
         ticket: Ticket,
         caller: CallInfo,
         context: _Context,
-    ) -> TokenSequence:
+    ) -> Sequence:
         """Returns the sequence of a request, whose tokens are reserved."""
         tenant = caller.tenant
         tokens = await self._shared.tokenize(asked.prompt, tenant, wanted.sampling)
@@ -381,7 +381,7 @@ class GenerationService(GenerationServiceServicer):
         n_output_max = tenant.bound_output(wanted.n_output_max, n_most)
         await ticket.book(len(tokens), n_output_max)
         sampler = await self._shared.make_sampler(wanted.sampling, tenant)
-        return TokenSequence(
+        return Sequence(
             request_id=caller.request_id,
             prompt=tokens,
             sampler=sampler,
@@ -421,7 +421,7 @@ class GenerationService(GenerationServiceServicer):
     async def _stream(
         self,
         outbox: Outbox,
-        sequence: TokenSequence,
+        sequence: Sequence,
         wanted: Generation,
         writer: StreamWriter,
     ) -> None:

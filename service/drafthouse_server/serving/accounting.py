@@ -14,12 +14,12 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from drafthouse_server.errors import Draining, StartupError, UsageUnavailable
-from drafthouse_server.scheduling.sequence import Event, TokensEvent, Usage
-from drafthouse_server.scheduling.sequence import Sequence as TokenSequence
+from drafthouse_server.scheduling.sequence import Event, Sequence, TokensEvent, Usage
 from drafthouse_server.serving.metrics import Metrics
 from drafthouse_server.tenancy.admission import Admission, Ticket
 from drafthouse_server.usage.frames import Mark
@@ -135,7 +135,7 @@ class Accounting:
 
     def open(
         self,
-        sequence: TokenSequence,
+        sequence: Sequence,
         *,
         age_s: float = 0.0,
         key_id: str = "",
@@ -240,7 +240,7 @@ class Account:
     def __init__(
         self,
         accounting: Accounting,
-        sequence: TokenSequence,
+        sequence: Sequence,
         start: UsageRecord,
         journal: Journal | None,
         ticket: Ticket | None = None,
@@ -271,7 +271,7 @@ class Account:
         """Tokens counted so far."""
         return Usage(self._start.n_prompt, self.n_output, self._sequence.n_reused)
 
-    def parts(self, events: Sequence[Event]) -> Iterator[Sequence[Event]]:
+    def parts(self, events: abc.Sequence[Event]) -> Iterator[abc.Sequence[Event]]:
         """Yields events in messages' worth: as few parts as a crash at any moment allows."""
         if self._journal is None:
             yield events
