@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.built import needs_extension
 
 import drafthouse
 from drafthouse import _options as drafthouse_options
@@ -63,11 +64,14 @@ def test_the_protos_are_the_one_list_of_sampling_options() -> None:
     assert {field.name for field in dataclasses.fields(SamplingOptions)} == names | others
 
 
-@pytest.mark.model
-def test_the_engine_names_the_same_options() -> None:
-    engine = pytest.importorskip("drafthouse_engine")
-    parameters = set(inspect.signature(engine.SamplingParams).parameters)
-    assert {field.name for field in dataclasses.fields(SamplingOptions)} <= parameters
+class TestWithTheExtension:
+    pytestmark = needs_extension()
+
+    def test_the_engine_names_the_same_options(self) -> None:
+        import drafthouse_engine
+
+        parameters = set(inspect.signature(drafthouse_engine.SamplingParams).parameters)
+        assert {field.name for field in dataclasses.fields(SamplingOptions)} <= parameters
 
 
 def test_the_sdk_can_give_every_option() -> None:

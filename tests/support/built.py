@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-__all__ = ["built", "needs_extension"]
+__all__ = ["built", "missing", "needs_extension"]
 
 _MUST_BE_BUILT = bool(os.environ.get("DRAFTHOUSE_BUILT") or os.environ.get("CI"))
 """Set by the Makefile for `test` and `unit`, which build before."""
@@ -18,11 +19,15 @@ def built(program: str) -> Path:
     """Returns a program of build/bin; skips the test without it, or fails it under `make test`."""
     path = Path(__file__).resolve().parents[2] / "build" / "bin" / program
     if not path.exists():
-        message = f"build/bin/{program} is not built: `make dev`"
-        if _MUST_BE_BUILT:
-            pytest.fail(message)
-        pytest.skip(message)
+        missing(f"build/bin/{program} is not built: `make dev`")
     return path
+
+
+def missing(message: str) -> NoReturn:
+    """Skips a test for which something is not built, or fails it under `make test`."""
+    if _MUST_BE_BUILT:
+        pytest.fail(message)
+    pytest.skip(message)
 
 
 def needs_extension() -> list[pytest.MarkDecorator]:
