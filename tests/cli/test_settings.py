@@ -94,6 +94,11 @@ def test_a_switch_may_stand_alone_say_so_or_be_denied() -> None:
     assert (config.insecure_no_auth, config.prefix_cache, config.kv_unified) == (True, False, True)
     assert load(environment={}, flags=parsed("--prefix-cache", "false")).prefix_cache is False
     assert load(environment={}, flags=parsed("--no-kv-unified", "--kv-unified")).kv_unified
+    # As llama-server's `--fit off`.
+    assert load(environment={}, flags=parsed("--fit", "off", "--kv-unified", "on")) == Config(
+        fit=False, kv_unified=True
+    )
+    assert load(environment={"DRAFTHOUSE_FIT": "off"}).fit is False
     with pytest.raises(SystemExit):
         parsed("--no-prefix-cache", "false")
 

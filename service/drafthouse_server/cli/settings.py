@@ -91,7 +91,8 @@ _TENANTS = (
     ' NAME is that of its keys, or "default" without keys. What is left out is not limited.'
 )
 _TENANT_EXAMPLE = {int: "1000", float: "1.0", list: '["NAME"]'}
-_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+# On and off are llama-server's words: `--fit off`.
+_TRUTH = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
