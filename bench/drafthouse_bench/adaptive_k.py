@@ -41,7 +41,7 @@ class Contender:
     name: str
     """What the table calls it."""
     config: Config
-    """Its settings."""
+    """Settings of its engine and scheduler."""
     n_streams: int
     """Requests at once."""
     is_mixed: bool = False

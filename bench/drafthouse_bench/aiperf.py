@@ -49,7 +49,7 @@ class Seen:
     ttft_p50: float
     """Time to first token, median."""
     ttft_p95: float
-    """The same, 95th percentile."""
+    """Time to first token, 95th percentile."""
     tpot_p50: float
     """(Last token − first token) / (tokens − 1) of a request, median."""
     n_requests: int

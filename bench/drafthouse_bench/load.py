@@ -60,9 +60,9 @@ class LoadResult:
     n_drafted: int = 0
     """Draft tokens verified."""
     n_accepted: int = 0
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     first_tokens_s: list[float] = field(default_factory=list)
-    """Of each request, from the call to its first token."""
+    """Seconds from the call to the first token, of each request."""
     gaps_s: list[float] = field(default_factory=list)
     """Between the messages of each request."""
     client_cpu_s: float = 0.0

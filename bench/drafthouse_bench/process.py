@@ -48,7 +48,7 @@ class BareResult:
     n_drafted: int
     """Draft tokens verified."""
     n_accepted: int
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     elapsed_s: float
     """From its first step to its last; loading is not in it."""
 

@@ -31,7 +31,7 @@ GREEDY = SamplingOptions(temperature=0, ignore_eos=True)
 N_TEXT = 600
 """Characters of a file that are edited."""
 N_AGAIN = 80
-"""Of these, characters that the answer is given to begin with."""
+"""Characters of that text that the answer is given to begin with."""
 N_REQUESTS = 3
 """Requests of each stream, one after the other."""
 

@@ -58,11 +58,11 @@ class Spread:
     """A number over rounds."""
 
     median: float
-    """Its median."""
+    """Median of the rounds."""
     low: float
-    """Its least value."""
+    """Smallest value of the rounds."""
     high: float
-    """Its largest value."""
+    """Largest value of the rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Machine:
     n_cores: int
     """Cores that this process may use."""
     load_average: float
-    """Of the last minute, before the first measurement; above 0.5 something else was running."""
+    """Load of the last minute before the first measurement; above 0.5 the machine was busy."""
     n_threads: int
     """Threads of a decode, both contenders."""
     engine: str

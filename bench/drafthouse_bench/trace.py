@@ -22,11 +22,11 @@ class Trace:
     called_s: float
     """When it was called; under an open load when it should have been."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """Of each message with tokens: when it came, and how many tokens."""
+    """Arrival time and number of tokens of each message with tokens."""
     n_drafted: int = 0
     """Draft tokens verified."""
     n_accepted: int = 0
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     is_finished: bool = False
     """Whether its end was seen."""
     n_output: int = 0

@@ -76,7 +76,7 @@ class Decoder:
 
     @property
     def seq_id(self) -> int:
-        """Its sequence."""
+        """Slot of the pool that the decoder owns."""
         return self._seq_id
 
     @property

@@ -278,7 +278,7 @@ class RpcUnreachable(EngineError):
 
 
 class Unsupported(EngineError):
-    """This model or build does not support the request."""
+    """The model or the build does not support the request."""
 
 
 class OutOfMemory(EngineError):

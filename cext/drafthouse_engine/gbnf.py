@@ -219,7 +219,7 @@ class _Writer:
         return self._rule(self._body(node))
 
     def _rule(self, body: str) -> str:
-        """The same body is the same rule."""
+        """Returns the name of the rule with this body; equal bodies share a rule."""
         if body not in self._names:
             self._names[body] = f"r{len(self._names)}"
             self._add(self._names[body], body)

@@ -183,7 +183,7 @@ class GenerationStats:
     n_drafted: int
     """Draft tokens verified; of a tree, all its nodes."""
     n_accepted: int
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     prompt_s: float
     """Time until the prompt was read."""
     total_s: float

@@ -21,11 +21,11 @@ class Device:
     name: str
     """Such as CPU or CUDA0."""
     description: str
-    """Its maker's name of it."""
+    """Name of the device as its maker writes it."""
     kind: DeviceKind
     """What it is."""
     total_bytes: int
-    """Its memory; 0 where it does not tell."""
+    """Memory of the device; 0 where it does not tell."""
     free_bytes: int
     """What of it is free."""
 
@@ -35,19 +35,19 @@ class MemoryUse:
     """Bytes that an engine takes on one device."""
 
     device: str
-    """Its name; empty: the host's memory."""
+    """Name of the device; empty: the host's memory."""
     weights_bytes: int
-    """Of the target and the draft model."""
+    """Weights of the target and the draft model."""
     mapped_bytes: int
     """The part of them that is mapped from the files, and that the system can read again."""
     cells_bytes: int
-    """Of the target: KV cells and recurrent states."""
+    """KV cells and recurrent states of the target."""
     compute_bytes: int
-    """Of the target: intermediate results and logits."""
+    """Intermediate results and logits of the target."""
     draft_cells_bytes: int
-    """Of the drafter: KV cells."""
+    """KV cells of the drafter."""
     draft_compute_bytes: int
-    """Of the drafter: intermediate results and logits."""
+    """Intermediate results and logits of the drafter."""
 
     @property
     def total_bytes(self) -> int:

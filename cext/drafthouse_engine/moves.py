@@ -57,9 +57,9 @@ class Moves:
     starts: Sequence[Start] = ()
     """Sequences taken into use, each once."""
     drafts_off: Sequence[int] = ()
-    """As `Engine.seq_drafts_off`."""
+    """Slots whose drafter is turned off; see `Engine.seq_drafts_off`."""
     drafts_on: Sequence[int] = ()
-    """As `Engine.seq_drafts_on`."""
+    """Slots whose drafter is turned on again; see `Engine.seq_drafts_on`."""
 
 
 @dataclass(frozen=True, slots=True)

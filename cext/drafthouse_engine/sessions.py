@@ -122,7 +122,7 @@ class SessionStats:
     n_drafted: int
     """Draft tokens of these rounds."""
     n_accepted: int
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     n_drafted_at: tuple[int, ...]
     """Rounds whose draft reached each position. Shape: [n_draft_max]."""
     n_accepted_at: tuple[int, ...]
@@ -171,9 +171,9 @@ class DraftRequest(NamedTuple):
     seq_id: int
     """The sequence."""
     n_past: int
-    """Its tokens in the KV cache."""
+    """Tokens of the sequence in the KV cache."""
     id_last: int
-    """Its last chosen token, not yet decoded."""
+    """Last token chosen for the sequence, not yet decoded."""
     n_draft: int | None = None
     """Draft tokens wanted, [1, n_draft_max]; None is n_draft_max."""
 

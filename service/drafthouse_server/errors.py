@@ -515,9 +515,9 @@ class TextWorkerLost(Exception):
     """
 
     LATE: ClassVar[str] = "late"
-    """Its job took too long."""
+    """The worker was ended because its job took too long."""
     CRASHED: ClassVar[str] = "crashed"
-    """It died of its job."""
+    """The worker's process died of its job."""
     ENDED: ClassVar[str] = "ended"
     """Something else has ended it, such as the system or an operator."""
 

@@ -31,9 +31,9 @@ class Setting:
     """The declaration of one setting."""
 
     name: str
-    """Of the TOML key and the attribute; `--` and `DRAFTHOUSE_` lead to flag and variable."""
+    """TOML key and attribute; with `--` and hyphens the flag, with `DRAFTHOUSE_` the variable."""
     default: object
-    """Its value when no source gives one; its type is the setting's."""
+    """Value when no source gives one; its type is the setting's type."""
     group: str
     """Heading of the help under which it stands."""
     rule: Rule

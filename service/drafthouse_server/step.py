@@ -278,7 +278,7 @@ class SequenceStatus(enum.Enum):
     SAMPLING_FAILED = "SAMPLING_FAILED"
     """No token could be chosen; the sequence's state is lost."""
     GRAMMAR_TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
-    """Its grammar takes too many comparisons for one token; the sequence's state is lost."""
+    """The grammar took too many comparisons for one token; the sequence's state is lost."""
 
 
 # Not frozen: one is made per sequence and step, and a frozen one takes three times as long.
@@ -305,7 +305,7 @@ class ResultEntry:
     n_drafted: int = 0
     """Draft tokens verified."""
     n_accepted: int = 0
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     is_eog: bool = False
     """Whether the last emitted token ends the generation."""
     is_draft_cold: bool = False
@@ -374,11 +374,11 @@ class SchedulerCounts:
     n_prefix_lookups: int = 0
     """Prompts that got a slot while prefixes were reused."""
     n_prefix_hits: int = 0
-    """Of these, those that went on from a prefix."""
+    """Prompts that went on from a prefix."""
     n_prefix_tokens: int = 0
-    """Prompt tokens of all of them."""
+    """Tokens of the prompts that got a slot while prefixes were reused."""
     n_reused: int = 0
-    """Of these, tokens that were not computed again."""
+    """Prompt tokens that were not computed again."""
     n_prefix_evicted: int = 0
     """Prefixes that had to leave a slot or host memory."""
     n_prefix_bytes: int = 0

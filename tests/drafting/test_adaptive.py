@@ -226,9 +226,9 @@ def test_what_is_forgotten_is_learnt_again_and_the_scheduler_is_told() -> None:
     told = []
     for _ in range(2):
         run(policy, cost, machine, crowd, 300)
-        told.append((policy.is_warm, policy.n_turns))
+        told.append((policy.is_warm, policy.epoch))
         policy.reset()
-        told.append((policy.is_warm, policy.n_turns))
+        told.append((policy.is_warm, policy.epoch))
     assert [is_warm for is_warm, _ in told] == [False, True, False, True]
     assert told[0][1] < told[1][1] < told[2][1] < told[3][1]
 

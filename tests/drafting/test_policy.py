@@ -74,10 +74,12 @@ def test_none_when_the_engine_does_not_speculate() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.integers(0, 60))
-def test_levelling_cuts_the_largest_and_uses_what_there_is(wishes: list[int], n_left: int) -> None:
-    granted = level(wishes, n_left)
-    assert all(map(int.__le__, granted, wishes))
+def test_levelling_cuts_the_largest_and_uses_what_there_is(
+    requested: list[int], n_left: int
+) -> None:
+    granted = level(requested, n_left)
+    assert all(map(int.__le__, granted, requested))
     assert (
-        sum(granted) == min(sum(wishes), n_left)
-        or max(granted) <= min(g for g, w in zip(granted, wishes, strict=True) if g < w) + 1
+        sum(granted) == min(sum(requested), n_left)
+        or max(granted) <= min(g for g, w in zip(granted, requested, strict=True) if g < w) + 1
     )

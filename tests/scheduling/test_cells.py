@@ -67,26 +67,26 @@ def preempted(n_computed: int) -> Sequence:
 
 
 def test_snapshots_are_bounded_and_what_does_not_fit_is_computed_again() -> None:
-    lot = SwapSpace(1000)
+    swap = SwapSpace(1000)
     one, other = preempted(50), preempted(40)
-    lot.put(one, b"x" * 800)
-    lot.put(other, b"x" * 300)
+    swap.put(one, b"x" * 800)
+    swap.put(other, b"x" * 300)
     assert (one.n_computed, other.n_computed) == (50, 0)
     assert other.snapshot is None
-    assert (lot.n_bytes, lot.n_recomputed) == (800, 40)
-    assert not lot.is_worth_saving(50, None)  # 16 bytes a token were seen
-    assert lot.is_worth_saving(10, None)
-    assert lot.take(one) == b"x" * 800
-    assert lot.take(one) is None
-    assert lot.n_bytes == 0
+    assert (swap.n_bytes, swap.n_recomputed) == (800, 40)
+    assert not swap.is_worth_saving(50, None)  # 16 bytes a token were seen
+    assert swap.is_worth_saving(10, None)
+    assert swap.take(one) == b"x" * 800
+    assert swap.take(one) is None
+    assert swap.n_bytes == 0
 
 
 def test_the_cheaper_way_is_taken() -> None:
-    lot = SwapSpace(1 << 30)
-    assert lot.is_worth_saving(100, 0.1)
-    assert not lot.is_worth_saving(100, 0.0001)
-    assert not lot.is_worth_saving(0, 0.1)
-    lot.put(preempted(10), b"x" * 1_000_000)  # a recurrent state: dear per token
-    assert not lot.is_worth_saving(100, 0.01)
-    assert lot.is_worth_saving(100, 0.03)
+    swap = SwapSpace(1 << 30)
+    assert swap.is_worth_saving(100, 0.1)
+    assert not swap.is_worth_saving(100, 0.0001)
+    assert not swap.is_worth_saving(0, 0.1)
+    swap.put(preempted(10), b"x" * 1_000_000)  # a recurrent state: dear per token
+    assert not swap.is_worth_saving(100, 0.01)
+    assert swap.is_worth_saving(100, 0.03)
     assert not SwapSpace(0).is_worth_saving(100, None)

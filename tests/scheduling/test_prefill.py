@@ -12,7 +12,7 @@ from drafthouse_server.scheduling.pacing import (
     STEP_FREE_S,
     ChunkSizer,
 )
-from drafthouse_server.scheduling.prefill import N_QUANTUM, PrefillTurns
+from drafthouse_server.scheduling.prefill import N_QUANTUM, PrefillShares
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.waiting import rank
 
@@ -25,31 +25,31 @@ def make(order: int, tenant: str, priority: int = 0) -> Sequence:
 
 
 def shares(
-    turns: PrefillTurns, wanted: list[tuple[Sequence, int]], n_tokens: int
+    turns: PrefillShares, wanted: list[tuple[Sequence, int]], n_tokens: int
 ) -> dict[str, int]:
     return {s.request_id: n for s, n in turns.share(wanted, n_tokens)}
 
 
 def test_inside_a_tenant_rank_decides() -> None:
     wanted = [(make(0, "a"), 50), (make(1, "a", priority=1), 30), (make(2, "a"), 50)]
-    assert shares(PrefillTurns(), wanted, 100) == {"a1": 30, "a0": 50, "a2": 20}
+    assert shares(PrefillShares(), wanted, 100) == {"a1": 30, "a0": 50, "a2": 20}
 
 
 def test_a_short_prompt_is_not_behind_another_tenants_long_one() -> None:
     wanted = [(make(0, "a"), 4000), (make(1, "b"), 20)]
-    assert shares(PrefillTurns(), wanted, 200) == {"a0": 180, "b1": 20}
+    assert shares(PrefillShares(), wanted, 200) == {"a0": 180, "b1": 20}
 
 
 def test_tenants_get_equal_parts_and_nothing_is_left_over() -> None:
     wanted = [(make(0, "a"), 4000), (make(1, "b"), 4000), (make(2, "c"), 10)]
-    found = shares(PrefillTurns(), wanted, 300)
+    found = shares(PrefillShares(), wanted, 300)
     assert sum(found.values()) == 300
     assert found["c2"] == 10
     assert abs(found["a0"] - found["b1"]) <= 60
 
 
 def test_where_little_is_left_tenants_take_turns_and_nobody_is_forgotten() -> None:
-    turns = PrefillTurns()
+    turns = PrefillShares()
     wanted = [(make(i, f"t{i}"), 10_000) for i in range(10)]
     total = dict.fromkeys([s.request_id for s, _ in wanted], 0)
     for _ in range(50):
@@ -63,8 +63,8 @@ def test_where_little_is_left_tenants_take_turns_and_nobody_is_forgotten() -> No
 @pytest.mark.parametrize("n_tokens", [0, -3])
 def test_without_tokens_nobody_gets_any(n_tokens: int) -> None:
     wanted = [(make(0, "a"), 5), (make(1, "b"), 5)]
-    assert shares(PrefillTurns(), wanted, n_tokens) == {}
-    assert shares(PrefillTurns(), wanted[:1], n_tokens) == {}
+    assert shares(PrefillShares(), wanted, n_tokens) == {}
+    assert shares(PrefillShares(), wanted[:1], n_tokens) == {}
 
 
 def test_the_gap_is_twice_the_unloaded_99th_percentile() -> None:

@@ -199,7 +199,7 @@ def test_drafts_leave_prompts_a_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "n_batch", "n_outputs_max", "granted"),
+    ("requested", "n_batch", "n_outputs_max", "granted"),
     [
         ((4, 4, 4, 4), 20, 20, [4, 4, 4, 4]),
         ((4, 4, 4, 4), 16, 20, [3, 3, 3, 3]),
@@ -210,11 +210,11 @@ def test_drafts_leave_prompts_a_floor() -> None:
     ],
 )
 def test_too_many_drafts_shrink_from_the_top(
-    wishes: tuple[int, ...], n_batch: int, n_outputs_max: int, granted: list[int]
+    requested: tuple[int, ...], n_batch: int, n_outputs_max: int, granted: list[int]
 ) -> None:
     limits = dataclasses.replace(LIMITS, n_batch=n_batch, n_outputs_max=n_outputs_max)
     bench = Bench(limits)
-    for name, n_draft in zip("abcd", wishes, strict=True):
+    for name, n_draft in zip("abcd", requested, strict=True):
         bench.add(name, n_prompt=1, n_output_max=50, n_draft=n_draft)
     bench.step()
     assert [entry.n_draft for entry in bench.step().entries] == granted
@@ -471,11 +471,11 @@ def test_drafters_are_turned_off_and_turned_on_as_the_policy_turns() -> None:
     bench.step()
     policy = bench.scheduler.policy
     with mock.patch.object(policy, "wants", return_value=False):
-        policy.n_turns += 1
+        policy.epoch += 1
         assert bench.step().drafts_off == [0]
         assert sequence.is_draft_cold
         assert [entry.n_draft for entry in bench.step().entries] == [0]
-    policy.n_turns += 1
+    policy.epoch += 1
     plan = bench.step()
     assert plan.drafts_on == [0]
     assert [entry.n_draft for entry in plan.entries] == [0], "it is not fed yet"

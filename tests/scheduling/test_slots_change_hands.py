@@ -101,7 +101,7 @@ def test_own_priorities_hold_up_no_other_tenants_stream_by_long_saves() -> None:
         world.scheduler.submit(low)
         world.add("b", n_output_max=90, tenant="two" if has_other else "one")
         # Of snapshots it is known that they take long.
-        world.scheduler._preemption.lot._snapshots.observe(1, 1 << 22)
+        world.scheduler._preemption.swap._snapshots.observe(1, 1 << 22)
         for _ in range(12):
             world.now += 1e-3
             plan = world.scheduler.plan(world.now)

@@ -29,10 +29,10 @@ _N_DRAFT_NGRAM = 8
 """An n-gram drafter proposes nothing shorter than 4."""
 
 _STARTUP_S = {True: 3.0, False: 8.0}
-"""Of both servers together with the comparison of their tokens, demo model or not; estimated."""
+"""Seconds to start both servers and compare their tokens, by: demo model or not; estimated."""
 
 _TOKENS_PER_S = {True: 2000.0, False: 30.0}
-"""Of the slower contender, demo model or not; estimated for small machines."""
+"""Tokens per second of the slower server, by: demo model or not; for small machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Target:
     """A model of the benchmark with what belongs to it."""
 
     name: str
-    """As `--models` names it."""
+    """Its name, as given to `--models`."""
     path: Path
     """The GGUF file."""
     drafts: Mapping[str, Path]
@@ -115,7 +115,7 @@ class PeerPlan:
     acceptances: tuple[float, ...]
     """Synthetic acceptance rates of models with random weights."""
     scenarios: tuple[str, ...]
-    """Of `SCENARIOS`."""
+    """Names of `SCENARIOS` to run."""
     stall_model: str
     """Target with room for the long prompt."""
     n_long: int
@@ -133,9 +133,9 @@ class PeerPlan:
     defaults_models: tuple[str, ...] = _DEFAULTS_MODELS
     """Targets of the scenario with each side's own defaults."""
     defaults_streams: tuple[int, ...] = _DEFAULTS_STREAMS
-    """Its requests at once."""
+    """Concurrent requests of that scenario."""
     n_prompts: tuple[int, ...] = ()
-    """Its tokens of all prompts, a case for each; nothing: lengths that vary."""
+    """Prompt lengths of that scenario, a case for each; empty: lengths that vary."""
 
     def cases(self) -> list[PeerCase]:
         """Returns the cases that are selected, in the order in which they are measured."""

@@ -48,7 +48,7 @@ _N_HTTP_THREADS = 128
 """A kept connection holds a thread of llama-server; its default would make clients wait."""
 
 _N_PEER_SLOTS = 4
-"""Of llama-server when nobody says."""
+"""Slots of llama-server where no flag says how many."""
 
 _PEER_TYPES = {"mtp": "draft-mtp", "eagle3": "draft-eagle3", "simple": "draft-simple"}
 _NGRAM_SIZES = {"ngram-simple": 4, "ngram-map-k": 4, "ngram-map-k4v": 4}
@@ -112,11 +112,11 @@ class Running:
     name: str
     """`drafthouse` or `llama-server`."""
     pid: int
-    """Its process."""
+    """Process id of the server."""
     client: Client
-    """Of the tenant that loads it."""
+    """Client of the tenant that loads the server."""
     other: Client
-    """Of another tenant; llama-server knows one only."""
+    """Client of another tenant; llama-server knows one only."""
 
 
 @contextlib.asynccontextmanager
@@ -178,7 +178,7 @@ class DefaultPeer:
     """llama-server with its own defaults."""
 
     running: Running
-    """It takes requests."""
+    """The running server."""
     n_threads: int
     """Threads of a decode, as it tells; 0: it does not."""
 

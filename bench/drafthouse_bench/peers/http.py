@@ -21,7 +21,7 @@ _N_PER_CONNECTION = 90
 """llama-server closes a connection after 100 requests."""
 
 _IDLE_S = 3.0
-"""It closes one that is idle for 5 s."""
+"""Seconds after which an idle connection is opened anew; llama-server closes one after 5 s."""
 
 
 class StreamParser:

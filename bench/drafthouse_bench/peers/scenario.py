@@ -93,13 +93,13 @@ class StallResult:
     gap_p99_before_s: float
     """Gap between tokens of the streams before it came, 99th percentile."""
     gap_p99_during_s: float
-    """The same from its call to its first token."""
+    """Gap between tokens from the prompt's call to its first token, 99th percentile."""
     gap_max_during_s: float
     """The longest of these."""
     ttft_s: float
     """The long prompt's call to first token, with the streams."""
     ttft_alone_s: float
-    """The same without them."""
+    """The long prompt's call to first token, without the streams."""
     n_gaps_before: int
     """Gaps behind the first number."""
     n_gaps_during: int

@@ -40,7 +40,7 @@ class PeerRow:
     theirs: list[Figures]
     """llama-server."""
     agreement: list[int] | None
-    """Of some prompts, how many greedy tokens were the same from the start; None: not compared."""
+    """Equal greedy tokens from the start, for each prompt compared; None: not compared."""
     n_compared: int
     """Tokens of each of these prompts."""
     requests_per_s: float | None = None
@@ -70,7 +70,7 @@ class MixedRow:
     figures: list[Figures]
     """Round by round."""
     ratios: list[float] = field(default_factory=list)
-    """Of the adaptive policy's tokens per second to this one's, round by round."""
+    """Tokens per second of the adaptive policy over this one's, round by round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class DefaultsRow:
     ours: list[Figures]
     """Our server, round by round."""
     plain: list[Figures]
-    """The same without drafts; `ours` itself where the default drafts nothing."""
+    """Our server without drafts, round by round; `ours` where the default drafts nothing."""
     theirs: list[Figures]
     """llama-server."""
     threads: tuple[int, int]
@@ -150,7 +150,7 @@ def _bounds(found: Spread) -> str:
 
 
 def _agreed(row: PeerRow) -> str:
-    """Of the prompts compared, those whose greedy tokens were all the same."""
+    """Returns how many of the compared prompts gave the same greedy tokens throughout."""
     if row.agreement is None:
         return "–"
     return f"{sum(n == row.n_compared for n in row.agreement)} of {len(row.agreement)}"

@@ -50,11 +50,11 @@ class ServerState(OpenEnum):
     UNSPECIFIED = "unspecified"
     """The server has told none; it always does."""
     SERVING = "serving"
-    """It takes requests."""
+    """The server takes requests."""
     DRAINING = "draining"
     """It takes none, and ends when those that run have ended or their time is over."""
     UNHEALTHY = "unhealthy"
-    """Its engine keeps failing."""
+    """The engine keeps failing."""
 
     @classmethod
     def _proto(cls) -> EnumDescriptor:
@@ -69,9 +69,9 @@ class StoreState(OpenEnum):
     NONE = "none"
     """The server has no store."""
     UP = "up"
-    """It has answered when it was asked last."""
+    """The store answered the last question."""
     DOWN = "down"
-    """It has not."""
+    """The store did not answer the last question."""
 
     @classmethod
     def _proto(cls) -> EnumDescriptor:
@@ -103,7 +103,7 @@ class PrefixCacheStatus:
     lookup_tokens: int
     """Prompt tokens that were looked up."""
     reused_tokens: int
-    """Of these, tokens that were not computed again."""
+    """Prompt tokens that were not computed again."""
     retained_slots: int
     """Slots without a request that hold a prefix now."""
     host_bytes: int

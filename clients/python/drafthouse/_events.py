@@ -97,7 +97,7 @@ class SpeculationStatistics:
     n_drafted: int
     """Draft tokens verified."""
     n_accepted: int
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     n_accepted_by_position: tuple[int, ...]
     """Accepted tokens by their place in the draft; index 0 is the first drafted token."""
     n_steps: int

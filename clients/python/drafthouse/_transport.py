@@ -30,7 +30,7 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 _BEGUN_KEY = "drafthouse-request-id"
-"""Of the initial metadata, by which a server says that it has begun a generation."""
+"""Key of the initial metadata by which a server says that it has begun a generation."""
 
 _SENDABLE = re.compile(r"[\x20-\x7e]*")
 

@@ -18,7 +18,7 @@ class Usage:
     output_tokens: int
     """Tokens in the stream's messages, the end token included: those that are billed."""
     reused_prompt_tokens: int = 0
-    """Of `prompt_tokens`, those that were computed for an earlier request and not again."""
+    """Tokens of the prompt that were computed for an earlier request and not again."""
 
 
 def usage_from(usage: generation_pb2.Usage) -> Usage:

@@ -113,7 +113,7 @@ def _doctor(arguments: argparse.Namespace, terminal: Terminal) -> int:
     problems: list[Problem] = []
     config = None
     try:
-        config = _found(
+        config = _with_demo_model(
             settings.load(
                 arguments.config,
                 flags=flags,
@@ -194,7 +194,7 @@ def end_threads(
 def _run_to_end(runner: asyncio.Runner, config: Config, terminal: Terminal) -> int:
     """Serves, and returns the exit code."""
     try:
-        runner.run(_run(_found(config), terminal))
+        runner.run(_run(_with_demo_model(config), terminal))
     except StartupError as error:
         terminal.error(str(error))
         return 1
@@ -207,7 +207,7 @@ def _run_to_end(runner: asyncio.Runner, config: Config, terminal: Terminal) -> i
     return 0
 
 
-def _found(config: Config) -> Config:
+def _with_demo_model(config: Config) -> Config:
     """Returns the settings with the demo model's path, wherever the command was started."""
     demo = CHECKOUT / config.model
     if config.model == Config().model and not Path(config.model).exists() and demo.exists():

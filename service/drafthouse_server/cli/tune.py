@@ -32,13 +32,13 @@ _N_STEPS = 12
 """Steps of a measurement, after two that warm up."""
 _N_STEPS_MIN = 3
 _SECONDS_MAX = 2.0
-"""Of a measurement that has so many steps: where a step takes a second, few must do."""
+"""Seconds after which a measurement ends, once it has the fewest steps that it may have."""
 _N_PROMPT_MAX = 128
 """Tokens of a stream's prompt; a step costs little more with a few hundred cells."""
 _GAIN_MIN = 0.02
 """What a larger setting must give more to be worth it."""
 _SHARE_OF_BEST = 0.95
-"""Of the best prompt speed: the smallest batch that reaches it is chosen."""
+"""Share of the best prompt speed that is enough: the smallest batch that reaches it is chosen."""
 
 
 _N_CTX_SEQ = 512
@@ -53,9 +53,9 @@ class Advice:
     """One setting to use."""
 
     name: str
-    """Of the setting."""
+    """Name of the setting."""
     value: object
-    """Its value."""
+    """Value of the setting."""
     reason: str
     """Why, with figures."""
 

@@ -87,7 +87,7 @@ def _usage(arguments: argparse.Namespace, terminal: Terminal) -> int:
         until=arguments.until,
     )
     try:
-        found = _found(config, query)
+        found = _find_records(config, query)
     except (UsageStoreFailed, StoreError) as error:
         terminal.error(f"usage cannot be read: {error}")
         return 1
@@ -99,7 +99,7 @@ def _usage(arguments: argparse.Namespace, terminal: Terminal) -> int:
     return 0
 
 
-def _found(config: Config, query: UsageQuery) -> Sequence[UsageRecord]:
+def _find_records(config: Config, query: UsageQuery) -> Sequence[UsageRecord]:
     """Returns the records of journal and store; what is in both counts once."""
     folder = config.usage_journal
     records = {r.record_id: r for r in list_all(Path(folder), query)} if folder else {}

@@ -47,7 +47,7 @@ def examine(config: Config | None, found: Sequence[Problem] = ()) -> Report:
     report.sections += sections
     for name, check in CHECKS.items():
         if is_set_up(name, config):
-            found_by[name] = _found(name, check, config)
+            found_by[name] = _run_check(name, check, config)
         else:
             report.left_out.append(name)
     for name, problems in found_by.items():
@@ -57,7 +57,7 @@ def examine(config: Config | None, found: Sequence[Problem] = ()) -> Report:
     return report
 
 
-def _found(
+def _run_check(
     name: str, check: Callable[[Config], Iterator[Problem]], config: Config
 ) -> list[Problem]:
     """Returns what a check finds; a place that cannot even be looked at is a problem."""

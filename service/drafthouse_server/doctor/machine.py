@@ -16,7 +16,7 @@ from drafthouse_server.host.processor import Processor
 __all__ = ["machine_problems", "machine_sections"]
 
 _N_SPARE_DESCRIPTORS = 64
-"""Of the server itself: libraries, pipes to text workers, sockets."""
+"""Descriptors that the server itself needs: libraries, pipes to text workers, sockets."""
 
 
 def machine_sections(

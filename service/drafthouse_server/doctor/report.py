@@ -19,7 +19,7 @@ class Fact:
     """One fact."""
 
     key: str
-    """Its name in JSON; sizes end in _bytes."""
+    """Name of the fact in JSON; sizes end in _bytes."""
     value: _Value
     """In JSON."""
     shown: str = ""
@@ -27,7 +27,7 @@ class Fact:
 
     @property
     def title(self) -> str:
-        """Its name for people."""
+        """Name of the fact for people."""
         return self.key.removesuffix("_bytes").replace("_", " ")
 
     @property

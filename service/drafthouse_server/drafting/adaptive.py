@@ -54,12 +54,12 @@ class AdaptiveDraft:
     """
 
     def __init__(self, n_draft_max: int) -> None:
-        self._n_draft_max, self.n_turns = n_draft_max, 0
+        self._n_draft_max, self.epoch = n_draft_max, 0
         self.reset()
 
     def reset(self) -> None:
         """Forgets all that was learnt; drafters are fed."""
-        self.n_turns, self.n_changes, self.is_warm = self.n_turns + 1, 0, True
+        self.epoch, self.n_changes, self.is_warm = self.epoch + 1, 0, True
         self._k, self._n_fed = min(1, self._n_draft_max), _N_WARM  # K beside probes; steps fed
         self._buckets = defaultdict[int, _Bucket](lambda: _Bucket(self._k, self._n_draft_max))
         self._accepted = [_Mean() for _ in range(self._n_draft_max)]  # by position
@@ -75,7 +75,7 @@ class AdaptiveDraft:
     def choose_all(
         self, sequences: Sequence[Draftable], limits: EngineLimits, draft_budget: int
     ) -> list[int]:
-        """Returns K for each sequence; who asks for one gets it."""
+        """Returns K for each sequence; a request that asks for a K gets it."""
         bound = [s.n_draft for s in sequences if s.n_draft is not None]
         n, k, i_bucket = len(sequences), -1, (len(sequences) - 1).bit_length()
         if n > len(bound) and self._n_draft_max:
@@ -103,7 +103,7 @@ class AdaptiveDraft:
         k = self._k if probe.k < 0 or probe.n_away else probe.k
         is_warm = k > 0 or self._feeding.value < _FEEDING
         if is_warm != self.is_warm:
-            self.is_warm, self.n_turns, self._n_fed = is_warm, self.n_turns + 1, 0
+            self.is_warm, self.epoch, self._n_fed = is_warm, self.epoch + 1, 0
         if self.is_warm and self._n_fed < _N_WARM:
             return -1
         probe.n_left -= k == probe.k

@@ -82,7 +82,7 @@ class Estimators:
         self.splitting = splitting
         self._fixed = FixedDraft(n_draft_fixed)
         self._sequences = sequences
-        self._n_turns = 0  # changes of the policy's `wants` that were carried out
+        self._epoch = 0  # the policy's, as far as it was carried out
         self._has_choice = False  # whether the drafts of the step in flight are the policy's
         self.guard = Guard(
             {
@@ -174,8 +174,8 @@ class Estimators:
             starts: Slots that are taken: whatever they come from, theirs are among them.
         """
         turned = [running[start.seq_id] for start in starts]
-        if self.policy.n_turns != self._n_turns:
-            self._n_turns = self.policy.n_turns
+        if self.policy.epoch != self._epoch:
+            self._epoch = self.policy.epoch
             turned = list(running.values())
         drafts_off: list[int] = []
         drafts_on: list[int] = []
@@ -196,7 +196,7 @@ class Estimators:
     # --- what a step takes
 
     def predict(self, shape: StepShape) -> float:
-        """Returns the seconds that a step is predicted to take, > 0; infinity if nobody knows."""
+        """Returns the seconds that a step is predicted to take, > 0; infinity: not known."""
 
         def predict() -> float:
             seconds = self.cost.predict(shape)

@@ -43,11 +43,11 @@ for longest is forgotten."""
 _FADING = 0.98
 """What is left of a record after each step."""
 _WEIGHT = 4.0
-"""Of a record's prior, in tokens. It fades like all that is seen."""
+"""Weight of a record's prior, in tokens. It fades like all that is seen."""
 _RIGHT_PRIOR = 0.5
 """Share of proposed tokens that are right, before any was seen."""
 _RIGHT_PRIOR_DRAFTER = 0.7
-"""The same, of the drafter's."""
+"""Share of the drafter's tokens that are right, before any was seen."""
 _NEARLY_CERTAIN = 0.85
 """Share from which a proposal may be longer than the policy's K."""
 _MARGIN = 0.03
@@ -60,7 +60,7 @@ class Searchable(Protocol):
     tokens: list[int]
     """Prompt and output; it only ever grows."""
     ngram_memory: Any  # NgramTrack | None
-    """What the drafter remembers of it; nobody else's business."""
+    """What the drafter remembers of the sequence; no other code reads it."""
 
     @property
     def owner(self) -> str:
@@ -277,24 +277,24 @@ class NgramTrack:
 
     def __init__(self, index: NgramIndex, *, uses_pool: bool) -> None:
         self.index = index
-        """Of its own tokens."""
+        """N-grams of the sequence's own tokens."""
         self.uses_pool = uses_pool
-        """Whether it may draft from its tenant's earlier sequences."""
+        """Whether the sequence may draft from its tenant's earlier ones."""
         self.records = [_Record(_RIGHT_PRIOR) for _ in range(4)]
         """How often proposals are right: own text or the pool's, each with few or many tokens
         that match."""
         self.drafter = _Record(_RIGHT_PRIOR_DRAFTER)
-        """How often the drafter's drafts are."""
+        """How often the drafter's drafts are right."""
         self.text: list[int] | None = None
         """What the sequence seems to repeat; None: nothing."""
         self.cursor = 0
-        """Where in it."""
+        """Position in `text`."""
         self.n_matched = 0
-        """Tokens that it has repeated so far, as far as they were counted."""
+        """Tokens of `text` that the sequence has repeated so far, as far as they were counted."""
         self.proposal: list[int] = []
-        """Of this step; empty without one. One token longer than a draft can be."""
+        """Proposal of this step; empty without one. One token longer than a draft can be."""
         self.record = self.records[0]
-        """Of the proposal's kind."""
+        """Record of the proposal's kind."""
         self.is_better = False
         """Whether a proposal is to be expected at least as good as the drafter's draft."""
 
@@ -367,7 +367,7 @@ class NgramDrafter:
             entries: Theirs, in the same order, with the policy's K; they may be changed.
             limits: What the engine can carry.
             n_room: Most draft tokens of all together.
-            seconds: Predicts what a step with such entries takes; None: nobody knows yet.
+            seconds: Predicts what a step with such entries takes; None: it is not known yet.
 
         Returns:
             The entries to use instead; those that stay are the same objects.
@@ -462,10 +462,10 @@ class NgramDrafter:
             self._pool.forget(tenant)
 
     def forget(self, sequence: Searchable, *, is_finished: bool) -> None:
-        """Takes leave of a sequence that has ended.
+        """Forgets a finished sequence; its output may go to its tenant's pool.
 
         Args:
-            sequence: It.
+            sequence: The one that has ended.
             is_finished: Whether it said all that it was to say: its tenant's others may draft
                 from it.
         """

@@ -50,8 +50,8 @@ class Draftable(Protocol):
 class DraftPolicy(Protocol):
     """Chooses K and learns from what became of it. Pure: no clock, no randomness."""
 
-    n_turns: int
-    """How often the answers of `wants` have changed."""
+    epoch: int
+    """Number of changes of the answers of `wants`."""
 
     def wants(self, sequence: Draftable) -> bool:
         """Returns whether a sequence's drafter shall be fed; if not, it gets no draft."""
@@ -91,7 +91,7 @@ class FixedDraft:
         n_draft_default: K for requests that do not ask, >= 0.
     """
 
-    n_turns = 0
+    epoch = 0
 
     def __init__(self, n_draft_default: int) -> None:
         self._n_draft_default = n_draft_default
@@ -105,8 +105,8 @@ class FixedDraft:
         self, sequences: Sequence[Draftable], limits: EngineLimits, draft_budget: int
     ) -> list[int]:
         """Returns K for each sequence; where they are too many, the largest shrink first."""
-        wishes = [self._choose(sequence, limits) for sequence in sequences]
-        return wishes if sum(wishes) <= draft_budget else level(wishes, draft_budget)
+        requested = [self._choose(sequence, limits) for sequence in sequences]
+        return requested if sum(requested) <= draft_budget else level(requested, draft_budget)
 
     def _choose(self, sequence: Draftable, limits: EngineLimits) -> int:
         n_draft = sequence.n_draft
@@ -134,11 +134,11 @@ def fit(n_draft: int, sequence: Draftable, limits: EngineLimits) -> int:
     return max(0, min(n_draft, limits.n_draft_max, sequence.n_output_left - 1, n_cells_left))
 
 
-def level(wishes: list[int], n_left: int) -> list[int]:
-    """Cuts the largest wishes down to a common level, so that their sum is at most `n_left`."""
-    granted = [0] * len(wishes)
-    open_wishes = sorted(range(len(wishes)), key=wishes.__getitem__)
-    for n_done, i in enumerate(open_wishes):
-        granted[i] = min(wishes[i], n_left // (len(wishes) - n_done))
+def level(requested: list[int], n_left: int) -> list[int]:
+    """Cuts the largest K down to a common level, so that their sum is at most `n_left`."""
+    granted = [0] * len(requested)
+    in_order = sorted(range(len(requested)), key=requested.__getitem__)
+    for n_done, i in enumerate(in_order):
+        granted[i] = min(requested[i], n_left // (len(requested) - n_done))
         n_left -= granted[i]
     return granted

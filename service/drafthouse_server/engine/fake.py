@@ -203,9 +203,9 @@ class FakeEngine:
         draft = self._check.check(plan, self._slots, self._n_start_refusals)
         self._commit(plan, draft)
         for slot in filter(None, map(self._slots.get, plan.drafts_off)):
-            slot.is_cold, slot.is_awaited = True, False
+            slot.is_cold, slot.is_warming_up = True, False
         for slot in filter(None, map(self._slots.get, plan.drafts_on)):
-            slot.is_awaited = slot.is_cold
+            slot.is_warming_up = slot.is_cold
         entries = [self._run(entry, draft) for entry in plan.entries]
         n_steps = 1
         while n_steps < plan.n_steps and self._may_go_on(entries):
@@ -301,7 +301,7 @@ class FakeEngine:
             done = self._generate(entry, slot)
         else:
             done = ResultEntry(entry.seq_id, status, slot.n_past)
-        slot.is_cold, slot.is_awaited = slot.is_cold and not slot.is_awaited, False
+        slot.is_cold, slot.is_warming_up = slot.is_cold and not slot.is_warming_up, False
         done.is_draft_cold = slot.is_cold
         return done
 

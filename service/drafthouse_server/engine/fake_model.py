@@ -111,7 +111,7 @@ class Slot:
     """Place in the acceptance pattern."""
     is_cold: bool = False
     """Whether its draft state was lost or turned off."""
-    is_awaited: bool = False
+    is_warming_up: bool = False
     """Whether it is fed to the drafter again, and drafts after its next step."""
     n_cut_min: int = 0
     """Fewest of its tokens that can be kept, but 0: what came before has left the window."""

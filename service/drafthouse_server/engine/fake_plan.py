@@ -134,7 +134,11 @@ class PlanCheck:
         if isinstance(sampler, FakeSampler):
             is_used = sampler.is_owned or any(sampler is other for other in draft.samplers_taken)
             _require(not is_used, "INVALID_ARGUMENT", "a sampler that an engine owns")
-            _require(start.is_resumed or not sampler.seen, "BAD_PLAN", "a sampler of another time")
+            _require(
+                start.is_resumed or not sampler.seen,
+                "BAD_PLAN",
+                "a preempted sampler needs is_resumed",
+            )
             is_own = not sampler.seen or sampler.tag == start.tag
             _require(is_own, "BAD_PLAN", "a sampler of another tag")
             n_known = len(sampler.seen) if sampler.n_chosen else self._limits.n_ctx_seq
@@ -146,7 +150,11 @@ class PlanCheck:
         n_ways = (start.source is not None) + (start.snapshot is not None)
         _require(0 <= start.n_kept < self._limits.n_ctx_seq, "BAD_PLAN", f"n_kept {start.n_kept}")
         _require(n_ways <= 1, "BAD_PLAN", "a source and a snapshot")
-        _require(start.n_kept > 0 or n_ways == 0, "BAD_PLAN", "nothing to keep of what is given")
+        _require(
+            start.n_kept > 0 or n_ways == 0,
+            "BAD_PLAN",
+            "n_kept is 0, but a source or a snapshot is given",
+        )
         if start.source is not None:
             _require(start.source != start.seq_id, "BAD_PLAN", "a slot as its own source")
             _check_in_use(start.source, draft, self._limits)

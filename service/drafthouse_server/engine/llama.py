@@ -159,7 +159,7 @@ class LlamaEngine:
                     statuses[status],
                     n_past,
                     tokens[start:end],
-                    _told(logprobs[start:end]) if seq_id in with_logprobs else (),
+                    _known_logprobs(logprobs[start:end]) if seq_id in with_logprobs else (),
                     n_drafted,
                     n_accepted,
                     flags & _FLAG_EOG != 0,
@@ -276,7 +276,7 @@ def _with_logprobs_after(starts: Sequence[Start], before: AbstractSet[int]) -> A
     return after
 
 
-def _told(logprobs: list[float]) -> Sequence[float]:
+def _known_logprobs(logprobs: list[float]) -> Sequence[float]:
     """Returns log-probabilities; nothing where the sequence has not asked for them (NaN)."""
     return () if logprobs and math.isnan(logprobs[0]) else logprobs
 

@@ -498,7 +498,7 @@ _OF_CONTEXTS = _OF_CONTEXTS_WITHOUT_DRAFTS | {
     " none",
     "Unsupported": "use another model; if the drafter is at fault, set draft_type to none",
 }
-"""The same, where there is a drafter."""
+"""What to do when the contexts of target and drafter cannot be made."""
 
 
 def _engine_params(

@@ -22,7 +22,7 @@ _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC = 1, 1
 _N_POINTER = 8
 _N_OUTPUT_BYTES_MAX = 1 << 16
-"""Of what the process prints."""
+"""Bytes that the process may print."""
 
 
 class _Machine(NamedTuple):

@@ -85,13 +85,13 @@ class TextJob:
     sampling: SamplingOptions | None = None
     """To be checked: its grammar is compiled, and its DRY breakers are looked up."""
     add_special: bool = True
-    """Of `text`: add the tokens that begin (and end) a text, where the model wants them."""
+    """With `text`: add the tokens that begin (and end) a text, where the model wants them."""
     parse_special: bool = False
-    """Of `text`: read the spelling of control tokens as these tokens."""
+    """With `text`: read the spelling of control tokens as these tokens."""
     keep_special: bool = False
-    """Of `tokens`: spell control tokens out; else they are left out."""
+    """With `tokens`: spell control tokens out; else they are left out."""
     n_bytes_max: int = 1 << 20
-    """Of `tokens`: most bytes of the text."""
+    """With `tokens`: maximum bytes of the text."""
 
     @property
     def n_bytes(self) -> int:
@@ -119,9 +119,9 @@ class TextAnswer:
     """What a text worker has made of a job."""
 
     tokens: list[int] | None = None
-    """Of a text or a chat."""
+    """Tokens of a text or a chat."""
     text: str = ""
-    """Of token ids; bytes that are no whole character are U+FFFD."""
+    """Text of token ids; bytes that are no whole character are U+FFFD."""
     cpu_s: float = 0.0
     """Processor time that it took, seconds."""
     problems: tuple[FieldViolation, ...] = ()
@@ -129,7 +129,7 @@ class TextAnswer:
     is_last: bool = False
     """Whether the worker ends after it, since the job has left it no memory."""
     n_grammar_bytes: int = 0
-    """Of the job's grammar as it is compiled."""
+    """Bytes of the job's grammar once it is compiled."""
 
     @property
     def n_held_bytes(self) -> int:

@@ -93,7 +93,7 @@ class TextProcess(asyncio.Protocol):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the worker's process."""
         assert self._process is not None, "it has not started"
         return self._process.pid
 

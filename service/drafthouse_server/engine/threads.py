@@ -29,9 +29,9 @@ class Threads:
     """Threads of the engine's decodes."""
 
     n: int
-    """Of a narrow decode, >= 1."""
+    """Threads of a narrow decode, >= 1."""
     n_batch: int
-    """Of a wide one, >= 1."""
+    """Threads of a wide decode, >= 1."""
     n_wide: int = 2
     """A decode of so many tokens is wide, >= 2."""
     reason: str = ""

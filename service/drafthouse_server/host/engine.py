@@ -29,11 +29,11 @@ class DeviceFacts:
     name: str
     """Such as CPU or CUDA0."""
     description: str
-    """Its maker's name of it."""
+    """Name of the device as its maker writes it."""
     kind: str
     """cpu, gpu, igpu, accel or other."""
     total_bytes: int
-    """Its memory; 0 where it does not tell."""
+    """Memory of the device; 0 where it does not tell."""
     free_bytes: int
     """What of it is free."""
 

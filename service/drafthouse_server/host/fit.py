@@ -31,7 +31,7 @@ class Wish:
     """What the settings ask for, and what of it nobody has set."""
 
     size: Size
-    """As the settings say, or their defaults."""
+    """Slots and context as the settings say, or their defaults."""
     may_lower_parallel: bool
     """Whether fewer slots will do."""
     may_lower_len: bool

@@ -10,11 +10,11 @@ __all__ = ["DeviceUse", "ModelFacts", "Needs", "process_bytes"]
 
 _MIB = 1 << 20
 _SERVER_BYTES = 100 * _MIB
-"""Of the server's process without its engine, measured."""
+"""Memory of the server's process without its engine, measured."""
 _WORKER_BYTES = 26 * _MIB
-"""Of a text worker's without the vocabulary, measured."""
+"""Memory of a text worker without the vocabulary, measured."""
 _TOKEN_BYTES = 200
-"""Of a vocabulary, for each token, measured on one of 32,768."""
+"""Memory of a vocabulary for each token, measured on one of 32,768."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class ModelFacts:
     path: str
     """The file."""
     architecture: str
-    """As the file names it."""
+    """Architecture as the file names it."""
     description: str
     """One line: architecture, size, quantisation."""
     n_params: int
     """Number of weights."""
     size_bytes: int
-    """Of the weights in the file."""
+    """Bytes of the weights in the file."""
     n_ctx_train: int
     """Context length that it was trained with, in tokens."""
     n_vocab: int
@@ -42,7 +42,7 @@ class DeviceUse:
     """Bytes on one device, or in the host's memory."""
 
     weights_bytes: int = 0
-    """Of target and draft model."""
+    """Bytes of the weights of target and draft model."""
     mapped_bytes: int = 0
     """The part of them that the system can drop and read again from the file."""
     cells_bytes: int = 0
@@ -74,7 +74,7 @@ class Needs:
     devices: tuple[tuple[str, DeviceUse], ...]
     """On each device in use, by its name."""
     processes_bytes: int
-    """Of the server's own process and its text workers, beside models and contexts."""
+    """Bytes of the server's process and its text workers, beside models and contexts."""
     caches_bytes: int
     """What prefix_cache_mib and preempted_mib may grow to."""
 
@@ -95,7 +95,7 @@ class Needs:
 
     @property
     def cell_bytes(self) -> float:
-        """Of one token in the target's cells, recurrent states counted in."""
+        """Bytes of one token in the target's cells, recurrent states counted in."""
         everything = (self.host, *(use for _, use in self.devices))
         return sum(use.cells_bytes for use in everything) / max(1, self.n_cells)
 

@@ -38,7 +38,7 @@ class Processor:
     """What the kernel tells of the processor."""
 
     name: str
-    """Its maker's name of it; empty where it is not told."""
+    """Name of the processor as its maker writes it; empty where it is not told."""
     level: int
     """Level of x86-64, 1 to 4; 0: another architecture, or unknown."""
     features: frozenset[str]

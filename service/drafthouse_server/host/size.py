@@ -14,7 +14,7 @@ from drafthouse_server.host.needs import Needs
 __all__ = ["Chosen", "Measures", "choose_size", "usable_bytes"]
 
 _SHARE = 0.95
-"""Of the free memory, that sizes are chosen for."""
+"""Share of the free memory that sizes are chosen for."""
 
 _ADVICE = "lower parallel, max_model_len or ctx_size"
 

@@ -38,7 +38,7 @@ class Call:
     received_at: float
     """Monotonic time of its receipt, in seconds."""
     client_request_id: str = ""
-    """As the client asked; others may ask for the same. Empty: it did not."""
+    """Request id that the client asked for; others may ask for the same. Empty: none."""
     tenant: Tenant = _UNKNOWN
     """Who calls; of no consequence before authentication."""
     key_id: str = ""

@@ -16,7 +16,7 @@ __all__ = ["DescriptorBudget", "raise_descriptor_limit"]
 
 _OPEN = "/proc/self/fd"
 _SHARE = 0.01
-"""Of the time, that counting may take."""
+"""Share of the time that counting descriptors may take."""
 _INTERVAL_S = 0.25
 _N_WANTED = 1 << 16
 

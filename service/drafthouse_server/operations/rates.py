@@ -25,7 +25,7 @@ class Counters:
     n_drafted: int = 0
     """Draft tokens verified."""
     n_accepted: int = 0
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     n_planned: int = 0
     """Times that a sequence that generates had its part in a step."""
     n_draft_planned: int = 0

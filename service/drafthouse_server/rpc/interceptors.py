@@ -299,9 +299,9 @@ class Act:
     """What a call of AdminService does, for the audit trail."""
 
     actor: str
-    """Who."""
+    """Who does it."""
     target: str = "server"
-    """Of what."""
+    """What was changed or asked for."""
     detail: dict[str, object] = field(default_factory=dict)
     """What else is of use; never a secret."""
 

@@ -193,7 +193,7 @@ class StreamWriter:
         self, account: Account, caller: CallInfo, context: _Context, clock: Callable[[], float]
     ) -> None:
         self.account = account
-        """Of the stream."""
+        """Account of the stream."""
         self._caller = caller
         self._context = context
         self._clock = clock

@@ -109,7 +109,7 @@ class CallInfo(Protocol):
 
 
 class ServiceContext:
-    """What the services offer: one model, to whom it is allowed, while the server is not draining.
+    """Shared state of the services: the model, admission, the text workers and the step loop.
 
     Args:
         loop: Runs the model.

@@ -29,7 +29,7 @@ N_UNPACKED_MAX = 1024
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _N_VARINT_BYTES_MAX = 10
 _SPARE_BYTES = 4096
-"""Of numbers, tags and lengths, which `Shape.n_bytes_max` does not count."""
+"""Bytes for numbers, tags and lengths, which `Shape.n_bytes_max` does not count."""
 
 _KINDS = {
     FieldDescriptor.TYPE_DOUBLE: _FIXED64,

@@ -1,1 +1,1 @@
-"""Who gets which part of the next step. Every file here is pure."""
+"""Which sequence gets which part of the next step. Every file here is pure."""

@@ -22,16 +22,16 @@ _N_MEMORY = 32
 """Sequences over which a length is averaged."""
 
 _PRIOR_SHARE = 4
-"""Without any observation one part in so many of the allowed output is expected."""
+"""Expected share of the allowed output while nothing was observed: one part in this many."""
 
 _PRIOR_MIN = 64
-"""But at least so many tokens."""
+"""Fewest tokens of output that are expected while nothing was observed."""
 
 _GROWTH_SHARE = 4
-"""Who has more output than expected will have one part in so many more."""
+"""When a sequence outgrows its estimate, the estimate is raised by one part in this many."""
 
 _GROWTH_MIN = 16
-"""But at least so many tokens more."""
+"""Fewest tokens by which an estimate that was outgrown is raised."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Average:
     n: int = 0
     """Observations."""
     mean: float = 0.0
-    """Of the observations, recent ones above all."""
+    """Mean of the observations; recent ones weigh most."""
     deviation: float = 0.0
     """Mean distance from the mean."""
 
@@ -134,7 +134,7 @@ class CellLedger:
         """Returns the cells that a step may fill; those of retained slots are given up for it."""
         if not self.is_shared:
             return self._limits.n_ctx  # every slot has its own
-        # Who is alone may try for all: nothing else could be given up for it.
+        # One that is alone may try for all: nothing else could be given up for it.
         n_cells = self._n_cells if len(running) > 1 else self._limits.n_ctx
         return n_cells - sum([sequence.n_computed for sequence in running.values()])
 

@@ -30,7 +30,7 @@ class Checkpoints:
 
     Args:
         prefixes: Keeps what was written.
-        slots: Who runs.
+        slots: Which sequence runs where.
         estimators: Predict what computing tokens again takes.
         snapshots: Predicts what writing them takes.
         n_least: Tokens of a prompt that a checkpoint must save over what was computed before.

@@ -6,9 +6,9 @@ far steps fall behind the prediction is measured, for steps with prompts and for
 
 Between two steps the engine waits for the host: a tenth of a millisecond or two, and more where the
 interpreter has to be waited for. Beside a small model's step that is much. So where nothing is to
-be decided (no prompt, no draft, nobody comes or goes) the engine goes on by itself for a while;
-whoever comes then interrupts it. Steps of ordinary models are as long as a run may be, and are
-never run in a row.
+be decided (no prompt, no draft, no request comes or goes) the engine goes on by itself for a
+while; a request that comes then interrupts it. Steps of ordinary models are as long as a run may
+be, and are never run in a row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GAP_FACTOR = 2.0
 """With prompts, a gap may be so many times the unloaded 99th percentile."""
 
 STEP_FREE_S = 0.04
-"""Steps up to so long are nobody's loss: 25 tokens a second are more than anybody reads.
+"""Steps up to this long (s) hurt no reader: 25 tokens a second are more than people read.
 
 Where steps are shorter, cutting prompts finer for twice their time would cost prompts dearly: small
 pieces are slow to compute, and few streams would hold up many: those whose prompts wait.
@@ -58,7 +58,7 @@ N_PAST_LONG = 512
 """Cells from which that decides what a piece takes."""
 
 RUN_S = 0.010
-"""How long a run may take: nobody reads a hundred messages a second."""
+"""Seconds that a run may take: no reader needs a hundred messages a second."""
 
 N_STEPS_MAX = 16
 """Most steps of a run: a machine that has become slow is noticed after so many."""
@@ -71,7 +71,7 @@ _N_RATIOS_MIN = 16
 
 _QUANTILE = 0.99
 _RATIO_PRIOR = 1.25
-"""Of a step's 99th percentile to its prediction, before it is known."""
+"""Assumed ratio of a step's 99th percentile to its prediction, before it is known."""
 _RATIO_MAX = 4.0
 """Beyond that the machine is to blame and smaller pieces would not help."""
 
@@ -135,7 +135,7 @@ class ChunkSizer:
         seconds = self.target_s(decode_s) / self._loaded.high
         return seconds if self._gap_s else max(seconds, STEP_FREE_S)
 
-    def align(self, n_tokens: int, n_wanted: int, n_past: int, n_lead: int) -> int:
+    def align(self, n_tokens: int, n_wanted: int, n_past: int, n_beside: int) -> int:
         """Returns a number of prompt tokens that attention computes together.
 
         No fewer than make a piece, unless a target was set that it would miss. What is left at the
@@ -145,13 +145,13 @@ class ChunkSizer:
             n_tokens: As many as the target allows, >= 0.
             n_wanted: As many as are left.
             n_past: Tokens of the prompt that are computed.
-            n_lead: Tokens of a piece that are computed together with those of running streams.
+            n_beside: Tokens of a piece that are computed together with those of running streams.
         """
         n_tokens = min(n_tokens, n_wanted)
-        n_least = n_lead + N_PIECE
+        n_least = n_beside + N_PIECE
         if n_past < N_PAST_LONG or n_tokens >= n_least or self._gap_s:
             return n_tokens
-        return n_least if n_wanted >= n_least else min(n_wanted, n_lead + N_ROWS_ALONE)
+        return n_least if n_wanted >= n_least else min(n_wanted, n_beside + N_ROWS_ALONE)
 
     def observe(self, predicted_s: float, step_s: float, *, has_prefill: bool) -> None:
         """Learns from a step in which streams went on.

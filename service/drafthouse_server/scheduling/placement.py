@@ -1,4 +1,4 @@
-"""Gives those who wait their slots, with as much of their tokens as is computed somewhere."""
+"""Gives waiting sequences their slots, with as much of their tokens as is computed somewhere."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _SPEED_UP = 2.0
 
 
 class Placement:
-    """Decides who gets a slot, which one, and what it begins with.
+    """Decides which sequence gets a slot, which slot, and what it begins with.
 
     Args:
-        waiting: Those without a slot.
-        slots: Those with one.
+        waiting: Sequences without a slot.
+        slots: Sequences with a slot.
         ledger: How many cells there are.
         prefixes: Finds what is computed already.
         checkpoints: Write to host memory what a slot has to give up.
-        preemption: Takes a slot away for somebody that was served less, or is more important.
+        preemption: Takes a slot away for a sequence that goes first.
         counters: Count what tenants are given.
     """
 
@@ -64,9 +64,9 @@ class Placement:
         self._preemption = preemption
 
     def admit(self, plan: PlanBuilder) -> None:
-        """Gives slots to those who wait, as far as they are likely to find cells.
+        """Gives slots to waiting sequences, as far as they are likely to find cells.
 
-        Nobody overtakes.
+        No sequence overtakes another.
         """
         while (sequence := self._waiting.peek()) is not None:
             if not self._has_place(sequence):
@@ -114,7 +114,7 @@ class Placement:
 
     def _start(self, plan: PlanBuilder, sequence: Sequence) -> None:
         """Gives a sequence its slot."""
-        snapshot, source = self._preemption.lot.take(sequence), None
+        snapshot, source = self._preemption.swap.take(sequence), None
         match = self._find_prefix(sequence) if snapshot is None else None
         sequence.n_cut_min = 0
         if snapshot is not None:
@@ -182,7 +182,7 @@ class Placement:
         for seq_id, n_kept in result.n_kept.items():
             sequence = self._slots.running[seq_id]
             if sequence.n_steps or sequence.n_swap_outs:
-                self._preemption.lot.n_recomputed += sequence.n_computed - n_kept
+                self._preemption.swap.n_recomputed += sequence.n_computed - n_kept
             else:
                 self._counters.charge_prompt(sequence.tenant, sequence.n_reused - n_kept)
                 sequence.n_reused = n_kept

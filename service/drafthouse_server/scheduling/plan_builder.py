@@ -30,7 +30,7 @@ class PlanBuilder:
         self.starts: list[Start] = []
         """Slots taken."""
         self.entries: list[PlanEntry] = []
-        """Of the sequences that generate, then of those with tokens to compute first."""
+        """Entries of sequences that generate, then of those that compute prompts."""
         self.n_decodes = 0
         """How many of the entries generate."""
         self.n_steps = 1

@@ -1,6 +1,6 @@
 """Sequences that have to give their slot back, and resume later with not a token changed.
 
-Who has to; what is kept of them, and where; what that costs.
+Which ones have to; what is kept of them, and where; what that costs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SwapSpace:
 
     Args:
         n_bytes_max: Most bytes of snapshots; 0 is none.
-        snapshots: Predicts what one costs; shared with whoever writes snapshots too.
+        snapshots: Predicts what one costs; shared with what else writes snapshots.
     """
 
     def __init__(self, n_bytes_max: int, snapshots: SnapshotCost | None = None) -> None:
@@ -143,11 +143,11 @@ class Preemption:
     from the tenant that holds most of them.
 
     Args:
-        slots: Who runs.
+        slots: Which sequence runs where.
         ledger: How many cells there are.
         waiting: Takes those that have lost their slot.
         estimators: Predict what computing tokens again takes.
-        lot: Keeps their snapshots.
+        swap: Keeps their snapshots.
         counters: Say which tenant was served most.
         fairness: How often a sequence may lose its slot, and what saving them may take.
     """
@@ -159,7 +159,7 @@ class Preemption:
         ledger: CellLedger,
         waiting: WaitingQueue,
         estimators: Estimators,
-        lot: SwapSpace,
+        swap: SwapSpace,
         counters: VirtualCounters,
         fairness: Fairness,
     ) -> None:
@@ -170,7 +170,7 @@ class Preemption:
         self._counters = counters
         self._interval_s = fairness.preempt_interval_s
         self._budget = SaveBudget(fairness.save_bytes_per_s)
-        self.lot = lot
+        self.swap = swap
         """Their snapshots, and counts."""
 
     def make_room(self, plan: PlanBuilder) -> None:
@@ -188,7 +188,7 @@ class Preemption:
             victim = self._choose_victim()
             n_used -= victim.n_computed
             self.preempt(victim, plan)
-        if self._waiting:  # else nobody asks how much is left
+        if self._waiting:  # else it is not asked how much is left
             for sequence in running.values():
                 self._ledger.reserve(sequence, self._ledger.need(sequence))
 
@@ -205,11 +205,11 @@ class Preemption:
         return max((s for s in self._slots.running.values() if s.tenant == tenant), key=_rank)
 
     def victim_for(self, sequence: Sequence, plan: PlanBuilder) -> Sequence | None:
-        """Returns who has to leave its slot to a sequence that goes next; None if nobody has to.
+        """Returns the one that has to leave its slot to the next sequence; None: none has to.
 
         One of the same tenant that is less important, or the youngest of a tenant that was served
         more. Not one that another start of this plan needs in its place, or that has lost its slot
-        shortly before; and nobody while snapshots have taken too much time already.
+        shortly before; and none while snapshots have taken too much time already.
         """
         tenant, held = sequence.tenant, self._held()
         if not self._budget.is_free(tenant, plan.planned_at):
@@ -230,7 +230,7 @@ class Preemption:
         held: dict[str, int] = {}
         for sequence in self._slots.running.values():
             tenant = sequence.tenant
-            if tenant in held:  # no call: this runs in every step while somebody waits
+            if tenant in held:  # no call: this runs in every step while sequences wait
                 held[tenant] += 1
             else:
                 held[tenant] = 1
@@ -259,14 +259,14 @@ class Preemption:
         """Returns whether other tenants' streams hardly feel that a sequence is preempted."""
         if len(held) == 1 or not self._is_saved(victim):
             return True
-        return self.lot.write_s(victim.n_computed) <= self._estimators.stall_s
+        return self.swap.write_s(victim.n_computed) <= self._estimators.stall_s
 
     def _is_saved(self, sequence: Sequence) -> bool:
         """Returns whether a snapshot is worth writing if a sequence is preempted now."""
         n_computed = sequence.n_computed
         recompute_s = self._estimators.recompute_s(n_computed)
         is_drawn = sequence.sampling.temperature > 0 and sequence.n_steps > 0
-        return self.lot.is_worth_saving(n_computed, recompute_s, is_drawn=is_drawn)
+        return self.swap.is_worth_saving(n_computed, recompute_s, is_drawn=is_drawn)
 
     def recompute_s(self, n_tokens: int) -> float:
         """Returns the predicted seconds of computing so many tokens; 0 while nothing is known."""
@@ -277,7 +277,9 @@ class Preemption:
 
         What is saved, or computed again, for a tenant's own priorities, it is charged for.
         """
-        self._budget.spend(sequence.tenant, self.lot.n_bytes_of(victim.n_computed), plan.planned_at)
+        self._budget.spend(
+            sequence.tenant, self.swap.n_bytes_of(victim.n_computed), plan.planned_at
+        )
         if victim.tenant == sequence.tenant:
             self._counters.charge_prompt(victim.tenant, victim.n_computed)
         self.preempt(victim, plan)
@@ -297,7 +299,7 @@ class Preemption:
         sequence.preempted_at = plan.planned_at
         sequence.n_swap_outs += 1
         sequence.n_no_room = 0
-        self.lot.n_preempted += 1
+        self.swap.n_preempted += 1
 
     def take(self, plan: PlanBuilder, result: StepResult) -> list[Sequence]:
         """Lets the sequences that the plan has preempted wait for a slot.
@@ -308,7 +310,7 @@ class Preemption:
         lost = []
         for seq_id, sequence in plan.preempted.items():
             sequence.sampler = result.samplers.get(seq_id)
-            self.lot.put(sequence, result.snapshots.get(seq_id))
+            self.swap.put(sequence, result.snapshots.get(seq_id))
             self._waiting.push(sequence)
             if sequence.sampler is None and sequence.snapshot is None:
                 lost.append(sequence)
@@ -319,7 +321,7 @@ class Preemption:
         """Notes that a sequence has a slot again."""
         sequence.is_preempted = False
         sequence.preempted_s += now - sequence.preempted_at
-        self.lot.n_resumed += 1
+        self.swap.n_resumed += 1
 
 
 def _rank(sequence: Sequence) -> tuple[float, int]:

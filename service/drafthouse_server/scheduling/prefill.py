@@ -13,7 +13,7 @@ from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits, PlanEntry
 
-__all__ = ["N_QUANTUM", "Prefill", "PrefillTurns"]
+__all__ = ["N_QUANTUM", "Prefill", "PrefillShares"]
 
 _FLOOR_SHARE = 4
 """One part in so many of the step's budget is kept from drafts while prompts wait."""
@@ -50,7 +50,7 @@ class Prefill:
         self._estimators = estimators
         self._checkpoints = checkpoints
         self._pacer = ChunkSizer(gap_s)
-        self._turns = PrefillTurns()
+        self._shares = PrefillShares()
         estimators.guard.add("pacing", self._pacer.reset)
 
     def draft_budget(self, n_decodes: int, prefills: list[Sequence], n_cells_free: int) -> int:
@@ -89,7 +89,7 @@ class Prefill:
         pieces = self._share(plan, prefills, paced_budget, prompt_budget, n_beside)
         plan.entries = [*decodes, *pieces]
 
-    def _pace(self, plan: PlanBuilder, prefills: list[Sequence], n_most: int) -> int:
+    def _pace(self, plan: PlanBuilder, prefills: list[Sequence], prompt_budget: int) -> int:
         """Returns how many prompt tokens fit beside running streams, so that their gap holds."""
         estimators = self._estimators
         shape = estimators.decode_shape(plan.entries)
@@ -105,9 +105,9 @@ class Prefill:
         n_tokens = 0
         if decode_s < math.inf:
             seconds = estimators.guard.ask("pacing", step_s, lambda: 0.0)
-            n_tokens = estimators.fit_prefill(shape, seconds, n_past, n_most)
+            n_tokens = estimators.fit_prefill(shape, seconds, n_past, prompt_budget)
         n_least = max(1, self._limits.n_batch // _LEAST_SHARE)
-        return min(n_most, max(n_tokens, n_least))
+        return min(prompt_budget, max(n_tokens, n_least))
 
     def _share(
         self,
@@ -129,7 +129,7 @@ class Prefill:
         """
         wanted = {sequence: self._n_wanted(plan, sequence) for sequence in prefills}
         n_external = 0
-        for sequence, n_share in self._turns.share(wanted.items(), paced_budget):
+        for sequence, n_share in self._shares.share(wanted.items(), paced_budget):
             n_tokens = n_share
             if n_beside is not None:
                 n_wanted, n_past = wanted[sequence], sequence.n_computed
@@ -174,7 +174,7 @@ class Prefill:
             )
 
 
-class PrefillTurns:
+class PrefillShares:
     """Shares a step's prompt tokens: the tenants by weight and in turn, inside one by rank.
 
     A tenant's turn comes earlier the fewer tokens it got, for its weight, while others had prompts

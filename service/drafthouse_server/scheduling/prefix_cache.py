@@ -69,7 +69,7 @@ class Prefix:
     snapshot: bytes = b""
     """What the engine wrote; empty in a slot."""
     hashes: tuple[int, ...] = ()
-    """Of the whole blocks, in order."""
+    """Hashes of the whole blocks, in order."""
     n_cut_min: int = 0
     """Fewest of its tokens that can be used: less reaches back behind a sliding window."""
 
@@ -91,11 +91,11 @@ class BlocksStored:
     tenant: str
     """Whose they are."""
     hashes: tuple[int, ...]
-    """Of the blocks, in order."""
+    """Hashes of the blocks, in order."""
     parent: int | None
     """Hash of the block before the first; None at the start of a prompt."""
     tokens: tuple[int, ...]
-    """Of all blocks, BLOCK_SIZE each."""
+    """Tokens of all blocks, BLOCK_SIZE each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class BlocksRemoved:
     tenant: str
     """Whose they were."""
     hashes: tuple[int, ...]
-    """Of the blocks, the last one of a prompt first."""
+    """Hashes of the blocks, the last one of a prompt first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,11 @@ class PrefixCounts:
     n_lookups: int = 0
     """Prompts that got a slot."""
     n_hits: int = 0
-    """Of these, those that went on from a prefix."""
+    """Prompts that went on from a prefix."""
     n_prompt_tokens: int = 0
-    """Tokens of these prompts."""
+    """Tokens of the prompts that got a slot."""
     n_reused: int = 0
-    """Of these, not computed again."""
+    """Prompt tokens that were not computed again."""
     n_stored: int = 0
     """Snapshots that came to host memory."""
     n_host_hits: int = 0

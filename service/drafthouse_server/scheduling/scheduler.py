@@ -1,4 +1,4 @@
-"""Who gets which part of the next step. Pure: the same calls give the same plans.
+"""Which sequence gets which part of the next step. Pure: the same calls give the same plans.
 
 There is no prefill phase and no decode phase. A sequence has `n_computed` tokens in the cache and
 `n_target` tokens known; `plan` hands out the difference, as far as the step's budget goes:
@@ -136,13 +136,13 @@ class Scheduler:
         self._checkpoints = Checkpoints(
             self._prefixes, self._slots, self._estimators, snapshots, n_checkpoint_min
         )
-        lot = SwapSpace(n_preempted_bytes_max, snapshots)
+        swap = SwapSpace(n_preempted_bytes_max, snapshots)
         self._preemption = Preemption(
             slots=self._slots,
             ledger=self._ledger,
             waiting=self._waiting,
             estimators=self._estimators,
-            lot=lot,
+            swap=swap,
             counters=self.counters,
             fairness=fairness,
         )
@@ -197,7 +197,7 @@ class Scheduler:
             n_draft_planned=self._n_draft_planned,
             n_estimator_resets=self._estimators.guard.n_resets,
         )
-        self._preemption.lot.count(counts)
+        self._preemption.swap.count(counts)
         self._prefixes.tell_counts(counts)
         return counts
 
@@ -224,7 +224,7 @@ class Scheduler:
         preempted = self._in_flight.preempted.values()
         return [*self._slots.running.values(), *preempted, *self._waiting]
 
-    # --- who comes and goes
+    # --- sequences that come and go
 
     def submit(self, sequence: Sequence) -> None:
         """Lets a sequence wait for a slot.
@@ -294,8 +294,10 @@ class Scheduler:
             prompt_budget = min(self._limits.n_batch - len(decodes), n_cells_free) - n_draft
             self._prefill.add_pieces(plan, prefills, prompt_budget)
         elif decodes and not (n_draft or plan.has_moves or estimators.ngrams.is_on):
-            n_most = 1 + n_cells_free // len(decodes)
-            plan.n_steps = self._runs.ask(estimators.guard, decodes, estimators.stall_s, n_most)
+            n_steps_max = 1 + n_cells_free // len(decodes)
+            plan.n_steps = self._runs.ask(
+                estimators.guard, decodes, estimators.stall_s, n_steps_max
+            )
         if self._slots.retained and self._ledger.is_shared:
             self._placement.evict(plan)
         plan.drafts_off, plan.drafts_on = estimators.turn(self._slots.running, plan.starts)
@@ -392,7 +394,7 @@ class Scheduler:
         events.append((sequence, self._fail(sequence, entry.status.value)))
 
     def _note_prefill(self, sequence: Sequence, events: _Events) -> None:
-        """Tells how far the prompt is, to those who want to know."""
+        """Notes how far the prompt is, and tells requests that asked for progress."""
         n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
         if n_computed == n_prompt and self._prefixes.can_cut:
             self._slots.note(sequence)
@@ -431,7 +433,7 @@ class Scheduler:
         seq_ids = dict.fromkeys([entry.seq_id for entry in plan.entries])
         seq_ids |= dict.fromkeys([start.seq_id for start in plan.starts])
         given_back = [seq_id for seq_id in (*plan.frees, *plan.swap_outs) if seq_id not in seq_ids]
-        # What the engine still holds of ended sequences, nobody can tell.
+        # What the engine still holds of ended sequences is not known.
         given_back += slots.forget_retained()
         slots.given_back += given_back
         lost = [slots.running[seq_id] for seq_id in seq_ids]
@@ -456,7 +458,7 @@ class Scheduler:
                 slots.empty(seq_id)
         else:
             self._waiting.remove(sequence)
-            self._preemption.lot.take(sequence)
+            self._preemption.swap.take(sequence)
             if sequence.is_preempted:
                 sequence.preempted_s += self._now - sequence.preempted_at
         self._estimators.forget(sequence, is_finished=end in _FINISHED)

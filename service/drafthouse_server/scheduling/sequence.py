@@ -29,13 +29,13 @@ class SequenceState(enum.Enum):
     """Where a sequence is. There is no prefill state and no decode state."""
 
     WAITING = enum.auto()
-    """It has no slot yet."""
+    """The sequence has no slot yet."""
     RUNNING = enum.auto()
-    """It owns a slot."""
+    """The sequence owns a slot."""
     PREEMPTED = enum.auto()
-    """It had to give its slot back, and goes on as soon as it gets another."""
+    """The sequence had to give its slot back, and goes on as soon as it gets another."""
     FINISHED = enum.auto()
-    """It has had its terminal event."""
+    """The sequence has had its terminal event."""
 
 
 class FinishReason(enum.Enum):
@@ -44,11 +44,11 @@ class FinishReason(enum.Enum):
     STOP = enum.auto()
     """End token, stop token or stop text."""
     LENGTH = enum.auto()
-    """Its output limit or the end of the context."""
+    """The output limit or the end of the context was reached."""
     CANCELLED = enum.auto()
     """The client left."""
     DEADLINE = enum.auto()
-    """Its deadline passed."""
+    """The deadline passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Usage:
     n_output: int
     """Tokens generated, the end token included."""
     n_reused: int = 0
-    """Of the prompt, tokens that were not computed again."""
+    """Tokens of the prompt that were not computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class SpeculationCounts:
     n_drafted: int
     """Draft tokens verified."""
     n_accepted: int
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     n_accepted_by_position: tuple[int, ...]
     """Accepted tokens by their place in the draft."""
     n_steps: int
@@ -171,7 +171,7 @@ class Sequence:
     n_draft: int | None = None
     """K asked for; None is the server's default."""
     deadline: float = math.inf
-    """Monotonic time in seconds after which nobody waits for the output."""
+    """Monotonic time in seconds after which the client does not wait for the output."""
     received_at: float = 0.0
     """Monotonic time of the request's receipt, in seconds."""
     has_progress: bool = False

@@ -22,14 +22,14 @@ from drafthouse_server.step import EngineLimits
 __all__ = ["SlotTable"]
 
 _COPY_SHARE = 64
-"""A copy between caches pays if it covers at least one part in so many of a slot's cells.
+"""Copy a prefix between slots only if it covers at least one part in this many of the slot.
 
 It copies all of them; to compute a token takes hundreds of times as long as to copy a cell.
 """
 
 
 class SlotTable:
-    """Who has which slot.
+    """Which sequence has which slot.
 
     Args:
         limits: What the engine can carry.
@@ -56,7 +56,7 @@ class SlotTable:
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot can be taken without taking it away from somebody."""
+        """Whether a slot can be taken without taking it away from a running sequence."""
         return bool(self._free or self.retained)
 
     @property
@@ -185,7 +185,7 @@ class SlotTable:
             Whether it does; then the slot is not free.
         """
         n_computed = sequence.n_computed
-        # Dropped tokens after a stop are in the cells too, and nobody knows them any more.
+        # Dropped tokens after a stop are in the cells too, and no sequence knows them any more.
         is_known = BLOCK_SIZE <= n_computed <= len(sequence.tokens)
         if not (is_known and self._prefixes.is_on):
             return False

@@ -46,13 +46,13 @@ class _Line:
 
 
 class WaitingQueue:
-    """Says who goes next. No operation takes longer because more sequences wait.
+    """Says which sequence goes next. No operation takes longer because more sequences wait.
 
     The tenant that was served least goes first; inside a tenant the first in rank, preempted or
     not.
 
     Args:
-        counters: Say which tenant was served least; told who waits.
+        counters: Say which tenant was served least; told which tenants wait.
     """
 
     def __init__(self, counters: VirtualCounters) -> None:
@@ -90,7 +90,7 @@ class WaitingQueue:
         self._n_swapped += sequence.is_preempted
 
     def peek(self) -> Sequence | None:
-        """Returns who goes next; None if nobody waits."""
+        """Returns the sequence that goes next; None if none waits."""
         if not self._n_live:
             return None
         heap = self._lines[self._counters.first()].heap
@@ -99,14 +99,14 @@ class WaitingQueue:
         return heap[0][1]
 
     def pop(self) -> Sequence:
-        """Takes out who goes next.
+        """Takes out the sequence that goes next.
 
         Raises:
-            IndexError: nobody waits.
+            IndexError: no sequence waits.
         """
         sequence = self.peek()
         if sequence is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no sequence waits")
         heappop(self._lines[sequence.tenant].heap)
         self._forget(sequence)
         return sequence

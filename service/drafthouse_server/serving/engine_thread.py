@@ -57,7 +57,7 @@ class EngineThread:
 
     Args:
         engine: Made on that thread.
-        scheduler: Nobody else touches it.
+        scheduler: No other thread touches it.
         hand_over: Called on that thread with every report; it must not wait.
         clock: Monotonic time in seconds.
 
@@ -178,7 +178,7 @@ class EngineThread:
         return plan
 
     def _note_moves(self, plan: StepPlan) -> None:
-        """Notes who has a slot by this plan, and who had to leave one in order to wait again."""
+        """Notes which sequences get a slot by this plan, and which leave one to wait again."""
         moves, slots = self._report.moves, self._slots
         for seq_id in (*plan.swap_outs, *plan.frees):
             sequence = slots.pop(seq_id, None)

@@ -47,7 +47,7 @@ _FRESH_S = 0.1
 """Age up to which a text is given out again: nobody needs a key to ask for one."""
 
 _REST = 20
-"""And up to so many times what it took to write: of many tenants some 40 ms, beside the steps."""
+"""A text may also be as old as this many times what it took to write (many tenants: 40 ms)."""
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -118,7 +118,7 @@ class StepLoop:
 
     Args:
         engine: Used by the engine thread from now on.
-        scheduler: Decides who gets what; the engine thread's from now on.
+        scheduler: Decides which sequence gets what; the engine thread's from now on.
         n_waiting_max: Requests that may wait for a slot.
         retry_after_s: Advice to those who are refused, seconds.
         clock: Monotonic time in seconds; called on the engine thread.
@@ -290,7 +290,7 @@ class StepLoop:
         self._mark(sequence, FinishReason.CANCELLED)
 
     def finish(self, sequence: Sequence) -> None:
-        """Asks for the good end of a sequence, because its text is complete.
+        """Asks for the normal completion of a sequence: a stop text matched.
 
         Its slot is free after the step in flight.
         """
@@ -431,7 +431,7 @@ class StepLoop:
         for sequence in list(self._outboxes):
             lost = EngineError("LOOP_FAILED", sequence.request_id)
             end = sequence.terminal or sequence.fail(lost)
-            # A good end that was not reported lacks its last tokens, which were not, either.
+            # A completion that was not reported lacks its last tokens, which were not, either.
             self._deliver([(sequence, ErrorEvent(lost) if isinstance(end, FinishEvent) else end)])
         if error is not None and self._on_failure is not None:
             self._on_failure(error)

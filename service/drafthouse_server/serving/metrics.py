@@ -40,7 +40,7 @@ class DraftCounts:
     n_drafted: int = 0
     """Draft tokens verified."""
     n_accepted: int = 0
-    """Of these, accepted."""
+    """Draft tokens accepted."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -87,7 +87,7 @@ class Statistics:
     n_drafted: int
     """Draft tokens verified."""
     n_accepted: int
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     n_steps: int
     """Steps that succeeded."""
     n_steps_failed: int
@@ -131,7 +131,7 @@ class Statistics:
     n_text_workers_lost: Mapping[str, int] = field(default_factory=dict)
     """Text workers that ended in the middle of a job, by cause: late, crashed, ended."""
     external: DraftCounts = DraftCounts()
-    """Of the drafts, those that were found in what was said before, and not made by the drafter."""
+    """Drafts found by prompt lookup, not made by the drafter."""
     scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
     """How slots and cells were shared."""
     front: FrontCounts = FrontCounts()

@@ -25,7 +25,7 @@ One takes it half of that on a small machine, most of it inside grpc.
 """
 
 _N_UNPACED = 4
-"""So few streams are no burden: their tokens go out as soon as `_INTERVAL_S` allows."""
+"""Streams up to which tokens go out as soon as `_INTERVAL_S` allows."""
 
 _N_UNMERGED = 128
 """Events that may wait one by one; more of them become one, of 4 bytes a token."""

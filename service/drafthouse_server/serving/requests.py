@@ -55,7 +55,7 @@ PROMPT_TOKENS = "prompt.tokens.ids"
 """Where a request's own token ids stand."""
 
 MODE_OFF = "off"
-"""Of `GenerationRequest.mode`: no drafts."""
+"""Value of `GenerationRequest.mode` that means: no drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Knob:
     path: str
     """Where it stands in a request."""
     name: str
-    """Its name in `SamplingOptions`, and in the engine."""
+    """Name of the option in `SamplingOptions`, and in the engine."""
     rule: Range
     """The numbers that it may have."""
 
@@ -139,7 +139,7 @@ class Bound:
     n_bytes_max: int | None = None
     """Bytes of a text, or of each in a list of texts; None where it is no text."""
     n_bytes_min: int = 0
-    """As told to whoever sends too many."""
+    """Minimum that an error names beside the maximum."""
     n_bytes_in_all: int | None = None
     """Bytes on the wire of the field, with all elements; None: so many as those may have."""
 

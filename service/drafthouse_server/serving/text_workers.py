@@ -45,9 +45,9 @@ _Made = TypeVar("_Made")
 _JOB_S = 0.25
 """Processor time that every job may take, seconds; templates take milliseconds."""
 _SAMPLER_S = 0.5
-"""That a grammar or DRY breakers may take besides."""
+"""Processor time that a grammar or DRY breakers may take besides, seconds."""
 _MIB_S = 1.0
-"""That a MiB may take besides; it takes about a quarter of that."""
+"""Processor time that a MiB may take besides, seconds; it takes about a quarter of that."""
 _START_S = 0.5
 """What starting a process costs, about; a tenant is charged for those that it ends."""
 
@@ -107,7 +107,7 @@ class TextWorkers:
         self._patience_s = patience_s
         self._turns: Turns[asyncio.Future[TextWorker]] = Turns()
         self._at_work: set[TextWorker] = set()
-        """Those that are given jobs, busy or not."""
+        """Workers that are given jobs, busy or not."""
         self._idle: list[TextWorker] = []
         self._spares: list[TextWorker] = []
         self._n_busy: Counter[str] = Counter()

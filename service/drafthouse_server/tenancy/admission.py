@@ -38,7 +38,7 @@ N_BYTES_MAX = 256 << 20
 """Bytes of requests that may be prepared or wait, over all tenants."""
 
 _WEIGHT = 1 / 8
-"""Of the last interval between two places that were given back, in their average."""
+"""Weight of the last interval in the average time between two places given back."""
 
 _MARGIN = 1.5
 """Places are promised for so many times the average interval: intervals are not alike."""
@@ -57,7 +57,7 @@ class Load:
     n_waiting: int
     """Requests without a slot, over all tenants."""
     n_waiting_tenant: int
-    """Of these, the tenant's."""
+    """Requests of the tenant without a slot."""
     n_active_tenant: int
     """Requests of the tenant that are prepared, wait or run."""
     n_bytes: int

@@ -93,7 +93,7 @@ class _Booking:
     cost: float
     """Units."""
     rate: Rate
-    """Of what."""
+    """Rate from which the units are taken."""
     due_at: float
     """When they are there."""
     ends_at: float
@@ -300,7 +300,7 @@ class MemoryCounters:
         *,
         books: bool = False,
     ) -> float:
-        """As `take`, without a hop."""
+        """Does what `take` does, on the calling thread."""
         paid_at = max(self._paid_at.get((tenant, dimension), now), now)
         wait_s = paid_at + cost / rate.per_s - now - max(rate.burst, cost) / rate.per_s
         is_there = wait_s <= _ROUNDING_S
@@ -325,7 +325,7 @@ class MemoryCounters:
     def settle_now(
         self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
     ) -> None:
-        """As `settle`, without a hop."""
+        """Does what `settle` does, on the calling thread."""
         paid_at = max(self._paid_at.get((tenant, dimension), now), now)
         self._pay(tenant, dimension, paid_at + surplus / rate.per_s, now)
 

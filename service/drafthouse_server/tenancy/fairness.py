@@ -52,7 +52,7 @@ _ROUNDING = 1e-9
 """By so much may a share of slots be missed."""
 
 _WEIGHT = 1.0
-"""Of a tenant of which nothing else is known."""
+"""Weight of a tenant of which nothing else is known."""
 
 
 class ServedSequence(Protocol):
@@ -318,7 +318,7 @@ class SharedBytes:
 
     def __init__(self) -> None:
         self.total = 0
-        """Of all tenants."""
+        """Bytes held for all tenants."""
         self._held: dict[str, int] = {}
         self._weights: dict[str, float] = {}
 
@@ -399,7 +399,7 @@ class _Line(Generic[_Job]):
     """The jobs of one tenant that wait, and what the tenant has cost."""
 
     weight: float = 1.0
-    """Its share relative to other tenants' weights, > 0."""
+    """The tenant's share relative to other tenants' weights, > 0."""
     used: float = 0.0
     """Cost of all that it was given, over its weight; a tenant that returns begins with the least
     of those that wait."""

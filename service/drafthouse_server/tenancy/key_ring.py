@@ -186,7 +186,7 @@ class KeyRing:
         self._pending: dict[str, asyncio.Task[None]] = {}
         self._uses = _LastUses()
         self.tenants = KnownTenants()
-        """Those whose keys were seen."""
+        """Tenants whose keys were seen."""
         self._revoked_at: dict[str, int] = {}  # of known keys that will be
         self._bad_keys = bad_keys
         self._version: str | None = None

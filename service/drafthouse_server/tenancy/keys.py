@@ -46,7 +46,7 @@ class ApiKey:
     """A key at the only time at which it is known whole: when it is made."""
 
     id: str
-    """Its public part, by which it is listed, revoked and logged."""
+    """Public part of the key, by which it is listed, revoked and logged."""
     text: str
     """The whole key. It is shown once and stored nowhere."""
 

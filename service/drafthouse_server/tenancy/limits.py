@@ -80,7 +80,7 @@ _N_MEMORY = 32
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So many units a second in the long run, and so many at once."""
+    """Units per second in the long run, and units that may be used at once."""
 
     per_s: float
     """Units a second, > 0."""
@@ -205,9 +205,9 @@ class Reserved:
     """Tokens that one request was let in with."""
 
     n_prompt: int
-    """Of its prompt."""
+    """Tokens of the prompt."""
     n_output: int
-    """Of its output, as long as it is likely to be."""
+    """Tokens of the output, as long as it is likely to be."""
     month: str
     """Month whose budget they are of."""
 
@@ -221,7 +221,7 @@ class Standing:
     limit: int
     """Units that may be used at once after a pause."""
     n_left: int
-    """Of these, left now."""
+    """Units left now."""
     reset_s: float
     """Seconds after which all are there again, if nothing is used."""
 

@@ -165,7 +165,7 @@ class KeyRecord:
     """A key as the store knows it."""
 
     id: str
-    """Its public part."""
+    """Public part of the key."""
     tenant: str
     """Name of its tenant."""
     label: str
@@ -212,7 +212,7 @@ class TenantRecord:
     limits: Mapping[str, object]
     """What it may, where that is not the default: names of `tenants.LIMITS` and JSON values."""
     n_keys: int = 0
-    """Its keys that are not revoked."""
+    """Keys of the tenant that are not revoked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Store:
         if path is None:
             event.listen(engine, "connect", lambda driver, _: self._drivers.add(driver))
         self.shown = shown
-        """Its URL, without a password."""
+        """URL of the store, without a password."""
 
     @classmethod
     def open(cls, url: str, *, may_make: bool = True) -> Store:

@@ -109,9 +109,9 @@ class Limit:
     """One of a tenant's settings."""
 
     key: str
-    """Its name."""
+    """Name of the limit in settings."""
     attribute: str
-    """Of `Tenant`."""
+    """Attribute of `Tenant` that holds it."""
     kind: type
     """Type of its value."""
     rule: Rule

@@ -64,11 +64,11 @@ class Mark:
     n_output: int
     """Tokens in the messages that the transport has taken."""
     n_reused: int = 0
-    """Of the prompt, tokens that were not computed again."""
+    """Tokens of the prompt that were not computed again."""
     n_drafted: int = 0
     """Draft tokens verified."""
     n_accepted: int = 0
-    """Of these, accepted."""
+    """Draft tokens accepted."""
 
 
 Entry: TypeAlias = UsageRecord | Mark

@@ -441,7 +441,7 @@ class _File:
         self._path = path
         self._fd = fd
         self.n_bytes = n_bytes
-        """Its whole entries' bytes."""
+        """Bytes of the file's whole entries."""
         self.is_torn = False
         """Whether more than these may be there, so that it must not be used."""
 

@@ -57,13 +57,13 @@ class UsageRecord:
     outcome: str = ""
     """stop, length, cancelled, deadline, the reason of an error, or `LOST`."""
     n_reused: int = 0
-    """Of the prompt, tokens that were not computed again."""
+    """Tokens of the prompt that were not computed again."""
     n_output: int = 0
     """Tokens in the messages that were handed to the transport: those that are billed."""
     n_drafted: int = 0
     """Draft tokens verified."""
     n_accepted: int = 0
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     queue_s: float = 0.0
     """Seconds from the receipt to the first slot."""
     prefill_s: float = 0.0
