@@ -26,6 +26,7 @@ _PROGRAMS = {
     "loop-overhead": "what the event loop adds to a step, over an engine that only waits",
     "openmp": "OpenMP beside ggml's own thread pool",
     "quoting": "prompt lookup on texts that repeat what they were given",
+    "tenancy-cost": "what keys, limits and usage cost",
     "timeline": "where the time to first token goes, in a server that notes it",
     "tree": "draft trees beside single drafts, as a library",
     "trial": "K as chosen beside no drafts and K = 1, 2, 3",

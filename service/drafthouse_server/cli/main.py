@@ -32,7 +32,7 @@ _TENANTS = "add, list, limit and delete tenants"
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="drafthouse",
-        description="Serves GGUF models over gRPC, with speculative decoding that pays under load.",
+        description="Serves GGUF models over gRPC, with speculative decoding where it pays.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=version("drafthouse-server"))

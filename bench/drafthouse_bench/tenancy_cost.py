@@ -1,6 +1,6 @@
 """What keys, limits and usage cost: processor time per request and token, with all and without.
 
-    python -m tests.proofs.tenancy_cost [--rounds 20] [--streams 32] [--tokens 16,128] [--waves 2]
+    drafthouse-bench tenancy-cost [--rounds 20] [--streams 32] [--tokens 16,128] [--waves 2]
         [--engine demo] [--step-ms 10]
 
 Two servers, each a process of its own, are asked the same in turns: `bare` knows no tenants; `full`
@@ -36,9 +36,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from models.prompts import PATH
-
 import drafthouse
+from drafthouse_bench.demos import CHECKOUT
 from drafthouse_server.cli.main import main as run_command
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config
@@ -47,6 +46,7 @@ from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.rpc.server import Server
 
+_PROMPTS = CHECKOUT / "models" / "prompts.json"
 _TENANTS = ("acme", "zenith")
 _LIMITS = (
     "weight=2",
@@ -105,7 +105,7 @@ async def _serve(asked: argparse.Namespace) -> None:
 
 
 async def _ask(target: str, keys: list[str], n_streams: int, n_tokens: int) -> None:
-    texts = [prompt["text"][:400] for prompt in json.loads(PATH.read_text("utf-8"))["prompts"]]
+    texts = [prompt["text"][:400] for prompt in json.loads(_PROMPTS.read_text("utf-8"))["prompts"]]
     async with contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(drafthouse.AsyncClient(target, api_key=key or None))
@@ -182,7 +182,7 @@ def _cpu_s(pid: int) -> float:
 def _running(
     name: str, settings: dict[str, Any], keys: list[str], asked: argparse.Namespace
 ) -> Iterator[_Contender]:
-    command = [sys.executable, "-m", "tests.proofs.tenancy_cost", "--engine", asked.engine]
+    command = [sys.executable, "-m", "drafthouse_bench", "tenancy-cost", "--engine", asked.engine]
     command += ["--step-ms", str(asked.step_ms), "--serve", json.dumps(settings)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
