@@ -115,6 +115,10 @@ def test_package_exports_are_sorted_and_complete(package: Path) -> None:
     assert public <= set(names), f"not in __all__: {sorted(public - set(names))}"
 
 
+def test_every_package_says_that_it_is_typed() -> None:
+    assert [p.name for p in PACKAGES if not (p / "py.typed").exists()] == []
+
+
 def test_module_exports_are_sorted_and_name_every_public_definition() -> None:
     wrong = []
     for path in all_sources():

@@ -128,8 +128,7 @@ class DeviceSettings(SharingSettings):
     n_cpu_moe: int = _devices(
         0,
         between(0, 10000),
-        "Keep the weights of the experts of the first so many layers with the CPU. Not of"
-        " model_draft.",
+        "Keep the weights of the experts of the first N layers with the CPU. Not of model_draft.",
     )
     """Layers whose experts stay with the CPU."""
     override_tensor: tuple[str, ...] = _devices(

@@ -115,7 +115,7 @@ class SharingSettings(FrontSettings):
         64.0,
         between(0, 1e6),
         "MiB of preempted requests that may be saved a second for each tenant that takes slots; no"
-        " stream goes on while they are written. 0: nobody takes a slot from another request.",
+        " stream goes on while they are written. 0: no request takes a slot from another.",
     )
     """Bytes of snapshots for slots that change hands."""
     priority_aging_s: float = _share(
