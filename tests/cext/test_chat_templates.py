@@ -62,7 +62,7 @@ HARMLESS = {
 
 FORMATTED = {
     "brackets": "1",
-    "dictionaries": "{'a': {'b': 1}}",
+    "dictionaries": "",  # llama.cpp writes none out
     "comments": "1",
     "text": "{ " + "(" * N + " }",
     "operators": "4001",

@@ -40,7 +40,7 @@ class Target:
     """A model of the benchmark with what belongs to it."""
 
     name: str
-    """Its name, as given to `--models`."""
+    """Name of the model, as given to `--models`."""
     path: Path
     """The GGUF file."""
     drafts: Mapping[str, Path]

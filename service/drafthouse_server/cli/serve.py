@@ -249,7 +249,7 @@ def _describe(server: Server, config: Config, terminal: Terminal) -> None:
     card, limits = server.loop.engine.card, server.loop.engine.limits
     drafts = (
         f"{'prompt lookup, else ' if config.prompt_lookup else ''}{limits.draft_type},"
-        f" {_how_many(config)} tokens per step by default,"
+        f" {_how_many(config)},"
         f" at most {limits.n_draft_max}"
         if limits.n_draft_max
         else "none"
@@ -292,4 +292,6 @@ def _how_many_threads(threads: Threads) -> str:
 
 
 def _how_many(config: Config) -> str:
-    return str(config.draft_default) if config.draft_policy == "fixed" else "as many as pay"
+    if config.draft_policy == "fixed":
+        return f"{config.draft_default} tokens per step by default"
+    return "as many tokens per step as pay"

@@ -34,7 +34,7 @@ class _ServerStateEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ServerStat
     SERVER_STATE_DRAINING: _ServerState.ValueType  # 2
     """It takes none and ends when those that run have ended, or their time is over."""
     SERVER_STATE_UNHEALTHY: _ServerState.ValueType  # 3
-    """Its engine keeps failing, or a step does not end: requests are refused."""
+    """The engine keeps failing, or a step does not end: requests are refused."""
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
     """Whether a server takes requests."""
@@ -46,7 +46,7 @@ SERVER_STATE_SERVING: ServerState.ValueType  # 1
 SERVER_STATE_DRAINING: ServerState.ValueType  # 2
 """It takes none and ends when those that run have ended, or their time is over."""
 SERVER_STATE_UNHEALTHY: ServerState.ValueType  # 3
-"""Its engine keeps failing, or a step does not end: requests are refused."""
+"""The engine keeps failing, or a step does not end: requests are refused."""
 
 class _StoreState:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -221,7 +221,7 @@ class PrefixCacheStatus(message.Message):
     lookup_tokens: builtins.int
     """Prompt tokens that were looked up."""
     reused_tokens: builtins.int
-    """Of these, tokens that were not computed again."""
+    """Prompt tokens that were not computed again."""
     retained_slots: builtins.int
     """Slots without a request that hold a prefix now."""
     host_bytes: builtins.int
@@ -304,7 +304,7 @@ class TenantLoad(message.Message):
     output_tokens: builtins.int
     """Output tokens of its streams that have ended since it was first seen here."""
     virtual_counter: builtins.float
-    """Its virtual counter: service that it was given over its weight. Of those that wait, the least goes first. Not set: the
+    """Virtual counter of the tenant: service that it was given over its weight. Of those that wait, the least goes first. Not set: the
     engine has not answered within a second, as during a long step.
     """
     @builtins.property
@@ -583,7 +583,7 @@ class DrainResponse(message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     @builtins.property
     def load(self) -> Load:
-        """Its load as it began to drain."""
+        """Load of the server as it began to drain."""
 
     def __init__(
         self,

@@ -706,7 +706,7 @@ class Usage(message.Message):
     output_tokens: builtins.int
     """Tokens of the output, the end token and those of a stop text included: as many as the chunks carry token ids."""
     reused_prompt_tokens: builtins.int
-    """Of prompt_tokens, those that were computed for an earlier request of the same tenant and not again."""
+    """Tokens of the prompt that were computed for an earlier request of the same tenant and not again."""
     def __init__(
         self,
         *,
@@ -775,7 +775,7 @@ class SpeculationStatistics(message.Message):
     drafted_tokens: builtins.int
     """Draft tokens verified."""
     accepted_tokens: builtins.int
-    """Of these, accepted. accepted_tokens / drafted_tokens is the acceptance rate."""
+    """Draft tokens accepted. accepted_tokens / drafted_tokens is the acceptance rate."""
     step_count: builtins.int
     """Steps that generated tokens, with a draft or without."""
     @builtins.property

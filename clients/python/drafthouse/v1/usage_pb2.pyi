@@ -134,9 +134,9 @@ class UsageRecord(message.Message):
     drafted_tokens: builtins.int
     """Draft tokens verified."""
     accepted_tokens: builtins.int
-    """Of these, accepted."""
+    """Draft tokens accepted."""
     rejected_tokens: builtins.int
-    """Of these, not accepted: drafted_tokens less accepted_tokens."""
+    """Draft tokens not accepted: drafted_tokens less accepted_tokens."""
     queue_seconds: builtins.float
     """Seconds from the server's receipt of the request to its first slot."""
     prefill_seconds: builtins.float
