@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import sqlalchemy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -559,6 +560,38 @@ async def test_a_fault_of_ours_does_not_end_the_watch_over_the_store(
     bench.revoke(key)
     await eventually(lambda: key.id not in ring._known)
     assert not faults
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE keys SET expires_at = '2030-01-01' WHERE id = :id",
+        "UPDATE keys SET revoked_at = 'soon' WHERE id = :id",
+        "UPDATE keys SET last_used_at = 'yesterday', digest = 'text' WHERE id = :id",
+        "UPDATE keys SET created_at = x'00ff' , expires_at = 1.5 WHERE id = :id",
+    ],
+)
+async def test_a_key_that_somebody_has_written_wrong_does_not_work_and_keeps_no_other_from_it(
+    bench: Bench, damage: str
+) -> None:
+    """SQLite takes any value in any column."""
+    good, bad, unseen = bench.add_key(), bench.add_key("bob"), bench.add_key("bob")
+    ring = await bench.ring()
+    await identify(ring, good)
+    await identify(ring, bad)
+    await ring._flush()
+    with bench.store.writing() as connection:
+        for key in (bad, unseen):
+            connection.execute(sqlalchemy.text(damage), {"id": key.id})
+    bench.add_key()  # a change that every server sees
+    for asked in (ring, await bench.ring()):
+        await poll(asked)
+        assert not asked.is_away
+        assert (await identify(asked, good)).key_id == good.id
+        for key in (bad, unseen):
+            assert isinstance(await refused(asked, key, "there"), Unauthenticated)
+    with bench.store.reading() as connection:
+        assert len(records.list_keys(connection)) == 4
 
 
 async def test_another_pepper_is_a_store_that_is_away(bench: Bench) -> None:

@@ -202,14 +202,15 @@ def test_tenants_and_their_limits_come_back_as_they_were_set(store: Store) -> No
         assert [tenant.name for tenant in records.list_tenants(connection, ["bob", "x"])] == ["bob"]
 
 
+@pytest.mark.parametrize("text", ["two", "[" * 100_000, "1" * 5_000, "1e999", "NaN"])
 def test_a_limit_that_somebody_has_written_wrong_does_not_count_and_hides_no_other(
-    store: Store,
+    store: Store, text: str
 ) -> None:
     with store.writing() as connection:
         records.add_tenant(connection, "acme", {"weight": 2.0, "max_streams": 3}, NOW)
         records.add_tenant(connection, "bob", {"max_streams": 4}, NOW)
         wrong = sqlalchemy.update(records.limits).where(records.limits.c.name == "weight")
-        connection.execute(wrong.values(value="two"))
+        connection.execute(wrong.values(value=text))
         acme, bob = records.list_tenants(connection)
     assert tenant_of_record(acme, n_waiting_max=9) == Tenant(
         "acme", n_waiting_max=9, n_active_max=3
@@ -369,6 +370,25 @@ def test_what_no_database_can_be_asked_fails_alone(store: Store) -> None:
     assert not error.is_away, "the store is there"
     assert reader.submit(lambda c: records.find_keys(c, ["k1"])).result(60) == []
     reader.close(60)
+
+
+def test_a_fault_of_ours_fails_alone_and_ends_no_thread_of_the_store(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: sqlalchemy.Connection) -> None:
+        raise TypeError("a bug of ours")
+
+    for is_writing in (False, True):
+        thread = StoreThread(store, is_writing=is_writing)
+        jobs = [thread.submit(work) for work in (fail, records.list_keys, fail)]
+        for job in (jobs[0], jobs[2]):
+            error = job.exception(60)
+            assert isinstance(error, StoreError)
+            assert not error.is_away, "the store is there"
+        assert jobs[1].result(60) == []
+        assert thread.submit(records.list_keys).result(60) == []
+        thread.close(60)
+    assert "a bug of ours" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["deleted", "replaced"])

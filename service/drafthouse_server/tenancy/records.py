@@ -357,7 +357,7 @@ def list_tenants(connection: Connection, names: Iterable[str] | None = None) -> 
     return [
         TenantRecord(
             row.name,
-            row.created_at,
+            _as_time(row.created_at) or 0,
             MappingProxyType(values.get(row.name, {})),
             n_keys.get(row.name, 0),
         )
@@ -372,7 +372,7 @@ def _value_of(text: str) -> object:
     """
     try:
         found: object = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return found
 
@@ -449,12 +449,27 @@ def note_uses(connection: Connection, uses: Mapping[str, int]) -> None:
 
 
 _KEY_FIELDS = tuple(column.name for column in keys.columns)
+_TIMES = ("created_at", "expires_at", "revoked_at", "last_used_at")
 
 
 def _to_key(row: Row[tuple[object, ...]]) -> KeyRecord:
+    """Returns a key; one that somebody has written wrong by hand works no more.
+
+    SQLite takes any value in any column, and one row must not keep other keys from working.
+    """
     values = dict(row._mapping)
-    values["digest"] = bytes(values["digest"])
+    for name in _TIMES:
+        values[name] = _as_time(values[name])
+    if isinstance(values["digest"], bytes):
+        values["digest"] = bytes(values["digest"])
+    else:
+        values |= {"digest": b"", "revoked_at": 0}
     return KeyRecord(**values)
+
+
+def _as_time(value: object) -> int | None:
+    """Returns a time in seconds since 1970; what is none has long passed."""
+    return value if value is None or isinstance(value, int) else 0
 
 
 def add_usage(connection: Connection, records: Sequence[Mapping[str, object]]) -> None:

@@ -53,6 +53,8 @@ _UPGRADE_LOCK = 0x6472_6166  # a number of ours for PostgreSQL's advisory locks
 _N_GROUP_MAX = 256
 _N_QUEUED_MAX = 10_000
 _WRITES = "drafthouse_writes"
+_FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Raised by faults of ours, such as on rows that somebody has written by hand."""
 _HINT = "such as sqlite:///drafthouse.db, or postgresql://USER@HOST/DATABASE"
 
 
@@ -426,8 +428,13 @@ class StoreThread:
             job.future.set_result(result)
 
     def _try(self, jobs: list[_Job[Any]]) -> list[Any]:
-        with self._transaction() as connection:
-            return [job.work(connection) for job in jobs]
+        try:
+            with self._transaction() as connection:
+                return [job.work(connection) for job in jobs]
+        except _FAULTS as error:  # it must not end the thread that works for all
+            _log.exception("what the store %s was asked has failed", self._store.shown)
+            problem = f"the store {self._store.shown} cannot be asked: a fault, see the log"
+            raise StoreError(problem, is_away=False) from error
 
 
 class StoreUsage:
