@@ -42,7 +42,8 @@ class FrontSettings(AdminSettings):
         0,
         between(0, 1_000_000),
         "Calls that may be open at once, over all tenants: until their client has taken the last"
-        " byte. 0: parallel + queue_size + 256.",
+        " byte. Where all are open, a tenant below its share, by weight, opens more. 0: parallel +"
+        " queue_size + 256.",
     )
     """Open calls over all tenants; 0 is automatic."""
     tenant_max_calls: int = _clients(

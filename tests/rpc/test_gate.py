@@ -297,15 +297,39 @@ def test_open_calls_are_counted_per_tenant_until_they_leave() -> None:
     with pytest.raises(QuotaExceeded) as caught:
         calls.claim(third)
     assert (caught.value.limit, caught.value.retry_after_s) == (2, 3.0)
+    unknown = [call("") for _ in range(4)]
+    for one in unknown:
+        calls.enter(one)
     with pytest.raises(ServerOverloaded):
         calls.enter(call("c"))
     probe = call()
     calls.enter(probe, is_keyless=True)
     with pytest.raises(ServerOverloaded):
         calls.enter(call(), is_keyless=True)
-    for one in (*open_ones, third, probe, third):
+    for one in (*open_ones, *unknown, third, probe, third):
         calls.leave(one)
     assert (len(calls), calls.n_of("a"), calls.n_of("b"), calls.n_refused) == (0, 0, 0, 3)
+
+
+def test_tenants_with_all_calls_that_they_may_open_lock_nobody_out() -> None:
+    calls = OpenCalls(8, 5, 0, retry_after_s=3.0)
+
+    def n_taken(tenant: str, n: int) -> int:
+        n_before = calls.n_of(tenant)
+        for _ in range(n):
+            one = call(tenant)
+            try:
+                calls.enter(one)
+                calls.claim(one)
+            except (ServerOverloaded, QuotaExceeded):
+                calls.leave(one)
+        return calls.n_of(tenant) - n_before
+
+    assert (n_taken("a", 9), n_taken("b", 9)) == (5, 4), "all but one, and its share"
+    assert n_taken("c", 9) == 3, "a third of the places"
+    assert (n_taken("a", 1), n_taken("b", 1)) == (0, 0)
+    assert [n_taken(name, 2) for name in "defg"] == [2, 2, 0, 0], "twice the places in all"
+    assert len(calls) == 16
 
 
 def test_a_call_is_overdue_once_until_it_is_due_again() -> None:

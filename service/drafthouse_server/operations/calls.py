@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +22,10 @@ _N_BYTES_OF_ELEMENT = 64
 place of 8 in each of two or three lists."""
 
 _UNKNOWN = Tenant("")
+
+_EXCESS = 2
+"""Times as many calls as there are places may be open, of tenants below their share and of callers
+that are not known yet."""
 
 _N_TENANTS_MAX = 1000
 """Tenants that are remembered after their calls have ended."""
@@ -134,6 +138,9 @@ class OpenCalls:
     Sequences leave slots and queue when they have ended; what they have yielded stays as long as a
     client does not read it. So calls are counted besides.
 
+    Where all places are taken, a tenant below its share by weight goes on all the same, as with
+    `FrontMemory`: else two tenants with all the calls that each may open would lock others out.
+
     Args:
         n_max: Calls that need a key, over all tenants.
         n_tenant_max: Of these, one tenant's.
@@ -163,7 +170,7 @@ class OpenCalls:
         self._retry_after_s = retry_after_s
         self._open: dict[Call, bool] = {}
         self._claimed: dict[Call, str] = {}
-        self._n_of_tenants: Counter[str] = Counter()
+        self._shares = SharedBytes()  # in which a call is one
         self._n_keyless = 0
         self._tenants: OrderedDict[str, Tenant] = OrderedDict()
         self.n_refused = 0
@@ -181,7 +188,7 @@ class OpenCalls:
 
     def n_of(self, tenant: str) -> int:
         """Returns how many calls of a tenant are open."""
-        return self._n_of_tenants[tenant]
+        return self._shares.of(tenant)
 
     def enter(self, call: Call, *, is_keyless: bool = False) -> None:
         """Counts a call whose caller is not known yet.
@@ -189,8 +196,8 @@ class OpenCalls:
         Raises:
             ServerOverloaded: too many are open (SERVER_OVERLOADED).
         """
-        n_keyed = len(self._open) - self._n_keyless
-        if self._n_keyless >= self._n_keyless_max if is_keyless else n_keyed >= self._n_max:
+        n_keyed, n_max = len(self._open) - self._n_keyless, _EXCESS * self._n_max
+        if self._n_keyless >= self._n_keyless_max if is_keyless else n_keyed >= n_max:
             self.n_refused += 1
             raise ServerOverloaded("calls are open", self._retry_after_s)
         self._open[call] = is_keyless
@@ -213,13 +220,20 @@ class OpenCalls:
 
         Raises:
             QuotaExceeded: too many of the tenant's are open (TENANT_QUOTA_EXCEEDED).
+            ServerOverloaded: all places are taken, and the tenant has its share of them
+                (SERVER_OVERLOADED).
         """
-        tenant = call.tenant.name
-        if self._n_of_tenants[tenant] >= self._n_tenant_max:
+        tenant, shares = call.tenant.name, self._shares
+        n_open = shares.of(tenant)
+        if n_open >= self._n_tenant_max:
             self.n_refused += 1
             raise QuotaExceeded(tenant, "open calls", self._n_tenant_max, self._retry_after_s)
+        shares.set_weight(tenant, call.tenant.weight)
+        if shares.total >= self._n_max and n_open >= max(1, self._n_max * shares.share(tenant)):
+            self.n_refused += 1
+            raise ServerOverloaded("calls are open", self._retry_after_s)
         self._claimed[call] = tenant
-        self._n_of_tenants[tenant] += 1
+        shares.add(tenant, 1)
         self._tenants[tenant] = call.tenant
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > _N_TENANTS_MAX:
@@ -243,9 +257,7 @@ class OpenCalls:
         self._n_keyless -= self._open.pop(call, False)
         tenant = self._claimed.pop(call, None)
         if tenant is not None:
-            self._n_of_tenants[tenant] -= 1
-            if not self._n_of_tenants[tenant]:
-                del self._n_of_tenants[tenant]
+            self._shares.add(tenant, -1)
 
     def overdue(self, now: float) -> list[Call]:
         """Returns the calls that make no progress, each once until it is due again."""
