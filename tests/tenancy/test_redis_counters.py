@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from tests.support.databases import Daemon, redis_server
 
-from drafthouse_server.errors import ConfigError, StoreError
+from drafthouse_server.errors import ConfigError, QuotaExceeded, StoreError
 from drafthouse_server.tenancy import redis_counters
+from drafthouse_server.tenancy.admission import Admission
 from drafthouse_server.tenancy.counters import SharedRates
 from drafthouse_server.tenancy.limits import Rate
 from drafthouse_server.tenancy.redis_counters import RedisCounters, open_redis
@@ -144,9 +145,17 @@ async def test_a_redis_that_refuses_the_password_is_told_at_once() -> None:
             assert "hunter2" not in str(told.value)
 
 
-async def test_a_url_that_is_none_is_told_at_once() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:hunter2@host",
+        "redis://me:hunter2@127.0.0.1:1/0?tls=true",
+        "redis://me:hunter2@127.0.0.1:1/0?protocol=9",
+    ],
+)
+async def test_a_url_that_is_none_is_told_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="rate_counters_url is no URL of a Redis") as caught:
-        await open_redis("http://me:hunter2@host")
+        await open_redis(url)
     assert "hunter2" not in str(caught.value)
 
 
@@ -201,6 +210,58 @@ async def test_a_connection_that_cannot_be_closed_keeps_nobody_from_coming_back(
     client.is_held = False
     assert (await shared._sign(), shared.is_away) == (True, False)
     await shared.close()
+
+
+class Strange(HeldTls):
+    """Something that speaks as Redis does, and has other things to say, such as a proxy."""
+
+    said: object = 1
+
+    async def answer(self, *_: object, **__: object) -> Any:
+        return self.said
+
+    async def disconnect(self, inuse_connections: bool) -> None:
+        """Does so at once."""
+
+    async def aclose(self) -> None:
+        """Does so at once."""
+
+
+@pytest.mark.parametrize("said", [b"OK", 7, None, b"1", b"nan nan", b"inf 0", b"-1 0", [1, 2]])
+async def test_what_is_no_answer_counts_as_none(said: object) -> None:
+    """It was a fault of ours that held a place in the queue for ever."""
+    client = Strange()
+    shared = RedisCounters(client, (Failed,))
+    await shared._sign()
+    admission = Admission(10, 1.0)
+    admission.share(SharedRates(shared))
+    client.said = said
+    acme = Tenant("acme", requests_per_s=1.0)
+    (await admission.enter(acme)).give_back()
+    assert shared.is_away or said is None
+    with pytest.raises(QuotaExceeded):
+        await admission.enter(acme)
+    assert admission.n_active == 0
+    client.said = 3
+    assert (await shared._sign(), shared.n_replicas) == (True, 3)
+    client.said = "many"
+    assert not await shared._sign()
+    assert admission.rates is not None
+    await admission.rates.close()
+
+
+async def test_a_place_is_given_back_whatever_fails_on_the_way() -> None:
+    class Failing(SharedRates):
+        async def enter(self, tenant: Tenant, end_user: str, origin: str) -> None:
+            raise RuntimeError("a fault of ours")
+
+    admission, client = Admission(10, 1.0), Strange()
+    rates = Failing(RedisCounters(client, (Failed,)))
+    admission.share(rates)
+    with pytest.raises(RuntimeError, match="of ours"):
+        await admission.enter(Tenant("acme"))
+    assert (admission.n_active, admission.n_waiting) == (0, 0)
+    await rates.close()
 
 
 class Uncancellable(HeldTls):

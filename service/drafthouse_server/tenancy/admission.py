@@ -12,7 +12,7 @@ the queue cannot lock out a third, and at most two queues' worth of requests wai
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import datetime
 import math
 import time
@@ -375,11 +375,10 @@ class Admission:
         ticket = self.admit(tenant, n_bytes, end_user=end_user, origin=origin)
         if self.rates is None:
             return ticket
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(ticket.give_back)  # whatever fails
             await self.rates.enter(tenant, end_user, origin)
-        except (QuotaExceeded, asyncio.CancelledError):
-            ticket.give_back()
-            raise
+            undo.pop_all()
         return ticket
 
     def _has_room(self, n_bytes: int) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from drafthouse_server.errors import ConfigError, StoreError
 from drafthouse_server.tenancy.counters import MemoryCounters
@@ -28,6 +29,11 @@ _BEAT_S = 1.0
 """Seconds between two signs of life of a replica."""
 _BEATEN_S = 5.0
 """Seconds after which a replica without one counts no more."""
+_FAILURES: tuple[type[Exception], ...] = (
+    *(OSError, TimeoutError),
+    *(AttributeError, TypeError, ValueError, OverflowError),
+)
+"""Raised of what cannot be reached, and of what is no answer of our scripts."""
 _N_CONNECTIONS_MAX = 32
 _PREFIX = "drafthouse"
 _TAKE_OR_NOT, _FORCE, _BOOK = range(3)
@@ -64,6 +70,25 @@ return redis.call('ZCARD', KEYS[1])
 """
 
 
+_Answer = TypeVar("_Answer")
+
+
+def _seconds(answer: Any) -> tuple[float, float]:  # noqa: ANN401  # of the client
+    """Returns the wait and the debt that the script tells.
+
+    Raises:
+        ValueError: they are none.
+    """
+    wait_s, debt_s = map(float, answer.split())
+    if not (0 <= wait_s < math.inf and 0 <= debt_s < math.inf):
+        raise ValueError(answer)
+    return wait_s, debt_s
+
+
+def _nothing(_: object) -> None:
+    """Returns nothing, of whatever is no answer to a question."""
+
+
 class RedisCounters:
     """Counts for all servers that share a Redis. Used on one event loop.
 
@@ -83,7 +108,7 @@ class RedisCounters:
     ) -> None:
         self._client = client
         self._refusals = refusals
-        self._failures: tuple[type[Exception], ...] = (*failures, OSError, TimeoutError)
+        self._failures = (*failures, *_FAILURES)
         self._clock = clock
         self._take = client.register_script(_TAKE)
         self._beat = client.register_script(_BEAT)
@@ -136,8 +161,9 @@ class RedisCounters:
             self._is_closing.set()
             await asyncio.wait({self._beating})
             if not self.is_away:
-                await self._ask(self._client.zrem(f"{_PREFIX}:replicas", self._id))
-        await self._ask(self._client.aclose())  # which may fail, where the other end is held
+                await self._ask(self._client.zrem(f"{_PREFIX}:replicas", self._id), int)
+        # Which may fail, where the other end is held.
+        await self._ask(self._client.aclose(), _nothing)
 
     async def take(
         self,
@@ -179,10 +205,10 @@ class RedisCounters:
             return None
         keys = [f"{_PREFIX}:rate:{tenant}:{dimension}"]
         asked = self._take(keys=keys, args=[cost, rate.per_s, rate.burst, way])
-        answer = await self._ask(asked)
+        answer = await self._ask(asked, _seconds)
         if answer is None:
             return None
-        wait_s, ahead_s = map(float, answer.split())
+        wait_s, ahead_s = answer
         self._heard.note(tenant, dimension, ahead_s, self._clock())
         return wait_s
 
@@ -197,25 +223,33 @@ class RedisCounters:
     async def _sign(self) -> bool:
         """Gives a sign of life, and learns how many do; returns whether Redis has answered."""
         if self.is_away:  # connections of before may look as if they were whole
-            await self._ask(self._client.connection_pool.disconnect(inuse_connections=False))
+            closing = self._client.connection_pool.disconnect(inuse_connections=False)
+            await self._ask(closing, _nothing)
         n_replicas = await self._ask(
-            self._beat(keys=[f"{_PREFIX}:replicas"], args=[self._id, _BEATEN_S])
+            self._beat(keys=[f"{_PREFIX}:replicas"], args=[self._id, _BEATEN_S]), int
         )
         if n_replicas is None:
             return False
-        self.n_replicas = max(1, int(n_replicas))
+        self.n_replicas = max(1, n_replicas)
         if self.is_away:
             self.is_away = False
             self._n_returns += 1
             _log.info("the Redis of the rate counters answers again")
         return True
 
-    async def _ask(self, question: Awaitable[Any]) -> Any:  # noqa: ANN401  # of the client
-        """Returns Redis's answer; None where there is none in time."""
+    async def _ask(
+        self, question: Awaitable[Any], read: Callable[[Any], _Answer]
+    ) -> _Answer | None:
+        """Returns Redis's answer; None where there is none in time.
+
+        Args:
+            question: Of the client.
+            read: Returns what the answer says; what is none, such as a proxy's, counts as silence.
+        """
         n_returns = self._n_returns
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                answer = await question
+                answer = read(await question)
         except self._failures as error:
             # What was asked before it came back says nothing of it now.
             if not self.is_away and n_returns == self._n_returns:
@@ -257,7 +291,9 @@ def redis_counters(url: str) -> RedisCounters:
             socket_connect_timeout=_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
         )
-    except ValueError:
+        # Only there is looked at what stands behind a "?".
+        pool.make_connection()  # type: ignore[no-untyped-call]  # of redis
+    except (TypeError, ValueError, exceptions.RedisError):
         problem = "rate_counters_url is no URL of a Redis; expected redis://HOST:PORT/NUMBER"
         raise ConfigError("rate_counters_url", "(hidden)", problem=problem) from None
     refusals = (exceptions.AuthenticationError, exceptions.NoPermissionError)
