@@ -86,6 +86,43 @@ def test_a_line_that_cannot_be_written_is_in_the_log(
     assert "cannot be written" in trail.check()
 
 
+@pytest.mark.parametrize("n_bytes", [0, 7])
+def test_a_line_that_a_full_disk_cuts_is_in_the_log_and_cuts_no_other(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    n_bytes: int,
+) -> None:
+    path = tmp_path / "audit"
+    trail = AuditTrail(str(path))
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:n_bytes]))
+    trail.note(ME, "SetLimits", "tenant:acme")
+    monkeypatch.undo()
+    assert '"action": "SetLimits"' in caplog.text
+    trail.note(ME, "Drain", "server")
+    assert json.loads(path.read_text("utf-8").splitlines()[-1])["action"] == "Drain"
+
+
+def test_a_pipe_that_nobody_reads_is_no_trail_and_holds_up_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    os.mkfifo(path)
+    assert "cannot be written" in AuditTrail(str(path)).check()
+
+
+def test_a_line_that_no_thread_is_left_for_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who tells of a signal ends the server next: it must not fail."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    AuditTrail(str(tmp_path / "audit")).note_aside("signal:SIGTERM", "Drain", "server")
+    assert '"action": "Drain"' in caplog.text
+
+
 async def test_a_server_does_not_start_without_its_trail(
     start_server: ServerFactory, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ file. No line holds a key, a secret or a client's text.
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import logging
 import os
@@ -47,6 +48,7 @@ class AuditTrail:
     def __init__(self, path: str = "", clock: Callable[[], float] = time.time) -> None:
         self._path = Path(path) if path else None
         self._clock = clock
+        self._is_cut = False  # whether the file ends with a part of a line
 
     def check(self) -> str:
         """Returns why the file cannot be written; empty where it can be, or where there is none."""
@@ -75,17 +77,7 @@ class AuditTrail:
             outcome: `OK`, or why it was not done: the reason of an error.
             detail: What else is of use, by name: values that JSON has; never a secret.
         """
-        at = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
-        line = json.dumps(
-            {
-                "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-                "actor": actor,
-                "action": action,
-                "target": target,
-                "outcome": outcome,
-                **({"detail": dict(detail)} if detail else {}),
-            }
-        )
+        line = self._line(actor, action, target, outcome, detail)
         if self._path is None:
             _log.info("%s", line)
             return
@@ -104,16 +96,46 @@ class AuditTrail:
     ) -> None:
         """Does the same on a thread of its own, for whoever may not wait for a disk that hangs."""
         told = (actor, action, target, outcome, detail)
-        threading.Thread(target=self.note, args=told, name="audit").start()
+        try:
+            threading.Thread(target=self.note, args=told, name="audit").start()
+        except RuntimeError:  # the machine has no more threads; whoever tells this goes on
+            line = self._line(*told)
+            _log.error("audit_file %s is not written, without a thread: %s", self._path, line)
+
+    def _line(
+        self, actor: str, action: str, target: str, outcome: str, detail: Mapping[str, object]
+    ) -> str:
+        at = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC)
+        return json.dumps(
+            {
+                "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+                "actor": actor,
+                "action": action,
+                "target": target,
+                "outcome": outcome,
+                **({"detail": dict(detail)} if detail else {}),
+            }
+        )
 
     def _append(self, line: bytes) -> None:
+        """Adds a line to the file; an empty one only opens it.
+
+        Raises:
+            OSError: it could not, or not the whole line.
+        """
         assert self._path is not None
-        # By one call, at the end of the file whatever others have written: a line stays whole.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        # By one call, at the end of the file whatever others have written: a line stays whole. A
+        # pipe that nobody reads is refused, not waited for.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         descriptor = os.open(self._path, flags, _MODE)
         try:
             if line:
-                os.write(descriptor, line)
+                whole = b"\n" + line if self._is_cut else line
+                n_bytes = os.write(descriptor, whole)
+                if n_bytes:
+                    self._is_cut = n_bytes < len(whole)
+                if n_bytes < len(whole):  # what a disk does that is full from here on
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
 

@@ -265,7 +265,7 @@ class Server:
         _grpc_log.addFilter(_is_fault)
         raise_descriptor_limit()
         # First: a model may take minutes.
-        if problem := self._audit.check():
+        if problem := await asyncio.to_thread(self._audit.check):  # its disk may hang
             raise ConfigError("audit_file", self._config.audit_file, problem=problem)
         certificates = Certificates(self._config) if self._config.ssl_cert_file else None
         async with contextlib.AsyncExitStack() as undo:
