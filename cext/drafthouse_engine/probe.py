@@ -38,6 +38,9 @@ _WORKER: Final = ("-m", "drafthouse_engine.probe_worker")
 _TOLD_MAX: Final = 200
 """Most characters of what llama.cpp says at its end."""
 
+_ERROR_BYTES_MAX: Final = 1 << 20
+"""Most bytes that are kept of what llama.cpp says, the last ones."""
+
 _KEPT: Final = frozenset(
     {
         *("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "XDG_CACHE_HOME"),
@@ -175,10 +178,6 @@ class _Talk:
             heard_s = time.monotonic()
             while selector.get_map():
                 ready = selector.select(heard_s + self._limit_s - time.monotonic())
-                if not ready and time.monotonic() >= heard_s + self._limit_s:
-                    if not self._has_read():
-                        raise subprocess.TimeoutExpired(self._too_late(), self._limit_s)
-                    heard_s = time.monotonic()
                 for key, _ in ready:
                     part = os.read(key.fd, 65536)
                     key.data.extend(part)
@@ -188,6 +187,12 @@ class _Talk:
                     line, _, rest = bytes(lines).partition(b"\n")
                     lines[:] = rest
                     self._hear(json.loads(line))
+                    heard_s = time.monotonic()
+                # What it complains of without end is no answer, and nobody reads all of it.
+                del self._error[:-_ERROR_BYTES_MAX]
+                if time.monotonic() >= heard_s + self._limit_s:
+                    if not self._has_read():
+                        raise subprocess.TimeoutExpired(self._too_late(), self._limit_s)
                     heard_s = time.monotonic()
         # What closes its pipes has ended, or is about to.
         try:

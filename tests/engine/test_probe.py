@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models.archs import write_model
@@ -339,6 +340,23 @@ def test_a_process_that_closes_its_output_and_stays_is_given_up(
     monkeypatch.setattr(probe, "_WORKER", ("-c", stays))
     told = probe_model("any.gguf", patience_s=0.5)
     assert "process of its own, did not get on with loading it for 0.5 s (probe" in told
+
+
+def test_a_process_that_complains_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_ERROR_BYTES_MAX", 100)
+    complains = "import os\nwhile True: os.write(2, b'tile %d\\n' * 100)"
+    monkeypatch.setattr(probe, "_WORKER", ("-c", complains))
+    said: list[bytearray] = []
+    make = probe._Talk.__init__
+
+    def note(talk: probe._Talk, *arguments: Any) -> None:
+        make(talk, *arguments)
+        said.append(talk._error)
+
+    monkeypatch.setattr(probe._Talk, "__init__", note)
+    told = probe_model("any.gguf", patience_s=0.3)
+    assert "did not get on with loading it for 0.3 s (probe" in told
+    assert len(said[0]) <= 100
 
 
 def test_what_a_driver_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
