@@ -41,6 +41,13 @@ def warning_of(*words: str, check: str) -> str:
     return sentence
 
 
+def test_settings_of_a_tenant_with_which_no_server_starts(tmp_path: Path) -> None:
+    path = tmp_path / "drafthouse.toml"
+    path.write_text("[tenants.acme]\nweight = 2.0\n", "utf-8")
+    sentence = error_of(DENSE, "--config", str(path), check="tenants")
+    assert "tenant 'acme' has settings, and without api_keys every client is" in sentence
+
+
 def test_a_certificate_that_expires(tmp_path: Path) -> None:
     authority, now = Authority(), datetime.datetime.now(datetime.UTC)
 

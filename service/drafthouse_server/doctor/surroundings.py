@@ -14,6 +14,7 @@ from drafthouse_server.doctor.report import Problem
 from drafthouse_server.errors import StartupError
 from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes
+from drafthouse_server.tenancy.tenants import TenantRegistry
 
 __all__ = ["CHECKS", "is_set_up"]
 
@@ -44,6 +45,13 @@ def _admin(config: Config) -> Iterator[Problem]:
         try_address(config.admin_host, config.admin_port, "admin-")
     except StartupError as error:
         yield Problem("admin", str(error))
+
+
+def _tenants(config: Config) -> Iterator[Problem]:
+    try:
+        TenantRegistry.from_config(config)
+    except StartupError as error:
+        yield Problem("tenants", str(error))
 
 
 def _tls(config: Config) -> Iterator[Problem]:
@@ -144,6 +152,7 @@ CHECKS: Mapping[str, Callable[[Config], Iterator[Problem]]] = {
     "address": _address,
     "metrics": _metrics,
     "admin": _admin,
+    "tenants": _tenants,
     "tls": _tls,
     "store": _store,
     "rate_counters": _rates,
