@@ -95,7 +95,7 @@ async def test_all_options_reach_the_server(client: drafthouse.AsyncClient) -> N
         speculation="mtp",
         max_draft_tokens=2,
         priority=5,
-        timeout=10.0,
+        timeout=100.0,
         request_id="r1",
     )
     assert result.usage.output_tokens == 3

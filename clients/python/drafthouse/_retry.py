@@ -53,8 +53,8 @@ class RetryBudget:
     """Keeps a client from multiplying the load on a server that fails.
 
     Every retryable failure takes one token, every success gives a tenth back; below half there are
-    no retries. A server that drains does not fail: what it refuses takes none, or who has many
-    calls under way could move few of them to another server.
+    no retries. A server that drains does not fail: what it refuses takes none, nor what comes as it
+    stops, or who has many calls under way could move few of them to another server.
 
     Source:
         gRPC proposal A6, "Throttling Retry Attempts and Hedged RPCs".
@@ -121,7 +121,8 @@ class Attempts:
         self._n_failed += 1
         if self._policy is None or not _is_retryable(error):
             raise error
-        if not (isinstance(error, ServerDraining) or self._budget.fail()):
+        is_free = isinstance(error, ServerDraining) or _is_unseen(error)
+        if not (is_free or self._budget.fail()):
             raise error
         if self._n_failed >= self._policy.max_attempts:
             raise error
@@ -144,11 +145,15 @@ def is_handed_back(error: DrafthouseError) -> bool:
     return isinstance(error, ServerDraining) and error.metadata.get("hasBegun") != "true"
 
 
+def _is_unseen(error: DrafthouseError) -> bool:
+    """Returns whether a server's transport, which ends, says so of a call that nobody looked at.
+
+    A caller who cancels, and a server that does, say more.
+    """
+    return isinstance(error, Cancelled) and error.message == "CANCELLED"
+
+
 def _is_retryable(error: DrafthouseError) -> bool:
-    if isinstance(error, Unavailable):
+    if isinstance(error, Unavailable) or _is_unseen(error):
         return True
-    if isinstance(error, Cancelled):
-        # What a transport says that ends, of a call that no server has looked at: a caller who
-        # cancels, and a server that does, say more.
-        return error.message == "CANCELLED"
     return isinstance(error, ResourceExhausted) and error.retry_after is not None

@@ -315,7 +315,8 @@ class AsyncGenerationStream(_Progress):
             except DrafthouseError as error:
                 delay_s = self._delay_s(error, await self._call.initial_metadata())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._left.wait(), delay_s)
+                async with asyncio.timeout(delay_s):
+                    await self._left.wait()
             self._refuse_left()
             self._call = self._start(self._attempts.remaining_s())
 
