@@ -263,6 +263,20 @@ def is_fork(call: ast.Call) -> bool:
     return name in {"os", "pty"} and last in {"fork", "forkpty"}
 
 
+def test_nobody_waits_by_wait_for() -> None:
+    """Under Python 3.11 it loses a cancellation that comes when what it waits for is just done.
+
+    A task whose end is waited for then goes on for ever; `asyncio.timeout` does not.
+    """
+    found = [
+        f"{path}:{node.lineno}"
+        for path in all_sources()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
+    ]
+    assert not found
+
+
 def test_every_exception_is_caught_in_three_files_only() -> None:
     users = {within(path) for path in sources(SERVICE) if catches_all(path)}
     assert users == CATCH_ALL_FILES

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 from drafthouse_server.cli.serve import end_threads
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 def test_the_end_waits_for_no_thread_that_hangs_and_names_it() -> None:
@@ -33,6 +34,32 @@ def test_the_end_waits_for_no_thread_that_hangs_and_names_it() -> None:
     (why,) = told
     assert why.startswith("a disk, or a store, has not answered for 0.2 s (")
     assert "asyncio_0" in why
+
+
+def test_the_end_waits_for_no_task_that_does_not_end() -> None:
+    """One that loses its cancellation kept the process for ever."""
+    told: list[str] = []
+    may_end = threading.Event()
+    before, runner = frozenset(threading.enumerate()), asyncio.Runner()
+
+    async def go_on() -> None:
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def serve() -> asyncio.Task[None]:
+        task = asyncio.create_task(go_on())
+        await asyncio.sleep(0)
+        return task
+
+    def leave(why: str) -> None:
+        told.append(why)
+        may_end.set()
+
+    task = runner.run(serve())
+    end_threads(runner, before, leave, 0.2)
+    assert told == ["a task of the event loop has not ended within 0.2 s"]
+    assert task.done()
 
 
 def test_a_server_whose_threads_end_ends_without_a_word() -> None:

@@ -88,11 +88,13 @@ class Shop:
         self.order: list[str] = []
         self.may_start = asyncio.Event()
         self.may_start.set()
+        self.may_end = asyncio.Event()
+        self.killed: set[HandWorker] = set()
         self.n_starts = 0
         self.n_failures = 0
 
-    def make(self) -> HandWorker:
-        self.workers.append(HandWorker(self))
+    def make(self, kind: type[HandWorker] = HandWorker) -> HandWorker:
+        self.workers.append(kind(self))
         return self.workers[-1]
 
     def busy(self) -> list[HandWorker]:
@@ -361,6 +363,52 @@ async def test_a_pool_that_closes_refuses_all_who_wait(open_pool: Callable[[int]
         await pool.texts.run(TextJob(text="x"), A)
     assert all(worker.ended.is_set() for worker in pool.shop.workers)
     assert pool.texts.workers == ()
+
+
+class Lingering(HandWorker):
+    """A worker that takes a while to end, or never does."""
+
+    def kill(self, *, is_late: bool = False) -> None:
+        self.shop.killed.add(self)
+
+    async def end(self) -> None:
+        self.kill()
+        await self.shop.may_end.wait()
+        self.die(TextWorkerLost.ENDED)
+
+
+async def test_a_pool_that_closes_waits_for_a_worker_that_it_has_dropped() -> None:
+    """Nobody did: its process was a zombie, and its channel open, until they were collected."""
+    shop = Shop()
+    texts = TextWorkers(lambda: shop.make(Lingering), 1)
+    await texts.open()
+    run = asyncio.create_task(texts.run(TextJob(text="x"), A))
+    await settle()
+    [dropped] = shop.busy()
+    assert dropped.answer is not None
+    dropped.answer.set_result(TextAnswer([], is_last=True))
+    await run
+    assert shop.killed == {dropped}
+    assert dropped not in texts.workers
+    closing = asyncio.create_task(texts.close())
+    await settle()
+    assert not closing.done()
+    shop.may_end.set()
+    await closing
+    assert all(worker.ended.is_set() for worker in shop.workers)
+
+
+async def test_a_worker_that_does_not_end_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that waits for a disk that hangs cannot be killed."""
+    monkeypatch.setattr("drafthouse_server.serving.text_workers._END_S", 0.01)
+    shop = Shop()
+    texts = TextWorkers(lambda: shop.make(Lingering), 1)
+    await texts.open()
+    await texts.close()
+    assert shop.killed == set(shop.workers)
+    assert "has not ended within 0.01 s" in caplog.text
 
 
 async def test_of_a_tenant_one_sampler_is_made_at_a_time() -> None:

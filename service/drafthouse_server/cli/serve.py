@@ -164,7 +164,7 @@ def end_threads(
     leave: Callable[[str], object],
     timeout_s: float = _LEAVE_S,
 ) -> None:
-    """Waits for the threads of a server that has ended, as Python does at its exit, but not longer.
+    """Waits for the tasks and threads of a server that has ended, as Python does, but not longer.
 
     Args:
         runner: Of its event loop; it is closed.
@@ -172,7 +172,7 @@ def end_threads(
         leave: Called with what waits still, where something does.
         timeout_s: Seconds that they have.
     """
-    give_up_at = time.monotonic() + timeout_s
+    give_up_at, is_closed = time.monotonic() + timeout_s, threading.Event()
 
     def theirs() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if not (t.daemon or t in before or t is timer)]
@@ -180,11 +180,14 @@ def end_threads(
     def tell() -> None:
         if names := ", ".join(sorted(thread.name for thread in theirs())):
             leave(f"a disk, or a store, has not answered for {timeout_s:g} s ({names})")
+        elif not is_closed.is_set():
+            leave(f"a task of the event loop has not ended within {timeout_s:g} s")
 
     timer = threading.Timer(timeout_s, tell)
     timer.daemon = True
     timer.start()
     runner.close()
+    is_closed.set()
     for thread in theirs():
         thread.join(max(0.0, give_up_at - time.monotonic()))
     timer.cancel()

@@ -424,7 +424,8 @@ class Server:
             self._abandon()
         drain = asyncio.create_task(self._drain())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._force.wait(), _LINGER_S)
+            async with asyncio.timeout(_LINGER_S):
+                await self._force.wait()
         farewell = asyncio.create_task(self._say_goodbye())
         n_ended = await drain
         if n_ended:

@@ -205,7 +205,8 @@ class Accounting:
         if self._accounts:
             self._is_empty = asyncio.Event()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_empty.wait(), _CLOSE_S)
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._is_empty.wait()
         for account in tuple(self._accounts):
             account.end(Draining.reason)
         if self._timer is not None:

@@ -62,6 +62,9 @@ _MIB = 1 << 20
 
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 5.0
 
+_END_S = 10.0
+"""Seconds that the end of workers is waited for that were killed."""
+
 
 def cpu_limit_s(job: TextJob) -> float:
     """Returns the processor time that a job may take, seconds."""
@@ -157,9 +160,11 @@ class TextWorkers:
             self._refuse(place[1])
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        await asyncio.gather(*(worker.end() for worker in self.workers))
+        ends = {asyncio.ensure_future(worker.end()) for worker in self.workers} | self._tasks
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=_END_S)
+            if late:  # a process that waits for a disk ends when that answers
+                _log.error("a text worker was killed and has not ended within %g s", _END_S)
         self._at_work.clear()
         self._spares.clear()
         self._makers.shutdown(wait=False, cancel_futures=True)
@@ -308,9 +313,11 @@ class TextWorkers:
 
     async def _watch(self, worker: TextWorker) -> None:
         """Waits for the end of a worker, and starts another."""
-        await worker.wait()
-        self._drop(worker)
-        await worker.end()
+        try:
+            await worker.wait()
+            self._drop(worker)
+        finally:
+            await worker.end()  # as the pool closes, too: one that was dropped is in no list then
         await self._add_another()
 
     def _drop(self, worker: TextWorker) -> None:
