@@ -32,9 +32,9 @@ for name, unit in RUNS.items():
     with grpc.insecure_channel(args.target, OPTIONS) as channel:
         try:
             call: Any = channel.unary_unary(GENERATION + "Tokenize")
-            call(message, timeout=20, metadata=metadata(args.key))
+            call(message, timeout=20 * args.patience, metadata=metadata(args.key))
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE and not is_alive(args.target, 3):
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not is_alive(args.target):
                 killed = name
                 break
 alive = is_alive(args.target)

@@ -21,7 +21,7 @@ from tests.attacks.common import (
 from tests.support.http2 import Connection
 
 args = arguments(__doc__, streams=300, tokens=128, pid=0)
-args.seconds = max(args.seconds, 40.0)
+args.seconds = max(args.seconds, 40.0) * args.patience
 card = model(args.target, args.key)
 prompt = field(2, field(2, field(1, bytes(range(5, 13)))))
 MESSAGE = prompt + number(3, min(args.tokens, 4096)) + field(6, number(3, 1))

@@ -46,13 +46,13 @@ async def main() -> None:
         stub = generation_pb2_grpc.GenerationServiceStub(calm)
         started, outcome = time.monotonic(), "taken"
         try:
-            async with asyncio.timeout(args.seconds):
+            async with asyncio.timeout(args.seconds * args.patience):
                 async for _ in stub.Generate(request(7, 1), metadata=metadata(args.victim)):
                     break
         except grpc.aio.AioRpcError as error:
             outcome = f"{error.code().name}: {error.details()}"
         except TimeoutError:
-            outcome = f"no token in {args.seconds:.0f} s"
+            outcome = f"no token in {args.seconds * args.patience:.0f} s"
         seconds = time.monotonic() - started
         for call in calls:
             call.cancel()

@@ -11,7 +11,7 @@ from tests.attacks.common import GENERATION, arguments, is_alive, verdict
 from tests.support.http2 import Connection
 
 args = arguments(__doc__, connections=10, streams=100)
-args.seconds = max(args.seconds, 35.0)
+args.seconds = max(args.seconds, 35.0) * args.patience
 connections = [Connection(args.target) for _ in range(min(args.connections, 50))]
 n_open = 0
 for connection in connections:

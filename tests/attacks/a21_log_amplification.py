@@ -20,7 +20,12 @@ request.sampling.grammar = 'root ::= "a"\n' + "b\n" * 32_500
 
 
 def size() -> int:
-    return os.path.getsize(args.log) if args.log and os.path.exists(args.log) else 0
+    """Returns the bytes of the log, without those of the victim's calls."""
+    if not args.log or not os.path.exists(args.log):
+        return 0
+    victim = f" tenant={(args.victim or '').partition('-')[0]} ".encode()
+    with open(args.log, "rb") as file:
+        return sum(len(line) for line in file if victim not in line)
 
 
 before, size_before = baseline(args.target, args.victim, "tokens"), size()

@@ -63,10 +63,10 @@ def names(only: str = "") -> list[str]:
     return [name for name in found if name.startswith(wanted)] if wanted else found
 
 
-def _command(name: str, served: Served, seconds: float) -> list[str]:
+def _command(name: str, served: Served, seconds: float, patience: float) -> list[str]:
     command = [sys.executable, "-m", f"tests.attacks.{name}", served.target]
     command += ["--key", _ATTACKER, "--other-key", _VICTIM, "--victim-key", _THIRD]
-    command += ["--seconds", str(seconds)]
+    command += ["--seconds", str(seconds), "--patience", str(patience)]
     more = {
         "a10": ["--pid", str(served.process.pid)],
         "a11": ["--sigterm", str(served.process.pid)],
@@ -98,13 +98,19 @@ def _polite(target: str, seconds: float) -> Iterator[None]:
 
 
 def attack(
-    name: str, *, seconds: float = 12.0, is_polite: bool = False, timeline: Path | None = None
+    name: str,
+    *,
+    seconds: float = 12.0,
+    patience: float = 1.0,
+    is_polite: bool = False,
+    timeline: Path | None = None,
 ) -> Outcome:
     """Runs one attack against a new server.
 
     Args:
         name: The script's.
         seconds: How long it may attack, about.
+        patience: Times as long as on a quiet machine that what must come may take.
         is_polite: Whether two other tenants use the server meanwhile.
         timeline: A file for what the server notes of each request (`drafthouse-bench timeline`).
     """
@@ -113,7 +119,7 @@ def attack(
             if is_polite:
                 stack.enter_context(_polite(served.target, _LONGEST_S))
             done = subprocess.run(
-                ["nice", "-n", "10", *_command(name, served, seconds)],
+                ["nice", "-n", "10", *_command(name, served, seconds, patience)],
                 capture_output=True,
                 text=True,
                 timeout=_LONGEST_S,

@@ -73,7 +73,7 @@ def test_sigterm_ends_a_server_that_loads_its_model() -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "loading\n"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0, "and not -15, which is what nobody handled"
+            assert process.wait(100) == 0, "and not -15, which is what nobody handled"
             assert process.stderr is not None
             assert "SIGTERM: ending before" in process.stderr.read()
         finally:

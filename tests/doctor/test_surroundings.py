@@ -133,7 +133,7 @@ def test_the_memory_of_rpc_servers_counts(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=110,
         )
         found = json.loads(run.stdout)
     assert (run.returncode, found["ok"]) == (0, True), run.stdout

@@ -36,7 +36,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=kept | {"GGML_NO_BACKTRACE": "1", "OMP_WAIT_POLICY": "passive"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
 

@@ -53,7 +53,7 @@ def test_the_death_of_a_model_is_one_sentence_and_exit_code_1(deadly: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=110,
     )
     assert run.returncode == 1
     assert "listening at" not in run.stdout + run.stderr
@@ -158,7 +158,7 @@ def test_the_process_ends_when_whoever_started_it_is_gone() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "watches\n"
         process.stdin.close()
-        assert process.wait(30) == 1
+        assert process.wait(100) == 1
 
 
 WAITS = """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from queue import Full
 
 import pytest
 
@@ -47,8 +49,14 @@ def test_a_pipe_that_nobody_reads_stops_nothing(
         for _ in range(20_000):
             _log.info("x" * 100)  # 2 MB: no pipe holds that
         assert queue.n_dropped > 10_000
-    while len(os.read(reader, 65536)) == 65536:  # lets its thread go on, and end
-        pass
+    # Its thread goes on, and ends: it must not write to what has the pipe's number next.
+    os.set_blocking(reader, False)
+    while queue._thread.is_alive():
+        with contextlib.suppress(BlockingIOError):
+            os.read(reader, 65536)
+        with contextlib.suppress(Full):
+            queue._lines.put_nowait(None)
+        queue._thread.join(0.001)
 
 
 def test_what_was_dropped_is_told(pipe: tuple[int, int]) -> None:

@@ -34,7 +34,7 @@ __all__ = ["Soak", "main"]
 
 N_STREAMS = 40
 _DEADLINE_MAX_S = 0.05
-_SETTLE_S = 20.0
+_SETTLE_S = 100.0
 _PAUSE_MAX_S = 0.1
 
 

@@ -20,7 +20,7 @@ import pytest
 from tests.rpc.test_rpc_store import Shell
 from tests.rpc.test_tls import client_of, files, shake_hands
 from tests.rpc.test_usage_crash import recovered, serving
-from tests.rpc.test_usage_store import quick_looks, stored
+from tests.rpc.test_usage_store import impatient, quick_looks, stored
 from tests.support.certificates import Authority
 from tests.support.databases import Daemon, postgresql, redis_server
 
@@ -134,10 +134,11 @@ class Changes:
         self, daemon: Daemon, is_away: Callable[[], bool], eventually: Eventually, *, is_held: bool
     ) -> None:
         """A database does not answer, streams come and go without it, and it is back."""
-        (daemon.hold if is_held else daemon.stop)()
         try:
-            await eventually(is_away)
-            await self.progress(eventually)
+            with impatient():
+                (daemon.hold if is_held else daemon.stop)()
+                await eventually(is_away)
+                await self.progress(eventually)
         finally:
             daemon.revive()
         await eventually(lambda: not is_away())
@@ -285,7 +286,7 @@ async def test_sigterm_under_load_cuts_no_stream_off(
                 await eventually(lambda: len(news) >= n_before_end)  # noqa: B023  # waited for here
                 process.terminate()
                 await askers
-            assert process.wait(60) == 0
+            assert process.wait(100) == 0
     [records] = recovered(tmp_path).values()
     assert sorted(record.n_output for record in records if record.n_output) == sorted(counts)
     assert {record.outcome for record in records} <= {"length", "SERVER_DRAINING"}

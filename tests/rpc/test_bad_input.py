@@ -76,7 +76,7 @@ async def test_prompt_and_output_beyond_the_context(client: AsyncClient) -> None
     with pytest.raises(drafthouse.ContextTooLong):
         await client.generate(prompts((900,))[0], max_output_tokens=200)
     result = await client.generate(
-        prompts((900,))[0], temperature=0.0, ignore_end_token=True, timeout=25
+        prompts((900,))[0], temperature=0.0, ignore_end_token=True, timeout=100
     )
     assert result.finish_reason is drafthouse.FinishReason.LENGTH
     assert result.usage.prompt_tokens + result.usage.output_tokens == N_CONTEXT

@@ -51,11 +51,11 @@ async def test_a_connection_that_breaks_after_the_beginning_makes_no_second_reco
     async with drafthouse.AsyncClient(f"127.0.0.1:{port}", retry=RETRY) as client:
         stream = client.generate("abc", max_output_tokens=4)
         reading = asyncio.create_task(stream.text())
-        await asyncio.wait_for(stream._call.initial_metadata(), 10)
+        await asyncio.wait_for(stream._call.initial_metadata(), 100)
         for writer in list(OPEN):
             writer.transport.abort()
         with pytest.raises(drafthouse.Unavailable):
-            await asyncio.wait_for(reading, 10)
+            await asyncio.wait_for(reading, 100)
     gated_engine.release()
     await eventually(lambda: bool(found))
     assert found == ["cancelled"]
@@ -99,7 +99,7 @@ async def test_a_drain_says_of_each_stream_whether_it_had_begun(
         gated_engine.release()
         for task, has_begun in ((running, "true"), (waiting, None)):
             with pytest.raises(drafthouse.ServerDraining) as caught:
-                await asyncio.wait_for(task, 10)
+                await asyncio.wait_for(task, 100)
             assert caught.value.metadata.get("hasBegun") == has_begun
             assert caught.value.usage is not None
         await ending

@@ -20,6 +20,7 @@ from google.rpc.error_details_pb2 import (
     RetryInfo,
 )
 from google.rpc.status_pb2 import Status
+from tests.support.logged import logged
 
 import drafthouse
 from drafthouse._errors import error_class
@@ -402,8 +403,8 @@ async def test_every_call_leaves_a_line_in_the_log(
         with pytest.raises(drafthouse.ModelNotFound):
             await client.generate("x", model="gpt", request_id="mine")
     # A call's line is written once its client has its answer.
-    await eventually(lambda: len(caplog.records) >= 2)
-    lines = [record.getMessage() for record in caplog.records]
+    await eventually(lambda: len(logged(caplog)) >= 2)
+    lines = logged(caplog)
     assert re.search(r"method=\S+/Tokenize code=OK reason=- tenant=default", lines[0])
     assert "code=NOT_FOUND reason=MODEL_NOT_FOUND" in lines[1]
     assert " client_request_id=mine " in lines[1]

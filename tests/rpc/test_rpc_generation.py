@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from tests.support.logged import logged
 from tests.support.unknown_cost import UnknownCost
 
 import drafthouse
@@ -273,8 +274,8 @@ async def test_request_ids_are_the_servers_and_differ_whatever_the_client_asks_f
     ]
     assert len(set(ids)) == 3
     assert all(re.fullmatch(r"req_[0-9a-v]{26}", found) for found in ids)
-    await eventually(lambda: len(caplog.records) >= 3)
-    lines = [record.getMessage() for record in caplog.records]
+    await eventually(lambda: len(logged(caplog)) >= 3)
+    lines = logged(caplog)
     for line, found, told in zip(lines, ids, ("job-7.a_b", "job-7.a_b", "-"), strict=True):
         assert f" request_id={found} client_request_id={told} " in line
 

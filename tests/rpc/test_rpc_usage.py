@@ -172,16 +172,20 @@ async def test_a_record_names_the_end_user_and_a_revoked_keys_stream_tells_usage
     start_server: ServerFactory, tmp_path: Path
 ) -> None:
     """The key ends, as the key ring does it, the call's task and then raises."""
+    tenants = RevokingTenants()
     server = await start_server(
-        FakeEngine(step_s=0.002), usage_journal=str(tmp_path), tenants=RevokingTenants()
+        FakeEngine(step_s=0.005), usage_journal=str(tmp_path), tenants=tenants
     )
     async with drafthouse.AsyncClient(server.target, api_key="k", retry=None) as client:
-        n_read = 0
+        n_read = n_chunks = 0
 
         async def read() -> None:
-            nonlocal n_read
+            nonlocal n_read, n_chunks
             async for chunk in client.generate("x", end_user="eve"):
                 n_read += len(chunk.token_ids)
+                n_chunks += 1
+                if n_chunks == 2:  # the transport has taken the first for sure
+                    tenants.revoke()
 
         with pytest.raises(drafthouse.InvalidApiKey) as caught:
             await read()
@@ -280,10 +284,15 @@ async def test_a_journal_that_fails_lets_streams_in_unbilled_where_that_is_set(
 
 
 class RevokingTenants(TenantRegistry):
-    """Has one key, which is revoked 50 ms after a call with it has begun."""
+    """Has one key, which a test revokes while a call with it runs."""
 
     def __init__(self) -> None:
         super().__init__({"k": Tenant("a")})
+        self._task: asyncio.Task[Any] | None = None
+
+    def revoke(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
 
     def identify(self, api_key: str | None, address: str = "") -> Identity:
         return dataclasses.replace(super().identify(api_key, address), key_id="key1")
@@ -292,7 +301,7 @@ class RevokingTenants(TenantRegistry):
     def hold(self, identity: Identity) -> Iterator[None]:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().call_later(0.05, task.cancel)
+        self._task = task
         try:
             yield
         except asyncio.CancelledError:
@@ -397,7 +406,7 @@ async def test_lists_that_take_long_hold_up_no_other_tenant_and_no_other_work(
         stub = usage_pb2_grpc.UsageServiceStub(channel)
         many = [asyncio.ensure_future(list_pages(stub, "key-a")) for _ in range(40)]
         await eventually(lambda: server.loop.admission.n_active == 40)
-        await asyncio.wait_for(asyncio.to_thread(int), 20)  # audit trail, metrics, certificates
+        await asyncio.wait_for(asyncio.to_thread(int), 100)  # audit trail, metrics, certificates
         assert not (await list_pages(stub, "key-b"))[0]
         may_find.set()
         assert await asyncio.gather(*many) == [([], 1)] * 40

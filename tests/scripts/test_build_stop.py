@@ -37,14 +37,14 @@ def test_compilers_end_with_a_build_that_is_stopped(tmp_path: Path, stop: signal
     command = [sys.executable, "-c", SCRIPT, str(ROOT / "scripts"), str(tmp_path)]
     log = tmp_path / "build.log"
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as building:
-        end = time.monotonic() + 25
+        end = time.monotonic() + 50
         while not (log.exists() and log.read_text(encoding="utf-8").endswith("\n")):
             assert time.monotonic() < end, "it did not start"
             time.sleep(0.02)
         compiler = int(log.read_text(encoding="utf-8").split()[1])
         assert is_running(compiler)
         building.send_signal(stop)
-        assert building.wait(25) != 0
+        assert building.wait(50) != 0
     end = time.monotonic() + 25
     while is_running(compiler) and time.monotonic() < end:
         time.sleep(0.02)

@@ -334,7 +334,7 @@ async def test_a_close_needs_no_thread_of_those_that_may_all_hang(accounting: Ac
     loop.set_default_executor(ThreadPoolExecutor(1))
     hanging = loop.run_in_executor(None, may_end.wait, 60)
     try:
-        await asyncio.wait_for(accounting.close(), 20)
+        await asyncio.wait_for(accounting.close(), 100)
     finally:
         may_end.set()
     assert await hanging

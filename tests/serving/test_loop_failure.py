@@ -75,7 +75,7 @@ async def target_of(process: asyncio.subprocess.Process) -> str:
     """Returns where a process that was just started listens."""
     assert process.stdout is not None
     while True:
-        line = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
+        line = (await asyncio.wait_for(process.stdout.readline(), 100)).decode()
         assert line, (await process.communicate())[1].decode()
         if line.startswith(LISTENS_AT):
             return line.removeprefix(LISTENS_AT).strip()
@@ -117,7 +117,7 @@ async def test_a_served_process_tells_every_stream_and_ends_with_its_code(
         for end in ends:
             assert isinstance(end, drafthouse.EngineFailure)
             assert end.metadata["status"] == "LOOP_FAILED"
-        _, err = await asyncio.wait_for(process.communicate(), 20)
+        _, err = await asyncio.wait_for(process.communicate(), 100)
         assert process.returncode == FAILED == 70
         await watching
         assert told == [SERVING, NOT_SERVING]
@@ -140,7 +140,7 @@ async def test_a_served_process_whose_step_never_ends_tells_its_streams_and_ends
             with pytest.raises(drafthouse.EngineFailure) as caught:
                 await client.generate("x")
             assert caught.value.metadata["status"] == "STEP_TIMEOUT"
-        _, err = await asyncio.wait_for(process.communicate(), 20)
+        _, err = await asyncio.wait_for(process.communicate(), 100)
     finally:
         if process.returncode is None:
             process.kill()

@@ -108,5 +108,5 @@ async def test_who_is_held_is_woken_though_no_step_follows() -> None:
     await paced.read()
     paced.step(0.001)
     paced.clock.now += 1.0
-    async with asyncio.timeout(25.0):
+    async with asyncio.timeout(100.0):
         await asyncio.gather(*(outbox.receive() for outbox in paced.outboxes))

@@ -214,7 +214,7 @@ async def test_processes_and_descriptors_are_given_back(eventually: Eventually) 
     await pool.close()
     assert len(found) == 6
     assert not any(does_exist(pid) for pid in found)
-    assert descriptors() == n
+    assert descriptors() <= n  # of tests before, some may have been closed since
 
 
 @pytest.mark.model
@@ -226,7 +226,7 @@ async def test_a_pool_that_closes_while_its_spare_worker_starts_leaves_nothing(
     await pool.open()
     await asyncio.sleep(0.02)
     await pool.close()
-    assert descriptors() == n
+    assert descriptors() <= n  # of tests before, some may have been closed since
     assert set(children()) <= others
 
 

@@ -16,7 +16,7 @@ from tests.support.ports import free_port
 
 __all__ = ["RpcServer", "lasting_rpc_server", "rpc_server"]
 
-_START_S = 60.0
+_START_S = 100.0
 
 
 @dataclass(frozen=True, slots=True)
