@@ -40,7 +40,8 @@ async def test_one_that_reads_nothing_and_one_that_has_left_silence_nobody(
     start_server: ServerFactory, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drafthouse_server.rpc.server._FLUSH_S", 0.1)
-    server = await start_server()
+    # Times of which none is waited for.
+    server = await start_server(drain_timeout_s=600, slow_reader_timeout_s=600)
     async with (
         connect(server.target, window=0) as rude,
         grpc.aio.insecure_channel(server.target) as channel,

@@ -205,7 +205,8 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(
     start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     monkeypatch.setattr("drafthouse_server.rpc.server._FLUSH_S", 0.1)
-    server = await start_server()
+    # Times of which none is waited for.
+    server = await start_server(drain_timeout_s=600, slow_reader_timeout_s=600)
     request = generation_pb2.GenerateRequest(prompt=PROMPT, max_output_tokens=200)
     generate = "/drafthouse.v1.GenerationService/Generate"
     async with connect(server.target, window=0) as rude:
