@@ -349,7 +349,7 @@ async def test_while_steps_are_lost_one_request_at_a_time_tries_whether_they_wor
 async def test_a_step_that_does_not_end_is_unhealthy_and_every_stream_can_be_told() -> None:
     told: list[bool] = []
     engine = HeldEngine(LIMITS)
-    async with running(engine, on_health=told.append, step_timeout_s=0.02) as loop:
+    async with running(engine, on_health=told.append, step_timeout_s=0.25) as loop:
         outbox = loop.submit(make(loop))
         await until(lambda: loop.is_hung)
         assert told == [False]
@@ -363,7 +363,7 @@ async def test_a_step_that_does_not_end_is_unhealthy_and_every_stream_can_be_tol
 
 async def test_streams_of_a_step_that_never_ends_are_told() -> None:
     engine = HeldEngine(LIMITS)
-    async with running(engine, step_timeout_s=0.02) as loop:
+    async with running(engine, step_timeout_s=0.25) as loop:
         outbox = loop.submit(make(loop, "a"))
         await until(lambda: loop.is_hung)
         loop.abandon()
