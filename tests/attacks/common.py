@@ -151,4 +151,4 @@ def model(target: str, key: str | None) -> Any:
 
     with grpc.insecure_channel(target, OPTIONS) as channel:
         stub = model_pb2_grpc.ModelServiceStub(channel)
-        return stub.GetModel(model_pb2.GetModelRequest(), timeout=10, metadata=metadata(key)).model
+        return stub.GetModel(model_pb2.GetModelRequest(), timeout=60, metadata=metadata(key)).model

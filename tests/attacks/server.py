@@ -23,7 +23,7 @@ KEYS = ("attacker-0123456789abcdef", "victim-0123456789abcdef", "third-012345678
 
 _DENSE = ROOT / "models" / "tiny-mimo2-f16.gguf"
 _HYBRID = ROOT / "models" / "tiny-qwen35-f16.gguf"
-_STARTUP_S = 60.0
+_STARTUP_S = 110.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -596,7 +596,7 @@ decoder.observe([1, 2, 3])
 print(decoder.next_logits().shape)
 """
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=110
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "(2048,)\n", "")
 

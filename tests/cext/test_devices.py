@@ -270,5 +270,5 @@ def test_a_server_that_does_not_answer_is_an_error_and_not_the_end() -> None:
 
 def test_nothing_asks_a_device_before_a_model_is_loaded() -> None:
     command = [str(built("device_test")), str(MODELS / HYBRID)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

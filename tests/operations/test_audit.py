@@ -166,7 +166,7 @@ async def test_neither_a_signal_nor_who_connects_waits_for_the_disk_of_the_trail
     """A disk that hung stopped all streams at SIGTERM, and all handshakes at a renewal."""
     server = await start_server()
     may_write, written = threading.Event(), list[bool]()
-    monkeypatch.setattr(server._audit, "note", lambda *_: written.append(may_write.wait(10)))
+    monkeypatch.setattr(server._audit, "note", lambda *_: written.append(may_write.wait(100)))
     server._on_signal(signal.SIGTERM)
     note_renewal(server._audit, "server.pem", "ab12")
     assert not written
