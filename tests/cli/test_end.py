@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import threading
 
+import pytest
+
 from drafthouse_server.cli.serve import end_threads
 
 WAIT_S = 100.0
@@ -36,7 +38,8 @@ def test_the_end_waits_for_no_thread_that_hangs_and_names_it() -> None:
     assert "asyncio_0" in why
 
 
-def test_the_end_waits_for_no_task_that_does_not_end() -> None:
+@pytest.mark.parametrize("has_pool", [False, True], ids=["alone", "beside idle threads"])
+def test_the_end_waits_for_no_task_that_does_not_end(has_pool: bool) -> None:
     """One that loses its cancellation kept the process for ever."""
     told: list[str] = []
     may_end = threading.Event()
@@ -48,6 +51,8 @@ def test_the_end_waits_for_no_task_that_does_not_end() -> None:
                 await asyncio.sleep(0.01)
 
     async def serve() -> asyncio.Task[None]:
+        if has_pool:
+            await asyncio.to_thread(int)
         task = asyncio.create_task(go_on())
         await asyncio.sleep(0)
         return task

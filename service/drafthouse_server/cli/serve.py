@@ -173,14 +173,19 @@ def end_threads(
         timeout_s: Seconds that they have.
     """
     give_up_at, is_closed = time.monotonic() + timeout_s, threading.Event()
+    loop = runner.get_loop()
 
     def theirs() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if not (t.daemon or t in before or t is timer)]
 
     def tell() -> None:
-        if names := ", ".join(sorted(thread.name for thread in theirs())):
+        # While tasks are left, the loop's threads may be there with nothing to do.
+        is_open = not is_closed.is_set()
+        has_tasks = is_open and any(task.cancelling() for task in asyncio.all_tasks(loop))
+        names = "" if has_tasks else ", ".join(sorted(thread.name for thread in theirs()))
+        if names:
             leave(f"a disk, or a store, has not answered for {timeout_s:g} s ({names})")
-        elif not is_closed.is_set():
+        elif is_open:
             leave(f"a task of the event loop has not ended within {timeout_s:g} s")
 
     timer = threading.Timer(timeout_s, tell)
