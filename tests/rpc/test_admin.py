@@ -197,6 +197,20 @@ async def test_the_audit_trail_tells_of_changes_and_failures_and_not_of_reading(
     ]
 
 
+async def test_too_many_calls_of_administrators_are_no_tenants_doing(
+    start_server: ServerFactory, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafthouse_server.rpc.listening._N_ADMIN_CALLS", 1)
+    await start_server(admin_port=free_port)
+    async with admin(free_port) as stub:
+        watch = stub.WatchLoad(admin_pb2.WatchLoadRequest())
+        await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetStatus(admin_pb2.GetStatusRequest())
+        watch.cancel()
+    assert reason_of(caught.value) == "SERVER_OVERLOADED"
+
+
 async def test_a_change_whose_caller_has_left_is_in_the_trail_as_done(
     start_server: ServerFactory,
     store_url: str,

@@ -161,7 +161,7 @@ class AdminListener:
         """
         config = self._config
         calls, resets = (
-            OpenCalls(_N_ADMIN_CALLS, _N_ADMIN_CALLS, 0, config.retry_after_s),
+            OpenCalls(_N_ADMIN_CALLS, 2 * _N_ADMIN_CALLS, 0, config.retry_after_s),  # of no tenants
             StreamResets(),
         )
         resets.install(asyncio.get_running_loop())
