@@ -469,7 +469,7 @@ def _to_key(row: Row[tuple[object, ...]]) -> KeyRecord:
 
 def _as_time(value: object) -> int | None:
     """Returns a time in seconds since 1970; what is none has long passed."""
-    return value if value is None or isinstance(value, int) else 0
+    return value if value is None else max(0, value) if isinstance(value, int) else 0
 
 
 def add_usage(connection: Connection, records: Sequence[Mapping[str, object]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -34,6 +33,8 @@ _FAILURES: tuple[type[Exception], ...] = (
     *(AttributeError, TypeError, ValueError, OverflowError),
 )
 """Raised of what cannot be reached, and of what is no answer of our scripts."""
+_LONGEST_S = 1e11
+"""More seconds than any rate makes a tenant wait, and no more than a `RetryInfo` can say."""
 _N_CONNECTIONS_MAX = 32
 _PREFIX = "drafthouse"
 _TAKE_OR_NOT, _FORCE, _BOOK = range(3)
@@ -80,7 +81,7 @@ def _seconds(answer: Any) -> tuple[float, float]:  # noqa: ANN401  # of the clie
         ValueError: they are none.
     """
     wait_s, debt_s = map(float, answer.split())
-    if not (0 <= wait_s < math.inf and 0 <= debt_s < math.inf):
+    if not (0 <= wait_s <= _LONGEST_S and 0 <= debt_s <= _LONGEST_S):
         raise ValueError(answer)
     return wait_s, debt_s
 
