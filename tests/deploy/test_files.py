@@ -65,6 +65,14 @@ def test_the_unit_may_write_where_the_documentation_has_files() -> None:
         assert f"{setting}=drafthouse" in unit
 
 
+def test_the_unit_tries_again_for_as_long_as_it_takes() -> None:
+    """After five starts in 10 s systemd gave up, while a store was away for a minute."""
+    unit = (DEPLOY / "drafthouse.service").read_text("utf-8")
+    head, _, service = unit.partition("[Service]\n")
+    assert "\nStartLimitIntervalSec=0\n" in head
+    assert "\nRestart=on-failure\n" in service
+
+
 def test_browsers_may_read_all_that_ends_a_stream() -> None:
     """Of a stream that ends before its first message trailers come as headers."""
     text = (DEPLOY / "envoy.yaml").read_text("utf-8")
