@@ -149,11 +149,11 @@ class _Contender:
     name: str
     """bare or full."""
     process: subprocess.Popen[str]
-    """It."""
+    """The server's process."""
     target: str
     """host:port."""
     keys: list[str]
-    """With which it is asked; one that is empty: without."""
+    """Keys with which the server is asked; an empty one: without a key."""
     turns: dict[int, list[_Spent]] = dataclasses.field(default_factory=dict)
     """What a request took in its turns, by the tokens of a request."""
 

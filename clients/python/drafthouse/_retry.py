@@ -26,10 +26,11 @@ _LONGEST_S = 1e8
 class RetryPolicy:
     """How often and how fast failed calls are tried again.
 
-    Only calls that have not answered anything yet are tried again: on `Unavailable`, and on
-    `ResourceExhausted` when the server says after what time. A generation that a server
-    has begun, or recorded, is not. The one exception is `ServerDraining`, by which a server hands
-    back one that it has not begun.
+    Only calls that have not answered anything yet are tried again: on `Unavailable`, on
+    `ResourceExhausted` when the server says after what time, and where a stopping server's
+    transport cancels a call that nobody has looked at. A generation that a server has begun, or
+    recorded, is not. The one exception is `ServerDraining`, by which a server hands back one that
+    it has not begun.
     """
 
     max_attempts: int = 4
