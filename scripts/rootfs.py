@@ -124,12 +124,25 @@ def base_of(suite: str) -> Path:
     return base
 
 
+def program(name: str) -> str:
+    """Returns where a program of this machine is, which the image's PATH may not have.
+
+    Raises:
+        RootfsError: it is not there.
+    """
+    found = shutil.which(name)
+    if found is None:
+        raise RootfsError(f"{name} is not installed, or in no folder of PATH.")
+    return found
+
+
 def inside(stage: Stage, command: str) -> list[str]:
     """Returns the command line that runs a shell command in a stage's root."""
     root = shlex.quote(str(stage.root))
     script = (
         f"mount -t proc proc {root}/proc && mount --rbind /dev {root}/dev"
-        f" && exec chroot {root} /bin/sh -ec {shlex.quote(f'cd {stage.folder}; {command}')}"
+        f" && exec {program('chroot')} {root}"
+        f" /bin/sh -ec {shlex.quote(f'cd {stage.folder}; {command}')}"
     )
     return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "/bin/sh", "-ec", script]
 
@@ -291,7 +304,7 @@ def start(stage: Stage, secrets: Path, port: int) -> subprocess.Popen[bytes]:
         f" && mount -t tmpfs -o mode=755 dev {root}/dev"
         f" && for one in null zero urandom random; do touch {root}/dev/$one;"
         f" mount --bind /dev/$one {root}/dev/$one; done"
-        f" && exec chroot --userspec={stage.user} {root}"
+        f" && exec {program('chroot')} --userspec={stage.user} {root}"
         f" /usr/bin/setpriv --no-new-privs {shlex.join(arguments)}"
     )
     command = ["unshare", "--mount", "/bin/sh", "-ec", script]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts import rootfs
 from scripts.rootfs import DOCKERFILE, note, sources_of, stages_of
 
 from drafthouse._errors import _DETAILS_KEY, _USAGE_KEY
@@ -43,6 +44,32 @@ def test_the_dockerfile_has_only_steps_that_rootfs_runs_and_copies_what_is_there
         for source in sources_of(step)[0]
     }
     assert {line[1:] for line in ignored if line.startswith("!")} == copied
+
+
+def test_rootfs_starts_the_server_by_the_images_path_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That PATH has no /usr/sbin, where Debian has chroot: the server was never started."""
+    started = list[tuple[list[str], dict[str, str]]]()
+
+    def note_start(command: list[str], env: dict[str, str]) -> None:
+        started.append((command, env))
+
+    monkeypatch.setattr("scripts.rootfs.ROOTS", tmp_path)
+    _, image = stages_of(DOCKERFILE.read_text("utf-8"))
+    for step in image.steps:
+        note(image, step)
+    (image.root / "etc").mkdir(parents=True)
+    monkeypatch.setattr(subprocess, "Popen", note_start)
+    rootfs.start(image, tmp_path, 50051)
+    ((command, environment),) = started
+    shell = {"for", "do", "done", "exec"}
+    parts = [part.split() for part in re.split(r"&&|;|\bdo\b", command[-1])]
+    programs = {next((word for word in part if word not in shell), "") for part in parts}
+    programs -= {"", "one"}  # of `for one in …`
+    assert {Path(program).name for program in programs} == {"mount", "touch", "chroot"}
+    for program in programs:
+        assert shutil.which(program, path=environment["PATH"]), program
 
 
 def test_settings_that_deploy_names_are_settings() -> None:
