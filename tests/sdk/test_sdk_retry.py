@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -339,15 +340,24 @@ async def test_a_stream_that_is_closed_while_it_waits_begins_no_other_call(
     assert script.n_calls == 1
 
 
-async def test_an_asyncio_stream_that_is_closed_while_it_waits_begins_no_other_call(
+@contextlib.asynccontextmanager
+async def a_reader_who_waits(
     script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> AsyncIterator[tuple[drafthouse.AsyncGenerationStream, asyncio.Task[str]]]:
+    """Gives a stream that waits for its next attempt, and the task that reads it."""
     script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
     async with drafthouse.AsyncClient(script.target, retry=PATIENT) as client:
         stream = client.generate("x")
         waits = announced(stream, monkeypatch)
         reader = asyncio.create_task(stream.text())
         assert await asyncio.to_thread(waits.wait, 100)
+        yield stream, reader
+
+
+async def test_an_asyncio_stream_that_is_closed_while_it_waits_begins_no_other_call(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_reader_who_waits(script, monkeypatch) as (stream, reader):
         await stream.aclose()
         with pytest.raises(drafthouse.Cancelled):
             await asyncio.wait_for(reader, 100)
@@ -359,12 +369,7 @@ async def test_a_reader_that_is_cancelled_as_its_stream_is_closed_is_cancelled(
     script: Script, monkeypatch: pytest.MonkeyPatch, n_turns: int
 ) -> None:
     """Under Python 3.11 `asyncio.wait_for` lost that, and who had cancelled it saw it fail."""
-    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
-    async with drafthouse.AsyncClient(script.target, retry=PATIENT) as client:
-        stream = client.generate("x")
-        waits = announced(stream, monkeypatch)
-        reader = asyncio.create_task(stream.text())
-        assert await asyncio.to_thread(waits.wait, 100)
+    async with a_reader_who_waits(script, monkeypatch) as (stream, reader):
         await stream.aclose()
         for _ in range(n_turns):
             await asyncio.sleep(0)
