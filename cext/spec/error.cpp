@@ -5,6 +5,7 @@
 #include "log.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -240,19 +241,39 @@ void check_seq_id(int32_t seq_id, int32_t n_seq_max) {
 }
 
 // A 64-bit digest. Each word is mixed in by a bijection, so that two inputs that differ in one
-// word only never have the same digest.
+// word only never have the same digest. Several words are mixed side by side, since each mixing
+// waits for the one before: 6 GB/s for 2.
 uint64_t digest(uint64_t seed, const void * source, size_t n) {
     const auto mix = [](uint64_t x) {
         x = (x ^ (x >> 32)) * 0x9e3779b97f4a7c15u;
         x = (x ^ (x >> 29)) * 0xd6e8feb86659fd93u;
         return x ^ (x >> 32);
     };
+    constexpr size_t N_LANES = 8;
     const char * bytes = static_cast<const char *>(source);
-    uint64_t h = mix(seed ^ n);
-    for (; n >= sizeof h; n -= sizeof h, bytes += sizeof h) {
+    const auto next = [&bytes](uint64_t h) {
         uint64_t word;
         std::memcpy(&word, bytes, sizeof word);
-        h = mix(h ^ word);
+        bytes += sizeof word;
+        return h ^ word;
+    };
+    uint64_t h = mix(seed ^ n);
+    if (n >= N_LANES * sizeof h) {
+        std::array<uint64_t, N_LANES> lanes;
+        for (size_t i = 0; i < N_LANES; ++i) {
+            lanes[i] = mix(h + i);
+        }
+        for (; n >= N_LANES * sizeof h; n -= N_LANES * sizeof h) {
+            for (uint64_t & lane : lanes) {
+                lane = mix(next(lane));
+            }
+        }
+        for (const uint64_t lane : lanes) {
+            h = mix(h ^ lane);
+        }
+    }
+    for (; n >= sizeof h; n -= sizeof h) {
+        h = mix(next(h));
     }
     uint64_t word = 0;
     std::memcpy(&word, bytes, n);

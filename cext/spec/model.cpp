@@ -214,7 +214,7 @@ llama_model_params llama_params_of(const spec_model_params & params,
 
 // has_weights false: for a survey, which asks what memory they would take.
 std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool has_weights) {
-    init_devices();
+    init_process(); // `place` asks for the devices, where there are weights to be placed
     const std::string path = &deref(params.path, "path");
     check_gguf_magic(path);
     check_header(path);

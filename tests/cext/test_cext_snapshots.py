@@ -378,6 +378,8 @@ def test_bytes_that_are_no_snapshot_are_refused(target: Engine, junk: bytes) -> 
 
 
 MASK = 2**64 - 1
+N_LANES = 8
+"""How many words the digest mixes side by side."""
 
 
 def digest(source: bytes) -> int:
@@ -390,7 +392,15 @@ def digest(source: bytes) -> int:
 
     h = mix(len(source))
     n_words = len(source) // 8
-    for word in struct.unpack(f"<{n_words}Q", source[: 8 * n_words]):
+    words = struct.unpack(f"<{n_words}Q", source[: 8 * n_words])
+    n_whole = n_words // N_LANES * N_LANES
+    if n_whole:
+        lanes = [mix(h + i & MASK) for i in range(N_LANES)]
+        for i in range(n_whole):
+            lanes[i % N_LANES] = mix(lanes[i % N_LANES] ^ words[i])
+        for lane in lanes:
+            h = mix(h ^ lane)
+    for word in words[n_whole:]:
         h = mix(h ^ word)
     return mix(h ^ int.from_bytes(source[8 * n_words :], "little"))
 

@@ -195,9 +195,16 @@ class World:
         generating = {s.seq_id for s in running if s.n_output and s.n_pending == 1}
         plan = self.scheduler.plan(now)
         check_budget(plan, self.limits)
-        # No stream that goes on waits for anything, unless it loses its slot.
+        # No stream that goes on waits for anything, unless it loses its slot, or the step is that
+        # of a tenant that has no such stream.
         outputs = {entry.seq_id for entry in plan.entries if entry.is_output}
-        assert generating - set(plan.swap_outs) <= outputs
+        waiting = generating - set(plan.swap_outs) - outputs
+        if waiting:
+            in_step = [self.scheduler.running(entry.seq_id) for entry in plan.entries]
+            going_on = {self.scheduler.running(seq_id).tenant for seq_id in waiting}
+            assert waiting == generating - set(plan.swap_outs)
+            assert in_step, "nobody's step"
+            assert not any(s.tenant in going_on for s in in_step)
         try:
             result = self.engine.step(plan)
         except EngineError:

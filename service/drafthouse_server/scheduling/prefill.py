@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import abc
 
-from drafthouse_server.drafting.cost import Splitting
+from drafthouse_server.drafting.cost import Splitting, StepShape
 from drafthouse_server.drafting.estimators import Estimators
 from drafthouse_server.scheduling.checkpoints import Checkpoints
 from drafthouse_server.scheduling.pacing import N_PIECE, ChunkSizer
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits, PlanEntry
+from drafthouse_server.tenancy.fairness import VirtualCounters
 
-__all__ = ["N_QUANTUM", "Prefill", "PrefillShares"]
+__all__ = ["N_QUANTUM", "Newcomers", "Prefill", "PrefillShares"]
 
 _FLOOR_SHARE = 4
 """One part in so many of the step's budget is kept from drafts while prompts wait."""
@@ -26,6 +27,15 @@ N_QUANTUM = N_PIECE + 1
 
 One is computed together with the running streams' next tokens.
 """
+
+_STEP_SHARE = 0.5
+"""Part of the last step of running streams that a newcomer's may take: so much longer is a gap."""
+
+_TIME_SHARE = 0.05
+"""Part of the time that newcomers' steps may take."""
+
+_CREDIT_S = 0.1
+"""Seconds of such steps that may be saved up."""
 
 
 class Prefill:
@@ -172,6 +182,56 @@ class Prefill:
                 "pacing",
                 lambda: self._pacer.observe(predicted_s, step_s, has_prefill=has_prefill),
             )
+
+
+class Newcomers:
+    """Decides whose short prompts are computed while the running streams wait for one step.
+
+    On a processor a step of many streams takes several times as long as a short prompt alone. A
+    tenant with nothing running that comes with one would wait for the end of the step in flight,
+    then for one in which its prompt is computed beside all others' tokens and drafts. It gets a
+    step of its own instead; the others feel one gap that is a little longer.
+
+    Args:
+        estimators: Predict what a step takes.
+        counters: Say which tenant was served more.
+    """
+
+    def __init__(self, estimators: Estimators, counters: VirtualCounters) -> None:
+        self._estimators = estimators
+        self._counters = counters
+        self._credit_s = _CREDIT_S
+        self._is_step = False  # whether the step in flight is newcomers'
+
+    def choose(self, decodes: list[Sequence], prefills: list[Sequence]) -> list[Sequence]:
+        """Returns the sequences whose prompts get the next step to themselves; mostly none.
+
+        Args:
+            decodes: Those that generate.
+            prefills: Those with tokens to compute first.
+        """
+        self._is_step = False
+        if not decodes or not prefills or not self._estimators.cost.n_observed:
+            return []
+        running = {sequence.tenant for sequence in decodes}
+        new = [s for s in prefills if s.tenant not in running]
+        light = self._counters.light({s.tenant for s in new}, running) if new else ()
+        new = [s for s in new if s.tenant in light]
+        most_s = min(_STEP_SHARE * self._estimators.stall_s, self._credit_s)
+        self._is_step = bool(new) and self._alone_s(new) <= most_s
+        return new if self._is_step else []
+
+    def _alone_s(self, new: list[Sequence]) -> float:
+        """Returns the predicted seconds of a step with these prompts alone."""
+        n_tokens = [sequence.n_pending for sequence in new]
+        n_pairs = sum([s.n_pending * (s.n_computed + s.n_pending / 2) for s in new])
+        shape = StepShape(sum(n_tokens), len(new), len(set(n_tokens)), n_pairs)
+        return self._estimators.predict(shape)
+
+    def observe(self, step_s: float) -> None:
+        """Notes what the last step took, seconds."""
+        saved_s = self._credit_s + _TIME_SHARE * step_s - self._is_step * step_s
+        self._credit_s = min(_CREDIT_S, saved_s)
 
 
 class PrefillShares:

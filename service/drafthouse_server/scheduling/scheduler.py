@@ -3,7 +3,8 @@
 There is no prefill phase and no decode phase. A sequence has `n_computed` tokens in the cache and
 `n_target` tokens known; `plan` hands out the difference, as far as the step's budget goes:
 
-1. Every sequence that generates gets its last token; nothing can take that away.
+1. Every sequence that generates gets its last token; nothing can take that away, but for a step
+   now and then that is a newcomer's alone (`Newcomers`).
 2. Prompts get a floor, so that drafts cannot stall them.
 3. Drafts get what they ask for; when that is too much, the largest K shrink first.
 4. Prompts get what is left, as far as the running streams' gap between tokens allows, the tenants
@@ -34,7 +35,7 @@ from drafthouse_server.scheduling.pacing import RunLength
 from drafthouse_server.scheduling.placement import Placement
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.preemption import Preemption, SnapshotCost, SwapSpace
-from drafthouse_server.scheduling.prefill import Prefill
+from drafthouse_server.scheduling.prefill import Newcomers, Prefill
 from drafthouse_server.scheduling.prefix_cache import NoPrefixes, PrefixCache
 from drafthouse_server.scheduling.sequence import (
     Event,
@@ -156,6 +157,7 @@ class Scheduler:
             counters=self.counters,
         )
         self._prefill = Prefill(limits, self._estimators, self._checkpoints, gap_s)
+        self._newcomers = Newcomers(self._estimators, self.counters)
         self._runs = RunLength(gap_s)
         self._in_flight = PlanBuilder(0.0, [])  # from `plan` to `commit` or `abandon`
         self._ends = Ends(self._placement.least_s)
@@ -288,6 +290,8 @@ class Scheduler:
         self._checkpoints.save(plan)
         decodes, prefills = self._slots.split()
         n_cells_free = self._ledger.n_free(self._slots.running) - len(decodes)
+        if newcomers := self._newcomers.choose(decodes, prefills):
+            decodes, prefills = [], newcomers
         draft_budget = self._prefill.draft_budget(len(decodes), prefills, n_cells_free)
         n_draft = self._draft(plan, decodes, draft_budget)
         if prefills:
@@ -329,6 +333,7 @@ class Scheduler:
         self._now = now
         plan, events = self._in_flight, list[tuple[Sequence, Event]]()
         result = with_checked_timings(result)
+        self._newcomers.observe(result.timings.total_s)
         self._learn(plan, result, now)
         if plan.starts:
             self._placement.take(plan, result)

@@ -132,6 +132,16 @@ class VirtualCounters:
         """Returns a tenant's counter."""
         return self._counters.get(tenant, self._base)
 
+    def light(self, tenants: Collection[str], others: Collection[str]) -> set[str]:
+        """Returns those tenants that are ahead of none of the others by the quantum.
+
+        Args:
+            tenants: Those asked about.
+            others: At least one.
+        """
+        most = min(self.of(other) for other in others) + self._quantum
+        return {tenant for tenant in tenants if self.of(tenant) < most}
+
     def weight(self, tenant: str) -> float:
         """Returns a tenant's weight."""
         return self._weights.get(tenant, _WEIGHT)

@@ -1,0 +1,127 @@
+"""Short prompts of tenants that have nothing running: who gets a step alone, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from tests.scheduling.test_scheduler import LIMITS, Bench
+from tests.support.unknown_cost import UnknownCost
+
+from drafthouse_server.drafting.cost import CostModel, StepCost
+from drafthouse_server.scheduling.sequence import FinishEvent
+from drafthouse_server.step import EngineLimits, StepPlan, StepTimings
+from drafthouse_server.tenancy.fairness import Fairness
+
+MANY = dataclasses.replace(
+    LIMITS, n_seq_max=8, n_ctx=6400, n_ctx_seq=800, n_batch=64, n_ubatch=64, n_outputs_max=64
+)
+STEP_S, TOKEN_S = 0.002, 0.001
+CREDIT_S, TIME_SHARE = 0.1, 0.05
+
+
+class World(Bench):
+    """Steps that take something, and something for each token."""
+
+    def __init__(
+        self, limits: EngineLimits = MANY, *, cost: CostModel | None = None, **scheduler: Any
+    ) -> None:
+        super().__init__(limits, 2, {"cost": cost or StepCost()} | scheduler)
+        self.took_s: list[float] = []
+
+    def step(self) -> StepPlan:
+        self.events += self.scheduler.reap(self.now)
+        plan = self.scheduler.plan(self.now)
+        self.plans.append(plan)
+        result = self.engine.step(plan)
+        n_tokens = sum(len(entry.tokens) + entry.n_draft for entry in plan.entries)
+        took_s = STEP_S + TOKEN_S * n_tokens * plan.n_steps
+        timings = StepTimings(0.0, took_s, 0.0, 0.0, took_s)
+        self.now += took_s
+        self.took_s.append(took_s)
+        self.events += self.scheduler.commit(dataclasses.replace(result, timings=timings), self.now)
+        return plan
+
+
+def flooded(n: int = 6, **world: Any) -> World:
+    """Returns a world that knows short steps, in which a tenant has so many streams that go on."""
+    flood = World(**world)
+    flood.add("w", n_prompt=3, n_output_max=10, tenant="first")
+    flood.run()
+    for i in range(n):
+        flood.add(f"f{i}", n_output_max=700, tenant="flood")
+    for _ in range(20):
+        flood.step()
+    return flood
+
+
+def slots(plan: StepPlan) -> list[int]:
+    return [entry.seq_id for entry in plan.entries]
+
+
+def test_a_newcomer_s_prompt_is_computed_before_the_streams_go_on() -> None:
+    world = flooded()
+    polite = world.add("p", n_prompt=5, n_output_max=3, tenant="polite")
+    assert slots(world.step()) == [6]
+    assert polite.n_output == 1
+    assert slots(world.step()) == list(range(7))
+
+
+def test_one_that_has_to_take_a_slot_gets_its_step_too() -> None:
+    world = flooded(8)
+    polite = world.add("p", n_prompt=5, n_output_max=1, tenant="polite")
+    plan = world.step()
+    assert len(plan.swap_outs) == 1
+    assert slots(plan) == list(plan.swap_outs)
+    assert polite.n_output == 1
+
+
+def test_a_tenant_whose_streams_go_on_gets_no_step_of_its_own() -> None:
+    world = flooded()
+    world.add("p", n_prompt=5, tenant="flood")
+    assert slots(world.step()) == list(range(7))
+
+
+def test_nor_does_a_prompt_that_would_take_longer_than_half_a_step() -> None:
+    world = flooded()
+    world.add("p", n_prompt=40, tenant="polite")
+    assert len(slots(world.step())) == 7
+
+
+def test_nor_one_beside_streams_that_it_would_hold_up_for_long() -> None:
+    world = flooded(1)
+    world.add("p", n_prompt=5, tenant="polite")
+    assert len(slots(world.step())) == 2
+
+
+def test_nor_a_tenant_that_was_served_more() -> None:
+    world = flooded(fairness=Fairness(quantum=10.0))
+    world.add("q", n_prompt=1, n_output_max=1, tenant="polite")
+    assert slots(world.step()) == [6]
+    world.scheduler.counters.charge("polite", 10_000.0)
+    world.add("p", n_prompt=5, tenant="polite")
+    assert len(slots(world.step())) == 7
+
+
+def test_nor_anybody_while_nothing_is_known_of_steps() -> None:
+    world = flooded(cost=UnknownCost())
+    world.add("p", n_prompt=5, tenant="polite")
+    assert len(slots(world.step())) == 7
+
+
+@pytest.mark.parametrize("n_tenants", [1, 5])
+def test_newcomers_steps_take_a_twentieth_of_the_time(n_tenants: int) -> None:
+    world = flooded()
+    began, n_before = world.now, len(world.plans)
+    for i in range(600):
+        tenant = f"polite{i % n_tenants}"
+        world.add(f"p{i}", n_prompt=2, n_output_max=1, tenant=tenant)
+        world.step()
+    taken = zip(world.plans[n_before:], world.took_s[n_before:], strict=True)
+    alone_s = [took_s for plan, took_s in taken if slots(plan) and min(slots(plan)) >= 6]
+    assert len(alone_s) > 20
+    longest_s = max(alone_s)
+    assert sum(alone_s) <= CREDIT_S + TIME_SHARE * (world.now - began) + longest_s
+    world.run(3000)
+    assert all(isinstance(end, FinishEvent) for end in world.ends().values())
