@@ -233,6 +233,21 @@ def test_what_is_forgotten_is_learnt_again_and_the_scheduler_is_told() -> None:
     assert told[0][1] < told[1][1] < told[2][1] < told[3][1]
 
 
+@pytest.mark.parametrize("n_drafts", [8, 40])
+def test_what_was_seen_replaces_the_prior(n_drafts: int) -> None:
+    policy, limits, crowd = AdaptiveDraft(1), limits_of(1, 1), make_crowd([0.5])
+    n_right = n_drafts // 4
+    seen = [0] * (n_drafts - n_right) + [1] * n_right
+    while seen:
+        k = policy.choose_all(crowd, limits, 1)[0]
+        n_accepted = seen.pop() if k else 0
+        tokens = [1] * (1 + n_accepted)
+        entry = ResultEntry(0, SequenceStatus.OK, 100, tokens, n_drafted=k, n_accepted=n_accepted)
+        # A step with a draft costs nothing more: it stays.
+        policy.observe(StepResult([entry], timings=StepTimings(total_s=0.01)), 0.01)
+    assert policy._gain(1) == pytest.approx(0.25)
+
+
 def test_a_crowd_of_unlike_acceptance_gets_the_best_k_for_all_of_it() -> None:
     machine, acceptances = Machine(splitting=Splitting.NONE), [0.95, 0.95, 0.3, 0.3]
     policy, cost = adaptive()

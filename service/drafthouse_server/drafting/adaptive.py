@@ -22,8 +22,8 @@ _COST = (0.02, 0.007)  # share of the time that probes may lose: in the first se
 _FIRST_S = 10.0  # seconds of steps: how long first averages may be wrong
 _N_SECONDS = (8, 2)  # steps that an average rests on (5 % noise each); an old one is worth
 _STALL = (1.25, 2.0)  # a step counts for so many averages at most, and an average for two steps
-_N_DRAFTS = 400  # drafts that an average of accepted tokens rests on: its error is 2 points
-_PRIOR, _N_PRIOR = 0.6, 8  # share of first tokens before any draft; drafts a prior is worth
+_N_DRAFTS = (400, 32)  # that an average of accepted tokens rests on: 2 points' error; old ones
+_PRIOR, _N_PRIOR = 0.6, 8  # share of first tokens before any draft; drafts that replace a prior
 _FEEDING = 0.01  # share of a step: a drafter that takes less to feed is fed while K = 0, too
 
 
@@ -125,7 +125,7 @@ class AdaptiveDraft:
         probe.n_left = probe.n_steps = max(_N_PROBE, 0 if self._k else 2 * _N_PRIOR // n)
         bucket.seconds[probe.k].n = min(bucket.seconds[probe.k].n, _N_SECONDS[1])
         for mean in self._accepted if not self._k else ():
-            mean.n = min(mean.n, _N_PRIOR)
+            mean.n = min(mean.n, _N_DRAFTS[1])
 
     def _conclude(self, bucket: _Bucket, n: int) -> None:
         """Takes the better K, and says when to probe again."""
@@ -147,7 +147,8 @@ class AdaptiveDraft:
         """Returns the tokens to be accepted of a draft; a position's prior is the one before."""
         total, still, share = 0.0, 1.0, _PRIOR
         for mean in self._accepted[:k]:
-            share = (mean.n * mean.value + _N_PRIOR * share) / (mean.n + _N_PRIOR)
+            n_prior = max(0, _N_PRIOR - mean.n)
+            share = (mean.n * mean.value + n_prior * share) / (mean.n + n_prior)
             still *= share
             total += still
         return total
@@ -164,7 +165,7 @@ class AdaptiveDraft:
         counts = Counter((self._asked.get(e.seq_id, 0), e.n_accepted) for e in result.entries)
         for (n_asked, n_right), n_drafts in counts.items():
             for i, mean in enumerate(self._accepted[: min(n_asked, n_right + 1)]):
-                mean.add(float(i < n_right), _N_DRAFTS, n_drafts)
+                mean.add(float(i < n_right), _N_DRAFTS[0], n_drafts)
         share = 0.0 if k else timings.process_s / max(timings.total_s, 1e-9)  # of the step: feeding
         seconds = streams_s * (1 - share) / max(1, n * result.n_steps)
         if k < 0 or is_first or not (seconds > 1e-9 and is_duration(seconds)):
