@@ -245,6 +245,39 @@ async def test_a_change_whose_caller_has_left_is_in_the_trail_as_done(
     assert (line["outcome"], line["detail"]["is_done"]) == ("cancelled", True)
 
 
+async def test_a_store_that_hangs_takes_no_thread_of_others(
+    start_server: ServerFactory,
+    store_url: str,
+    free_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+) -> None:
+    has_begun, may_set = threading.Event(), threading.Event()
+    set_limits = records.set_limits
+
+    def set_later(*changed: Any) -> None:
+        has_begun.set()
+        assert may_set.wait(100)
+        set_limits(*changed)
+
+    monkeypatch.setattr(records, "set_limits", set_later)
+    await start_server(admin_port=free_port, store=store_url)
+    shared = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(shared)
+    async with admin(free_port) as stub:
+        limits = admin_pb2.TenantLimits(max_streams=5)
+        request = admin_pb2.SetLimitsRequest(tenant="acme", limits=limits)
+        changes = [asyncio.ensure_future(stub.SetLimits(request)) for _ in range(3)]
+        try:
+            await eventually(has_begun.is_set)
+            async with asyncio.timeout(60):
+                await asyncio.to_thread(int)
+        finally:
+            may_set.set()
+        changed = await asyncio.gather(*changes)
+    assert [it.limits.max_streams for it in changed] == [5, 5, 5]
+
+
 async def test_a_trail_whose_disk_hangs_takes_no_thread_of_others(
     start_server: ServerFactory,
     free_port: int,

@@ -22,6 +22,7 @@ from drafthouse.v1 import generation_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import ConfigError, EngineLost
+from drafthouse_server.rpc import server as rpc_server
 from drafthouse_server.rpc.listening import channel_options, has_reflection
 from drafthouse_server.rpc.server import Server
 
@@ -347,6 +348,26 @@ async def test_close_is_harmless_when_done_twice(server: Server) -> None:
     await server.shutdown()
     await server.close()
     await server.close()
+
+
+async def test_a_part_that_does_not_end_keeps_none_of_the_others(
+    start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine()
+    server = await start_server(engine)
+    monkeypatch.setattr(rpc_server, "_RELEASE_S", 0.05)
+    texts = server._texts
+    assert texts is not None
+    close = texts.close
+
+    async def hang() -> None:
+        await close()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(texts, "close", hang)
+    await server.close()
+    assert engine.is_closed
+    assert "the text workers did not end within 0.05 s" in caplog.text
 
 
 async def test_a_port_in_use_is_one_clear_sentence() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import shutil
 import subprocess
@@ -68,6 +69,15 @@ def test_an_empty_store_gets_the_newest_schema_which_is_that_of_the_code(store: 
         options = {"version_table": migrations._VERSION_TABLE}
         context = MigrationContext.configure(connection, opts=options)
         assert compare_metadata(context, records.METADATA) == []
+
+
+def test_a_schema_that_is_made_is_one_line_of_the_log(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):  # the second time there is nothing to tell
+        Store.open(url).close()
+    assert caplog.messages == [f"the store's schema is {migrations.NEWEST} now, was empty"]
 
 
 @pytest.mark.parametrize("revision", migrations.revisions())
@@ -388,7 +398,9 @@ def test_a_fault_of_ours_fails_alone_and_ends_no_thread_of_the_store(
         assert jobs[1].result(60) == []
         assert thread.submit(records.list_keys).result(60) == []
         thread.close(60)
-    assert "a bug of ours" in caplog.text
+    told = [record for record in caplog.records if "has failed" in record.message]
+    assert len(told) == 4, "each of the four once, with its trace"
+    assert all("a bug of ours" in str(record.exc_info) for record in told)
 
 
 @pytest.mark.parametrize("kind", ["deleted", "replaced"])

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Never, Protocol
 
@@ -59,6 +60,7 @@ ADMIN_BOUNDS: Mapping[str, Bound] = {
 """Bounds of the lists and texts of requests, by their paths."""
 
 _N_TENANTS_MAX = 1000
+_N_STORE_CALLS = 2  # at once; further ones wait
 _INTERVAL = Range(0.01, 60.0)
 _INTERVAL_S = 0.1
 _TIMEOUT = Range(0.0, 86400.0)
@@ -153,6 +155,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._measured_at = float("-inf")
         self._tokens: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._salt = secrets.token_bytes(32)
+        self._threads = ThreadPoolExecutor(_N_STORE_CALLS, thread_name_prefix="admin-store")
+
+    def close(self) -> None:
+        """Asks the store nothing more; what was begun is done to its end."""
+        self._threads.shutdown(wait=False)
 
     # --- what is counted
 
@@ -295,7 +302,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _on_store(
         self, context: Context, work: Callable[[Store], Mapping[str, object]]
     ) -> Mapping[str, object]:
-        """Works on the store, on a thread.
+        """Works on the store, on a thread of its own: a store that hangs takes no other.
 
         Raises:
             StoreUnavailable: it does not answer (STORE_UNAVAILABLE).
@@ -310,7 +317,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             with contextlib.closing(Store.open(self._config.store, may_make=False)) as store:
                 return work(store)
 
-        working = asyncio.ensure_future(asyncio.to_thread(run))
+        loop = asyncio.get_running_loop()
+        working = asyncio.ensure_future(loop.run_in_executor(self._threads, run))
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:

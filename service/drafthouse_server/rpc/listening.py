@@ -223,3 +223,4 @@ class AdminListener:
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(_FAREWELL_S)
+        self.service.close()

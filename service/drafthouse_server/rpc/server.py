@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import grpc
@@ -76,6 +76,9 @@ _STEP_S = 10.0
 
 _CLOSE_S = 10.0
 """Seconds that gRPC may take to release calls that were cancelled."""
+
+_RELEASE_S = 60.0
+"""Seconds that a part of a server may take to end: one that hangs keeps none of the others."""
 
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
@@ -476,12 +479,12 @@ class Server:
                 async with asyncio.timeout(_CLOSE_S):
                     await server.stop(_FORCED_FLUSH_S if self._stop.is_set() else None)
         if self._texts is not None:
-            await self._texts.close()
+            await _release("the text workers", self._texts.close())
         if self._loop is not None and not self._loop.is_abandoned:
-            await self._loop.close()
+            await _release("the engine", self._loop.close())
         if self._accounting is not None:
-            await self._accounting.close()
-        await self.backends.close()
+            await _release("usage", self._accounting.close())
+        await _release("keys and rates", self.backends.close())
 
     def statistics(self) -> Statistics:
         """Returns what was counted so far, of requests and of calls."""
@@ -491,6 +494,15 @@ class Server:
             front=front,
             backends=self.backends.states(),
         )
+
+
+async def _release(what: str, ending: Coroutine[object, object, None]) -> None:
+    """Waits for the end of a part of the server, for a while."""
+    try:
+        async with asyncio.timeout(_RELEASE_S):
+            await ending
+    except TimeoutError:
+        _log.exception("%s did not end within %g s: ending without", what, _RELEASE_S)
 
 
 def _services(config: Config) -> tuple[ServiceDescriptor, ...]:

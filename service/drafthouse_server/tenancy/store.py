@@ -432,7 +432,8 @@ class StoreThread:
             with self._transaction() as connection:
                 return [job.work(connection) for job in jobs]
         except _FAULTS as error:  # it must not end the thread that works for all
-            _log.exception("what the store %s was asked has failed", self._store.shown)
+            if len(jobs) == 1:  # of several, each is tried alone
+                _log.exception("what the store %s was asked has failed", self._store.shown)
             problem = f"the store {self._store.shown} cannot be asked: a fault, see the log"
             raise StoreError(problem, is_away=False) from error
 

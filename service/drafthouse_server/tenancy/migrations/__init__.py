@@ -7,6 +7,7 @@ and is refused.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from sqlalchemy import Connection
 from drafthouse_server.errors import StoreError
 
 __all__ = ["NEWEST", "revision_of", "revisions", "upgrade"]
+
+logging.getLogger("alembic").setLevel(logging.WARNING)  # two lines, and one for each revision
 
 _FOLDER = Path(__file__).resolve().parent
 _VERSION_TABLE = "drafthouse_schema"
