@@ -1,7 +1,7 @@
 """K as chosen beside no drafts and K = 1, 2, 3: what speculation must hold on every machine.
 
     drafthouse-bench trial [--rounds 5] [--seconds 15] [--only cell=0.6b@0.8,streams=1+8]
-        [--minutes 30] [--threads 0] [--json build/trial.json] [--lock FILE] [--table]
+        [--minutes 30] [--threads 0] [--drop 0.8] [--json build/trial.json] [--lock FILE] [--table]
 
 A cell is a model, an acceptance and a number of streams. In each of its rounds every arm has one
 turn, in an order that rotates, cut into slices of --slice seconds that alternate: a machine whose
@@ -17,6 +17,9 @@ position with the cell's acceptance if those before it were. The demo models' dr
 Each turn notes how many cores the process had, since a machine that others use as well tells
 nothing of choosers: rounds in which these numbers differ are to be measured again. With
 --threads 1 they are 1 on a quiet machine.
+
+With --drop a fixed K that reached less than this part of the best arm's speed in a cell's first
+round is measured no more there: it cannot be the best one, and the others' rounds stand closer.
 
 With --lock each turn holds that file's lock (flock), so that other work on the machine can wait
 for the turn's end: `flock -s FILE make test`.
@@ -140,6 +143,12 @@ def _arms(cell: Cell, n_threads: int) -> list[Contender]:
     return arms
 
 
+def _dropped(first_round: dict[str, Any], part: float) -> set[str]:
+    """Returns the fixed K that the first round shows far behind the best arm without a chooser."""
+    speeds = {name: first_round[name]["tokens_per_s"] for name in FIXED}
+    return {name for name in FIXED[1:] if speeds[name] < part * max(speeds.values())}
+
+
 def _n_changes(arm: Contender) -> int:
     return int(getattr(arm.scheduler.policy, "n_changes", 0))
 
@@ -216,6 +225,9 @@ def _measure(cell: Cell, store: Store, options: argparse.Namespace, stop_at: flo
         arms = _arms(cell, options.threads)
         for arm in arms:
             stack.callback(arm.engine.close)
+        if n_done:
+            arms = _kept(arms, store.of(cell)[0]["arms"], options.drop)
+        for arm in arms:
             is_chosen = arm.name == CHOSEN
             with _quiet(options.lock):
                 _warm_up(arm, max(options.warm_up, _LEARNING_S * is_chosen))
@@ -227,6 +239,13 @@ def _measure(cell: Cell, store: Store, options: argparse.Namespace, stop_at: flo
             store.add(cell, options.seconds, options.threads, found)
             speeds = "  ".join(f"{name} {arm['tokens_per_s']:.1f}" for name, arm in found.items())
             print(f"{cell.name}  round {i + 1}: {speeds}", flush=True)
+            if i == 0:
+                arms = _kept(arms, found, options.drop)
+
+
+def _kept(arms: Sequence[Contender], first_round: dict[str, Any], part: float) -> list[Contender]:
+    gone = _dropped(first_round, part)
+    return [arm for arm in arms if arm.name not in gone]
 
 
 def _round(arms: list[Contender], options: argparse.Namespace) -> dict[str, Any]:
@@ -250,13 +269,14 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def _best(speeds: dict[str, list[float]], but: int | None = None) -> str:
     """Returns the fixed arm with the best median, of all rounds or of all but one."""
-    if len(speeds[CHOSEN]) < 2:
+    n_rounds = len(speeds[CHOSEN])
+    if n_rounds < 2:
         but = None
 
     def median(arm: str) -> float:
         return statistics.median(v for i, v in enumerate(speeds[arm]) if i != but)
 
-    return max(FIXED, key=median)
+    return max((arm for arm in FIXED if len(speeds[arm]) == n_rounds), key=median)
 
 
 def _table(store: Store, cells: Sequence[Cell]) -> None:
@@ -273,13 +293,17 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
         rounds = [found["arms"] for found in store.of(cell)]
         if not rounds:
             continue
-        speeds = {arm: [arms[arm]["tokens_per_s"] for arms in rounds] for arm in (CHOSEN, *FIXED)}
+        speeds = {
+            arm: [arms[arm]["tokens_per_s"] for arms in rounds if arm in arms]
+            for arm in (CHOSEN, *FIXED)
+        }
         best = _best(speeds)
         parts = []
         for arm, found in speeds.items():
             low, middle, high = _quartiles(found)
-            parts.append(f"{arm} {middle:.1f} ({low:.1f}-{high:.1f})")
-        cores = [arms[arm]["n_cores"] for arms in rounds for arm in speeds]
+            once = " once" * (len(found) < len(rounds))
+            parts.append(f"{arm} {middle:.1f} ({low:.1f}-{high:.1f}){once}")
+        cores = [arm["n_cores"] for arms in rounds for arm in arms.values()]
         busy = f"cores {min(cores):.2f}-{max(cores):.2f}"
         print(f"{cell.name:14} {len(rounds)} rounds  {'  '.join(parts)}  best {best}  {busy}")
         found = speeds[CHOSEN]
@@ -329,6 +353,7 @@ def main() -> None:
     add("--warm-up", type=float, default=5.0, help="seconds of each arm before the first round")
     add("--minutes", type=float, default=1e6, help="no round begins that would end later")
     add("--threads", type=int, default=0, help="of a decode; 0 is the server's default")
+    add("--drop", type=float, default=0.0, help="part of the best below which a K is let go")
     add("--only", default="", help="cell=NAME+NAME,streams=N+N")
     add("--json", type=Path, default=Path("build/trial.json"))
     add("--lock", type=Path, help="a file whose lock is held while something is measured")

@@ -25,6 +25,7 @@ from tests.support.hand import (
     started,
 )
 from tests.support.hand import tokens_of as ids
+from tests.support.snapshots import sealed
 
 from drafthouse_engine import (
     BadPlan,
@@ -377,34 +378,6 @@ def test_bytes_that_are_no_snapshot_are_refused(target: Engine, junk: bytes) -> 
     assert refused(target, junk).kind is SnapshotKind.CORRUPT
 
 
-MASK = 2**64 - 1
-N_LANES = 8
-"""How many words the digest mixes side by side."""
-
-
-def digest(source: bytes) -> int:
-    """The digest of `cext/spec/error.cpp`."""
-
-    def mix(x: int) -> int:
-        x = (x ^ x >> 32) * 0x9E3779B97F4A7C15 & MASK
-        x = (x ^ x >> 29) * 0xD6E8FEB86659FD93 & MASK
-        return x ^ x >> 32
-
-    h = mix(len(source))
-    n_words = len(source) // 8
-    words = struct.unpack(f"<{n_words}Q", source[: 8 * n_words])
-    n_whole = n_words // N_LANES * N_LANES
-    if n_whole:
-        lanes = [mix(h + i & MASK) for i in range(N_LANES)]
-        for i in range(n_whole):
-            lanes[i % N_LANES] = mix(lanes[i % N_LANES] ^ words[i])
-        for lane in lanes:
-            h = mix(h ^ lane)
-    for word in words[n_whole:]:
-        h = mix(h ^ word)
-    return mix(h ^ int.from_bytes(source[8 * n_words :], "little"))
-
-
 HAS_SAMPLER_AT = 128
 """Place in a snapshot of the word that says whether it has one."""
 COSTLY = SamplingParams(
@@ -462,7 +435,7 @@ def test_the_sampler_of_a_snapshot_is_made_only_where_it_goes_on(draft_type: Dra
         n_past, blob = owner.seq_n_past(0), owner.save(0)
         owner.seq_end(0)
         body = blob[:-8].replace(b"root ::=", b"no rule ")
-        broken = body + struct.pack("<Q", digest(body))
+        broken = sealed(body)
         with pytest.raises(SnapshotError, match="grammar"):
             owner.load(0, broken)
         own = Start(0, None, n_past, snapshot=broken, is_resumed=True)
@@ -492,12 +465,12 @@ def test_a_preempted_sampler_goes_on_from_a_snapshot_without(draft_type: DraftTy
         assert found[:n] == wanted[:n]
 
 
-@pytest.mark.parametrize("has_sampler", [0, 2, MASK])
+@pytest.mark.parametrize("has_sampler", [0, 2, 2**64 - 1])
 def test_a_snapshot_that_lies_about_its_sampler_is_refused(has_sampler: int) -> None:
     """The bytes of a sampler that it does not tell of are no cells of it."""
     blob = taken("none")
     body = blob[:HAS_SAMPLER_AT] + struct.pack("<Q", has_sampler) + blob[HAS_SAMPLER_AT + 8 : -8]
-    lie = body + struct.pack("<Q", digest(body))
+    lie = sealed(body)
     assert struct.unpack_from("<Q", blob, HAS_SAMPLER_AT) == (1,)
     with forged_target() as target:
         with pytest.raises(SnapshotError) as caught:
@@ -572,12 +545,12 @@ def test_no_room_for_the_cells() -> None:
 
 def forged(blob: bytes, at: int, byte: int) -> bytes:
     body = blob[:at] + bytes([byte]) + blob[at + 1 : -8]
-    return body + struct.pack("<Q", digest(body))
+    return sealed(body)
 
 
 def test_our_digest_is_theirs() -> None:
     blob = taken("none")
-    assert struct.pack("<Q", digest(blob[:-8])) == blob[-8:]
+    assert sealed(blob[:-8]) == blob
 
 
 @settings(max_examples=60, deadline=None)
@@ -629,6 +602,6 @@ def test_forged_row_of_a_drafter_is_refused(
     body = blob[:at] + value + blob[at + len(value) : -8]
     with engine(draft_type) as target:
         begin(target, 1, TEXTS[1], GREEDY, DENSE)
-        error = refused(target, body + struct.pack("<Q", digest(body)))
+        error = refused(target, sealed(body))
         assert error.kind is SnapshotKind.CORRUPT
         target.load(0, blob)

@@ -14,6 +14,7 @@ from models.archs import write_model
 from tests.support.built import needs_extension
 from tests.support.gguf_copy import Tensor, copied
 from tests.support.hand import DENSE, GREEDY, HYBRID, MODELS, params, plan
+from tests.support.snapshots import sealed
 
 from drafthouse_engine import (
     DraftType,
@@ -237,22 +238,6 @@ def test_a_drafter_without_numbers_costs_drafts_alone(
     assert all(0 <= token < 1 << 20 for tokens in found for token in tokens)
 
 
-def digest(data: bytes) -> int:
-    """Returns the checksum of a snapshot, as error.cpp computes it."""
-    mask = (1 << 64) - 1
-
-    def mix(x: int) -> int:
-        x = (x ^ x >> 32) * 0x9E3779B97F4A7C15 & mask
-        x = (x ^ x >> 29) * 0xD6E8FEB86659FD93 & mask
-        return x ^ x >> 32
-
-    h = mix(len(data))
-    whole = len(data) // 8 * 8
-    for (word,) in struct.iter_unpack("<Q", data[:whole]):
-        h = mix(h ^ word)
-    return mix(h ^ int.from_bytes(data[whole:].ljust(8, b"\0"), "little"))
-
-
 def test_a_snapshot_with_a_draft_of_too_short_a_history_is_refused() -> None:
     """llama.cpp's n-gram cache would read before the history's start; only a forged one has it."""
     fields: dict[str, Any] = {"n_draft_max": 4}
@@ -268,8 +253,8 @@ def test_a_snapshot_with_a_draft_of_too_short_a_history_is_refused() -> None:
         forged = whole[: at + 8] + struct.pack("<iiii", 2, last[0], 4, -1) + whole[at + 24 : -8]
         it.seq_end(0)
         with pytest.raises(SnapshotError) as caught:
-            it.load(0, forged + digest(forged).to_bytes(8, "little"))
+            it.load(0, sealed(forged))
         assert caught.value.kind is SnapshotKind.CORRUPT
         assert "a draft is out of range" in str(caught.value)
         it.load(0, whole)
-        assert digest(whole[:-8]).to_bytes(8, "little") == whole[-8:]
+        assert sealed(whole[:-8]) == whole
