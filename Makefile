@@ -50,7 +50,7 @@ test-deps: ## install what test has besides (compilers, qemu-user, databases): D
 
 unit: dev ## run the tests; ARGS="-k name" chooses
 	@echo "== tests"
-	@$(VENV)/pytest $(PARALLEL) -m "not bench" --cov --cov-report=term $(ARGS)
+	@$(VENV)/pytest $(PARALLEL) -m "not bench" --cov --cov-report=term $(if $(ARGS),$(ARGS),--cov-fail-under=95)
 
 verify: dev ## check format, lint, types, imports, generated code; change nothing
 	@status=0; \

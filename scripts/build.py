@@ -21,7 +21,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,6 +235,8 @@ def stamped(stamp: Path) -> set[str]:
 
 def project(path: Path) -> dict[str, object]:
     """Returns the [project] table of a pyproject.toml."""
+    import tomllib  # noqa: PLC0415  # an older Python has none, and is told of it in a sentence
+
     table = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
     assert isinstance(table, dict)
     return table
@@ -340,6 +341,8 @@ def python_files() -> Iterator[Path]:
 def build_engine(source: str) -> None:
     """Step 5: the engine; all of it through pip, later what changed through ninja."""
     progress = Progress(5, "engine")
+    import tomllib  # noqa: PLC0415  # see `project`
+
     python_version = sys.version.split()[0]
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     own = [pyproject["build-system"], pyproject["project"], pyproject["tool"]["scikit-build"]]

@@ -201,7 +201,7 @@ def test_of_the_sdk_the_service_has_the_stubs_and_the_command_line_the_client() 
 
 
 def test_a_sequence_is_imported_by_its_one_name() -> None:
-    """Where the other one is needed, `collections.abc` is imported as a module."""
+    """It alone is called `Sequence` there: that of `collections.abc` has another name beside it."""
     found = [
         f"{path}: {alias.name} as {alias.asname}"
         for path in [*sources(SERVICE), *sources(BENCH), *(ROOT / "tests").rglob("*.py")]

@@ -176,7 +176,7 @@ class Bench:
         self._scheduler, self._thread = scheduler, self._loop._thread
         self._now = 0.0
         # Time flies: the readers of every step are woken, as they are when steps take longer.
-        self._loop._pacer = WakeLimiter(lambda: self._now * 1e3)
+        self._loop._limiter = WakeLimiter(lambda: self._now * 1e3)
         # The event loop is called by hand, so nobody need be woken.
         self._loop._bell.ring = lambda: None  # type: ignore[method-assign]  # nobody is to be woken
         for i in range(n_sequences):

@@ -16,7 +16,7 @@ namespace {
 // would end the process. A cold sequence that is awaited has its drafter follow from this very step
 // on.
 bool can_verify_external(const spec_engine & engine, const sequence & seq, int32_t seq_id) {
-    const bool is_followed = engine.spec && (!seq.is_cold || seq.is_awaited);
+    const bool is_followed = engine.spec && (!seq.is_cold || seq.is_warming_up);
     return !is_followed || engine.has_drafted[static_cast<size_t>(seq_id)];
 }
 

@@ -10,7 +10,8 @@ namespace drafthouse {
 
 namespace {
 
-// Decodes in a row that feed nobody before the target gives no rows. A change costs one more graph.
+// Decodes in a row without a drafter to feed, after which the target gives no rows. Each change
+// costs one more graph.
 constexpr int32_t N_UNFED = 8;
 
 // Tokens that a draft model reads again when it is turned on again. The other drafters read the
@@ -49,9 +50,9 @@ void leave_unreadable(spec_engine & engine) {
     }
 }
 
-// Tells the drafter whom it is fed for, and prepares those that it is fed for again. False when
-// there is nobody. Who was turned on again, by hand, after a decode without rows waits for the next
-// one.
+// Tells the drafter which sequences it is fed for, and prepares those that are enabled again. False
+// if there are none. A sequence that was enabled by hand after a decode without rows waits for the
+// next decode.
 bool choose_fed(spec_engine & engine) {
     if (!engine.has_rows) {
         return false;
@@ -66,8 +67,8 @@ bool choose_fed(spec_engine & engine) {
         const sequence & seq = seq_of(engine, token.seq_id);
         common_speculative_set_fed(engine.spec.get(), token.seq_id, seq.is_fed());
         is_wanted = is_wanted || seq.is_fed();
-        if (seq.is_awaited) {
-            common_speculative_begin(engine.spec.get(), token.seq_id, {});
+        if (seq.is_warming_up) {
+            begin_drafter_again(engine, token.seq_id);
             if (engine.limits.draft_type == SPEC_DRAFT_SIMPLE) {
                 catch_up(engine, token.seq_id, token.pos[0]);
             }
@@ -139,7 +140,7 @@ bool has_draft_cells(const spec_engine & engine) {
 // From here on the sequence generates without drafts: its draft state no longer follows the target.
 void make_cold(spec_engine & engine, int32_t seq_id) {
     seq_of(engine, seq_id).is_cold = true;
-    seq_of(engine, seq_id).is_awaited = false;
+    seq_of(engine, seq_id).is_warming_up = false;
     if (has_draft_cells(engine)) {
         llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
     }
@@ -153,7 +154,7 @@ void restart_unless_held(spec_engine & engine, int32_t seq_id, int32_t n_past) {
     if (!seq.is_cold && has_draft_cells(engine) &&
         !holds_window(engine.draft.get(), seq_id, n_past)) {
         make_cold(engine, seq_id);
-        seq.is_awaited = true;
+        seq.is_warming_up = true;
     }
 }
 
@@ -168,7 +169,7 @@ void drafts_on(spec_engine & engine, int32_t seq_id) {
     if (seq.ngram) {
         seq.is_cold = false;
     }
-    seq.is_awaited = seq.is_cold && engine.spec;
+    seq.is_warming_up = seq.is_cold && engine.spec;
 }
 
 void process_batch(spec_engine & engine) {
@@ -192,8 +193,8 @@ void process_batch(spec_engine & engine) {
         keep_hidden_rows(engine);
         for (const auto & token : engine.batch.tokens) {
             sequence & seq = seq_of(engine, token.seq_id);
-            seq.is_cold = seq.is_cold && !seq.is_awaited;
-            seq.is_awaited = false;
+            seq.is_cold = seq.is_cold && !seq.is_warming_up;
+            seq.is_warming_up = false;
         }
         return;
     }

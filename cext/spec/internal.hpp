@@ -303,10 +303,10 @@ struct row_flags {
 
 struct sequence {
     bool is_begun = false;
-    uint64_t tag = 0;         // whose it is; 0: nobody's
-    bool is_cold = false;     // no draft state: no drafts
-    bool is_awaited = false;  // cold, and fed again from its next tokens on
-    bool has_emitted = false; // a step has chosen a token: generation
+    uint64_t tag = 0;           // whose it is; 0: nobody's
+    bool is_cold = false;       // no draft state: no drafts
+    bool is_warming_up = false; // cold, and fed again from its next tokens on
+    bool has_emitted = false;   // a step has chosen a token: generation
     bool has_drafter_begun = false;
     llama_token id_last = LLAMA_TOKEN_NULL;
     int32_t n_prompt = 0; // tokens given before the first one was chosen
@@ -331,7 +331,7 @@ struct sequence {
     int32_t n_past() const { return static_cast<int32_t>(tokens.size()); }
 
     // Whether its next tokens go to the drafter.
-    bool is_fed() const { return !is_cold || is_awaited; }
+    bool is_fed() const { return !is_cold || is_warming_up; }
 
     // Tokens of the sequence, from the first on, that the sampler must not be fed (again).
     int32_t n_known() const { return std::max(n_heard, n_past() + (has_emitted ? 1 : 0)); }
@@ -453,7 +453,7 @@ struct spec_engine {
 
     drafthouse::row_flags asked; // by the drafter
     bool has_rows = true;        // the target's last decode gave them
-    int32_t n_unfed = 0;         // decodes in a row that fed nobody
+    int32_t n_unfed = 0;         // decodes in a row without a drafter to feed
 
     std::vector<int32_t> rows;                 // batch index of each plan entry's first token
     std::vector<drafthouse::outcome> outcomes; // one per plan entry
@@ -779,6 +779,7 @@ void load_parts(spec_engine & engine, int32_t seq_id, snapshot_parts & parts);
 // start.cpp
 
 size_t drafter_row_bytes(const spec_engine & engine);
+void begin_drafter_again(spec_engine & engine, int32_t seq_id);
 llama_tokens known_tokens(const sequence & seq);
 std::unique_ptr<spec_sampler> swap_out(spec_engine & engine, int32_t seq_id);
 int32_t start_sequence(spec_engine & engine, const spec_start & start, snapshot_parts * parts);

@@ -179,7 +179,7 @@ bool has_drafter_state(const spec_engine & engine) {
 
 template <typename Archive, typename Sequence> void visit_sequence(Archive & io, Sequence & seq) {
     io.value(seq.is_cold);
-    io.value(seq.is_awaited);
+    io.value(seq.is_warming_up);
     io.value(seq.has_emitted);
     io.value(seq.has_drafter_begun);
     io.value(seq.n_prompt);
@@ -209,7 +209,7 @@ std::string write_sampler_state(const spec_sampler & sampler) {
 sequence without_sampler(const spec_engine & engine, const sequence & seq) {
     sequence bare;
     bare.is_cold = seq.is_cold;
-    bare.is_awaited = seq.is_awaited;
+    bare.is_warming_up = seq.is_warming_up;
     bare.has_drafter_begun = seq.has_drafter_begun && !engine.is_ngram();
     bare.tokens = seq.tokens;
     return bare;
@@ -388,13 +388,14 @@ void check_parts(const spec_engine & engine, const sequence & seq) {
         (seq.has_emitted && seq.id_last == LLAMA_TOKEN_NULL)) {
         corrupt("a token is out of range");
     }
-    if (seq.is_awaited && !seq.is_cold) {
+    if (seq.is_warming_up && !seq.is_cold) {
         corrupt("it awaits a draft state that it has");
     }
     const int32_t n_tokens_known = static_cast<int32_t>(seq.known.size());
     if (!std::all_of(seq.known.begin(), seq.known.end(), is_token) || seq.n_heard < 0 ||
         seq.n_heard > engine.limits.n_ctx_seq + 1 ||
-        (n_tokens_known > 0 ? n_tokens_known != seq.n_heard : seq.n_heard > seq.n_past() + 1)) {
+        (n_tokens_known > seq.n_past() ? n_tokens_known != seq.n_heard
+                                       : seq.n_heard > seq.n_past() + 1)) {
         corrupt("what its sampler knows is out of range");
     }
     int32_t n_before = 0;
@@ -549,7 +550,7 @@ void replay_ngram(spec_engine & engine, sequence & seq, int32_t seq_id) {
         common_speculative_draft(seq.ngram.get());
         if (e.n_accepted > static_cast<int32_t>(seq.draft.tokens.size()) ||
             (e.n_accepted >= 0 && seq.draft.tokens.empty())) {
-            corrupt("a draft was accepted that nobody made");
+            corrupt("more tokens were accepted than were drafted");
         }
         if (e.n_accepted >= 0) {
             accept_draft(engine, seq, seq_id, e.n_accepted);

@@ -88,7 +88,7 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
     to.tokens.assign(from.tokens.begin(), from.tokens.begin() + n_past);
     to.tag = from.tag;
     to.is_cold = from.is_cold;
-    to.is_awaited = from.is_awaited;
+    to.is_warming_up = from.is_warming_up;
     for (const llama_token token : to.tokens) {
         to.feed(token);
     }
@@ -192,7 +192,7 @@ void begin_kept(spec_engine & engine, int32_t seq_id, const sequence & from, int
                 const std::string & rows) {
     llama_tokens tokens(from.tokens.begin(), from.tokens.begin() + n_kept);
     const bool is_cold = from.is_cold;
-    const bool is_awaited = from.is_awaited;
+    const bool is_warming_up = from.is_warming_up;
     sequence & seq = at(engine, seq_id);
     seq = sequence{};
     begin_drafter(engine, seq, seq_id);
@@ -201,7 +201,7 @@ void begin_kept(spec_engine & engine, int32_t seq_id, const sequence & from, int
     }
     seq.tokens = std::move(tokens);
     seq.is_cold = is_cold;
-    seq.is_awaited = is_awaited;
+    seq.is_warming_up = is_warming_up;
 }
 
 // EAGLE-3's row of the last kept token was written with the token that followed it there. It stays:
@@ -320,6 +320,17 @@ size_t drafter_row_bytes(const spec_engine & engine) {
         return 0;
     default:
         return std::numeric_limits<size_t>::max(); // nothing but rows
+    }
+}
+
+// Begins the drafter of a sequence that goes on, but for its random numbers: from its seed again it
+// would draw the same ones, and drafts that are no new draws shift what is accepted of them.
+void begin_drafter_again(spec_engine & engine, int32_t seq_id) {
+    const std::string rng = drafter_rng(engine, seq_id);
+    common_speculative_begin(engine.spec.get(), seq_id, {});
+    if (!rng.empty() && !common_speculative_seq_load(engine.spec.get(), seq_id,
+                                                     drafter_rows(engine, seq_id) + rng)) {
+        fail(SPEC_ERR_INTERNAL, "the drafter's state has another size");
     }
 }
 

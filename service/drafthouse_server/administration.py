@@ -33,7 +33,8 @@ class AdminSettings:
         _HOST,
         "Address of AdminService, a listener of its own: status, limits, drain, and what routers"
         " watch. On loopback every user of this machine may use it; unix:PATH leaves it to those"
-        " who may enter the folder. Beyond loopback it wants admin_client_ca_file.",
+        " who may write to that socket: by the umask, mostly the server's own user. Beyond loopback"
+        " it wants admin_client_ca_file.",
     )
     """Address of AdminService."""
     admin_port: int = _admin(

@@ -383,7 +383,7 @@ class Config(DeviceSettings):
     """Maximum tokens of ended sequences to draft from, of each tenant."""
     threads: int = _compute(
         0,
-        between(0, 1024),
+        between(0, 512),
         "Threads of a decode. 0: all cores that affinity and cgroup quota allow; where steps are"
         " short (less than 16 MB of weights per core) and nothing else is left to the rest of the"
         " server, one less in steps of few tokens.",
@@ -392,7 +392,7 @@ class Config(DeviceSettings):
     """Threads of a decode."""
     threads_batch: int = _compute(
         0,
-        between(0, 1024),
+        between(0, 512),
         "Threads of a decode of two tokens and more. 0: as threads; where that is 0 too, all"
         " cores for prompts and for many streams.",
         old="n_threads_batch",

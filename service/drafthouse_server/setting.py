@@ -16,7 +16,7 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a setting may be."""
+    """Which values a setting may have."""
 
     expected: str
     """The rule in words; empty where anything is allowed."""
@@ -37,7 +37,7 @@ class Setting:
     group: str
     """Heading of the help under which it stands."""
     rule: Rule
-    """What it may be."""
+    """Which values are allowed."""
     about: str
     """Help: what it does, with the unit, and what 0 means where that is special."""
     old: str

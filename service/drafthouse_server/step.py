@@ -361,7 +361,7 @@ class StepResult:
 class SchedulerCounts:
     """How slots and cells were shared. Counts only grow; what says "now" is as of now."""
 
-    n_swapped: int = 0
+    n_preempted_now: int = 0
     """Sequences that were preempted and have not come back by now."""
     n_preempted_bytes: int = 0
     """Bytes of their snapshots in host memory now."""

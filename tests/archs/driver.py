@@ -191,7 +191,7 @@ def answer_of(sequence: Sequence) -> Answer:
         sequence.n_drafted,
         sequence.n_accepted,
         sequence.n_reused,
-        sequence.n_swap_outs,
+        sequence.n_preemptions,
     )
 
 

@@ -465,6 +465,27 @@ def test_a_preempted_sampler_goes_on_from_a_snapshot_without(draft_type: DraftTy
         assert found[:n] == wanted[:n]
 
 
+@pytest.mark.parametrize("draft_type", ["none", "mtp", "ngram-cache"])
+def test_a_prompt_that_is_preempted_twice_before_its_end_goes_on(draft_type: DraftType) -> None:
+    """Its second snapshot was refused: it held fewer known tokens than its sampler had heard."""
+    prompt = (ids(" ".join(TEXTS)) * 60)[:60]
+    with engine(draft_type) as owner:
+        owner.seq_begin(1, sampler(GREEDY))
+        wanted = emitted(owner.step(plan((1, 0, 0, 60, 0, 1)), prompt), 0)
+        owner.seq_begin(0, sampler(GREEDY))
+        for first, n in ((0, 20), (20, 15)):
+            owner.step(plan((0, first, 0, n, 0, 0)), prompt[first : first + n])
+            snapshot = owner.save(0)
+            preempted = moved(owner, swap_outs=[0]).samplers[0]
+            start = Start(0, preempted, first + n, snapshot=snapshot, is_resumed=True)
+            assert started(owner, start) == first + n
+        whole = owner.save(0)
+        owner.load(2, whole)
+        for seq_id in (0, 2):
+            result = owner.step(plan((seq_id, 35, 0, 25, 0, 1)), prompt[35:])
+            assert emitted(result, 0)[:1] == wanted[:1]
+
+
 @pytest.mark.parametrize("has_sampler", [0, 2, 2**64 - 1])
 def test_a_snapshot_that_lies_about_its_sampler_is_refused(has_sampler: int) -> None:
     """The bytes of a sampler that it does not tell of are no cells of it."""

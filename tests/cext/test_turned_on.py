@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.cext.test_cext_snapshots import drafter_state_at
 from tests.support.hand import (
     DENSE,
     GREEDY,
@@ -20,7 +21,7 @@ from tests.support.hand import (
     tokens_of,
 )
 
-from drafthouse_engine import DRAFT_DTYPE, BadPlan, DraftType, Engine, Start
+from drafthouse_engine import DRAFT_DTYPE, BadPlan, DraftType, Engine, SamplingParams, Start
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -120,3 +121,27 @@ def test_what_waits_for_process_is_not_for_a_drafter_that_is_turned_on() -> None
         target.decode([6], [4], [0], [False])
         target.process()
         assert not target.seq_is_cold(0)
+
+
+def draws(blob: bytes) -> bytes:
+    """Returns the end of the drafter's state in a snapshot: of its random numbers."""
+    at = drafter_state_at(blob)
+    return blob[at : at + int.from_bytes(blob[at - 8 : at], "little")][-1000:]
+
+
+@pytest.mark.parametrize("name", [DENSE, HYBRID])
+def test_the_draws_of_a_drafter_go_on_where_they_were(name: str) -> None:
+    """Begun anew from its seed it drew the same again: the output was the target's no more."""
+    with engine("mtp", name, n_draft_max=K, probabilistic=True) as target:
+        target.seq_begin(0, sampler(SamplingParams(temperature=1.0, seed=7), name))
+        output = emitted(target.step(plan((0, 0, 0, len(TOKENS), 0, 1)), TOKENS), 0)
+        first = draws(target.save(0))
+        assert go_on(target, output, 12) > 0
+        before = draws(target.save(0))
+        assert before != first, "it has drawn, or the test says nothing"
+        target.seq_drafts_off(0)
+        go_on(target, output, len(output) + 1, 0)
+        target.seq_drafts_on(0)
+        go_on(target, output, len(output) + 1, 0)
+        assert not target.seq_is_cold(0)
+        assert draws(target.save(0)) == before

@@ -95,9 +95,25 @@ def test_a_key_is_revoked_and_replaced(shell: Shell) -> None:
     shell.run("keys", "revoke", first, code=1)
     assert "is revoked already" in shell.err
     shell.run("keys", "revoke", "nobody", code=1)
+
     assert "there is no key 'nobody'" in shell.err
     shell.run("keys", "rotate", first, code=1)
     assert len(json.loads(shell.run("keys", "list", "--json"))) == 3, "no key in its place"
+
+
+def test_a_whole_key_in_place_of_its_id_is_taken_and_never_shown(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What failed, such as a key that was pasted, stood in the audit trail with its secret."""
+    key = shell.run("keys", "add", "--tenant", "acme").strip()
+    with pytest.raises(SystemExit):
+        shell.run("keys", "revoke", key[:-1])
+    told = capsys.readouterr().err
+    assert "between dh_ and the second _" in told
+    assert key[16:40] not in told
+    shell.run("keys", "revoke", key)
+    assert "is revoked" in shell.err
+    assert key[16:40] not in shell.err
 
 
 def test_a_key_that_outlives_the_calendar_is_shown_and_listed(shell: Shell) -> None:

@@ -369,6 +369,13 @@ def test_a_flag_that_names_no_file_is_refused() -> None:
 # Keys.
 
 
+@pytest.mark.parametrize("name", ["usage_journal", "rate_counters_url", "key_pepper_file"])
+def test_what_an_unset_variable_leaves_empty_is_refused(name: str) -> None:
+    """`--usage-journal "$JOURNAL"` served unbilled, and said nothing."""
+    with pytest.raises(ConfigError, match=f"flag --{name.replace('_', '-')}"):
+        load(environment={}, flags={name: ""})
+
+
 @pytest.mark.parametrize("text", ["", "  ", " , "])
 @pytest.mark.parametrize(
     "name",

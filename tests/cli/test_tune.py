@@ -6,10 +6,13 @@ import dataclasses
 import io
 import shlex
 import tomllib
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from drafthouse_server.cli.terminal import Terminal
-from drafthouse_server.cli.tune import Measurements, advise, tune
+from drafthouse_server.cli.tune import Advice, Measurements, advise, read_texts, tune
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.step import EngineLimits, StepPlan, StepResult
@@ -97,3 +100,24 @@ def test_what_is_printed_starts_the_same_model_and_drafter() -> None:
     settings = tomllib.loads("# " + toml)
     assert settings["model_draft"] == "a 'b'.gguf"
     assert settings["threads"] == next(found.value for found in advice if found.name == "threads")
+
+
+def test_what_is_printed_where_no_draft_pays_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It named the draft model beside `--draft-type none`, which is refused."""
+    monkeypatch.setattr(
+        "drafthouse_server.cli.tune.advise", lambda _: [Advice("draft_type", "none", "no gain")]
+    )
+    out, clock = io.StringIO(), Clock()
+    config = Config(model="m.gguf", model_draft="d.gguf", draft_type="simple", parallel=4)
+    terminal = Terminal(out=out, err=io.StringIO())
+    tune(config, lambda c: TimedEngine(c, clock, 1e-6), ["text " * 90], terminal, clock)
+    settings = tomllib.loads("# " + out.getvalue().partition("\n\n# ")[2])
+    assert settings == {"model": "m.gguf", "draft_type": "none", "parallel": 4}
+    Config(**settings)
+
+
+def test_texts_that_are_not_there_are_asked_for(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drafthouse_server.cli.tune._PROMPTS", tmp_path / "prompts.json")
+        with pytest.raises(ValueError, match="--prompts"):
+            read_texts(tmp_path / "prompts.json")

@@ -76,7 +76,7 @@ def test_drafts_that_begin_to_pay_are_turned_on_again_within_two_thousand_steps(
     machine = Machine(n_wide=256, process_token_s=0.0004)
     crowd = make_crowd([0.05] * n)
     _, before = run(policy, cost, machine, crowd, 800)
-    assert not policy.is_warm
+    assert not policy.is_enabled
     assert sorted(before[-100:])[50] == 0
     for member in crowd:
         member.acceptance = lambda _: 0.95
@@ -93,14 +93,14 @@ def test_a_drafter_that_stops_to_pay_is_turned_off() -> None:
     crowd[0].acceptance = lambda _: 0.05
     _, after = run(policy, cost, machine, crowd, 1500)
     assert sorted(after[1000:])[250] == 0
-    assert not policy.is_warm
+    assert not policy.is_enabled
 
 
 def test_a_drafter_is_taken_back_when_the_crowd_leaves() -> None:
     policy, cost = adaptive()
     machine = Machine(process_token_s=0.0004)
     run(policy, cost, machine, make_crowd([0.8] * 24), 600)
-    assert not policy.is_warm
+    assert not policy.is_enabled
     crowd = make_crowd([0.8])
     crowd[0].is_draft_cold, crowd[0].n_fed = True, 0
     _, depths = run(policy, cost, machine, crowd, 600)
@@ -112,7 +112,7 @@ def test_a_drafter_that_costs_nothing_to_feed_is_never_turned_off() -> None:
     machine = Machine(process_token_s=0.0, draft_pass_s=0.004)
     _, depths = run(policy, cost, machine, make_crowd([0.1] * 4), 800)
     assert sorted(depths[-200:])[100] == 0
-    assert policy.is_warm
+    assert policy.is_enabled
 
 
 @pytest.mark.parametrize("n_prompt", [16, 128])
@@ -120,10 +120,10 @@ def test_prompts_in_every_step_keep_no_drafter_that_does_not_pay(n_prompt: int) 
     policy, cost = adaptive()
     machine = Machine(process_token_s=0.0004)
     run(policy, cost, machine, make_crowd([0.4] * 24), 300, n_prompt=n_prompt)
-    assert not policy.is_warm
+    assert not policy.is_enabled
     policy, cost = adaptive()
     _, depths = run(policy, cost, Machine(), make_crowd([0.9] * 2), 300, n_prompt=n_prompt)
-    assert policy.is_warm
+    assert policy.is_enabled
     assert sorted(depths[-100:])[50] > 0
 
 
@@ -182,7 +182,7 @@ def test_limits_hold_and_nothing_fails_whatever_crowds_and_times_it_is_told(
         result = StepResult(verified(policy, crowd, n_drafts), timings=timings)
         policy.observe(result, streams_s)
         twin.observe(result, streams_s)
-        assert twin.is_warm == policy.is_warm
+        assert twin.is_enabled == policy.is_enabled
     assert policy.choose_all([], limits, 9) == []
 
 
@@ -216,7 +216,7 @@ def test_a_clock_that_stands_still_leaves_it_where_it_was() -> None:
         n_drafts = policy.choose_all(crowd, limits, 16)
         policy.observe(StepResult(verified(policy, crowd, n_drafts)), 0.0)
     assert policy.n_changes == 0
-    assert policy.is_warm
+    assert policy.is_enabled
 
 
 def test_what_is_forgotten_is_learnt_again_and_the_scheduler_is_told() -> None:
@@ -226,10 +226,10 @@ def test_what_is_forgotten_is_learnt_again_and_the_scheduler_is_told() -> None:
     told = []
     for _ in range(2):
         run(policy, cost, machine, crowd, 300)
-        told.append((policy.is_warm, policy.epoch))
+        told.append((policy.is_enabled, policy.epoch))
         policy.reset()
-        told.append((policy.is_warm, policy.epoch))
-    assert [is_warm for is_warm, _ in told] == [False, True, False, True]
+        told.append((policy.is_enabled, policy.epoch))
+    assert [is_enabled for is_enabled, _ in told] == [False, True, False, True]
     assert told[0][1] < told[1][1] < told[2][1] < told[3][1]
 
 
@@ -265,4 +265,4 @@ def test_a_crowd_that_comes_and_goes_keeps_no_probe_from_its_end(period: int) ->
     crowd = make_crowd([0.1] * 3)
     for i in range(400):
         run(policy, cost, machine, crowd[:2] if i % period == 0 else crowd, 1)
-    assert not policy.is_warm, "drafts that are never right were tried, and given up"
+    assert not policy.is_enabled, "drafts that are never right were tried, and given up"

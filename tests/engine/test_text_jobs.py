@@ -97,6 +97,16 @@ def test_a_time_that_is_none_is_no_answer(wrong: float) -> None:
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [TextAnswer([1], n_grammar_bytes=math.inf), TextAnswer([1], cpu_s=10**400)],  # type: ignore[arg-type]  # as a broken worker may write
+)
+def test_numbers_that_are_none_are_no_answer(answer: TextAnswer) -> None:
+    """Not told as that, they left the call of the next tenant without an answer for ever."""
+    with pytest.raises(ValueError, match="not an answer"):
+        read_answer(write_answer(answer))
+
+
+@pytest.mark.parametrize(
     ("job", "n_bytes", "path"),
     [
         (TextJob(text="héllo"), 6, "text"),

@@ -176,7 +176,7 @@ struct shadow {
     bool is_begun = false;
     bool has_emitted = false;
     bool is_greedy = false;
-    bool is_awaited = false; // turned on, and nothing but steps has touched it since
+    bool is_warming_up = false; // turned on, and nothing but steps has touched it since
     int32_t last = 0;
     uint64_t tag = 0;
     std::vector<int32_t> known;      // resumed: what must be computed again, up to the last token
@@ -185,7 +185,7 @@ struct shadow {
 
     // The tokens from position n on are others now, or may be.
     void forget_from(int32_t n) {
-        is_awaited = false;
+        is_warming_up = false;
         emissions.erase(std::remove_if(emissions.begin(), emissions.end(),
                                        [n](const emission & e) { return e.pos > n; }),
                         emissions.end());
@@ -439,7 +439,7 @@ private:
     // What a sampler that leaves its sequence knows of it.
     shadow history_of(int32_t id) const {
         shadow s = seqs_[id];
-        s.is_awaited = false;
+        s.is_warming_up = false;
         const int32_t n_past = spec_engine_seq_n_past(f_.engine, id);
         if (static_cast<int32_t>(s.known.size()) <= n_past) {
             s.known = tokens_of(id);
@@ -614,7 +614,7 @@ private:
         }
         REQUIRE(is_cold(id) == (!is_up || (was_cold && !is_ngram())));
         REQUIRE(call(f_.engine, id) == SPEC_OK && look() == after); // twice is once
-        s.is_awaited = is_up && is_cold(id) && limits_.draft_type != SPEC_DRAFT_NONE;
+        s.is_warming_up = is_up && is_cold(id) && limits_.draft_type != SPEC_DRAFT_NONE;
     }
 
     // While it is so, every decode finds all sequences turned off: after some of them the target
@@ -623,7 +623,7 @@ private:
         for (int32_t id = 0; id < N_SEQ && is_unfed_; ++id) {
             REQUIRE(spec_engine_seq_drafts_off(f_.engine, id) ==
                     (seqs_[id].is_begun ? SPEC_OK : SPEC_ERR_SEQ_IDLE));
-            seqs_[id].is_awaited = false;
+            seqs_[id].is_warming_up = false;
         }
     }
 
@@ -744,7 +744,7 @@ private:
         // other tokens than it knows.
         now.is_exact = now.is_exact && !is_own && n == 0;
         now.is_begun = true;
-        now.is_awaited = false;
+        now.is_warming_up = false;
         if (!now.is_exact) {
             now.emissions.clear();
         }
@@ -973,11 +973,11 @@ private:
         }
         for (const int32_t id : drafts_off_) {
             is_cold_[id] = true;
-            seqs_[id].is_awaited = false;
+            seqs_[id].is_warming_up = false;
         }
         for (const int32_t id : drafts_on_) {
             is_cold_[id] = is_cold_[id] && !is_ngram();
-            seqs_[id].is_awaited = is_cold_[id] && limits_.draft_type != SPEC_DRAFT_NONE;
+            seqs_[id].is_warming_up = is_cold_[id] && limits_.draft_type != SPEC_DRAFT_NONE;
         }
     }
 
@@ -1074,8 +1074,8 @@ private:
         const bool is_external = (r.flags & SPEC_RESULT_EXTERNAL) != 0;
         REQUIRE(!is_cold_[e.seq_id] || r.n_drafted == 0 || is_external);
         REQUIRE(((r.flags & SPEC_RESULT_DRAFT_COLD) != 0) == is_cold(e.seq_id));
-        REQUIRE(!s.is_awaited || has_fault_ || !is_cold(e.seq_id));
-        s.is_awaited = s.is_awaited && is_cold(e.seq_id);
+        REQUIRE(!s.is_warming_up || has_fault_ || !is_cold(e.seq_id));
+        s.is_warming_up = s.is_warming_up && is_cold(e.seq_id);
         REQUIRE(r.n_drafted <= e.n_draft && r.n_accepted <= r.n_drafted && r.n_accepted >= 0);
         if (result.n_steps > 1) {
             REQUIRE(r.n_tokens == result.n_steps ||

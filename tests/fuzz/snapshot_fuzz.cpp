@@ -48,11 +48,30 @@ uint64_t digest(const uint8_t * data, size_t n) {
         x = (x ^ (x >> 29)) * 0xd6e8feb86659fd93u;
         return x ^ (x >> 32);
     };
-    uint64_t h = mix(n);
-    for (; n >= WORD; n -= WORD, data += WORD) {
+    const auto next = [&](uint64_t h) {
         uint64_t word;
         std::memcpy(&word, data, WORD);
-        h = mix(h ^ word);
+        data += WORD;
+        return mix(h ^ word);
+    };
+    constexpr size_t N_LANES = 8;
+    uint64_t h = mix(n);
+    if (n >= N_LANES * WORD) {
+        uint64_t lanes[N_LANES];
+        for (size_t i = 0; i < N_LANES; ++i) {
+            lanes[i] = mix(h + i);
+        }
+        for (; n >= N_LANES * WORD; n -= N_LANES * WORD) {
+            for (uint64_t & lane : lanes) {
+                lane = next(lane);
+            }
+        }
+        for (const uint64_t lane : lanes) {
+            h = mix(h ^ lane);
+        }
+    }
+    for (; n >= WORD; n -= WORD) {
+        h = next(h);
     }
     uint64_t word = 0;
     std::memcpy(&word, data, n);

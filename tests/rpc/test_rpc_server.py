@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -355,19 +356,52 @@ async def test_a_part_that_does_not_end_keeps_none_of_the_others(
 ) -> None:
     engine = FakeEngine()
     server = await start_server(engine)
-    monkeypatch.setattr(rpc_server, "_RELEASE_S", 0.05)
     texts = server._texts
     assert texts is not None
-    close = texts.close
+    closing = asyncio.ensure_future(texts.close())
 
     async def hang() -> None:
-        await close()
         await asyncio.Event().wait()
 
+    async def release(what: str, ending: Coroutine[object, object, None]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(rpc_server, "_RELEASE_S", 0.05 if what == "the text workers" else 100.0)
+            await whole(what, ending)
+
+    whole = rpc_server._release
+    monkeypatch.setattr(rpc_server, "_release", release)
     monkeypatch.setattr(texts, "close", hang)
     await server.close()
+    await closing
     assert engine.is_closed
     assert "the text workers did not end within 0.05 s" in caplog.text
+
+
+async def test_a_part_that_fails_to_end_keeps_none_of_the_others(
+    start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine()
+    server = await start_server(engine)
+    ended = list[str]()
+    close = server.backends.close
+
+    async def fail() -> None:
+        raise TimeoutError("a fault of ours")
+
+    async def note() -> None:
+        await close()
+        ended.append("backends")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server._side, "aclose", fail)
+        patch.setattr(server.loop, "close", fail)
+        patch.setattr(server.backends, "close", note)
+        await server.close()
+    assert ended == ["backends"]
+    assert caplog.text.count("failed to end") == 2
+    await server.loop.close()
+    await server._side.aclose()
+    assert engine.is_closed
 
 
 async def test_a_port_in_use_is_one_clear_sentence() -> None:

@@ -82,7 +82,7 @@ class Trace:
             sequence = self.slots[entry.seq_id]
             amount = len(entry.tokens) * self.weights.output
             amount += (entry.n_drafted - entry.n_accepted) * self.weights.rejected
-            if part.n_past < sequence.n_prompt and not sequence.n_swap_outs:
+            if part.n_past < sequence.n_prompt and not sequence.n_preemptions:
                 amount += len(part.tokens) * self.weights.prompt
             self.service[sequence.tenant] += amount / sequence.weight
         for sequence, event in self.scheduler.commit(result, now):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ def test_nor_a_tenant_that_was_served_more() -> None:
     world = flooded(fairness=Fairness(quantum=10.0))
     world.add("q", n_prompt=1, n_output_max=1, tenant="polite")
     assert slots(world.step()) == [6]
+    world.step()
     world.scheduler.counters.charge("polite", 10_000.0)
     world.add("p", n_prompt=5, tenant="polite")
     assert len(slots(world.step())) == 7
@@ -108,6 +110,58 @@ def test_nor_anybody_while_nothing_is_known_of_steps() -> None:
     world = flooded(cost=UnknownCost())
     world.add("p", n_prompt=5, tenant="polite")
     assert len(slots(world.step())) == 7
+
+
+def test_nor_one_that_finds_room_for_a_part_of_its_prompt_alone() -> None:
+    world = flooded()
+    polite = world.add("p", n_prompt=5, tenant="polite")
+    streams = [s for s in world.scheduler.sequences() if s.tenant == "flood"]
+    choose = world.scheduler._newcomers.choose
+    assert choose(streams, [polite], 4) == []
+    assert choose(streams, [polite], 5) == [polite]
+
+
+def test_nor_one_that_a_gap_target_leaves_no_time_for() -> None:
+    world = flooded(gap_s=0.022)
+    world.add("p", n_prompt=5, tenant="polite")
+    assert len(slots(world.step())) == 7
+
+
+def test_the_shortest_prompts_get_it_where_others_are_too_long() -> None:
+    world = flooded()
+    world.add("p", n_prompt=40, tenant="wordy")
+    world.add("q", n_prompt=3, tenant="polite")
+    (seq_id,) = slots(world.step())
+    assert world.scheduler._slots.running[seq_id].tenant == "polite"
+
+
+def test_there_are_never_two_such_steps_in_a_row() -> None:
+    world = flooded()
+    n_before = len(world.plans)
+    for i in range(60):
+        world.add(f"p{i}", n_prompt=2, n_output_max=1, tenant=f"polite{i}")
+        world.step()
+    alone = [min(slots(plan)) >= 6 for plan in world.plans[n_before:]]
+    assert sum(alone) > 5
+    assert not any(first and then for first, then in itertools.pairwise(alone))
+
+
+@pytest.mark.parametrize("n_cells", [60, 75, 90, 120])
+def test_in_a_shared_pool_that_is_full_somebody_goes_on(n_cells: int) -> None:
+    """A prompt for which there was room in part alone kept the others from going on, for ever."""
+    limits = dataclasses.replace(MANY, n_ctx=n_cells, n_ctx_seq=n_cells, n_seq_max=6)
+    world = World(limits)
+    world.add("w", n_prompt=3, n_output_max=10, tenant="first")
+    world.run()
+    for i in range(4):
+        world.add(f"f{i}", n_prompt=2, n_output_max=n_cells // 2, tenant="flood")
+    for i in range(400):
+        if i % 9 == 5:
+            world.add(f"p{i}", n_prompt=3 + i % 13, n_output_max=2, tenant=f"polite{i % 3}")
+        plan = world.step()
+        assert plan.entries or not world.scheduler.sequences(), i
+    world.run(3000)
+    assert not world.scheduler.sequences()
 
 
 @pytest.mark.parametrize("n_tenants", [1, 5])

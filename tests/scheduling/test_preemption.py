@@ -136,7 +136,7 @@ class Crowd:
         """Everybody has come to a good end, and nothing is left."""
         assert all(isinstance(s.terminal, FinishEvent) for s in self.sequences)
         assert len(self.swap_outs) == self.counts.n_preempted == self.counts.n_resumed > 0
-        assert (self.counts.n_swapped, self.counts.n_preempted_bytes) == (0, 0)
+        assert (self.counts.n_preempted_now, self.counts.n_preempted_bytes) == (0, 0)
         assert engine.n_cells_used == 0
 
 
@@ -205,7 +205,7 @@ def interrupted(
         step(engine, scheduler)
     assert scheduler.counts.n_preempted >= 2
     assert (scheduler.counts.n_recomputed == 0) is (n_bytes_max > 0)
-    assert all(stream.n_swap_outs for stream in streams)
+    assert all(stream.n_preemptions for stream in streams)
     is_speculative = engine.limits.draft_type != "none"
     assert all((stream.n_drafted > 0) is is_speculative for stream in streams)
     return scheduler, streams
@@ -289,7 +289,7 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     assert scheduler.is_idle
     assert all(isinstance(s.terminal, FinishEvent) for s in sequences)
     assert counts.n_preempted == counts.n_resumed > 0
-    assert (counts.n_swapped, counts.n_preempted_bytes) == (0, 0)
+    assert (counts.n_preempted_now, counts.n_preempted_bytes) == (0, 0)
     assert engine.n_cells_used == counts.n_retained_cells <= 256
     engine.close()
     reference = LlamaEngine.load(demo_config(target, "none", parallel=1, max_model_len=400))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
+import pytest
+from tests.scheduling.test_scheduler import LIMITS, Bench
+from tests.support.unknown_cost import UnknownCost
+
+from drafthouse_server.drafting.cost import StepShape
 from drafthouse_server.scheduling.pacing import (
     GAP_FACTOR,
     N_PAST_LONG,
@@ -27,7 +32,10 @@ def make(order: int, tenant: str, priority: int = 0) -> Sequence:
 def shares(
     turns: PrefillShares, wanted: list[tuple[Sequence, int]], n_tokens: int
 ) -> dict[str, int]:
-    return {s.request_id: n for s, n in turns.share(wanted, n_tokens)}
+    granted = turns.share(wanted, n_tokens)
+    for sequence, n in granted:
+        turns.charge(sequence, n)
+    return {s.request_id: n for s, n in granted}
 
 
 def test_inside_a_tenant_rank_decides() -> None:
@@ -106,3 +114,40 @@ def test_pieces_of_long_prompts_are_not_smaller_than_pays() -> None:
     assert pacer.align(20, N_PIECE, 1000, 1) == 1 + N_ROWS_ALONE, "the end makes no piece"
     assert pacer.align(2, 5, 1000, 1) == 5
     assert ChunkSizer(0.05).align(4, 999, 1000, 1) == 4, "a target that was set is held"
+
+
+class Forty(UnknownCost):
+    """A cost model by which forty tokens of prompts fit beside any step."""
+
+    n_observed = 1
+
+    def predict(self, shape: StepShape) -> float:
+        """Returns a hundredth of a second."""
+        return 0.01
+
+    def fit_prefill(self, shape: StepShape, seconds: float, n_past: int, n_most: int) -> int:
+        """Returns 40, or what there is."""
+        return min(40, n_most)
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_a_tenant_whose_pieces_are_small_goes_on_beside_a_heavier_one(weight: float) -> None:
+    """A piece that grew to what attention computes together, and did not fit, was charged."""
+    limits = dataclasses.replace(
+        LIMITS, n_ctx=20_000, n_ctx_seq=5000, n_batch=512, n_ubatch=512, n_outputs_max=64
+    )
+    bench = Bench(limits, 0, {"cost": Forty()})
+    bench.add("s", n_prompt=2, n_output_max=4000, tenant="stream")
+    for _ in range(3):
+        bench.step()
+    heavy = bench.add("h", n_prompt=4000, tenant="heavy", weight=weight)
+    light = bench.add("l", n_prompt=4000, tenant="light")
+    while min(heavy.n_computed, light.n_computed) <= N_PAST_LONG:
+        bench.step()
+        assert len(bench.plans) < 400
+    before = heavy.n_computed, light.n_computed
+    for _ in range(40):
+        bench.step()
+    gained = heavy.n_computed - before[0], light.n_computed - before[1]
+    assert sum(gained) > 600
+    assert 0.5 * weight < gained[0] / gained[1] < 2 * weight

@@ -565,7 +565,7 @@ def test_a_snapshot_that_failed_is_computed_again() -> None:
 def test_preempted_time_is_told_apart_from_queueing() -> None:
     bench, sequences = crowded()
     bench.run(500)
-    preempted = next(s for s in sequences if s.n_swap_outs)
+    preempted = next(s for s in sequences if s.n_preemptions)
     end = bench.ends()[preempted.request_id]
     assert isinstance(end, FinishEvent)
     assert end.timings.queue_s == preempted.slot_at
@@ -618,7 +618,7 @@ def test_higher_priority_takes_a_slot_of_its_own_tenant_only() -> None:
     assert (low.state, other.state) == (SequenceState.PREEMPTED, SequenceState.RUNNING)
     bench.run()
     assert high.last_token_at < low.last_token_at
-    assert (low.n_output, low.n_swap_outs, other.n_swap_outs) == (40, 1, 0)
+    assert (low.n_output, low.n_preemptions, other.n_preemptions) == (40, 1, 0)
 
 
 def test_no_room_preempts_others_and_ends_nobody() -> None:

@@ -415,7 +415,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         preempted = [s for s in self.world.live if s.state is SequenceState.PREEMPTED]
         counts = self.world.scheduler.counts
         assert counts.n_estimator_resets == 0
-        assert counts.n_swapped == len(preempted)
+        assert counts.n_preempted_now == len(preempted)
         assert counts.n_preempted_bytes == sum(len(s.snapshot or b"") for s in preempted)
         assert counts.n_preempted_bytes <= self.world.setup.n_preempted_bytes_max
         assert counts.n_prefix_bytes <= (self.world.setup.n_host_bytes_max or 0)
@@ -452,7 +452,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.world.scheduler.is_idle
         assert self.world.scheduler._ledger.n_reserved == 0
         counts = self.world.scheduler.counts
-        assert (counts.n_swapped, counts.n_preempted_bytes) == (0, 0)
+        assert (counts.n_preempted_now, counts.n_preempted_bytes) == (0, 0)
         assert self.world.engine.n_cells_used == self.world.scheduler.n_cells_held
         assert counts.n_retained or self.world.engine.n_cells_used == 0
         assert [w.output for w in self.worlds[0].sequences] == [

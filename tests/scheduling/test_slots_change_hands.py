@@ -35,7 +35,7 @@ def test_a_tenant_below_its_share_takes_the_youngest_stream_of_the_one_above() -
     world.run()
     assert all(isinstance(end, FinishEvent) for end in world.ends().values())
     assert (old.n_output, young.n_output, polite.n_output) == (60, 60, 4)
-    assert (old.n_swap_outs, young.n_swap_outs, polite.n_swap_outs) == (0, 1, 0)
+    assert (old.n_preemptions, young.n_preemptions, polite.n_preemptions) == (0, 1, 0)
 
 
 def test_who_has_its_share_keeps_it() -> None:
@@ -58,7 +58,7 @@ def test_a_sequence_loses_its_slot_once_in_an_interval_at_most() -> None:
             world.add(f"h{i}", n_output_max=1, tenant="one", priority=1)
         if world.step().swap_outs:
             preempted_at.append(world.now)
-    assert low.n_swap_outs == len(preempted_at) >= 2
+    assert low.n_preemptions == len(preempted_at) >= 2
     assert min(b - a for a, b in itertools.pairwise(preempted_at)) >= 30.0
     world.run()
     assert low.n_output == 90

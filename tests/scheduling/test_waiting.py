@@ -65,9 +65,9 @@ def test_priority_counts_inside_a_tenant_only() -> None:
 
 def test_what_has_begun_goes_before_what_came_later_in_its_tenant_alone() -> None:
     queue = fill(make(0), make(3, "c"), make(1, "b"), make(2, "c", is_preempted=True))
-    assert queue.n_swapped == 1
+    assert queue.n_preempted_now == 1
     assert drain(queue) == ["a0", "c2", "b1", "c3"]
-    assert queue.n_swapped == 0
+    assert queue.n_preempted_now == 0
 
 
 def test_a_higher_priority_of_its_tenant_goes_before_a_preempted_one() -> None:

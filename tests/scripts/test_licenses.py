@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.built import needs_extension
+from tests.support.built import missing, needs_extension
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "cext"))
@@ -21,7 +21,7 @@ MIT = "Permission is hereby granted, free of charge"
 def source() -> Path:
     path = pinned.source_path()
     if not path.is_dir():
-        pytest.skip("the source of llama.cpp is not in the cache: `make build`")
+        missing("the source of llama.cpp is not in the cache: `make build`")
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -339,3 +340,18 @@ async def test_errors_carry_what_the_server_said(client: drafthouse.AsyncClient)
     assert error.request_id.startswith("req_")
     assert str(error).startswith("[CONTEXT_TOO_LONG] 1000 prompt tokens")
     assert str(error).endswith(f"(request {error.request_id})")
+
+
+async def test_a_call_whose_client_is_closed_is_cancelled_and_not_its_task() -> None:
+    """A bare CancelledError: in a group of tasks the one that called vanished without a word."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        client = drafthouse.AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}", retry=None)
+        calling = asyncio.create_task(client.tokenize("x"))
+        await asyncio.sleep(0.1)
+        await client.aclose()
+        async with asyncio.timeout(60):
+            with pytest.raises(drafthouse.Cancelled):
+                await calling
+        assert not calling.cancelled()

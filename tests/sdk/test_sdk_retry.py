@@ -426,6 +426,7 @@ async def test_a_mangled_detail_is_none(script: Script) -> None:
 
 
 def test_the_budget_stops_retries_of_a_failing_server_until_successes_come() -> None:
+    assert not RetryBudget(0).fail(), "no token, no retry"
     budget = RetryBudget(4)
     assert [budget.fail() for _ in range(3)] == [True, True, False]
     for _ in range(20):

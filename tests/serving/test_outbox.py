@@ -20,7 +20,7 @@ class ManualClock:
 
 
 class PacedOutboxes:
-    """Outboxes that a pacer holds, and the tokens that their readers would get."""
+    """Outboxes that a wake limiter holds, and the tokens that their readers would get."""
 
     def __init__(self, n: int) -> None:
         self.clock = ManualClock()

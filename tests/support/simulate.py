@@ -292,7 +292,7 @@ class Simulation:
             sequence = self._slots[entry.seq_id]
             amount = len(entry.tokens) * weights.output
             amount += (entry.n_drafted - entry.n_accepted) * weights.rejected
-            if part.n_past < sequence.n_prompt and not sequence.n_swap_outs:
+            if part.n_past < sequence.n_prompt and not sequence.n_preemptions:
                 amount += len(part.tokens) * weights.prompt
             service[sequence.tenant] += amount
 

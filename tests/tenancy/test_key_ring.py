@@ -508,10 +508,24 @@ async def test_a_key_that_was_not_seen_for_an_hour_is_forgotten_and_asked_for(
     bench.now += 1
     await poll(ring)
     bench.lose()
+    bench.now += 20
     assert isinstance(await refused(ring, old), StoreUnavailable)
     await identify(ring, fresh)
     ring._prune()
     assert set(ring._known) == {fresh.id}
+
+
+async def test_a_key_that_was_not_seen_for_an_hour_works_while_the_store_answers(
+    bench: Bench,
+) -> None:
+    """It was refused until it was forgotten; with a call of it still open, until that one ended."""
+    key = bench.add_key()
+    ring = await bench.ring()
+    with ring.hold(await identify(ring, key)):
+        bench.now += 2 * HOUR
+        await poll(ring)
+        ring._prune()
+        assert (await identify(ring, key)).key_id == key.id
 
 
 async def test_keys_that_were_used_of_late_are_known_to_a_server_that_starts(bench: Bench) -> None:
@@ -691,3 +705,13 @@ def test_addresses_are_forgotten_when_there_are_too_many() -> None:
 )
 def test_the_source_of_a_call_is_what_one_user_has(peer: str, source: str) -> None:
     assert source_of(peer) == source
+
+
+def test_what_keys_of_known_ids_add_has_a_bound() -> None:
+    """A client that went on with an expired key locked its address out for days."""
+    bad_keys = BadKeys(30)
+    for _ in range(100_000):
+        bad_keys.note("192.0.2.1", 0.0)
+    with pytest.raises(TooManyBadKeys):
+        bad_keys.check("192.0.2.1", 0.0)
+    bad_keys.check("192.0.2.1", 60.0)

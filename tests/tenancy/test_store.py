@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import shutil
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -168,6 +170,9 @@ def test_a_url_that_is_none_is_told_without_showing_it(url: str, problem: str) -
 def test_no_error_shows_a_password() -> None:
     with pytest.raises(StoreError) as caught:
         Store.open("postgresql://me:hunter2@127.0.0.1:1/x")
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(StoreError) as caught:
+        Store.open("postgresql://me@127.0.0.1:1/x?password=hunter2")
     assert "hunter2" not in str(caught.value)
     with pytest.raises(ConfigError) as wrong:
         Store.open("oracle://me:hunter2@127.0.0.1:1/x")
@@ -423,6 +428,52 @@ def test_a_file_that_goes_is_told_and_one_in_its_place_is_read(tmp_path: Path, k
     with store.reading() as connection:
         assert [tenant.name for tenant in records.list_tenants(connection)] == ["bob"]
     store.close()
+
+
+def test_a_copy_that_is_put_back_is_not_mixed_with_what_it_was_to_undo(tmp_path: Path) -> None:
+    path, copy = tmp_path / "store.db", tmp_path / "copy.db"
+    store = Store.open(f"sqlite:///{path}")
+    with store.writing() as connection:
+        records.add_tenant(connection, "acme", {}, NOW)
+    with contextlib.closing(sqlite3.connect(path)) as source:
+        with contextlib.closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+        with store.writing() as connection:
+            records.add_tenant(connection, "bob", {}, NOW)
+        assert (tmp_path / "store.db-wal").stat().st_size
+        copy.replace(path)
+        told = ""
+        try:
+            with store.reading() as connection:
+                found = records.list_tenants(connection)
+        except StoreError as error:
+            told = str(error)
+            for end in ("wal", "shm"):
+                (tmp_path / f"store.db-{end}").unlink()
+            with store.reading() as connection:
+                found = records.list_tenants(connection)
+    assert not told or "store.db-wal of the one before" in told
+    assert [tenant.name for tenant in found] == ["acme"]
+    store.close()
+
+
+@pytest.mark.parametrize("given", ["", "?options=-csearch_path%3Dours"])
+def test_options_of_the_url_of_a_server_are_kept(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were left out where ours, of the driver's arguments, stood beside them."""
+    asked = list[dict[str, str]]()
+
+    def note(_: object, *, connect_args: dict[str, str], **how: object) -> None:
+        asked.append(connect_args)
+        raise ImportError
+
+    monkeypatch.setattr("drafthouse_server.tenancy.store.sqlalchemy.create_engine", note)
+    monkeypatch.setenv("PGOPTIONS", "-c search_path=theirs")
+    with pytest.raises(ConfigError, match="driver is missing"):
+        Store.open(f"postgresql://127.0.0.1:1/x{given}")
+    wanted = "-csearch_path=ours " if given else "-c search_path=theirs "
+    assert asked[0]["options"].startswith(wanted + "-c statement_timeout=")
 
 
 def test_a_disk_that_is_full_is_told_and_changes_nothing(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class StoreState(OpenEnum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a server is."""
+    """Load of a server: slots, queue and cells in use."""
 
     state: ServerState
     """Whether it takes requests."""
@@ -98,7 +98,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStatus:
-    """How a prefix cache does; counts are since the start of the server."""
+    """Lookups and contents of a prefix cache; counts are since the start of the server."""
 
     lookup_tokens: int
     """Prompt tokens that were looked up."""
@@ -123,7 +123,7 @@ class ServerStatus:
     uptime: timedelta
     """Time since then."""
     load: Load
-    """How busy it is."""
+    """Slots, queue and cells in use."""
     slots: int
     """Requests that may run at once."""
     kv_cells: int
@@ -135,7 +135,7 @@ class ServerStatus:
     draft_tokens_per_step: float
     """Draft tokens chosen (K) in the mean per request and step."""
     prefix_cache: PrefixCacheStatus
-    """How the prefix cache does."""
+    """Lookups and contents of its prefix cache."""
     store: StoreState
     """Whether the store of tenants and keys answers."""
     usage_journal_failing: bool

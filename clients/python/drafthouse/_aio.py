@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from drafthouse._errors import DrafthouseError, map_grpc_errors
+from drafthouse._errors import Cancelled, DrafthouseError, map_grpc_errors
 from drafthouse._events import Model, TokenCount, model_from
 from drafthouse._options import GenerateOptions, Prompt, generate_request, prompt_message
 from drafthouse._retry import Attempts, RetryBudget, RetryPolicy
@@ -255,6 +255,12 @@ class AsyncClient:
                     answer = await method(
                         request, timeout=attempts.remaining_s(), metadata=metadata
                     )
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # Not this task was cancelled but the call: another one has closed the client.
+                raise Cancelled("the client was closed before the answer") from error
             except DrafthouseError as error:
                 await asyncio.sleep(attempts.delay_s(error))
             else:

@@ -88,7 +88,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStatistics:
-    """How speculation did."""
+    """Drafts of one generation, and how many of their tokens were accepted."""
 
     mode: SpeculationMode
     """The mode that was used."""
@@ -126,9 +126,9 @@ class Result:
     usage: Usage
     """Tokens counted."""
     timings: Timings
-    """Where the time went."""
+    """Seconds by phase: queue, prompt, generation."""
     speculation: SpeculationStatistics
-    """How speculation did."""
+    """Drafts and what was accepted of them."""
     request_id: str
     """Id of the request, as in the server's log."""
 
@@ -168,7 +168,7 @@ class Model:
     chat_template: bool
     """Whether chat messages are accepted."""
     speculation_mode: SpeculationMode
-    """How drafts are made."""
+    """Which drafter proposes tokens."""
     max_draft_tokens: int
     """Most tokens drafted in one step; 0 when the server does not speculate."""
     default_draft_tokens: int

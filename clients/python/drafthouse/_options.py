@@ -33,7 +33,7 @@ class ChatMessage:
     role: str
     """Who speaks, such as "system", "user" or "assistant"."""
     content: str
-    """What is said."""
+    """Text of the message."""
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage | Mapping[str, str]]

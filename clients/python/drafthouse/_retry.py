@@ -75,7 +75,7 @@ class RetryBudget:
         """Takes a token; returns whether a retry is allowed."""
         with self._lock:
             self._n_tokens = max(0.0, self._n_tokens - 1.0)
-            return self._n_tokens >= self._n_max / 2
+            return self._n_max > 0 and self._n_tokens >= self._n_max / 2
 
 
 class Attempts:

@@ -215,7 +215,11 @@ def _generate(arguments: argparse.Namespace, terminal: Terminal) -> int:
     options = _checked_options(arguments, terminal)
     if options is None:
         return 2
-    prompt = terminal.read_all() if arguments.prompt == "-" else arguments.prompt
+    try:
+        prompt = terminal.read_all() if arguments.prompt == "-" else arguments.prompt
+    except UnicodeDecodeError:
+        terminal.error("cannot read the prompt: what is piped in is not UTF-8 text")
+        return 2
     try:
         with connected(arguments) as client:
             generation = _Generation(client.generate(prompt, **options), terminal)

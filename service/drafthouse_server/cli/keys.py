@@ -25,7 +25,7 @@ from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
 from drafthouse_server.operations.audit import OK, AuditTrail, local_actor
 from drafthouse_server.tenancy import records
 from drafthouse_server.tenancy.identity import is_tenant_name
-from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key
+from drafthouse_server.tenancy.keys import ApiKey, digest_of, id_of_key, make_key
 from drafthouse_server.tenancy.records import Change, KeyRecord
 from drafthouse_server.tenancy.store import Store, read_pepper_of
 
@@ -43,6 +43,7 @@ _Commands = argparse._SubParsersAction  # argparse has no public name for it
 _Result = TypeVar("_Result")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _N_LABEL_MAX = 128
+_N_ID_MAX = 12
 _LAST_S = int(datetime(9999, 12, 31, 23, 59, tzinfo=UTC).timestamp())
 """The last minute that a `datetime` can tell."""
 
@@ -92,9 +93,11 @@ def add_key_commands(commands: _Commands[argparse.ArgumentParser], about: str) -
     listed.add_argument("--tenant", type=tenant_name, metavar="NAME", help="of one tenant")
     listed.add_argument("--json", action="store_true", help="for programs")
     revoke = _part(parts, "revoke", "end a key's life now", _revoke)
-    revoke.add_argument("key_id", metavar="ID", help="the part between dh_ and the second _")
+    revoke.add_argument(
+        "key_id", type=_key_id, metavar="ID", help="the part between dh_ and the second _"
+    )
     rotate = _part(parts, "rotate", "make a key in place of another, and print it", _rotate)
-    rotate.add_argument("key_id", metavar="ID", help="the key that is replaced")
+    rotate.add_argument("key_id", type=_key_id, metavar="ID", help="the key that is replaced")
     rotate.add_argument(
         "--overlap",
         type=_duration,
@@ -103,6 +106,18 @@ def add_key_commands(commands: _Commands[argparse.ArgumentParser], about: str) -
         help="how long the old key works on, such as 24h; default: not at all",
     )
     _add_life_flags(rotate)
+
+
+def _key_id(text: str) -> str:
+    """Returns the id that was given, by itself or in a whole key.
+
+    Nothing else gets any further: what is told of a command that failed, on the screen and in the
+    audit trail, shall hold no secret.
+    """
+    key_id = id_of_key(text) or text
+    if not (key_id.isascii() and key_id.isalnum() and len(key_id) <= _N_ID_MAX):
+        raise argparse.ArgumentTypeError("must be the part of a key between dh_ and the second _")
+    return key_id
 
 
 def _part(

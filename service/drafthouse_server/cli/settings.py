@@ -72,10 +72,13 @@ _MUST_NOT_BE_EMPTY = frozenset(
         "api_keys",
         "api_keys_file",
         "audit_file",
+        "key_pepper_file",
+        "rate_counters_url",
         "ssl_cert_file",
         "ssl_client_ca_file",
         "ssl_key_file",
         "store",
+        "usage_journal",
     }
 )
 _BY_OLD_NAME = {setting.old: setting for setting in SETTINGS.values() if setting.old}

@@ -123,7 +123,11 @@ class Terminal:
         return line.rstrip("\n")
 
     def read_all(self) -> str:
-        """Returns everything that is piped in."""
+        """Returns everything that is piped in.
+
+        Raises:
+            UnicodeDecodeError: it is no text.
+        """
         return self._source.read()
 
     @contextmanager

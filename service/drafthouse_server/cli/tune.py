@@ -46,6 +46,7 @@ _N_CTX_SEQ = 512
 
 _DEMO = "tiny-mimo2-f16.gguf"
 _MODELS = CHECKOUT / "models"
+_PROMPTS = _MODELS / "prompts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,12 @@ class Advice:
     value: object
     """Value of the setting."""
     reason: str
-    """Why, with figures."""
+    """Why this value is advised, with figures."""
 
 
 @dataclass(slots=True)
 class Measurements:
-    """What was measured."""
+    """All figures of one tuning run."""
 
     threads: dict[int, float] = field(default_factory=dict)
     """Tokens per second of plain steps, by number of threads."""
@@ -283,6 +284,8 @@ def tune(
         terminal.line(f"{found.name} = {found.value}")
         terminal.line(f"    {found.reason}")
     chosen = _start_of(config) | {found.name: found.value for found in advice}
+    if chosen.get("draft_type") == "none":
+        chosen.pop("model_draft", None)  # a drafter for no drafts is refused
     flags = [word for name, value in chosen.items() for word in (f"--{_dashed(name)}", str(value))]
     terminal.line(f"\n{shlex.join(['drafthouse', 'serve', *flags])}")
     terminal.line("\n# the same as TOML")
@@ -298,6 +301,7 @@ def _start_of(config: Config) -> dict[str, object]:
         found["model_draft"] = config.model_draft
     if config.draft_type != AUTOMATIC:
         found["draft_type"] = config.draft_type
+    found["parallel"] = config.parallel  # what batches were measured for
     return found
 
 
@@ -349,7 +353,7 @@ def add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     add("--model-draft", default="", metavar="FILE", help="where the draft type needs one")
     add("--streams", type=int, default=32, metavar="N", help="slots; default: %(default)s")
-    add("--prompts", type=Path, default=_MODELS / "prompts.json", metavar="FILE", help="a JSON"
+    add("--prompts", type=Path, default=_PROMPTS, metavar="FILE", help="a JSON"
         " object with `prompts`, a list of objects with `text`; texts of the kind that you"
         " serve")  # fmt: skip
     parser.set_defaults(run=_tune)
@@ -386,6 +390,11 @@ def read_texts(path: Path) -> list[str]:
         OSError: it cannot be read.
         ValueError: it is something else.
     """
+    if path == _PROMPTS and not path.exists():
+        raise ValueError(
+            "the texts to measure with come with the repository alone; name a file of yours by"
+            " --prompts"
+        )
     try:
         return [str(prompt["text"]) for prompt in json.loads(path.read_text("utf-8"))["prompts"]]
     except (KeyError, TypeError, ValueError) as error:

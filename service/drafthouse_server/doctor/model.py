@@ -165,11 +165,12 @@ def _problems(
             "warning",
         )
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    is_locked = getattr(config, "mlock", False)
+    is_locked = "mlock" in config.load_mode
     if is_locked and hard != resource.RLIM_INFINITY and hard < needs.host.weights_bytes:
         yield Problem(
             "locked_memory",
-            f"mlock is set, and this process may lock {format_bytes(hard)} of the"
-            f" {format_bytes(needs.host.weights_bytes)} of weights; raise the limit (`ulimit -l`,"
-            " LimitMEMLOCK), or leave mlock out",
+            f"load_mode is {config.load_mode}, and this process may lock {format_bytes(hard)} of"
+            f" the {format_bytes(needs.host.weights_bytes)} of weights; raise the limit (`ulimit"
+            " -l`, LimitMEMLOCK), or leave mlock out of load_mode",
+            "warning",
         )

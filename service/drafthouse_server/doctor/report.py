@@ -63,7 +63,7 @@ class Problem:
     sentence: str
     """What is wrong; what to do."""
     severity: Severity = "error"
-    """How bad it is."""
+    """Whether the server starts all the same ("warning") or does not ("error")."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Report:
     sections: list[Section] = field(default_factory=list)
     """Facts by subject."""
     problems: list[Problem] = field(default_factory=list)
-    """What is wrong."""
+    """Problems that the checks have found."""
     passed: list[str] = field(default_factory=list)
     """Checks that found nothing wrong."""
     left_out: list[str] = field(default_factory=list)

@@ -59,8 +59,8 @@ class AdaptiveDraft:
 
     def reset(self) -> None:
         """Forgets all that was learnt; drafters are fed."""
-        self.epoch, self.n_changes, self.is_warm = self.epoch + 1, 0, True
-        self._k, self._n_fed = min(1, self._n_draft_max), _N_WARM  # K beside probes; steps fed
+        self.epoch, self.n_changes, self.is_enabled = self.epoch + 1, 0, True
+        self._k, self._n_warm_up = min(1, self._n_draft_max), _N_WARM  # K beside probes; steps fed
         self._buckets = defaultdict[int, _Bucket](lambda: _Bucket(self._k, self._n_draft_max))
         self._accepted = [_Mean() for _ in range(self._n_draft_max)]  # by position
         self._probe = _Probe()
@@ -70,7 +70,7 @@ class AdaptiveDraft:
 
     def wants(self, sequence: Draftable) -> bool:
         """Returns whether a sequence's drafter shall be fed."""
-        return self.is_warm if sequence.n_draft is None else sequence.n_draft > 0
+        return self.is_enabled if sequence.n_draft is None else sequence.n_draft > 0
 
     def choose_all(
         self, sequences: Sequence[Draftable], limits: EngineLimits, draft_budget: int
@@ -83,7 +83,7 @@ class AdaptiveDraft:
             k = self._next(i_bucket, n)
         drafts = FixedDraft(k).choose_all(sequences, limits, draft_budget)
         self._asked = {s.seq_id: d for s, d in zip(sequences, drafts, strict=True)}
-        self._kind = i_bucket, k if k <= max(drafts, default=0) else -1, self.is_warm
+        self._kind = i_bucket, k if k <= max(drafts, default=0) else -1, self.is_enabled
         return drafts
 
     def _next(self, i_bucket: int, n: int) -> int:
@@ -101,10 +101,10 @@ class AdaptiveDraft:
             self._k, self._changed_s, self.n_changes = bucket.k, self._now_s, self.n_changes + 1
         # Without drafts, drafters are not fed; so that is how 0 is measured.
         k = self._k if probe.k < 0 or probe.n_away else probe.k
-        is_warm = k > 0 or self._feeding.value < _FEEDING
-        if is_warm != self.is_warm:
-            self.is_warm, self.epoch, self._n_fed = is_warm, self.epoch + 1, 0
-        if self.is_warm and self._n_fed < _N_WARM:
+        is_enabled = k > 0 or self._feeding.value < _FEEDING
+        if is_enabled != self.is_enabled:
+            self.is_enabled, self.epoch, self._n_warm_up = is_enabled, self.epoch + 1, 0
+        if self.is_enabled and self._n_warm_up < _N_WARM:
             return -1
         probe.n_left -= k == probe.k
         return k
@@ -159,9 +159,9 @@ class AdaptiveDraft:
 
     def observe(self, result: StepResult, streams_s: float = 0.0) -> None:
         """Learns from a step that took `streams_s` without its prompts; 0 is not known."""
-        (i_bucket, k, is_warm), n, timings = self._kind, len(self._asked), checked(result.timings)
+        (i_bucket, k, is_fed), n, timings = self._kind, len(self._asked), checked(result.timings)
         is_first, self._last = self._kind != self._last, self._kind
-        self._now_s, self._n_fed = self._now_s + timings.total_s, self._n_fed + is_warm
+        self._now_s, self._n_warm_up = self._now_s + timings.total_s, self._n_warm_up + is_fed
         counts = Counter((self._asked.get(e.seq_id, 0), e.n_accepted) for e in result.entries)
         for (n_asked, n_right), n_drafts in counts.items():
             for i, mean in enumerate(self._accepted[: min(n_asked, n_right + 1)]):
@@ -173,5 +173,5 @@ class AdaptiveDraft:
         mean = self._buckets[i_bucket].seconds[k]
         mean.value = min(mean.value, _STALL[1] * seconds) if mean.n else seconds
         mean.add(min(seconds, _STALL[0] * mean.value), _N_SECONDS[0])
-        if is_warm and not k:
+        if is_fed and not k:
             self._feeding.add(share, _N_SECONDS[0])

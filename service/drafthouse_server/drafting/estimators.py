@@ -39,7 +39,10 @@ class Drafting(Draftable, Searchable, Protocol):
 
 
 class NoNgrams(NgramDrafter):
-    """An n-gram drafter that proposes nothing and remembers nothing."""
+    """An n-gram drafter that proposes nothing and remembers nothing.
+
+    What is done for each sequence of each step is not asked of it at all (`is_on`): that costs.
+    """
 
     is_on = False
 
@@ -319,8 +322,7 @@ class Estimators:
     def forget(self, sequence: Drafting, *, is_finished: bool) -> None:
         """Forgets a sequence that has ended; what it said may serve its tenant's later ones."""
         ngrams = self.ngrams
-        if ngrams.is_on:
-            self.guard.tell("n-grams", lambda: ngrams.forget(sequence, is_finished=is_finished))
+        self.guard.tell("n-grams", lambda: ngrams.forget(sequence, is_finished=is_finished))
 
     def _reset_policy(self) -> None:
         self._has_choice = False
@@ -328,9 +330,7 @@ class Estimators:
 
     def forget_tenant(self, tenant: str) -> None:
         """Forgets what the ended sequences of a tenant said."""
-        ngrams = self.ngrams
-        if ngrams.is_on:
-            self.guard.tell("n-grams", lambda: ngrams.forget_tenant(tenant))
+        self.guard.tell("n-grams", lambda: self.ngrams.forget_tenant(tenant))
 
     def _reset_ngrams(self) -> None:
         self.ngrams.reset()

@@ -82,11 +82,11 @@ class _Fault:
     """A failure to come."""
 
     status: SequenceStatus | Exception
-    """What happens."""
+    """Status that the slot reports, or exception that the step raises."""
     seq_id: int | None
-    """To which slot; None is all of the step."""
+    """Slot that fails; None: the whole step."""
     n_steps: int
-    """How many more times."""
+    """Steps that still fail."""
 
 
 class FakeEngine:

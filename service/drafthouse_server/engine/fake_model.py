@@ -56,7 +56,7 @@ class FakeSampler:
     """
 
     options: SamplingOptions
-    """What it was made from."""
+    """Options that it was made from."""
     seen: list[int] = field(default_factory=list)
     """Tokens that it was fed or has chosen: all that are known of its sequence."""
     digest: int = _HASH_START

@@ -32,9 +32,9 @@ class CheckedPlan:
     samplers_taken: list[FakeSampler] = field(default_factory=list)
     """Samplers of the starts so far."""
     samplers: dict[int, FakeSampler] = field(default_factory=dict)
-    """What was preempted."""
+    """Samplers of preempted sequences, by slot."""
     snapshots: dict[int, bytes] = field(default_factory=dict)
-    """What was saved."""
+    """Snapshots that were saved, by slot."""
 
     def n_held(self, seq_id: int) -> int:
         """Returns the tokens in a slot, if all starts so far keep what they should."""

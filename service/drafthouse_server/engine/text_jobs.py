@@ -306,7 +306,7 @@ def read_answer(content: bytes, n_vocab: int = 1 << 31) -> TextAnswer:
             is_last=bool(head.get("is_last")),
             n_grammar_bytes=min(max(0, int(head.get("n_grammar_bytes", 0))), _N_GRAMMAR_BYTES_MAX),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError("not an answer") from error
 
 

@@ -35,7 +35,7 @@ class Threads:
     n_wide: int = 2
     """A decode of so many tokens is wide, >= 2."""
     reason: str = ""
-    """Why so many, in a few words."""
+    """Why this number of threads was chosen, in a few words."""
 
 
 def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:

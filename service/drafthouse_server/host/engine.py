@@ -35,7 +35,7 @@ class DeviceFacts:
     total_bytes: int
     """Memory of the device; 0 where it does not tell."""
     free_bytes: int
-    """What of it is free."""
+    """Free part of that memory."""
 
 
 @dataclass(frozen=True, slots=True)

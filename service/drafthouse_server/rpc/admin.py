@@ -317,14 +317,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             with contextlib.closing(Store.open(self._config.store, may_make=False)) as store:
                 return work(store)
 
-        loop = asyncio.get_running_loop()
-        working = asyncio.ensure_future(loop.run_in_executor(self._threads, run))
+        asked = self._threads.submit(run)
+        working = asyncio.wrap_future(asked)
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
-            # Whoever asked has left, and what was begun is done all the same: the trail says so.
-            await asyncio.wait({working})
-            current_act().detail["is_done"] = working.exception() is None
+            # The client has left. What was begun is done all the same, what waits for a thread is
+            # not: done later, it could undo what was asked for since. The trail says which.
+            is_done = False
+            if not asked.cancel():
+                await asyncio.wait({working})
+                is_done = working.exception() is None
+            current_act().detail["is_done"] = is_done
             raise
         except StoreError as error:
             raise StoreUnavailable(self._config.retry_after_s) from error

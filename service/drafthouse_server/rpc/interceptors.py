@@ -299,7 +299,7 @@ class Act:
     """What a call of AdminService does, for the audit trail."""
 
     actor: str
-    """Who does it."""
+    """User or certificate that calls."""
     target: str = "server"
     """What was changed or asked for."""
     detail: dict[str, object] = field(default_factory=dict)

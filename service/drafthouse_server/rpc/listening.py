@@ -128,10 +128,21 @@ def channel_options(config: Config, n_bytes_max: int) -> Sequence[tuple[str, int
         ("grpc.max_connection_age_grace_ms", _milliseconds(config.max_connection_age_grace_s)),
         ("grpc.max_metadata_size", config.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", _METADATA_SHARE * config.max_metadata_bytes),
+        *_ping_options(config),
+        ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake: say so
+    )
+
+
+def _ping_options(config: Config) -> Sequence[tuple[str, int]]:
+    """Returns when clients are pinged, and how often they may ping.
+
+    gRPC's own bound, two pings in five minutes without a message, would end a client's watch in
+    which nothing changes.
+    """
+    return (
         ("grpc.keepalive_time_ms", _milliseconds(config.keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _milliseconds(config.keepalive_timeout_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(_MIN_PING_INTERVAL_S)),
-        ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake: say so
     )
 
 
@@ -185,6 +196,7 @@ class AdminListener:
             options=(
                 ("grpc.max_receive_message_length", 1 << 20),
                 ("grpc.max_concurrent_streams", _N_ADMIN_STREAMS),
+                *_ping_options(config),
                 ("grpc.so_reuseport", 0),
             ),
         )

@@ -183,9 +183,9 @@ class StreamWriter:
     """Writes the messages of one accepted stream, and tells its account of them.
 
     Args:
-        account: Of the stream.
-        caller: Its call.
-        context: Of the call.
+        account: Account of the stream.
+        caller: The stream's call.
+        context: grpc's context of that call.
         clock: Monotonic time in seconds, the caller's own.
     """
 
@@ -203,7 +203,7 @@ class StreamWriter:
         """Tells the client that its stream has begun, so that it asks nobody else for it.
 
         Args:
-            request_id: Of the call.
+            request_id: Id of the call.
             standings: How far the rates of its tenant are used.
         """
         self._caller.await_reader(self._clock())

@@ -77,8 +77,11 @@ _STEP_S = 10.0
 _CLOSE_S = 10.0
 """Seconds that gRPC may take to release calls that were cancelled."""
 
-_RELEASE_S = 60.0
-"""Seconds that a part of a server may take to end: one that hangs keeps none of the others."""
+_RELEASE_S = 10.0
+"""Seconds that a part of a server may take to end: one that hangs keeps none of the others.
+
+Few, since what runs a server ends it by force soon after its drain (deploy/: 60 s in all).
+"""
 
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
@@ -472,7 +475,7 @@ class Server:
         """Ends everything now. Harmless when done twice."""
         if self._loss is not None:
             self._loss.cancel()
-        await self._side.aclose()
+        await _release("the listeners for administrators and metrics", self._side.aclose())
         if self._server is not None:
             server, self._server = self._server, None
             with contextlib.suppress(TimeoutError):
@@ -497,12 +500,16 @@ class Server:
 
 
 async def _release(what: str, ending: Coroutine[object, object, None]) -> None:
-    """Waits for the end of a part of the server, for a while."""
+    """Waits for the end of a part of the server, for a while; a fault of it is told."""
+    limit_s, task = _RELEASE_S, asyncio.ensure_future(ending)
     try:
-        async with asyncio.timeout(_RELEASE_S):
-            await ending
-    except TimeoutError:
-        _log.exception("%s did not end within %g s: ending without", what, _RELEASE_S)
+        await asyncio.wait({task}, timeout=limit_s)
+        if not task.done():
+            _log.error("%s did not end within %g s: ending without", what, limit_s)
+        elif not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s failed to end: ending without", what, exc_info=error)
+    finally:
+        task.cancel()
 
 
 def _services(config: Config) -> tuple[ServiceDescriptor, ...]:

@@ -1,6 +1,7 @@
-"""The services of the protos. Every method has four beats: check, delegate, map the error, fill.
+"""The services of the protos. A method has four beats: check, delegate, map the error, fill.
 
 The third is shared: methods raise `DrafthouseError`, and the interceptor TranslateErrors maps it.
+`Generate` checks until it has a sequence and a ticket; the rest, a stream, is `_serve`.
 """
 
 from __future__ import annotations
@@ -175,6 +176,9 @@ class ServiceContext:
     def enter(self, model: str) -> None:
         """Checks what every call has to keep; all but those about models need a ticket besides.
 
+        The name of the model is checked alone, before the other fields: whether the tenant may ask
+        at all is known before its request is looked at.
+
         Raises:
             Draining: the server is shutting down (SERVER_DRAINING).
             InvalidRequest, PermissionDenied, NotFound: See `check_model`.
@@ -261,7 +265,7 @@ class ServiceContext:
             answer = await self.texts.run(job, tenant)
         except InvalidRequest as error:
             raise located(error) from error
-        self._hold(answer.n_held_bytes)
+        self._hold(answer.n_held_bytes)  # known only now: what was made of the texts
         tokens = tokens or answer.tokens
         if not tokens:
             raise InvalidRequest([FieldViolation("prompt", "has no tokens")])

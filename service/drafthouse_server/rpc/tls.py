@@ -197,7 +197,12 @@ class Certificates:
         configuration = grpc.ssl_server_certificate_configuration([(key, certificate)], roots)
         own = _first_of(certificate)
         fingerprint = hashlib.sha256(own).hexdigest()
-        return _Read(stamp, configuration, fingerprint, _expiry_of(own))
+        try:
+            expiry = _expiry_of(own)
+        except (ValueError, IndexError):
+            problem = f"ssl_cert_file {config.ssl_cert_file} was changed while it was read"
+            raise ConfigError("ssl_cert_file", config.ssl_cert_file, problem=problem) from None
+        return _Read(stamp, configuration, fingerprint, expiry)
 
 
 def _content(setting: str, path: str) -> bytes:

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 GAP_FACTOR = 2.0
-"""With prompts, a gap may be so many times the unloaded 99th percentile."""
+"""Longest gap with prompts, as a multiple of the 99th percentile without."""
 
 STEP_FREE_S = 0.04
 """Steps up to this long (s) hurt no reader: 25 tokens a second are more than people read.

@@ -181,7 +181,7 @@ class Placement:
         """Notes which of the plan's starts kept less than they were to, and counts the others."""
         for seq_id, n_kept in result.n_kept.items():
             sequence = self._slots.running[seq_id]
-            if sequence.n_steps or sequence.n_swap_outs:
+            if sequence.n_steps or sequence.n_preemptions:
                 self._preemption.swap.n_recomputed += sequence.n_computed - n_kept
             else:
                 self._counters.charge_prompt(sequence.tenant, sequence.n_reused - n_kept)

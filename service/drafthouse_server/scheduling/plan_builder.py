@@ -33,6 +33,8 @@ class PlanBuilder:
         """Entries of sequences that generate, then of those that compute prompts."""
         self.n_decodes = 0
         """How many of the entries generate."""
+        self.is_newcomers = False
+        """Whether running streams sit the step out for newcomers' prompts."""
         self.n_steps = 1
         """Steps that the engine runs in a row."""
         self.drafts_off: list[int] = []

@@ -253,7 +253,7 @@ class Preemption:
 
     def _is_due(self, sequence: Sequence, now: float) -> bool:
         """Returns whether a sequence may lose its slot, because it has not for some time."""
-        return not sequence.n_swap_outs or now - sequence.preempted_at >= self._interval_s
+        return not sequence.n_preemptions or now - sequence.preempted_at >= self._interval_s
 
     def _is_quick(self, victim: Sequence, held: dict[str, int]) -> bool:
         """Returns whether other tenants' streams hardly feel that a sequence is preempted."""
@@ -297,7 +297,7 @@ class Preemption:
         sequence.seq_id = -1
         sequence.is_preempted = True
         sequence.preempted_at = plan.planned_at
-        sequence.n_swap_outs += 1
+        sequence.n_preemptions += 1
         sequence.n_no_room = 0
         self.swap.n_preempted += 1
 

@@ -17,13 +17,13 @@ from drafthouse_server.tenancy.fairness import VirtualCounters
 __all__ = ["N_QUANTUM", "Newcomers", "Prefill", "PrefillShares"]
 
 _FLOOR_SHARE = 4
-"""One part in so many of the step's budget is kept from drafts while prompts wait."""
+"""While prompts wait, 1/4 of the step's tokens is kept for them: drafts get the rest."""
 
 _LEAST_SHARE = 32
-"""One part in so many of the step's budget goes to prompts however long the step is already."""
+"""At least 1/32 of the step's tokens goes to prompts, however long the step is already."""
 
 N_QUANTUM = N_PIECE + 1
-"""Tokens of one prompt that are worth a place in a step, if so many are left.
+"""Smallest piece of a prompt that is worth a place in a step, in tokens; a rest may be smaller.
 
 One is computed together with the running streams' next tokens.
 """
@@ -59,9 +59,9 @@ class Prefill:
         self._limits = limits
         self._estimators = estimators
         self._checkpoints = checkpoints
-        self._pacer = ChunkSizer(gap_s)
+        self._sizer = ChunkSizer(gap_s)
         self._shares = PrefillShares()
-        estimators.guard.add("pacing", self._pacer.reset)
+        estimators.guard.add("pacing", self._sizer.reset)
 
     def draft_budget(self, n_decodes: int, prefills: list[Sequence], n_cells_free: int) -> int:
         """Returns the most draft tokens of all together; prompts keep a share of the step.
@@ -107,7 +107,7 @@ class Prefill:
         n_past = max([sequence.n_computed for sequence in prefills])
 
         def step_s() -> float:
-            seconds = self._pacer.step_s(decode_s)
+            seconds = self._sizer.step_s(decode_s)
             if not 0 < seconds < math.inf:
                 raise ValueError(f"a step may take {seconds} s")
             return seconds
@@ -139,7 +139,9 @@ class Prefill:
         """
         wanted = {sequence: self._n_wanted(plan, sequence) for sequence in prefills}
         n_external = 0
-        for sequence, n_share in self._shares.share(wanted.items(), paced_budget):
+        # A newcomer's step has room for all: it changes nothing in whose turn it is.
+        shares = PrefillShares() if plan.is_newcomers else self._shares
+        for sequence, n_share in shares.share(wanted.items(), paced_budget):
             n_tokens = n_share
             if n_beside is not None:
                 n_wanted, n_past = wanted[sequence], sequence.n_computed
@@ -148,6 +150,7 @@ class Prefill:
                 if n_tokens <= 0 or (n_external and n_external + n_tokens > paced_budget):
                     continue  # its piece waits for a step of its own
             n_external += n_tokens
+            shares.charge(sequence, n_tokens)
             start = sequence.n_computed
             piece = sequence.tokens[start : start + n_tokens]
             # A resumed sequence knows what comes after its last token but one.
@@ -158,7 +161,7 @@ class Prefill:
         """Returns the tokens of a piece that attention computes together."""
 
         def align() -> int:
-            n_aligned = self._pacer.align(n_tokens, n_wanted, n_past, n_beside)
+            n_aligned = self._sizer.align(n_tokens, n_wanted, n_past, n_beside)
             if not 0 <= n_aligned <= n_wanted:
                 raise ValueError(f"a piece of {n_aligned} tokens, of {n_wanted}")
             return n_aligned
@@ -180,7 +183,7 @@ class Prefill:
         if predicted_s > 0:
             self._estimators.guard.tell(
                 "pacing",
-                lambda: self._pacer.observe(predicted_s, step_s, has_prefill=has_prefill),
+                lambda: self._sizer.observe(predicted_s, step_s, has_prefill=has_prefill),
             )
 
 
@@ -193,33 +196,67 @@ class Newcomers:
     step of its own instead; the others feel one gap that is a little longer.
 
     Args:
+        limits: What the engine can carry.
         estimators: Predict what a step takes.
         counters: Say which tenant was served more.
+        gap_s: Target of the gap between tokens, seconds; 0 is none.
     """
 
-    def __init__(self, estimators: Estimators, counters: VirtualCounters) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        estimators: Estimators,
+        counters: VirtualCounters,
+        gap_s: float = 0.0,
+    ) -> None:
+        self._limits = limits
         self._estimators = estimators
         self._counters = counters
+        self._gap_s = gap_s
         self._credit_s = _CREDIT_S
         self._is_step = False  # whether the step in flight is newcomers'
 
-    def choose(self, decodes: list[Sequence], prefills: list[Sequence]) -> list[Sequence]:
+    def choose(
+        self, decodes: list[Sequence], prefills: list[Sequence], n_cells_free: int
+    ) -> list[Sequence]:
         """Returns the sequences whose prompts get the next step to themselves; mostly none.
+
+        Never in two steps in a row, and only prompts for whose end there is room, too.
 
         Args:
             decodes: Those that generate.
             prefills: Those with tokens to compute first.
+            n_cells_free: Cells that are left once each that generates has its next token.
         """
-        self._is_step = False
-        if not decodes or not prefills or not self._estimators.cost.n_observed:
+        was_step, self._is_step = self._is_step, False
+        if was_step or not decodes or not prefills or not self._estimators.cost.n_observed:
             return []
         running = {sequence.tenant for sequence in decodes}
         new = [s for s in prefills if s.tenant not in running]
         light = self._counters.light({s.tenant for s in new}, running) if new else ()
         new = [s for s in new if s.tenant in light]
-        most_s = min(_STEP_SHARE * self._estimators.stall_s, self._credit_s)
-        self._is_step = bool(new) and self._alone_s(new) <= most_s
-        return new if self._is_step else []
+        chosen = self._fitting(new, min(self._limits.n_batch, n_cells_free))
+        self._is_step = bool(chosen)
+        return chosen
+
+    def _fitting(self, new: list[Sequence], n_room: int) -> list[Sequence]:
+        """Returns those, from the shortest on, for which there is room, and time.
+
+        One that found room for a part of its prompt alone could wait for the rest for ever: nobody
+        gives up a cell while nobody generates.
+        """
+        stall_s, chosen = self._estimators.stall_s, list[Sequence]()
+        if not stall_s < math.inf:
+            return chosen
+        most_s = min(_STEP_SHARE * stall_s, self._credit_s)
+        if self._gap_s:
+            most_s = min(most_s, self._gap_s - stall_s)
+        for sequence in sorted(new, key=lambda it: it.n_pending):
+            n_room -= sequence.n_pending
+            if n_room < 0 or self._alone_s([*chosen, sequence]) > most_s:
+                break
+            chosen.append(sequence)
+        return chosen
 
     def _alone_s(self, new: list[Sequence]) -> float:
         """Returns the predicted seconds of a step with these prompts alone."""
@@ -238,12 +275,14 @@ class PrefillShares:
     """Shares a step's prompt tokens: the tenants by weight and in turn, inside one by rank.
 
     A tenant's turn comes earlier the fewer tokens it got, for its weight, while others had prompts
-    too.
+    too. What was granted and then found no place in the step is not charged (`charge`), or a tenant
+    whose pieces are too small again and again would never have its turn.
     """
 
     def __init__(self) -> None:
         # Tokens over the tenant's weight, of tenants with prompts now.
         self._served: dict[str, float] = {}
+        self._weights: dict[str, float] = {}  # of those among whom was shared last
 
     def share(
         self, prefills: abc.Iterable[tuple[Sequence, int]], n_tokens: int
@@ -263,8 +302,15 @@ class PrefillShares:
         for line in lines.values():
             line.sort(key=_part_rank)
         if len(lines) == 1:
+            self._weights = {}
             return _share_line(next(iter(lines.values())), n_tokens)
         return self._share_lines(lines, n_tokens)
+
+    def charge(self, sequence: Sequence, n_tokens: int) -> None:
+        """Counts tokens of a sequence that the step computes, of those that it was to get."""
+        weight = self._weights.get(sequence.tenant)
+        if weight is not None:
+            self._served[sequence.tenant] += n_tokens / weight
 
     def _share_lines(
         self, lines: dict[str, list[tuple[Sequence, int]]], n_left: int
@@ -274,7 +320,7 @@ class PrefillShares:
         least = min((before[tenant] for tenant in lines if tenant in before), default=0.0)
         served = self._served = {tenant: before.get(tenant, least) for tenant in lines}
         tenants = sorted(lines, key=served.__getitem__)
-        weights = {tenant: lines[tenant][0][0].weight for tenant in tenants}
+        weights = self._weights = {tenant: lines[tenant][0][0].weight for tenant in tenants}
         wanted = {tenant: sum(n for _, n in lines[tenant]) for tenant in tenants}
         granted = dict.fromkeys(tenants, 0)
         n_open = len(tenants)
@@ -291,8 +337,6 @@ class PrefillShares:
                 n_left -= n
                 still -= weights[tenant]
                 n_open += n < n_more
-        for tenant in tenants:
-            served[tenant] += granted[tenant] / weights[tenant]
         return [part for t in tenants for part in _share_line(lines[t], granted[t])]
 
 

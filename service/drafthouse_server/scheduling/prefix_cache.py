@@ -59,11 +59,11 @@ class Prefix:
     """Computed tokens of one tenant."""
 
     tenant: str
-    """Whose tokens they are."""
+    """Tenant whose tokens they are."""
     tokens: tuple[int, ...]
     """At least one block of them."""
     tier: Tier
-    """Where they are."""
+    """Where the tokens are: in a slot or in host memory."""
     seq_id: int = -1
     """Slot; -1 in host memory."""
     snapshot: bytes = b""
@@ -89,7 +89,7 @@ class BlocksStored:
     """Blocks that no prefix held before: for routers that send a prompt where its prefix is."""
 
     tenant: str
-    """Whose they are."""
+    """Tenant whose blocks they are."""
     hashes: tuple[int, ...]
     """Hashes of the blocks, in order."""
     parent: int | None
@@ -103,7 +103,7 @@ class BlocksRemoved:
     """Blocks that no prefix holds any more."""
 
     tenant: str
-    """Whose they were."""
+    """Tenant whose blocks they were."""
     hashes: tuple[int, ...]
     """Hashes of the blocks, the last one of a prompt first."""
 

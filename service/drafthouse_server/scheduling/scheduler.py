@@ -157,7 +157,7 @@ class Scheduler:
             counters=self.counters,
         )
         self._prefill = Prefill(limits, self._estimators, self._checkpoints, gap_s)
-        self._newcomers = Newcomers(self._estimators, self.counters)
+        self._newcomers = Newcomers(limits, self._estimators, self.counters, gap_s)
         self._runs = RunLength(gap_s)
         self._in_flight = PlanBuilder(0.0, [])  # from `plan` to `commit` or `abandon`
         self._ends = Ends(self._placement.least_s)
@@ -192,7 +192,7 @@ class Scheduler:
     def counts(self) -> SchedulerCounts:
         """How slots and cells were shared."""
         counts = SchedulerCounts(
-            n_swapped=self._waiting.n_swapped + len(self._in_flight.preempted),
+            n_preempted_now=self._waiting.n_preempted_now + len(self._in_flight.preempted),
             n_retained=len(self._slots.retained),
             n_retained_cells=self._slots.n_retained_cells,
             n_planned=self._n_planned,
@@ -277,7 +277,7 @@ class Scheduler:
     # --- the next step
 
     def plan(self, now: float) -> StepPlan:
-        """Returns the next step: slots given back and taken, and each sequence's part.
+        """Returns the next step: preempts, admits, saves checkpoints, drafts, shares the rest.
 
         Args:
             now: Monotonic time in seconds.
@@ -290,8 +290,8 @@ class Scheduler:
         self._checkpoints.save(plan)
         decodes, prefills = self._slots.split()
         n_cells_free = self._ledger.n_free(self._slots.running) - len(decodes)
-        if newcomers := self._newcomers.choose(decodes, prefills):
-            decodes, prefills = [], newcomers
+        if newcomers := self._newcomers.choose(decodes, prefills, n_cells_free):
+            decodes, prefills, plan.is_newcomers = [], newcomers, True
         draft_budget = self._prefill.draft_budget(len(decodes), prefills, n_cells_free)
         n_draft = self._draft(plan, decodes, draft_budget)
         if prefills:

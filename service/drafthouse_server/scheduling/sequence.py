@@ -81,7 +81,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """How speculation did."""
+    """Drafts of one sequence, and how many of their tokens were accepted."""
 
     n_drafts: int
     """Steps that verified a draft."""
@@ -121,13 +121,13 @@ class FinishEvent:
     """The sequence ended well. Terminal."""
 
     reason: FinishReason
-    """Why."""
+    """Why it ended: stop, length, client or deadline."""
     usage: Usage
     """Tokens counted."""
     timings: Timings
-    """Where the time went."""
+    """Seconds by phase: queue, prompt, generation."""
     speculation: SpeculationCounts
-    """How speculation did."""
+    """Drafts and what was accepted of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class ErrorEvent:
     """The sequence ended in an error. Terminal."""
 
     error: DrafthouseError
-    """What the client is told."""
+    """The error that the client receives."""
 
 
 Event = TokensEvent | ProgressEvent | FinishEvent | ErrorEvent
@@ -197,8 +197,8 @@ class Sequence:
     """All that its slot held, while it is preempted in host memory."""
     is_preempted: bool = False
     """Whether it had to give its slot back and waits for another."""
-    n_swap_outs: int = 0
-    """How often it was preempted."""
+    n_preemptions: int = 0
+    """Times that it was preempted."""
     order: int = -1
     """Place in the order of arrival; -1 before submission."""
     rank: tuple[float, int] = (0.0, -1)
@@ -212,9 +212,9 @@ class Sequence:
     terminal: FinishEvent | ErrorEvent | None = None
     """How it ended; None while it goes on."""
     slot_at: float = math.nan
-    """When it got its first slot."""
+    """Monotonic time at which it got its first slot, seconds; NaN before."""
     preempted_at: float = math.nan
-    """When it was preempted last."""
+    """Monotonic time of its last preemption, seconds; NaN if there was none."""
     preempted_s: float = 0.0
     """Seconds that it was preempted, all times together; the current one is not counted yet."""
     first_token_at: float = math.nan

@@ -71,7 +71,7 @@ class WaitingQueue:
         return (s for _, s in sorted(entries, key=_entry_rank) if s not in self._removed)
 
     @property
-    def n_swapped(self) -> int:
+    def n_preempted_now(self) -> int:
         """Sequences that had a slot already."""
         return self._n_swapped
 

@@ -15,7 +15,7 @@ __all__ = ["Detokenizer", "Text"]
 # Not frozen: one is made per message, and a frozen one takes three times as long.
 @dataclass(slots=True)
 class Text:
-    """What a few tokens added."""
+    """Text that a few tokens have added."""
 
     text: str
     """New text, whole characters; empty while a character or a possible stop text is incomplete."""

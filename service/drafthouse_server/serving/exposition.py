@@ -179,7 +179,7 @@ _FAMILIES = (
     _Family(
         "requests_preempted",
         "Requests that lost their slot to others and have not resumed.",
-        lambda s: s.scheduler.n_swapped,
+        lambda s: s.scheduler.n_preempted_now,
     ),
     _Family(
         "text_jobs_waiting", "Texts that wait for a text worker now.", lambda s: s.n_text_waiting

@@ -159,7 +159,7 @@ class StepLoop:
         self._metrics = Metrics(model=engine.card.name)
         self._outboxes: dict[Sequence, Outbox] = {}
         self._tickets: dict[Sequence, Ticket] = {}
-        self._pacer = WakeLimiter(time.perf_counter, outbox_bytes)
+        self._limiter = WakeLimiter(time.perf_counter, outbox_bytes)
         self.feeds = CacheFeeds(lambda is_told: self._thread.tell_cache(is_told=is_told))
         """Feeds of what the prefix cache holds."""
         self._reports: deque[StepReport] = deque()
@@ -272,12 +272,13 @@ class StepLoop:
             ContextTooLong: it does not fit the context (CONTEXT_TOO_LONG).
         """
         self.check(sequence.n_prompt, sequence.n_output_max)
+        # A drain may have begun while the ticket's holder was prepared: its place is handed back.
         is_late = self.is_draining and len(self._outboxes) >= self._engine.limits.n_seq_max
         if self._is_ending or is_late:
             raise Draining(self._retry_after_s, is_failed=self._health.has_failed)
         tenant = Tenant(sequence.tenant, sequence.weight)
         self._tickets[sequence] = ticket or self.admission.admit(tenant)
-        outbox = self._outboxes[sequence] = self._pacer.open()
+        outbox = self._outboxes[sequence] = self._limiter.open()
         self._idle.clear()
         self._thread.submit(sequence)
         return outbox
@@ -416,9 +417,9 @@ class StepLoop:
             raise
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """Ends whoever is left when the loop itself has failed or was cancelled.
+        """Ends all sequences that are left when the loop itself has failed or was cancelled.
 
-        Nobody waits for ever.
+        No client waits for ever.
         """
         self._is_ending = True
         error = None if task.cancelled() else task.exception()
@@ -452,7 +453,7 @@ class StepLoop:
         started = time.perf_counter()
         while self._reports:
             self._take(self._reports.popleft())
-        self._pacer.wake(len(self._outboxes))
+        self._limiter.wake(len(self._outboxes))
         self._metrics.fan_out_s += time.perf_counter() - started
 
     def _take(self, report: StepReport) -> None:
@@ -479,11 +480,11 @@ class StepLoop:
 
         First tokens and ends go out at once.
         """
-        outboxes, hold = self._outboxes, self._pacer.hold
+        outboxes, hold = self._outboxes, self._limiter.hold
         for sequence, event in events:
             outbox = outboxes[sequence]
             if not outbox.put(event):
-                self._thread.mark(sequence, SlowReader(self._pacer.outbox_bytes, "bytes"))
+                self._thread.mark(sequence, SlowReader(self._limiter.outbox_bytes, "bytes"))
             # Nearly all are tokens, and so the question that is asked first is the cheapest.
             if type(event) is TokensEvent:
                 if outbox.is_new:

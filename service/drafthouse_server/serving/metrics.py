@@ -135,7 +135,7 @@ class Statistics:
     scheduler: SchedulerCounts = field(default_factory=SchedulerCounts)
     """How slots and cells were shared."""
     front: FrontCounts = FrontCounts()
-    """What clients hold."""
+    """Calls, watchers and bytes that clients hold."""
     usage: UsageCounts = field(default_factory=UsageCounts)
     """How the recording of usage does."""
     backends: Mapping[str, BackendState] = field(default_factory=dict)

@@ -59,7 +59,7 @@ class Outbox:
         self.is_new = True
         """Whether its reader was never woken."""
         self.woken_at = -math.inf
-        """When a pacer woke its reader last."""
+        """When the wake limiter woke its reader last."""
 
     def put(self, event: Event) -> bool:
         """Adds an event. The reader sees it once it is woken.

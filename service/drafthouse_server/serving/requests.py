@@ -85,7 +85,7 @@ class Knob:
     """A sampling option that is a number."""
 
     path: str
-    """Where it stands in a request."""
+    """Path of the field in a request."""
     name: str
     """Name of the option in `SamplingOptions`, and in the engine."""
     rule: Range
@@ -245,9 +245,9 @@ class ChatMessage:
     """One message of a chat."""
 
     role: str
-    """Who says it."""
+    """Speaker, such as "system", "user" or "assistant"."""
     content: str
-    """What."""
+    """Text of the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class GenerationRequest:
     """A generation as a client asks for it; nothing is checked."""
 
     prompt: Prompt
-    """What to go on from."""
+    """Prompt to continue."""
     knobs: abc.Mapping[str, float] = field(default_factory=dict)
     """Sampling options that were given, by their name in `KNOBS`."""
     has_dry: bool = False

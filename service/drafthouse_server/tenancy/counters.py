@@ -36,6 +36,8 @@ _GRACE_S, _GRACE_SHARE = 1.0, 0.25
 _EARLY_S = 0.005
 """A promise may be taken so many seconds early: clocks and timers are not exact."""
 _N_SWEEP = 4096
+_N_SETTLED = 32
+"""Rates that are settled at once: a store that is far away answers each in some milliseconds."""
 _Key: TypeAlias = tuple[str, str]  # tenant, and what is counted
 
 
@@ -89,15 +91,15 @@ class _Booking:
     """Units that were taken for somebody who was refused, and is to come back for them."""
 
     origin: str
-    """Whose they are."""
+    """Peer to whom they were promised."""
     cost: float
     """Units."""
     rate: Rate
     """Rate from which the units are taken."""
     due_at: float
-    """When they are there."""
+    """Monotonic time at which the units are there, seconds."""
     ends_at: float
-    """Until when they are kept."""
+    """Monotonic time until which they are kept, seconds."""
 
 
 class SharedRates:
@@ -257,9 +259,13 @@ class SharedRates:
             await self._settle_some()
 
     async def _settle_some(self) -> None:
-        surpluses, self._surpluses = self._surpluses, {}
-        for (tenant, metric), (surplus, rate) in surpluses.items():
-            await self.counters.settle(tenant, metric, surplus, self._clock(), rate)
+        surpluses, self._surpluses = list(self._surpluses.items()), {}
+        for first in range(0, len(surpluses), _N_SETTLED):
+            some = surpluses[first : first + _N_SETTLED]
+            await asyncio.gather(*(self._settle_one(*key, *found) for key, found in some))
+
+    async def _settle_one(self, tenant: str, metric: str, surplus: float, rate: Rate) -> None:
+        await self.counters.settle(tenant, metric, surplus, self._clock(), rate)
 
     async def close(self) -> None:
         """Settles what is left, and ends."""

@@ -361,7 +361,7 @@ class SharedBytes:
 
         Args:
             tenant: Is about to hold more.
-            n_bytes: So many.
+            n_bytes: Bytes that it is about to hold besides.
             given: Bytes that tenants are about to give up.
         """
 

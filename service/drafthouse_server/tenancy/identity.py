@@ -131,10 +131,14 @@ class BadKeys:
             raise TooManyBadKeys(self._n_max, wait_s)
 
     def note(self, address: str, now: float) -> None:
-        """Counts a wrong key."""
+        """Counts a wrong key.
+
+        Keys whose id is known are counted and not refused; what they add has a bound, too, or a
+        client that goes on with an expired one would lock its address out for days.
+        """
         if not self._n_max:
             return
-        self._debts[address] = self._debt(address, now) + 1, now
+        self._debts[address] = min(self._debt(address, now) + 1, self._n_max), now
         self._debts.move_to_end(address)
         while len(self._debts) > _N_ADDRESSES_MAX:
             self._debts.popitem(last=False)

@@ -286,14 +286,15 @@ class KeyRing:
         return known.identity
 
     def _check_store(self, known: _Known, now: float) -> None:
-        """Checks that what is known of a key is not too old.
+        """Checks that what is known of a key is not too old: while the store answers, nothing is.
 
         Raises:
             StoreUnavailable: it is (STORE_UNAVAILABLE).
         """
-        silent_s = now - self.answered_at
+        silent_s, pause_s = now - self.answered_at, _TIMEOUT_S + 2 * POLL_S
         is_seen = known.seen_at >= self.answered_at - _SEEN_S
-        if silent_s > max(self._rules.grace_s, _TIMEOUT_S + 2 * POLL_S) or not is_seen:
+        limit_s = max(self._rules.grace_s, pause_s) if is_seen else pause_s * (not self.is_away)
+        if silent_s > limit_s:
             raise StoreUnavailable(self._rules.retry_after_s)
 
     def _refuse(self, address: str) -> Never:
@@ -497,11 +498,10 @@ class KeyRing:
     def _prune(self) -> None:
         """Forgets keys that were not seen for an hour; they are asked for again."""
         oldest = self._clock() - _SEEN_S
-        idle = [key_id for key_id, known in self._known.items() if known.seen_at < oldest]
+        idle = [key_id for key_id, k in self._known.items() if k.seen_at < oldest and not k.calls]
         for key_id in idle:
-            if not self._known[key_id].calls:
-                del self._known[key_id]
-                self._revoked_at.pop(key_id, None)
+            del self._known[key_id]
+            self._revoked_at.pop(key_id, None)
 
     async def _flush(self) -> None:
         """Writes when keys were used; what could not be written is kept for the next time."""

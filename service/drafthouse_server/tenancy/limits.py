@@ -93,13 +93,13 @@ class _Promise:
     """Units that are kept for somebody who was refused."""
 
     origin: str
-    """Whose they are."""
+    """Peer to whom they were promised."""
     cost: float
     """Units."""
     due_at: float
-    """When they are there."""
+    """Monotonic time at which the units are there, seconds."""
     ends_at: float
-    """Until when they are kept."""
+    """Monotonic time until which they are kept, seconds."""
 
 
 class Meter:

@@ -97,7 +97,8 @@ class Store:
             store = cls._open_file(parsed, os.O_CREAT if may_make else 0)
         else:
             engine = _server_engine(parsed)
-            store = cls(engine, None, parsed.render_as_string(hide_password=True))
+            # Its query may hold a password, too.
+            store = cls(engine, None, parsed.set(query={}).render_as_string(hide_password=True))
         with contextlib.ExitStack() as undo:
             undo.callback(store.close)
             store._upgrade()
@@ -180,9 +181,23 @@ class Store:
         with self._file_lock:
             file = found.st_dev, found.st_ino
             if self._file not in (None, file):
-                _log.warning("the store %s was replaced: opening it anew", self.shown)
                 self._engine.dispose()
+                self._check_no_other_s_log()
+                _log.warning("the store %s was replaced: opening it anew", self.shown)
             self._file = file
+
+    def _check_no_other_s_log(self) -> None:
+        """Checks that no write-ahead log of the file before lies beside the one in its place.
+
+        SQLite would write what it holds into the new one: what a backup was to undo, or worse.
+        """
+        log = Path(f"{self._path}-wal")
+        with contextlib.suppress(OSError):
+            if log.stat().st_size:
+                raise StoreError(
+                    f"the store {self.shown} was replaced, and {log.name} of the one before lies"
+                    f" beside it; remove {log.name} and {log.name[:-3]}shm"
+                )
 
     def interrupt(self) -> None:
         """Breaks the connections to a database server that does not answer.
@@ -289,11 +304,18 @@ def _quoted(path: Path) -> str:
     return path.as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
 
+def _given_options(url: URL) -> str:
+    """Returns what the URL, or else the environment, tells the server for each connection."""
+    given = url.query.get("options", os.environ.get("PGOPTIONS", ""))
+    return given if isinstance(given, str) else " ".join(given)
+
+
 def _server_engine(url: URL) -> Engine:
+    own = f"-c statement_timeout={_STATEMENT_MS} -c lock_timeout={_STATEMENT_MS}"
     arguments = {
         "connect_timeout": _CONNECT_S,
         "application_name": "drafthouse",
-        "options": f"-c statement_timeout={_STATEMENT_MS} -c lock_timeout={_STATEMENT_MS}",
+        "options": f"{_given_options(url)} {own}".strip(),  # the last one counts
         # A host that has gone without a word is noticed within a quarter of a minute.
         "keepalives_idle": 5,
         "keepalives_interval": 3,
@@ -457,6 +479,7 @@ class StoreUsage:
         self._writer = StoreThread(store, is_writing=True)
         self._clock = clock
         self._failed_at = -math.inf
+        self._late: dict[StoreThread, Future[Any]] = {}  # the last that each was asked
         self.answered_at = clock()
         """When it has answered last, by the clock."""
         self.is_away = False
@@ -513,9 +536,13 @@ class StoreUsage:
     def _do(self, thread: StoreThread, work: Callable[[Connection], _Result]) -> _Result:
         if self.is_away and self._clock() < self._failed_at + _PAUSE_S:
             raise UsageStoreFailed(f"the store {self._store.shown} has just not answered")
+        late = self._late.get(thread)
+        if late is not None and not late.done():  # each would wait in memory for the one before
+            raise UsageStoreFailed(f"the store {self._store.shown} still does not answer")
         # While it is away an attempt only finds out whether it is back.
         timeout_s = _PAUSE_S if self.is_away else _USAGE_S
-        future = thread.submit(work)
+        future: Future[_Result] = thread.submit(work)
+        self._late[thread] = future
         try:
             result = future.result(timeout_s)
         except TimeoutError:

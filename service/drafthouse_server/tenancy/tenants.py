@@ -115,7 +115,7 @@ class Limit:
     kind: type
     """Type of its value."""
     rule: Rule
-    """What it may be."""
+    """Which values are allowed."""
     about: str
     """Help: what it does; without it there is no limit, unless that is said here."""
 

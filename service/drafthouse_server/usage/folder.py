@@ -39,7 +39,7 @@ class Left:
     starts: dict[str, UsageRecord] = field(default_factory=dict)
     """Records of streams that began and of whose end nothing is known, by id."""
     marks: dict[str, Mark] = field(default_factory=dict)
-    """How far these were, by id."""
+    """Last known progress of these streams, by id."""
 
     def take(self, entry: UsageRecord | Mark) -> None:
         """Takes the next entry. One that comes twice, as after a repeated write, counts once."""

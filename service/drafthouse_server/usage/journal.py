@@ -62,7 +62,7 @@ class _Item:
     """An entry on its way."""
 
     entry: Entry
-    """What is told."""
+    """Entry to be written."""
     done: _Done | None
     """Whom to tell what became of it; None: nobody, or told already."""
 
@@ -363,9 +363,15 @@ class Journal:
             OSError: it could not.
         """
         head = b"".join([FILE_MAGIC, *(body for bodies in self._open.values() for body in bodies)])
-        file = _File.create(self._folder.file(self._number + 1), head)
+        path = self._folder.file(self._number + 1)
+        file = _File.create(path, head)
+        try:
+            self._folder.sync()
+        except OSError:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
         self._number += 1
-        self._folder.sync()
         return file
 
     def _sync(self) -> None:
@@ -492,9 +498,10 @@ class _File:
 
     def close(self) -> None:
         """Closes it. Harmless when done twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # it is closed all the same, and was synced before
+                os.close(fd)
 
 
 def _joined(groups: Iterable[list[_Item] | None]) -> list[_Item]:

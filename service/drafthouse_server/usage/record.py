@@ -110,7 +110,7 @@ class UsageQuery:
     until: float | None = None
     """End before which all of them ended, seconds since 1970."""
     after: UsageCursor | None = None
-    """Where the page before ended."""
+    """Last record of the page before."""
     n_max: int | None = None
     """Most records; None is all of them."""
 
