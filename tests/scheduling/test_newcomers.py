@@ -148,7 +148,7 @@ def test_there_are_never_two_such_steps_in_a_row() -> None:
 
 @pytest.mark.parametrize("n_cells", [60, 75, 90, 120])
 def test_in_a_shared_pool_that_is_full_somebody_goes_on(n_cells: int) -> None:
-    """A prompt for which there was room in part alone kept the others from going on, for ever."""
+    """A step without entries would be the last one: the engine's thread waits for news then."""
     limits = dataclasses.replace(MANY, n_ctx=n_cells, n_ctx_seq=n_cells, n_seq_max=6)
     world = World(limits)
     world.add("w", n_prompt=3, n_output_max=10, tenant="first")
