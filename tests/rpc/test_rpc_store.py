@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
-import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,14 +208,20 @@ async def test_a_file_that_is_replaced_by_its_backup(
     assert await n_tokens(server, key) == 2
     ring = server.backends.key_ring
     assert ring is not None
+    with (
+        contextlib.closing(sqlite3.connect(path)) as source,
+        contextlib.closing(sqlite3.connect(tmp_path / "backup.db")) as target,
+    ):
+        source.backup(target)
     path.rename(tmp_path / "away.db")
-    (tmp_path / "away.db-wal").unlink(missing_ok=True)
     await eventually(lambda: ring.is_away)
     assert await n_tokens(server, key) == 2
     await unavailable(server, make_key().text)
-    shutil.copy(tmp_path / "away.db", tmp_path / "backup.db")
+    for end in ("wal", "shm"):  # as docs/keys.md says
+        (tmp_path / f"store.db-{end}").unlink(missing_ok=True)
     (tmp_path / "backup.db").rename(path)
     await eventually(lambda: not ring.is_away)
+    assert await n_tokens(server, key) == 2
     assert await n_tokens(server, shell.add_key("bob")) == 2
     with pytest.raises(drafthouse.InvalidApiKey):
         await n_tokens(server, make_key().text)
