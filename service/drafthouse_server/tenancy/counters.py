@@ -261,8 +261,11 @@ class SharedRates:
     async def _settle_some(self) -> None:
         surpluses, self._surpluses = list(self._surpluses.items()), {}
         for first in range(0, len(surpluses), _N_SETTLED):
-            some = surpluses[first : first + _N_SETTLED]
-            await asyncio.gather(*(self._settle_one(*key, *found) for key, found in some))
+            some = [self._settle_one(*key, *found) for key, found in surpluses[first:][:_N_SETTLED]]
+            if len(some) == 1:
+                await some[0]  # at once, before whoever asks next
+            else:
+                await asyncio.gather(*some)
 
     async def _settle_one(self, tenant: str, metric: str, surplus: float, rate: Rate) -> None:
         await self.counters.settle(tenant, metric, surplus, self._clock(), rate)
