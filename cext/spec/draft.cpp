@@ -13,7 +13,7 @@ namespace {
 // that is not its own. MTP and EAGLE-3 must be: they go on from the hidden row of the last accepted
 // token. llama.cpp lets them only for an id that they have drafted for before, be it for another
 // sequence (`impl_last` of common_speculative is set by a draft, and never reset); before that it
-// would end the process. A cold sequence that is awaited has its drafter follow from this very step
+// would end the process. A cold sequence that warms up has its drafter follow from this very step
 // on.
 bool can_verify_external(const spec_engine & engine, const sequence & seq, int32_t seq_id) {
     const bool is_followed = engine.spec && (!seq.is_cold || seq.is_warming_up);

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import logging
 import os
 import signal
 import threading
@@ -26,8 +25,10 @@ from drafthouse.v1 import admin_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import ConfigError
+from drafthouse_server.operations.calls import Call
 from drafthouse_server.operations.rates import Counters, RecentRates
 from drafthouse_server.rpc.admin import _KEYS, _N_STORE_CALLS
+from drafthouse_server.rpc.interceptors import Observe
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.step import StepPlan, StepResult
 from drafthouse_server.tenancy import records
@@ -279,17 +280,21 @@ async def test_a_store_that_hangs_takes_no_thread_of_others(
     assert [it.limits.max_streams for it in changed] == [5, 5, 5]
 
 
-async def test_a_change_that_waits_for_a_thread_is_not_made_when_its_client_has_left(  # noqa: PLR0917  # fixtures
+async def test_a_change_that_waits_for_a_thread_is_not_made_when_its_client_has_left(
     start_server: ServerFactory,
     store_url: str,
     free_port: int,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     eventually: Eventually,
 ) -> None:
     """It could undo, when the store answers again, what was asked for since."""
     opened, may_open = list[str](), threading.Event()
+    ended, log_end = list[str](), Observe._log
     open_now = Store.open
+
+    def note_end(observe: Observe, call: Call, outcome: str) -> None:
+        log_end(observe, call, outcome)
+        ended.append(f"{call.method.rpartition('/')[2]} {outcome}")
 
     def open_later(url: str, **how: Any) -> Store:
         opened.append(url)
@@ -298,7 +303,7 @@ async def test_a_change_that_waits_for_a_thread_is_not_made_when_its_client_has_
 
     await start_server(admin_port=free_port, store=store_url)
     monkeypatch.setattr(Store, "open", open_later)
-    caplog.set_level(logging.INFO, "drafthouse_server.rpc.interceptors")
+    monkeypatch.setattr(Observe, "_log", note_end)
     async with admin(free_port) as stub:
         reading = admin_pb2.GetLimitsRequest(tenant="acme")
         busy = [asyncio.ensure_future(stub.GetLimits(reading)) for _ in range(_N_STORE_CALLS)]
@@ -308,7 +313,7 @@ async def test_a_change_that_waits_for_a_thread_is_not_made_when_its_client_has_
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.SetLimits(change, timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await eventually(lambda: "SetLimits code=DEADLINE_EXCEEDED" in caplog.text)
+        await eventually(lambda: "SetLimits DEADLINE_EXCEEDED" in ended)
         may_open.set()
         found = await asyncio.gather(*busy)
     assert len(opened) == _N_STORE_CALLS

@@ -14,7 +14,7 @@ from tests.support.logged import logged
 from drafthouse_server.errors import ConfigError, QuotaExceeded, StoreError
 from drafthouse_server.tenancy import redis_counters
 from drafthouse_server.tenancy.admission import Admission
-from drafthouse_server.tenancy.counters import MemoryCounters, SharedRates
+from drafthouse_server.tenancy.counters import SharedRates
 from drafthouse_server.tenancy.limits import Rate
 from drafthouse_server.tenancy.redis_counters import RedisCounters, open_redis
 from drafthouse_server.tenancy.tenants import Tenant
@@ -333,23 +333,3 @@ async def test_what_is_settled_as_a_server_ends_is_settled_once_and_wholly() -> 
         await client.asked.wait()
         await rates.close()
     assert settled == ["acme", "bob", "carl"]
-
-
-async def test_a_store_that_is_far_away_is_told_of_many_tenants_at_once() -> None:
-    names, told, is_told = [f"t{i}" for i in range(70)], list[str](), asyncio.Event()
-
-    class Far(MemoryCounters):
-        async def settle(
-            self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
-        ) -> None:
-            told.append(tenant)
-            if len(told) >= 2:
-                is_told.set()
-            await is_told.wait()  # one after the other they would wait for ever
-
-    rates = SharedRates(Far())
-    for name in names:
-        rates.settle(Tenant(name, requests_per_s=1.0), "requests_per_s", 2.0)
-    async with asyncio.timeout(100):
-        await rates.close()
-    assert sorted(told) == sorted(names)

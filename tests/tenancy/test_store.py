@@ -457,6 +457,28 @@ def test_a_copy_that_is_put_back_is_not_mixed_with_what_it_was_to_undo(tmp_path:
     store.close()
 
 
+def test_who_opens_a_replaced_store_first_keeps_no_other_from_it(tmp_path: Path) -> None:
+    """The log of the new file is another one, though it lies where the old one lay."""
+    path, copy = tmp_path / "store.db", tmp_path / "copy.db"
+    stores = [Store.open(f"sqlite:///{path}") for _ in range(2)]
+    with stores[0].writing() as connection:
+        records.add_tenant(connection, "acme", {}, NOW)
+    with stores[1].reading() as connection:
+        assert len(records.list_tenants(connection)) == 1
+    filled = Store.open(f"sqlite:///{copy}")
+    filled.close()
+    for end in ("-wal", "-shm"):
+        Path(f"{path}{end}").unlink()
+    copy.replace(path)
+    with stores[0].writing() as connection:
+        records.add_tenant(connection, "bob", {}, NOW)
+    assert Path(f"{path}-wal").stat().st_size
+    with stores[1].reading() as connection:
+        assert [tenant.name for tenant in records.list_tenants(connection)] == ["bob"]
+    for store in stores:
+        store.close()
+
+
 @pytest.mark.parametrize("given", ["", "?options=-csearch_path%3Dours"])
 def test_options_of_the_url_of_a_server_are_kept(
     given: str, monkeypatch: pytest.MonkeyPatch

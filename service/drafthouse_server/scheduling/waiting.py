@@ -60,7 +60,7 @@ class WaitingQueue:
         self._lines: dict[str, _Line] = {}
         self._removed: set[Sequence] = set()
         self._n_live = 0
-        self._n_swapped = 0
+        self._n_preempted = 0
 
     def __len__(self) -> int:
         return self._n_live
@@ -73,7 +73,7 @@ class WaitingQueue:
     @property
     def n_preempted_now(self) -> int:
         """Sequences that had a slot already."""
-        return self._n_swapped
+        return self._n_preempted
 
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence, new or preempted."""
@@ -87,7 +87,7 @@ class WaitingQueue:
         heappush(line.heap, (sequence.rank, sequence))
         line.n_live += 1
         self._n_live += 1
-        self._n_swapped += sequence.is_preempted
+        self._n_preempted += sequence.is_preempted
 
     def peek(self) -> Sequence | None:
         """Returns the sequence that goes next; None if none waits."""
@@ -125,7 +125,7 @@ class WaitingQueue:
         line = self._lines[tenant]
         line.n_live -= 1
         self._n_live -= 1
-        self._n_swapped -= sequence.is_preempted
+        self._n_preempted -= sequence.is_preempted
         if not line.n_live:
             self._sweep(line)
             del self._lines[tenant]

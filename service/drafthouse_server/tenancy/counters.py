@@ -36,8 +36,6 @@ _GRACE_S, _GRACE_SHARE = 1.0, 0.25
 _EARLY_S = 0.005
 """A promise may be taken so many seconds early: clocks and timers are not exact."""
 _N_SWEEP = 4096
-_N_SETTLED = 32
-"""Rates that are settled at once: a store that is far away answers each in some milliseconds."""
 _Key: TypeAlias = tuple[str, str]  # tenant, and what is counted
 
 
@@ -259,16 +257,9 @@ class SharedRates:
             await self._settle_some()
 
     async def _settle_some(self) -> None:
-        surpluses, self._surpluses = list(self._surpluses.items()), {}
-        for first in range(0, len(surpluses), _N_SETTLED):
-            some = [self._settle_one(*key, *found) for key, found in surpluses[first:][:_N_SETTLED]]
-            if len(some) == 1:
-                await some[0]  # at once, before whoever asks next
-            else:
-                await asyncio.gather(*some)
-
-    async def _settle_one(self, tenant: str, metric: str, surplus: float, rate: Rate) -> None:
-        await self.counters.settle(tenant, metric, surplus, self._clock(), rate)
+        surpluses, self._surpluses = self._surpluses, {}
+        for (tenant, metric), (surplus, rate) in surpluses.items():
+            await self.counters.settle(tenant, metric, surplus, self._clock(), rate)
 
     async def close(self) -> None:
         """Settles what is left, and ends."""

@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _BUSY_S = 5.0
+_N_LOG_HEAD = 32  # bytes of the head of SQLite's write-ahead log, with its two salts
 """How long SQLite waits for another writer's transaction."""
 _CONNECT_S = 2
 _STATEMENT_MS = 10_000
@@ -71,6 +72,7 @@ class Store:
         self._engine = engine
         self._path = path
         self._file: tuple[int, int] | None = None
+        self._log_head = b""
         self._file_lock = threading.Lock()
         self._is_closed = False
         self._drivers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -182,22 +184,23 @@ class Store:
             file = found.st_dev, found.st_ino
             if self._file not in (None, file):
                 self._engine.dispose()
-                self._check_no_other_s_log()
+                if self._log_head and self._log_head == self._read_log_head():
+                    # SQLite would write what the log holds into the new file.
+                    name = self._path.name
+                    raise StoreError(
+                        f"the store {self.shown} was replaced, and {name}-wal of the one before"
+                        f" lies beside it; remove {name}-wal and {name}-shm"
+                    )
                 _log.warning("the store %s was replaced: opening it anew", self.shown)
-            self._file = file
+            self._file, self._log_head = file, self._read_log_head()
 
-    def _check_no_other_s_log(self) -> None:
-        """Checks that no write-ahead log of the file before lies beside the one in its place.
-
-        SQLite would write what it holds into the new one: what a backup was to undo, or worse.
-        """
-        log = Path(f"{self._path}-wal")
-        with contextlib.suppress(OSError):
-            if log.stat().st_size:
-                raise StoreError(
-                    f"the store {self.shown} was replaced, and {log.name} of the one before lies"
-                    f" beside it; remove {log.name} and {log.name[:-3]}shm"
-                )
+    def _read_log_head(self) -> bytes:
+        """Returns the start of the write-ahead log; its random salts tell it from any other."""
+        try:
+            with Path(f"{self._path}-wal").open("rb") as log:
+                return log.read(_N_LOG_HEAD)
+        except OSError:
+            return b""
 
     def interrupt(self) -> None:
         """Breaks the connections to a database server that does not answer.
