@@ -457,6 +457,37 @@ def test_a_copy_that_is_put_back_is_not_mixed_with_what_it_was_to_undo(tmp_path:
     store.close()
 
 
+def test_a_store_that_is_opened_again_loses_no_lock(tmp_path: Path) -> None:
+    """The end of another process deleted the log in use: what was written to it was lost."""
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    program = """
+        import sys
+        from drafthouse_server.tenancy import records
+        from drafthouse_server.tenancy.store import Store
+
+        store = Store.open(sys.argv[1])
+        with store.writing() as connection:
+            records.add_tenant(connection, sys.argv[2], {}, records.Change("test", 1))
+        store.close()
+    """
+
+    def add_elsewhere(name: str) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(program), url, name]
+        subprocess.run(command, check=True, timeout=100)
+
+    store = Store.open(url)
+    with store.writing() as connection:
+        records.add_tenant(connection, "a", {}, NOW)
+    Store.open(url).close()
+    add_elsewhere("b")
+    with store.writing() as connection:
+        records.add_tenant(connection, "c", {}, NOW)
+    add_elsewhere("d")
+    with store.reading() as connection:
+        assert [tenant.name for tenant in records.list_tenants(connection)] == list("abcd")
+    store.close()
+
+
 def test_who_opens_a_replaced_store_first_keeps_no_other_from_it(tmp_path: Path) -> None:
     """The log of the new file is another one, though it lies where the old one lay."""
     path, copy = tmp_path / "store.db", tmp_path / "copy.db"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import math
@@ -96,7 +97,7 @@ class Store:
         """
         parsed = _parsed(url)
         if parsed.get_backend_name() == "sqlite":
-            store = cls._open_file(parsed, os.O_CREAT if may_make else 0)
+            store = cls._open_file(parsed, may_make=may_make)
         else:
             engine = _server_engine(parsed)
             # Its query may hold a password, too.
@@ -108,14 +109,13 @@ class Store:
         return store
 
     @classmethod
-    def _open_file(cls, url: URL, make: int) -> Store:
+    def _open_file(cls, url: URL, *, may_make: bool) -> Store:
         path = Path(url.database or "").absolute()
         if not url.database or url.database == ":memory:":
             problem = f"store needs a file that outlives the server, {_HINT}"
             raise ConfigError("store", url.render_as_string(), problem=problem)
         try:
-            # Made here alone: a store that is missing later must not come back empty.
-            os.close(os.open(path, os.O_RDWR | make, 0o600))
+            _make_file(path, may_make=may_make)
         except OSError as error:
             raise StoreError(
                 f"cannot open the store {path}: {error.strerror}; check path and permissions"
@@ -186,21 +186,17 @@ class Store:
                 self._engine.dispose()
                 if self._log_head and self._log_head == self._read_log_head():
                     # SQLite would write what the log holds into the new file.
-                    name = self._path.name
-                    raise StoreError(
-                        f"the store {self.shown} was replaced, and {name}-wal of the one before"
-                        f" lies beside it; remove {name}-wal and {name}-shm"
-                    )
+                    name, told = self._path.name, f"the store {self.shown} was replaced, and"
+                    told += f" {name}-wal of the one before lies beside it; remove {name}-wal and"
+                    raise StoreError(f"{told} {name}-shm")
                 _log.warning("the store %s was replaced: opening it anew", self.shown)
             self._file, self._log_head = file, self._read_log_head()
 
     def _read_log_head(self) -> bytes:
         """Returns the start of the write-ahead log; its random salts tell it from any other."""
-        try:
-            with Path(f"{self._path}-wal").open("rb") as log:
-                return log.read(_N_LOG_HEAD)
-        except OSError:
-            return b""
+        with contextlib.suppress(OSError), Path(f"{self._path}-wal").open("rb") as log:
+            return log.read(_N_LOG_HEAD)
+        return b""
 
     def interrupt(self) -> None:
         """Breaks the connections to a database server that does not answer.
@@ -302,23 +298,31 @@ def _file_engine(path: Path) -> Engine:
     return engine
 
 
+def _make_file(path: Path, *, may_make: bool) -> None:
+    """Makes the file of a store, here alone: one that is missing later must not come back empty."""
+    # Not opened if it is there: closing would take SQLite's locks from all of this process (POSIX),
+    # and the next end of another one would delete the log under them.
+    if may_make:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    path.stat()
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def _quoted(path: Path) -> str:
     """Returns a path as SQLite's URIs want it."""
     return path.as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
 
-def _given_options(url: URL) -> str:
-    """Returns what the URL, or else the environment, tells the server for each connection."""
-    given = url.query.get("options", os.environ.get("PGOPTIONS", ""))
-    return given if isinstance(given, str) else " ".join(given)
-
-
 def _server_engine(url: URL) -> Engine:
+    given = url.query.get("options", os.environ.get("PGOPTIONS", ""))
+    given = given if isinstance(given, str) else " ".join(given)
     own = f"-c statement_timeout={_STATEMENT_MS} -c lock_timeout={_STATEMENT_MS}"
     arguments = {
         "connect_timeout": _CONNECT_S,
         "application_name": "drafthouse",
-        "options": f"{_given_options(url)} {own}".strip(),  # the last one counts
+        "options": f"{given} {own}".strip(),  # the last one counts
         # A host that has gone without a word is noticed within a quarter of a minute.
         "keepalives_idle": 5,
         "keepalives_interval": 3,
@@ -482,7 +486,6 @@ class StoreUsage:
         self._writer = StoreThread(store, is_writing=True)
         self._clock = clock
         self._failed_at = -math.inf
-        self._late: dict[StoreThread, Future[Any]] = {}  # the last that each was asked
         self.answered_at = clock()
         """When it has answered last, by the clock."""
         self.is_away = False
@@ -539,13 +542,9 @@ class StoreUsage:
     def _do(self, thread: StoreThread, work: Callable[[Connection], _Result]) -> _Result:
         if self.is_away and self._clock() < self._failed_at + _PAUSE_S:
             raise UsageStoreFailed(f"the store {self._store.shown} has just not answered")
-        late = self._late.get(thread)
-        if late is not None and not late.done():  # each would wait in memory for the one before
-            raise UsageStoreFailed(f"the store {self._store.shown} still does not answer")
         # While it is away an attempt only finds out whether it is back.
         timeout_s = _PAUSE_S if self.is_away else _USAGE_S
-        future: Future[_Result] = thread.submit(work)
-        self._late[thread] = future
+        future = thread.submit(work)
         try:
             result = future.result(timeout_s)
         except TimeoutError:
