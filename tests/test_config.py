@@ -138,6 +138,43 @@ def test_settings_that_contradict_each_other_say_what_to_do(
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"port": 9000, "metrics_port": 9000}, "metrics_port"),
+        ({"port": 9000, "admin_port": 9000}, "admin_port"),
+        ({"metrics_port": 9000, "admin_port": 9000}, "admin_port"),
+        ({"host": "localhost", "port": 9000, "metrics_port": 9000}, "metrics_port"),
+        ({"host": EVERY, "insecure_no_tls": True, "port": 9000, "metrics_port": 9000,
+          "api_keys": (KEY,)}, "metrics_port"),
+        ({"metrics_host": "::", "port": 9000, "metrics_port": 9000}, "metrics_port"),
+    ],
+)  # fmt: skip
+def test_two_listeners_in_one_place_are_refused_before_a_model_is_loaded(
+    settings: dict[str, Any], key: str
+) -> None:
+    """The second was refused by the kernel, when the model had been loaded."""
+    with pytest.raises(ConfigError) as caught:
+        Config(**settings)
+    assert caught.value.key == key
+    assert "are both 9000" in str(caught.value)
+    assert str(caught.value).endswith(f"choose another {key}")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"port": 0, "metrics_port": 0, "admin_port": 0},
+        {"port": 9000, "metrics_port": 9001, "admin_port": 9002},
+        {"host": "unix:/tmp/d.sock", "port": 9000, "metrics_port": 9000},
+        {"host": "127.0.0.2", "port": 9000, "metrics_port": 9000},
+        {"host": "[::1]", "port": 9000, "metrics_port": 9000},
+    ],
+)
+def test_listeners_in_places_of_their_own_are_taken(settings: dict[str, Any]) -> None:
+    assert Config(**settings).port == settings["port"]
+
+
 @pytest.mark.parametrize("entry", ["hush", ":hush", "hush:"])
 def test_keys_are_never_shown(entry: str) -> None:
     with pytest.raises(ConfigError) as caught:

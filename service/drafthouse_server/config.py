@@ -27,6 +27,7 @@ from drafthouse_server.access import UNIX, are_api_keys, check_access, has_acces
 from drafthouse_server.administration import check_admin
 from drafthouse_server.devices import DeviceSettings, check_devices
 from drafthouse_server.errors import ConfigError
+from drafthouse_server.front import check_ports
 from drafthouse_server.setting import ALL, Rule, Setting, all_or_between, between, declare, one_of
 
 __all__ = [
@@ -475,7 +476,7 @@ class Config(DeviceSettings):
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
             _check_value(setting, getattr(self, setting.name))
-        for check in (check_access, check_admin, check_devices):
+        for check in (check_access, check_admin, check_devices, check_ports):
             check(self)
         _check_sizes(self)
         _check_drafts(self)

@@ -6,15 +6,22 @@ Part of `config.Config`; docs/security.md says what each bounds.
 from __future__ import annotations
 
 import functools
+import ipaddress
+import itertools
 from dataclasses import dataclass
+from typing import Protocol
 
+from drafthouse_server.access import UNIX, bare_host
 from drafthouse_server.administration import AdminSettings
+from drafthouse_server.errors import ConfigError
 from drafthouse_server.setting import Rule, between, declare, one_of
 
-__all__ = ["FrontSettings"]
+__all__ = ["FrontSettings", "check_ports"]
 
 _ANY = Rule("", lambda _: True)
 _ADDRESS = Rule("an address or a name", lambda host: bool(host) and not host.startswith("unix:"))
+
+_LOCAL = {"localhost": "127.0.0.1"}
 
 _clients = functools.partial(declare, "Bounds on clients")
 _watch = functools.partial(declare, "Health and metrics")
@@ -167,3 +174,65 @@ class FrontSettings(AdminSettings):
         " are refused, and unhealthy_exit_s begins. 0: never.",
     )
     """Bound of a step; 0 is none."""
+
+
+class _Listening(Protocol):
+    """The settings that `check_ports` looks at; they are documented above and in `config`."""
+
+    @property
+    def host(self) -> str:
+        """Address to listen at."""
+
+    @property
+    def port(self) -> int:
+        """Port to listen at."""
+
+    @property
+    def metrics_host(self) -> str:
+        """Address of the Prometheus endpoint."""
+
+    @property
+    def metrics_port(self) -> int:
+        """Port of the Prometheus endpoint."""
+
+    @property
+    def admin_host(self) -> str:
+        """Address of AdminService."""
+
+    @property
+    def admin_port(self) -> int:
+        """Port of AdminService."""
+
+
+def check_ports(settings: _Listening) -> None:
+    """Checks that each listener has a place of its own, before a model is loaded for nothing.
+
+    Raises:
+        ConfigError: two of them have the same port of the same address; names both settings.
+    """
+    places = (
+        ("port", settings.host, settings.port),
+        ("metrics_port", settings.metrics_host, settings.metrics_port),
+        ("admin_port", settings.admin_host, settings.admin_port),
+    )
+    used = [place for place in places if place[2] and not place[1].startswith(UNIX)]
+    for (one, host, port), (other, other_host, other_port) in itertools.combinations(used, 2):
+        if port == other_port and _meet(host, other_host):
+            problem = (
+                f"{one} and {other} are both {port}, and only one of them can listen there; choose"
+                f" another {other}"
+            )
+            raise ConfigError(other, port, problem=problem)
+
+
+def _meet(one: str, other: str) -> bool:
+    """Returns whether two addresses are the same, or one of them is every address."""
+    first, second = (_LOCAL.get(host.lower(), bare_host(host).lower()) for host in (one, other))
+    return first == second or _is_every(first) or _is_every(second)
+
+
+def _is_every(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

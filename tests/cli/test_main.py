@@ -300,6 +300,12 @@ def test_beyond_loopback_without_keys_is_one_sentence() -> None:
     assert_failed(outcome, 2, "insecure_no_auth")
 
 
+def test_two_listeners_at_one_port_are_one_sentence() -> None:
+    ports = ("--port", "9000", "--metrics-port", "9000")
+    outcome = run("serve", *ports, "--model", "never-looked-at.gguf")
+    assert_failed(outcome, 2, "port and metrics_port are both 9000")
+
+
 async def test_what_a_server_lacks_stands_in_its_first_lines_and_is_a_warning(
     start_server: ServerFactory,
 ) -> None:
