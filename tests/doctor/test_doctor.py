@@ -128,6 +128,25 @@ def test_less_memory_fits_less(monkeypatch: pytest.MonkeyPatch) -> None:
         assert re.search(rf"[(,] ?{part} [\d.]+ [kMG]B", sentence), sentence
 
 
+def test_where_memory_is_not_told_only_what_fits_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without /proc/meminfo, as on macOS; a server starts there, and this was an error."""
+    monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(0, 0))
+    found = told(DENSE, "--parallel", "4")
+    assert found["ok"]
+    (problem,) = [it for it in found["problems"] if it["check"] == "memory"]
+    assert problem["severity"] == "warning"
+    assert "does not tell how much memory" in problem["problem"]
+    assert found["memory"]["total_bytes"] is found["memory"]["free_bytes"] is None
+    assert found["needs"]["for"].startswith("4 x ")
+    assert found["needs"]["host_total_bytes"] > 0
+    assert "fits" not in found
+    code, text = doctor(HYBRID)
+    assert code == 0
+    assert re.search(r"\n  free +unknown\n", text)
+
+
 def test_a_model_that_is_missing_or_broken(tmp_path: Path) -> None:
     assert "check the path" in error_of(str(tmp_path / "none.gguf"), check="model")
     broken = tmp_path / "broken.gguf"

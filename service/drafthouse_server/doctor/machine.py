@@ -67,12 +67,17 @@ def _devices(facts: EngineFacts) -> Section:
 
 def _memory(memory: HostMemory) -> Section:
     section = Section("memory")
-    sizes = {"total_bytes": memory.total_bytes, "available_bytes": memory.available_bytes}
-    for key, n_bytes in sizes.items():
-        section.add(key, n_bytes, format_bytes(n_bytes))
     limit = format_bytes(memory.limit_bytes) if memory.limit_bytes else "none"
-    section.add("cgroup_limit_bytes", memory.limit_bytes, limit)
-    section.add("free_bytes", memory.free_bytes, format_bytes(memory.free_bytes))
+    for key, n_bytes, shown in (
+        ("total_bytes", memory.total_bytes, ""),
+        ("available_bytes", memory.available_bytes, ""),
+        ("cgroup_limit_bytes", memory.limit_bytes, limit),
+        ("free_bytes", memory.free_bytes, ""),
+    ):
+        if shown or memory.total_bytes:
+            section.add(key, n_bytes, shown or format_bytes(n_bytes))
+        else:
+            section.add(key, None, "unknown")
     return section
 
 

@@ -50,6 +50,14 @@ def _examine(
 ) -> tuple[list[Section], list[Problem]]:
     wished = surveyor.needs(surveyor.wish.size, usable_bytes(memory))
     sections = [_model(config, surveyor, wished), _needs(wished)]
+    if not memory.total_bytes:  # `serve` chooses no sizes then
+        unknown = Problem(
+            "memory",
+            "this machine does not tell how much memory it has (/proc/meminfo), so what fits is not"
+            " known, and a server takes what the settings ask for; set parallel and max_model_len",
+            "warning",
+        )
+        return sections, [unknown, *_lock_problems(config, wished), *_device_problems(wished, room)]
     try:
         chosen = choose_size(surveyor, memory, config.model)
     except ModelLoadError as error:
@@ -164,6 +172,10 @@ def _problems(
             " parallel or max_model_len",
             "warning",
         )
+    yield from _lock_problems(config, needs)
+
+
+def _lock_problems(config: Config, needs: Needs) -> Iterator[Problem]:
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_locked = "mlock" in config.load_mode
     if is_locked and hard != resource.RLIM_INFINITY and hard < needs.host.weights_bytes:

@@ -17,7 +17,7 @@ class HostMemory:
     """Memory of the machine and of this process's cgroups, in bytes."""
 
     total_bytes: int
-    """The machine's."""
+    """The machine's; 0: it is not told, and nothing of what is free."""
     available_bytes: int
     """What programs may still take of it, as the kernel estimates."""
     limit_bytes: int = 0
