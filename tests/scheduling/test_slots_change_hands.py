@@ -111,3 +111,33 @@ def test_own_priorities_hold_up_no_other_tenants_stream_by_long_saves() -> None:
             world.scheduler.commit(result, world.now + 1e-3)
         world.add("high", n_output_max=1, tenant="one", priority=1)
         assert bool(world.scheduler.plan(world.now + 1e-3).swap_outs) is not has_other
+
+
+POOL = dataclasses.replace(LIMITS, n_seq_max=4, n_ctx=240, n_ctx_seq=100)
+"""Slots that share their cells."""
+
+
+def test_an_own_stream_that_frees_too_few_cells_hides_no_claim_on_another_tenant() -> None:
+    world = bench(POOL)
+    flood = [world.add(name, n_output_max=60, tenant="flood") for name in "abc"]
+    small = world.add("s", n_output_max=10, tenant="one", priority=-1)
+    world.step()
+    high = world.add("h", n_prompt=20, n_output_max=40, tenant="one")
+    world.step()
+    assert [stream.n_preemptions for stream in flood] == [0, 0, 1]
+    assert (small.state, high.state) == (SequenceState.RUNNING, SequenceState.RUNNING)
+    world.run(400)
+    assert all(isinstance(end, FinishEvent) for end in world.ends().values())
+
+
+def test_of_own_streams_the_last_one_leaves_that_frees_enough_cells() -> None:
+    world = bench(dataclasses.replace(POOL, n_seq_max=2, n_ctx=100))
+    large = world.add("l", n_output_max=60, priority=-1)
+    small = world.add("s", n_output_max=10, priority=-1)
+    world.step()
+    high = world.add("h", n_prompt=20, n_output_max=40)
+    world.step()
+    assert (large.state, small.state) == (SequenceState.PREEMPTED, SequenceState.RUNNING)
+    assert high.state is SequenceState.RUNNING
+    world.run(400)
+    assert all(isinstance(end, FinishEvent) for end in world.ends().values())

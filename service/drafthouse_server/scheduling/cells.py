@@ -138,6 +138,21 @@ class CellLedger:
         n_cells = self._n_cells if len(running) > 1 else self._limits.n_ctx
         return n_cells - sum([sequence.n_computed for sequence in running.values()])
 
+    def has_cells(
+        self, sequence: Sequence, running: Mapping[int, Sequence], victim: Sequence | None = None
+    ) -> bool:
+        """Returns whether a sequence is likely to find its cells.
+
+        Args:
+            sequence: It has no slot.
+            running: Sequences by slot.
+            victim: The one of these in whose place it would be.
+        """
+        if not self.is_shared or len(running) == (victim is not None):
+            return True
+        n_reserved = self.n_reserved - (victim.n_reserved if victim else 0)
+        return n_reserved + self.need(sequence) <= self._n_cells
+
     def reserve(self, sequence: Sequence, n_cells: int) -> None:
         """Counts the cells that a sequence is likely to need, in place of what it had reserved."""
         self.n_reserved += n_cells - sequence.n_reserved

@@ -71,7 +71,7 @@ class Placement:
         while (sequence := self._waiting.peek()) is not None:
             if not self._has_place(sequence):
                 victim = self._preemption.victim_for(sequence, plan)
-                if victim is None or not self._is_of_use(victim, sequence):
+                if victim is None:
                     return
                 self._preemption.make_way(victim, sequence, plan)
                 continue
@@ -81,21 +81,7 @@ class Placement:
 
     def _has_place(self, sequence: Sequence) -> bool:
         """Returns whether there is a slot, with the cells that a sequence is likely to need."""
-        return self._slots.has_room and self._has_cells(sequence, None)
-
-    def _has_cells(self, sequence: Sequence, victim: Sequence | None) -> bool:
-        """Returns whether there are cells for a sequence, in place of another if one is given."""
-        ledger = self._ledger
-        if not ledger.is_shared or len(self._slots.running) == (victim is not None):
-            return True
-        n_reserved = ledger.n_reserved - (victim.n_reserved if victim else 0)
-        return n_reserved + ledger.need(sequence) <= ledger.n_cells
-
-    def _is_of_use(self, victim: Sequence, sequence: Sequence) -> bool:
-        """Returns whether to preempt one for the other: of its own tenant where this is enough."""
-        if victim.tenant != sequence.tenant:
-            return True
-        return not self._slots.has_room and self._has_cells(sequence, victim)
+        return self._slots.has_room and self._ledger.has_cells(sequence, self._slots.running)
 
     def least_s(self, sequence: Sequence, is_found: bool) -> float:
         """Returns the seconds that a sequence needs for its first token, rather too few.

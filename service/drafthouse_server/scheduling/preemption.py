@@ -207,16 +207,19 @@ class Preemption:
     def victim_for(self, sequence: Sequence, plan: PlanBuilder) -> Sequence | None:
         """Returns the one that has to leave its slot to the next sequence; None: none has to.
 
-        One of the same tenant that is less important, or the youngest of a tenant that was served
-        more. Not one that another start of this plan needs in its place, or that has lost its slot
-        shortly before; and none while snapshots have taken too much time already.
+        One of the same tenant that is less important, where that is enough, or the youngest of a
+        tenant that was served more. Not one that another start of this plan needs in its place, or
+        that has lost its slot shortly before; and none while snapshots have taken too much time
+        already.
         """
         tenant, held = sequence.tenant, self._held()
         if not self._budget.is_free(tenant, plan.planned_at):
             return None
         if tenant in held and not self._slots.has_room:
-            less = [s for s in self._slots.running.values() if s.priority < sequence.priority]
-            victim = self._last_of(tenant, less, plan)
+            running = self._slots.running
+            less = (s for s in running.values() if s.priority < sequence.priority)
+            enough = (s for s in less if self._ledger.has_cells(sequence, running, s))
+            victim = self._last_of(tenant, enough, plan)
             if victim is not None and victim.rank > sequence.rank and self._is_quick(victim, held):
                 return victim
         for other in self._counters.over_served(tenant, held, self._slots.n_slots):
