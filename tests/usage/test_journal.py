@@ -352,6 +352,101 @@ def test_what_a_failed_sync_may_have_dropped_is_written_to_another_file(
     assert counted(store) == {"r1": ("stop", 70), "r2": ("stop", 9), "r3": ("stop", 1)}
 
 
+class Unsynced:
+    """A journal with an end that is written and not synced yet."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = MemoryUsageStore()
+        self.disk = FullDisk(monkeypatch)
+        self.told = Told()
+        self.journal = open_journal(path, self.store)
+        write_all(self.journal, [start(1), start(2), end(1, 3)])
+        monkeypatch.setattr(journal_module, "_SYNC_INTERVAL_S", 1e6)
+        self.journal.write(end(2, 9), self.told)
+        write_all(self.journal, [start(3)])
+        assert not self.told.calls
+
+
+def test_what_was_written_before_the_disk_was_full_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client waited for its result for as long as the disk was full."""
+    caplog.set_level(logging.WARNING)
+    found = Unsynced(tmp_path, monkeypatch)
+    journal, disk = found.journal, found.disk
+    disk.n_bytes_left = 0
+    refused = Told()
+    journal.write(end(3, 4), refused)
+    assert refused.wait() is False
+    monkeypatch.setattr(journal_module, "_SYNC_INTERVAL_S", 0.0)
+    assert found.told.wait() is True
+    assert journal.watch(), "there is still something that cannot be written"
+    assert journal.counts.n_pending == 1
+    assert "can be written again" not in caplog.text
+    disk.n_bytes_left = None
+    journal.close()
+    assert counted(found.store) == {"r1": ("stop", 3), "r2": ("stop", 9), "r3": ("stop", 4)}
+    assert not journal.is_failing
+    assert journal.counts.n_pending == 0
+
+
+def test_what_was_written_before_the_disk_was_full_is_not_told_as_lost_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Unsynced(tmp_path, monkeypatch)
+    found.disk.n_bytes_left = 0
+    found.journal.write(end(3, 4))
+    found.journal.close()
+    assert found.told.wait() is True
+    assert counted(found.store) == {"r1": ("stop", 3), "r2": ("stop", 9)}
+    assert f"lost usage record {id_of(3)}" in caplog.text
+    assert f"lost usage record {id_of(2)}" not in caplog.text
+
+
+def spoil(disk: FullDisk, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Lets the next write fail such that its file must not be used any more."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    if how == "it may not grow":
+        monkeypatch.setattr(os, "write", refuse)
+    else:
+        disk.n_bytes_left = 10
+        monkeypatch.setattr(os, "ftruncate", refuse)
+
+
+@pytest.mark.parametrize("how", ["it may not grow", "it is torn"])
+def test_a_file_that_must_not_be_used_any_more_is_synced_before_it_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What was written to it was told when another file was synced."""
+    found = Unsynced(tmp_path, monkeypatch)
+    with monkeypatch.context() as while_full:
+        spoil(found.disk, while_full, how)
+        found.journal.write(end(3, 4))
+        assert found.told.wait() is True, "its file is on the disk, and there is no other"
+        assert found.journal.is_failing
+    found.disk.n_bytes_left = None
+    found.journal.close()
+    assert counted(found.store) == {"r1": ("stop", 3), "r2": ("stop", 9), "r3": ("stop", 4)}
+
+
+def test_what_a_file_that_cannot_be_synced_had_is_written_again_when_it_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Unsynced(tmp_path, monkeypatch)
+    found.disk.is_sync_failing = True
+    with monkeypatch.context() as while_full:
+        spoil(found.disk, while_full, "it is torn")
+        found.journal.write(end(3, 4))
+        assert found.told.wait() is False
+    JournalFolder(tmp_path).file(1).unlink()  # the disk has dropped it
+    found.disk.is_sync_failing, found.disk.n_bytes_left = False, None
+    found.journal.close()
+    assert {"r2", "r3"} <= counted(found.store).keys()
+
+
 def test_a_journal_that_never_can_be_written_says_what_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -263,8 +263,7 @@ class Journal:
             # Also if this thread fails, which is our bug: streams must not wait for it.
             self._is_dead = True
             self.counts.is_failing |= not self._is_closing
-            if self._file is not None:
-                self._file.close()
+            self._close_file()
             left = [*self._unsynced, *self._backlog, *_joined(self._drained())]
             if left:
                 _log.critical("%d entries of the usage journal are lost", len(left))
@@ -277,12 +276,11 @@ class Journal:
         self._busy_since = time.monotonic()
         if self._file is not None and self._file.n_bytes >= self._n_file_bytes:
             self._leave_file()
-        if self._backlog and not self._write():
-            return not is_last
+        if self._backlog:
+            self._write()
         if is_last or time.monotonic() >= self._sync_due():
-            self._sync()
-        if not (self._backlog or self._unsynced):
-            self._note_success()  # a look at a disk that was slow may have come after it answered
+            self._sync()  # also where the disk is full: what was written before needs no room
+        self._note_success()  # a look at a disk that was slow may have come after it answered
         return not is_last
 
     def _collect(self) -> bool:
@@ -314,8 +312,8 @@ class Journal:
             return self._synced_at + _SYNC_INTERVAL_S
         return self._unsynced_since + _LAZY_SYNC_S
 
-    def _write(self) -> bool:
-        """Writes the backlog; returns whether it could."""
+    def _write(self) -> None:
+        """Writes the backlog, which stays where it cannot."""
         self._written_at = time.monotonic()
         items = self._backlog
         bodies = [encode(item.entry) for item in items]
@@ -325,7 +323,9 @@ class Journal:
             self._file.append(b"".join(bodies))
         except OSError as error:
             self._fail(error)
-            return False
+            if self._file is not None and (self._file.is_torn or error.errno == errno.EFBIG):
+                self._leave_file()
+            return
         if not self._unsynced:
             self._unsynced_since = self._written_at
         self._backlog = []
@@ -334,7 +334,6 @@ class Journal:
         for item, body in zip(items, bodies, strict=True):
             self._note_open(item, body)
         self._tell([item for item in items if not item.is_end], is_written=True)
-        return True
 
     def _note_open(self, item: _Item, body: bytes) -> None:
         """Notes what the next file must begin with: streams that have not ended."""
@@ -350,6 +349,9 @@ class Journal:
     def _leave_file(self) -> None:
         """Ends the file, on the disk; the next entry begins another."""
         self._sync()
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -384,7 +386,7 @@ class Journal:
             # What the kernel could not write it may have dropped: it is written again, elsewhere.
             self._backlog = [*self._unsynced, *self._backlog]
             self._unsynced = []
-            self._file.is_torn = True
+            self._close_file()
             self._fail(error)
             return
         items, self._unsynced = self._unsynced, []
@@ -392,12 +394,15 @@ class Journal:
         self._synced_at = time.monotonic()
         ends = [item for item in items if item.is_end]
         self.counts.n_records += len(ends)
-        self.counts.n_pending = 0
         self._note_success()
         self.shipper.allow((self._number, self._file.n_bytes), has_ends=bool(ends))
         self._tell(ends, is_written=True)
 
     def _note_success(self) -> None:
+        """Takes note that the journal can be written, if nothing waits for it."""
+        if self._backlog or self._unsynced:
+            return
+        self.counts.n_pending = 0
         if self.counts.is_failing:
             self.counts.is_failing = False
             _log.warning("the usage journal can be written again")
@@ -416,9 +421,6 @@ class Journal:
         self._release(self._backlog)
         self._backlog = _without_old_marks(self._backlog)
         self.counts.n_pending = len(self._backlog)
-        if self._file is not None and (self._file.is_torn or error.errno == errno.EFBIG):
-            self._file.close()
-            self._file = None
 
     def _release(self, items: list[_Item]) -> None:
         self._tell(items, is_written=False)
