@@ -1,8 +1,9 @@
 """Installs the Debian packages that `make test` and its like can use besides.
 
-Compilers that a user does not need: two Clangs, libc++, a compiler for ARM; qemu-user; PostgreSQL
-and Redis, which tests start by themselves; systemd, which checks our unit. What is there is not
-installed again. Without them the tests that need them are skipped, and fail where CI is set.
+What the build needs of a bare Debian: g++, Python's headers and venv. Compilers that a user does
+not need: two Clangs, libc++, a compiler for ARM; qemu-user; PostgreSQL and Redis, which tests start
+by themselves; systemd, which checks our unit. What is there is not installed again. Without them
+the tests that need them are skipped, and fail where CI is set.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ FIXED = (
     "git",
     "patch",
     "postgresql",
+    "python3-dev",
+    "python3-venv",
     "qemu-user",
     "redis-server",
     "systemd",

@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from scripts import build  # isort: skip  puts cext on the path
+from scripts import build, test_deps  # isort: skip  puts cext on the path
 
 import build_jobs
 
@@ -135,6 +136,22 @@ def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "not-there++")
     with pytest.raises(build.BuildError, match=r"No C\+\+ compiler"):
         build.check_machine()
+
+
+def test_no_headers_of_python_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(build.BuildError, match=r"missing \(.*\): apt-get install python3-"):
+        build.check_machine()
+
+
+def test_what_a_bare_debian_needs_is_installed_where_ci_runs() -> None:
+    """The build stopped for want of Python's headers, after `make test-deps` had installed g++."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    named = re.findall(r"A bare Debian 12 needs `apt-get install ([^`]+)`", text)
+    assert len(named) == 1
+    assert set(named[0].split()) - {"make"} <= set(test_deps.FIXED)  # make is what installs them
 
 
 def test_the_machine_is_checked_before_anything_is_fetched() -> None:
