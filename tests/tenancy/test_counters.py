@@ -48,3 +48,18 @@ def test_tenants_and_dimensions_are_counted_apart_and_forgotten() -> None:
     for i in range(10_000):
         local.take_now(str(i), "x", 1, 10.0 * i, rate)
     assert len(local._paid_at) <= counters._N_SWEEP + 1
+
+
+def test_a_debt_is_paid_off_sooner_at_a_raised_rate_and_no_later_at_a_lowered_one() -> None:
+    """It went on at the rate at which it was made, for as many minutes as were left of it."""
+    low, high = Rate(1, 60), Rate(10, 600)
+    local = MemoryCounters()
+    assert local.take_now("a", "x", 6000, 0.0, low) == 0
+    wait_s = local.take_now("a", "x", 100, 0.0, high)
+    assert wait_s == pytest.approx(550.0)
+    assert local.take_now("a", "x", 100, wait_s + 1e-5, high) == 0
+    assert local.reset_s("a", "x", wait_s) == pytest.approx(60.0, abs=1e-3)
+    local.settle_now("a", "x", -100, wait_s, low)  # of who was let in before
+    assert local.reset_s("a", "x", wait_s) == pytest.approx(50.0, abs=1e-3)
+    assert local.take_now("b", "x", 600, 0.0, high) == 0
+    assert local.take_now("b", "x", 1, 0.0, low) == pytest.approx(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import heapq
 import math
@@ -48,6 +49,38 @@ def test_more_than_a_burst_is_taken_when_all_of_it_is_there() -> None:
     assert meter.take(150, rate, 0.0) == 0.0
     assert meter.take(1, rate, 0.0, "b") == pytest.approx(91.0)
     assert meter.take(1, rate, 91.0, "b") == 0.0
+
+
+def test_a_debt_is_paid_off_sooner_at_a_raised_rate_and_no_later_at_a_lowered_one() -> None:
+    """It went on at the rate at which it was made, for as many minutes as were left of it."""
+    low, high = Rate(1, 60), Rate(10, 600)
+    meter = Meter()
+    assert meter.take(600, low, 0.0) == 0.0
+    assert meter.take(1, high, 100.0, "a") == pytest.approx(0.0), "it owes 500 units of 600"
+    assert meter.n_left(high, 100.0) == pytest.approx(99)
+    meter.settle(-30, low, 100.0)  # of who was let in before
+    assert meter.n_left(high, 100.0) == pytest.approx(129)
+    meter.settle(130, low, 100.0)
+    assert meter.take(1, high, 100.0, "b") == pytest.approx(0.2)
+    lowered = Meter()
+    assert lowered.take(600, high, 0.0) == 0.0
+    assert lowered.take(1, low, 0.0, "a") == pytest.approx(1.0)
+
+
+def test_the_wait_that_is_told_at_a_raised_rate_suffices() -> None:
+    meter = Meter()
+    assert meter.take(6000, Rate(1, 60), 0.0) == 0.0
+    wait_s = meter.take(100, Rate(10, 600), 0.0, "a")
+    assert wait_s == pytest.approx(550.0)
+    assert meter.take(100, Rate(10, 600), wait_s, "a") == 0.0
+
+
+def test_a_tenant_whose_token_limit_is_raised_has_the_rest_of_it_at_once() -> None:
+    tenant, limits = Tenant("acme", input_tokens_per_min=600), Limits()
+    limits.reserve(tenant, 6000, 0, 0.0, MONTH)
+    assert waited(lambda: limits.reserve(tenant, 10, 0, 0.0, MONTH)) > 500
+    raised = dataclasses.replace(tenant, input_tokens_per_min=60_000)
+    assert waited(lambda: limits.reserve(raised, 10, 0, 0.0, MONTH)) == 0
 
 
 @given(

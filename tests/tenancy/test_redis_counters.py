@@ -94,6 +94,27 @@ async def test_a_clock_of_redis_that_was_set_back_makes_nobody_wait_for_hours(
 
 
 @pytest.mark.usefixtures("patient")
+async def test_a_debt_is_paid_off_sooner_at_a_raised_rate_and_no_later_at_a_lowered_one(
+    shared: RedisCounters, redis: tuple[Daemon, str]
+) -> None:
+    """It went on at the rate at which it was made, for as many minutes as were left of it."""
+    low, high = Rate(0.001, 60), Rate(0.01, 600)
+    other = await open_redis(redis[1])
+    try:
+        assert await shared.take("acme", "tokens", 6000, 0.0, low) == 0
+        for counters in (shared, other):
+            wait_s = await counters.take("acme", "tokens", 100, 0.0, high)
+            assert wait_s == pytest.approx(550_000, abs=100)
+        await other.settle("acme", "tokens", -5500, 0.0, low)  # of who was let in before
+        assert await shared.take("acme", "tokens", 50, 0.0, high) == 0
+        assert await shared.take("acme", "tokens", 60, 0.0, high) == pytest.approx(1000, abs=100)
+        assert await shared.take("bob", "tokens", 600, 0.0, high) == 0
+        assert await other.take("bob", "tokens", 1, 0.0, low) == pytest.approx(1000, abs=100)
+    finally:
+        await other.close()
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("how", ["held", "stopped"])
 async def test_without_redis_each_replica_has_its_part_of_the_rate(
     shared: RedisCounters,

@@ -21,6 +21,7 @@ from drafthouse_server.tenancy.limits import (
     EndUserNames,
     Rate,
     Standing,
+    debt_s,
     rate_exceeded,
     rate_of,
 )
@@ -76,7 +77,10 @@ class RateCounters(Protocol):
     async def settle(
         self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
     ) -> None:
-        """Charges units that were used beyond those taken; gives back a negative number of them."""
+        """Charges units that were used beyond those taken; gives back a negative number of them.
+
+        Where the rate was raised meanwhile, they count at the higher one.
+        """
         ...
 
     async def close(self) -> None:
@@ -274,7 +278,8 @@ class MemoryCounters:
     """Counts for one server alone."""
 
     def __init__(self) -> None:
-        self._paid_at: dict[_Key, float] = {}
+        # When all that was taken is paid off, and the rate that was asked with last.
+        self._paid_at: dict[_Key, tuple[float, float]] = {}
         self._n_sweep = _N_SWEEP
 
     async def take(
@@ -301,20 +306,23 @@ class MemoryCounters:
         books: bool = False,
     ) -> float:
         """Does what `take` does, on the calling thread."""
-        paid_at = max(self._paid_at.get((tenant, dimension), now), now)
-        wait_s = paid_at + cost / rate.per_s - now - max(rate.burst, cost) / rate.per_s
+        _, was_per_s = self._paid_at.get((tenant, dimension), (now, rate.per_s))
+        owed_s = debt_s(self.reset_s(tenant, dimension, now), was_per_s, rate.per_s)
+        wait_s = owed_s + (cost - max(rate.burst, cost)) / rate.per_s
         is_there = wait_s <= _ROUNDING_S
         if is_there or books:
-            self._pay(tenant, dimension, paid_at + cost / rate.per_s, now)
+            owed_s += cost / rate.per_s
+        self._owe(tenant, dimension, owed_s, rate.per_s, now)
         return 0.0 if is_there else wait_s
 
     def reset_s(self, tenant: str, dimension: str, now: float) -> float:
         """Returns the seconds after which all of a burst is there again."""
-        return max(0.0, self._paid_at.get((tenant, dimension), now) - now)
+        paid_at, _ = self._paid_at.get((tenant, dimension), (now, 0.0))
+        return max(0.0, paid_at - now)
 
     def note(self, tenant: str, dimension: str, reset_s: float, now: float) -> None:
         """Takes note of what is known from elsewhere."""
-        self._pay(tenant, dimension, now + reset_s, now)
+        self._owe(tenant, dimension, reset_s, 0.0, now)
 
     async def settle(
         self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
@@ -326,13 +334,15 @@ class MemoryCounters:
         self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
     ) -> None:
         """Does what `settle` does, on the calling thread."""
-        paid_at = max(self._paid_at.get((tenant, dimension), now), now)
-        self._pay(tenant, dimension, paid_at + surplus / rate.per_s, now)
+        _, was_per_s = self._paid_at.get((tenant, dimension), (now, 0.0))
+        per_s = max(rate.per_s, was_per_s)
+        owed_s = self.reset_s(tenant, dimension, now) + surplus / per_s
+        self._owe(tenant, dimension, owed_s, per_s, now)
 
-    def _pay(self, tenant: str, dimension: str, paid_at: float, now: float) -> None:
-        self._paid_at[tenant, dimension] = paid_at
+    def _owe(self, tenant: str, dimension: str, owed_s: float, per_s: float, now: float) -> None:
+        self._paid_at[tenant, dimension] = now + owed_s, per_s
         if len(self._paid_at) > self._n_sweep:
-            self._paid_at = {key: at for key, at in self._paid_at.items() if at > now}
+            self._paid_at = {key: it for key, it in self._paid_at.items() if it[0] > now}
             self._n_sweep = max(_N_SWEEP, 2 * len(self._paid_at))
 
     async def close(self) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "Rate",
     "Reserved",
     "Standing",
+    "debt_s",
     "rate_exceeded",
     "rate_of",
 ]
@@ -109,10 +110,11 @@ class Meter:
         The generic cell rate algorithm as a virtual schedule (ITU-T I.371). The promises are ours.
     """
 
-    __slots__ = ("_kept", "_paid_at", "_promises")
+    __slots__ = ("_kept", "_paid_at", "_per_s", "_promises")
 
     def __init__(self) -> None:
         self._paid_at = -math.inf  # when all that was taken is paid off at the rate
+        self._per_s = 0.0  # the rate that was asked with last
         self._promises: list[_Promise] = []
         self._kept = 0.0  # units of all of them
 
@@ -129,6 +131,8 @@ class Meter:
             0 where they were taken; otherwise the seconds after which they are kept for the caller.
         """
         self._expire(now)
+        self._paid_at = now + debt_s(self.reset_s(now), self._per_s, rate.per_s)
+        self._per_s = rate.per_s
         promise = self._find(origin, now)
         if promise is not None:
             self._drop(promise)
@@ -146,11 +150,12 @@ class Meter:
         return wait_s
 
     def settle(self, surplus: float, rate: Rate, now: float) -> None:
-        """Charges units that were used beyond those taken; gives back a negative number of them."""
-        if surplus > 0:
-            self._pay(surplus, rate, now)
-        else:
-            self._paid_at += surplus / rate.per_s
+        """Charges units that were used beyond those taken; gives back a negative number of them.
+
+        Where the rate was raised meanwhile, they count at the higher one.
+        """
+        since = max(self._paid_at, now) if surplus > 0 else self._paid_at
+        self._paid_at = since + surplus / max(rate.per_s, self._per_s)
 
     def n_left(self, rate: Rate, now: float) -> float:
         """Returns the units that may be used at once, promised ones not counted."""
@@ -385,6 +390,20 @@ class Limits:
         # A client must not sleep for weeks.
         retry_after_s = month.left_s if month.left_s <= _MONTH_WAIT_S_MAX else None
         raise QuotaExceeded(tenant.name, "tokens a month", budget, retry_after_s, _MONTH)
+
+
+def debt_s(seconds: float, was_per_s: float, per_s: float) -> float:
+    """Returns the seconds in which a debt is paid off at the rate of now.
+
+    A rate that was raised pays it sooner; one that was lowered makes nobody wait longer for what
+    was taken before.
+
+    Args:
+        seconds: In which it would be paid off at the rate of before.
+        was_per_s: That rate, units a second.
+        per_s: The rate of now, units a second.
+    """
+    return seconds * min(1.0, was_per_s / per_s)
 
 
 class EndUserNames:

@@ -40,26 +40,35 @@ _PREFIX = "drafthouse"
 _TAKE_OR_NOT, _FORCE, _BOOK = range(3)
 
 # Times are seconds of Redis's own clock; what is stored is when all that was taken is paid off, and
-# when that was written, lest tenants wait for hours by which the clock is set back. Where there is
-# too little: 0 just notes the debt, 1 and 2 take all the same. Answers the wait, 0 for 1, and debt.
+# when that was written, lest tenants wait for hours by which the clock is set back; and the rate,
+# which may be raised meanwhile, see `debt_s`. Where there is too little: 0 just notes the debt, 1
+# and 2 take all the same. Answers the wait, 0 for 1, and debt.
 _TAKE = """
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1e6
 local cost, per_s, burst = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local paid, written = string.match(redis.call('GET', KEYS[1]) or '', '^(%S+) ?(%S*)$')
+local stored = redis.call('GET', KEYS[1]) or ''
+local paid, written, was = string.match(stored, '^(%S+) ?([^/]*)/?(%S*)$')
+local was_per_s = tonumber(was or '') or per_s
 local back = math.max(0, (tonumber(written or '') or now) - now)
-local paid_at = math.max((tonumber(paid or '') or 0) - back, now)
-local wait = paid_at + cost / per_s - now - math.max(burst, cost) / per_s
+local debt = math.max(0, (tonumber(paid or '') or 0) - back - now)
+if ARGV[4] == '1' then
+  per_s = math.max(per_s, was_per_s)
+else
+  debt = debt * math.min(1, was_per_s / per_s)
+end
+local wait = debt + (cost - math.max(burst, cost)) / per_s
 if wait <= 1e-6 or ARGV[4] == '1' then wait = 0 end
 if ARGV[4] == '0' and wait > 0 then cost = 0 end
-paid_at = paid_at + cost / per_s
-if paid_at > now then
-  local ms = string.format('%d', math.ceil((paid_at - now) * 1000) + 1000)
-  redis.call('SET', KEYS[1], string.format('%.6f %.6f', paid_at, now), 'PX', ms)
+debt = debt + cost / per_s
+if debt > 0 then
+  local ms = string.format('%d', math.ceil(debt * 1000) + 1000)
+  local text = string.format('%.6f %.6f/%.17g', now + debt, now, per_s)
+  redis.call('SET', KEYS[1], text, 'PX', ms)
 else
   redis.call('DEL', KEYS[1])
 end
-return string.format('%.6f %.6f', wait, math.max(0, paid_at - now))
+return string.format('%.6f %.6f', wait, math.max(0, debt))
 """
 _BEAT = """
 local now = tonumber(redis.call('TIME')[1])
