@@ -11,8 +11,11 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy
@@ -151,6 +154,55 @@ def test_several_may_open_an_empty_store_at_once(url: str) -> None:
     for thread in threads:
         thread.join()
     assert not problems
+
+
+def wait_until_one_waits(store: Store, work: Future[Any]) -> None:
+    """Waits until a transaction waits for another one's lock, or the work is done without."""
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+    give_up_at = time.monotonic() + 60
+    while not work.done() and time.monotonic() < give_up_at:
+        with store.reading() as connection:
+            if connection.exec_driver_sql(waiting).scalar():
+                return
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("mine", ["first", "second"])
+def test_of_several_first_starts_on_an_empty_store_one_names_the_pepper(
+    store: Store, mine: str
+) -> None:
+    """The second one failed, with what the database says of a row that is there twice."""
+    with ThreadPoolExecutor(1) as second:
+
+        def remember() -> str:
+            with store.writing() as connection:
+                return records.remember_pepper(connection, mine)
+
+        with store.writing() as connection:
+            assert records.remember_pepper(connection, "first") == "first"
+            other = second.submit(remember)
+            wait_until_one_waits(store, other)
+        assert other.result(100) == "first"
+    with store.reading() as connection:
+        assert records.version(connection).pepper_id == "first"
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_of_several_first_changes_of_an_empty_store_none_fails(store: Store) -> None:
+    with ThreadPoolExecutor(1) as second:
+
+        def add_bob() -> None:
+            with store.writing() as connection:
+                records.add_tenant(connection, "bob", {}, NOW)
+
+        with store.writing() as connection:
+            records.add_tenant(connection, "acme", {}, NOW)
+            other = second.submit(add_bob)
+            wait_until_one_waits(store, other)
+        other.result(100)
+    with store.reading() as connection:
+        assert [tenant.name for tenant in records.list_tenants(connection)] == ["acme", "bob"]
 
 
 @pytest.mark.parametrize(

@@ -242,17 +242,24 @@ def version(connection: Connection) -> Version:
 
 
 def remember_pepper(connection: Connection, pepper_id: str) -> str:
-    """Notes which pepper the keys are made with, unless one is noted, and returns that one."""
-    known = version(connection).pepper_id
-    if not known:
-        _set_state(connection, _PEPPER_ID, pepper_id)
-    return known or pepper_id
+    """Notes which pepper the keys are made with, unless one is noted, and returns that one.
+
+    Of several that do so at once, the first counts: the others wait until it has committed.
+    """
+    row = _insert(connection, state).values(name=_PEPPER_ID, value=pepper_id)
+    connection.execute(row.on_conflict_do_nothing())
+    return version(connection).pepper_id
 
 
 def _set_state(connection: Connection, name: str, value: str) -> None:
-    changed = connection.execute(update(state).where(state.c.name == name).values(value=value))
-    if not changed.rowcount:
-        connection.execute(insert(state).values(name=name, value=value))
+    row = _insert(connection, state).values(name=name, value=value)
+    connection.execute(row.on_conflict_do_update(index_elements=["name"], set_={"value": value}))
+
+
+def _insert(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
+    """Returns an insertion that can say what happens where the row is there already."""
+    make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    return make(table)
 
 
 def _note(connection: Connection, change: Change, action: str, subject: str, detail: str) -> None:
@@ -479,9 +486,9 @@ def add_usage(connection: Connection, records: Sequence[Mapping[str, object]]) -
         connection: To write with.
         records: Values by the names of the table's columns, all of them.
     """
-    make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     if records:
-        connection.execute(make(usage).on_conflict_do_nothing(), [dict(row) for row in records])
+        change = _insert(connection, usage).on_conflict_do_nothing()
+        connection.execute(change, [dict(row) for row in records])
 
 
 def find_usage(
