@@ -205,6 +205,30 @@ def test_of_several_first_changes_of_an_empty_store_none_fails(store: Store) -> 
         assert [tenant.name for tenant in records.list_tenants(connection)] == ["acme", "bob"]
 
 
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_servers_that_note_uses_of_the_same_keys_do_not_wait_for_each_other_for_ever(
+    store: Store,
+) -> None:
+    """Each held a row that the other wanted, until PostgreSQL ended one of the transactions."""
+    with store.writing() as connection:
+        for key_id in ("k1", "k2"):
+            records.add_key(connection, key(key_id), NOW)
+    with ThreadPoolExecutor(1) as second:
+
+        def note() -> None:
+            with store.writing() as connection:
+                records.note_uses(connection, {"k2": 8, "k1": 8})
+
+        with store.writing() as connection:
+            records.note_uses(connection, {"k1": 7})
+            other = second.submit(note)
+            wait_until_one_waits(store, other)
+            records.note_uses(connection, {"k2": 7})
+        other.result(100)
+    with store.reading() as connection:
+        assert [k.last_used_at for k in records.find_keys(connection, ["k1", "k2"])] == [8, 8]
+
+
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
