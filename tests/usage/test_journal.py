@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from drafthouse_server.usage.record import (
     UsageStoreFailed,
     make_record_id,
 )
+from drafthouse_server.usage.stores import list_all
 
 WAIT_S = 100.0
 
@@ -95,8 +97,8 @@ def write_all(journal: Journal, entries: Sequence[Entry]) -> None:
 
 def read(path: Path) -> dict[str, tuple[str, int]]:
     """Returns outcome and tokens of every record in the files."""
-    ends = JournalFolder(path).left().ends
-    return {record.request_id: (record.outcome, record.n_output) for record in ends.values()}
+    found = list_all(path, UsageQuery())
+    return {record.request_id: (record.outcome, record.n_output) for record in found}
 
 
 def kill(path: Path, content: bytes) -> None:
@@ -185,6 +187,18 @@ def test_replay_is_idempotent(tmp_path: Path) -> None:
     assert store.n_added == 2
 
 
+def test_a_start_that_is_repeated_after_its_end_changes_nothing(tmp_path: Path) -> None:
+    """As a crash leaves it that comes while an entry which may not be on the disk is repeated."""
+    kill(tmp_path, joined(start(1), end(1, 40), start(1)))
+    store = AwayStore()
+    store.is_away = True
+    open_journal(tmp_path, store).close()
+    assert read(tmp_path) == {"r1": ("stop", 40)}
+    store.is_away = False
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {"r1": ("stop", 40)}
+
+
 def test_a_tail_torn_at_every_byte_is_cut_off_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,6 +259,31 @@ def test_more_than_one_delivery_holds_goes_to_the_store(
     open_journal(tmp_path, store).close()
     assert counted(store) == {f"r{number}": ("stop", number) for number in range(300)}
     assert store.n_added == 300
+
+
+def test_a_start_after_a_long_absence_of_the_store_keeps_no_records_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept all of them, which are gigabytes after a week."""
+    monkeypatch.setattr("drafthouse_server.usage.shipping._N_BYTES", 10_000)
+    n_files, n_streams = 20, 500
+    folder = JournalFolder(tmp_path)
+    for number in range(1, n_files + 1):
+        ids = range(number * n_streams, (number + 1) * n_streams)
+        content = b"".join(joined(start(n), mark(n, 9), end(n, 9)) for n in ids)
+        folder.file(number).write_bytes(FILE_MAGIC + content)
+    store = AwayStore()
+    store.is_away = True
+    tracemalloc.start()
+    try:
+        journal = open_journal(tmp_path, store)
+        _, n_peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert n_peak_bytes < 5 * folder.size(1), "a file is read at once, and no more"
+    store.is_away = False
+    journal.close()
+    assert store.n_added == n_files * n_streams
 
 
 def test_a_store_that_goes_away_loses_nothing(

@@ -14,6 +14,7 @@ from drafthouse_server.errors import StartupError
 from drafthouse_server.usage.frames import (
     FILE_MAGIC,
     FILE_MAGIC_ANY,
+    Entry,
     Frame,
     Gap,
     Mark,
@@ -32,16 +33,17 @@ _LOCK = "lock"
 
 @dataclass(slots=True)
 class Left:
-    """What the files of a journal tell."""
+    """The streams of whose end the files of a journal tell nothing.
 
-    ends: dict[str, UsageRecord] = field(default_factory=dict)
-    """Records of streams that ended, by id."""
+    It keeps no others: after a long absence of the store there are millions of them.
+    """
+
     starts: dict[str, UsageRecord] = field(default_factory=dict)
-    """Records of streams that began and of whose end nothing is known, by id."""
+    """Their records, by id."""
     marks: dict[str, Mark] = field(default_factory=dict)
-    """Last known progress of these streams, by id."""
+    """Their last known progress, by id."""
 
-    def take(self, entry: UsageRecord | Mark) -> None:
+    def take(self, entry: Entry) -> None:
         """Takes the next entry. One that comes twice, as after a repeated write, counts once."""
         record_id = entry.record_id
         if isinstance(entry, Mark):
@@ -49,10 +51,10 @@ class Left:
             if record_id in self.starts and (known is None or known.n_output <= entry.n_output):
                 self.marks[record_id] = entry
         elif entry.outcome:
-            self.ends.setdefault(record_id, entry)
             self.starts.pop(record_id, None)
             self.marks.pop(record_id, None)
-        elif record_id not in self.ends:
+        else:
+            # If a crash repeated it after its end, it ends as lost too: the first end counts.
             self.starts.setdefault(record_id, entry)
 
     def lost(self) -> list[UsageRecord]:
@@ -156,19 +158,24 @@ class JournalFolder:
         yield from frames(content, start)
 
     def left(self) -> Left:
-        """Returns what all files tell. Of what is damaged it tells nothing."""
+        """Returns the streams that have not ended."""
         left = Left()
+        for entry in self.entries():
+            left.take(entry)
+        return left
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields what all files tell, in order. Of what is damaged it tells nothing."""
         for number in self.numbers():
             for part in self.read(number):
                 if isinstance(part, Frame):
-                    self._take(left, part, number)
-        return left
-
-    def _take(self, left: Left, frame: Frame, number: int) -> None:
-        try:
-            left.take(decode(frame.body))
-        except ValueError as error:
-            _log.error("usage journal %s: an entry was left out: %s", self.file(number), error)
+                    try:
+                        entry = decode(part.body)
+                    except ValueError as error:
+                        path = self.file(number)
+                        _log.error("usage journal %s: an entry was left out: %s", path, error)
+                    else:
+                        yield entry
 
     def repair(self) -> None:
         """Cuts off what a crash has torn, and says of all damage how much it is.

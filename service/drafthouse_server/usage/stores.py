@@ -166,12 +166,14 @@ def list_all(folder: Path, query: UsageQuery) -> Sequence[UsageRecord]:
     Raises:
         UsageStoreFailed: what is there cannot be read.
     """
-    found: dict[str, UsageRecord] = {}
+    ends: dict[str, UsageRecord] = {}
     try:
-        ends = JournalFolder(folder).left().ends
+        for entry in JournalFolder(folder).entries():
+            if isinstance(entry, UsageRecord) and entry.outcome:
+                ends.setdefault(entry.record_id, entry)
     except OSError as error:
         raise UsageStoreFailed(f"{folder}: {error.strerror or error}") from error
-    found.update((key, record) for key, record in ends.items() if query.matches(record))
+    found = {record_id: record for record_id, record in ends.items() if query.matches(record)}
     path = folder / STORE_NAME
     if path.exists():
         # After the journal: what moved from there to here in between is in both.
