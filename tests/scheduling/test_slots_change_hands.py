@@ -10,7 +10,7 @@ from tests.scheduling.test_scheduler import LIMITS, Bench
 from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.cost import StepCost
-from drafthouse_server.scheduling.sequence import FinishEvent, Sequence, SequenceState
+from drafthouse_server.scheduling.sequence import FinishEvent, FinishReason, Sequence, SequenceState
 from drafthouse_server.step import EngineLimits, SamplingOptions, StepTimings
 from drafthouse_server.tenancy.fairness import Fairness
 
@@ -141,3 +141,57 @@ def test_of_own_streams_the_last_one_leaves_that_frees_enough_cells() -> None:
     assert high.state is SequenceState.RUNNING
     world.run(400)
     assert all(isinstance(end, FinishEvent) for end in world.ends().values())
+
+
+def crowded() -> tuple[Bench, Sequence, Sequence]:
+    """Returns a flood on eight slots, and the next of two tenants that have a claim on some.
+
+    The first one's tenant may have nothing saved for minutes: it was given a slot just now.
+    """
+    world = bench(dataclasses.replace(LIMITS, n_seq_max=8, n_ctx=800), save_bytes_per_s=1.0)
+    world.scheduler._preemption.swap._snapshots.observe(1, 100)
+    for i in range(8):
+        world.add(f"f{i}", n_output_max=90, tenant="flood")
+    for _ in range(4):
+        world.step()
+    world.add("a", n_output_max=90, tenant="busy")
+    world.step()
+    busy = world.add("b", n_output_max=4, tenant="busy")
+    world.scheduler.counters.charge("flood", 100.0)
+    world.scheduler.counters.charge("other", 50.0)
+    other = world.add("o", n_output_max=4, tenant="other")
+    assert world.scheduler._waiting.peek() is busy
+    return world, busy, other
+
+
+def test_a_tenant_whose_budget_of_saves_is_spent_holds_up_no_other_tenant() -> None:
+    world, busy, other = crowded()
+    assert len(world.step().swap_outs) == 1
+    assert (busy.state, other.state) == (SequenceState.WAITING, SequenceState.RUNNING)
+    world.run(400)
+    assert all(isinstance(end, FinishEvent) for end in world.ends().values())
+
+
+def test_a_slot_that_is_given_back_goes_to_the_next_all_the_same() -> None:
+    world, busy, other = crowded()
+    stream = next(s for s in world.scheduler.sequences() if s.tenant == "flood")
+    world.scheduler.mark(stream, FinishReason.CANCELLED)
+    world.step()
+    assert (busy.state, other.state) == (SequenceState.RUNNING, SequenceState.RUNNING)
+
+
+def test_the_slot_of_an_own_stream_goes_to_the_one_that_it_was_taken_for() -> None:
+    """Whatever the tenant is charged for it: it would else have one slot fewer than before."""
+    world = bench()
+    low = world.add("l", n_prompt=30, n_output_max=60, tenant="one", priority=-1)
+    world.add("o", n_output_max=60, tenant="other")
+    for _ in range(6):
+        world.step()
+    next_other = world.add("p", n_output_max=60, tenant="other")
+    high = world.add("h", n_output_max=4, tenant="one")
+    counters = world.scheduler.counters
+    ahead = counters.of("one") - counters.of("other")
+    counters.charge("other", ahead + 1)
+    world.step()
+    assert low.state is SequenceState.PREEMPTED
+    assert (high.state, next_other.state) == (SequenceState.RUNNING, SequenceState.WAITING)

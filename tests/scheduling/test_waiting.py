@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-import pytest
-
 from drafthouse_server.errors import DeadlineTooShort
 from drafthouse_server.scheduling.sequence import FinishReason, Sequence
 from drafthouse_server.scheduling.waiting import Ends, WaitingQueue, rank
@@ -23,11 +21,18 @@ def make(
     return sequence
 
 
+def pop(queue: WaitingQueue) -> Sequence:
+    sequence = queue.peek()
+    assert sequence is not None
+    queue.pop(sequence)
+    return sequence
+
+
 def drain(queue: WaitingQueue) -> list[str]:
     """Takes all out, each of which counts alike."""
     names = []
     while len(queue):
-        sequence = queue.pop()
+        sequence = pop(queue)
         queue._counters.charge(sequence.tenant, 1)
         names.append(sequence.request_id)
     return names
@@ -48,7 +53,7 @@ def test_tenants_take_turns_and_a_flood_delays_its_own_tenant_only() -> None:
 def test_a_weight_that_changes_counts_for_a_tenant_that_always_waits() -> None:
     """An operator changes weights while there is a crowd, and no queue is ever empty then."""
     queue = fill(*(make(i) for i in range(6)), *(make(i, "b") for i in range(6, 18)))
-    assert queue.pop().tenant == "a"
+    assert pop(queue).tenant == "a"
     queue._counters.charge("a", 1)
     late = make(18, "b")
     late.weight = 4.0
@@ -95,8 +100,21 @@ def test_removed_ones_never_show_up_and_come_no_more() -> None:
     assert [s.request_id for s in queue] == ["a2", "b3", "b5"]
     assert drain(queue) == ["a2", "b3", "b5"]
     assert queue.peek() is None
-    with pytest.raises(IndexError):
-        queue.pop()
+
+
+def test_of_the_tenants_that_may_have_a_slot_the_least_served_goes_first() -> None:
+    queue = fill(make(0), make(1, "b"), make(2, "c"), make(3, "c"))
+    queue._counters.charge("b", 1)
+    seen = []
+    for _ in range(2):
+        sequence = queue.peek(lambda tenant: tenant != "a")
+        assert sequence is not None
+        queue.pop(sequence)
+        queue._counters.charge(sequence.tenant, 2)
+        seen.append(sequence.request_id)
+    assert seen == ["c2", "b1"]
+    assert queue.peek(lambda _: False) is None
+    assert drain(queue) == ["a0", "c3"]
 
 
 def test_cancelled_ones_do_not_pile_up_behind_a_head_that_stays() -> None:

@@ -66,16 +66,20 @@ class Placement:
     def admit(self, plan: PlanBuilder) -> None:
         """Gives slots to waiting sequences, as far as they are likely to find cells.
 
-        No sequence overtakes another.
+        No sequence overtakes another; but where no slot is free, one for whose tenant nothing may
+        be saved now holds up no other tenant.
         """
-        while (sequence := self._waiting.peek()) is not None:
-            if not self._has_place(sequence):
+
+        def may(tenant: str) -> bool:
+            return self._slots.has_room or self._preemption.may_save(tenant, plan.planned_at)
+
+        while (sequence := self._waiting.peek(may)) is not None:
+            while not self._has_place(sequence):
                 victim = self._preemption.victim_for(sequence, plan)
                 if victim is None:
                     return
                 self._preemption.make_way(victim, sequence, plan)
-                continue
-            self._waiting.pop()
+            self._waiting.pop(sequence)
             self._ledger.reserve(sequence, self._ledger.need(sequence))
             self._start(plan, sequence)
 

@@ -204,6 +204,10 @@ class Preemption:
         tenant = max(held, key=held.__getitem__)
         return max((s for s in self._slots.running.values() if s.tenant == tenant), key=_rank)
 
+    def may_save(self, tenant: str, now: float) -> bool:
+        """Returns whether a snapshot may be written so that a tenant gets a slot."""
+        return self._budget.is_free(tenant, now)
+
     def victim_for(self, sequence: Sequence, plan: PlanBuilder) -> Sequence | None:
         """Returns the one that has to leave its slot to the next sequence; None: none has to.
 
@@ -213,7 +217,7 @@ class Preemption:
         already.
         """
         tenant, held = sequence.tenant, self._held()
-        if not self._budget.is_free(tenant, plan.planned_at):
+        if not self.may_save(tenant, plan.planned_at):
             return None
         if tenant in held and not self._slots.has_room:
             running = self._slots.running

@@ -45,6 +45,10 @@ class _Line:
     """Entries that were not removed."""
 
 
+def _anybody(_: str) -> bool:
+    return True
+
+
 class WaitingQueue:
     """Says which sequence goes next. No operation takes longer because more sequences wait.
 
@@ -89,27 +93,31 @@ class WaitingQueue:
         self._n_live += 1
         self._n_preempted += sequence.is_preempted
 
-    def peek(self) -> Sequence | None:
-        """Returns the sequence that goes next; None if none waits."""
+    def peek(self, may: Callable[[str], bool] = _anybody) -> Sequence | None:
+        """Returns the sequence that goes next; None if none waits, or none may go.
+
+        Args:
+            may: Returns whether a tenant may have a slot now; the others keep their places.
+        """
         if not self._n_live:
             return None
-        heap = self._lines[self._counters.first()].heap
+        tenant = self._counters.first()
+        if not may(tenant):
+            allowed = [other for other in self._lines if may(other)]
+            if not allowed:
+                return None
+            tenant = min(allowed, key=self._counters.of)
+        heap = self._lines[tenant].heap
         while heap[0][1] in self._removed:
             self._removed.remove(heappop(heap)[1])
         return heap[0][1]
 
-    def pop(self) -> Sequence:
-        """Takes out the sequence that goes next.
-
-        Raises:
-            IndexError: no sequence waits.
-        """
-        sequence = self.peek()
-        if sequence is None:
-            raise IndexError("no sequence waits")
-        heappop(self._lines[sequence.tenant].heap)
+    def pop(self, sequence: Sequence) -> None:
+        """Takes out a sequence that `peek` has just returned."""
+        heap = self._lines[sequence.tenant].heap
+        assert heap[0][1] is sequence, "it is not the first of its tenant"
+        heappop(heap)
         self._forget(sequence)
-        return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence that waits here, and will not come back."""
