@@ -89,7 +89,7 @@ def test_names_of_tenants(name: str) -> None:
         ({"retry_after_s": float("nan")}, "retry_after_s", None),
         ({"log_level": "loud"}, "log_level", "loud"),
         ({"flash_attn": "maybe"}, "flash_attn", "maybe"),
-        ({"gpu_layers": -1}, "gpu_layers", -1),
+        ({"gpu_layers": -2}, "gpu_layers", -2),
         ({"host": ""}, "host", ""),
         ({"host": "unix:"}, "host", "unix:"),
     ],

@@ -47,7 +47,7 @@ def test_rpc_servers_are_off_and_beyond_loopback_only_when_told() -> None:
         {"cpu_moe": True, "n_cpu_moe": 3},
         {"device_draft": ("RPC0",)},
         {"gpu_layers_draft": 3},
-        {"gpu_layers_draft": -1, "model_draft": "d.gguf"},
+        {"gpu_layers_draft": -2, "model_draft": "d.gguf"},
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ from drafthouse_server.administration import check_admin
 from drafthouse_server.devices import DeviceSettings, check_devices
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.front import check_ports
-from drafthouse_server.setting import ALL, Rule, Setting, all_or_between, between, declare, one_of
+from drafthouse_server.setting import AUTO, Rule, Setting, between, declare, layers, one_of
 
 __all__ = [
     "AUTOMATIC",
@@ -235,7 +235,7 @@ class Config(DeviceSettings):
         _ANY,
         "Serve what fits into memory: where ctx_size and max_model_len are not set, fewer slots"
         " (with parallel at its default) or shorter requests; on accelerators fewer layers (with"
-        " gpu_layers at its default). What was chosen is logged. What can never fit is refused.",
+        " gpu_layers auto). What was chosen is logged. What can never fit is refused.",
         peers=("fit_params",),
     )
     """Whether sizes that nobody has set are lowered to what fits."""
@@ -400,13 +400,14 @@ class Config(DeviceSettings):
     )
     """Threads of a decode of several tokens."""
     gpu_layers: int | str = _compute(
-        ALL,
-        all_or_between(0, 10000),
-        "Layers kept on an accelerator, if there is one: a number, or all.",
+        AUTO,
+        layers(10000),
+        "Layers kept on an accelerator, if there is one. auto: as many as fit, or all without fit;"
+        " all: every layer, whether it fits or not; or a number.",
         old="n_gpu_layers",
-        old_values={"-1": ALL},
+        old_values={"-1": AUTO},
     )
-    """Layers kept on an accelerator: a number, or "all"."""
+    """Layers kept on an accelerator: a number, "auto" (or -1) or "all"."""
     flash_attn: str = _compute(
         "auto",
         one_of("auto", "on", "off"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from drafthouse_server.access import is_loopback
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.setting import ALL, Rule, all_or_between, between, declare, one_of
+from drafthouse_server.setting import ALL, Rule, between, declare, layers, one_of
 from drafthouse_server.sharing import SharingSettings
 
 __all__ = [
@@ -92,11 +92,12 @@ class DeviceSettings(SharingSettings):
     """Names of the drafter's devices; empty: as the target's."""
     gpu_layers_draft: int | str = _devices(
         ALL,
-        all_or_between(0, 10000),
-        "Layers of model_draft kept on an accelerator, if there is one: a number, or all.",
+        layers(10000),
+        "Layers of model_draft kept on an accelerator, if there is one: a number, or all;"
+        " auto is all, too.",
         peers=("n_gpu_layers_draft", "spec_draft_ngl"),
     )
-    """The drafter's layers on an accelerator: a number, or "all"."""
+    """The drafter's layers on an accelerator: a number, "all" or "auto" (or -1)."""
     split_mode: str = _devices(
         "layer",
         one_of(*SPLIT_MODES),

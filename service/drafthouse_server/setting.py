@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ALL", "Rule", "Setting", "all_or_between", "between", "declare", "one_of"]
+__all__ = ["ALL", "AS_FIT", "AUTO", "Rule", "Setting", "between", "declare", "layers", "one_of"]
 
-ALL = "all"
-"""The word that a count may be given as."""
+AUTO, ALL = "auto", "all"
+"""The words that a count of layers may be given as: as many as fit, and every layer."""
+
+AS_FIT = (AUTO, -1)
+"""Counts of layers that mean as many as fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +87,14 @@ def one_of(*choices: str) -> Rule:
     return Rule(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
 
 
-def all_or_between(low: int, high: int) -> Rule:
-    """Returns the rule of a whole number in a range, or the word "all"."""
-    expected = f"{ALL}, or a whole number in [{low}, {high}]"
+def layers(high: int) -> Rule:
+    """Returns the rule of a count of layers, as llama-server takes it: -1 is "auto", too."""
+    expected = f"{AUTO} (or -1), {ALL}, or a whole number in [0, {high}]"
 
     def is_valid(value: int | str) -> bool:
-        return value == ALL if isinstance(value, str) else low <= value <= high
+        return value in (AUTO, ALL) if isinstance(value, str) else -1 <= value <= high
 
-    return Rule(expected, is_valid, (ALL, "N"))
+    return Rule(expected, is_valid, (AUTO, ALL, "N"))
 
 
 _NO_VALUES: Mapping[str, str] = MappingProxyType({})

@@ -124,14 +124,17 @@ def test_help_is_in_groups_and_shows_every_setting_and_no_old_name() -> None:
     assert text.count(":\n  --") == len(set(groups))
 
 
-def test_a_layer_count_is_a_number_or_all(tmp_path: Path) -> None:
+def test_a_layer_count_is_what_llama_server_takes(tmp_path: Path) -> None:
     file = tmp_path / "layers.toml"
     file.write_text("gpu_layers = 3")
     assert load(str(file), {}).gpu_layers == 3
     assert load(environment={"DRAFTHOUSE_GPU_LAYERS": "4"}).gpu_layers == 4
-    assert load(environment={}, flags={"gpu_layers": "all"}).gpu_layers == "all"
-    for wrong in ("most", "-1", "auto"):
-        with pytest.raises(ConfigError, match="all, or a whole number"):
+    for name in ("gpu_layers", "gpu_layers_draft"):
+        for given, taken in (("auto", "auto"), ("-1", -1), ("all", "all"), ("0", 0)):
+            flags = parsed(f"--{name.replace('_', '-')}", given, "--model-draft", "d.gguf")
+            assert getattr(load(environment={}, flags=flags), name) == taken
+    for wrong in ("most", "-2", "10001"):
+        with pytest.raises(ConfigError, match=r"auto \(or -1\), all, or a whole number"):
             load(environment={}, flags={"gpu_layers": wrong})
 
 

@@ -158,15 +158,19 @@ def pretended_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.parametrize("layers", [None, "auto", -1, "all", 3])
 def test_on_devices_llama_cpp_s_search_says_where_the_weights_go(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    layers: str | int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Unless all layers are asked for, or a number of them: as of llama-server."""
     # There is none here, so the search looks at the host's memory, and the same path is taken.
     monkeypatch.setattr(loading, "_GPU_MARGIN_BYTES", 0)
+    settings: dict[str, Any] = {} if layers is None else {"gpu_layers": layers}
     with caplog.at_level(logging.INFO, loading.__name__), pretended_device(monkeypatch):
-        limits = serving_with(AMPLE, config(), monkeypatch)
+        limits = serving_with(AMPLE, config(**settings), monkeypatch)
     assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
-    assert f"fit: all layers on devices, 8 slots of {N_TRAIN} tokens" in caplog.messages
+    is_searched = f"fit: all layers on devices, 8 slots of {N_TRAIN} tokens" in caplog.messages
+    assert is_searched is (layers not in ("all", 3))
 
 
 def test_what_fits_on_no_device_is_loaded_as_set_with_a_warning(

@@ -154,7 +154,7 @@ def _device_problems(needs: Needs, room: _Room) -> Iterator[Problem]:
             "memory",
             f"device {name} has {format_bytes(room[name])} free, and what would lie there takes"
             f" {format_bytes(n_bytes)}; lower parallel, max_model_len or gpu_layers (with fit, and"
-            " gpu_layers at its default, the server chooses at its start)",
+            " gpu_layers auto, the server chooses at its start)",
             "warning",
         )
 

@@ -18,7 +18,7 @@ from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, Size, Wish
 from drafthouse_server.host.memory import read_memory
 from drafthouse_server.host.needs import DeviceUse, ModelFacts, Needs, process_bytes
 from drafthouse_server.host.size import choose_size
-from drafthouse_server.setting import ALL
+from drafthouse_server.setting import AS_FIT
 
 # The fake engine, and all tests that use it, work without the extension.
 try:
@@ -250,7 +250,7 @@ def _fit_devices(config: Config, surveyor: Surveyor) -> tuple[Config, bool]:
     """Returns the settings as they fit on the devices, and whether these have been asked."""
     has_device = any(it.kind in ("gpu", "igpu") for it in drafthouse_engine.list_devices())
     is_placed = any((config.tensor_split, config.override_tensor, config.cpu_moe, config.n_cpu_moe))
-    if not has_device or config.gpu_layers != ALL or is_placed or config.device == ("none",):
+    if not has_device or config.gpu_layers not in AS_FIT or is_placed or config.device == ("none",):
         return config, False
     wish = surveyor.wish
     with _explained(config.model, config):
