@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.support.logged import logged
 
 from drafthouse_server.cli.keys import as_time
+from drafthouse_server.config import Config
 from drafthouse_server.errors import (
     DrafthouseError,
     StoreError,
@@ -24,11 +25,12 @@ from drafthouse_server.errors import (
     Unauthenticated,
 )
 from drafthouse_server.tenancy import key_ring, keys, records
+from drafthouse_server.tenancy.backends import Backends
 from drafthouse_server.tenancy.identity import BadKeys, UnknownTenant, source_of
 from drafthouse_server.tenancy.key_ring import KeyRing, RingRules, tenant_of_record
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key, pepper_id
 from drafthouse_server.tenancy.records import Change, KeyRecord, TenantRecord
-from drafthouse_server.tenancy.store import Store
+from drafthouse_server.tenancy.store import Store, read_pepper_of
 from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
 
 if TYPE_CHECKING:
@@ -629,6 +631,36 @@ async def test_keys_of_the_settings_work_beside_those_of_the_store(bench: Bench)
     assert isinstance(await refused(ring, "other"), Unauthenticated)
     bench.lose()
     assert (await identify(ring, "plain")).tenant.name == "bob"
+
+
+@pytest.mark.parametrize("is_in_store", [False, True])
+async def test_a_key_of_the_settings_that_looks_like_one_of_the_store_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_in_store: bool
+) -> None:
+    """It was refused without a word: what has this form is looked for in the store alone."""
+    key, url = make_key(), f"sqlite:///{tmp_path / 'store.db'}"
+    config = Config(store=url, api_keys=(f"acme:{key.text}", "bob:plain"))
+    if is_in_store:
+        store = Store.open(url)
+        digest = digest_of(key.text, read_pepper_of(config, store))
+        record = KeyRecord(key.id, "carl", "", digest, WALL, None, None, None)
+        with store.writing() as connection:
+            records.add_key(connection, record, Change("test", WALL))
+        store.close()
+    backends = Backends(config)
+    try:
+        await backends.open_tenants()
+        assert backends.key_ring is not None
+        assert (await identify(backends.key_ring, "plain")).tenant.name == "bob"
+        if is_in_store:
+            assert (await identify(backends.key_ring, key)).tenant.name == "carl"
+        else:
+            assert isinstance(await refused(backends.key_ring, key), Unauthenticated)
+    finally:
+        await backends.close()
+    (line,) = logged(caplog)
+    assert f"key {key.id} of tenant acme in api_keys has the form of the store's keys" in line
+    assert key.text not in caplog.text
 
 
 async def test_an_address_with_many_wrong_keys_is_not_looked_at(

@@ -7,6 +7,7 @@ many servers have no store.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from drafthouse_server.config import Config
 from drafthouse_server.tenancy.admission import Admission
 from drafthouse_server.tenancy.counters import SharedRates
 from drafthouse_server.tenancy.identity import BadKeys, Tenants
+from drafthouse_server.tenancy.keys import id_of_key
 from drafthouse_server.tenancy.redis_counters import RedisCounters, open_redis
 from drafthouse_server.tenancy.tenants import TenantRegistry
 from drafthouse_server.usage.journal import Journal
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from drafthouse_server.tenancy.store import StoreUsage
 
 __all__ = ["BackendState", "Backends"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,9 @@ class Backends:
     async def open_tenants(self) -> Tenants:
         """Returns who knows the keys: those of the settings, and those of the store.
 
+        What has the form of the store's keys is looked for there alone, lest a key that was revoked
+        works on: such ones of the settings are told.
+
         Raises:
             StartupError: the store cannot be used.
         """
@@ -69,6 +76,15 @@ class Backends:
         fixed = TenantRegistry.from_config(config, bad_keys=bad_keys, clock=time.monotonic)
         if not config.store:
             return fixed
+        for entry in config.api_keys:
+            tenant, _, key = entry.partition(":")
+            if key_id := id_of_key(key):
+                _log.warning(
+                    "key %s of tenant %s in api_keys has the form of the store's keys and is looked"
+                    " for in the store alone; remove it from api_keys, and where the store does not"
+                    " have it, make a new one: `drafthouse keys add --tenant %s`",
+                    *(key_id, tenant, tenant),
+                )
         from drafthouse_server.tenancy.key_ring import open_key_ring  # noqa: PLC0415  # see above
 
         self.key_ring = await open_key_ring(config, fixed, bad_keys)
