@@ -195,3 +195,16 @@ def test_the_slot_of_an_own_stream_goes_to_the_one_that_it_was_taken_for() -> No
     world.step()
     assert low.state is SequenceState.PREEMPTED
     assert (high.state, next_other.state) == (SequenceState.RUNNING, SequenceState.WAITING)
+
+
+def test_cells_are_taken_from_the_tenant_that_holds_most_for_the_weight_it_has_by_now() -> None:
+    """Streams that began before an operator changed the weight count with the new one."""
+    world = bench(dataclasses.replace(POOL, n_ctx=100))
+    for tenant in ("one", "two"):  # so that little is reserved for those that follow
+        world.add("w", n_prompt=1, n_output_max=1, tenant=tenant)
+    world.run()
+    first = world.add("a", n_prompt=40, n_output_max=30, tenant="one", weight=1.0)
+    other = world.add("b", n_prompt=30, n_output_max=30, tenant="two")
+    world.add("c", n_prompt=1, n_output_max=1, tenant="one", weight=4.0)
+    world.run(400)
+    assert (first.n_preemptions, other.n_preemptions > 0) == (0, True)

@@ -63,6 +63,18 @@ def test_a_weight_that_changes_counts_for_a_tenant_that_always_waits() -> None:
     assert names[:10].count("b") == 8, "four of five"
 
 
+def test_a_preempted_one_brings_no_former_weight_back() -> None:
+    queue = fill(make(0))
+    preempted = pop(queue)
+    late = make(1)
+    late.weight = 4.0
+    queue.push(late)
+    assert pop(queue) is late
+    preempted.is_preempted = True
+    queue.push(preempted)
+    assert queue._counters.weight("a") == 4.0
+
+
 def test_priority_counts_inside_a_tenant_only() -> None:
     queue = fill(make(0), make(1, priority=5), make(2, "b"), make(3, "b", priority=9))
     assert drain(queue) == ["a1", "b3", "a0", "b2"]

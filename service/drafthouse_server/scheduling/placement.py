@@ -144,7 +144,7 @@ class Placement:
     def _find_prefix(self, sequence: Sequence) -> Match | None:
         """Returns the prefix that a sequence could go on from; what it drafted on is gone."""
         sequence.is_draft_cold = False
-        self._prefixes.set_weight(sequence.tenant, sequence.weight)
+        self._prefixes.set_weight(sequence.tenant, self._counters.weight(sequence.tenant))
         match = self._prefixes.find(sequence.owner, sequence.tokens)
         if not sequence.is_preempted:
             self._prefixes.count(sequence.n_prompt, match)

@@ -199,8 +199,9 @@ class Preemption:
         """
         held: dict[str, float] = {}
         for sequence in self._slots.running.values():
-            n_cells = sequence.n_computed / sequence.weight
-            held[sequence.tenant] = held.get(sequence.tenant, 0.0) + n_cells
+            tenant = sequence.tenant
+            n_cells = sequence.n_computed / self._counters.weight(tenant)
+            held[tenant] = held.get(tenant, 0.0) + n_cells
         tenant = max(held, key=held.__getitem__)
         return max((s for s in self._slots.running.values() if s.tenant == tenant), key=_rank)
 

@@ -81,13 +81,15 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence, new or preempted."""
-        line = self._lines.get(sequence.tenant)
+        tenant, weight = sequence.tenant, sequence.weight
+        if sequence.is_preempted:  # what the share is by now the last one to come knows
+            weight = self._counters.weight(tenant)
+        line = self._lines.get(tenant)
         if line is None:
-            line = self._lines[sequence.tenant] = _Line()
-            self._counters.join(sequence.tenant, sequence.weight)
-        elif not sequence.is_preempted:
-            # Of a tenant that always waits the last one knows what the share is by now.
-            self._counters.set_weight(sequence.tenant, sequence.weight)
+            line = self._lines[tenant] = _Line()
+            self._counters.join(tenant, weight)
+        else:
+            self._counters.set_weight(tenant, weight)
         heappush(line.heap, (sequence.rank, sequence))
         line.n_live += 1
         self._n_live += 1
