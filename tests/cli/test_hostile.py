@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import io
 import json
+import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
@@ -33,12 +34,12 @@ VALUES = (
 )
 
 
-def run(*words: str) -> tuple[int, str, str]:
+def run(*words: str, source: TextIO | None = None) -> tuple[int, str, str]:
     """Returns exit code and output of a command, whose streams are those of a shell in UTF-8."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     try:
-        code = main(words, Terminal(out, err, io.StringIO()))
+        code = main(words, Terminal(out, err, source or io.StringIO()))
     except SystemExit as end:
         code = int(str(end.code))
     texts = [stream.buffer.getvalue().decode() for stream in (out, err)]
@@ -167,6 +168,20 @@ def test_output_that_the_shell_has_closed_goes_nowhere(monkeypatch: pytest.Monke
     assert terminal.read_all() == ""
     terminal._out.close()
     terminal._err.close()
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("command", [("generate", "-"), ("chat",)])
+async def test_what_is_piped_in_and_is_no_text_is_one_sentence(
+    command: tuple[str, ...], errors: str, start_server: ServerFactory
+) -> None:
+    """As of a binary file; Python reads it with escapes where the locale is C."""
+    server = await start_server()
+    piped = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8", errors=errors)
+    words = (*command, "--server", server.target)
+    code, out, err = await asyncio.to_thread(run, *words, source=piped)
+    assert (code, out) == (2 if errors == "strict" else 1, "")
+    assert re.fullmatch(r"drafthouse: .*\b(UTF-8 text|cannot be sent: .*)\n", err)
 
 
 async def test_a_port_of_something_else_is_told(start_server: ServerFactory) -> None:

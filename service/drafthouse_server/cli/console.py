@@ -314,6 +314,9 @@ class _Chat:
             except KeyboardInterrupt:
                 self._terminal.line()
                 continue
+            except UnicodeDecodeError:
+                self._terminal.error("cannot read the message: it is not UTF-8 text")
+                return 2
             if line == "/quit":
                 return 0
             if line == "/reset":
