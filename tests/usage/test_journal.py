@@ -16,6 +16,7 @@ from tests.support.usage_store import MemoryUsageStore
 
 from drafthouse_server.errors import StartupError
 from drafthouse_server.usage import journal as journal_module
+from drafthouse_server.usage import shipping
 from drafthouse_server.usage.folder import JournalFolder
 from drafthouse_server.usage.frames import FILE_MAGIC, Entry, Mark, encode
 from drafthouse_server.usage.journal import Journal
@@ -251,8 +252,8 @@ def test_files_are_rotated_and_removed_when_the_store_has_them(tmp_path: Path) -
 def test_more_than_one_delivery_holds_goes_to_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafthouse_server.usage.shipping._N_BYTES", 1000)
-    monkeypatch.setattr("drafthouse_server.usage.shipping.N_FRAME_BYTES_MAX", 900)
+    monkeypatch.setattr(shipping, "_N_BYTES", 1000)
+    monkeypatch.setattr(shipping, "N_FRAME_BYTES_MAX", 900)
     entries: list[Entry] = [entry for n in range(300) for entry in (start(n), end(n, n))]
     kill(tmp_path, b"".join(map(encode, entries)))
     store = AwayStore()
@@ -265,7 +266,7 @@ def test_a_start_after_a_long_absence_of_the_store_keeps_no_records_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It kept all of them, which are gigabytes after a week."""
-    monkeypatch.setattr("drafthouse_server.usage.shipping._N_BYTES", 10_000)
+    monkeypatch.setattr(shipping, "_N_BYTES", 10_000)
     n_files, n_streams = 20, 500
     folder = JournalFolder(tmp_path)
     for number in range(1, n_files + 1):
@@ -286,6 +287,37 @@ def test_a_start_after_a_long_absence_of_the_store_keeps_no_records_in_memory(
     assert store.n_added == n_files * n_streams
 
 
+class HeldStore(MemoryUsageStore):
+    """A store that takes records when a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held, self.may_add = threading.Event(), threading.Event()
+
+    def add(self, records: Sequence[UsageRecord]) -> None:
+        self.is_held.set()
+        assert self.may_add.wait(WAIT_S)
+        super().add(records)
+
+
+def test_a_list_waits_for_no_store_that_is_far_behind_and_is_never_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited until the store had all that had come in a week."""
+    kill(tmp_path, joined(start(1), end(1, 3), start(2), end(2, 9)))
+    monkeypatch.setattr(shipping, "_CATCH_UP_S", WAIT_S)
+    store = HeldStore()
+    journal = open_journal(tmp_path, store)
+    assert store.is_held.wait(WAIT_S)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(shipping, "_CATCH_UP_S", 0.0)
+        with pytest.raises(UsageStoreFailed, match=r"usage-00000001\.journal"):
+            journal.shipper.find(UsageQuery())
+    store.may_add.set()
+    assert [record.n_output for record in journal.shipper.find(UsageQuery())] == [3, 9]
+    journal.close()
+
+
 def test_a_store_that_goes_away_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,12 +326,14 @@ def test_a_store_that_goes_away_loses_nothing(
     journal = open_journal(tmp_path, store)
     store.is_away = True
     write_all(journal, [start(1), end(1, 3)])
-    assert not journal.shipper.find(UsageQuery())
+    with pytest.raises(UsageStoreFailed):
+        journal.shipper.find(UsageQuery())
     assert journal.counts.n_store_failures > 0
     assert "usage waits in the journal" in caplog.text
     with monkeypatch.context() as late:
         late.setattr(journal.shipper, "_give_up_at", 0.0)  # as at an end that has no more time
-        journal.shipper.find(UsageQuery())
+        with pytest.raises(UsageStoreFailed):
+            journal.shipper.find(UsageQuery())
     assert "has all records again" not in caplog.text
     store.is_away = False
     write_all(journal, [start(2), end(2, 4)])
@@ -584,23 +618,16 @@ def test_the_store_gets_what_is_synced_when_the_disk_hangs_at_the_end(
 def test_the_end_waits_for_no_store_and_says_from_where_on_it_has_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    may_add, is_stuck = threading.Event(), threading.Event()
-
-    class Stuck(MemoryUsageStore):
-        def add(self, records: Sequence[UsageRecord]) -> None:
-            is_stuck.set()
-            assert may_add.wait(WAIT_S)
-            super().add(records)
-
-    journal = open_journal(tmp_path, Stuck())
+    held = HeldStore()
+    journal = open_journal(tmp_path, held)
     write_all(journal, [start(1), end(1, 4)])
-    assert is_stuck.wait(WAIT_S)
+    assert held.is_held.wait(WAIT_S)
     journal._queue.put(None)
     journal._thread.join(WAIT_S)  # the disk has answered
     journal.close(disk_s=0.0, store_s=0.0)
     assert "usage waits in the journal, from " in caplog.text
     assert "usage-00000001.journal on" in caplog.text
-    may_add.set()
+    held.may_add.set()
     store = MemoryUsageStore()
     open_journal(tmp_path, store).close()
     assert counted(store) == {"r1": ("stop", 4)}, "the next start brings it"

@@ -29,6 +29,9 @@ _INTERVAL_S = 1.0
 _RETRY_S = 2.0
 """Seconds to the next attempt at a store that has failed."""
 
+_CATCH_UP_S = 10.0
+"""Seconds for which a list waits until the store has what the journal had when it was asked for."""
+
 _N_BYTES = 1 << 20
 """Bytes of the journal that are read for a delivery."""
 
@@ -106,9 +109,14 @@ class Shipper:
         """Returns records, those of streams that have just ended too. Thread: one that may wait.
 
         Raises:
-            UsageStoreFailed: the store cannot tell.
+            UsageStoreFailed: the store cannot tell, or does not have all of them yet, as after a
+                long absence.
         """
-        self._try()
+        allowed = self._allowed
+        self._try(time.monotonic() + _CATCH_UP_S)
+        if self._place < allowed:
+            path = self._folder.file(self._place[0])
+            raise UsageStoreFailed(f"the store has not taken the journal from {path} on yet")
         return self._store.find(query)
 
     def sum_tokens(self, since: float) -> Mapping[str, int]:
@@ -136,21 +144,29 @@ class Shipper:
                 self._wake.set()
             self._is_closing.wait(pause_s)
 
-    def _try(self) -> None:
-        """Brings all that is allowed to the store, or notes that it could not."""
-        with self._lock:
-            try:
-                while time.monotonic() < self._give_up_at and self._deliver():
-                    pass
-            except (UsageStoreFailed, OSError) as error:
-                self._counts.n_store_failures += 1
-                if not self._has_failed:
-                    _log.error("usage waits in the journal, its store fails: %s", error)
-                self._has_failed = True
-            else:
-                if self._has_failed and self._place >= self._allowed:  # and not given up
-                    _log.warning("the store of usage has all records again")
-                    self._has_failed = False
+    def _try(self, give_up_at: float = math.inf) -> None:
+        """Brings all that is allowed to the store, or notes that it could not.
+
+        Args:
+            give_up_at: From when on, seconds of the monotonic clock, it begins no more.
+        """
+        wait_s = min(max(0.0, give_up_at - time.monotonic()), threading.TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=wait_s):
+            return
+        try:
+            while time.monotonic() < min(give_up_at, self._give_up_at) and self._deliver():
+                pass
+        except (UsageStoreFailed, OSError) as error:
+            self._counts.n_store_failures += 1
+            if not self._has_failed:
+                _log.error("usage waits in the journal, its store fails: %s", error)
+            self._has_failed = True
+        else:
+            if self._has_failed and self._place >= self._allowed:  # and not given up
+                _log.warning("the store of usage has all records again")
+                self._has_failed = False
+        finally:
+            self._lock.release()
 
     def _deliver(self) -> bool:
         """Brings some records to the store; returns whether there are more."""
