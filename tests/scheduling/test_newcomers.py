@@ -10,7 +10,8 @@ import pytest
 from tests.scheduling.test_scheduler import LIMITS, Bench
 from tests.support.unknown_cost import UnknownCost
 
-from drafthouse_server.drafting.cost import CostModel, StepCost
+from drafthouse_server.drafting.cost import CostModel, StepCost, StepShape
+from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.sequence import FinishEvent
 from drafthouse_server.step import EngineLimits, StepPlan, StepTimings
 from drafthouse_server.tenancy.fairness import Fairness
@@ -26,9 +27,15 @@ class World(Bench):
     """Steps that take something, and something for each token."""
 
     def __init__(
-        self, limits: EngineLimits = MANY, *, cost: CostModel | None = None, **scheduler: Any
+        self,
+        limits: EngineLimits = MANY,
+        *,
+        cost: CostModel | None = None,
+        is_recurrent: bool = False,
+        **scheduler: Any,
     ) -> None:
-        super().__init__(limits, 2, {"cost": cost or StepCost()} | scheduler)
+        options = {"cost": cost or StepCost()} | scheduler
+        super().__init__(limits, 2, options, is_recurrent=is_recurrent)
         self.took_s: list[float] = []
 
     def step(self) -> StepPlan:
@@ -43,6 +50,18 @@ class World(Bench):
         self.took_s.append(took_s)
         self.events += self.scheduler.commit(dataclasses.replace(result, timings=timings), self.now)
         return plan
+
+
+class CheapPrompts(UnknownCost):
+    """Says that a step takes little for each token, as where prompts are computed in one pass."""
+
+    n_observed = 1
+
+    def predict(self, shape: StepShape) -> float:
+        return TOKEN_S / 10 * shape.n_tokens
+
+    def recompute_s(self, n_tokens: int, n_batch: int) -> float:
+        return TOKEN_S / 10 * n_tokens
 
 
 def flooded(n: int = 6, **world: Any) -> World:
@@ -144,6 +163,19 @@ def test_there_are_never_two_such_steps_in_a_row() -> None:
     alone = [min(slots(plan)) >= 6 for plan in world.plans[n_before:]]
     assert sum(alone) > 5
     assert not any(first and then for first, then in itertools.pairwise(alone))
+
+
+def test_a_prompt_of_a_recurrent_target_is_computed_to_its_end_in_that_step() -> None:
+    """Not up to a checkpoint alone, for a next turn: it would give no token before two steps."""
+    world = flooded(
+        limits=dataclasses.replace(MANY, n_batch=128, n_ubatch=128),
+        cost=CheapPrompts(),
+        prefixes=PrefixCache(can_cut=False, n_host_bytes_max=1 << 20),
+        is_recurrent=True,
+    )
+    polite = world.add("p", n_prompt=5 * BLOCK_SIZE, n_output_max=3, tenant="polite")
+    assert slots(world.step()) == [6]
+    assert polite.n_output == 1
 
 
 @pytest.mark.parametrize("n_cells", [60, 75, 90, 120])

@@ -171,11 +171,14 @@ class Prefill:
     def _n_wanted(self, plan: PlanBuilder, sequence: Sequence) -> int:
         """Returns the tokens to compute next before a sequence generates.
 
-        The prompt, up to where a checkpoint is to be taken; or, where the sequence was preempted,
-        all but the last token: that one goes on as if nothing had happened, with a draft.
+        The prompt, up to where a checkpoint is to be taken, or to its end in a newcomer's step,
+        which is to give a token; or, where the sequence was preempted, all but the last token: that
+        one goes on as if nothing had happened, with a draft.
         """
         if sequence.n_steps:
             return sequence.n_pending - 1
+        if plan.is_newcomers:
+            return sequence.n_pending
         return self._checkpoints.n_before(plan, sequence)
 
     def observe(self, predicted_s: float, step_s: float, *, has_prefill: bool) -> None:
