@@ -58,6 +58,7 @@ LEVELS = {
         "v3": "-march=x86-64-v3",
         "avx512f": "-march=x86-64-v3 -mavx512f",  # without DQ: ggml takes its AVX2 code
         "v4": "-march=x86-64-v4",
+        "amx": "-march=sapphirerapids",  # the tiles of patch 0018
     },
     "aarch64": {"neon": "-march=armv8-a", "sve": "-march=armv8.2-a+sve"},
 }

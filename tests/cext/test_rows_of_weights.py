@@ -1,4 +1,4 @@
-"""Products of some rows with weights as our patches 0014, 0016 and 0017 compute them."""
+"""Products of some rows with weights as our patches 0014, 0016, 0017 and 0018 compute them."""
 
 from __future__ import annotations
 

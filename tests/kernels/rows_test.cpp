@@ -258,13 +258,14 @@ std::vector<float> multiply(ggml_backend_buffer_type_t type, const kind & k, con
     return found;
 }
 
-ggml_backend_buffer_type_t find_repacking() {
+// The buffer type of this name; null where the processor, or the build, has none.
+ggml_backend_buffer_type_t find_buffers(const char * name) {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     auto * get =
         reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(ggml_backend_reg_get_proc_address(
             ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts"));
     for (ggml_backend_buffer_type_t * each = get ? get(cpu) : nullptr; each && *each; ++each) {
-        if (std::strcmp(ggml_backend_buft_name(*each), "CPU_REPACK") == 0) {
+        if (std::strcmp(ggml_backend_buft_name(*each), name) == 0) {
             return *each;
         }
     }
@@ -329,15 +330,88 @@ bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, 
     return true;
 }
 
+// Products by tiles (patch 0018): rows alone and in company, in one plane and in some, side by side
+// and apart, have the same bits, and are what the weights say but for what the rounding of rows
+// takes.
+bool is_same_in_company(ggml_backend_buffer_type_t type, const kind & k, const shape & s,
+                        int64_t n_of_plane, uint32_t seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    std::vector<float> plain(static_cast<size_t>(s.n * s.n_cols));
+    std::vector<float> rows(static_cast<size_t>(s.n * n_of_plane * s.n_planes));
+    for (float & value : plain) {
+        value = normal(random);
+    }
+    for (float & value : rows) {
+        value = normal(random);
+    }
+    std::vector<uint8_t> weights(ggml_row_size(k.type, s.n) * static_cast<size_t>(s.n_cols));
+    ggml_quantize_chunk(k.type, plain.data(), weights.data(), 0, s.n_cols, s.n, nullptr);
+    ggml_get_type_traits(k.type)->to_float(weights.data(), plain.data(), s.n * s.n_cols);
+    const std::vector<float> found = multiply(type, k, s, weights, rows);
+    shape alone = s;
+    alone.n_planes = 1;
+    alone.n_apart = 0;
+    for (int64_t r = 0; r < n_of_plane * s.n_planes; ++r) {
+        const auto row = rows.begin() + r * s.n;
+        const std::vector<float> expected = multiply(type, k, alone, weights, {row, row + s.n});
+        for (int64_t c = 0; c < s.n_cols; ++c) {
+            const float value = found[static_cast<size_t>(r * s.n_cols + c)];
+            double sum = 0.0;
+            for (int64_t i = 0; i < s.n; ++i) {
+                sum += double(plain[static_cast<size_t>(c * s.n + i)]) * double(row[i]);
+            }
+            ++n_compared;
+            // A product of n normal numbers is about the root of n; a row is rounded to 1 in 127 of
+            // its largest number.
+            const bool is_near = std::fabs(double(value) - sum) < 0.2 * std::sqrt(double(s.n));
+            if (std::memcmp(&expected[static_cast<size_t>(c)], &value, sizeof value) != 0 ||
+                !is_near) {
+                std::printf(
+                    "%s by tiles, n %d columns %d threads %d rows %d of %d planes, %d apart: "
+                    "row %d column %d is %.9g, alone %.9g, about %.9g\n",
+                    k.name, int(s.n), int(s.n_cols), s.n_threads, int(n_of_plane), int(s.n_planes),
+                    int(s.n_apart), int(r), int(c), double(value),
+                    double(expected[static_cast<size_t>(c)]), sum);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+// What of the tiles' types is wrong, for all of them; true where this processor has none.
+bool are_tiles_right() {
+    ggml_backend_buffer_type_t type = find_buffers("AMX");
+    const auto tiles = [](const char * name, ggml_type of) {
+        return kind{name, of, 0, 0, 0, 0, true, 0, nullptr, nullptr, nullptr};
+    };
+    const std::vector<shape> shapes = {
+        {256, 32, 1}, {1024, 96, 2}, {512, 160, 3}, {512, 64, 2, 3}, {256, 64, 2, 2, 5}};
+    bool is_ok = true;
+    uint32_t seed = 0;
+    for (const kind & k : {tiles("Q4_1", GGML_TYPE_Q4_1), tiles("Q8_0", GGML_TYPE_Q8_0),
+                           tiles("Q5_K", GGML_TYPE_Q5_K), tiles("IQ4_XS", GGML_TYPE_IQ4_XS)}) {
+        for (const shape & s : shapes) {
+            for (const int64_t n_rows : {1, 2, 5, 16, 17, 32, 33, 70}) {
+                is_ok =
+                    type == nullptr || (is_same_in_company(type, k, s, n_rows, ++seed) && is_ok);
+            }
+        }
+    }
+    return is_ok;
+}
+
 } // namespace
 
 int main() {
-    ggml_backend_buffer_type_t type = find_repacking();
+    const bool are_tiles_ok = are_tiles_right();
+    ggml_backend_buffer_type_t type = find_buffers("CPU_REPACK");
     if (type == nullptr || !ggml_cpu_has_avx2() || !ggml_cpu_has_fma() || !ggml_cpu_has_f16c()) {
         std::printf("ok: nothing to compare, this processor multiplies otherwise\n");
-        return 0;
+        return are_tiles_ok ? 0 : 1;
     }
-    bool is_ok = true;
+    bool is_ok = are_tiles_ok;
     uint32_t seed = 0;
     // Rows on both sides of a tile and of a four; columns with and without eight left over; blocks
     // on both sides of a strip. The last two: planes of rows, and rows that lie apart.
