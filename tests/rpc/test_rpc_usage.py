@@ -19,9 +19,11 @@ from drafthouse.v1 import generation_pb2, generation_pb2_grpc, usage_pb2, usage_
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import Unauthenticated
 from drafthouse_server.rpc import services
+from drafthouse_server.rpc import usage as usage_service
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.step import SequenceStatus
 from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
+from drafthouse_server.usage import shipping
 from drafthouse_server.usage.record import UsageQuery, UsageRecord
 from drafthouse_server.usage.stores import STORE_NAME, list_all
 
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
     from tests.conftest import Eventually, GatedEngine, ServerFactory
 
 USAGE_KEY = "drafthouse-usage-bin"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine is no disk that hangs."""
+    monkeypatch.setattr(usage_service, "_LIST_S", 100.0)
+    monkeypatch.setattr(shipping, "_CATCH_UP_S", 100.0)
 
 
 def records_of(folder: Path) -> Sequence[UsageRecord]:
@@ -349,6 +358,26 @@ async def test_a_tenant_lists_its_own_records_in_pages(
         assert not (await list_pages(stub, "key-a", key_id="another"))[0]
 
 
+class HeldLists:
+    """Holds up a tenant's lists, as a disk does that hangs, until a test lets them go on."""
+
+    def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch, tenant: str = "a") -> None:
+        assert server._accounting is not None
+        journal = server._accounting.journal
+        assert journal is not None
+        self._find = journal.shipper.find
+        self._tenant = tenant
+        self.n_held = 0
+        self.may_go_on = threading.Event()
+        monkeypatch.setattr(journal.shipper, "find", self.find)
+
+    def find(self, query: UsageQuery) -> Sequence[UsageRecord]:
+        if query.tenant == self._tenant:
+            self.n_held += 1
+            assert self.may_go_on.wait(100)
+        return self._find(query)
+
+
 async def test_a_list_is_admitted_as_any_call(
     start_server: ServerFactory,
     tmp_path: Path,
@@ -357,16 +386,7 @@ async def test_a_list_is_admitted_as_any_call(
 ) -> None:
     keys = {"key-a": Tenant("a", requests_per_s=0.001), "key-b": Tenant("b", n_active_max=1)}
     server = await start_server(usage_journal=str(tmp_path), tenants=TenantRegistry(keys))
-    assert server._accounting is not None
-    journal = server._accounting.journal
-    assert journal is not None
-    find, may_find = journal.shipper.find, threading.Event()
-
-    def find_later(query: UsageQuery) -> Sequence[UsageRecord]:
-        assert may_find.wait(100)
-        return find(query)
-
-    monkeypatch.setattr(journal.shipper, "find", find_later)
+    lists = HeldLists(server, monkeypatch, "b")
     asked = usage_pb2.ListUsageRequest()
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub = usage_pb2_grpc.UsageServiceStub(channel)
@@ -376,7 +396,7 @@ async def test_a_list_is_admitted_as_any_call(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ListUsage(asked, metadata=bob)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        may_find.set()
+        lists.may_go_on.set()
         assert not (await first).records
         assert not (await list_pages(stub, "key-a"))[0]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -392,24 +412,59 @@ async def test_lists_that_take_long_hold_up_no_other_tenant_and_no_other_work(
     eventually: Eventually,
 ) -> None:
     server = await start_server(usage_journal=str(tmp_path), tenants=TenantRegistry(KEYS))
-    assert server._accounting is not None
-    journal = server._accounting.journal
-    assert journal is not None
-    find, may_find = journal.shipper.find, threading.Event()
-
-    def find_later(query: UsageQuery) -> Sequence[UsageRecord]:
-        assert query.tenant == "b" or may_find.wait(100)
-        return find(query)
-
-    monkeypatch.setattr(journal.shipper, "find", find_later)
+    lists = HeldLists(server, monkeypatch)
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub = usage_pb2_grpc.UsageServiceStub(channel)
         many = [asyncio.ensure_future(list_pages(stub, "key-a")) for _ in range(40)]
         await eventually(lambda: server.loop.admission.n_active == 40)
         await asyncio.wait_for(asyncio.to_thread(int), 100)  # audit trail, metrics, certificates
         assert not (await list_pages(stub, "key-b"))[0]
-        may_find.set()
+        lists.may_go_on.set()
         assert await asyncio.gather(*many) == [([], 1)] * 40
+
+
+async def test_lists_that_were_given_up_hold_up_one_reader_and_no_other_tenant(
+    start_server: ServerFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+) -> None:
+    """Each took another reader, until none was left, and then waited for one for ever."""
+    server = await start_server(usage_journal=str(tmp_path), tenants=TenantRegistry(KEYS))
+    lists = HeldLists(server, monkeypatch)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = usage_pb2_grpc.UsageServiceStub(channel)
+        for _ in range(4):
+            call = asyncio.ensure_future(list_pages(stub, "key-a"))
+            await eventually(lambda: lists.n_held > 0 and server.loop.admission.n_active == 1)
+            call.cancel()
+            await eventually(lambda: server.loop.admission.n_active == 0)
+        assert not (await list_pages(stub, "key-b"))[0]
+        assert lists.n_held == 1
+        lists.may_go_on.set()
+        assert not (await list_pages(stub, "key-a"))[0]
+
+
+async def test_a_list_that_takes_too_long_is_refused_and_another_begins_when_it_has_ended(
+    start_server: ServerFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+) -> None:
+    server = await start_server(usage_journal=str(tmp_path), tenants=TenantRegistry(KEYS))
+    lists = HeldLists(server, monkeypatch)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = usage_pb2_grpc.UsageServiceStub(channel)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(usage_service, "_LIST_S", 0.2)
+            for _ in range(3):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await list_pages(stub, "key-a")
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert lists.n_held <= 1
+        lists.may_go_on.set()
+        assert not (await list_pages(stub, "key-a"))[0]
+        await eventually(lambda: server.loop.admission.n_active == 0)
 
 
 async def test_what_a_list_cannot_be_asked_for_is_told_by_its_field(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -40,12 +42,17 @@ _RECORD_ID = re.compile(r"[0-9A-Z]{26}")
 _N_LISTS = 2
 """Lists that are read at once, of different tenants."""
 
+_LIST_S = 20.0
+"""Seconds after which a list that was not read by then is refused."""
+
 
 class UsageService(UsageServiceServicer):
     """Lists usage records.
 
     Reading may take seconds. So it has threads of its own, for which the tenants wait in turn: one
-    that asks for many lists at once holds up neither the others nor what else needs a thread.
+    that asks for many lists at once holds up neither the others nor what else needs a thread. A
+    list that is being read keeps its thread and its tenant's turn to its end, whether its caller
+    waits for it or not: behind a disk that hangs nothing piles up.
 
     Args:
         shared: What is offered, and to whom.
@@ -58,7 +65,8 @@ class UsageService(UsageServiceServicer):
         self._shipper = shipper
         self._retry_after_s = retry_after_s
         self._readers = ThreadPoolExecutor(_N_LISTS, thread_name_prefix="usage-list")
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._free = asyncio.Semaphore(_N_LISTS)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def close(self) -> None:
         """Reads no more lists; those that are being read are read to their end."""
@@ -72,17 +80,36 @@ class UsageService(UsageServiceServicer):
         async with self._shared.let_in(request.ByteSize()):
             n_page = request.page_size or _N_PAGE_DEFAULT
             query = _to_query(request, tenant, n_page + 1)  # one more tells whether there is a page
-            find, loop = self._shipper.find, asyncio.get_running_loop()
             try:
-                async with self._locks.setdefault(tenant, asyncio.Lock()):
-                    found = await loop.run_in_executor(self._readers, find, query)
-            except UsageStoreFailed as error:
+                async with asyncio.timeout(_LIST_S):
+                    found = await self._find(tenant, query)
+            except (UsageStoreFailed, TimeoutError) as error:
                 raise UsageUnavailable(self._retry_after_s, "listed") from error
         page = found[:n_page]
         token = _to_token(page[-1], _digest(request, tenant)) if len(found) > n_page else ""
         return usage_pb2.ListUsageResponse(
             records=[record_message(record) for record in page], next_page_token=token
         )
+
+    async def _find(self, tenant: str, query: UsageQuery) -> Sequence[UsageRecord]:
+        """Returns records, in their tenant's turn.
+
+        Raises:
+            UsageStoreFailed: the store cannot tell.
+
+        Cancellation:
+            What is being read is read to its end.
+        """
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        with contextlib.ExitStack() as held:
+            for each in (turn, self._free):
+                await each.acquire()
+                held.callback(each.release)
+            loop = asyncio.get_running_loop()
+            reading = loop.run_in_executor(self._readers, self._shipper.find, query)
+            release = held.pop_all().close
+        reading.add_done_callback(lambda _: release())
+        return await asyncio.shield(reading)
 
 
 def _to_query(request: usage_pb2.ListUsageRequest, tenant: str, n_max: int) -> UsageQuery:
