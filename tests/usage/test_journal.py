@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -518,6 +519,69 @@ def test_what_a_file_that_cannot_be_synced_had_is_written_again_when_it_is_left(
     found.disk.is_sync_failing, found.disk.n_bytes_left = False, None
     found.journal.close()
     assert {"r2", "r3"} <= counted(found.store).keys()
+
+
+def opened(path: Path) -> list[str]:
+    """Returns the files of a folder, and the folder itself, that this process has open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one of this list
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(name for name in found if name.startswith(str(path)))
+
+
+def test_a_file_that_cannot_be_closed_costs_no_record_and_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[str] = []
+    real = os.close
+
+    def close(fd: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)  # as Linux does, whatever it tells
+        if name.startswith(str(tmp_path)) and name.endswith(".journal"):
+            failed.append(Path(name).name)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", close)
+    store = MemoryUsageStore()
+    journal = open_journal(tmp_path, store, n_file_bytes=300)
+    for number in range(5):
+        write_all(journal, [start(number), end(number, number)])
+    assert not journal.is_failing
+    journal.close()
+    assert counted(store) == {f"r{number}": ("stop", number) for number in range(5)}
+    assert len(failed) == len(set(failed)) > 2, "each is closed, and once"
+    assert opened(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_synced_fails_and_costs_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_RETRY_S", 0.001)
+    attempts = threading.Semaphore(0)
+
+    def refuse(_: int) -> None:
+        attempts.release()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    store = MemoryUsageStore()
+    for is_mended in (False, True):
+        journal = open_journal(tmp_path, store)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fsync", refuse)
+            told = Told()
+            journal.write(end(1, 3), told)
+            assert told.wait() is False
+            assert journal.is_failing
+            for _ in range(10):
+                assert attempts.acquire(timeout=WAIT_S)
+            if not is_mended:
+                journal.close()
+        journal.close()
+        assert opened(tmp_path) == []
+        assert counted(store) == ({"r1": ("stop", 3)} if is_mended else {})
+    assert JournalFolder(tmp_path).numbers() == [1], "none is left of an attempt"
 
 
 def test_a_journal_that_never_can_be_written_says_what_is_lost(
