@@ -20,6 +20,7 @@ from tests.support.certificates import Authority, Pair, replace, tenant_uri
 import drafthouse
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, Unauthenticated
+from drafthouse_server.rpc import tls
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.rpc.tls import Certificates, tenant_of
 from drafthouse_server.tenancy import records
@@ -191,6 +192,42 @@ def test_a_look_finds_new_files_before_anybody_connects(
     assert certificates.fingerprint in caplog.text
     assert certificates._renewed() is not None  # what a look has found is for gRPC, too
     assert certificates._renewed() is None
+
+
+def test_a_certificate_that_is_written_while_it_is_read_is_used_when_it_is_whole(
+    authority: Authority,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Half of it was read, and the TLS library then found the whole: that ended the watch."""
+    settings = files(authority, tmp_path)
+    certificates = Certificates(Config(**settings))
+    path, read, rest = Path(settings["ssl_cert_file"]), tls._content, b""
+
+    def read_and_write_on(setting: str, place: str) -> bytes:
+        content = read(setting, place)
+        if place == str(path):
+            with path.open("ab") as file:
+                file.write(rest)
+        return content
+
+    monkeypatch.setattr(tls, "_content", read_and_write_on)
+    n_refused = 0
+    for n in range(0, len(authority.issue().certificate), 7):
+        new = authority.issue()
+        new.write(tmp_path)
+        path.write_bytes(new.certificate[:n])
+        rest, before = new.certificate[n:], certificates.fingerprint
+        caplog.clear()
+        certificates.look()
+        if certificates.fingerprint == before:
+            n_refused += 1
+            assert "was changed while it was read" in caplog.text
+        rest = b""
+        certificates.look()
+        assert certificates.fingerprint == new.fingerprint, n
+    assert n_refused > 50
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,11 @@ class Pair:
         """Number of the certificate."""
         return x509.load_pem_x509_certificate(self.certificate).serial_number
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate, hexadecimal."""
+        return x509.load_pem_x509_certificate(self.certificate).fingerprint(hashes.SHA256()).hex()
+
     def write(self, folder: Path, name: str = "server") -> tuple[str, str]:
         """Puts both into a folder, in place of those before; returns their paths."""
         paths = folder / f"{name}.crt", folder / f"{name}.key"

@@ -195,14 +195,13 @@ class Certificates:
                 f"ssl_client_ca_file {config.ssl_client_ca_file} has no certificates (PEM)",
             )
         configuration = grpc.ssl_server_certificate_configuration([(key, certificate)], roots)
-        own = _first_of(certificate)
-        fingerprint = hashlib.sha256(own).hexdigest()
         try:
+            own = _first_of(certificate)
             expiry = _expiry_of(own)
         except (ValueError, IndexError):
             problem = f"ssl_cert_file {config.ssl_cert_file} was changed while it was read"
             raise ConfigError("ssl_cert_file", config.ssl_cert_file, problem=problem) from None
-        return _Read(stamp, configuration, fingerprint, expiry)
+        return _Read(stamp, configuration, hashlib.sha256(own).hexdigest(), expiry)
 
 
 def _content(setting: str, path: str) -> bytes:
