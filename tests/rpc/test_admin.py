@@ -21,12 +21,14 @@ from tests.support.certificates import Authority, Pair
 from tests.support.http2 import connect
 
 import drafthouse
+from drafthouse import _transport
 from drafthouse.v1 import admin_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.operations.calls import Call
 from drafthouse_server.operations.rates import Counters, RecentRates
+from drafthouse_server.rpc import listening
 from drafthouse_server.rpc.admin import _KEYS, _N_STORE_CALLS
 from drafthouse_server.rpc.interceptors import Observe
 from drafthouse_server.rpc.server import Server
@@ -532,6 +534,26 @@ async def test_a_slow_watcher_gets_the_newest_load_and_holds_up_nobody(
             while (await polite.read()).load.running_requests:
                 pass
         assert (await client.generate("x", max_output_tokens=3)).usage.output_tokens == 3
+
+
+async def test_a_watch_without_news_outlives_its_client_s_pings(
+    start_server: ServerFactory,
+    free_port: int,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By default two in five minutes without a message are allowed: such a watch ended."""
+    by_sdk = dict(_transport.CHANNEL_OPTIONS)["grpc.keepalive_time_ms"]
+    assert by_sdk > 1000 * listening._MIN_PING_INTERVAL_S
+    monkeypatch.setattr(listening, "_MIN_PING_INTERVAL_S", 0)  # theirs come at once
+    await start_server(admin_port=free_port)
+    async with connect(f"127.0.0.1:{free_port}") as client:
+        stream = client.open(WATCH, b"")
+        await eventually(lambda: client.n_messages == 1)  # the only one: a message allows pings
+        client.ping(20)
+        await eventually(lambda: client.n_pongs == 20 or client.has_goaway)
+        assert not client.has_goaway
+        assert stream not in client.ended
 
 
 async def test_a_router_knows_which_server_has_a_prompt(

@@ -52,6 +52,8 @@ class _Streams:
         """Streams that the server has ended or reset."""
         self.has_goaway = False
         """Whether the server has said that it takes no more calls."""
+        self.n_pongs = 0
+        """Pings that the server has answered."""
         self._received = bytearray()
 
     def opening(self, path: str, message: bytes | None, key: str, *, end: bool) -> bytes:
@@ -74,6 +76,8 @@ class _Streams:
         for kind, flags, stream, payload in self._frames():
             if kind in (_SETTINGS, _PING) and not flags & _ACK:
                 answers += _frame(kind, _ACK, 0, payload if kind == _PING else b"")
+            elif kind == _PING:
+                self.n_pongs += 1
             elif kind == _GOAWAY:
                 self.has_goaway = True
             elif kind == _DATA:
@@ -108,6 +112,11 @@ class _Client:
         """Whether the server has said that it takes no more calls."""
         return self._streams.has_goaway
 
+    @property
+    def n_pongs(self) -> int:
+        """Pings that the server has answered."""
+        return self._streams.n_pongs
+
 
 class RudeClient(_Client):
     """One connection for asyncio. Made by `connect`."""
@@ -118,6 +127,8 @@ class RudeClient(_Client):
         self._reader = reader
         self._writer = writer
         self._streams = _Streams(window)
+        self.n_messages = 0
+        """Messages that have come, where each is one frame."""
         writer.write(self._streams.greeting)
 
     def open(self, path: str, message: bytes | None, key: str = "") -> int:
@@ -125,11 +136,16 @@ class RudeClient(_Client):
         self._writer.write(self._streams.opening(path, message, key, end=True))
         return self._streams.next_stream - 2
 
+    def ping(self, n: int) -> None:
+        """Sends pings."""
+        self._writer.write(_frame(_PING, 0, 0, bytes(8)) * n)
+
     async def read(self) -> None:
         """Answers settings and pings, and notes what ends, until the server hangs up."""
         with contextlib.suppress(ConnectionError):
             while data := await self._reader.read(1 << 16):
-                answers, _ = self._streams.take(data)
+                answers, contents = self._streams.take(data)
+                self.n_messages += len(contents)
                 self._writer.write(answers)
 
 
