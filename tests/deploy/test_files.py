@@ -35,6 +35,8 @@ def test_the_dockerfile_has_only_steps_that_rootfs_runs_and_copies_what_is_there
     assert not [step for step in image.steps if "g++" in step.text]
     # With the drivers of what several servers share; `make rootfs` installs them.
     assert [step for step in build.steps if "'.[postgresql,redis]'" in step.text]
+    # The authorities that sign certificates of databases elsewhere (sslmode=verify-full, rediss://).
+    assert [step for step in image.steps if re.search(r"install .*\bca-certificates\b", step.text)]
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").splitlines()
     copied = {
         str(source.relative_to(ROOT))
@@ -80,6 +82,34 @@ def test_settings_that_deploy_names_are_settings() -> None:
         given = re.findall(r"(?:- |serve |\")(--[a-z][a-z-]+)", text)
         assert set(given) <= flags, path
         assert set(re.findall(r"\bDRAFTHOUSE_[A-Z_]+", text)) - {"DRAFTHOUSE_PORTABLE"} <= variables
+
+
+def mounts(block: str) -> dict[str, str]:
+    """Returns where a service of compose.yaml has the folders and files of secrets/."""
+    return dict(re.findall(r"- \./secrets/([^:\s]+):([^:\s]+):ro\n", block))
+
+
+def test_certificates_and_keys_are_mounted_by_their_folders() -> None:
+    """A file that is replaced by renaming stays the old one where it was mounted by itself."""
+    server, front = (DEPLOY / "compose.yaml").read_text("utf-8").split("\nservices:\n")
+    named = re.findall(r"(?:--[a-z-]+=|ca_file=\")(/etc/drafthouse/[\w.]+)", server)
+    assert {Path(path).name for path in named} == {"keys", "server.crt", "server.key", "ca.crt"}
+    envoy = (DEPLOY / "envoy_certificate.yaml").read_text("utf-8")
+    shown = re.findall(r"filename: ([^ }]+)", envoy)
+    assert {Path(path).name for path in shown} == {"tls.crt", "tls.key"}
+    for block, paths in ((server, named), (front, shown)):
+        mounted = mounts(block)
+        assert {str(Path(path).parent) for path in paths} <= set(mounted.values())
+        assert not set(paths) & set(mounted.values())
+    (watched,) = re.findall(r"watched_directory: { path: (\S+) }", envoy)
+    assert mounts(front)["tls"] == watched
+
+
+def test_envoy_begins_as_its_own_user() -> None:
+    """As root its image becomes that user at first, for which it has no right: it did not start."""
+    _, front = (DEPLOY / "compose.yaml").read_text("utf-8").split("\n  front:\n")
+    assert "\n    cap_drop: [ALL]\n" in front
+    assert re.search(r'\n    user: "101:101"', front)
 
 
 def test_the_unit_may_write_where_the_documentation_has_files() -> None:
