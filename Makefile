@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 DEVICE_TESTS = tests/engine/test_engine_contract.py tests/engine/test_prefix_engine.py tests/serving/test_crowd.py \
 	$(addprefix tests/cext/test_,block_drafts.py cext_engine.py cext_sessions.py cext_snapshots.py decoder.py distribution.py \
 	eagle3_drafter.py embedder.py fork.py hidden_rows.py moves.py recurrent_rollback.py tree.py windows.py)
-CXX_FILES = $(wildcard cext/*.h cext/*.c cext/spec/*.hpp cext/spec/*.cpp tests/kernels/*.cpp)
+CXX_FILES = $(wildcard cext/*.h cext/*.c cext/spec/*.hpp cext/spec/*.cpp tests/kernels/*.cpp tests/fuzz/*.h tests/fuzz/*.cpp tests/fuzz/plan/*)
 CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd cext/drafthouse_engine/native/*.pxi)
 
 .DEFAULT_GOAL := help

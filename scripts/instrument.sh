@@ -202,6 +202,12 @@ END
         if [ "$name" = tokenizer_fuzz ]; then
             more=$out/obj/unpatched_split.o
         fi
+        if [ "$name" = plan_fuzz ]; then
+            for part in tests/fuzz/plan/*.cpp; do
+                compile "$part" "plan_$(basename "$part" .cpp)" -Itests/fuzz
+                more="$more $out/obj/plan_$(basename "$part" .cpp).o"
+            done
+        fi
         # shellcheck disable=SC2086
         link "$name" -fsanitize=fuzzer,address,undefined "$out/obj/$name.o" $more
     done

@@ -1,4 +1,5 @@
-// splitters.h: every pre-tokeniser of llama.cpp as it is built here, and as it was before patch 0010.
+// splitters.h: every pre-tokeniser of llama.cpp as it is built here, and as it was before patch
+// 0010.
 #ifndef DRAFTHOUSE_SPLITTERS_H
 #define DRAFTHOUSE_SPLITTERS_H
 
