@@ -3,6 +3,7 @@
 #include "internal.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 namespace drafthouse {
@@ -120,6 +121,11 @@ void accept_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t 
     }
 }
 
+// Whether a draft can be weighed against what it was drawn from. A model's weights may be broken.
+bool is_distribution(const std::vector<llama_token_data> & q) {
+    return std::all_of(q.begin(), q.end(), [](const auto & it) { return std::isfinite(it.p); });
+}
+
 // After the drafter ran: what it wrote is made fit for verification, and its KV is undone.
 void settle_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_draft) {
     llama_tokens & tokens = seq.draft.tokens;
@@ -128,6 +134,12 @@ void settle_draft(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t 
     }
     const bool has_q = !tokens.empty() && seq.draft.q.size() >= tokens.size();
     seq.draft.q.resize(has_q ? tokens.size() : 0);
+    // Rejected by numbers that are none, it would take its candidates from the target's own.
+    const auto broken = std::find_if_not(seq.draft.q.begin(), seq.draft.q.end(), is_distribution);
+    if (broken != seq.draft.q.end()) {
+        seq.draft.q.erase(broken, seq.draft.q.end());
+        tokens.resize(seq.draft.q.size());
+    }
     for (size_t i = 0; i < tokens.size(); ++i) {
         const bool is_valid = tokens[i] >= 0 && tokens[i] < engine.limits.n_vocab;
         if (is_valid && !llama_vocab_is_eog(engine.target_model->vocab, tokens[i])) {

@@ -224,6 +224,7 @@ def test_a_drafter_without_numbers_costs_drafts_alone(
         for fields in ({}, {"draft_type": "mtp", "probabilistic": probabilistic}):
             with Engine(model, None, params(**fields)) as engine:  # type: ignore[arg-type]  # a literal
                 n_draft = 3 if fields else 0
+                n_weighed = 0
                 engine.seq_begin(0, Sampler(model, sampling))
                 result = engine.step(plan((0, 0, 0, 8, 0, 1)), list(range(300, 308)))
                 tokens = result.tokens.tolist()
@@ -232,7 +233,10 @@ def test_a_drafter_without_numbers_costs_drafts_alone(
                     result = engine.step(plan((0, n_past, 0, 1, n_draft, 1)), tokens[-1:])
                     assert status(result) is Status.OK
                     tokens += result.tokens.tolist()
+                    n_weighed += int(result.entries[0]["n_drafted"])
                 found.append(tokens[:20])
+                if probabilistic and sampling != GREEDY:
+                    assert n_weighed == 0, "rejecting them would take tokens from the target's own"
     if sampling == GREEDY:
         assert found[0] == found[1]
     assert all(0 <= token < 1 << 20 for tokens in found for token in tokens)
