@@ -4,7 +4,8 @@ No draw may be favoured by what happens to it, or the counts prove nothing. So e
 fixed by its number before it begins, and it is cancelled as soon as it has that many tokens, in
 whatever state it is then: cancelling by chance at each step would keep more of the paths that take
 few steps, that is, of the drafts that were accepted. How many tokens are drafted, and whether a
-draw is rolled back or moved by a snapshot, is decided by chance alone, not by its tokens.
+draw is rolled back, moved by a snapshot, or loses its drafter for some steps, is decided by chance
+alone, not by its tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ N_DISTURBERS = 2
 N_DRAFT = 3
 LENGTHS: Final = (1, 2, 3, 3, 3, 3, 3, 3)
 """Tokens of a draw, by its number modulo eight."""
-FORKED, ROLLED_BACK, MOVED = 0.9, 0.04, 0.03
+FORKED, ROLLED_BACK, MOVED, TURNED = 0.9, 0.04, 0.03, 0.15
 """Share of the draws that begin as a fork, where forks are possible; chance per step that a draw is
-rolled back and computed again, or saved, ended and loaded."""
+rolled back and computed again; or saved, ended and loaded; or that its drafter is turned off and on.
+"""
 PLAIN: Final[dict[str, object]] = {"top_k": 8, "top_p": 1.0, "min_p": 0.0}
 """Counts would be too thin without a top-k."""
 Path: TypeAlias = tuple[int, ...]
@@ -176,7 +178,17 @@ class Drawer:
             snapshot = self.engine.save(seq_id)
             self.engine.seq_end(seq_id)
             self.engine.load(seq_id, snapshot)
+        elif luck < ROLLED_BACK + MOVED + TURNED:
+            self._turn(seq_id)
         return False
+
+    def _turn(self, seq_id: int) -> None:
+        """Turns a draw's drafter off, for this step or until the next turn, or on again."""
+        if not self.engine.seq_is_cold(seq_id):
+            self.engine.seq_drafts_off(seq_id)
+            if self._chance.random() < 0.2:
+                return
+        self.engine.seq_drafts_on(seq_id)
 
     def _disturb(self, rows: list[tuple[int, ...]], tokens: list[int]) -> None:
         """Others prefill pieces, leave in the middle, are rolled back."""
