@@ -248,6 +248,36 @@ def test_what_was_seen_replaces_the_prior(n_drafts: int) -> None:
     assert policy._gain(1) == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("n_probes", range(1, 7))
+def test_a_change_that_was_wrong_is_taken_back_before_dear_probes(n_probes: int) -> None:
+    """A probe of K = 1 is lucky; K = 2 is so dear that after its probe none comes for minutes."""
+    policy, limits, crowd = AdaptiveDraft(2), limits_of(32, 2), make_crowd([0.6] * 32)
+    seconds = {-1: 0.1, 0: 0.1, 1: 0.17, 2: 0.5}
+    now_s = 0.0
+
+    def step() -> None:
+        nonlocal now_s
+        n_drafts = policy.choose_all(crowd, limits, 64)
+        step_s = seconds[max(n_drafts)]
+        policy.observe(
+            StepResult(verified(policy, crowd, n_drafts), timings=StepTimings(total_s=step_s)),
+            step_s,
+        )
+        now_s += step_s
+
+    bucket = policy._buckets[5]
+    while policy._k or bucket.n_probes < 2 + n_probes:
+        step()
+    seconds[1] = 0.12
+    while policy._k == 0:
+        step()
+    seconds[1], changed_s = 0.17, now_s
+    while policy._k == 1:
+        step()
+        assert now_s < changed_s + 10.0
+    assert policy._k == 0
+
+
 def test_a_crowd_of_unlike_acceptance_gets_the_best_k_for_all_of_it() -> None:
     machine, acceptances = Machine(splitting=Splitting.NONE), [0.95, 0.95, 0.3, 0.3]
     policy, cost = adaptive()

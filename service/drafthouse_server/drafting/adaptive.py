@@ -43,6 +43,7 @@ class _Probe:
 class _Bucket:  # of 1, 2, 3 to 4, 5 to 8 and so on sequences
     def __init__(self, k: int, n_draft_max: int) -> None:
         self.k, self.n_probes, self.early_s, self.due_s, self.rest_s = k, 0, 0.0, 0.0, _REST_S[0]
+        self.former = -1  # K before a change, until a probe has confirmed the change; -1: none
         self.seconds = [_Mean() for _ in range(n_draft_max + 1)]  # by K; a sequence's
 
 
@@ -110,7 +111,10 @@ class AdaptiveDraft:
         return k
 
     def _begin_probe(self, bucket: _Bucket, i_bucket: int, n: int) -> None:
-        """Tries the bucket's K, 0, 1, 2 and further up while that is better; then others."""
+        """Tries the bucket's K, 0, 1, 2 and further up while that is better; then others.
+
+        After a change the former K comes first: a wrong change must not wait for dear probes.
+        """
         rates = [self._rate(k, mean) for k, mean in enumerate(bucket.seconds)]
         new = [k for k, r in enumerate(rates) if not r and (k < 3 or rates[k - 1] > rates[k - 2])]
         new.sort(key=lambda k: k != bucket.k)
@@ -121,6 +125,7 @@ class AdaptiveDraft:
         near = [k for k in (bucket.k + 1, 0, bucket.k - 1) if k <= self._n_draft_max]
         probe = self._probe
         probe.k = k if is_early or not bucket.k else near[bucket.n_probes % len(near)]
+        probe.k = probe.k if bucket.former < 0 else bucket.former
         probe.i_bucket, probe.n_away, bucket.n_probes = i_bucket, 0, bucket.n_probes + 1
         probe.n_left = probe.n_steps = max(_N_PROBE, 0 if self._k else 2 * _N_PRIOR // n)
         bucket.seconds[probe.k].n = min(bucket.seconds[probe.k].n, _N_SECONDS[1])
@@ -137,6 +142,8 @@ class AdaptiveDraft:
         lost_s = lost * n_lost * n * min(tried.value, 3 * kept.value)  # 3: stalls aside
         lost_s += 0 if self._k else self._feeding.value * _N_WARM * n * kept.value
         is_better = rate > _MARGIN[0] * rate_kept
+        # What is changed back was compared twice: that needs no third time.
+        bucket.former = bucket.k if is_better and probe.k != bucket.former else -1
         bucket.k = probe.k if is_better else bucket.k
         bucket.rest_s = min(max(_REST_S[0], bucket.rest_s * (0.25 if is_better else 2)), _REST_S[1])
         wait_s = max(bucket.rest_s, lost_s / _COST[self._now_s > _FIRST_S])
