@@ -252,7 +252,7 @@ def test_what_was_seen_replaces_the_prior(n_drafts: int) -> None:
 def test_a_change_that_was_wrong_is_taken_back_before_dear_probes(n_probes: int) -> None:
     """A probe of K = 1 is lucky; K = 2 is so dear that after its probe none comes for minutes."""
     policy, limits, crowd = AdaptiveDraft(2), limits_of(32, 2), make_crowd([0.6] * 32)
-    seconds = {-1: 0.1, 0: 0.1, 1: 0.17, 2: 0.5}
+    seconds = {-1: 0.1, 0: 0.1, 1: 0.185, 2: 0.5}
     now_s = 0.0
 
     def step() -> None:
@@ -271,7 +271,7 @@ def test_a_change_that_was_wrong_is_taken_back_before_dear_probes(n_probes: int)
     seconds[1] = 0.12
     while policy._k == 0:
         step()
-    seconds[1], changed_s = 0.17, now_s
+    seconds[1], changed_s = 0.185, now_s
     while policy._k == 1:
         step()
         assert now_s < changed_s + 10.0

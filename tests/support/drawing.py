@@ -39,8 +39,7 @@ LENGTHS: Final = (1, 2, 3, 3, 3, 3, 3, 3)
 """Tokens of a draw, by its number modulo eight."""
 FORKED, ROLLED_BACK, MOVED, TURNED = 0.9, 0.04, 0.03, 0.15
 """Share of the draws that begin as a fork, where forks are possible; chance per step that a draw is
-rolled back and computed again; or saved, ended and loaded; or that its drafter is turned off and on.
-"""
+rolled back and computed again; or saved, ended and loaded; or its drafter turned off and on."""
 PLAIN: Final[dict[str, object]] = {"top_k": 8, "top_p": 1.0, "min_p": 0.0}
 """Counts would be too thin without a top-k."""
 Path: TypeAlias = tuple[int, ...]

@@ -21,6 +21,7 @@ _N_AWAY = 12  # steps in a row with other numbers of sequences after which a pro
 _COST = (0.02, 0.007)  # share of the time that probes may lose: in the first seconds, and later
 _FIRST_S = 10.0  # seconds of steps: how long first averages may be wrong
 _N_SECONDS = (8, 2)  # steps that an average rests on (5 % noise each); an old one is worth
+_N_SETTLED = 24  # steps with another K until its average owes little to its probe
 _STALL = (1.25, 2.0)  # a step counts for so many averages at most, and an average for two steps
 _N_DRAFTS = (400, 32)  # that an average of accepted tokens rests on: 2 points' error; old ones
 _PRIOR, _N_PRIOR = 0.6, 8  # share of first tokens before any draft; drafts that replace a prior
@@ -124,8 +125,8 @@ class AdaptiveDraft:
             return
         near = [k for k in (bucket.k + 1, 0, bucket.k - 1) if k <= self._n_draft_max]
         probe = self._probe
-        probe.k = k if is_early or not bucket.k else near[bucket.n_probes % len(near)]
-        probe.k = probe.k if bucket.former < 0 else bucket.former
+        due = near[bucket.n_probes % len(near)] if bucket.k else k
+        probe.k = k if is_early else due if bucket.former < 0 else bucket.former
         probe.i_bucket, probe.n_away, bucket.n_probes = i_bucket, 0, bucket.n_probes + 1
         probe.n_left = probe.n_steps = max(_N_PROBE, 0 if self._k else 2 * _N_PRIOR // n)
         bucket.seconds[probe.k].n = min(bucket.seconds[probe.k].n, _N_SECONDS[1])
@@ -144,9 +145,10 @@ class AdaptiveDraft:
         is_better = rate > _MARGIN[0] * rate_kept
         # What is changed back was compared twice: that needs no third time.
         bucket.former = bucket.k if is_better and probe.k != bucket.former else -1
+        settled_s = _N_SETTLED * n * tried.value * (bucket.former >= 0)
         bucket.k = probe.k if is_better else bucket.k
         bucket.rest_s = min(max(_REST_S[0], bucket.rest_s * (0.25 if is_better else 2)), _REST_S[1])
-        wait_s = max(bucket.rest_s, lost_s / _COST[self._now_s > _FIRST_S])
+        wait_s = max(bucket.rest_s, lost_s / _COST[self._now_s > _FIRST_S], settled_s)
         probe.k, bucket.due_s = -1, self._now_s + wait_s
         bucket.early_s = self._now_s + wait_s / 4 * (bucket.n_probes > self._n_draft_max)
 
