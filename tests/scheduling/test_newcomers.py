@@ -64,6 +64,13 @@ class CheapPrompts(UnknownCost):
         return TOKEN_S / 10 * n_tokens
 
 
+class SlowPieces(CheapPrompts):
+    """Says that beside running streams there is no time for prompts: they get the least pieces."""
+
+    def fit_prefill(self, shape: StepShape, seconds: float, n_past: int, n_most: int) -> int:
+        return 0
+
+
 def flooded(n: int = 6, **world: Any) -> World:
     """Returns a world that knows short steps, in which a tenant has so many streams that go on."""
     flood = World(**world)
@@ -194,6 +201,31 @@ def test_in_a_shared_pool_that_is_full_somebody_goes_on(n_cells: int) -> None:
         assert plan.entries or not world.scheduler.sequences(), i
     world.run(3000)
     assert not world.scheduler.sequences()
+
+
+@pytest.mark.parametrize("n_prompt", [66, 69, 72])
+def test_the_rest_of_a_prompt_takes_no_last_cells_that_are_too_few_for_it(n_prompt: int) -> None:
+    """A stream outgrows what was expected of it while another tenant's prompt comes piece by piece.
+
+    The rest of the prompt is short in the end, but longer than what is left of the pool. A step of
+    its own would take that all the same, and each step after it would be the prompt's and empty.
+    """
+    limits = dataclasses.replace(MANY, n_ctx=110, n_ctx_seq=110, n_seq_max=2)
+    world = World(limits, cost=SlowPieces())
+    for tenant in ("flood", "polite"):  # so that little is reserved for those that follow
+        world.add("w", n_prompt=1, n_output_max=1, tenant=tenant)
+    world.run()
+    stream = world.add("f", n_prompt=2, n_output_max=100, tenant="flood")
+    for _ in range(5):
+        world.step()
+    polite = world.add("p", n_prompt=n_prompt, n_output_max=2, tenant="polite")
+    for _ in range(300):
+        if world.scheduler.is_idle:
+            break
+        plan = world.step()
+        assert plan.entries or not world.scheduler.sequences(), "all streams wait for ever"
+    assert (stream.n_output, polite.n_output) == (100, 2)
+    assert all(isinstance(end, FinishEvent) for end in world.ends().values())
 
 
 @pytest.mark.parametrize("n_tenants", [1, 5])
