@@ -255,7 +255,8 @@ def test_a_change_that_was_wrong_is_taken_back_before_dear_probes(n_probes: int)
     seconds = {-1: 0.1, 0: 0.1, 1: 0.185, 2: 0.5}
     now_s = 0.0
 
-    def step() -> None:
+    def step() -> int:
+        """Runs one step, and returns the K that is kept beside probes."""
         nonlocal now_s
         n_drafts = policy.choose_all(crowd, limits, 64)
         step_s = seconds[max(n_drafts)]
@@ -264,16 +265,16 @@ def test_a_change_that_was_wrong_is_taken_back_before_dear_probes(n_probes: int)
             step_s,
         )
         now_s += step_s
+        return policy._k
 
     bucket = policy._buckets[5]
-    while policy._k or bucket.n_probes < 2 + n_probes:
-        step()
+    while step() or bucket.n_probes < 2 + n_probes:
+        pass
     seconds[1] = 0.12
-    while policy._k == 0:
-        step()
+    while step() == 0:
+        pass
     seconds[1], changed_s = 0.185, now_s
-    while policy._k == 1:
-        step()
+    while step() == 1:
         assert now_s < changed_s + 10.0
     assert policy._k == 0
 
