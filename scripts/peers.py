@@ -4,9 +4,10 @@
 architecture.
 
 The peer is stock: our patches are taken back from a copy of the source that the engine is built
-from, without fuzz, so what is left is the archive's own bytes. Same compiler, same build type, same
-CPU flags as the engine; no web interface, no HTTPS, nothing is downloaded. A build that is there
-and fits the source is kept; one that was stopped goes on where it stopped.
+from, without fuzz, so what is left is the archive's own bytes. One patch is put back (KEPT): without
+it this compiler's llama-server ends at its first step on a processor with AMX. Same compiler, same
+build type, same CPU flags as the engine; no web interface, no HTTPS, nothing is downloaded. A build
+that is there and fits the source is kept; one that was stopped goes on where it stopped.
 
 With DRAFTHOUSE_LLAMA_CPP the peer is built from that checkout as it is, as the engine is.
 """
@@ -29,6 +30,8 @@ BUILD = PEERS / "cmake"
 STAMP = PEERS / "built.stamp"
 LOG = PEERS / "build.log"
 N_LOG_LINES = 15
+KEPT = ("0019-amx-configuration.patch",)
+"""Patches that the peer has, too: where it would not run at all."""
 ARCHS = "test-llama-archs"
 """Upstream's program that writes models of all architectures."""
 
@@ -60,16 +63,22 @@ class PeerError(Exception):
 def state(source: str) -> str:
     """Returns a short hash of all that decides what is built.
 
-    Our patches are not in it: they come off again.
+    Our patches are not in it: they come off again, but for those that are kept.
     """
     digest = hashlib.sha256(source.encode())
+    for patch in _kept(pinned.patches()):
+        digest.update(patch.read_bytes() + b"\0")
     for text in (*OPTIONS, os.environ.get("CMAKE_ARGS", ""), os.environ.get("CXX", "")):
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()[:16]
 
 
+def _kept(patches: list[Path]) -> list[Path]:
+    return [patch for patch in patches if patch.name in KEPT]
+
+
 def make_stock(source: Path, patches: list[Path]) -> None:
-    """Copies the source and takes our patches back, last first.
+    """Copies the source and takes our patches back, last first, but for those that are kept.
 
     Raises:
         PeerError: a patch does not come off cleanly.
@@ -79,6 +88,7 @@ def make_stock(source: Path, patches: list[Path]) -> None:
     shutil.copytree(source, part, symlinks=True)
     try:
         patch_files.apply(part, patches, is_reverse=True)
+        patch_files.apply(part, _kept(patches))
     except patch_files.PatchError as error:
         raise PeerError(f"Our patches cannot be taken back: {error}") from error
     shutil.rmtree(SOURCE, ignore_errors=True)

@@ -1,13 +1,14 @@
 """What keys, limits and usage cost: processor time per request and token, with all and without.
 
     drafthouse-bench tenancy-cost [--rounds 20] [--streams 32] [--tokens 16,128] [--waves 2]
-        [--engine demo] [--step-ms 10]
+        [--engine MODEL] [--step-ms 10]
 
 Two servers, each a process of its own, are asked the same in turns: `bare` knows no tenants; `full`
 has keys in a SQLite store, two tenants with every limit set, an end user with each request, usage
 in a journal and in the store. The fake engine computes nothing, so what differs stands out; its
-steps are so long that each token is a message of its own, with both. `--engine demo` has the demo
-model compute, which is what the two per cent of the bar are part of. A server's time is that of all
+steps are so long that each token is a message of its own, with both. `--engine dense`, or another
+model as `fair-shares` names them, has that one compute: the two per cent of the bar are of its
+requests (with `OMP_WAIT_POLICY=passive`: threads that wait count as well). A server's time is of all
 its threads and of its text workers, in nanoseconds by the kernel's clock; its wake-ups are the
 times that a thread of it had waited.
 
@@ -38,6 +39,7 @@ from typing import IO, Any
 
 import drafthouse
 from drafthouse_bench.demos import CHECKOUT
+from drafthouse_bench.peers.case import find_target
 from drafthouse_server.cli.main import main as run_command
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config
@@ -59,6 +61,7 @@ _LIMITS = (
     "end_user_requests_per_s=100000",
     "end_user_max_streams=1000",
 )
+_FAKE = "fake"
 _SETTLE_S = 1.2  # after a turn: the store has its records
 _SWITCH_INTERVAL_S = 1e-4  # as `drafthouse serve` has it
 _N_DRAWS = 2000
@@ -84,7 +87,7 @@ def _prepare(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _load(config: Config, engine: str, step_s: float) -> Engine:
-    if engine == "demo":
+    if engine != _FAKE:
         return LlamaEngine.load(config)
     limits = dataclasses.replace(
         FakeEngine().limits,
@@ -98,7 +101,10 @@ def _load(config: Config, engine: str, step_s: float) -> Engine:
 
 
 async def _serve(asked: argparse.Namespace) -> None:
-    config = Config(port=0, parallel=32, draft_policy="fixed", **json.loads(asked.serve))
+    settings = json.loads(asked.serve)
+    if asked.engine != _FAKE:
+        settings["model"] = str(find_target(asked.engine).path)
+    config = Config(port=0, parallel=32, draft_policy="fixed", **settings)
     server = Server(config, lambda: _load(config, asked.engine, asked.step_ms / 1e3))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     await server.serve(lambda server: print(server.target, flush=True))
@@ -264,7 +270,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="16,128", help="of a request: one length or several")
     parser.add_argument("--waves", type=int, default=2, help="of streams in a turn")
     parser.add_argument("--step-ms", type=float, default=10.0, help="of the fake engine")
-    parser.add_argument("--engine", choices=["fake", "demo"], default="fake")
+    parser.add_argument("--engine", default=_FAKE, help="fake, a demo model, or one of build/bench")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
