@@ -4,10 +4,11 @@
 architecture.
 
 The peer is stock: our patches are taken back from a copy of the source that the engine is built
-from, without fuzz, so what is left is the archive's own bytes. One patch is put back (KEPT): without
-it this compiler's llama-server ends at its first step on a processor with AMX. Same compiler, same
-build type, same CPU flags as the engine; no web interface, no HTTPS, nothing is downloaded. A build
-that is there and fits the source is kept; one that was stopped goes on where it stopped.
+from, without fuzz, so what is left is the archive's own bytes. One patch is put back (KEPT):
+without it Debian 12's compiler makes a llama-server that ends at its first step on a processor with
+AMX. Same compiler, same build type, same CPU flags as the engine; no web interface, no HTTPS,
+nothing is downloaded. A build that is there and fits the source is kept; one that was stopped goes
+on where it stopped.
 
 With DRAFTHOUSE_LLAMA_CPP the peer is built from that checkout as it is, as the engine is.
 """

@@ -8,9 +8,9 @@ has keys in a SQLite store, two tenants with every limit set, an end user with e
 in a journal and in the store. The fake engine computes nothing, so what differs stands out; its
 steps are so long that each token is a message of its own, with both. `--engine dense`, or another
 model as `fair-shares` names them, has that one compute: the two per cent of the bar are of its
-requests (with `OMP_WAIT_POLICY=passive`: threads that wait count as well). A server's time is of all
-its threads and of its text workers, in nanoseconds by the kernel's clock; its wake-ups are the
-times that a thread of it had waited.
+requests (with `OMP_WAIT_POLICY=passive`: threads that wait count as well). A server's time is that
+of all its threads and of its text workers, in nanoseconds by the kernel's clock; its wake-ups are
+the times that a thread of it had waited.
 
 Differences and ratios are paired: of the two turns of a round. Told is their median, and the
 interval that has 95 % of the medians of rounds drawn from them again and again (bootstrap). What
