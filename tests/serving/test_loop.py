@@ -31,6 +31,7 @@ from drafthouse_server.scheduling.sequence import (
     Event,
     FinishEvent,
     FinishReason,
+    Request,
     Sequence,
     TokensEvent,
 )
@@ -78,7 +79,7 @@ async def running(
 def make(loop: StepLoop, text: str = "hello", n_output_max: int = 10, **more: object) -> Sequence:
     sampler = loop.engine.make_sampler(GREEDY)
     prompt = list(text.encode())
-    return Sequence(text, prompt, sampler, n_output_max=n_output_max, **more)  # type: ignore[arg-type]  # checked by what is called
+    return Sequence(Request(text, prompt, n_output_max=n_output_max, **more), sampler)  # type: ignore[arg-type]  # checked by what is called
 
 
 async def collect(outbox: Outbox) -> tuple[list[int], Event]:

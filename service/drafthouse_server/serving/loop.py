@@ -271,12 +271,12 @@ class StepLoop:
             QueueFull: none was given, and too many wait already (QUEUE_FULL).
             ContextTooLong: it does not fit the context (CONTEXT_TOO_LONG).
         """
-        self.check(sequence.n_prompt, sequence.n_output_max)
+        self.check(sequence.n_prompt, sequence.request.n_output_max)
         # A drain may have begun while the ticket's holder was prepared: its place is handed back.
         is_late = self.is_draining and len(self._outboxes) >= self._engine.limits.n_seq_max
         if self._is_ending or is_late:
             raise Draining(self._retry_after_s, is_failed=self._health.has_failed)
-        tenant = Tenant(sequence.tenant, sequence.weight)
+        tenant = Tenant(sequence.request.tenant, sequence.request.weight)
         self._tickets[sequence] = ticket or self.admission.admit(tenant)
         outbox = self._outboxes[sequence] = self._limiter.open()
         self._idle.clear()
@@ -388,7 +388,7 @@ class StepLoop:
         self.admission.drain(is_failed=True)
         self._bell.close()
         left = list(self._outboxes)
-        self._deliver((s, ErrorEvent(EngineError("STEP_TIMEOUT", s.request_id))) for s in left)
+        self._deliver((s, ErrorEvent(_lost(s, "STEP_TIMEOUT"))) for s in left)
         return len(left)
 
     async def close(self) -> None:
@@ -430,7 +430,7 @@ class StepLoop:
         self._take_reports()
         self._bell.close()
         for sequence in list(self._outboxes):
-            lost = EngineError("LOOP_FAILED", sequence.request_id)
+            lost = _lost(sequence, "LOOP_FAILED")
             end = sequence.terminal or sequence.fail(lost)
             # A completion that was not reported lacks its last tokens, which were not, either.
             self._deliver([(sequence, ErrorEvent(lost) if isinstance(end, FinishEvent) else end)])
@@ -505,14 +505,19 @@ class StepLoop:
         if isinstance(event, ErrorEvent):
             outcome = event.error.reason
             if isinstance(event.error, EngineError):
-                _log.error("request %s: %s", sequence.request_id, event.error)
+                _log.error("request %s: %s", sequence.request.request_id, event.error)
         else:
             outcome = event.reason.name.lower()
         self._metrics.count_request(outcome)
-        own = self._metrics.tenants.of(sequence.tenant)
-        if not math.isnan(sequence.slot_at):
+        own, tally = self._metrics.tenants.of(sequence.request.tenant), sequence.tally
+        if not math.isnan(sequence.clock.slot_at):
             own.queue.observe(sequence.timings.queue_s)
-        own.note_drafts(sequence.n_drafts, sequence.n_drafted, sequence.n_drafts_by_accepted)
+        own.note_drafts(tally.n_drafts, tally.n_drafted, tally.n_drafts_by_accepted)
+
+
+def _lost(sequence: Sequence, status: str) -> EngineError:
+    """Returns what a sequence ends with whose step, or whose loop, was lost."""
+    return EngineError(status, sequence.request.request_id)
 
 
 def _engine_executor() -> ThreadPoolExecutor:
