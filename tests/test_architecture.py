@@ -211,6 +211,13 @@ def test_only_rpc_knows_grpc_and_protobuf() -> None:
     assert users_of({"drafthouse.v1"}) == {"rpc"}
 
 
+def test_only_the_loop_has_a_scheduler() -> None:
+    """What the event loop knows of it, it knows from reports: no other file can call it."""
+    scheduler = "drafthouse_server.scheduling.scheduler"
+    users = {within(path) for path in sources(SERVICE) if scheduler in imported(path)}
+    assert users == {f"serving/{name}.py" for name in ("compose", "engine_thread", "loop")}
+
+
 def test_of_the_sdk_the_service_has_the_stubs_and_the_command_line_the_client() -> None:
     users = {within(path.parent) for path in sources(SERVICE) if "drafthouse" in roots(path)}
     assert users == {"rpc", "cli"}

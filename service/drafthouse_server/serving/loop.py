@@ -12,9 +12,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
@@ -32,7 +31,7 @@ from drafthouse_server.scheduling.sequence import (
 from drafthouse_server.serving.bell import Bell
 from drafthouse_server.serving.cache_feed import CacheFeeds
 from drafthouse_server.serving.compose import make_scheduler
-from drafthouse_server.serving.engine_thread import EngineThread, StepReport
+from drafthouse_server.serving.engine_thread import EngineThread, LoadReport, StepReport
 from drafthouse_server.serving.metrics import Metrics, Statistics
 from drafthouse_server.serving.outbox import Outbox, WakeLimiter
 from drafthouse_server.tenancy.admission import Admission, Ticket
@@ -42,7 +41,6 @@ __all__ = ["N_FAILURES_UNHEALTHY", "StepLoop"]
 
 _log = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer")
 _ANSWER_S = 1.0
 
 N_FAILURES_UNHEALTHY = 3
@@ -321,15 +319,15 @@ class StepLoop:
         self._metrics.n_waiting = self.admission.n_waiting
         return self._metrics.statistics()
 
-    async def ask(self, question: Callable[[Scheduler], _Answer]) -> _Answer | None:
-        """Asks the scheduler between two steps; None where it does not answer within a second.
+    async def load(self, tenants: Collection[str] = ()) -> LoadReport | None:
+        """Returns the load between two steps; None where none is told within a second.
 
         Args:
-            question: Called on the engine thread; it must neither raise nor change anything.
+            tenants: Those whose counters of service are to be told.
         """
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return await asyncio.wrap_future(self._thread.ask(question))
+                return await asyncio.wrap_future(self._thread.ask_load(tenants))
         except TimeoutError:
             return None
 
