@@ -25,7 +25,7 @@ from drafthouse_server.cli.tune import read_texts
 from drafthouse_server.config import Config
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.scheduling.sequence import FinishEvent, Sequence, TokensEvent
+from drafthouse_server.scheduling.sequence import FinishEvent, Request, Sequence, TokensEvent
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import SamplingOptions
 
@@ -76,9 +76,9 @@ class Contender:
         sampler = self.engine.make_sampler(options)
         # Streams that end all at once would be no load that anybody has.
         n_output = _N_OUTPUT // 2 + (n * 37) % _N_OUTPUT
-        sequence = Sequence(str(n), next(self._prompts), sampler, sampling=options)
-        sequence.n_output_max = n_output
-        self.scheduler.submit(sequence)
+        prompt = next(self._prompts)
+        request = Request(str(n), prompt, sampling=options, n_output_max=n_output)
+        self.scheduler.submit(Sequence(request, sampler))
 
     def run(self, seconds: float) -> None:
         """Runs for a slice of time."""

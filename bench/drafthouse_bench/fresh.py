@@ -35,7 +35,7 @@ def _started(name: str, n_streams: int) -> Contender:
         "prefix_cache": False,
     }
     contender = Contender("", Config(**config), n_streams, n_prompt=24 if target.is_random else 64)
-    while not all(sequence.n_steps for sequence in contender.scheduler.sequences()):
+    while not all(sequence.tally.n_steps for sequence in contender.scheduler.sequences()):
         contender.run_steps(1)
     return contender
 

@@ -37,7 +37,7 @@ from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.engine.llama import LlamaEngine, _pack, _timings
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.outbox import WakeLimiter
 from drafthouse_server.step import EngineLimits, ResultEntry, SequenceStatus, StepPlan, StepResult
@@ -181,7 +181,7 @@ class Bench:
         self._loop._bell.ring = lambda: None  # type: ignore[method-assign]  # nobody is to be woken
         for i in range(n_sequences):
             prompt = [random.Random(i).randrange(1000) for _ in range(24)]
-            outbox = self._loop.submit(Sequence(str(i), prompt, None, tenant=f"t{i % 4}"))
+            outbox = self._loop.submit(Sequence(Request(str(i), prompt, tenant=f"t{i % 4}"), None))
             outbox.is_new = False
         while not self._thread._inbox.empty():
             function, arguments = self._thread._inbox.get()

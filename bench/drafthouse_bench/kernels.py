@@ -28,7 +28,7 @@ from drafthouse_bench.demos import CHECKOUT
 from drafthouse_bench.peers.case import find_target
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import SamplingOptions
 
@@ -59,16 +59,16 @@ def _work(model: str, n_context: int, n_streams: int) -> None:
 
     def submit(name: str) -> Sequence:
         options = SamplingOptions(temperature=0.0, ignore_eos=True)
-        sequence = Sequence(name, list(prompt), engine.make_sampler(options), sampling=options)
-        sequence.n_output_max = _ROOM - 1
+        request = Request(name, list(prompt), sampling=options, n_output_max=_ROOM - 1)
+        sequence = Sequence(request, engine.make_sampler(options))
         scheduler.submit(sequence)
         return sequence
 
     running = [submit("0")]
-    while not running[0].n_steps:
+    while not running[0].tally.n_steps:
         step()
     running += [submit(str(i)) for i in range(1, n_streams)]
-    while not all(sequence.n_steps for sequence in running):
+    while not all(sequence.tally.n_steps for sequence in running):
         step()
     print("ready", flush=True)
     for line in sys.stdin:

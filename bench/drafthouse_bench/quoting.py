@@ -22,7 +22,7 @@ from statistics import median
 from drafthouse_bench.demos import MODELS, PROMPTS
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.serving.metrics import Metrics, Statistics
 from drafthouse_server.step import SamplingOptions
@@ -54,7 +54,9 @@ def run(engine: LlamaEngine, config: Config, load: str, n_output: int) -> tuple[
     for i in range(n_waiting):
         tokens = engine.tokenize(next(texts), add_special=True, parse_special=False)
         sampler = engine.make_sampler(GREEDY)
-        scheduler.submit(Sequence(str(i), tokens, sampler, sampling=GREEDY, n_output_max=n_output))
+        scheduler.submit(
+            Sequence(Request(str(i), tokens, sampling=GREEDY, n_output_max=n_output), sampler)
+        )
     while not scheduler.is_idle:
         now = time.monotonic()
         scheduler.reap(now)

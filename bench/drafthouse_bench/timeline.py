@@ -142,20 +142,20 @@ class Timeline:
     def _submit(
         self, inner: Callable[..., Any], own: object, sequence: Sequence, ticket: Any = None
     ) -> Any:
-        self.mark(sequence.request_id, "submitted")
+        self.mark(sequence.request.request_id, "submitted")
         return inner(own, sequence, ticket)
 
     def _step(self, inner: Callable[..., Any], own: Any, plan: StepPlan) -> Any:
         slots, began, waited_s = dict(own._slots), time.monotonic(), _waited_s()
         for start in plan.starts:
-            self.mark(slots[start.seq_id].request_id, "planned")
+            self.mark(slots[start.seq_id].request.request_id, "planned")
         outputs = [entry for entry in plan.entries if entry.is_output]
-        firsts = [slots[entry.seq_id] for entry in outputs if not slots[entry.seq_id].n_steps]
+        firsts = [slots[entry.seq_id] for entry in outputs if not slots[entry.seq_id].tally.n_steps]
         for sequence in firsts:
-            self.mark(sequence.request_id, "stepping")
+            self.mark(sequence.request.request_id, "stepping")
         ended = inner(own, plan)
         for sequence in firsts:
-            self.mark(sequence.request_id, "stepped")
+            self.mark(sequence.request.request_id, "stepped")
         lengths = [len(entry.tokens) for entry in plan.entries]
         n_rows = len(outputs) - len(firsts)
         n_prompt = sum(lengths) - n_rows
@@ -173,7 +173,7 @@ class Timeline:
         inner(own, events)
         for sequence, event in events:
             if type(event) is TokensEvent:
-                self.mark(sequence.request_id, "delivered")
+                self.mark(sequence.request.request_id, "delivered")
 
     async def _write(self, inner: Callable[..., Any], own: Any, response: Any) -> Any:
         await inner(own, response)

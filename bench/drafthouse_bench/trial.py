@@ -156,7 +156,7 @@ def _n_changes(arm: Contender) -> int:
 def _warm_up(arm: Contender, seconds: float) -> None:
     """Runs until every stream generates and a chooser's first probes are over, and then some."""
     arm.run(0.0)
-    while not all(sequence.n_steps for sequence in arm.scheduler.sequences()):
+    while not all(sequence.tally.n_steps for sequence in arm.scheduler.sequences()):
         arm.run(0.2)
     arm.run(seconds)
     # All arms alike, or the streams of some would be younger, and their attention quicker.

@@ -24,7 +24,7 @@ _HOST = Rule("an address, a name, or unix:PATH", lambda host: host not in ("", U
 _admin = functools.partial(declare, "Administration")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: `Config` has several bases
 class AdminSettings:
     """The settings of administration."""
 

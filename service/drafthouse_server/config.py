@@ -24,11 +24,12 @@ from types import MappingProxyType
 from typing import Any
 
 from drafthouse_server.access import UNIX, are_api_keys, check_access, has_access, is_loopback
-from drafthouse_server.administration import check_admin
+from drafthouse_server.administration import AdminSettings, check_admin
 from drafthouse_server.devices import DeviceSettings, check_devices
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.front import check_ports
+from drafthouse_server.front import FrontSettings, check_ports
 from drafthouse_server.setting import AUTO, Rule, Setting, between, declare, layers, one_of
+from drafthouse_server.sharing import SharingSettings
 
 __all__ = [
     "AUTOMATIC",
@@ -97,8 +98,9 @@ _load = functools.partial(declare, "Queue and connections")
 _other = functools.partial(declare, "Log and benchmarks")
 
 
-@dataclass(frozen=True, slots=True)
-class Config(DeviceSettings):
+# The last base is the first in `SETTINGS`, and so in help, example and reference.
+@dataclass(frozen=True)
+class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """All settings of a server, checked.
 
     Raises:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from drafthouse_server.access import is_loopback
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.setting import ALL, Rule, between, declare, layers, one_of
-from drafthouse_server.sharing import SharingSettings
 
 __all__ = [
     "CACHE_TYPES",
@@ -71,8 +70,8 @@ _devices = functools.partial(declare, "Devices and memory")
 _rope = functools.partial(declare, "Positions beyond the training context")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSettings(SharingSettings):
+@dataclass(frozen=True, kw_only=True)  # no slots: `Config` has several bases
+class DeviceSettings:
     """The settings of devices, weights, cells and positions."""
 
     device: tuple[str, ...] = _devices(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from drafthouse_server.access import UNIX, bare_host
-from drafthouse_server.administration import AdminSettings
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.setting import Rule, between, declare, one_of
 
@@ -27,8 +26,8 @@ _clients = functools.partial(declare, "Bounds on clients")
 _watch = functools.partial(declare, "Health and metrics")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontSettings(AdminSettings):
+@dataclass(frozen=True, kw_only=True)  # no slots: `Config` has several bases
+class FrontSettings:
     """The settings of the front."""
 
     max_message_bytes: int = _clients(

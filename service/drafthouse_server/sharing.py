@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from drafthouse_server.front import FrontSettings
 from drafthouse_server.setting import Rule, between, declare, one_of
 
 __all__ = ["SharingSettings"]
@@ -30,8 +29,8 @@ _share = functools.partial(declare, "Tenants")
 _usage = functools.partial(declare, "Usage")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharingSettings(FrontSettings):
+@dataclass(frozen=True, kw_only=True)  # no slots: `Config` has several bases
+class SharingSettings:
     """The settings of tenants."""
 
     store: str = _share(

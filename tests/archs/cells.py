@@ -97,7 +97,7 @@ def _preempt(driver: Driver, *, is_saved: bool) -> list[Answer]:
         driver.step()
     high = [driver.submit(prompt, priority=9) for prompt in HIGH]
     driver.run()
-    assert all(sequence.n_preemptions for sequence in low), "nothing was preempted"
+    assert all(sequence.swap.n_preemptions for sequence in low), "nothing was preempted"
     return [answer_of(sequence) for sequence in (*low, *high)]
 
 

@@ -14,7 +14,7 @@ from typing import Self
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.errors import EngineError
-from drafthouse_server.scheduling.sequence import ErrorEvent, Sequence
+from drafthouse_server.scheduling.sequence import ErrorEvent, Request, Sequence
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import (
     PlanEntry,
@@ -117,13 +117,15 @@ class Driver:
         """Lets a request wait."""
         self._n += 1
         sequence = Sequence(
-            f"request {self._n}",
-            list(prompt),
+            Request(
+                f"request {self._n}",
+                list(prompt),
+                priority=priority,
+                sampling=GREEDY,
+                n_output_max=n_output,
+                received_at=self._now,
+            ),
             self.engine.make_sampler(GREEDY),
-            priority=priority,
-            sampling=GREEDY,
-            n_output_max=n_output,
-            received_at=self._now,
         )
         self._scheduler.submit(sequence)
         return sequence
@@ -184,14 +186,14 @@ def looked_up(sequence: Sequence, n_draft: int) -> list[int]:
 
 def answer_of(sequence: Sequence) -> Answer:
     """Returns what an ended request got."""
-    assert sequence.terminal is not None, f"{sequence.request_id} has not ended"
+    assert sequence.terminal is not None, f"{sequence.request.request_id} has not ended"
     return Answer(
-        list(sequence.prompt),
+        list(sequence.request.prompt),
         sequence.output,
-        sequence.n_drafted,
-        sequence.n_accepted,
+        sequence.tally.n_drafted,
+        sequence.tally.n_accepted,
         sequence.n_reused,
-        sequence.n_preemptions,
+        sequence.swap.n_preemptions,
     )
 
 

@@ -13,6 +13,7 @@ from tests.support.crowd import Machine, Member, best_fixed, limits_of, make_cro
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.cost import Splitting, StepCost
 from drafthouse_server.drafting.policy import DraftPolicy, fit
+from drafthouse_server.scheduling.sequence import Request
 from drafthouse_server.step import ResultEntry, SequenceStatus, StepResult, StepTimings
 
 NAN, INF = math.nan, math.inf
@@ -131,7 +132,7 @@ def test_prompts_in_every_step_keep_no_drafter_that_does_not_pay(n_prompt: int) 
 def test_who_asks_for_a_k_gets_it_and_the_others_are_chosen_for(n_asked: int) -> None:
     policy, cost = adaptive()
     crowd = make_crowd([0.9, 0.9, 0.9])
-    crowd[0].n_draft = n_asked
+    crowd[0].request = Request("r", [1], n_draft=n_asked)
     limits = limits_of(3, 4)
     for _ in range(40):
         assert policy.choose_all(crowd, limits, 12)[0] == min(n_asked, 4)
@@ -171,13 +172,15 @@ def test_limits_hold_and_nothing_fails_whatever_crowds_and_times_it_is_told(
         crowd = []
         for seq_id, (n_draft, n_left, is_cold, acceptance) in enumerate(parts):
             crowd.append(make_crowd([acceptance])[0])
-            crowd[-1].seq_id, crowd[-1].n_draft, crowd[-1].n_output_left = seq_id, n_draft, n_left
+            crowd[-1].seq_id, crowd[-1].n_output_left = seq_id, n_left
+            crowd[-1].request = Request("r", [1], n_draft=n_draft)
             crowd[-1].is_draft_cold = is_cold or not policy.wants(crowd[-1])
         n_drafts = policy.choose_all(crowd, limits, n_room)
         assert twin.choose_all(crowd, limits, n_room) == n_drafts
         assert sum(n_drafts) <= n_room
         for member, n in zip(crowd, n_drafts, strict=True):
-            assert 0 <= n <= fit(5 if member.n_draft is None else member.n_draft, member, limits)
+            n_asked = member.request.n_draft
+            assert 0 <= n <= fit(5 if n_asked is None else n_asked, member, limits)
         timings = StepTimings(process_s=process_s, total_s=total_s)
         result = StepResult(verified(policy, crowd, n_drafts), timings=timings)
         policy.observe(result, streams_s)

@@ -29,7 +29,7 @@ from drafthouse_server.scheduling.pacing import ChunkSizer, RunLength
 from drafthouse_server.scheduling.preemption import SnapshotCost
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import Event, FinishEvent, Sequence
+from drafthouse_server.scheduling.sequence import Event, FinishEvent, Request, Sequence
 from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, StepTimings
 
 LIMITS = EngineLimits(
@@ -76,7 +76,7 @@ class World:
         for i, prompt in enumerate(PROMPTS):
             sampler = self.engine.make_sampler(GREEDY)
             sequence = Sequence(
-                f"r{i}", list(prompt), sampler, tenant="ab"[i % 2], n_output_max=N_OUTPUT
+                Request(f"r{i}", list(prompt), tenant="ab"[i % 2], n_output_max=N_OUTPUT), sampler
             )
             self.scheduler.submit(sequence)
             self.sequences.append(sequence)
@@ -125,7 +125,8 @@ def expected() -> list[list[int]]:
             engine = FakeEngine(LIMITS)
             scheduler = Scheduler(LIMITS, FixedDraft(0), cost=UnknownCost())
             sequence = Sequence(
-                "alone", list(prompt), engine.make_sampler(GREEDY), n_output_max=N_OUTPUT, n_draft=0
+                Request("alone", list(prompt), n_output_max=N_OUTPUT, n_draft=0),
+                engine.make_sampler(GREEDY),
             )
             scheduler.submit(sequence)
             while not scheduler.is_idle:
@@ -382,7 +383,7 @@ def test_what_is_counted_and_not_measured_needs_no_guard(
         cost.observe(n, n_bytes)
     assert 0 < cost.write_s(n_tokens) < cost.total_s(n_tokens) < INF
     for tenant, n_output in lengths:
-        ended = Sequence("r", [1], None, tenant=tenant, n_output_max=1 << 21)
+        ended = Sequence(Request("r", [1], tenant=tenant), None, n_output_max=1 << 21)
         ended.tokens += [0] * n_output
         learnt.observe(ended)
         assert ended.n_output < learnt.likely(ended) <= 1 << 21

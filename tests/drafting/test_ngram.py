@@ -25,7 +25,7 @@ from drafthouse_server.drafting.ngram import (
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import FinishReason, Sequence
+from drafthouse_server.scheduling.sequence import FinishReason, Request, Sequence
 from drafthouse_server.step import (
     PlanEntry,
     ResultEntry,
@@ -136,11 +136,17 @@ def test_a_pool_forgets_no_younger_text_with_the_same_words() -> None:
     assert pool.find("a", [3, 4]) == (young, 2)
 
 
-def sequence_of(tokens: Tokens[int], n_prompt: int | None = None, **more: object) -> Sequence:
+def sequence_of(
+    tokens: Tokens[int],
+    n_prompt: int | None = None,
+    *,
+    n_draft: int | None = None,
+    n_output_max: int = 1000,
+) -> Sequence:
     """Returns a running sequence that has these tokens."""
     n_prompt = len(tokens) - 1 if n_prompt is None else n_prompt
-    more = {"n_output_max": 1000, "sampling": GREEDY} | more
-    sequence = Sequence("r", tokens[:n_prompt], object(), **more)  # type: ignore[arg-type]  # passed on
+    request = Request("r", tokens[:n_prompt], sampling=GREEDY, n_draft=n_draft)
+    sequence = Sequence(request, object(), n_output_max=n_output_max)
     sequence.tokens += tokens[n_prompt:]
     sequence.seq_id, sequence.n_computed = 0, len(sequence.tokens) - 1
     return sequence
@@ -302,13 +308,15 @@ def ask(bench: Bench, tenant: str, prompt: str, **more: object) -> Sequence:
     options = more.pop("options", GREEDY)
     assert isinstance(options, SamplingOptions)
     sequence = Sequence(
-        f"{tenant}{len(bench.plans)}",
-        list(prompt.encode()),
+        Request(
+            f"{tenant}{len(bench.plans)}",
+            list(prompt.encode()),
+            tenant=tenant,
+            sampling=options,
+            n_output_max=60,
+            **more,  # type: ignore[arg-type]  # passed on
+        ),
         bench.engine.make_sampler(options),
-        tenant=tenant,
-        sampling=options,
-        n_output_max=60,
-        **more,  # type: ignore[arg-type]  # passed on
     )
     bench.scheduler.submit(sequence)
     bench.run()
@@ -318,7 +326,9 @@ def ask(bench: Bench, tenant: str, prompt: str, **more: object) -> Sequence:
 def n_external(bench: Bench, sequence: Sequence) -> int:
     """Returns how many drafts were given while a sequence ran; it ran alone, and last."""
     return sum(
-        bool(e.external) for plan in bench.plans[-sequence.n_steps - 2 :] for e in plan.entries
+        bool(e.external)
+        for plan in bench.plans[-sequence.tally.n_steps - 2 :]
+        for e in plan.entries
     )
 
 
@@ -329,10 +339,10 @@ def test_a_tenant_drafts_from_its_own_and_no_other_does() -> None:
     again = ask(bench, "a", "hello")
     assert first.output == other.output == again.output
     assert n_external(bench, again) > 5
-    assert again.n_steps < first.n_steps / 2
+    assert again.tally.n_steps < first.tally.n_steps / 2
     # b's own came after a's; nothing of a's was drafted for it.
-    assert other.n_accepted == 0
-    assert other.n_steps == first.n_steps
+    assert other.tally.n_accepted == 0
+    assert other.tally.n_steps == first.tally.n_steps
 
 
 @pytest.mark.parametrize("end", [FinishReason.CANCELLED, FinishReason.DEADLINE])
@@ -345,7 +355,7 @@ def test_what_was_cut_off_is_nobodys_draft(end: FinishReason) -> None:
     bench.run()
     again = bench.add("h", n_output_max=60, tenant="a")
     bench.run()
-    assert again.n_accepted == 0
+    assert again.tally.n_accepted == 0
 
 
 def test_a_seed_is_not_led_by_what_others_drew() -> None:
@@ -353,17 +363,17 @@ def test_a_seed_is_not_led_by_what_others_drew() -> None:
     options = SamplingOptions(temperature=1.0, seed=3)
     for _ in range(2):
         seeded = ask(bench, "a", "hello", options=options)
-        assert seeded.n_accepted == 0
+        assert seeded.tally.n_accepted == 0
     free = SamplingOptions(temperature=1.0)  # the fake engine draws the same without a seed
     ask(bench, "a", "hello", options=free)
-    assert ask(bench, "a", "hello", options=free).n_accepted > 0
+    assert ask(bench, "a", "hello", options=free).tally.n_accepted > 0
 
 
 def test_a_request_without_drafts_gets_none() -> None:
     bench = bench_of(n_pool_max=1000, acceptance=[0])
     ask(bench, "a", "hello")
     again = ask(bench, "a", "hello", n_draft=0)
-    assert again.n_drafts == 0
+    assert again.tally.n_drafts == 0
 
 
 def test_statistics_tell_who_drafted() -> None:
@@ -385,7 +395,7 @@ def test_the_policy_learns_of_its_drafters_drafts_only() -> None:
         again = ask(bench, "a", "hello")
     seen: list[StepResult] = [call.args[0] for call in observe.call_args_list]
     assert sum(e.n_accepted for result in seen for e in result.entries) == 0
-    assert again.n_accepted > 0
+    assert again.tally.n_accepted > 0
 
 
 def test_nearly_certain_drafts_are_longer_than_the_policy_chose_where_that_pays() -> None:

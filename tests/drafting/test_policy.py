@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft, level
-from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.step import EngineLimits
 
 LIMITS = EngineLimits("mtp", 4, 400, 100, 64, 64, 5, 24)
@@ -22,12 +22,9 @@ def make(
     tenant: str = "default",
 ) -> Sequence:
     sequence = Sequence(
-        "r",
-        [1] * n_computed,
+        Request("r", [1] * n_computed, n_draft=n_draft, tenant=tenant),
         object(),
-        n_draft=n_draft,
         n_output_max=n_output_max,
-        tenant=tenant,
         seq_id=seq_id,
     )
     sequence.tokens.append(7)

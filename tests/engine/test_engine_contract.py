@@ -23,7 +23,13 @@ from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import ConfigError, EngineError, InvalidRequest, ModelLoadError
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import FinishEvent, FinishReason, Sequence, SequenceState
+from drafthouse_server.scheduling.sequence import (
+    FinishEvent,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceState,
+)
 from drafthouse_server.step import (
     EngineLimits,
     PlanEntry,
@@ -251,7 +257,7 @@ def make(
     engine: Engine, text: str, n_output_max: int = 40, options: SamplingOptions = GREEDY
 ) -> Sequence:
     prompt = engine.tokenize(text, add_special=True, parse_special=False)
-    return Sequence(text, prompt, engine.make_sampler(options), n_output_max=n_output_max)
+    return Sequence(Request(text, prompt, n_output_max=n_output_max), engine.make_sampler(options))
 
 
 def run(
@@ -286,7 +292,7 @@ def run(
 
 def assert_same_or_tied(engine: CountingEngine, one: Sequence, other: Sequence) -> None:
     """Asserts that two greedy outputs are equal, up to where two tokens demonstrably tie."""
-    assert_tokens(engine, list(one.prompt), one.output, other.output)
+    assert_tokens(engine, list(one.request.prompt), one.output, other.output)
 
 
 def assert_tokens(
@@ -307,7 +313,7 @@ def assert_tokens(
 def logprob_of(engine: CountingEngine, prompt: list[int], token: int) -> float:
     """Returns the log-probability of a token after a prompt, by forcing the engine to choose it."""
     options = dataclasses.replace(GREEDY, logit_bias=((token, 1000.0),))
-    sequence = Sequence("forced", prompt, engine.make_sampler(options), n_output_max=1)
+    sequence = Sequence(Request("forced", prompt, n_output_max=1), engine.make_sampler(options))
     logprobs = run(engine, [sequence], 0)[sequence]
     assert sequence.output == [token]
     return logprobs[0]
@@ -330,7 +336,7 @@ def test_greedy_output_is_the_same_alone_in_a_crowd_and_with_drafts(
     for sequence, reference in zip(crowd, alone(engine) * 2, strict=True):
         assert_same_or_tied(engine, sequence, reference)
     if n_draft and engine.limits.n_draft_max:
-        assert sum(sequence.n_accepted for sequence in crowd) > 0
+        assert sum(sequence.tally.n_accepted for sequence in crowd) > 0
 
 
 QUOTING = (
@@ -412,8 +418,8 @@ def test_the_end_token_is_never_chosen_when_it_is_ignored(engine: CountingEngine
 
 def test_a_slot_can_be_filled_to_its_last_cell(engine: CountingEngine) -> None:
     options = dataclasses.replace(GREEDY, ignore_eos=True)
-    prompt = make(engine, TEXTS[4] * 20).prompt[:480]
-    sequence = Sequence("full", prompt, engine.make_sampler(options))
+    prompt = make(engine, TEXTS[4] * 20).request.prompt[:480]
+    sequence = Sequence(Request("full", prompt), engine.make_sampler(options))
     run(engine, [sequence], 4)
     assert len(sequence.tokens) == engine.limits.n_ctx_seq
 

@@ -10,7 +10,7 @@ from tests.support.unknown_cost import UnknownCost
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.step import SamplingOptions
 
 pytestmark = needs_extension()
@@ -23,7 +23,7 @@ def answer(engine: LlamaEngine, n_draft: int) -> list[int]:
     """Returns what an engine writes after a prompt."""
     scheduler = Scheduler(engine.limits, FixedDraft(n_draft), cost=UnknownCost())
     sampler = engine.make_sampler(GREEDY)
-    sequence = Sequence("r", prompts((60,))[0], sampler, n_output_max=N_OUTPUT)
+    sequence = Sequence(Request("r", prompts((60,))[0], n_output_max=N_OUTPUT), sampler)
     scheduler.submit(sequence)
     for _ in range(100):
         if scheduler.is_idle:

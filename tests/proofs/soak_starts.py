@@ -22,7 +22,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import drafthouse
-from drafthouse_server.cli.serve import CHECKOUT, LISTENS_AT
+from drafthouse_server.cli import CHECKOUT
+from drafthouse_server.cli.serve import LISTENS_AT
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.rpc.server import Server

@@ -155,7 +155,7 @@ async def test_the_sequence_itself_carries_the_deadline(
             await eventually(lambda: gated_engine.is_stuck)
             [sequence] = server.loop._thread._scheduler.sequences()
             now = time.monotonic()
-            deadline = sequence.deadline
+            deadline = sequence.request.deadline
             gated_engine.release()
     assert now < deadline <= now + 505.0  # gRPC rounds timeouts up
 

@@ -162,7 +162,9 @@ async def test_what_a_request_asks_for_is_lowered_to_its_tenants_ceilings(
     async with drafthouse.AsyncClient(server.target, api_key="k") as client:
         await client.generate("x", max_output_tokens=1, priority=50, max_draft_tokens=3).result()
         await client.generate("x", max_output_tokens=1, priority=-50, end_user="u").result()
-    assert [(s.priority, s.n_draft, s.weight, s.end_user) for s in taken] == [
+    assert [
+        (s.request.priority, s.request.n_draft, s.request.weight, s.request.end_user) for s in taken
+    ] == [
         (-5, 1, 2.5, ""),
         (-50, 1, 2.5, "u"),
     ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from drafthouse_server.scheduling.cells import CellLedger
 from drafthouse_server.scheduling.preemption import SwapSpace
-from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.step import EngineLimits
 
 LIMITS = EngineLimits("mtp", 4, 1000, 500, 64, 64, 4, 20)
 
 
 def make(n_output: int = 0, n_output_max: int = 400, tenant: str = "a") -> Sequence:
-    sequence = Sequence("r", [1] * 50, None, tenant=tenant, n_output_max=n_output_max)
+    sequence = Sequence(Request("r", [1] * 50, tenant=tenant), None, n_output_max=n_output_max)
     sequence.tokens += [2] * n_output
     return sequence
 
@@ -72,7 +72,7 @@ def test_snapshots_are_bounded_and_what_does_not_fit_is_computed_again() -> None
     swap.put(one, b"x" * 800)
     swap.put(other, b"x" * 300)
     assert (one.n_computed, other.n_computed) == (50, 0)
-    assert other.snapshot is None
+    assert other.swap.snapshot is None
     assert (swap.n_bytes, swap.n_recomputed) == (800, 40)
     assert not swap.is_worth_saving(50, None)  # 16 bytes a token were seen
     assert swap.is_worth_saving(10, None)

@@ -13,7 +13,7 @@ from tests.support.unknown_cost import UnknownCost
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import FinishEvent, Sequence
+from drafthouse_server.scheduling.sequence import FinishEvent, Request, Sequence
 from drafthouse_server.step import EngineLimits, SamplingOptions
 from drafthouse_server.tenancy.fairness import Fairness, ServiceWeights
 
@@ -62,12 +62,14 @@ class Trace:
         self.n += 1
         self.scheduler.submit(
             Sequence(
-                f"r{self.n}",
-                prompt,
+                Request(
+                    f"r{self.n}",
+                    prompt,
+                    tenant=tenant,
+                    weight=self.tenants[tenant],
+                    n_output_max=n_output,
+                ),
                 sampler,
-                tenant=tenant,
-                weight=self.tenants[tenant],
-                n_output_max=n_output,
             )
         )
         self.live[tenant] += 1
@@ -82,15 +84,15 @@ class Trace:
             sequence = self.slots[entry.seq_id]
             amount = len(entry.tokens) * self.weights.output
             amount += (entry.n_drafted - entry.n_accepted) * self.weights.rejected
-            if part.n_past < sequence.n_prompt and not sequence.n_preemptions:
+            if part.n_past < sequence.n_prompt and not sequence.swap.n_preemptions:
                 amount += len(part.tokens) * self.weights.prompt
-            self.service[sequence.tenant] += amount / sequence.weight
+            self.service[sequence.request.tenant] += amount / sequence.request.weight
         for sequence, event in self.scheduler.commit(result, now):
             if isinstance(event, FinishEvent):
-                self.live[sequence.tenant] -= 1
+                self.live[sequence.request.tenant] -= 1
 
     def backlogged(self) -> set[str]:
-        return {s.tenant for s in self.scheduler.sequences() if s.seq_id < 0}
+        return {s.request.tenant for s in self.scheduler.sequences() if s.seq_id < 0}
 
     @property
     def bound(self) -> float:
@@ -189,7 +191,7 @@ def test_preempted_streams_end_with_the_tokens_that_they_have_alone() -> None:
             simulation.step()
         assert bool(simulation.summary.n_preempted["f"]) is has_polite
         assert all(isinstance(sequence.terminal, FinishEvent) for sequence in made)
-        prompts = {tuple(s.prompt): s.output for s in made if s.tenant == "f"}
+        prompts = {tuple(s.request.prompt): s.output for s in made if s.request.tenant == "f"}
         return {str(prompt): output for prompt, output in prompts.items()}
 
     assert outputs(has_polite=True) == outputs(has_polite=False)
@@ -225,17 +227,17 @@ def order_of_service(n_of_each: int, *, text: float = 0.0, n_mask_work: int = 0)
         sampler = engine.make_sampler(GREEDY)
         tenant = "ab"[i % 2]
         scheduler.submit(
-            Sequence(f"r{i}", [65, 66, 67, 68], sampler, tenant=tenant, n_output_max=4)
+            Sequence(Request(f"r{i}", [65, 66, 67, 68], tenant=tenant, n_output_max=4), sampler)
         )
     if text:
         scheduler.charge("a", text)
     order, now = "", 0.0
     while not (plan := scheduler.plan(now)).is_empty:
-        order += "".join(scheduler.running(start.seq_id).tenant for start in plan.starts)
+        order += "".join(scheduler.running(start.seq_id).request.tenant for start in plan.starts)
         engine.interrupt()
         result = engine.step(plan)
         for entry in result.entries:
-            is_costly = entry.tokens and scheduler.running(entry.seq_id).tenant == "a"
+            is_costly = entry.tokens and scheduler.running(entry.seq_id).request.tenant == "a"
             entry.n_mask_work = n_mask_work if is_costly else 0
         scheduler.commit(result, now)
         scheduler.reap(now)

@@ -16,7 +16,7 @@ from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import Unauthenticated
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import ErrorEvent, Event, FinishReason, Sequence
+from drafthouse_server.scheduling.sequence import ErrorEvent, Event, FinishReason, Request, Sequence
 from drafthouse_server.step import EngineLimits, SamplingOptions, StepPlan
 
 B = BLOCK_SIZE
@@ -143,12 +143,14 @@ class Bench:
     ) -> Sequence:
         sampler = self.engine.make_sampler(SamplingOptions(temperature=0))
         sequence = Sequence(
-            f"{tenant}-{len(prompt)}",
-            prompt,
+            Request(
+                f"{tenant}-{len(prompt)}",
+                prompt,
+                n_output_max=n_output,
+                tenant=tenant,
+                end_user=end_user,
+            ),
             sampler,
-            n_output_max=n_output,
-            tenant=tenant,
-            end_user=end_user,
         )
         self.scheduler.submit(sequence)
         return sequence

@@ -141,7 +141,7 @@ def test_nor_anybody_while_nothing_is_known_of_steps() -> None:
 def test_nor_one_that_finds_room_for_a_part_of_its_prompt_alone() -> None:
     world = flooded()
     polite = world.add("p", n_prompt=5, tenant="polite")
-    streams = [s for s in world.scheduler.sequences() if s.tenant == "flood"]
+    streams = [s for s in world.scheduler.sequences() if s.request.tenant == "flood"]
     choose = world.scheduler._newcomers.choose
     assert choose(streams, [polite], 4) == []
     assert choose(streams, [polite], 5) == [polite]
@@ -158,7 +158,7 @@ def test_the_shortest_prompts_get_it_where_others_are_too_long() -> None:
     world.add("p", n_prompt=40, tenant="wordy")
     world.add("q", n_prompt=3, tenant="polite")
     (seq_id,) = slots(world.step())
-    assert world.scheduler._slots.running[seq_id].tenant == "polite"
+    assert world.scheduler._slots.running[seq_id].request.tenant == "polite"
 
 
 def test_there_are_never_two_such_steps_in_a_row() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,16 +10,22 @@ from tests.scheduling.test_scheduler import LIMITS, Bench
 from drafthouse_server.drafting.cost import StepCost
 from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.scheduling.pacing import N_STEPS_MAX, RUN_S, RunLength
-from drafthouse_server.scheduling.sequence import ErrorEvent, FinishEvent, Sequence, TokensEvent
+from drafthouse_server.scheduling.sequence import (
+    ErrorEvent,
+    FinishEvent,
+    Request,
+    Sequence,
+    TokensEvent,
+)
 from drafthouse_server.step import EngineLimits, SequenceStatus, StepPlan
 
 STEP_S = 0.001
 
 
-@dataclass
-class Member:
-    n_output_left: int = 100
-    stop_token_ids: frozenset[int] = frozenset()
+def make(n_output_max: int = 100, stop_token_ids: frozenset[int] = frozenset()) -> Sequence:
+    return Sequence(
+        Request("r", [1], stop_token_ids=stop_token_ids), None, n_output_max=n_output_max
+    )
 
 
 @given(
@@ -33,19 +37,19 @@ class Member:
 def test_a_run_is_bounded_by_whoever_ends_first_and_by_its_time(
     left: list[int], step_s: float, n_free: int, gap_s: float
 ) -> None:
-    n = RunLength(gap_s).n_steps([Member(n) for n in left], step_s, n_free)
+    n = RunLength(gap_s).n_steps([make(n) for n in left], step_s, n_free)
     assert 1 <= n <= min(*left, n_free, N_STEPS_MAX)
     assert n == 1 or n * step_s <= min(RUN_S, gap_s or RUN_S)
 
 
 def test_steps_of_ordinary_models_are_never_run_in_a_row() -> None:
-    assert RunLength().n_steps([Member()], 0.02, 100) == 1
-    assert RunLength().n_steps([Member()], RUN_S / 4, 100) == 4
-    assert RunLength().n_steps([Member()], 0.0, 100) == 1, "nothing is known yet"
+    assert RunLength().n_steps([make()], 0.02, 100) == 1
+    assert RunLength().n_steps([make()], RUN_S / 4, 100) == 4
+    assert RunLength().n_steps([make()], 0.0, 100) == 1, "nothing is known yet"
 
 
 def test_stop_tokens_are_the_hosts_business() -> None:
-    members = [Member(), Member(stop_token_ids=frozenset({7}))]
+    members = [make(), make(stop_token_ids=frozenset({7}))]
     assert RunLength().n_steps(members, STEP_S, 100) == 1
 
 
@@ -85,7 +89,7 @@ def test_quick_steps_are_run_in_a_row_and_yield_the_same() -> None:
         ends = each.ends().values()
         assert all(isinstance(end, FinishEvent) for end in ends)
         # A run counts as its steps.
-        assert [sequence.n_steps for sequence in sequences] == [40, 31]
+        assert [sequence.tally.n_steps for sequence in sequences] == [40, 31]
         assert each.scheduler.counts.n_planned == 39 + 30
     assert outputs[0] == outputs[1]
 

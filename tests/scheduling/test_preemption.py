@@ -15,7 +15,7 @@ from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import FinishEvent, Sequence, SequenceState
+from drafthouse_server.scheduling.sequence import FinishEvent, Request, Sequence, SequenceState
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import SamplingOptions
 from drafthouse_server.tenancy.fairness import Fairness
@@ -91,7 +91,7 @@ def submit(
 ) -> Sequence:
     sampling = options(i if is_sampled else None)
     sampler = engine.make_sampler(sampling)
-    sequence = Sequence(f"r{i}", prompt, sampler, sampling=sampling, n_output_max=n_output)
+    sequence = Sequence(Request(f"r{i}", prompt, sampling=sampling, n_output_max=n_output), sampler)
     scheduler.submit(sequence)
     return sequence
 
@@ -155,7 +155,7 @@ def test_preempted_streams_get_the_tokens_that_they_get_alone(
             check_sampled(crowd, expected)
         else:
             for tokens, s in zip(expected, crowd.sequences, strict=True):
-                referee.compare(s.prompt, tokens, s.output)
+                referee.compare(s.request.prompt, tokens, s.output)
 
 
 @pytest.fixture(scope="module", params=["none", "mtp"])
@@ -199,15 +199,16 @@ def interrupted(
         if n in URGENT_AT:
             sampler = engine.make_sampler(options(n))
             urgent = Sequence(
-                f"urgent {n}", pool[-1], sampler, sampling=options(n), n_output_max=5, priority=1
+                Request(f"urgent {n}", pool[-1], sampling=options(n), n_output_max=5, priority=1),
+                sampler,
             )
             scheduler.submit(urgent)
         step(engine, scheduler)
     assert scheduler.counts.n_preempted >= 2
     assert (scheduler.counts.n_recomputed == 0) is (n_bytes_max > 0)
-    assert all(stream.n_preemptions for stream in streams)
+    assert all(stream.swap.n_preemptions for stream in streams)
     is_speculative = engine.limits.draft_type != "none"
-    assert all((stream.n_drafted > 0) is is_speculative for stream in streams)
+    assert all((stream.tally.n_drafted > 0) is is_speculative for stream in streams)
     return scheduler, streams
 
 
@@ -256,13 +257,15 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     sequences, greedy = [], options(None)
     for i, prompt in enumerate(prompts(LENGTHS * 2)):
         sequence = Sequence(
-            f"r{i}",
-            prompt,
+            Request(
+                f"r{i}",
+                prompt,
+                tenant=f"tenant {i % 3}",
+                priority=i % 2,
+                sampling=greedy,
+                n_output_max=90,
+            ),
             engine.make_sampler(greedy),
-            tenant=f"tenant {i % 3}",
-            priority=i % 2,
-            sampling=greedy,
-            n_output_max=90,
         )
         scheduler.submit(sequence)
         sequences.append(sequence)
@@ -272,15 +275,17 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
         if n == 60:  # the next turn of what has ended by then, while others run
             ended = [s for s in sequences if s.terminal is not None and len(s.tokens) < 200]
             for sequence in ended[:2]:
-                again = [*sequence.tokens, *sequence.prompt[:20]]
+                again = [*sequence.tokens, *sequence.request.prompt[:20]]
                 sampler = engine.make_sampler(greedy)
                 follow_up = Sequence(
-                    f"{sequence.request_id}+",
-                    again,
+                    Request(
+                        f"{sequence.request.request_id}+",
+                        again,
+                        tenant=sequence.request.tenant,
+                        sampling=greedy,
+                        n_output_max=20,
+                    ),
                     sampler,
-                    tenant=sequence.tenant,
-                    sampling=greedy,
-                    n_output_max=20,
                 )
                 scheduler.submit(follow_up)
                 sequences.append(follow_up)
@@ -294,8 +299,8 @@ def test_cells_that_run_out_end_no_stream(target: str, draft_type: str, referee:
     engine.close()
     reference = LlamaEngine.load(demo_config(target, "none", parallel=1, max_model_len=400))
     for i, s in enumerate(sequences[: 2 * N_STREAMS : 3]):
-        expected = alone(reference, s.prompt, i, is_sampled=False, n_output=90)
-        referee.compare(s.prompt, expected, s.output)
+        expected = alone(reference, s.request.prompt, i, is_sampled=False, n_output=90)
+        referee.compare(s.request.prompt, expected, s.output)
     reference.close()
 
 

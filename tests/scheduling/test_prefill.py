@@ -18,15 +18,13 @@ from drafthouse_server.scheduling.pacing import (
     ChunkSizer,
 )
 from drafthouse_server.scheduling.prefill import N_QUANTUM, PrefillShares
-from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.scheduling.waiting import rank
 
 
 def make(order: int, tenant: str, priority: int = 0) -> Sequence:
-    sequence = Sequence(f"{tenant}{order}", [1], None, tenant=tenant, priority=priority)
-    sequence.order = order
-    sequence.rank = rank(sequence)
-    return sequence
+    request = Request(f"{tenant}{order}", [1], tenant=tenant, priority=priority)
+    return Sequence(request, None, rank=rank(request, order))
 
 
 def shares(
@@ -35,7 +33,7 @@ def shares(
     granted = turns.share(wanted, n_tokens)
     for sequence, n in granted:
         turns.charge(sequence, n)
-    return {s.request_id: n for s, n in granted}
+    return {s.request.request_id: n for s, n in granted}
 
 
 def test_inside_a_tenant_rank_decides() -> None:
@@ -59,7 +57,7 @@ def test_tenants_get_equal_parts_and_nothing_is_left_over() -> None:
 def test_where_little_is_left_tenants_take_turns_and_nobody_is_forgotten() -> None:
     turns = PrefillShares()
     wanted = [(make(i, f"t{i}"), 10_000) for i in range(10)]
-    total = dict.fromkeys([s.request_id for s, _ in wanted], 0)
+    total = dict.fromkeys([s.request.request_id for s, _ in wanted], 0)
     for _ in range(50):
         found = shares(turns, wanted, N_QUANTUM + 8)
         assert sum(found.values()) == N_QUANTUM + 8

@@ -16,7 +16,7 @@ from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.step import SamplingOptions, StepPlan
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -48,7 +48,7 @@ def ask(
 ) -> Sequence:
     """Runs one request to its end."""
     sampler = engine.make_sampler(GREEDY)
-    sequence = Sequence("r", prompt, sampler, n_output_max=N_OUTPUT, tenant=tenant)
+    sequence = Sequence(Request("r", prompt, n_output_max=N_OUTPUT, tenant=tenant), sampler)
     scheduler.submit(sequence)
     for _ in range(500):
         if scheduler.is_idle:
@@ -71,15 +71,15 @@ def test_turns_go_on_from_slots_and_from_host_memory(target: str, engine: LlamaE
     assert third.n_reused == len(second.tokens) - 1
     assert scheduler.counts.n_prefix_hits == 2
     assert engine.n_cells_used == scheduler.n_cells_held
-    stranger = ask(engine, scheduler, third.prompt, tenant="c")
+    stranger = ask(engine, scheduler, third.request.prompt, tenant="c")
     assert stranger.n_reused == 0
     referee = Referee(target)
     try:
         anew = Scheduler(engine.limits, FixedDraft(3), cost=UnknownCost())
         for sequence in (second, third):
-            expected = ask(engine, anew, sequence.prompt)
-            referee.compare(sequence.prompt, expected.output, sequence.output)
-            assert sequence.n_accepted >= 0.5 * expected.n_accepted
+            expected = ask(engine, anew, sequence.request.prompt)
+            referee.compare(sequence.request.prompt, expected.output, sequence.output)
+            assert sequence.tally.n_accepted >= 0.5 * expected.tally.n_accepted
     finally:
         referee.close()
 

@@ -23,6 +23,7 @@ from drafthouse_server.scheduling.sequence import (
     FinishEvent,
     FinishReason,
     ProgressEvent,
+    Request,
     Sequence,
     SequenceState,
     TokensEvent,
@@ -71,13 +72,8 @@ class Bench:
     ) -> Sequence:
         prompt = [ord(request_id[0])] * n_prompt
         sampler = self.engine.make_sampler(GREEDY)
-        sequence = Sequence(
-            request_id,
-            prompt,
-            sampler,
-            n_output_max=n_output_max,
-            **more,  # type: ignore[arg-type]  # passed on
-        )
+        request = Request(request_id, prompt, n_output_max=n_output_max, **more)  # type: ignore[arg-type]  # passed on
+        sequence = Sequence(request, sampler)
         self.scheduler.submit(sequence)
         return sequence
 
@@ -104,7 +100,7 @@ class Bench:
 
     def ends(self) -> dict[str, Event]:
         terminal = (e for e in self.events if isinstance(e[1], FinishEvent | ErrorEvent))
-        return {sequence.request_id: event for sequence, event in terminal}
+        return {sequence.request.request_id: event for sequence, event in terminal}
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
@@ -240,7 +236,7 @@ def test_cells_are_reserved_and_nobody_overtakes() -> None:
     assert bench.scheduler.n_waiting == 2
     assert bench.scheduler._ledger.n_reserved == 44
     bench.run()
-    started = [s.request_id for s, e in bench.events if not isinstance(e, TokensEvent)]
+    started = [s.request.request_id for s, e in bench.events if not isinstance(e, TokensEvent)]
     assert sorted(started) == ["a", "b", "c"]
     assert bench.scheduler._ledger.n_reserved == 0
     assert bench.engine.n_cells_max <= 120
@@ -291,7 +287,7 @@ def test_the_context_can_be_filled_to_the_last_token(n_draft: int) -> None:
 
 def test_without_a_limit_the_context_is_the_limit() -> None:
     bench = Bench()
-    sequence = Sequence("a", [1] * 90, bench.engine.make_sampler(GREEDY))
+    sequence = Sequence(Request("a", [1] * 90), bench.engine.make_sampler(GREEDY))
     bench.scheduler.submit(sequence)
     bench.run()
     assert sequence.n_output == 10
@@ -300,7 +296,7 @@ def test_without_a_limit_the_context_is_the_limit() -> None:
 @pytest.mark.parametrize(("n_prompt", "n_output_max"), [(100, None), (101, 1), (90, 11), (1, 100)])
 def test_what_does_not_fit_is_refused(n_prompt: int, n_output_max: int | None) -> None:
     bench = Bench()
-    sequence = Sequence("a", [1] * n_prompt, object(), n_output_max=n_output_max)
+    sequence = Sequence(Request("a", [1] * n_prompt, n_output_max=n_output_max), object())
     with pytest.raises(ContextTooLong) as caught:
         bench.scheduler.submit(sequence)
     assert caught.value.context_tokens == 100
@@ -513,9 +509,9 @@ def test_progress_is_told_once_per_step_that_computed_more() -> None:
     bench.add("b", n_prompt=5)
     bench.engine.inject(SequenceStatus.NO_ROOM, seq_id=0)
     bench.run()
-    told = [(s.request_id, e) for s, e in bench.events if isinstance(e, ProgressEvent)]
+    told = [(s.request.request_id, e) for s, e in bench.events if isinstance(e, ProgressEvent)]
     assert told == [("a", ProgressEvent(n, 40)) for n in (16, 32, 40)]
-    kinds = [type(e) for s, e in bench.events if s.request_id == "a"]
+    kinds = [type(e) for s, e in bench.events if s.request.request_id == "a"]
     assert kinds[:4] == [ProgressEvent, ProgressEvent, ProgressEvent, TokensEvent]
 
 
@@ -537,7 +533,7 @@ def test_when_cells_run_out_the_youngest_is_preempted_and_loses_nothing(
             break
         bench.step()
     preempted = [s for s in sequences if s.state is SequenceState.PREEMPTED]
-    assert [s.request_id for s in preempted] == ["c"]  # one is enough
+    assert [s.request.request_id for s in preempted] == ["c"]  # one is enough
     assert bench.plans[-1].saves == (bench.plans[-1].swap_outs if n_bytes_max else [])
     n_before = preempted[0].n_output
     assert n_before > 0
@@ -547,10 +543,10 @@ def test_when_cells_run_out_the_youngest_is_preempted_and_loses_nothing(
     assert (counts.n_recomputed == 0) == (n_bytes_max > 0)
     for sequence in sequences:
         reference = Bench()
-        expected = reference.add(sequence.request_id, n_prompt=8, n_output_max=90)
+        expected = reference.add(sequence.request.request_id, n_prompt=8, n_output_max=90)
         reference.run()
         assert sequence.output[:90] == expected.output
-        assert isinstance(bench.ends()[sequence.request_id], FinishEvent)
+        assert isinstance(bench.ends()[sequence.request.request_id], FinishEvent)
     assert bench.engine.n_cells_max <= SHARED.n_ctx
 
 
@@ -565,10 +561,10 @@ def test_a_snapshot_that_failed_is_computed_again() -> None:
 def test_preempted_time_is_told_apart_from_queueing() -> None:
     bench, sequences = crowded()
     bench.run(500)
-    preempted = next(s for s in sequences if s.n_preemptions)
-    end = bench.ends()[preempted.request_id]
+    preempted = next(s for s in sequences if s.swap.n_preemptions)
+    end = bench.ends()[preempted.request.request_id]
     assert isinstance(end, FinishEvent)
-    assert end.timings.queue_s == preempted.slot_at
+    assert end.timings.queue_s == preempted.clock.slot_at
     assert 0 < end.timings.preempted_s < end.timings.decode_s
 
 
@@ -583,7 +579,7 @@ def test_a_preempted_sequence_can_leave(end: FinishReason) -> None:
     assert bench.scheduler.counts.n_preempted_bytes > 0
     bench.scheduler.mark(preempted, end)
     bench.step()
-    event = bench.ends()[preempted.request_id]
+    event = bench.ends()[preempted.request.request_id]
     assert isinstance(event, FinishEvent)
     assert event.reason is end
     assert event.timings.preempted_s == 1.0
@@ -617,8 +613,8 @@ def test_higher_priority_takes_a_slot_of_its_own_tenant_only() -> None:
     assert list(plan.swap_outs) == [0]
     assert (low.state, other.state) == (SequenceState.PREEMPTED, SequenceState.RUNNING)
     bench.run()
-    assert high.last_token_at < low.last_token_at
-    assert (low.n_output, low.n_preemptions, other.n_preemptions) == (40, 1, 0)
+    assert high.clock.last_token_at < low.clock.last_token_at
+    assert (low.n_output, low.swap.n_preemptions, other.swap.n_preemptions) == (40, 1, 0)
 
 
 def test_no_room_preempts_others_and_ends_nobody() -> None:
@@ -674,7 +670,7 @@ def test_the_next_turn_of_a_conversation_goes_on_from_the_slot(*, is_recurrent: 
     bench.run()
     assert bench.scheduler.counts.n_retained == 1
     bench.scheduler.submit(
-        second := Sequence("b", [*first.tokens, 1, 2], bench.engine.make_sampler(GREEDY))
+        second := Sequence(Request("b", [*first.tokens, 1, 2]), bench.engine.make_sampler(GREEDY))
     )
     plan = bench.step()
     assert [(s.seq_id, s.n_kept) for s in plan.starts] == [(0, 37)]
@@ -683,7 +679,9 @@ def test_the_next_turn_of_a_conversation_goes_on_from_the_slot(*, is_recurrent: 
     assert (second.n_reused, second.usage.n_reused) == (37, 37)
     alone = Bench()
     alone.scheduler.submit(
-        reference := Sequence("b", second.prompt, alone.engine.make_sampler(GREEDY))
+        reference := Sequence(
+            Request("b", second.request.prompt), alone.engine.make_sampler(GREEDY)
+        )
     )
     alone.run()
     assert second.output == reference.output
@@ -732,7 +730,7 @@ ROOMY = dataclasses.replace(LIMITS, n_ctx=8 * 400, n_ctx_seq=400, n_seq_max=8, n
 def follow_up(bench: Bench, before: Sequence, more: list[int], **options: object) -> Sequence:
     """Submits the next turn of a conversation."""
     sampler = bench.engine.make_sampler(GREEDY)
-    sequence = Sequence("next", [*before.tokens, *more], sampler, **options)  # type: ignore[arg-type]  # checked by what is called
+    sequence = Sequence(Request("next", [*before.tokens, *more], **options), sampler)  # type: ignore[arg-type]  # checked by what is called
     bench.scheduler.submit(sequence)
     return sequence
 
@@ -819,11 +817,13 @@ def test_a_recurrent_conversation_goes_on_from_its_last_prompt_whatever_became_o
     assert [list(plan.saves) for plan in plans] == [[], [], [0]]
     bench.run()
     sampler = bench.engine.make_sampler(GREEDY)
-    again = Sequence("b", [*first.prompt, 1, 2, 3], sampler, n_output_max=4)
+    again = Sequence(Request("b", [*first.request.prompt, 1, 2, 3], n_output_max=4), sampler)
     bench.scheduler.submit(again)
     bench.run()
     assert again.n_reused == 120 - BLOCK_SIZE
-    same = Sequence("c", first.prompt, bench.engine.make_sampler(GREEDY), n_output_max=8)
+    same = Sequence(
+        Request("c", first.request.prompt, n_output_max=8), bench.engine.make_sampler(GREEDY)
+    )
     bench.scheduler.submit(same)
     bench.run()
     assert same.n_reused == 120 - BLOCK_SIZE
@@ -870,7 +870,7 @@ def test_a_sequence_that_draws_is_preempted_by_snapshot_even_where_computing_aga
         bench = Bench(limits, scheduler={"cost": cost})
         sampling = SamplingOptions(temperature=0.8 if is_drawn else 0.0, seed=1)
         sampler = bench.engine.make_sampler(sampling)
-        low = Sequence("low", [1] * 9, sampler, sampling=sampling, n_output_max=40)
+        low = Sequence(Request("low", [1] * 9, sampling=sampling, n_output_max=40), sampler)
         bench.scheduler.submit(low)
         for _ in range(12):
             bench.now += 1
@@ -911,7 +911,7 @@ def test_thousands_of_requests_leave_nothing_behind(*, is_recurrent: bool) -> No
             if ended and k % 2:
                 before = ended.pop()
                 sequence = follow_up(
-                    bench, before, [k % 256, 1], n_output_max=3, tenant=before.tenant
+                    bench, before, [k % 256, 1], n_output_max=3, tenant=before.request.tenant
                 )
             else:
                 sequence = bench.add(

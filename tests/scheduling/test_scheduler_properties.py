@@ -25,6 +25,7 @@ from drafthouse_server.scheduling.sequence import (
     Event,
     FinishEvent,
     FinishReason,
+    Request,
     Sequence,
     SequenceState,
     TokensEvent,
@@ -178,16 +179,18 @@ class World:
         **more: object,
     ) -> None:
         sequence = Sequence(
-            f"r{len(self.sequences)}",
-            prompt,
+            Request(
+                f"r{len(self.sequences)}",
+                prompt,
+                sampling=options,
+                n_output_max=n_output_max,
+                **more,  # type: ignore[arg-type]  # drawn with the right types
+            ),
             self.engine.make_sampler(options),
-            sampling=options,
-            n_output_max=n_output_max,
-            **more,  # type: ignore[arg-type]  # drawn with the right types
         )
         self.scheduler.submit(sequence)
         self.sequences.append(sequence)
-        self.events[sequence.request_id] = []
+        self.events[sequence.request.request_id] = []
 
     def step(self, now: float) -> StepPlan:
         self._take(self.scheduler.reap(now))
@@ -201,10 +204,10 @@ class World:
         waiting = generating - set(plan.swap_outs) - outputs
         if waiting:
             in_step = [self.scheduler.running(entry.seq_id) for entry in plan.entries]
-            going_on = {self.scheduler.running(seq_id).tenant for seq_id in waiting}
+            going_on = {self.scheduler.running(seq_id).request.tenant for seq_id in waiting}
             assert waiting == generating - set(plan.swap_outs)
             assert in_step, "nobody's step"
-            assert not any(s.tenant in going_on for s in in_step)
+            assert not any(s.request.tenant in going_on for s in in_step)
         try:
             result = self.engine.step(plan)
         except EngineError:
@@ -242,7 +245,7 @@ class World:
 
     def _take(self, events: Iterable[tuple[Sequence, Event]]) -> None:
         for sequence, event in events:
-            self.events[sequence.request_id].append(event)
+            self.events[sequence.request.request_id].append(event)
 
     @property
     def live(self) -> list[Sequence]:
@@ -272,7 +275,7 @@ def plan_shape(plan: StepPlan) -> tuple[object, ...]:
 def alone(sequence: Sequence, n_tokens: int) -> list[int]:
     """What a prompt gives alone, without speculation and without a scheduler's budget."""
     world = World(Setup(n_ctx=300, n_ctx_seq=100))
-    world.submit(list(sequence.prompt), n_tokens, sequence.sampling, n_draft=0)
+    world.submit(list(sequence.request.prompt), n_tokens, sequence.request.sampling, n_draft=0)
     for now in range(120):
         world.step(float(now))
         if not world.live:
@@ -362,7 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = [*before.tokens, *more]
         if len(prompt) < self.world.limits.n_ctx_seq:
             for world in self.worlds:
-                world.submit(prompt, 1, tenant=before.tenant)
+                world.submit(prompt, 1, tenant=before.request.tenant)
 
     @rule(n_steps=st.integers(1, 4))
     def step(self, n_steps: int) -> None:
@@ -416,12 +419,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         counts = self.world.scheduler.counts
         assert counts.n_estimator_resets == 0
         assert counts.n_preempted_now == len(preempted)
-        assert counts.n_preempted_bytes == sum(len(s.snapshot or b"") for s in preempted)
+        assert counts.n_preempted_bytes == sum(len(s.swap.snapshot or b"") for s in preempted)
         assert counts.n_preempted_bytes <= self.world.setup.n_preempted_bytes_max
         assert counts.n_prefix_bytes <= (self.world.setup.n_host_bytes_max or 0)
         assert counts.n_prefix_hits <= counts.n_prefix_lookups
         assert counts.n_reused <= counts.n_prefix_tokens
-        assert all(s.n_computed == 0 for s in preempted if s.snapshot is None)
+        assert all(s.n_computed == 0 for s in preempted if s.swap.snapshot is None)
 
     @invariant()
     def cells_are_counted_as_the_engine_counts_them(self) -> None:
@@ -432,7 +435,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def events_end_once_and_carry_the_whole_output(self) -> None:
         for sequence in self.world.sequences:
-            events = self.world.events[sequence.request_id]
+            events = self.world.events[sequence.request.request_id]
             terminal = [e for e in events if isinstance(e, FinishEvent | ErrorEvent)]
             is_over = sequence.state is SequenceState.FINISHED
             assert terminal == ([sequence.terminal] if is_over else [])

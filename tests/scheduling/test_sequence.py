@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 
 from drafthouse_server.errors import EngineError
-from drafthouse_server.scheduling.sequence import FinishReason, Sequence, SequenceState
+from drafthouse_server.scheduling.sequence import FinishReason, Request, Sequence, SequenceState
 from drafthouse_server.step import ResultEntry, SequenceStatus
 
 
 def make(n_output_max: int = 100, stop_token_ids: frozenset[int] = frozenset()) -> Sequence:
-    return Sequence(
-        "r1",
-        [1, 2, 3],
-        object(),
-        n_output_max=n_output_max,
-        stop_token_ids=stop_token_ids,
-        received_at=10.0,
-    )
+    request = Request("r1", [1, 2, 3], stop_token_ids=stop_token_ids, received_at=10.0)
+    return Sequence(request, object(), n_output_max=n_output_max)
 
 
 def answer(
@@ -80,7 +74,7 @@ def test_speculation_is_counted_by_position() -> None:
     sequence.extend(answer(1, 2, 3, n_drafted=3, n_accepted=2), now=1.0)
     sequence.extend(answer(1, n_drafted=1, n_accepted=0), now=1.0)
     sequence.extend(answer(1, 2, n_drafted=4, n_accepted=1), now=1.0)
-    counts = sequence.speculation
+    counts = sequence.tally.counts
     assert (counts.n_steps, counts.n_drafts, counts.n_drafted, counts.n_accepted) == (4, 3, 8, 3)
     assert counts.n_accepted_by_position == (2, 1, 0, 0)
 
@@ -88,7 +82,7 @@ def test_speculation_is_counted_by_position() -> None:
 def test_timings_follow_the_request() -> None:
     sequence = make()
     assert sequence.timings.first_token_s == 0.0
-    sequence.slot_at = 11.0
+    sequence.clock.slot_at = 11.0
     sequence.extend(answer(1), now=13.0)
     sequence.extend(answer(1), now=17.5)
     timings = sequence.timings
@@ -98,7 +92,7 @@ def test_timings_follow_the_request() -> None:
 
 def test_state_is_derived() -> None:
     waiting, running, preempted, finished = make(), make(), make(), make()
-    preempted.is_preempted = True
+    preempted.swap.is_preempted = True
     running.seq_id = 0
     finished.seq_id = 0
     event = finished.finish(FinishReason.STOP)

@@ -10,7 +10,13 @@ from tests.scheduling.test_scheduler import LIMITS, Bench
 from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.cost import StepCost
-from drafthouse_server.scheduling.sequence import FinishEvent, FinishReason, Sequence, SequenceState
+from drafthouse_server.scheduling.sequence import (
+    FinishEvent,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceState,
+)
 from drafthouse_server.step import EngineLimits, SamplingOptions, StepTimings
 from drafthouse_server.tenancy.fairness import Fairness
 
@@ -31,11 +37,15 @@ def test_a_tenant_below_its_share_takes_the_youngest_stream_of_the_one_above() -
     plan = world.step()
     assert list(plan.swap_outs) == [1]
     assert (old.state, young.state) == (SequenceState.RUNNING, SequenceState.PREEMPTED)
-    assert polite.first_token_at == world.now
+    assert polite.clock.first_token_at == world.now
     world.run()
     assert all(isinstance(end, FinishEvent) for end in world.ends().values())
     assert (old.n_output, young.n_output, polite.n_output) == (60, 60, 4)
-    assert (old.n_preemptions, young.n_preemptions, polite.n_preemptions) == (0, 1, 0)
+    assert (old.swap.n_preemptions, young.swap.n_preemptions, polite.swap.n_preemptions) == (
+        0,
+        1,
+        0,
+    )
 
 
 def test_who_has_its_share_keeps_it() -> None:
@@ -58,7 +68,7 @@ def test_a_sequence_loses_its_slot_once_in_an_interval_at_most() -> None:
             world.add(f"h{i}", n_output_max=1, tenant="one", priority=1)
         if world.step().swap_outs:
             preempted_at.append(world.now)
-    assert low.n_preemptions == len(preempted_at) >= 2
+    assert low.swap.n_preemptions == len(preempted_at) >= 2
     assert min(b - a for a, b in itertools.pairwise(preempted_at)) >= 30.0
     world.run()
     assert low.n_output == 90
@@ -96,7 +106,8 @@ def test_own_priorities_hold_up_no_other_tenants_stream_by_long_saves() -> None:
         sampling = SamplingOptions(temperature=0.8, seed=1)
         sampler = world.engine.make_sampler(sampling)
         low = Sequence(
-            "low", [1] * 60, sampler, tenant="one", sampling=sampling, n_output_max=90, priority=-1
+            Request("low", [1] * 60, tenant="one", sampling=sampling, n_output_max=90, priority=-1),
+            sampler,
         )
         world.scheduler.submit(low)
         world.add("b", n_output_max=90, tenant="two" if has_other else "one")
@@ -124,7 +135,7 @@ def test_an_own_stream_that_frees_too_few_cells_hides_no_claim_on_another_tenant
     world.step()
     high = world.add("h", n_prompt=20, n_output_max=40, tenant="one")
     world.step()
-    assert [stream.n_preemptions for stream in flood] == [0, 0, 1]
+    assert [stream.swap.n_preemptions for stream in flood] == [0, 0, 1]
     assert (small.state, high.state) == (SequenceState.RUNNING, SequenceState.RUNNING)
     world.run(400)
     assert all(isinstance(end, FinishEvent) for end in world.ends().values())
@@ -174,7 +185,7 @@ def test_a_tenant_whose_budget_of_saves_is_spent_holds_up_no_other_tenant() -> N
 
 def test_a_slot_that_is_given_back_goes_to_the_next_all_the_same() -> None:
     world, busy, other = crowded()
-    stream = next(s for s in world.scheduler.sequences() if s.tenant == "flood")
+    stream = next(s for s in world.scheduler.sequences() if s.request.tenant == "flood")
     world.scheduler.mark(stream, FinishReason.CANCELLED)
     world.step()
     assert (busy.state, other.state) == (SequenceState.RUNNING, SequenceState.RUNNING)
@@ -207,4 +218,4 @@ def test_cells_are_taken_from_the_tenant_that_holds_most_for_the_weight_it_has_b
     other = world.add("b", n_prompt=30, n_output_max=30, tenant="two")
     world.add("c", n_prompt=1, n_output_max=1, tenant="one", weight=4.0)
     world.run(400)
-    assert (first.n_preemptions, other.n_preemptions > 0) == (0, True)
+    assert (first.swap.n_preemptions, other.swap.n_preemptions > 0) == (0, True)

@@ -6,18 +6,22 @@ import sys
 from types import FrameType
 
 from drafthouse_server.errors import DeadlineTooShort
-from drafthouse_server.scheduling.sequence import FinishReason, Sequence
+from drafthouse_server.scheduling.sequence import FinishReason, Request, Sequence
 from drafthouse_server.scheduling.waiting import Ends, WaitingQueue, rank
 from drafthouse_server.tenancy.fairness import VirtualCounters
 
 
 def make(
-    order: int, tenant: str = "a", priority: int = 0, *, is_preempted: bool = False
+    order: int,
+    tenant: str = "a",
+    priority: int = 0,
+    *,
+    weight: float = 1.0,
+    is_preempted: bool = False,
 ) -> Sequence:
-    sequence = Sequence(f"{tenant}{order}", [1], None, tenant=tenant, priority=priority)
-    sequence.order = order
-    sequence.rank = rank(sequence)
-    sequence.is_preempted = is_preempted
+    request = Request(f"{tenant}{order}", [1], tenant=tenant, priority=priority, weight=weight)
+    sequence = Sequence(request, None, rank=rank(request, order))
+    sequence.swap.is_preempted = is_preempted
     return sequence
 
 
@@ -33,8 +37,8 @@ def drain(queue: WaitingQueue) -> list[str]:
     names = []
     while len(queue):
         sequence = pop(queue)
-        queue._counters.charge(sequence.tenant, 1)
-        names.append(sequence.request_id)
+        queue._counters.charge(sequence.request.tenant, 1)
+        names.append(sequence.request.request_id)
     return names
 
 
@@ -53,10 +57,9 @@ def test_tenants_take_turns_and_a_flood_delays_its_own_tenant_only() -> None:
 def test_a_weight_that_changes_counts_for_a_tenant_that_always_waits() -> None:
     """An operator changes weights while there is a crowd, and no queue is ever empty then."""
     queue = fill(*(make(i) for i in range(6)), *(make(i, "b") for i in range(6, 18)))
-    assert pop(queue).tenant == "a"
+    assert pop(queue).request.tenant == "a"
     queue._counters.charge("a", 1)
-    late = make(18, "b")
-    late.weight = 4.0
+    late = make(18, "b", weight=4.0)
     queue.push(late)
     queue.push(make(19, "b", is_preempted=True))  # it knows no better than when it came
     names = [name[0] for name in drain(queue)]
@@ -66,11 +69,10 @@ def test_a_weight_that_changes_counts_for_a_tenant_that_always_waits() -> None:
 def test_a_preempted_one_brings_no_former_weight_back() -> None:
     queue = fill(make(0))
     preempted = pop(queue)
-    late = make(1)
-    late.weight = 4.0
+    late = make(1, weight=4.0)
     queue.push(late)
     assert pop(queue) is late
-    preempted.is_preempted = True
+    preempted.swap.is_preempted = True
     queue.push(preempted)
     assert queue._counters.weight("a") == 4.0
 
@@ -94,9 +96,8 @@ def test_a_higher_priority_of_its_tenant_goes_before_a_preempted_one() -> None:
 
 def test_waiting_is_worth_priority() -> None:
     def ranked(priority: int, received_at: float, order: int) -> tuple[float, int]:
-        sequence = Sequence("r", [1], None, priority=priority, received_at=received_at)
-        sequence.order = order
-        return rank(sequence, aging_s=10.0)
+        request = Request("r", [1], priority=priority, received_at=received_at)
+        return rank(request, order, aging_s=10.0)
 
     assert ranked(1, 9.0, 1) < ranked(0, 0.0, 0), "a point is worth ten seconds"
     assert ranked(0, 0.0, 0) < ranked(1, 11.0, 1)
@@ -109,7 +110,7 @@ def test_removed_ones_never_show_up_and_come_no_more() -> None:
     queue = fill(*sequences)
     for i in (0, 1, 4):
         queue.remove(sequences[i])
-    assert [s.request_id for s in queue] == ["a2", "b3", "b5"]
+    assert [s.request.request_id for s in queue] == ["a2", "b3", "b5"]
     assert drain(queue) == ["a2", "b3", "b5"]
     assert queue.peek() is None
 
@@ -122,8 +123,8 @@ def test_of_the_tenants_that_may_have_a_slot_the_least_served_goes_first() -> No
         sequence = queue.peek(lambda tenant: tenant != "a")
         assert sequence is not None
         queue.pop(sequence)
-        queue._counters.charge(sequence.tenant, 2)
-        seen.append(sequence.request_id)
+        queue._counters.charge(sequence.request.tenant, 2)
+        seen.append(sequence.request.request_id)
     assert seen == ["c2", "b1"]
     assert queue.peek(lambda _: False) is None
     assert drain(queue) == ["a0", "c3"]
@@ -145,17 +146,17 @@ def test_who_cannot_meet_its_deadline_ends_at_once_and_nobody_else() -> None:
     found = {"found"}
 
     def least_s(sequence: Sequence, is_found: bool) -> float:
-        name = sequence.request_id
+        name = sequence.request.request_id
         return 0.0 if is_found and name in found else needed_s[name]
 
     ends, sequences = Ends(least_s), {}
     for order, name in enumerate(needed_s):
-        sequence = sequences[name] = Sequence(name, [1], None, deadline=4.0)
-        sequence.order = order
+        request = Request(name, [1], deadline=4.0)
+        sequence = sequences[name] = Sequence(request, None, rank=rank(request, order))
         ends.expect(sequence, order)
     sequences["running"].seq_id = 0
     ended = list(ends.take(0.0))
-    assert [s.request_id for s, _ in ended] == ["late"]
+    assert [s.request.request_id for s, _ in ended] == ["late"]
     error = ended[0][1]
     assert isinstance(error, DeadlineTooShort)
     assert error.metadata() == {"leftMs": "4000", "neededMs": "5000"}
@@ -163,10 +164,12 @@ def test_who_cannot_meet_its_deadline_ends_at_once_and_nobody_else() -> None:
         assert isinstance(end, DeadlineTooShort)
         sequence.fail(end)
     assert not list(ends.take(2.9))
-    assert [s.request_id for s, _ in ends.take(3.0)] == ["in time"], "it has waited too long"
+    assert [s.request.request_id for s, _ in ends.take(3.0)] == ["in time"], (
+        "it has waited too long"
+    )
     sequences["in time"].fail(error)
     ended = list(ends.take(4.0))
-    assert {s.request_id for s, _ in ended} == {"found", "running"}
+    assert {s.request.request_id for s, _ in ended} == {"found", "running"}
     assert all(end is FinishReason.DEADLINE for _, end in ended)
 
 

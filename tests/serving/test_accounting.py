@@ -17,6 +17,7 @@ from drafthouse_server.scheduling.sequence import (
     Event,
     FinishEvent,
     FinishReason,
+    Request,
     Sequence,
     SpeculationCounts,
     Timings,
@@ -72,7 +73,7 @@ class HeldJournal:
 
 
 def make_sequence() -> Sequence:
-    return Sequence("r1", [1] * 5, None, tenant="acme", end_user="u")
+    return Sequence(Request("r1", [1] * 5, tenant="acme", end_user="u"), None)
 
 
 def make(

@@ -31,10 +31,13 @@ from drafthouse_server.scheduling.sequence import (
     Event,
     FinishEvent,
     FinishReason,
+    Request,
     Sequence,
     TokensEvent,
 )
+from drafthouse_server.serving import loop as loop_module
 from drafthouse_server.serving.compose import make_scheduler
+from drafthouse_server.serving.engine_thread import LoadReport
 from drafthouse_server.serving.loop import N_FAILURES_UNHEALTHY, StepLoop
 from drafthouse_server.serving.outbox import Outbox
 from drafthouse_server.step import (
@@ -78,7 +81,7 @@ async def running(
 def make(loop: StepLoop, text: str = "hello", n_output_max: int = 10, **more: object) -> Sequence:
     sampler = loop.engine.make_sampler(GREEDY)
     prompt = list(text.encode())
-    return Sequence(text, prompt, sampler, n_output_max=n_output_max, **more)  # type: ignore[arg-type]  # checked by what is called
+    return Sequence(Request(text, prompt, n_output_max=n_output_max, **more), sampler)  # type: ignore[arg-type]  # checked by what is called
 
 
 async def collect(outbox: Outbox) -> tuple[list[int], Event]:
@@ -359,6 +362,25 @@ async def test_a_step_that_does_not_end_is_unhealthy_and_every_stream_can_be_tol
         await until(lambda: loop.is_healthy)
         assert told == [False, True]
         assert reason_of((await collect(outbox))[1]) is FinishReason.LENGTH
+
+
+async def test_the_load_is_told_between_two_steps_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_module, "_ANSWER_S", 0.2)
+    engine = HeldEngine(LIMITS)
+    async with running(engine) as loop:
+        assert await loop.load() == LoadReport()
+        outbox = loop.submit(make(loop, tenant="acme"))
+        await until(lambda: loop._thread.step_began_at is not None)
+        assert await loop.load(["acme"]) is None, "a step does not end"
+        engine.may_step.set()
+        await collect(outbox)
+        told = await loop.load(["acme", "nobody"])
+        assert told is not None
+        assert (told.n_cells_running, told.n_backlog) == (0, 0), "all have ended"
+        assert told.service.keys() == {"acme", "nobody"}
+        assert told.service["acme"] > 0
 
 
 async def test_streams_of_a_step_that_never_ends_are_told() -> None:

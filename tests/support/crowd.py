@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from drafthouse_server.drafting.cost import CostModel, Splitting, StepShape, shape_of
 from drafthouse_server.drafting.policy import DraftPolicy
+from drafthouse_server.scheduling.sequence import Request
 from drafthouse_server.step import (
     EngineLimits,
     PlanEntry,
@@ -77,10 +78,8 @@ class Member:
     """Probability of acceptance by position."""
     coming: float = 1.0
     """Probability that its drafter has anything to propose."""
-    tenant: str = "default"
-    """Name of the tenant."""
-    n_draft: int | None = None
-    """K asked for."""
+    request: Request = field(default_factory=lambda: Request("r", [1]))
+    """What was asked for."""
     n_computed: int = 100
     """Tokens in the cache; kept as it is."""
     n_output_left: int = 1 << 30

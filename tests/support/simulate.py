@@ -31,7 +31,7 @@ from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import QueueFull, QuotaExceeded
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import Sequence, TokensEvent
+from drafthouse_server.scheduling.sequence import Request, Sequence, TokensEvent
 from drafthouse_server.step import EngineLimits, SamplingOptions, StepPlan, StepResult
 from drafthouse_server.tenancy.admission import Admission, Ticket
 from drafthouse_server.tenancy.fairness import Fairness
@@ -223,16 +223,18 @@ class Simulation:
         prompt = [self._random.randrange(32, 127) for _ in range(n_prompt)]
         sampler = self.engine.make_sampler(_GREEDY)
         sequence = Sequence(
-            name,
-            prompt,
+            Request(
+                name,
+                prompt,
+                tenant=tenant,
+                weight=weight,
+                n_output_max=n_output,
+                received_at=self.now if at is None else at,
+            ),
             sampler,
-            tenant=tenant,
-            weight=weight,
-            n_output_max=n_output,
-            received_at=self.now if at is None else at,
         )
         self.scheduler.submit(sequence)
-        self._submitted_at[name] = sequence.received_at, self.summary.n_steps
+        self._submitted_at[name] = sequence.request.received_at, self.summary.n_steps
         self.summary.n_submitted += 1
         return name
 
@@ -256,16 +258,16 @@ class Simulation:
         for sequence, event in events:
             if isinstance(event, TokensEvent):
                 self.summary.n_tokens += len(event.tokens)
-                self.summary.n_tokens_by_tenant[sequence.tenant] += len(event.tokens)
-                submitted = self._submitted_at.pop(sequence.request_id, None)
+                self.summary.n_tokens_by_tenant[sequence.request.tenant] += len(event.tokens)
+                submitted = self._submitted_at.pop(sequence.request.request_id, None)
                 if submitted is not None:
                     at, n_steps = submitted
-                    self.summary.waits_s[sequence.tenant].append(self.now - at)
+                    self.summary.waits_s[sequence.request.tenant].append(self.now - at)
                     n_steps = self.summary.n_steps - n_steps
-                    self.summary.waits_steps[sequence.tenant].append(n_steps)
+                    self.summary.waits_steps[sequence.request.tenant].append(n_steps)
             elif sequence.terminal is event:
                 self.summary.n_ended += 1
-                ticket = self._tickets.pop(sequence.request_id, None)
+                ticket = self._tickets.pop(sequence.request.request_id, None)
                 if ticket is not None:
                     ticket.give_back()
         return plan
@@ -274,14 +276,14 @@ class Simulation:
         """Notes who got a slot and who lost one, as the server's loop does."""
         for seq_id in plan.swap_outs:
             sequence = self._slots[seq_id]
-            self.summary.n_preempted[sequence.tenant] += 1
+            self.summary.n_preempted[sequence.request.tenant] += 1
             self._move(sequence, has_slot=False)
         for start in plan.starts:
             sequence = self._slots[start.seq_id] = self.scheduler.running(start.seq_id)
             self._move(sequence, has_slot=True)
 
     def _move(self, sequence: Sequence, *, has_slot: bool) -> None:
-        ticket = self._tickets.get(sequence.request_id)
+        ticket = self._tickets.get(sequence.request.request_id)
         if ticket is not None:
             ticket.move(has_slot=has_slot)
 
@@ -292,9 +294,9 @@ class Simulation:
             sequence = self._slots[entry.seq_id]
             amount = len(entry.tokens) * weights.output
             amount += (entry.n_drafted - entry.n_accepted) * weights.rejected
-            if part.n_past < sequence.n_prompt and not sequence.n_preemptions:
+            if part.n_past < sequence.n_prompt and not sequence.swap.n_preemptions:
                 amount += len(part.tokens) * weights.prompt
-            service[sequence.tenant] += amount
+            service[sequence.request.tenant] += amount
 
     def run(self, rate: float, seconds: float, tenants: tuple[str, ...]) -> Summary:
         """Submits requests evenly for some virtual time, and runs until all have ended.

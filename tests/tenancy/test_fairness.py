@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.step import ResultEntry, SequenceStatus
 from drafthouse_server.tenancy.fairness import SaveBudget, ServiceWeights, VirtualCounters
 
 
-class Stream:
-    def __init__(self, tenant: str) -> None:
-        self.tenant = tenant
+def stream(tenant: str) -> Sequence:
+    return Sequence(Request("r", [1], tenant=tenant), None)
 
 
 def waiting(*tenants: str, **weights: float) -> VirtualCounters:
@@ -35,7 +35,7 @@ def test_prompts_outputs_and_rejected_drafts_are_charged_over_the_tenants_weight
         ResultEntry(2, ok, 11, [1]),
         ResultEntry(3, ok, 8),  # a piece of a prompt
     ]
-    running = {0: Stream("a"), 1: Stream("a"), 2: Stream("b"), 3: Stream("b")}
+    running = {0: stream("a"), 1: stream("a"), 2: stream("b"), 3: stream("b")}
     counters.charge_step(entries, running)
     assert counters.of("a") == 10 + 3 * 2 + 4 * 0.5 + 2
     assert counters.of("b") == (10 + 2) / 4
@@ -45,7 +45,7 @@ def test_prompts_outputs_and_rejected_drafts_are_charged_over_the_tenants_weight
 def test_the_work_of_a_grammar_is_charged_failed_or_not() -> None:
     counters = VirtualCounters(ServiceWeights(masks=3.0))
     counters.join("a", 2.0)
-    running = {0: Stream("a"), 1: Stream("b")}
+    running = {0: stream("a"), 1: stream("b")}
     entries = [
         ResultEntry(0, SequenceStatus.OK, 5, n_mask_work=4_000_000),
         ResultEntry(1, SequenceStatus.GRAMMAR_TOO_COSTLY, 5, n_mask_work=500_000),

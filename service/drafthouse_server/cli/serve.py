@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from importlib.metadata import version
 from pathlib import Path
 
-from drafthouse_server.cli import settings
+from drafthouse_server.cli import CHECKOUT, settings
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
@@ -31,12 +31,9 @@ from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.operations.logs import LogQueue
 from drafthouse_server.rpc.server import Server
 
-__all__ = ["CHECKOUT", "FAILED", "LISTENS_AT", "LOST", "add_doctor", "add_serve", "end_threads"]
+__all__ = ["FAILED", "LISTENS_AT", "LOST", "add_doctor", "add_serve", "end_threads"]
 
 _log = logging.getLogger(__name__)
-
-CHECKOUT = Path(__file__).resolve().parents[3]
-"""Root of the repository; of an installed package, a folder without models."""
 
 LISTENS_AT = "listening at "
 """How the line starts that tells the address, "host:port", when the server takes calls."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from drafthouse_server.cli.serve import CHECKOUT
+from drafthouse_server.cli import CHECKOUT
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import AUTOMATIC, DRAFT_TYPES, Config
 from drafthouse_server.engine.llama import LlamaEngine

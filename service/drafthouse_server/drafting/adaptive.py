@@ -72,13 +72,14 @@ class AdaptiveDraft:
 
     def wants(self, sequence: Draftable) -> bool:
         """Returns whether a sequence's drafter shall be fed."""
-        return self.is_enabled if sequence.n_draft is None else sequence.n_draft > 0
+        n_draft = sequence.request.n_draft
+        return self.is_enabled if n_draft is None else n_draft > 0
 
     def choose_all(
         self, sequences: Sequence[Draftable], limits: EngineLimits, draft_budget: int
     ) -> list[int]:
         """Returns K for each sequence; a request that asks for a K gets it."""
-        bound = [s.n_draft for s in sequences if s.n_draft is not None]
+        bound = [k for s in sequences if (k := s.request.n_draft) is not None]
         n, k, i_bucket = len(sequences), -1, (len(sequences) - 1).bit_length()
         if n > len(bound) and self._n_draft_max:
             self._base, self._free = 1 + sum(map(self._gain, bound)) / n, 1 - len(bound) / n

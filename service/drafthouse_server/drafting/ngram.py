@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
-from drafthouse_server.step import EngineLimits, PlanEntry, ResultEntry, SamplingOptions
+from drafthouse_server.drafting.policy import Asked
+from drafthouse_server.step import EngineLimits, PlanEntry, ResultEntry
 
 __all__ = ["NgramDrafter", "NgramIndex", "NgramPool", "NgramTrack", "Searchable"]
 
@@ -63,18 +64,8 @@ class Searchable(Protocol):
     """What the drafter remembers of the sequence; no other code reads it."""
 
     @property
-    def owner(self) -> str:
-        """Whose later sequences may draft from it: the tenant's, or an end user's."""
-        ...
-
-    @property
-    def sampling(self) -> SamplingOptions:
-        """What the sampler was made from."""
-        ...
-
-    @property
-    def n_draft(self) -> int | None:
-        """K asked for; None leaves it to the policy."""
+    def request(self) -> Asked:
+        """What was asked for."""
         ...
 
     @property
@@ -216,7 +207,7 @@ class NgramPool:
         shelf.table.update(zip(_ngrams(text, ends, self._size), places, strict=True))
 
     def forget(self, tenant: str) -> None:
-        """Forgets all of a tenant and of its end users (`Sequence.owner`)."""
+        """Forgets all of a tenant and of its end users (`Request.owner`)."""
 
         def is_other(owner: str) -> bool:
             return _tenant_of(owner) != tenant
@@ -255,7 +246,7 @@ class NgramPool:
 
 
 def _tenant_of(owner: str) -> str:
-    """Returns the tenant of an owner (`Sequence.owner`), which may be an end user of it."""
+    """Returns the tenant of an owner (`Request.owner`), which may be an end user of it."""
     return owner.partition("\0")[0]
 
 
@@ -408,7 +399,7 @@ class NgramDrafter:
         if end >= 0:
             track.drafts_on(track.index.tokens, end, self._n_long)
         if self._pool is not None and track.uses_pool and track.n_matched < self._n_long:
-            found = self._pool.find(sequence.owner, track.index.tokens)
+            found = self._pool.find(sequence.request.owner, track.index.tokens)
             if found is not None:
                 track.drafts_on(*found, self._n_long)
 
@@ -471,7 +462,7 @@ class NgramDrafter:
         """
         sequence.ngram_memory = None
         if self._pool is not None and is_finished:
-            self._pool.add(sequence.owner, sequence.tokens[sequence.n_prompt :])
+            self._pool.add(sequence.request.owner, sequence.tokens[sequence.n_prompt :])
 
 
 def _may_use_pool(sequence: Searchable) -> bool:
@@ -480,7 +471,8 @@ def _may_use_pool(sequence: Searchable) -> bool:
     Not where a seed was asked for: what it draws shall not depend on who else was here, and where
     the drafter's drafts are verified by rejection, what is drafted decides which number is drawn.
     """
-    return sequence.sampling.temperature <= 0 or sequence.sampling.seed is None
+    sampling = sequence.request.sampling
+    return sampling.temperature <= 0 or sampling.seed is None
 
 
 def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -511,7 +503,7 @@ def _stretched(sequence: Searchable, entry: PlanEntry, limits: EngineLimits) -> 
     """Returns an entry with as much of the proposal as is of use; the same if that is no more."""
     track = sequence.ngram_memory
     assert track is not None, "made by fill"
-    is_wanted = bool(track.proposal) and track.is_better and sequence.n_draft is None
+    is_wanted = bool(track.proposal) and track.is_better and sequence.request.n_draft is None
     if not is_wanted or track.record.share < _NEARLY_CERTAIN or sequence.n_no_room:
         return entry
     n_useful = min(sequence.n_output_left, limits.n_ctx_seq - sequence.n_computed) - 1

@@ -5,9 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from drafthouse_server.step import EngineLimits, StepResult
+from drafthouse_server.step import EngineLimits, SamplingOptions, StepResult
 
-__all__ = ["DraftPolicy", "Draftable", "FixedDraft", "fit", "level"]
+__all__ = ["Asked", "DraftPolicy", "Draftable", "FixedDraft", "fit", "level"]
+
+
+class Asked(Protocol):
+    """What drafting may know of a request."""
+
+    @property
+    def n_draft(self) -> int | None:
+        """K asked for; None leaves it to the policy."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """How tokens are chosen."""
+        ...
+
+    @property
+    def owner(self) -> str:
+        """Whose later sequences may draft from it: the tenant's, or an end user's."""
+        ...
 
 
 class Draftable(Protocol):
@@ -22,13 +41,8 @@ class Draftable(Protocol):
         ...
 
     @property
-    def tenant(self) -> str:
-        """Name of the tenant."""
-        ...
-
-    @property
-    def n_draft(self) -> int | None:
-        """K asked for; None leaves it to the policy."""
+    def request(self) -> Asked:
+        """What was asked for."""
         ...
 
     @property
@@ -98,7 +112,7 @@ class FixedDraft:
 
     def wants(self, sequence: Draftable) -> bool:
         """Returns whether it is one that gets drafts."""
-        n_draft = sequence.n_draft
+        n_draft = sequence.request.n_draft
         return (self._n_draft_default if n_draft is None else n_draft) > 0
 
     def choose_all(
@@ -109,7 +123,7 @@ class FixedDraft:
         return requested if sum(requested) <= draft_budget else level(requested, draft_budget)
 
     def _choose(self, sequence: Draftable, limits: EngineLimits) -> int:
-        n_draft = sequence.n_draft
+        n_draft = sequence.request.n_draft
         if n_draft is None:
             n_draft = self._n_draft_default
         return fit(n_draft, sequence, limits) if n_draft > 0 else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import secrets
 import time
@@ -38,7 +37,7 @@ from drafthouse_server.scheduling.prefix_cache import (
     CacheEvent,
     CacheReset,
 )
-from drafthouse_server.scheduling.scheduler import Scheduler
+from drafthouse_server.serving.engine_thread import LoadReport
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.metrics import Statistics
 from drafthouse_server.serving.requests import Bound, Range, Violations
@@ -106,26 +105,6 @@ class Operated(Protocol):
         """Ends the server when running requests have ended, or their time is over."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Work:
-    """What the scheduler tells of its load."""
-
-    n_cells: int = 0
-    """KV cells that running sequences hold."""
-    n_backlog: int = 0
-    """Tokens of prompts that are not computed."""
-
-
-def _measure(scheduler: Scheduler) -> _Work:
-    """Thread: engine thread only."""
-    n_cells = n_backlog = 0
-    for sequence in scheduler.sequences():
-        if sequence.seq_id >= 0:
-            n_cells += sequence.n_computed
-        n_backlog += max(0, sequence.n_prompt - sequence.n_computed)
-    return _Work(n_cells, n_backlog)
-
-
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """Administers one server.
 
@@ -151,8 +130,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._started_at = clock()
         self._start_time = wall_clock()
         self._rates = RecentRates(self._counters())
-        self._work = _Work()
-        self._measured_at = float("-inf")
+        self._told = LoadReport()
+        self._told_at = float("-inf")
         self._tokens: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._salt = secrets.token_bytes(32)
         self._threads = ThreadPoolExecutor(_N_STORE_CALLS, thread_name_prefix="admin-store")
@@ -187,10 +166,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _load(self) -> admin_pb2.Load:
         loop = self._server.loop
-        if self._clock() - self._measured_at > _FRESH_S:
+        if self._clock() - self._told_at > _FRESH_S:
             # Where the engine does not answer, what it told last is the newest that there is.
-            self._work = await loop.ask(_measure) or self._work
-            self._measured_at = self._clock()
+            self._told = await loop.load() or self._told
+            self._told_at = self._clock()
         admission, limits = loop.admission, loop.engine.limits
         state = admin_pb2.SERVER_STATE_SERVING
         if loop.is_draining:
@@ -202,8 +181,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             running_requests=admission.n_running,
             waiting_requests=admission.n_waiting,
             free_slots=max(0, limits.n_seq_max - admission.n_running),
-            free_kv_cells=max(0, limits.n_ctx - self._work.n_cells),
-            prefill_backlog_tokens=self._work.n_backlog,
+            free_kv_cells=max(0, limits.n_ctx - self._told.n_cells_running),
+            prefill_backlog_tokens=self._told.n_backlog,
         )
 
     # --- methods
@@ -247,9 +226,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Lists the tenants that have called of late."""
         calls, loop = self._server.gate.calls, self._server.loop
         tenants = dict(sorted(calls.tenants.items()))
-        counters = await loop.ask(
-            lambda scheduler: {name: scheduler.counters.of(name) for name in tenants}
-        )
+        told = await loop.load(tenants)
         listed = []
         for name, tenant in tenants.items():
             load = loop.admission.load(name)
@@ -262,7 +239,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     open_calls=calls.n_of(name),
                     prompt_tokens=n_prompt,
                     output_tokens=n_output,
-                    virtual_counter=counters[name] if counters else None,
+                    virtual_counter=told.service[name] if told else None,
                     limits=_in_force(tenant),
                 )
             )

@@ -175,7 +175,7 @@ class Output:
                 accepted_tokens_by_position=counts.n_accepted_by_position,
                 step_count=counts.n_steps,
             ),
-            request_id=sequence.request_id,
+            request_id=sequence.request.request_id,
         )
 
 

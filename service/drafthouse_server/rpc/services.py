@@ -41,6 +41,7 @@ from drafthouse_server.scheduling.sequence import (
     ErrorEvent,
     FinishEvent,
     FinishReason,
+    Request,
     Sequence,
 )
 from drafthouse_server.serving.accounting import Accounting
@@ -360,7 +361,7 @@ class GenerationService(GenerationServiceServicer):
         outcome = EngineError.reason
         try:
             await outbox.begun()
-            if not math.isnan(sequence.slot_at):  # else it ends without one
+            if not math.isnan(sequence.clock.slot_at):  # else it ends without one
                 await writer.begin(caller.request_id, ticket.standings())
             await self._stream(outbox, sequence, wanted, writer)
         except (asyncio.CancelledError, grpc.aio.InternalError):  # the call has ended
@@ -385,10 +386,9 @@ class GenerationService(GenerationServiceServicer):
         n_output_max = tenant.bound_output(wanted.n_output_max, n_most)
         await ticket.book(len(tokens), n_output_max)
         sampler = await self._shared.make_sampler(wanted.sampling, tenant)
-        return Sequence(
+        request = Request(
             request_id=caller.request_id,
             prompt=tokens,
-            sampler=sampler,
             tenant=tenant.name,
             end_user=asked.end_user,
             weight=tenant.weight,
@@ -401,6 +401,7 @@ class GenerationService(GenerationServiceServicer):
             has_progress=wanted.has_progress,
             received_at=caller.received_at,
         )
+        return Sequence(request, sampler)
 
     def _deadline(self, context: _Context) -> float:
         """Returns the monotonic time after which the client does not wait."""
@@ -432,7 +433,8 @@ class GenerationService(GenerationServiceServicer):
         """Writes what the sequence yields. While one message is written, the next one collects."""
         output = Output(wanted, self._shared.piece)
         clock = self._shared.clock
-        times = StreamTimer(self._shared.loop.metrics, sequence.received_at, clock, sequence.tenant)
+        request = sequence.request
+        times = StreamTimer(self._shared.loop.metrics, request.received_at, clock, request.tenant)
         while True:
             events = await outbox.receive()
             if wanted.has_progress and (progress := progress_message(events)) is not None:
@@ -451,7 +453,7 @@ class GenerationService(GenerationServiceServicer):
         if isinstance(end, ErrorEvent):
             await writer.settle(end.error.reason)
             if isinstance(end.error, Draining):
-                end.error.has_begun = not math.isnan(sequence.slot_at)
+                end.error.has_begun = not math.isnan(sequence.clock.slot_at)
             raise end.error
         times.end()
         await writer.settle(output.reason(end).name.lower())

@@ -83,7 +83,7 @@ class OutputLengths:
     def observe(self, sequence: Sequence) -> None:
         """Learns from a sequence that has ended."""
         self._all.observe(sequence.n_output)
-        self._by_tenant.setdefault(sequence.tenant, _Average()).observe(sequence.n_output)
+        self._by_tenant.setdefault(sequence.request.tenant, _Average()).observe(sequence.n_output)
 
     def forget(self, tenant: str) -> None:
         """Forgets what a tenant's sequences came to. Harmless where nothing is known."""
@@ -95,8 +95,7 @@ class OutputLengths:
         Always more than it has generated.
         """
         n_max = sequence.n_output_max
-        assert n_max is not None, "set at submission"
-        average = self._by_tenant.get(sequence.tenant, self._all)
+        average = self._by_tenant.get(sequence.request.tenant, self._all)
         if average.n:
             expected = math.ceil(average.mean + average.deviation)
         else:

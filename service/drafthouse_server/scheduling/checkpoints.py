@@ -85,7 +85,7 @@ class Checkpoints:
             if not is_running or n_tokens != self._position(sequence):
                 continue  # it has ended, or was preempted
             prefix = self._prefixes.make(
-                sequence.seq_id, sequence.owner, sequence.tokens[:n_tokens]
+                sequence.seq_id, sequence.request.owner, sequence.tokens[:n_tokens]
             )
             self.store(plan, sequence.seq_id, prefix, sequence.n_reused)
 

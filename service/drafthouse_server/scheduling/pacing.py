@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 from drafthouse_server.drafting.guard import Guard
+from drafthouse_server.scheduling.sequence import Sequence
 
 __all__ = [
     "GAP_FACTOR",
@@ -30,7 +30,6 @@ __all__ = [
     "STEP_FREE_S",
     "ChunkSizer",
     "RunLength",
-    "Runnable",
 ]
 
 GAP_FACTOR = 2.0
@@ -166,20 +165,6 @@ class ChunkSizer:
         (self._loaded if has_prefill else self._unloaded).observe(step_s / predicted_s)
 
 
-class Runnable(Protocol):
-    """What a run must know of a sequence."""
-
-    @property
-    def n_output_left(self) -> int:
-        """Tokens that may still be generated, >= 1."""
-        ...
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Tokens that end it besides the model's own."""
-        ...
-
-
 class RunLength:
     """Decides how long runs are.
 
@@ -190,7 +175,7 @@ class RunLength:
     def __init__(self, gap_s: float = 0.0) -> None:
         self._run_s = min(RUN_S, gap_s or RUN_S)
 
-    def n_steps(self, sequences: Iterable[Runnable], step_s: float, n_steps_free: int) -> int:
+    def n_steps(self, sequences: Iterable[Sequence], step_s: float, n_steps_free: int) -> int:
         """Returns the steps of the next run, >= 1.
 
         Args:
@@ -204,13 +189,13 @@ class RunLength:
         is_long = N_STEPS_MAX * step_s <= self._run_s
         n_steps = min(n_steps_free, N_STEPS_MAX if is_long else int(self._run_s / step_s))
         for sequence in sequences:
-            if sequence.stop_token_ids:
+            if sequence.request.stop_token_ids:
                 return 1  # the engine does not know them
             n_steps = min(n_steps, sequence.n_output_left)
         return max(1, n_steps)
 
     def ask(
-        self, guard: Guard, sequences: Sequence[Runnable], step_s: float, n_steps_free: int
+        self, guard: Guard, sequences: Iterable[Sequence], step_s: float, n_steps_free: int
     ) -> int:
         """Returns the same, or 1 where it cannot be told."""
 

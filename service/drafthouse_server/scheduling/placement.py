@@ -98,7 +98,7 @@ class Placement:
         """
         n_tokens = sequence.n_pending
         if is_found:
-            match = self._prefixes.find(sequence.owner, sequence.tokens)
+            match = self._prefixes.find(sequence.request.owner, sequence.tokens)
             n_tokens -= match.n_tokens if match else 0
         return self._preemption.recompute_s(n_tokens) / _SPEED_UP
 
@@ -128,25 +128,26 @@ class Placement:
                 n_kept=sequence.n_computed,
                 source=source if source != seq_id else None,
                 snapshot=snapshot,
-                is_resumed=sequence.is_preempted,
-                tag=tag_of(sequence.tenant),
+                is_resumed=sequence.swap.is_preempted,
+                tag=tag_of(sequence.request.tenant),
             )
         )
-        if sequence.is_preempted:
+        if sequence.swap.is_preempted:
             self._preemption.note_resumed(sequence, plan.planned_at)
         else:
-            sequence.slot_at = plan.planned_at
+            sequence.clock.slot_at = plan.planned_at
             sequence.n_reused = sequence.n_computed
-            self._counters.charge_prompt(sequence.tenant, sequence.n_pending)
+            self._counters.charge_prompt(sequence.request.tenant, sequence.n_pending)
             if match is not None:
                 plan.hits.append(sequence)
 
     def _find_prefix(self, sequence: Sequence) -> Match | None:
         """Returns the prefix that a sequence could go on from; what it drafted on is gone."""
         sequence.is_draft_cold = False
-        self._prefixes.set_weight(sequence.tenant, self._counters.weight(sequence.tenant))
-        match = self._prefixes.find(sequence.owner, sequence.tokens)
-        if not sequence.is_preempted:
+        request = sequence.request
+        self._prefixes.set_weight(request.tenant, self._counters.weight(request.tenant))
+        match = self._prefixes.find(request.owner, sequence.tokens)
+        if not sequence.swap.is_preempted:
             self._prefixes.count(sequence.n_prompt, match)
         return match
 
@@ -171,10 +172,10 @@ class Placement:
         """Notes which of the plan's starts kept less than they were to, and counts the others."""
         for seq_id, n_kept in result.n_kept.items():
             sequence = self._slots.running[seq_id]
-            if sequence.n_steps or sequence.n_preemptions:
+            if sequence.tally.n_steps or sequence.swap.n_preemptions:
                 self._preemption.swap.n_recomputed += sequence.n_computed - n_kept
             else:
-                self._counters.charge_prompt(sequence.tenant, sequence.n_reused - n_kept)
+                self._counters.charge_prompt(sequence.request.tenant, sequence.n_reused - n_kept)
                 sequence.n_reused = n_kept
             # The plan may have had no entry for it: no budget was left.
             sequence.n_computed = n_kept

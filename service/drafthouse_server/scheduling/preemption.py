@@ -125,11 +125,12 @@ class SwapSpace:
             sequence.n_computed = 0
         else:
             self._n_bytes += len(snapshot)
-        sequence.snapshot = snapshot
+        sequence.swap.snapshot = snapshot
 
     def take(self, sequence: Sequence) -> bytes | None:
         """Returns a sequence's snapshot, which is held no more."""
-        snapshot, sequence.snapshot = sequence.snapshot, None
+        swap = sequence.swap
+        snapshot, swap.snapshot = swap.snapshot, None
         if snapshot is not None:
             self._n_bytes -= len(snapshot)
         return snapshot
@@ -199,11 +200,12 @@ class Preemption:
         """
         held: dict[str, float] = {}
         for sequence in self._slots.running.values():
-            tenant = sequence.tenant
+            tenant = sequence.request.tenant
             n_cells = sequence.n_computed / self._counters.weight(tenant)
             held[tenant] = held.get(tenant, 0.0) + n_cells
         tenant = max(held, key=held.__getitem__)
-        return max((s for s in self._slots.running.values() if s.tenant == tenant), key=_rank)
+        running = self._slots.running.values()
+        return max((s for s in running if s.request.tenant == tenant), key=_rank)
 
     def may_save(self, tenant: str, now: float) -> bool:
         """Returns whether a snapshot may be written so that a tenant gets a slot."""
@@ -217,12 +219,13 @@ class Preemption:
         that has lost its slot shortly before; and none while snapshots have taken too much time
         already.
         """
-        tenant, held = sequence.tenant, self._held()
+        tenant, held = sequence.request.tenant, self._held()
         if not self.may_save(tenant, plan.planned_at):
             return None
         if tenant in held and not self._slots.has_room:
             running = self._slots.running
-            less = (s for s in running.values() if s.priority < sequence.priority)
+            priority = sequence.request.priority
+            less = (s for s in running.values() if s.request.priority < priority)
             enough = (s for s in less if self._ledger.has_cells(sequence, running, s))
             victim = self._last_of(tenant, enough, plan)
             if victim is not None and victim.rank > sequence.rank and self._is_quick(victim, held):
@@ -237,7 +240,7 @@ class Preemption:
         """Returns the slots that run by tenant."""
         held: dict[str, int] = {}
         for sequence in self._slots.running.values():
-            tenant = sequence.tenant
+            tenant = sequence.request.tenant
             if tenant in held:  # no call: this runs in every step while sequences wait
                 held[tenant] += 1
             else:
@@ -253,7 +256,7 @@ class Preemption:
         mine = (
             sequence
             for sequence in candidates
-            if sequence.tenant == tenant
+            if sequence.request.tenant == tenant
             and sequence.seq_id not in needed
             and self._is_due(sequence, now)
         )
@@ -261,7 +264,8 @@ class Preemption:
 
     def _is_due(self, sequence: Sequence, now: float) -> bool:
         """Returns whether a sequence may lose its slot, because it has not for some time."""
-        return not sequence.n_preemptions or now - sequence.preempted_at >= self._interval_s
+        swap = sequence.swap
+        return not swap.n_preemptions or now - swap.preempted_at >= self._interval_s
 
     def _is_quick(self, victim: Sequence, held: dict[str, int]) -> bool:
         """Returns whether other tenants' streams hardly feel that a sequence is preempted."""
@@ -273,7 +277,7 @@ class Preemption:
         """Returns whether a snapshot is worth writing if a sequence is preempted now."""
         n_computed = sequence.n_computed
         recompute_s = self._estimators.recompute_s(n_computed)
-        is_drawn = sequence.sampling.temperature > 0 and sequence.n_steps > 0
+        is_drawn = sequence.request.sampling.temperature > 0 and sequence.tally.n_steps > 0
         return self.swap.is_worth_saving(n_computed, recompute_s, is_drawn=is_drawn)
 
     def recompute_s(self, n_tokens: int) -> float:
@@ -286,10 +290,10 @@ class Preemption:
         What is saved, or computed again, for a tenant's own priorities, it is charged for.
         """
         self._budget.spend(
-            sequence.tenant, self.swap.n_bytes_of(victim.n_computed), plan.planned_at
+            sequence.request.tenant, self.swap.n_bytes_of(victim.n_computed), plan.planned_at
         )
-        if victim.tenant == sequence.tenant:
-            self._counters.charge_prompt(victim.tenant, victim.n_computed)
+        if victim.request.tenant == sequence.request.tenant:
+            self._counters.charge_prompt(victim.request.tenant, victim.n_computed)
         self.preempt(victim, plan)
 
     def preempt(self, sequence: Sequence, plan: PlanBuilder) -> None:
@@ -303,9 +307,7 @@ class Preemption:
         self._ledger.release(sequence)
         self._slots.empty(seq_id)
         sequence.seq_id = -1
-        sequence.is_preempted = True
-        sequence.preempted_at = plan.planned_at
-        sequence.n_preemptions += 1
+        sequence.swap.begin(plan.planned_at)
         sequence.n_no_room = 0
         self.swap.n_preempted += 1
 
@@ -320,15 +322,14 @@ class Preemption:
             sequence.sampler = result.samplers.get(seq_id)
             self.swap.put(sequence, result.snapshots.get(seq_id))
             self._waiting.push(sequence)
-            if sequence.sampler is None and sequence.snapshot is None:
+            if sequence.sampler is None and sequence.swap.snapshot is None:
                 lost.append(sequence)
         plan.preempted = {}
         return lost
 
     def note_resumed(self, sequence: Sequence, now: float) -> None:
         """Notes that a sequence has a slot again."""
-        sequence.is_preempted = False
-        sequence.preempted_s += now - sequence.preempted_at
+        sequence.swap.end(now)
         self.swap.n_resumed += 1
 
 

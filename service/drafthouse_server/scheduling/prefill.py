@@ -175,7 +175,7 @@ class Prefill:
         which is to give a token; or, where the sequence was preempted, all but the last token: that
         one goes on as if nothing had happened, with a draft.
         """
-        if sequence.n_steps:
+        if sequence.tally.n_steps:
             return sequence.n_pending - 1
         if plan.is_newcomers:
             return sequence.n_pending
@@ -234,10 +234,10 @@ class Newcomers:
         was_step, self._is_step = self._is_step, False
         if was_step or not decodes or not prefills or not self._estimators.cost.n_observed:
             return []
-        running = {sequence.tenant for sequence in decodes}
-        new = [s for s in prefills if s.tenant not in running]
-        light = self._counters.light({s.tenant for s in new}, running) if new else ()
-        new = [s for s in new if s.tenant in light]
+        running = {sequence.request.tenant for sequence in decodes}
+        new = [s for s in prefills if s.request.tenant not in running]
+        light = self._counters.light({s.request.tenant for s in new}, running) if new else ()
+        new = [s for s in new if s.request.tenant in light]
         chosen = self._fitting(new, min(self._limits.n_batch, n_cells_free))
         self._is_step = bool(chosen)
         return chosen
@@ -301,7 +301,7 @@ class PrefillShares:
         """
         lines: dict[str, list[tuple[Sequence, int]]] = {}
         for part in prefills:
-            lines.setdefault(part[0].tenant, []).append(part)
+            lines.setdefault(part[0].request.tenant, []).append(part)
         for line in lines.values():
             line.sort(key=_part_rank)
         if len(lines) == 1:
@@ -311,9 +311,9 @@ class PrefillShares:
 
     def charge(self, sequence: Sequence, n_tokens: int) -> None:
         """Counts tokens of a sequence that the step computes, of those that it was to get."""
-        weight = self._weights.get(sequence.tenant)
+        weight = self._weights.get(sequence.request.tenant)
         if weight is not None:
-            self._served[sequence.tenant] += n_tokens / weight
+            self._served[sequence.request.tenant] += n_tokens / weight
 
     def _share_lines(
         self, lines: dict[str, list[tuple[Sequence, int]]], n_left: int
@@ -323,7 +323,7 @@ class PrefillShares:
         least = min((before[tenant] for tenant in lines if tenant in before), default=0.0)
         served = self._served = {tenant: before.get(tenant, least) for tenant in lines}
         tenants = sorted(lines, key=served.__getitem__)
-        weights = self._weights = {tenant: lines[tenant][0][0].weight for tenant in tenants}
+        weights = self._weights = {tenant: lines[tenant][0][0].request.weight for tenant in tenants}
         wanted = {tenant: sum(n for _, n in lines[tenant]) for tenant in tenants}
         granted = dict.fromkeys(tenants, 0)
         n_open = len(tenants)

@@ -551,7 +551,7 @@ class NoPrefixes(PrefixCache):
 
 
 def tenant_of(owner: str) -> str:
-    """Returns the tenant of an owner (`Sequence.owner`), which may be an end user of it."""
+    """Returns the tenant of an owner (`Request.owner`), which may be an end user of it."""
     return owner.partition("\0")[0]
 
 

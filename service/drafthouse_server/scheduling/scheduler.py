@@ -234,12 +234,11 @@ class Scheduler:
         Raises:
             ContextTooLong: it does not fit the context (CONTEXT_TOO_LONG); it is not submitted.
         """
-        assert sequence.order < 0, f"{sequence.request_id} was submitted twice"
-        assert sequence.n_prompt > 0, f"{sequence.request_id} has no prompt"
-        n_prompt, n_output_max = sequence.n_prompt, sequence.n_output_max
-        sequence.n_output_max = check_context(self._limits, n_prompt, n_output_max)
-        sequence.order = self._n_submitted
-        sequence.rank = rank(sequence, self._aging_s)
+        assert sequence.order < 0, f"{sequence.request.request_id} was submitted twice"
+        assert sequence.n_prompt > 0, f"{sequence.request.request_id} has no prompt"
+        request, n_prompt = sequence.request, sequence.n_prompt
+        sequence.n_output_max = check_context(self._limits, n_prompt, request.n_output_max)
+        sequence.rank = rank(request, self._n_submitted, self._aging_s)
         self._n_submitted += 1
         self._waiting.push(sequence)
         self._ends.expect(sequence, self.n_waiting + self.n_running)
@@ -381,7 +380,7 @@ class Scheduler:
         sequence.n_computed = entry.n_past
         sequence.n_no_room = 0
         sequence.is_draft_cold = entry.is_draft_cold
-        if sequence.n_steps == 0:
+        if sequence.tally.n_steps == 0:
             self._note_prefill(sequence, events)
         if not entry.tokens:
             return
@@ -404,7 +403,7 @@ class Scheduler:
         if n_computed == n_prompt and self._prefixes.can_cut:
             self._slots.note(sequence)
         self._checkpoints.note(sequence)
-        if sequence.has_progress and n_computed > sequence.n_progress:
+        if sequence.request.has_progress and n_computed > sequence.n_progress:
             sequence.n_progress = n_computed
             events.append((sequence, ProgressEvent(n_computed, n_prompt)))
 
@@ -449,7 +448,7 @@ class Scheduler:
         return [(sequence, self._fail(sequence, status)) for sequence in (*lost, *preempted)]
 
     def _fail(self, sequence: Sequence, status: str) -> Event:
-        return self._end(sequence, _error_of(status, sequence.request_id))
+        return self._end(sequence, _error_of(status, sequence.request.request_id))
 
     def _end(self, sequence: Sequence, end: End) -> Event:
         """Gives back what a sequence holds, and returns its terminal event."""
@@ -464,11 +463,11 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
             self._preemption.swap.take(sequence)
-            if sequence.is_preempted:
-                sequence.preempted_s += self._now - sequence.preempted_at
+            if sequence.swap.is_preempted:
+                sequence.swap.end(self._now)
         self._estimators.forget(sequence, is_finished=end in _FINISHED)
         if isinstance(end, FinishReason):
-            if sequence.n_steps:
+            if sequence.tally.n_steps:
                 self._ledger.lengths.observe(sequence)
             return sequence.finish(end)
         return sequence.fail(end)

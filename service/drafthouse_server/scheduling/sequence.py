@@ -11,14 +11,18 @@ from drafthouse_server.errors import DrafthouseError
 from drafthouse_server.step import ResultEntry, SamplingOptions
 
 __all__ = [
+    "Clock",
     "ErrorEvent",
     "Event",
     "FinishEvent",
     "FinishReason",
     "ProgressEvent",
+    "Request",
     "Sequence",
     "SequenceState",
     "SpeculationCounts",
+    "Swap",
+    "Tally",
     "Timings",
     "TokensEvent",
     "Usage",
@@ -141,16 +145,14 @@ class ErrorEvent:
 Event = TokensEvent | ProgressEvent | FinishEvent | ErrorEvent
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One request's token stream. The scheduler alone changes it."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for. It never changes."""
 
     request_id: str
     """Id of the request, as in logs and errors."""
     prompt: Tokens[int]
     """Token ids, at least one."""
-    sampler: object
-    """Made by `Engine.make_sampler`; the engine owns it once the sequence has a slot."""
     tenant: str = "default"
     """Name of the tenant."""
     end_user: str = ""
@@ -158,16 +160,13 @@ class Sequence:
     weight: float = 1.0
     """The tenant's share of the server relative to other tenants' weights, > 0."""
     priority: int = 0
-    """[-100, 100]; higher runs first, see `rank`."""
+    """[-100, 100]; higher runs first, see `Sequence.rank`."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     """What the sampler was made from."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence besides the model's own."""
     n_output_max: int | None = None
-    """Most tokens to generate, >= 1.
-
-    None: until the context is full. The scheduler sets it at submission.
-    """
+    """Most tokens to generate, >= 1; None: until the context is full."""
     n_draft: int | None = None
     """K asked for; None is the server's default."""
     deadline: float = math.inf
@@ -177,10 +176,110 @@ class Sequence:
     has_progress: bool = False
     """Whether `ProgressEvent`s are wanted."""
 
+    @property
+    def owner(self) -> str:
+        """Whose the computed tokens are: the tenant's, or an end user's of it alone."""
+        return f"{self.tenant}\0{self.end_user}" if self.end_user else self.tenant
+
+
+@dataclass(slots=True)
+class Tally:
+    """Steps of one sequence, and what became of its drafts. Counts only grow."""
+
+    n_steps: int = 0
+    """Steps that generated tokens."""
+    n_drafts: int = 0
+    """Steps that verified a draft."""
+    n_drafted: int = 0
+    """Draft tokens verified."""
+    n_accepted: int = 0
+    """Draft tokens accepted."""
+    n_drafts_by_accepted: list[int] = field(default_factory=list)
+    """Verified drafts by how many of their tokens were accepted: one count a step."""
+
+    def count_draft(self, entry: ResultEntry) -> None:
+        """Counts the draft of one step."""
+        n_drafted, n_accepted = entry.n_drafted, entry.n_accepted
+        self.n_drafts += 1
+        self.n_drafted += n_drafted
+        self.n_accepted += n_accepted
+        by_accepted = self.n_drafts_by_accepted
+        if len(by_accepted) <= n_drafted:
+            by_accepted += [0] * (n_drafted + 1 - len(by_accepted))
+        by_accepted[n_accepted] += 1
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        """How speculation did so far."""
+        by_accepted = self.n_drafts_by_accepted
+        return SpeculationCounts(
+            n_drafts=self.n_drafts,
+            n_drafted=self.n_drafted,
+            n_accepted=self.n_accepted,
+            # At a place, in every draft of which more were accepted than stand before it.
+            n_accepted_by_position=tuple(
+                [sum(by_accepted[n:]) for n in range(1, len(by_accepted))]
+            ),
+            n_steps=self.n_steps,
+        )
+
+
+@dataclass(slots=True)
+class Clock:
+    """When things happened to one sequence: monotonic times in seconds; NaN before they do."""
+
+    slot_at: float = math.nan
+    """When it got its first slot."""
+    first_token_at: float = math.nan
+    """When its first token was there."""
+    last_token_at: float = math.nan
+    """When its last token was there."""
+
+
+@dataclass(slots=True)
+class Swap:
+    """What preemption took from one sequence, and for how long."""
+
+    is_preempted: bool = False
+    """Whether the sequence had to give its slot back and waits for another."""
+    n_preemptions: int = 0
+    """Times that it was preempted."""
+    preempted_at: float = math.nan
+    """Monotonic time of its last preemption, seconds; NaN if there was none."""
+    preempted_s: float = 0.0
+    """Seconds that it was preempted, all times together; the current one is not counted yet."""
+    snapshot: bytes | None = None
+    """All that its slot held, while it is preempted in host memory."""
+
+    def begin(self, now: float) -> None:
+        """Notes that the sequence lost its slot."""
+        self.is_preempted = True
+        self.preempted_at = now
+        self.n_preemptions += 1
+
+    def end(self, now: float) -> None:
+        """Notes that a preempted sequence has a slot again, or ends without one."""
+        self.is_preempted = False
+        self.preempted_s += now - self.preempted_at
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's token stream. The scheduler alone changes it."""
+
+    request: Request
+    """What was asked for."""
+    sampler: object
+    """Made by `Engine.make_sampler`; the engine owns it once the sequence has a slot."""
+
     tokens: list[int] = field(init=False)
     """Prompt and output."""
     n_prompt: int = field(init=False)
     """Length of the prompt."""
+    n_output_max: int = 0
+    """Most tokens to generate, >= 1; set at submission, 0 before."""
+    rank: tuple[float, int] = (0.0, -1)
+    """Place inside its tenant, set at submission: the least goes first. See `order`."""
     seq_id: int = -1
     """Slot; -1 without one."""
     n_computed: int = 0
@@ -193,53 +292,29 @@ class Sequence:
     """Fewest of its tokens that its slot can be cut to, but 0: see `Prefix.n_cut_min`."""
     n_progress: int = 0
     """Tokens of the prompt that its last `ProgressEvent` told of."""
-    snapshot: bytes | None = None
-    """All that its slot held, while it is preempted in host memory."""
-    is_preempted: bool = False
-    """Whether it had to give its slot back and waits for another."""
-    n_preemptions: int = 0
-    """Times that it was preempted."""
-    order: int = -1
-    """Place in the order of arrival; -1 before submission."""
-    rank: tuple[float, int] = (0.0, -1)
-    """Place inside its tenant, set at submission: the least goes first."""
     n_no_room: int = 0
     """Steps in a row that found no cell."""
     is_draft_cold: bool = False
     """Whether the draft state was lost, so that speculation is over."""
     ngram_memory: object | None = None
     """What the n-gram drafter remembers of it."""
+    swap: Swap = field(default_factory=Swap)
+    """What preemption took from it."""
+    tally: Tally = field(default_factory=Tally)
+    """Its steps and drafts, counted."""
+    clock: Clock = field(default_factory=Clock)
+    """When things happened to it."""
     terminal: FinishEvent | ErrorEvent | None = None
     """How it ended; None while it goes on."""
-    slot_at: float = math.nan
-    """Monotonic time at which it got its first slot, seconds; NaN before."""
-    preempted_at: float = math.nan
-    """Monotonic time of its last preemption, seconds; NaN if there was none."""
-    preempted_s: float = 0.0
-    """Seconds that it was preempted, all times together; the current one is not counted yet."""
-    first_token_at: float = math.nan
-    """When its first token was there."""
-    last_token_at: float = math.nan
-    """When its last token was there."""
-    n_steps: int = 0
-    """Steps that generated tokens."""
-    n_drafts: int = 0
-    """Steps that verified a draft."""
-    n_drafted: int = 0
-    """Draft tokens verified."""
-    n_accepted: int = 0
-    """Draft tokens accepted."""
-    n_drafts_by_accepted: list[int] = field(default_factory=list)
-    """Verified drafts by how many of their tokens were accepted: one count a step."""
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.tokens = list(self.request.prompt)
         self.n_prompt = len(self.tokens)
 
     @property
-    def owner(self) -> str:
-        """Whose the computed tokens are: the tenant's, or an end user's of it alone."""
-        return f"{self.tenant}\0{self.end_user}" if self.end_user else self.tenant
+    def order(self) -> int:
+        """Place in the order of arrival; -1 before submission."""
+        return self.rank[1]
 
     @property
     def state(self) -> SequenceState:
@@ -248,7 +323,7 @@ class Sequence:
             return SequenceState.FINISHED
         if self.seq_id >= 0:
             return SequenceState.RUNNING
-        return SequenceState.PREEMPTED if self.is_preempted else SequenceState.WAITING
+        return SequenceState.PREEMPTED if self.swap.is_preempted else SequenceState.WAITING
 
     @property
     def n_target(self) -> int:
@@ -279,7 +354,6 @@ class Sequence:
     @property
     def n_output_left(self) -> int:
         """Tokens that may still be generated; the scheduler has set the limit."""
-        assert self.n_output_max is not None, "read before submission"
         return self.n_output_max - self.n_output
 
     @property
@@ -290,23 +364,13 @@ class Sequence:
     @property
     def timings(self) -> Timings:
         """Where the time went so far."""
+        received_at, clock = self.request.received_at, self.clock
         return Timings(
-            queue_s=_span(self.received_at, self.slot_at),
-            prefill_s=_span(self.slot_at, self.first_token_at),
-            decode_s=_span(self.first_token_at, self.last_token_at),
-            first_token_s=_span(self.received_at, self.first_token_at),
-            preempted_s=self.preempted_s,
-        )
-
-    @property
-    def speculation(self) -> SpeculationCounts:
-        """How speculation did so far."""
-        return SpeculationCounts(
-            n_drafts=self.n_drafts,
-            n_drafted=self.n_drafted,
-            n_accepted=self.n_accepted,
-            n_accepted_by_position=self._n_accepted_by_position(),
-            n_steps=self.n_steps,
+            queue_s=_span(received_at, clock.slot_at),
+            prefill_s=_span(clock.slot_at, clock.first_token_at),
+            decode_s=_span(clock.first_token_at, clock.last_token_at),
+            first_token_s=_span(received_at, clock.first_token_at),
+            preempted_s=self.swap.preempted_s,
         )
 
     def extend(self, entry: ResultEntry, now: float) -> tuple[TokensEvent, FinishReason | None]:
@@ -322,29 +386,30 @@ class Sequence:
         tokens, logprobs, reason = entry.tokens, entry.logprobs, None
         n_tokens = len(tokens)
         n_after = len(self.tokens) + n_tokens
-        assert self.n_output_max is not None, "set at submission"
+        n_most = self.n_prompt + self.n_output_max
         # Most steps end nothing; this runs once per sequence and step.
-        if entry.is_eog or self.stop_token_ids or n_after >= self.n_prompt + self.n_output_max:
+        if entry.is_eog or n_after >= n_most or self.request.stop_token_ids:
             n_kept, reason = self._find_end(entry)
             if n_kept < n_tokens:
                 tokens, logprobs = tokens[:n_kept], logprobs[:n_kept]
         self.tokens += tokens
-        if self.n_steps == 0:
-            self.first_token_at = now
-        self.last_token_at = now
+        tally, clock = self.tally, self.clock
+        if tally.n_steps == 0:
+            clock.first_token_at = now
+        clock.last_token_at = now
         # A step yields what was accepted and one token more; a run of steps several such.
-        self.n_steps += n_tokens - entry.n_accepted
+        tally.n_steps += n_tokens - entry.n_accepted
         if entry.n_drafted:
-            self._count_draft(entry)
+            tally.count_draft(entry)
         return TokensEvent(tokens, logprobs), reason
 
     def _find_end(self, entry: ResultEntry) -> tuple[int, FinishReason | None]:
         """Returns how many of the tokens count, and why the sequence ends after them."""
         tokens = entry.tokens
-        n_left = self.n_output_left
-        if self.stop_token_ids:
+        n_left, stop_token_ids = self.n_output_left, self.request.stop_token_ids
+        if stop_token_ids:
             for i, token in enumerate(tokens[:n_left]):
-                if token in self.stop_token_ids:
+                if token in stop_token_ids:
                     return i + 1, FinishReason.STOP
         if entry.is_eog and len(tokens) <= n_left:
             return len(tokens), FinishReason.STOP
@@ -352,25 +417,10 @@ class Sequence:
             return n_left, FinishReason.LENGTH
         return len(tokens), None
 
-    def _count_draft(self, entry: ResultEntry) -> None:
-        n_drafted, n_accepted = entry.n_drafted, entry.n_accepted
-        self.n_drafts += 1
-        self.n_drafted += n_drafted
-        self.n_accepted += n_accepted
-        by_accepted = self.n_drafts_by_accepted
-        if len(by_accepted) <= n_drafted:
-            by_accepted += [0] * (n_drafted + 1 - len(by_accepted))
-        by_accepted[n_accepted] += 1
-
-    def _n_accepted_by_position(self) -> tuple[int, ...]:
-        """Returns accepted tokens by their place: of as many drafts as were accepted beyond it."""
-        by_accepted = self.n_drafts_by_accepted
-        return tuple([sum(by_accepted[n:]) for n in range(1, len(by_accepted))])
-
     def finish(self, reason: FinishReason) -> FinishEvent:
         """Ends the sequence well and returns its terminal event. At most one end per sequence."""
-        assert self.terminal is None, f"{self.request_id} ended twice"
-        event = FinishEvent(reason, self.usage, self.timings, self.speculation)
+        assert self.terminal is None, f"{self.request.request_id} ended twice"
+        event = FinishEvent(reason, self.usage, self.timings, self.tally.counts)
         self.terminal = event
         return event
 
@@ -379,7 +429,7 @@ class Sequence:
 
         At most one end per sequence.
         """
-        assert self.terminal is None, f"{self.request_id} ended twice"
+        assert self.terminal is None, f"{self.request.request_id} ended twice"
         event = ErrorEvent(error)
         self.terminal = event
         return event

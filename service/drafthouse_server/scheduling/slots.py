@@ -172,7 +172,7 @@ class SlotTable:
         """Lets others of its owner go on from what is computed of a sequence that runs."""
         self._prefixes.hold(
             sequence.seq_id,
-            sequence.owner,
+            sequence.request.owner,
             sequence.tokens,
             is_running=True,
             n_cut_min=sequence.n_cut_min,
@@ -191,7 +191,7 @@ class SlotTable:
             return False
         self._prefixes.hold(
             sequence.seq_id,
-            sequence.owner,
+            sequence.request.owner,
             sequence.tokens[:n_computed],
             is_running=False,
             n_cut_min=sequence.n_cut_min,

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from drafthouse_server.errors import DeadlineTooShort, DrafthouseError
-from drafthouse_server.scheduling.sequence import FinishReason, Sequence, SequenceState
+from drafthouse_server.scheduling.sequence import (
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceState,
+)
 from drafthouse_server.tenancy.fairness import VirtualCounters
 
 __all__ = ["End", "Ends", "WaitingQueue", "rank"]
@@ -23,16 +28,17 @@ _N_REMOVED_MIN = 64
 """Removed entries that a line may hold before it is swept."""
 
 
-def rank(sequence: Sequence, aging_s: float = 0.0) -> tuple[float, int]:
+def rank(request: Request, order: int, aging_s: float = 0.0) -> tuple[float, int]:
     """Returns a sequence's place inside its tenant: the least goes first.
 
     Args:
-        sequence: It has its place in the order of arrival.
+        request: What was asked for.
+        order: Place in the order of arrival.
         aging_s: Seconds of waiting that are worth a point of priority; 0: priorities do not age.
     """
     if not aging_s:
-        return -sequence.priority, sequence.order
-    return sequence.received_at - sequence.priority * aging_s, sequence.order
+        return -request.priority, order
+    return request.received_at - request.priority * aging_s, order
 
 
 @dataclass(slots=True)
@@ -81,8 +87,9 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Adds a sequence, new or preempted."""
-        tenant, weight = sequence.tenant, sequence.weight
-        if sequence.is_preempted:  # what the share is by now the last one to come knows
+        request = sequence.request
+        tenant, weight = request.tenant, request.weight
+        if sequence.swap.is_preempted:  # what the share is by now the last one to come knows
             weight = self._counters.weight(tenant)
         line = self._lines.get(tenant)
         if line is None:
@@ -93,7 +100,7 @@ class WaitingQueue:
         heappush(line.heap, (sequence.rank, sequence))
         line.n_live += 1
         self._n_live += 1
-        self._n_preempted += sequence.is_preempted
+        self._n_preempted += sequence.swap.is_preempted
 
     def peek(self, may: Callable[[str], bool] = _anybody) -> Sequence | None:
         """Returns the sequence that goes next; None if none waits, or none may go.
@@ -116,7 +123,7 @@ class WaitingQueue:
 
     def pop(self, sequence: Sequence) -> None:
         """Takes out a sequence that `peek` has just returned."""
-        heap = self._lines[sequence.tenant].heap
+        heap = self._lines[sequence.request.tenant].heap
         assert heap[0][1] is sequence, "it is not the first of its tenant"
         heappop(heap)
         self._forget(sequence)
@@ -125,17 +132,17 @@ class WaitingQueue:
         """Takes out a sequence that waits here, and will not come back."""
         self._removed.add(sequence)
         self._forget(sequence)
-        line = self._lines.get(sequence.tenant)
+        line = self._lines.get(sequence.request.tenant)
         if line is not None and len(line.heap) > 2 * line.n_live + _N_REMOVED_MIN:
             self._sweep(line)
 
     def _forget(self, sequence: Sequence) -> None:
         """Counts a sequence no more."""
-        tenant = sequence.tenant
+        tenant = sequence.request.tenant
         line = self._lines[tenant]
         line.n_live -= 1
         self._n_live -= 1
-        self._n_preempted -= sequence.is_preempted
+        self._n_preempted -= sequence.swap.is_preempted
         if not line.n_live:
             self._sweep(line)
             del self._lines[tenant]
@@ -170,12 +177,13 @@ class Ends:
 
     def expect(self, sequence: Sequence, n_live: int) -> None:
         """Notes a sequence's deadline; `n_live` sequences have not ended."""
-        if sequence.deadline == math.inf:
+        deadline = sequence.request.deadline
+        if deadline == math.inf:
             return
         if len(self._deadlines) > 2 * n_live + _N_DEADLINES_MIN:
             self._deadlines = [entry for entry in self._deadlines if entry[2].terminal is None]
             heapify(self._deadlines)
-        at = sequence.deadline - self._least_s(sequence, False)
+        at = deadline - self._least_s(sequence, False)
         heappush(self._deadlines, (at, sequence.order, sequence))
 
     def mark(self, sequence: Sequence, end: End) -> None:
@@ -186,7 +194,7 @@ class Ends:
     def end_tenant(self, tenant: str, sequences: Iterable[Sequence], error: End) -> None:
         """Asks for the end of a tenant's sequences, in place of any that was asked for before."""
         for sequence in sequences:
-            if sequence.tenant == tenant:
+            if sequence.request.tenant == tenant:
                 self._marks[sequence] = error
 
     def take(self, now: float) -> Iterator[tuple[Sequence, End]]:
@@ -200,7 +208,8 @@ class Ends:
 
     def _look_at(self, sequence: Sequence, now: float) -> None:
         """Ends a sequence that cannot meet its deadline, or notes when to look at it again."""
-        left_s = sequence.deadline - now
+        deadline = sequence.request.deadline
+        left_s = deadline - now
         if left_s <= 0:
             self.mark(sequence, FinishReason.DEADLINE)
             return
@@ -210,4 +219,4 @@ class Ends:
             if needed_s >= left_s:
                 self.mark(sequence, DeadlineTooShort(left_s, needed_s))
                 return
-        heappush(self._deadlines, (sequence.deadline - needed_s, sequence.order, sequence))
+        heappush(self._deadlines, (deadline - needed_s, sequence.order, sequence))

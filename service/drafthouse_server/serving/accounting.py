@@ -149,14 +149,14 @@ class Accounting:
             key_id: Id of the API key.
             ticket: Has what was reserved for it, which is settled with what is billed.
         """
-        now = self.unix_clock()
+        now, request = self.unix_clock(), sequence.request
         start = UsageRecord(
             record_id=make_record_id(int(now * 1000), os.urandom(10)),
-            tenant=sequence.tenant,
+            tenant=request.tenant,
             key_id=key_id,
-            end_user=sequence.end_user,
+            end_user=request.end_user,
             model=self._model,
-            request_id=sequence.request_id,
+            request_id=request.request_id,
             started_at=round(now - age_s, 6),
             n_prompt=sequence.n_prompt,
         )
@@ -339,8 +339,8 @@ class Account:
         Of a sequence that still runs: two counters of the engine thread that only grow, the smaller
         one read first.
         """
-        n_accepted = self._sequence.n_accepted
-        return self._sequence.n_drafted, n_accepted
+        n_accepted = self._sequence.tally.n_accepted
+        return self._sequence.tally.n_drafted, n_accepted
 
     def end(self, outcome: str) -> None:
         """Ends the account and has its record written. Of no effect when it has ended.
@@ -376,7 +376,7 @@ class Account:
         )
         if self._ticket is not None:
             # A prompt that never got a slot was not computed.
-            n_prompt = 0 if math.isnan(self._sequence.slot_at) else start.n_prompt
+            n_prompt = 0 if math.isnan(self._sequence.clock.slot_at) else start.n_prompt
             self._ticket.settle(n_prompt, self.n_output)
         self._accounting.settle(self, record)
         if self._journal is None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TypeVar
 
 from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import DrafthouseError, Unauthenticated
@@ -23,11 +22,9 @@ from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import Event, FinishReason, Sequence, SequenceState
 from drafthouse_server.step import SchedulerCounts, StepPlan, StepResult
 
-__all__ = ["EngineThread", "StepReport"]
+__all__ = ["EngineThread", "LoadReport", "StepReport"]
 
 _log = logging.getLogger(__name__)
-
-_Answer = TypeVar("_Answer")
 
 _PAUSE_S = 0.1
 
@@ -50,6 +47,18 @@ class StepReport:
     """How slots and cells were shared, as of this report."""
     host_s: float = 0.0
     """Seconds during which the engine waited for reaping, planning, committing and handing over."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What the scheduler has to do, and whom it has served, as of a moment between two steps."""
+
+    n_cells_running: int = 0
+    """KV cells that running sequences hold."""
+    n_backlog: int = 0
+    """Tokens of prompts that are not computed."""
+    service: Mapping[str, float] = field(default_factory=dict)
+    """Counter of service by tenant, of those that were asked about."""
 
 
 class EngineThread:
@@ -115,19 +124,25 @@ class EngineThread:
         error = Unauthenticated("the tenant was deleted")
         self.post(self._scheduler.forget_tenant, tenant, error)
 
-    def ask(self, question: Callable[[Scheduler], _Answer]) -> Future[_Answer]:
-        """Asks the scheduler between two steps; no step is interrupted.
+    def ask_load(self, tenants: Collection[str]) -> Future[LoadReport]:
+        """Asks for the load, which is told between two steps; no step is interrupted.
 
         Args:
-            question: Called on the engine thread; it must neither raise nor change anything.
+            tenants: Those whose counters of service are to be told.
         """
-        future: Future[_Answer] = Future()
-        self._inbox.put((self._answer, (question, future)))
-        return future
+        report: Future[LoadReport] = Future()
+        self._inbox.put((self._tell_load, (tuple(tenants), report)))
+        return report
 
-    def _answer(self, question: Callable[[Scheduler], _Answer], future: Future[_Answer]) -> None:
-        if future.set_running_or_notify_cancel():
-            future.set_result(question(self._scheduler))
+    def _tell_load(self, tenants: tuple[str, ...], report: Future[LoadReport]) -> None:
+        if report.set_running_or_notify_cancel():
+            counters, sequences = self._scheduler.counters, self._scheduler.sequences()
+            found = LoadReport(
+                sum(sequence.n_computed for sequence in sequences if sequence.seq_id >= 0),
+                sum(max(0, sequence.n_prompt - sequence.n_computed) for sequence in sequences),
+                {tenant: counters.of(tenant) for tenant in tenants},
+            )
+            report.set_result(found)
 
     def tell_cache(self, *, is_told: bool) -> None:
         """Has reports tell what is cached, from all that is there now; or ends it."""

@@ -12,9 +12,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.protocol import Engine
@@ -32,7 +31,7 @@ from drafthouse_server.scheduling.sequence import (
 from drafthouse_server.serving.bell import Bell
 from drafthouse_server.serving.cache_feed import CacheFeeds
 from drafthouse_server.serving.compose import make_scheduler
-from drafthouse_server.serving.engine_thread import EngineThread, StepReport
+from drafthouse_server.serving.engine_thread import EngineThread, LoadReport, StepReport
 from drafthouse_server.serving.metrics import Metrics, Statistics
 from drafthouse_server.serving.outbox import Outbox, WakeLimiter
 from drafthouse_server.tenancy.admission import Admission, Ticket
@@ -42,7 +41,6 @@ __all__ = ["N_FAILURES_UNHEALTHY", "StepLoop"]
 
 _log = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer")
 _ANSWER_S = 1.0
 
 N_FAILURES_UNHEALTHY = 3
@@ -271,12 +269,12 @@ class StepLoop:
             QueueFull: none was given, and too many wait already (QUEUE_FULL).
             ContextTooLong: it does not fit the context (CONTEXT_TOO_LONG).
         """
-        self.check(sequence.n_prompt, sequence.n_output_max)
+        self.check(sequence.n_prompt, sequence.request.n_output_max)
         # A drain may have begun while the ticket's holder was prepared: its place is handed back.
         is_late = self.is_draining and len(self._outboxes) >= self._engine.limits.n_seq_max
         if self._is_ending or is_late:
             raise Draining(self._retry_after_s, is_failed=self._health.has_failed)
-        tenant = Tenant(sequence.tenant, sequence.weight)
+        tenant = Tenant(sequence.request.tenant, sequence.request.weight)
         self._tickets[sequence] = ticket or self.admission.admit(tenant)
         outbox = self._outboxes[sequence] = self._limiter.open()
         self._idle.clear()
@@ -321,15 +319,15 @@ class StepLoop:
         self._metrics.n_waiting = self.admission.n_waiting
         return self._metrics.statistics()
 
-    async def ask(self, question: Callable[[Scheduler], _Answer]) -> _Answer | None:
-        """Asks the scheduler between two steps; None where it does not answer within a second.
+    async def load(self, tenants: Collection[str] = ()) -> LoadReport | None:
+        """Returns the load between two steps; None where none is told within a second.
 
         Args:
-            question: Called on the engine thread; it must neither raise nor change anything.
+            tenants: Those whose counters of service are to be told.
         """
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return await asyncio.wrap_future(self._thread.ask(question))
+                return await asyncio.wrap_future(self._thread.ask_load(tenants))
         except TimeoutError:
             return None
 
@@ -388,7 +386,7 @@ class StepLoop:
         self.admission.drain(is_failed=True)
         self._bell.close()
         left = list(self._outboxes)
-        self._deliver((s, ErrorEvent(EngineError("STEP_TIMEOUT", s.request_id))) for s in left)
+        self._deliver((s, ErrorEvent(_lost(s, "STEP_TIMEOUT"))) for s in left)
         return len(left)
 
     async def close(self) -> None:
@@ -430,7 +428,7 @@ class StepLoop:
         self._take_reports()
         self._bell.close()
         for sequence in list(self._outboxes):
-            lost = EngineError("LOOP_FAILED", sequence.request_id)
+            lost = _lost(sequence, "LOOP_FAILED")
             end = sequence.terminal or sequence.fail(lost)
             # A completion that was not reported lacks its last tokens, which were not, either.
             self._deliver([(sequence, ErrorEvent(lost) if isinstance(end, FinishEvent) else end)])
@@ -505,14 +503,19 @@ class StepLoop:
         if isinstance(event, ErrorEvent):
             outcome = event.error.reason
             if isinstance(event.error, EngineError):
-                _log.error("request %s: %s", sequence.request_id, event.error)
+                _log.error("request %s: %s", sequence.request.request_id, event.error)
         else:
             outcome = event.reason.name.lower()
         self._metrics.count_request(outcome)
-        own = self._metrics.tenants.of(sequence.tenant)
-        if not math.isnan(sequence.slot_at):
+        own, tally = self._metrics.tenants.of(sequence.request.tenant), sequence.tally
+        if not math.isnan(sequence.clock.slot_at):
             own.queue.observe(sequence.timings.queue_s)
-        own.note_drafts(sequence.n_drafts, sequence.n_drafted, sequence.n_drafts_by_accepted)
+        own.note_drafts(tally.n_drafts, tally.n_drafted, tally.n_drafts_by_accepted)
+
+
+def _lost(sequence: Sequence, status: str) -> EngineError:
+    """Returns what a sequence ends with whose step, or whose loop, was lost."""
+    return EngineError(status, sequence.request.request_id)
 
 
 def _engine_executor() -> ThreadPoolExecutor:

@@ -27,6 +27,7 @@ from drafthouse_server.step import ResultEntry
 __all__ = [
     "Fairness",
     "SaveBudget",
+    "ServedRequest",
     "ServedSequence",
     "ServiceWeights",
     "SharedBytes",
@@ -55,12 +56,21 @@ _WEIGHT = 1.0
 """Weight of a tenant of which nothing else is known."""
 
 
-class ServedSequence(Protocol):
-    """A sequence, as far as its tenant's counter is concerned."""
+class ServedRequest(Protocol):
+    """A request, as far as its tenant's counter is concerned."""
 
     @property
     def tenant(self) -> str:
         """Name of the tenant."""
+        ...
+
+
+class ServedSequence(Protocol):
+    """A sequence, as far as its tenant's counter is concerned."""
+
+    @property
+    def request(self) -> ServedRequest:
+        """What was asked for."""
         ...
 
 
@@ -192,7 +202,7 @@ class VirtualCounters:
             if entry.n_mask_work:
                 amount += entry.n_mask_work * comparison
             if amount:
-                tenant = running[entry.seq_id].tenant
+                tenant = running[entry.seq_id].request.tenant
                 if tenant in amounts:
                     amounts[tenant] += amount
                 else:

@@ -7,9 +7,8 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, PermissionDenied, QuotaExceeded, Unauthenticated
 from drafthouse_server.setting import Rule, between
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LIMITS",
     "Identity",
+    "KeySettings",
     "Limit",
     "Tenant",
     "TenantRegistry",
@@ -292,6 +292,26 @@ def _digest(api_key: str) -> bytes:
     return hashlib.sha256(api_key.encode()).digest()
 
 
+class KeySettings(Protocol):
+    """The settings of `Config` that say whose keys are whose; they are documented there."""
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """Keys and their tenants."""
+
+    @property
+    def tenants(self) -> Mapping[str, Mapping[str, object]]:
+        """Weight and limits by tenant."""
+
+    @property
+    def tenant_queue_size(self) -> int:
+        """Requests of one tenant that may wait for a slot."""
+
+    @property
+    def ssl_client_ca_file(self) -> str:
+        """Path of the authorities of clients' certificates; empty when clients need none."""
+
+
 class TenantRegistry:
     """Finds the tenant of an API key, or of a certificate; asked for neither, it lets everybody in.
 
@@ -328,7 +348,7 @@ class TenantRegistry:
     @classmethod
     def from_config(
         cls,
-        config: Config,
+        config: KeySettings,
         *,
         bad_keys: BadKeys | None = None,
         clock: Callable[[], float] = lambda: 0.0,
