@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "cext")]
+sys.path.insert(0, str(ROOT / "cext"))
 
 import fetch_llama_cpp as pinned  # noqa: E402
 import patch_files  # noqa: E402
-import peers  # noqa: E402
+from scripts import peers  # noqa: E402
 
 STOCK = "".join(f"line {i}\n" for i in range(1, 31))
 OURS = """\

@@ -1,12 +1,18 @@
-"""How gRPC servers listen: where, with which bounds; and the listener of AdminService, whole."""
+"""How gRPC servers listen: where, with which bounds, and how calls are taken up.
+
+And the listener of AdminService, whole.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
 
 import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # untyped
 
 from drafthouse.v1 import admin_pb2, admin_pb2_grpc
 from drafthouse_server.access import bare_host, is_loopback
@@ -22,7 +28,17 @@ from drafthouse_server.rpc.interceptors import Administer, Observe, TranslateErr
 from drafthouse_server.rpc.tls import Certificates
 from drafthouse_server.rpc.wire import shapes_of
 
-__all__ = ["AdminListener", "address", "bind", "channel_options", "has_reflection", "open_calls"]
+__all__ = [
+    "Acceptor",
+    "AdminListener",
+    "address",
+    "bind",
+    "channel_options",
+    "has_reflection",
+    "open_calls",
+]
+
+_log = logging.getLogger(__name__)
 
 _N_SPARE_CALLS, _N_SPARE_TENANT_CALLS = 256, 128
 """Calls beyond slots and queue: the queue's limit shall be met first, and other methods work."""
@@ -34,6 +50,9 @@ _MESSAGE_BYTES = 4 << 20
 _METADATA_SHARE = 2  # what is refused at random, by size, and what always: grpc's own ratio
 _MAX_RESPONSE_BYTES = 64 << 20  # Tokenize answers with several bytes per byte
 _MIN_PING_INTERVAL_S = 10.0
+
+_N_ACCEPTS = 16
+"""Calls of each method that are asked for at once, besides grpc.aio's own one."""
 
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _N_ADMIN_CALLS = 256
@@ -144,6 +163,98 @@ def _ping_options(config: Config) -> Sequence[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", _milliseconds(config.keepalive_timeout_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(_MIN_PING_INTERVAL_S)),
     )
+
+
+class Acceptor:
+    """Takes up calls as they come. It stands for the server where services are added to it.
+
+    grpc.aio asks its core for one call of a method, and for the next one some turns of the event
+    loop later. When the loop is busy, a call waits that long for each of those that came before it,
+    whosever they are: twenty milliseconds behind sixteen. So more are asked for beside that one.
+    grpc.aio has no public names for what this takes; with a version that has other ones, calls are
+    taken up by grpc.aio alone, which the log says.
+
+    Args:
+        server: It has not started.
+        interceptors: The server's own.
+    """
+
+    def __init__(
+        self, server: grpc.aio.Server, interceptors: Sequence[grpc.aio.ServerInterceptor]
+    ) -> None:
+        self._server = server
+        self._interceptors = tuple(interceptors)
+        self._handlers: list[grpc.GenericRpcHandler] = []
+        self._methods: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Adds the handlers of a service, as `grpc.aio.Server` does."""
+        self._handlers += handlers
+        self._server.add_generic_rpc_handlers(tuple(handlers))
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> None:
+        """Adds methods that the core knows by name, as `grpc.aio.Server` does."""
+        self._methods += [f"/{service}/{method}" for method in handlers]
+        server: Any = self._server  # its types do not have it
+        server.add_registered_method_handlers(service, handlers)
+
+    def open(self) -> bool:
+        """Asks for calls until the server stops. Returns whether it can; the server has started."""
+        core: Any = getattr(self._server, "_server", None)
+        if not _is_known(core):
+            _log.warning("gRPC %s takes up one call at a time", grpc.__version__)
+            return False
+        resolver = cygrpc._MethodResolver(self._handlers, {})
+        for method in self._methods:
+            for _ in range(_N_ACCEPTS):
+                self._begin(self._accept(core, resolver, method))
+        return True
+
+    async def _accept(self, core: Any, resolver: object, method: str) -> None:  # noqa: ANN401
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                state = await core._request_registered_call(method.encode())
+            except cygrpc._RequestCallError:
+                if core.is_running():
+                    continue
+                return  # the server stops
+            call = cygrpc._handle_rpc(method, resolver, self._interceptors, state, loop, False)
+            self._begin(cygrpc._schedule_rpc_coro(call, state, loop, method))
+            del call, state  # a stream is reset once nobody holds it
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)  # or nobody would hold it
+        task.add_done_callback(self._tasks.discard)
+
+
+_KNOWN = {
+    "_handle_rpc": (
+        "method_name", "method_resolver", "interceptors", "rpc_state", "loop",
+        "concurrency_exceeded",
+    ),
+    "_schedule_rpc_coro": ("rpc_coro", "rpc_state", "loop", "method_name"),
+}  # fmt: skip
+"""What `Acceptor` takes of grpc.aio, and its arguments."""
+
+
+def _is_known(core: object) -> bool:
+    """Returns whether this version of gRPC takes up calls as `Acceptor` does."""
+    has_names = hasattr(cygrpc, "_MethodResolver") and hasattr(cygrpc, "_RequestCallError")
+    return (
+        has_names
+        and hasattr(core, "_request_registered_call")
+        and all(_arguments(name) == arguments for name, arguments in _KNOWN.items())
+    )
+
+
+def _arguments(name: str) -> tuple[str, ...]:
+    code = getattr(getattr(cygrpc, name, None), "__code__", None)
+    return code.co_varnames[: code.co_argcount] if code is not None else ()
 
 
 class AdminListener:

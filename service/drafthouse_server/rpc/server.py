@@ -34,6 +34,7 @@ from drafthouse_server.rpc.gate import Gate, Receive, StreamResets, count_front
 from drafthouse_server.rpc.health import OVERALL, HealthService
 from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateErrors, current_call
 from drafthouse_server.rpc.listening import (
+    Acceptor,
     AdminListener,
     address,
     bind,
@@ -353,20 +354,23 @@ class Server:
             resets=resets,
         )
         self._receive = Receive(shapes, calls)
-        server = grpc.aio.server(
-            interceptors=(
-                Observe(),
-                TranslateErrors(),
-                self._gate,
-                Authenticate(
-                    tenants,
-                    is_health_open=config.open_health,
-                    has_certificates=bool(config.ssl_client_ca_file),
-                ),
-                self._receive,
+        interceptors = (
+            Observe(),
+            TranslateErrors(),
+            self._gate,
+            Authenticate(
+                tenants,
+                is_health_open=config.open_health,
+                has_certificates=bool(config.ssl_client_ca_file),
             ),
+            self._receive,
+        )
+        server = grpc.aio.server(
+            interceptors=interceptors,
             options=channel_options(config, max(shape.n_bytes_max for shape in shapes.values())),
         )
+        acceptor = Acceptor(server, interceptors)
+        services_of: Any = acceptor  # what the stubs take for a server
         shared = ServiceContext(
             loop,
             texts,
@@ -380,21 +384,22 @@ class Server:
             accounting=accounting,
         )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationService(shared), server
+            GenerationService(shared), services_of
         )
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(shared), server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(shared), services_of)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services_of)
         if accounting.journal is not None:
             shipper = accounting.journal.shipper
             usage = UsageService(shared, shipper, retry_after_s=config.retry_after_s)
             self._side.callback(usage.close)
-            usage_pb2_grpc.add_UsageServiceServicer_to_server(usage, server)
+            usage_pb2_grpc.add_UsageServiceServicer_to_server(usage, services_of)
         if has_reflection(config):
             names = [service.full_name for service in services]
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
         self._port = bind(server, config.host, config.port, certificates)
         self._health.set(is_serving=True)
         await server.start()
+        acceptor.open()
         self._server = server
 
     def _on_health(self, is_healthy: bool) -> None:
