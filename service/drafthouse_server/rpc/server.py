@@ -365,7 +365,11 @@ class Server:
                 ),
                 self._receive,
             ),
-            options=channel_options(config, max(shape.n_bytes_max for shape in shapes.values())),
+            options=channel_options(
+                config,
+                max(shape.n_bytes_max for shape in shapes.values()),
+                self._gate.descriptors.n_connections(),
+            ),
         )
         shared = ServiceContext(
             loop,
