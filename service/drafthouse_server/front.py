@@ -81,6 +81,14 @@ class FrontSettings:
         " 0: parallel + tenant_queue_size.",
     )
     """Streams of a connection; 0 is automatic."""
+    max_connections: int = _clients(
+        0,
+        between(0, 1_000_000),
+        "Connections that may be open at once at each address that host names; a further one is"
+        " closed as it is accepted."
+        " 0: as many as the limit of file descriptors leaves, less twice reserved_descriptors.",
+    )
+    """Connections of all clients; 0 is automatic."""
     first_message_timeout_s: float = _clients(
         10.0,
         between(0.01, 3600),

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ def arguments(about: str, **extra: object) -> argparse.Namespace:
     parser.add_argument("--key", help="the attacker's API key")
     parser.add_argument("--other-key", help="the victim's API key; the attacker's when not given")
     parser.add_argument("--victim-key", help="a third tenant's")
+    parser.add_argument("--ca-file", default="", help="the server's authority; without, plain text")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument(
         "--patience",
@@ -49,6 +51,14 @@ def metadata(key: str | None) -> tuple[tuple[str, str], ...]:
 
 def connect(target: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(target, OPTIONS)
+
+
+def opened(target: str, ca_file: str = "") -> grpc.Channel:
+    """Returns a channel; with TLS where an authority is given."""
+    if not ca_file:
+        return grpc.insecure_channel(target, OPTIONS)
+    credentials = grpc.ssl_channel_credentials(Path(ca_file).read_bytes())
+    return grpc.secure_channel(target, credentials, OPTIONS)
 
 
 def varint(n: int) -> bytes:
@@ -86,10 +96,12 @@ class Probe:
     again; without it `nice` says so and runs it as it is.
     """
 
-    def __init__(self, target: str, key: str | None, kind: str, seconds: float) -> None:
+    def __init__(
+        self, target: str, key: str | None, kind: str, seconds: float, ca_file: str = ""
+    ) -> None:
         command = ["nice", "-n", str(-os.nice(0)), sys.executable, "-m", "tests.attacks.probe"]
         command += [target, kind, str(seconds)]
-        environment = dict(os.environ, PROBE_KEY=key or "")
+        environment = dict(os.environ, PROBE_KEY=key or "", PROBE_CA_FILE=ca_file)
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
         )
@@ -106,8 +118,10 @@ class Probe:
         return json.loads(lines[-1]) if lines else none
 
 
-def baseline(target: str, key: str | None, kind: str, seconds: float = 3.0) -> dict[str, Any]:
-    return Probe(target, key, kind, seconds).result()
+def baseline(
+    target: str, key: str | None, kind: str, seconds: float = 3.0, ca_file: str = ""
+) -> dict[str, Any]:
+    return Probe(target, key, kind, seconds, ca_file).result()
 
 
 def shown(found: dict[str, Any]) -> str:

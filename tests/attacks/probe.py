@@ -1,8 +1,8 @@
 """A victim: asks again and again for some seconds and prints its latencies as one JSON line.
 
-Usage: _probe.py HOST:PORT KIND SECONDS, the key in PROBE_KEY. health: Health.Check. text, tokens,
-chat: time to the first message of a generation of one token. stream: the gaps between the
-messages of long generations.
+Usage: probe.py HOST:PORT KIND SECONDS, the key in PROBE_KEY, and in PROBE_CA_FILE the authority of
+a server with TLS. health: Health.Check. text, tokens, chat: time to the first message of a
+generation of one token. stream: the gaps between the messages of long generations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Any
 
 import grpc
-from tests.attacks.common import OPTIONS, metadata
+from tests.attacks.common import metadata, opened
 
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc
 
@@ -54,7 +54,7 @@ def main() -> None:
     key = os.environ.get("PROBE_KEY") or None
     spans: list[float] = []
     errors: Counter[str] = Counter()
-    with grpc.insecure_channel(target, OPTIONS) as channel:
+    with opened(target, os.environ.get("PROBE_CA_FILE", "")) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         # A client keeps its connection: how it is made under load is no time to first token.

@@ -1,12 +1,15 @@
 """Runs the attack scripts, each against a server of its own, and prints whether it holds.
 
-    python -m tests.attacks.run [--only a04,a13] [--rounds 3] [--seconds 12] [--alone]
+    python -m tests.attacks.run [--only a04,a13] [--rounds 3] [--seconds 12] [--alone] [--bare]
         [--json build/attacks.json] [--timelines FOLDER]
 
 Each attack runs alone and beside two polite tenants that generate a text every 200 ms; an attacker
 is niced, since on a real network it has a machine of its own. Its verdict is that of the median
 round: VULNERABLE if most rounds were. The exit code is 1 if any is. Which fault a script shows, and
 the bound that it is judged by, is told by its docstring.
+
+What gRPC for Python cannot bound (a18) is tried through Envoy with deploy/envoy.yaml, attackers and
+victims alike; `--bare` leaves Envoy out and shows what the server does by itself.
 
 Times depend on the machine, so this is a program and no test; the scripts that need none run in
 `make test` (test_attacks.py).
@@ -26,7 +29,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.attacks.server import KEYS, Served, ended_within, serving
+from tests.attacks.server import KEYS, Served, ended_within, is_behind_envoy, serving
+from tests.support.envoy import program
 
 __all__ = ["Outcome", "attack", "names"]
 
@@ -70,6 +74,7 @@ def _command(name: str, served: Served, seconds: float, patience: float) -> list
     more = {
         "a10": ["--pid", str(served.process.pid)],
         "a11": ["--sigterm", str(served.process.pid)],
+        "a18": ["--ca-file", served.ca_file, "--log", str(served.log)],
         "a19": ["--metrics-port", str(served.metrics_port)],
         "a21": ["--log", str(served.log), "--requests", "60"],  # or others' lines count most
         "a23": ["--pid", str(served.process.pid), "--metrics-port", str(served.metrics_port)],
@@ -78,14 +83,14 @@ def _command(name: str, served: Served, seconds: float, patience: float) -> list
 
 
 @contextlib.contextmanager
-def _polite(target: str, seconds: float) -> Iterator[None]:
+def _polite(served: Served, seconds: float) -> Iterator[None]:
     """Two tenants that generate a text now and then."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.attacks.probe", target, "text", str(seconds)],
+            [sys.executable, "-m", "tests.attacks.probe", served.target, "text", str(seconds)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=dict(os.environ, PROBE_KEY=key),
+            env=dict(os.environ, PROBE_KEY=key, PROBE_CA_FILE=served.ca_file),
         )
         for key in (_VICTIM, _THIRD)
     ]
@@ -103,6 +108,7 @@ def attack(
     seconds: float = 12.0,
     patience: float = 1.0,
     is_polite: bool = False,
+    is_bare: bool = False,
     timeline: Path | None = None,
 ) -> Outcome:
     """Runs one attack against a new server.
@@ -112,12 +118,16 @@ def attack(
         seconds: How long it may attack, about.
         patience: Times as long as on a quiet machine that what must come may take.
         is_polite: Whether two other tenants use the server meanwhile.
+        is_bare: Whether Envoy is left out where it belongs in front.
         timeline: A file for what the server notes of each request (`drafthouse-bench timeline`).
     """
-    with tempfile.TemporaryDirectory() as folder, serving(name, Path(folder), timeline) as served:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(name, Path(folder), timeline, is_bare=is_bare) as served,
+    ):
         with contextlib.ExitStack() as stack:
             if is_polite:
-                stack.enter_context(_polite(served.target, _LONGEST_S))
+                stack.enter_context(_polite(served, _LONGEST_S))
             done = subprocess.run(
                 ["nice", "-n", "10", *_command(name, served, seconds, patience)],
                 capture_output=True,
@@ -152,12 +162,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=12.0, help="of an attack, about")
     parser.add_argument("--alone", action="store_true", help="without the two polite tenants")
+    parser.add_argument("--bare", action="store_true", help="without Envoy in front")
     parser.add_argument("--json", type=Path, default=Path("build/attacks.json"))
     parser.add_argument("--timelines", type=Path, help="a folder for what the servers note")
     options = parser.parse_args()
     bad = []
     found = []
-    for name in names(options.only):
+    chosen = names(options.only)
+    if not options.bare and any(map(is_behind_envoy, chosen)):
+        try:
+            program()
+        except FileNotFoundError as error:
+            parser.error(f"{error}. Without it: --bare, or others with --only")
+    for name in chosen:
         for is_polite in (False,) if options.alone else (False, True):
             rounds = []
             for i in range(options.rounds):
@@ -166,9 +183,14 @@ def main() -> None:
                     options.timelines.mkdir(parents=True, exist_ok=True)
                     company = "beside" if is_polite else "alone"
                     timeline = options.timelines / f"{name}-{company}-{i}.json"
-                rounds.append(
-                    attack(name, seconds=options.seconds, is_polite=is_polite, timeline=timeline)
+                outcome = attack(
+                    name,
+                    seconds=options.seconds,
+                    is_polite=is_polite,
+                    is_bare=options.bare,
+                    timeline=timeline,
                 )
+                rounds.append(outcome)
                 _print(rounds[-1], is_polite=is_polite)
             word = Counter(outcome.is_ok for outcome in rounds).most_common(1)[0][0]
             found.append({"name": name, "is_polite": is_polite, "is_ok": word})

@@ -1,21 +1,23 @@
-"""A server of its own for each attack, with three tenants, and what it needs of models."""
+"""A server of its own for each attack, with three tenants, and what it needs: models, Envoy."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.envoy import Front, before, program
 from tests.support.gguf_copy import copied
 from tests.support.ports import free_port
 
-__all__ = ["KEYS", "Served", "ended_within", "serving"]
+__all__ = ["KEYS", "Served", "ended_within", "is_behind_envoy", "serving"]
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("attacker-0123456789abcdef", "victim-0123456789abcdef", "third-0123456789abcdef")
@@ -23,6 +25,8 @@ KEYS = ("attacker-0123456789abcdef", "victim-0123456789abcdef", "third-012345678
 
 _DENSE = ROOT / "models" / "tiny-mimo2-f16.gguf"
 _HYBRID = ROOT / "models" / "tiny-qwen35-f16.gguf"
+_BEHIND_ENVOY = ("a18",)
+"""Attacks that the server alone cannot bound: deploy/envoy.yaml does."""
 _STARTUP_S = 110.0
 
 
@@ -38,6 +42,8 @@ class Served:
     """Where its metrics are."""
     log: Path
     """What it writes."""
+    ca_file: str = ""
+    """The authority of the certificate that clients see; "" is plain text."""
 
 
 def _flags(name: str, folder: Path) -> list[str]:
@@ -52,29 +58,59 @@ def _flags(name: str, folder: Path) -> list[str]:
     return flags
 
 
+def is_behind_envoy(name: str) -> bool:
+    """Returns whether an attack is tried through Envoy."""
+    return name.startswith(_BEHIND_ENVOY)
+
+
 @contextlib.contextmanager
-def serving(name: str, folder: Path, timeline: Path | None = None) -> Iterator[Served]:
-    """Runs a server for an attack, until the block ends.
+def serving(
+    name: str, folder: Path, timeline: Path | None = None, *, is_bare: bool = False
+) -> Iterator[Served]:
+    """Runs a server for an attack, until the block ends; behind Envoy where it needs that.
 
     Args:
         name: The attack's.
         folder: For its log, its keys and a model.
         timeline: A file for what it notes of each request (`drafthouse-bench timeline`).
+        is_bare: Without Envoy in any case.
+
+    Raises:
+        FileNotFoundError: there is no Envoy.
     """
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        if is_bare or not is_behind_envoy(name):
+            yield stack.enter_context(_alone(name, folder, timeline, port))
+            return
+        front = stack.enter_context(before(program(), folder, {"one": port, "two": port}))
+        served = stack.enter_context(_alone(name, folder, timeline, port, front))
+        _await(front.is_ready, "Envoy gives the server no calls")
+        yield dataclasses.replace(served, target=front.target, ca_file=str(front.ca_file))
+
+
+@contextlib.contextmanager
+def _alone(
+    name: str, folder: Path, timeline: Path | None, port: int, front: Front | None = None
+) -> Iterator[Served]:
+    """Runs the server itself; with the certificate that Envoy asks for, where one is in front."""
     keys = folder / "keys"
     keys.write_text("".join(f"{key.partition('-')[0]}:{key}\n" for key in KEYS), encoding="utf-8")
     keys.chmod(0o600)
-    port, metrics_port = free_port(), free_port()
+    metrics_port = free_port()
     log = folder / "server.log"
     program = ["drafthouse_bench", "timeline", str(timeline)] if timeline else ["drafthouse_server"]
     command = [sys.executable, "-m", *program, "serve", *_flags(name, folder)]
     command += ["--port", str(port), "--metrics-port", str(metrics_port)]
     command += ["--api-keys-file", str(keys)]
+    if front:
+        command += ["--ssl-cert-file", str(front.folder / "server.crt")]
+        command += ["--ssl-key-file", str(front.folder / "server.key")]
     environment = {key: value for key, value in os.environ.items() if "DRAFTHOUSE_" not in key}
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=environment)
     try:
-        _await_ready(process, log)
+        _await(lambda: _has_started(process, log), "the server says nothing")
         yield Served(process, f"127.0.0.1:{port}", metrics_port, log)
     finally:
         if process.poll() is None:
@@ -84,15 +120,19 @@ def serving(name: str, folder: Path, timeline: Path | None = None) -> Iterator[S
                 process.wait()
 
 
-def _await_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+def _has_started(process: subprocess.Popen[bytes], log: Path) -> bool:
+    text = log.read_text(errors="replace")
+    if process.poll() is not None:
+        raise RuntimeError(f"the server did not start: {text[-2000:]}")
+    return "listening at" in text
+
+
+def _await(condition: Callable[[], bool], problem: str) -> None:
     end = time.monotonic() + _STARTUP_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            break
-        if b"listening at" in log.read_bytes():
-            return
+    while not condition():
+        if time.monotonic() > end:
+            raise RuntimeError(f"{problem}, after {_STARTUP_S:.0f} s")
         time.sleep(0.05)
-    raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-2000:]}")
 
 
 def ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:

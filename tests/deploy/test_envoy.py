@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import http.client
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from tests.support.envoy import CANCELS, KEY, Front, front
+from tests.support.http2 import Connection
 
 import drafthouse
 from drafthouse.v1 import generation_pb2
@@ -232,6 +234,87 @@ async def test_the_limits_that_a_client_is_told(running: Front) -> None:
     found = await asyncio.to_thread(settings)
     assert found[3] == 100
     assert found.get(4, 65535) <= 65536
+
+
+_N_PREMATURE_MAX = 50
+"""Resets of a connection's first hundred streams: half of `premature_reset_total_stream_count`."""
+
+
+def reset_at_once(connection: Connection, n: int) -> None:
+    """Opens and resets streams, all in one record of TLS: no answer comes between."""
+    request = generation_pb2.GenerateRequest(max_output_tokens=900)
+    request.prompt.text = "x"
+    path = "/drafthouse.v1.GenerationService/Generate"
+    with connection.gathered():
+        for _ in range(n):
+            connection.reset(connection.open(path, request.SerializeToString(), KEY))
+
+
+def connected(running: Front) -> Connection:
+    """Connects and waits until Envoy answers."""
+    connection = Connection(running.target, ca_file=str(running.ca_file))
+    if not connection.ping():
+        connection.close()
+        pytest.fail("Envoy hangs up")
+    return connection
+
+
+async def test_a_connection_that_resets_its_streams_is_closed(running: Front) -> None:
+    """One at a time, so that Envoy takes each: at the fiftieth it hangs up, and on nobody else."""
+
+    def until_closed() -> int:
+        with contextlib.closing(connected(running)) as connection:
+            for n in range(1, 4 * _N_PREMATURE_MAX):
+                reset_at_once(connection, 1)
+                if not connection.ping():
+                    return n
+        pytest.fail("it goes on for ever")
+
+    async with running.client() as client:
+        stream = await begun(client)
+        assert await asyncio.to_thread(until_closed) == _N_PREMATURE_MAX
+        assert (await stream.result()).usage.output_tokens == 900
+        again = await client.generate("x", max_output_tokens=30, temperature=0)
+        assert again.usage.output_tokens == 30
+    await running.until(lambda: not running.busy())
+    assert running.n_calls("Generate") <= 2 + _N_PREMATURE_MAX
+
+
+async def test_of_a_burst_of_resets_the_servers_hear_little(running: Front) -> None:
+    """Envoy takes one stream at a time, and those that are reset by then go no further."""
+
+    def burst() -> None:
+        with contextlib.closing(connected(running)) as connection:
+            reset_at_once(connection, 40)
+            assert connection.ping()
+
+    async with running.client() as client:
+        stream = await begun(client)
+        await asyncio.to_thread(burst)
+        assert (await stream.result()).usage.output_tokens == 900
+    await running.until(lambda: not running.busy())
+    assert running.n_calls("Generate") <= 3
+
+
+async def test_connections_are_bounded_and_places_are_given_back(tmp_path: Path) -> None:
+    few = {"max_active_downstream_connections: 10000": "max_active_downstream_connections: 3"}
+
+    def is_taken(running: Front) -> bool:
+        try:
+            with contextlib.closing(
+                Connection(running.target, ca_file=str(running.ca_file))
+            ) as one:
+                return one.ping()
+        except OSError:
+            return False
+
+    async with front(tmp_path, few) as running, running.client() as client:
+        stream = await begun(client)
+        with contextlib.closing(await asyncio.to_thread(connected, running)):
+            with contextlib.closing(await asyncio.to_thread(connected, running)):
+                assert not await asyncio.to_thread(is_taken, running)
+            assert (await stream.result()).usage.output_tokens == 900
+            await running.until(lambda: is_taken(running))
 
 
 async def test_its_certificate_is_replaced_while_a_stream_runs(running: Front) -> None:

@@ -252,6 +252,15 @@ async def test_when_few_descriptors_are_left_calls_are_told_to_come_again(server
         assert await client.tokenize("a") == [97]
 
 
+def test_connections_leave_twice_the_reserve() -> None:
+    budget = DescriptorBudget(10, n_open=lambda: 30, n_limit=lambda: 100)
+    assert budget.n_connections() == 50
+    assert DescriptorBudget(60, n_open=lambda: 30, n_limit=lambda: 100).n_connections() == 1
+    # All of them leave calls alone; as many files as the reserve may be open besides.
+    assert not DescriptorBudget(10, n_open=lambda: 30 + 50 + 10, n_limit=lambda: 100).check()
+    assert DescriptorBudget(10, n_open=lambda: 30 + 50 + 11, n_limit=lambda: 100).check()
+
+
 def test_descriptors_are_counted_now_and_then() -> None:
     now, n_counts = [0.0], [0]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -288,16 +289,89 @@ def test_bounds_of_connections_reach_grpc() -> None:
         max_connection_age_grace_s=4.0,
         max_metadata_bytes=2048,
     )
-    options = dict(channel_options(config, 10))
+    options = dict(channel_options(config, 10, 70))
+    assert options["grpc.max_allowed_incoming_connections"] == 70
     assert options["grpc.max_receive_message_length"] == 5000
     assert options["grpc.max_concurrent_streams"] == 7
     assert options["grpc.max_connection_idle_ms"] == 2000
     assert options["grpc.max_connection_age_ms"] == 3000
     assert options["grpc.max_connection_age_grace_ms"] == 4000
     assert options["grpc.max_metadata_size"] == 2048
-    automatic = dict(channel_options(Config(parallel=4, tenant_queue_size=9), 1 << 23))
+    automatic = dict(channel_options(Config(parallel=4, tenant_queue_size=9), 1 << 23, 70))
     assert automatic["grpc.max_receive_message_length"] == 1 << 23
     assert automatic["grpc.max_concurrent_streams"] == 13
+
+
+async def test_a_connection_too_many_is_closed_and_places_are_given_back(
+    start_server: ServerFactory,
+) -> None:
+    server = await start_server(max_connections=2)
+    host, _, port = server.target.rpartition(":")
+
+    @contextlib.asynccontextmanager
+    async def connected() -> AsyncIterator[bool]:
+        """A connection; the server greets one that it keeps."""
+        reader, writer = await asyncio.open_connection(host, int(port))
+        greeting = b""
+        with contextlib.suppress(ConnectionError):
+            greeting = await reader.read(1)
+        try:
+            yield bool(greeting)
+        finally:
+            writer.close()
+
+    async def is_kept() -> bool:
+        async with connected() as kept:
+            return kept
+
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        assert await client.tokenize("a") == [97]
+        async with connected() as second:
+            assert second
+            for _ in range(3):
+                assert not await is_kept()
+            assert await client.tokenize("a") == [97]
+        async with asyncio.timeout(30):
+            while not await is_kept():  # noqa: ASYNC110  # the place can only be asked for
+                await asyncio.sleep(0.01)
+
+
+_OF_FEW_DESCRIPTORS = """
+    import asyncio, resource
+    from drafthouse_server.config import Config
+    from drafthouse_server.engine.fake import FakeEngine
+    from drafthouse_server.rpc.server import Server
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+    server = Server(Config(port=0), FakeEngine)
+    asyncio.run(server.serve(lambda server: print(server.target, flush=True)))
+"""
+
+
+async def test_connections_leave_descriptors_to_those_that_are_there() -> None:
+    """Before, a flood of them made the server refuse everybody's calls."""
+    command = [sys.executable, "-c", textwrap.dedent(_OF_FEW_DESCRIPTORS)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    target = (await process.stdout.readline()).decode().strip()
+    host, _, port = target.rpartition(":")
+    flood = list[asyncio.StreamWriter]()
+    try:
+        async with drafthouse.AsyncClient(target, retry=None) as client:
+            assert await client.tokenize("a") == [97]
+            n_kept = 0
+            for _ in range(400):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                flood.append(writer)
+                with contextlib.suppress(ConnectionError):
+                    n_kept += bool(await reader.read(1))
+            assert 100 < n_kept < 300 - 2 * 64
+            assert await client.tokenize("a") == [97]
+    finally:
+        for writer in flood:
+            writer.close()
+        process.terminate()
+        assert await process.wait() == 0
 
 
 async def test_drain_is_bounded(start_server: ServerFactory) -> None:

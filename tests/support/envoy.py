@@ -1,4 +1,4 @@
-"""Envoy with our configuration in front of two servers, each a process of its own."""
+"""Envoy with our configuration in front of servers, each a process of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import subprocess
 import sys
 import textwrap
 import urllib.request
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests.support.ports import free_ports
 
 import drafthouse
 
-__all__ = ["CANCELS", "KEY", "Front", "front"]
+__all__ = ["CANCELS", "KEY", "Front", "before", "front", "program"]
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KEY = "k" * 20
@@ -32,12 +32,14 @@ _WAIT_S = 60.0
 """A guard against what never comes; how long it takes is no verdict."""
 
 _PROGRAM = """
-    import asyncio, dataclasses, sys
+    import asyncio, dataclasses, logging, sys
+    from pathlib import Path
     from drafthouse_server.config import Config
     from drafthouse_server.engine.fake import FakeEngine
     from drafthouse_server.rpc.server import Server
 
     port, name, certificate, key, api_key = sys.argv[1:]
+    logging.basicConfig(filename=Path(certificate).with_name(name + ".log"), level=logging.INFO)
     config = Config(
         port=int(port), ssl_cert_file=certificate, ssl_key_file=key, api_keys=("acme:" + api_key,)
     )
@@ -78,20 +80,36 @@ CANCELS = """
 """A server that answers as gRPC's core does for one that stops before it has seen a call."""
 
 
-def envoy() -> str:
-    """Returns the program; without one the test is skipped, or fails where CI is set."""
+def program() -> str:
+    """Returns the path of Envoy.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     found = shutil.which("envoy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}")
     if found is None:
-        message = "there is no envoy; `make dev` installs one where there is a package for the CPU"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+        raise FileNotFoundError(
+            "there is no envoy; `make dev` installs one where there is a package for the CPU"
+        )
     return found
+
+
+def _program_of_test() -> str:
+    """Returns the path of Envoy; without it the test is skipped, or fails where CI is set."""
+    try:
+        return program()
+    except FileNotFoundError as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
 
 
 @dataclass
 class Front:
-    """Envoy and what is behind it."""
+    """Envoy and what is behind it.
+
+    Several names may have one port: the server behind it then stands for all of them.
+    """
 
     folder: Path
     authority: Authority
@@ -100,6 +118,8 @@ class Front:
     ports: dict[str, int]
     """Of the servers, by name."""
     servers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    """Envoy, once it has been started."""
 
     @property
     def target(self) -> str:
@@ -109,7 +129,12 @@ class Front:
     @property
     def tls(self) -> drafthouse.Tls:
         """How clients connect."""
-        return drafthouse.Tls(ca_file=self.folder / "ca.crt")
+        return drafthouse.Tls(ca_file=self.ca_file)
+
+    @property
+    def ca_file(self) -> Path:
+        """The authority of the certificate that it shows."""
+        return self.folder / "ca.crt"
 
     def client(
         self, key: str | None = KEY, retry: drafthouse.RetryPolicy | None = None
@@ -142,6 +167,11 @@ class Front:
         assert server.stdout is not None
         server.stdout.close()
 
+    def n_calls(self, method: str) -> int:
+        """Returns how many calls of a method have ended at the servers, by their logs."""
+        logs = [self.folder / f"{name}.log" for name in self.servers]
+        return sum(log.read_text("utf-8").count(f"/{method} code=") for log in logs)
+
     def end_server(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to a server."""
         self.servers[name].send_signal(number)
@@ -155,6 +185,13 @@ class Front:
             if health["eds_health_status"] == "HEALTHY" and not is_out:
                 found.add(name)
         return found
+
+    def is_ready(self) -> bool:
+        """Returns whether all servers get calls; raises an AssertionError if Envoy has ended."""
+        log = self.folder / "envoy.log"
+        assert self.process is not None
+        assert self.process.poll() is None, f"Envoy ended: {log.read_text('utf-8')[-2000:]}"
+        return {self.ports[name] for name in self.healthy()} == set(self.ports.values())
 
     def busy(self) -> set[str]:
         """Returns the names of the servers that serve a call for Envoy."""
@@ -184,7 +221,7 @@ class Front:
                 await asyncio.sleep(0.02)
 
 
-def _configure(front: Front) -> Path:
+def _configure(front: Front, changed: dict[str, str]) -> Path:
     """Writes the configuration for this machine's ports and paths; returns its path."""
     folder, (one, two) = front.folder, front.ports.values()
     replaced = (
@@ -193,6 +230,7 @@ def _configure(front: Front) -> Path:
         ("address: server-1, port_value: 50051", f"address: 127.0.0.1, port_value: {one}"),
         ("address: server-2, port_value: 50051", f"address: 127.0.0.1, port_value: {two}"),
         ("/etc/drafthouse", str(folder)),
+        *changed.items(),
     )
     for name in ("envoy.yaml", "envoy_certificate.yaml"):
         text = (DEPLOY / name).read_text("utf-8")
@@ -203,32 +241,48 @@ def _configure(front: Front) -> Path:
     return folder / "envoy.yaml"
 
 
-@asynccontextmanager
-async def front(folder: Path) -> AsyncIterator[Front]:
-    """Runs Envoy and two servers, "one" and "two"."""
-    program, authority = envoy(), Authority()
-    port, admin, one, two = free_ports(4)
-    running = Front(folder, authority, port, admin, {"one": one, "two": two})
+@contextmanager
+def before(
+    path: str, folder: Path, ports: dict[str, int], changed: dict[str, str] | None = None
+) -> Iterator[Front]:
+    """Runs Envoy in front of servers that the caller starts.
+
+    Args:
+        path: Of Envoy, as `program` returns it.
+        folder: For its configuration and log. Afterwards it has the certificate that the servers
+            have to show, too: server.crt and server.key.
+        ports: Where the servers will listen: those of "one" and "two", which may be the same.
+        changed: Texts of the configuration, and what stands in their places.
+    """
+    authority = Authority()
+    taken = ports.values()
+    port, admin = [each for each in free_ports(2 + len(ports)) if each not in taken][:2]
+    running = Front(folder, authority, port, admin, ports)
     authority.write(folder)
     authority.issue(x509.DNSName("server")).write(folder)
     (folder / "tls").mkdir()
     authority.issue().write(folder / "tls", "tls")
-    command = [program, "-c", str(_configure(running)), "--concurrency", "1"]
+    command = [path, "-c", str(_configure(running, changed or {})), "--concurrency", "1"]
     command += ["--disable-hot-restart", "--log-level", "warning"]
     with (folder / "envoy.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)  # noqa: ASYNC220  # starts at once
+        running.process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        for name in running.ports:
-            await asyncio.to_thread(running.start_server, name)
-        await running.until(lambda: _is_ready(running, process))
         yield running
     finally:
-        process.kill()
-        process.wait()
-        running.close()
+        running.process.kill()
+        running.process.wait()
 
 
-def _is_ready(running: Front, process: subprocess.Popen[str]) -> bool:
-    log = running.folder / "envoy.log"
-    assert process.poll() is None, f"Envoy ended: {log.read_text('utf-8')[-2000:]}"
-    return running.healthy() == set(running.ports)
+@asynccontextmanager
+async def front(folder: Path, changed: dict[str, str] | None = None) -> AsyncIterator[Front]:
+    """Runs Envoy and two servers, "one" and "two"; `changed` as for `before`."""
+    one, two = free_ports(2)
+    ports = {"one": one, "two": two}
+    with before(_program_of_test(), folder, ports, changed) as running:
+        try:
+            for name in running.ports:
+                await asyncio.to_thread(running.start_server, name)
+            await running.until(running.is_ready)
+            yield running
+        finally:
+            running.close()

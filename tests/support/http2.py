@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import selectors
 import socket
+import ssl
 import struct
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -168,12 +169,24 @@ async def connect(target: str, *, window: int | None = None) -> AsyncIterator[Ru
 
 
 class Connection(_Client):
-    """One connection over a socket; `pump` answers settings and pings, and notes what ends."""
+    """One connection over a socket; `pump` answers settings and pings, and notes what ends.
 
-    def __init__(self, target: str, window: int | None = None, timeout: float = 10.0) -> None:
+    Args:
+        target: host:port.
+        window: Bytes of each stream that may be sent to it; None leaves HTTP/2's.
+        timeout: Seconds that a read or write may take.
+        ca_file: Authorities of the server's certificate; "" is plain text.
+    """
+
+    def __init__(
+        self, target: str, window: int | None = None, timeout: float = 10.0, ca_file: str = ""
+    ) -> None:
         host, _, port = target.rpartition(":")
         self.socket = socket.create_connection((host.strip("[]"), int(port)), timeout)
+        if ca_file:
+            self.socket = _secured(self.socket, host, ca_file)
         self._streams = _Streams(window)
+        self._gathered: bytearray | None = None
         self.is_closed = False
         """Whether one of both sides has hung up."""
         self.socket.sendall(self._streams.greeting)
@@ -194,7 +207,28 @@ class Connection(_Client):
         """Takes a stream back."""
         self._send(_frame(_RST_STREAM, 0, stream, struct.pack(">I", _CANCEL)))
 
+    def ping(self) -> bool:
+        """Waits until all that was sent has been read; returns False if that was hung up on."""
+        n = self.n_pongs
+        self._send(_frame(_PING, 0, 0, bytes(8)))
+        while not self.is_closed and self.n_pongs == n:
+            self._read()
+        return not self.is_closed
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Sends what is sent in a block with one write, at its end."""
+        self._gathered = bytearray()
+        try:
+            yield
+        finally:
+            data, self._gathered = bytes(self._gathered), None
+            self._send(data)
+
     def _send(self, data: bytes) -> None:
+        if self._gathered is not None:
+            self._gathered += data
+            return
         try:
             self.socket.sendall(data)
         except OSError:
@@ -226,6 +260,12 @@ class Connection(_Client):
         """Closes the connection."""
         self.is_closed = True
         self.socket.close()
+
+
+def _secured(plain: socket.socket, host: str, ca_file: str) -> ssl.SSLSocket:
+    context = ssl.create_default_context(cafile=ca_file)
+    context.set_alpn_protocols(["h2"])
+    return context.wrap_socket(plain, server_hostname=host)
 
 
 def _is_readable(sock: socket.socket, seconds: float) -> bool:

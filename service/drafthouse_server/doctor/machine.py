@@ -139,7 +139,7 @@ _TOLD = frozenset({"SSSE3", "AVX", "AVX2", "F16C", "FMA", "BMI2", "AVX512", "AVX
 def _descriptor_problems(config: Config) -> Iterator[Problem]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     n_calls = config.max_calls or config.parallel + config.queue_size
-    n_needed = n_calls + config.reserved_descriptors + _N_SPARE_DESCRIPTORS
+    n_needed = n_calls + 2 * config.reserved_descriptors + _N_SPARE_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and hard < n_needed:
         yield Problem(
             "descriptors",

@@ -1,7 +1,8 @@
 """How many more file descriptors this process may open.
 
-A connection takes one, and grpc.aio neither counts connections nor closes them. When few are left,
-calls are refused, so that what is open can go on: a text worker or a file needs one too.
+A connection takes one. gRPC is told at the start how many leave enough for the rest. When few are
+left all the same, calls are refused, so that what is open can go on: a text worker or a file needs
+one too.
 """
 
 from __future__ import annotations
@@ -72,6 +73,14 @@ class DescriptorBudget:
         """Open descriptors, when they were counted last."""
         self.is_short = False
         """Whether fewer were left then than the reserve."""
+
+    def n_connections(self) -> int:
+        """Returns how many connections may come to what is open now; one at least.
+
+        Twice the reserve is left: when all have come, as many files as the reserve can be opened
+        before calls are refused.
+        """
+        return max(1, self._read_limit() - self._read_open() - 2 * self._n_reserve)
 
     def check(self) -> bool:
         """Returns whether few are left. They are counted now and then, at a hundredth of a core."""

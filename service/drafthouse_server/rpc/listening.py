@@ -127,12 +127,15 @@ def _milliseconds(seconds: float) -> int:
     return int(seconds * 1000)
 
 
-def channel_options(config: Config, n_bytes_max: int) -> Sequence[tuple[str, int]]:
+def channel_options(
+    config: Config, n_bytes_max: int, n_connections: int
+) -> Sequence[tuple[str, int]]:
     """Returns the channel arguments; names as in grpc's `channel_arg_names.h`.
 
     Args:
         config: All settings.
         n_bytes_max: Bytes of the longest request of any method.
+        n_connections: Connections that may be open where the settings do not say.
     """
     n_streams = config.max_concurrent_streams or config.parallel + config.tenant_queue_size
     n_message_bytes = config.max_message_bytes or max(_MESSAGE_BYTES, n_bytes_max)
@@ -142,6 +145,7 @@ def channel_options(config: Config, n_bytes_max: int) -> Sequence[tuple[str, int
         ("grpc.max_receive_message_length", n_message_bytes),
         ("grpc.max_send_message_length", _MAX_RESPONSE_BYTES),
         ("grpc.max_concurrent_streams", n_streams),
+        ("grpc.max_allowed_incoming_connections", config.max_connections or n_connections),
         ("grpc.max_connection_idle_ms", idle_ms),
         ("grpc.max_connection_age_ms", age_ms),
         ("grpc.max_connection_age_grace_ms", _milliseconds(config.max_connection_age_grace_s)),

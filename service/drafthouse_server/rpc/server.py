@@ -367,7 +367,11 @@ class Server:
         )
         server = grpc.aio.server(
             interceptors=interceptors,
-            options=channel_options(config, max(shape.n_bytes_max for shape in shapes.values())),
+            options=channel_options(
+                config,
+                max(shape.n_bytes_max for shape in shapes.values()),
+                self._gate.descriptors.n_connections(),
+            ),
         )
         acceptor = Acceptor(server, interceptors)
         services_of: Any = acceptor  # what the stubs take for a server
