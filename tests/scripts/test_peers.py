@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "cext"))
 
+from scripts import peers  # noqa: E402
+
 import fetch_llama_cpp as pinned  # noqa: E402
 import patch_files  # noqa: E402
-from scripts import peers  # noqa: E402
 
 STOCK = "".join(f"line {i}\n" for i in range(1, 31))
 OURS = """\
