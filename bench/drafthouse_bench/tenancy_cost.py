@@ -104,7 +104,8 @@ async def _serve(asked: argparse.Namespace) -> None:
     settings = json.loads(asked.serve)
     if asked.engine != _FAKE:
         settings["model"] = str(find_target(asked.engine).path)
-    config = Config(port=0, parallel=32, draft_policy="fixed", **settings)
+    # Without a prefix cache: tenants and end users have their own, so that less is reused of each.
+    config = Config(port=0, parallel=32, draft_policy="fixed", prefix_cache=False, **settings)
     server = Server(config, lambda: _load(config, asked.engine, asked.step_ms / 1e3))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     await server.serve(lambda server: print(server.target, flush=True))
