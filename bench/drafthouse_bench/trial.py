@@ -2,6 +2,7 @@
 
     drafthouse-bench trial [--rounds 5] [--seconds 15] [--only cell=0.6b@0.8,streams=1+8]
         [--minutes 30] [--threads 0] [--drop 0.8] [--json build/trial.json] [--lock FILE] [--table]
+        [--former]
 
 A cell is a model, an acceptance and a number of streams. In each of its rounds every arm has one
 turn, in an order that rotates, cut into slices of --slice seconds that alternate: a machine whose
@@ -23,6 +24,10 @@ round is measured no more there: it cannot be the best one, and the others' roun
 
 With --lock each turn holds that file's lock (flock), so that other work on the machine can wait
 for the turn's end: `flock -s FILE make test`.
+
+With --former the model that chose K before has an arm, too (`drafthouse_bench.former`). The table
+then has a line more for each cell, with ratios from the rounds that have this arm, and at its end
+the rule by which one of the two is the better.
 
 The file is written after every round; the same command goes on from it. `--table` measures
 nothing. A ratio is taken inside each round, to the arm without a chooser that is the best one in
@@ -47,10 +52,13 @@ from pathlib import Path
 from typing import Any
 
 from drafthouse_bench.adaptive_k import Contender
+from drafthouse_bench.former import make_former_scheduler
 from drafthouse_bench.peers.case import find_target
 from drafthouse_server.config import Config
+from drafthouse_server.serving.compose import make_scheduler
 
 CHOSEN = "adaptive"
+FORMER = "former"
 FIXED = ("none", "K=1", "K=2", "K=3")
 _N_DRAFT_MAX = 3
 _MODELS = {
@@ -69,6 +77,7 @@ _N_WARM_UP = 60  # steps before the first round: each K is tried when a server s
 _MEDIAN_LEAST = 0.98  # of the ratios of all cells
 _CELL_LEAST = 0.93  # of a cell's ratio; a miss counts where its upper quartile is below, too
 _CHANGES_MOST = 1.0  # changes of K a second
+_FORMER_LEAST = 0.98  # chosen ÷ former, in the median of cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,7 @@ class Store:
         beside.replace(self._path)
 
 
-def _arms(cell: Cell, n_threads: int) -> list[Contender]:
+def _arms(cell: Cell, n_threads: int, *, has_former: bool) -> list[Contender]:
     name, acceptance = _MODELS[cell.model]
     target = find_target(name)
     n_prompt = 24 if target.is_random else 64
@@ -132,14 +141,24 @@ def _arms(cell: Cell, n_threads: int) -> list[Contender]:
         rates = [acceptance**k for k in range(1, _N_DRAFT_MAX + 1)]
         drafted["synth_rates"] = tuple(f"{rate:.6f}" for rate in rates)
     cases: dict[str, dict[str, Any]] = {CHOSEN: drafted}
+    if has_former:
+        cases[FORMER] = drafted
     cases["none"] = {"draft_type": "none"}
     for k in range(1, _N_DRAFT_MAX + 1):
         cases[f"K={k}"] = drafted | {"draft_policy": "fixed", "draft_default": k}
     arms: list[Contender] = []
     for name, case in cases.items():
         target_of = arms[0].engine if arms else None
-        config = Config(**common | case)
-        arms.append(Contender(name, config, cell.n_streams, False, n_prompt, target_of=target_of))
+        arms.append(
+            Contender(
+                name,
+                Config(**common | case),
+                cell.n_streams,
+                n_prompt=n_prompt,
+                target_of=target_of,
+                scheduler_of=make_former_scheduler if name == FORMER else make_scheduler,
+            )
+        )
     return arms
 
 
@@ -222,15 +241,15 @@ def _measure(cell: Cell, store: Store, options: argparse.Namespace, stop_at: flo
     if n_done >= options.rounds:
         return
     with contextlib.ExitStack() as stack:
-        arms = _arms(cell, options.threads)
+        arms = _arms(cell, options.threads, has_former=options.former)
         for arm in arms:
             stack.callback(arm.engine.close)
         if n_done:
             arms = _kept(arms, store.of(cell)[0]["arms"], options.drop)
         for arm in arms:
-            is_chosen = arm.name == CHOSEN
+            learns = arm.name in (CHOSEN, FORMER)
             with _quiet(options.lock):
-                _warm_up(arm, max(options.warm_up, _LEARNING_S * is_chosen))
+                _warm_up(arm, max(options.warm_up, _LEARNING_S * learns))
         for i in range(n_done, options.rounds):
             if time.monotonic() + options.seconds * len(arms) > stop_at:
                 return
@@ -279,29 +298,76 @@ def _best(speeds: dict[str, list[float]], but: int | None = None) -> str:
     return max((arm for arm in FIXED if len(speeds[arm]) == n_rounds), key=median)
 
 
+class _Race:
+    """The chosen K beside the former model's, in the cells and rounds that have both."""
+
+    def __init__(self) -> None:
+        self._ratios: list[float] = []  # chosen ÷ former, by cell
+        self._chosen: list[float] = []  # ÷ the best
+        self._former: list[float] = []
+
+    def add(self, rounds: list[dict[str, Any]], speeds: dict[str, list[float]]) -> None:
+        """Takes a cell and prints its line; none where no round has the former model."""
+        found = [
+            [arms[name]["tokens_per_s"] for name in (CHOSEN, FORMER, _best(speeds, but=i))]
+            for i, arms in enumerate(rounds)
+            if FORMER in arms
+        ]
+        if not found:
+            return
+        low, ratio, high = _quartiles([former / best for _, former, best in found])
+        low_both, both, high_both = _quartiles([chosen / former for chosen, former, _ in found])
+        self._ratios.append(both)
+        self._chosen.append(statistics.median(chosen / best for chosen, _, best in found))
+        self._former.append(ratio)
+        arms = [arms[FORMER] for arms in rounds if FORMER in arms]
+        per_s = statistics.mean(arm["changes_per_s"] for arm in arms)
+        print(
+            f"    {FORMER} {ratio:.3f} ({low:.3f}-{high:.3f}), {per_s:.2f} changes/s;"
+            f" {CHOSEN} ÷ {FORMER} {both:.3f} ({low_both:.3f}-{high_both:.3f})"
+        )
+        if n_resets := max(arm.get("n_resets", 0) for arm in arms):
+            print(f"    {FORMER} failed and was reset, {n_resets} times: no race")
+
+    def print_verdict(self) -> None:
+        """Prints which of the two is the better by the rule."""
+        if not self._ratios:
+            return
+        median = statistics.median(self._ratios)
+        chosen, former = min(self._chosen), min(self._former)
+        is_better = median >= _FORMER_LEAST and chosen >= former
+        print(
+            f"{CHOSEN} ÷ {FORMER} in the median of {len(self._ratios)} cells {median:.3f} (rule:"
+            f" {_FORMER_LEAST}), worst cell ÷ best {chosen:.3f}, {FORMER} {former:.3f} (rule: no"
+            f" worse): {CHOSEN if is_better else FORMER} stays"
+        )
+
+
 def _table(store: Store, cells: Sequence[Cell]) -> None:
     """Prints a line for each cell, and whether the choice holds its bars."""
     print(
-        f"medians of tokens/s; then {CHOSEN} ÷ the best of the other four by the other rounds, with"
-        " quartiles, and ÷ the best by all rounds"
+        f"medians of tokens/s; then {CHOSEN} ÷ the best of the arms without a chooser by the other"
+        " rounds, with quartiles, and ÷ the best by all rounds"
     )
     ratios: list[float] = []
     lucky: list[float] = []
     misses: list[str] = []
     changes_most = 0.0
+    race = _Race()
     for cell in cells:
         rounds = [found["arms"] for found in store.of(cell)]
         if not rounds:
             continue
         speeds = {
             arm: [arms[arm]["tokens_per_s"] for arms in rounds if arm in arms]
-            for arm in (CHOSEN, *FIXED)
+            for arm in (CHOSEN, FORMER, *FIXED)
+            if arm != FORMER or any(FORMER in arms for arms in rounds)
         }
         best = _best(speeds)
         parts = []
         for arm, found in speeds.items():
             low, middle, high = _quartiles(found)
-            once = " once" * (len(found) < len(rounds))
+            once = " once" * (len(found) == 1 < len(rounds))
             parts.append(f"{arm} {middle:.1f} ({low:.1f}-{high:.1f}){once}")
         cores = [arm["n_cores"] for arms in rounds for arm in arms.values()]
         busy = f"cores {min(cores):.2f}-{max(cores):.2f}"
@@ -317,6 +383,7 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
         if ratio < _CELL_LEAST and high < _CELL_LEAST:
             misses.append(cell.name)
         print(f"    {ratio:.3f} ({low:.3f}-{high:.3f}), {lucky[-1]:.3f}, {per_s:.2f} changes/s")
+        race.add(rounds, speeds)
     if not ratios:
         return
     median = statistics.median(ratios)
@@ -327,6 +394,7 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
         f" {_CELL_LEAST} in {', '.join(misses) or 'none'}, at most {changes_most:.2f} changes/s:"
         f" {'holds' if holds else 'does not hold'}"
     )
+    race.print_verdict()
 
 
 def _selected(only: str) -> Iterator[Cell]:
@@ -357,6 +425,7 @@ def main() -> None:
     add("--only", default="", help="cell=NAME+NAME,streams=N+N")
     add("--json", type=Path, default=Path("build/trial.json"))
     add("--lock", type=Path, help="a file whose lock is held while something is measured")
+    add("--former", action="store_true", help="an arm for the model that chose K before")
     add("--table", action="store_true", help="measure nothing, print the table of the file")
     options = parser.parse_args()
     stop_at = time.monotonic() + 60 * options.minutes
