@@ -1,7 +1,7 @@
 """What keys, limits and usage cost: processor time per request and token, with all and without.
 
     drafthouse-bench tenancy-cost [--rounds 20] [--streams 32] [--tokens 16,128] [--waves 2]
-        [--engine MODEL] [--step-ms 10]
+        [--engine MODEL] [--step-ms 10] [--starts 1]
 
 Two servers, each a process of its own, are asked the same in turns: `bare` knows no tenants; `full`
 has keys in a SQLite store, two tenants with every limit set, an end user with each request, usage
@@ -10,7 +10,9 @@ steps are so long that each token is a message of its own, with both. `--engine 
 model as `fair-shares` names them, has that one compute: the two per cent of the bar are of its
 requests (with `OMP_WAIT_POLICY=passive`: threads that wait count as well). A server's time is that
 of all its threads and of its text workers, in nanoseconds by the kernel's clock; its wake-ups are
-the times that a thread of it had waited.
+the times that a thread of it had waited. Two processes with the same model differ by some percent,
+by where its weights lie in memory: `--starts 5` begins with new ones so often, and tells the ratio
+of each pair. One stream at a time has no luck in what is computed together.
 
 Differences and ratios are paired: of the two turns of a round. Told is their median, and the
 interval that has 95 % of the medians of rounds drawn from them again and again (bootstrap). What
@@ -161,8 +163,6 @@ class _Contender:
     """host:port."""
     keys: list[str]
     """Keys with which the server is asked; an empty one: without a key."""
-    turns: dict[int, list[_Spent]] = dataclasses.field(default_factory=dict)
-    """What a request took in its turns, by the tokens of a request."""
 
     def spent(self) -> _Spent:
         """Returns what it has spent so far."""
@@ -176,6 +176,10 @@ class _Contender:
         stat = Path(f"/proc/{self.process.pid}/stat").read_text("utf-8")
         ended = stat.rpartition(")")[2].split()[13:15]  # children that have ended
         return _Spent(cpu_s + sum(map(int, ended)) / os.sysconf("SC_CLK_TCK"), n_wakes)
+
+
+_Turns = dict[str, dict[int, list[_Spent]]]
+"""What a request took in its turns: by the server's name, then by the tokens of a request."""
 
 
 def _cpu_s(pid: int) -> float:
@@ -214,6 +218,30 @@ async def _turn(contender: _Contender, n_tokens: int, asked: argparse.Namespace)
 
 async def _measure(asked: argparse.Namespace) -> None:
     lengths = [int(part) for part in asked.tokens.split(",")]
+    turns: _Turns = {name: {n_tokens: [] for n_tokens in lengths} for name in ("bare", "full")}
+    for start in range(asked.starts):
+        await _measure_start(asked, lengths, turns)
+        if asked.starts > 1:
+            since = start * asked.rounds
+            for n_tokens in lengths:
+                found = _ratios(*(turns[name][n_tokens][since:] for name in ("bare", "full")))
+                print(f"start {start + 1}, {n_tokens} tokens: full / bare {_told(found, '.4f')}")
+    for n_tokens in lengths:
+        _print_length(n_tokens, turns["bare"][n_tokens], turns["full"][n_tokens])
+    for short, long in itertools.pairwise(lengths):
+        extra = [
+            [(b.cpu_s - a.cpu_s) / (long - short) * 1e6 for a, b in zip(*both, strict=True)]
+            for both in ((found[short], found[long]) for found in turns.values())
+        ]
+        found = [b - a for a, b in zip(*extra, strict=True)]
+        print(
+            f"each token from {short} to {long}: bare {statistics.median(extra[0]):.2f} µs,"
+            f" full - bare {_told(found, '+.2f')} µs"
+        )
+
+
+async def _measure_start(asked: argparse.Namespace, lengths: list[int], turns: _Turns) -> None:
+    """Starts both servers, gives them their rounds in turns, and ends them."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         settings, keys = _prepare(Path(folder))
         open_settings = {"insecure_no_auth": True}
@@ -225,19 +253,11 @@ async def _measure(asked: argparse.Namespace) -> None:
                 for contender in (bare, full) if number % 2 else (full, bare):
                     spent = await _turn(contender, n_tokens, asked)
                     if number:  # the first round warms up
-                        contender.turns.setdefault(n_tokens, []).append(spent)
-    for n_tokens in lengths:
-        _print_length(n_tokens, bare.turns[n_tokens], full.turns[n_tokens])
-    for short, long in itertools.pairwise(lengths):
-        extra = [
-            [(b.cpu_s - a.cpu_s) / (long - short) * 1e6 for a, b in zip(*turns, strict=True)]
-            for turns in ((each.turns[short], each.turns[long]) for each in (bare, full))
-        ]
-        found = [b - a for a, b in zip(*extra, strict=True)]
-        print(
-            f"each token from {short} to {long}: bare {statistics.median(extra[0]):.2f} µs,"
-            f" full - bare {_told(found, '+.2f')} µs"
-        )
+                        turns[contender.name][n_tokens].append(spent)
+
+
+def _ratios(bare: list[_Spent], full: list[_Spent]) -> list[float]:
+    return [b.cpu_s / a.cpu_s for a, b in zip(bare, full, strict=True)]
 
 
 def _print_length(n_tokens: int, bare: list[_Spent], full: list[_Spent]) -> None:
@@ -250,7 +270,7 @@ def _print_length(n_tokens: int, bare: list[_Spent], full: list[_Spent]) -> None
     least_s = [min(each.cpu_s for each in turns) for turns in (bare, full)]
     print(f"  full - bare: {_told([(b.cpu_s - a.cpu_s) * 1e3 for a, b in pairs], '+.3f')} ms")
     print(f"  of the least turns: {(least_s[1] - least_s[0]) * 1e3:+.3f} ms")
-    print(f"  full / bare: {_told([b.cpu_s / a.cpu_s for a, b in pairs], '.4f')}", flush=True)
+    print(f"  full / bare: {_told(_ratios(bare, full), '.4f')}", flush=True)
 
 
 def _told(values: list[float], form: str) -> str:
@@ -270,6 +290,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32, help="at once")
     parser.add_argument("--tokens", default="16,128", help="of a request: one length or several")
     parser.add_argument("--waves", type=int, default=2, help="of streams in a turn")
+    parser.add_argument(
+        "--starts", type=int, default=1, help="of both servers, with so many rounds each"
+    )
     parser.add_argument("--step-ms", type=float, default=10.0, help="of the fake engine")
     parser.add_argument("--engine", default=_FAKE, help="fake, a demo model, or one of build/bench")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
