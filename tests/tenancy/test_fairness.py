@@ -232,6 +232,25 @@ def test_the_most_served_gives_first() -> None:
     assert counters.over_served("c", {"a": 4, "b": 4}, 8) == ["b", "a"]
 
 
+def test_a_slot_more_would_be_taken_back_by_one_that_is_away_and_below_its_share() -> None:
+    counters = waiting("flood")
+    counters.charge("flood", 1000)
+    counters.charge("polite", 1012)
+    assert counters.would_take_back("polite", "flood", {"flood": 3}, 4)
+    assert counters.would_take_back("polite", "flood", {"flood": 2}, 4), "two of four are its share"
+    assert not counters.would_take_back("polite", "flood", {"flood": 1}, 4)
+    assert not counters.would_take_back("polite", "flood", {"polite": 2, "flood": 2}, 4)
+    counters.charge("polite", 1)
+    assert not counters.would_take_back("polite", "flood", {"flood": 3}, 4), "too far ahead"
+
+
+def test_whose_slot_it_would_be_is_by_weight() -> None:
+    counters = waiting("flood", flood=3.0)
+    counters.charge("flood", 1000)
+    assert not counters.would_take_back("polite", "flood", {"flood": 2}, 4), "three are its share"
+    assert counters.would_take_back("polite", "flood", {"flood": 3}, 4)
+
+
 def test_what_is_saved_for_a_tenant_is_bounded_over_time() -> None:
     budget = SaveBudget(1000.0)
     assert budget.is_free("a", 0.0)

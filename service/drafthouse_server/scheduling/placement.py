@@ -10,7 +10,7 @@ from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.preemption import Preemption
 from drafthouse_server.scheduling.prefix_cache import Match, PrefixCache, Tier
 from drafthouse_server.scheduling.sequence import Sequence
-from drafthouse_server.scheduling.slots import SlotTable
+from drafthouse_server.scheduling.slots import LastSlot, SlotTable
 from drafthouse_server.scheduling.waiting import WaitingQueue
 from drafthouse_server.step import Start, StepResult
 from drafthouse_server.tenancy.fairness import VirtualCounters
@@ -62,6 +62,7 @@ class Placement:
         self._prefixes = prefixes
         self._checkpoints = checkpoints
         self._preemption = preemption
+        self._last = LastSlot(counters, slots.n_slots)
 
     def admit(self, plan: PlanBuilder) -> None:
         """Gives slots to waiting sequences, as far as they are likely to find cells.
@@ -73,9 +74,12 @@ class Placement:
         def may(tenant: str) -> bool:
             return self._slots.has_room or self._preemption.may_save(tenant, plan.planned_at)
 
+        has_cells, running = self._ledger.has_cells, self._slots.running
         while (sequence := self._waiting.peek(may)) is not None:
-            while not self._has_place(sequence):
-                victim = self._preemption.victim_for(sequence, plan)
+            while not (
+                (has_slot := self._has_slot(sequence, plan)) and has_cells(sequence, running)
+            ):
+                victim = self._preemption.victim_for(sequence, plan, has_slot=has_slot)
                 if victim is None:
                     return
                 self._preemption.make_way(victim, sequence, plan)
@@ -83,9 +87,12 @@ class Placement:
             self._ledger.reserve(sequence, self._ledger.need(sequence))
             self._start(plan, sequence)
 
-    def _has_place(self, sequence: Sequence) -> bool:
-        """Returns whether there is a slot, with the cells that a sequence is likely to need."""
-        return self._slots.has_room and self._ledger.has_cells(sequence, self._slots.running)
+    def _has_slot(self, sequence: Sequence, plan: PlanBuilder) -> bool:
+        """Returns whether there is a slot for a sequence, without taking it from another."""
+        slots, tenant = self._slots, sequence.request.tenant
+        is_last = slots.n_slots - len(slots.running) == 1
+        is_kept = is_last and self._last.is_kept_from(tenant, slots.held(), plan.planned_at)
+        return slots.has_room and not is_kept
 
     def least_s(self, sequence: Sequence, is_found: bool) -> float:
         """Returns the seconds that a sequence needs for its first token, rather too few.
@@ -120,6 +127,7 @@ class Placement:
             snapshot = prefix.snapshot or None
             source = prefix.seq_id if prefix.tier is not Tier.HOST else None
         sequence.seq_id = seq_id
+        self._last.note_start(sequence.request.tenant, plan.planned_at)
         self._slots.running[seq_id] = sequence
         plan.starts.append(
             Start(
@@ -167,6 +175,10 @@ class Placement:
         self._slots.forget_tenant(tenant)
         self._prefixes.forget_tenant(tenant)
         self._counters.forget(tenant)
+
+    def note_end(self, sequence: Sequence, now: float) -> None:
+        """Notes that a sequence has given its slot back."""
+        self._last.note_end(sequence.request.tenant, now)
 
     def take(self, plan: PlanBuilder, result: StepResult) -> None:
         """Notes which of the plan's starts kept less than they were to, and counts the others."""

@@ -211,18 +211,25 @@ class Preemption:
         """Returns whether a snapshot may be written so that a tenant gets a slot."""
         return self._budget.is_free(tenant, now)
 
-    def victim_for(self, sequence: Sequence, plan: PlanBuilder) -> Sequence | None:
+    def victim_for(
+        self, sequence: Sequence, plan: PlanBuilder, *, has_slot: bool
+    ) -> Sequence | None:
         """Returns the one that has to leave its slot to the next sequence; None: none has to.
 
         One of the same tenant that is less important, where that is enough, or the youngest of a
         tenant that was served more. Not one that another start of this plan needs in its place, or
         that has lost its slot shortly before; and none while snapshots have taken too much time
         already.
+
+        Args:
+            sequence: Goes next.
+            plan: The plan under construction.
+            has_slot: Whether there is a slot for it, and cells are what it lacks.
         """
-        tenant, held = sequence.request.tenant, self._held()
+        tenant, held = sequence.request.tenant, self._slots.held()
         if not self.may_save(tenant, plan.planned_at):
             return None
-        if tenant in held and not self._slots.has_room:
+        if tenant in held and not has_slot:
             running = self._slots.running
             priority = sequence.request.priority
             less = (s for s in running.values() if s.request.priority < priority)
@@ -235,17 +242,6 @@ class Preemption:
             if victim is not None:
                 return victim
         return None
-
-    def _held(self) -> dict[str, int]:
-        """Returns the slots that run by tenant."""
-        held: dict[str, int] = {}
-        for sequence in self._slots.running.values():
-            tenant = sequence.request.tenant
-            if tenant in held:  # no call: this runs in every step while sequences wait
-                held[tenant] += 1
-            else:
-                held[tenant] = 1
-        return held
 
     def _last_of(
         self, tenant: str, candidates: Iterable[Sequence], plan: PlanBuilder

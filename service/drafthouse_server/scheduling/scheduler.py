@@ -457,6 +457,7 @@ class Scheduler:
             del slots.running[seq_id]
             self._ledger.release(sequence)
             self._ledger.restore()
+            self._placement.note_end(sequence, self._now)
             if not (isinstance(end, FinishReason) and slots.retain(sequence)):
                 slots.given_back.append(seq_id)
                 slots.empty(seq_id)

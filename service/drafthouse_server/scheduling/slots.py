@@ -6,6 +6,7 @@ the cells are needed, and a prompt that begins with them goes on from there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from heapq import heapify, heappush
 
 from drafthouse_server.scheduling.prefix_cache import (
@@ -18,14 +19,21 @@ from drafthouse_server.scheduling.prefix_cache import (
 )
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits
+from drafthouse_server.tenancy.fairness import VirtualCounters
 
-__all__ = ["SlotTable"]
+__all__ = ["LastSlot", "SlotTable"]
 
 _COPY_SHARE = 64
 """Copy a prefix between slots only if it covers at least one part in this many of the slot.
 
 It copies all of them; to compute a token takes hundreds of times as long as to copy a cell.
 """
+
+_AWAY_S = 0.2
+"""Seconds that a tenant may be away: programs that ask again at once are back sooner."""
+
+_KEPT_S = 1.0
+"""Seconds for which the last slot is kept from a tenant without a break."""
 
 
 class SlotTable:
@@ -67,6 +75,17 @@ class SlotTable:
     def n_cells_running(self) -> int:
         """Returns the KV cells of the sequences that run."""
         return sum([sequence.n_computed for sequence in self.running.values()])
+
+    def held(self) -> dict[str, int]:
+        """Returns the slots that run by tenant."""
+        held: dict[str, int] = {}
+        for sequence in self.running.values():
+            tenant = sequence.request.tenant
+            if tenant in held:  # no call: this runs in every step while sequences wait
+                held[tenant] += 1
+            else:
+                held[tenant] = 1
+        return held
 
     def is_anybody_generating(self) -> bool:
         """Returns whether a sequence waits for its next token alone."""
@@ -219,3 +238,70 @@ class SlotTable:
         self.retained.clear()
         self.n_retained_cells = 0
         return seq_ids
+
+
+class LastSlot:
+    """Keeps the last free slot for tenants that come back at once, below their share.
+
+    Otherwise the stream that takes it meanwhile has to be saved each time, and brought back: that
+    takes longer than a short request, and all wait for it. It is kept from a tenant that has its
+    share, and while no other waits: whose turn it is among those that wait the counters say. Now
+    and then it has the slot all the same, so that each of its streams goes on.
+
+    Args:
+        counters: Say whose turn it is.
+        n_slots: Slots of all.
+    """
+
+    def __init__(self, counters: VirtualCounters, n_slots: int) -> None:
+        self._counters = counters
+        self._n_slots = n_slots
+        self._ended: dict[str, float] = {}  # when a tenant's last stream ended; in this order
+        self._back: set[str] = set()  # who came back at once, the last time; runs, or is in _ended
+        self._kept_from, self._kept_at = "", 0.0  # from whom it is kept, and since when
+
+    def note_start(self, tenant: str, now: float) -> None:
+        """Notes that a stream of a tenant has got a slot."""
+        self._forget(now)
+        if tenant in self._ended:
+            self._back.add(tenant)
+        if tenant == self._kept_from:
+            self._kept_from = ""
+
+    def note_end(self, tenant: str, now: float) -> None:
+        """Notes that a stream of a tenant has given its slot back."""
+        self._ended.pop(tenant, None)
+        self._ended[tenant] = now
+        self._forget(now)
+
+    def is_kept_from(self, tenant: str, held: Mapping[str, int], now: float) -> bool:
+        """Returns whether a tenant that waits has to leave the last free slot to others.
+
+        Args:
+            tenant: Waits for a slot.
+            held: Slots by tenant, of those that have any.
+            now: Monotonic time in seconds.
+        """
+        self._forget(now)
+        counters, n_slots = self._counters, self._n_slots
+        is_kept = (
+            tenant in held
+            and counters.n_waiting == 1
+            and any(
+                counters.would_take_back(other, tenant, held, n_slots)
+                for other in self._ended
+                if other in self._back
+            )
+        )
+        if is_kept and tenant != self._kept_from:
+            self._kept_from, self._kept_at = tenant, now
+        elif not is_kept and tenant == self._kept_from:
+            self._kept_from = ""
+        return is_kept and now - self._kept_at < _KEPT_S
+
+    def _forget(self, now: float) -> None:
+        """Forgets those that have not been here for a while."""
+        ended = self._ended
+        while ended and now - ended[(first := next(iter(ended)))] > _AWAY_S:
+            del ended[first]
+            self._back.discard(first)

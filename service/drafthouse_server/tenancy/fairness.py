@@ -52,6 +52,9 @@ _BURST_S = 0.1
 _ROUNDING = 1e-9
 """By so much may a share of slots be missed."""
 
+_AWAY_SHARE = 1 / 8
+"""Part of the quantum by which a tenant that is away may be ahead of one that it would displace."""
+
 _WEIGHT = 1.0
 """Weight of a tenant of which nothing else is known."""
 
@@ -151,6 +154,11 @@ class VirtualCounters:
         """
         most = min(self.of(other) for other in others) + self._quantum
         return {tenant for tenant in tenants if self.of(tenant) < most}
+
+    @property
+    def n_waiting(self) -> int:
+        """Tenants of which something waits."""
+        return len(self._waiting)
 
     def weight(self, tenant: str) -> float:
         """Returns a tenant's weight."""
@@ -312,11 +320,7 @@ class VirtualCounters:
         if not held.keys() - {tenant}:
             return []
         counter, n_held = self.of(tenant), held.get(tenant, 0)
-        all_weights = self._waiting_weight
-        for other in held:
-            if other not in self._waiting:
-                all_weights += self.weight(other)
-        per_weight = n_slots / all_weights
+        per_weight = self._slots_per_weight(tenant, held, n_slots)
         is_short = n_held + 1 <= per_weight * self.weight(tenant) + _ROUNDING
         found = []
         for other, n_other in held.items():
@@ -327,6 +331,35 @@ class VirtualCounters:
             if (is_short and has_more) or ahead >= self._quantum:
                 found.append(other)
         return sorted(found, key=self.of, reverse=True)
+
+    def would_take_back(
+        self, other: str, tenant: str, held: Mapping[str, int], n_slots: int
+    ) -> bool:
+        """Returns whether a tenant that is away would soon take a slot more that one is given.
+
+        Soon: its counter may be a little higher now, as it stands still while it is away.
+
+        Args:
+            other: Is away.
+            tenant: Has slots, and waits for one more.
+            held: Slots by tenant, of those that have any.
+            n_slots: Slots of all.
+        """
+        if self.of(other) - self.of(tenant) > self._quantum * _AWAY_SHARE:
+            return False
+        per_weight = self._slots_per_weight(other, held, n_slots)
+        is_short = held.get(other, 0) + 1 <= per_weight * self.weight(other) + _ROUNDING
+        return is_short and held[tenant] >= per_weight * self.weight(tenant) - _ROUNDING
+
+    def _slots_per_weight(self, tenant: str, held: Mapping[str, int], n_slots: int) -> float:
+        """Returns a share of the slots, of all tenants that wait or run and of one besides."""
+        all_weights = self._waiting_weight
+        for other in held:
+            if other not in self._waiting:
+                all_weights += self.weight(other)
+        if tenant not in self._waiting and tenant not in held:
+            all_weights += self.weight(tenant)
+        return n_slots / all_weights
 
 
 class SharedBytes:
