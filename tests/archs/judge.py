@@ -11,7 +11,10 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 from tests.archs.driver import Answer
+from tests.archs.tipped import Steps, shift_elsewhere
 from tests.support.demo import Referee
+
+from drafthouse_engine import EngineError
 
 __all__ = ["TIE", "Judge", "Verdict", "Ways"]
 
@@ -33,7 +36,8 @@ class Verdict:
     """What became of a cell."""
 
     kind: str
-    """`equal`, `tie`, `differs` or `refused`."""
+    """`equal`, `tie`, `differs`, `refused`, `died` (our process has ended), or `unknown` (there is
+    no answer of llama-server's)."""
     gap: float = 0.0
     """Of a tie, or where it differs: the greatest difference of the two candidates' logits."""
     n_apart: int = 0
@@ -47,7 +51,7 @@ class Verdict:
     n_reused: int = 0
     """Tokens that were not computed again."""
     reason: str = ""
-    """Why it was refused, or how the process ended; of a tie of experts, who gives the same."""
+    """Why it was refused, or how the process ended; of a tie of experts, what gives the same."""
 
 
 class Judge:
@@ -81,6 +85,7 @@ class Judge:
             right: Gives the right answer to a prompt.
             ways: Gives the answers to all prompts in ways that round otherwise and are as right,
                 with their names; asked where two logits do not tie, but perhaps two experts did.
+                What none of them gives is computed with and without flash attention (`tipped`).
         """
         gaps = {
             i: self._gap(answer, expected)
@@ -96,7 +101,12 @@ class Judge:
             far -= right_too
             if not far:
                 break
-        kind = "differs" if far else kind
+        shifts = {i: self._shift(answers[i], right) for i in sorted(far)}
+        tipped = {i: shift for i, shift in shifts.items() if shift <= TIE}
+        if tipped:
+            reason += f"{len(tipped)} as our own without flash attention; elsewhere the logits"
+            reason += f" differ by {max(tipped.values()):.2g} at most"
+        kind = "differs" if far - tipped.keys() else kind
         return Verdict(
             kind,
             gap,
@@ -126,6 +136,14 @@ class Judge:
         if self._referee is None:
             self._referee = Referee("", self._model)
         return self._referee
+
+    def _shift(self, answer: Answer, right: Callable[[Sequence[int]], Sequence[int]]) -> float:
+        """Returns how far logits differ without flash attention, but for where an answer parts."""
+        try:
+            with Steps(self._model) as rows:
+                return shift_elsewhere(rows, answer.prompt, answer.tokens, right(answer.prompt))
+        except EngineError:
+            return math.inf
 
     def _gap(self, answer: Answer, expected: Sequence[int]) -> float:
         """Returns the difference of the two candidates' logits at the first difference."""

@@ -31,7 +31,7 @@ class Roundings:
     """The same llama-server in other ways that round otherwise: each is as right as the first.
 
     Where two tokens, or two experts, are equally likely, they part; a server is asked for when it
-    is needed.
+    is needed. A way in which the model cannot be served (without flash attention, say) is left out.
 
     Args:
         program: The server.
@@ -46,7 +46,7 @@ class Roundings:
 
     def __init__(self, program: Path, model: Path) -> None:
         self._program, self._model = program, model
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Peer | None] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -56,17 +56,25 @@ class Roundings:
         self._stack.close()
 
     def answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[str, list[list[int]]]]:
-        """Yields the answers to a cell's prompts, in every way.
-
-        Raises:
-            PeerFailed: a server gives none.
-        """
+        """Yields the answers to a cell's prompts, in every way that there is."""
         for way, flags in self.WAYS.items():
             if way not in self._peers:
-                peer = Peer(self._program, self._model, flags)
-                self._peers[way] = self._stack.enter_context(peer)
+                self._peers[way] = self._start(flags)
             peer = self._peers[way]
-            yield way, [peer.ask(prompt) for prompt in prompts] if flags else peer.replay(prompts)
+            if peer is None:
+                continue
+            try:
+                found = [peer.ask(prompt) for prompt in prompts] if flags else peer.replay(prompts)
+            except PeerFailed:
+                self._peers[way] = None
+                continue
+            yield way, found
+
+    def _start(self, flags: Sequence[str]) -> Peer | None:
+        try:
+            return self._stack.enter_context(Peer(self._program, self._model, flags))
+        except PeerFailed:
+            return None
 
 
 class Peer:
@@ -91,10 +99,17 @@ class Peer:
         command += [*flags, *self._flags]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
-        self._wait()
+        try:
+            self._wait()
+        except BaseException:  # it would go on for ever
+            self._stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         assert self._process is not None, "not started"
         self._process.terminate()
         try:

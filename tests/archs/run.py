@@ -4,25 +4,25 @@
 
 Upstream's own test program writes tiny models with random weights, and `models.archs` those that it
 leaves out; the demo models are trained. Each goes through all cells (`cells`), in a process of its
-own, and llama-server says what the right answers are. What was found is kept in build/archs, and
-asked again only with `--again`.
+own, and llama-server says what the right answers are. What was found is kept in build/archs; it is
+asked again with `--again`, and of another engine, llama.cpp, processor or model in any case. What
+changed in Python alone is not seen there.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from gguf import GGUFReader
@@ -32,6 +32,7 @@ from tests.archs.cells import CELLS, DRAFTS, MTP, PROMPTS
 from tests.archs.driver import N_OUTPUT, Answer
 from tests.archs.judge import Judge, Verdict
 from tests.archs.peer import Peer, PeerFailed, Roundings
+from tests.archs.results import digest_of, load, processor, save, stamp
 from tests.archs.table import Row, is_wrong, page, proven, proven_module, summary
 from tests.archs.upstream_models import make_usable
 from tests.support.demo import MODELS, TARGETS
@@ -42,22 +43,40 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "archs"
 HISTORY = PROMPTS[4]
 SEED = 1
+SOURCES = (
+    *(ROOT / "models" / name for name in ("archs.py", "archs_mtp.py", "arch_parts.py")),
+    *(MODELS / name for name in TARGETS.values()),
+    Path(__file__).with_name("upstream_models.py"),
+)
+"""Files that say what the models are, besides llama.cpp."""
+
+
+@dataclass(frozen=True)
+class Died:
+    """Of a cell: our process has ended, which no model may do."""
+
+    how: str
+    """In a sentence."""
+
+
+Found = list[Answer] | str | Died
+"""Of a cell: the answers, or why the model was refused, or how our process ended."""
 
 
 def write_models(folder: Path, seed: int) -> None:
-    """Writes the models that are missing.
+    """Writes the models, unless those of this llama.cpp and these recipes are there.
 
     Raises:
         subprocess.CalledProcessError: upstream's program has failed.
     """
-    if folder.exists():
-        for name in RECIPES:
-            if not (folder / f"{name}.gguf").exists():
-                write_model(folder / f"{name}.gguf", name)
+    state, mark = f"{peers.version()} {digest_of(*SOURCES)}\n", folder / "stamp"
+    if mark.exists() and mark.read_text("utf-8") == state:
         return
     raw, part = FOLDER / "raw", folder.with_name("models.part")
+    for path in (folder, part, raw):
+        shutil.rmtree(path, ignore_errors=True)
     for path in (raw, part):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True)
     say("writing the models of upstream's program …")
     command = [str(peers.program(peers.ARCHS)), "-o", str(raw), "-s", str(seed)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -68,6 +87,7 @@ def write_models(folder: Path, seed: int) -> None:
         write_model(part / f"{name}.gguf", name)
     for name in TARGETS.values():
         shutil.copy(MODELS / name, part)
+    (part / mark.name).write_text(state, "utf-8")
     part.rename(folder)
 
 
@@ -77,9 +97,10 @@ def run_model(path: Path) -> Row:
     arch: str = header["general.architecture"].contents()
     nextn = header.get(f"{arch}.nextn_predict_layers")
     has_nextn = nextn is not None and nextn.contents() > 0
-    found = _answers(path, (*DRAFTS, MTP) if has_nextn else DRAFTS)
-    is_computed = any(not isinstance(cell, str) for cell in found["none"].values())
-    history = 0.0
+    digest = digest_of(path)
+    found = ask_engine(path, (*DRAFTS, MTP) if has_nextn else DRAFTS)
+    is_computed = any(isinstance(cell, list) for cell in found["none"].values())
+    history, n_equal, failed = 0.0, 0, ""
     with ExitStack() as stack:
         judge = stack.enter_context(Judge(path))
         if is_computed:
@@ -88,46 +109,51 @@ def run_model(path: Path) -> Row:
             peer = stack.enter_context(Peer(peers.SERVER, path))
             ways = stack.enter_context(Roundings(peers.SERVER, path))
             n_equal = peer.n_equal_at_once(PROMPTS)
-            cells = {
-                draft_type: {
-                    name: _verdict(judge, peer, ways, cell) for name, cell in of_type.items()
-                }
-                for draft_type, of_type in found.items()
-            }
+            cells = _verdicts(found, lambda cell: judge.judge(cell, peer.ask, ways.answers))
         except PeerFailed as error:
-            cells = {
-                draft_type: {name: _unjudged(cell) for name, cell in of_type.items()}
-                for draft_type, of_type in found.items()
-            }
-            return Row(arch, str(error), 0, history, cells)
-    return Row(arch, "", n_equal, history, cells)
+            failed, n_equal = str(error), 0
+            cells = _verdicts(found, lambda _: Verdict("unknown"))
+    return Row(arch, failed, n_equal, history, cells, digest)
 
 
-def _verdict(judge: Judge, peer: Peer, ways: Roundings, cell: list[Answer] | str) -> Verdict:
-    if isinstance(cell, str):
-        return Verdict("refused", reason=cell)
-    return judge.judge(cell, peer.ask, ways.answers)
+def _verdicts(
+    found: Mapping[str, Mapping[str, Found]], judged: Callable[[list[Answer]], Verdict]
+) -> dict[str, dict[str, Verdict]]:
+    return {
+        draft_type: {name: _verdict(cell, judged) for name, cell in cells.items()}
+        for draft_type, cells in found.items()
+    }
 
 
-def _unjudged(cell: list[Answer] | str) -> Verdict:
-    return Verdict("refused" if isinstance(cell, str) else "unknown", reason=str(cell))
+def _verdict(cell: Found, judged: Callable[[list[Answer]], Verdict]) -> Verdict:
+    match cell:
+        case Died(how):
+            return Verdict("died", reason=how)
+        case str(why):
+            return Verdict("refused", reason=why)
+    return judged(cell)
 
 
-def _answers(path: Path, drafts: tuple[str, ...]) -> dict[str, dict[str, list[Answer] | str]]:
-    """Returns the answers of all cells by draft type, or why there are none."""
+def ask_engine(path: Path, drafts: tuple[str, ...]) -> dict[str, dict[str, Found]]:
+    """Returns what each cell gives, by draft type, in a process of its own.
+
+    Where that ends early, each draft type has one, which tells which it was. If none ends alone,
+    none is known to be right.
+    """
     result = FOLDER / "result.json"
     command = [sys.executable, "-m", "tests.archs.cells", str(path), str(result)]
     command += ["--drafts", *drafts]
     # A debugger that prints what llama.cpp was at takes seconds.
     environment = os.environ | {"GGML_NO_BACKTRACE": "1", "OMP_WAIT_POLICY": "passive"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if run.returncode and len(drafts) > 1:  # each in a process of its own
-        return {kind: cells for one in drafts for kind, cells in _answers(path, (one,)).items()}
     if run.returncode:
-        lines = [line for line in run.stderr.splitlines() if line.strip()]
-        why = next((line for line in lines if "GGML_ASSERT" in line), lines[-1] if lines else "")
-        why = f"the process ends with {run.returncode}: {why[why.find('GGML_ASSERT') :]}"
-        return {drafts[0]: dict.fromkeys(CELLS, why)}
+        died = Died(_how(run))
+        if len(drafts) == 1:
+            return {drafts[0]: dict.fromkeys(CELLS, died)}
+        alone = {kind: ask_engine(path, (kind,))[kind] for kind in drafts}
+        if any(isinstance(cell, Died) for cells in alone.values() for cell in cells.values()):
+            return alone
+        return {kind: dict.fromkeys(CELLS, died) for kind in drafts}
     content = json.loads(result.read_text(encoding="utf-8"))
     return {
         draft_type: {
@@ -138,15 +164,10 @@ def _answers(path: Path, drafts: tuple[str, ...]) -> dict[str, dict[str, list[An
     }
 
 
-def load(path: Path) -> dict[str, Row]:
-    """Reads what was found so far."""
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for row in content.values():
-        row["cells"] = {
-            draft_type: {name: Verdict(**cell) for name, cell in cells.items()}
-            for draft_type, cells in row["cells"].items()
-        }
-    return {name: Row(**row) for name, row in content.items()}
+def _how(run: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in run.stderr.splitlines() if line.strip()]
+    why = next((line for line in lines if "GGML_ASSERT" in line), lines[-1] if lines else "")
+    return f"the process ends with {run.returncode}: {why[max(why.find('GGML_ASSERT'), 0) :]}"
 
 
 def wanted(folder: Path, options: argparse.Namespace, known: Mapping[str, Row]) -> Iterator[Path]:
@@ -162,7 +183,7 @@ def write(rows: Mapping[str, Row], seed: int) -> None:
     head = (
         f"# Architectures, {today}\n\nEvery architecture of llama.cpp {version} that upstream's own"
         f" test program or `models/archs.py` writes, beside the stock llama-server of the same"
-        f" version; {_machine()}, a thread each. Weights are random (seed {seed}) but for those of"
+        f" version; {processor()}, a thread each. Weights are random (seed {seed}) but for those of"
         f" `tiny-…`, answers greedy and {N_OUTPUT} tokens long. Command: `make archs"
         f" ARGS=--write`; what the cells do stands in `tests/archs/cells.py`.\n"
     )
@@ -171,21 +192,13 @@ def write(rows: Mapping[str, Row], seed: int) -> None:
     (ROOT / "cext" / "drafthouse_engine" / "proven.py").write_text(text, "utf-8")
 
 
-def _machine() -> str:
-    """Returns the name of the processor."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text("utf-8") if path.exists() else ""
-    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    return found[1] if found else platform.machine()
-
-
 def say(line: str) -> None:
     """Tells the user."""
     print(line, flush=True)
 
 
 def main() -> int:
-    """Runs the models that the command line asks for; 1 where a cell differs."""
+    """Runs the models that the command line asks for; 1 where one is wrong (`is_wrong`)."""
     parser = argparse.ArgumentParser(prog="python -m tests.archs.run", description=__doc__)
     parser.add_argument("--only", default="", help="regular expression of file names")
     parser.add_argument("--again", action="store_true", help="run what is known already, too")
@@ -200,17 +213,24 @@ def main() -> int:
     results, folder = FOLDER / f"results-{options.seed}.json", FOLDER / f"models-{options.seed}"
     FOLDER.mkdir(parents=True, exist_ok=True)
     write_models(folder, options.seed)
-    rows, started_s = load(results), time.monotonic()
+    now = stamp()
+    rows, started_s = load(results, folder, now), time.monotonic()
     for path in wanted(folder, options, rows):
         if time.monotonic() - started_s > options.seconds:
             break
         rows[path.stem] = run_model(path)
         say(f"{path.stem:24} {summary(rows[path.stem])}")
-        content = {name: dataclasses.asdict(row) for name, row in rows.items()}
-        results.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        save(results, rows, now)
+    wrong = [name for name, row in sorted(rows.items()) if is_wrong(row)]
+    if wrong:
+        say(f"wrong: {', '.join(wrong)}")
+    left = [path.stem for path in sorted(folder.glob("*.gguf")) if path.stem not in rows]
+    if options.write and left:
+        say(f"the page is not written: nothing is known yet of {', '.join(left)}")
+        return 1
     if options.write:
         write(rows, options.seed)
-    return int(any(is_wrong(row) for row in rows.values()))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from tests.archs.cells import CELLS, DRAFTS, MTP
 from tests.archs.judge import TIE, Verdict
+from tests.archs.tipped import N_AFTER
 
 __all__ = ["Row", "is_wrong", "page", "proven", "proven_module", "summary"]
 
-MARKS = {"equal": "=", "tie": "~", "differs": "≠", "refused": "r", "unknown": "?"}
+MARKS = {"equal": "=", "tie": "~", "differs": "≠", "died": "†", "refused": "r", "unknown": "?"}
 N_PROMPTS = 8
+REUSING = ("slots", "host")
+"""Cells in which a model that is computed at all must go on from what it has computed."""
 
 
 @dataclasses.dataclass
@@ -29,6 +32,8 @@ class Row:
     """How far one other early token of the prompt moves a logit; 0 where nothing was computed."""
     cells: dict[str, dict[str, Verdict]]
     """Verdicts by draft type and cell."""
+    digest: str = ""
+    """Of the model's file."""
 
     @property
     def verdicts(self) -> Iterator[tuple[str, str, Verdict]]:
@@ -39,14 +44,21 @@ class Row:
 
 
 def is_wrong(row: Row) -> bool:
-    """Tells whether a cell differs without a tie."""
-    return any(cell.kind == "differs" for _, _, cell in row.verdicts)
+    """Tells whether a cell differs without a tie, has ended our process, or has reused nothing."""
+    return bool(_idle(row)) or any(cell.kind in ("differs", "died") for _, _, cell in row.verdicts)
+
+
+def _idle(row: Row) -> list[str]:
+    """Returns the cells that should have reused something without drafts, and have not."""
+    cells = row.cells["none"]
+    answered = ("equal", "tie", "differs")
+    return [name for name in REUSING if cells[name].kind in answered and not cells[name].n_reused]
 
 
 def proven(rows: Mapping[str, Row]) -> list[str]:
     """Returns the architectures of which every model gives the right tokens in every cell.
 
-    A cell may be refused where only the model as its own draft is: that ends no process.
+    A cell may be refused where only the model as its own draft is; none may end our process.
     """
     archs = {row.arch for row in rows.values()}
     return sorted(archs - {row.arch for row in rows.values() if not _is_proven(row)})
@@ -70,7 +82,8 @@ def summary(row: Row) -> str:
         apart = f" gap {gap:.2g}" if gap else ""
         of_types.append(f"{draft_type} {_marks(cells)}{drafts}{apart}")
     peer = row.peer or f"peer {row.n_peer_equal}/{N_PROMPTS}"
-    return f"{peer} | {' | '.join(of_types)}"
+    idle = [f"nothing reused: {', '.join(_idle(row))}"] if _idle(row) else []
+    return " | ".join([peer, *of_types, *idle])
 
 
 def _marks(cells: Mapping[str, Verdict]) -> str:
@@ -81,10 +94,14 @@ _LEGEND = (
     f"Each of the columns none to MTP has {len(CELLS)} cells, in this order: {', '.join(CELLS)}.",
     "Marks: `=` every answer equals llama-server's; `~` some part from it where two tokens tie",
     "(below, with the difference of their logits); `r` refused (below, with the sentence); `≠`",
-    "differs; `?` llama-server gives no answer to compare with. Behind them: accepted and drafted",
-    "tokens; tokens that were not computed again, without drafts; how far a logit moves when an",
-    "early token of the prompt is another (what a cache that lost it would do); and how many of",
-    "eight prompts llama-server itself answers at once as alone.",
+    "differs; `†` our process has ended (below); `?` llama-server gives no answer to compare with.",
+    "In all cells but `saved` the n-gram drafter is not llama.cpp's: the driver looks up what",
+    "followed the last token before, or else how the prompt began, and gives the step that as a",
+    "draft, since llama.cpp's own drafts hardly a token for random weights. Behind the marks:",
+    "accepted and drafted tokens; tokens that were not computed again, without drafts, which may",
+    "not be 0 in `slots` or `host`; how far a logit moves when an early token of the prompt is",
+    "another (what a cache that lost it would do); and how many of eight prompts llama-server",
+    "itself answers at once as alone.",
 )
 
 _MISSING = """\
@@ -111,6 +128,9 @@ def page(rows: Mapping[str, Row], head: str) -> str:
         for kind in MARKS
         if any(cell.kind == kind for cell in found)
     )
+    ended = list(_sentences(rows, "died"))
+    if ended:
+        ended[:0] = ["| models | draft type | how |", "|---|---|---|"]
     lines = [
         head,
         f"{len(rows)} models of {len({row.arch for row in rows.values()})} architectures,"
@@ -127,7 +147,12 @@ def page(rows: Mapping[str, Row], head: str) -> str:
         "",
         "The difference is that of the two candidates' logits after the same tokens, computed at"
         f" once. Above {TIE} the two do not tie; what did is an expert or a token before, as"
-        " llama-server shows, which gives the same answer in another way that rounds otherwise.",
+        " llama-server shows, which gives the same answer in another way that rounds otherwise. Or"
+        " as our own engine shows, token by token: without flash attention it gives llama-server's"
+        f" answer, and its logits with and without differ by at most {TIE} at all places but that"
+        f" one: of the text, of {N_AFTER} tokens behind it, and of all that read backwards"
+        " (`tests/archs/tipped.py`). So looks one choice that a rounding tips, of experts or of the"
+        " tokens that an indexer picks; a fault of attention would show at more places.",
         "",
         "| model | draft type: cells | answers | difference of the logits, at most | where they do"
         " not tie |",
@@ -146,8 +171,9 @@ def page(rows: Mapping[str, Row], head: str) -> str:
         "",
         "| models | draft type | sentence |",
         "|---|---|---|",
-        *_refused(rows),
+        *_sentences(rows, "refused"),
         "",
+        *(["## Our process has ended", "", *ended, ""] if ended else []),
         "## Missing",
         "",
         _MISSING,
@@ -165,7 +191,9 @@ def _line(name: str, row: Row) -> str:
         f"{sum(c.n_accepted for c in cells)}/{sum(c.n_drafted for c in cells)}"
         for cells in (list(cells.values()) for kind, cells in row.cells.items() if kind != "none")
     )
-    n_reused = sum(cell.n_reused for cell in row.cells["none"].values())
+    n_reused = str(sum(cell.n_reused for cell in row.cells["none"].values()))
+    if _idle(row):
+        n_reused += f" (none: {', '.join(_idle(row))})"
     peer = f"– ({row.peer})" if row.peer else f"{row.n_peer_equal}/{N_PROMPTS}"
     return f"| {name} | {marks} | {drafts} | {n_reused} | {row.history:.2g} | {peer} |"
 
@@ -189,11 +217,15 @@ def _apart(rows: Mapping[str, Row]) -> Iterator[str]:
 _FILE = re.compile(r"(?<=')[^']*\.gguf(?=')")
 
 
-def _refused(rows: Mapping[str, Row]) -> Iterator[str]:
+def _sentences(rows: Mapping[str, Row], kind: str) -> Iterator[str]:
+    """Yields the reasons of a kind of verdict, each with its models."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, row in sorted(rows.items()):
-        refused = [(kind, v.reason) for kind, _, v in row.verdicts if v.kind == "refused"]
-        said = {(draft_type, _FILE.sub("…", reason)) for draft_type, reason in refused}
+        said = {
+            (draft_type, _FILE.sub("…", cell.reason))
+            for draft_type, _, cell in row.verdicts
+            if cell.kind == kind
+        }
         for key in sorted(said):
             names.setdefault(key, []).append(name)
     for (draft_type, reason), who in names.items():

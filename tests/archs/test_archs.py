@@ -92,9 +92,11 @@ def test_there_is_one_of_each_kind() -> None:
 
 def test_what_is_wrong_is_noticed(model: Path, judge: Judge, alone: Alone) -> None:
     prompt = BASE[:40]
-    other = alone([*BASE[:10], BASE[10] ^ 1, *BASE[11:40]])
-    if other != alone(prompt):
-        assert judge.judge([Answer(prompt, other)], alone).kind == "differs"
+    right = alone(prompt)
+    changed = (alone([*prompt[:i], prompt[i] ^ 1, *prompt[i + 1 :]]) for i in range(10, 40))
+    other = next((answer for answer in changed if answer != right), right)
+    assert other != right, "no token of the prompt changes the answer"
+    assert judge.judge([Answer(prompt, other)], alone).kind == "differs"
 
 
 def test_the_shipped_list_is_that_of_the_last_page() -> None:
