@@ -166,6 +166,71 @@ def test_layers_that_do_not_fit_stay_here_and_fewer_fit_beside_a_drafter(rpc: Rp
     run(FITS, rpc.endpoint, str(MODELS / DENSE), str(MODELS / SIMPLE))
 
 
+FITTED = """
+import dataclasses
+import logging
+from drafthouse_engine import probe, probe_worker
+from drafthouse_server.config import Config
+from drafthouse_server.doctor.model import examine_model
+from drafthouse_server.engine import loading
+from drafthouse_server.host.memory import HostMemory
+
+endpoint, path = sys.argv[1:]
+sizes = dict(parallel=2, max_model_len=1024, threads=1, prefix_cache_mib=0, preempted_mib=0)
+config = Config(model=path, rpc=(endpoint,), draft_type="none", **sizes)
+loading._prepare_devices(config)
+free_bytes = next(d.free_bytes for d in list_devices() if d.kind == "gpu")
+with loading.Surveyor(config) as surveyor:
+    whole = surveyor.needs(surveyor.wish.size)
+room_bytes = dict(whole.devices)["RPC0"].total_bytes - 1
+loading._GPU_MARGIN_BYTES = free_bytes - room_bytes
+
+lines = []
+loading._log.addHandler(logging.Handler())
+loading._log.handlers[0].emit = lambda record: lines.append(record.getMessage())
+loading._log.setLevel(logging.INFO)
+tight = HostMemory(10**12, int(whole.start_bytes / 0.95) + 1000)
+for memory, word in ((tight, "only"), (HostMemory(10**12, 10**12), "1 TB are free")):
+    loading.read_memory = lambda: memory
+    lines.clear()
+    with loading._fitted(config) as (_, survey):
+        (line,) = lines
+        assert "layers on devices (" in line and word in line, line
+        with Model(path, placed_by=survey) as model:
+            n_layers = int(model.setting("gpu_layers"))
+
+sections, problems = examine_model(config, memory, {"RPC0": room_bytes})
+fits = next(it for it in sections if it.name == "fits")
+found = {it.key: it.value for it in fits.facts}
+assert found["1024"] >= 2, found
+assert not problems, problems
+
+# And a model of an architecture that is not proven is decoded as it will lie.
+setup = {"params": dataclasses.asdict(EngineParams(draft_type="none")), "draft": None,
+         "target": probe._part(path, -1, None), "margin_bytes": None}
+params = probe_worker._params(setup)
+with Survey(path, load_mtp=False) as survey:
+    small_bytes = survey.measure(params)[1].total_bytes - 1
+layers = []
+
+def model(*arguments, **options):
+    loaded = Model(*arguments, **options)
+    layers.append(int(loaded.setting("gpu_layers")))
+    return loaded
+
+probe_worker.Model = model
+probe_worker._tell = lambda **_: None
+for margin_bytes in (None, free_bytes - small_bytes):
+    assert probe_worker._probe(setup | {"margin_bytes": margin_bytes}) == ""
+assert 0 < layers[1] < layers[0], layers
+"""
+
+
+def test_what_stays_here_is_counted_here_by_server_and_doctor(rpc: RpcServer) -> None:
+    """A server counted no weights of its own, told that it fits, and was ended as it loaded."""
+    run(FITTED, rpc.endpoint, str(MODELS / DENSE))
+
+
 OUTLIVES = """
 endpoint, path = sys.argv[1:]
 add_rpc_servers((endpoint,))
