@@ -1067,7 +1067,9 @@ typedef struct spec_fit {
  * (common_fit_params): first with the cells asked for and, where these are not fixed and would push
  * layers off the devices, with fewer cells. `n_ctx_seq_min`: least cells of one sequence;
  * `margin_bytes` are left free on each device. Without a device other than the CPU it looks at the
- * host's whole memory instead. Errors: as spec_engine_init. since ABI 8 */
+ * host's whole memory instead. What is measured afterwards has the weights where they were found to
+ * fit, and the model of spec_survey_model is another one. Errors: as spec_engine_init. since ABI 8
+ */
 int32_t spec_survey_fit(spec_survey * survey, const spec_engine_params * params, bool is_ctx_fixed,
                         int32_t n_ctx_seq_min, int64_t margin_bytes, spec_fit * out);
 

@@ -107,13 +107,13 @@ class TestEngine:
     def test_each_setting_arrives(
         self, settings: dict[str, Any], part: str, field: str, wanted: object
     ) -> None:
-        from drafthouse_server.engine import loading
+        from drafthouse_server.engine import parameters
 
         make = {
-            "placement": loading._placement,
-            "draft": loading._draft_placement,
-            "cache": loading._cache_params,
-            "rope": loading._rope_params,
+            "placement": parameters.placement_of,
+            "draft": parameters.draft_placement_of,
+            "cache": parameters.cache_params,
+            "rope": parameters.rope_params,
         }[part]
         drafter: dict[str, Any] = (
             {"draft_type": "simple", "model_draft": "d.gguf"} if part == "draft" else {}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from drafthouse_engine.devices import Placement
+from drafthouse_engine.errors import OutOfMemory
 from drafthouse_engine.options import EngineParams
 
 __all__ = ["PATIENCE_S", "probe_model"]
@@ -66,6 +67,7 @@ def probe_model(
     path_draft: str | os.PathLike[str] | None = None,
     n_gpu_layers_draft: int = -1,
     placement_draft: Placement | None = None,
+    margin_bytes: int | None = None,
     patience_s: float = PATIENCE_S,
 ) -> str:
     """Decodes a few tokens of several sequences in a process of its own, and returns what is wrong.
@@ -82,6 +84,8 @@ def probe_model(
         path_draft: The draft model, where the draft type has one.
         n_gpu_layers_draft: The same of the draft model.
         placement_draft: The same of the draft model.
+        margin_bytes: Left free on each device; layers of the model that do not fit there stay with
+            the CPU, as `Survey.fit` finds. None: they lie as the arguments say, fit or not.
         patience_s: Longest time in which nothing is heard of that process. While it loads, it tells
             how far it is; from then on it has ten times as long as loading took, and no less than
             this. As long as it reads files, its time begins anew.
@@ -92,12 +96,15 @@ def probe_model(
 
     Raises:
         OSError: the process cannot be started, or ends before it looks at the model.
+        OutOfMemory: SIGKILL has ended the process, as the system does where memory is short; what
+            is wrong with the model, if anything, is not known.
     """
     params = dataclasses.replace(params or EngineParams(), synth_rates=())
     setup = {
         "params": dataclasses.asdict(params),
         "target": _part(path, n_gpu_layers, placement),
         "draft": path_draft and _part(path_draft, n_gpu_layers_draft, placement_draft),
+        "margin_bytes": margin_bytes,
     }
     # The process ends when this one does: it reads its standard input until there is an end.
     process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
@@ -119,6 +126,11 @@ def probe_model(
     end, words = _end_of(process.returncode), _last_words(error)
     if not talk.is_heard:
         raise ChildProcessError(f"Python {end} before it looks at the model{words}")
+    if process.returncode == -signal.SIGKILL:  # which no library sends to its own process
+        raise OutOfMemory(
+            "the process that decodes the model first was ended by SIGKILL, as the system ends"
+            " processes where memory is short"
+        )
     return f"llama.cpp {end} when it computes it{words}"
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from drafthouse_engine._spec import Engine, Model, Sampler
+from drafthouse_engine._spec import Engine, Model, Sampler, Survey, list_devices
 from drafthouse_engine.devices import CacheParams, Placement, RopeParams
 from drafthouse_engine.errors import EngineError, Status
 from drafthouse_engine.moves import Moves, Start
@@ -92,7 +92,39 @@ def _params(setup: dict[str, Any]) -> EngineParams:
     return EngineParams(**given | small)
 
 
-def _load(part: dict[str, Any], *, load_mtp: bool) -> Model:
+def _placement(part: dict[str, Any]) -> Placement:
+    places: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in part["placement"].items()
+    }
+    return Placement(**places)
+
+
+def _survey(setup: dict[str, Any], params: EngineParams) -> Survey | None:
+    """Returns a survey that has found which layers fit on the devices; None: as the setup says."""
+    margin_bytes = setup["margin_bytes"]
+    has_device = any(it.kind in ("gpu", "igpu") for it in list_devices())
+    if margin_bytes is None or not has_device:
+        return None
+    target, draft = setup["target"], setup["draft"]
+    survey = Survey(
+        target["path"],
+        draft["path"] if draft else None,
+        n_gpu_layers=target["n_gpu_layers"],
+        load_mtp=params.draft_type == "mtp",
+        placement=_placement(target),
+        n_gpu_layers_draft=draft["n_gpu_layers"] if draft else None,
+        draft_placement=_placement(draft) if draft else None,
+    )
+    without = dataclasses.replace(params, draft_type="ngram-simple")
+    for tried in (params, without):  # the drafter may be none of these models'
+        with contextlib.suppress(EngineError):
+            found = survey.fit(tried, is_ctx_fixed=True, margin_bytes=margin_bytes)
+            return None if found is None else survey
+    return None
+
+
+def _load(part: dict[str, Any], *, load_mtp: bool, placed_by: Survey | None = None) -> Model:
     told = 0.0
 
     def tell(share: float) -> None:
@@ -101,15 +133,12 @@ def _load(part: dict[str, Any], *, load_mtp: bool) -> Model:
             told = share
             _tell(share=share)
 
-    places: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in part["placement"].items()
-    }
     return Model(
         part["path"],
         n_gpu_layers=part["n_gpu_layers"],
         load_mtp=load_mtp,
-        placement=Placement(**places),
+        placed_by=placed_by,
+        placement=_placement(part),
         progress=tell,
     )
 
@@ -135,7 +164,9 @@ def _probe(setup: dict[str, Any]) -> str:
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         try:
-            model = _load(setup["target"], load_mtp=params.draft_type == "mtp")
+            survey = _survey(setup, params)
+            load_mtp = params.draft_type == "mtp"
+            model = _load(setup["target"], load_mtp=load_mtp, placed_by=survey)
             stack.callback(model.close)
             draft = None
             if setup["draft"]:

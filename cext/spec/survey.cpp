@@ -16,7 +16,11 @@
 #include <vector>
 
 struct spec_survey {
+    spec_model_params asked = {}; // the target's, which point to the next four
     std::string target_path;
+    std::string devices;
+    std::string override_tensor;
+    std::vector<float> shares;
     std::string draft_path;
     bool is_mapped = false; // the weights that stay as they are in the file
     std::unique_ptr<drafthouse::placement> target_places;
@@ -114,16 +118,38 @@ bool maps_file(const llama_model_params & params) {
            params.load_mode == LLAMA_LOAD_MODE_MMAP_MLOCK;
 }
 
+// Keeps what the target is opened with, to open it again.
+void remember(spec_survey & survey, const spec_model_params & target) {
+    survey.target_path = &deref(target.path, "path");
+    survey.devices = target.devices != nullptr ? target.devices : "";
+    survey.override_tensor = target.override_tensor != nullptr ? target.override_tensor : "";
+    if (target.n_tensor_split > 0) {
+        survey.shares.assign(target.tensor_split, target.tensor_split + target.n_tensor_split);
+    }
+    survey.asked = target;
+    survey.asked.path = survey.target_path.c_str();
+    survey.asked.devices = survey.devices.c_str();
+    survey.asked.override_tensor = survey.override_tensor.c_str();
+    survey.asked.tensor_split = survey.shares.data();
+    survey.asked.progress = nullptr;
+}
+
+// Opens the target as it will be loaded: where the last fit says, if there was one.
+void open_target(spec_survey & survey) {
+    survey.asked.placed_by = survey.has_placement ? &survey : nullptr;
+    survey.target = load_model(survey.asked, /*has_weights*/ false);
+}
+
 std::unique_ptr<spec_survey> open_survey(const spec_model_params & target,
                                          const spec_model_params * draft) {
     if (target.vocab_only || (draft != nullptr && draft->vocab_only)) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "a survey needs the tensors; vocab_only is true");
     }
     auto survey = std::make_unique<spec_survey>();
-    survey->target_path = &deref(target.path, "path");
     survey->target_params = llama_params_of(target, survey->target_places);
     survey->is_mapped = maps_file(survey->target_params) && llama_supports_mmap();
-    survey->target = load_model(target, /*has_weights*/ false);
+    remember(*survey, target); // its fields were checked by then
+    open_target(*survey);
     if (draft != nullptr) {
         survey->draft_path = &deref(draft->path, "path");
         survey->draft_params = llama_params_of(*draft, survey->draft_places);
@@ -167,7 +193,10 @@ spec_fit find_fit(spec_survey & survey, const fit_request & request, bool is_ctx
         plan_contexts(*survey.target, survey.draft.get(), request.params).target.n_ctx;
     const spec_fit asked = {false, survey.target_params.n_gpu_layers, static_cast<int32_t>(n_wish)};
     spec_fit found = asked;
-    survey.has_placement = false;
+    if (survey.has_placement) {
+        survey.has_placement = false;
+        open_target(survey);
+    }
     const bool is_found = search(survey, request, n_wish, found);
     if (!is_ctx_fixed && (!is_found || found.n_gpu_layers != asked.n_gpu_layers)) {
         spec_fit smaller = asked;
@@ -184,6 +213,9 @@ spec_fit find_fit(spec_survey & survey, const fit_request & request, bool is_ctx
     }
     survey.has_placement = true;
     survey.n_gpu_layers = found.n_gpu_layers;
+    if (found.n_gpu_layers != asked.n_gpu_layers) {
+        open_target(survey); // what is measured from here on is what will be loaded
+    }
     return found;
 }
 

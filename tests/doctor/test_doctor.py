@@ -128,6 +128,18 @@ def test_less_memory_fits_less(monkeypatch: pytest.MonkeyPatch) -> None:
         assert re.search(rf"[(,] ?{part} [\d.]+ [kMG]B", sentence), sentence
 
 
+def test_caches_that_have_no_room_once_they_are_full_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_bytes = int(told(DENSE)["needs"]["host_total_bytes"] / 0.95) + 10**6
+    monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(10**12, n_bytes))
+    found = told(DENSE)
+    assert found["fits"]["served"].startswith("8 x ")
+    (problem,) = [it for it in found["problems"] if it["check"] == "memory"]
+    assert problem["severity"] == "warning"
+    assert "with its caches full the server takes" in problem["problem"]
+
+
 def test_where_memory_is_not_told_only_what_fits_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import resource
-from typing import Any
 
 import pytest
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor import machine, model
 from drafthouse_server.doctor.machine import machine_problems, machine_sections
-from drafthouse_server.doctor.report import Problem
 from drafthouse_server.host.engine import CoreFacts, DeviceFacts, EngineFacts
 from drafthouse_server.host.fit import Size
 from drafthouse_server.host.memory import HostMemory
@@ -96,23 +94,13 @@ def test_every_fact_has_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["limits"]["locked_memory_bytes"].text == "65.5 kB"
 
 
-def memory_problems(needs: Needs, memory: HostMemory, config: Any) -> list[Problem]:
-    return list(model._problems(config, False, "", needs, memory))
-
-
-def test_caches_that_would_not_fit_and_locks_that_are_not_allowed_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_locks_that_are_not_allowed_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     locking = Config(load_mode="mlock")
-    use = DeviceUse(100_000, 0, 0, 0, 0)
-    needs = Needs(Size(1, 1), "none", 1, use, (), 0, 1000)
+    needs = Needs(Size(1, 1), "none", 1, DeviceUse(100_000, 0, 0, 0, 0), (), 0, 1000)
     limits(resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY, monkeypatch)
-    ample = HostMemory(10**9, 10**9)
-    assert memory_problems(needs, ample, Config()) == []
-    assert memory_problems(needs, ample, locking) == []
-    (full,) = memory_problems(needs, HostMemory(10**9, 100_500), Config())
-    assert (full.check, full.severity) == ("memory", "warning")
+    assert list(model._lock_problems(locking, needs)) == []
     limits(resource.RLIMIT_MEMLOCK, 65536, monkeypatch)
-    (locked,) = memory_problems(needs, ample, locking)
+    assert list(model._lock_problems(Config(), needs)) == []
+    (locked,) = model._lock_problems(locking, needs)
     assert (locked.check, locked.severity) == ("locked_memory", "warning")
     assert "may lock 65.5 kB of the 100 kB of weights" in locked.sentence

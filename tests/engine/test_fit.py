@@ -169,8 +169,12 @@ def test_on_devices_llama_cpp_s_search_says_where_the_weights_go(
     with caplog.at_level(logging.INFO, loading.__name__), pretended_device(monkeypatch):
         limits = serving_with(AMPLE, config(**settings), monkeypatch)
     assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
-    is_searched = f"fit: all layers on devices, 8 slots of {N_TRAIN} tokens" in caplog.messages
-    assert is_searched is (layers not in ("all", 3))
+    (line,) = (it for it in caplog.messages if it.startswith("fit:"))
+    slots = f"8 slots of {N_TRAIN} tokens take"
+    is_searched = layers not in ("all", 3)
+    assert line.startswith(
+        f"fit: all layers on devices; {slots}" if is_searched else f"fit: {slots}"
+    )
 
 
 def test_what_fits_on_no_device_is_loaded_as_set_with_a_warning(
@@ -180,4 +184,56 @@ def test_what_fits_on_no_device_is_loaded_as_set_with_a_warning(
     with pretended_device(monkeypatch):
         limits = serving_with(AMPLE, config(max_model_len=512), monkeypatch)
     assert (limits.n_seq_max, limits.n_ctx_seq) == (8, 512)
-    assert "does not fit on the devices in any way that llama.cpp knows" in caplog.text
+    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    assert "does not fit on the devices in any way that llama.cpp knows" in line.message
+    assert line.levelno == logging.WARNING
+
+
+class ShorterThere:
+    """A survey on whose devices all layers fit, and requests of so many tokens."""
+
+    def __init__(self, survey: drafthouse_engine.Survey, n_tokens: int) -> None:
+        self._survey, self._n_tokens = survey, n_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._survey, name)
+
+    def fit(self, params: drafthouse_engine.EngineParams, **_: object) -> drafthouse_engine.Fit:
+        return drafthouse_engine.Fit(-1, params.n_seq_max * self._n_tokens)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_the_devices_have_lowered_the_host_does_not_raise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_told: bool
+) -> None:
+    """Where the host has room for fewer slots, these were as long as had been asked for."""
+    settings, survey = config(), drafthouse_engine.Survey
+    memory = free_for(settings, Size(3, 768)) if is_told else HostMemory(0, 0)
+    monkeypatch.setattr(loading, "read_memory", lambda: memory)
+    monkeypatch.setattr(
+        drafthouse_engine, "Survey", lambda *paths, **how: ShorterThere(survey(*paths, **how), 768)
+    )
+    with (
+        caplog.at_level(logging.INFO, loading.__name__),
+        pretended_device(monkeypatch),
+        loading._fitted(settings) as (fitted, _),
+    ):
+        n_slots = 3 if is_told else 8
+        assert (fitted.parallel, fitted.max_model_len) == (n_slots, 768)
+    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    assert line.levelno == logging.WARNING
+    asked = f"where 8 slots of {N_TRAIN} tokens have no room"
+    assert line.message.startswith(f"fit: all layers on devices, {asked}; {n_slots} slots of 768")
+
+
+def test_caches_that_grow_beyond_what_is_free_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(prefix_cache_mib=100, preempted_mib=50)
+    memory = free_for(settings, Size(8, N_TRAIN))
+    with caplog.at_level(logging.INFO, loading.__name__):
+        limits = serving_with(memory, settings, monkeypatch)
+    assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
+    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    assert line.levelno == logging.WARNING
+    assert "with its caches full the server takes" in line.message

@@ -13,7 +13,7 @@ from tests.support.gguf_copy import copied
 from drafthouse_engine import set_log
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.engine.loading import _request_tokens
+from drafthouse_server.engine.parameters import request_tokens
 from drafthouse_server.errors import ModelLoadError
 
 
@@ -28,7 +28,7 @@ from drafthouse_server.errors import ModelLoadError
     ],
 )
 def test_a_request_may_have_what_its_slot_has(settings: dict[str, Any], n_tokens: int) -> None:
-    assert _request_tokens(Config(**settings), n_ctx_train=16384) == n_tokens
+    assert request_tokens(Config(**settings), n_ctx_train=16384) == n_tokens
 
 
 @pytest.mark.model

@@ -134,6 +134,56 @@ def test_cogvlm_is_refused_with_what_is_true(folder: Path) -> None:
         LlamaEngine.load(config(model))
 
 
+KILLED = """
+import os, sys
+sys.stdin.readline()
+print('{"share": 0.0}', flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_that_the_system_ends_is_not_the_models_fault(
+    harmless: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With rpc it holds all of the model, on a machine that the server needs a part of."""
+    monkeypatch.setattr(drafthouse_engine, "PROVEN", frozenset())
+    monkeypatch.setattr(probe, "_WORKER", ("-c", KILLED))
+    with pytest.raises(drafthouse_engine.OutOfMemory, match="ended by SIGKILL"):
+        probe_model(harmless)
+    LlamaEngine.load(config(harmless)).close()
+    (line,) = (it.message for it in caplog.records if "SIGKILL" in it.message)
+    assert f"where memory is short, so {harmless} is served without having been" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "margin_bytes"),
+    [
+        ({}, 1 << 30),
+        ({"gpu_layers": 3}, None),
+        ({"gpu_layers": "all"}, None),
+        ({"cpu_moe": True}, None),
+        ({"fit": False}, None),
+    ],
+)
+def test_as_many_layers_lie_on_devices_as_of_the_server(
+    harmless: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    margin_bytes: int | None,
+) -> None:
+    """A model larger than the device was not decoded at all: all of it was to lie there."""
+    told: list[object] = []
+
+    def note(*_: object, **how: object) -> str:
+        told.append(how["margin_bytes"])
+        return ""
+
+    monkeypatch.setattr(drafthouse_engine, "PROVEN", frozenset())
+    monkeypatch.setattr(drafthouse_engine, "probe_model", note)
+    loading._probe(config(harmless, **settings))
+    assert told == [margin_bytes]
+
+
 def test_a_decode_that_fails_is_told(deadly: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = "its decode fails (DECODE_FAILED)"
     monkeypatch.setattr(drafthouse_engine, "probe_model", lambda *_, **__: problem)

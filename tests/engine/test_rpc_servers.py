@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.support.hand import DENSE, MODELS
+from tests.support.hand import DENSE, MODELS, SIMPLE
 from tests.support.ports import free_port
 from tests.support.rpc_server import RpcServer, rpc_server
 
@@ -106,6 +106,129 @@ else:
 
 def test_weights_lie_where_the_placement_says(rpc: RpcServer) -> None:
     run(PLACES, rpc.endpoint, str(MODELS / DENSE))
+
+
+FITS = """
+import dataclasses
+endpoint, path, draft_path = sys.argv[1:]
+add_rpc_servers((endpoint,))
+free_bytes = next(d.free_bytes for d in list_devices() if d.kind == "gpu")
+MEMORY = f"RPC0[{endpoint}]"
+
+def params(draft_type="none"):
+    sizes = dict(n_ctx_seq=256, n_seq_max=2, n_batch=64, n_ubatch=64)
+    return EngineParams(draft_type=draft_type, **sizes)
+
+def layers_of(survey, draft_type, room_bytes):
+    how = dict(is_ctx_fixed=True, margin_bytes=free_bytes - room_bytes)
+    return survey.fit(params(draft_type), **how).n_gpu_layers
+
+def placed(survey=None):
+    with Model(path, placed_by=survey) as model:
+        parts = dict(part.rsplit("=", 1) for part in model.setting("buffers").split(","))
+        there = int(parts.pop(MEMORY))
+        here = sum(map(int, parts.values()))
+        first = model.setting("buffer:blk.0.attn_norm.weight")
+        return int(model.setting("gpu_layers")), there, here, "RPC0" in first
+
+n_all, there_all, here_all, has_first = placed()
+assert has_first and there_all > here_all
+with Survey(path) as survey, Survey(path, draft_path) as with_draft:
+    whole = survey.measure(params())
+    room_bytes = whole[1].total_bytes - 1
+    n_layers = layers_of(survey, "none", room_bytes)
+    assert 0 < n_layers < n_all, (n_layers, n_all)
+    n_found, there, here, has_first = placed(survey)
+    assert (n_found, has_first) == (n_layers, False)
+    assert 0 < there < there_all and here_all < here
+    assert there + here >= there_all + here_all
+
+    # What is measured from then on is what is loaded so.
+    host, device = survey.measure(params())
+    assert (device.device, device.weights_bytes) == ("RPC0", there)
+    assert device.total_bytes <= room_bytes
+    assert host.weights_bytes - whole[0].weights_bytes == there_all - there
+    assert host.cells_bytes > whole[0].cells_bytes
+
+    n_beside = layers_of(with_draft, "simple", room_bytes)
+    assert 0 < n_beside < n_layers, (n_beside, n_layers)
+
+    # And none of it, or all, is measured as it is then.
+    assert layers_of(survey, "none", 0) == 0
+    assert survey.measure(params())[0].weights_bytes == whole[0].weights_bytes + there_all
+    assert layers_of(survey, "none", room_bytes) == n_layers
+    assert layers_of(survey, "none", 2 * room_bytes) == -1
+    assert survey.measure(params()) == whole
+"""
+
+
+def test_layers_that_do_not_fit_stay_here_and_fewer_fit_beside_a_drafter(rpc: RpcServer) -> None:
+    run(FITS, rpc.endpoint, str(MODELS / DENSE), str(MODELS / SIMPLE))
+
+
+FITTED = """
+import dataclasses
+import logging
+from drafthouse_engine import probe, probe_worker
+from drafthouse_server.config import Config
+from drafthouse_server.doctor.model import examine_model
+from drafthouse_server.engine import loading
+from drafthouse_server.host.memory import HostMemory
+
+endpoint, path = sys.argv[1:]
+sizes = dict(parallel=2, max_model_len=1024, threads=1, prefix_cache_mib=0, preempted_mib=0)
+config = Config(model=path, rpc=(endpoint,), draft_type="none", **sizes)
+loading._prepare_devices(config)
+free_bytes = next(d.free_bytes for d in list_devices() if d.kind == "gpu")
+with loading.Surveyor(config) as surveyor:
+    whole = surveyor.needs(surveyor.wish.size)
+room_bytes = dict(whole.devices)["RPC0"].total_bytes - 1
+loading._GPU_MARGIN_BYTES = free_bytes - room_bytes
+
+lines = []
+loading._log.addHandler(logging.Handler())
+loading._log.handlers[0].emit = lambda record: lines.append(record.getMessage())
+loading._log.setLevel(logging.INFO)
+tight = HostMemory(10**12, int(whole.start_bytes / 0.95) + 1000)
+for memory, word in ((tight, "only"), (HostMemory(10**12, 10**12), "1 TB are free")):
+    loading.read_memory = lambda: memory
+    lines.clear()
+    with loading._fitted(config) as (_, survey):
+        (line,) = lines
+        assert "layers on devices (" in line and word in line, line
+        with Model(path, placed_by=survey) as model:
+            n_layers = int(model.setting("gpu_layers"))
+
+sections, problems = examine_model(config, memory, {"RPC0": room_bytes})
+fits = next(it for it in sections if it.name == "fits")
+found = {it.key: it.value for it in fits.facts}
+assert found["1024"] >= 2, found
+assert not problems, problems
+
+# And a model of an architecture that is not proven is decoded as it will lie.
+setup = {"params": dataclasses.asdict(EngineParams(draft_type="none")), "draft": None,
+         "target": probe._part(path, -1, None), "margin_bytes": None}
+params = probe_worker._params(setup)
+with Survey(path, load_mtp=False) as survey:
+    small_bytes = survey.measure(params)[1].total_bytes - 1
+layers = []
+
+def model(*arguments, **options):
+    loaded = Model(*arguments, **options)
+    layers.append(int(loaded.setting("gpu_layers")))
+    return loaded
+
+probe_worker.Model = model
+probe_worker._tell = lambda **_: None
+for margin_bytes in (None, free_bytes - small_bytes):
+    assert probe_worker._probe(setup | {"margin_bytes": margin_bytes}) == ""
+assert 0 < layers[1] < layers[0], layers
+"""
+
+
+def test_what_stays_here_is_counted_here_by_server_and_doctor(rpc: RpcServer) -> None:
+    """A server counted no weights of its own, told that it fits, and was ended as it loaded."""
+    run(FITTED, rpc.endpoint, str(MODELS / DENSE))
 
 
 OUTLIVES = """

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafthouse_server.errors import ModelLoadError
-from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, Size, Wish, largest_fit
+from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import DeviceUse, Needs, process_bytes
 from drafthouse_server.host.size import choose_size
@@ -58,17 +58,27 @@ def test_what_is_chosen_fits_and_is_no_more_than_the_wish(
 
 
 class Scales:
-    """A model whose weights and cells take what it says."""
+    """A model whose weights, cells and caches take what it says."""
 
-    def __init__(self, wish: Wish, weights: int = 0, mapped: int = 0) -> None:
+    def __init__(
+        self,
+        wish: Wish,
+        weights: int = 0,
+        mapped: int = 0,
+        caches: int = 0,
+        devices: DeviceFit | None = None,
+    ) -> None:
         self._use = DeviceUse(weights + mapped, mapped, 0, 0, 0)
+        self._caches = caches
         self.wish = wish
+        self.devices = devices
 
     def needs(self, size: Size, n_bytes_max: int | None = None) -> Needs:
         del n_bytes_max
         n_cells = size.parallel * size.max_model_len
         use = DeviceUse(self._use.weights_bytes, self._use.mapped_bytes, n_cells, 0, 0)
-        return Needs(size, "none", n_cells, use, (), 100, 0)
+        there = (("GPU0", DeviceUse(weights_bytes=3000)),) if self.devices else ()
+        return Needs(size, "none", n_cells, use, there, 100, self._caches)
 
 
 WISH = Wish(Size(8, 4096), True, True)
@@ -86,6 +96,49 @@ def test_less_says_what_it_would_have_been() -> None:
     chosen = choose_size(Scales(WISH), HostMemory(10**6, 20_000), "m.gguf")
     assert (chosen.needs.size, chosen.is_less) == (Size(4, 4096), True)
     assert "8 slots of 4096 tokens would take 32.9 kB" in chosen.sentence
+
+
+@pytest.mark.parametrize(("caches", "is_less"), [(67_132, False), (67_133, True)])
+def test_caches_that_have_no_room_lower_nothing_and_are_warned_of(
+    *, caches: int, is_less: bool
+) -> None:
+    """The server fits when it starts, and is ended once they are full."""
+    chosen = choose_size(Scales(WISH, caches=caches), HostMemory(10**6, 100_000), "m.gguf")
+    assert (chosen.needs.size, chosen.is_less) == (Size(8, 4096), is_less)
+    words = "; with its caches full the server takes 100 kB: lower prefix_cache_mib"
+    assert (words in chosen.sentence) is is_less
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "n_tokens", "words", "is_less"),
+    [
+        (-1, 4096, "all layers on devices", False),
+        (1, 4096, "1 layer on devices (3 kB of weights there, 500 B here)", False),
+        (7, 4096, "7 layers on devices (3 kB of weights there, 500 B here)", False),
+        (
+            -1,
+            1000,
+            "all layers on devices, where 8 slots of 4096 tokens have no room",
+            True,
+        ),
+        (None, 4096, "the model does not fit on the devices in any way", True),
+    ],
+)
+def test_what_fits_on_devices_is_part_of_the_one_sentence(
+    n_layers: int | None, n_tokens: int, words: str, *, is_less: bool
+) -> None:
+    devices = DeviceFit(Size(8, 4096), Size(8, n_tokens), n_layers)
+    wish = Wish(devices.size, True, True)
+    scales = Scales(wish, weights=500, devices=devices)
+    chosen = choose_size(scales, HostMemory(10**6, 10**6), "m.gguf")
+    assert (chosen.needs.size, chosen.is_less) == (devices.size, is_less)
+    assert chosen.sentence.startswith(f"fit: {words}")
+    assert f"; 8 slots of {n_tokens} tokens take" in chosen.sentence
+    # And what the host has no room for is taken from what fits on the devices.
+    fewer = choose_size(scales, HostMemory(10**6, 600 + 4 * n_tokens), "m.gguf")
+    assert (fewer.needs.size, fewer.is_less) == (Size(3, n_tokens), True)
+    assert fewer.sentence.startswith(f"fit: {words}")
+    assert f"8 slots of {n_tokens} tokens would take" in fewer.sentence
 
 
 def test_what_can_never_fit_is_refused_with_figures() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _NOT_HERE = {
 }
 _Model = drafthouse_engine.Model
 _placed: list[str] = []
+_whole: list[str] = []
+"""Models of a run of halves that lie on the device from their first layer on."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,14 +45,25 @@ def pytest_configure(config: pytest.Config) -> None:
     is_half = config.getoption("--on-device") == "half"
 
     def model(path: Any, **options: Any) -> drafthouse_engine.Model:
-        if options.get("n_gpu_layers", -1) < 0 and is_half:
-            options["n_gpu_layers"] = _half(str(path))
+        is_split = is_half and options.get("n_gpu_layers", -1) < 0
+        if is_split:
+            # A server's survey finds that all layers fit, and would have its way.
+            options |= {"n_gpu_layers": _half(str(path)), "placed_by": None}
         loaded = _Model(path, **options)
         if not options.get("vocab_only"):
             _placed.append(loaded.setting("buffers"))
+            if is_split and _begins_there(loaded):
+                _whole.append(str(path))
         return loaded
 
     drafthouse_engine.Model = model  # type: ignore[assignment,misc]  # in its place for the whole run
+
+
+def _begins_there(model: drafthouse_engine.Model) -> bool:
+    """Returns whether a model's first layer lies on the device, and so all of them."""
+    with suppress(drafthouse_engine.EngineError):  # it has no such tensor
+        return "RPC0" in model.setting("buffer:blk.0.attn_norm.weight")
+    return False
 
 
 @cache
@@ -69,8 +83,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Fails a run in which no model lay on the device: it would have shown nothing."""
+    """Fails a run that would have shown nothing: no model lay on the device, or no half did."""
     if _placed and not any("RPC0" in buffers for buffers in _placed):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("no model of this run lay on the device")
+    if _whole:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print("of a half, all layers lay on the device:", ", ".join(sorted(set(_whole))))
     return (yield)

@@ -223,7 +223,8 @@ cdef class Survey:
     def fit(self, params, *, is_ctx_fixed=False, n_ctx_seq_min=1024, margin_bytes=1 << 30):
         """Returns what fits on the devices (`Fit`), by llama.cpp's own search; None where nothing.
 
-        `Model(…, placed_by=survey)` then loads the target as found.
+        `Model(…, placed_by=survey)` then loads the target as found, and `measure` tells what an
+        engine over it takes.
 
         Args:
             params: of the engine (`EngineParams`).

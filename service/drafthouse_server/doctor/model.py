@@ -14,7 +14,7 @@ from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.host.fit import Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import Needs
-from drafthouse_server.host.size import choose_size, usable_bytes
+from drafthouse_server.host.size import Chosen, choose_size, usable_bytes
 
 __all__ = ["examine_model"]
 
@@ -40,6 +40,7 @@ def examine_model(
     """
     try:
         with Surveyor(config) as surveyor:
+            surveyor.fit_devices()  # as the server does
             return _examine(config, surveyor, memory, room)
     except ModelLoadError as error:
         return [], [Problem("model", str(error))]
@@ -71,7 +72,7 @@ def _examine(
         f"{size.parallel} slots of {size.max_model_len} tokens",
     )
     problems = [
-        *_problems(config, chosen.is_less, chosen.sentence, taken, memory),
+        *_problems(config, chosen, taken),
         *_device_problems(taken, room),
     ]
     return [*sections, fits], problems
@@ -159,20 +160,10 @@ def _device_problems(needs: Needs, room: _Room) -> Iterator[Problem]:
         )
 
 
-def _problems(
-    config: Config, is_less: bool, sentence: str, needs: Needs, memory: HostMemory
-) -> Iterator[Problem]:
-    if is_less:
-        yield Problem("memory", sentence, "warning")
-    elif needs.full_bytes > memory.free_bytes:
-        yield Problem(
-            "memory",
-            f"with its caches full the server takes {format_bytes(needs.full_bytes)}, and"
-            f" {format_bytes(memory.free_bytes)} are free; lower prefix_cache_mib, preempted_mib,"
-            " parallel or max_model_len",
-            "warning",
-        )
-    yield from _lock_problems(config, needs)
+def _problems(config: Config, chosen: Chosen, taken: Needs) -> Iterator[Problem]:
+    if chosen.is_less:
+        yield Problem("memory", chosen.sentence, "warning")
+    yield from _lock_problems(config, taken)
 
 
 def _lock_problems(config: Config, needs: Needs) -> Iterator[Problem]:

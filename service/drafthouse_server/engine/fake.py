@@ -21,11 +21,12 @@ from drafthouse_server.engine.fake_model import (
     IM_START,
     N_VOCAB,
     SPECIALS,
+    CheckedPlan,
     FakeSampler,
+    PlanCheck,
     Slot,
     split_specials,
 )
-from drafthouse_server.engine.fake_plan import CheckedPlan, PlanCheck
 from drafthouse_server.engine.protocol import TextWorker
 from drafthouse_server.engine.text_jobs import (
     TextAnswer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["N_CTX_SEQ_LEAST", "Size", "Wish", "largest_fit"]
+__all__ = ["N_CTX_SEQ_LEAST", "DeviceFit", "Size", "Wish", "largest_fit"]
 
 N_CTX_SEQ_LEAST = 512
 """Tokens of one request below which a server is of little use."""
@@ -36,6 +36,23 @@ class Wish:
     """Whether fewer slots will do."""
     may_lower_len: bool
     """Whether shorter requests will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFit:
+    """What fits on the devices of what the settings ask for."""
+
+    asked: Size
+    """What the settings ask for."""
+    size: Size
+    """What of it fits; as asked for where nothing does."""
+    n_layers: int | None
+    """Layers on devices, −1 is all; None: the model fits there in no way that is known."""
+
+    @property
+    def is_less(self) -> bool:
+        """Whether requests are shorter than asked for, or nothing fits."""
+        return self.n_layers is None or self.size != self.asked
 
 
 def largest_fit(wish: Wish, needs: _Needs, n_bytes: int) -> Size | None:

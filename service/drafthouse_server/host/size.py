@@ -7,11 +7,11 @@ from typing import Protocol
 
 from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host.amounts import format_bytes
-from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, Size, Wish, largest_fit
+from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import Needs
 
-__all__ = ["Chosen", "Measures", "choose_size", "usable_bytes"]
+__all__ = ["Chosen", "Measures", "choose_size", "on_devices", "usable_bytes"]
 
 _SHARE = 0.95
 """Share of the free memory that sizes are chosen for."""
@@ -24,7 +24,12 @@ class Measures(Protocol):
 
     @property
     def wish(self) -> Wish:
-        """What the settings ask for, and what of it nobody has set."""
+        """What the settings ask for, as it fits on the devices, and what of it nobody has set."""
+        ...
+
+    @property
+    def devices(self) -> DeviceFit | None:
+        """What fits on the devices; None where they were not asked."""
         ...
 
     def needs(self, size: Size, n_bytes_max: int | None = None) -> Needs:
@@ -39,7 +44,7 @@ class Chosen:
     needs: Needs
     """The size, and what it takes."""
     is_less: bool
-    """Whether it is less than the settings ask for, or may not fit."""
+    """Whether it is less than the settings ask for, or may not fit, now or once caches are full."""
     sentence: str
     """What was chosen and why, for the log."""
 
@@ -52,6 +57,9 @@ def usable_bytes(memory: HostMemory) -> int:
 def choose_size(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     """Chooses what fits: what the settings ask for, or less of what nobody has set.
 
+    Slots and lengths are chosen for what a server takes when it starts. What its caches may grow to
+    lowers nothing; where that is more than is free, the sentence says so.
+
     Args:
         measures: Of the models and settings.
         memory: Of the host.
@@ -60,21 +68,55 @@ def choose_size(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     Raises:
         ModelLoadError: what is set can never fit.
     """
-    asked = measures.wish.size
+    asked, devices = measures.wish.size, measures.devices
     n_usable = usable_bytes(memory)
     size = largest_fit(measures.wish, lambda it: measures.needs(it, n_usable).start_bytes, n_usable)
     if size is None:
         return _unfitting(measures, memory, path)
     needs = measures.needs(size, n_usable)
     of = f"{_words(needs)} of host memory; {format_bytes(memory.free_bytes)} are free"
-    if size == asked:
-        return Chosen(needs, False, f"fit: {of}")
-    wanted = format_bytes(measures.needs(asked, n_usable).start_bytes)
-    sentence = (
-        f"fit: {of}; {asked.parallel} slots of {asked.max_model_len} tokens would take {wanted}."
-        " Set parallel or max_model_len to choose otherwise"
-    )
-    return Chosen(needs, True, sentence)
+    parts = [f"fit: {on_devices(devices, needs)}{of}"]
+    if size != asked:
+        wanted = format_bytes(measures.needs(asked, n_usable).start_bytes)
+        parts.append(f"{asked.parallel} slots of {asked.max_model_len} tokens would take {wanted}")
+    is_full = needs.full_bytes > memory.free_bytes
+    if is_full:
+        parts.append(
+            f"with its caches full the server takes {format_bytes(needs.full_bytes)}: lower"
+            " prefix_cache_mib, preempted_mib, parallel or max_model_len"
+        )
+    sentence = "; ".join(parts)
+    is_shorter = devices is not None and devices.size != devices.asked
+    if size != asked or is_shorter:
+        sentence += ". Set parallel or max_model_len to choose otherwise"
+    is_less = size != asked or is_full or (devices is not None and devices.is_less)
+    return Chosen(needs, is_less, sentence)
+
+
+def on_devices(devices: DeviceFit | None, needs: Needs) -> str:
+    """Returns what lies on devices, as the beginning of a sentence; empty where none was asked.
+
+    Args:
+        devices: What fits there.
+        needs: What the server takes.
+    """
+    if devices is None:
+        return ""
+    if devices.n_layers is None:
+        return (
+            "the model does not fit on the devices in any way that llama.cpp knows, and is loaded"
+            " as set (lower parallel, max_model_len or gpu_layers); "
+        )
+    words = "all layers on devices"
+    if devices.n_layers >= 0:
+        there = format_bytes(sum(use.weights_bytes for _, use in needs.devices))
+        here = format_bytes(needs.host.weights_bytes)
+        layers = "1 layer" if devices.n_layers == 1 else f"{devices.n_layers} layers"
+        words = f"{layers} on devices ({there} of weights there, {here} here)"
+    if devices.size != devices.asked:
+        asked = devices.asked
+        words += f", where {asked.parallel} slots of {asked.max_model_len} tokens have no room"
+    return f"{words}; "
 
 
 def _words(needs: Needs) -> str:
@@ -110,15 +152,17 @@ def _unfitting(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     )
     needs = measures.needs(least, usable_bytes(memory))
     parts = f"{_words(needs)} of host memory ({_parts(needs)})"
+    there = on_devices(measures.devices, needs)
     if needs.fixed_bytes > memory.most_bytes:
         limit = "its cgroup's limit" if memory.limit_bytes else "all there is"
         raise ModelLoadError(
             path,
-            f"{parts}, and this process may have {format_bytes(memory.most_bytes)}, {limit}",
+            f"{there}{parts}, and this process may have {format_bytes(memory.most_bytes)}, {limit}",
             f"{_ADVICE}, use a smaller model, or allow more memory",
         )
+    n_free = format_bytes(memory.free_bytes)
     sentence = (
-        f"fit: {parts}, and only {format_bytes(memory.free_bytes)} are free: the server may become"
-        f" slow or be ended; free memory, or {_ADVICE}"
+        f"fit: {there}{parts}, and only {n_free} are free: the server may become slow or be ended;"
+        f" free memory, or {_ADVICE}"
     )
     return Chosen(needs, True, sentence)

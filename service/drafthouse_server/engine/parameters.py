@@ -1,0 +1,224 @@
+"""Settings as the extension has them, and its errors in the words of settings."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from drafthouse_server.config import AUTOMATIC, SETTINGS, Config
+from drafthouse_server.engine.threads import Threads
+from drafthouse_server.errors import ModelLoadError
+
+# The fake engine, and all tests that use it, work without the extension.
+with contextlib.suppress(ImportError):  # load_engine says so
+    import drafthouse_engine
+
+__all__ = [
+    "N_CTX_SEQ_AUTOMATIC",
+    "cache_params",
+    "draft_placement_of",
+    "draft_types",
+    "engine_params",
+    "explained",
+    "may_be_mtp",
+    "n_layers_of",
+    "placement_of",
+    "request_tokens",
+    "rope_params",
+    "unfit_errors",
+]
+
+N_CTX_SEQ_AUTOMATIC = 4096
+"""Tokens of one request where none are set: few machines hold what models are trained with."""
+
+
+def n_layers_of(setting: int | str) -> int:
+    """Returns how many layers lie on an accelerator; −1 is all, or as many as fit."""
+    return -1 if isinstance(setting, str) else setting
+
+
+def may_be_mtp(config: Config) -> bool:
+    """Returns whether the target's own heads may draft."""
+    return config.draft_type in ("mtp", AUTOMATIC) and not config.model_draft
+
+
+def request_tokens(config: Config, n_ctx_train: int) -> int:
+    """Returns the most tokens of one request: as set, or what its slot has cells for.
+
+    As of llama-server, whose slots share `--ctx-size`.
+    """
+    if config.max_model_len:
+        return config.max_model_len
+    n_slot = config.ctx_size if config.kv_unified else config.ctx_size // config.parallel
+    return min(n_ctx_train, n_slot or N_CTX_SEQ_AUTOMATIC)
+
+
+def placement_of(config: Config) -> drafthouse_engine.Placement:
+    """Returns where the target's weights lie."""
+    return drafthouse_engine.Placement(
+        devices=() if config.device == ("none",) else config.device or None,
+        split_mode=config.split_mode,  # type: ignore[arg-type]  # Config allows the same names only
+        main_gpu=config.main_gpu,
+        tensor_split=tuple(map(float, config.tensor_split)),
+        override_tensor=",".join(config.override_tensor),
+        n_cpu_moe=-1 if config.cpu_moe else config.n_cpu_moe,
+        load_mode=config.load_mode,  # type: ignore[arg-type]  # as above
+    )
+
+
+def draft_placement_of(config: Config) -> drafthouse_engine.Placement:
+    """Returns where the draft model's weights lie."""
+    placed = dataclasses.replace(placement_of(config), override_tensor="", n_cpu_moe=0)
+    if not config.device_draft:
+        return placed
+    # Shares and the main device are those of the target's devices.
+    own = () if config.device_draft == ("none",) else config.device_draft
+    return drafthouse_engine.Placement(devices=own, load_mode=placed.load_mode)
+
+
+def engine_params(
+    config: Config, draft_type: str, n_ctx_train: int, threads: Threads
+) -> drafthouse_engine.EngineParams:
+    """Returns what an engine is made with."""
+    return drafthouse_engine.EngineParams(
+        draft_type=draft_type,  # type: ignore[arg-type]  # Config allows the same names only
+        n_ctx=config.ctx_size,
+        n_ctx_seq=request_tokens(config, n_ctx_train),
+        n_batch=config.batch_size,
+        n_ubatch=config.ubatch_size,
+        n_seq_max=config.parallel,
+        n_draft_max=config.draft_max,
+        n_threads=threads.n,
+        n_threads_batch=threads.n_batch,
+        n_wide=threads.n_wide,
+        p_min=config.draft_p_min,
+        probabilistic=config.draft_sampling == "probabilistic",
+        kv_unified=config.kv_unified,
+        flash_attention=config.flash_attn != "off",
+        flash_forced=config.flash_attn == "on",
+        synth_rates=tuple(map(float, config.synth_rates)),
+        cache=cache_params(config),
+        rope=rope_params(config),
+    )
+
+
+def cache_params(config: Config) -> drafthouse_engine.CacheParams:
+    """Returns what cells are kept as."""
+    types: dict[str, Any] = {  # Config allows the same names only
+        name: getattr(config, f"cache_{name}")
+        for name in ("type_k", "type_v", "type_k_draft", "type_v_draft")
+    }
+    return drafthouse_engine.CacheParams(**types, swa_full=config.swa_full)
+
+
+def rope_params(config: Config) -> drafthouse_engine.RopeParams:
+    """Returns how positions are turned."""
+    return drafthouse_engine.RopeParams(
+        scaling=config.rope_scaling,  # type: ignore[arg-type]  # Config allows the same names only
+        freq_base=config.rope_freq_base,
+        freq_scale=1 / config.rope_scale if config.rope_scale else 0.0,
+        **{name: getattr(config, name) for name in SETTINGS if name.startswith("yarn_")},
+    )
+
+
+def unfit_errors() -> tuple[type[drafthouse_engine.EngineError], ...]:
+    """Returns the errors of a draft type that is not these models'."""
+    return (
+        drafthouse_engine.NoMtpHeads,
+        drafthouse_engine.NotDflash,
+        drafthouse_engine.Unsupported,
+    )
+
+
+def draft_types(config: Config, draft_arch: str | None) -> tuple[str, ...]:
+    """Returns the draft types to try, one after the other."""
+    if config.draft_type != AUTOMATIC:
+        return (config.draft_type,)
+    if draft_arch is None:
+        return ("mtp", "none")
+    by_architecture = {"eagle3": ("eagle3",), "dflash": ("dflash", "dspark")}
+    return by_architecture.get(draft_arch, ("simple",))
+
+
+@contextmanager
+def explained(path: str, config: Config | None = None) -> Iterator[None]:
+    """Turns the extension's errors into one sentence: which file, what is wrong, what to do.
+
+    Args:
+        path: The file that is loaded.
+        config: The settings, where the models are there and the contexts are made.
+    """
+    try:
+        yield
+    except drafthouse_engine.EngineError as error:
+        problem = _in_settings(error.message.removesuffix("."))
+        if config is None:
+            raise ModelLoadError(path, problem, _advice(error, _OF_LOADING)) from error
+        if config.model_draft and _is_of_draft(error):
+            path = config.model_draft
+        advice = _OF_CONTEXTS if config.draft_type != "none" else _OF_CONTEXTS_WITHOUT_DRAFTS
+        raise ModelLoadError(path, problem, _advice(error, advice)) from error
+
+
+_SETTINGS = {
+    "n_batch": "batch_size",
+    "n_ctx": "ctx_size",
+    "n_ctx_seq": "max_model_len",
+    "n_draft_max": "draft_max",
+    "n_seq_max": "parallel",
+    "n_threads": "threads",
+    "n_threads_batch": "threads_batch",
+    "n_ubatch": "ubatch_size",
+    "p_min": "draft_p_min",
+}
+"""The settings, by the names that the extension has for them."""
+
+
+def _in_settings(text: str) -> str:
+    """Returns an error of the extension in the names of settings."""
+    return re.sub(r"\w+", lambda word: _SETTINGS.get(word[0], word[0]), text)
+
+
+def _is_of_draft(error: drafthouse_engine.EngineError) -> bool:
+    """Returns whether an error is about the draft model's file, not the target's."""
+    kinds = ("NotEagle3", "NotDflash", "NotDspark", "IncompatibleDraft")
+    return type(error).__name__ in kinds or error.message.startswith("the draft model")
+
+
+def _advice(error: drafthouse_engine.EngineError, table: Mapping[str, str]) -> str:
+    """Returns what the operator can do, by the name of the most specific class that is known."""
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return next((table[name] for name in names if name in table), "see the log")
+
+
+_OF_LOADING = {
+    "ModelNotFound": "check the path in the settings model and model_draft",
+    "BadModel": "give a complete GGUF file; if this one was downloaded, download it again",
+    "OutOfMemory": "use a smaller model, or free memory",
+    "Unsupported": "use another file",
+    "InvalidArgument": "change this setting",
+}
+"""What to do when a file cannot be loaded, by the name of the error's class."""
+
+_OF_CONTEXTS_WITHOUT_DRAFTS = {
+    "BadModel": _OF_LOADING["BadModel"],
+    "OutOfMemory": "lower parallel, max_model_len or ctx_size, or use a smaller model",
+    "Unsupported": "use another model",
+    "InvalidArgument": "change this setting",
+}
+"""What to do when the contexts cannot be made."""
+
+_OF_CONTEXTS = _OF_CONTEXTS_WITHOUT_DRAFTS | {
+    "NoMtpHeads": "use a model with MTP heads, or set draft_type to none, eagle3, simple, …",
+    "NotEagle3": "give an EAGLE-3 model as model_draft, or set draft_type to simple",
+    "NotDflash": "give a DFlash model as model_draft, or another draft_type",
+    "NotDspark": "give a DSpark model as model_draft, or another draft_type",
+    "IncompatibleDraft": "give a draft model that was made for this target, or set draft_type to"
+    " none",
+    "Unsupported": "use another model; if the drafter is at fault, set draft_type to none",
+}
+"""What to do when the contexts of target and drafter cannot be made."""
