@@ -32,6 +32,7 @@ from tests.support.hand import (
 from drafthouse_engine import (
     BadModel,
     Batch,
+    DecoderConfig,
     DecoderPool,
     DflashSession,
     DraftRequest,
@@ -396,3 +397,8 @@ def test_targets_whose_layers_are_not_shown_are_refused(tmp_path: Path) -> None:
             with pytest.raises(Unsupported, match='of the architecture "internlm2"'):
                 make(target, given, CONFIG)
         SpeculativeSession(target, None, "ngram-simple", CONFIG).close()
+        with DecoderPool(target, DecoderConfig(n_ctx_seq=64, n_threads=1)) as pool:
+            decoder = pool.decoder()
+            decoder.observe([1, 2])
+            with pytest.raises(Unsupported, match='of the architecture "internlm2"'):
+                decoder.last_hidden_states_multi([0])
