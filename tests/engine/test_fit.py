@@ -53,6 +53,12 @@ def free_for(settings: Config, size: Size) -> HostMemory:
     return HostMemory(10**12, int(n_bytes / 0.95) + 1000)
 
 
+def fit_line(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
+    """Returns the one line of the log that tells what was chosen."""
+    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    return line
+
+
 @pytest.mark.parametrize("target", ["dense", "hybrid"])
 def test_what_nobody_has_set_is_lowered(
     target: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -62,7 +68,7 @@ def test_what_nobody_has_set_is_lowered(
     with caplog.at_level(logging.INFO, loading.__name__):
         limits = serving_with(memory, settings, monkeypatch)
     assert (limits.n_seq_max, limits.n_ctx_seq) == (3, N_TRAIN)
-    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    line = fit_line(caplog)
     assert line.levelno == logging.WARNING
     assert line.message.startswith(f"fit: 3 slots of {N_TRAIN} tokens take")
     assert f"8 slots of {N_TRAIN} tokens would take" in line.message
@@ -94,7 +100,7 @@ def test_all_that_fits_is_one_line(
     with caplog.at_level(logging.INFO, loading.__name__):
         limits = serving_with(AMPLE, config(), monkeypatch)
     assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
-    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    line = fit_line(caplog)
     assert line.levelno == logging.INFO
 
 
@@ -184,7 +190,7 @@ def test_what_fits_on_no_device_is_loaded_as_set_with_a_warning(
     with pretended_device(monkeypatch):
         limits = serving_with(AMPLE, config(max_model_len=512), monkeypatch)
     assert (limits.n_seq_max, limits.n_ctx_seq) == (8, 512)
-    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    line = fit_line(caplog)
     assert "does not fit on the devices in any way that llama.cpp knows" in line.message
     assert line.levelno == logging.WARNING
 
@@ -220,7 +226,7 @@ def test_what_the_devices_have_lowered_the_host_does_not_raise(
     ):
         n_slots = 3 if is_told else 8
         assert (fitted.parallel, fitted.max_model_len) == (n_slots, 768)
-    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    line = fit_line(caplog)
     assert line.levelno == logging.WARNING
     asked = f"where 8 slots of {N_TRAIN} tokens have no room"
     assert line.message.startswith(f"fit: all layers on devices, {asked}; {n_slots} slots of 768")
@@ -234,6 +240,6 @@ def test_caches_that_grow_beyond_what_is_free_are_warned_of(
     with caplog.at_level(logging.INFO, loading.__name__):
         limits = serving_with(memory, settings, monkeypatch)
     assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
-    (line,) = (it for it in caplog.records if it.message.startswith("fit:"))
+    line = fit_line(caplog)
     assert line.levelno == logging.WARNING
     assert "with its caches full the server takes" in line.message

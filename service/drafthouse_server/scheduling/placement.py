@@ -62,7 +62,7 @@ class Placement:
         self._prefixes = prefixes
         self._checkpoints = checkpoints
         self._preemption = preemption
-        self._last = LastSlot(counters, slots.n_slots)
+        self._last_slot = LastSlot(counters, slots.n_slots)
 
     def admit(self, plan: PlanBuilder) -> None:
         """Gives slots to waiting sequences, as far as they are likely to find cells.
@@ -91,7 +91,7 @@ class Placement:
         """Returns whether there is a slot for a sequence, without taking it from another."""
         slots, tenant = self._slots, sequence.request.tenant
         is_last = slots.n_slots - len(slots.running) == 1
-        is_kept = is_last and self._last.is_kept_from(tenant, slots.held(), plan.planned_at)
+        is_kept = is_last and self._last_slot.is_kept_from(tenant, slots.held(), plan.planned_at)
         return slots.has_room and not is_kept
 
     def least_s(self, sequence: Sequence, is_found: bool) -> float:
@@ -127,7 +127,7 @@ class Placement:
             snapshot = prefix.snapshot or None
             source = prefix.seq_id if prefix.tier is not Tier.HOST else None
         sequence.seq_id = seq_id
-        self._last.note_start(sequence.request.tenant, plan.planned_at)
+        self._last_slot.note_start(sequence.request.tenant, plan.planned_at)
         self._slots.running[seq_id] = sequence
         plan.starts.append(
             Start(
@@ -178,7 +178,7 @@ class Placement:
 
     def note_end(self, sequence: Sequence, now: float) -> None:
         """Notes that a sequence has given its slot back."""
-        self._last.note_end(sequence.request.tenant, now)
+        self._last_slot.note_end(sequence.request.tenant, now)
 
     def take(self, plan: PlanBuilder, result: StepResult) -> None:
         """Notes which of the plan's starts kept less than they were to, and counts the others."""
