@@ -1,7 +1,7 @@
 """F4: 32 callers tokenise texts of 3 MB beside another tenant's prompts.
 
 Prompts of ids pass no text worker: their latency tells how much is starvation and how much are
-stolen cores. Bound: median and 95th percentile <= 2 x idle.
+stolen cores. Bound: median <= 2 x idle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """F4: costly chats, which a template takes seconds for, beside another tenant's short ones.
 
-Bound: the victim's chat median and 95th percentile <= 2 x idle.
+Bound: the victim's chat median <= 2 x idle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """F3: a character class of 65,000 elements, in a grammar that a mask compares all tokens with.
 
-Bound: the victim's gap median and 95th percentile <= 1.5 x idle.
+Bound: the victim's gap <= 1.5 x idle, in the median.
 """
 
 from __future__ import annotations

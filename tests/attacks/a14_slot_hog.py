@@ -1,6 +1,6 @@
 """F13: a tenant holds all slots with outputs as long as the context; then another one asks.
 
-Needs two keys. Bound: the other's TTFT <= 2 x idle (median and 95th percentile).
+Needs two keys. Bound: the other's TTFT <= 2 x idle (median).
 """
 
 from __future__ import annotations

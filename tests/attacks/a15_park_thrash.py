@@ -1,7 +1,7 @@
 """F14: requests of rising priority, each of which preempts one of the tenant's own streams.
 
-Needs two keys. Bound: the other tenant's gap, median and 95th percentile, <= 1.5 x that beside as
-many ordinary streams.
+Needs two keys. Bound: the other tenant's gap <= 1.5 x that beside as many ordinary streams, in
+the median.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """F11: messages of 3.8 MB without a key.
 
-Bound: the victim's TTFT median and 95th percentile <= 2 x idle.
+Bound: the victim's median TTFT <= 2 x idle.
 """
 
 from __future__ import annotations

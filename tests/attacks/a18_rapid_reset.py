@@ -5,7 +5,7 @@ grpc.aio can neither put another client's call before them nor close a connectio
 bounds it, so run.py puts Envoy in front; the victim comes through it, too, by a connection of its
 own. --log counts the calls that reached the server. --pause waits so many seconds before resetting:
 then they are ordinary calls, which a tenant's requests_per_s bounds and Envoy does not. Bound: the
-victim's TTFT <= 2 x idle, at the median and at the 95th percentile.
+victim's TTFT <= 2 x idle, in the median.
 """
 
 from __future__ import annotations
