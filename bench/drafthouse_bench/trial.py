@@ -358,6 +358,8 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
         rounds = [found["arms"] for found in store.of(cell)]
         if not rounds:
             continue
+        if any(CHOSEN not in arms for arms in rounds):
+            sys.exit(f"{cell.name} has rounds without the arm {CHOSEN}: they are another trial's")
         speeds = {
             arm: [arms[arm]["tokens_per_s"] for arms in rounds if arm in arms]
             for arm in (CHOSEN, FORMER, *FIXED)
