@@ -11,8 +11,9 @@ model as `fair-shares` names them, has that one compute: the two per cent of the
 requests (with `OMP_WAIT_POLICY=passive`: threads that wait count as well). A server's time is that
 of all its threads and of its text workers, in nanoseconds by the kernel's clock; its wake-ups are
 the times that a thread of it had waited. Two processes with the same model differ by some percent,
-by where its weights lie in memory: `--starts 5` begins with new ones so often, and tells the ratio
-of each pair. One stream at a time has no luck in what is computed together.
+by where its weights lie in memory: `--starts 4` begins with new ones so often, in another order
+each time, and tells the ratio of each pair. One stream at a time has no luck in what is computed
+together.
 
 Differences and ratios are paired: of the two turns of a round. Told is their median, and the
 interval that has 95 % of the medians of rounds drawn from them again and again (bootstrap). What
@@ -107,7 +108,9 @@ async def _serve(asked: argparse.Namespace) -> None:
     if asked.engine != _FAKE:
         settings["model"] = str(find_target(asked.engine).path)
     # Without a prefix cache: tenants and end users have their own, so that less is reused of each.
-    config = Config(port=0, parallel=32, draft_policy="fixed", prefix_cache=False, **settings)
+    # As long contexts for both: what fits depends on which of them is started first.
+    settings |= {"max_model_len": 1024, "prefix_cache": False}
+    config = Config(port=0, parallel=32, draft_policy="fixed", **settings)
     server = Server(config, lambda: _load(config, asked.engine, asked.step_ms / 1e3))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     await server.serve(lambda server: print(server.target, flush=True))
@@ -220,7 +223,7 @@ async def _measure(asked: argparse.Namespace) -> None:
     lengths = [int(part) for part in asked.tokens.split(",")]
     turns: _Turns = {name: {n_tokens: [] for n_tokens in lengths} for name in ("bare", "full")}
     for start in range(asked.starts):
-        await _measure_start(asked, lengths, turns)
+        await _measure_start(asked, lengths, turns, is_bare_first=start % 2 == 0)
         if asked.starts > 1:
             since = start * asked.rounds
             for n_tokens in lengths:
@@ -240,14 +243,18 @@ async def _measure(asked: argparse.Namespace) -> None:
         )
 
 
-async def _measure_start(asked: argparse.Namespace, lengths: list[int], turns: _Turns) -> None:
+async def _measure_start(
+    asked: argparse.Namespace, lengths: list[int], turns: _Turns, *, is_bare_first: bool
+) -> None:
     """Starts both servers, gives them their rounds in turns, and ends them."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         settings, keys = _prepare(Path(folder))
         open_settings = {"insecure_no_auth": True}
         # As many connections: what they cost is not the tenants' doing.
-        bare = stack.enter_context(_running("bare", open_settings, [""] * len(keys), asked))
-        full = stack.enter_context(_running("full", settings, keys, asked))
+        cases = {"bare": (open_settings, [""] * len(keys)), "full": (settings, keys)}
+        names = list(cases) if is_bare_first else list(reversed(cases))
+        servers = {name: stack.enter_context(_running(name, *cases[name], asked)) for name in names}
+        bare, full = servers["bare"], servers["full"]
         for number in range(asked.rounds + 1):
             for n_tokens in lengths:
                 for contender in (bare, full) if number % 2 else (full, bare):
