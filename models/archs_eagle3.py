@@ -10,6 +10,7 @@ Source: llama.cpp src/models/eagle3.cpp@b11549.
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,7 +105,7 @@ def _weights(n_embd: int, n_vocab: int, following: Mapping[int, int]) -> dict[st
 
 def _head(tokens: Rows, following: Mapping[int, int]) -> Rows:
     n_vocab, n_embd = tokens.shape
-    others: list[int] = np.random.default_rng(n_vocab).integers(0, n_vocab, n_vocab).tolist()
+    others = random.Random(n_vocab).choices(range(n_vocab), k=n_vocab)
     head = np.zeros_like(tokens)
     for token in range(n_vocab):
         head[following.get(token, others[token])] += tokens[token]
