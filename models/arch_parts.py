@@ -38,10 +38,12 @@ __all__ = [
     "attention",
     "experts",
     "gated",
+    "joined",
     "latent",
     "mamba2",
     "next_token",
     "norms",
+    "plain_ff",
 ]
 
 N_VOCAB = 128
@@ -108,6 +110,23 @@ def attention(n_kv: int = N_HEAD, *, has_norm: bool = False) -> Shapes:
         "attn_output.weight": (n_query, N_EMBD),
     }
     return shapes | (norms("attn_q_norm", "attn_k_norm", n=N_HEAD_EMBD) if has_norm else {})
+
+
+def joined(*, has_bias: bool = False) -> Shapes:
+    """Returns attention whose queries, keys and values come from one matrix."""
+    shapes: Shapes = {
+        "attn_qkv.weight": (N_EMBD, 3 * N_EMBD),
+        "attn_output.weight": (N_EMBD, N_EMBD),
+    }
+    if has_bias:
+        shapes |= {"attn_qkv.bias": (3 * N_EMBD,), "attn_output.bias": (N_EMBD,)}
+    return shapes
+
+
+def plain_ff(*, has_bias: bool) -> Shapes:
+    """Returns a feed-forward part without a gate."""
+    shapes: Shapes = {"ffn_up.weight": (N_EMBD, N_FF), "ffn_down.weight": (N_FF, N_EMBD)}
+    return shapes | ({"ffn_up.bias": (N_FF,), "ffn_down.bias": (N_EMBD,)} if has_bias else {})
 
 
 def gated(n_ff: int = N_FF, last: str = "") -> Shapes:

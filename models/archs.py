@@ -48,11 +48,14 @@ from models.arch_parts import (
     attention,
     experts,
     gated,
+    joined,
     latent,
     mamba2,
     next_token,
     norms,
+    plain_ff,
 )
+from models.archs_encoder import ENCODER_RECIPES
 from models.archs_mtp import MTP_RECIPES
 
 __all__ = [
@@ -157,24 +160,6 @@ def _weights(recipe: Recipe, name: str, shape: Shape) -> npt.NDArray[np.float32]
     return _draw(origin, shape) * np.float32(factor)
 
 
-# --- parts of blocks
-
-
-def _joined(*, has_bias: bool = False) -> Shapes:
-    shapes: Shapes = {
-        "attn_qkv.weight": (N_EMBD, 3 * N_EMBD),
-        "attn_output.weight": (N_EMBD, N_EMBD),
-    }
-    if has_bias:
-        shapes |= {"attn_qkv.bias": (3 * N_EMBD,), "attn_output.bias": (N_EMBD,)}
-    return shapes
-
-
-def _plain_ff(*, has_bias: bool) -> Shapes:
-    shapes: Shapes = {"ffn_up.weight": (N_EMBD, N_FF), "ffn_down.weight": (N_FF, N_EMBD)}
-    return shapes | ({"ffn_up.bias": (N_FF,), "ffn_down.bias": (N_EMBD,)} if has_bias else {})
-
-
 # --- recipes
 
 
@@ -276,7 +261,7 @@ RECIPES: Mapping[str, Recipe] = {
     "gpt2": Recipe(
         "gpt2",
         "learned positions",
-        [_BIASED | _joined(has_bias=True) | _plain_ff(has_bias=True)] * 2,
+        [_BIASED | joined(has_bias=True) | plain_ff(has_bias=True)] * 2,
         MEAN,
         {"position_embd.weight": (N_EMBD, N_CTX)},
         has_biases=True,
@@ -284,7 +269,7 @@ RECIPES: Mapping[str, Recipe] = {
     "bloom": Recipe(
         "bloom",
         "ALiBi",
-        [_BIASED | _joined(has_bias=True) | _plain_ff(has_bias=True)] * 2,
+        [_BIASED | joined(has_bias=True) | plain_ff(has_bias=True)] * 2,
         {**MEAN, "attention.max_alibi_bias": 8.0},
         norms("token_embd_norm", has_bias=True),
         has_biases=True,
@@ -365,7 +350,7 @@ RECIPES: Mapping[str, Recipe] = {
         "hybrid: attention and linear attention",
         [
             norms("attn_norm", "attn_norm_2", "ffn_norm")
-            | _joined()
+            | joined()
             | {"attn_gate.weight": (N_EMBD, N_EMBD)}
             | experts(),
             TWO_NORMS | attention() | experts(),
@@ -418,7 +403,7 @@ RECIPES: Mapping[str, Recipe] = {
     "apertus": Recipe(
         "apertus",
         "dense",
-        [TWO_NORMS | attention(has_norm=True) | _plain_ff(has_bias=False)] * 2,
+        [TWO_NORMS | attention(has_norm=True) | plain_ff(has_bias=False)] * 2,
         {
             **RMS,
             "/xielu.alpha_n": 0.8,
@@ -451,31 +436,13 @@ RECIPES: Mapping[str, Recipe] = {
             "nextn_predict_layers": 1,
         },
     ),
-    "bert": Recipe(
-        "bert",
-        "encoder: no cache",
-        [
-            attention()
-            | norms("attn_output_norm", "layer_output_norm", has_bias=True)
-            | _plain_ff(has_bias=True)
-        ]
-        * 2,
-        {**MEAN, "attention.causal": False, "/tokenizer.ggml.token_type_count": 2},
-        {
-            "token_types.weight": (N_EMBD, 2),
-            "position_embd.weight": (N_EMBD, N_CTX),
-            **norms("token_embd_norm", has_bias=True),
-        },
-        has_output=False,
-        has_output_norm=False,
-    ),
     # Whose graph gives the logits of other tokens than those asked for.
     "cogvlm": Recipe(
         "cogvlm",
         "dense",
         [
             TWO_NORMS
-            | _joined()
+            | joined()
             | gated()
             | {
                 "vis_attn_qkv.weight": (N_EMBD, 3 * N_EMBD),
@@ -494,7 +461,7 @@ RECIPES: Mapping[str, Recipe] = {
         "hybrid",
         [
             _PLAMO2_NORMS
-            | _joined()
+            | joined()
             | {
                 "attn_q_norm.weight": (N_HEAD_EMBD, N_HEAD),
                 "attn_k_norm.weight": (N_HEAD_EMBD, N_HEAD),
@@ -510,6 +477,7 @@ RECIPES: Mapping[str, Recipe] = {
             "attention.head_count_kv": [N_HEAD, 0],
         },
     ),
+    **ENCODER_RECIPES,
     **MTP_RECIPES,
 }
 """What can be written, by name."""

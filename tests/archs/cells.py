@@ -10,115 +10,142 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
-import random
 import sys
-from collections.abc import Callable
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tests.archs.driver import N_OUTPUT, Answer, Driver, Half, answer_of, make_config
+from models.archs_eagle3 import write_eagle3
+from tests.archs.driver import (
+    N_CTX_LONG,
+    N_OUTPUT,
+    Answer,
+    Driver,
+    Half,
+    answer_of,
+    make_config,
+)
+from tests.archs.texts import LONG, SHORT, Prompt, Texts, draw
+from tests.support.demo import EAGLE3 as DEMO_EAGLE3
+from tests.support.demo import MODELS, TARGETS
 
+from drafthouse_server.config import Config
 from drafthouse_server.errors import DrafthouseError, StartupError
 
-__all__ = ["BASE", "CELLS", "DRAFTS", "MTP", "PROMPTS", "Cell", "run_cells"]
+__all__ = [
+    "CELLS",
+    "DRAFTS",
+    "EAGLE3",
+    "MTP",
+    "SMALL",
+    "Cell",
+    "followers",
+    "is_small",
+    "run_cells",
+    "small",
+]
 
 DRAFTS = ("none", "ngram-simple", "simple")
 """Draft types of every model; `simple` drafts with the model itself."""
 MTP = "mtp"
 """The draft type of those that have next-token blocks besides."""
+EAGLE3 = "eagle3"
+"""The draft type of those whose layers llama.cpp shows besides, with a drafter that is written."""
+SMALL = "small "
+"""Before a draft type: with small caches for windows (`swa_full` off), and long prompts."""
 
 N_DRAFT = 3
 N_SLOTS_SMALL = 2
-_FIRST, _LAST = 33, 120
-"""Tokens of prompts: plain characters."""
-
-Prompt = list[int]
-
-
-def _draw(seed: int, n: int) -> Prompt:
-    chance = random.Random(seed)
-    return [chance.randrange(_FIRST, _LAST) for _ in range(n)]
+N_OUTPUT_LONG = 4 * N_OUTPUT
+"""Tokens that go on being generated while a second long prompt is computed, even with drafts."""
+N_UBATCH_SMALL = 64
+"""With more, caches of windows are as long as the others here: they hold window and ubatch."""
+NOT_SHOWN = "which llama.cpp does not show of the architecture"
+"""What the engine says of an EAGLE-3 drafter where llama.cpp does not give a layer's input."""
 
 
-PROMPTS = [_draw(i, n) for i, n in enumerate((3, 9, 17, 24, 33, 48, 65, 90))]
-"""Prompts of unlike lengths."""
-BASE = _draw(100, 120)
-CUTS = [BASE[:n] + _draw(200 + n, 12) for n in (110, 95, 75, 52, 36)]
-"""Prompts that share ever less of their beginning: each cuts what the one before has left."""
-DOCUMENTS = [_draw(300 + i, 80) for i in range(3)]
-"""More than there are slots: all but the last ones go to host memory."""
-LOW, HIGH = (_draw(400, 30), _draw(401, 41)), (_draw(402, 22), _draw(403, 50))
-"""Two that run, and two that are more important and come later."""
+def small(draft_type: str) -> str:
+    """Returns the name of a draft type with small caches for windows."""
+    return SMALL + draft_type
+
+
+def is_small(draft_type: str) -> bool:
+    """Tells whether it is one with small caches for windows."""
+    return draft_type.startswith(SMALL)
 
 
 def _turn(answer: Answer, seed: int) -> Prompt:
     """Returns the next turn of a conversation."""
-    return [*answer.prompt, *answer.tokens, *_draw(seed, 10)]
+    return [*answer.prompt, *answer.tokens, *draw(seed, 10)]
 
 
-def alone(driver: Driver) -> list[Answer]:
+def alone(driver: Driver, texts: Texts) -> list[Answer]:
     """Asks one after the other, nothing is reused."""
     driver.renew(prefix_cache=False)
-    return [driver.ask([prompt])[0] for prompt in PROMPTS]
+    return [driver.ask([prompt])[0] for prompt in texts.prompts]
 
 
-def crowd(driver: Driver) -> list[Answer]:
+def crowd(driver: Driver, texts: Texts) -> list[Answer]:
     """Asks all at once."""
     driver.renew(prefix_cache=False)
-    return driver.ask(PROMPTS)
+    return driver.ask(texts.prompts)
 
 
-def slots(driver: Driver) -> list[Answer]:
+def slots(driver: Driver, texts: Texts) -> list[Answer]:
     """Goes on with conversations whose slots are retained."""
     driver.renew()
-    first = driver.ask(PROMPTS[3:7])
+    first = driver.ask(texts.prompts[3:7])
     return driver.ask([_turn(answer, 500 + i) for i, answer in enumerate(first)])
 
 
-def cut(driver: Driver) -> list[Answer]:
+def cut(driver: Driver, texts: Texts) -> list[Answer]:
     """Asks prompts that share a part of what slots hold."""
     driver.renew()
-    return [driver.ask([prompt])[0] for prompt in CUTS]
+    return [driver.ask([prompt])[0] for prompt in texts.cuts]
 
 
-def host(driver: Driver) -> list[Answer]:
+def host(driver: Driver, texts: Texts) -> list[Answer]:
     """Goes on with conversations in host memory, and with parts of them."""
     driver.renew()
-    first = [driver.ask([prompt])[0] for prompt in DOCUMENTS]
+    first = [driver.ask([prompt])[0] for prompt in texts.documents]
     turns = [driver.ask([_turn(answer, 600 + i)])[0] for i, answer in enumerate(first)]
-    parts = [document[: 60 - 16 * i] + _draw(700 + i, 9) for i, document in enumerate(DOCUMENTS)]
-    return turns + [driver.ask([prompt])[0] for prompt in parts]
+    return turns + [driver.ask([prompt])[0] for prompt in texts.parts]
 
 
-def _preempt(driver: Driver, *, is_saved: bool) -> list[Answer]:
+def _preempt(driver: Driver, texts: Texts, *, is_saved: bool) -> list[Answer]:
     driver.renew(prefix_cache=False, preempted_mib=1024 if is_saved else 0)
-    low = [driver.submit(prompt) for prompt in LOW]
+    n_low = N_OUTPUT if texts is SHORT else N_OUTPUT_LONG
+    low = [driver.submit(prompt, n_output=n_low) for prompt in texts.low]
     while any(sequence.n_output < N_OUTPUT // 4 for sequence in low):
         driver.step()
-    high = [driver.submit(prompt, priority=9) for prompt in HIGH]
+    high = [driver.submit(prompt, priority=9) for prompt in texts.high]
     driver.run()
     assert all(sequence.swap.n_preemptions for sequence in low), "nothing was preempted"
-    return [answer_of(sequence) for sequence in (*low, *high)]
+    answers = [answer_of(sequence) for sequence in (*low, *high)]
+    return [dataclasses.replace(it, tokens=it.tokens[:N_OUTPUT]) for it in answers]
 
 
-def preempted(driver: Driver) -> list[Answer]:
+def preempted(driver: Driver, texts: Texts) -> list[Answer]:
     """Takes slots away from requests, whose state is written to host memory."""
-    return _preempt(driver, is_saved=True)
+    return _preempt(driver, texts, is_saved=True)
 
 
-def recomputed(driver: Driver) -> list[Answer]:
+def recomputed(driver: Driver, texts: Texts) -> list[Answer]:
     """Takes slots away from requests, which are computed again."""
-    return _preempt(driver, is_saved=False)
+    return _preempt(driver, texts, is_saved=False)
 
 
-def saved(driver: Driver) -> list[Answer]:
+def saved(driver: Driver, texts: Texts) -> list[Answer]:
     """Writes a sequence to bytes in the middle of its answer, and reads it in another engine."""
     answers = []
     config = driver.config
     n_draft = min(N_DRAFT, driver.engine.limits.n_draft_max)  # MTP blocks of one token each: fewer
     driver.renew()
     with Driver(config) as other:
-        for prompt in PROMPTS[4:6]:
+        for prompt in texts.prompts[4:6]:
             half = Half(driver.engine, prompt, n_draft)
             half.run(N_OUTPUT // 2)
             half.run(N_OUTPUT, half.move(other.engine))
@@ -130,7 +157,7 @@ def saved(driver: Driver) -> list[Answer]:
 class Cell:
     """A way in which prompts are answered."""
 
-    run: Callable[[Driver], list[Answer]]
+    run: Callable[[Driver, Texts], list[Answer]]
     """Answers them."""
     n_slots: int = 8
     """Slots of its engine."""
@@ -154,31 +181,70 @@ Result = dict[str, dict[str, "list[Answer] | str"]]
 
 
 def run_cells(path: Path, drafts: tuple[str, ...] = DRAFTS) -> Result:
-    """Runs all cells of a model.
+    """Runs all cells of a model; draft types that there are none of are left out.
 
     Args:
-        path: The model.
+        path: The model; with small caches one whose context is as long as `N_CTX_LONG`.
         drafts: Draft types.
     """
-    return {draft_type: _run_draft(path, draft_type) for draft_type in drafts}
+    with tempfile.TemporaryDirectory() as folder:
+        found = {kind: _run_draft(path, kind, Path(folder)) for kind in drafts}
+    return {kind: cells for kind, cells in found.items() if cells}
 
 
-def _run_draft(path: Path, draft_type: str) -> dict[str, list[Answer] | str]:
+def _run_draft(path: Path, kind: str, folder: Path) -> dict[str, list[Answer] | str]:
     found: dict[str, list[Answer] | str] = {}
     for n_slots in sorted({cell.n_slots for cell in CELLS.values()}, reverse=True):
         names = [name for name, cell in CELLS.items() if cell.n_slots == n_slots]
         try:
-            with Driver(make_config(path, draft_type, n_slots)) as driver:
+            with Driver(_config(path, kind, n_slots, folder)) as driver:
+                if is_small(kind) and not driver.has_small_windows:
+                    return {}
                 for name in names:
-                    found[name] = _run_cell(CELLS[name], driver)
+                    found[name] = _run_cell(CELLS[name], driver, LONG if is_small(kind) else SHORT)
         except (DrafthouseError, StartupError) as error:
+            if NOT_SHOWN in str(error):
+                return {}
             found |= {name: str(error) for name in names if name not in found}
     return found
 
 
-def _run_cell(cell: Cell, driver: Driver) -> list[Answer] | str:
+def _config(path: Path, kind: str, n_slots: int, folder: Path) -> Config:
+    draft_type, settings = kind.removeprefix(SMALL), dict[str, object]()
+    if is_small(kind):
+        settings = {"swa_full": False, "ubatch_size": N_UBATCH_SMALL, "max_model_len": N_CTX_LONG}
+    if draft_type == EAGLE3:
+        settings["model_draft"] = str(_drafter(path, folder, LONG if is_small(kind) else SHORT))
+    return make_config(path, draft_type, n_slots, **settings)
+
+
+def _drafter(path: Path, folder: Path, texts: Texts) -> Path:
+    """Returns an EAGLE-3 drafter: the demo model's own, or one that has seen the model's answers.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+    """
+    trained = {TARGETS[kind]: name for kind, name in DEMO_EAGLE3.items()}.get(path.name)
+    if trained:
+        return MODELS / trained
+    drafter = folder / f"{path.stem}-eagle3.gguf"
+    if not drafter.exists():
+        with Driver(make_config(path, "none", max_model_len=N_CTX_LONG)) as driver:
+            driver.renew(prefix_cache=False)
+            answers = driver.ask(texts.all)
+        write_eagle3(drafter, path, followers(answer.tokens for answer in answers))
+    return drafter
+
+
+def followers(texts: Iterable[Sequence[int]]) -> dict[int, int]:
+    """Returns by token what follows it most often in texts."""
+    pairs = Counter(pair for text in texts for pair in itertools.pairwise(text))
+    return {token: after for (token, after), _ in reversed(pairs.most_common())}
+
+
+def _run_cell(cell: Cell, driver: Driver, texts: Texts) -> list[Answer] | str:
     try:
-        return cell.run(driver)
+        return cell.run(driver, texts)
     except (DrafthouseError, StartupError) as error:
         return str(error)
 
@@ -188,7 +254,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.archs.cells")
     parser.add_argument("model", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--drafts", nargs="+", choices=(*DRAFTS, MTP), default=DRAFTS)
+    parser.add_argument("--drafts", nargs="+", default=DRAFTS)
     options = parser.parse_args()
     found = run_cells(options.model, tuple(options.drafts))
     text = json.dumps(found, default=dataclasses.asdict)

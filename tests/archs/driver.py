@@ -29,6 +29,7 @@ from drafthouse_server.step import (
 __all__ = [
     "GREEDY",
     "N_CTX",
+    "N_CTX_LONG",
     "N_OUTPUT",
     "Alone",
     "Answer",
@@ -42,6 +43,8 @@ N_OUTPUT = 24
 """Tokens of each answer."""
 N_CTX = 256
 """Tokens of a slot: as many as the models' contexts have."""
+N_CTX_LONG = 512
+"""Tokens of a slot where windows have small caches, which are 256 cells long at least."""
 
 _TOKEN_S = 0.1
 _N_STEPS_MOST = 10_000
@@ -105,6 +108,15 @@ class Driver:
         self.engine.step(StepPlan(frees=range(config.parallel)))
         self._scheduler = make_scheduler(self.engine, config)
         self._n = 0
+
+    @property
+    def has_small_windows(self) -> bool:
+        """Whether some layers keep fewer tokens than a slot has, for all that is known.
+
+        Of the caches of deepseek4 and dots3note the engine does not know how long they are.
+        """
+        engine = self.engine._engine
+        return engine.limits.n_window > 0 and engine.setting("swa_full") != "true"
 
     @property
     def counts(self) -> SchedulerCounts:

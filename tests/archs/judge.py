@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 from tests.archs.driver import Answer
-from tests.archs.tipped import Steps, shift_elsewhere
+from tests.archs.tipped import Steps, shift_elsewhere, shift_everywhere, without_choice
 from tests.support.demo import Referee
 
 from drafthouse_engine import EngineError
@@ -52,6 +53,8 @@ class Verdict:
     """Tokens that were not computed again."""
     reason: str = ""
     """Why it was refused, or how the process ended; of a tie of experts, what gives the same."""
+    is_peer_same: bool = False
+    """Of embeddings at once: llama-server gives the same bits at once as alone."""
 
 
 class Judge:
@@ -101,12 +104,14 @@ class Judge:
             far -= right_too
             if not far:
                 break
-        shifts = {i: self._shift(answers[i], right) for i in sorted(far)}
-        tipped = {i: shift for i, shift in shifts.items() if shift <= TIE}
-        if tipped:
-            reason += f"{len(tipped)} as our own without flash attention; elsewhere the logits"
-            reason += f" differ by {max(tipped.values()):.2g} at most"
-        kind = "differs" if far - tipped.keys() else kind
+        for where, shift in (("elsewhere", self._shift), ("with all experts", self._shift_of_all)):
+            shifts = {i: shift(answers[i], right) for i in sorted(far)}
+            tipped = {i: shift for i, shift in shifts.items() if shift <= TIE}
+            if tipped:
+                reason += f"{len(tipped)} as our own without flash attention; {where} the logits"
+                reason += f" differ by {max(tipped.values()):.2g} at most; "
+            far -= tipped.keys()
+        kind = "differs" if far else kind
         return Verdict(
             kind,
             gap,
@@ -144,6 +149,25 @@ class Judge:
                 return shift_elsewhere(rows, answer.prompt, answer.tokens, right(answer.prompt))
         except EngineError:
             return math.inf
+
+    def _shift_of_all(
+        self, answer: Answer, right: Callable[[Sequence[int]], Sequence[int]]
+    ) -> float:
+        """Returns how far they differ at any place where the model uses all of its experts.
+
+        Infinite where it does so as it is, or where without flash attention it is not right.
+        """
+        if not math.isfinite(self._shift(answer, right)):
+            return math.inf
+        with tempfile.TemporaryDirectory() as folder:
+            model = without_choice(self._model, Path(folder) / "all.gguf")
+            if model is None:
+                return math.inf
+            try:
+                with Steps(model) as rows:
+                    return shift_everywhere(rows, answer.prompt, answer.tokens)
+            except EngineError:
+                return math.inf
 
     def _gap(self, answer: Answer, expected: Sequence[int]) -> float:
         """Returns the difference of the two candidates' logits at the first difference."""

@@ -14,16 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from models.archs import RECIPES, write_model
-from tests.archs.cells import CELLS, DRAFTS, MTP, PROMPTS, run_cells
+from tests.archs.cells import CELLS, DRAFTS, MTP, run_cells
 from tests.archs.driver import Alone, Answer, Driver, make_config
 from tests.archs.judge import Judge, Verdict
 from tests.archs.table import MARKS
+from tests.archs.texts import SHORT
 
 __all__ = ["main"]
 
 TYPES = (*DRAFTS, MTP)
 NAMES = [name for name, recipe in RECIPES.items() if "nextn_predict_layers" in recipe.values]
-HISTORY = PROMPTS[4]
+HISTORY = SHORT.prompts[4]
 
 
 def row(path: Path) -> tuple[str, bool]:

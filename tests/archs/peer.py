@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import subprocess
@@ -10,12 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from tests.archs.driver import N_CTX, N_OUTPUT
+from tests.archs.cells import N_UBATCH_SMALL
+from tests.archs.driver import N_CTX, N_CTX_LONG, N_OUTPUT
 from tests.support.ports import free_port
 
-__all__ = ["Peer", "PeerFailed", "Roundings"]
+__all__ = [
+    "FULL_WINDOWS",
+    "SMALL_WINDOWS",
+    "Peer",
+    "PeerFailed",
+    "Roundings",
+    "Setting",
+    "embeddings",
+]
 
 N_SLOTS = 8
 _START_S = 60.0
@@ -27,6 +37,28 @@ class PeerFailed(Exception):
     """Says in one sentence what became of llama-server."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a llama-server is run."""
+
+    n_ctx: int = N_CTX
+    """Tokens of a slot."""
+    flags: tuple[str, ...] = ()
+    """Of its command line, besides."""
+
+
+SMALL_WINDOWS = Setting(N_CTX_LONG, ("-ub", str(N_UBATCH_SMALL)))
+"""With small caches for windows, which are llama-server's default; long slots for long prompts."""
+FULL_WINDOWS = Setting(N_CTX_LONG, (*SMALL_WINDOWS.flags, "--swa-full"))
+"""The same with full ones: where llama-server reuses a part of a small one, its own tokens may be
+wrong, so it is no witness there."""
+
+
+def embeddings(pooling: str, *flags: str) -> Setting:
+    """Returns how a llama-server is run that makes embeddings, with other flags besides."""
+    return Setting(flags=("--embeddings", "--pooling", pooling, *flags))
+
+
 class Roundings:
     """The same llama-server in other ways that round otherwise: each is as right as the first.
 
@@ -36,6 +68,7 @@ class Roundings:
     Args:
         program: The server.
         model: The file.
+        setting: How it is run in all ways.
     """
 
     WAYS: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -44,8 +77,8 @@ class Roundings:
         "with -ub 16": ("-ub", "16"),
     }
 
-    def __init__(self, program: Path, model: Path) -> None:
-        self._program, self._model = program, model
+    def __init__(self, program: Path, model: Path, setting: Setting = Setting()) -> None:
+        self._program, self._model, self._setting = program, model, setting
         self._peers: dict[str, Peer | None] = {}
         self._stack = ExitStack()
 
@@ -72,7 +105,8 @@ class Roundings:
 
     def _start(self, flags: Sequence[str]) -> Peer | None:
         try:
-            return self._stack.enter_context(Peer(self._program, self._model, flags))
+            setting = dataclasses.replace(self._setting, flags=(*self._setting.flags, *flags))
+            return self._stack.enter_context(Peer(self._program, self._model, setting))
         except PeerFailed:
             return None
 
@@ -83,20 +117,20 @@ class Peer:
     Args:
         program: The server.
         model: The file.
-        flags: Of its command line, besides.
+        setting: How it is run.
     """
 
-    def __init__(self, program: Path, model: Path, flags: Sequence[str] = ()) -> None:
-        self._program, self._model, self._flags = program, model, flags
+    def __init__(self, program: Path, model: Path, setting: Setting = Setting()) -> None:
+        self._program, self._model, self._setting = program, model, setting
         self._port = free_port()
         self._answers: dict[tuple[int, ...], list[int]] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        sizes = {"-np": N_SLOTS, "-c": N_SLOTS * N_CTX, "-t": 1, "--port": self._port}
+        sizes = {"-np": N_SLOTS, "-c": N_SLOTS * self._setting.n_ctx, "-t": 1, "--port": self._port}
         flags = [str(part) for pair in sizes.items() for part in pair]
         command = [str(self._program), "-m", str(self._model), "--no-kv-unified", "--no-warmup"]
-        command += [*flags, *self._flags]
+        command += [*flags, *self._setting.flags]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
         try:
@@ -145,6 +179,25 @@ class Peer:
         """
         return [self._complete(prompt, cache_prompt=True, id_slot=0) for prompt in prompts]
 
+    def embed(self, prompt: Sequence[int]) -> list[float]:
+        """Returns a prompt's embedding, which is not scaled.
+
+        Raises:
+            PeerFailed: there is none.
+        """
+        (row,) = self._post("/embedding", {"content": list(prompt), "embd_normalize": -1})
+        pooled: list[float] = row["embedding"][0]
+        return pooled
+
+    def embed_at_once(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Returns the embeddings of prompts that are asked for at once.
+
+        Raises:
+            PeerFailed: one has none.
+        """
+        with ThreadPoolExecutor(N_SLOTS) as pool:
+            return list(pool.map(self.embed, prompts))
+
     def _wait(self) -> None:
         assert self._process is not None, "not started"
         end = time.monotonic() + _START_S
@@ -168,15 +221,17 @@ class Peer:
             "return_tokens": True,
             "ignore_eos": True,
         }
-        order |= more
+        tokens: list[int] = self._post("/completion", order | more)["tokens"]
+        return tokens
+
+    def _post(self, path: str, order: dict[str, object]) -> Any:
         try:
-            status, content = self._request("POST", "/completion", json.dumps(order))
+            status, content = self._request("POST", path, json.dumps(order))
         except (OSError, http.client.HTTPException) as error:
             raise PeerFailed(f"llama-server gives no answer: {type(error).__name__}") from error
         if status != http.client.OK:
             raise PeerFailed(f"llama-server answers {status}")
-        tokens: list[int] = json.loads(content)["tokens"]
-        return tokens
+        return json.loads(content)
 
     def _request(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_S)

@@ -9,6 +9,7 @@ import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from scripts import peers
 from tests.archs.judge import Verdict
@@ -81,11 +82,10 @@ def load(path: Path, models: Path, now: Stamp) -> dict[str, Row]:
     }
 
 
-def _row(values: dict[str, object]) -> Row:
-    cells = values.pop("cells")
-    assert isinstance(cells, dict)
-    verdicts = {
-        draft_type: {name: Verdict(**cell) for name, cell in of_type.items()}
-        for draft_type, of_type in cells.items()
-    }
-    return Row(**values, cells=verdicts)  # type: ignore[arg-type]  # as `save` has written them
+def _row(values: dict[str, Any]) -> Row:
+    for key in ("cells", "embeddings"):
+        values[key] = {
+            kind: {name: Verdict(**cell) for name, cell in cells.items()}
+            for kind, cells in values[key].items()
+        }
+    return Row(**values)

@@ -12,6 +12,7 @@ changed in Python alone is not seen there.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -28,23 +29,27 @@ from pathlib import Path
 from gguf import GGUFReader
 from models.archs import RECIPES, write_model
 from scripts import peers
-from tests.archs.cells import CELLS, DRAFTS, MTP, PROMPTS
+from tests.archs import embed, peer
+from tests.archs.cells import CELLS, DRAFTS, EAGLE3, MTP, small
 from tests.archs.driver import N_OUTPUT, Answer
 from tests.archs.judge import Judge, Verdict
-from tests.archs.peer import Peer, PeerFailed, Roundings
+from tests.archs.peer import FULL_WINDOWS, SMALL_WINDOWS, Peer, PeerFailed, Roundings, Setting
 from tests.archs.results import digest_of, load, processor, save, stamp
 from tests.archs.table import Row, is_wrong, page, proven, proven_module, summary
+from tests.archs.texts import SHORT
 from tests.archs.upstream_models import make_usable
+from tests.archs.windows import has_window, lengthened
 from tests.support.demo import MODELS, TARGETS
 
 __all__ = ["main"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "archs"
-HISTORY = PROMPTS[4]
+HISTORY = SHORT.prompts[4]
 SEED = 1
+_RECIPE_FILES = ("archs.py", "archs_encoder.py", "archs_mtp.py", "arch_parts.py")
 SOURCES = (
-    *(ROOT / "models" / name for name in ("archs.py", "archs_mtp.py", "arch_parts.py")),
+    *(ROOT / "models" / name for name in _RECIPE_FILES),
     *(MODELS / name for name in TARGETS.values()),
     Path(__file__).with_name("upstream_models.py"),
 )
@@ -97,23 +102,86 @@ def run_model(path: Path) -> Row:
     arch: str = header["general.architecture"].contents()
     nextn = header.get(f"{arch}.nextn_predict_layers")
     has_nextn = nextn is not None and nextn.contents() > 0
-    digest = digest_of(path)
-    found = ask_engine(path, (*DRAFTS, MTP) if has_nextn else DRAFTS)
+    drafts = (*DRAFTS, MTP, EAGLE3) if has_nextn else (*DRAFTS, EAGLE3)
+    row = Row(arch, "", 0, 0.0, {}, digest_of(path))
+    found = ask_engine(path, drafts)
     is_computed = any(isinstance(cell, list) for cell in found["none"].values())
-    history, n_equal, failed = 0.0, 0, ""
+    if is_computed:
+        with Judge(path) as judge:
+            row.history = judge.history(HISTORY, (0, len(HISTORY) // 2))
+    row.peer, row.n_peer_equal, row.cells = judged(path, found, Setting(), Setting())
+    if is_computed and has_window(path):
+        long = lengthened(path, FOLDER / path.name)
+        found = ask_engine(long, tuple(small(draft_type) for draft_type in drafts))
+        if small("none") in found:  # else what is refused says nothing of windows
+            row.cells |= judged(long, found, SMALL_WINDOWS, FULL_WINDOWS)[2]
+        long.unlink()
+    if embed.is_asked(path):
+        row.embeddings, row.moved = embeddings_of(path)
+    return row
+
+
+def judged(
+    path: Path, found: Mapping[str, Mapping[str, Found]], setting: Setting, witness: Setting
+) -> tuple[str, int, dict[str, dict[str, Verdict]]]:
+    """Returns what became of llama-server, how many prompts it answers alike, and the verdicts.
+
+    Args:
+        path: The model.
+        found: What the cells have given.
+        setting: Of the llama-server whose answers are right.
+        witness: Of those that are asked where two logits do not tie.
+    """
     with ExitStack() as stack:
         judge = stack.enter_context(Judge(path))
-        if is_computed:
-            history = judge.history(HISTORY, (0, len(HISTORY) // 2))
         try:
-            peer = stack.enter_context(Peer(peers.SERVER, path))
-            ways = stack.enter_context(Roundings(peers.SERVER, path))
-            n_equal = peer.n_equal_at_once(PROMPTS)
-            cells = _verdicts(found, lambda cell: judge.judge(cell, peer.ask, ways.answers))
+            server = stack.enter_context(Peer(peers.SERVER, path, setting))
+            ways = stack.enter_context(Roundings(peers.SERVER, path, witness))
+            n_equal = server.n_equal_at_once(SHORT.prompts)
+            cells = _verdicts(found, lambda cell: judge.judge(cell, server.ask, ways.answers))
         except PeerFailed as error:
-            failed, n_equal = str(error), 0
-            cells = _verdicts(found, lambda _: Verdict("unknown"))
-    return Row(arch, failed, n_equal, history, cells, digest)
+            return str(error), 0, _verdicts(found, lambda _: Verdict("unknown"))
+    return "", n_equal, cells
+
+
+def embeddings_of(path: Path) -> tuple[dict[str, dict[str, Verdict]], float]:
+    """Returns the verdicts on a model's embeddings, and how far another token moves one at least.
+
+    Args:
+        path: The model.
+    """
+    result = FOLDER / "rows.json"
+    run = _run_process("tests.archs.embed", path, result)
+    if run.returncode:
+        died = Verdict("died", reason=_how(run))
+        return {pooling: dict.fromkeys(embed.CELLS, died) for pooling in embed.POOLINGS}, 0.0
+    content: embed.Found = json.loads(result.read_text(encoding="utf-8"))
+    verdicts: dict[str, dict[str, Verdict]] = {}
+    shifts = []
+    for pooling, rows in content.items():
+        if isinstance(rows, str):
+            verdicts[pooling] = dict.fromkeys(embed.CELLS, Verdict("refused", reason=rows))
+            continue
+        shifts.append(embed.moved(rows[embed.ALONE], rows[embed.CHANGED]))
+        verdicts[pooling] = _beside_peer(path, pooling, rows)
+    return verdicts, min(shifts, default=0.0)
+
+
+def _beside_peer(path: Path, pooling: str, rows: Mapping[str, embed.Rows]) -> dict[str, Verdict]:
+    try:
+        with Peer(peers.SERVER, path, peer.embeddings(pooling)) as server:
+            right = [server.embed(prompt) for prompt in SHORT.prompts]
+            is_same = server.embed_at_once(SHORT.prompts) == right
+        with Peer(peers.SERVER, path, peer.embeddings(pooling, "-fa", "off")) as server:
+            plain = [server.embed(prompt) for prompt in SHORT.prompts]
+    except PeerFailed as error:
+        return dict.fromkeys(embed.CELLS, Verdict("unknown", reason=str(error)))
+    at_once = embed.compare(rows[embed.AT_ONCE], right)
+    return {
+        embed.ALONE: embed.compare(rows[embed.ALONE], right),
+        embed.PLAIN: embed.compare(rows[embed.PLAIN], plain),
+        embed.AT_ONCE: dataclasses.replace(at_once, is_peer_same=is_same),
+    }
 
 
 def _verdicts(
@@ -138,19 +206,17 @@ def ask_engine(path: Path, drafts: tuple[str, ...]) -> dict[str, dict[str, Found
     """Returns what each cell gives, by draft type, in a process of its own.
 
     Where that ends early, each draft type has one, which tells which it was. If none ends alone,
-    none is known to be right.
+    none is known to be right. What there is none of is left out (`run_cells`).
     """
     result = FOLDER / "result.json"
-    command = [sys.executable, "-m", "tests.archs.cells", str(path), str(result)]
-    command += ["--drafts", *drafts]
-    # A debugger that prints what llama.cpp was at takes seconds.
-    environment = os.environ | {"GGML_NO_BACKTRACE": "1", "OMP_WAIT_POLICY": "passive"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    run = _run_process("tests.archs.cells", path, result, "--drafts", *drafts)
     if run.returncode:
         died = Died(_how(run))
         if len(drafts) == 1:
             return {drafts[0]: dict.fromkeys(CELLS, died)}
-        alone = {kind: ask_engine(path, (kind,))[kind] for kind in drafts}
+        alone: dict[str, dict[str, Found]] = {}
+        for kind in drafts:
+            alone |= ask_engine(path, (kind,))
         if any(isinstance(cell, Died) for cells in alone.values() for cell in cells.values()):
             return alone
         return {kind: dict.fromkeys(CELLS, died) for kind in drafts}
@@ -162,6 +228,15 @@ def ask_engine(path: Path, drafts: tuple[str, ...]) -> dict[str, dict[str, Found
         }
         for draft_type, cells in content.items()
     }
+
+
+def _run_process(
+    module: str, path: Path, result: Path, *flags: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, str(path), str(result), *flags]
+    # A debugger that prints what llama.cpp was at takes seconds.
+    environment = os.environ | {"GGML_NO_BACKTRACE": "1", "OMP_WAIT_POLICY": "passive"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def _how(run: subprocess.CompletedProcess[str]) -> str:

@@ -6,14 +6,19 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from tests.archs.cells import CELLS, DRAFTS, MTP
+from tests.archs import embed
+from tests.archs.cells import CELLS, DRAFTS, EAGLE3, MTP, SMALL, small
+from tests.archs.driver import N_CTX_LONG
 from tests.archs.judge import TIE, Verdict
+from tests.archs.texts import N_LEAD
 from tests.archs.tipped import N_AFTER
 
 __all__ = ["Row", "is_wrong", "page", "proven", "proven_module", "summary"]
 
 MARKS = {"equal": "=", "tie": "~", "differs": "≠", "died": "†", "refused": "r", "unknown": "?"}
 N_PROMPTS = 8
+TYPES = (*DRAFTS, MTP, EAGLE3)
+"""Draft types, in the order of their columns."""
 REUSING = ("slots", "host")
 """Cells in which a model that is computed at all must go on from what it has computed."""
 
@@ -34,6 +39,10 @@ class Row:
     """Verdicts by draft type and cell."""
     digest: str = ""
     """Of the model's file."""
+    embeddings: dict[str, dict[str, Verdict]] = dataclasses.field(default_factory=dict)
+    """Verdicts on its embeddings by pooling and cell; none where it was not asked for any."""
+    moved: float = 0.0
+    """How far another first token moves an embedding at least, as a part of its length."""
 
     @property
     def verdicts(self) -> Iterator[tuple[str, str, Verdict]]:
@@ -42,10 +51,17 @@ class Row:
             for name in CELLS:
                 yield draft_type, name, cells[name]
 
+    @property
+    def embedded(self) -> Iterator[Verdict]:
+        """Yields the verdicts on embeddings."""
+        for cells in self.embeddings.values():
+            yield from cells.values()
+
 
 def is_wrong(row: Row) -> bool:
     """Tells whether a cell differs without a tie, has ended our process, or has reused nothing."""
-    return bool(_idle(row)) or any(cell.kind in ("differs", "died") for _, _, cell in row.verdicts)
+    cells = [*(cell for _, _, cell in row.verdicts), *row.embedded]
+    return bool(_idle(row)) or any(cell.kind in ("differs", "died") for cell in cells)
 
 
 def _idle(row: Row) -> list[str]:
@@ -66,7 +82,8 @@ def proven(rows: Mapping[str, Row]) -> list[str]:
 
 def _is_proven(row: Row) -> bool:
     return all(
-        cell.kind in ("equal", "tie") or (cell.kind == "refused" and draft_type == "simple")
+        cell.kind in ("equal", "tie")
+        or (cell.kind == "refused" and draft_type.removeprefix(SMALL) == "simple")
         for draft_type, _, cell in row.verdicts
     )
 
@@ -83,7 +100,17 @@ def summary(row: Row) -> str:
         of_types.append(f"{draft_type} {_marks(cells)}{drafts}{apart}")
     peer = row.peer or f"peer {row.n_peer_equal}/{N_PROMPTS}"
     idle = [f"nothing reused: {', '.join(_idle(row))}"] if _idle(row) else []
-    return " | ".join([peer, *of_types, *idle])
+    return " | ".join([peer, *of_types, *_summary_of_embeddings(row), *idle])
+
+
+def _summary_of_embeddings(row: Row) -> Iterator[str]:
+    for pooling, cells in row.embeddings.items():
+        gap = max(cell.gap for cell in cells.values())
+        yield f"embeddings {pooling} {_row_marks(cells)}" + (f" gap {gap:.2g}" if gap else "")
+
+
+def _row_marks(cells: Mapping[str, Verdict]) -> str:
+    return "".join(MARKS[cells[name].kind] for name in embed.CELLS)
 
 
 def _marks(cells: Mapping[str, Verdict]) -> str:
@@ -91,13 +118,21 @@ def _marks(cells: Mapping[str, Verdict]) -> str:
 
 
 _LEGEND = (
-    f"Each of the columns none to MTP has {len(CELLS)} cells, in this order: {', '.join(CELLS)}.",
+    f"Each of the columns none to EAGLE-3 has {len(CELLS)} cells, in this order:"
+    f" {', '.join(CELLS)}.",
     "Marks: `=` every answer equals llama-server's; `~` some part from it where two tokens tie",
     "(below, with the difference of their logits); `r` refused (below, with the sentence); `≠`",
     "differs; `†` our process has ended (below); `?` llama-server gives no answer to compare with.",
     "In all cells but `saved` the n-gram drafter is not llama.cpp's: the driver looks up what",
     "followed the last token before, or else how the prompt began, and gives the step that as a",
-    "draft, since llama.cpp's own drafts hardly a token for random weights. Behind the marks:",
+    "draft, since llama.cpp's own drafts hardly a token for random weights. The EAGLE-3 drafter is",
+    "random and knows by heart which token the model gives after which (`models/archs_eagle3.py`);",
+    "that of a `tiny-…` is trained. MTP `–`: the model has no such heads. EAGLE-3 `–`: llama.cpp",
+    "does not show the layers of the architecture, so that nothing can be drafted from them, and",
+    "the engine refuses such a drafter in a sentence. Behind these, in the same order, the same",
+    "with small caches for windows (`swa_full` off), which have fewer cells than the",
+    f"{N_LEAD} tokens that stand before each prompt there, in slots of {N_CTX_LONG}; `–`: no layer",
+    "has a window, or one as long as the slot. Behind the marks:",
     "accepted and drafted tokens; tokens that were not computed again, without drafts, which may",
     "not be 0 in `slots` or `host`; how far a logit moves when an early token of the prompt is",
     "another (what a cache that lost it would do); and how many of eight prompts llama-server",
@@ -108,11 +143,12 @@ _MISSING = """\
 No program writes these yet, and nothing is said of them: rwkv6, rwkv6qwen2, rwkv7, arwkv7
 (upstream's own test hangs with them), plm (upstream: wrong shapes), chameleon, gptj and clip
 (upstream: no usable graph), granite-switch (an adapter is missing), deepseek2-ocr, bitnet, the
-encoders and embedders but bert (they keep no cache and are refused as it is), t5 (encoder and
-decoder), wavtokenizer-dec, clef, gemma4-assistant (refused: it computes nothing without its
-target), eagle3 and dflash (draft models; tests/cext). MTP blocks are written for every architecture
-whose graph has them; files of bailingmoe2, dots3note, exaone-moe, exaone4 and glm4 keep such
-blocks, which llama.cpp does not load."""
+encoders and embedders but those above (nomic-bert-moe, jina-bert-v3, llama-embed, t5encoder,
+gemma-embedding2), t5 (encoder and decoder), wavtokenizer-dec, clef, gemma4-assistant (refused: it
+computes nothing without its target), eagle3 and dflash (draft models; the one drafts above, the
+other in tests/cext). MTP blocks are written for every architecture whose graph has them; files of
+bailingmoe2, dots3note, exaone-moe, exaone4 and glm4 keep such blocks, which llama.cpp does not
+load."""
 
 
 def page(rows: Mapping[str, Row], head: str) -> str:
@@ -123,6 +159,7 @@ def page(rows: Mapping[str, Row], head: str) -> str:
         head: Date, version, machine and command.
     """
     found = [cell for row in rows.values() for _, _, cell in row.verdicts]
+    found += [cell for row in rows.values() for cell in row.embedded]
     counts = ", ".join(
         f"{sum(cell.kind == kind for cell in found)} {kind}"
         for kind in MARKS
@@ -138,9 +175,9 @@ def page(rows: Mapping[str, Row], head: str) -> str:
         "",
         *_LEGEND,
         "",
-        "| model | none | n-gram | itself | MTP | accepted/drafted: n-gram, itself, MTP | reused"
-        " | history | peer |",
-        "|---|---|---|---|---|---|---:|---:|---:|",
+        "| model | none | n-gram | itself | MTP | EAGLE-3 | small windows: the same"
+        " | accepted/drafted: n-gram, itself, MTP, EAGLE-3 | reused | history | peer |",
+        "|---|---|---|---|---|---|---|---|---:|---:|---:|",
         *(_line(name, row) for name, row in sorted(rows.items())),
         "",
         "## Ties and differences",
@@ -152,13 +189,16 @@ def page(rows: Mapping[str, Row], head: str) -> str:
         f" answer, and its logits with and without differ by at most {TIE} at all places but that"
         f" one: of the text, of {N_AFTER} tokens behind it, and of all that read backwards"
         " (`tests/archs/tipped.py`). So looks one choice that a rounding tips, of experts or of the"
-        " tokens that an indexer picks; a fault of attention would show at more places.",
+        " tokens that an indexer picks; a fault of attention would show at more places. Long texts"
+        " have more such choices: there the same is asked of the model with all of its experts in"
+        " use, which chooses none, at every place.",
         "",
         "| model | draft type: cells | answers | difference of the logits, at most | where they do"
         " not tie |",
         "|---|---|---:|---:|---|",
         *_apart(rows),
         "",
+        *_embeddings(rows),
         "## Proven",
         "",
         "Every model of these gives the right tokens in every cell; recurrent ones refuse to draft"
@@ -184,18 +224,57 @@ def page(rows: Mapping[str, Row], head: str) -> str:
 
 def _line(name: str, row: Row) -> str:
     marks = " | ".join(
-        f"`{_marks(row.cells[draft_type])}`" if draft_type in row.cells else "–"
-        for draft_type in (*DRAFTS, MTP)
+        f"`{_marks(row.cells[kind])}`" if kind in row.cells else "–" for kind in TYPES
     )
+    windows = " ".join(f"`{_marks(row.cells[small(k)])}`" for k in TYPES if small(k) in row.cells)
     drafts = ", ".join(
-        f"{sum(c.n_accepted for c in cells)}/{sum(c.n_drafted for c in cells)}"
-        for cells in (list(cells.values()) for kind, cells in row.cells.items() if kind != "none")
+        f"{sum(c.n_accepted for c in cells.values())}/{sum(c.n_drafted for c in cells.values())}"
+        if (cells := row.cells.get(kind))
+        else "–"
+        for kind in TYPES[1:]
     )
     n_reused = str(sum(cell.n_reused for cell in row.cells["none"].values()))
     if _idle(row):
         n_reused += f" (none: {', '.join(_idle(row))})"
     peer = f"– ({row.peer})" if row.peer else f"{row.n_peer_equal}/{N_PROMPTS}"
-    return f"| {name} | {marks} | {drafts} | {n_reused} | {row.history:.2g} | {peer} |"
+    return (
+        f"| {name} | {marks} | {windows or '–'} | {drafts} | {n_reused} | {row.history:.2g}"
+        f" | {peer} |"
+    )
+
+
+def _embeddings(rows: Mapping[str, Row]) -> Iterator[str]:
+    asked = {name: row for name, row in sorted(rows.items()) if row.embeddings}
+    if not asked:
+        return
+    yield from (
+        "## Embeddings",
+        "",
+        "Encoders, which generate nothing, and some models that do, beside llama-server's"
+        " `/embedding`: the same prompts, by pooling; rows are not scaled. The cells are, in this"
+        f" order: {', '.join(embed.CELLS)}; the last is compared with llama-server's alone, too;"
+        " plain is without flash attention on both sides, whose kernels round otherwise. `=` is"
+        f" equal to the last bit, `~` differs by at most {embed.TIE} of the row's length. Then the"
+        " greatest difference, how far another first token moves a row at least, and for which"
+        " poolings llama-server itself gives the same bits at once as alone.",
+        "",
+        f"| model | {' | '.join(embed.POOLINGS)} | difference, at most | moved, at least | peer |",
+        f"|---|{'---|' * len(embed.POOLINGS)}---:|---:|---|",
+    )
+    for name, row in asked.items():
+        marks = " | ".join(f"`{_row_marks(row.embeddings[key])}`" for key in embed.POOLINGS)
+        gap = max(cell.gap for cell in row.embedded)
+        same = [key for key, cells in row.embeddings.items() if cells[embed.AT_ONCE].is_peer_same]
+        yield f"| {name} | {marks} | {gap:.2g} | {row.moved:.2g} | {', '.join(same) or 'none'} |"
+    yield ""
+    said = [
+        f"{name}, {key}: {next(iter(cells.values())).reason}."
+        for name, row in asked.items()
+        for key, cells in row.embeddings.items()
+        if next(iter(cells.values())).reason
+    ]
+    if said:
+        yield from (*said, "")
 
 
 def _apart(rows: Mapping[str, Row]) -> Iterator[str]:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from models.archs import KINDS, RECIPES, write_model
-from tests.archs.cells import BASE, CELLS, PROMPTS, run_cells
+from tests.archs.cells import CELLS, run_cells
 from tests.archs.driver import Alone, Answer, Driver, make_config
 from tests.archs.judge import TIE, Judge
+from tests.archs.texts import SHORT
 from tests.support.built import needs_extension
 
 from drafthouse_engine import PROVEN
@@ -44,7 +45,7 @@ def alone(model: Path) -> Iterator[Alone]:
 
 def test_an_early_token_matters(judge: Judge) -> None:
     """Else a cache that loses a token would not be noticed: upstream's own models are like that."""
-    assert judge.history(PROMPTS[4], (0, len(PROMPTS[4]) // 2)) > 10 * TIE
+    assert judge.history(SHORT.prompts[4], (0, len(SHORT.prompts[4]) // 2)) > 10 * TIE
 
 
 @pytest.mark.parametrize("draft_type", ["none", "ngram-simple"])
@@ -91,7 +92,7 @@ def test_there_is_one_of_each_kind() -> None:
 
 
 def test_what_is_wrong_is_noticed(model: Path, judge: Judge, alone: Alone) -> None:
-    prompt = BASE[:40]
+    prompt = SHORT.base[:40]
     right = alone(prompt)
     changed = (alone([*prompt[:i], prompt[i] ^ 1, *prompt[i + 1 :]]) for i in range(10, 40))
     other = next((answer for answer in changed if answer != right), right)

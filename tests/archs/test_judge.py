@@ -12,10 +12,12 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGUFReader
+from models.archs import write_model
 from tests.archs import judge as judge_module
 from tests.archs.driver import N_OUTPUT, Answer
 from tests.archs.judge import TIE, Judge, Verdict
-from tests.archs.tipped import N_AFTER, Steps, shift_elsewhere
+from tests.archs.tipped import N_AFTER, Steps, shift_elsewhere, without_choice
 from tests.support.built import needs_extension
 from tests.support.demo import MODELS, TARGETS
 
@@ -80,8 +82,16 @@ FAULTS: dict[str, Places] = {
 }
 
 
-def judged(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Verdict:
-    """Judges our answer, with fused attention, beside the right one, without."""
+def judged(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, of_all: FakeEngine | None = None
+) -> Verdict:
+    """Judges our answer, with fused attention, beside the right one, without.
+
+    Args:
+        monkeypatch: pytest's.
+        engine: On the model.
+        of_all: On a copy of it that uses all experts; without, the model has none.
+    """
 
     class FakeReferee:
         def gap(self, *_: object) -> float:
@@ -91,7 +101,9 @@ def judged(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Verdict:
             pass
 
     monkeypatch.setattr(judge_module, "Referee", lambda *_: FakeReferee())
-    monkeypatch.setattr(judge_module, "Steps", lambda _: engine)
+    copy = Path("all.gguf") if of_all else None
+    monkeypatch.setattr(judge_module, "without_choice", lambda *_: copy)
+    monkeypatch.setattr(judge_module, "Steps", lambda path: of_all if path == copy else engine)
     ours = engine.answer(PROMPT, is_fused=True)
     with Judge(Path("model.gguf")) as judge:
         return judge.judge(
@@ -111,6 +123,40 @@ def test_one_choice_that_a_rounding_tips_is_a_tie(monkeypatch: pytest.MonkeyPatc
 def test_a_fault_of_attention_is_none(monkeypatch: pytest.MonkeyPatch, is_other: Places) -> None:
     verdict = judged(monkeypatch, FakeEngine(is_other))
     assert (verdict.kind, verdict.reason) == ("differs", "")
+
+
+SEVERAL = FAULTS["one more place before"]
+
+
+def test_several_choices_tip_where_none_does_with_all_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verdict = judged(monkeypatch, FakeEngine(SEVERAL), FakeEngine(lambda *_: False))
+    assert (verdict.kind, verdict.n_apart) == ("tie", 1)
+    assert verdict.reason == (
+        "1 as our own without flash attention; with all experts the logits differ by 0.003 at most"
+    )
+
+
+@pytest.mark.parametrize("is_other", [tipped, SEVERAL, lambda _, i: i == 0])
+def test_a_fault_shows_with_all_experts_too(
+    monkeypatch: pytest.MonkeyPatch, is_other: Places
+) -> None:
+    verdict = judged(monkeypatch, FakeEngine(SEVERAL), FakeEngine(is_other))
+    assert (verdict.kind, verdict.reason) == ("differs", "")
+
+
+def test_a_copy_uses_all_experts_and_is_none_where_there_are_none(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "gpt-oss.gguf", "gpt-oss")
+    copy = without_choice(source, tmp_path / "all.gguf")
+    assert copy is not None
+    count, used = (
+        GGUFReader(copy).fields[f"gpt-oss.expert_{key}"].contents()
+        for key in ("count", "used_count")
+    )
+    assert count == used > GGUFReader(source).fields["gpt-oss.expert_used_count"].contents()
+    assert without_choice(copy, tmp_path / "again.gguf") is None
+    assert without_choice(write_model(tmp_path / "l.gguf", "llama"), tmp_path / "n.gguf") is None
 
 
 def test_logits_that_are_no_numbers_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

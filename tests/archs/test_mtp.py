@@ -9,15 +9,16 @@ import pytest
 from models import archs
 from models.archs import RECIPES, write_model
 from models.archs_mtp import MTP_RECIPES
-from tests.archs.cells import MTP, PROMPTS
+from tests.archs.cells import MTP
 from tests.archs.driver import Answer, Driver, make_config
+from tests.archs.texts import SHORT
 from tests.support.built import needs_extension
 
 from drafthouse_server.errors import ModelLoadError
 
 pytestmark = needs_extension()
 
-ASKED = (PROMPTS[1], PROMPTS[4])
+ASKED = (SHORT.prompts[1], SHORT.prompts[4])
 N_OUTPUT = 32
 
 

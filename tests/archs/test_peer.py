@@ -11,7 +11,8 @@ from typing import Self
 
 import pytest
 from tests.archs import peer as peer_module
-from tests.archs.peer import Peer, PeerFailed, Roundings
+from tests.archs.driver import N_CTX
+from tests.archs.peer import Peer, PeerFailed, Roundings, Setting
 from tests.support.built import needs_extension
 
 pytestmark = needs_extension()
@@ -23,8 +24,9 @@ def test_a_way_in_which_llama_server_does_not_start_is_left_out(
     started: list[tuple[str, ...]] = []
 
     class FakePeer:
-        def __init__(self, _program: Path, _model: Path, flags: Sequence[str] = ()) -> None:
-            self._flags = tuple(flags)
+        def __init__(self, _program: Path, _model: Path, setting: Setting) -> None:
+            assert setting.n_ctx == N_CTX
+            self._flags = setting.flags
 
         def __enter__(self) -> Self:
             started.append(self._flags)

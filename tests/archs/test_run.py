@@ -9,12 +9,13 @@ import dataclasses
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
-from tests.archs import run
+from tests.archs import embed, run
 from tests.archs.cells import CELLS, DRAFTS
 from tests.archs.judge import Verdict
+from tests.archs.peer import PeerFailed
 from tests.archs.results import Stamp, digest_of, load, save
 from tests.archs.table import Row, is_wrong, page, proven, summary
 from tests.support.built import needs_extension
@@ -66,7 +67,11 @@ def test_a_cell_that_has_reused_nothing_is_wrong(cell: str) -> None:
 
 
 def fake_processes(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, fatal: set[tuple[str, ...]]
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    fatal: set[tuple[str, ...]],
+    *,
+    absent: str = "",
 ) -> None:
     """Gives no answers in processes for some draft types, in the others an empty one."""
 
@@ -75,7 +80,7 @@ def fake_processes(
         if drafts in fatal:
             error = "some line\n/a/ggml.c:1: GGML_ASSERT(x) failed\nanother\n"
             return subprocess.CompletedProcess(command, -6, "", error)
-        found: Any = {kind: {name: [] for name in CELLS} for kind in drafts}
+        found: Any = {kind: {name: [] for name in CELLS} for kind in drafts if kind != absent}
         (folder / "result.json").write_text(json.dumps(found), "utf-8")
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -102,6 +107,49 @@ def test_an_end_that_only_all_draft_types_together_bring_about_is_not_forgotten(
     assert all(isinstance(cell, run.Died) for cells in found.values() for cell in cells.values())
 
 
+def test_a_draft_type_that_there_is_none_of_is_left_out_alone_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drafts = ("none", "eagle3", "simple")
+    fake_processes(monkeypatch, tmp_path, {drafts, ("simple",)}, absent="eagle3")
+    assert set(run.ask_engine(tmp_path / "model.gguf", drafts)) == {"none", "simple"}
+
+
+def test_embeddings_that_end_our_process_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def start(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, -6, "", "GGML_ASSERT(y) failed\n")
+
+    monkeypatch.setattr(subprocess, "run", start)
+    found, _ = run.embeddings_of(tmp_path / "model.gguf")
+    died = Verdict("died", reason="the process ends with -6: GGML_ASSERT(y) failed")
+    assert found == {pooling: dict.fromkeys(embed.CELLS, died) for pooling in embed.POOLINGS}
+
+
+def test_embeddings_that_are_refused_and_those_without_an_answer_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = [[1.0, 2.0]]
+    content = {"mean": "it cannot", "cls": dict.fromkeys((*embed.CELLS, embed.CHANGED), rows)}
+
+    def start(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "rows.json").write_text(json.dumps(content), "utf-8")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def fail(*_: object) -> NoReturn:
+        raise PeerFailed("it does not start")
+
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(run, "Peer", fail)
+    found, moved = run.embeddings_of(tmp_path / "model.gguf")
+    assert found["mean"] == dict.fromkeys(embed.CELLS, Verdict("refused", reason="it cannot"))
+    unknown = Verdict("unknown", reason="it does not start")
+    assert found["cls"] == dict.fromkeys(embed.CELLS, unknown)
+    assert moved == 0
+
+
 # --- what was found before
 
 
@@ -109,7 +157,8 @@ def test_what_was_found_is_known_as_long_as_nothing_has_changed(tmp_path: Path) 
     model, path = tmp_path / "llama.gguf", tmp_path / "results.json"
     assert load(path, tmp_path, NOW) == {}
     model.write_bytes(b"weights")
-    rows = {"llama": dataclasses.replace(row(), digest=digest_of(model))}
+    embeddings = {"mean": {"alone": Verdict("tie", 0.1, 1, 8, is_peer_same=True)}}
+    rows = {"llama": dataclasses.replace(row(), digest=digest_of(model), embeddings=embeddings)}
     save(path, rows, NOW)
     assert load(path, tmp_path, NOW) == rows
     for field in dataclasses.fields(Stamp):

@@ -4,22 +4,25 @@ Some models choose: experts for each token, or the earlier tokens that an indexe
 Where two candidates of such a choice tie, a rounding in the last digits of attention decides, and
 the logits of that one place move by more than a tie of tokens does. The engine's two ways of
 computing attention, fused (flash attention) and plain, round otherwise; a fault of one of them is
-not at one place only.
+not at one place only. In a long text more than one choice is tipped: there a copy of the model that
+uses all of its experts tells, since it chooses none, and a fault would show in it as well.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGUFReader
 
 from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
 
-__all__ = ["N_AFTER", "Rows", "Steps", "shift_elsewhere"]
+__all__ = ["N_AFTER", "Rows", "Steps", "shift_elsewhere", "shift_everywhere", "without_choice"]
 
 N_AFTER = 32
 """Tokens behind an answer that are looked at, too: it may part at its last one."""
@@ -62,9 +65,48 @@ def shift_elsewhere(
     fused = rows(text, True)
     if fused[last + place].argmax() != ours[place]:
         return math.inf
-    forwards = np.abs(fused - rows(text, False)).max(axis=1)
-    backwards = np.abs(rows(text[::-1], True) - rows(text[::-1], False)).max(axis=1)
-    return float(np.concatenate((np.delete(forwards, last + place), backwards)).max())
+    forwards = np.delete(np.abs(fused - rows(text, False)).max(axis=1), last + place)
+    return float(np.concatenate((forwards, _shifts(rows, text[::-1]))).max())
+
+
+def shift_everywhere(rows: Rows, prompt: Sequence[int], ours: Sequence[int]) -> float:
+    """Returns how far plain attention moves a logit of the same texts at most, at any place.
+
+    Args:
+        rows: Of our engine, on a model that chooses nothing.
+        prompt: Its tokens.
+        ours: Our answer.
+    """
+    text = [*prompt, *ours]
+    text += text[:N_AFTER]
+    return float(np.concatenate((_shifts(rows, text), _shifts(rows, text[::-1]))).max())
+
+
+def _shifts(rows: Rows, text: Sequence[int]) -> npt.NDArray[np.float32]:
+    shifts: npt.NDArray[np.float32] = np.abs(rows(text, True) - rows(text, False)).max(axis=1)
+    return shifts
+
+
+def without_choice(source: Path, path: Path) -> Path | None:
+    """Writes a copy of a model that uses all of its experts, and returns its path.
+
+    None where there is nothing to choose from.
+
+    Args:
+        source: The model.
+        path: Where the copy goes.
+    """
+    fields = GGUFReader(source).fields
+    arch = fields["general.architecture"].contents()
+    used, n = f"{arch}.expert_used_count", fields.get(f"{arch}.expert_count")
+    if n is None or used not in fields or fields[used].contents() >= n.contents():
+        return None
+    shutil.copy(source, path)
+    reader = GGUFReader(path, "r+")
+    field = reader.fields[used]
+    field.parts[field.data[0]][0] = n.contents()
+    reader.data.flush()
+    return path
 
 
 class Steps:
