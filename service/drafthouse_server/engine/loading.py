@@ -167,18 +167,35 @@ class Surveyor:
         if not has_device or not _is_fitted(self._config):
             return
         wish = self.wish
-        with explained(self._config.model, self._config):
-            fit = self.survey.fit(
-                self.params(wish.size),
-                is_ctx_fixed=not wish.may_lower_len,
-                margin_bytes=_GPU_MARGIN_BYTES,
-            )
+        fit = self._fit(wish.size, is_ctx_fixed=not wish.may_lower_len)
         if fit is None:
             self._devices = DeviceFit(wish.size, wish.size, None)
             return
         n_each = min(wish.size.max_model_len, fit.n_ctx // wish.size.parallel)
         fitting = Size(wish.size.parallel, n_each)
         self._devices = DeviceFit(wish.size, fitting, fit.n_gpu_layers)
+
+    def place_for(self, size: Size) -> int | None:
+        """Places layers as a server of a size does that fits them; needs are those from then on.
+
+        Returns:
+            Layers on devices, −1 is all. None where layers lie as the settings say: `fit_devices`
+            has asked none, or no placement fits.
+
+        Raises:
+            ModelLoadError: no engine can be made with these settings.
+        """
+        if self._devices is None:
+            return None
+        fit = self._fit(size, is_ctx_fixed=True)
+        return None if fit is None else fit.n_gpu_layers
+
+    def _fit(self, size: Size, *, is_ctx_fixed: bool) -> drafthouse_engine.Fit | None:
+        params = self.params(size)
+        with explained(self._config.model, self._config):
+            return self.survey.fit(
+                params, is_ctx_fixed=is_ctx_fixed, margin_bytes=_GPU_MARGIN_BYTES
+            )
 
     @property
     def draft_type(self) -> str:
