@@ -113,8 +113,8 @@ wheel: dev ## the wheels for any x86-64-v2 machine, into dist/: the engine for v
 cuda: dev ## the engine with CUDA for one architecture, into build/cuda; no GPU; over an hour; ARGS="--arch 90"
 	@$(VENV)/python scripts/cuda.py $(ARGS)
 
-test-wheel: ## install the wheels of `make wheel` into an empty environment and generate, also under qemu-user
-	@$(VENV)/python scripts/wheel.py --test
+test-wheel: ## install the wheels of `make wheel` into an empty environment and generate, also under qemu-user; ARGS="--emulated" (or CI) fails without that
+	@$(VENV)/python scripts/wheel.py --test $(ARGS)
 
 fuzz: dev ## fuzz plans, grammars, snapshots and texts for SECONDS=60 each; needs clang-14, libclang-rt-14-dev
 	@scripts/instrument.sh fuzz

@@ -8,6 +8,7 @@ import pytest
 from tests.support.built import needs_extension
 
 from drafthouse_server import devices
+from drafthouse_server.cli import settings as flags
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError
 
@@ -45,6 +46,9 @@ def test_rpc_servers_are_off_and_beyond_loopback_only_when_told() -> None:
         {"yarn_ext_factor": -0.5},
         {"main_gpu": 16},
         {"cpu_moe": True, "n_cpu_moe": 3},
+        {"cpu_moe_draft": True, "n_cpu_moe_draft": 3, "model_draft": "d.gguf"},
+        {"cpu_moe_draft": True},
+        {"n_cpu_moe_draft": 3},
         {"device_draft": ("RPC0",)},
         {"gpu_layers_draft": 3},
         {"gpu_layers_draft": -2, "model_draft": "d.gguf"},
@@ -54,6 +58,18 @@ def test_rpc_servers_are_off_and_beyond_loopback_only_when_told() -> None:
 def test_values_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("other", "meant"),
+    [
+        ("--spec-draft-cpu-moe", "--cpu-moe-draft"),
+        ("--spec-draft-n-cpu-moe", "--n-cpu-moe-draft"),
+        ("--spec-draft-ncmoe", "--n-cpu-moe-draft"),
+    ],
+)
+def test_other_names_of_llama_server_lead_to_ours(other: str, meant: str) -> None:
+    assert flags.similar_flag(other) == meant
 
 
 class TestEngine:
@@ -86,6 +102,10 @@ class TestEngine:
             ({"device_draft": ("A",), "tensor_split": ("3",)}, "draft", "tensor_split", ()),
             ({"device_draft": ("A",), "main_gpu": 1}, "draft", "main_gpu", 0),
             ({"cpu_moe": True}, "draft", "n_cpu_moe", 0),
+            ({"cpu_moe_draft": True}, "draft", "n_cpu_moe", -1),
+            ({"n_cpu_moe_draft": 2}, "draft", "n_cpu_moe", 2),
+            ({"device_draft": ("A",), "n_cpu_moe_draft": 2}, "draft", "n_cpu_moe", 2),
+            ({"cpu_moe_draft": True}, "placement", "n_cpu_moe", 0),
             ({"override_tensor": ("a=CPU",)}, "draft", "override_tensor", ""),
             ({"device_draft": ("A",), "load_mode": "mlock"}, "draft", "load_mode", "mlock"),
             ({"cache_type_k": "q8_0"}, "cache", "type_k", "q8_0"),
@@ -116,7 +136,9 @@ class TestEngine:
             "rope": parameters.rope_params,
         }[part]
         drafter: dict[str, Any] = (
-            {"draft_type": "simple", "model_draft": "d.gguf"} if part == "draft" else {}
+            {"draft_type": "simple", "model_draft": "d.gguf"}
+            if part == "draft" or "cpu_moe_draft" in settings
+            else {}
         )
         assert getattr(make(Config(**drafter, **settings)), field) == wanted
 

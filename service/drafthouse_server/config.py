@@ -589,7 +589,7 @@ def _check_drafts(config: Config) -> None:
 
 
 def _check_draft_places(config: Config) -> None:
-    for name in ("device_draft", "gpu_layers_draft"):
+    for name in ("device_draft", "gpu_layers_draft", "cpu_moe_draft", "n_cpu_moe_draft"):
         value = getattr(config, name)
         _require(
             bool(config.model_draft) or value == SETTINGS[name].default,

@@ -122,15 +122,31 @@ class DeviceSettings:
         False,
         _ANY,
         "Keep the weights of all experts (mixture of experts) with the CPU, and the rest of each"
-        " layer on its device. Not of model_draft.",
+        " layer on its device. Of model_draft: cpu_moe_draft.",
     )
     """Whether experts stay with the CPU."""
     n_cpu_moe: int = _devices(
         0,
         between(0, 10000),
-        "Keep the weights of the experts of the first N layers with the CPU. Not of model_draft.",
+        "Keep the weights of the experts of the first N layers with the CPU. Of model_draft:"
+        " n_cpu_moe_draft.",
     )
     """Layers whose experts stay with the CPU."""
+    cpu_moe_draft: bool = _devices(
+        False,
+        _ANY,
+        "Keep the weights of all experts of model_draft with the CPU, and the rest of each layer on"
+        " its device.",
+        peers=("spec_draft_cpu_moe",),
+    )
+    """Whether the drafter's experts stay with the CPU."""
+    n_cpu_moe_draft: int = _devices(
+        0,
+        between(0, 10000),
+        "Keep the weights of the experts of the first N layers of model_draft with the CPU.",
+        peers=("spec_draft_n_cpu_moe", "spec_draft_ncmoe"),
+    )
+    """Layers whose experts of the drafter stay with the CPU."""
     override_tensor: tuple[str, ...] = _devices(
         (),
         _OVERRIDES,
@@ -251,6 +267,8 @@ def check_devices(settings: DeviceSettings) -> None:
                 " 127.0.0.1"
             )
             raise ConfigError("rpc", endpoint, problem=problem)
-    if settings.cpu_moe and settings.n_cpu_moe:
-        problem = "cpu_moe keeps the experts of all layers with the CPU; remove n_cpu_moe"
-        raise ConfigError("n_cpu_moe", settings.n_cpu_moe, problem=problem)
+    for every, some in (("cpu_moe", "n_cpu_moe"), ("cpu_moe_draft", "n_cpu_moe_draft")):
+        n_layers = getattr(settings, some)
+        if getattr(settings, every) and n_layers:
+            problem = f"{every} keeps the experts of all layers with the CPU; remove {some}"
+            raise ConfigError(some, n_layers, problem=problem)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from models import archs
+from models.archs import RECIPES, write_model
 from tests.support.demo import MODELS, TARGETS
 from tests.support.gguf_copy import copied
 
-from drafthouse_engine import set_log
+from drafthouse_engine import Model, ModelNotFound, set_log
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.engine.loading import Surveyor, load_engine
 from drafthouse_server.engine.parameters import request_tokens
-from drafthouse_server.errors import ModelLoadError
+from drafthouse_server.errors import ConfigError, ModelLoadError
+from drafthouse_server.host.fit import Size
 
 
 @pytest.mark.parametrize(
@@ -108,3 +113,66 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelLoadError, match="no tokenizer"):
         LlamaEngine.load(Config(model=str(path), max_model_len=64, parallel=1, threads=1))
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with MTP heads that llama.cpp cannot draft with: two, on this architecture."""
+    one = RECIPES["deepseek2-mtp"]
+    values = {**one.values, "nextn_predict_layers": 2}
+    two = dataclasses.replace(one, blocks=[*one.blocks, one.blocks[-1]], values=values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(archs, "RECIPES", {"two": two})
+        return write_model(tmp_path_factory.mktemp("mtp") / "two.gguf", "two")
+
+
+def heads_of(model: Model, n_blocks: int) -> list[int]:
+    """Returns the blocks whose projection of an MTP head is in memory."""
+    found = []
+    for i in range(n_blocks):
+        try:
+            model.setting(f"buffer:blk.{i}.nextn.eh_proj.weight")
+        except ModelNotFound:
+            continue
+        found.append(i)
+    return found
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("fit", [True, False])
+def test_mtp_weights_that_auto_does_not_draft_with_are_not_loaded(
+    two_heads: Path, *, fit: bool
+) -> None:
+    n_blocks = len(RECIPES["deepseek2-mtp"].blocks) + 1
+    with Model(two_heads) as whole:
+        assert len(heads_of(whole, n_blocks)) == 2
+    sizes: dict[str, Any] = {"parallel": 1, "max_model_len": 64, "threads": 1, "probe": False}
+    config = Config(model=str(two_heads), fit=fit, **sizes)
+    engine, _ = load_engine(config)
+    with engine:
+        assert engine.limits.draft_type == "none"
+        assert heads_of(engine.target, n_blocks) == []
+    without = dataclasses.replace(config, draft_type="none")
+    with Surveyor(config) as found, Surveyor(without) as told:
+        assert found.needs(Size(1, 64)) == told.needs(Size(1, 64))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("fit", [True, False])
+def test_mtp_weights_that_auto_drafts_with_are_loaded(*, fit: bool) -> None:
+    model = str(MODELS / TARGETS["dense"])
+    sizes: dict[str, Any] = {"parallel": 1, "max_model_len": 64, "threads": 1}
+    engine, _ = load_engine(Config(model=model, fit=fit, **sizes))
+    with engine:
+        assert engine.limits.draft_type == "mtp"
+        assert len(heads_of(engine.target, 16)) == 1
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("fit", [True, False])
+def test_what_needs_a_drafter_is_refused_where_auto_finds_none(
+    two_heads: Path, *, fit: bool
+) -> None:
+    config = Config(model=str(two_heads), fit=fit, probe=False, prompt_lookup=True)
+    with pytest.raises(ConfigError, match="prompt_lookup needs a drafter"):
+        load_engine(config)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tests.support.gguf_copy import copied
 from tests.support.hand import DENSE, MODELS, SIMPLE
 from tests.support.ports import free_port
 from tests.support.rpc_server import RpcServer, rpc_server
@@ -175,7 +176,7 @@ from drafthouse_server.doctor.model import examine_model
 from drafthouse_server.engine import loading
 from drafthouse_server.host.memory import HostMemory
 
-endpoint, path = sys.argv[1:]
+endpoint, path, long_path = sys.argv[1:]
 sizes = dict(parallel=2, max_model_len=1024, threads=1, prefix_cache_mib=0, preempted_mib=0)
 config = Config(model=path, rpc=(endpoint,), draft_type="none", **sizes)
 loading._prepare_devices(config)
@@ -205,6 +206,21 @@ found = {it.key: it.value for it in fits.facts}
 assert found["1024"] >= 2, found
 assert not problems, problems
 
+# Each length is counted with the layers that a server has there for it: with longer ones, fewer.
+config = dataclasses.replace(config, model=long_path)
+sections, _ = examine_model(config, memory, {"RPC0": room_bytes})
+fits = next(it for it in sections if it.name == "fits")
+placed = []
+for fact in fits.facts[:3]:
+    n_tokens = int(fact.key)
+    lines.clear()
+    with loading._fitted(dataclasses.replace(config, max_model_len=n_tokens)) as _:
+        words = lines[0].removeprefix("fit: ").split(" on devices")[0]
+    assert fact.shown.endswith(f", {words} on devices"), (words, fact)
+    assert fact.value >= 2, fact
+    placed.append(int(words.split()[0]))
+assert n_tokens == 16384 and placed[0] > placed[1] >= placed[2], placed
+
 # And a model of an architecture that is not proven is decoded as it will lie.
 setup = {"params": dataclasses.asdict(EngineParams(draft_type="none")), "draft": None,
          "target": probe._part(path, -1, None), "margin_bytes": None}
@@ -226,9 +242,13 @@ assert 0 < layers[1] < layers[0], layers
 """
 
 
-def test_what_stays_here_is_counted_here_by_server_and_doctor(rpc: RpcServer) -> None:
+def test_what_stays_here_is_counted_here_by_server_and_doctor(
+    rpc: RpcServer, tmp_path: Path
+) -> None:
     """A server counted no weights of its own, told that it fits, and was ended as it loaded."""
-    run(FITTED, rpc.endpoint, str(MODELS / DENSE))
+    longer = {"mimo2.context_length": 16384}
+    long_path = copied(MODELS / DENSE, tmp_path / "long.gguf", longer)
+    run(FITTED, rpc.endpoint, str(MODELS / DENSE), str(long_path))
 
 
 OUTLIVES = """

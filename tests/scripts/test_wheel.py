@@ -5,9 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INFO = "drafthouse_server-0.1.0.dist-info"
@@ -86,3 +91,29 @@ def test_a_wheel_s_record_is_of_what_is_in_it(tmp_path: Path) -> None:
         sha = base64.urlsafe_b64encode(hashlib.sha256(files[name]).digest()).rstrip(b"=").decode()
         assert (digest, int(size)) == (f"sha256={sha}", len(files[name]))
     assert names[-1] == f"{INFO}/RECORD"
+
+
+@pytest.mark.parametrize(("variable", "flags"), [("1", ()), ("", ("--emulated",))])
+def test_where_other_cpus_must_be_tried_a_missing_emulator_is_an_error(
+    tmp_path: Path, variable: str, flags: tuple[str, ...]
+) -> None:
+    script = str(ROOT / "scripts" / "wheel.py")
+    done = subprocess.run(
+        [sys.executable, script, "--test", *flags],
+        env=os.environ | {"CI": variable, "PATH": str(tmp_path)},  # where nothing is installed
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "error: qemu-user is not installed (make test-deps)" in done.stderr
+
+
+def test_elsewhere_one_sentence_tells_which_cpus_were_not_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert wheel.cpus(needs_emulator=False) == {"": ""}
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "the wheels were not tried on Nehalem and Haswell" in line

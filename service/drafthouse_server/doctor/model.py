@@ -14,7 +14,7 @@ from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.host.fit import Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import Needs
-from drafthouse_server.host.size import Chosen, choose_size, usable_bytes
+from drafthouse_server.host.size import Chosen, choose_size, layers_in_words, usable_bytes
 
 __all__ = ["examine_model"]
 
@@ -122,8 +122,13 @@ def _needs(needs: Needs) -> Section:
 
 
 def _fits(surveyor: Surveyor, memory: HostMemory, room: _Room) -> Section:
+    """Returns how many slots of each length fit, their layers placed as a server does for it.
+
+    It is placed for as many slots as are asked for; from then on needs are those of the last.
+    """
     section = Section("fits")
     n_usable = usable_bytes(memory)
+    n_asked = surveyor.wish.size.parallel
 
     def needed(size: Size) -> int:
         needs = surveyor.needs(size, n_usable)
@@ -132,13 +137,15 @@ def _fits(surveyor: Surveyor, memory: HostMemory, room: _Room) -> Section:
     n_train = surveyor.facts.n_ctx_train
     lengths = sorted({n for n in _LENGTHS if n < n_train} | {min(n_train, _LENGTHS[-1])})
     for n_tokens in lengths:
+        n_layers = surveyor.place_for(Size(n_asked, n_tokens))
         wish = Wish(
             Size(surveyor.most_slots, n_tokens), may_lower_parallel=True, may_lower_len=False
         )
         found = largest_fit(wish, needed, n_usable)
         n_slots = found.parallel if found else 0
         bound = ", as many as batch_size allows" if n_slots == surveyor.most_slots else ""
-        section.add(str(n_tokens), n_slots, f"{n_slots} slots of {n_tokens} tokens{bound}")
+        places = "" if n_layers is None else f", {layers_in_words(n_layers)} on devices"
+        section.add(str(n_tokens), n_slots, f"{n_slots} slots of {n_tokens} tokens{bound}{places}")
     return section
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
-from drafthouse_server.config import SETTINGS, Config
+from drafthouse_server.config import AUTOMATIC, SETTINGS, Config
 from drafthouse_server.engine.parameters import (
     N_CTX_SEQ_AUTOMATIC,
     draft_placement_of,
@@ -97,27 +97,38 @@ class Surveyor:
             raise StartupError(_unbuilt)
         self._config = config
         self._devices: DeviceFit | None = None
+        self.survey = self._open(load_mtp=may_be_mtp(config))
+        self._asked = Size(config.parallel, request_tokens(config, self.survey.n_ctx_train))
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._draft_type = self._find_draft_type()
+            if may_be_mtp(config) and self._draft_type != "mtp":  # nor is their memory needed
+                self.survey.close()
+                self.survey = self._open(load_mtp=False)
+            undo.pop_all()
+
+    def _open(self, *, load_mtp: bool) -> drafthouse_engine.Survey:
+        config = self._config
         with explained(config.model):
-            self.survey = drafthouse_engine.Survey(
+            return drafthouse_engine.Survey(
                 config.model,
                 config.model_draft or None,
                 n_gpu_layers=n_layers_of(config.gpu_layers),
-                load_mtp=may_be_mtp(config),
+                load_mtp=load_mtp,
                 placement=placement_of(config),
                 n_gpu_layers_draft=n_layers_of(config.gpu_layers_draft),
                 draft_placement=draft_placement_of(config),
             )
-        self._asked = Size(config.parallel, request_tokens(config, self.survey.n_ctx_train))
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.survey.close)
-            self._draft_type = self._find_draft_type()
-            undo.pop_all()
+
+    def close(self) -> None:
+        """Frees what was read of the files."""
+        self.survey.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.survey.close()
+        self.close()
 
     def _find_draft_type(self) -> str:
         """Returns the first draft type that these models have, as `load_engine` finds it."""
@@ -156,18 +167,40 @@ class Surveyor:
         if not has_device or not _is_fitted(self._config):
             return
         wish = self.wish
-        with explained(self._config.model, self._config):
-            fit = self.survey.fit(
-                self.params(wish.size),
-                is_ctx_fixed=not wish.may_lower_len,
-                margin_bytes=_GPU_MARGIN_BYTES,
-            )
+        fit = self._fit(wish.size, is_ctx_fixed=not wish.may_lower_len)
         if fit is None:
             self._devices = DeviceFit(wish.size, wish.size, None)
             return
         n_each = min(wish.size.max_model_len, fit.n_ctx // wish.size.parallel)
         fitting = Size(wish.size.parallel, n_each)
         self._devices = DeviceFit(wish.size, fitting, fit.n_gpu_layers)
+
+    def place_for(self, size: Size) -> int | None:
+        """Places layers as a server of a size does that fits them; needs are those from then on.
+
+        Returns:
+            Layers on devices, −1 is all. None where layers lie as the settings say: `fit_devices`
+            has asked none, or no placement fits.
+
+        Raises:
+            ModelLoadError: no engine can be made with these settings.
+        """
+        if self._devices is None:
+            return None
+        fit = self._fit(size, is_ctx_fixed=True)
+        return None if fit is None else fit.n_gpu_layers
+
+    def _fit(self, size: Size, *, is_ctx_fixed: bool) -> drafthouse_engine.Fit | None:
+        params = self.params(size)
+        with explained(self._config.model, self._config):
+            return self.survey.fit(
+                params, is_ctx_fixed=is_ctx_fixed, margin_bytes=_GPU_MARGIN_BYTES
+            )
+
+    @property
+    def draft_type(self) -> str:
+        """How drafts are made: as set, or as found for these models."""
+        return self._draft_type
 
     @property
     def devices(self) -> DeviceFit | None:
@@ -256,10 +289,13 @@ def sized(config: Config, size: Size) -> Config:
 def _fitted(config: Config) -> Iterator[tuple[Config, drafthouse_engine.Survey | None]]:
     """Gives the settings as they fit into memory, and who says where the weights go.
 
+    Where heads of the model's own might draft (`may_be_mtp`), and will not, they say so, too.
+
     Raises:
+        ConfigError: a setting needs a drafter, and none was found.
         ModelLoadError: what is set can never fit.
     """
-    if not config.fit:
+    if not config.fit and (config.draft_type != AUTOMATIC or config.model_draft):
         yield config, None
         return
     with contextlib.ExitStack() as stack:
@@ -271,11 +307,15 @@ def _fitted(config: Config) -> Iterator[tuple[Config, drafthouse_engine.Survey |
         if surveyor is None:
             yield config, None
             return
-        surveyor.fit_devices()
-        config = surveyor.sized(_choose(surveyor, config))
+        fitted = config
+        if config.fit:
+            surveyor.fit_devices()
+            fitted = surveyor.sized(_choose(surveyor, config))
+        if surveyor.draft_type == "none":
+            fitted = dataclasses.replace(fitted, draft_type="none")
         devices = surveyor.devices
         is_placed = devices is not None and devices.n_layers is not None
-        yield config, surveyor.survey if is_placed else None
+        yield fitted, surveyor.survey if is_placed else None
 
 
 def _choose(surveyor: Surveyor, config: Config) -> Size:

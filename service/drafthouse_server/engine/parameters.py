@@ -72,12 +72,13 @@ def placement_of(config: Config) -> drafthouse_engine.Placement:
 
 def draft_placement_of(config: Config) -> drafthouse_engine.Placement:
     """Returns where the draft model's weights lie."""
-    placed = dataclasses.replace(placement_of(config), override_tensor="", n_cpu_moe=0)
+    n_cpu_moe = -1 if config.cpu_moe_draft else config.n_cpu_moe_draft
+    placed = dataclasses.replace(placement_of(config), override_tensor="", n_cpu_moe=n_cpu_moe)
     if not config.device_draft:
         return placed
     # Shares and the main device are those of the target's devices.
     own = () if config.device_draft == ("none",) else config.device_draft
-    return drafthouse_engine.Placement(devices=own, load_mode=placed.load_mode)
+    return drafthouse_engine.Placement(devices=own, n_cpu_moe=n_cpu_moe, load_mode=placed.load_mode)
 
 
 def engine_params(

@@ -11,7 +11,7 @@ from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish, l
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import Needs
 
-__all__ = ["Chosen", "Measures", "choose_size", "on_devices", "usable_bytes"]
+__all__ = ["Chosen", "Measures", "choose_size", "layers_in_words", "on_devices", "usable_bytes"]
 
 _SHARE = 0.95
 """Share of the free memory that sizes are chosen for."""
@@ -93,6 +93,13 @@ def choose_size(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     return Chosen(needs, is_less, sentence)
 
 
+def layers_in_words(n_layers: int) -> str:
+    """Returns how many layers lie on devices, in words; −1 is all."""
+    if n_layers < 0:
+        return "all layers"
+    return "1 layer" if n_layers == 1 else f"{n_layers} layers"
+
+
 def on_devices(devices: DeviceFit | None, needs: Needs) -> str:
     """Returns what lies on devices, as the beginning of a sentence; empty where none was asked.
 
@@ -107,12 +114,11 @@ def on_devices(devices: DeviceFit | None, needs: Needs) -> str:
             "the model does not fit on the devices in any way that llama.cpp knows, and is loaded"
             " as set (lower parallel, max_model_len or gpu_layers); "
         )
-    words = "all layers on devices"
+    words = f"{layers_in_words(devices.n_layers)} on devices"
     if devices.n_layers >= 0:
         there = format_bytes(sum(use.weights_bytes for _, use in needs.devices))
         here = format_bytes(needs.host.weights_bytes)
-        layers = "1 layer" if devices.n_layers == 1 else f"{devices.n_layers} layers"
-        words = f"{layers} on devices ({there} of weights there, {here} here)"
+        words += f" ({there} of weights there, {here} here)"
     if devices.size != devices.asked:
         asked = devices.asked
         words += f", where {asked.parallel} slots of {asked.max_model_len} tokens have no room"
