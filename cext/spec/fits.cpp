@@ -48,7 +48,8 @@ const ggml_tensor * tensor_of(const spec_model & model, const std::string & name
 }
 
 // Architectures whose graphs mark the input of every layer; on others llama.cpp ends the process
-// when asked for one. In all, other models can draft on these rows.
+// when asked for one. In all, other models can draft on these rows. Not qwen4exp: what it marks is
+// several rows wide, at which llama.cpp ends the process, too.
 constexpr layer_marks LAYER_MARKS[] = {
     {"bailingmoe3", false, false},   {"deepseek4", false, true},   {"gemma4", false, false},
     {"gpt-oss", true, false},        {"hunyuan_vl", false, false}, {"k2-horizon", false, false},
@@ -57,7 +58,6 @@ constexpr layer_marks LAYER_MARKS[] = {
     {"muse-glimmer", false, false},  {"nanbeige", false, false},   {"nemotron_h", false, true},
     {"nemotron_h_moe", false, true}, {"qwen3", true, false},       {"qwen35", true, false},
     {"qwen35moe", true, false},      {"qwen3moe", true, false},    {"qwen3next", true, false},
-    {"qwen4exp", false, false},
 };
 
 // Each layer that the draft reads must be one that the target shows.

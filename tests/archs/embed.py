@@ -47,7 +47,7 @@ CHANGED = "changed"
 DECODERS = ("llama", "qwen3-dense", "gemma3-dense", "tiny-mimo2-f16", "tiny-qwen35-f16")
 """Models that generate and are asked for embeddings all the same: of dense attention, with a
 window, recurrent, trained."""
-TIE = 1e-3
+TIE = 2e-3
 """Rows tie whose greatest difference is at most this part of the row's length.
 
 Widths of batches round otherwise, as other kernels do, and keys and values are float16; another

@@ -32,6 +32,8 @@ class Stamp:
     """Digest of our compiled engine: of its C++ and Cython, llama.cpp, the patches, all options."""
     processor: str
     """The processor's name."""
+    form: int = 2
+    """What a row holds: 2, embeddings, too."""
 
 
 def stamp() -> Stamp:
