@@ -39,12 +39,19 @@ def engine_of(*flags):
 TABLE = """
 endpoints, dense, experts = sys.argv[1:]
 
+def place_of(buffer):
+    # Each RPC server calls the first device of its own RPC0.
+    if not buffer.startswith("RPC"):
+        return buffer
+    endpoint = buffer.partition("[")[2].partition("]")[0]
+    return f"RPC{endpoints.split(',').index(endpoint)}"
+
 def devices_of(model):
     parts = (part.rsplit("=", 1)[0] for part in model.setting("buffers").split(","))
-    return {part.split("[")[0] for part in parts if part.startswith("RPC")}
+    return {place_of(part) for part in parts if part.startswith("RPC")}
 
 def device_of(model, tensor):
-    return model.setting(f"buffer:{tensor}.weight").split("[")[0]
+    return place_of(model.setting(f"buffer:{tensor}.weight"))
 
 def layers_on(model, device, n):
     return sum(device_of(model, f"blk.{i}.attn_norm") == device for i in range(n))
