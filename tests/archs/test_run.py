@@ -162,7 +162,8 @@ def test_what_was_found_is_known_as_long_as_nothing_has_changed(tmp_path: Path) 
     save(path, rows, NOW)
     assert load(path, tmp_path, NOW) == rows
     for field in dataclasses.fields(Stamp):
-        assert load(path, tmp_path, dataclasses.replace(NOW, **{field.name: "another"})) == {}
+        another: dict[str, Any] = {field.name: "another"}
+        assert load(path, tmp_path, dataclasses.replace(NOW, **another)) == {}
     model.write_bytes(b"others")
     assert load(path, tmp_path, NOW) == {}
     model.unlink()
