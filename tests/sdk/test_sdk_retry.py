@@ -62,6 +62,8 @@ class Script:
             code, trailers = self.refusals.pop(0)
             if self.accepts:
                 await context.send_initial_metadata(self.accepts)
+                # grpc.aio's client forgets them where the status has come by the time it looks.
+                await asyncio.sleep(0.1)
             await context.abort(code, "refused", trailers)
 
     async def tokenize(self, request: Any, context: Any) -> generation_pb2.TokenizeResponse:
