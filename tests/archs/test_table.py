@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from tests.archs.cells import CELLS, EAGLE3, MTP, small
@@ -25,9 +26,9 @@ def with_cells(**kinds: Verdict) -> Row:
     return dataclasses.replace(found, cells=found.cells | more)
 
 
-def embedded(kind: str, **values: object) -> Row:
+def embedded(kind: str, **values: Any) -> Row:
     """Returns a row whose embeddings have one verdict in all cells."""
-    verdict = Verdict(kind, **values)  # type: ignore[arg-type]  # fields of it
+    verdict = Verdict(kind, **values)
     cells = {str(pooling): dict.fromkeys(EMBED_CELLS, verdict) for pooling in POOLINGS}
     return dataclasses.replace(row(), embeddings=cells, moved=0.5)
 
