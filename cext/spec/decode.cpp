@@ -46,7 +46,7 @@ bool joins(const spec_engine & engine, const spec_plan & plan, const group & ent
 // of the tokens of one ubatch, and the tail of a lone sequence always is one; of sequences of
 // unlike lengths, or without neighbouring ids in caches of their own, one ubatch may follow
 // another, and then the states of the first lie elsewhere.
-void note_states(spec_engine & engine) {
+void note_states(spec_engine & engine, int32_t n_kept) {
     const auto & tokens = engine.batch.tokens;
     const auto n_all = static_cast<int32_t>(tokens.size());
     std::vector<int32_t> counts(engine.sequences.size(), 0);
@@ -66,7 +66,7 @@ void note_states(spec_engine & engine) {
     for (const auto & token : tokens) {
         sequence & seq = seq_of(engine, token.seq_id);
         seq.i_decode = engine.n_decodes;
-        seq.n_back_max = is_whole ? std::min(n - 1, engine.limits.n_rs_seq) : 0;
+        seq.n_back_max = is_whole ? std::min(n - 1, n_kept) : 0;
     }
 }
 
@@ -154,7 +154,11 @@ void set_threads(const spec_engine & engine, llama_context * context) {
     llama_set_n_threads(context, n, n);
 }
 
-int32_t decode_batch(spec_engine & engine) {
+// n_kept: tokens that each sequence may have to go back from here. A recurrent target keeps a state
+// for each; a piece of a prompt needs none, and they take time.
+int32_t decode_batch(spec_engine & engine, int32_t n_kept) {
+    n_kept = std::max(0, std::min(n_kept, engine.limits.n_rs_seq));
+    keep_states(engine.target.get(), n_kept);
     set_threads(engine, engine.target.get());
     choose_rows(engine);
     ++engine.n_decodes;
@@ -166,7 +170,7 @@ int32_t decode_batch(spec_engine & engine) {
         llama_process(engine.target.get(), LLAMA_PROCESS_TYPE_DECODE, engine.batch.get());
     if (rc == 0) {
         llama_synchronize(engine.target.get());
-        note_states(engine);
+        note_states(engine, n_kept);
     }
     if (engine.take_fault(SPEC_FAULT_DECODE_THROW)) {
         throw std::runtime_error("injected fault of a decode");

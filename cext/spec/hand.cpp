@@ -49,7 +49,7 @@ void clear_batch(spec_engine & engine, const spec_token * tokens, int32_t n) {
 void decode_or_clear(spec_engine & engine, const spec_token * tokens, int32_t n) {
     int32_t rc = 0;
     try {
-        rc = decode_batch(engine);
+        rc = decode_batch(engine, engine.limits.n_rs_seq);
     } catch (const std::exception & error) {
         clear_batch(engine, tokens, n);
         fail(SPEC_ERR_DECODE_FAILED,

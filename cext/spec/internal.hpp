@@ -611,6 +611,7 @@ struct checked_moves {
 
 int32_t window_of(const llama_context * context);
 bool holds_window(const llama_context * context, int32_t seq_id, int32_t n_past);
+void keep_states(llama_context * context, int32_t n_kept);
 [[noreturn]] void no_window(int32_t n_past);
 void give_rows(spec_engine & engine, bool is_on);
 std::vector<int32_t> layers_read(const llama_model * draft);
@@ -756,7 +757,7 @@ void build_batch(spec_engine & engine, const spec_plan & plan, const group & ent
 bool needs_one_ubatch(const spec_engine & engine);
 std::vector<group> make_groups(const spec_engine & engine, const spec_plan & plan);
 void set_threads(const spec_engine & engine, llama_context * context);
-int32_t decode_batch(spec_engine & engine);
+int32_t decode_batch(spec_engine & engine, int32_t n_kept);
 bool drop_drafts(spec_engine & engine, const spec_plan & plan, const group & entries);
 void replay(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_past,
             const llama_tokens & kept);

@@ -176,14 +176,22 @@ void refuse_entries(spec_engine & engine, const spec_plan & plan, const group & 
     }
 }
 
+int32_t longest_draft(spec_engine & engine, const spec_plan & plan, const group & entries) {
+    size_t n = 0;
+    for (const size_t i : entries) {
+        n = std::max(n, seq_of(engine, plan.entries[i].seq_id).draft.tokens.size());
+    }
+    return static_cast<int32_t>(n);
+}
+
 // One decode of the target and all that must happen before the next one.
 void run_group(spec_engine & engine, const spec_plan & plan, const group & entries,
                spec_result & out) {
     const int64_t t_begin = now_us();
     build_batch(engine, plan, entries);
-    int32_t rc = decode_batch(engine);
+    int32_t rc = decode_batch(engine, longest_draft(engine, plan, entries));
     if (rc == 1 && drop_drafts(engine, plan, entries)) {
-        rc = decode_batch(engine);
+        rc = decode_batch(engine, 0);
     }
     const int64_t t_decoded = now_us();
     out.t_decode_us += t_decoded - t_begin;

@@ -10,11 +10,13 @@
 #include "../src/llama-kv-cache.h"
 #include "../src/llama-memory-hybrid-iswa.h"
 #include "../src/llama-memory-hybrid.h"
+#include "../src/llama-memory-recurrent.h"
 #include "../src/llama-model.h"
 #include "../src/llama-rng.h"
 #include "../src/llama-sampler.h"
 #include "../src/llama-vocab.h"
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <string>
@@ -85,6 +87,21 @@ caches caches_of(const llama_context * context) {
 }
 
 } // namespace
+
+// How many tokens the sequences of the next decodes may go back, of those that the context can.
+void keep_states(llama_context * context, int32_t n_kept) {
+    llama_memory_i * memory = context->get_memory();
+    auto * states = dynamic_cast<llama_memory_recurrent *>(memory);
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
+        states = hybrid->get_mem_recr();
+    }
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
+        states = hybrid->get_mem_recr();
+    }
+    if (states != nullptr) {
+        states->n_rs_keep = std::min(static_cast<uint32_t>(n_kept), states->n_rs_seq);
+    }
+}
 
 // The width of a head's keys or values; the least, where layers differ. 0 without attention.
 int64_t head_width(const spec_model & model, bool is_key) {

@@ -10,6 +10,7 @@ from drafthouse_engine import (
     Engine,
     EngineParams,
     Model,
+    ResultFlag,
     Sampler,
     SamplingParams,
     Unsupported,
@@ -52,6 +53,13 @@ def logprobs_after(driven: Engine, seq_id: int, tokens: list[int], n_rest: int) 
     return [float(x) for x in result.top_logprobs[0]]
 
 
+def decode(driven: Engine, seq_id: int, n_past: int, tokens: list[int]) -> None:
+    """Gives a sequence tokens by hand, none of them an output."""
+    n = len(tokens)
+    driven.decode(tokens, range(n_past, n_past + n), [seq_id] * n, [False] * n)
+    driven.process()
+
+
 @pytest.mark.parametrize("pieces", [(9, 1, 1, 1), (9, 3), (9, 2, 1), (4, 8), (12,)])
 @pytest.mark.parametrize("n_back", [1, 2, 3])
 @pytest.mark.parametrize("has_neighbour", [False, True])
@@ -67,10 +75,10 @@ def test_recurrent_target_goes_back_to_the_right_state_or_says_no(
         expected = logprobs_after(driven, 2, tokens, len(tokens))
         at = 0
         for n in pieces:
-            driven.step(plan((0, at, 0, n, 0, 0)), tokens[at : at + n])
+            decode(driven, 0, at, tokens[at : at + n])
             at += n
         if has_neighbour:
-            driven.step(plan((1, 0, 0, 5, 0, 0)), tokens[:5])
+            decode(driven, 1, 0, tokens[:5])
         try:
             driven.rollback(0, at - n_back)
         except Unsupported:
@@ -78,3 +86,30 @@ def test_recurrent_target_goes_back_to_the_right_state_or_says_no(
             driven.rollback(0, 0)
         n_rest = len(tokens) - driven.seq_n_past(0)
         assert logprobs_after(driven, 0, tokens, n_rest) == pytest.approx(expected, abs=0.03)
+
+
+def test_a_step_keeps_states_for_its_drafts_alone() -> None:
+    """Nobody goes back into a prompt: to keep its last states took a seventh of a step's time."""
+    tokens = [300 + 7 * i % 90 for i in range(40)]
+    with engine("mtp", HYBRID, n_draft_max=4) as driven:
+        driven.seq_begin(0, Sampler(model(HYBRID), SamplingParams(temperature=0.0)))
+        result = driven.step(plan((0, 0, 0, 40, 0, 1)), tokens)
+        with pytest.raises(Unsupported, match="can go back 0 tokens"):
+            driven.rollback(0, 39)
+        # Drafts have theirs, whatever a neighbour's prompt in the same step has.
+        driven.seq_begin(1, Sampler(model(HYBRID), SamplingParams(temperature=0.0)))
+        last = result.tokens.tolist()
+        n_rejected = 0
+        for _ in range(12):
+            n_past = driven.seq_n_past(0)
+            result = driven.step(
+                plan((0, n_past, 0, 1, 4, 1), (1, driven.seq_n_past(1), 1, 3, 0, 0)),
+                [*last, *tokens[:3]],
+            )
+            entry = result.entries[0]
+            assert not result.entries["status"].any()
+            assert not entry["flags"] & ResultFlag.REPLAYED
+            n_rejected += int(entry["n_drafted"]) - int(entry["n_accepted"])
+            start, n = int(entry["token_offset"]), int(entry["n_tokens"])
+            last = result.tokens[start : start + n].tolist()[-1:]
+        assert n_rejected > 0
