@@ -758,9 +758,9 @@ int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, 
  * n_accepted of them. since ABI 1 */
 int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_accepted);
 /* Cuts a sequence to its first n_past tokens. UNSUPPORTED when a recurrent target cannot go back so
- * far: more than n_rs_seq tokens, all tokens of its last decode, more than the longest draft of
- * the decode that a step gave it, twice, or after a decode without it; or when a sliding window needs cells that are gone (see n_window); n_past = 0 always works.
- * since ABI 1 */
+ * far: more than n_rs_seq tokens, more than the longest draft of a step, all tokens of its last
+ * decode, twice, or after a decode without it; or when a sliding window needs cells that are gone
+ * (see n_window); n_past = 0 always works. since ABI 1 */
 int32_t spec_engine_seq_rollback(spec_engine * engine, int32_t seq_id, int32_t n_past);
 
 /* Decoders: one model over one context, several sequences, no sampler and no speculation.
