@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from types import FrameType
 
 from drafthouse_bench.demos import CHECKOUT
 from drafthouse_bench.matrix import add_matrix
@@ -14,7 +18,7 @@ from drafthouse_server.cli.terminal import Terminal
 
 __all__ = ["main"]
 
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
 
 _PROGRAMS = {
     "adaptive-k": "which K is chosen, beside none and every fixed K, on the real engine",
@@ -54,6 +58,23 @@ def _run_program(name: str, arguments: Sequence[str]) -> int:
     return code or 0
 
 
+@contextlib.contextmanager
+def _ends_what_it_started() -> Iterator[None]:
+    """Lets SIGTERM leave a block as Ctrl-C does, so that no server of a benchmark outlives it."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(_TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no other thread may set a handler
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = None) -> int:
     """Runs a benchmark.
 
@@ -65,14 +86,19 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
         The exit code: 0 done, 1 failed and said why, 2 wrong settings, 130 stopped by Ctrl-C.
 
     Raises:
-        SystemExit: the arguments are wrong (code 2), or ask for help (0).
+        SystemExit: the arguments are wrong (code 2), or ask for help (0); or SIGTERM came (143).
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    with _ends_what_it_started():
+        return _run(given, terminal or Terminal())
+
+
+def _run(given: list[str], terminal: Terminal) -> int:
     try:
         if given and given[0] in _PROGRAMS:
             return _run_program(given[0], given[1:])
         parsed = _parser().parse_args(given)
-        code: int = parsed.run(parsed, terminal or Terminal())
+        code: int = parsed.run(parsed, terminal)
     except KeyboardInterrupt:
         return _INTERRUPTED
     return code

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import io
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -342,3 +344,35 @@ def test_a_program_runs(arguments: tuple[str, ...], capsys: pytest.CaptureFixtur
     """What a benchmark reaches into changes; one that is not run in a test breaks unseen."""
     assert main(arguments) == 0
     assert capsys.readouterr().out
+
+
+def members(group: int) -> list[int]:
+    """Returns the processes of a process group that run."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):
+                state, _, pgrp = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(pgrp) == group and state != "Z":
+                    found.append(int(folder.name))
+    return found
+
+
+def test_sigterm_ends_a_benchmark_with_its_servers() -> None:
+    """They went on, with the memory of a model each."""
+    command = [sys.executable, "-m", "drafthouse_bench", "tenancy-cost", "--engine", "fake"]
+    with subprocess.Popen(
+        [*command, "--rounds", "1000"], start_new_session=True, stdout=subprocess.DEVNULL
+    ) as process:
+        for _ in range(1200):
+            if len(members(process.pid)) >= 3:  # itself and both servers
+                break
+            time.sleep(0.05)
+        assert len(members(process.pid)) >= 3
+        process.terminate()
+        assert process.wait(60) == 143
+        for _ in range(600):  # processes of the servers' own end with them
+            if not members(process.pid):
+                break
+            time.sleep(0.05)
+        assert members(process.pid) == []
