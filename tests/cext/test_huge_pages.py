@@ -14,7 +14,7 @@ def test_large_buffers_ask_for_huge_pages() -> None:
     done = subprocess.run(
         [str(built("huge_pages_test"))], capture_output=True, text=True, timeout=60, check=False
     )
-    if done.returncode == _SKIPPED:
+    if done.returncode == _SKIPPED:  # not Linux, or a kernel that tells no flags: nothing to read
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith("ok: ")
