@@ -1,6 +1,6 @@
-// Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K) and 0017
-// (Q8_0, Q6_K) compute them: each sum is made in the order that the type has, to the last bit,
-// alone and in any company.
+// Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K), 0017
+// (Q8_0, Q6_K) and 0023 (F16) compute them: each sum is made in the order that the type has, to the
+// last bit, alone and in any company.
 //
 // Prints what differs and returns 1, or prints "ok", or why nothing was compared.
 #include "ggml-backend.h"
@@ -331,9 +331,9 @@ bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, 
     return true;
 }
 
-// Products by tiles (patch 0018): rows alone and in company, in one plane and in some, side by side
-// and apart, have the same bits, and are what the weights say but for what the rounding of rows
-// takes.
+// Products by tiles (patch 0018), and with F16 (patch 0023): rows alone and in company, in one
+// plane and in some, side by side and apart, have the same bits, and are what the weights say but
+// for what the rounding of rows takes.
 bool is_same_in_company(ggml_backend_buffer_type_t type, const kind & k, const shape & s,
                         int64_t n_of_plane, uint32_t seed) {
     std::mt19937 random(seed);
@@ -368,12 +368,11 @@ bool is_same_in_company(ggml_backend_buffer_type_t type, const kind & k, const s
             const bool is_near = std::fabs(double(value) - sum) < 0.2 * std::sqrt(double(s.n));
             if (std::memcmp(&expected[static_cast<size_t>(c)], &value, sizeof value) != 0 ||
                 !is_near) {
-                std::printf(
-                    "%s by tiles, n %d columns %d threads %d rows %d of %d planes, %d apart: "
-                    "row %d column %d is %.9g, alone %.9g, about %.9g\n",
-                    k.name, int(s.n), int(s.n_cols), s.n_threads, int(n_of_plane), int(s.n_planes),
-                    int(s.n_apart), int(r), int(c), double(value),
-                    double(expected[static_cast<size_t>(c)]), sum);
+                std::printf("%s, n %d columns %d threads %d rows %d of %d planes, %d apart: "
+                            "row %d column %d is %.9g, alone %.9g, about %.9g\n",
+                            k.name, int(s.n), int(s.n_cols), s.n_threads, int(n_of_plane),
+                            int(s.n_planes), int(s.n_apart), int(r), int(c), double(value),
+                            double(expected[static_cast<size_t>(c)]), sum);
                 return false;
             }
         }
@@ -384,20 +383,41 @@ bool is_same_in_company(ggml_backend_buffer_type_t type, const kind & k, const s
 // What of the tiles' types is wrong, for all of them; true where this processor has none.
 bool are_tiles_right() {
     ggml_backend_buffer_type_t type = find_buffers("AMX");
-    const auto tiles = [](const char * name, ggml_type of) {
+    const auto tiles = [](const char * name, ggml_type of) { // name: and what computes it
         return kind{name, of, 0, 0, 0, 0, true, 0, nullptr, nullptr, nullptr};
     };
     const std::vector<shape> shapes = {{32, 64, 1},   {256, 32, 1},    {1024, 96, 2},
                                        {512, 160, 3}, {512, 64, 2, 3}, {256, 64, 2, 2, 5}};
     bool is_ok = true;
     uint32_t seed = 0;
-    for (const kind & k : {tiles("Q4_1", GGML_TYPE_Q4_1), tiles("Q8_0", GGML_TYPE_Q8_0),
-                           tiles("Q5_K", GGML_TYPE_Q5_K), tiles("IQ4_XS", GGML_TYPE_IQ4_XS)}) {
+    for (const kind & k :
+         {tiles("Q4_1 by tiles", GGML_TYPE_Q4_1), tiles("Q8_0 by tiles", GGML_TYPE_Q8_0),
+          tiles("Q5_K by tiles", GGML_TYPE_Q5_K), tiles("IQ4_XS by tiles", GGML_TYPE_IQ4_XS)}) {
         for (const shape & s : shapes) {
             for (const int64_t n_rows : {1, 2, 5, 16, 17, 32, 33, 70}) {
                 const bool is_left_out = type == nullptr || s.n % ggml_blck_size(k.type) != 0;
                 is_ok = is_ok && (is_left_out || is_same_in_company(type, k, s, n_rows, ++seed));
             }
+        }
+    }
+    return is_ok;
+}
+
+// What of F16 is wrong: columns on both sides of a tile's and of what stays near, planes, rows
+// apart.
+bool is_f16_right() {
+    const kind f16{"F16", GGML_TYPE_F16, 0, 0, 0, 0, false, 0, nullptr, nullptr, nullptr};
+    bool is_ok = true;
+    uint32_t seed = 0;
+    for (const shape & s : std::vector<shape>{{32, 1, 1},
+                                              {96, 25, 2},
+                                              {1024, 64, 2},
+                                              {4128, 73, 3},
+                                              {8224, 65, 1},
+                                              {96, 24, 2, 3},
+                                              {64, 17, 3, 2, 5}}) {
+        for (const int64_t n_rows : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33}) {
+            is_ok = is_ok && is_same_in_company(nullptr, f16, s, n_rows, ++seed);
         }
     }
     return is_ok;
@@ -413,6 +433,9 @@ int main() {
         return are_tiles_ok ? 0 : 1;
     }
     bool is_ok = are_tiles_ok;
+#ifndef WITHOUT_CPU_KERNELS
+    is_ok = is_f16_right() && is_ok;
+#endif
     uint32_t seed = 0;
     // Rows on both sides of a tile and of a four; columns with and without eight left over; blocks
     // on both sides of a strip. The last two: planes of rows, and rows that lie apart.
