@@ -17,6 +17,7 @@ from drafthouse_server.engine import loading
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import Surveyor
 from drafthouse_server.errors import ModelLoadError
+from drafthouse_server.host import size
 from drafthouse_server.host.fit import Size
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.step import EngineLimits
@@ -243,3 +244,39 @@ def test_caches_that_grow_beyond_what_is_free_are_warned_of(
     line = fit_line(caplog)
     assert line.levelno == logging.WARNING
     assert "with its caches full the server takes" in line.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_huge_pages", "least_bytes", "has_room", "mode"),
+    [
+        ({}, True, 1, True, "none"),
+        ({}, False, 1, True, "auto"),
+        ({}, True, 1 << 40, True, "auto"),
+        ({}, True, 1, False, "auto"),
+        ({"load_mode": "mmap"}, True, 1, True, "mmap"),
+        ({"fit": False}, True, 1, True, "auto"),
+    ],
+)
+def test_weights_are_read_where_they_get_huge_pages_and_all_has_room(
+    settings: dict[str, Any],
+    has_huge_pages: bool,
+    least_bytes: int,
+    has_room: bool,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Room for what the caches may grow to, too: what is read cannot be dropped for them."""
+    wished = config(**settings)
+    n_caches = (wished.prefix_cache_mib + wished.preempted_mib) << 20
+    free = free_for(wished, Size(8, N_TRAIN)).available_bytes + has_room * 2 * n_caches
+    memory = HostMemory(10**12, free, has_huge_pages=has_huge_pages)
+    monkeypatch.setattr(loading, "read_memory", lambda: memory)
+    monkeypatch.setattr(size, "HUGE_BYTES", least_bytes)
+    with loading._fitted(wished) as (fitted, _):
+        assert (fitted.load_mode, fitted.parallel) == (mode, 8)
+    engine = LlamaEngine.load(wished)
+    try:
+        buffers = engine._engine.target.setting("buffers")
+        assert ("Mapped" in buffers) == (mode != "none")
+    finally:
+        engine.close()

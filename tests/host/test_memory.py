@@ -76,3 +76,21 @@ def test_where_nothing_is_told_nothing_is_known(tmp_path: Path) -> None:
 def test_this_machine_tells() -> None:
     memory = read_memory()
     assert 0 < memory.free_bytes <= memory.most_bytes <= memory.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("files", "has_huge_pages"),
+    [({}, False)]
+    + [
+        ({"sys/kernel/mm/transparent_hugepage/enabled": text}, is_so)
+        for text, is_so in (
+            ("[always] madvise never\n", True),
+            ("always [madvise] never\n", True),
+            ("always madvise [never]\n", False),
+        )
+    ],
+)
+def test_huge_pages_are_those_that_the_kernel_gives(
+    tmp_path: Path, files: dict[str, str], *, has_huge_pages: bool
+) -> None:
+    assert host(tmp_path, files).has_huge_pages == has_huge_pages

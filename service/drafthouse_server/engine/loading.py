@@ -29,7 +29,7 @@ from drafthouse_server.host.engine import CoreFacts, DeviceFacts, EngineFacts
 from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish
 from drafthouse_server.host.memory import read_memory
 from drafthouse_server.host.needs import DeviceUse, ModelFacts, Needs, process_bytes
-from drafthouse_server.host.size import choose_size, on_devices
+from drafthouse_server.host.size import choose_size, is_better_read, on_devices
 from drafthouse_server.setting import AS_FIT
 
 # The fake engine, and all tests that use it, work without the extension.
@@ -310,7 +310,7 @@ def _fitted(config: Config) -> Iterator[tuple[Config, drafthouse_engine.Survey |
         fitted = config
         if config.fit:
             surveyor.fit_devices()
-            fitted = surveyor.sized(_choose(surveyor, config))
+            fitted = _choose(surveyor, config)
         if surveyor.draft_type == "none":
             fitted = dataclasses.replace(fitted, draft_type="none")
         devices = surveyor.devices
@@ -318,8 +318,10 @@ def _fitted(config: Config) -> Iterator[tuple[Config, drafthouse_engine.Survey |
         yield fitted, surveyor.survey if is_placed else None
 
 
-def _choose(surveyor: Surveyor, config: Config) -> Size:
-    """Returns slots and lengths that fit into memory, and tells in one line what was chosen.
+def _choose(surveyor: Surveyor, config: Config) -> Config:
+    """Returns the settings with what fits into memory, and tells what was chosen.
+
+    That are slots and lengths, in one line, and how files get there, where this is left open.
 
     Raises:
         ModelLoadError: what is set can never fit.
@@ -328,13 +330,17 @@ def _choose(surveyor: Surveyor, config: Config) -> Size:
     if memory.total_bytes:
         chosen = choose_size(surveyor, memory, config.model)
         _log.log(logging.WARNING if chosen.is_less else logging.INFO, "%s", chosen.sentence)
-        return chosen.needs.size
+        fitted = surveyor.sized(chosen.needs.size)
+        if config.load_mode == AUTOMATIC and is_better_read(chosen.needs, memory):
+            _log.info("load_mode: weights are read, not mapped: there is room, and huge pages")
+            return dataclasses.replace(fitted, load_mode="none")
+        return fitted
     size, devices = surveyor.wish.size, surveyor.devices
     if devices is not None:
         words = on_devices(devices, surveyor.needs(size))
         slots = f"{size.parallel} slots of {size.max_model_len} tokens"
         _log.log(logging.WARNING if devices.is_less else logging.INFO, "fit: %s%s", words, slots)
-    return size
+    return surveyor.sized(size)
 
 
 def _is_fitted(config: Config) -> bool:

@@ -24,6 +24,8 @@ class HostMemory:
     """The least limit of the cgroups; 0: none."""
     limit_free_bytes: int = 0
     """What is left until the nearest limit, files that the kernel can drop counted as free."""
+    has_huge_pages: bool = False
+    """Whether memory that is read into gets huge pages, by itself or where it asks for them."""
 
     @property
     def most_bytes(self) -> int:
@@ -68,11 +70,13 @@ def read_memory(root: Path = Path("/")) -> HostMemory:
     total = (kib.get("MemTotal") or 0) * 1024
     available = (kib.get("MemAvailable") or 0) * 1024
     found = [read for group in _groups(root) if (read := group.read())]
+    huge = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     return HostMemory(
         total,
         available,
         min((limit for limit, _ in found), default=0),
         min((left for _, left in found), default=0),
+        bool(huge) and "[never]" not in huge,
     )
 
 

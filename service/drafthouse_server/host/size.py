@@ -11,10 +11,21 @@ from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish, l
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import Needs
 
-__all__ = ["Chosen", "Measures", "choose_size", "layers_in_words", "on_devices", "usable_bytes"]
+__all__ = [
+    "Chosen",
+    "Measures",
+    "choose_size",
+    "is_better_read",
+    "layers_in_words",
+    "on_devices",
+    "usable_bytes",
+]
 
 _SHARE = 0.95
 """Share of the free memory that sizes are chosen for."""
+
+HUGE_BYTES = 64 << 20
+"""Weights from which on huge pages gain: patch 0021 asks for them from so many bytes on."""
 
 _ADVICE = "lower parallel, max_model_len or ctx_size"
 
@@ -52,6 +63,20 @@ class Chosen:
 def usable_bytes(memory: HostMemory) -> int:
     """Returns what sizes are chosen for: a little less than what is free."""
     return int(memory.free_bytes * _SHARE)
+
+
+def is_better_read(needs: Needs, memory: HostMemory) -> bool:
+    """Returns whether files are better read into memory than mapped: weights then have huge pages.
+
+    A page of a mapped file is a small one, and a step that waits for memory looks up each of them.
+    What is read the system cannot drop, so all that the server may grow to must be free.
+
+    Args:
+        needs: What the server takes.
+        memory: Of the host.
+    """
+    is_large = needs.host.mapped_bytes >= HUGE_BYTES and not needs.devices
+    return memory.has_huge_pages and is_large and needs.full_bytes <= usable_bytes(memory)
 
 
 def choose_size(measures: Measures, memory: HostMemory, path: str) -> Chosen:
