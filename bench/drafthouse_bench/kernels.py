@@ -1,6 +1,6 @@
 """What our patches of ggml's CPU kernels gain: steps at long contexts, with them and without.
 
-    git clone . ../plain; cd ../plain; DRAFTHOUSE_CPU_KERNELS=OFF make build; cd -
+    git clone . ../plain; cd ../plain; DRAFTHOUSE_CPU_KERNELS=OFF make dev; cd -
     drafthouse-bench kernels --plain ../plain [--models qwen3-0.6b-like-Q4_0,llama-1b-like-Q4_0]
         [--contexts 512,4096] [--streams 1,8] [--turns 7] [--steps 12]
 

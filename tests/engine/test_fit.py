@@ -258,12 +258,13 @@ def test_caches_that_grow_beyond_what_is_free_are_warned_of(
     ],
 )
 def test_weights_are_read_where_they_get_huge_pages_and_all_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
     settings: dict[str, Any],
     has_huge_pages: bool,
     least_bytes: int,
     has_room: bool,
     mode: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Room for what the caches may grow to, too: what is read cannot be dropped for them."""
     wished = config(**settings)
