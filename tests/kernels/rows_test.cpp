@@ -403,6 +403,7 @@ bool are_tiles_right() {
     return is_ok;
 }
 
+#ifndef WITHOUT_CPU_KERNELS
 // What of F16 is wrong: columns on both sides of a tile's and of what stays near, planes, rows
 // apart.
 bool is_f16_right() {
@@ -422,6 +423,7 @@ bool is_f16_right() {
     }
     return is_ok;
 }
+#endif
 
 } // namespace
 
