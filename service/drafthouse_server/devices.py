@@ -158,10 +158,10 @@ class DeviceSettings:
         "auto",
         one_of(*LOAD_MODES),
         "How the model's file gets into memory. auto: read where Linux has huge pages and, with"
-        " fit, all that the server may grow to is free, else mapped, unless a device cannot; none:"
-        " read; mmap: mapped; mlock: read, and kept out of swap, as far as the limit of locked"
-        " memory allows;"
-        " mmap+mlock: both; dio: read past the page cache.",
+        " fit, all that the server may grow to is free and the file has room beside it, else"
+        " mapped, unless a device cannot; none: read; mmap: mapped; mlock: read, and kept out of"
+        " swap, as far as the limit of locked memory allows; mmap+mlock: both; dio: read past the"
+        " page cache.",
         peers=("mmap", "no_mmap", "mlock"),
     )
     """How the file gets into memory."""

@@ -69,14 +69,16 @@ def is_better_read(needs: Needs, memory: HostMemory) -> bool:
     """Returns whether files are better read into memory than mapped: weights then have huge pages.
 
     A page of a mapped file is a small one, and a step that waits for memory looks up each of them.
-    What is read the system cannot drop, so all that the server may grow to must be free.
+    What is read the system cannot drop, so all that the server may grow to must be free, and room
+    for the file's pages as well: they are there while it is read, and another server may map them.
 
     Args:
         needs: What the server takes.
         memory: Of the host.
     """
     is_large = needs.host.mapped_bytes >= HUGE_BYTES and not needs.devices
-    return memory.has_huge_pages and is_large and needs.full_bytes <= usable_bytes(memory)
+    n_bytes = needs.full_bytes + needs.host.mapped_bytes
+    return memory.has_huge_pages and is_large and n_bytes <= usable_bytes(memory)
 
 
 def choose_size(measures: Measures, memory: HostMemory, path: str) -> Chosen:
