@@ -182,6 +182,18 @@ def test_gaps_are_between_tokens_by_the_same_rule_for_all() -> None:
     assert together.ttft_s == 1.0
 
 
+def test_a_long_prompt_comes_beside_as_many_streams_as_are_asked_for() -> None:
+    cases = dataclasses.replace(PLAN, scenarios=("stall",)).cases()
+    assert [case.streams for case in cases] == [8, 8]
+    cases = dataclasses.replace(PLAN, scenarios=("stall",), stall_streams=(16, 32)).cases()
+    assert [(case.draft, case.streams) for case in cases] == [
+        ("none", 16),
+        ("mtp", 16),
+        ("none", 32),
+        ("mtp", 32),
+    ]
+
+
 def test_a_stall_that_outlasts_the_window_belongs_to_it() -> None:
     trace = trace_of((0.0, 1), (1.0, 1), (9.0, 1), (10.0, 1))
     assert gaps_between([trace], 2.0, 5.0) == [8.0]

@@ -134,6 +134,8 @@ class PeerPlan:
     """Targets of the scenario with each side's own defaults."""
     defaults_streams: tuple[int, ...] = _DEFAULTS_STREAMS
     """Concurrent requests of that scenario."""
+    stall_streams: tuple[int, ...] = (8,)
+    """Streams beside which the long prompt comes."""
     n_prompts: tuple[int, ...] = ()
     """Prompt lengths of that scenario, a case for each; empty: lengths that vary."""
 
@@ -156,8 +158,10 @@ class PeerPlan:
 
     def _stall(self) -> Iterator[PeerCase]:
         if "stall" in self.scenarios:
-            yield PeerCase("stall", self.stall_model, "none", 8)
-            yield PeerCase("stall", self.stall_model, "mtp", 8, acceptance=self.acceptances[-1])
+            rate = self.acceptances[-1]
+            for streams in self.stall_streams:
+                yield PeerCase("stall", self.stall_model, "none", streams)
+                yield PeerCase("stall", self.stall_model, "mtp", streams, acceptance=rate)
 
     def _mixed(self) -> Iterator[PeerCase]:
         if "mixed" in self.scenarios:

@@ -106,7 +106,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", type=_names, metavar="A,B", help="default: dense,hybrid; else of build/bench")
     add("--drafts", type=_names, metavar="A,B", help="default: none,mtp,eagle3,simple,ngram")
-    add("--streams", type=counts, metavar="N,M", help="default: 1,4,8,16,32")
+    add("--streams", type=counts, metavar="N,M", help="default: 1,4,8,16,32; 1,8 with own"
+        " defaults, 8 beside a long prompt")  # fmt: skip
     add("--loads", type=_numbers, metavar="A,B", help="open loop: shares of what the slower"
         " contender manages; default: 0.4,0.7,0.9")  # fmt: skip
     add("--acceptances", type=_numbers, metavar="A,B", help="synthetic, for random weights;"
@@ -181,6 +182,7 @@ def _of_defaults(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {
         "defaults_models": arguments.models,
         "defaults_streams": arguments.streams,
+        "stall_streams": arguments.streams,
         "n_prompts": arguments.n_prompts,
     }
     return {name: value for name, value in given.items() if value}
