@@ -46,6 +46,7 @@ struct setup {
     bool has_sinks = false;
     int n_threads = 1;
     double share_seen = 0.7; // of the cells, by each row
+    bool is_prompt = false;  // a row sees what comes before it, and itself
 
     ggml_type v_type() const { return type_v == GGML_TYPE_COUNT ? type : type_v; }
 
@@ -53,14 +54,15 @@ struct setup {
 
     std::string name() const {
         char text[320];
-        std::snprintf(
-            text, sizeof text,
-            "rows %d cells %d d %d/%d heads %d/%d streams %d %s bias %g cap %g mask %d "
-            "sinks %d threads %d seen %g v %s cache %d latent %d pad %d unused %d blind %d",
-            int(n_rows), int(n_cells), int(d_k), int(d_v), int(n_head), int(n_head_kv),
-            int(n_stream), ggml_type_name(type), double(max_bias), double(softcap), has_mask,
-            has_sinks, n_threads, share_seen, ggml_type_name(v_type()), is_cache, is_latent,
-            int(n_pad), int(n_unused), int(n_blind));
+        std::snprintf(text, sizeof text,
+                      "rows %d cells %d d %d/%d heads %d/%d streams %d %s bias %g cap %g mask %d "
+                      "sinks %d threads %d seen %g prompt %d v %s cache %d latent %d pad %d unused "
+                      "%d blind %d",
+                      int(n_rows), int(n_cells), int(d_k), int(d_v), int(n_head), int(n_head_kv),
+                      int(n_stream), ggml_type_name(type), double(max_bias), double(softcap),
+                      has_mask, has_sinks, n_threads, share_seen, is_prompt,
+                      ggml_type_name(v_type()), is_cache, is_latent, int(n_pad), int(n_unused),
+                      int(n_blind));
         return text;
     }
 };
@@ -92,7 +94,9 @@ values make_values(const setup & s, uint32_t seed) {
         float * mask = x.mask.data() + row * s.n_cells;
         const bool is_blind = row % s.n_rows >= s.n_rows - s.n_blind;
         for (int64_t cell = 0; cell < s.n_cells; ++cell) {
-            const bool is_wanted = cell == row % n_used || uniform(random) < s.share_seen;
+            const bool is_wanted = s.is_prompt
+                                       ? cell - row % s.n_rows <= n_used - s.n_rows
+                                       : cell == row % n_used || uniform(random) < s.share_seen;
             const bool is_seen = is_wanted && cell < n_used && !is_blind;
             mask[cell] = !is_seen ? -INFINITY : s.max_bias > 0 ? -float(cell % 7) : 0.0f;
         }
@@ -471,6 +475,30 @@ void check_caches() {
     }
 }
 
+// Tiles in which all rows see all cells, in which none does, and such of which a few are hidden.
+void check_prompts() {
+    for (int64_t n_rows : {16, 64, 127, 129, 200}) {
+        for (int64_t n_before : {0, 56, 300}) {
+            for (ggml_type type : {GGML_TYPE_F16, GGML_TYPE_F32}) {
+                for (int which = 0; which < 4; ++which) {
+                    setup s;
+                    s.is_cache = true;
+                    s.n_rows = n_rows;
+                    s.n_unused = 64;
+                    s.n_cells = n_before + n_rows + s.n_unused;
+                    s.type = type;
+                    s.n_threads = 2;
+                    s.is_prompt = which < 3;
+                    s.share_seen = 0.999;
+                    s.d_k = which == 1 ? 36 : 64;
+                    s.max_bias = which == 2 ? 8.0f : 0.0f;
+                    check_values(s);
+                }
+            }
+        }
+    }
+}
+
 // Keys and values of other types, and of two.
 void check_types() {
     const ggml_type types[][2] = {
@@ -550,6 +578,7 @@ int main() {
     check_shapes();
     check_extras();
     check_caches();
+    check_prompts();
     check_types();
     check_latent();
     check_shared_heads();
