@@ -477,8 +477,8 @@ void check_caches() {
 
 // Tiles in which all rows see all cells, in which none does, and such of which a few are hidden.
 void check_prompts() {
-    for (int64_t n_rows : {16, 64, 127, 129, 200}) {
-        for (int64_t n_before : {0, 56, 300}) {
+    for (int64_t n_rows : {16, 129, 200}) {
+        for (int64_t n_before : {0, 300}) {
             for (ggml_type type : {GGML_TYPE_F16, GGML_TYPE_F32}) {
                 for (int which = 0; which < 4; ++which) {
                     setup s;
