@@ -509,10 +509,64 @@ async def test_ctrl_c_stops_a_generation_and_shows_the_figures(
     assert await process.stdout.read(4)
     process.send_signal(signal.SIGINT)
     _, err = await asyncio.wait_for(process.communicate(), 100)
-    assert process.returncode == 130
+    assert process.returncode == 130, err.decode()
     assert re.fullmatch(r"\d+ tokens?, \d+ tokens/s, first token after [\d.]+ ms\n", err.decode())
     await eventually(lambda: server.loop.statistics().n_running == 0)
     assert server.loop.statistics().n_requests == {"cancelled": 1}
+
+
+INTERRUPTED_AT_THE_LOCK = """
+import os, signal, sys, threading
+
+class Lock:
+    "An RLock; the first one released for a wait, once text is out, meets Ctrl-C before the wait."
+    has_text = False
+
+    def __init__(self):
+        self._lock = lock()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self._acquire_restore, self._is_owned = self._lock._acquire_restore, self._lock._is_owned
+
+    def __enter__(self):
+        return self._lock.__enter__()
+
+    def __exit__(self, *error):
+        self._lock.__exit__(*error)
+
+    def _release_save(self):
+        saved = self._lock._release_save()
+        if Lock.has_text and threading.current_thread() is threading.main_thread():
+            Lock.has_text = False
+            os.kill(os.getpid(), signal.SIGINT)
+        return saved
+
+lock, threading.RLock = threading.RLock, Lock
+from drafthouse_server.cli.main import main
+from drafthouse_server.cli.terminal import Terminal
+
+class Noting(Terminal):
+    def write(self, text):
+        super().write(text)
+        Lock.has_text = True
+
+sys.exit(main(sys.argv[1:], Noting()))
+"""
+
+
+@pytest.mark.usefixtures("interruptible")
+async def test_ctrl_c_stops_a_generation_also_where_a_lock_is_just_let_go(
+    start_server: ServerFactory,
+) -> None:
+    server = await start_server(FakeEngine(step_s=0.02))
+    arguments = ("generate", "x", "--max-tokens", "900", "--server", server.target)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", INTERRUPTED_AT_THE_LOCK, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, err = await asyncio.wait_for(process.communicate(), 100)
+    assert process.returncode == 130, err.decode()
+    assert re.fullmatch(r"\d+ tokens?, \d+ tokens/s, first token after [\d.]+ ms\n", err.decode())
 
 
 async def test_a_reader_who_has_enough_is_no_error(start_server: ServerFactory) -> None:

@@ -13,6 +13,7 @@ from drafthouse_server.cli.connection import add_connection, connected, explain,
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.host.amounts import format_bytes, format_count
+from drafthouse_server.host.ctrl_c import stopping_at_ctrl_c
 
 __all__ = ["Figures", "add_chat", "add_generate", "add_models"]
 
@@ -159,9 +160,15 @@ class _Generation:
         """
         started = self._clock()
         try:
-            for chunk in self._stream:
-                self._take(chunk, started)
-            self.figures.speculation = self._stream.result().speculation
+            with stopping_at_ctrl_c(self._stream.close) as ctrl_c:
+                try:
+                    for chunk in self._stream:
+                        self._take(chunk, started)
+                    self.figures.speculation = self._stream.result().speculation
+                except drafthouse.Cancelled:
+                    if not ctrl_c.is_pressed:
+                        raise
+                    return False
         except KeyboardInterrupt:
             return False
         finally:
