@@ -361,6 +361,8 @@ def test_the_table_of_own_defaults_names_the_machine_and_both_sides_threads(
     assert cells.split()[-2:] == ["1", "?"]
     write_peers_json(tmp_path / "peers.json", machine, [found])
     assert json.loads((tmp_path / "peers.json").read_text("utf-8"))["rows"][0]["threads"] == [1, 0]
+    on_device = dataclasses.replace(found, memory_limit=None)
+    assert defaults_lines(machine, [on_device])[3].split()[7] == "–"
 
 
 def test_plots_are_drawn_or_refused_in_one_sentence(

@@ -31,6 +31,7 @@ from drafthouse_bench.peers.versus import DefaultsRow
 from drafthouse_bench.process import ServerProcess, server_flags
 from drafthouse_bench.report import n_cores
 from drafthouse_bench.trace import Figures, figures
+from drafthouse_engine import list_devices
 from drafthouse_server.config import Config
 
 __all__ = ["draw_requests", "measure_defaults"]
@@ -117,8 +118,15 @@ async def measure_defaults(
         turns[THEIRS],
         (n_threads, theirs.n_threads),
         (shlex.join([*_own_flags(config), *flags[0]]), shlex.join(peer_flags)),
-        case.streams * read_bytes_per_s(n_cores()) / bytes_per_step(target.path),
+        _memory_limit(case, target),
     )
+
+
+def _memory_limit(case: PeerCase, target: Target) -> float | None:
+    """Returns the tokens per second that the host's memory would allow; None with a device."""
+    if any(it.kind in ("gpu", "igpu") for it in list_devices()):
+        return None
+    return case.streams * read_bytes_per_s(n_cores()) / bytes_per_step(target.path)
 
 
 def _repeated(text: Sequence[int], n_tokens: int) -> list[int]:

@@ -89,8 +89,9 @@ class DefaultsRow:
     """Threads of a decode, ours and theirs; 0 is not known."""
     flags: tuple[str, str]
     """Flags that both were started with, besides model and address."""
-    memory_limit: float
-    """Tokens per second that reading the weights once a step would allow."""
+    memory_limit: float | None
+    """Tokens per second that reading the weights once a step would allow; None on a device, whose
+    memory nobody has measured."""
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -224,7 +225,8 @@ _DEFAULTS_HEADER = (
 def defaults_lines(machine: Machine, rows: Sequence[DefaultsRow]) -> list[str]:
     """Returns the lines of a model's table: a row per case, medians over rounds, times in ms.
 
-    Its column "memory" is our speed without drafts as a share of what reading the weights allows.
+    Its column "memory" is our speed without drafts as a share of what reading the weights allows,
+    where they lie in the host's memory.
     """
     ours, theirs = rows[0].flags
     return [
@@ -242,7 +244,7 @@ def _defaults_cells(row: DefaultsRow) -> list[str]:
     name = str(row.case.streams) + (f" × {n_prompt}" if n_prompt else "")
     cells = [name, *(f"{speed:.0f}" for speed in speeds)]
     cells += [f"{share.median:.2f}", f"{share.low:.2f}–{share.high:.2f}", f"{plain.median:.2f}"]
-    cells += [f"{speeds[1] / row.memory_limit:.0%}"]
+    cells += [f"{speeds[1] / row.memory_limit:.0%}" if row.memory_limit else "–"]
     for name in ("ttft_p50_s", "ttft_p95_s", "gap_p50_s", "gap_p99_s"):
         cells += [f"{_middle(each, name) * 1000:.1f}" for each in (row.ours, row.theirs)]
     cells += [f"{_middle(each, 'server_cores'):.2f}" for each in (row.ours, row.theirs)]
