@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "gpu"
 NAME = "gpu-tables.json"
 PAGE = "gpu-tables.md"
-IMPORTED = ("gguf", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
+IMPORTED = ("gguf", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
 """Of the extra `dev`: what benchmarks and the tests of engines import."""
 
 OF_A_MACHINE = ("build", "peer", "models")

@@ -10,8 +10,8 @@
 # Results are appended to gpu-tables.json and gpu-tables.md in the folder $OUT (build/gpu by default), which name the GPU;
 # the first of them is also how a later call, or one on another machine, knows what is done. A build that does not get
 # ready in its piece goes on in the next call. PEER=stock builds llama-server from the stock source in place of the one
-# that shares the engine's CUDA objects, which takes half the time. ROUNDS (3) is for all tables. The pieces stand in the
-# order of their worth: where time is short, the first ones are those to have.
+# that shares the engine's CUDA objects, which takes half the time. ROUNDS (3) is for all tables, TESTERS (6) for how many
+# tests run at once. The pieces stand in the order of their worth: where time is short, the first ones are those to have.
 # Without a network: bring build/gpu-pack. Where it lies, source and packages come from it, and beside it the packages that
 # $PYTHON has are used (SITE=1 does that alone). `--pack --python 3.12 --there numpy,cmake,ninja` says what is there.
 set -eu
@@ -21,6 +21,7 @@ work=build/gpu
 budget=${BUDGET:-540}
 peer_kind=${PEER:-shared}
 rounds=${ROUNDS:-3}
+n_testers=${TESTERS:-6} # each has its own context on the GPU: about 600 MB
 pack=${PACK:-build/gpu-pack}
 case $pack in
 /*) wheels=$pack/wheels ;;
@@ -109,7 +110,7 @@ EOF
             '| xargs -P 6 -L 1 python -m models.bench_models'
         ;;
     tests)
-        echo "python -m pytest -p no:xdist -p no:cacheprovider -q -m 'not bench' tests/engine/test_gpu.py \$(make -s device-tests)"
+        echo "python -m pytest -n $n_testers -p no:cacheprovider -q -m 'not bench' tests/engine/test_gpu.py \$(make -s device-tests)"
         ;;
     own-0.6b) echo "$peers --scenarios defaults --models qwen3-0.6b-like-Q4_0 --streams 1,4,8,16,32" ;;
     own-1.2b) echo "$peers --scenarios defaults --models llama-1b-like-Q4_0 --streams 1,4,8,16,32" ;;
@@ -144,6 +145,17 @@ show() {
         grep -qx "$piece" "$work/taken" && state=x
         printf '[%s] %-10s up to %3s s  %s\n' "$state" "$piece" "$(seconds_of "$piece")" "$(about "$piece")"
     done
+}
+
+# Says how to build, for the pieces that do: what is built already runs where there is no compiler.
+set_cmake_args() {
+    arguments=$("$python" scripts/cuda.py --print-args)
+    CMAKE_ARGS="$arguments ${CMAKE_ARGS:-}"
+    if [ "$peer_kind" != stock ]; then
+        # In the engine's own tree, and built on demand: the same objects of ggml and llama.cpp.
+        CMAKE_ARGS="$CMAKE_ARGS -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_USE_PREBUILT_UI=OFF"
+    fi
+    export CMAKE_ARGS
 }
 
 # Runs the commands of a piece, one after the other, within the time that is left. Returns the first exit code that is not 0.
@@ -190,13 +202,6 @@ if ! nvidia-smi --query-gpu=name,driver_version,memory.total,compute_cap --forma
     exit 1
 fi
 cat "$work/gpu.txt"
-arguments=$("$python" scripts/cuda.py --print-args)
-CMAKE_ARGS="$arguments ${CMAKE_ARGS:-}"
-if [ "$peer_kind" != stock ]; then
-    # In the engine's own tree, and built on demand: the same objects of ggml and llama.cpp.
-    CMAKE_ARGS="$CMAKE_ARGS -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_USE_PREBUILT_UI=OFF"
-fi
-export CMAKE_ARGS
 mkdir -p "$out"
 results taken >"$work/taken"
 started=$(date +%s)
@@ -216,6 +221,7 @@ for piece in $wanted; do
     echo "== $piece: $(about "$piece")"
     code=0
     began=$(date +%s)
+    case $piece in build | peer) [ -n "${arguments:-}" ] || set_cmake_args ;; esac
     run_piece "$piece" "$((budget - elapsed))" || code=$?
     took=$(($(date +%s) - began))
     results record "$piece" --code "$code" --seconds "$took" --peer "$peer_kind"
