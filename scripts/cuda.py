@@ -5,6 +5,10 @@ NVIDIA's packages of PyPI are taken, as for cuBLAS, which some toolkits lack. Th
 build/cuda/site then, where `tests/cext/test_cuda_import.py` imports it. More than an hour on two
 cores; a build that was stopped goes on where it stopped.
 
+For another machine: `--portable v3` for its CPU, run by a Python of its version, whose extension it
+is, and `--arch 90-real`, which is half as large as 90. `--server` adds llama-server of the same
+objects, into build/cuda/bin. `scripts/gpu_tables.sh --pack --built` packs both.
+
 `--print-args` prints the options for CMAKE_ARGS instead, for a build of the whole server:
 `CMAKE_ARGS="$(python3 scripts/cuda.py --print-args)" make serve`.
 """
@@ -36,6 +40,13 @@ TOOLKIT = (
 """What compiles and links, of one version of CUDA; half a gigabyte unpacked."""
 CUBLAS = {12: "nvidia-cublas-cu12>=12.4,<13", 13: "nvidia-cublas>=13.0,<13.1.1"}
 """cuBLAS by the toolkit's major version: 13.1.0 is of CUDA 13.0."""
+
+SERVER = {
+    "LLAMA_BUILD_TOOLS": "ON",
+    "LLAMA_BUILD_SERVER": "ON",
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+}
+"""What gives a tree the target llama-server, which nothing builds unasked."""
 
 Run = Callable[[Sequence[str]], str]
 """Runs a command and returns what it says, on both streams; empty where it cannot be run."""
@@ -183,13 +194,22 @@ def cublas_of(toolkit: Toolkit, folder: Path = FOLDER) -> Path | None:
     return folder / "cublas"
 
 
-def options(toolkit: Toolkit, arch: str, cublas: Path | None) -> dict[str, str]:
+def options(
+    toolkit: Toolkit,
+    arch: str,
+    cublas: Path | None,
+    *,
+    portable: str = "",
+    has_server: bool = False,
+) -> dict[str, str]:
     """Returns the options of CMake.
 
     Args:
         toolkit: The compiler.
         arch: Compute capability without its dot, as 90, or several with ";" between.
         cublas: Folder of PyPI's cuBLAS, if the toolkit has none.
+        portable: Level of x86-64; this CPU's own instructions without one.
+        has_server: Whether llama-server can be built of it.
 
     Raises:
         CudaError: that folder has no cuBLAS.
@@ -205,6 +225,10 @@ def options(toolkit: Toolkit, arch: str, cublas: Path | None) -> dict[str, str]:
         # Libraries of CUDA outside of the system's folders are found where they were linked.
         "CMAKE_INSTALL_RPATH_USE_LINK_PATH": "ON",
     }
+    if portable:
+        found["DRAFTHOUSE_PORTABLE"] = portable
+    if has_server:
+        found |= SERVER
     if cublas is None:
         return found
     header = next(cublas.rglob("cublas_v2.h"), None)
@@ -263,25 +287,54 @@ def build(defines: Mapping[str, str], folder: Path = FOLDER) -> Path:
     return site
 
 
+def build_server(folder: Path = FOLDER) -> Path:
+    """Builds llama-server in the tree of the engine. Returns it.
+
+    Raises:
+        CudaError: it cannot be built; the end of the log is in the message.
+    """
+    log = folder / "server.log"
+    command = ["nice", "cmake", "--build", str(folder / "cmake"), "--target", "llama-server"]
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-N_LINES:])
+        raise CudaError(f"llama-server failed; the end of {log.relative_to(ROOT)}:\n{end}")
+    server = folder / "bin" / "llama-server"
+    server.parent.mkdir(exist_ok=True)
+    shutil.copy2(folder / "cmake" / "bin" / "llama-server", server)
+    return server
+
+
 def main() -> int:
     """Builds, or prints options; 0 or, after one sentence on standard error, 1."""
     parser = argparse.ArgumentParser(description="the engine with CUDA, into build/cuda")
     parser.add_argument(
         "--arch", help="compute capability without its dot; default: this machine's GPU, or 90"
     )
+    parser.add_argument("--portable", default="", help="level of x86-64 of the machine: v2, v3, v4")
+    parser.add_argument("--server", action="store_true", help="llama-server, too")
     parser.add_argument("--print-args", action="store_true", help="print options for CMAKE_ARGS")
     arguments = parser.parse_args()
     started_s = time.monotonic()
     FOLDER.mkdir(parents=True, exist_ok=True)
     try:
         toolkit = find_toolkit()
-        defines = options(toolkit, arguments.arch or this_arch(), cublas_of(toolkit))
+        defines = options(
+            toolkit,
+            arguments.arch or this_arch(),
+            cublas_of(toolkit),
+            portable=arguments.portable,
+            has_server=arguments.server,
+        )
         if arguments.print_args:
             sys.stdout.write(" ".join(f"-D{name}={value}" for name, value in defines.items()))
             return 0
         version = ".".join(map(str, toolkit.version))
         say(f"CUDA {version}, architecture {defines['CMAKE_CUDA_ARCHITECTURES']}: building …")
         site = build(defines)
+        if arguments.server:
+            say(f"llama-server is {build_server().relative_to(ROOT)}")
     except CudaError as error:
         say(f"error: {error}")
         return 1

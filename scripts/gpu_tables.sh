@@ -149,12 +149,10 @@ show() {
 
 # Says how to build, for the pieces that do: what is built already runs where there is no compiler.
 set_cmake_args() {
-    arguments=$("$python" scripts/cuda.py --print-args)
+    server=--server
+    [ "$peer_kind" != stock ] || server=
+    arguments=$("$python" scripts/cuda.py --print-args $server)
     CMAKE_ARGS="$arguments ${CMAKE_ARGS:-}"
-    if [ "$peer_kind" != stock ]; then
-        # In the engine's own tree, and built on demand: the same objects of ggml and llama.cpp.
-        CMAKE_ARGS="$CMAKE_ARGS -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_USE_PREBUILT_UI=OFF"
-    fi
     export CMAKE_ARGS
 }
 

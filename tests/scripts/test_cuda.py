@@ -107,3 +107,13 @@ def test_the_architecture_is_that_of_the_gpus() -> None:
     assert cuda.arch_of("8.6\n12.0\n") == "120;86"
     assert cuda.arch_of("NVIDIA-SMI has failed because it could not talk to the driver\n") is None
     assert cuda.arch_of("") is None
+
+
+def test_another_machine_has_a_level_and_a_server_when_asked_for(tmp_path: Path) -> None:
+    toolkit = cuda.Toolkit("nvcc", (13, 0), tmp_path)
+    here = cuda.options(toolkit, "90", None)
+    assert not {"DRAFTHOUSE_PORTABLE", "LLAMA_BUILD_SERVER"} & here.keys()
+    there = cuda.options(toolkit, "90-real", None, portable="v3", has_server=True)
+    assert there["DRAFTHOUSE_PORTABLE"] == "v3"
+    assert there["LLAMA_BUILD_SERVER"] == "ON"
+    assert there["CMAKE_CUDA_ARCHITECTURES"] == "90-real"
