@@ -231,9 +231,9 @@ int32_t spec_model_text(const spec_model * model, const char * key, char * buf, 
 
 /* What llama.cpp has made of the parameters of a load, as text: "device" (names, "," between;
  * empty: the CPU alone), "split_mode", "tensor_split" (empty: by free memory), "gpu_layers",
- * "buffers"
- * ("TYPE=BYTES", "," between) and "buffer:NAME", the buffer type that the tensor NAME lies in
- * (NOT_FOUND where there is none). since ABI 9 */
+ * "buffers" ("TYPE=BYTES", "," between), "host_bytes" (of the weights that the CPU computes with)
+ * and "buffer:NAME", the buffer type that the tensor NAME lies in (NOT_FOUND where there is none).
+ * since ABI 9 */
 int32_t spec_model_setting(const spec_model * model, const char * key, char * buf, size_t cap,
                            size_t * n_needed);
 
@@ -1048,8 +1048,8 @@ typedef struct spec_memory_use {
 int32_t spec_survey_open(const spec_model_params * target, const spec_model_params * draft,
                          spec_survey ** out);
 void spec_survey_free(spec_survey * survey);
-/* The target or the draft model as far as it was read: for spec_model_get_info, spec_model_meta and
- * spec_model_text alone. NULL without such a model. The survey's. since ABI 8 */
+/* The target or the draft model as far as it was read: for spec_model_get_info, spec_model_meta,
+ * spec_model_text and spec_model_setting alone. NULL without such a model. The survey's. since ABI 8 */
 const spec_model * spec_survey_model(const spec_survey * survey, bool is_draft);
 /* Measures what an engine of these parameters would take: a row for the host, then one for each
  * other device in use. *n_needed is their number; BUFFER_TOO_SMALL when it exceeds cap (nothing is

@@ -4,28 +4,39 @@ Into build/gpu-pack, which `scripts/gpu_tables.sh` uses where it finds it: the p
 llama.cpp, without what no build of ours reads, and the wheels of our requirements for the Python
 there. The repository travels beside it, so both together are held against the limit of what can
 be taken along.
+
+With `--built`, in place of the source, what `scripts/cuda.py --arch 90-real --portable v3 --server`
+has built, run by a Python of the version there: where a machine is lent for a quarter of an hour,
+compiling would take nine minutes of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import lzma
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cext"), str(ROOT)]
 
-from scripts import build, gpu_results  # noqa: E402  they are found since the lines above
+from scripts import build, gpu_built, gpu_results  # noqa: E402  they are found since the lines above
 
 import fetch_llama_cpp as pinned  # noqa: E402  the one module that knows the pinned source
 
 FOLDER = ROOT / "build" / "gpu-pack"
 SOURCE = "llama.cpp.tar.xz"
+BUILT = "built.tar.xz"
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 192 << 20}]
+"""A window in which engine and server lie, which hold the same kernels."""
+CUDA = ROOT / "build" / "cuda"
 LIMIT_BYTES = 64 << 20
 """Of repository and pack together, where one machine lends another."""
 MEGABYTE = 1_000_000
@@ -68,6 +79,41 @@ def pack_source(source: Path, target: Path) -> None:
 
     with tarfile.open(target, "w:xz") as archive:
         archive.add(source, "llama.cpp", filter=chosen)
+
+
+def pack_built(folder: Path, wheels: Path, target: Path, python: str) -> None:
+    """Writes the archive of an engine with all that is imported beside it, and of llama-server.
+
+    Args:
+        folder: Where `scripts/cuda.py` has put engine and server.
+        wheels: Those of what is imported, which are installed by unpacking them.
+        target: The archive.
+        python: Version of the Python there.
+
+    Raises:
+        PackError: one of them is not built, or for another Python.
+    """
+    engine, server = folder / "site" / "drafthouse_engine", folder / "bin" / "llama-server"
+    advice = f"run scripts/cuda.py --server by Python {python}"
+    if not any(engine.glob(f"_spec.cpython-{python.replace('.', '')}-*")):
+        raise PackError(f"{folder} has no engine for Python {python}; {advice}")
+    if not server.exists():
+        raise PackError(f"{folder} has no llama-server; {advice}")
+
+    def chosen(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if member.name.endswith("__pycache__") else member
+
+    with (
+        tempfile.TemporaryDirectory() as site,
+        lzma.open(target, "w", filters=_FILTERS) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for path in wheels.glob("*.whl"):
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(site)  # noqa: S202  # as pip would, from where pip takes them
+        archive.add(folder / "site", "site", filter=chosen)
+        archive.add(server, "bin/llama-server")
+        archive.add(site, "site")
 
 
 def platforms(glibc: Sequence[str] = GLIBC) -> list[str]:
@@ -124,8 +170,13 @@ def repository_bytes() -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def pack(python: str, there: Sequence[str]) -> str:
+def pack(python: str, there: Sequence[str], built: Path | None = None) -> str:
     """Makes the pack. Returns what travels, in words.
+
+    Args:
+        python: Version of the Python there.
+        there: Packages that it has.
+        built: Where `scripts/cuda.py` has put what takes the source's place, if it does.
 
     Raises:
         PackError: something cannot be had, or it is too much.
@@ -134,9 +185,14 @@ def pack(python: str, there: Sequence[str]) -> str:
     shutil.rmtree(FOLDER, ignore_errors=True)
     wheels = FOLDER / "wheels"
     wheels.mkdir(parents=True)
-    pack_source(pinned.source_path(), FOLDER / SOURCE)
-    fetch_wheels([*build.packages(["build"]), *gpu_results.packages()], python, wheels)
+    needed = gpu_built.packages() if built else build.packages(["build"])
+    fetch_wheels([*needed, *gpu_results.packages()], python, wheels)
     leave_out(wheels, there)
+    if built:
+        pack_built(built, wheels, FOLDER / BUILT, python)
+        shutil.rmtree(wheels)
+    else:
+        pack_source(pinned.source_path(), FOLDER / SOURCE)
     return check_size(repository_bytes(), build.size_bytes(FOLDER))
 
 
@@ -149,9 +205,12 @@ def main() -> int:
         default="numpy,cmake,ninja",
         help="packages that it has, with commas between: no wheels of them",
     )
+    parser.add_argument("--built", action="store_true", help="what scripts/cuda.py has built")
     arguments = parser.parse_args()
     try:
-        words = pack(arguments.python, arguments.there.split(","))
+        words = pack(
+            arguments.python, arguments.there.split(","), CUDA if arguments.built else None
+        )
     except (PackError, pinned.FetchError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

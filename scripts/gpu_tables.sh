@@ -6,6 +6,8 @@
 #   scripts/gpu_tables.sh --list        all pieces, how long each may take, and whether it is done
 #   scripts/gpu_tables.sh --dry-run     the commands of all pieces, or of those named; runs none of them
 #   scripts/gpu_tables.sh --pack        on a machine with a network: what one without needs, into build/gpu-pack
+#   scripts/gpu_tables.sh --pack --built    the same with engine and llama-server in place of the source, as scripts/cuda.py
+#                                       has built them: the piece "build" takes seconds there
 #
 # Results are appended to gpu-tables.json and gpu-tables.md in the folder $OUT (build/gpu by default), which name the GPU;
 # the first of them is also how a later call, or one on another machine, knows what is done. A build that does not get
@@ -27,10 +29,15 @@ case $pack in
 /*) wheels=$pack/wheels ;;
 *) wheels=$PWD/$pack/wheels ;;
 esac
-python=${PYTHON:-python3}
+python=$(command -v "${PYTHON:-python3}") # before there is one in .venv
 export PATH="$PWD/.venv/bin:$PATH"
 
-if [ "${1:-}" != --pack ] && [ -e "$pack/llama.cpp.tar.xz" ]; then
+is_built=
+if [ "${1:-}" != --pack ] && [ -e "$pack/built.tar.xz" ]; then
+    is_built=1 SITE=1
+    LD_LIBRARY_PATH=$("$python" scripts/gpu_built.py libraries)${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    export LD_LIBRARY_PATH
+elif [ "${1:-}" != --pack ] && [ -e "$pack/llama.cpp.tar.xz" ]; then
     # Absolute: CMake runs elsewhere.
     DRAFTHOUSE_LLAMA_CPP=${DRAFTHOUSE_LLAMA_CPP:-$PWD/$work/llama.cpp}
     PIP_NO_INDEX=1 PIP_FIND_LINKS=$wheels SITE=1
@@ -77,8 +84,11 @@ commands_of() {
     peers="drafthouse-bench peers --peer $peer --rounds $rounds --json @"
     case $1 in
     build)
-        if [ -e "$pack/llama.cpp.tar.xz" ]; then
-            # Unpacked apart first: a piece that is ended in between leaves no half of it.
+        # Unpacked apart first: a piece that is ended in between leaves no half of it.
+        if [ "$is_built" ]; then
+            echo "[ -d $work/built ] || { mkdir -p $work/part && tar -xJf $pack/built.tar.xz -C $work/part &&\
+ mv $work/part $work/built; }"
+        elif [ -e "$pack/llama.cpp.tar.xz" ]; then
             echo "[ -d $work/llama.cpp ] || { mkdir -p $work/part && tar -xJf $pack/llama.cpp.tar.xz -C $work/part &&\
  mv $work/part/llama.cpp $work/; }"
         fi
@@ -90,13 +100,19 @@ EOF
             echo "$python -c 'import sysconfig; print(sysconfig.get_paths()[\"purelib\"])' \
 >\$(echo .venv/lib/python3.*/site-packages)/site-of-python.pth"
         fi
+        if [ "$is_built" ]; then
+            echo "$python scripts/gpu_built.py link $work/built"
+            return
+        fi
         echo "$python scripts/build.py"
         echo "python -m pip install --quiet \$($python scripts/gpu_results.py packages)"
         echo 'python -m pip install --quiet --no-deps --no-build-isolation --editable bench'
         ;;
     smoke) echo 'python scripts/gpu_smoke.py' ;;
     peer)
-        if [ "$peer_kind" = stock ]; then
+        if [ "$is_built" ]; then
+            echo 'ln -sf built/bin/llama-server build/gpu/llama-server'
+        elif [ "$peer_kind" = stock ]; then
             echo "$python scripts/peers.py"
         else
             echo 'cmake --build build/cp3*-linux_* --target llama-server'
@@ -110,7 +126,10 @@ EOF
             '| xargs -P 6 -L 1 python -m models.bench_models'
         ;;
     tests)
-        echo "python -m pytest -n $n_testers -p no:cacheprovider -q -m 'not bench' tests/engine/test_gpu.py \$(make -s device-tests)"
+        # Named as they end, so that a run that is cut off has told; and no plugin but ours: Python may have others.
+        echo "export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"
+        echo "python -m pytest -p xdist.plugin -p pytest_asyncio.plugin -p pytest_timeout -p _hypothesis_pytestplugin\
+ -p tests.support.on_gpu -n $n_testers -p no:cacheprovider -v --tb=short -m 'not bench' tests/engine/test_gpu.py \$(make -s device-tests)"
         ;;
     own-0.6b) echo "$peers --scenarios defaults --models qwen3-0.6b-like-Q4_0 --streams 1,4,8,16,32" ;;
     own-1.2b) echo "$peers --scenarios defaults --models llama-1b-like-Q4_0 --streams 1,4,8,16,32" ;;
@@ -219,7 +238,7 @@ for piece in $wanted; do
     echo "== $piece: $(about "$piece")"
     code=0
     began=$(date +%s)
-    case $piece in build | peer) [ -n "${arguments:-}" ] || set_cmake_args ;; esac
+    case $piece in build | peer) [ "$is_built${arguments:-}" ] || set_cmake_args ;; esac
     run_piece "$piece" "$((budget - elapsed))" || code=$?
     took=$(($(date +%s) - began))
     results record "$piece" --code "$code" --seconds "$took" --peer "$peer_kind"

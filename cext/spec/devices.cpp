@@ -259,6 +259,37 @@ std::string buffers_of(const llama_model * model) {
     return joined(parts);
 }
 
+// Whether of a weight no more than a row for each token is read: llama.cpp keeps these with the CPU
+// wherever the layers are.
+bool is_table(const std::string & name) {
+    constexpr const char * TABLES[] = {"token_embd", "token_types", "position_embd",
+                                       "per_layer_token_embd"};
+    return std::any_of(std::begin(TABLES), std::end(TABLES), [&](const std::string table) {
+        return name.compare(0, table.size(), table) == 0;
+    });
+}
+
+// Bytes of the weights that the CPU computes with. Tables count where it computes with all: one of
+// them may be the head, too.
+size_t host_bytes_of(const llama_model * model) {
+    size_t n_all = 0;
+    size_t n_computed = 0;
+    bool has_device = false;
+    for (const auto & [name, tensor] : tensors_of(model)) {
+        if (tensor->buffer == nullptr) {
+            continue;
+        }
+        ggml_backend_dev_t device =
+            ggml_backend_buft_get_device(ggml_backend_buffer_get_type(tensor->buffer));
+        const bool is_here =
+            ggml_backend_buffer_is_host(tensor->buffer) || device == nullptr || is_cpu(device);
+        has_device = has_device || !is_here;
+        n_all += is_here ? ggml_nbytes(tensor) : 0;
+        n_computed += is_here && !is_table(name) ? ggml_nbytes(tensor) : 0;
+    }
+    return has_device ? n_computed : n_all;
+}
+
 std::string buffer_of(const llama_model * model, const std::string & wanted) {
     for (const auto & [name, tensor] : tensors_of(model)) {
         if (name == wanted && tensor->buffer != nullptr) {
@@ -289,6 +320,9 @@ std::string model_setting(const spec_model & model, const std::string & key) {
     }
     if (key == "buffers") {
         return buffers_of(m);
+    }
+    if (key == "host_bytes") {
+        return std::to_string(host_bytes_of(m));
     }
     if (key.compare(0, sizeof BUFFER - 1, BUFFER) == 0) {
         return buffer_of(m, key.substr(sizeof BUFFER - 1));

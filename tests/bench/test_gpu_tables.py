@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from models.bench_models import QUANTS, SHAPES
-from scripts import cuda
+from scripts import cuda, gpu_built
 
 from drafthouse_bench import command
 from drafthouse_bench.peers.command import _plan
@@ -281,6 +281,43 @@ def test_a_machine_without_a_network_builds_from_the_pack(
         unpacked = machine.folder / "build" / "gpu" / "llama.cpp"
         assert said[:3] == [str(unpacked), "1", str(pack / "wheels")]
         assert (unpacked / "include" / "llama.h").is_file()
+
+
+def test_what_another_machine_has_built_is_not_built_again(
+    machine: Machine, tmp_path: Path
+) -> None:
+    packed, pack = tmp_path / "packed", machine.folder / "build" / "gpu-pack"
+    for name in ("site/drafthouse_engine/__init__.py", "bin/llama-server"):
+        (packed / name).parent.mkdir(parents=True, exist_ok=True)
+        (packed / name).touch()
+    pack.mkdir(parents=True)
+    with tarfile.open(pack / "built.tar.xz", "w:xz") as archive:
+        archive.add(packed, ".")
+    shutil.copy(ROOT / "scripts" / "gpu_built.py", machine.folder / "scripts")
+    machine.program(".venv/bin/pip", "")
+    site = machine.folder / ".venv" / "lib" / "python3.99" / "site-packages"
+    site.mkdir(parents=True)
+    done = machine.run("build", "peer", CUDACXX="no compiler")
+    assert done.returncode == 0, done.stderr
+    built = machine.folder / "build" / "gpu" / "built"
+    assert f"{built / 'site'}\n" in (site / "drafthouse-built.pth").read_text()
+    assert (site / "site-of-python.pth").is_file()  # what Python has is used, too
+    assert "drafthouse_bench" in (machine.folder / ".venv" / "bin" / "drafthouse-bench").read_text()
+    assert (machine.folder / "build" / "gpu" / "llama-server").samefile(
+        built / "bin" / "llama-server"
+    )
+
+
+def test_libraries_of_cuda_are_found_beside_python_and_in_toolkits(tmp_path: Path) -> None:
+    site, toolkits = tmp_path / "site", tmp_path / "local"
+    for name in ("nvidia/cu13/lib/libcublas.so.13", "nvidia/cu13/lib/libcublasLt.so.13"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).touch()
+    for name in ("libcudart.so.13", "libcublas.so.13"):
+        (toolkits / "cuda-13.0" / "lib64" / name).parent.mkdir(parents=True, exist_ok=True)
+        (toolkits / "cuda-13.0" / "lib64" / name).touch()
+    found = gpu_built.libraries(site, toolkits)
+    assert found == [site / "nvidia" / "cu13" / "lib", toolkits / "cuda-13.0" / "lib64"]
 
 
 def test_a_pack_is_made_again_with_the_network(machine: Machine) -> None:

@@ -79,14 +79,22 @@ def placed(layers=-1, **fields):
 def buffers(model):
     return dict(part.rsplit("=", 1) for part in model.setting("buffers").split(","))
 
+def host_bytes(model, layers=-1, **fields):
+    with Survey(path, n_gpu_layers=layers, placement=Placement(**fields)) as survey:
+        assert survey.host_bytes == int(model.setting("host_bytes"))
+    return int(model.setting("host_bytes"))
+
 with placed() as model:
     assert model.setting("device") == "RPC0", model.setting("device")
+    assert host_bytes(model) == 0
     whole = int(buffers(model)[MEMORY])
     assert "RPC0" in model.setting("buffer:blk.0.attn_norm.weight")
 with placed(2) as model:
     assert model.setting("gpu_layers") == "2"
     assert 0 < int(buffers(model)[MEMORY]) < whole
+    assert 0 < host_bytes(model, 2) < model.size_bytes
 with placed(devices=()) as model:
+    assert host_bytes(model, devices=()) == model.size_bytes
     assert model.setting("device") == "" and MEMORY not in buffers(model)
 with placed(devices=("RPC0",), split_mode="none", main_gpu=0) as model:
     assert (model.setting("device"), model.setting("split_mode")) == ("RPC0", "none")
@@ -95,6 +103,7 @@ with placed(tensor_split=(3.0,)) as model:
 with placed(override_tensor="blk.[01]..*=CPU") as model:
     assert "RPC0" not in model.setting("buffer:blk.1.attn_norm.weight")
     assert "RPC0" in model.setting("buffer:blk.2.attn_norm.weight")
+    assert 0 < host_bytes(model, override_tensor="blk.[01]..*=CPU") < model.size_bytes
 placed(override_tensor=f"attn_norm={MEMORY}").close()
 try:
     placed(split_mode="none", main_gpu=1)

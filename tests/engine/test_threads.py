@@ -52,11 +52,18 @@ def test_short_steps_leave_no_core_where_the_host_has_something_else(
     assert choose_threads(n_cores, n_spare, DEMO).n == n
 
 
+@pytest.mark.parametrize(("n_cores", "n"), [(1, 1), (2, 1), (4, 3), (5, 4), (64, 4)])
+def test_beside_devices_a_few_threads_suffice(n_cores: int, n: int) -> None:
+    found = choose_threads(n_cores, 0, 0)
+    assert (found.n, found.n_batch) == (n, n)
+
+
 def test_a_reason_is_told() -> None:
     assert choose_threads(1, 0, DEMO).reason == "the only core"
     assert choose_threads(2, 0, DEMO).reason.startswith("steps are short")
     assert choose_threads(2, 0, QWEN_600M_Q4).reason.endswith("175 MB of weights for each")
     assert choose_threads(4, 0.7, DEMO).reason.startswith("0.7 more")
+    assert choose_threads(4, 0.7, 0).reason == "devices compute all layers"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -83,6 +84,30 @@ def test_wheels_of_what_is_there_stay_here(tmp_path: Path) -> None:
     files(tmp_path, *wheels)
     gpu_pack.leave_out(tmp_path, ["numpy", "pytest.asyncio"])
     assert [path.name for path in tmp_path.iterdir()] == ["ninja-1.11-py3.whl"]
+
+
+def test_what_is_built_travels_with_what_it_imports_and_once(tmp_path: Path) -> None:
+    kernels = os.urandom(1 << 20)
+    built = files(tmp_path / "cuda", "site/drafthouse_engine/__pycache__/a.pyc")
+    engine = built / "site" / "drafthouse_engine" / "_spec.cpython-312-x86_64-linux-gnu.so"
+    engine.write_bytes(kernels)
+    with pytest.raises(gpu_pack.PackError, match=r"no engine for Python 3\.13; run"):
+        gpu_pack.pack_built(built, tmp_path, tmp_path / "built.tar.xz", "3.13")
+    with pytest.raises(gpu_pack.PackError, match="no llama-server; run"):
+        gpu_pack.pack_built(built, tmp_path, tmp_path / "built.tar.xz", "3.12")
+    (built / "bin").mkdir()
+    (built / "bin" / "llama-server").write_bytes(kernels)
+    with zipfile.ZipFile(tmp_path / "rich-15-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("rich/__init__.py", "")
+    gpu_pack.pack_built(built, tmp_path, tmp_path / "built.tar.xz", "3.12")
+    assert (tmp_path / "built.tar.xz").stat().st_size < 1.1 * len(kernels)
+    with tarfile.open(tmp_path / "built.tar.xz") as archive:
+        found = {member.name for member in archive if member.isfile()}
+    assert found == {
+        f"site/drafthouse_engine/{engine.name}",
+        "site/rich/__init__.py",
+        "bin/llama-server",
+    }
 
 
 def test_more_than_may_travel_is_refused_with_the_sizes() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,10 +20,12 @@ from tests.support.rpc_server import lasting_rpc_server
 
 import drafthouse_engine
 
-_NOT_HERE = {
-    "test_type_of_target_is_kept": "Model is a function here",
+CPU_ALONE = {
     "test_first_drafts_of_a_fork_are_those_of_a_prefilled_sequence": "exact is of the CPU alone",
 }
+"""Tests of what no device can do, by its nature, with the reason."""
+
+_NOT_HERE = CPU_ALONE | {"test_type_of_target_is_kept": "Model is a function here"}
 _Model = drafthouse_engine.Model
 _placed: list[str] = []
 _whole: list[str] = []
@@ -66,6 +68,18 @@ def _begins_there(model: drafthouse_engine.Model) -> bool:
     return False
 
 
+def skip(items: Iterable[pytest.Item], reasons: Mapping[str, str]) -> None:
+    """Skips tests.
+
+    Args:
+        items: All that are collected.
+        reasons: Why, by the name of a test without its parameters.
+    """
+    for item in items:
+        if reason := reasons.get(item.name.partition("[")[0]):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @cache
 def _half(path: str) -> int:
     """Returns half of a model's layers, one at least."""
@@ -75,10 +89,8 @@ def _half(path: str) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what a device cannot do, by its nature."""
-    for item in items:
-        if reason := _NOT_HERE.get(item.name.partition("[")[0]):
-            item.add_marker(pytest.mark.skip(reason=reason))
+    """Skips what cannot run here."""
+    skip(items, _NOT_HERE)
 
 
 @pytest.hookimpl(wrapper=True)

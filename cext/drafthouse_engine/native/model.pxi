@@ -301,8 +301,9 @@ cdef class Model:
 
         Args:
             key: `device` (names, commas between; empty is the CPU alone), `split_mode`,
-                `tensor_split`, `gpu_layers`, `buffers` (`TYPE=BYTES`, commas between), or
-                `buffer:NAME`, the buffer type in which the tensor NAME lies.
+                `tensor_split`, `gpu_layers`, `buffers` (`TYPE=BYTES`, commas between), `host_bytes`
+                (of the weights that the CPU computes with), or `buffer:NAME`, the buffer type in
+                which the tensor NAME lies.
 
         Raises:
             InvalidArgument: there is no such key, or the model was loaded with vocab_only.

@@ -68,6 +68,13 @@ cdef str text_of(const spec.spec_model * model, const char * key):
     return found[:n - 1].decode("utf-8", "replace")
 
 
+cdef object host_bytes_of(const spec.spec_model * model):
+    cdef char found[32]
+    cdef size_t n = 0
+    check(spec.spec_model_setting(model, b"host_bytes", found, 32, &n))
+    return int(found[:n - 1])
+
+
 @cython.final
 cdef class Survey:
     """Tells what memory an engine over these files would take, without taking it.
@@ -152,6 +159,21 @@ cdef class Survey:
     def size_bytes(self):
         """Bytes of the target's weights in the file."""
         return self._facts.size_bytes
+
+    @property
+    def host_bytes(self):
+        """Bytes of the weights that the CPU computes with, target and draft model together.
+
+        0 where devices have all layers; after `fit`, as they were found to fit.
+        """
+        self._enter()
+        try:
+            found = host_bytes_of(spec.spec_survey_model(self._handle, False))
+            if self.draft_path:
+                found += host_bytes_of(spec.spec_survey_model(self._handle, True))
+            return found
+        finally:
+            self._leave()
 
     @property
     def n_vocab(self):

@@ -92,7 +92,7 @@ def _model(config: Config, surveyor: Surveyor, needs: Needs) -> Section:
     section.add("draft_type", needs.draft_type)
     if config.model_draft:
         section.add("draft_model", config.model_draft)
-    threads = threads_of(config, facts.size_bytes)
+    threads = threads_of(config, facts.size_bytes, surveyor.survey.host_bytes)
     section.add("threads", threads.n, f"{threads.n} ({threads.reason})")
     return section
 

@@ -74,7 +74,9 @@ def load_engine(
             "BENCHMARK: drafts are accepted at random (synth_rates); what is generated is not"
             " the model's output"
         )
-    threads = threads_of(config, target.size_bytes)
+    loaded = [target] if draft is None else [target, draft]
+    n_host_bytes = sum(int(model.setting("host_bytes")) for model in loaded)
+    threads = threads_of(config, target.size_bytes, n_host_bytes)
     return _make_engine(config, target, draft, threads), threads
 
 

@@ -23,6 +23,9 @@ _N_WIDE_BYTES = 100_000_000
 _ENOUGH = 0.5
 """Cores' worth of time, beyond the engine's threads, that the rest of the server can live on."""
 
+_N_BESIDE_DEVICES = 4
+"""Threads where devices compute: they fetch rows of the embeddings, and choose tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Threads:
@@ -41,6 +44,9 @@ class Threads:
 def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
     """Returns the threads of a model's decodes: all cores, or all but one where they are short.
 
+    Where devices compute, a few: threads that wait for each other beside a device keep cores busy,
+    and hold up what feeds it.
+
     All threads of a decode wait for each other at every layer. With as many as there are cores,
     whatever else runs, as the event loop does for each message, holds up all of them. For a long
     step that is little beside the core that would stand idle; a step of a small model would take
@@ -53,10 +59,13 @@ def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
         n_cores: Cores that the process may use, >= 1.
         n_spare: Cores' worth of time that it may use besides: hardware threads that share these
             cores, or the rest of a quota.
-        n_bytes: Weights of the model, which a step reads once.
+        n_bytes: Weights that the CPU computes with, which a step reads once; 0: devices have all.
     """
     if n_cores == 1:
         return Threads(1, 1, reason="the only core")
+    if n_bytes == 0:
+        n = min(_N_BESIDE_DEVICES, n_cores - 1)
+        return Threads(n, n, reason="devices compute all layers")
     if n_spare >= _ENOUGH:
         return Threads(n_cores, n_cores, reason=f"{n_spare:g} more are left to the rest")
     if n_bytes >= n_cores * _N_LONG_BYTES:
@@ -67,16 +76,17 @@ def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
     return Threads(n_cores - 1, n_cores, n_wide, reason)
 
 
-def threads_of(config: Config, n_bytes: int) -> Threads:
+def threads_of(config: Config, n_bytes: int, n_host_bytes: int) -> Threads:
     """Returns what the settings say, and where they say nothing what suits model and machine.
 
     Args:
         config: The server's settings.
         n_bytes: The target's weights.
+        n_host_bytes: Weights of target and draft model that the CPU computes with.
     """
     n, n_batch = config.threads, config.threads_batch
     if n:
         return Threads(n, n_batch or n, reason="as set")
     cores = drafthouse_engine.find_cores()
-    found = choose_threads(cores.n_cores, cores.n_spare, n_bytes)
+    found = choose_threads(cores.n_cores, cores.n_spare, min(n_bytes, n_host_bytes))
     return dataclasses.replace(found, n_batch=n_batch, n_wide=2) if n_batch else found
