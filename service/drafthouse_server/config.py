@@ -389,7 +389,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
         between(0, 512),
         "Threads of a decode. 0: all cores that affinity and cgroup quota allow; where steps are"
         " short (less than 16 MB of weights per core) and nothing else is left to the rest of the"
-        " server, one less in steps of few tokens.",
+        " server, one less in steps of few tokens. Where devices compute all layers, 4 at most.",
         old="n_threads",
     )
     """Threads of a decode."""
