@@ -55,7 +55,7 @@ def link(built: Path, venv: Path) -> None:
         venv: The environment.
     """
     (site,) = venv.glob("lib/python3.*/site-packages")
-    lines = [built.resolve() / "site", *SOURCES]
+    lines = [*SOURCES, built.resolve() / "site"]
     (site / "drafthouse-built.pth").write_text("".join(f"{line}\n" for line in lines))
     for name, module in PROGRAMS.items():
         program = venv / "bin" / name

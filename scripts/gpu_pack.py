@@ -139,8 +139,8 @@ def fetch_wheels(packages: Iterable[str], python: str, folder: Path) -> None:
 
 
 def leave_out(folder: Path, names: Iterable[str]) -> None:
-    """Removes the wheels of packages that are there already."""
-    there = {re.sub(r"[-_.]+", "_", name).lower() for name in names}
+    """Removes the wheels of packages that are there already, named with their versions or not."""
+    there = {re.sub(r"[-_.]+", "_", name.partition("==")[0]).lower() for name in names}
     for wheel in folder.glob("*.whl"):
         if re.sub(r"[-_.]+", "_", wheel.name.split("-")[0]).lower() in there:
             wheel.unlink()
@@ -186,7 +186,9 @@ def pack(python: str, there: Sequence[str], built: Path | None = None) -> str:
     wheels = FOLDER / "wheels"
     wheels.mkdir(parents=True)
     needed = gpu_built.packages() if built else build.packages(["build"])
-    fetch_wheels([*needed, *gpu_results.packages()], python, wheels)
+    # What comes along has to suit the versions that are there.
+    fixed = [name for name in there if "==" in name]
+    fetch_wheels([*needed, *gpu_results.packages(), *fixed], python, wheels)
     leave_out(wheels, there)
     if built:
         pack_built(built, wheels, FOLDER / BUILT, python)
@@ -203,7 +205,8 @@ def main() -> int:
     parser.add_argument(
         "--there",
         default="numpy,cmake,ninja",
-        help="packages that it has, with commas between: no wheels of them",
+        help="packages that it has, with commas between, as grpcio==1.84.0 or numpy: no wheels"
+        " of them, and of others those that suit these versions",
     )
     parser.add_argument("--built", action="store_true", help="what scripts/cuda.py has built")
     arguments = parser.parse_args()
