@@ -1049,7 +1049,8 @@ int32_t spec_survey_open(const spec_model_params * target, const spec_model_para
                          spec_survey ** out);
 void spec_survey_free(spec_survey * survey);
 /* The target or the draft model as far as it was read: for spec_model_get_info, spec_model_meta,
- * spec_model_text and spec_model_setting alone. NULL without such a model. The survey's. since ABI 8 */
+ * spec_model_text and spec_model_setting alone. NULL without such a model. The survey's. since ABI
+ * 8 */
 const spec_model * spec_survey_model(const spec_survey * survey, bool is_draft);
 /* Measures what an engine of these parameters would take: a row for the host, then one for each
  * other device in use. *n_needed is their number; BUFFER_TOO_SMALL when it exceeds cap (nothing is
