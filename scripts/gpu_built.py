@@ -8,11 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 import sysconfig
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECTS = (ROOT / "pyproject.toml", ROOT / "clients" / "python" / "pyproject.toml")
 SOURCES = (ROOT / "service", ROOT / "clients" / "python", ROOT / "bench")
 PROGRAMS = {
     "drafthouse": "drafthouse_server.cli.main",
@@ -22,14 +20,6 @@ PROGRAMS = {
 
 LIBRARIES = ("libcublas.so.*", "libcublasLt.so.*", "libcudart.so.*")
 """Of CUDA, which the engine is linked with and which no pack brings."""
-
-
-def packages() -> list[str]:
-    """Returns the requirements of server and SDK, as pip takes them, without a space in them."""
-    found = set[str]()
-    for path in PROJECTS:
-        found |= set(tomllib.loads(path.read_text(encoding="utf-8"))["project"]["dependencies"])
-    return sorted(it.replace(" ", "") for it in found if not it.startswith("drafthouse=="))
 
 
 def libraries(site: Path, toolkits: Path = Path("/usr/local")) -> list[Path]:
@@ -70,13 +60,10 @@ def main() -> int:
     """Does what is asked for; 0."""
     parser = argparse.ArgumentParser(description="an engine that another machine has built")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("packages", help="what to install")
     commands.add_parser("libraries", help="folders of CUDA's libraries, as LD_LIBRARY_PATH")
     commands.add_parser("link", help="into .venv").add_argument("built", type=Path)
     arguments = parser.parse_args()
-    if arguments.command == "packages":
-        sys.stdout.write("\n".join(packages()) + "\n")
-    elif arguments.command == "libraries":
+    if arguments.command == "libraries":
         site = Path(sysconfig.get_paths()["purelib"])
         sys.stdout.write(":".join(map(str, libraries(site))) + "\n")
     else:

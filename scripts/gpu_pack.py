@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "cext"), str(ROOT)]
 
-from scripts import build, gpu_built, gpu_results  # noqa: E402  they are found since the lines above
+from scripts import build, gpu_results  # noqa: E402  they are found since the lines above
 
 import fetch_llama_cpp as pinned  # noqa: E402  the one module that knows the pinned source
 
@@ -185,7 +185,7 @@ def pack(python: str, there: Sequence[str], built: Path | None = None) -> str:
     shutil.rmtree(FOLDER, ignore_errors=True)
     wheels = FOLDER / "wheels"
     wheels.mkdir(parents=True)
-    needed = gpu_built.packages() if built else build.packages(["build"])
+    needed = build.packages([] if built else ["build"])
     # What comes along has to suit the versions that are there.
     fixed = [name for name in there if "==" in name]
     fetch_wheels([*needed, *gpu_results.packages(), *fixed], python, wheels)
