@@ -39,7 +39,7 @@ case $(run_python -c 'import drafthouse_engine._spec as it; print(it.__file__)')
 esac
 run_python -m pytest -q -p no:cacheprovider --timeout 900 \
     tests/cext/test_recurrent_rollback.py tests/cext/test_rollback_by_hand.py tests/rpc/test_bad_input.py tests/cext/test_ngram_guards.py \
-    tests/cext/test_bad_grammars.py tests/cext/test_cext_snapshots.py tests/cext/test_turned_on.py tests/cext/test_external_drafts.py tests/cext/test_runs.py
+    tests/cext/test_bad_grammars.py tests/cext/test_cext_snapshots.py tests/cext/test_turned_on.py tests/cext/test_given_drafts.py tests/cext/test_runs.py
 echo '== hand-over between threads'
 build/thread/handover_test
 echo '== sampling on several threads'

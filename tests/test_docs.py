@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -27,6 +28,36 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
     missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
     assert not missing
+
+
+COMMANDS = [ROOT / "Makefile", ROOT / ".ci" / "run", *ROOT.glob("scripts/*.sh"), *PAGES]
+
+
+@pytest.mark.parametrize("page", COMMANDS, ids=name)
+def test_every_test_that_is_named_is_there(page: Path) -> None:
+    """A command that runs a test which was renamed fails at its end only, after minutes."""
+    text = page.read_text("utf-8")
+    paths = re.findall(r"\btests/[\w/]+\.(?:py|sh|cpp|[ch])\b", text)
+    names = re.findall(r"`(test_\w+)`", text)
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    missing += [found for found in names if found not in defined_tests()]
+    assert not missing
+
+
+@functools.cache
+def defined_tests() -> set[str]:
+    """Returns the names of files and functions of tests, the C ones with them."""
+    found = set[str]()
+    for path in [
+        *ROOT.glob("tests/**/*.py"),
+        *ROOT.glob("cext/*_test.c"),
+        *ROOT.glob("tests/**/*.cpp"),
+    ]:
+        found.add(path.stem)
+        found.update(
+            re.findall(r"^(?:async )?(?:def|static void) (test_\w+)", path.read_text("utf-8"), re.M)
+        )
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
