@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (ROOT / "service", ROOT / "clients" / "python", ROOT / "bench")
 PROGRAMS = {
-    "drafthouse": "drafthouse_server.cli.main",
+    "drafthouse": "drafthouse_server.__main__",
     "drafthouse-bench": "drafthouse_bench.command",
 }
 """Modules by the name of the program that calls their `main`."""

@@ -553,6 +553,32 @@ sys.exit(main(sys.argv[1:], Noting()))
 """
 
 
+INTERRUPTED_WHILE_IMPORTED = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from drafthouse_server.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("module", ["drafthouse_server.cli.main", "grpc", "drafthouse_engine"])
+def test_ctrl_c_while_the_program_is_imported_ends_it_without_a_trace(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_WHILE_IMPORTED, module],
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 @pytest.mark.usefixtures("interruptible")
 async def test_ctrl_c_stops_a_generation_also_where_a_lock_is_just_let_go(
     start_server: ServerFactory,
