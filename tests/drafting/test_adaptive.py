@@ -291,12 +291,47 @@ def test_a_crowd_of_unlike_acceptance_gets_the_best_k_for_all_of_it() -> None:
     assert rate >= 0.97 * best_fixed(machine, acceptances)[0]
 
 
+@pytest.mark.parametrize("n", [1, 8, 32])
+def test_a_new_server_does_not_try_longer_drafts_than_can_win(n: int) -> None:
+    """Two drafts take as long as one at least: where one loses by far, none tries two."""
+    policy, cost = adaptive()
+    machine = Machine(process_token_s=0.0004, draft_pass_s=0.004)
+    _, depths = run(policy, cost, machine, make_crowd([0.05] * n), 200)
+    assert max(depths) == 1
+    assert sum(depths) <= 24
+
+
+def test_what_probes_lose_is_a_share_of_all_widths_together() -> None:
+    policy, cost = adaptive()
+    machine = Machine(process_token_s=0.0004, draft_pass_s=0.004)
+    crowd, n_emitted, total_s, best_s = make_crowd([0.05] * 32), 0.0, 0.0, 0.0
+    for _ in range(20):
+        for n in (1, 2, 4, 8, 16, 32):
+            rate, _ = run(policy, cost, machine, crowd[:n], 40)
+            best_s += 40 * n / best_fixed(machine, [0.05] * n, only=0)[0]
+            total_s += 40 * n / rate
+            n_emitted += 40 * n
+    assert best_s / total_s >= 0.97
+
+
 @pytest.mark.parametrize("period", [3, 5])
 def test_a_crowd_that_comes_and_goes_keeps_no_probe_from_its_end(period: int) -> None:
     """As with short runs: of four streams, one is often still at its prompt."""
     policy, cost = adaptive()
     machine = Machine(process_token_s=0.0004, draft_pass_s=0.004)
     crowd = make_crowd([0.1] * 3)
-    for i in range(400):
-        run(policy, cost, machine, crowd[:2] if i % period == 0 else crowd, 1)
-    assert not policy.is_enabled, "drafts that are never right were tried, and given up"
+
+    def steps(n_steps: int) -> tuple[int, int]:
+        """Returns in how many of them drafters were fed, and in how many they drafted."""
+        n_fed = n_drafted = 0
+        for i in range(n_steps):
+            _, depths = run(policy, cost, machine, crowd[:2] if i % period == 0 else crowd, 1)
+            n_fed += policy.is_enabled
+            n_drafted += depths[0] > 0
+        return n_fed, n_drafted
+
+    steps(200)
+    assert steps(1000)[0] < 100, "drafts that are never right were tried, and given up"
+    for member in crowd:
+        member.acceptance = lambda _: 0.95
+    assert any(steps(200)[1] > 150 for _ in range(40)), "drafts that are right are taken up"

@@ -4,6 +4,7 @@ Tokens of a step over its seconds: averages of the seconds by bucket of running 
 of accepted tokens by position, for all K. Only a probe, some steps with another K, changes the one.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -13,11 +14,12 @@ from drafthouse_server.step import EngineLimits, StepResult
 
 __all__ = ["AdaptiveDraft"]
 
-_MARGIN = (1.02, 1.1)  # ratios of tokens/s: a probe's K is better; it is probed before its turn
+_MARGIN = (1.02, 1.1, 1.5)  # ratios of tokens/s: a probe's K is better; is probed early; is sure
 _N_PROBE, _N_WARM = 6, 8  # steps: of a probe (the first, with a new graph, is left out); fed before
 _REST_S = (0.25, 16.0)  # seconds from probe to probe: doubled, or quartered by a change; these, too
 _CHANGE_S = 1.0  # seconds from one change of K to the next
-_N_AWAY = 12  # steps in a row with other numbers of sequences after which a probe is given up
+_N_KNOWN = 3  # steps that were measured, without which an average says nothing
+_N_AWAY = 6  # steps in a row with other numbers of sequences after which a probe is given up
 _COST = (0.02, 0.007)  # share of the time that probes may lose: in the first seconds, and later
 _FIRST_S = 10.0  # seconds of steps: how long first averages may be wrong
 _N_SECONDS = (8, 2)  # steps that an average rests on (5 % noise each); an old one is worth
@@ -42,8 +44,9 @@ class _Probe:
 
 
 class _Bucket:  # of 1, 2, 3 to 4, 5 to 8 and so on sequences
-    def __init__(self, k: int, n_draft_max: int) -> None:
-        self.k, self.n_probes, self.early_s, self.due_s, self.rest_s = k, 0, 0.0, 0.0, _REST_S[0]
+    def __init__(self, k: int, n_draft_max: int, now_s: float) -> None:
+        self.k, self.n_probes, self.rest_s = k, 0, _REST_S[0]
+        self.early_s, self.due_s = now_s, now_s + _REST_S[0]
         self.former = -1  # K before a change, until a probe has confirmed the change; -1: none
         self.seconds = [_Mean() for _ in range(n_draft_max + 1)]  # by K; a sequence's
 
@@ -63,10 +66,12 @@ class AdaptiveDraft:
         """Forgets all that was learnt; drafters are fed."""
         self.epoch, self.n_changes, self.is_enabled = self.epoch + 1, 0, True
         self._k, self._n_warm_up = min(1, self._n_draft_max), _N_WARM  # K beside probes; steps fed
-        self._buckets = defaultdict[int, _Bucket](lambda: _Bucket(self._k, self._n_draft_max))
+        self._now_s, self._changed_s, self._paid_s, self._feeding = 0.0, -_CHANGE_S, 0.0, _Mean()
+        self._buckets = defaultdict[int, _Bucket](
+            lambda: _Bucket(self._k, self._n_draft_max, self._now_s)
+        )
         self._accepted = [_Mean() for _ in range(self._n_draft_max)]  # by position
         self._probe = _Probe()
-        self._now_s, self._changed_s, self._feeding = 0.0, -_CHANGE_S, _Mean()
         self._kind = self._last = (-1, -1, True)  # of a step: bucket, K, whether drafters are fed
         self._asked, self._base, self._free = dict[int, int](), 1.0, 1.0  # K by slot; `choose_all`
 
@@ -96,15 +101,16 @@ class AdaptiveDraft:
             probe.k = -1
         elif not probe.n_away and probe.k >= 0 and probe.n_left <= 0:
             self._conclude(bucket, n)
-        if not bucket.seconds[bucket.k].n:
+        if bucket.seconds[bucket.k].n < _N_KNOWN:
             bucket.k = self._k  # nothing speaks for another one
-        if probe.k < 0 and self._now_s >= bucket.early_s:
+        elif probe.k < 0 and self._now_s >= bucket.early_s:
             self._begin_probe(bucket, i_bucket, n)
         if probe.k < 0 and bucket.k != self._k and self._now_s >= self._changed_s + _CHANGE_S:
             self._k, self._changed_s, self.n_changes = bucket.k, self._now_s, self.n_changes + 1
-        # Without drafts, drafters are not fed; so that is how 0 is measured.
+        # Without drafts, drafters are not fed; so that is how 0 is measured. Those of a probe are
+        # fed while it waits for its bucket, too: else they would be warmed up in vain.
         k = self._k if probe.k < 0 or probe.n_away else probe.k
-        is_enabled = k > 0 or self._feeding.value < _FEEDING
+        is_enabled = max(k, probe.k) > 0 or self._feeding.value < _FEEDING
         if is_enabled != self.is_enabled:
             self.is_enabled, self.epoch, self._n_warm_up = is_enabled, self.epoch + 1, 0
         if self.is_enabled and self._n_warm_up < _N_WARM:
@@ -113,24 +119,27 @@ class AdaptiveDraft:
         return k
 
     def _begin_probe(self, bucket: _Bucket, i_bucket: int, n: int) -> None:
-        """Tries the bucket's K, 0, 1, 2 and further up while that is better; then others.
+        """Tries 0, 1 and further up while that may be better; then others.
 
         After a change the former K comes first: a wrong change must not wait for dear probes.
         """
         rates = [self._rate(k, mean) for k, mean in enumerate(bucket.seconds)]
-        new = [k for k, r in enumerate(rates) if not r and (k < 3 or rates[k - 1] > rates[k - 2])]
-        new.sort(key=lambda k: k != bucket.k)
+        # At most, since K takes K - 1's time at least. 0 where that was not measured.
+        most = [math.inf, *(self._rate(k + 1, s) for k, s in enumerate(bucket.seconds[:-1]))]
+        new = [k for k, rate in enumerate(rates) if not rate and most[k] > max(rates)]
         k = new[0] if new else max(range(len(rates)), key=lambda k: rates[k] * (k != bucket.k))
         is_early = bool(new) or rates[k] > _MARGIN[1] * rates[bucket.k]
-        if self._now_s < bucket.due_s and not is_early:
+        due_s = bucket.due_s if bucket.former >= 0 else max(bucket.due_s, self._paid_s)
+        if self._now_s < due_s and not is_early:
             return
         near = [k for k in (bucket.k + 1, 0, bucket.k - 1) if k <= self._n_draft_max]
         probe = self._probe
-        due = near[bucket.n_probes % len(near)] if bucket.k else k
+        due = near[bucket.n_probes % len(near)] if bucket.k else max(k, 1)
         probe.k = k if is_early else due if bucket.former < 0 else bucket.former
         probe.i_bucket, probe.n_away, bucket.n_probes = i_bucket, 0, bucket.n_probes + 1
         probe.n_left = probe.n_steps = max(_N_PROBE, 0 if self._k else 2 * _N_PRIOR // n)
-        bucket.seconds[probe.k].n = min(bucket.seconds[probe.k].n, _N_SECONDS[1])
+        n_old = _N_SECONDS[1] if probe.k != bucket.former else 0  # that one is measured afresh
+        bucket.seconds[probe.k].n = min(bucket.seconds[probe.k].n, n_old)
         for mean in self._accepted if not self._k else ():
             mean.n = min(mean.n, _N_DRAFTS[1])
 
@@ -139,17 +148,20 @@ class AdaptiveDraft:
         probe = self._probe
         tried, kept = bucket.seconds[probe.k], bucket.seconds[bucket.k]
         rate, rate_kept = self._rate(probe.k, tried), self._rate(bucket.k, kept)
-        lost = max(0.0, 1 - rate / rate_kept) if rate_kept else 0.0
+        # The loser is the other one's next probe.
+        lost = 1 - min(rate, rate_kept) / max(rate, rate_kept) if rate_kept else 0.0
         n_lost = probe.n_steps + (_N_WARM if self._k and not probe.k else 0)
         lost_s = lost * n_lost * n * min(tried.value, 3 * kept.value)  # 3: stalls aside
         lost_s += 0 if self._k else self._feeding.value * _N_WARM * n * kept.value
-        is_better = rate > _MARGIN[0] * rate_kept
+        is_better = tried.n >= _N_KNOWN and rate > _MARGIN[0] * rate_kept
         # What is changed back was compared twice: that needs no third time.
-        bucket.former = bucket.k if is_better and probe.k != bucket.former else -1
-        settled_s = _N_SETTLED * n * tried.value * (bucket.former >= 0)
+        is_doubted = is_better and rate < _MARGIN[2] * rate_kept and probe.k != bucket.former
+        bucket.former = bucket.k if is_doubted else -1
         bucket.k = probe.k if is_better else bucket.k
         bucket.rest_s = min(max(_REST_S[0], bucket.rest_s * (0.25 if is_better else 2)), _REST_S[1])
-        wait_s = max(bucket.rest_s, lost_s / _COST[self._now_s > _FIRST_S], settled_s)
+        cost_s = lost_s / _COST[self._now_s > _FIRST_S] if not is_doubted else 0.0
+        self._paid_s = max(self._paid_s, self._now_s) + cost_s
+        wait_s = max(bucket.rest_s, cost_s, _N_SETTLED * n * tried.value * is_doubted)
         probe.k, bucket.due_s = -1, self._now_s + wait_s
         bucket.early_s = self._now_s + wait_s / 4 * (bucket.n_probes > self._n_draft_max)
 
@@ -180,8 +192,12 @@ class AdaptiveDraft:
         seconds = streams_s * (1 - share) / max(1, n * result.n_steps)
         if k < 0 or is_first or not (seconds > 1e-9 and is_duration(seconds)):
             return
-        mean = self._buckets[i_bucket].seconds[k]
-        mean.value = min(mean.value, _STALL[1] * seconds) if mean.n else seconds
+        bucket = self._buckets[i_bucket]
+        mean = bucket.seconds[k]
+        before = mean.value = min(mean.value, _STALL[1] * seconds) if mean.n else seconds
         mean.add(min(seconds, _STALL[0] * mean.value), _N_SECONDS[0])
+        if k == bucket.k:  # as contexts grow, all K take longer: none is the better for its age
+            for other in bucket.seconds:
+                other.value *= 1.0 if other is mean else mean.value / before
         if is_fed and not k:
             self._feeding.add(share, _N_SECONDS[0])
