@@ -196,6 +196,19 @@ def test_what_fits_on_no_device_is_loaded_as_set_with_a_warning(
     assert line.levelno == logging.WARNING
 
 
+@pytest.mark.parametrize("max_model_len", [250, 0])
+def test_on_devices_a_request_may_fill_a_pool_that_all_slots_share(
+    max_model_len: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was cut to a slot's share of the pool, and longer requests were refused."""
+    monkeypatch.setattr(loading, "_GPU_MARGIN_BYTES", 0)
+    settings = config(kv_unified=True, parallel=8, ctx_size=256, max_model_len=max_model_len)
+    with caplog.at_level(logging.INFO, loading.__name__), pretended_device(monkeypatch):
+        limits = serving_with(AMPLE, settings, monkeypatch)
+    assert (limits.n_seq_max, limits.n_ctx, limits.n_ctx_seq) == (8, 256, max_model_len or 256)
+    assert fit_line(caplog).levelno == logging.INFO
+
+
 class ShorterThere:
     """A survey on whose devices all layers fit, and requests of so many tokens."""
 

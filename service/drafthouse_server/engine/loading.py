@@ -173,8 +173,10 @@ class Surveyor:
         if fit is None:
             self._devices = DeviceFit(wish.size, wish.size, None)
             return
-        n_each = min(wish.size.max_model_len, fit.n_ctx // wish.size.parallel)
-        fitting = Size(wish.size.parallel, n_each)
+        fitting = wish.size
+        if wish.may_lower_len:  # else the cells are as asked, also where all slots share them
+            n_each = min(fitting.max_model_len, fit.n_ctx // fitting.parallel)
+            fitting = Size(fitting.parallel, n_each)
         self._devices = DeviceFit(wish.size, fitting, fit.n_gpu_layers)
 
     def place_for(self, size: Size) -> int | None:
