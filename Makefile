@@ -38,6 +38,10 @@ serve: build ## build, then serve the demo model
 
 # Tests side by side have more threads than there are cores: those that wait shall sleep, not spin.
 test unit: export OMP_WAIT_POLICY = passive
+# Where a GPU is, models would lie on it, and what tests ask of the CPU (`exact`, above all) no GPU gives: scripts/gpu_tables.sh tests it.
+test unit: export CUDA_VISIBLE_DEVICES = -1
+test unit: export HIP_VISIBLE_DEVICES = -1
+test unit: export GGML_VK_VISIBLE_DEVICES =
 # A test that misses what was built just now fails; alone (`pytest`) it is skipped.
 test unit: export DRAFTHOUSE_BUILT = 1
 
@@ -125,9 +129,9 @@ soak: dev ## clients that leave and deadlines of 50 ms for SECONDS=60: no error 
 
 test-device: export OMP_WAIT_POLICY = passive
 test-device: export DRAFTHOUSE_BUILT = 1
-# One process: the device's server serves one at a time.
-test-device: dev ## the engine's tests on a device whose memory the host cannot read (ggml-rpc-server), whole and half; ARGS="-k name"
-	@for part in whole half; do \
+# One process: the device's server serves one at a time. The last part is for tests that a GPU's rounding would fail.
+test-device: dev ## the engine's tests on a device whose memory the host cannot read (RPC): whole, half, and rounding as a GPU does; ARGS="-k name"
+	@for part in whole half 'whole --rounding 1' 'whole --rounding 4'; do \
 		echo "== models on the device: $$part"; \
 		$(VENV)/python -m pytest -p no:xdist -p tests.support.device --on-device $$part -q $(DEVICE_TESTS) $(ARGS) || exit 1; \
 	done

@@ -17,7 +17,7 @@ from tests.support.demo import Referee
 
 from drafthouse_engine import EngineError
 
-__all__ = ["TIE", "Judge", "Verdict", "Ways"]
+__all__ = ["TIE", "Judge", "Verdict", "Ways", "assert_same"]
 
 TIE = 0.05
 """Two tokens whose logits differ by at most this tie.
@@ -55,6 +55,20 @@ class Verdict:
     """Why it was refused, or how the process ended; of a tie of experts, what gives the same."""
     is_peer_same: bool = False
     """Of embeddings at once: llama-server gives the same bits at once as alone."""
+
+
+def assert_same(model: Path, expected: Sequence[Answer], found: Sequence[Answer]) -> None:
+    """Asserts that answers to the same prompts are equal, but where logits tie.
+
+    Args:
+        model: The file.
+        expected: Answers of one way to compute them.
+        found: Of another, whose batches may be of other widths; at least one.
+    """
+    right = {tuple(answer.prompt): answer.tokens for answer in expected}
+    with Judge(model) as judge:
+        verdict = judge.judge(found, lambda prompt: right[tuple(prompt)])
+    assert verdict.kind in {"equal", "tie"}, verdict
 
 
 class Judge:

@@ -10,6 +10,7 @@ from models.archs import write_model
 from models.archs_eagle3 import layers_of, write_eagle3
 from tests.archs.cells import EAGLE3, followers, run_cells
 from tests.archs.driver import Answer
+from tests.archs.judge import assert_same
 from tests.support.built import needs_extension
 
 pytestmark = needs_extension()
@@ -50,7 +51,7 @@ def test_drafts_change_no_token_and_some_are_right(name: str, tmp_path: Path) ->
         right, drafted = found["none"][cell], found[EAGLE3][cell]
         assert not isinstance(right, str)
         assert not isinstance(drafted, str), drafted
-        assert [it.tokens for it in drafted] == [it.tokens for it in right], cell
+        assert_same(path, right, drafted)
         assert 0 < sum(it.n_accepted for it in drafted) < sum(it.n_drafted for it in drafted)
 
 

@@ -11,6 +11,7 @@ from models.archs import RECIPES, write_model
 from models.archs_mtp import MTP_RECIPES
 from tests.archs.cells import MTP
 from tests.archs.driver import Answer, Driver, make_config
+from tests.archs.judge import assert_same
 from tests.archs.texts import SHORT
 from tests.support.built import needs_extension
 
@@ -26,7 +27,7 @@ N_OUTPUT = 32
 def test_drafts_of_an_mtp_block_change_no_token(name: str, tmp_path: Path) -> None:
     path = write_model(tmp_path / f"{name}.gguf", name)
     right, found = answers(path, "none"), answers(path, MTP)
-    assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
+    assert_same(path, right, found)
     n_drafted = sum(answer.n_drafted for answer in found)
     assert 0 < sum(answer.n_accepted for answer in found) < n_drafted
 

@@ -9,6 +9,7 @@ from gguf import GGUFReader
 from models.archs import write_model
 from tests.archs.cells import N_UBATCH_SMALL, run_cells, small
 from tests.archs.driver import N_CTX_LONG, Answer, Driver, make_config
+from tests.archs.judge import assert_same
 from tests.archs.texts import LONG, draw
 from tests.archs.windows import has_window, lengthened
 from tests.support.built import needs_extension
@@ -56,12 +57,12 @@ def test_small_caches_give_the_tokens_of_full_ones(model: Path) -> None:
     with driver_of(model, is_full=True) as driver:
         assert not driver.has_small_windows
         driver.renew(prefix_cache=False)
-        right = [driver.ask([prompt])[0].tokens for prompt in LONG.prompts]
+        right = [driver.ask([prompt])[0] for prompt in LONG.prompts]
     for kind in kinds:
         for cell in ("alone", "crowd"):
             answers = found[kind][cell]
             assert not isinstance(answers, str), answers
-            assert [it.tokens for it in answers] == right, f"{kind}: {cell}"
+            assert_same(model, right, answers)
 
 
 def test_a_reused_prefix_keeps_its_window_while_a_long_rest_is_placed(model: Path) -> None:
@@ -74,7 +75,7 @@ def test_a_reused_prefix_keeps_its_window_while_a_long_rest_is_placed(model: Pat
             found = _after(driver, wrapped, prompt)
             assert found.n_reused == 60
             driver.renew(prefix_cache=False)
-            assert driver.ask([prompt])[0].tokens == found.tokens, len(prompt)
+            assert_same(model, driver.ask([prompt]), [found])
 
 
 def test_a_prefix_whose_window_is_lost_is_computed_again(model: Path) -> None:

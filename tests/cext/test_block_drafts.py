@@ -17,6 +17,7 @@ from tests.support.hand import (
     HYBRID,
     SIMPLE,
     TEXTS,
+    assert_same,
     driven,
     emitted,
     engine,
@@ -95,13 +96,13 @@ def test_block_drafts_change_no_token(kind: str, name: str, drafts: dict[str, Mo
     for is_unified in (False, True):
         fields = params(type_of(kind), n_draft_max=4, kv_unified=is_unified)
         with Engine(model(name), drafts[kind], fields) as speculative:
-            assert fused(speculative, PROMPTS, N_TOKENS, 4) == expected
+            assert_same(PROMPTS, expected, fused(speculative, PROMPTS, N_TOKENS, 4), name)
             work = speculative.draft_work
             assert work.n_passes < work.n_drafts / 2  # three sequences share a pass
             assert speculative.n_cells_used == 0
     if name == DENSE:
         with session_of(kind, drafts[kind]) as session:
-            assert driven(session, PROMPTS, N_TOKENS) == expected
+            assert_same(PROMPTS, expected, driven(session, PROMPTS, N_TOKENS))
             assert session.stats().n_drafted > 0
             assert session.is_quiescent()
 
@@ -147,7 +148,7 @@ def test_dspark_drafts_each_token_from_the_one_before(tmp_path: Path) -> None:
         Model(path) as draft,
         Engine(model(DENSE), draft, params("dspark", n_draft_max=6)) as target,
     ):
-        assert fused(target, PROMPTS[:1], 40, 6)[0] == expected
+        assert_same(PROMPTS[:1], [expected], fused(target, PROMPTS[:1], 40, 6))
         assert target.draft_work.n_passes < 30  # 39 without one accepted draft
 
 
@@ -259,7 +260,7 @@ def test_blocks_of_many_sequences_are_not_cut(
     with engine(n_seq_max=12, n_ubatch=16, kv_unified=is_unified) as plain:
         expected = fused(plain, prompts, 8)
     with Engine(model(DENSE), drafts[kind], fields) as target:
-        assert fused(target, prompts, 8, 7) == expected
+        assert_same(prompts, expected, fused(target, prompts, 8, 7))
         assert target.draft_work.n_passes < target.draft_work.n_drafts / 6
 
 

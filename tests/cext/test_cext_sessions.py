@@ -17,6 +17,7 @@ from tests.support.hand import (
     MODELS,
     SIMPLE,
     TEXTS,
+    assert_same,
     driven,
     engine,
     fused,
@@ -75,9 +76,9 @@ def test_hand_driven_tokens_equal_the_fused_steps_and_no_speculation(kind: str) 
     with engine() as plain:
         expected = fused(plain, prompts, N_TOKENS)
     with engine(kind) as speculative:  # type: ignore[arg-type]  # a key of SESSIONS is a type
-        assert fused(speculative, prompts, N_TOKENS) == expected
+        assert_same(prompts, expected, fused(speculative, prompts, N_TOKENS))
     with SESSIONS[kind]() as session:
-        assert driven(session, prompts, N_TOKENS) == expected
+        assert_same(prompts, expected, driven(session, prompts, N_TOKENS))
         assert session.is_quiescent()
 
 
@@ -93,7 +94,7 @@ def test_hybrid_target_driven_by_hand_goes_as_the_fused_step_goes(kind: str) -> 
         else Eagle3Session(target, model(EAGLE3[HYBRID]), CONFIG)
     )
     with session:
-        assert driven(session, prompts, 16) == expected
+        assert_same(prompts, expected, driven(session, prompts, 16), HYBRID)
 
 
 def test_a_long_prompt_is_read_in_pieces() -> None:

@@ -104,6 +104,8 @@ def cuda_folder() -> Path:
     """Returns where the extension with CUDA is; skips without one."""
     if not (CUDA / "drafthouse_engine").is_dir():
         pytest.skip("no extension with CUDA in build/cuda: `make cuda`, over an hour on two cores")
+    if not list(CUDA.glob(f"drafthouse_engine/_spec.{sys.implementation.cache_tag}-*")):
+        pytest.skip("the extension in build/cuda is for another Python")
     return CUDA
 
 

@@ -41,9 +41,10 @@ from drafthouse_engine import (
 pytestmark = pytest.mark.model
 
 NAMES = {"dense": TARGETS["dense"], "hybrid": TARGETS["hybrid"], "draft": SIMPLE}
-WIDTH_TOLERANCE = 0.05
-"""Logits of size 10 to 20 by which decodes of other widths may differ, through rounding to float16
-in the caches; `TIE_LOGITS` of `demo`."""
+WIDTH_TOLERANCE = 0.2
+"""By how much the logits, of size 10 to 20, of decodes of other widths may differ at most, through
+rounding: 0.004 on a CPU, 0.055 with four times the rounding of a GPU. What is wrong differs by
+more than 4."""
 PROMPT = prompts((48,))[0]
 DRAFTS = PROMPT[40:46]
 

@@ -16,6 +16,7 @@ from drafthouse_engine import (
     EngineParams,
     InvalidArgument,
     Model,
+    Placement,
     Sampler,
     SamplingParams,
     SeqBusy,
@@ -121,7 +122,7 @@ def test_first_drafts_of_a_fork_are_those_of_a_prefilled_sequence(
     """
     drafts, snapshots = [], []
     with (
-        Model(MODELS / TARGETS["dense"]) as target,
+        Model(MODELS / TARGETS["dense"], placement=Placement(devices=())) as target,  # for exact
         Engine(target, None, params("mtp", exact=True)) as engine,
     ):
         for prompt in (list(text) for text in prompts((3, 9, 30, 40))):

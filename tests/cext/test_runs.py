@@ -15,6 +15,7 @@ from tests.support.hand import (
     DENSE,
     HYBRID,
     TEXTS,
+    assert_same,
     emitted,
     engine,
     model,
@@ -143,7 +144,7 @@ def test_a_full_context_ends_the_run() -> None:
 
 def test_no_room_ends_the_run_and_nobody() -> None:
     target = engine(kv_unified=True, n_ctx=256)
-    run = Crowd.of(target, DENSE)
+    run = Crowd.of(target, DENSE, (GREEDY,) * 3)  # cells lie elsewhere than alone: sums round
     while (result := run.step(60)).n_steps == 60:
         pass
     assert result.entries["status"].tolist() == [Status.OK] * 3
@@ -153,11 +154,12 @@ def test_no_room_ends_the_run_and_nobody() -> None:
     assert result.n_steps > 1
     target.seq_end(2)
     run.outputs.pop()
-    alone = Crowd.of(engine(), DENSE)
+    alone = Crowd.of(engine(), DENSE, (GREEDY,) * 3)
     while len(alone.outputs[0]) < len(run.outputs[0]) + 2:
         alone.step()
     run.step(2)
-    assert run.outputs == [output[: len(run.outputs[0])] for output in alone.outputs[:2]]
+    expected = [output[: len(run.outputs[0])] for output in alone.outputs[:2]]
+    assert_same([tokens_of(text) for text in TEXTS[:2]], expected, run.outputs)
     alone.target.close()
     target.close()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.built import needs_extension
-from tests.support.demo import Referee, config, prompts
+from tests.support.demo import Referee, config, exact_engine, prompts
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
@@ -69,11 +69,40 @@ def dense(request: pytest.FixtureRequest) -> Iterator[LlamaEngine]:
     engine.close()
 
 
+@pytest.fixture(scope="module", params=ENGINES, ids="-".join)
+def exact(request: pytest.FixtureRequest) -> Iterator[LlamaEngine]:
+    target, draft_type = request.param
+    engine = exact_engine(target, draft_type, n_seq_max=4, n_ctx_seq=256, n_draft_max=8)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module", params=DENSE, ids="-".join)
+def dense_exact(request: pytest.FixtureRequest) -> Iterator[LlamaEngine]:
+    engine = exact_engine(*request.param, n_seq_max=4, n_ctx_seq=256, n_draft_max=8)
+    yield engine
+    engine.close()
+
+
 @pytest.fixture(scope="module")
-def referee() -> Iterator[Referee]:
-    referee = Referee("dense")
-    yield referee
-    referee.close()
+def referees() -> Iterator[dict[str, Referee]]:
+    """By the names of targets."""
+    found = {target: Referee(target) for target in ("dense", "hybrid")}
+    yield found
+    for referee in found.values():
+        referee.close()
+
+
+@pytest.fixture
+def referee(referees: dict[str, Referee]) -> Referee:
+    return referees["dense"]
+
+
+@pytest.fixture
+def own_referee(request: pytest.FixtureRequest, referees: dict[str, Referee]) -> Referee:
+    """Of the target of `engine`."""
+    target, _ = request.node.callspec.params["engine"]
+    return referees[target]
 
 
 def make_config(target: str, draft_type: str, **settings: object) -> Config:
@@ -134,16 +163,17 @@ def a_prompt(i: int = 0, n: int = N_PROMPT) -> list[int]:
     return list(prompts((n,) * (i + 1))[i])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("way", ["recompute", "snapshot", "own sampler"])
-def test_a_preempted_sequence_loses_no_token(engine: LlamaEngine, name: str, way: str) -> None:
-    """The same slot width throughout, so that even drawn tokens are the same ones."""
+def preempted(engine: LlamaEngine, name: str, way: str) -> tuple[list[int], list[int], list[int]]:
+    """Returns a prompt, what it gives alone, and what it gives when it is taken out and goes on.
+
+    Another has its slot meanwhile, and it goes on in another one.
+    """
     options, prompt = OPTIONS[name], a_prompt()
     expected = alone(engine, prompt, options)
     stream = begin(engine, 0, prompt, options, N_BEFORE)
     is_saved = way != "recompute"
     result = engine.step(StepPlan(swap_outs=[0], saves=[0] if is_saved else []))
-    begin(engine, 0, a_prompt(1), OPTIONS["sampled"], 8)  # another in its slot meanwhile
+    begin(engine, 0, a_prompt(1), OPTIONS["sampled"], 8)
     sampler = None if way == "own sampler" else result.samplers[0]
     stream.seq_id = 1
     n_kept = stream.n_past if is_saved else 0
@@ -156,11 +186,33 @@ def test_a_preempted_sequence_loses_no_token(engine: LlamaEngine, name: str, way
             assert engine.step(plan).entries[0].n_past == i + len(piece)
     found = stream.run(N_OUTPUT, start if is_saved else None)
     engine.step(StepPlan(frees=[0, 1]))
+    return prompt, expected, found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("way", ["snapshot", "own sampler"])
+def test_a_saved_sequence_loses_no_token(engine: LlamaEngine, name: str, way: str) -> None:
+    """The same slot width throughout, so that even drawn tokens are the same ones."""
+    _, expected, found = preempted(engine, name, way)
     assert found == expected
 
 
-@pytest.mark.parametrize("name", ["greedy", "penalties"])
-def test_a_sequence_is_preempted_again_and_again(engine: LlamaEngine, name: str) -> None:
+def test_a_sequence_computed_again_loses_no_token(
+    engine: LlamaEngine, own_referee: Referee
+) -> None:
+    own_referee.compare(*preempted(engine, "greedy", "recompute"))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_sequence_computed_again_draws_what_it_would_have_drawn(
+    exact: LlamaEngine, name: str
+) -> None:
+    _, expected, found = preempted(exact, name, "recompute")
+    assert found == expected
+
+
+def preempted_often(engine: LlamaEngine, name: str) -> tuple[list[int], list[int], list[int]]:
+    """Returns a prompt, what it gives alone, and what it gives when it is taken out six times."""
     options, prompt = OPTIONS[name], a_prompt(2)
     expected = alone(engine, prompt, options)
     stream = begin(engine, 0, prompt, options, 4)
@@ -180,38 +232,55 @@ def test_a_sequence_is_preempted_again_and_again(engine: LlamaEngine, name: str)
         stream.run(n)
     found = stream.run(N_OUTPUT)
     engine.step(StepPlan(frees=[0]))
+    return prompt, expected, found
+
+
+def test_a_sequence_is_preempted_again_and_again(engine: LlamaEngine, own_referee: Referee) -> None:
+    own_referee.compare(*preempted_often(engine, "greedy"))
+
+
+def test_a_sequence_draws_on_as_often_as_it_is_preempted(exact: LlamaEngine) -> None:
+    _, expected, found = preempted_often(exact, "penalties")
     assert found == expected
 
 
-@pytest.mark.parametrize("name", ["greedy", "penalties"])
-@pytest.mark.parametrize("way", ["in place", "copy", "snapshot"])
-def test_a_prefix_changes_no_token(
-    dense: LlamaEngine, referee: Referee, name: str, way: str
-) -> None:
-    """Penalties see the kept tokens, and where the arithmetic ties only greedy can tell."""
+WAYS = ["in place", "copy", "snapshot"]
+
+
+def reused(engine: LlamaEngine, name: str, way: str) -> tuple[list[int], list[int], list[int]]:
+    """Returns a prompt, what it gives alone, and what it gives after a prefix of another's."""
     options = dataclasses.replace(OPTIONS[name], temperature=0.0, xtc_probability=0.0)
     prompt, n_kept = a_prompt(n=90), 70
-    expected = alone(dense, prompt, options)
-    old = begin(dense, 0, [*prompt[:n_kept], *a_prompt(1)[:9]], OPTIONS["sampled"], 6)
-    sampler = dense.make_sampler(options)
+    expected = alone(engine, prompt, options)
+    old = begin(engine, 0, [*prompt[:n_kept], *a_prompt(1)[:9]], OPTIONS["sampled"], 6)
+    sampler = engine.make_sampler(options)
     if way == "in place":
-        stream, start = Stream(dense, 0, prompt), Start(0, sampler, n_kept)
+        stream, start = Stream(engine, 0, prompt), Start(0, sampler, n_kept)
     elif way == "copy":
-        stream, start = Stream(dense, 2, prompt), Start(2, sampler, n_kept, source=0)
+        stream, start = Stream(engine, 2, prompt), Start(2, sampler, n_kept, source=0)
     else:
-        snapshot = dense.step(StepPlan(saves=[0], frees=[0])).snapshots[0]
-        stream, start = Stream(dense, 1, prompt), Start(1, sampler, n_kept, snapshot=snapshot)
+        snapshot = engine.step(StepPlan(saves=[0], frees=[0])).snapshots[0]
+        stream, start = Stream(engine, 1, prompt), Start(1, sampler, n_kept, snapshot=snapshot)
     found = stream.run(N_OUTPUT, start)
     assert stream.n_past > n_kept
     if way == "copy":
         old.run(N_OUTPUT)
-    dense.step(StepPlan(frees=range(4)))
-    if name == "greedy":
-        referee.compare(prompt, expected, found)
-    else:  # the referee knows no penalties
-        assert found == expected
+    engine.step(StepPlan(frees=range(4)))
     if way == "copy":
-        assert old.output[:N_OUTPUT] == alone(dense, old.prompt, OPTIONS["sampled"])
+        assert old.output[:N_OUTPUT] == alone(engine, old.prompt, OPTIONS["sampled"])
+    return prompt, expected, found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prefix_changes_no_token(dense: LlamaEngine, referee: Referee, way: str) -> None:
+    referee.compare(*reused(dense, "greedy", way))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_penalties_see_the_tokens_of_a_prefix(dense_exact: LlamaEngine, way: str) -> None:
+    """The referee knows no penalties."""
+    _, expected, found = reused(dense_exact, "penalties", way)
+    assert found == expected
 
 
 def test_a_chain_of_copies_holds_what_its_first_held(dense: LlamaEngine, referee: Referee) -> None:
@@ -285,7 +354,7 @@ def test_snapshots_and_samplers_of_another_model_keep_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_kv_unified", [False, True])
-def test_damaged_snapshots_keep_nothing(is_kv_unified: bool) -> None:
+def test_damaged_snapshots_keep_nothing(referee: Referee, *, is_kv_unified: bool) -> None:
     engine = LlamaEngine.load(make_config("dense", "mtp", kv_unified=is_kv_unified))
     prompt, options = a_prompt(), OPTIONS["greedy"]
     expected = alone(engine, prompt, options)
@@ -302,4 +371,4 @@ def test_damaged_snapshots_keep_nothing(is_kv_unified: bool) -> None:
     copy = Stream(engine, 2, prompt)
     found = copy.run(N_OUTPUT, Start(2, engine.make_sampler(options), 50, source=0))
     engine.close()
-    assert found == expected
+    referee.compare(prompt, expected, found)

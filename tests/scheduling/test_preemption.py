@@ -6,14 +6,12 @@ from collections import abc
 from collections.abc import Iterator
 
 import pytest
-from tests.support.demo import MODELS, TARGETS, Referee, prompts
+from tests.support.demo import Referee, exact_engine, prompts
 from tests.support.demo import config as demo_config
 from tests.support.unknown_cost import UnknownCost
 
-import drafthouse_engine
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.engine.threads import Threads
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import FinishEvent, Request, Sequence, SequenceState
 from drafthouse_server.serving.compose import make_scheduler
@@ -161,11 +159,7 @@ def test_preempted_streams_get_the_tokens_that_they_get_alone(
 @pytest.fixture(scope="module", params=["none", "mtp"])
 def exact(request: pytest.FixtureRequest, target: str) -> Iterator[LlamaEngine]:
     """An engine of two slots whose arithmetic depends on nothing but a sequence's own tokens."""
-    model = drafthouse_engine.Model(MODELS / TARGETS[target])
-    params = drafthouse_engine.EngineParams(
-        draft_type=request.param, n_seq_max=2, n_ctx_seq=400, n_draft_max=3, n_threads=1, exact=True
-    )
-    engine = LlamaEngine(drafthouse_engine.Engine(model, None, params), "exact", Threads(1, 1))
+    engine = exact_engine(target, request.param, n_seq_max=2, n_ctx_seq=400, n_draft_max=3)
     yield engine
     engine.close()
 

@@ -10,14 +10,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import drafthouse_engine
 from drafthouse import AsyncClient
+from drafthouse_engine import DraftType, Placement
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.engine.threads import Threads
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.serving.loop import StepLoop
 
@@ -63,6 +66,28 @@ def config(target: str, draft_type: str, **settings: object) -> Config:
         "log_level": "error",
     }
     return Config(**values | settings)  # type: ignore[arg-type]  # checked by Config itself
+
+
+def exact_engine(target: str, draft_type: DraftType, **fields: Any) -> LlamaEngine:
+    """Returns an engine whose arithmetic depends on nothing but a sequence's own tokens.
+
+    It is on the CPU wherever the tests run: no device promises that. Drawn tokens can be compared
+    with nothing less: however little two logits differ, a draw may lie on the border between.
+
+    Args:
+        target: dense or hybrid.
+        draft_type: Its drafter, with the demo draft model that it needs.
+        fields: Of `EngineParams`.
+    """
+    files = {"eagle3": EAGLE3[target], "simple": SIMPLE}
+    here = Placement(devices=())
+    model = drafthouse_engine.Model(MODELS / TARGETS[target], placement=here)
+    file = files.get(draft_type)
+    draft = drafthouse_engine.Model(MODELS / file, placement=here) if file else None
+    params = drafthouse_engine.EngineParams(
+        draft_type=draft_type, n_threads=1, exact=True, **fields
+    )
+    return LlamaEngine(drafthouse_engine.Engine(model, draft, params), "exact", Threads(1, 1))
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,12 +20,9 @@ from tests.support.rpc_server import lasting_rpc_server
 
 import drafthouse_engine
 
-CPU_ALONE = {
-    "test_first_drafts_of_a_fork_are_those_of_a_prefilled_sequence": "exact is of the CPU alone",
-}
-"""Tests of what no device can do, by its nature, with the reason."""
+_NOT_HERE = {"test_type_of_target_is_kept": "Model is a function here"}
+"""Tests that are skipped, with the reason, by their names without parameters."""
 
-_NOT_HERE = CPU_ALONE | {"test_type_of_target_is_kept": "Model is a function here"}
 _Model = drafthouse_engine.Model
 _placed: list[str] = []
 _whole: list[str] = []
@@ -33,9 +30,12 @@ _whole: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds how much of each model lies on the device."""
+    """Adds how much of each model lies on the device, and how the device rounds."""
     parser.addoption(
         "--on-device", choices=("whole", "half"), default="whole", help="layers on the device"
+    )
+    parser.addoption(
+        "--rounding", type=float, default=0.0, help="as GPUs do (1), by the width of a batch"
     )
 
 
@@ -43,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Starts the server before a test file is imported. It ends after all that lies on it."""
     folder = Path(tempfile.mkdtemp())
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    drafthouse_engine.add_rpc_servers((lasting_rpc_server(folder),))
+    server = lasting_rpc_server(folder, config.getoption("--rounding"))
+    drafthouse_engine.add_rpc_servers((server,))
     is_half = config.getoption("--on-device") == "half"
 
     def model(path: Any, **options: Any) -> drafthouse_engine.Model:
@@ -68,18 +69,6 @@ def _begins_there(model: drafthouse_engine.Model) -> bool:
     return False
 
 
-def skip(items: Iterable[pytest.Item], reasons: Mapping[str, str]) -> None:
-    """Skips tests.
-
-    Args:
-        items: All that are collected.
-        reasons: Why, by the name of a test without its parameters.
-    """
-    for item in items:
-        if reason := reasons.get(item.name.partition("[")[0]):
-            item.add_marker(pytest.mark.skip(reason=reason))
-
-
 @cache
 def _half(path: str) -> int:
     """Returns half of a model's layers, one at least."""
@@ -90,7 +79,9 @@ def _half(path: str) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what cannot run here."""
-    skip(items, _NOT_HERE)
+    for item in items:
+        if reason := _NOT_HERE.get(item.name.partition("[")[0]):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True)

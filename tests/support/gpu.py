@@ -23,7 +23,8 @@ def why_none(backends: str, kinds: list[str]) -> str:
     built = [name for name in _OF_GPUS if name in backends.split()]
     if not built:
         return f"the engine is built without a GPU's backend ({backends}): -DGGML_CUDA=ON"
-    return f"the engine is built for {', '.join(built)}, which finds no GPU or no driver here"
+    words = f"the engine is built for {', '.join(built)}, which finds no GPU or no driver here"
+    return words + " (`make test` hides them; `scripts/gpu_tables.sh tests` does not)"
 
 
 def gpu_or_skip() -> drafthouse_engine.Device:

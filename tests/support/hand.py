@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.support.demo import Referee
 
 from drafthouse_engine import (
     PLAN_DTYPE,
@@ -114,6 +116,30 @@ def fused(
     for seq_id in range(len(prompts)):
         target.seq_end(seq_id)
     return [output[:n] for output in outputs]
+
+
+def assert_same(
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    found: Sequence[Sequence[int]],
+    name: str = DENSE,
+) -> None:
+    """Asserts that greedy outputs are equal, but where two candidates' logits tie.
+
+    A batch of another width may round otherwise, on any device; only `exact` promises bits.
+
+    Args:
+        prompts: What each output follows.
+        expected: Outputs of one way to compute them.
+        found: Outputs of another.
+        name: The model's file.
+    """
+    assert len(found) == len(expected) == len(prompts)
+    if list(map(list, found)) == list(map(list, expected)):
+        return
+    with closing(Referee(name, MODELS / name)) as referee:
+        for i, prompt in enumerate(prompts):
+            referee.compare(prompt, expected[i], found[i], i)
 
 
 def verify(session: SpeculativeSession, seq_id: int, draft: Sequence[int]) -> list[int]:

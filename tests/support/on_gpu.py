@@ -9,9 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import pytest
-from tests.support.device import CPU_ALONE, skip
-
 __all__ = ["share_of"]
 
 
@@ -33,8 +30,3 @@ def pytest_configure() -> None:
         n = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, share_of(cores, int(name.removeprefix("gw")), n))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what the CPU alone can do."""
-    skip(items, CPU_ALONE)

@@ -58,13 +58,15 @@ def rpc_server(folder: Path, port: int = 0, n_threads: int = 1) -> Iterator[RpcS
         process.wait()
 
 
-def lasting_rpc_server(folder: Path) -> str:
+def lasting_rpc_server(folder: Path, rounding: float = 0.0) -> str:
     """Starts a server that outlives all objects of this process, and ends with it.
 
     What the interpreter frees last may lie on it, and llama.cpp ends a process whose server died.
 
     Args:
         folder: Where its output is kept.
+        rounding: By how much its numbers depend on the width of a batch; 1: about as on a GPU;
+            0: not more than ours.
 
     Returns:
         Its address, host:port.
@@ -72,7 +74,8 @@ def lasting_rpc_server(folder: Path) -> str:
     port = free_port()
     output = folder / f"rpc-{port}.txt"
     # The other end of its standard input closes when this process is no more, however it ended.
-    watch = ["sh", "-c", '"$@" & read _; kill -9 $!', "sh", *_command(port, 1)]
+    watch = ["sh", "-c", '"$@" & read _; kill -9 $!', "sh"]
+    watch += _rounding(port, rounding) if rounding else _command(port, 1)
     theirs, _ = os.pipe()
     os.posix_spawn(
         "/bin/sh",
@@ -92,6 +95,10 @@ def lasting_rpc_server(folder: Path) -> str:
 def _command(port: int, n_threads: int) -> list[str]:
     where = ["-H", "127.0.0.1", "-p", str(port)]
     return [str(built("ggml-rpc-server")), *where, "-t", str(n_threads)]
+
+
+def _rounding(port: int, scale: float) -> list[str]:
+    return [str(built("rounding_server")), str(port), str(scale)]
 
 
 def _await(process: subprocess.Popen[bytes] | None, port: int, output: Path) -> None:
