@@ -10,10 +10,13 @@ PARALLEL ?= -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile --no
 ASYNC_TESTS = $(shell grep -rlE --include='test_*.py' 'asyncio|async def' tests)
 # cython-lint and protoc start other tools of the virtual environment by name.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-# What `make test-device` runs: contract, steps, moves, snapshots, forks, prefixes, trees, embeddings, draws, a crowd.
+# What `make test-device` runs: contract, steps, moves, snapshots, forks, prefixes, trees, embeddings, draws, a crowd;
+# and what a scheduler makes of them.
 DEVICE_TESTS = tests/engine/test_engine_contract.py tests/engine/test_prefix_engine.py tests/serving/test_crowd.py \
 	$(addprefix tests/cext/test_,block_drafts.py cext_engine.py cext_sessions.py cext_snapshots.py decoder.py distribution.py \
-	eagle3_drafter.py embedder.py fork.py hidden_rows.py moves.py recurrent_rollback.py tree.py windows.py)
+	eagle3_drafter.py embedder.py fork.py hidden_rows.py moves.py recurrent_rollback.py tree.py windows.py \
+	generate.py rollback_by_hand.py runs.py sampling.py) \
+	tests/scheduling/test_preemption.py tests/scheduling/test_prefix_reuse.py tests/serving/test_conversations.py
 CXX_FILES = $(wildcard cext/*.h cext/*.c cext/spec/*.hpp cext/spec/*.cpp tests/kernels/*.cpp tests/fuzz/*.h tests/fuzz/*.cpp tests/fuzz/plan/*)
 CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd cext/drafthouse_engine/native/*.pxi)
 

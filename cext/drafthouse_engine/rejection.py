@@ -37,7 +37,8 @@ def adjusted_distribution(
         raise InvalidArgument(f"the distributions have shapes {p.shape} and {q.shape}")
     rest = np.maximum(p - q, 0.0)
     total = float(rest.sum())
-    return rest / total if total > 0.0 else p / p.sum()
+    found: npt.NDArray[np.float64] = rest / total if total > 0.0 else p / p.sum()
+    return found
 
 
 def modified_rejection_step(

@@ -124,8 +124,7 @@ def _gaps(
 ) -> npt.NDArray[np.float32]:
     """Returns the greatest difference of each row, as a part of the other's length."""
     lengths = np.linalg.norm(others, axis=1)
-    gaps: npt.NDArray[np.float32] = np.abs(rows - others).max(axis=1) / lengths
-    return gaps
+    return np.asarray(np.abs(rows - others).max(axis=1) / lengths, np.float32)
 
 
 def main() -> int:

@@ -84,7 +84,8 @@ class StreamResets:
         before = loop.get_task_factory()
         if before is not None:
             self._make = lambda coroutine, loop, **more: before(loop, coroutine, **more)
-        loop.set_task_factory(self._make_task)  # type: ignore[arg-type]  # typed as of 3.13
+        factory: Any = self._make_task  # how one is typed differs between versions of Python
+        loop.set_task_factory(factory)
 
     def _make_task(
         self,
