@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -227,7 +228,7 @@ def test_a_store_is_asked_and_not_changed(tmp_path: Path) -> None:
     path.write_bytes(b"no database, but long enough to be looked at" * 100)
     assert "the store cannot be used" in error_of(DENSE, flag, check="store")
     path.unlink()
-    with sqlite3.connect(path) as database:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("CREATE TABLE drafthouse_schema (version_num TEXT)")
         database.execute("INSERT INTO drafthouse_schema VALUES ('9999')")
     database.close()

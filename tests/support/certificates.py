@@ -73,6 +73,14 @@ class Authority:
         builder = self._builder(self._name, self._key).add_extension(
             x509.BasicConstraints(ca=True, path_length=None), critical=True
         )
+        identifier = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        signs = x509.KeyUsage(
+            digital_signature=True, key_cert_sign=True, crl_sign=True,
+            content_commitment=False, key_encipherment=False, data_encipherment=False,
+            key_agreement=False, encipher_only=False, decipher_only=False,
+        )  # fmt: skip
+        builder = builder.add_extension(identifier, critical=False)
+        builder = builder.add_extension(signs, critical=True)
         self.pem = _pem(builder.sign(self._key, hashes.SHA256()))
 
     def _builder(
@@ -90,6 +98,10 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _DAY)
             .not_valid_after(not_after or now + _DAY)
+            .add_extension(  # without it, and a key's usage above, Python 3.13 trusts none
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+                critical=False,
+            )
         )
 
     def issue(

@@ -67,11 +67,12 @@ def _ask(url: URL) -> tuple[str, str | None]:
     shown = "the file" if is_file else url.render_as_string(hide_password=True)
     try:
         engine = sqlalchemy.create_engine(
-            url, connect_args={} if is_file else {"connect_timeout": _CONNECT_S}
+            url,
+            connect_args={} if is_file else {"connect_timeout": _CONNECT_S},
+            poolclass=sqlalchemy.NullPool,  # asked once: nothing is kept, also where it fails
         )
         with engine.connect() as connection:
             revision = migrations.revision_of(connection)
-        engine.dispose()
     except ModuleNotFoundError:
         advice = "pip install 'drafthouse-server[postgresql]'"
         return f"a store on PostgreSQL needs its driver; {advice}", None
