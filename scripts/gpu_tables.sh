@@ -94,18 +94,18 @@ commands_of() {
         fi
         if [ -n "${SITE:-}" ]; then
             # Where ensurepip is missing, as Debian has it, its own pip serves.
-            cat <<'EOF' | sed "s,PYTHON,$python,g"
+            cat <<'EOF' | sed "s,PYTHON,\"$python\",g"
 [ -e .venv/bin/pip ] || PYTHON -m venv .venv || { PYTHON -m venv --without-pip .venv; printf '%s\n' '#!/bin/sh' 'exec "${0%pip}python" -m pip "$@"' >.venv/bin/pip; chmod +x .venv/bin/pip; }
 EOF
-            echo "$python -c 'import sysconfig; print(sysconfig.get_paths()[\"purelib\"])' \
+            echo "\"$python\" -c 'import sysconfig; print(sysconfig.get_paths()[\"purelib\"])' \
 >\$(echo .venv/lib/python3.*/site-packages)/site-of-python.pth"
         fi
         if [ "$is_built" ]; then
-            echo "$python scripts/gpu_built.py link $work/built"
+            echo "\"$python\" scripts/gpu_built.py link $work/built"
             return
         fi
-        echo "$python scripts/build.py"
-        echo "python -m pip install --quiet \$($python scripts/gpu_results.py packages)"
+        echo "\"$python\" scripts/build.py"
+        echo "python -m pip install --quiet \$(\"$python\" scripts/gpu_results.py packages)"
         echo 'python -m pip install --quiet --no-deps --no-build-isolation --editable bench'
         ;;
     smoke) echo 'python scripts/gpu_smoke.py' ;;
@@ -113,7 +113,7 @@ EOF
         if [ "$is_built" ]; then
             echo 'ln -sf built/bin/llama-server build/gpu/llama-server'
         elif [ "$peer_kind" = stock ]; then
-            echo "$python scripts/peers.py"
+            echo "\"$python\" scripts/peers.py"
         else
             echo 'cmake --build build/cp3*-linux_* --target llama-server'
             echo 'ln -sf ../../build/cp3*-linux_*/bin/llama-server build/gpu/llama-server'

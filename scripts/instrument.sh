@@ -11,15 +11,16 @@
 set -eu
 kind=$1
 cd "$(dirname "$0")/.."
-build=${DRAFTHOUSE_BUILD:-$(find "$PWD/build" -maxdepth 1 -type d -name 'cp*' | head -n 1)}
-python=${DRAFTHOUSE_PYTHON:-$PWD/.venv/bin/python}
+# Relative: lists of paths below are split at blanks, which a checkout's own path may have.
+build=${DRAFTHOUSE_BUILD:-$(find build -maxdepth 1 -type d -name 'cp*' | head -n 1)}
+python=${DRAFTHOUSE_PYTHON:-.venv/bin/python}
 if [ -z "$build" ] || [ ! -d "$build/llama.cpp" ]; then
     echo 'the engine is not built; run make dev first' >&2
     exit 2
 fi
 llama=$("$python" cext/fetch_llama_cpp.py)
 number=$(sed -n 's/^version = "\(b[0-9]*\)"$/\1/p' cext/llama_cpp.lock)
-out=$PWD/build/$kind
+out=build/$kind
 mkdir -p "$out/obj"
 if [ "$(cat "$out/source" 2>/dev/null)" != "$llama" ]; then
     rm -f "$out"/obj/*.o # of another llama.cpp, or of other patches

@@ -214,6 +214,20 @@ def kernels_folder(source: Path, *, has_kernels: bool) -> Iterator[Path]:
         yield Path(scratch, KERNELS)
 
 
+def python_headers() -> list[str]:
+    """Returns flags for Python's headers, which cpu_level.c includes.
+
+    Debian's pyconfig.h includes one by the target's architecture. This machine's stands in for
+    that of others: all are of 64 bits.
+    """
+    headers = Path(sysconfig.get_path("include"))
+    folder = FOLDER / "include"
+    there = folder / "aarch64-linux-gnu" / headers.name
+    there.mkdir(parents=True, exist_ok=True)
+    shutil.copy(sysconfig.get_config_h_filename(), there / "pyconfig.h")
+    return ["-isystem", str(headers), "-isystem", str(folder)]
+
+
 def command_for(target: Target, source: Path, kernels: Path, unit: str) -> list[str]:
     """Returns the command that checks one file."""
     is_own = unit in OWN
@@ -223,7 +237,7 @@ def command_for(target: Target, source: Path, kernels: Path, unit: str) -> list[
     flags = [*shlex.split(level), *(warnings or (["-Wall", "-Werror"] if is_own else ["-w"]))]
     folders = ["common", "include", "ggml/include", "ggml/src", "", "src", "vendor"]
     include = [flag for folder in folders for flag in ("-isystem", str(source / folder))]
-    include += ["-isystem", sysconfig.get_path("include")]  # for cpu_level.c
+    include += python_headers()
     if unit.startswith(KERNELS):
         path = kernels / Path(unit).relative_to(KERNELS)
         include = [f"-I{kernels}", f"-I{source / 'ggml/src'}", f"-I{source / 'ggml/include'}"]

@@ -130,7 +130,9 @@ def program(name: str) -> str:
     Raises:
         RootfsError: it is not there.
     """
-    found = shutil.which(name)
+    # Debian has chroot in a folder that is in the PATH of root's login shells alone.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    found = shutil.which(name, path=path)
     if found is None:
         raise RootfsError(f"{name} is not installed, or in no folder of PATH.")
     return found

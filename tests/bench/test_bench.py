@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.programs import write_program
 
 import drafthouse
 from drafthouse_bench.command import main
@@ -207,26 +208,20 @@ def test_a_bare_result_that_cannot_be_read(out: bytes) -> None:
         parse_bare(out)
 
 
-def program(path: Path, code: str) -> Path:
-    path.write_text(f"#!{sys.executable}\n{code}\n", "utf-8")
-    path.chmod(0o755)
-    return path
-
-
 async def test_the_bare_loop_gets_the_prompts(tmp_path: Path) -> None:
     code = """\
 import json, sys
 path = sys.argv[sys.argv.index("--prompts") + 1]
 n = sum(len(line.split()) for line in open(path))
 print(json.dumps({"tokens": n, "seconds": 1, "n_drafted": 0, "n_accepted": 0}))"""
-    result = await run_bare(program(tmp_path / "bare", code), Config(), LOAD)
+    result = await run_bare(write_program(tmp_path / "bare", code), Config(), LOAD)
     assert result.n_output == 5  # all token ids of the prompts
 
 
 async def test_a_bare_loop_that_fails_is_one_sentence(tmp_path: Path) -> None:
     code = "import sys; print('first', file=sys.stderr); sys.exit('the reason')"
     with pytest.raises(BenchError, match="the bare step loop failed: the reason"):
-        await run_bare(program(tmp_path / "bare", code), Config(), LOAD)
+        await run_bare(write_program(tmp_path / "bare", code), Config(), LOAD)
 
 
 async def test_a_server_that_does_not_start_is_one_sentence() -> None:

@@ -9,12 +9,12 @@ import importlib.util
 import io
 import json
 import os
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.support.programs import write_program
 
 from drafthouse_bench import aiperf
 from drafthouse_bench.command import main
@@ -502,7 +502,7 @@ def test_a_list_measures_nothing_and_an_empty_selection_is_refused() -> None:
     assert "no case is selected" in err
 
 
-STAND_IN = f"""#!{sys.executable}
+STAND_IN = """
 import asyncio, json, sys
 
 print("system_info: n_threads = 7 (n_threads_batch = 7) / 8", file=sys.stderr, flush=True)
@@ -517,11 +517,11 @@ async def serve(reader, writer):
         body = await reader.readexactly(length)
         writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: ")
         if b"/health" in head:
-            text = b'{{"status": "ok"}}'
+            text = b'{"status": "ok"}'
         else:
             assert json.loads(body)["cache_prompt"] is True
             n = json.loads(body)["n_predict"]
-            text = json.dumps({{"tokens_predicted": n, "stop": True}}).encode()
+            text = json.dumps({"tokens_predicted": n, "stop": True}).encode()
             text = b"data: " + text + b"\\n\\n"
         writer.write(b"%d\\r\\n\\r\\n" % len(text) + text)
         await writer.drain()
@@ -542,9 +542,8 @@ asyncio.run(main())
 @pytest.mark.timeout(600)
 def test_own_defaults_are_measured_beside_a_stand_in(tmp_path: Path) -> None:
     """Our server twice, with and without drafts, and a program in llama-server's place."""
-    peer, path = tmp_path / "llama-server", tmp_path / "peers.json"
-    peer.write_text(STAND_IN, "utf-8")
-    peer.chmod(0o755)
+    peer = write_program(tmp_path / "llama-server", STAND_IN)
+    path = tmp_path / "peers.json"
     code, out, err = run(
         *("--scenarios", "defaults", "--only", "model=dense,streams=1", "--rounds", "1"),
         *("--round-s", "0.1", "--peer", str(peer), "--json", str(path)),
@@ -561,9 +560,7 @@ def test_own_defaults_are_measured_beside_a_stand_in(tmp_path: Path) -> None:
 
 
 async def test_a_peer_that_does_not_start_is_one_sentence(tmp_path: Path) -> None:
-    peer = tmp_path / "llama-server"
-    peer.write_text(f'#!{sys.executable}\nraise SystemExit("no such model")\n', "utf-8")
-    peer.chmod(0o755)
+    peer = write_program(tmp_path / "llama-server", 'raise SystemExit("no such model")')
     with pytest.raises(BenchError, match=r"llama-server does not start: .*no such model"):
         async with run_peer(peer, Config(model="missing.gguf", max_model_len=64, threads=1)):
             pytest.fail("it runs")

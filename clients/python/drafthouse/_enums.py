@@ -39,6 +39,10 @@ class OpenEnum(enum.StrEnum):
             return int(found[1])
         return self._proto().values_by_name[self._prefix() + self.name].number
 
+    def __reduce_ex__(self, protocol: object) -> tuple[type[Self], tuple[str]]:
+        """Copies and pickles by the value; Python 3.11.3 and older would look for the name."""
+        return self.__class__, (self.value,)
+
     @classmethod
     def of(cls, number: int) -> Self:
         """Returns the value of a number, whether this SDK knows it or not."""
