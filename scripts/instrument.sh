@@ -26,6 +26,8 @@ if [ "$(cat "$out/source" 2>/dev/null)" != "$llama" ]; then
     rm -f "$out"/obj/*.o # of another llama.cpp, or of other patches
     echo "$llama" >"$out/source"
 fi
+ln -sfn "$llama" "$out/llama.cpp" # where the cache is may have a blank, too
+llama=$out/llama.cpp
 
 # Runtime of clang is a package of its own: apt-get install clang-14 libclang-rt-14-dev
 clang=$(command -v clang++ || command -v clang++-14 || true)

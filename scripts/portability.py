@@ -224,7 +224,9 @@ def python_headers() -> list[str]:
     folder = FOLDER / "include"
     there = folder / "aarch64-linux-gnu" / headers.name
     there.mkdir(parents=True, exist_ok=True)
-    shutil.copy(sysconfig.get_config_h_filename(), there / "pyconfig.h")
+    mine = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
+    if mine.exists():
+        shutil.copy(mine, there / "pyconfig.h")
     return ["-isystem", str(headers), "-isystem", str(folder)]
 
 

@@ -97,12 +97,15 @@ async def run_load(client: drafthouse.AsyncClient, load: Load) -> LoadResult:
     result = LoadResult()
     queue = iter(load.prompts)
     cpu_s, started = time.process_time(), time.perf_counter()
+    failed: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as streams:
             for _ in range(load.n_streams):
                 streams.create_task(_run_stream(client, queue, load.n_output, result))
     except* drafthouse.DrafthouseError as errors:
-        raise errors.exceptions[0] from None
+        failed = errors.exceptions[0]  # raised here, Python 3.11.2 would put it into a group again
+    if failed is not None:
+        raise failed
     result.elapsed_s = time.perf_counter() - started
     result.client_cpu_s = time.process_time() - cpu_s
     return result
