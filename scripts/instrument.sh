@@ -100,8 +100,15 @@ if [ "$kind" = fuzz ] || [ "$kind" = texts ]; then
         cp "$llama/src/$file" "$out/unpatched/src"
     done
     # Without its part for llama-vocab.cpp, which a later patch changes again.
-    awk '/^--- / { is_wanted = $2 !~ /llama-vocab/ } is_wanted' cext/patches/0010-texts-of-any-length.patch |
-        patch -d "$out/unpatched" -p1 -R --batch --quiet
+    awk '/^--- / { is_wanted = $2 !~ /llama-vocab/ } is_wanted' cext/patches/0010-texts-of-any-length.patch >"$out/0010.patch"
+    PYTHONPATH=cext "$python" - "$out/unpatched" "$out/0010.patch" <<'END'
+import sys
+from pathlib import Path
+
+import patch_files
+
+patch_files.apply(Path(sys.argv[1]), [Path(sys.argv[2])], is_reverse=True)
+END
     include="$include -I$out"
 fi
 
