@@ -86,10 +86,10 @@ commands_of() {
     build)
         # Unpacked apart first: a piece that is ended in between leaves no half of it.
         if [ "$is_built" ]; then
-            echo "[ -d $work/built ] || { mkdir -p $work/part && \"$python\" -m tarfile -e $pack/built.tar.xz $work/part &&\
+            echo "[ -d $work/built ] || { mkdir -p $work/part && \"$python\" -W ignore -m tarfile -e $pack/built.tar.xz $work/part &&\
  mv $work/part $work/built; }"
         elif [ -e "$pack/llama.cpp.tar.xz" ]; then
-            echo "[ -d $work/llama.cpp ] || { mkdir -p $work/part && \"$python\" -m tarfile -e $pack/llama.cpp.tar.xz $work/part &&\
+            echo "[ -d $work/llama.cpp ] || { mkdir -p $work/part && \"$python\" -W ignore -m tarfile -e $pack/llama.cpp.tar.xz $work/part &&\
  mv $work/part/llama.cpp $work/; }"
         fi
         if [ -n "${SITE:-}" ]; then
