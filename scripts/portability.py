@@ -225,7 +225,7 @@ def python_headers() -> list[str]:
     there = folder / "aarch64-linux-gnu" / headers.name
     there.mkdir(parents=True, exist_ok=True)
     mine = headers.parent / str(sysconfig.get_config_var("MULTIARCH")) / headers.name / "pyconfig.h"
-    if mine.exists():
+    if mine.exists() and not (there / "pyconfig.h").exists():
         shutil.copy(mine, there / "pyconfig.h")
     return ["-isystem", str(headers), "-isystem", str(folder)]
 
