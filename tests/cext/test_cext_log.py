@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.hand import DENSE, MODELS
 
-from drafthouse_engine import BadGrammar, BadModel, Model, Sampler, SamplingParams, set_log
+from drafthouse_engine import BadGrammar, Model, Sampler, SamplingParams, set_log
 
 pytestmark = pytest.mark.model
 
