@@ -2,12 +2,13 @@
 
     git clone . ../plain; cd ../plain; DRAFTHOUSE_CPU_KERNELS=OFF make dev; cd -
     drafthouse-bench kernels --plain ../plain [--models qwen3-0.6b-like-Q4_0,llama-1b-like-Q4_0]
-        [--contexts 512,4096] [--streams 1,8] [--turns 7] [--steps 12]
+        [--contexts 512,4096] [--streams 1,8] [--short 0] [--turns 7] [--steps 12]
 
 Each build has a process of its own. Both load a model, compute a context once, copy it to the other
 streams as the prefix cache does, and then take turns of some steps without drafts, in which nothing
-but the last token of each stream is computed. Printed is the median of the turns' ratios. The bar:
-1.10 in the median of the cells, 0.98 in each.
+but the last token of each stream is computed. `--short 8` adds eight streams of 32 tokens: where
+contexts differ, threads must share the longest. Both checkouts are of one commit. Printed is the
+median of the turns' ratios. The bar: 1.10 in the median of the cells, 0.98 in each.
 
 `make bench-models ARGS="qwen3-0.6b-like llama-1b-like --quants Q4_0 Q8_0"` writes the models.
 """
@@ -33,15 +34,16 @@ from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import SamplingOptions
 
 _ROOM = 256  # cells of a stream beside its context
+_N_SHORT = 32  # tokens of the contexts beside
 _MEDIAN_BAR, _CELL_BAR = 1.10, 0.98
 
 
-def _work(model: str, n_context: int, n_streams: int) -> None:
-    """Computes the context, then answers each line, a number of steps, with seconds a step."""
+def _work(model: str, n_context: int, n_streams: int, n_short: int) -> None:
+    """Computes the contexts, then answers each line, a number of steps, with seconds a step."""
     config = Config(
         model=model,
         draft_type="none",
-        parallel=n_streams,
+        parallel=n_streams + n_short,
         max_model_len=n_context + _ROOM,
         prompt_lookup=False,
     )
@@ -57,17 +59,19 @@ def _work(model: str, n_context: int, n_streams: int) -> None:
         list(scheduler.commit(result, time.monotonic()))
         return result.n_steps
 
-    def submit(name: str) -> Sequence:
+    def submit(name: str, prompt: list[int]) -> Sequence:
         options = SamplingOptions(temperature=0.0, ignore_eos=True)
         request = Request(name, list(prompt), sampling=options, n_output_max=_ROOM - 1)
         sequence = Sequence(request, engine.make_sampler(options))
         scheduler.submit(sequence)
         return sequence
 
-    running = [submit("0")]
+    running = [submit("0", prompt)]
     while not running[0].tally.n_steps:
         step()
-    running += [submit(str(i)) for i in range(1, n_streams)]
+    running += [submit(str(i), prompt) for i in range(1, n_streams)]
+    others = [[chance.randrange(1000) for _ in range(_N_SHORT)] for _ in range(n_short)]
+    running += [submit(f"short {i}", other) for i, other in enumerate(others)]
     while not all(sequence.tally.n_steps for sequence in running):
         step()
     print("ready", flush=True)
@@ -82,9 +86,9 @@ def _work(model: str, n_context: int, n_streams: int) -> None:
 class _Worker:
     """A build's process."""
 
-    def __init__(self, checkout: Path, model: Path, n_context: int, n_streams: int) -> None:
+    def __init__(self, checkout: Path, model: Path, *counts: int) -> None:
         python = checkout / ".venv" / "bin" / "python"
-        arguments = [str(model), str(n_context), str(n_streams)]
+        arguments = [str(model), *map(str, counts)]
         self._process = subprocess.Popen(
             [str(python), "-m", "drafthouse_bench", "kernels", "--work", *arguments],
             stdin=subprocess.PIPE,
@@ -125,7 +129,7 @@ def _cell(
     workers = []
     try:
         for checkout in (CHECKOUT, options.plain):
-            workers.append(_Worker(checkout, model, n_context, n_streams))
+            workers.append(_Worker(checkout, model, n_context, n_streams, options.short))
             workers[-1].wait()
         for worker in workers:
             worker.step_s(2)
@@ -149,18 +153,20 @@ def main() -> None:
     add("--models", default="qwen3-0.6b-like-Q4_0,llama-1b-like-Q4_0")
     add("--contexts", type=counts, default=(512, 4096), help="tokens")
     add("--streams", type=counts, default=(1, 8))
+    add("--short", type=int, default=0, help=f"streams of {_N_SHORT} tokens beside them")
     add("--turns", type=int, default=7)
     add("--steps", type=int, default=12, help="of a turn")
-    add("--work", nargs=3, help=argparse.SUPPRESS)
+    add("--work", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        _work(options.work[0], int(options.work[1]), int(options.work[2]))
+        _work(options.work[0], *map(int, options.work[1:]))
         return
     if options.plain is None:
         parser.error("--plain CHECKOUT is missing: a build without the patches")
     if (options.turns + 1) * options.steps > _ROOM - 8:
         parser.error(f"--turns x --steps: at most {_ROOM - 8 - options.steps} steps")
     ratios = []
+    beside = f" beside {options.short} of {_N_SHORT}" if options.short else ""
     for name in options.models.split(","):
         for n_context in options.contexts:
             for n_streams in options.streams:
@@ -168,7 +174,7 @@ def main() -> None:
                 ours, plain, ratio = _cell(options, path, n_context, n_streams)
                 ratios.append(ratio)
                 print(
-                    f"{name}, {n_context} tokens × {n_streams}: {ours * 1e3:.1f} ms a step,"
+                    f"{name}, {n_context} tokens × {n_streams}{beside}: {ours * 1e3:.1f} ms a step,"
                     f" without {plain * 1e3:.1f}: {ratio:.3f}",
                     flush=True,
                 )
