@@ -86,9 +86,9 @@ def _work(model: str, n_context: int, n_streams: int, n_short: int) -> None:
 class _Worker:
     """A build's process."""
 
-    def __init__(self, checkout: Path, model: Path, *counts: int) -> None:
+    def __init__(self, checkout: Path, model: Path, *sizes: int) -> None:
         python = checkout / ".venv" / "bin" / "python"
-        arguments = [str(model), *map(str, counts)]
+        arguments = [str(model), *map(str, sizes)]
         self._process = subprocess.Popen(
             [str(python), "-m", "drafthouse_bench", "kernels", "--work", *arguments],
             stdin=subprocess.PIPE,
