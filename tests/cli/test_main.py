@@ -520,7 +520,7 @@ import os, signal, sys, threading
 
 class Lock:
     "An RLock; the first one released for a wait, once text is out, meets Ctrl-C before the wait."
-    has_text = False
+    has_text = is_pressed = False
 
     def __init__(self):
         self._lock = lock()
@@ -535,8 +535,9 @@ class Lock:
 
     def _release_save(self):
         saved = self._lock._release_save()
-        if Lock.has_text and threading.current_thread() is threading.main_thread():
-            Lock.has_text = False
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and Lock.has_text and not Lock.is_pressed:
+            Lock.is_pressed = True
             os.kill(os.getpid(), signal.SIGINT)
         return saved
 
@@ -597,6 +598,21 @@ async def test_ctrl_c_stops_a_generation_also_where_a_lock_is_just_let_go(
             process.kill()  # it hung, as it did before Ctrl-C was told to a thread
     assert process.returncode == 130, err.decode()
     assert re.fullmatch(r"\d+ tokens?, \d+ tokens/s, first token after [\d.]+ ms\n", err.decode())
+
+
+async def test_ctrl_c_as_a_command_closes_its_connection_ends_it_without_a_trace(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grpc waits there, and Ctrl-C between two instructions of a wait leaves it as this error."""
+
+    def close(client: drafthouse.Client) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("cannot release un-acquired lock")
+
+    monkeypatch.setattr(drafthouse.Client, "close", close)
+    assert (await ask(server, "generate", "x", *GREEDY)).code == 130
 
 
 async def test_a_reader_who_has_enough_is_no_error(start_server: ServerFactory) -> None:

@@ -128,7 +128,17 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
         terminal.error(str(error))
         _drop_output()
         return 1
+    except Exception as error:
+        if _is_interrupted(error):
+            return _INTERRUPTED
+        raise
     return code
+
+
+def _is_interrupted(error: BaseException) -> bool:
+    """Returns whether an error came of Ctrl-C, which may leave a lock half released."""
+    cause = error.__context__
+    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _is_interrupted(cause))
 
 
 def _drop_output() -> None:
