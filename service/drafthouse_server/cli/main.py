@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
         terminal.error(str(error))
         _drop_output()
         return 1
-    except Exception as error:
+    except RuntimeError as error:
         if _is_interrupted(error):
             return _INTERRUPTED
         raise
