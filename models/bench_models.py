@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 
 from models.vocabulary import add_vocabulary
 
@@ -37,7 +37,7 @@ class BenchShape:
     """Dimensions of a benchmark model, named as llama.cpp names them."""
 
     arch: str
-    """llama.cpp's architecture: `qwen3`, `llama`, `mimo2` or `qwen35`."""
+    """llama.cpp's architecture: `qwen3`, `llama`, `mimo2`, `qwen35`, `qwen3moe` or `deepseek2`."""
 
     n_embd: int
     """Width of the residual stream."""
@@ -78,10 +78,34 @@ class BenchShape:
     n_nextn: int = 0
     """MTP blocks."""
 
+    n_expert: int = 0
+    """Experts of a layer; 0: a plain feed-forward network."""
+
+    n_expert_used: int = 0
+    """Experts that compute a token."""
+
+    n_ff_expert: int = 0
+    """Inner width of an expert, and of the shared one."""
+
+    n_dense_lead: int = 0
+    """Layers without experts, at the beginning."""
+
+    n_latent: int = 0
+    """Values of a cell that all heads share (MLA), without the rotated ones; 0: keys and values."""
+
     @property
     def n_blocks(self) -> int:
         """Layers and MTP blocks."""
         return self.n_layer + self.n_nextn
+
+    @property
+    def n_plain(self) -> int:
+        """Values of a head of keys that are not rotated; as many has one of values (MLA)."""
+        return self.n_embd_head - (self.n_rot or 0)
+
+    def has_experts(self, i: int) -> bool:
+        """Tells whether block i has experts."""
+        return self.n_expert > 0 and i >= self.n_dense_lead
 
     def is_recurrent(self, i: int) -> bool:
         """Tells whether block i mixes by a delta net."""
@@ -103,6 +127,39 @@ SHAPES = {
     "qwen35-0.8b-like": BenchShape(
         "qwen35", 1024, 24, 8, 2, 256, 3584, 1e7, 262144, n_rot=64, n_delta_heads=16, n_nextn=1
     ),
+    # Experts, four heads of queries to one of keys: a small Qwen3 30B-A3B.
+    "qwen3moe-1b-like": BenchShape(
+        "qwen3moe",
+        1024,
+        24,
+        16,
+        4,
+        128,
+        3072,
+        1e6,
+        40960,
+        n_expert=32,
+        n_expert_used=4,
+        n_ff_expert=384,
+    ),
+    # Latent attention, a shared expert: a small DeepSeek V2 Lite, known by its 27 layers.
+    "deepseek2-1b-like": BenchShape(
+        "deepseek2",
+        1024,
+        27,
+        16,
+        1,
+        192,
+        4096,
+        1e4,
+        40960,
+        n_rot=64,
+        n_expert=16,
+        n_expert_used=4,
+        n_ff_expert=512,
+        n_dense_lead=1,
+        n_latent=512,
+    ),
 }
 """Benchmark models by name."""
 
@@ -115,23 +172,26 @@ class _WeightWriter:
         self._quant = quant
         self._rng = np.random.default_rng(SEED)
 
-    def matrix(self, name: str, n_rows: int, n_columns: int) -> None:
+    def matrix(self, name: str, *shape: int) -> None:
         # Embeddings and head stay at 8 bits, as llama-quantize keeps a head above 4.
         is_fine = (
             name.startswith(("token_embd", "output.")) and self._quant == GGMLQuantizationType.Q4_0
         )
         quant = GGMLQuantizationType.Q8_0 if is_fine else self._quant
-        values = self._normal(n_rows, n_columns, WEIGHT_STD)
+        values = self._normal(WEIGHT_STD, *shape)
         self.writer.add_tensor(name, quants.quantize(values, quant), raw_dtype=quant)
 
     def vector(self, name: str, n_values: int, value: float = 1.0) -> None:
         self.writer.add_tensor(name, np.full(n_values, value, np.float32))
 
     def convolution(self, name: str, n_channels: int) -> None:
-        self.writer.add_tensor(name, self._normal(n_channels, N_CONV, CONV_STD))
+        self.writer.add_tensor(name, self._normal(CONV_STD, n_channels, N_CONV))
 
-    def _normal(self, n_rows: int, n_columns: int, std: float) -> npt.NDArray[np.float32]:
-        return self._rng.standard_normal((n_rows, n_columns), np.float32) * np.float32(std)
+    def router(self, name: str, n_expert: int, n_embd: int) -> None:
+        self.writer.add_tensor(name, self._normal(WEIGHT_STD, n_expert, n_embd))
+
+    def _normal(self, std: float, *shape: int) -> npt.NDArray[np.float32]:
+        return self._rng.standard_normal(shape, np.float32) * np.float32(std)
 
 
 def write_bench_model(
@@ -159,6 +219,8 @@ def write_bench_model(
         _add_hybrid_dimensions(writer, shape)
     if shape.arch == "mimo2":
         _add_sliding_window(writer, shape)
+    if shape.n_expert:
+        _add_expert_dimensions(writer, shape)
     add_vocabulary(writer, tokenizer, n_vocab)
     weights = _WeightWriter(writer, tensor_type)
     weights.matrix("token_embd.weight", n_vocab, shape.n_embd)
@@ -215,8 +277,15 @@ def _add_dimensions(writer: GGUFWriter, shape: BenchShape) -> None:
     writer.add_feed_forward_length(shape.n_ff)
     writer.add_head_count(shape.n_head)
     writer.add_head_count_kv(shape.n_head_kv)
-    writer.add_key_length(shape.n_embd_head)
-    writer.add_value_length(shape.n_embd_head)
+    if shape.n_latent:
+        writer.add_kv_lora_rank(shape.n_latent)
+        writer.add_key_length(shape.n_latent + (shape.n_rot or 0))
+        writer.add_value_length(shape.n_latent)
+        writer.add_key_length_mla(shape.n_embd_head)
+        writer.add_value_length_mla(shape.n_plain)
+    else:
+        writer.add_key_length(shape.n_embd_head)
+        writer.add_value_length(shape.n_embd_head)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_rope_dimension_count(shape.n_rot or shape.n_embd_head)
@@ -244,6 +313,17 @@ def _add_hybrid_dimensions(writer: GGUFWriter, shape: BenchShape) -> None:
     writer.add_nextn_predict_layers(shape.n_nextn)
 
 
+def _add_expert_dimensions(writer: GGUFWriter, shape: BenchShape) -> None:
+    writer.add_expert_count(shape.n_expert)
+    writer.add_expert_used_count(shape.n_expert_used)
+    writer.add_expert_feed_forward_length(shape.n_ff_expert)
+    if shape.arch == "deepseek2":
+        writer.add_leading_dense_block_count(shape.n_dense_lead)
+        writer.add_expert_shared_count(1)
+        writer.add_expert_weights_scale(1.0)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX)
+
+
 def _add_block(weights: _WeightWriter, shape: BenchShape, i: int) -> None:
     prefix, n_embd = f"blk.{i}.", shape.n_embd
     second = "post_attention_norm" if shape.arch == "qwen35" else "ffn_norm"
@@ -251,13 +331,37 @@ def _add_block(weights: _WeightWriter, shape: BenchShape, i: int) -> None:
     weights.vector(f"{prefix}{second}.weight", n_embd)
     if shape.is_recurrent(i):
         _add_delta_net(weights, shape, prefix)
+    elif shape.n_latent:
+        _add_latent_attention(weights, shape, prefix)
     else:
         _add_attention(weights, shape, prefix)
-    weights.matrix(f"{prefix}ffn_gate.weight", shape.n_ff, n_embd)
-    weights.matrix(f"{prefix}ffn_up.weight", shape.n_ff, n_embd)
-    weights.matrix(f"{prefix}ffn_down.weight", n_embd, shape.n_ff)
+    if shape.has_experts(i):
+        weights.router(f"{prefix}ffn_gate_inp.weight", shape.n_expert, n_embd)
+        _add_gated(
+            weights, f"{prefix}ffn_{{}}_exps.weight", n_embd, shape.n_ff_expert, shape.n_expert
+        )
+        if shape.arch == "deepseek2":
+            _add_gated(weights, f"{prefix}ffn_{{}}_shexp.weight", n_embd, shape.n_ff_expert)
+    else:
+        _add_gated(weights, f"{prefix}ffn_{{}}.weight", n_embd, shape.n_ff)
     if i >= shape.n_layer:
         _add_nextn(weights, shape, f"{prefix}nextn.")
+
+
+def _add_gated(weights: _WeightWriter, name: str, n_embd: int, n_ff: int, *n_expert: int) -> None:
+    for part in ("gate", "up"):
+        weights.matrix(name.format(part), *n_expert, n_ff, n_embd)
+    weights.matrix(name.format("down"), *n_expert, n_embd, n_ff)
+
+
+def _add_latent_attention(weights: _WeightWriter, shape: BenchShape, prefix: str) -> None:
+    n_head, n_plain, n_latent, n_embd = shape.n_head, shape.n_plain, shape.n_latent, shape.n_embd
+    weights.matrix(f"{prefix}attn_q.weight", n_head * shape.n_embd_head, n_embd)
+    weights.matrix(f"{prefix}attn_kv_a_mqa.weight", n_latent + (shape.n_rot or 0), n_embd)
+    weights.vector(f"{prefix}attn_kv_a_norm.weight", n_latent)
+    weights.matrix(f"{prefix}attn_k_b.weight", n_head, n_latent, n_plain)
+    weights.matrix(f"{prefix}attn_v_b.weight", n_head, n_plain, n_latent)
+    weights.matrix(f"{prefix}attn_output.weight", n_embd, n_head * n_plain)
 
 
 def _add_attention(weights: _WeightWriter, shape: BenchShape, prefix: str) -> None:
@@ -270,7 +374,7 @@ def _add_attention(weights: _WeightWriter, shape: BenchShape, prefix: str) -> No
         weights.matrix(f"{prefix}attn_k.weight", n_key, shape.n_embd)
         weights.matrix(f"{prefix}attn_v.weight", n_key, shape.n_embd)
     weights.matrix(f"{prefix}attn_output.weight", shape.n_embd, n_query)
-    if shape.arch in {"qwen3", "qwen35"}:
+    if shape.arch in {"qwen3", "qwen3moe", "qwen35"}:
         weights.vector(f"{prefix}attn_q_norm.weight", shape.n_embd_head)
         weights.vector(f"{prefix}attn_k_norm.weight", shape.n_embd_head)
 

@@ -411,7 +411,7 @@ void check_threads(setup s) {
 
 void check_shared_heads() {
     const int64_t heads[][2] = {{1, 1},  {2, 1}, {3, 1}, {5, 1}, {8, 1},
-                                {16, 1}, {6, 2}, {8, 4}, {14, 2}};
+                                {16, 1}, {6, 2}, {8, 4}, {14, 2}, {40, 1}, {44, 2}};
     for (const auto & pair : heads) {
         for (int64_t n_rows : {1, 2, 4, 15}) {
             setup s;
@@ -544,7 +544,7 @@ void check_types() {
 
 void check_latent() {
     const int64_t shapes[][4] = {
-        {576, 512, 4, 1}, {320, 256, 3, 1}, {192, 128, 8, 1}, {72, 40, 4, 2}};
+        {576, 512, 4, 1}, {576, 512, 23, 1}, {320, 256, 3, 1}, {192, 128, 8, 1}, {72, 40, 4, 2}};
     for (const auto & shape : shapes) {
         for (int64_t n_rows : {1, 7, 18, 64}) {
             setup s;
@@ -623,6 +623,7 @@ int main() {
                 check_alone(s, n_rows - 1, n_gap);
                 s.has_sinks = true;
                 s.softcap = 20.0f;
+                s.d_k = s.d_v = 512;
                 check_alone(s, n_rows / 2, n_gap);
             }
         }

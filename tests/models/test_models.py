@@ -12,6 +12,8 @@ from models.corpus import SourceFile, is_held_out, read_corpus, split_corpus
 from models.prompts import PromptFile, cut_prompts
 from models.structure import Structure, read_structure, structure_differences
 
+from drafthouse_engine import DecoderConfig, DecoderPool, Model, generate_autoregressive
+
 MODELS = Path(__file__).resolve().parents[2] / "models"
 TARGETS = {"tiny-mimo2-f16": "mimo2", "tiny-qwen35-f16": "qwen35"}
 DRAFTS = {
@@ -134,6 +136,39 @@ def test_a_bench_model_has_the_tensors_of_its_shape(
     # Blocks of the three kinds (delta net, attention, MTP) hold what the trained model's do.
     for ours, theirs in ((0, 0), (3, 2), (4, 6)):
         assert suffixes(made.tensors, ours) == suffixes(shipped, theirs)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "shape",
+    [
+        BenchShape(
+            *("qwen3moe", 64, 2, 4, 1, 32, 96, 1e6, 128),
+            n_expert=4,
+            n_expert_used=2,
+            n_ff_expert=32,
+        ),
+        BenchShape(
+            *("deepseek2", 64, 27, 4, 1, 64, 96, 1e4, 128),
+            n_rot=32,
+            n_expert=4,
+            n_expert_used=2,
+            n_ff_expert=32,
+            n_dense_lead=1,
+            n_latent=64,
+        ),
+    ],
+    ids=lambda shape: shape.arch,
+)
+def test_a_bench_model_with_experts_generates(
+    shape: BenchShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "small", shape)
+    path = tmp_path / "small.gguf"
+    write_bench_model(path, "small", "Q4_0", MODELS / "tokenizer.json", n_vocab=2100)
+    config = DecoderConfig(n_ctx_seq=64, n_threads=1)
+    with Model(path) as target, DecoderPool(target, config) as pool, pool.decoder() as decoder:
+        assert len(generate_autoregressive(decoder, [5, 6, 7], 3).tokens) == 3
 
 
 def prompt_file() -> PromptFile:
