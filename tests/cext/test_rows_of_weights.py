@@ -1,4 +1,4 @@
-"""Products of rows with weights as our patches 0014, 0016, 0017, 0018 and 0023 compute them."""
+"""Products of rows with weights as our patches compute them: 0014, 0016 to 0018, 0023, 0024."""
 
 from __future__ import annotations
 

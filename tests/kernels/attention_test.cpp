@@ -410,8 +410,8 @@ void check_threads(setup s) {
 }
 
 void check_shared_heads() {
-    const int64_t heads[][2] = {{1, 1},  {2, 1}, {3, 1}, {5, 1}, {8, 1},
-                                {16, 1}, {6, 2}, {8, 4}, {14, 2}, {40, 1}, {44, 2}};
+    const int64_t heads[][2] = {{1, 1}, {2, 1}, {3, 1},  {5, 1},  {8, 1}, {16, 1},
+                                {6, 2}, {8, 4}, {14, 2}, {40, 1}, {44, 2}};
     for (const auto & pair : heads) {
         for (int64_t n_rows : {1, 2, 4, 15}) {
             setup s;

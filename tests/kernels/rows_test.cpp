@@ -1,6 +1,6 @@
 // Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K), 0017
-// (Q8_0, Q6_K) and 0023 (F16) compute them: each sum is made in the order that the type has, to the
-// last bit, alone and in any company.
+// (Q8_0, Q6_K), 0023 (F16) and 0024 (experts) compute them: each sum is made in the order that the
+// type has, to the last bit, alone and in any company.
 //
 // Prints what differs and returns 1, or prints "ok", or why nothing was compared.
 #include "ggml-backend.h"
@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -275,12 +276,13 @@ ggml_backend_buffer_type_t find_buffers(const char * name) {
 
 int n_compared = 0;
 
-bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, int64_t n_of_plane,
-              uint32_t seed) {
-    const int64_t n_rows = n_of_plane * s.n_planes;
-    std::mt19937 random(seed);
-    const size_t n_bytes = static_cast<size_t>(s.n / k.n_block) * k.n_bytes; // of a column
-    std::vector<uint8_t> weights(static_cast<size_t>(s.n_cols) * n_bytes);
+size_t bytes_of_column(const kind & k, int64_t n) {
+    return static_cast<size_t>(n / k.n_block) * k.n_bytes;
+}
+
+std::vector<uint8_t> draw_weights(std::mt19937 & random, const kind & k, int64_t n, int64_t n_cols,
+                                  uint32_t seed) {
+    std::vector<uint8_t> weights(static_cast<size_t>(n_cols) * bytes_of_column(k, n));
     for (size_t i = 0; i < weights.size(); i += k.n_bytes) {
         for (size_t at = 0; at < k.n_bytes; ++at) {
             weights[i + at] = static_cast<uint8_t>(random());
@@ -296,7 +298,11 @@ bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, 
             std::memcpy(&weights[i + k.scales_at + 2 * number], &scale, sizeof scale);
         }
     }
-    std::vector<float> rows(static_cast<size_t>(s.n * n_rows));
+    return weights;
+}
+
+std::vector<float> draw_rows(std::mt19937 & random, const kind & k, int64_t n, uint32_t seed) {
+    std::vector<float> rows(static_cast<size_t>(n));
     std::normal_distribution<float> normal;
     for (size_t i = 0; i < rows.size(); ++i) {
         // Some blocks are all zeros, and some all extremes: the largest sums of whole numbers;
@@ -307,11 +313,25 @@ bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, 
                   : which == 2 && i % 5 == 0 ? (i % 2 ? 3.5f : -3.5f)
                                              : normal(random);
     }
-    const std::vector<float> found = multiply(type, k, s, weights, rows);
+    return rows;
+}
+
+std::vector<column> read_columns(const kind & k, const std::vector<uint8_t> & weights, int64_t n) {
     std::vector<column> columns;
-    for (int64_t c = 0; c < s.n_cols; ++c) {
-        columns.push_back(k.read(&weights[static_cast<size_t>(c) * n_bytes], s.n));
+    for (size_t at = 0; at < weights.size(); at += bytes_of_column(k, n)) {
+        columns.push_back(k.read(&weights[at], n));
     }
+    return columns;
+}
+
+bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, int64_t n_of_plane,
+              uint32_t seed) {
+    const int64_t n_rows = n_of_plane * s.n_planes;
+    std::mt19937 random(seed);
+    const std::vector<uint8_t> weights = draw_weights(random, k, s.n, s.n_cols, seed);
+    const std::vector<float> rows = draw_rows(random, k, s.n * n_rows, seed);
+    const std::vector<float> found = multiply(type, k, s, weights, rows);
+    const std::vector<column> columns = read_columns(k, weights, s.n);
     for (int64_t r = 0; r < n_rows; ++r) {
         const rounded row = k.round(&rows[static_cast<size_t>(r * s.n)], s.n);
         for (int64_t c = 0; c < s.n_cols; ++c) {
@@ -324,6 +344,80 @@ bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, 
                     "%d is %.9g, not %.9g\n",
                     k.name, int(s.n), int(s.n_cols), s.n_threads, int(n_of_plane), int(s.n_planes),
                     int(s.n_apart), int(r), int(c), double(value), double(expected));
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+// Experts of a token, whose rows are the token's own or one for each expert.
+struct choice {
+    int64_t n_expert;
+    int64_t n_used;
+    int64_t n_tokens;
+    bool is_shared; // one row for all experts of a token
+};
+
+// Whether the products of each token's rows with its experts (patch 0024) are those of the row
+// alone.
+bool is_exact_with_experts(ggml_backend_buffer_type_t type, const kind & k, const shape & s,
+                           const choice & of, uint32_t seed) {
+    std::mt19937 random(seed);
+    const std::vector<uint8_t> weights = draw_weights(random, k, s.n, s.n_cols * of.n_expert, seed);
+    const int64_t n_of_token = of.is_shared ? 1 : of.n_used;
+    const std::vector<float> rows = draw_rows(random, k, s.n * n_of_token * of.n_tokens, seed);
+    std::vector<int32_t> chosen;
+    for (int64_t t = 0; t < of.n_tokens; ++t) { // some experts have many tokens, some none
+        std::vector<int32_t> all(static_cast<size_t>(of.n_expert));
+        std::iota(all.begin(), all.end(), 0);
+        std::shuffle(all.begin() + (t % 3 == 0 ? 1 : 0), all.end(), random);
+        chosen.insert(chosen.end(), all.begin(), all.begin() + of.n_used);
+    }
+    ggml_init_params params = {};
+    params.mem_size = 16 * ggml_tensor_overhead() + ggml_graph_overhead();
+    params.no_alloc = true;
+    ggml_context * own = ggml_init(params);
+    ggml_context * rest = ggml_init(params);
+    ggml_tensor * w = ggml_new_tensor_3d(own, k.type, s.n, s.n_cols, of.n_expert);
+    ggml_tensor * x = ggml_new_tensor_3d(rest, GGML_TYPE_F32, s.n, n_of_token, of.n_tokens);
+    ggml_tensor * ids = ggml_new_tensor_2d(rest, GGML_TYPE_I32, of.n_used, of.n_tokens);
+    ggml_tensor * y = ggml_mul_mat_id(rest, w, x, ids);
+    ggml_backend_t backend = ggml_backend_cpu_init();
+    ggml_backend_cpu_set_n_threads(backend, s.n_threads);
+    ggml_backend_buffer_t of_weights = ggml_backend_alloc_ctx_tensors_from_buft(
+        own, k.is_repacked ? type : ggml_backend_get_default_buffer_type(backend));
+    ggml_backend_buffer_t of_rest = ggml_backend_alloc_ctx_tensors(rest, backend);
+    ggml_backend_buffer_clear(of_rest, 0x41);
+    ggml_backend_tensor_set(w, weights.data(), 0, weights.size());
+    ggml_backend_tensor_set(x, rows.data(), 0, rows.size() * sizeof(float));
+    ggml_backend_tensor_set(ids, chosen.data(), 0, chosen.size() * sizeof(int32_t));
+    ggml_cgraph * graph = ggml_new_graph(rest);
+    ggml_build_forward_expand(graph, y);
+    ggml_backend_graph_compute(backend, graph);
+    std::vector<float> found(static_cast<size_t>(s.n_cols) * chosen.size());
+    ggml_backend_tensor_get(y, found.data(), 0, found.size() * sizeof(float));
+    ggml_backend_buffer_free(of_weights);
+    ggml_backend_buffer_free(of_rest);
+    ggml_backend_free(backend);
+    ggml_free(own);
+    ggml_free(rest);
+
+    const std::vector<column> columns = read_columns(k, weights, s.n);
+    for (int64_t i = 0; i < of.n_used * of.n_tokens; ++i) {
+        const int64_t at = of.is_shared ? i / of.n_used : i;
+        const rounded row = k.round(&rows[static_cast<size_t>(at * s.n)], s.n);
+        for (int64_t c = 0; c < s.n_cols; ++c) {
+            const auto column = static_cast<size_t>(chosen[static_cast<size_t>(i)] * s.n_cols + c);
+            const float expected = k.product(columns[column], row);
+            const float value = found[static_cast<size_t>(i * s.n_cols + c)];
+            ++n_compared;
+            if (std::memcmp(&expected, &value, sizeof value) != 0) {
+                std::printf("%s n %d columns %d threads %d, %d of %d experts, %d tokens: row %d "
+                            "column %d is %.9g, not %.9g\n",
+                            k.name, int(s.n), int(s.n_cols), s.n_threads, int(of.n_used),
+                            int(of.n_expert), int(of.n_tokens), int(i), int(c), double(value),
+                            double(expected));
                 return false;
             }
         }
@@ -459,6 +553,21 @@ int main() {
                 }
 #endif
                 is_ok = is_exact(type, k, s, n_rows, ++seed) && is_ok;
+            }
+        }
+    }
+#ifdef WITHOUT_CPU_KERNELS
+    const std::vector<kind> with_experts = {q4_0, q4_k};
+#else
+    const std::vector<kind> with_experts = {q4_0, q4_k, q8_0, q6_k};
+#endif
+    for (const kind & k : with_experts) {
+        for (shape s : {shape{256, 24, 1}, shape{1024, 40, 3}, shape{8448, 16, 2}}) {
+            s.n_cols -= k.is_repacked ? 0 : s.n_cols % 3;
+            for (const choice & of :
+                 {choice{4, 2, 1, true}, choice{3, 1, 9, false}, choice{5, 4, 23, true},
+                  choice{8, 3, 7, false}, choice{2, 1, 140, true}}) {
+                is_ok = is_exact_with_experts(type, k, s, of, ++seed) && is_ok;
             }
         }
     }
