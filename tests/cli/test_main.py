@@ -603,7 +603,7 @@ async def test_ctrl_c_stops_a_generation_also_where_a_lock_is_just_let_go(
 async def test_ctrl_c_as_a_command_closes_its_connection_ends_it_without_a_trace(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """grpc waits there, and Ctrl-C between two instructions of a wait leaves it as this error."""
+    """What waits there lets Ctrl-C between two instructions of its wait out as this error."""
 
     def close(client: drafthouse.Client) -> None:
         try:

@@ -119,7 +119,9 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
         return 2
     try:
         code: int = parsed.run(parsed, terminal)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        if not _is_interrupted(error):
+            raise
         return _INTERRUPTED
     except BrokenPipeError:  # whoever read the output has enough
         _drop_output()
@@ -128,17 +130,14 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
         terminal.error(str(error))
         _drop_output()
         return 1
-    except RuntimeError as error:
-        if _is_interrupted(error):
-            return _INTERRUPTED
-        raise
     return code
 
 
-def _is_interrupted(error: BaseException) -> bool:
-    """Returns whether an error came of Ctrl-C, which may leave a lock half released."""
-    cause = error.__context__
-    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _is_interrupted(cause))
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Returns whether an error is Ctrl-C, or came of it: it may leave a lock half released."""
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return error is not None
+    return _is_interrupted(error.__context__)
 
 
 def _drop_output() -> None:
