@@ -33,14 +33,15 @@ def read_bytes_per_s(n_threads: int) -> float:
     return best
 
 
-def bytes_per_step(path: Path) -> int:
-    """Returns the bytes of a model's weights that a step without drafts reads.
+def bytes_per_step(path: Path, n_streams: int = 1) -> int:
+    """Returns the bytes of a model's weights that a step without drafts reads, on average.
 
     All but the rows of a table of embeddings that is not the head as well, and the blocks that only
-    predict drafts. Experts that a token does not choose are counted, so for them it is too many.
+    predict drafts. Of experts those that some stream chooses, if each is chosen as often.
 
     Args:
         path: The GGUF file.
+        n_streams: Tokens of the step.
     """
     reader = GGUFReader(path)
     arch = str(reader.fields["general.architecture"].contents())
@@ -48,10 +49,15 @@ def bytes_per_step(path: Path) -> int:
     nextn = reader.fields.get(f"{arch}.nextn_predict_layers")
     n_main = n_blocks - (int(nextn.contents()) if nextn else 0)
     has_head = any(tensor.name == "output.weight" for tensor in reader.tensors)
-    total = 0
+    n_experts = [
+        int(found.contents()) if (found := reader.fields.get(f"{arch}.{key}")) else 0
+        for key in ("expert_used_count", "expert_count")
+    ]
+    share = 1 - (1 - n_experts[0] / n_experts[1]) ** n_streams if n_experts[1] else 1.0
+    total = 0.0
     for tensor in reader.tensors:
         block = re.match(r"blk\.(\d+)\.", tensor.name)
         is_draft = block is not None and int(block[1]) >= n_main
         if not is_draft and not (has_head and tensor.name == "token_embd.weight"):
-            total += int(tensor.n_bytes)
-    return total
+            total += int(tensor.n_bytes) * (share if "_exps." in tensor.name else 1.0)
+    return round(total)

@@ -35,5 +35,23 @@ def test_a_step_reads_the_head_and_the_blocks_that_do_not_draft(
     assert bytes_per_step(path) == 4 * n_values
 
 
+@pytest.mark.parametrize(("n_streams", "n_read"), [(1, 2), (2, 3.5), (1000, 8)])
+def test_a_step_reads_the_experts_that_its_streams_choose(
+    tmp_path: Path, n_streams: int, n_read: float
+) -> None:
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "qwen3moe")
+    writer.add_block_count(1)
+    writer.add_expert_count(8)
+    writer.add_expert_used_count(2)
+    writer.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((8, 6, 4), np.float32))
+    writer.add_tensor("blk.0.ffn_up_shexp.weight", np.zeros((6, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert bytes_per_step(path, n_streams) == 4 * 24 * (n_read + 1)
+
+
 def test_memory_is_read_at_some_speed() -> None:
     assert 1e6 < read_bytes_per_s(1) < 1e13

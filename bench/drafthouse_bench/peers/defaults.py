@@ -126,7 +126,8 @@ def _memory_limit(case: PeerCase, target: Target) -> float | None:
     """Returns the tokens per second that the host's memory would allow; None with a device."""
     if any(it.kind in ("gpu", "igpu") for it in list_devices()):
         return None
-    return case.streams * read_bytes_per_s(n_cores()) / bytes_per_step(target.path)
+    n_bytes = bytes_per_step(target.path, case.streams)
+    return case.streams * read_bytes_per_s(n_cores()) / n_bytes
 
 
 def _repeated(text: Sequence[int], n_tokens: int) -> list[int]:
