@@ -55,6 +55,22 @@ column read_q4_0(const uint8_t * from, int64_t n) {
     return found;
 }
 
+// Of 32 weights a byte that is an exponent of two, sixteen of quants: halves, as twice as many.
+column read_mxfp4(const uint8_t * from, int64_t n) {
+    static const int numbers[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    column found;
+    for (int64_t b = 0; b < n / 32; ++b, from += 17) {
+        found.d.push_back(std::ldexp(1.0f, from[0] - 128));
+        found.d_min.push_back(0.0f);
+        found.scales.push_back(1);
+        found.minima.push_back(0);
+        for (int i = 0; i < 32; ++i) {
+            found.quants.push_back(numbers[from[1 + i % 16] >> (i / 16 * 4) & 15]);
+        }
+    }
+    return found;
+}
+
 // Of 256 weights twice two bytes of scale, twelve of scales and minima in six bits, 128 of quants.
 column read_q4_k(const uint8_t * from, int64_t n) {
     column found;
@@ -202,6 +218,8 @@ struct kind {
 
 constexpr kind q4_0 = {"Q4_0",    GGML_TYPE_Q4_0, 32,     18, 1, 0, true, 1000,
                        read_q4_0, round_to_q8_0,  product};
+constexpr kind mxfp4 = {"MXFP4",    GGML_TYPE_MXFP4, 32,     17, 0, 0, true, 3,
+                        read_mxfp4, round_to_q8_0,   product};
 // Four rows together are rounded four times a block.
 constexpr kind q4_k = {"Q4_K", GGML_TYPE_Q4_K, 256,           144,    2, 0, true,
                        3,      read_q4_k,      round_to_q8_k, product};
@@ -296,6 +314,10 @@ std::vector<uint8_t> draw_weights(std::mt19937 & random, const kind & k, int64_t
             const uint16_t scale =
                 ggml_fp32_to_fp16(static_cast<float>(int(random() % 2001) - 1000) / 7000.0f);
             std::memcpy(&weights[i + k.scales_at + 2 * number], &scale, sizeof scale);
+        }
+        if (k.type == GGML_TYPE_MXFP4) { // some as small as there are
+            const auto which = random() % 10;
+            weights[i] = static_cast<uint8_t>(which < 3 ? which : 110 + random() % 30);
         }
     }
     return weights;
@@ -542,7 +564,7 @@ int main() {
     const std::vector<shape> of_256 = {{256, 8, 1},     {512, 24, 2},      {1024, 16, 2},
                                        {768, 40, 1},    {4352, 72, 3},     {256, 264, 5},
                                        {512, 24, 2, 3}, {256, 16, 3, 2, 5}};
-    for (const kind & k : {q4_0, q4_k, q8_0, q6_k}) {
+    for (const kind & k : {q4_0, mxfp4, q4_k, q8_0, q6_k}) {
         for (shape s : k.n_block == 32 ? of_32 : of_256) {
             s.n_cols -= k.is_repacked ? 0 : s.n_cols % 3; // any number
             s.n_apart *= k.is_repacked ? 0 : 1; // upstream rounds fours as if nothing lay between
@@ -557,9 +579,9 @@ int main() {
         }
     }
 #ifdef WITHOUT_CPU_KERNELS
-    const std::vector<kind> with_experts = {q4_0, q4_k};
+    const std::vector<kind> with_experts = {q4_0, mxfp4, q4_k};
 #else
-    const std::vector<kind> with_experts = {q4_0, q4_k, q8_0, q6_k};
+    const std::vector<kind> with_experts = {q4_0, mxfp4, q4_k, q8_0, q6_k};
 #endif
     for (const kind & k : with_experts) {
         for (shape s : {shape{256, 24, 1}, shape{1024, 40, 3}, shape{8448, 16, 2}}) {
