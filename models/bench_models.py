@@ -29,6 +29,7 @@ QUANTS = {
     "F16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "Q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "Q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "MXFP4": (GGMLQuantizationType.MXFP4, LlamaFileType.MOSTLY_MXFP4_MOE),
 }
 
 
@@ -173,11 +174,13 @@ class _WeightWriter:
         self._rng = np.random.default_rng(SEED)
 
     def matrix(self, name: str, *shape: int) -> None:
-        # Embeddings and head stay at 8 bits, as llama-quantize keeps a head above 4.
-        is_fine = (
-            name.startswith(("token_embd", "output.")) and self._quant == GGMLQuantizationType.Q4_0
-        )
-        quant = GGMLQuantizationType.Q8_0 if is_fine else self._quant
+        # Embeddings and head stay at 8 bits, as llama-quantize keeps a head above 4; in MXFP4 there
+        # are experts alone.
+        is_fine = {
+            GGMLQuantizationType.Q4_0: name.startswith(("token_embd", "output.")),
+            GGMLQuantizationType.MXFP4: "_exps." not in name,
+        }
+        quant = GGMLQuantizationType.Q8_0 if is_fine.get(self._quant) else self._quant
         values = self._normal(WEIGHT_STD, *shape)
         self.writer.add_tensor(name, quants.quantize(values, quant), raw_dtype=quant)
 
@@ -202,7 +205,7 @@ def write_bench_model(
     Args:
         path: File to write.
         name: One of `SHAPES`.
-        quant: One of `F16`, `Q8_0`, `Q4_0`.
+        quant: One of `QUANTS`.
         tokenizer: `tokenizer.json`.
         n_vocab: Vocabulary, filled up with unused tokens: the output head's cost depends on it.
 

@@ -160,12 +160,14 @@ def test_a_bench_model_has_the_tensors_of_its_shape(
     ],
     ids=lambda shape: shape.arch,
 )
+@pytest.mark.parametrize("quant", ["Q4_0", "MXFP4"])
 def test_a_bench_model_with_experts_generates(
-    shape: BenchShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: BenchShape, quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SHAPES, "small", shape)
     path = tmp_path / "small.gguf"
-    write_bench_model(path, "small", "Q4_0", MODELS / "tokenizer.json", n_vocab=2100)
+    write_bench_model(path, "small", quant, MODELS / "tokenizer.json", n_vocab=2100)
+    assert read_structure(path).tensors["blk.1.ffn_up_exps.weight"][1] == quant
     config = DecoderConfig(n_ctx_seq=64, n_threads=1)
     with Model(path) as target, DecoderPool(target, config) as pool, pool.decoder() as decoder:
         assert len(generate_autoregressive(decoder, [5, 6, 7], 3).tokens) == 3
