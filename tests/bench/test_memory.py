@@ -17,6 +17,13 @@ SHAPES = {
 }
 
 
+def write(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 @pytest.mark.parametrize(("is_tied", "n_values"), [(False, 40 + 4 + 24), (True, 40 + 4 + 24)])
 def test_a_step_reads_the_head_and_the_blocks_that_do_not_draft(
     tmp_path: Path, is_tied: bool, n_values: int
@@ -28,10 +35,7 @@ def test_a_step_reads_the_head_and_the_blocks_that_do_not_draft(
     for name, shape in SHAPES.items():
         if not (is_tied and name == "output.weight"):
             writer.add_tensor(name, np.zeros(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     assert bytes_per_step(path) == 4 * n_values
 
 
@@ -46,10 +50,7 @@ def test_a_step_reads_the_experts_that_its_streams_choose(
     writer.add_expert_used_count(2)
     writer.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((8, 6, 4), np.float32))
     writer.add_tensor("blk.0.ffn_up_shexp.weight", np.zeros((6, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     assert bytes_per_step(path, n_streams) == 4 * 24 * (n_read + 1)
 
 

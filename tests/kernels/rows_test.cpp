@@ -237,7 +237,32 @@ struct shape {
     int64_t n_apart = 0;  // what lies between two rows
 };
 
-// The products of rows with weights that lie in the buffer type which repacks them, if they are so.
+// What y is once `fill` has set the tensors of `own`, the weights, which lie in the buffer type
+// that repacks them if they are so, and of `rest`. Frees both.
+template <typename Fill>
+std::vector<float> computed(ggml_backend_buffer_type_t type, const kind & k, int n_threads,
+                            ggml_context * own, ggml_context * rest, ggml_tensor * y, Fill fill) {
+    ggml_backend_t backend = ggml_backend_cpu_init();
+    ggml_backend_cpu_set_n_threads(backend, n_threads);
+    ggml_backend_buffer_t of_weights = ggml_backend_alloc_ctx_tensors_from_buft(
+        own, k.is_repacked ? type : ggml_backend_get_default_buffer_type(backend));
+    ggml_backend_buffer_t of_rest = ggml_backend_alloc_ctx_tensors(rest, backend);
+    ggml_backend_buffer_clear(of_rest, 0x41); // of another step: nothing is added to it
+    fill();
+    ggml_cgraph * graph = ggml_new_graph(rest);
+    ggml_build_forward_expand(graph, y);
+    ggml_backend_graph_compute(backend, graph);
+    std::vector<float> found(static_cast<size_t>(ggml_nelements(y)));
+    ggml_backend_tensor_get(y, found.data(), 0, found.size() * sizeof(float));
+    ggml_backend_buffer_free(of_weights);
+    ggml_backend_buffer_free(of_rest);
+    ggml_backend_free(backend);
+    ggml_free(own);
+    ggml_free(rest);
+    return found;
+}
+
+// The products of rows with weights.
 std::vector<float> multiply(ggml_backend_buffer_type_t type, const kind & k, const shape & s,
                             const std::vector<uint8_t> & weights, const std::vector<float> & rows) {
     const int64_t n_rows = static_cast<int64_t>(rows.size()) / s.n;
@@ -253,29 +278,14 @@ std::vector<float> multiply(ggml_backend_buffer_type_t type, const kind & k, con
     ggml_tensor * x =
         ggml_view_3d(rest, all, s.n, n_of_plane, s.n_planes, all->nb[1], all->nb[2], 0);
     ggml_tensor * y = ggml_mul_mat(rest, w, x);
-    ggml_backend_t backend = ggml_backend_cpu_init();
-    ggml_backend_cpu_set_n_threads(backend, s.n_threads);
-    ggml_backend_buffer_t of_weights = ggml_backend_alloc_ctx_tensors_from_buft(
-        own, k.is_repacked ? type : ggml_backend_get_default_buffer_type(backend));
-    ggml_backend_buffer_t of_rest = ggml_backend_alloc_ctx_tensors(rest, backend);
-    ggml_backend_buffer_clear(of_rest, 0x41); // of another step: nothing is added to it
-    ggml_backend_tensor_set(w, weights.data(), 0, weights.size());
-    for (int64_t r = 0; r < n_rows; ++r) {
-        ggml_backend_tensor_set(all, &rows[static_cast<size_t>(r * s.n)],
-                                static_cast<size_t>(r) * all->nb[1],
-                                static_cast<size_t>(s.n) * sizeof(float));
-    }
-    ggml_cgraph * graph = ggml_new_graph(rest);
-    ggml_build_forward_expand(graph, y);
-    ggml_backend_graph_compute(backend, graph);
-    std::vector<float> found(static_cast<size_t>(s.n_cols * n_rows));
-    ggml_backend_tensor_get(y, found.data(), 0, found.size() * sizeof(float));
-    ggml_backend_buffer_free(of_weights);
-    ggml_backend_buffer_free(of_rest);
-    ggml_backend_free(backend);
-    ggml_free(own);
-    ggml_free(rest);
-    return found;
+    return computed(type, k, s.n_threads, own, rest, y, [&] {
+        ggml_backend_tensor_set(w, weights.data(), 0, weights.size());
+        for (int64_t r = 0; r < n_rows; ++r) {
+            ggml_backend_tensor_set(all, &rows[static_cast<size_t>(r * s.n)],
+                                    static_cast<size_t>(r) * all->nb[1],
+                                    static_cast<size_t>(s.n) * sizeof(float));
+        }
+    });
 }
 
 // The buffer type of this name; null where the processor, or the build, has none.
@@ -405,25 +415,11 @@ bool is_exact_with_experts(ggml_backend_buffer_type_t type, const kind & k, cons
     ggml_tensor * x = ggml_new_tensor_3d(rest, GGML_TYPE_F32, s.n, n_of_token, of.n_tokens);
     ggml_tensor * ids = ggml_new_tensor_2d(rest, GGML_TYPE_I32, of.n_used, of.n_tokens);
     ggml_tensor * y = ggml_mul_mat_id(rest, w, x, ids);
-    ggml_backend_t backend = ggml_backend_cpu_init();
-    ggml_backend_cpu_set_n_threads(backend, s.n_threads);
-    ggml_backend_buffer_t of_weights = ggml_backend_alloc_ctx_tensors_from_buft(
-        own, k.is_repacked ? type : ggml_backend_get_default_buffer_type(backend));
-    ggml_backend_buffer_t of_rest = ggml_backend_alloc_ctx_tensors(rest, backend);
-    ggml_backend_buffer_clear(of_rest, 0x41);
-    ggml_backend_tensor_set(w, weights.data(), 0, weights.size());
-    ggml_backend_tensor_set(x, rows.data(), 0, rows.size() * sizeof(float));
-    ggml_backend_tensor_set(ids, chosen.data(), 0, chosen.size() * sizeof(int32_t));
-    ggml_cgraph * graph = ggml_new_graph(rest);
-    ggml_build_forward_expand(graph, y);
-    ggml_backend_graph_compute(backend, graph);
-    std::vector<float> found(static_cast<size_t>(s.n_cols) * chosen.size());
-    ggml_backend_tensor_get(y, found.data(), 0, found.size() * sizeof(float));
-    ggml_backend_buffer_free(of_weights);
-    ggml_backend_buffer_free(of_rest);
-    ggml_backend_free(backend);
-    ggml_free(own);
-    ggml_free(rest);
+    const std::vector<float> found = computed(type, k, s.n_threads, own, rest, y, [&] {
+        ggml_backend_tensor_set(w, weights.data(), 0, weights.size());
+        ggml_backend_tensor_set(x, rows.data(), 0, rows.size() * sizeof(float));
+        ggml_backend_tensor_set(ids, chosen.data(), 0, chosen.size() * sizeof(int32_t));
+    });
 
     const std::vector<column> columns = read_columns(k, weights, s.n);
     for (int64_t i = 0; i < of.n_used * of.n_tokens; ++i) {
