@@ -12,7 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from gguf import (
+    GGML_QUANT_SIZES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFWriter,
+    LlamaFileType,
+    quants,
+)
 
 from models.vocabulary import add_vocabulary
 
@@ -29,8 +36,30 @@ QUANTS = {
     "F16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "Q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "Q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "Q4_1": (GGMLQuantizationType.Q4_1, LlamaFileType.MOSTLY_Q4_1),
+    "Q5_0": (GGMLQuantizationType.Q5_0, LlamaFileType.MOSTLY_Q5_0),
+    "Q5_1": (GGMLQuantizationType.Q5_1, LlamaFileType.MOSTLY_Q5_1),
+    "Q2_K": (GGMLQuantizationType.Q2_K, LlamaFileType.MOSTLY_Q2_K),
+    "Q3_K": (GGMLQuantizationType.Q3_K, LlamaFileType.MOSTLY_Q3_K_M),
+    "Q4_K": (GGMLQuantizationType.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
+    "Q5_K": (GGMLQuantizationType.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
+    "Q6_K": (GGMLQuantizationType.Q6_K, LlamaFileType.MOSTLY_Q6_K),
+    "IQ4_NL": (GGMLQuantizationType.IQ4_NL, LlamaFileType.MOSTLY_IQ4_NL),
+    "IQ4_XS": (GGMLQuantizationType.IQ4_XS, LlamaFileType.MOSTLY_IQ4_XS),
     "MXFP4": (GGMLQuantizationType.MXFP4, LlamaFileType.MOSTLY_MXFP4_MOE),
 }
+
+SCALES = {
+    GGMLQuantizationType.Q2_K: (80, 82, 1.5),
+    GGMLQuantizationType.Q3_K: (108, None, 0.0),
+    GGMLQuantizationType.Q4_K: (0, 2, 7.5),
+    GGMLQuantizationType.Q5_K: (0, 2, 15.5),
+    GGMLQuantizationType.Q6_K: (208, None, 0.0),
+    GGMLQuantizationType.IQ4_NL: (0, None, 0.0),
+    GGMLQuantizationType.IQ4_XS: (0, None, 0.0),
+}
+"""Types that the `gguf` package reads but does not write: where a block's scale lies, where that of
+its minima, and the middle of its quants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +203,25 @@ class _WeightWriter:
         self._rng = np.random.default_rng(SEED)
 
     def matrix(self, name: str, *shape: int) -> None:
-        # Embeddings and head stay at 8 bits, as llama-quantize keeps a head above 4; in MXFP4 there
-        # are experts alone.
-        is_fine = {
-            GGMLQuantizationType.Q4_0: name.startswith(("token_embd", "output.")),
-            GGMLQuantizationType.MXFP4: "_exps." not in name,
-        }
-        quant = GGMLQuantizationType.Q8_0 if is_fine.get(self._quant) else self._quant
-        values = self._normal(WEIGHT_STD, *shape)
-        self.writer.add_tensor(name, quants.quantize(values, quant), raw_dtype=quant)
+        quant = GGMLQuantizationType.Q8_0 if self._is_fine(name, shape[-1]) else self._quant
+        if quant in SCALES:
+            values = self._blocks(quant, *shape)
+        else:
+            values = quants.quantize(self._normal(WEIGHT_STD, *shape), quant)
+        self.writer.add_tensor(name, values, raw_dtype=quant)
+
+    def _is_fine(self, name: str, n: int) -> bool:
+        """Tells what stays at 8 bits.
+
+        Embeddings and head, as llama-quantize keeps a head above 4; rows that are no blocks; in
+        MXFP4 all but experts.
+        """
+        if self._quant is GGMLQuantizationType.MXFP4:
+            return "_exps." not in name
+        if self._quant in {GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0}:
+            return False
+        is_end = name.startswith(("token_embd", "output."))
+        return is_end or n % GGML_QUANT_SIZES[self._quant][0] != 0
 
     def vector(self, name: str, n_values: int, value: float = 1.0) -> None:
         self.writer.add_tensor(name, np.full(n_values, value, np.float32))
@@ -192,6 +231,22 @@ class _WeightWriter:
 
     def router(self, name: str, n_expert: int, n_embd: int) -> None:
         self.writer.add_tensor(name, self._normal(WEIGHT_STD, n_expert, n_embd))
+
+    def _blocks(self, quant: GGMLQuantizationType, *shape: int) -> npt.NDArray[np.uint8]:
+        """Returns blocks of any bytes, scaled to weights like the others."""
+        (n_block, n_bytes), (at, at_minima, middle) = GGML_QUANT_SIZES[quant], SCALES[quant]
+        n_blocks = int(np.prod(shape)) // n_block
+        blocks = self._rng.integers(0, 256, (n_blocks, n_bytes), np.uint8)
+
+        def scale(part: npt.NDArray[np.uint8], d: float) -> None:
+            for place, value in ((at, d), (at_minima, d * middle)):
+                if place is not None:
+                    part[:, place : place + 2] = np.array([value], np.float16).view(np.uint8)
+
+        sample = blocks[:64].copy()
+        scale(sample, 1.0)
+        scale(blocks, WEIGHT_STD / float(quants.dequantize(sample, quant).std()))
+        return blocks.reshape(*shape[:-1], -1)
 
     def _normal(self, std: float, *shape: int) -> npt.NDArray[np.float32]:
         return self._rng.standard_normal(shape, np.float32) * np.float32(std)

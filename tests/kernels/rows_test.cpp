@@ -1,11 +1,12 @@
-// Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K), 0017
-// (Q8_0, Q6_K), 0023 (F16) and 0024 (experts) compute them: each sum is made in the order that the
-// type has, to the last bit, alone and in any company.
+// Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K), 0017 and
+// 0025 (what is not repacked), 0023 (F16) and 0024 (experts) compute them: each sum is made in the
+// order that the type has, to the last bit, alone and in any company.
 //
 // Prints what differs and returns 1, or prints "ok", or why nothing was compared.
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
+#include "weights.h"
 
 #include <algorithm>
 #include <cmath>
@@ -18,188 +19,7 @@
 
 namespace {
 
-// A column of weights: quants times scales, less minima.
-struct column {
-    std::vector<int> quants;
-    std::vector<int> scales; // of some quants each
-    std::vector<int> minima;
-    std::vector<float> d; // of a block: what a scale counts
-    std::vector<float> d_min;
-    int offset = 0; // of all quants
-};
-
-// A row as the CPU backend rounds it: whole numbers up to 127.
-struct rounded {
-    std::vector<int> quants;
-    std::vector<float> d; // of a block
-};
-
-float read_half(const uint8_t * from) {
-    uint16_t half = 0;
-    std::memcpy(&half, from, sizeof half);
-    return ggml_fp16_to_fp32(half);
-}
-
-// What a file's column holds: of 32 weights two bytes of scale, sixteen of quants.
-column read_q4_0(const uint8_t * from, int64_t n) {
-    column found;
-    for (int64_t b = 0; b < n / 32; ++b, from += 18) {
-        found.d.push_back(read_half(from));
-        found.d_min.push_back(0.0f);
-        found.scales.push_back(1);
-        found.minima.push_back(0);
-        for (int i = 0; i < 32; ++i) {
-            found.quants.push_back((from[2 + i % 16] >> (i / 16 * 4) & 15) - 8);
-        }
-    }
-    return found;
-}
-
-// Of 32 weights a byte that is an exponent of two, sixteen of quants: halves, as twice as many.
-column read_mxfp4(const uint8_t * from, int64_t n) {
-    static const int numbers[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-    column found;
-    for (int64_t b = 0; b < n / 32; ++b, from += 17) {
-        found.d.push_back(std::ldexp(1.0f, from[0] - 128));
-        found.d_min.push_back(0.0f);
-        found.scales.push_back(1);
-        found.minima.push_back(0);
-        for (int i = 0; i < 32; ++i) {
-            found.quants.push_back(numbers[from[1 + i % 16] >> (i / 16 * 4) & 15]);
-        }
-    }
-    return found;
-}
-
-// Of 256 weights twice two bytes of scale, twelve of scales and minima in six bits, 128 of quants.
-column read_q4_k(const uint8_t * from, int64_t n) {
-    column found;
-    for (int64_t b = 0; b < n / 256; ++b, from += 144) {
-        found.d.push_back(read_half(from));
-        found.d_min.push_back(read_half(from + 2));
-        const uint8_t * six = from + 4;
-        for (int sub = 0; sub < 8; ++sub) {
-            const bool is_whole = sub < 4; // else two of its bits are with another
-            found.scales.push_back(is_whole ? six[sub] & 63
-                                            : (six[sub + 4] & 15) | six[sub - 4] >> 6 << 4);
-            found.minima.push_back(is_whole ? six[sub + 4] & 63
-                                            : six[sub + 4] >> 4 | six[sub] >> 6 << 4);
-        }
-        for (int i = 0; i < 256; ++i) {
-            found.quants.push_back(from[16 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15);
-        }
-    }
-    return found;
-}
-
-// Of 32 weights two bytes of scale, 32 of quants.
-column read_q8_0(const uint8_t * from, int64_t n) {
-    column found;
-    for (int64_t b = 0; b < n / 32; ++b, from += 34) {
-        found.d.push_back(read_half(from));
-        found.scales.push_back(1);
-        for (int i = 0; i < 32; ++i) {
-            found.quants.push_back(static_cast<int8_t>(from[2 + i]));
-        }
-    }
-    return found;
-}
-
-// Of 256 weights 128 bytes of low and 64 of high bits of quants, sixteen scales, two bytes of
-// scale.
-column read_q6_k(const uint8_t * from, int64_t n) {
-    column found;
-    found.offset = -32;
-    for (int64_t b = 0; b < n / 256; ++b, from += 210) {
-        found.d.push_back(read_half(from + 208));
-        for (int i = 0; i < 16; ++i) {
-            found.scales.push_back(static_cast<int8_t>(from[192 + i]));
-        }
-        for (int i = 0; i < 256; ++i) {
-            const int low = from[i / 128 * 64 + i % 64] >> (i / 64 % 2 * 4) & 15;
-            const int high = from[128 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
-            found.quants.push_back(low | high << 4);
-        }
-    }
-    return found;
-}
-
-// Blocks of 32, with a scale that f16 holds.
-rounded round_to_q8_0(const float * row, int64_t n) {
-    rounded found;
-    for (int64_t b = 0; b < n / 32; ++b, row += 32) {
-        float most = 0.0f;
-        for (int i = 0; i < 32; ++i) {
-            most = std::max(most, std::fabs(row[i]));
-        }
-        const float inverse = most != 0.0f ? 127.0f / most : 0.0f;
-        found.d.push_back(ggml_fp16_to_fp32(ggml_fp32_to_fp16(most / 127.0f)));
-        for (int i = 0; i < 32; ++i) {
-            found.quants.push_back(static_cast<int>(std::nearbyint(row[i] * inverse)));
-        }
-    }
-    return found;
-}
-
-// Blocks of 256; the largest value becomes -127.
-rounded round_to_q8_k(const float * row, int64_t n) {
-    rounded found;
-    for (int64_t b = 0; b < n / 256; ++b, row += 256) {
-        float most = 0.0f;
-        for (int i = 0; i < 256; ++i) {
-            most = std::fabs(row[i]) > std::fabs(most) ? row[i] : most;
-        }
-        const float inverse = most != 0.0f ? -127.0f / most : 0.0f;
-        found.d.push_back(most != 0.0f ? 1.0f / inverse : 0.0f);
-        for (int i = 0; i < 256; ++i) {
-            found.quants.push_back(
-                std::min(127, static_cast<int>(std::nearbyint(row[i] * inverse))));
-        }
-    }
-    return found;
-}
-
-// One sum, and one of what the minima take away.
-float product(const column & weights, const rounded & row) {
-    float sum = 0.0f;
-    float less = 0.0f;
-    const size_t n_scale = weights.quants.size() / weights.scales.size();
-    const size_t n_block = weights.quants.size() / weights.d.size();
-    for (size_t b = 0; b < weights.d.size(); ++b) {
-        int dot = 0;
-        int minima = 0;
-        for (size_t i = b * n_block; i < (b + 1) * n_block; ++i) {
-            dot += weights.scales[i / n_scale] * weights.quants[i] * row.quants[i];
-            minima += weights.minima[i / n_scale] * row.quants[i];
-        }
-        sum = std::fma(static_cast<float>(dot), weights.d[b] * row.d[b], sum);
-        less = std::fma(static_cast<float>(minima), weights.d_min[b] * row.d[b], less);
-    }
-    return sum - less;
-}
-
-// Eight sums, each of every eighth four of quants; what the offset adds goes to the sum of its
-// eighth.
-float product_in_eights(const column & weights, const rounded & row) {
-    float sums[8] = {};
-    const size_t n_scale = weights.quants.size() / weights.scales.size();
-    const size_t n_block = weights.quants.size() / weights.d.size();
-    for (size_t b = 0; b < weights.d.size(); ++b) {
-        int dots[8] = {};
-        for (size_t i = 0; i < n_block; ++i) {
-            const size_t at = b * n_block + i;
-            const int of_row = weights.scales[at / n_scale] * row.quants[at];
-            dots[i / 4 % 8] += weights.quants[at] * of_row;
-            dots[i * 8 / n_block] += weights.offset * of_row;
-        }
-        for (int k = 0; k < 8; ++k) {
-            sums[k] = std::fma(weights.d[b] * row.d[b], static_cast<float>(dots[k]), sums[k]);
-        }
-    }
-    const float even = (sums[0] + sums[4]) + (sums[2] + sums[6]);
-    const float odd = (sums[1] + sums[5]) + (sums[3] + sums[7]);
-    return even + odd;
-}
+using namespace weights;
 
 // A type of weights.
 struct kind {
@@ -223,11 +43,33 @@ constexpr kind mxfp4 = {"MXFP4",    GGML_TYPE_MXFP4, 32,     17, 0, 0, true, 3,
 // Four rows together are rounded four times a block.
 constexpr kind q4_k = {"Q4_K", GGML_TYPE_Q4_K, 256,           144,    2, 0, true,
                        3,      read_q4_k,      round_to_q8_k, product};
-constexpr kind q8_0 = {"Q8_0",        GGML_TYPE_Q8_0,   32, 34, 1, 0, false, 1, read_q8_0,
-                       round_to_q8_0, product_in_eights};
-// Eight rows together go another way.
-constexpr kind q6_k = {"Q6_K",        GGML_TYPE_Q6_K,   256, 210, 1, 208, false, 7, read_q6_k,
-                       round_to_q8_k, product_in_eights};
+
+constexpr kind of_32(const char * name, ggml_type type, size_t n_bytes, size_t n_scales,
+                     int64_t n_plain, decltype(kind::read) read, decltype(kind::round) round) {
+    return {name, type, 32, n_bytes, n_scales, 0, false, n_plain, read, round, product_in_fours};
+}
+
+constexpr kind of_256(const char * name, ggml_type type, size_t n_bytes, size_t n_scales,
+                      size_t scales_at, decltype(kind::read) read) {
+    return {name,  type, 256,  n_bytes,       n_scales,         scales_at,
+            false, 0,    read, round_to_q8_k, product_of_blocks};
+}
+
+// Those that are not repacked (patches 0017 and 0025); Q4_0 and Q4_K where they have planes.
+const std::vector<kind> PLAIN = {
+    of_32("Q8_0", GGML_TYPE_Q8_0, 34, 1, 0, read_q8_0, round_to_q8_0),
+    of_32("Q4_0, plain", GGML_TYPE_Q4_0, 18, 1, 0, read_q4_0, round_to_q8_0),
+    of_32("Q5_0", GGML_TYPE_Q5_0, 22, 1, 0, read_q5_0, round_to_q8_0),
+    of_32("Q4_1", GGML_TYPE_Q4_1, 20, 2, 0, read_q4_1, round_to_q8_1),
+    of_32("Q5_1", GGML_TYPE_Q5_1, 24, 2, 0, read_q5_1, round_to_q8_1),
+    of_32("IQ4_NL", GGML_TYPE_IQ4_NL, 18, 1, 0, read_iq4_nl, round_to_q8_0),
+    of_256("Q2_K", GGML_TYPE_Q2_K, 84, 2, 80, read_q2_k),
+    of_256("Q3_K", GGML_TYPE_Q3_K, 110, 1, 108, read_q3_k),
+    of_256("Q4_K, plain", GGML_TYPE_Q4_K, 144, 2, 0, read_q4_k),
+    of_256("Q5_K", GGML_TYPE_Q5_K, 176, 2, 0, read_q5_k),
+    of_256("Q6_K", GGML_TYPE_Q6_K, 210, 1, 208, read_q6_k),
+    of_256("IQ4_XS", GGML_TYPE_IQ4_XS, 136, 1, 0, read_iq4_xs),
+};
 
 struct shape {
     int64_t n;      // of a row, and of a column of weights
@@ -235,6 +77,7 @@ struct shape {
     int n_threads;
     int64_t n_planes = 1; // rows of some sequences, as recurrent layers have them
     int64_t n_apart = 0;  // what lies between two rows
+    int64_t n_heads = 1;  // weights in planes, as MLA has them: 1, or as many as rows
 };
 
 // What y is once `fill` has set the tensors of `own`, the weights, which lie in the buffer type
@@ -272,7 +115,7 @@ std::vector<float> multiply(ggml_backend_buffer_type_t type, const kind & k, con
     params.no_alloc = true;
     ggml_context * own = ggml_init(params);
     ggml_context * rest = ggml_init(params);
-    ggml_tensor * w = ggml_new_tensor_2d(own, k.type, s.n, s.n_cols);
+    ggml_tensor * w = ggml_new_tensor_3d(own, k.type, s.n, s.n_cols, s.n_heads);
     ggml_tensor * all =
         ggml_new_tensor_3d(rest, GGML_TYPE_F32, s.n + s.n_apart, n_of_plane, s.n_planes);
     ggml_tensor * x =
@@ -360,14 +203,15 @@ bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, 
               uint32_t seed) {
     const int64_t n_rows = n_of_plane * s.n_planes;
     std::mt19937 random(seed);
-    const std::vector<uint8_t> weights = draw_weights(random, k, s.n, s.n_cols, seed);
+    const std::vector<uint8_t> weights = draw_weights(random, k, s.n, s.n_cols * s.n_heads, seed);
     const std::vector<float> rows = draw_rows(random, k, s.n * n_rows, seed);
     const std::vector<float> found = multiply(type, k, s, weights, rows);
     const std::vector<column> columns = read_columns(k, weights, s.n);
     for (int64_t r = 0; r < n_rows; ++r) {
         const rounded row = k.round(&rows[static_cast<size_t>(r * s.n)], s.n);
+        const int64_t first = s.n_heads > 1 ? r / n_of_plane * s.n_cols : 0;
         for (int64_t c = 0; c < s.n_cols; ++c) {
-            const float expected = k.product(columns[static_cast<size_t>(c)], row);
+            const float expected = k.product(columns[static_cast<size_t>(first + c)], row);
             const float value = found[static_cast<size_t>(r * s.n_cols + c)];
             ++n_compared;
             if (std::memcmp(&expected, &value, sizeof value) != 0) {
@@ -555,12 +399,14 @@ int main() {
     // on both sides of a strip. The last two: planes of rows, and rows that lie apart.
     const std::vector<int64_t> counts = {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 15, 16, 17, 31, 33};
     const std::vector<shape> of_32 = {{32, 8, 1},    {96, 24, 2},    {1024, 16, 2},
-                                      {1056, 40, 1}, {4128, 72, 3},  {8224, 8, 1},
+                                      {1056, 40, 1}, {4128, 24, 3},  {8224, 8, 1},
                                       {64, 264, 5},  {96, 24, 2, 3}, {64, 16, 3, 2, 5}};
     const std::vector<shape> of_256 = {{256, 8, 1},     {512, 24, 2},      {1024, 16, 2},
-                                       {768, 40, 1},    {4352, 72, 3},     {256, 264, 5},
+                                       {768, 40, 1},    {4352, 24, 3},     {256, 264, 5},
                                        {512, 24, 2, 3}, {256, 16, 3, 2, 5}};
-    for (const kind & k : {q4_0, mxfp4, q4_k, q8_0, q6_k}) {
+    std::vector<kind> kinds = {q4_0, mxfp4, q4_k};
+    kinds.insert(kinds.end(), PLAIN.begin(), PLAIN.end());
+    for (const kind & k : kinds) {
         for (shape s : k.n_block == 32 ? of_32 : of_256) {
             s.n_cols -= k.is_repacked ? 0 : s.n_cols % 3; // any number
             s.n_apart *= k.is_repacked ? 0 : 1; // upstream rounds fours as if nothing lay between
@@ -577,7 +423,17 @@ int main() {
 #ifdef WITHOUT_CPU_KERNELS
     const std::vector<kind> with_experts = {q4_0, mxfp4, q4_k};
 #else
-    const std::vector<kind> with_experts = {q4_0, mxfp4, q4_k, q8_0, q6_k};
+    const std::vector<kind> & with_experts = kinds;
+    for (const kind & k : PLAIN) {
+        // Rows on both sides of where upstream's tiles are quicker.
+        for (const int64_t n_rows : {47, 48, 70, 255, 256, 300}) {
+            is_ok = is_exact(type, k, {512, 21, 2}, n_rows, ++seed) && is_ok;
+        }
+        for (const int64_t n_rows : {1, 2, 7, 8, 11, 12, 50}) {
+            is_ok = is_exact(type, k, {256, 21, 2, 3, 0, 3}, n_rows, ++seed) && is_ok;
+            is_ok = is_exact(type, k, {512, 64, 3, 4, 0, 4}, n_rows, ++seed) && is_ok;
+        }
+    }
 #endif
     for (const kind & k : with_experts) {
         for (shape s : {shape{256, 24, 1}, shape{1024, 40, 3}, shape{8448, 16, 2}}) {
@@ -588,6 +444,7 @@ int main() {
                 is_ok = is_exact_with_experts(type, k, s, of, ++seed) && is_ok;
             }
         }
+        is_ok = is_exact_with_experts(type, k, {256, 24, 2}, {2, 1, 600, true}, ++seed) && is_ok;
     }
     if (is_ok) {
         std::printf("ok: %d products, to the last bit\n", n_compared);

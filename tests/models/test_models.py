@@ -1,5 +1,6 @@
 """The shipped demo models fit together, and the prompts were never trained on."""
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any, cast
 
 import gguf
 import pytest
-from models.bench_models import SHAPES, BenchShape, write_bench_model
+from models.bench_models import QUANTS, SHAPES, WEIGHT_STD, BenchShape, write_bench_model
 from models.corpus import SourceFile, is_held_out, read_corpus, split_corpus
 from models.prompts import PromptFile, cut_prompts
 from models.structure import Structure, read_structure, structure_differences
@@ -171,6 +172,24 @@ def test_a_bench_model_with_experts_generates(
     config = DecoderConfig(n_ctx_seq=64, n_threads=1)
     with Model(path) as target, DecoderPool(target, config) as pool, pool.decoder() as decoder:
         assert len(generate_autoregressive(decoder, [5, 6, 7], 3).tokens) == 3
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_weights_of_a_bench_model_are_alike_in_every_type(
+    quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = BenchShape("qwen3moe", 256, 1, 4, 2, 64, 256, 1e4, 128)
+    shape = dataclasses.replace(shape, n_expert=2, n_expert_used=1, n_ff_expert=256)
+    monkeypatch.setitem(SHAPES, "small", shape)
+    path = tmp_path / "small.gguf"
+    write_bench_model(path, "small", quant, MODELS / "tokenizer.json", n_vocab=2100)
+    tensors = {each.name: each for each in gguf.GGUFReader(path).tensors}
+    weights = tensors["blk.0.ffn_up_exps.weight"]
+    assert weights.tensor_type.name == quant
+    values = gguf.quants.dequantize(weights.data, weights.tensor_type)
+    assert values.shape == (2, 256, 256)
+    assert abs(values.mean()) < 0.1 * WEIGHT_STD
+    assert values.std() == pytest.approx(WEIGHT_STD, rel=0.1)
 
 
 def prompt_file() -> PromptFile:

@@ -91,6 +91,14 @@ def test_steps_with_prompts_that_are_late_make_the_pieces_smaller() -> None:
     assert pacer.step_s(0.01) < before
 
 
+@pytest.mark.parametrize("n_steps", [16, 60, 256])
+def test_one_late_step_of_few_is_no_99th_percentile(n_steps: int) -> None:
+    pacer = ChunkSizer()
+    for i in range(n_steps):
+        pacer.observe(0.05, 0.5 if i == 3 else 0.05, has_prefill=False)
+    assert pacer.target_s(0.05) == pytest.approx(GAP_FACTOR * 0.05)
+
+
 def test_old_steps_are_forgotten() -> None:
     pacer = ChunkSizer()
     for _ in range(50):
@@ -99,6 +107,19 @@ def test_old_steps_are_forgotten() -> None:
         pacer.observe(0.01, 0.01, has_prefill=False)
     assert pacer.target_s(0.02) == pytest.approx(0.04)
     assert pacer.target_s(0.01) == STEP_FREE_S, "nobody notices less"
+
+
+def test_short_steps_leave_prompts_three_quarters_of_shorter_ones() -> None:
+    """Forty milliseconds were eight steps of 5 ms, whose streams are used to a run of 10 ms."""
+    pacer = ChunkSizer()
+    for _ in range(100):
+        pacer.observe(0.01, 0.01, has_prefill=False)
+        pacer.observe(0.02, 0.03, has_prefill=True)
+    for decode_s, seconds in ((1e-4, 0.02), (0.005, 0.02), (0.0075, 0.03), (0.01, STEP_FREE_S)):
+        assert pacer.target_s(decode_s) == pytest.approx(seconds)
+        assert pacer.step_s(decode_s) == pytest.approx(seconds), "late steps do not make it less"
+    assert pacer.target_s(0.03) == pytest.approx(0.06)
+    assert ChunkSizer(0.004).target_s(0.001) == 0.004, "a target that was set is held"
 
 
 def test_pieces_of_long_prompts_are_not_smaller_than_pays() -> None:
