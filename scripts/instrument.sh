@@ -160,7 +160,7 @@ address)
     done
     # The files of ggml's kernels that our patches change.
     kernels=
-    for part in ops repack tiled/tiled; do
+    for part in ops repack tiled/tiled tiled/tiled-kernel; do
         compile "$llama/ggml/src/ggml-cpu/$part.cpp" "$(basename "$part")" -w -DNDEBUG -D_GNU_SOURCE -march=native \
             "-I$llama/ggml/src" "-I$llama/ggml/src/ggml-cpu" "-I$llama/ggml/include"
         kernels="$kernels $out/obj/$(basename "$part").o"

@@ -261,9 +261,8 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
         0.0,
         between(0, 60_000),
         "Milliseconds that running streams may wait for their next tokens while prompts are"
-        " computed; prompts are cut so that nearly all steps hold it. 0: automatic, 2 x the 99th"
-        " percentile of steps without prompts, 40 ms at least (4 steps, and 20 ms, where those"
-        " take less than 10 ms).",
+        " computed; prompts are cut so that nearly all steps hold it. 0: automatic,"
+        " max(40 ms, 2 x the 99th percentile of steps without prompts).",
     )
     """Target of the gap between tokens; 0 is automatic."""
     prefix_cache: bool = _memory(

@@ -109,19 +109,6 @@ def test_old_steps_are_forgotten() -> None:
     assert pacer.target_s(0.01) == STEP_FREE_S, "nobody notices less"
 
 
-def test_short_steps_leave_prompts_three_quarters_of_shorter_ones() -> None:
-    """Forty milliseconds were eight steps of 5 ms, whose streams are used to a run of 10 ms."""
-    pacer = ChunkSizer()
-    for _ in range(100):
-        pacer.observe(0.01, 0.01, has_prefill=False)
-        pacer.observe(0.02, 0.03, has_prefill=True)
-    for decode_s, seconds in ((1e-4, 0.02), (0.005, 0.02), (0.0075, 0.03), (0.01, STEP_FREE_S)):
-        assert pacer.target_s(decode_s) == pytest.approx(seconds)
-        assert pacer.step_s(decode_s) == pytest.approx(seconds), "late steps do not make it less"
-    assert pacer.target_s(0.03) == pytest.approx(0.06)
-    assert ChunkSizer(0.004).target_s(0.001) == 0.004, "a target that was set is held"
-
-
 def test_pieces_of_long_prompts_are_not_smaller_than_pays() -> None:
     pacer = ChunkSizer()
     assert pacer.align(3, 999, N_PAST_LONG - 1, 1) == 3, "there attention is cheap"

@@ -42,9 +42,6 @@ Where steps are shorter, cutting prompts finer for twice their time would cost p
 pieces are slow to compute, and few streams would hold up many: those whose prompts wait.
 """
 
-_FREE_FACTOR = 4.0
-"""A step with prompts need be no longer than that many without: prompts have 3/4 of the time."""
-
 N_PIECE = 24
 """Tokens of the smallest piece of a prompt with thousands of cells before it.
 
@@ -106,7 +103,7 @@ class ChunkSizer:
 
     Args:
         gap_s: Target of the gap between tokens, seconds; 0 is twice the unloaded 99th percentile,
-            but no less than `free_s`.
+            but no less than `STEP_FREE_S`.
     """
 
     def __init__(self, gap_s: float = 0.0) -> None:
@@ -126,7 +123,7 @@ class ChunkSizer:
         """
         if self._gap_s:
             return self._gap_s
-        return max(GAP_FACTOR * decode_s * self._unloaded.high, self.free_s(decode_s))
+        return max(GAP_FACTOR * decode_s * self._unloaded.high, STEP_FREE_S)
 
     def step_s(self, decode_s: float) -> float:
         """Returns what a step may be predicted to take, so that nearly all hold the target.
@@ -135,19 +132,7 @@ class ChunkSizer:
             decode_s: Predicted seconds of the step without prompts.
         """
         seconds = self.target_s(decode_s) / self._loaded.high
-        return seconds if self._gap_s else max(seconds, self.free_s(decode_s))
-
-    @staticmethod
-    def free_s(decode_s: float) -> float:
-        """Returns how long a step with prompts may be wherever no target was set, seconds.
-
-        Up to `STEP_FREE_S`; less where much shorter steps leave prompts most of the time, but no
-        less than twice what streams of such steps wait for a run of them.
-
-        Args:
-            decode_s: Predicted seconds of the step without prompts.
-        """
-        return min(STEP_FREE_S, max(GAP_FACTOR * RUN_S, _FREE_FACTOR * decode_s))
+        return seconds if self._gap_s else max(seconds, STEP_FREE_S)
 
     def align(self, n_tokens: int, n_wanted: int, n_past: int, n_beside: int) -> int:
         """Returns a number of prompt tokens that attention computes together.
