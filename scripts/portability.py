@@ -262,8 +262,8 @@ def units_of(target: Target) -> list[str]:
 
 def inputs(source: Path) -> list[Path]:
     """Returns the files that decide whether a target passes."""
-    own = (CEXT.glob("*.h"), (CEXT / "spec").glob("*.hpp"), (ROOT / "tests" / "kernels").glob("*.h"))
-    headers = [path for paths in own for path in sorted(paths)]
+    folders = ((CEXT, "*.h"), (CEXT / "spec", "*.hpp"), (ROOT / "tests" / "kernels", "*.h"))
+    headers = [path for folder, names in folders for path in sorted(folder.glob(names))]
     files = [*headers, Path(__file__), *(ROOT / unit for unit in OWN)]
     manifest = source / pinned.MANIFEST
     files += [manifest] if manifest.exists() else []
