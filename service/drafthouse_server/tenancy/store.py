@@ -34,6 +34,7 @@ from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
 from drafthouse_server.tenancy import migrations, records
 from drafthouse_server.tenancy.keys import pepper_id, read_pepper
 from drafthouse_server.usage.record import UsageQuery, UsageRecord, UsageStoreFailed
+from drafthouse_server.usage.write_ahead import write_ahead
 
 __all__ = ["Store", "StoreThread", "StoreUsage", "read_pepper_of"]
 
@@ -42,8 +43,8 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _BUSY_S = 5.0
-_N_LOG_HEAD = 32  # bytes of the head of SQLite's write-ahead log, with its two salts
 """How long SQLite waits for another writer's transaction."""
+_N_LOG_HEAD = 32  # bytes of the head of SQLite's write-ahead log, with its two salts
 _CONNECT_S = 2
 _STATEMENT_MS = 10_000
 _USAGE_S = 10.0
@@ -287,8 +288,8 @@ def _file_engine(path: Path) -> Engine:
     def prepare(connection: Any, _: object) -> None:  # noqa: ANN401  # of the driver
         # The driver begins no transaction by itself then: ours do, at once as writers.
         connection.isolation_level = None
-        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
-            connection.execute(f"PRAGMA {pragma}")
+        write_ahead(connection, _BUSY_S)
+        connection.execute("PRAGMA foreign_keys = ON")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:

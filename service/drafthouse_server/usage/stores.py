@@ -18,6 +18,7 @@ from drafthouse_server.usage.record import (
     UsageStoreFailed,
     cursor_of,
 )
+from drafthouse_server.usage.write_ahead import write_ahead
 
 __all__ = ["STORE_NAME", "SqliteUsageStore", "list_all"]
 
@@ -107,8 +108,7 @@ class SqliteUsageStore:
         with contextlib.ExitStack() as undo:
             undo.callback(connection.close)
             if not self._is_read_only:
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute("PRAGMA synchronous = FULL")
+                write_ahead(connection, _BUSY_S)
                 connection.executescript(_SCHEMA)
             undo.pop_all()
         return connection
