@@ -34,6 +34,7 @@ DECAY = -1.0
 
 QUANTS = {
     "F16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "BF16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "Q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "Q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
     "Q4_1": (GGMLQuantizationType.Q4_1, LlamaFileType.MOSTLY_Q4_1),
@@ -218,7 +219,7 @@ class _WeightWriter:
         """
         if self._quant is GGMLQuantizationType.MXFP4:
             return "_exps." not in name
-        if self._quant in {GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0}:
+        if self._quant.name in {"F16", "BF16", "Q8_0"}:
             return False
         is_end = name.startswith(("token_embd", "output."))
         return is_end or n % GGML_QUANT_SIZES[self._quant][0] != 0

@@ -1,6 +1,6 @@
 // Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K), 0017 and
-// 0025 (what is not repacked), 0023 (F16) and 0024 (experts) compute them: each sum is made in the
-// order that the type has, to the last bit, alone and in any company.
+// 0025 (what is not repacked), 0023 (F16, BF16) and 0024 (experts) compute them: each sum is made
+// in the order that the type has, to the last bit, alone and in any company.
 //
 // Prints what differs and returns 1, or prints "ok", or why nothing was compared.
 #include "ggml-backend.h"
@@ -360,21 +360,71 @@ bool are_tiles_right() {
 }
 
 #ifndef WITHOUT_CPU_KERNELS
-// What of F16 is wrong: columns on both sides of a tile's and of what stays near, planes, rows
-// apart.
-bool is_f16_right() {
-    const kind f16{"F16", GGML_TYPE_F16, 0, 0, 0, 0, false, 0, nullptr, nullptr, nullptr};
+// A row times columns of which each has a single one: the row as it was rounded, which is to be as
+// ggml rounds it, large, small, without a number and half-way between two.
+bool is_rounded_right(const kind & k) {
+    constexpr int64_t n = 64;
+    std::vector<float> ones(n * n);
+    for (int64_t i = 0; i < n; ++i) {
+        ones[static_cast<size_t>(i * n + i)] = 1.0f;
+    }
+    std::vector<uint8_t> weights(ggml_row_size(k.type, n) * n);
+    ggml_quantize_chunk(k.type, ones.data(), weights.data(), 0, n, n, nullptr);
+    std::mt19937 random(1);
+    for (int trial = 0; trial < 1000; ++trial) {
+        std::vector<float> row(n);
+        for (float & value : row) {
+            const uint32_t small = k.type == GGML_TYPE_F16 ? 0x0fffffffu : 0x3fffffffu;
+            uint32_t bits = static_cast<uint32_t>(random()) & (0x80000000u | small);
+            bits += k.type == GGML_TYPE_F16 ? 0x33000000u : 0x10000000u;
+            bits &= random() % 3 == 0 ? 0xffff8000u : random() % 2 == 0 ? 0xfffff000u : 0xffffffffu;
+            std::memcpy(&value, &bits, sizeof value);
+        }
+        if (trial == 0) {                    // whoever meets it is no number, either
+            const uint32_t all = 0x7fffffff; // to add to it would make a number of it
+            std::memcpy(&row[5], &all, sizeof all);
+        }
+        std::vector<uint8_t> rounded(ggml_row_size(k.type, n));
+        ggml_get_type_traits_cpu(k.type)->from_float(row.data(), rounded.data(), n);
+        std::vector<float> expected(n);
+        ggml_get_type_traits(k.type)->to_float(rounded.data(), expected.data(), n);
+        const std::vector<float> found = multiply(nullptr, k, {n, n, 1}, weights, row);
+        for (size_t i = 0; i < n; ++i) {
+            ++n_compared;
+            const bool is_same = trial == 0 ? std::isnan(found[i])
+                                            : std::isfinite(expected[i]) && found[i] == expected[i];
+            if (!is_same) {
+                std::printf("%s, trial %d: %.9g is %.9g, not %.9g\n", k.name, trial, double(row[i]),
+                            double(found[i]), double(expected[i]));
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+// What of F16 and BF16 is wrong: columns on both sides of a tile's and of what stays near, planes,
+// rows apart.
+bool are_halves_right() {
+    std::vector<kind> halves = {
+        {"F16", GGML_TYPE_F16, 0, 0, 0, 0, false, 0, nullptr, nullptr, nullptr}};
+    if (!ggml_cpu_has_avx512_bf16()) { // upstream multiplies then
+        halves.push_back({"BF16", GGML_TYPE_BF16, 0, 0, 0, 0, false, 0, nullptr, nullptr, nullptr});
+    }
     bool is_ok = true;
     uint32_t seed = 0;
-    for (const shape & s : std::vector<shape>{{32, 1, 1},
-                                              {96, 25, 2},
-                                              {1024, 64, 2},
-                                              {4128, 73, 3},
-                                              {8224, 65, 1},
-                                              {96, 24, 2, 3},
-                                              {64, 17, 3, 2, 5}}) {
-        for (const int64_t n_rows : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33}) {
-            is_ok = is_ok && is_same_in_company(nullptr, f16, s, n_rows, ++seed);
+    for (const kind & k : halves) {
+        is_ok = is_rounded_right(k) && is_ok;
+        for (const shape & s : std::vector<shape>{{32, 1, 1},
+                                                  {96, 25, 2},
+                                                  {1024, 64, 2},
+                                                  {4128, 73, 3},
+                                                  {8224, 65, 1},
+                                                  {96, 24, 2, 3},
+                                                  {64, 17, 3, 2, 5}}) {
+            for (const int64_t n_rows : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33}) {
+                is_ok = is_ok && is_same_in_company(nullptr, k, s, n_rows, ++seed);
+            }
         }
     }
     return is_ok;
@@ -392,7 +442,7 @@ int main() {
     }
     bool is_ok = are_tiles_ok;
 #ifndef WITHOUT_CPU_KERNELS
-    is_ok = is_f16_right() && is_ok;
+    is_ok = are_halves_right() && is_ok;
 #endif
     uint32_t seed = 0;
     // Rows on both sides of a tile and of a four; columns with and without eight left over; blocks
