@@ -479,6 +479,10 @@ int main() {
         for (const int64_t n_rows : {47, 48, 70, 255, 256, 300}) {
             is_ok = is_exact(type, k, {512, 21, 2}, n_rows, ++seed) && is_ok;
         }
+        // Of many rows side by side more than a strip, and than there is room for.
+        for (const int64_t n_rows : {33, 37, 130}) {
+            is_ok = is_exact(type, k, {8960, 11, 1}, n_rows, ++seed) && is_ok;
+        }
         for (const int64_t n_rows : {1, 2, 7, 8, 11, 12, 50}) {
             is_ok = is_exact(type, k, {256, 21, 2, 3, 0, 3}, n_rows, ++seed) && is_ok;
             is_ok = is_exact(type, k, {512, 64, 3, 4, 0, 4}, n_rows, ++seed) && is_ok;
