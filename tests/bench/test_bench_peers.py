@@ -27,7 +27,7 @@ from drafthouse_bench.peers.contender import (
     require_peer,
     run_peer,
 )
-from drafthouse_bench.peers.defaults import draw_requests
+from drafthouse_bench.peers.defaults import draw_requests, prompt_bounds
 from drafthouse_bench.peers.http import HttpClient, StreamParser
 from drafthouse_bench.peers.scenario import agreement, run_closed, run_open, run_stall
 from drafthouse_bench.peers.versus import (
@@ -287,8 +287,16 @@ def test_own_defaults_are_nothing_but_a_model() -> None:
         "defaults dense own × 4 prompts of 1000",
         "defaults dense own × 4 prompts of 4000",
     ]
+    once, case = dataclasses.replace(other, n_waves=1), other.cases()[1]
+    assert once.estimate_s(case) < other.estimate_s(case)
     assert default_peer_flags(300, 40960) == []
     assert default_peer_flags(257, 1024) == ["--ctx-size", "4096"]
+
+
+def test_the_turn_that_is_not_counted_has_no_long_prompts() -> None:
+    assert prompt_bounds((16, 4000), i_round=-1) == (16, 256)
+    assert prompt_bounds((4000, 4000), i_round=-1) == (256, 256)
+    assert prompt_bounds((4000, 4000), i_round=0) == (4000, 4000)
 
 
 def test_requests_are_drawn_alike_for_all_and_anew_for_each_round() -> None:

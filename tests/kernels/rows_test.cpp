@@ -1,6 +1,7 @@
 // Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K), 0017 and
-// 0025 (what is not repacked), 0023 (F16, BF16) and 0024 (experts) compute them: each sum is made
-// in the order that the type has, to the last bit, alone and in any company.
+// 0025 (what is not repacked), 0023 (F16, BF16), 0024 (experts) and 0026 (many rows of what is)
+// compute them: each sum is made in the order that the type has, to the last bit, alone and in any
+// company.
 //
 // Prints what differs and returns 1, or prints "ok", or why nothing was compared.
 #include "ggml-backend.h"
@@ -482,10 +483,23 @@ int main() {
         // Of many rows side by side more than a strip, and than there is room for.
         for (const int64_t n_rows : {33, 37, 130}) {
             is_ok = is_exact(type, k, {8960, 11, 1}, n_rows, ++seed) && is_ok;
+            is_ok = is_exact(type, k, {20480, 11, 1}, n_rows, ++seed) && is_ok; // VNNI's, too
+        }
+        // Nor for all columns of a strip, of which a thread alone takes a quarter.
+        if (k.type == GGML_TYPE_Q8_0) {
+            is_ok = is_exact(type, k, {8960, 530, 1}, 33, ++seed) && is_ok;
+        } else if (k.type == GGML_TYPE_Q5_K) {
+            is_ok = is_exact(type, k, {4352, 2090, 1}, 33, ++seed) && is_ok;
         }
         for (const int64_t n_rows : {1, 2, 7, 8, 11, 12, 50}) {
             is_ok = is_exact(type, k, {256, 21, 2, 3, 0, 3}, n_rows, ++seed) && is_ok;
             is_ok = is_exact(type, k, {512, 64, 3, 4, 0, 4}, n_rows, ++seed) && is_ok;
+        }
+    }
+    // Rows on both sides of as many as go at a time where columns are unpacked for many.
+    for (const kind & k : {q4_0, mxfp4, q4_k}) {
+        for (const int64_t n_rows : {63, 64, 66, 131}) {
+            is_ok = is_exact(type, k, {1280, 40, 1}, n_rows, ++seed) && is_ok;
         }
     }
 #endif

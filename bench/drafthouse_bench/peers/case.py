@@ -138,6 +138,8 @@ class PeerPlan:
     """Streams beside which the long prompt comes."""
     n_prompts: tuple[int, ...] = ()
     """Prompt lengths of that scenario, a case for each; empty: lengths that vary."""
+    n_waves: int = 3
+    """Requests of each stream in a turn of that scenario, at least."""
 
     def cases(self) -> list[PeerCase]:
         """Returns the cases that are selected, in the order in which they are measured."""
@@ -243,7 +245,7 @@ class PeerPlan:
             turn_s = max(4 * self.round_s, wave_s) + wave_s / 2
         if case.scenario == "defaults":
             prompt_s = case.streams * (case.n_prompt or 0) / (10 * rate)
-            turn_s = max(self.round_s, 3 * (wave_s + prompt_s))
+            turn_s = max(self.round_s, self.n_waves * (wave_s + prompt_s))
         if case.scenario == "stall":
             turn_s = 2 * self.round_s + 3 * self.n_long / (1000 if "50m" in case.model else 150)
         n_turns = {"mixed": 6, "defaults": 4}.get(case.scenario, 2) * self.n_rounds

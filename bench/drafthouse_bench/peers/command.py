@@ -119,6 +119,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add("--stall-model", default="dense-50m-Q8_0", metavar="NAME", help="default: %(default)s")
     add("--n-prompts", type=counts, metavar="N,M", help="tokens of the prompts of own defaults;"
         " default: lengths that vary")  # fmt: skip
+    add("--n-waves", type=count, metavar="N", help="requests of each stream in a turn of own"
+        " defaults, at least; default: 3")  # fmt: skip
     add("--n-long", type=count, metavar="N", help="tokens of the long prompt; default: 4096")
 
 
@@ -184,6 +186,7 @@ def _of_defaults(arguments: argparse.Namespace) -> dict[str, Any]:
         "defaults_streams": arguments.streams,
         "stall_streams": arguments.streams,
         "n_prompts": arguments.n_prompts,
+        "n_waves": arguments.n_waves,
     }
     return {name: value for name, value in given.items() if value}
 

@@ -34,12 +34,12 @@ from drafthouse_bench.trace import Figures, figures
 from drafthouse_engine import list_devices
 from drafthouse_server.config import Config
 
-__all__ = ["draw_requests", "measure_defaults"]
+__all__ = ["draw_requests", "measure_defaults", "prompt_bounds"]
 
 PLAIN = f"{OURS} without drafts"
 """Our server with draft_type none, the rest by default."""
 
-_N_WAVES = 3
+_N_FIRST_PROMPT = 256
 _N_LEAST = 4
 _SEED = 20
 
@@ -65,6 +65,15 @@ def draw_requests(
         n = chance.randint(max(1, n_output // 4), max(1, 2 * n_output - n_output // 4))
         requests.append((list(text[start : start + length]), n))
     return requests
+
+
+def prompt_bounds(bounds: tuple[int, int], i_round: int) -> tuple[int, int]:
+    """Returns tokens of the shortest and the longest prompt of a round.
+
+    The first, -1, is not counted: it teaches what drafts pay, and long prompts teach no more of it.
+    """
+    most = _N_FIRST_PROMPT if i_round < 0 else bounds[1]
+    return min(bounds[0], most), min(bounds[1], most)
 
 
 async def measure_defaults(
@@ -106,7 +115,8 @@ async def measure_defaults(
         runs.append(theirs.running)
 
         async def turn(running: Running, n_requests: int, i_round: int) -> Figures:
-            drawn = draw_requests(texts, bounds, n_output, n_requests, _SEED + i_round)
+            of_turn = prompt_bounds(bounds, i_round)
+            drawn = draw_requests(texts, of_turn, n_output, n_requests, _SEED + i_round)
             prompts, lengths = zip(*drawn, strict=True)
             return figures(await run_closed(running, prompts, lengths, case.streams))
 
@@ -147,7 +157,7 @@ async def _take_turns(
     first = [await turn(running, 2 * case.streams, -1) for running in runs]
     slowest = min(each.tokens_per_s for each in first)
     n_requests = max(
-        _N_LEAST, _N_WAVES * case.streams, plan.n_requests(case.streams, n_output, slowest)
+        _N_LEAST, plan.n_waves * case.streams, plan.n_requests(case.streams, n_output, slowest)
     )
     turns: dict[str, list[Figures]] = {running.name: [] for running in runs}
     for i in range(plan.n_rounds):
