@@ -156,9 +156,9 @@ async def _take_turns(
     # What K pays is learnt once in a server's life: a turn of each is not counted.
     first = [await turn(running, 2 * case.streams, -1) for running in runs]
     slowest = min(each.tokens_per_s for each in first)
-    n_requests = max(
-        _N_LEAST, plan.n_waves * case.streams, plan.n_requests(case.streams, n_output, slowest)
-    )
+    n_requests = max(_N_LEAST, plan.n_waves * case.streams)
+    if case.n_prompt is None:  # else the speed with short prompts tells nothing
+        n_requests = max(n_requests, plan.n_requests(case.streams, n_output, slowest))
     turns: dict[str, list[Figures]] = {running.name: [] for running in runs}
     for i in range(plan.n_rounds):
         for k in range(len(runs)):
