@@ -403,18 +403,30 @@ def test_no_type_of_llama_cpp_crosses_our_headers(header: Path) -> None:
     assert "std::" not in without_comments(header)
 
 
-def text_files() -> Iterator[Path]:
+def files() -> Iterator[Path]:
     """Yields what is, or could be, committed."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     run = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
     if run.returncode:
         assert not os.environ.get("CI"), f"these tests ask git: {run.stderr}"
         pytest.skip("not a git checkout")
-    for name in filter(None, run.stdout.split("\0")):
-        path = ROOT / name
-        named = path.name in {"Makefile", "Dockerfile", "run", ".gitignore", ".clang-format"}
-        if path.is_file() and (path.suffix in TEXT_SUFFIXES or named):
-            yield path
+    paths = (ROOT / name for name in filter(None, run.stdout.split("\0")))
+    yield from (path for path in paths if path.is_file())
+
+
+def text_files() -> Iterator[Path]:
+    """Yields those of them that are text."""
+    named = {"Makefile", "Dockerfile", "run", ".gitignore", ".clang-format"}
+    yield from (it for it in files() if it.suffix in TEXT_SUFFIXES or it.name in named)
+
+
+def test_nothing_that_is_compiled_is_committed() -> None:
+    found = []
+    for path in files():
+        with path.open("rb") as file:
+            if file.read(8).startswith((b"\x7fELF", b"!<arch>\n")):
+                found.append(str(path.relative_to(ROOT)))
+    assert not found
 
 
 def test_no_file_names_a_machine_or_a_registry() -> None:
