@@ -8,7 +8,8 @@ something of it changes.
 
 The full part builds llama.cpp for some of these targets and runs abi_test, attention_test,
 rollback_test, rng_test and step_bench there, under qemu-user where this CPU is another. qemu 7.2
-knows AVX2 and SVE, not AVX-512: that is run where this CPU has it.
+knows AVX2 and SVE, not AVX-512: that is run where this CPU has it. Where it has AVX2 alone, our
+kernels for AVX-512 and VNNI are run with these instructions as functions.
 
 `make test-deps` installs the compilers.
 """
@@ -328,13 +329,21 @@ class Machine:
     """With `patches/cpu_kernels`."""
     needs: str = ""
     """What this machine's CPU must have, as /proc/cpuinfo calls it."""
+    emulated: tuple[str, ...] = ()
+    """Instructions that it has as functions besides (tests/kernels/emulated_avx.h)."""
 
 
 ARM = "-DGGML_CPU_ARM_ARCH=armv8.2-a"
 MACHINES = (
     Machine("v1", "x86-64", ("-DDRAFTHOUSE_PORTABLE=v1",), "qemu64"),
     Machine("v2", "x86-64", ("-DDRAFTHOUSE_PORTABLE=v2",), "Nehalem"),
-    Machine("v3", "x86-64", ("-DDRAFTHOUSE_PORTABLE=v3",), "Haswell"),
+    Machine(
+        "v3",
+        "x86-64",
+        ("-DDRAFTHOUSE_PORTABLE=v3",),
+        "Haswell",
+        emulated=("AVX512", "AVX512VNNI", "AVXVNNI"),
+    ),
     Machine("v3-stock", "x86-64", ("-DDRAFTHOUSE_PORTABLE=v3",), "Haswell", has_kernels=False),
     Machine("v4", "x86-64", ("-DDRAFTHOUSE_PORTABLE=v4",), "", needs="avx512dq"),
     Machine("neon", "aarch64", ("-DDRAFTHOUSE_PORTABLE=ON",), "cortex-a57"),
@@ -347,7 +356,16 @@ MACHINES = (
         has_kernels=False,
     ),
 )
-PROGRAMS = ("abi_test", "step_bench", "attention_test", "rollback_test", "rng_test", "rows_test")
+KERNEL_TESTS = ("attention_test", "rows_test")
+PROGRAMS = ("abi_test", "step_bench", "rollback_test", "rng_test", *KERNEL_TESTS)
+
+
+def has_simde() -> bool:
+    """Tells whether the library is installed that has AVX-512 as functions."""
+    ask = ["g++", "-fsyntax-only", "-x", "c++", "-"]
+    include = "#include <simde/simde-common.h>\n"
+    run = subprocess.run(ask, input=include, text=True, capture_output=True, check=False)
+    return run.returncode == 0
 
 
 def configure(machine: Machine, folder: Path) -> list[str]:
@@ -417,8 +435,11 @@ def build_and_run(machine: Machine) -> None:
     folder = FOLDER / machine.name
     started_s = time.monotonic()
     run_step(configure(machine, folder), machine.name)
-    build = ["cmake", "--build", str(folder)]
-    run_step([*build, *(word for name in PROGRAMS for word in ("--target", name))], machine.name)
+    emulated = [f"{name}_{it}" for it in machine.emulated for name in KERNEL_TESTS]
+    if emulated and not has_simde():
+        raise PortabilityError("libsimde-dev is not installed: make test-deps")
+    build = ["cmake", "--build", str(folder), "--target", *PROGRAMS, *emulated]
+    run_step(build, machine.name)
     say(f"{machine.name}: built in {time.monotonic() - started_s:.0f} s")
     cpuinfo = build_jobs.read(Path("/proc/cpuinfo"))
     if machine.needs and machine.needs not in cpuinfo.split():
@@ -428,6 +449,13 @@ def build_and_run(machine: Machine) -> None:
     for program, *arguments in invocations():
         started_s = time.monotonic()
         run_step([*started, str(folder / "bin" / program), *arguments], machine.name)
+        say(f"{machine.name}: {program} passed in {time.monotonic() - started_s:.0f} s")
+    if emulated and "avx2" not in cpuinfo.split():
+        say(f"{machine.name}: {', '.join(emulated)} not run, this CPU has no avx2")
+        return
+    for program in emulated:  # many times as slow already: not under qemu
+        started_s = time.monotonic()
+        run_step([str(folder / "bin" / program)], machine.name)
         say(f"{machine.name}: {program} passed in {time.monotonic() - started_s:.0f} s")
 
 

@@ -1,9 +1,9 @@
 """Installs the Debian packages that `make test` and its like can use besides.
 
 What the build needs of a bare Debian: g++, Python's headers and venv. Compilers that a user does
-not need: two Clangs, libc++, a compiler for ARM; qemu-user; PostgreSQL and Redis, which tests start
-by themselves; systemd, which checks our unit. What is there is not installed again. Without them
-the tests that need them are skipped, and fail where CI is set.
+not need: two Clangs, libc++, a compiler for ARM; qemu-user; SIMDe, which has AVX-512 as functions;
+PostgreSQL and Redis, which tests start by themselves; systemd, which checks our unit. What is there
+is not installed again. Without them the tests that need them are skipped, and fail where CI is set.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ FIXED = (
     "libclang-rt-14-dev",
     "g++",
     "git",
+    "libsimde-dev",
     "patch",
     "postgresql",
     "python3-dev",

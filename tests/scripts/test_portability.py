@@ -142,6 +142,11 @@ def test_llama_cpp_refuses_rollbacks_without_a_state() -> None:
 def test_what_the_full_part_builds_is_a_target_of_cmake() -> None:
     text = (ROOT / "cext" / "CMakeLists.txt").read_text(encoding="utf-8")
     assert all(program in text for program in portability.PROGRAMS)
+    emulated = [it for machine in portability.MACHINES for it in machine.emulated]
+    header = (ROOT / "tests" / "kernels" / "emulated_avx.h").read_text(encoding="utf-8")
+    assert len(emulated) == 3
+    assert f"foreach(instructions {' '.join(emulated)})" in text
+    assert all(f"EMULATED_{it}" in header for it in emulated)
     assert {machine.architecture for machine in portability.MACHINES} == set(portability.LEVELS)
     assert any(not machine.has_kernels for machine in portability.MACHINES)
     assert shutil.which("cmake") or (ROOT / ".venv" / "bin" / "cmake").exists()
