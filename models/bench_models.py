@@ -47,6 +47,12 @@ QUANTS = {
     "Q6_K": (GGMLQuantizationType.Q6_K, LlamaFileType.MOSTLY_Q6_K),
     "IQ4_NL": (GGMLQuantizationType.IQ4_NL, LlamaFileType.MOSTLY_IQ4_NL),
     "IQ4_XS": (GGMLQuantizationType.IQ4_XS, LlamaFileType.MOSTLY_IQ4_XS),
+    "IQ1_S": (GGMLQuantizationType.IQ1_S, LlamaFileType.MOSTLY_IQ1_S),
+    "IQ2_XXS": (GGMLQuantizationType.IQ2_XXS, LlamaFileType.MOSTLY_IQ2_XXS),
+    "IQ2_XS": (GGMLQuantizationType.IQ2_XS, LlamaFileType.MOSTLY_IQ2_XS),
+    "IQ2_S": (GGMLQuantizationType.IQ2_S, LlamaFileType.MOSTLY_IQ2_S),
+    "IQ3_XXS": (GGMLQuantizationType.IQ3_XXS, LlamaFileType.MOSTLY_IQ3_XXS),
+    "IQ3_S": (GGMLQuantizationType.IQ3_S, LlamaFileType.MOSTLY_IQ3_S),
     "MXFP4": (GGMLQuantizationType.MXFP4, LlamaFileType.MOSTLY_MXFP4_MOE),
 }
 
@@ -58,6 +64,12 @@ SCALES = {
     GGMLQuantizationType.Q6_K: (208, None, 0.0),
     GGMLQuantizationType.IQ4_NL: (0, None, 0.0),
     GGMLQuantizationType.IQ4_XS: (0, None, 0.0),
+    GGMLQuantizationType.IQ1_S: (0, None, 0.0),
+    GGMLQuantizationType.IQ2_XXS: (0, None, 0.0),
+    GGMLQuantizationType.IQ2_XS: (0, None, 0.0),
+    GGMLQuantizationType.IQ2_S: (0, None, 0.0),
+    GGMLQuantizationType.IQ3_XXS: (0, None, 0.0),
+    GGMLQuantizationType.IQ3_S: (0, None, 0.0),
 }
 """Types that the `gguf` package reads but does not write: where a block's scale lies, where that of
 its minima, and the middle of its quants."""

@@ -1,5 +1,5 @@
-// Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K), 0017 and
-// 0025 (what is not repacked), 0023 (F16, BF16), 0024 (experts) and 0026 (many rows of what is)
+// Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K), 0017, 0025
+// and 0027 (what is not repacked), 0023 (F16, BF16), 0024 (experts) and 0026 (many rows of what is)
 // compute them: each sum is made in the order that the type has, to the last bit, alone and in any
 // company.
 //
@@ -70,6 +70,12 @@ const std::vector<kind> PLAIN = {
     of_256("Q5_K", GGML_TYPE_Q5_K, 176, 2, 0, read_q5_k),
     of_256("Q6_K", GGML_TYPE_Q6_K, 210, 1, 208, read_q6_k),
     of_256("IQ4_XS", GGML_TYPE_IQ4_XS, 136, 1, 0, read_iq4_xs),
+    of_256("IQ1_S", GGML_TYPE_IQ1_S, 50, 1, 0, read_iq1_s),
+    of_256("IQ2_XXS", GGML_TYPE_IQ2_XXS, 66, 1, 0, read_iq2_xxs),
+    of_256("IQ2_XS", GGML_TYPE_IQ2_XS, 74, 1, 0, read_iq2_xs),
+    of_256("IQ2_S", GGML_TYPE_IQ2_S, 82, 1, 0, read_iq2_s),
+    of_256("IQ3_XXS", GGML_TYPE_IQ3_XXS, 98, 1, 0, read_iq3_xxs),
+    of_256("IQ3_S", GGML_TYPE_IQ3_S, 110, 1, 0, read_iq3_s),
 };
 
 struct shape {

@@ -161,6 +161,76 @@ inline column read_iq4_xs(const uint8_t * from, int64_t n) {
     return found;
 }
 
+inline int read_nibble(const uint8_t * from, int i) {
+    return from[i / 2] >> (i % 2 * 4) & 15;
+}
+
+// Of 256 weights places in a grid: what lies there ggml itself says, where the block's scale is 1.
+// `scale_of` gives of `n_scales` the one of a number; `parts` of the block's scale are 1.
+template <typename Scale>
+column read_grid(const uint8_t * from, int64_t n, ggml_type type, float parts, int n_scales,
+                 Scale scale_of) {
+    column found;
+    const size_t n_bytes = ggml_type_size(type);
+    for (int64_t b = 0; b < n / 256; ++b, from += n_bytes) {
+        found.d.push_back(read_half(from) / parts);
+        std::vector<uint8_t> block(from, from + n_bytes);
+        const uint16_t one = ggml_fp32_to_fp16(1.0f);
+        std::memcpy(block.data(), &one, sizeof one);
+        std::vector<float> values(256);
+        ggml_get_type_traits(type)->to_float(block.data(), values.data(), 256);
+        for (int i = 0; i < 256; ++i) {
+            const int scale = 2 * scale_of(from, i / (256 / n_scales)) + 1;
+            if (i % (256 / n_scales) == 0) {
+                found.scales.push_back(scale);
+            }
+            const float quant = values[static_cast<size_t>(i)] * parts / static_cast<float>(scale);
+            // One that is no whole number makes every sum wrong.
+            const bool is_whole = quant == std::round(quant);
+            found.quants.push_back(is_whole ? static_cast<int>(quant) : 1000);
+        }
+    }
+    return found;
+}
+
+inline uint32_t read_four(const uint8_t * from) {
+    uint32_t four = 0;
+    std::memcpy(&four, from, sizeof four);
+    return four;
+}
+
+inline column read_iq1_s(const uint8_t * from, int64_t n) {
+    return read_grid(from, n, GGML_TYPE_IQ1_S, 8, 8,
+                     [](const uint8_t * x, int sub) { return x[34 + 2 * sub + 1] >> 4 & 7; });
+}
+
+inline column read_iq2_xxs(const uint8_t * from, int64_t n) {
+    return read_grid(from, n, GGML_TYPE_IQ2_XXS, 8, 8, [](const uint8_t * x, int sub) {
+        return static_cast<int>(read_four(x + 2 + 8 * sub + 4) >> 28);
+    });
+}
+
+inline column read_iq2_xs(const uint8_t * from, int64_t n) {
+    return read_grid(from, n, GGML_TYPE_IQ2_XS, 8, 16,
+                     [](const uint8_t * x, int sub) { return read_nibble(x + 66, sub); });
+}
+
+inline column read_iq2_s(const uint8_t * from, int64_t n) {
+    return read_grid(from, n, GGML_TYPE_IQ2_S, 8, 16,
+                     [](const uint8_t * x, int sub) { return read_nibble(x + 74, sub); });
+}
+
+inline column read_iq3_xxs(const uint8_t * from, int64_t n) {
+    return read_grid(from, n, GGML_TYPE_IQ3_XXS, 4, 8, [](const uint8_t * x, int sub) {
+        return static_cast<int>(read_four(x + 66 + 4 * sub) >> 28);
+    });
+}
+
+inline column read_iq3_s(const uint8_t * from, int64_t n) {
+    return read_grid(from, n, GGML_TYPE_IQ3_S, 1, 8,
+                     [](const uint8_t * x, int sub) { return read_nibble(x + 106, sub); });
+}
+
 // Of 32 weights two bytes of scale, sixteen of a table's places.
 inline column read_iq4_nl(const uint8_t * from, int64_t n) {
     column found;
