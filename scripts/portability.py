@@ -169,17 +169,25 @@ def compilers() -> list[Compiler]:
     return found
 
 
+def can_include(command: tuple[str, ...], header: str) -> bool:
+    """Tells whether a compiler finds a header."""
+    run = subprocess.run(
+        [*command, "-fsyntax-only", "-x", "c++", "-"],
+        input=f"#include <{header}>\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return run.returncode == 0
+
+
 @functools.cache
 def is_missing(compiler: Compiler) -> bool:
     """Tells whether a compiler, or the C++ library that it is asked to use, is not installed."""
     command = compiler.command
     if not command:
         return True
-    ask = [*command, "-fsyntax-only", "-x", "c++", "-"]
-    run = subprocess.run(
-        ask, input="#include <vector>\n", capture_output=True, text=True, check=False
-    )
-    return run.returncode != 0
+    return not can_include(command, "vector")
 
 
 def targets() -> list[Target]:
@@ -360,14 +368,6 @@ KERNEL_TESTS = ("attention_test", "rows_test")
 PROGRAMS = ("abi_test", "step_bench", "rollback_test", "rng_test", *KERNEL_TESTS)
 
 
-def has_simde() -> bool:
-    """Tells whether the library is installed that has AVX-512 as functions."""
-    ask = ["g++", "-fsyntax-only", "-x", "c++", "-"]
-    include = "#include <simde/simde-common.h>\n"
-    run = subprocess.run(ask, input=include, text=True, capture_output=True, check=False)
-    return run.returncode == 0
-
-
 def configure(machine: Machine, folder: Path) -> list[str]:
     """Returns the command that configures a machine's build."""
     compiler = next(
@@ -436,7 +436,7 @@ def build_and_run(machine: Machine) -> None:
     started_s = time.monotonic()
     run_step(configure(machine, folder), machine.name)
     emulated = [f"{name}_{it}" for it in machine.emulated for name in KERNEL_TESTS]
-    if emulated and not has_simde():
+    if emulated and not can_include(("g++",), "simde/simde-common.h"):
         raise PortabilityError("libsimde-dev is not installed: make test-deps")
     build = ["cmake", "--build", str(folder), "--target", *PROGRAMS, *emulated]
     run_step(build, machine.name)
