@@ -48,6 +48,7 @@ QUANTS = {
     "IQ4_NL": (GGMLQuantizationType.IQ4_NL, LlamaFileType.MOSTLY_IQ4_NL),
     "IQ4_XS": (GGMLQuantizationType.IQ4_XS, LlamaFileType.MOSTLY_IQ4_XS),
     "IQ1_S": (GGMLQuantizationType.IQ1_S, LlamaFileType.MOSTLY_IQ1_S),
+    "IQ1_M": (GGMLQuantizationType.IQ1_M, LlamaFileType.MOSTLY_IQ1_M),
     "IQ2_XXS": (GGMLQuantizationType.IQ2_XXS, LlamaFileType.MOSTLY_IQ2_XXS),
     "IQ2_XS": (GGMLQuantizationType.IQ2_XS, LlamaFileType.MOSTLY_IQ2_XS),
     "IQ2_S": (GGMLQuantizationType.IQ2_S, LlamaFileType.MOSTLY_IQ2_S),
@@ -65,6 +66,7 @@ SCALES = {
     GGMLQuantizationType.IQ4_NL: (0, None, 0.0),
     GGMLQuantizationType.IQ4_XS: (0, None, 0.0),
     GGMLQuantizationType.IQ1_S: (0, None, 0.0),
+    GGMLQuantizationType.IQ1_M: (48, None, 0.0),
     GGMLQuantizationType.IQ2_XXS: (0, None, 0.0),
     GGMLQuantizationType.IQ2_XS: (0, None, 0.0),
     GGMLQuantizationType.IQ2_S: (0, None, 0.0),
@@ -72,7 +74,7 @@ SCALES = {
     GGMLQuantizationType.IQ3_S: (0, None, 0.0),
 }
 """Types that the `gguf` package reads but does not write: where a block's scale lies, where that of
-its minima, and the middle of its quants."""
+its minima, and the middle of its quants. IQ1_M's lies there in four parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,12 @@ class _WeightWriter:
         blocks = self._rng.integers(0, 256, (n_blocks, n_bytes), np.uint8)
 
         def scale(part: npt.NDArray[np.uint8], d: float) -> None:
+            if quant is GGMLQuantizationType.IQ1_M:  # four bits above each of four times twelve
+                fours = part[:, at:].view("<u2")
+                half = int(np.array(d, np.float16).view(np.uint16))
+                fours &= 0x0FFF
+                fours |= np.array([half >> 4 * i << 12 & 0xF000 for i in range(4)], np.uint16)
+                return
             for place, value in ((at, d), (at_minima, d * middle)):
                 if place is not None:
                     part[:, place : place + 2] = np.array([value], np.float16).view(np.uint8)

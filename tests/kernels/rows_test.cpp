@@ -71,6 +71,7 @@ const std::vector<kind> PLAIN = {
     of_256("Q6_K", GGML_TYPE_Q6_K, 210, 1, 208, read_q6_k),
     of_256("IQ4_XS", GGML_TYPE_IQ4_XS, 136, 1, 0, read_iq4_xs),
     of_256("IQ1_S", GGML_TYPE_IQ1_S, 50, 1, 0, read_iq1_s),
+    of_256("IQ1_M", GGML_TYPE_IQ1_M, 56, 0, 0, read_iq1_m),
     of_256("IQ2_XXS", GGML_TYPE_IQ2_XXS, 66, 1, 0, read_iq2_xxs),
     of_256("IQ2_XS", GGML_TYPE_IQ2_XS, 74, 1, 0, read_iq2_xs),
     of_256("IQ2_S", GGML_TYPE_IQ2_S, 82, 1, 0, read_iq2_s),
@@ -169,11 +170,16 @@ std::vector<uint8_t> draw_weights(std::mt19937 & random, const kind & k, int64_t
     for (size_t i = 0; i < weights.size() && seed % 3 == 0; i += 2 * k.n_bytes) {
         std::memset(&weights[i], seed % 2 ? 0xff : 0x00, k.n_bytes);
     }
+    const auto draw_scale = [&] {
+        return ggml_fp32_to_fp16(static_cast<float>(int(random() % 2001) - 1000) / 7000.0f);
+    };
     for (size_t i = 0; i < weights.size(); i += k.n_bytes) {
         for (size_t number = 0; number < k.n_scales; ++number) {
-            const uint16_t scale =
-                ggml_fp32_to_fp16(static_cast<float>(int(random() % 2001) - 1000) / 7000.0f);
+            const uint16_t scale = draw_scale();
             std::memcpy(&weights[i + k.scales_at + 2 * number], &scale, sizeof scale);
+        }
+        if (k.type == GGML_TYPE_IQ1_M) {
+            write_apart(&weights[i + 48], draw_scale());
         }
         if (k.type == GGML_TYPE_MXFP4) { // some as small as there are
             const auto which = random() % 10;

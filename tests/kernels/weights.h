@@ -165,6 +165,31 @@ inline int read_nibble(const uint8_t * from, int i) {
     return from[i / 2] >> (i % 2 * 4) & 15;
 }
 
+// IQ1_M: of a block's scale four bits lie above each of four times twelve.
+constexpr size_t N_APART = 4;
+
+inline uint16_t read_two(const uint8_t * from) {
+    uint16_t two = 0;
+    std::memcpy(&two, from, sizeof two);
+    return two;
+}
+
+inline uint16_t read_apart(const uint8_t * from) {
+    uint16_t half = 0;
+    for (size_t i = 0; i < N_APART; ++i) {
+        half = static_cast<uint16_t>(half | read_two(from + 2 * i) >> 12 << (4 * i));
+    }
+    return half;
+}
+
+inline void write_apart(uint8_t * to, uint16_t half) {
+    for (size_t i = 0; i < N_APART; ++i) {
+        const int four = half >> (4 * i) & 15;
+        const auto two = static_cast<uint16_t>((read_two(to + 2 * i) & 0x0fff) | four << 12);
+        std::memcpy(to + 2 * i, &two, sizeof two);
+    }
+}
+
 // Of 256 weights places in a grid: what lies there ggml itself says, where the block's scale is 1.
 // `scale_of` gives of `n_scales` the one of a number; `parts` of the block's scale are 1.
 template <typename Scale>
@@ -173,10 +198,15 @@ column read_grid(const uint8_t * from, int64_t n, ggml_type type, float parts, i
     column found;
     const size_t n_bytes = ggml_type_size(type);
     for (int64_t b = 0; b < n / 256; ++b, from += n_bytes) {
-        found.d.push_back(read_half(from) / parts);
         std::vector<uint8_t> block(from, from + n_bytes);
         const uint16_t one = ggml_fp32_to_fp16(1.0f);
-        std::memcpy(block.data(), &one, sizeof one);
+        if (type == GGML_TYPE_IQ1_M) {
+            found.d.push_back(ggml_fp16_to_fp32(read_apart(from + 48)) / parts);
+            write_apart(&block[48], one);
+        } else {
+            found.d.push_back(read_half(from) / parts);
+            std::memcpy(block.data(), &one, sizeof one);
+        }
         std::vector<float> values(256);
         ggml_get_type_traits(type)->to_float(block.data(), values.data(), 256);
         for (int i = 0; i < 256; ++i) {
@@ -202,6 +232,12 @@ inline uint32_t read_four(const uint8_t * from) {
 inline column read_iq1_s(const uint8_t * from, int64_t n) {
     return read_grid(from, n, GGML_TYPE_IQ1_S, 8, 8,
                      [](const uint8_t * x, int sub) { return x[34 + 2 * sub + 1] >> 4 & 7; });
+}
+
+inline column read_iq1_m(const uint8_t * from, int64_t n) {
+    return read_grid(from, n, GGML_TYPE_IQ1_M, 8, 16, [](const uint8_t * x, int sub) {
+        return read_two(x + 48 + sub / 4 * 2) >> (sub % 4 * 3) & 7;
+    });
 }
 
 inline column read_iq2_xxs(const uint8_t * from, int64_t n) {
