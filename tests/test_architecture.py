@@ -438,6 +438,13 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     assert not found, "\n".join(found)
 
 
+def test_conftest_names_files_that_are_there() -> None:
+    text = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+    named = re.findall(r'"(tests/[a-z_/]+\.py)"', text)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_pages_name_files_that_are_there() -> None:
     paths = [path.relative_to(ROOT) for path in text_files()]
     ends = {"/".join(path.parts[i:]) for path in paths for i in range(len(path.parts))}
