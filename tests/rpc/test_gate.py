@@ -536,6 +536,30 @@ async def test_who_is_above_its_rate_of_reading_is_not_told_that_it_sends_slowly
     await eventually(lambda: len(server.gate.calls) == 0)
 
 
+async def test_long_messages_that_come_together_are_not_parsed_in_one_go(
+    start_server: ServerFactory, eventually: Eventually
+) -> None:
+    """What waits is held meanwhile, counts as memory, and leaves nothing when its client does."""
+    server = await start_server(api_keys=("a:ka", "b:kb"))
+    receive, memory = server.receive, server.gate.calls.memory
+    tokenize = "/drafthouse.v1.GenerationService/Tokenize"
+    data = generation_pb2.TokenizeRequest(text="x" * (3 << 19)).SerializeToString()
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(receive.parsing.turn(Tenant("c"), 1))
+        calls = [asyncio.ensure_future(fails(server, tokenize, data, "ka")) for _ in range(3)]
+        await eventually(lambda: len(receive.parsing) == 3)
+        assert memory.n_bytes >= 3 * len(data)
+        assert receive.n_elements == 0
+        async with drafthouse.AsyncClient(server.target, api_key="kb", retry=None) as other:
+            assert await other.tokenize("ab") == [97, 98]
+        calls[0].cancel()
+        await eventually(lambda: len(receive.parsing) == 2)
+    for call in calls[1:]:
+        assert await call == ("INVALID_ARGUMENT", "INVALID_FIELD")
+    await eventually(lambda: memory.n_bytes == 0)
+    await eventually(lambda: not len(server.gate.calls))
+
+
 def test_what_takes_no_memory_is_not_refused_because_others_hold_too_much() -> None:
     """A request without a grammar holds nothing more once its text is read."""
     memory = FrontMemory(100, 0, retry_after_s=1.0)

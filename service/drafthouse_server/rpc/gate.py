@@ -30,6 +30,7 @@ from drafthouse_server.errors import (
 )
 from drafthouse_server.operations.calls import Call, OpenCalls
 from drafthouse_server.operations.descriptors import DescriptorBudget
+from drafthouse_server.operations.parsing import ParsingTurns
 from drafthouse_server.rpc.interceptors import (
     Answer,
     Behaviour,
@@ -59,6 +60,9 @@ _N_ELEMENTS_FREE = 64
 
 _N_BYTES_OF_ELEMENT = 1024
 """Bytes that take as long to read as an element takes to look at, about: two microseconds."""
+
+_N_BYTES_AT_ONCE = 1024
+"""Bytes of a message that does not wait for its turn: it takes half a millisecond at most."""
 
 _HANDLER = "_handle_exceptions"
 """Name of the coroutine in which grpc.aio runs a handler."""
@@ -214,6 +218,8 @@ class Receive(grpc.aio.ServerInterceptor):
         self._shapes = shapes
         self._calls = calls
         self._clock = clock
+        self.parsing = ParsingTurns()
+        """Which long message is parsed next."""
         self.n_bytes = 0
         """Bytes of the messages that were read."""
         self.n_elements = 0
@@ -234,7 +240,13 @@ class Receive(grpc.aio.ServerInterceptor):
 
         async def receive(call: Call, context: Context) -> Any:  # noqa: ANN401  # a message
             data = await self._read(call, context)
-            return self._parse(shape, parse, call, data, is_stream=is_stream)
+            if len(data) <= _N_BYTES_AT_ONCE:
+                return self._parse(shape, parse, call, data, is_stream=is_stream)
+            if is_ours(call.method):
+                self._calls.hold(call, self._calls.memory.cost(len(data), 0, is_stream=False))
+            async with self.parsing.turn(call.tenant, len(data)):
+                self._calls.memory.release(call)  # what it holds as parsed is held instead
+                return self._parse(shape, parse, call, data, is_stream=is_stream)
 
         async def wrap(inner: Behaviour, _: object, context: Context) -> Answer:
             call = current_call()
