@@ -19,6 +19,7 @@ from tests.support.programs import write_program
 from drafthouse_bench import aiperf
 from drafthouse_bench.command import main
 from drafthouse_bench.peers import plot as bench_plot
+from drafthouse_bench.peers.behind import BehindRow, behind_lines, run_behind
 from drafthouse_bench.peers.case import PeerCase, PeerPlan, Target, find_target, parse_only
 from drafthouse_bench.peers.contender import (
     Running,
@@ -457,6 +458,29 @@ async def test_a_stall_is_seen_in_the_gaps_of_the_streams() -> None:
     assert found.ttft_s >= 0.2
     assert found.ttft_alone_s >= 0.2
     assert client.n_now == 0  # nothing is left behind
+
+
+async def test_a_short_prompt_behind_a_long_one_is_seen_to_wait() -> None:
+    running, client = slow()
+    found = await run_behind(running, 100, 200, 1)
+    assert found.long_alone_s >= 0.2
+    assert found.long_s >= 0.2
+    assert found.n_short >= 1
+    assert found.short_alone_s < 0.2
+    assert found.short_p95_s >= found.short_p50_s > 0
+    assert client.n_now == 0
+    row = BehindRow(PeerCase("behind", "x", "own", 1, n_prompt=200), [found], [found])
+    assert len(behind_lines([row])) == 4
+
+
+def test_long_prompts_are_asked_of_models_that_have_room() -> None:
+    plan = dataclasses.replace(PLAN, scenarios=("behind",))
+    assert [(case.model, case.n_prompt) for case in plan.cases()] == [
+        ("qwen3-0.6b-like-Q4_0", 2000)
+    ]
+    plan = dataclasses.replace(plan, n_prompts=(500, 4000), defaults_models=("dense", "big"))
+    assert [(case.model, case.n_prompt) for case in plan.cases()] == [("big", 500), ("big", 4000)]
+    assert all(plan.estimate_s(case) > 0 for case in plan.cases())
 
 
 class TellingClient(SlowClient):

@@ -32,9 +32,12 @@ class World(Bench):
         *,
         cost: CostModel | None = None,
         is_recurrent: bool = False,
+        base_s: float = STEP_S,
+        token_s: float = TOKEN_S,
         **scheduler: Any,
     ) -> None:
         options = {"cost": cost or StepCost()} | scheduler
+        self._base_s, self._token_s = base_s, token_s
         super().__init__(limits, 2, options, is_recurrent=is_recurrent)
         self.took_s: list[float] = []
 
@@ -44,7 +47,7 @@ class World(Bench):
         self.plans.append(plan)
         result = self.engine.step(plan)
         n_tokens = sum(len(entry.tokens) + entry.n_draft for entry in plan.entries)
-        took_s = STEP_S + TOKEN_S * n_tokens * plan.n_steps
+        took_s = self._base_s + self._token_s * n_tokens * plan.n_steps
         timings = StepTimings(0.0, took_s, 0.0, 0.0, took_s)
         self.now += took_s
         self.took_s.append(took_s)

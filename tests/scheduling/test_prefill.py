@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from tests.scheduling.test_newcomers import World
 from tests.scheduling.test_scheduler import LIMITS, Bench
 from tests.support.unknown_cost import UnknownCost
 
 from drafthouse_server.drafting.cost import StepShape
 from drafthouse_server.scheduling.pacing import (
     GAP_FACTOR,
+    N_ALONE,
     N_PAST_LONG,
     N_PIECE,
     N_ROWS_ALONE,
@@ -22,15 +24,18 @@ from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.scheduling.waiting import rank
 
 
-def make(order: int, tenant: str, priority: int = 0) -> Sequence:
-    request = Request(f"{tenant}{order}", [1], tenant=tenant, priority=priority)
+def make(order: int, tenant: str, priority: int = 0, *, n_prompt: int = 1) -> Sequence:
+    request = Request(f"{tenant}{order}", [1] * n_prompt, tenant=tenant, priority=priority)
     return Sequence(request, None, rank=rank(request, order))
 
 
 def shares(
-    turns: PrefillShares, wanted: list[tuple[Sequence, int]], n_tokens: int
+    turns: PrefillShares,
+    wanted: list[tuple[Sequence, int]],
+    n_tokens: int,
+    n_quantum: int = N_QUANTUM,
 ) -> dict[str, int]:
-    granted = turns.share(wanted, n_tokens)
+    granted = turns.share(wanted, n_tokens, n_quantum)
     for sequence, n in granted:
         turns.charge(sequence, n)
     return {s.request.request_id: n for s, n in granted}
@@ -44,6 +49,24 @@ def test_inside_a_tenant_rank_decides() -> None:
 def test_a_short_prompt_is_not_behind_another_tenants_long_one() -> None:
     wanted = [(make(0, "a"), 4000), (make(1, "b"), 20)]
     assert shares(PrefillShares(), wanted, 200) == {"a0": 180, "b1": 20}
+    assert shares(PrefillShares(), wanted[::-1], N_ALONE, N_ALONE) == {"b1": 20, "a0": 44}
+    assert shares(PrefillShares(), wanted, N_ALONE, N_ALONE) == {"b1": 20, "a0": 44}
+
+
+def test_in_every_other_step_short_prompts_go_before_a_long_one_of_their_tenant() -> None:
+    turns = PrefillShares()
+    wanted = [(make(i, "a", n_prompt=n), n) for i, n in enumerate([4000, 60, 50, N_ALONE + 1])]
+    found = [shares(turns, wanted, 100) for _ in range(4)]
+    assert found == [{"a1": 60, "a2": 40}, {"a0": 100}] * 2
+    both = [*wanted, (make(9, "b", n_prompt=4000), 4000)]
+    assert [set(shares(PrefillShares(), both, 200))] == [{"a1", "a2", "b9"}]
+
+
+def test_but_not_before_one_of_higher_priority_nor_before_short_ones() -> None:
+    wanted = [(make(0, "a", 1, n_prompt=4000), 4000), (make(1, "a", n_prompt=5), 5)]
+    assert shares(PrefillShares(), wanted, 100) == {"a0": 100}
+    wanted = [(make(0, "a", n_prompt=60), 60), (make(1, "a", n_prompt=5), 5)]
+    assert shares(PrefillShares(), wanted, 60) == {"a0": 60}
 
 
 def test_tenants_get_equal_parts_and_nothing_is_left_over() -> None:
@@ -157,3 +180,86 @@ def test_a_tenant_whose_pieces_are_small_goes_on_beside_a_heavier_one(weight: fl
     gained = heavy.n_computed - before[0], light.n_computed - before[1]
     assert sum(gained) > 600
     assert 0.5 * weight < gained[0] / gained[1] < 2 * weight
+
+
+LONG = dataclasses.replace(
+    LIMITS, n_seq_max=8, n_ctx=32_000, n_ctx_seq=4000, n_batch=512, n_ubatch=512, n_outputs_max=64
+)
+
+
+def lengths_alone(base_s: float, token_s: float, n_prompt: int = 2000) -> list[int]:
+    """Returns the lengths of a prompt's pieces, alone, on a machine whose steps take so long."""
+    world = World(LONG, base_s=base_s, token_s=token_s)
+    world.add("w", n_prompt=3, n_output_max=10)
+    world.run()
+    world.add("p", n_prompt=n_prompt, n_output_max=1)
+    n_before = len(world.plans)
+    world.run()
+    return [len(e.tokens) for plan in world.plans[n_before:] for e in plan.entries]
+
+
+def test_where_tokens_take_long_a_prompt_alone_is_cut_for_who_may_come() -> None:
+    found = lengths_alone(0.02, 0.006)
+    assert set(found[:-1]) == {N_ALONE}
+
+
+def test_where_a_step_takes_long_anyway_it_is_not_cut() -> None:
+    found = lengths_alone(0.05, 0.0005)
+    assert set(found[2:-1]) == {512}, "as soon as that is known"
+
+
+def test_nor_where_nobody_would_notice() -> None:
+    found = lengths_alone(1e-4, 1e-4)
+    assert all(300 <= n <= 400 for n in found[2:-1]), "as many as STEP_FREE_S has room for"
+
+
+def test_the_first_prompt_of_a_server_is_cut_before_it_generates() -> None:
+    world = World(LONG, base_s=0.02, token_s=0.006)
+    world.add("p", n_prompt=3900, n_output_max=1)
+    world.run()
+    found = [len(e.tokens) for plan in world.plans for e in plan.entries]
+    assert found[:2] == [512, N_ALONE]
+    assert found[10] <= 2 * N_ALONE
+
+
+@pytest.mark.parametrize("tenant", ["long", "other"])
+def test_a_short_prompt_waits_for_two_short_steps_behind_a_long_one(tenant: str) -> None:
+    """Whosever it is; and that of another tenant gets a step of its own."""
+    world = World(LONG, base_s=0.02, token_s=0.006)
+    world.add("w", n_prompt=3, n_output_max=10, tenant="long")
+    world.run()
+    world.add("p", n_prompt=2000, n_output_max=1, tenant="long")
+    for _ in range(3):
+        world.step()
+    came_at = world.now
+    short = world.add("q", n_prompt=8, n_output_max=1, tenant=tenant)
+    while not short.n_output:
+        world.step()
+    own = 0.02 + 8 * 0.006
+    shared = 0.02 + N_ALONE * 0.006
+    assert world.now - came_at == pytest.approx(own if tenant == "other" else shared)
+
+
+def test_two_tenants_long_prompts_go_on_in_turn() -> None:
+    """In pieces that are no smaller than pays, and alike."""
+    world = World(LONG, base_s=0.02, token_s=0.006)
+    world.add("w", n_prompt=3, n_output_max=10)
+    world.run()
+    both = [world.add(name, n_prompt=1500, n_output_max=1, tenant=name) for name in "ab"]
+    n_before = len(world.plans)
+    for _ in range(20):
+        world.step()
+    lengths = [len(e.tokens) for plan in world.plans[n_before:] for e in plan.entries]
+    assert set(lengths) == {N_ALONE}
+    assert both[0].n_computed == both[1].n_computed == 10 * N_ALONE
+
+
+def test_a_flood_of_short_prompts_takes_half_of_a_long_ones_time() -> None:
+    world = World(LONG, base_s=0.02, token_s=0.006)
+    world.add("w", n_prompt=3, n_output_max=10)
+    world.run()
+    long = world.add("p", n_prompt=2000, n_output_max=1)
+    for i in range(62):
+        world.add(f"q{i}", n_prompt=60, n_output_max=1)
+        world.step()
+    assert long.n_computed >= 30 * N_ALONE * 0.9

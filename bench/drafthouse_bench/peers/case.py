@@ -16,11 +16,12 @@ __all__ = ["PeerCase", "PeerPlan", "Target", "describe_estimate", "find_target",
 _BENCH_MODELS = CHECKOUT / "build" / "bench"
 _BENCH_DRAFT = "draft-30m-Q8_0.gguf"
 
-SCENARIOS = ("closed", "open", "stall", "mixed", "defaults")
+SCENARIOS = ("closed", "open", "stall", "behind", "mixed", "defaults")
 """Kinds of load."""
 
 _DEFAULTS_MODELS = ("qwen3-0.6b-like-Q4_0", *DEMOS)
 _DEFAULTS_STREAMS = (1, 8)
+_BEHIND_PROMPTS = (2000,)
 
 NGRAM = "ngram-simple"
 """The n-gram kind of both contenders."""
@@ -131,19 +132,20 @@ class PeerPlan:
     n_output: int = 0
     """Tokens of a request; 0: 96 of a demo model, 32 of others."""
     defaults_models: tuple[str, ...] = _DEFAULTS_MODELS
-    """Targets of the scenario with each side's own defaults."""
+    """Targets of the scenarios with each side's own defaults."""
     defaults_streams: tuple[int, ...] = _DEFAULTS_STREAMS
     """Concurrent requests of that scenario."""
     stall_streams: tuple[int, ...] = (8,)
     """Streams beside which the long prompt comes."""
     n_prompts: tuple[int, ...] = ()
-    """Prompt lengths of that scenario, a case for each; empty: lengths that vary."""
+    """Prompt lengths of these scenarios, a case for each; empty: lengths that vary, and 2,000."""
     n_waves: int = 3
     """Requests of each stream in a turn of that scenario, at least."""
 
     def cases(self) -> list[PeerCase]:
         """Returns the cases that are selected, in the order in which they are measured."""
-        every = [*self._closed(), *self._open(), *self._stall(), *self._mixed(), *self._defaults()]
+        every = [*self._closed(), *self._open(), *self._stall(), *self._behind()]
+        every += [*self._mixed(), *self._defaults()]
         return [case for case in every if _is_selected(case, self.only)]
 
     def _closed(self) -> Iterator[PeerCase]:
@@ -164,6 +166,13 @@ class PeerPlan:
             for streams in self.stall_streams:
                 yield PeerCase("stall", self.stall_model, "none", streams)
                 yield PeerCase("stall", self.stall_model, "mtp", streams, acceptance=rate)
+
+    def _behind(self) -> Iterator[PeerCase]:
+        if "behind" in self.scenarios:
+            for model in self.defaults_models:
+                for n_prompt in self.n_prompts or _BEHIND_PROMPTS:
+                    if model not in DEMOS:  # their contexts are shorter
+                        yield PeerCase("behind", model, "own", 1, n_prompt=n_prompt)
 
     def _mixed(self) -> Iterator[PeerCase]:
         if "mixed" in self.scenarios:
@@ -203,7 +212,7 @@ class PeerPlan:
         Raises:
             ConfigError: a draft model is missing.
         """
-        if case.scenario == "defaults":
+        if case.scenario in ("behind", "defaults"):
             return Config(model=str(target.path))
         draft_type = NGRAM if case.draft == "ngram" else case.draft
         n_draft = _N_DRAFT_NGRAM if case.draft == "ngram" else N_DRAFT
@@ -248,6 +257,8 @@ class PeerPlan:
             turn_s = max(self.round_s, self.n_waves * (wave_s + prompt_s))
         if case.scenario == "stall":
             turn_s = 2 * self.round_s + 3 * self.n_long / (1000 if "50m" in case.model else 150)
+        if case.scenario == "behind":
+            turn_s = 4 * (case.n_prompt or 0) / (5 * rate)
         n_turns = {"mixed": 6, "defaults": 4}.get(case.scenario, 2) * self.n_rounds
         return _STARTUP_S[is_demo] + 1.3 * n_turns * turn_s + 2 * min(wave_s, 8.0)
 

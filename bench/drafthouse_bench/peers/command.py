@@ -24,6 +24,7 @@ from drafthouse_bench.counts import count, counts
 from drafthouse_bench.demos import CHECKOUT, PROMPTS
 from drafthouse_bench.load import cut_prompts
 from drafthouse_bench.peers import plot as bench_plot
+from drafthouse_bench.peers.behind import BehindResult, BehindRow, behind_lines, run_behind
 from drafthouse_bench.peers.case import (
     NGRAM,
     SCENARIOS,
@@ -34,7 +35,14 @@ from drafthouse_bench.peers.case import (
     find_target,
     parse_only,
 )
-from drafthouse_bench.peers.contender import Running, require_peer, run_ours, run_peer
+from drafthouse_bench.peers.contender import (
+    Running,
+    default_peer_flags,
+    require_peer,
+    run_ours,
+    run_peer,
+    run_peer_with,
+)
 from drafthouse_bench.peers.defaults import measure_defaults
 from drafthouse_bench.peers.scenario import (
     Prompts,
@@ -86,6 +94,8 @@ In one wave prompts come first, all of them, and then none: no load is like that
 _SEED = 1
 _QUIET = 0.5
 _T = TypeVar("_T")
+Row = TypeVar("Row", StallRow, BehindRow, MixedRow)
+"""A row of a table that is shown as one."""
 
 
 def add_peers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -117,8 +127,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         " draft=mtp,model=dense,streams=8; keys: scenario, model, draft, streams, load,"
         " acceptance, n_prompt")  # fmt: skip
     add("--stall-model", default="dense-50m-Q8_0", metavar="NAME", help="default: %(default)s")
-    add("--n-prompts", type=counts, metavar="N,M", help="tokens of the prompts of own defaults;"
-        " default: lengths that vary")  # fmt: skip
+    add("--n-prompts", type=counts, metavar="N,M", help="tokens of the prompts of own defaults,"
+        " and of long ones; default: lengths that vary, and 2000")  # fmt: skip
     add("--n-waves", type=count, metavar="N", help="requests of each stream in a turn of own"
         " defaults, at least; default: 3")  # fmt: skip
     add("--n-long", type=count, metavar="N", help="tokens of the long prompt; default: 4096")
@@ -267,7 +277,7 @@ class _BenchPeers:
         self._terminal = terminal
         self._policies = _policies(arguments)
         self._texts: dict[Path, list[list[int]]] = {}
-        self._rows: list[PeerRow | StallRow | MixedRow | DefaultsRow] = []
+        self._rows: list[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow] = []
 
     async def run(self) -> None:
         """Measures all cases; tables, files and plot at the end, the files after each case too."""
@@ -304,14 +314,10 @@ class _BenchPeers:
             line(f"\n{key[0]}, {key[1]} loop: drafthouse beside llama-server")
             for text in peer_lines(rows):
                 line(text)
-        if stalls := [row for row in self._rows if isinstance(row, StallRow)]:
-            line(f"\n{stalls[0].case.model}: another tenant's prompt of {self._plan.n_long} tokens")
-            for text in stall_lines(stalls):
-                line(text)
-        if mixed := [row for row in self._rows if isinstance(row, MixedRow)]:
-            line("\ncode, prose and random tokens mixed")
-            for text in mixed_lines(mixed):
-                line(text)
+        stall = f"another tenant's prompt of {self._plan.n_long} tokens"
+        self._show_table(StallRow, stall, stall_lines)
+        self._show_table(BehindRow, "short prompts behind another tenant's long ones", behind_lines)
+        self._show_table(MixedRow, "code, prose and random tokens mixed", mixed_lines)
         defaults = [row for row in self._rows if isinstance(row, DefaultsRow)]
         for model in dict.fromkeys(row.case.model for row in defaults):
             line("")
@@ -321,9 +327,18 @@ class _BenchPeers:
         if self._arguments.plot and bench_plot.draw(self._arguments.plot, closed_and_open):
             self._terminal.note(f"plots: {self._arguments.plot}")
 
+    def _show_table(
+        self, kind: type[Row], title: str, lines: Callable[[Sequence[Row]], list[str]]
+    ) -> None:
+        rows = [row for row in self._rows if isinstance(row, kind)]
+        if rows:
+            self._terminal.line(f"\n{rows[0].case.model}: {title}")
+            for text in lines(rows):
+                self._terminal.line(text)
+
     async def _measure(
         self, case: PeerCase, target: Target
-    ) -> Sequence[PeerRow | StallRow | MixedRow | DefaultsRow]:
+    ) -> Sequence[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow]:
         if case.scenario == "mixed":
             return await self._mixed(case, target)
         if case.scenario == "defaults":
@@ -338,6 +353,8 @@ class _BenchPeers:
                 flags=(self._arguments.server_flags, self._arguments.peer_flags),
             )
             return [row]
+        if case.scenario == "behind":
+            return [await self._behind(case, target)]
         config = self._plan.config(case, target)
         peer_flags = self._arguments.peer_flags
         async with (
@@ -418,6 +435,25 @@ class _BenchPeers:
             return await run_stall(running, prompts, long_prompt, n_long, lead_s)
 
         return StallRow(case, *await self._rounds(both, turn))
+
+    async def _behind(self, case: PeerCase, target: Target) -> BehindRow:
+        assert case.n_prompt is not None, "the long prompts have a length"
+        config, n_long = self._plan.config(case, target), case.n_prompt
+        n_known = max(map(max, self._tokens(target))) + 1
+        flags = default_peer_flags(n_long + 1, self._n_ctx_train(target))
+        flags += self._arguments.peer_flags
+
+        async def turn(running: Running, i_round: int) -> BehindResult:
+            return await run_behind(running, n_known, n_long, _SEED + 10_000 * i_round)
+
+        async with (
+            run_ours(config, self._arguments.server_flags) as ours,
+            run_peer_with(self._arguments.peer, config.model, flags) as theirs,
+        ):
+            both = (ours, theirs.running)
+            for running in both:  # what a step takes is learnt once in a server's life
+                await run_closed(running, self._prompts(target, 2), _N_WARM_UP_OUTPUT, 1)
+            return BehindRow(case, *await self._rounds(both, turn))
 
     async def _mixed(self, case: PeerCase, target: Target) -> list[MixedRow]:
         """Our server with each K and with its adaptive policy, and llama-server, in turns."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from drafthouse_bench.peers.behind import BehindRow
 from drafthouse_bench.peers.case import PeerCase
 from drafthouse_bench.peers.scenario import StallResult
 from drafthouse_bench.report import Machine, Spread
@@ -265,7 +266,9 @@ def _speed_ratio(ours: Sequence[Figures], theirs: Sequence[Figures]) -> Spread:
 
 
 def write_peers_json(
-    path: Path, machine: Machine, rows: Sequence[PeerRow | StallRow | MixedRow | DefaultsRow]
+    path: Path,
+    machine: Machine,
+    rows: Sequence[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow],
 ) -> None:
     """Writes everything as JSON; times in seconds, every round.
 

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step carries beside running streams, and whose."""
+"""How many prompt tokens a step carries, and whose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import abc
 from drafthouse_server.drafting.cost import Splitting, StepShape
 from drafthouse_server.drafting.estimators import Estimators
 from drafthouse_server.scheduling.checkpoints import Checkpoints
-from drafthouse_server.scheduling.pacing import N_PIECE, ChunkSizer
+from drafthouse_server.scheduling.pacing import N_ALONE, N_PIECE, STEP_FREE_S, ChunkSizer
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits, PlanEntry
@@ -28,8 +28,11 @@ N_QUANTUM = N_PIECE + 1
 One is computed together with the running streams' next tokens.
 """
 
+_BASE_SHARE = 0.05
+"""Part of a step of prompts, while nobody generates, that it would take with any tokens."""
+
 _STEP_SHARE = 0.5
-"""Part of the last step of running streams that a newcomer's may take: so much longer is a gap."""
+"""Part of the others' step that a newcomer's may take: so much longer is a gap."""
 
 _TIME_SHARE = 0.05
 """Part of the time that newcomers' steps may take."""
@@ -39,7 +42,7 @@ _CREDIT_S = 0.1
 
 
 class Prefill:
-    """Cuts prompts into pieces that running streams hardly feel.
+    """Cuts prompts into pieces that running streams hardly feel, nor who comes meanwhile.
 
     Args:
         limits: What the engine can carry.
@@ -96,6 +99,8 @@ class Prefill:
             # first tokens with the last tokens and drafts of the others.
             is_split = estimators.splitting is Splitting.EQUAL
             n_beside = min([1 + entry.n_verified for entry in decodes]) if is_split else 0
+        elif not plan.is_newcomers:
+            paced_budget = self._pace_alone(prefills, prompt_budget)
         pieces = self._share(plan, prefills, paced_budget, prompt_budget, n_beside)
         plan.entries = [*decodes, *pieces]
 
@@ -119,6 +124,27 @@ class Prefill:
         n_least = max(1, self._limits.n_batch // _LEAST_SHARE)
         return min(prompt_budget, max(n_tokens, n_least))
 
+    def _pace_alone(self, prefills: list[Sequence], prompt_budget: int) -> int:
+        """Returns how many prompt tokens a step has while nobody generates.
+
+        Who comes meanwhile waits for its end. So it is as short as costs the prompts next to
+        nothing: what a step takes anyway is a small part of it, and rows share their work.
+        """
+        estimators = self._estimators
+        if estimators.cost.n_observed < 2:  # of two lengths, steps tell what a token takes
+            return min(prompt_budget, N_ALONE) if estimators.cost.n_observed else prompt_budget
+        n_past = max([sequence.n_computed for sequence in prefills])
+        base = StepShape()
+        base_s = estimators.predict(base)
+        token_s = estimators.predict(StepShape(n_tokens=1, n_pairs=n_past)) - base_s
+        if not token_s > 0:  # nothing known of it, too
+            return prompt_budget
+        n_least = max(float(N_ALONE), base_s * (1 / _BASE_SHARE - 1) / token_s)
+        if not n_least < prompt_budget:
+            return prompt_budget
+        n_free = estimators.fit_prefill(base, STEP_FREE_S, n_past, prompt_budget)
+        return max(n_free, int(n_least))
+
     def _share(
         self,
         plan: PlanBuilder,
@@ -141,7 +167,8 @@ class Prefill:
         n_external = 0
         # A newcomer's step has room for all: it changes nothing in whose turn it is.
         shares = PrefillShares() if plan.is_newcomers else self._shares
-        for sequence, n_share in shares.share(wanted.items(), paced_budget):
+        n_quantum = N_QUANTUM if plan.entries else N_ALONE
+        for sequence, n_share in shares.share(wanted.items(), paced_budget, n_quantum):
             n_tokens = n_share
             if n_beside is not None:
                 n_wanted, n_past = wanted[sequence], sequence.n_computed
@@ -191,12 +218,12 @@ class Prefill:
 
 
 class Newcomers:
-    """Decides whose short prompts are computed while the running streams wait for one step.
+    """Decides whose short prompts are computed while all others wait for one step.
 
-    On a processor a step of many streams takes several times as long as a short prompt alone. A
-    tenant with nothing running that comes with one would wait for the end of the step in flight,
-    then for one in which its prompt is computed beside all others' tokens and drafts. It gets a
-    step of its own instead; the others feel one gap that is a little longer.
+    On a processor a step of many streams, or of a piece of a long prompt, takes several times as
+    long as a short prompt alone. A tenant with nothing running that comes with one would wait for
+    the end of the step in flight, then for one in which its prompt is computed beside what the
+    others have. It gets a step of its own instead; the others feel one gap that is a little longer.
 
     Args:
         limits: What the engine can carry.
@@ -232,23 +259,37 @@ class Newcomers:
             n_cells_free: Cells that are left once each that generates has its next token.
         """
         was_step, self._is_step = self._is_step, False
-        if was_step or not decodes or not prefills or not self._estimators.cost.n_observed:
+        if was_step or not prefills or not self._estimators.cost.n_observed:
             return []
-        running = {sequence.request.tenant for sequence in decodes}
+        others = decodes or [sequence for sequence in prefills if sequence.n_pending > N_ALONE]
+        if not others:
+            return []
+        running = {sequence.request.tenant for sequence in others}
         new = [s for s in prefills if s.request.tenant not in running]
         light = self._counters.light({s.request.tenant for s in new}, running) if new else ()
         new = [s for s in new if s.request.tenant in light]
-        chosen = self._fitting(new, min(self._limits.n_batch, n_cells_free))
+        stall_s = self._estimators.stall_s if decodes else self._piece_s(others)
+        chosen = self._fitting(new, min(self._limits.n_batch, n_cells_free), stall_s)
         self._is_step = bool(chosen)
         return chosen
 
-    def _fitting(self, new: list[Sequence], n_room: int) -> list[Sequence]:
+    def _piece_s(self, others: list[Sequence]) -> float:
+        """Returns the predicted seconds of the smallest step of these prompts."""
+        n_past = max([sequence.n_computed for sequence in others])
+        return self._estimators.predict(StepShape(N_ALONE, n_pairs=N_ALONE * n_past))
+
+    def _fitting(self, new: list[Sequence], n_room: int, stall_s: float) -> list[Sequence]:
         """Returns those, from the shortest on, for which there is room, and time.
 
         One that found room for a part of its prompt alone could wait for the rest for ever: nobody
         gives up a cell while nobody generates.
+
+        Args:
+            new: Those that may.
+            n_room: Tokens for which there is room.
+            stall_s: Seconds of a step of the others.
         """
-        stall_s, chosen = self._estimators.stall_s, list[Sequence]()
+        chosen = list[Sequence]()
         if not stall_s < math.inf:
             return chosen
         most_s = min(_STEP_SHARE * stall_s, self._credit_s)
@@ -277,6 +318,9 @@ class Newcomers:
 class PrefillShares:
     """Shares a step's prompt tokens: the tenants by weight and in turn, inside one by rank.
 
+    In every other step short prompts go before a long one of their tenant that came earlier and has
+    no higher priority: they need not wait for its end, and take half of its time at most.
+
     A tenant's turn comes earlier the fewer tokens it got, for its weight, while others had prompts
     too. What was granted and then found no place in the step is not charged (`charge`), or a tenant
     whose pieces are too small again and again would never have its turn.
@@ -286,9 +330,13 @@ class PrefillShares:
         # Tokens over the tenant's weight, of tenants with prompts now.
         self._served: dict[str, float] = {}
         self._weights: dict[str, float] = {}  # of those among whom was shared last
+        self._has_overtaken = False  # whether short prompts went first in the last step
 
     def share(
-        self, prefills: abc.Iterable[tuple[Sequence, int]], n_tokens: int
+        self,
+        prefills: abc.Iterable[tuple[Sequence, int]],
+        n_tokens: int,
+        n_quantum: int = N_QUANTUM,
     ) -> list[tuple[Sequence, int]]:
         """Returns how many tokens each sequence gets, those with none left out.
 
@@ -298,16 +346,19 @@ class PrefillShares:
         Args:
             prefills: Sequences, and the tokens that each has to compute, > 0.
             n_tokens: Tokens to share, >= 0.
+            n_quantum: Tokens that are worth a place in the step.
         """
         lines: dict[str, list[tuple[Sequence, int]]] = {}
         for part in prefills:
             lines.setdefault(part[0].request.tenant, []).append(part)
         for line in lines.values():
             line.sort(key=_part_rank)
+        moved = [] if self._has_overtaken else [_overtake(line) for line in lines.values()]
+        self._has_overtaken = any(moved)
         if len(lines) == 1:
             self._weights = {}
             return _share_line(next(iter(lines.values())), n_tokens)
-        return self._share_lines(lines, n_tokens)
+        return self._share_lines(lines, n_tokens, n_quantum)
 
     def charge(self, sequence: Sequence, n_tokens: int) -> None:
         """Counts tokens of a sequence that the step computes, of those that it was to get."""
@@ -316,15 +367,15 @@ class PrefillShares:
             self._served[sequence.request.tenant] += n_tokens / weight
 
     def _share_lines(
-        self, lines: dict[str, list[tuple[Sequence, int]]], n_left: int
+        self, lines: dict[str, list[tuple[Sequence, int]]], n_left: int, n_quantum: int
     ) -> list[tuple[Sequence, int]]:
         # A tenant that joins starts at the lowest current balance.
         before = self._served
         least = min((before[tenant] for tenant in lines if tenant in before), default=0.0)
         served = self._served = {tenant: before.get(tenant, least) for tenant in lines}
-        tenants = sorted(lines, key=served.__getitem__)
+        wanted = {tenant: sum(n for _, n in line) for tenant, line in lines.items()}
+        tenants = sorted(lines, key=lambda tenant: (served[tenant], wanted[tenant]))
         weights = self._weights = {tenant: lines[tenant][0][0].request.weight for tenant in tenants}
-        wanted = {tenant: sum(n for _, n in lines[tenant]) for tenant in tenants}
         granted = dict.fromkeys(tenants, 0)
         n_open = len(tenants)
         while n_left > 0 and n_open:
@@ -335,7 +386,7 @@ class PrefillShares:
                 if not n_more or not n_left:
                     continue
                 share = weights[tenant] / max(still, weights[tenant])
-                n = min(n_more, n_left, max(int(n_left * share), N_QUANTUM))
+                n = min(n_more, n_left, max(int(n_left * share), n_quantum))
                 granted[tenant] += n
                 n_left -= n
                 still -= weights[tenant]
@@ -345,6 +396,20 @@ class PrefillShares:
 
 def _part_rank(part: tuple[Sequence, int]) -> tuple[float, int]:
     return part[0].rank
+
+
+def _overtake(line: list[tuple[Sequence, int]]) -> bool:
+    """Puts short prompts of one tenant before a long one; returns whether there were any."""
+    first = line[0][0]
+    if first.n_pending <= N_ALONE:
+        return False
+    short = [
+        part
+        for part in line
+        if part[0].n_pending <= N_ALONE and part[0].request.priority >= first.request.priority
+    ]
+    line.sort(key=lambda part: part not in short)
+    return bool(short)
 
 
 def _share_line(
