@@ -201,6 +201,7 @@ def lengths_alone(base_s: float, token_s: float, n_prompt: int = 2000) -> list[i
 def test_where_tokens_take_long_a_prompt_alone_is_cut_for_who_may_come() -> None:
     found = lengths_alone(0.02, 0.006)
     assert set(found[:-1]) == {N_ALONE}
+    assert found[-1] == N_ALONE + 2000 % N_ALONE, "what was left made no piece of its own"
 
 
 def test_where_a_step_takes_long_anyway_it_is_not_cut() -> None:

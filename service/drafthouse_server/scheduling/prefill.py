@@ -169,13 +169,16 @@ class Prefill:
         shares = PrefillShares() if plan.is_newcomers else self._shares
         n_quantum = N_QUANTUM if plan.entries else N_ALONE
         for sequence, n_share in shares.share(wanted.items(), paced_budget, n_quantum):
-            n_tokens = n_share
+            n_tokens, n_wanted = n_share, wanted[sequence]
             if n_beside is not None:
-                n_wanted, n_past = wanted[sequence], sequence.n_computed
-                n_tokens = self._align(n_share, n_wanted, n_past, n_beside)
-                n_tokens = min(n_tokens, n_wanted, prompt_budget - n_external)
-                if n_tokens <= 0 or (n_external and n_external + n_tokens > paced_budget):
+                n_tokens = self._align(n_share, n_wanted, sequence.n_computed, n_beside)
+                if n_external and n_external + min(n_tokens, n_wanted) > paced_budget:
                     continue  # its piece waits for a step of its own
+            elif not plan.entries and n_wanted - n_share < N_PIECE:
+                n_tokens = n_wanted  # what would be left makes no piece of its own
+            n_tokens = min(n_tokens, n_wanted, prompt_budget - n_external)
+            if n_tokens <= 0:
+                continue
             n_external += n_tokens
             shares.charge(sequence, n_tokens)
             start = sequence.n_computed
