@@ -223,10 +223,13 @@ def test_the_first_prompt_of_a_server_is_cut_before_it_generates() -> None:
     assert found[10] <= 2 * N_ALONE
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.02])
 @pytest.mark.parametrize("tenant", ["long", "other"])
-def test_a_short_prompt_waits_for_two_short_steps_behind_a_long_one(tenant: str) -> None:
-    """Whosever it is; and that of another tenant gets a step of its own."""
-    world = World(LONG, base_s=0.02, token_s=0.006)
+def test_a_short_prompt_waits_for_two_short_steps_behind_a_long_one(
+    tenant: str, gap_s: float
+) -> None:
+    """Another tenant's gets a step of its own, whatever the gap: nobody generates."""
+    world = World(LONG, base_s=0.02, token_s=0.006, gap_s=gap_s)
     world.add("w", n_prompt=3, n_output_max=10, tenant="long")
     world.run()
     world.add("p", n_prompt=2000, n_output_max=1, tenant="long")

@@ -272,7 +272,12 @@ class Newcomers:
         light = self._counters.light({s.request.tenant for s in new}, running) if new else ()
         new = [s for s in new if s.request.tenant in light]
         stall_s = self._estimators.stall_s if decodes else self._piece_s(others)
-        chosen = self._fitting(new, min(self._limits.n_batch, n_cells_free), stall_s)
+        if not stall_s < math.inf:
+            return []
+        most_s = min(_STEP_SHARE * stall_s, self._credit_s)
+        if self._gap_s and decodes:
+            most_s = min(most_s, self._gap_s - stall_s)
+        chosen = self._fitting(new, min(self._limits.n_batch, n_cells_free), most_s)
         self._is_step = bool(chosen)
         return chosen
 
@@ -281,7 +286,7 @@ class Newcomers:
         n_past = max([sequence.n_computed for sequence in others])
         return self._estimators.predict(StepShape(N_ALONE, n_pairs=N_ALONE * n_past))
 
-    def _fitting(self, new: list[Sequence], n_room: int, stall_s: float) -> list[Sequence]:
+    def _fitting(self, new: list[Sequence], n_room: int, most_s: float) -> list[Sequence]:
         """Returns those, from the shortest on, for which there is room, and time.
 
         One that found room for a part of its prompt alone could wait for the rest for ever: nobody
@@ -290,14 +295,9 @@ class Newcomers:
         Args:
             new: Those that may.
             n_room: Tokens for which there is room.
-            stall_s: Seconds of a step of the others.
+            most_s: Seconds that all of them may take.
         """
         chosen = list[Sequence]()
-        if not stall_s < math.inf:
-            return chosen
-        most_s = min(_STEP_SHARE * stall_s, self._credit_s)
-        if self._gap_s:
-            most_s = min(most_s, self._gap_s - stall_s)
         for sequence in sorted(new, key=lambda it: it.n_pending):
             n_room -= sequence.n_pending
             if n_room < 0 or self._alone_s([*chosen, sequence]) > most_s:
