@@ -406,12 +406,12 @@ def _overtake(line: list[tuple[Sequence, int]]) -> bool:
     first = line[0][0]
     if first.n_pending <= N_ALONE:
         return False
-    short = [
-        part
-        for part in line
-        if part[0].n_pending <= N_ALONE and part[0].request.priority >= first.request.priority
-    ]
-    line.sort(key=lambda part: part not in short)
+    short, rest = list[tuple[Sequence, int]](), list[tuple[Sequence, int]]()
+    for part in line:
+        is_short = part[0].n_pending <= N_ALONE
+        is_next = is_short and part[0].request.priority >= first.request.priority
+        (short if is_next else rest).append(part)
+    line[:] = short + rest
     return bool(short)
 
 
