@@ -3,7 +3,8 @@
 The quick part checks syntax and types (no code is made): our C and C++ and every file of llama.cpp
 that our patches change, for the levels of x86-64 and for ARM with and without SVE, with GCC and two
 Clangs, one with libc++ too, and with and without the patches of the CPU kernels. `make test` runs
-it, a test for each target (tests/scripts/test_portability.py); what passed is not done again until
+most of it, a test for each target (tests/scripts/test_portability.py): what we change outside the
+kernels it compiles once, with the newest Clang and libc++. What passed is not done again until
 something of it changes.
 
 The full part builds llama.cpp for some of these targets and runs abi_test, attention_test,
@@ -262,11 +263,18 @@ def command_for(target: Target, source: Path, kernels: Path, unit: str) -> list[
     return [*language, "-fsyntax-only", *flags, f"-I{CEXT}", *include, str(path)]
 
 
-def units_of(target: Target) -> list[str]:
-    """Returns the files that a target checks: on every level those that know of it."""
+def units_of(target: Target, *, in_test: bool = False) -> list[str]:
+    """Returns the files that a target checks: on every level those that know of it.
+
+    Args:
+        target: Which.
+        in_test: As `make test` does: what we change outside the kernels, with libc++ alone.
+    """
     patched = patched_units()
     kernels = [unit for unit in patched if unit.startswith(KERNELS)]
-    return [*OWN, *patched] if target.is_whole else kernels
+    if not target.is_whole:
+        return kernels
+    return [*OWN, *(kernels if in_test and target.compiler.name != "libc++" else patched)]
 
 
 def inputs(source: Path) -> list[Path]:
@@ -290,13 +298,20 @@ def inputs_digest(target: Target, source: Path) -> str:
     return digest.hexdigest()
 
 
-def check(target: Target, source: Path) -> bool:
+def check(target: Target, source: Path, *, in_test: bool = False) -> bool:
     """Checks all files of a target; returns whether there was anything to do.
+
+    Args:
+        target: Which.
+        source: Of llama.cpp, patched.
+        in_test: Whether it may be as few as `make test` checks.
 
     Raises:
         PortabilityError: one of them does not compile.
     """
-    stamp = FOLDER / f"{target.name}.stamp"
+    units = units_of(target, in_test=in_test)
+    is_part = len(units) < len(units_of(target))
+    stamp = FOLDER / f"{target.name}{'-part' if is_part else ''}.stamp"
     digest = inputs_digest(target, source)
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == digest:
         return False
@@ -304,7 +319,7 @@ def check(target: Target, source: Path) -> bool:
         kernels_folder(source, has_kernels=target.has_kernels) as kernels,
         ThreadPoolExecutor(build_jobs.jobs(is_gpu=False)) as pool,
     ):
-        commands = [command_for(target, source, kernels, unit) for unit in units_of(target)]
+        commands = [command_for(target, source, kernels, unit) for unit in units]
         runs = pool.map(
             lambda command: subprocess.run(command, capture_output=True, text=True, check=False),
             commands,
