@@ -1,12 +1,13 @@
 """Short prompts behind long ones, while nobody generates: how long they wait.
 
 Each server with its own defaults; ours has two tenants besides, and the short prompts are the other
-one's, or, by `--server-flags`, whatever else is asked for.
+one's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
@@ -95,7 +96,7 @@ async def run_behind(running: Running, n_known: int, n_long: int, seed: int) -> 
     behind: list[float] = []
 
     async def short_ones() -> None:
-        for i in range(1_000_000):
+        for i in itertools.count():
             await asyncio.sleep(pauses.uniform(*_PAUSE_S))
             prompt = draw_prompts(n_known, N_SHORT, 1, seed + 1000 + i)[0]
             behind.append(await _ttft_s(running.other, prompt))

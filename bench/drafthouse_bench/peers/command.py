@@ -94,8 +94,7 @@ In one wave prompts come first, all of them, and then none: no load is like that
 _SEED = 1
 _QUIET = 0.5
 _T = TypeVar("_T")
-Row = TypeVar("Row", StallRow, BehindRow, MixedRow)
-"""A row of a table that is shown as one."""
+_Row = TypeVar("_Row", StallRow, BehindRow, MixedRow)
 
 
 def add_peers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -328,7 +327,7 @@ class _BenchPeers:
             self._terminal.note(f"plots: {self._arguments.plot}")
 
     def _show_table(
-        self, kind: type[Row], title: str, lines: Callable[[Sequence[Row]], list[str]]
+        self, kind: type[_Row], title: str, lines: Callable[[Sequence[_Row]], list[str]]
     ) -> None:
         rows = [row for row in self._rows if isinstance(row, kind)]
         if rows:

@@ -99,7 +99,7 @@ class Prefill:
             # first tokens with the last tokens and drafts of the others.
             is_split = estimators.splitting is Splitting.EQUAL
             n_beside = min([1 + entry.n_verified for entry in decodes]) if is_split else 0
-        elif not plan.is_newcomers:
+        elif not decodes and not plan.is_newcomers:
             paced_budget = self._pace_alone(prefills, prompt_budget)
         pieces = self._share(plan, prefills, paced_budget, prompt_budget, n_beside)
         plan.entries = [*decodes, *pieces]
