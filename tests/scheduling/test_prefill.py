@@ -62,6 +62,19 @@ def test_in_every_other_step_short_prompts_go_before_a_long_one_of_their_tenant(
     assert [set(shares(PrefillShares(), both, 200))] == [{"a1", "a2", "b9"}]
 
 
+@pytest.mark.parametrize("n_before", [0, 1])
+def test_short_prompts_go_first_in_every_other_turn_of_their_own_tenant(n_before: int) -> None:
+    """Where tenants have steps in turn, every other step might always be the other tenant's."""
+    turns = PrefillShares()
+    longs = [(make(i, name, n_prompt=4000), 4000) for i, name in enumerate("ab")]
+    for _ in range(n_before):
+        shares(turns, longs, N_ALONE, N_ALONE)
+    both = [*longs, *((make(i, name, n_prompt=60), 60) for i, name in enumerate("ab", 2))]
+    found = [shares(turns, both, N_ALONE, N_ALONE) for _ in range(4)]
+    assert sum("a2" in step for step in found) >= 1
+    assert sum("b3" in step for step in found) >= 1
+
+
 def test_but_not_before_one_of_higher_priority_nor_before_short_ones() -> None:
     wanted = [(make(0, "a", 1, n_prompt=4000), 4000), (make(1, "a", n_prompt=5), 5)]
     assert shares(PrefillShares(), wanted, 100) == {"a0": 100}

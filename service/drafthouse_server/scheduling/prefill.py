@@ -321,8 +321,8 @@ class Newcomers:
 class PrefillShares:
     """Shares a step's prompt tokens: the tenants by weight and in turn, inside one by rank.
 
-    In every other step short prompts go before a long one of their tenant that came earlier and has
-    no higher priority: they need not wait for its end, and take half of its time at most.
+    In every other of a tenant's turns its short prompts go before a long one that came earlier and
+    has no higher priority: they need not wait for its end, and take half of its time at most.
 
     A tenant's turn comes earlier the fewer tokens it got, for its weight, while others had prompts
     too. What was granted and then found no place in the step is not charged (`charge`), or a tenant
@@ -333,7 +333,7 @@ class PrefillShares:
         # Tokens over the tenant's weight, of tenants with prompts now.
         self._served: dict[str, float] = {}
         self._weights: dict[str, float] = {}  # of those among whom was shared last
-        self._has_overtaken = False  # whether short prompts went first in the last step
+        self._overtaken = set[str]()  # tenants whose short prompts went first in their last turn
 
     def share(
         self,
@@ -356,12 +356,15 @@ class PrefillShares:
             lines.setdefault(part[0].request.tenant, []).append(part)
         for line in lines.values():
             line.sort(key=_part_rank)
-        moved = [] if self._has_overtaken else [_overtake(line) for line in lines.values()]
-        self._has_overtaken = any(moved)
+        moved = {t for t, line in lines.items() if t not in self._overtaken and _overtake(line)}
         if len(lines) == 1:
             self._weights = {}
-            return _share_line(next(iter(lines.values())), n_tokens)
-        return self._share_lines(lines, n_tokens, n_quantum)
+            shares = _share_line(next(iter(lines.values())), n_tokens)
+        else:
+            shares = self._share_lines(lines, n_tokens, n_quantum)
+        had_turn = {sequence.request.tenant for sequence, _ in shares}
+        self._overtaken = (self._overtaken & lines.keys()) - had_turn | moved & had_turn
+        return shares
 
     def charge(self, sequence: Sequence, n_tokens: int) -> None:
         """Counts tokens of a sequence that the step computes, of those that it was to get."""
