@@ -31,6 +31,10 @@ class Trace:
     """Whether its end was seen."""
     n_output: int = 0
     """Tokens received."""
+    token_ids: list[int] = field(default_factory=list)
+    """The tokens received, where the client keeps them."""
+    n_reused: int = 0
+    """Tokens of the prompt that were not computed again."""
 
     def add(self, now_s: float, n_tokens: int) -> None:
         """Notes a message with tokens."""

@@ -18,9 +18,17 @@ from tests.support.programs import write_program
 
 from drafthouse_bench import aiperf
 from drafthouse_bench.command import main
+from drafthouse_bench.peers import chats as bench_chats
 from drafthouse_bench.peers import plot as bench_plot
 from drafthouse_bench.peers.behind import BehindRow, behind_lines, run_behind
 from drafthouse_bench.peers.case import PeerCase, PeerPlan, Target, find_target, parse_only
+from drafthouse_bench.peers.chats import (
+    ChatsRow,
+    chats_lines,
+    draw_chats,
+    longest,
+    run_chats,
+)
 from drafthouse_bench.peers.contender import (
     Running,
     default_peer_flags,
@@ -78,13 +86,15 @@ def event(n_predicted: int, *, stop: bool = False, **more: object) -> bytes:
     return b"data: " + json.dumps(values).encode() + b"\n\n"
 
 
+TIMINGS = {"draft_n": 6, "draft_n_accepted": 3, "cache_n": 5}
+
 # The second event comes in two chunks, the third shares a chunk with the end.
 CANNED = (
     HEAD
-    + chunk(event(1))
-    + chunk(event(2)[:17])
-    + chunk(event(2)[17:] + event(4))
-    + chunk(event(4, stop=True, timings={"draft_n": 6, "draft_n_accepted": 3}))
+    + chunk(event(1, tokens=[7]))
+    + chunk(event(2, tokens=[8])[:17])
+    + chunk(event(2, tokens=[8])[17:] + event(4, tokens=[9, 10]))
+    + chunk(event(4, stop=True, tokens=[], timings=TIMINGS))
     + b"0\r\n\r\n"
 )
 
@@ -156,7 +166,8 @@ async def test_the_client_counts_tokens_not_messages_and_survives_a_closed_conne
             await client.stream([1, 2], 4, trace)
             assert n_connections == n_expected
             assert trace.n_output == 4
-            assert (trace.n_drafted, trace.n_accepted) == (6, 3)
+            assert trace.token_ids == [7, 8, 9, 10]
+            assert (trace.n_drafted, trace.n_accepted, trace.n_reused) == (6, 3, 5)
             assert trace.is_finished
     finally:
         client.close()
@@ -471,6 +482,54 @@ async def test_a_short_prompt_behind_a_long_one_is_seen_to_wait() -> None:
     assert client.n_now == 0
     row = BehindRow(PeerCase("behind", "x", "own", 1, n_prompt=200), [found], [found])
     assert len(behind_lines([row])) == 4
+
+
+class ChattyClient(SlowClient):
+    """Has computed half of what a prompt begins with; remembers the prompts."""
+
+    def __init__(self) -> None:
+        super().__init__(gap_s=0.001)
+        self.prompts: list[list[int]] = []
+
+    async def stream(self, prompt: Sequence[int], n_output: int, trace: Trace) -> None:
+        self.prompts.append(list(prompt))
+        await super().stream(prompt, n_output, trace)
+        trace.token_ids += range(1000, 1000 + n_output)
+        is_new = len(self.prompts) <= 2
+        trace.n_reused = 0 if is_new else len(prompt) // 2
+
+
+async def test_each_turn_of_a_chat_says_all_that_was_said_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench_chats, "_PAUSE_S", (0.0, 0.01))
+    client = ChattyClient()
+    chats = draw_chats(100, 60, 2, 1)
+    assert chats == draw_chats(100, 60, 2, 1) != draw_chats(100, 60, 2, 2)
+    found = await run_chats(Running("chatty", os.getpid(), client, client), chats)
+    assert len(client.prompts) == 8
+    assert client.n_most == 2
+    for chat in chats:
+        said: list[int] = []
+        for message, length in zip(chat.messages, chat.lengths, strict=True):
+            said += message
+            assert said in client.prompts
+            said += range(1000, 1000 + length)
+        assert len(said) <= longest(60)
+    assert 0.5 < found.reused < 1
+    assert found.tokens_per_s > 0
+    assert found.later_p95_s >= found.later_p50_s > 0
+    row = ChatsRow(PeerCase("chats", "x", "own", 2, n_prompt=60), [found], [found])
+    assert len(chats_lines([row])) == 4
+
+
+def test_chats_are_held_with_models_that_have_room() -> None:
+    plan = dataclasses.replace(PLAN, scenarios=("chats",), chats_streams=(4, 9))
+    assert [(case.model, case.streams, case.n_prompt) for case in plan.cases()] == [
+        ("qwen3-0.6b-like-Q4_0", 4, 300),
+        ("qwen3-0.6b-like-Q4_0", 9, 300),
+    ]
+    assert all(plan.estimate_s(case) > 0 for case in plan.cases())
 
 
 def test_long_prompts_are_asked_of_models_that_have_room() -> None:

@@ -16,12 +16,14 @@ __all__ = ["PeerCase", "PeerPlan", "Target", "describe_estimate", "find_target",
 _BENCH_MODELS = CHECKOUT / "build" / "bench"
 _BENCH_DRAFT = "draft-30m-Q8_0.gguf"
 
-SCENARIOS = ("closed", "open", "stall", "behind", "mixed", "defaults")
+SCENARIOS = ("closed", "open", "stall", "behind", "chats", "mixed", "defaults")
 """Kinds of load."""
 
 _DEFAULTS_MODELS = ("qwen3-0.6b-like-Q4_0", *DEMOS)
 _DEFAULTS_STREAMS = (1, 8)
 _BEHIND_PROMPTS = (2000,)
+_CHATS_PROMPTS = (300,)
+_CHATS_STREAMS = (16,)
 
 NGRAM = "ngram-simple"
 """The n-gram kind of both contenders."""
@@ -137,15 +139,18 @@ class PeerPlan:
     """Concurrent requests of that scenario."""
     stall_streams: tuple[int, ...] = (8,)
     """Streams beside which the long prompt comes."""
+    chats_streams: tuple[int, ...] = _CHATS_STREAMS
+    """Conversations at once."""
     n_prompts: tuple[int, ...] = ()
-    """Prompt lengths of these scenarios, a case for each; empty: lengths that vary, and 2,000."""
+    """Prompt lengths of these scenarios, a case for each; empty: lengths that vary, 2,000 of long
+    prompts, and 300 of a conversation's first message."""
     n_waves: int = 3
     """Requests of each stream in a turn of that scenario, at least."""
 
     def cases(self) -> list[PeerCase]:
         """Returns the cases that are selected, in the order in which they are measured."""
         every = [*self._closed(), *self._open(), *self._stall(), *self._behind()]
-        every += [*self._mixed(), *self._defaults()]
+        every += [*self._chats(), *self._mixed(), *self._defaults()]
         return [case for case in every if _is_selected(case, self.only)]
 
     def _closed(self) -> Iterator[PeerCase]:
@@ -173,6 +178,14 @@ class PeerPlan:
                 for n_prompt in self.n_prompts or _BEHIND_PROMPTS:
                     if model not in DEMOS:  # their contexts are shorter
                         yield PeerCase("behind", model, "own", 1, n_prompt=n_prompt)
+
+    def _chats(self) -> Iterator[PeerCase]:
+        if "chats" in self.scenarios:
+            for model in self.defaults_models:
+                for n_prompt in self.n_prompts or _CHATS_PROMPTS:
+                    for streams in self.chats_streams:
+                        if model not in DEMOS:
+                            yield PeerCase("chats", model, "own", streams, n_prompt=n_prompt)
 
     def _mixed(self) -> Iterator[PeerCase]:
         if "mixed" in self.scenarios:
@@ -212,7 +225,7 @@ class PeerPlan:
         Raises:
             ConfigError: a draft model is missing.
         """
-        if case.scenario in ("behind", "defaults"):
+        if case.scenario in ("behind", "chats", "defaults"):
             return Config(model=str(target.path))
         draft_type = NGRAM if case.draft == "ngram" else case.draft
         n_draft = _N_DRAFT_NGRAM if case.draft == "ngram" else N_DRAFT
@@ -259,6 +272,8 @@ class PeerPlan:
             turn_s = 2 * self.round_s + 3 * self.n_long / (1000 if "50m" in case.model else 150)
         if case.scenario == "behind":
             turn_s = 4 * (case.n_prompt or 0) / (5 * rate)
+        if case.scenario == "chats":
+            turn_s = case.streams * ((case.n_prompt or 0) / (5 * rate) + 4 * n_output / rate)
         n_turns = {"mixed": 6, "defaults": 4}.get(case.scenario, 2) * self.n_rounds
         return _STARTUP_S[is_demo] + 1.3 * n_turns * turn_s + 2 * min(wave_s, 8.0)
 

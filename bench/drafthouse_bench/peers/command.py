@@ -35,6 +35,14 @@ from drafthouse_bench.peers.case import (
     find_target,
     parse_only,
 )
+from drafthouse_bench.peers.chats import (
+    ChatsResult,
+    ChatsRow,
+    chats_lines,
+    draw_chats,
+    longest,
+    run_chats,
+)
 from drafthouse_bench.peers.contender import (
     Running,
     default_peer_flags,
@@ -94,7 +102,7 @@ In one wave prompts come first, all of them, and then none: no load is like that
 _SEED = 1
 _QUIET = 0.5
 _T = TypeVar("_T")
-_Row = TypeVar("_Row", StallRow, BehindRow, MixedRow)
+_Row = TypeVar("_Row", StallRow, BehindRow, ChatsRow, MixedRow)
 
 
 def add_peers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -116,7 +124,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add("--models", type=_names, metavar="A,B", help="default: dense,hybrid; else of build/bench")
     add("--drafts", type=_names, metavar="A,B", help="default: none,mtp,eagle3,simple,ngram")
     add("--streams", type=counts, metavar="N,M", help="default: 1,4,8,16,32; 1,8 with own"
-        " defaults, 8 beside a long prompt")  # fmt: skip
+        " defaults, 8 beside a long prompt, 16 conversations")  # fmt: skip
     add("--loads", type=_numbers, metavar="A,B", help="open loop: shares of what the slower"
         " contender manages; default: 0.4,0.7,0.9")  # fmt: skip
     add("--acceptances", type=_numbers, metavar="A,B", help="synthetic, for random weights;"
@@ -194,6 +202,7 @@ def _of_defaults(arguments: argparse.Namespace) -> dict[str, Any]:
         "defaults_models": arguments.models,
         "defaults_streams": arguments.streams,
         "stall_streams": arguments.streams,
+        "chats_streams": arguments.streams,
         "n_prompts": arguments.n_prompts,
         "n_waves": arguments.n_waves,
     }
@@ -276,7 +285,7 @@ class _BenchPeers:
         self._terminal = terminal
         self._policies = _policies(arguments)
         self._texts: dict[Path, list[list[int]]] = {}
-        self._rows: list[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow] = []
+        self._rows: list[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow | ChatsRow] = []
 
     async def run(self) -> None:
         """Measures all cases; tables, files and plot at the end, the files after each case too."""
@@ -316,6 +325,7 @@ class _BenchPeers:
         stall = f"another tenant's prompt of {self._plan.n_long} tokens"
         self._show_table(StallRow, stall, stall_lines)
         self._show_table(BehindRow, "short prompts behind another tenant's long ones", behind_lines)
+        self._show_table(ChatsRow, "conversations of four turns", chats_lines)
         self._show_table(MixedRow, "code, prose and random tokens mixed", mixed_lines)
         defaults = [row for row in self._rows if isinstance(row, DefaultsRow)]
         for model in dict.fromkeys(row.case.model for row in defaults):
@@ -337,7 +347,7 @@ class _BenchPeers:
 
     async def _measure(
         self, case: PeerCase, target: Target
-    ) -> Sequence[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow]:
+    ) -> Sequence[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow | ChatsRow]:
         if case.scenario == "mixed":
             return await self._mixed(case, target)
         if case.scenario == "defaults":
@@ -354,6 +364,8 @@ class _BenchPeers:
             return [row]
         if case.scenario == "behind":
             return [await self._behind(case, target)]
+        if case.scenario == "chats":
+            return [await self._chats(case, target)]
         config = self._plan.config(case, target)
         peer_flags = self._arguments.peer_flags
         async with (
@@ -453,6 +465,27 @@ class _BenchPeers:
             for running in both:  # what a step takes is learnt once in a server's life
                 await run_closed(running, self._prompts(target, 2), _N_WARM_UP_OUTPUT, 1)
             return BehindRow(case, *await self._rounds(both, turn))
+
+    async def _chats(self, case: PeerCase, target: Target) -> ChatsRow:
+        assert case.n_prompt is not None, "first messages have a length"
+        config, n_first = self._plan.config(case, target), case.n_prompt
+        n_known = max(map(max, self._tokens(target))) + 1
+        flags = default_peer_flags(longest(n_first), self._n_ctx_train(target))
+        flags += self._arguments.peer_flags
+
+        async def turn(running: Running, i_round: int) -> ChatsResult:
+            return await run_chats(
+                running, draw_chats(n_known, n_first, case.streams, _SEED + i_round)
+            )
+
+        async with (
+            run_ours(config, self._arguments.server_flags) as ours,
+            run_peer_with(self._arguments.peer, config.model, flags) as theirs,
+        ):
+            both = (ours, theirs.running)
+            for running in both:  # what a step takes is learnt once in a server's life
+                await run_closed(running, self._prompts(target, 2), _N_WARM_UP_OUTPUT, 1)
+            return ChatsRow(case, *await self._rounds(both, turn))
 
     async def _mixed(self, case: PeerCase, target: Target) -> list[MixedRow]:
         """Our server with each K and with its adaptive policy, and llama-server, in turns."""

@@ -87,8 +87,11 @@ class GrpcClient:
         async for chunk in stream:
             if chunk.token_ids:
                 trace.add(time.perf_counter(), len(chunk.token_ids))
-        counts = (await stream).speculation
+                trace.token_ids += chunk.token_ids
+        answer = await stream
+        counts = answer.speculation
         trace.n_drafted, trace.n_accepted = counts.n_drafted, counts.n_accepted
+        trace.n_reused = answer.usage.reused_prompt_tokens
         trace.is_finished = True
 
     async def whole(self, prompt: Sequence[int], n_output: int) -> list[int]:

@@ -207,10 +207,12 @@ def _note(trace: Trace, events: Sequence[dict[str, Any]], now: float) -> None:
         n_new = event.get("tokens_predicted", 0) - trace.n_output
         if n_new > 0:
             trace.add(now, n_new)
+        trace.token_ids += event.get("tokens", ())
         if event.get("stop"):
             timings = event.get("timings", {})
             trace.n_drafted = timings.get("draft_n", 0)
             trace.n_accepted = timings.get("draft_n_accepted", 0)
+            trace.n_reused = timings.get("cache_n", 0)
             trace.is_finished = True
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from drafthouse_bench.peers.behind import BehindRow
 from drafthouse_bench.peers.case import PeerCase
+from drafthouse_bench.peers.chats import ChatsRow
 from drafthouse_bench.peers.scenario import StallResult
 from drafthouse_bench.report import Machine, Spread
 from drafthouse_bench.trace import Figures
@@ -268,7 +269,7 @@ def _speed_ratio(ours: Sequence[Figures], theirs: Sequence[Figures]) -> Spread:
 def write_peers_json(
     path: Path,
     machine: Machine,
-    rows: Sequence[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow],
+    rows: Sequence[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow | ChatsRow],
 ) -> None:
     """Writes everything as JSON; times in seconds, every round.
 
