@@ -275,11 +275,11 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     )
     """Whether prefixes are reused."""
     prefix_cache_mib: int = _memory(
-        256,
+        8192,
         between(0, 1 << 20),
         "MiB of host memory for prefixes whose slots were needed and, for recurrent models, for"
         " checkpoints near the end of each prompt, from which the next turn of a conversation"
-        " continues. 0: none.",
+        " continues; by default at most half of what is free beside the rest (fit). 0: none.",
         old="n_prefix_mib_max",
         peers=("cache_ram",),
     )

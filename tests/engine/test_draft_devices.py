@@ -60,7 +60,7 @@ def on_device(loaded):
     return sum(int(n) for name, n in parts.items() if name.startswith("RPC0"))
 
 def generated(settings):
-    engine, _ = load_engine(settings)
+    engine = load_engine(settings).engine
     with engine:
         prompts = [engine.target.tokenize(text) for text in TEXTS]
         tokens = fused(engine, prompts, 24)

@@ -20,6 +20,7 @@ from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host import size
 from drafthouse_server.host.fit import Size
 from drafthouse_server.host.memory import HostMemory
+from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import EngineLimits
 
 pytestmark = needs_extension()
@@ -257,6 +258,35 @@ def test_caches_that_grow_beyond_what_is_free_are_warned_of(
     line = fit_line(caplog)
     assert line.levelno == logging.WARNING
     assert "with its caches full the server takes" in line.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_mib"),
+    [
+        ({"preempted_mib": 100}, 300),
+        ({"preempted_mib": 100, "prefix_cache_mib": 500}, 500),  # it is set
+        ({"preempted_mib": 100, "fit": False}, 8192),
+        ({"preempted_mib": 100, "prefix_cache": False}, 0),
+    ],
+)
+def test_prefixes_get_half_of_what_is_left_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], n_mib: int
+) -> None:
+    """Of 600 MiB beside the server, the weights' file, and 100 MiB of preempted requests."""
+    wished = config(**settings)
+    with Surveyor(wished) as surveyor:
+        needs = surveyor.needs(Size(8, N_TRAIN))
+    n_bytes = needs.start_bytes + needs.host.mapped_bytes + 700 * MIB
+    memory = HostMemory(10**12, int(n_bytes / 0.95) + 1000)
+    monkeypatch.setattr(loading, "read_memory", lambda: memory)
+    engine = LlamaEngine.load(wished)
+    try:
+        assert engine.limits.n_seq_max == 8
+        assert engine.prefix_bytes_max == n_mib * MIB
+        scheduler = make_scheduler(engine, wished)
+        assert scheduler.prefixes._n_host_bytes_max == n_mib * MIB
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize(

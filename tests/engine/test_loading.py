@@ -148,7 +148,7 @@ def test_mtp_weights_that_auto_does_not_draft_with_are_not_loaded(
         assert len(heads_of(whole, n_blocks)) == 2
     sizes: dict[str, Any] = {"parallel": 1, "max_model_len": 64, "threads": 1, "probe": False}
     config = Config(model=str(two_heads), fit=fit, **sizes)
-    engine, _ = load_engine(config)
+    engine = load_engine(config).engine
     with engine:
         assert engine.limits.draft_type == "none"
         assert heads_of(engine.target, n_blocks) == []
@@ -162,7 +162,7 @@ def test_mtp_weights_that_auto_does_not_draft_with_are_not_loaded(
 def test_mtp_weights_that_auto_drafts_with_are_loaded(*, fit: bool) -> None:
     model = str(MODELS / TARGETS["dense"])
     sizes: dict[str, Any] = {"parallel": 1, "max_model_len": 64, "threads": 1}
-    engine, _ = load_engine(Config(model=model, fit=fit, **sizes))
+    engine = load_engine(Config(model=model, fit=fit, **sizes)).engine
     with engine:
         assert engine.limits.draft_type == "mtp"
         assert len(heads_of(engine.target, 16)) == 1

@@ -33,7 +33,7 @@ def engine_of(*flags):
     parser = argparse.ArgumentParser()
     settings.add_flags(parser)
     given = settings.external_flags(parser.parse_args([*flags, *sizes]))
-    return load_engine(settings.load(None, {}, given))[0]
+    return load_engine(settings.load(None, {}, given)).engine
 """
 
 TABLE = """

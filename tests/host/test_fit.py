@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafthouse_server.errors import ModelLoadError
+from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import DeviceUse, Needs, process_bytes
-from drafthouse_server.host.size import choose_size
+from drafthouse_server.host.size import choose_size, fit_prefixes
 
 FIXED = 1000
+MIB = 1 << 20
 
 
 def needs(size: Size) -> int:
@@ -63,13 +67,15 @@ class Scales:
     def __init__(
         self,
         wish: Wish,
+        *,
         weights: int = 0,
         mapped: int = 0,
         caches: int = 0,
+        prefixes: int = 0,
         devices: DeviceFit | None = None,
     ) -> None:
         self._use = DeviceUse(weights + mapped, mapped, 0, 0, 0)
-        self._caches = caches
+        self._caches, self._prefixes = caches + prefixes, prefixes
         self.wish = wish
         self.devices = devices
 
@@ -78,7 +84,9 @@ class Scales:
         n_cells = size.parallel * size.max_model_len
         use = DeviceUse(self._use.weights_bytes, self._use.mapped_bytes, n_cells, 0, 0)
         there = (("GPU0", DeviceUse(weights_bytes=3000)),) if self.devices else ()
-        return Needs(size, "none", n_cells, use, there, 100, self._caches)
+        return Needs(
+            size, "none", n_cells, use, there, 100, self._caches, prefix_bytes=self._prefixes
+        )
 
 
 WISH = Wish(Size(8, 4096), True, True)
@@ -107,6 +115,37 @@ def test_caches_that_have_no_room_lower_nothing_and_are_warned_of(
     assert (chosen.needs.size, chosen.is_less) == (Size(8, 4096), is_less)
     words = "; with its caches full the server takes 100 kB: lower prefix_cache_mib"
     assert (words in chosen.sentence) is is_less
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "prefix_mib"),
+    [(0, 0), (400, 0), (500, 0), (1000, 225), (5000, 2125), (16800, 7730), (10**6, 8192)],
+)
+def test_prefixes_get_half_of_what_is_left_where_nobody_has_set_how_much(
+    free_mib: int, prefix_mib: int
+) -> None:
+    """Beside 300 MiB of weights, pages of their file (100 of them), and 100 MiB of preempted."""
+    use = DeviceUse(weights_bytes=300 * MIB, mapped_bytes=100 * MIB)
+    caches = (8192 + 100) * MIB
+    asked = Needs(Size(8, 4096), "none", 1, use, (), 0, caches, prefix_bytes=8192 * MIB)
+    memory = HostMemory(10**13, free_mib * MIB)
+    found = fit_prefixes(asked, memory)
+    assert found.prefix_bytes == prefix_mib * MIB
+    assert found.caches_bytes == (prefix_mib + 100) * MIB
+    assert found == dataclasses.replace(
+        asked, caches_bytes=found.caches_bytes, prefix_bytes=found.prefix_bytes
+    )
+
+
+@pytest.mark.parametrize(("may_lower", "n_bytes"), [(True, 2**21), (False, 2**23)])
+def test_what_prefixes_may_take_is_lowered_and_told(*, may_lower: bool, n_bytes: int) -> None:
+    wish = dataclasses.replace(WISH, may_lower_prefixes=may_lower)
+    memory = HostMemory(10**9, 2 * 10**6 + 2 * 2**21)
+    chosen = choose_size(Scales(wish, prefixes=2**23), memory, "m.gguf")
+    assert chosen.needs.prefix_bytes == n_bytes
+    assert f"; prefixes may take {format_bytes(n_bytes)}" in chosen.sentence
+    assert chosen.is_less is not may_lower  # what is set stays, and is warned of
+    assert ("with its caches full" in chosen.sentence) is chosen.is_less
 
 
 @pytest.mark.parametrize(

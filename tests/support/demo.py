@@ -20,6 +20,7 @@ from drafthouse import AsyncClient
 from drafthouse_engine import DraftType, Placement
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.engine.loading import Loaded
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.serving.loop import StepLoop
@@ -87,7 +88,8 @@ def exact_engine(target: str, draft_type: DraftType, **fields: Any) -> LlamaEngi
     params = drafthouse_engine.EngineParams(
         draft_type=draft_type, n_threads=1, exact=True, **fields
     )
-    return LlamaEngine(drafthouse_engine.Engine(model, draft, params), "exact", Threads(1, 1))
+    engine = drafthouse_engine.Engine(model, draft, params)
+    return LlamaEngine(Loaded(engine, Threads(1, 1), prefix_bytes=1 << 30), "exact")
 
 
 @asynccontextmanager

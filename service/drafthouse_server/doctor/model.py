@@ -14,7 +14,13 @@ from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.host.fit import Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import Needs
-from drafthouse_server.host.size import Chosen, choose_size, layers_in_words, usable_bytes
+from drafthouse_server.host.size import (
+    Chosen,
+    choose_size,
+    fit_prefixes,
+    layers_in_words,
+    usable_bytes,
+)
 
 __all__ = ["examine_model"]
 
@@ -50,6 +56,8 @@ def _examine(
     config: Config, surveyor: Surveyor, memory: HostMemory, room: _Room
 ) -> tuple[list[Section], list[Problem]]:
     wished = surveyor.needs(surveyor.wish.size, usable_bytes(memory))
+    if config.fit and memory.total_bytes and surveyor.wish.may_lower_prefixes:
+        wished = fit_prefixes(wished, memory)
     sections = [_model(config, surveyor, wished), _needs(wished)]
     if not memory.total_bytes:  # `serve` chooses no sizes then
         unknown = Problem(

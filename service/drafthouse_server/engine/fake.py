@@ -152,6 +152,11 @@ class FakeEngine:
         return Threads(1, 1, reason="a fake engine")
 
     @property
+    def prefix_bytes_max(self) -> int:
+        """Returns the host memory that there is for prefixes, whatever the settings allow."""
+        return 1 << 40
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._is_closed

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import cast
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama_text import LlamaText
-from drafthouse_server.engine.loading import load_engine
+from drafthouse_server.engine.loading import Loaded, load_engine
 from drafthouse_server.engine.protocol import TextWorker
 from drafthouse_server.engine.text_process import TextProcess
 from drafthouse_server.engine.threads import Threads
@@ -48,20 +49,21 @@ class LlamaEngine:
     """The real engine: llama.cpp behind `drafthouse_engine`.
 
     Args:
-        engine: Made on the thread that will call `step` and `close`.
+        loaded: Made on the thread that will call `step` and `close`.
         name: Name that requests use.
-        threads: What it was made with.
 
     Thread:
         As `Engine` says: `load`, `step` and `close` on one thread, everything else on any.
     """
 
-    def __init__(self, engine: drafthouse_engine.Engine, name: str, threads: Threads) -> None:
+    def __init__(self, loaded: Loaded, name: str) -> None:
+        engine = loaded.engine
         self._engine = engine
         self._model = engine.target
         self._limits = _limits_of(engine)
         self._card = _card_of(engine.target, name)
-        self._threads = threads
+        self._threads = loaded.threads
+        self._prefix_bytes = loaded.prefix_bytes
         self._text = LlamaText(engine.target)
         self._with_logprobs: AbstractSet[int] = frozenset()
         self._statuses = {
@@ -88,8 +90,7 @@ class LlamaEngine:
             StartupError: the extension is not built.
         """
         target = None if target_of is None else target_of._model
-        engine, threads = load_engine(config, progress, target)
-        return cls(engine, config.model_name, threads)
+        return cls(load_engine(config, progress, target), config.model_name)
 
     @property
     def limits(self) -> EngineLimits:
@@ -107,6 +108,11 @@ class LlamaEngine:
         return self._threads
 
     @property
+    def prefix_bytes_max(self) -> int:
+        """Returns the host memory that there is for prefixes."""
+        return self._prefix_bytes
+
+    @property
     def n_cells_used(self) -> int:
         """KV cells in use, over all slots. Thread: engine thread only."""
         return self._engine.n_cells_used
@@ -117,7 +123,7 @@ class LlamaEngine:
         Raises:
             EngineError: the plan contradicts the engine's state (ENGINE_FAILURE).
         """
-        with_logprobs = self._with_logprobs
+        with_logprobs, begun_s = self._with_logprobs, time.perf_counter()
         if plan.starts:
             with_logprobs = _with_logprobs_after(plan.starts, with_logprobs)
         try:
@@ -130,6 +136,7 @@ class LlamaEngine:
         except drafthouse_engine.EngineError as error:
             raise EngineError(_status_name(error), detail=str(error)) from error
         self._with_logprobs = with_logprobs
+        moved_s = time.perf_counter() - begun_s - result.t_total_us * _US
         moved = result.moved or drafthouse_engine.Moved()
         n_kept = zip(plan.starts, moved.n_kept, strict=False)
         return StepResult(
@@ -138,7 +145,7 @@ class LlamaEngine:
             {start.seq_id: n for start, n in n_kept if n < start.n_kept},
             moved.snapshots,
             moved.samplers,
-            _timings(result),
+            _timings(result, moved_s if plan.starts or plan.saves else 0.0),
             result.n_steps,
         )
 
@@ -281,13 +288,14 @@ def _known_logprobs(logprobs: list[float]) -> Sequence[float]:
     return () if logprobs and math.isnan(logprobs[0]) else logprobs
 
 
-def _timings(result: drafthouse_engine.StepRows) -> StepTimings:
+def _timings(result: drafthouse_engine.StepRows, moves_s: float = 0.0) -> StepTimings:
     return StepTimings(
         draft_s=result.t_draft_us * _US,
         decode_s=result.t_decode_us * _US,
         process_s=result.t_process_us * _US,
         sample_s=result.t_sample_us * _US,
         total_s=result.t_total_us * _US,
+        moves_s=moves_s,
     )
 
 

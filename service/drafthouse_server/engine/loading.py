@@ -40,16 +40,28 @@ except ImportError as error:
 else:
     _unbuilt = None
 
-__all__ = ["Surveyor", "engine_facts", "engine_version", "load_engine", "sized"]
+__all__ = ["Loaded", "Surveyor", "engine_facts", "engine_version", "load_engine", "sized"]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine, and what was chosen for it."""
+
+    engine: drafthouse_engine.Engine
+    """Its contexts are made."""
+    threads: Threads
+    """What it computes with."""
+    prefix_bytes: int
+    """Host memory that prefixes may take."""
 
 
 def load_engine(
     config: Config,
     progress: Callable[[str, float], object] | None = None,
     target: drafthouse_engine.Model | None = None,
-) -> tuple[drafthouse_engine.Engine, Threads]:
+) -> Loaded:
     """Loads the models of a configuration and makes the contexts. Thread: the engine thread.
 
     Args:
@@ -77,7 +89,8 @@ def load_engine(
     loaded = [target] if draft is None else [target, draft]
     n_host_bytes = sum(int(model.setting("host_bytes")) for model in loaded)
     threads = threads_of(config, target.size_bytes, n_host_bytes)
-    return _make_engine(config, target, draft, threads), threads
+    engine = _make_engine(config, target, draft, threads)
+    return Loaded(engine, threads, config.prefix_cache_mib << 20)
 
 
 class Surveyor:
@@ -217,7 +230,12 @@ class Surveyor:
         config = self._config
         size = self._asked if self._devices is None else self._devices.size
         is_default = config.parallel == SETTINGS["parallel"].default and not config.ctx_size
-        return Wish(size, is_default, not (config.max_model_len or config.ctx_size))
+        return Wish(
+            size,
+            is_default,
+            not (config.max_model_len or config.ctx_size),
+            config.prefix_cache_mib == SETTINGS["prefix_cache_mib"].default,
+        )
 
     @property
     def most_slots(self) -> int:
@@ -258,6 +276,7 @@ class Surveyor:
         with explained(self._config.model, self._config):
             uses = self.survey.measure(params)
         config = self._config
+        n_prefix_mib = config.prefix_cache_mib * config.prefix_cache
         return Needs(
             size=size,
             draft_type=self._draft_type,
@@ -265,7 +284,8 @@ class Surveyor:
             host=_use_of(uses[0]),
             devices=tuple((use.device, _use_of(use)) for use in uses[1:]),
             processes_bytes=process_bytes(config.text_workers, self.survey.n_vocab),
-            caches_bytes=(config.prefix_cache_mib + config.preempted_mib) << 20,
+            caches_bytes=(n_prefix_mib + config.preempted_mib) << 20,
+            prefix_bytes=n_prefix_mib << 20,
         )
 
 
@@ -334,7 +354,10 @@ def _choose(surveyor: Surveyor, config: Config) -> Config:
     if memory.total_bytes:
         chosen = choose_size(surveyor, memory, config.model)
         _log.log(logging.WARNING if chosen.is_less else logging.INFO, "%s", chosen.sentence)
-        fitted = surveyor.sized(chosen.needs.size)
+        n_prefix_mib = chosen.needs.prefix_bytes >> 20
+        fitted = dataclasses.replace(
+            surveyor.sized(chosen.needs.size), prefix_cache_mib=n_prefix_mib
+        )
         if config.load_mode == AUTOMATIC and is_better_read(chosen.needs, memory):
             _log.info("load_mode: weights are read, not mapped: there is room, and huge pages")
             return dataclasses.replace(fitted, load_mode="none")

@@ -84,6 +84,11 @@ class Engine(Protocol):
         """Returns how many threads it computes with."""
         ...
 
+    @property
+    def prefix_bytes_max(self) -> int:
+        """Returns the host memory that there is for prefixes, whatever the settings allow."""
+        ...
+
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Thread: engine thread only.
 

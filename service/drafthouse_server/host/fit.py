@@ -36,6 +36,8 @@ class Wish:
     """Whether fewer slots will do."""
     may_lower_len: bool
     """Whether shorter requests will do."""
+    may_lower_prefixes: bool = False
+    """Whether less memory for prefixes will do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,8 @@ class Needs:
     """Bytes of the server's process and its text workers, beside models and contexts."""
     caches_bytes: int
     """What prefix_cache_mib and preempted_mib may grow to."""
+    prefix_bytes: int = 0
+    """The part of them that prefixes have."""
 
     @property
     def start_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from drafthouse_server.errors import ModelLoadError
@@ -15,6 +15,7 @@ __all__ = [
     "Chosen",
     "Measures",
     "choose_size",
+    "fit_prefixes",
     "is_better_read",
     "layers_in_words",
     "on_devices",
@@ -27,6 +28,7 @@ _SHARE = 0.95
 HUGE_BYTES = 64 << 20
 """Weights from which on huge pages gain: patch 0021 asks for them from so many bytes on."""
 
+_MIB = 1 << 20
 _ADVICE = "lower parallel, max_model_len or ctx_size"
 
 
@@ -65,6 +67,23 @@ def usable_bytes(memory: HostMemory) -> int:
     return int(memory.free_bytes * _SHARE)
 
 
+def fit_prefixes(needs: Needs, memory: HostMemory) -> Needs:
+    """Returns the needs with as much memory for prefixes as may be left to them.
+
+    That is half of what is free beside all else that the server may grow to, whole MiB: what others
+    on the machine will want is not known. Pages of the weights' file count as taken, too.
+
+    Args:
+        needs: What the server takes; of prefixes, what it may take at most.
+        memory: Of the host.
+    """
+    others = needs.full_bytes - needs.prefix_bytes + needs.host.mapped_bytes
+    left = max(0, usable_bytes(memory) - others)
+    n_bytes = min(needs.prefix_bytes, left // 2 & -_MIB)
+    n_caches = needs.caches_bytes - needs.prefix_bytes + n_bytes
+    return replace(needs, caches_bytes=n_caches, prefix_bytes=n_bytes)
+
+
 def is_better_read(needs: Needs, memory: HostMemory) -> bool:
     """Returns whether files are better read into memory than mapped: weights then have huge pages.
 
@@ -85,7 +104,8 @@ def choose_size(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     """Chooses what fits: what the settings ask for, or less of what nobody has set.
 
     Slots and lengths are chosen for what a server takes when it starts. What its caches may grow to
-    lowers nothing; where that is more than is free, the sentence says so.
+    lowers nothing; where that is more than is free, the sentence says so, and prefixes get less
+    where nobody has set how much.
 
     Args:
         measures: Of the models and settings.
@@ -101,11 +121,15 @@ def choose_size(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     if size is None:
         return _unfitting(measures, memory, path)
     needs = measures.needs(size, n_usable)
+    if measures.wish.may_lower_prefixes:
+        needs = fit_prefixes(needs, memory)
     of = f"{_words(needs)} of host memory; {format_bytes(memory.free_bytes)} are free"
     parts = [f"fit: {on_devices(devices, needs)}{of}"]
     if size != asked:
         wanted = format_bytes(measures.needs(asked, n_usable).start_bytes)
         parts.append(f"{asked.parallel} slots of {asked.max_model_len} tokens would take {wanted}")
+    if needs.prefix_bytes:
+        parts.append(f"prefixes may take {format_bytes(needs.prefix_bytes)}")
     is_full = needs.full_bytes > memory.free_bytes
     if is_full:
         parts.append(

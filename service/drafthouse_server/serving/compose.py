@@ -46,7 +46,7 @@ def make_scheduler(
         prefixes = PrefixCache(
             can_cut=not is_recurrent,
             n_window=engine.limits.n_window,
-            n_host_bytes_max=config.prefix_cache_mib << 20,
+            n_host_bytes_max=min(config.prefix_cache_mib << 20, engine.prefix_bytes_max),
         )
     ngrams = None
     if config.prompt_lookup:
