@@ -329,7 +329,9 @@ class StepTimings:
     sample_s: float = 0.0
     """Verification, log-probabilities and rollback."""
     total_s: float = 0.0
-    """The whole step inside the engine."""
+    """The whole step inside the engine, but for what it moves first."""
+    moves_s: float = 0.0
+    """Writing and reading snapshots, starting sequences; 0 where nothing was moved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.step import ResultEntry, SequenceStatus
-from drafthouse_server.tenancy.fairness import SaveBudget, ServiceWeights, VirtualCounters
+from drafthouse_server.tenancy.fairness import Budget, ServiceWeights, VirtualCounters
 
 
 def stream(tenant: str) -> Sequence:
@@ -252,7 +252,7 @@ def test_whose_slot_it_would_be_is_by_weight() -> None:
 
 
 def test_what_is_saved_for_a_tenant_is_bounded_over_time() -> None:
-    budget = SaveBudget(1000.0)
+    budget = Budget(1000.0)
     assert budget.is_free("a", 0.0)
     budget.spend("a", 5000, 0.0)
     assert not budget.is_free("a", 4.8)
@@ -260,4 +260,4 @@ def test_what_is_saved_for_a_tenant_is_bounded_over_time() -> None:
     assert budget.is_free("a", 4.9), "a tenth of a second ahead"
     budget.spend("a", 1000, 4.9)
     assert not budget.is_free("a", 5.5)
-    assert not SaveBudget(0.0).is_free("a", 9.9)
+    assert not Budget(0.0).is_free("a", 9.9)

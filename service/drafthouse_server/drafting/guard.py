@@ -31,7 +31,13 @@ def is_duration(seconds: float) -> bool:
 
 def checked(timings: StepTimings) -> StepTimings:
     """Returns the times of a step if all of them are durations; else zeros: not measured."""
-    parts = (timings.draft_s, timings.decode_s, timings.process_s, timings.sample_s)
+    parts = (
+        timings.draft_s,
+        timings.decode_s,
+        timings.process_s,
+        timings.sample_s,
+        timings.moves_s,
+    )
     is_measured = is_duration(timings.total_s) and all(map(is_duration, parts))
     return timings if is_measured else StepTimings()
 

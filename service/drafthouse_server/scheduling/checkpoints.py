@@ -17,6 +17,13 @@ from drafthouse_server.step import StepResult
 
 __all__ = ["Checkpoints"]
 
+_STALL_SHARE = 1 / 50
+"""Running streams wait for a snapshot no longer than for so much of what it saves: it is written
+once, and whoever computed these tokens again would slow them down for all of that time."""
+
+_STALL_STEPS = 0.5
+"""After so much of a step's time with snapshots, who waits gets a slot in the next step."""
+
 _N_BEFORE_END = BLOCK_SIZE
 """A checkpoint is taken so many tokens before the end of a prompt.
 
@@ -26,7 +33,7 @@ thought), which is rendered differently once the answer is part of the history.
 
 
 class Checkpoints:
-    """Decides what is written to host memory, and when.
+    """Decides what is written to host memory, and when, and what that and reading it costs.
 
     Args:
         prefixes: Keeps what was written.
@@ -96,18 +103,39 @@ class Checkpoints:
             plan: Saves it.
             seq_id: The slot.
             prefix: What it holds.
-            n_reused: Of its tokens, those that another prefix holds.
+            n_reused: Of its tokens, those that another prefix holds, as far as that is known.
         """
-        n_tokens = len(prefix.tokens)
-        is_cheap = self._is_cheap(plan.stored, n_tokens, n_reused)
-        if is_cheap and self._prefixes.is_worth_storing(prefix, self._snapshots.n_bytes(n_tokens)):
+        n_tokens, n_bytes = len(prefix.tokens), self._snapshots.n_bytes(len(prefix.tokens))
+        if not self._prefixes.is_worth_storing(prefix, n_bytes):
+            return
+        n_reused = max(n_reused, self._prefixes.n_hosted(prefix))
+        if self._is_cheap(plan.stored, n_tokens, n_reused):
             plan.saves.append(seq_id)
             plan.stored[seq_id] = prefix
+            plan.moved_s += self._snapshots.write_s(n_tokens)
+
+    def read(self, plan: PlanBuilder, snapshot: bytes) -> float:
+        """Notes that a plan reads a snapshot; returns the seconds that it takes."""
+        read_s = self._snapshots.read_s(snapshot)
+        plan.moved_s += read_s
+        return read_s
+
+    def hold_up(self, plan: PlanBuilder) -> bool:
+        """Returns whether running streams wait long enough for what a plan moves already."""
+        is_long = plan.moved_s > _STALL_STEPS * self._estimators.stall_s
+        return is_long and self._slots.is_anybody_generating()
+
+    def observe_time(self, plan: PlanBuilder, result: StepResult) -> None:
+        """Learns from a step that started sequences how long writing and reading takes."""
+        n_bytes = sum(map(len, result.snapshots.values()))
+        n_bytes += sum([len(start.snapshot) for start in plan.starts if start.snapshot])
+        self._snapshots.observe_time(n_bytes, result.timings.moves_s)
 
     def _is_cheap(self, stored: dict[int, Prefix], n_tokens: int, n_reused: int) -> bool:
         """Returns whether a snapshot of a prefix promises to save more time than it costs.
 
-        What is written must not hold up running streams for longer than a step of theirs takes.
+        What is written must not hold up running streams for longer than a step of theirs takes, or
+        a small part of what it saves.
 
         Args:
             stored: What the same plan writes besides.
@@ -115,11 +143,12 @@ class Checkpoints:
             n_reused: Of these, tokens that another prefix holds.
         """
         snapshots, estimators = self._snapshots, self._estimators
+        recompute_s = estimators.recompute_s(n_tokens - n_reused)
         if self._slots.is_anybody_generating():
             n_all = n_tokens + sum(len(prefix.tokens) for prefix in stored.values())
-            if snapshots.write_s(n_all) > estimators.stall_s:
+            most_s = max(estimators.stall_s, _STALL_SHARE * (recompute_s or 0.0))
+            if snapshots.write_s(n_all) > most_s:
                 return False
-        recompute_s = estimators.recompute_s(n_tokens - n_reused)
         if recompute_s is None:
             return True
         return snapshots.total_s(n_tokens) < self._prefixes.host_hit_rate * recompute_s

@@ -8,12 +8,12 @@ from drafthouse_server.scheduling.cells import CellLedger
 from drafthouse_server.scheduling.checkpoints import Checkpoints
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.preemption import Preemption
-from drafthouse_server.scheduling.prefix_cache import Match, PrefixCache, Tier
+from drafthouse_server.scheduling.prefix_cache import Match, PrefixCache, Tier, tenant_of
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.slots import LastSlot, SlotTable
 from drafthouse_server.scheduling.waiting import WaitingQueue
 from drafthouse_server.step import Start, StepResult
-from drafthouse_server.tenancy.fairness import VirtualCounters
+from drafthouse_server.tenancy.fairness import Budget, VirtualCounters
 
 __all__ = ["Placement", "tag_of"]
 
@@ -27,6 +27,10 @@ def tag_of(tenant: str) -> int:
     return int.from_bytes(digest) or 1
 
 
+_MOVED_SHARE = 0.25
+"""Share of the time that a tenant's snapshots may take, written and read, beside others' streams:
+what was reused costs it no service, and all wait for it."""
+
 _SPEED_UP = 2.0
 """A prompt is computed so much faster than predicted at most, where a deadline depends on it."""
 
@@ -39,7 +43,7 @@ class Placement:
         slots: Sequences with a slot.
         ledger: How many cells there are.
         prefixes: Finds what is computed already.
-        checkpoints: Write to host memory what a slot has to give up.
+        checkpoints: Write to host memory what a slot has to give up, and know what that costs.
         preemption: Takes a slot away for a sequence that goes first.
         counters: Count what tenants are given.
     """
@@ -63,16 +67,19 @@ class Placement:
         self._checkpoints = checkpoints
         self._preemption = preemption
         self._last_slot = LastSlot(counters, slots.n_slots)
+        self._moves = Budget(_MOVED_SHARE)
 
     def admit(self, plan: PlanBuilder) -> None:
         """Gives slots to waiting sequences, as far as they are likely to find cells.
 
-        No sequence overtakes another; but where no slot is free, one for whose tenant nothing may
-        be saved now holds up no other tenant.
+        No sequence overtakes another; but one for whose tenant nothing may be saved or read now
+        holds up no other tenant. Snapshots of many would hold up running streams for long, so they
+        are spread over steps.
         """
 
         def may(tenant: str) -> bool:
-            return self._slots.has_room or self._preemption.may_save(tenant, plan.planned_at)
+            may_save = self._slots.has_room or self._preemption.may_save(tenant, plan.planned_at)
+            return may_save and self._may_move(tenant, plan.planned_at)
 
         has_cells, running = self._ledger.has_cells, self._slots.running
         while (sequence := self._waiting.peek(may)) is not None:
@@ -86,6 +93,15 @@ class Placement:
             self._waiting.pop(sequence)
             self._ledger.reserve(sequence, self._ledger.need(sequence))
             self._start(plan, sequence)
+            if self._checkpoints.hold_up(plan):
+                return
+
+    def _may_move(self, tenant: str, now: float) -> bool:
+        """Returns whether snapshots of a tenant may hold up the streams of others."""
+        return self._moves.is_free(tenant, now) or not any(
+            sequence.is_generating and sequence.request.tenant != tenant
+            for sequence in self._slots.running.values()
+        )
 
     def _has_slot(self, sequence: Sequence, plan: PlanBuilder) -> bool:
         """Returns whether there is a slot for a sequence, without taking it from another."""
@@ -111,6 +127,7 @@ class Placement:
 
     def _start(self, plan: PlanBuilder, sequence: Sequence) -> None:
         """Gives a sequence its slot."""
+        tenant, now = sequence.request.tenant, plan.planned_at
         snapshot, source = self._preemption.swap.take(sequence), None
         match = self._find_prefix(sequence) if snapshot is None else None
         sequence.n_cut_min = 0
@@ -119,15 +136,21 @@ class Placement:
         seq_id, match = self._slots.place(match)
         lost = self._slots.take(seq_id, match)
         if lost is not None:
+            moved_s = plan.moved_s
             self._checkpoints.store(plan, seq_id, lost)
+            self._moves.spend(tenant_of(lost.tenant), plan.moved_s - moved_s, now)
         if match is not None:
             prefix = match.prefix
             sequence.n_computed = match.n_tokens
             sequence.n_cut_min = prefix.n_cut_min
             snapshot = prefix.snapshot or None
             source = prefix.seq_id if prefix.tier is not Tier.HOST else None
+        if snapshot is not None:
+            read_s = self._checkpoints.read(plan, snapshot)
+            if not sequence.swap.is_preempted:  # else another's request is the reason
+                self._moves.spend(tenant, read_s, now)
         sequence.seq_id = seq_id
-        self._last_slot.note_start(sequence.request.tenant, plan.planned_at)
+        self._last_slot.note_start(tenant, now)
         self._slots.running[seq_id] = sequence
         plan.starts.append(
             Start(
@@ -137,15 +160,15 @@ class Placement:
                 source=source if source != seq_id else None,
                 snapshot=snapshot,
                 is_resumed=sequence.swap.is_preempted,
-                tag=tag_of(sequence.request.tenant),
+                tag=tag_of(tenant),
             )
         )
         if sequence.swap.is_preempted:
-            self._preemption.note_resumed(sequence, plan.planned_at)
+            self._preemption.note_resumed(sequence, now)
         else:
-            sequence.clock.slot_at = plan.planned_at
+            sequence.clock.slot_at = now
             sequence.n_reused = sequence.n_computed
-            self._counters.charge_prompt(sequence.request.tenant, sequence.n_pending)
+            self._counters.charge_prompt(tenant, sequence.n_pending)
             if match is not None:
                 plan.hits.append(sequence)
 
@@ -182,6 +205,7 @@ class Placement:
 
     def take(self, plan: PlanBuilder, result: StepResult) -> None:
         """Notes which of the plan's starts kept less than they were to, and counts the others."""
+        self._checkpoints.observe_time(plan, result)
         for seq_id, n_kept in result.n_kept.items():
             sequence = self._slots.running[seq_id]
             if sequence.tally.n_steps or sequence.swap.n_preemptions:

@@ -27,6 +27,8 @@ class PlanBuilder:
         """Slots taken away."""
         self.saves: list[int] = []
         """Slots of which a snapshot is written."""
+        self.moved_s = 0.0
+        """Predicted seconds of the snapshots that are written and read."""
         self.starts: list[Start] = []
         """Slots taken."""
         self.entries: list[PlanEntry] = []

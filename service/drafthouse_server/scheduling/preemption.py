@@ -14,12 +14,21 @@ from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.slots import SlotTable
 from drafthouse_server.scheduling.waiting import WaitingQueue
 from drafthouse_server.step import SchedulerCounts, StepResult
-from drafthouse_server.tenancy.fairness import Fairness, SaveBudget, VirtualCounters
+from drafthouse_server.tenancy.fairness import Budget, Fairness, VirtualCounters
 
 __all__ = ["Preemption", "SnapshotCost", "SwapSpace"]
 
 _BYTES_PER_S = 1e9
-"""Speed at which a snapshot is written, and read again: one core that copies and checks bytes."""
+"""Speed at which a snapshot is written, and read again: one core that copies and checks bytes.
+
+Until some were timed.
+"""
+
+_BYTES_PER_S_BOUNDS = 1e7, 1e11
+_TIMED_BYTES = 4 << 20
+"""What moves fewer bytes says little of the speed."""
+_TIME_SHARE = 0.25
+"""Weight of the newest time in their mean."""
 
 _FIXED_S = 1e-3
 """Time of a snapshot besides its bytes, written and read."""
@@ -29,20 +38,38 @@ class SnapshotCost:
     """Predicts size and time of a snapshot from those that were written."""
 
     def __init__(self) -> None:
-        self._bytes_per_token = 0.0
+        # Tokens and bytes of the shortest and the longest one: states and tokens each take theirs.
+        self._shortest = self._longest = 0, 0
+        self._s_per_byte = 1 / _BYTES_PER_S
+
+    def observe_time(self, n_bytes: int, seconds: float) -> None:
+        """Learns from a step that took so long to write and read so many bytes of snapshots."""
+        if n_bytes >= _TIMED_BYTES and seconds > 0:
+            low, high = _BYTES_PER_S_BOUNDS
+            s_per_byte = min(max(seconds / n_bytes, 1 / high), 1 / low)
+            self._s_per_byte += _TIME_SHARE * (s_per_byte - self._s_per_byte)
 
     def observe(self, n_tokens: int, n_bytes: int) -> None:
         """Learns from a snapshot of so many tokens, at least one."""
-        # Recurrent states make short ones dear; the dearest is the safe guess.
-        self._bytes_per_token = max(self._bytes_per_token, n_bytes / n_tokens)
+        seen = n_tokens, n_bytes
+        self._longest = max(self._longest, seen)
+        self._shortest = seen if not self._shortest[0] else min(self._shortest, seen)
 
     def n_bytes(self, n_tokens: int) -> float:
-        """Returns the size of a snapshot, rather too much; 0 until one was seen."""
-        return self._bytes_per_token * n_tokens
+        """Returns the size of a snapshot; 0 until one was seen, rather too much until two were."""
+        (n_short, n_least), (n_long, n_most) = self._shortest, self._longest
+        if n_long == n_short:
+            return n_most * max(1.0, n_tokens / n_short) if n_short else 0.0
+        n_per_token = max(0.0, (n_most - n_least) / (n_long - n_short))
+        return max(0.0, n_least + n_per_token * (n_tokens - n_short))
 
     def write_s(self, n_tokens: int) -> float:
         """Returns the seconds that writing it takes; nothing else goes on meanwhile."""
-        return self.n_bytes(n_tokens) / _BYTES_PER_S + _FIXED_S / 2
+        return self.n_bytes(n_tokens) * self._s_per_byte + _FIXED_S / 2
+
+    def read_s(self, snapshot: bytes) -> float:
+        """Returns the seconds that reading a snapshot takes; nothing else goes on meanwhile."""
+        return len(snapshot) * self._s_per_byte + _FIXED_S / 2
 
     def total_s(self, n_tokens: int) -> float:
         """Returns the seconds of writing it and reading it again."""
@@ -170,7 +197,7 @@ class Preemption:
         self._estimators = estimators
         self._counters = counters
         self._interval_s = fairness.preempt_interval_s
-        self._budget = SaveBudget(fairness.save_bytes_per_s)
+        self._budget = Budget(fairness.save_bytes_per_s)
         self.swap = swap
         """Their snapshots, and counts."""
 
@@ -297,6 +324,7 @@ class Preemption:
         seq_id = sequence.seq_id
         if self._is_saved(sequence):
             plan.saves.append(seq_id)
+            plan.moved_s += self.swap.write_s(sequence.n_computed)
         plan.swap_outs.append(seq_id)
         plan.preempted[seq_id] = sequence
         del self._slots.running[seq_id]

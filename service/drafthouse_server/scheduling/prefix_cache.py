@@ -167,8 +167,7 @@ class PrefixCache:
         self._has_events = has_events
         self._events: list[CacheEvent] = []
         self._shares = SharedBytes()  # of host memory
-        # By slot and in host memory; the least recently used first.
-        self._slots: dict[int, Prefix] = {}
+        self._slots: dict[int, Prefix] = {}  # these two: the least recently used first
         self._hosted: dict[Prefix, None] = {}
         # By the hash of a block: those that hold it, and those whose last whole block it is.
         self._holders: dict[int, dict[Prefix, None]] = {}
@@ -337,11 +336,22 @@ class PrefixCache:
         is_storable = bool(prefix.hashes) and 0 < n_max >= n_bytes
         return is_storable and self._covering(prefix) is None
 
+    def n_hosted(self, prefix: Prefix) -> int:
+        """Returns how many of a prefix's first tokens host memory has for who goes on from them."""
+        table = self._holders if self.can_cut_host else self._ends
+        for i in range(len(prefix.hashes), 0, -1):
+            for other in table.get(prefix.hashes[i - 1], ()):
+                n = i * BLOCK_SIZE if self.can_cut_host else len(other.tokens)
+                is_same = other.tenant == prefix.tenant and other.tokens[:n] == prefix.tokens[:n]
+                if other.tier is Tier.HOST and is_same:
+                    return n
+        return 0
+
     def store(self, tenant: str, tokens: Sequence[int], snapshot: bytes) -> bool:
         """Keeps a snapshot in host memory; others make room for it.
 
-        Whose: those of the tenant that holds most for its weight, the least recently used first.
-        So none is lost to another tenant's while its own tenant holds no more than its share.
+        Those of the tenant that holds most for its weight, the least recently used first: none is
+        lost to another tenant's while its own tenant holds no more than its share.
 
         Args:
             tenant: Whose tokens they are.
@@ -428,10 +438,7 @@ class PrefixCache:
         return events
 
     def tell(self, *, is_told: bool) -> None:
-        """Begins to note events, with all that is held now; or noting them ends.
-
-        Done again, it begins again.
-        """
+        """Begins to note events, with all that is held now, each time anew; or noting them ends."""
         self._has_events = is_told
         self._events = []
         if not is_told:
@@ -576,10 +583,8 @@ def _stored(prefix: Prefix, n_known: int) -> BlocksStored:
 
 def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns how many tokens both begin with."""
-    for i, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return i
-    return min(len(first), len(second))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _is_shared(tokens: Sequence[int], match: Match) -> bool:

@@ -25,8 +25,8 @@ from typing import Generic, Protocol, TypeVar
 from drafthouse_server.step import ResultEntry
 
 __all__ = [
+    "Budget",
     "Fairness",
-    "SaveBudget",
     "ServedRequest",
     "ServedSequence",
     "ServiceWeights",
@@ -47,7 +47,7 @@ _N_PAST_MIN = 1024
 """Tenants of which a counter is kept before those that need none are forgotten."""
 
 _BURST_S = 0.1
-"""Snapshots may be written ahead of their budget for so long."""
+"""What has a budget may be spent ahead of it for so long."""
 
 _ROUNDING = 1e-9
 """By so much may a share of slots be missed."""
@@ -415,32 +415,32 @@ class SharedBytes:
         return max(dict.fromkeys([*self._held, tenant]), key=held_per_weight)
 
 
-class SaveBudget:
-    """Bounds the bytes of snapshots that are written for each tenant; time is an argument.
+class Budget:
+    """Bounds what is spent on each tenant a second; time is an argument.
 
-    While a snapshot is written nobody's stream goes on.
+    That is bytes, or seconds, of snapshots: while one is written or read nobody's stream goes on.
 
     Args:
-        bytes_per_s: Bytes a second that may be written for one tenant; 0 is none.
+        per_s: What may be spent on one tenant a second; 0 is nothing.
     """
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_at: dict[str, float] = {}  # when what was written so far is paid off
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._free_at: dict[str, float] = {}  # when what was spent so far is paid off
 
     def is_free(self, tenant: str, now: float) -> bool:
-        """Returns whether something may be written for a tenant.
+        """Returns whether something may be spent on a tenant.
 
-        Whatever it is: the next one waits the longer.
+        However much it is: the next one waits the longer.
         """
-        return self._bytes_per_s > 0 and self._free_at.get(tenant, now) <= now + _BURST_S
+        return self._per_s > 0 and self._free_at.get(tenant, now) <= now + _BURST_S
 
-    def spend(self, tenant: str, n_bytes: float, now: float) -> None:
-        """Notes bytes that are about to be written, or were."""
-        if self._bytes_per_s > 0:
+    def spend(self, tenant: str, amount: float, now: float) -> None:
+        """Notes what is about to be spent, or was."""
+        if self._per_s > 0:
             free_at = max(self._free_at.get(tenant, now), now)
             self._free_at = {t: at for t, at in self._free_at.items() if at > now}
-            self._free_at[tenant] = free_at + n_bytes / self._bytes_per_s
+            self._free_at[tenant] = free_at + amount / self._per_s
 
 
 def _anybody(_: str) -> bool:

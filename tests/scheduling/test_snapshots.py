@@ -1,0 +1,255 @@
+"""Snapshots of prefixes beside running streams: which are written, and how long others wait.
+
+In virtual time. A step takes 10 ms and 1 ms a token, a snapshot 30 ms to write and 30 to read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from drafthouse_server.drafting.cost import StepShape
+from drafthouse_server.drafting.policy import FixedDraft
+from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.scheduling import preemption
+from drafthouse_server.scheduling.preemption import SnapshotCost
+from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
+from drafthouse_server.scheduling.scheduler import Scheduler
+from drafthouse_server.scheduling.sequence import Request, Sequence
+from drafthouse_server.step import EngineLimits, SamplingOptions, StepPlan, StepTimings
+
+MIB = 1 << 20
+STEP_S, TOKEN_S, MOVE_S = 0.01, 0.001, 0.03
+LIMITS = EngineLimits(
+    draft_type="none",
+    n_seq_max=3,
+    n_ctx=3 * 4096,
+    n_ctx_seq=4096,
+    n_batch=512,
+    n_ubatch=512,
+    n_draft_max=0,
+    n_outputs_max=3,
+)
+
+
+class LinearCost:
+    """Knows what steps take."""
+
+    n_observed = 1
+
+    def reset(self) -> None:
+        """Forgets nothing."""
+
+    def predict(self, shape: StepShape) -> float:
+        return STEP_S + TOKEN_S * shape.n_tokens
+
+    def observe(self, shape: StepShape, timings: StepTimings, wall_s: float = 0.0) -> None:
+        """Learns nothing."""
+
+    def fit_prefill(self, shape: StepShape, seconds: float, n_past: int, n_most: int) -> int:
+        return n_most
+
+    def recompute_s(self, n_tokens: int, n_batch: int) -> float:
+        return TOKEN_S * n_tokens
+
+
+class Clocked:
+    """A scheduler whose steps and snapshots take their time."""
+
+    def __init__(self, limits: EngineLimits = LIMITS, *, is_recurrent: bool = False) -> None:
+        self.engine = FakeEngine(limits, is_recurrent=is_recurrent)
+        self.prefixes = PrefixCache(can_cut=not is_recurrent, n_host_bytes_max=1 << 30)
+        self.scheduler = Scheduler(limits, FixedDraft(0), cost=LinearCost(), prefixes=self.prefixes)
+        self.now = self.moved_s = 0.0
+        self.plans: list[StepPlan] = []
+
+    def add(self, prompt: list[int], n_output: int = 2, tenant: str = "a") -> Sequence:
+        sampler = self.engine.make_sampler(SamplingOptions(temperature=0, ignore_eos=True))
+        name = f"{tenant}-{len(self.plans)}-{len(prompt)}"
+        request = Request(name, prompt, tenant=tenant, n_output_max=n_output)
+        sequence = Sequence(request, sampler)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def step(self) -> StepPlan:
+        self.scheduler.reap(self.now)
+        plan = self.scheduler.plan(self.now)
+        self.plans.append(plan)
+        result = self.engine.step(plan)
+        n_moved = len(plan.saves) + n_read(plan)
+        timings = StepTimings(
+            total_s=STEP_S + TOKEN_S * result.n_batch_tokens, moves_s=MOVE_S * n_moved
+        )
+        self.now += timings.total_s + timings.moves_s
+        self.moved_s += timings.moves_s
+        self.scheduler.commit(dataclasses.replace(result, timings=timings), self.now)
+        return plan
+
+    def finish(self, sequence: Sequence) -> Sequence:
+        for _ in range(2000):
+            if sequence.terminal is not None:
+                return sequence
+            self.step()
+        raise AssertionError("the sequence does not end")
+
+    def turn(self, prompt: list[int], n_output: int = 2, tenant: str = "a") -> list[int]:
+        """Returns prompt and answer."""
+        sequence = self.finish(self.add(prompt, n_output, tenant))
+        return [*prompt, *sequence.output]
+
+    def fill(self, tenant: str = "z") -> list[int]:
+        """Takes all slots that are free or retained for short prompts; returns what is saved."""
+        n_before = len(self.plans)
+        n_free = LIMITS.n_seq_max - self.scheduler.n_running
+        fillers = [self.add([200 + i] * 20, 2, tenant) for i in range(n_free)]
+        for filler in fillers:
+            self.finish(filler)
+        return [seq_id for plan in self.plans[n_before:] for seq_id in plan.saves]
+
+
+def n_read(plan: StepPlan) -> int:
+    return sum(start.snapshot is not None for start in plan.starts)
+
+
+def numbers(n: int, first: int = 0) -> list[int]:
+    return [(first + 7 * i) % 251 for i in range(n)]
+
+
+@pytest.fixture(autouse=True)
+def _slow_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "_FIXED_S", 2 * MOVE_S)
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "is_streaming", "is_saved"),
+    [
+        (1400, True, False),  # a fiftieth of what it saves is less than it takes, and so is a step
+        (1700, True, True),
+        (1400, False, True),
+        (40, False, False),  # computed again in less time
+    ],
+)
+def test_a_prefix_is_saved_beside_streams_where_it_saves_fifty_times_what_they_wait(
+    *, n_prompt: int, is_streaming: bool, is_saved: bool
+) -> None:
+    clocked = Clocked()
+    if is_streaming:
+        stream = clocked.add([1, 2, 3], n_output=4000, tenant="stream")
+        for _ in range(5):
+            clocked.step()
+        assert stream.n_output > 0
+    clocked.turn(numbers(n_prompt))
+    saved = clocked.fill()
+    assert bool(saved) is is_saved
+    again = clocked.finish(clocked.add([*numbers(n_prompt), 9]))
+    assert bool(again.n_reused) is is_saved
+
+
+def test_what_host_memory_has_already_is_not_what_a_snapshot_saves() -> None:
+    """Else each turn of a long conversation would write all of it, however short the turn was."""
+    clocked = Clocked()
+    said = clocked.turn(numbers(2000))
+    assert clocked.fill()
+    said = clocked.turn([*said, *numbers(30)])
+    assert not clocked.fill()  # 32 tokens more
+    said = clocked.turn([*said, *numbers(200)])
+    assert clocked.fill()
+    last = clocked.finish(clocked.add([*said, 5]))
+    assert last.n_reused >= len(said) - 1
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_hosted_tokens_are_those_that_a_sequence_can_go_on_from(*, is_recurrent: bool) -> None:
+    prefixes = PrefixCache(can_cut=not is_recurrent, n_host_bytes_max=MIB)
+    longer = prefixes.make(0, "a", numbers(100))
+    assert prefixes.n_hosted(longer) == 0
+    prefixes.store("a", numbers(50), b"x")
+    assert prefixes.n_hosted(longer) == (50 if is_recurrent else 50 - 50 % BLOCK_SIZE)
+    assert prefixes.n_hosted(prefixes.make(0, "b", numbers(100))) == 0
+    shorter = prefixes.make(0, "a", numbers(40))
+    assert prefixes.n_hosted(shorter) == (0 if is_recurrent else 40 - 40 % BLOCK_SIZE)
+    other = prefixes.make(0, "a", [*numbers(48), *numbers(50, 3)])
+    assert prefixes.n_hosted(other) == (0 if is_recurrent else 48)
+
+
+def hosting(n_chats: int, tenant: str = "a") -> tuple[Clocked, list[list[int]]]:
+    """Returns conversations that are in host memory alone."""
+    clocked = Clocked()
+    chats = [clocked.turn(numbers(400, i), tenant=tenant) for i in range(n_chats)]
+    clocked.fill()
+    clocked.now += 1  # else the last slot is kept for who has just left
+    return clocked, chats
+
+
+def test_who_comes_back_at_once_is_read_in_one_step_after_the_other_beside_a_stream() -> None:
+    clocked, chats = hosting(4)
+    clocked.add([1, 2, 3], n_output=4000, tenant="stream")
+    for _ in range(20):
+        clocked.step()
+    back = [clocked.add([*chat, 9]) for chat in chats]
+    n_before = len(clocked.plans)
+    for sequence in back:
+        assert clocked.finish(sequence).n_reused >= 400
+    read = [n_read(plan) for plan in clocked.plans[n_before:]]
+    assert sum(read) == len(chats)
+    assert max(read) == 1
+
+
+def test_with_nobody_generating_they_are_read_at_once() -> None:
+    clocked, chats = hosting(3)
+    for chat in chats:
+        clocked.add([*chat, 9])
+    assert n_read(clocked.step()) == 3
+
+
+def test_a_tenants_snapshots_take_a_quarter_of_the_time_beside_others_streams() -> None:
+    """Reused tokens are free: whoever goes round in conversations would stall all for nothing."""
+    shares = {}
+    for is_streaming in (True, False):
+        clocked, chats = hosting(6)
+        stream = clocked.add([1, 2, 3], n_output=4000 if is_streaming else 1, tenant="stream")
+        for _ in range(20):
+            clocked.step()
+        started_s, clocked.moved_s = clocked.now, 0.0
+        n_round = 40
+        for i in range(n_round):
+            again = clocked.finish(clocked.add([*chats[i % len(chats)], 9], n_output=1))
+            assert again.n_reused >= 400
+        shares[is_streaming] = clocked.moved_s / (clocked.now - started_s)
+        assert (stream.terminal is None) is is_streaming
+    assert shares[True] < 0.27
+    assert shares[False] > 0.5
+
+
+def test_the_size_of_a_snapshot_is_that_of_its_state_and_of_its_tokens() -> None:
+    """By the dearest token seen, one of a recurrent model's 400 tokens was thought to take 500 MB:
+    more than streams may wait for.
+    """
+    cost = SnapshotCost()
+    assert cost.n_bytes(400) == 0
+    state, each = 19 * MIB, 10_000
+    cost.observe(16, state + 16 * each)
+    assert cost.n_bytes(10) >= state
+    assert cost.n_bytes(32) == 2 * (state + 16 * each)  # what of it are tokens nobody knows
+    for n_tokens in (300, 20, 100, 300, 16):
+        cost.observe(n_tokens, state + n_tokens * each)
+        assert cost.n_bytes(400) == pytest.approx(state + 400 * each)
+        assert cost.n_bytes(16) == pytest.approx(state + 16 * each)
+    cost.observe(300, state + 300 * each + 500)  # that of one with a sampler
+    assert cost.n_bytes(300) == pytest.approx(state + 300 * each + 500)
+
+
+def test_the_speed_of_snapshots_is_learnt_from_large_ones() -> None:
+    cost = SnapshotCost()
+    cost.observe(10, 1000 * MIB)
+    before_s = cost.write_s(10)
+    cost.observe_time(1, 50.0)  # a step has other costs
+    cost.observe_time(100 * MIB, 0.0)  # nobody measured
+    assert cost.write_s(10) == before_s
+    for _ in range(40):
+        cost.observe_time(100 * MIB, 0.01)
+    assert cost.write_s(10) - MOVE_S == pytest.approx(0.1, rel=0.01)
+    assert cost.read_s(b"x" * MIB) - MOVE_S == pytest.approx(0.0001, rel=0.01)
+    cost.observe_time(100 * MIB, 1e9)  # a machine that slept
+    assert cost.write_s(10) < 100
