@@ -183,6 +183,21 @@ void check_starts(const spec_engine & engine, const spec_plan & plan, checked_mo
     }
 }
 
+// Writes to each page of fresh memory, all threads at once: the system gives pages one by one, which
+// takes most of a large snapshot's time, and all running sequences wait for it.
+void touch(spec_engine & engine, void * room, size_t n) {
+    constexpr size_t PAGE_BYTES = 4096;
+    constexpr size_t PIECE_BYTES = 256 * PAGE_BYTES;
+    auto * bytes = static_cast<volatile uint8_t *>(room);
+    const size_t n_pieces = (n + PIECE_BYTES - 1) / PIECE_BYTES;
+    engine.sampling.run(n_pieces, n_pieces > 1, [&](size_t i) {
+        const size_t end = std::min(n, (i + 1) * PIECE_BYTES);
+        for (size_t at = i * PIECE_BYTES; at < end; at += PAGE_BYTES) {
+            bytes[at] = 0;
+        }
+    });
+}
+
 // Writes a snapshot into the caller's room: of a sequence that is preempted too with its sampler.
 // Returns its bytes; 0 where it could not be written.
 size_t save(spec_engine & engine, const spec_plan & plan, int32_t i) {
@@ -199,7 +214,11 @@ size_t save(spec_engine & engine, const spec_plan & plan, int32_t i) {
         return 0;
     }
     void * room = plan.room(i, n, plan.room_user);
-    return room != nullptr && write(room) == SPEC_OK ? n : 0;
+    if (room == nullptr) {
+        return 0;
+    }
+    const bool is_touched = guarded([&] { touch(engine, room, n); }) == SPEC_OK;
+    return is_touched && write(room) == SPEC_OK ? n : 0;
 }
 
 spec_sampler * swapped_out(spec_engine & engine, int32_t seq_id) {
