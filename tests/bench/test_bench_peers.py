@@ -517,10 +517,18 @@ async def test_each_turn_of_a_chat_says_all_that_was_said_before(
             said += range(1000, 1000 + length)
         assert len(said) <= longest(60)
     assert 0.5 < found.reused < 1
+    assert found.first_reused == 0
     assert found.tokens_per_s > 0
     assert found.later_p95_s >= found.later_p50_s > 0
     row = ChatsRow(PeerCase("chats", "x", "own", 2, n_prompt=60), [found], [found])
     assert len(chats_lines([row])) == 4
+
+
+def test_chats_may_begin_alike() -> None:
+    firsts = [chat.messages[0] for chat in draw_chats(100, 60, 3, 1, n_shared=20)]
+    assert firsts[0][:20] == firsts[1][:20] == firsts[2][:20]
+    assert len({tuple(first[20:]) for first in firsts}) == 3
+    assert all(20 + 30 <= len(first) <= 20 + 90 for first in firsts)
 
 
 def test_chats_are_held_with_models_that_have_room() -> None:

@@ -223,9 +223,7 @@ def test_a_tenants_snapshots_take_a_quarter_of_the_time_beside_others_streams() 
 
 
 def test_the_size_of_a_snapshot_is_that_of_its_state_and_of_its_tokens() -> None:
-    """By the dearest token seen, one of a recurrent model's 400 tokens was thought to take 500 MB:
-    more than streams may wait for.
-    """
+    """By the dearest token seen a hybrid's 400 tokens were thought to take 500 MB: too long."""
     cost = SnapshotCost()
     assert cost.n_bytes(400) == 0
     state, each = 19 * MIB, 10_000
@@ -253,3 +251,49 @@ def test_the_speed_of_snapshots_is_learnt_from_large_ones() -> None:
     assert cost.read_s(b"x" * MIB) - MOVE_S == pytest.approx(0.0001, rel=0.01)
     cost.observe_time(100 * MIB, 1e9)  # a machine that slept
     assert cost.write_s(10) < 100
+
+
+def test_what_conversations_begin_with_is_kept_where_the_second_one_parts_from_the_first() -> None:
+    """A state cannot be cut: without that each would compute again what a program tells them all.
+
+    Once: the third and all after it go on from there.
+    """
+    clocked = Clocked(is_recurrent=True)
+    shared = numbers(300)
+    reused = []
+    for i in range(5):
+        first = clocked.finish(clocked.add([*shared, *numbers(100, 3 + i)], n_output=3))
+        reused.append(first.n_reused)
+    n_branch = 300 - 300 % BLOCK_SIZE
+    assert reused == [0, 0, n_branch, n_branch, n_branch]
+    held = [p for p in clocked.prefixes._hosted if len(p.tokens) == n_branch]
+    assert len(held) == 1
+    other = clocked.finish(clocked.add([*shared, *numbers(100, 9)], tenant="b"))
+    assert other.n_reused == 0
+
+
+@pytest.mark.parametrize(
+    ("n_shared", "n_rest", "n_saved"),
+    [
+        (40, 100, [124, 124, 124]),  # what they share is too short
+        (300, 10, [294]),  # the first one's, before its end, serves all
+        (300, 0, [284]),
+        (300, 70, [354, 288, 354, 354]),  # and with more before the end, as always
+    ],
+)
+def test_no_checkpoint_is_taken_for_few_tokens_or_twice(
+    monkeypatch: pytest.MonkeyPatch, n_shared: int, n_rest: int, n_saved: list[int]
+) -> None:
+    monkeypatch.setattr(preemption, "_FIXED_S", 0.002)  # else these are too dear
+    clocked = Clocked(is_recurrent=True)
+    stored: list[int] = []
+    store = clocked.prefixes.store
+
+    def noting(tenant: str, tokens: list[int], snapshot: bytes) -> bool:
+        stored.append(len(tokens))
+        return store(tenant, tokens, snapshot)
+
+    clocked.prefixes.store = noting  # type: ignore[method-assign,assignment]  # looks on
+    for i in range(3):
+        clocked.finish(clocked.add([*numbers(n_shared), *numbers(n_rest, 3 + i)], n_output=3))
+    assert stored == n_saved

@@ -57,6 +57,8 @@ class ChatsResult:
     """Between two tokens of an answer; 99th percentile."""
     reused: float
     """Share of what earlier turns had computed that later ones did not compute again."""
+    first_reused: float
+    """Share of the first messages that was not computed, since others begin alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,9 @@ class ChatsRow:
     """llama-server."""
 
 
-def draw_chats(n_known: int, n_first: int, n_chats: int, seed: int) -> list[Chat]:
+def draw_chats(
+    n_known: int, n_first: int, n_chats: int, seed: int, n_shared: int = 0
+) -> list[Chat]:
     """Returns conversations of random tokens, of which no cache knows one.
 
     Args:
@@ -79,17 +83,19 @@ def draw_chats(n_known: int, n_first: int, n_chats: int, seed: int) -> list[Chat
         n_first: Mean length of first messages, which lie between half of it and half more.
         n_chats: How many.
         seed: The same gives the same.
+        n_shared: Tokens that all begin with, besides: what a program tells a model each time.
     """
     chance = random.Random(seed)
+    shared = [chance.randrange(n_known) for _ in range(n_shared)]
 
     def message(low: int, high: int) -> list[int]:
         return [chance.randrange(n_known) for _ in range(chance.randint(low, high))]
 
     return [
         Chat(
-            tuple(
-                message(*(_MESSAGE if i else (n_first // 2, n_first + n_first // 2)))
-                for i in range(_N_TURNS)
+            (
+                [*shared, *message(n_first // 2, n_first + n_first // 2)],
+                *(message(*_MESSAGE) for _ in range(1, _N_TURNS)),
             ),
             tuple(chance.randint(*_OUTPUT) for _ in range(_N_TURNS)),
             tuple(chance.uniform(*_PAUSE_S) for _ in range(_N_TURNS)),
@@ -128,6 +134,8 @@ async def run_chats(running: Running, chats: Sequence[Chat]) -> ChatsResult:
         later_p95_s=percentile(waits, 0.95),
         gap_p99_s=percentile([gap for trace in traces for _, gap in trace.token_gaps()], 0.99),
         reused=sum(turn.trace.n_reused for turn in later) / sum(turn.n_before for turn in later),
+        first_reused=sum(turn.trace.n_reused for turn in first)
+        / sum(len(chat.messages[0]) for chat in chats),
     )
 
 
@@ -154,7 +162,7 @@ async def _hold(client: Client, chat: Chat) -> list[_Turn]:
 
 _HEADER = (
     "server", "chats", "first message", "tokens/s", "first p50 s", "later p50", "p95 s",
-    "gap p99 ms", "reused",
+    "gap p99 ms", "reused", "of first",
 )  # fmt: skip
 
 
@@ -167,9 +175,10 @@ def chats_lines(rows: Sequence[ChatsRow]) -> list[str]:
                 statistics.median(getattr(turn, field) for turn in turns)
                 for field in ChatsResult.__dataclass_fields__
             ]
-            speed, first, later, late, gap, reused = middle
+            speed, first, later, late, gap, reused, of_first = middle
             cells.append([
                 name, str(row.case.streams), str(row.case.n_prompt), f"{speed:.1f}",
                 f"{first:.2f}", f"{later:.2f}", f"{late:.2f}", f"{1000 * gap:.0f}", f"{reused:.0%}",
+                f"{of_first:.0%}",
             ])  # fmt: skip
     return format_table(_HEADER, cells)

@@ -138,6 +138,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         " and of long ones; default: lengths that vary, and 2000")  # fmt: skip
     add("--n-waves", type=count, metavar="N", help="requests of each stream in a turn of own"
         " defaults, at least; default: 3")  # fmt: skip
+    add("--n-shared", type=int, default=0, metavar="N", help="tokens that all conversations begin"
+        " with, besides; default: 0")  # fmt: skip
     add("--n-long", type=count, metavar="N", help="tokens of the long prompt; default: 4096")
 
 
@@ -470,13 +472,14 @@ class _BenchPeers:
         assert case.n_prompt is not None, "first messages have a length"
         config, n_first = self._plan.config(case, target), case.n_prompt
         n_known = max(map(max, self._tokens(target))) + 1
-        flags = default_peer_flags(longest(n_first), self._n_ctx_train(target))
+        n_shared = self._arguments.n_shared
+        flags = default_peer_flags(n_shared + longest(n_first), self._n_ctx_train(target))
         flags += self._arguments.peer_flags
 
         async def turn(running: Running, i_round: int) -> ChatsResult:
-            return await run_chats(
-                running, draw_chats(n_known, n_first, case.streams, _SEED + i_round)
-            )
+            seed = _SEED + i_round
+            chats = draw_chats(n_known, n_first, case.streams, seed, n_shared)
+            return await run_chats(running, chats)
 
         async with (
             run_ours(config, self._arguments.server_flags) as ours,

@@ -2,7 +2,8 @@
 
 What can be cut anywhere needs no copy while it is in a slot. A recurrent state, or a cache with a
 sliding window, is good only as a whole: of these a checkpoint is taken near the end of a prompt,
-for the next turn of its conversation.
+for the next turn of its conversation, and where a prompt parts from another one that is kept: after
+what many conversations begin with (Pan et al., arXiv:2411.19379).
 """
 
 from __future__ import annotations
@@ -65,20 +66,32 @@ class Checkpoints:
 
     def n_before(self, plan: PlanBuilder, sequence: Sequence) -> int:
         """Returns how many tokens to compute before a checkpoint, or, without one, in all."""
-        position = self._position(sequence)
-        if position <= sequence.n_computed or not self._are_taken:
-            return sequence.n_pending
-        is_cheap = self._is_cheap(plan.stored, position, sequence.n_reused)
-        return position - sequence.n_computed if is_cheap else sequence.n_pending
+        n_before = sequence.n_reused
+        for position in self._positions(sequence) if self._are_taken else ():
+            if position > sequence.n_computed and self._is_cheap(plan.stored, position, n_before):
+                return position - sequence.n_computed
+            n_before = position
+        return sequence.n_pending
 
-    def _position(self, sequence: Sequence) -> int:
-        """Returns how much of a prompt a checkpoint holds; 0 where it would save too little."""
-        n_tokens = sequence.n_prompt - _N_BEFORE_END
-        return n_tokens if n_tokens - sequence.n_reused >= self._n_least else 0
+    def note_branch(self, sequence: Sequence) -> None:
+        """Notes how much of a prompt another one began with that is kept here."""
+        sequence.n_branch = 0
+        if self._are_taken:
+            sequence.n_branch = self._prefixes.n_known(sequence.request.owner, sequence.tokens)
+
+    def _positions(self, sequence: Sequence) -> list[int]:
+        """Returns how much of a prompt its checkpoints hold, none that would save too little."""
+        positions, n_before = list[int](), sequence.n_reused
+        n_most = sequence.n_prompt - _N_BEFORE_END
+        for position in (min(sequence.n_branch, n_most), n_most):
+            if position - n_before >= self._n_least:
+                positions.append(position)
+                n_before = position
+        return positions
 
     def note(self, sequence: Sequence) -> None:
         """Notes that more of a prompt is computed."""
-        if self._are_taken and sequence.n_computed == self._position(sequence):
+        if self._are_taken and sequence.n_computed in self._positions(sequence):
             self._due.append(sequence)
 
     def save(self, plan: PlanBuilder) -> None:
@@ -89,7 +102,7 @@ class Checkpoints:
         for sequence in due:
             n_tokens = sequence.n_computed
             is_running = self._slots.running.get(sequence.seq_id) is sequence
-            if not is_running or n_tokens != self._position(sequence):
+            if not is_running or n_tokens not in self._positions(sequence):
                 continue  # it has ended, or was preempted
             prefix = self._prefixes.make(
                 sequence.seq_id, sequence.request.owner, sequence.tokens[:n_tokens]

@@ -178,6 +178,7 @@ class Placement:
         request = sequence.request
         self._prefixes.set_weight(request.tenant, self._counters.weight(request.tenant))
         match = self._prefixes.find(request.owner, sequence.tokens)
+        self._checkpoints.note_branch(sequence)
         if not sequence.swap.is_preempted:
             self._prefixes.count(sequence.n_prompt, match)
         return match

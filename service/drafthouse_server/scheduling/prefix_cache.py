@@ -142,9 +142,8 @@ class PrefixCache:
     Args:
         can_cut: Whether a prefix can be used in part and copied from slot to slot. A recurrent
             target cannot: there a prefix is used whole, or not at all.
-        n_window: Tokens that the target's sliding windows look back; 0: it has none. A snapshot
-            holds no more of the windowed layers, so one with more tokens can be used whole, or but
-            for its last token.
+        n_window: Tokens that the target's sliding windows look back; 0: it has none. Of a snapshot
+            with more tokens all can be used, or all but the last: it holds no more of such layers.
         n_host_bytes_max: Most bytes of snapshots in host memory; 0 is none.
         has_events: Whether `take_events` is of interest.
     """
@@ -221,9 +220,14 @@ class PrefixCache:
             else self._find_whole(tokens, hashes, n_max)
         )
         # Sixty-four bits can collide; another prompt's state must never be taken for this one's.
-        if match is None or match.prefix.tenant != tenant or not _is_shared(tokens, match):
+        if match is None or match.prefix.tenant != tenant:
             return None
-        return match
+        n = match.n_tokens
+        return match if match.prefix.tokens[:n] == tuple(tokens[:n]) else None
+
+    def n_known(self, tenant: str, tokens: Sequence[int]) -> int:
+        """Returns how many first tokens of a prompt some prefix begins with, usable or not."""
+        return len(self._known_hashes(tenant, tokens, len(tokens) - 1)) * BLOCK_SIZE
 
     def _known_hashes(self, tenant: str, tokens: Sequence[int], n_max: int) -> list[int]:
         """Returns the hashes of the prompt's first blocks, as far as some prefix holds them."""
@@ -585,10 +589,6 @@ def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns how many tokens both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _is_shared(tokens: Sequence[int], match: Match) -> bool:
-    return match.prefix.tokens[: match.n_tokens] == tuple(tokens[: match.n_tokens])
 
 
 def _discard(table: dict[int, dict[Prefix, None]], block_hash: int, prefix: Prefix) -> bool:

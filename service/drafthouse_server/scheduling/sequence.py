@@ -288,6 +288,8 @@ class Sequence:
     """KV cells that it is likely to need."""
     n_reused: int = 0
     """Tokens of the prompt that were not computed again."""
+    n_branch: int = 0
+    """First tokens of the prompt that another one of its owner had, too, as far as that is kept."""
     n_cut_min: int = 0
     """Fewest of its tokens that its slot can be cut to, but 0: see `Prefix.n_cut_min`."""
     n_progress: int = 0
