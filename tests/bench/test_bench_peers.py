@@ -493,9 +493,9 @@ class ChattyClient(SlowClient):
 
     async def stream(self, prompt: Sequence[int], n_output: int, trace: Trace) -> None:
         self.prompts.append(list(prompt))
+        is_new = 1000 not in prompt  # no answer is in it
         await super().stream(prompt, n_output, trace)
         trace.token_ids += range(1000, 1000 + n_output)
-        is_new = len(self.prompts) <= 2
         trace.n_reused = 0 if is_new else len(prompt) // 2
 
 

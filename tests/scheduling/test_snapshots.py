@@ -272,6 +272,19 @@ def test_what_conversations_begin_with_is_kept_where_the_second_one_parts_from_t
     assert other.n_reused == 0
 
 
+def test_those_that_come_together_leave_what_they_begin_with_for_those_that_wait() -> None:
+    clocked = Clocked(is_recurrent=True)
+    together = [clocked.add([*numbers(300), *numbers(100, 3 + i)]) for i in range(6)]
+    for sequence in together:
+        clocked.finish(sequence)
+    n_branch = 300 - 300 % BLOCK_SIZE
+    assert [sequence.n_reused for sequence in together] == [0, 0, 0, *[n_branch] * 3]
+    held = [p for p in clocked.prefixes._hosted if len(p.tokens) == n_branch]
+    assert len(held) == 1
+    n_written = sum(len(plan.saves) for plan in clocked.plans)
+    assert n_written <= 1 + len(together)  # that one once, besides the last of each
+
+
 @pytest.mark.parametrize(
     ("n_shared", "n_rest", "n_saved"),
     [

@@ -74,10 +74,21 @@ class Checkpoints:
         return sequence.n_pending
 
     def note_branch(self, sequence: Sequence) -> None:
-        """Notes how much of a prompt another one began with that is kept here."""
+        """Notes how much of a prompt another one begins with that is kept, or runs.
+
+        One that has not come so far takes the checkpoint itself.
+        """
         sequence.n_branch = 0
-        if self._are_taken:
-            sequence.n_branch = self._prefixes.n_known(sequence.request.owner, sequence.tokens)
+        if not self._are_taken:
+            return
+        owner, tokens = sequence.request.owner, sequence.tokens
+        sequence.n_branch = self._prefixes.n_known(owner, tokens)
+        for other in self._slots.running.values():
+            if other.request.owner == owner:
+                n_alike = _n_alike(tokens, other.tokens)
+                sequence.n_branch = max(sequence.n_branch, n_alike)
+                if other.n_branch <= other.n_computed < n_alike:
+                    other.n_branch = n_alike
 
     def _positions(self, sequence: Sequence) -> list[int]:
         """Returns how much of a prompt its checkpoints hold, none that would save too little."""
@@ -119,7 +130,8 @@ class Checkpoints:
             n_reused: Of its tokens, those that another prefix holds, as far as that is known.
         """
         n_tokens, n_bytes = len(prefix.tokens), self._snapshots.n_bytes(len(prefix.tokens))
-        if not self._prefixes.is_worth_storing(prefix, n_bytes):
+        is_twice = any(other.hashes == prefix.hashes for other in plan.stored.values())
+        if is_twice or not self._prefixes.is_worth_storing(prefix, n_bytes):
             return
         n_reused = max(n_reused, self._prefixes.n_hosted(prefix))
         if self._is_cheap(plan.stored, n_tokens, n_reused):
@@ -173,3 +185,15 @@ class Checkpoints:
             if snapshot is not None:
                 self._snapshots.observe(len(prefix.tokens), len(snapshot))
                 self._prefixes.store(prefix.tenant, prefix.tokens, snapshot)
+
+
+def _n_alike(first: list[int], second: list[int]) -> int:
+    """Returns how many tokens both begin with, in whole blocks."""
+    low, high = 0, min(len(first), len(second)) // BLOCK_SIZE
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[: middle * BLOCK_SIZE] == second[: middle * BLOCK_SIZE]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * BLOCK_SIZE
