@@ -183,8 +183,8 @@ void check_starts(const spec_engine & engine, const spec_plan & plan, checked_mo
     }
 }
 
-// Writes to each page of fresh memory, all threads at once: the system gives pages one by one, which
-// takes most of a large snapshot's time, and all running sequences wait for it.
+// Writes to each page of fresh memory, all threads at once: the system gives pages one by one,
+// which takes most of a large snapshot's time, and all running sequences wait for it.
 void touch(spec_engine & engine, void * room, size_t n) {
     constexpr size_t PAGE_BYTES = 4096;
     constexpr size_t PIECE_BYTES = 256 * PAGE_BYTES;
