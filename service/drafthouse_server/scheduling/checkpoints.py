@@ -8,6 +8,8 @@ what many conversations begin with (Pan et al., arXiv:2411.19379).
 
 from __future__ import annotations
 
+from itertools import islice
+
 from drafthouse_server.drafting.estimators import Estimators
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.preemption import SnapshotCost
@@ -19,11 +21,14 @@ from drafthouse_server.step import StepResult
 __all__ = ["Checkpoints"]
 
 _STALL_SHARE = 1 / 50
-"""Running streams wait for a snapshot no longer than for so much of what it saves: it is written
-once, and whoever computed these tokens again would slow them down for all of that time."""
+"""Running streams wait for a snapshot no longer than for so much of the time that it saves: they
+would be slower for all of that time if its tokens were computed again."""
 
 _STALL_STEPS = 0.5
 """After so much of a step's time with snapshots, who waits gets a slot in the next step."""
+
+_N_COMPARED = 16
+"""Running sequences that a new one is compared with, token by token."""
 
 _N_BEFORE_END = BLOCK_SIZE
 """A checkpoint is taken so many tokens before the end of a prompt.
@@ -83,12 +88,16 @@ class Checkpoints:
             return
         owner, tokens = sequence.request.owner, sequence.tokens
         sequence.n_branch = self._prefixes.n_known(owner, tokens)
-        for other in self._slots.running.values():
-            if other.request.owner == owner:
-                n_alike = _n_alike(tokens, other.tokens)
-                sequence.n_branch = max(sequence.n_branch, n_alike)
-                if other.n_branch <= other.n_computed < n_alike:
-                    other.n_branch = n_alike
+        begin_alike = (
+            other
+            for other in self._slots.running.values()
+            if other.request.owner == owner and other.tokens[:BLOCK_SIZE] == tokens[:BLOCK_SIZE]
+        )
+        for other in islice(begin_alike, _N_COMPARED):
+            n_alike = _n_alike(tokens, other.tokens)
+            sequence.n_branch = max(sequence.n_branch, n_alike)
+            if other.n_branch <= other.n_computed < n_alike:
+                other.n_branch = n_alike
 
     def _positions(self, sequence: Sequence) -> list[int]:
         """Returns how much of a prompt its checkpoints hold, none that would save too little."""
