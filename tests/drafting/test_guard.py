@@ -25,6 +25,7 @@ from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import Unauthenticated
 from drafthouse_server.scheduling.cells import OutputLengths
+from drafthouse_server.scheduling.checkpoints import HitRates
 from drafthouse_server.scheduling.pacing import ChunkSizer, RunLength
 from drafthouse_server.scheduling.preemption import SnapshotCost
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
@@ -378,7 +379,7 @@ def test_what_is_counted_and_not_measured_needs_no_guard(
     n_tokens: int,
 ) -> None:
     """Sizes of snapshots, lengths of outputs and hits: no clock comes in, so no nonsense either."""
-    cost, learnt, prefixes = SnapshotCost(), OutputLengths(), PrefixCache(can_cut=True)
+    cost, learnt = SnapshotCost(), OutputLengths()
     for n, n_bytes in snapshots:
         cost.observe(n, n_bytes)
     assert 0 < cost.write_s(n_tokens) < cost.total_s(n_tokens) < INF
@@ -387,8 +388,12 @@ def test_what_is_counted_and_not_measured_needs_no_guard(
         ended.tokens += [0] * n_output
         learnt.observe(ended)
         assert ended.n_output < learnt.likely(ended) <= 1 << 21
-    prefixes.counts.n_host_hits, prefixes.counts.n_stored = hosted
-    assert 0 < prefixes.host_hit_rate <= 1
+    rates = HitRates()
+    for _ in range(hosted[0] % 1000):
+        rates.count("a", is_hit=True)
+    for _ in range(hosted[1] % 1000):
+        rates.count_stored("a")
+    assert 0 < rates.of("a") <= 1
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, -1e-9, 86400.0, 1e300])

@@ -846,7 +846,7 @@ def test_snapshots_of_prefixes_must_promise_more_than_they_cost() -> None:
     bench = Bench(limits, scheduler={"prefixes": prefixes, "cost": StepCost()})
     saves = []
     for n in range(60):
-        sequence = bench.add(chr(n), n_prompt=40, n_output_max=2, tenant=f"tenant {n}")
+        sequence = bench.add(chr(n), n_prompt=40, n_output_max=2)
         while sequence.terminal is None:
             plan = bench.scheduler.plan(bench.now)
             saves += [n] * len(plan.saves)
@@ -856,8 +856,10 @@ def test_snapshots_of_prefixes_must_promise_more_than_they_cost() -> None:
             result = dataclasses.replace(result, timings=timings)
             bench.scheduler.commit(result, bench.now + timings.total_s)
     assert 8 <= len(saves) < 30
-    assert max(saves) < 40
-    assert prefixes.host_hit_rate == pytest.approx(0.2, abs=0.05)
+    assert sum(n >= 40 for n in saves) <= 3  # now and then: what was long ago counts less
+    rates = bench.scheduler._checkpoints.hit_rates
+    assert rates.of("default") == pytest.approx(0.2, abs=0.05)
+    assert rates.of("another") == 0.5
 
 
 def test_a_sequence_that_draws_is_preempted_by_snapshot_even_where_computing_again_is_cheaper() -> (

@@ -13,6 +13,7 @@ from drafthouse_server.drafting.cost import StepShape
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.scheduling import preemption
+from drafthouse_server.scheduling.checkpoints import HitRates
 from drafthouse_server.scheduling.preemption import SnapshotCost
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
@@ -310,3 +311,50 @@ def test_no_checkpoint_is_taken_for_few_tokens_or_twice(
     for i in range(3):
         clocked.finish(clocked.add([*numbers(n_shared), *numbers(n_rest, 3 + i)], n_output=3))
     assert stored == n_saved
+
+
+def one_off(clocked: Clocked, tenant: str, first: int, n: int) -> int:
+    """Sends prompts that nobody sends again; returns how many snapshots are written."""
+    n_before = len(clocked.plans)
+    for i in range(first, first + n):
+        clocked.finish(clocked.add([i % 251, i // 251, *numbers(98, i)], tenant=tenant))
+    return sum(len(plan.saves) for plan in clocked.plans[n_before:])
+
+
+def n_reused_later(clocked: Clocked, tenant: str) -> list[int]:
+    """Returns what the later turns of a conversation reuse whose slot is taken in between."""
+    said, n_reused = clocked.turn(numbers(150, 5), tenant=tenant), []
+    for i in range(4):
+        clocked.fill("others")
+        sequence = clocked.finish(clocked.add([*said, *numbers(40, i)], tenant=tenant))
+        said = [*sequence.request.prompt, *sequence.output]
+        n_reused.append(sequence.n_reused)
+    return n_reused
+
+
+def test_prompts_that_nobody_sends_again_take_the_cache_from_no_other_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preemption, "_FIXED_S", 0.02)  # a fifth of what 100 tokens take
+    clocked = Clocked()
+    assert one_off(clocked, "batch", 0, 100) >= 8
+    assert one_off(clocked, "batch", 100, 100) <= 10
+    assert min(n_reused_later(clocked, "chat")) >= 150
+
+
+def test_what_was_of_no_use_long_ago_counts_less() -> None:
+    rates = HitRates()
+    for _ in range(100):
+        rates.count("a", is_hit=False)
+        rates.count_stored("a")
+    assert rates.of("a") < 0.06
+    for _ in range(600):
+        rates.count("a", is_hit=False)
+    assert rates.of("a") > 0.25
+    assert rates.of("b") == 0.5
+    for _ in range(100):
+        rates.count("b", is_hit=True)
+        rates.count_stored("b")
+    assert rates.of("b") > 0.9
+    rates.forget("b")
+    assert rates.of("b") == 0.5

@@ -13,12 +13,12 @@ from itertools import islice
 from drafthouse_server.drafting.estimators import Estimators
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.preemption import SnapshotCost
-from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, Prefix, PrefixCache
+from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, Prefix, PrefixCache, tenant_of
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.slots import SlotTable
 from drafthouse_server.step import StepResult
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "HitRates"]
 
 _STALL_SHARE = 1 / 50
 """Running streams wait for a snapshot no longer than for so much of the time that it saves: they
@@ -30,12 +30,48 @@ _STALL_STEPS = 0.5
 _N_COMPARED = 16
 """Running sequences that a new one is compared with, token by token."""
 
+_N_PRIOR = 8
+"""Snapshots of a tenant, every second of them of use, that count until more is known."""
+
+_KEPT = 1 - 1 / 256
+"""Of what was counted, so much still counts after one more prompt."""
+
 _N_BEFORE_END = BLOCK_SIZE
 """A checkpoint is taken so many tokens before the end of a prompt.
 
 Not at the very end: the last tokens are the template's generation prompt (such as the mark of a
 thought), which is rendered differently once the answer is part of the history.
 """
+
+
+class HitRates:
+    """Predicts how often a tenant's snapshots in host memory are of use; by tenant.
+
+    What one tenant never comes back to is nothing that others should lose. What was long ago counts
+    less and less: otherwise a tenant whose snapshots were of no use would get no more, ever.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[float, float]] = {}  # hits and snapshots
+
+    def count(self, tenant: str, *, is_hit: bool) -> None:
+        """Counts a prompt, and whether it could go on from a snapshot."""
+        n_hits, n_stored = self._counts.get(tenant, (0.0, 0.0))
+        self._counts[tenant] = n_hits * _KEPT + is_hit, n_stored * _KEPT
+
+    def count_stored(self, tenant: str) -> None:
+        """Counts a snapshot that is kept."""
+        n_hits, n_stored = self._counts.get(tenant, (0.0, 0.0))
+        self._counts[tenant] = n_hits, n_stored + 1
+
+    def of(self, tenant: str) -> float:
+        """Returns the hits per snapshot to expect, (0, 1]."""
+        n_hits, n_stored = self._counts.get(tenant, (0.0, 0.0))
+        return min(1.0, (n_hits + _N_PRIOR / 2) / (n_stored + _N_PRIOR))
+
+    def forget(self, tenant: str) -> None:
+        """Forgets a tenant."""
+        self._counts.pop(tenant, None)
 
 
 class Checkpoints:
@@ -62,6 +98,8 @@ class Checkpoints:
         self._estimators = estimators
         self._snapshots = snapshots
         self._n_least = max(n_least, BLOCK_SIZE)  # less cannot be found
+        self.hit_rates = HitRates()
+        """How often snapshots are of use."""
         self._due: list[Sequence] = []  # computed up to where a checkpoint is to be taken
 
     @property
@@ -71,10 +109,11 @@ class Checkpoints:
 
     def n_before(self, plan: PlanBuilder, sequence: Sequence) -> int:
         """Returns how many tokens to compute before a checkpoint, or, without one, in all."""
-        n_before = sequence.n_reused
+        n_before, tenant = sequence.n_reused, sequence.request.tenant
         for position in self._positions(sequence) if self._are_taken else ():
-            if position > sequence.n_computed and self._is_cheap(plan.stored, position, n_before):
-                return position - sequence.n_computed
+            n_left = position - sequence.n_computed
+            if n_left > 0 and self._is_cheap(plan.stored, tenant, position, n_before):
+                return n_left
             n_before = position
         return sequence.n_pending
 
@@ -143,7 +182,7 @@ class Checkpoints:
         if is_twice or not self._prefixes.is_worth_storing(prefix, n_bytes):
             return
         n_reused = max(n_reused, self._prefixes.n_hosted(prefix))
-        if self._is_cheap(plan.stored, n_tokens, n_reused):
+        if self._is_cheap(plan.stored, tenant_of(prefix.tenant), n_tokens, n_reused):
             plan.saves.append(seq_id)
             plan.stored[seq_id] = prefix
             plan.moved_s += self._snapshots.write_s(n_tokens)
@@ -165,7 +204,9 @@ class Checkpoints:
         n_bytes += sum([len(start.snapshot) for start in plan.starts if start.snapshot])
         self._snapshots.observe_time(n_bytes, result.timings.moves_s)
 
-    def _is_cheap(self, stored: dict[int, Prefix], n_tokens: int, n_reused: int) -> bool:
+    def _is_cheap(
+        self, stored: dict[int, Prefix], tenant: str, n_tokens: int, n_reused: int
+    ) -> bool:
         """Returns whether a snapshot of a prefix promises to save more time than it costs.
 
         What is written must not hold up running streams for longer than a step of theirs takes, or
@@ -173,6 +214,7 @@ class Checkpoints:
 
         Args:
             stored: What the same plan writes besides.
+            tenant: Whose it is.
             n_tokens: Tokens that it would hold.
             n_reused: Of these, tokens that another prefix holds.
         """
@@ -185,7 +227,7 @@ class Checkpoints:
                 return False
         if recompute_s is None:
             return True
-        return snapshots.total_s(n_tokens) < self._prefixes.host_hit_rate * recompute_s
+        return snapshots.total_s(n_tokens) < self.hit_rates.of(tenant) * recompute_s
 
     def take(self, plan: PlanBuilder, result: StepResult) -> None:
         """Keeps what the engine has written."""
@@ -193,7 +235,8 @@ class Checkpoints:
             snapshot = result.snapshots.get(seq_id)
             if snapshot is not None:
                 self._snapshots.observe(len(prefix.tokens), len(snapshot))
-                self._prefixes.store(prefix.tenant, prefix.tokens, snapshot)
+                if self._prefixes.store(prefix.tenant, prefix.tokens, snapshot):
+                    self.hit_rates.count_stored(tenant_of(prefix.tenant))
 
 
 def _n_alike(first: list[int], second: list[int]) -> int:

@@ -181,6 +181,8 @@ class Placement:
         self._checkpoints.note_branch(sequence)
         if not sequence.swap.is_preempted:
             self._prefixes.count(sequence.n_prompt, match)
+            is_hit = match is not None and match.prefix.tier is Tier.HOST
+            self._checkpoints.hit_rates.count(request.tenant, is_hit=is_hit)
         return match
 
     def evict(self, plan: PlanBuilder) -> None:
@@ -198,6 +200,7 @@ class Placement:
         """Gives up what is kept of a tenant's ended sequences, in slots and in host memory."""
         self._slots.forget_tenant(tenant)
         self._prefixes.forget_tenant(tenant)
+        self._checkpoints.hit_rates.forget(tenant)
         self._counters.forget(tenant)
 
     def note_end(self, sequence: Sequence, now: float) -> None:

@@ -39,9 +39,6 @@ BLOCK_SIZE = 16
 
 _HASH_BYTES = 8
 
-_N_PRIOR = 8
-"""Snapshots, every second of them of use, that count until more is known."""
-
 
 class Tier(enum.IntEnum):
     """Where a prefix lives; the cheapest to use again first."""
@@ -186,12 +183,6 @@ class PrefixCache:
     def has_host(self) -> bool:
         """Whether prefixes may go to host memory."""
         return self._n_host_bytes_max > 0
-
-    @property
-    def host_hit_rate(self) -> float:
-        """How often a snapshot in host memory will be of use: hits per snapshot, (0, 1]."""
-        n_hits = self.counts.n_host_hits + _N_PRIOR / 2
-        return min(1.0, n_hits / (self.counts.n_stored + _N_PRIOR))
 
     @property
     def has_events(self) -> bool:
