@@ -178,7 +178,10 @@ class Checkpoints:
             n_reused: Of its tokens, those that another prefix holds, as far as that is known.
         """
         n_tokens, n_bytes = len(prefix.tokens), self._snapshots.n_bytes(len(prefix.tokens))
-        is_twice = any(other.hashes == prefix.hashes for other in plan.stored.values())
+        is_twice = any(
+            other.tenant == prefix.tenant and other.tokens == prefix.tokens
+            for other in plan.stored.values()
+        )
         if is_twice or not self._prefixes.is_worth_storing(prefix, n_bytes):
             return
         n_reused = max(n_reused, self._prefixes.n_hosted(prefix))
@@ -221,9 +224,9 @@ class Checkpoints:
         snapshots, estimators = self._snapshots, self._estimators
         recompute_s = estimators.recompute_s(n_tokens - n_reused)
         if self._slots.is_anybody_generating():
-            n_all = n_tokens + sum(len(prefix.tokens) for prefix in stored.values())
+            written = [n_tokens, *(len(prefix.tokens) for prefix in stored.values())]
             most_s = max(estimators.stall_s, _STALL_SHARE * (recompute_s or 0.0))
-            if snapshots.write_s(n_all) > most_s:
+            if sum(map(snapshots.write_s, written)) > most_s:
                 return False
         if recompute_s is None:
             return True
