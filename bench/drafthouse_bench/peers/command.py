@@ -257,7 +257,7 @@ def _describe(machine: Machine, plan: PeerPlan, terminal: Terminal) -> None:
     terminal.line(machine.engine.strip(" |"))
     terminal.line(
         f"threads per decode: {plan.n_threads}; greedy; K = 3 (n-gram: {NGRAM}, 8); prompt caches"
-        f" off, but with own defaults; gaps are between tokens, those of one message have a gap of 0"
+        f" off, but of own defaults; gaps are between tokens, those of one message have a gap of 0"
     )
     terminal.line("client of both: this process; ours by drafthouse.AsyncClient, theirs by raw SSE")
     if machine.load_average > _QUIET:
