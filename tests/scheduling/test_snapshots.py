@@ -307,7 +307,7 @@ def test_no_checkpoint_is_taken_for_few_tokens_or_twice(
         stored.append(len(tokens))
         return store(tenant, tokens, snapshot)
 
-    clocked.prefixes.store = noting  # type: ignore[method-assign,assignment]  # looks on
+    monkeypatch.setattr(clocked.prefixes, "store", noting)
     for i in range(3):
         clocked.finish(clocked.add([*numbers(n_shared), *numbers(n_rest, 3 + i)], n_output=3))
     assert stored == n_saved

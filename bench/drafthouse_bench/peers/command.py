@@ -451,36 +451,38 @@ class _BenchPeers:
 
     async def _behind(self, case: PeerCase, target: Target) -> BehindRow:
         assert case.n_prompt is not None, "the long prompts have a length"
-        config, n_long = self._plan.config(case, target), case.n_prompt
+        n_long = case.n_prompt
         n_known = max(map(max, self._tokens(target))) + 1
-        flags = default_peer_flags(n_long + 1, self._n_ctx_train(target))
-        flags += self._arguments.peer_flags
 
         async def turn(running: Running, i_round: int) -> BehindResult:
             return await run_behind(running, n_known, n_long, _SEED + 10_000 * i_round)
 
-        async with (
-            run_ours(config, self._arguments.server_flags) as ours,
-            run_peer_with(self._arguments.peer, config.model, flags) as theirs,
-        ):
-            both = (ours, theirs.running)
-            for running in both:  # what a step takes is learnt once in a server's life
-                await run_closed(running, self._prompts(target, 2), _N_WARM_UP_OUTPUT, 1)
-            return BehindRow(case, *await self._rounds(both, turn))
+        return BehindRow(case, *await self._with_defaults(case, target, n_long + 1, turn))
 
     async def _chats(self, case: PeerCase, target: Target) -> ChatsRow:
         assert case.n_prompt is not None, "first messages have a length"
-        config, n_first = self._plan.config(case, target), case.n_prompt
+        n_first, n_shared = case.n_prompt, self._arguments.n_shared
         n_known = max(map(max, self._tokens(target))) + 1
-        n_shared = self._arguments.n_shared
-        flags = default_peer_flags(n_shared + longest(n_first), self._n_ctx_train(target))
-        flags += self._arguments.peer_flags
 
         async def turn(running: Running, i_round: int) -> ChatsResult:
             seed = _SEED + i_round
             chats = draw_chats(n_known, n_first, case.streams, seed, n_shared)
             return await run_chats(running, chats)
 
+        n_longest = n_shared + longest(n_first)
+        return ChatsRow(case, *await self._with_defaults(case, target, n_longest, turn))
+
+    async def _with_defaults(
+        self,
+        case: PeerCase,
+        target: Target,
+        n_longest: int,
+        turn: Callable[[Running, int], Awaitable[_T]],
+    ) -> tuple[list[_T], list[_T]]:
+        """Lets both take turns with own defaults; requests have `n_longest` tokens at most."""
+        config = self._plan.config(case, target)
+        flags = default_peer_flags(n_longest, self._n_ctx_train(target))
+        flags += self._arguments.peer_flags
         async with (
             run_ours(config, self._arguments.server_flags) as ours,
             run_peer_with(self._arguments.peer, config.model, flags) as theirs,
@@ -488,7 +490,7 @@ class _BenchPeers:
             both = (ours, theirs.running)
             for running in both:  # what a step takes is learnt once in a server's life
                 await run_closed(running, self._prompts(target, 2), _N_WARM_UP_OUTPUT, 1)
-            return ChatsRow(case, *await self._rounds(both, turn))
+            return await self._rounds(both, turn)
 
     async def _mixed(self, case: PeerCase, target: Target) -> list[MixedRow]:
         """Our server with each K and with its adaptive policy, and llama-server, in turns."""
