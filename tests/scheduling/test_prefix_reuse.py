@@ -14,7 +14,7 @@ from tests.support.windows import windowed
 
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.scheduling.prefix_cache import PrefixCache
+from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.step import SamplingOptions, StepPlan
@@ -47,14 +47,26 @@ def ask(
     engine: LlamaEngine, scheduler: Scheduler, prompt: abc.Sequence[int], tenant: str = "a"
 ) -> Sequence:
     """Runs one request to its end."""
-    sampler = engine.make_sampler(GREEDY)
-    sequence = Sequence(Request("r", prompt, n_output_max=N_OUTPUT, tenant=tenant), sampler)
-    scheduler.submit(sequence)
+    return ask_all(engine, scheduler, [prompt], tenant)[0]
+
+
+def ask_all(
+    engine: LlamaEngine,
+    scheduler: Scheduler,
+    prompts: abc.Sequence[abc.Sequence[int]],
+    tenant: str = "a",
+) -> list[Sequence]:
+    """Runs requests that come at once to their end."""
+    sequences = []
+    for prompt in prompts:
+        request = Request("r", prompt, n_output_max=N_OUTPUT, tenant=tenant)
+        sequences.append(Sequence(request, engine.make_sampler(GREEDY)))
+        scheduler.submit(sequences[-1])
     for _ in range(500):
         if scheduler.is_idle:
             break
         scheduler.commit(engine.step(scheduler.plan(0.0)), 0.0)
-    return sequence
+    return sequences
 
 
 def test_turns_go_on_from_slots_and_from_host_memory(target: str, engine: LlamaEngine) -> None:
@@ -82,6 +94,53 @@ def test_turns_go_on_from_slots_and_from_host_memory(target: str, engine: LlamaE
             assert sequence.tally.n_accepted >= 0.5 * expected.tally.n_accepted
     finally:
         referee.close()
+
+
+def beginning_alike(n: int) -> list[list[int]]:
+    opening, *rest = prompts((150, *[20 + 3 * i for i in range(n)]))
+    return [[*opening, *tail] for tail in rest]
+
+
+def test_prompts_that_come_together_and_begin_alike_get_the_tokens_of_each_alone(
+    target: str, engine: LlamaEngine
+) -> None:
+    prefixes = PrefixCache(can_cut=target == "dense", n_host_bytes_max=1 << 28)
+    scheduler = Scheduler(engine.limits, FixedDraft(3), cost=UnknownCost(), prefixes=prefixes)
+    together = ask_all(engine, scheduler, beginning_alike(4))
+    n_shared = 150 if target == "dense" else 150 - 150 % BLOCK_SIZE
+    assert together[0].n_reused == 0
+    assert min(sequence.n_reused for sequence in together[1:]) >= n_shared
+    assert engine.n_cells_used == scheduler.n_cells_held
+    referee = Referee(target)
+    try:
+        anew = Scheduler(engine.limits, FixedDraft(3), cost=UnknownCost())
+        for sequence in together:
+            expected = ask(engine, anew, sequence.request.prompt)
+            referee.compare(sequence.request.prompt, expected.output, sequence.output)
+    finally:
+        referee.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own-cells", "shared-cells"])
+def test_with_sliding_windows_they_get_them_too(*, is_shared: bool) -> None:
+    path = windowed(64)
+    settings = demo_config(
+        "dense", "none", model=str(path), parallel=4, ctx_size=1200 if is_shared else 0,
+        max_model_len=512, kv_unified=is_shared,
+    )  # fmt: skip
+    engine, referee = LlamaEngine.load(settings), Referee("dense", path)
+    try:
+        prefixes = PrefixCache(can_cut=True, n_window=64, n_host_bytes_max=1 << 28)
+        scheduler = Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost(), prefixes=prefixes)
+        together = ask_all(engine, scheduler, beginning_alike(6))
+        assert [s.n_reused >= 144 for s in together] == [False, *[True] * 5]
+        anew = Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost())
+        for sequence in together:
+            expected = ask(engine, anew, sequence.request.prompt)
+            referee.compare(sequence.request.prompt, expected.output, sequence.output)
+    finally:
+        referee.close()
+        engine.close()
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own-cells", "shared-cells"])

@@ -18,7 +18,8 @@ from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import EngineError
-from drafthouse_server.scheduling.prefix_cache import PrefixCache
+from drafthouse_server.scheduling import placement
+from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import (
     ErrorEvent,
@@ -127,6 +128,12 @@ SETUPS = (
     QUICK,
     dataclasses.replace(QUICK, n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000),
 )
+
+
+@pytest.fixture(autouse=True)
+def _short_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts wait for one another that begin with a block alike."""
+    monkeypatch.setattr(placement, "_N_LED_MIN", BLOCK_SIZE)
 
 
 class World:
@@ -367,6 +374,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             for world in self.worlds:
                 world.submit(prompt, 1, tenant=before.request.tenant)
 
+    @rule(
+        n=st.integers(2, 5),
+        n_shared=st.integers(16, 30),
+        tenant=st.sampled_from(["a", "b"]),
+        priorities=st.lists(st.integers(-1, 1), min_size=5, max_size=5),
+    )
+    def come_together(self, n: int, n_shared: int, tenant: str, priorities: list[int]) -> None:
+        """Prompts that begin alike."""
+        for i in range(n):
+            for world in self.worlds:
+                prompt = [*range(100, 100 + n_shared), i, 7]
+                world.submit(prompt, 3, tenant=tenant, received_at=self.now, priority=priorities[i])
+
     @rule(n_steps=st.integers(1, 4))
     def step(self, n_steps: int) -> None:
         for _ in range(n_steps):
@@ -430,7 +450,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cells_are_counted_as_the_engine_counts_them(self) -> None:
         for sequence in self.world.live:
             if sequence.state is SequenceState.RUNNING:
-                assert sequence.n_computed == self.world.engine.n_past(sequence.seq_id)
+                is_begun = sequence.seq_id not in self.world.scheduler._slots.leads
+                n_past = self.world.engine.n_past(sequence.seq_id) if is_begun else 0
+                assert sequence.n_computed == n_past
 
     @invariant()
     def events_end_once_and_carry_the_whole_output(self) -> None:

@@ -8,14 +8,12 @@ what many conversations begin with (Pan et al., arXiv:2411.19379).
 
 from __future__ import annotations
 
-from itertools import islice
-
 from drafthouse_server.drafting.estimators import Estimators
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.preemption import SnapshotCost
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, Prefix, PrefixCache, tenant_of
 from drafthouse_server.scheduling.sequence import Sequence
-from drafthouse_server.scheduling.slots import SlotTable
+from drafthouse_server.scheduling.slots import Lead, SlotTable
 from drafthouse_server.step import StepResult
 
 __all__ = ["Checkpoints", "HitRates"]
@@ -26,9 +24,6 @@ would be slower for all of that time if its tokens were computed again."""
 
 _STALL_STEPS = 0.5
 """After so much of a step's time with snapshots, who waits gets a slot in the next step."""
-
-_N_COMPARED = 16
-"""Running sequences that a new one is compared with, token by token."""
 
 _N_PRIOR = 8
 """Snapshots of a tenant, every second of them of use, that count until more is known."""
@@ -117,26 +112,37 @@ class Checkpoints:
             n_before = position
         return sequence.n_pending
 
-    def note_branch(self, sequence: Sequence) -> None:
+    def note_branch(self, sequence: Sequence, alike: list[tuple[Sequence, int]]) -> None:
         """Notes how much of a prompt another one begins with that is kept, or runs.
 
         One that has not come so far takes the checkpoint itself.
+
+        Args:
+            sequence: Has the prompt.
+            alike: Those that run, and how many tokens both begin with.
         """
         sequence.n_branch = 0
         if not self._are_taken:
             return
-        owner, tokens = sequence.request.owner, sequence.tokens
-        sequence.n_branch = self._prefixes.n_known(owner, tokens)
-        begin_alike = (
-            other
-            for other in self._slots.running.values()
-            if other.request.owner == owner and other.tokens[:BLOCK_SIZE] == tokens[:BLOCK_SIZE]
-        )
-        for other in islice(begin_alike, _N_COMPARED):
-            n_alike = _n_alike(tokens, other.tokens)
+        sequence.n_branch = self._prefixes.n_known(sequence.request.owner, sequence.tokens)
+        for other, n_alike in alike:
             sequence.n_branch = max(sequence.n_branch, n_alike)
             if other.n_branch <= other.n_computed < n_alike:
                 other.n_branch = n_alike
+
+    def lead(self, other: Sequence, n_alike: int) -> Lead | None:
+        """Returns what one has to wait for that begins as another one that runs; None: no use.
+
+        Args:
+            other: Has not computed all that both begin with.
+            n_alike: Tokens that both begin with.
+        """
+        if self._prefixes.can_cut:
+            return Lead(other, n_alike, n_alike) if n_alike >= other.n_cut_min else None
+        n_usable = min(n_alike, other.n_prompt - _N_BEFORE_END)
+        is_taken = self._are_taken and n_usable - other.n_reused >= self._n_least
+        # The checkpoint is written when its first token after it is computed.
+        return Lead(other, n_usable, n_usable + 1) if is_taken else None
 
     def _positions(self, sequence: Sequence) -> list[int]:
         """Returns how much of a prompt its checkpoints hold, none that would save too little."""
@@ -240,15 +246,3 @@ class Checkpoints:
                 self._snapshots.observe(len(prefix.tokens), len(snapshot))
                 if self._prefixes.store(prefix.tenant, prefix.tokens, snapshot):
                     self.hit_rates.count_stored(tenant_of(prefix.tenant))
-
-
-def _n_alike(first: list[int], second: list[int]) -> int:
-    """Returns how many tokens both begin with, in whole blocks."""
-    low, high = 0, min(len(first), len(second)) // BLOCK_SIZE
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[: middle * BLOCK_SIZE] == second[: middle * BLOCK_SIZE]:
-            low = middle
-        else:
-            high = middle - 1
-    return low * BLOCK_SIZE

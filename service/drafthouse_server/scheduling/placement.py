@@ -1,4 +1,8 @@
-"""Gives waiting sequences their slots, with as much of their tokens as is computed somewhere."""
+"""Gives waiting sequences their slots, with as much of their tokens as is computed somewhere.
+
+Prompts that come together often begin alike: with the same instructions, or examples. Then one of
+them computes that, and the others wait for it, each with its slot (as SGLang and vLLM do).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,15 @@ from drafthouse_server.scheduling.cells import CellLedger
 from drafthouse_server.scheduling.checkpoints import Checkpoints
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.preemption import Preemption
-from drafthouse_server.scheduling.prefix_cache import Match, PrefixCache, Tier, tenant_of
+from drafthouse_server.scheduling.prefix_cache import (
+    BLOCK_SIZE,
+    Match,
+    PrefixCache,
+    Tier,
+    tenant_of,
+)
 from drafthouse_server.scheduling.sequence import Sequence
-from drafthouse_server.scheduling.slots import LastSlot, SlotTable
+from drafthouse_server.scheduling.slots import LastSlot, Lead, SlotTable
 from drafthouse_server.scheduling.waiting import WaitingQueue
 from drafthouse_server.step import Start, StepResult
 from drafthouse_server.tenancy.fairness import Budget, VirtualCounters
@@ -30,6 +40,9 @@ def tag_of(tenant: str) -> int:
 _MOVED_SHARE = 0.25
 """Share of the time that a tenant's snapshots may take, written and read, beside others' streams:
 what was reused costs it no service, and all wait for it."""
+
+_N_LED_MIN = 64
+"""Tokens that a sequence waits for at least, while another one computes them."""
 
 _SPEED_UP = 2.0
 """A prompt is computed so much faster than predicted at most, where a deadline depends on it."""
@@ -76,6 +89,7 @@ class Placement:
         holds up no other tenant. Snapshots of many would hold up running streams for long, so they
         are spread over steps.
         """
+        self._release(plan)
 
         def may(tenant: str) -> bool:
             may_save = self._slots.has_room or self._preemption.may_save(tenant, plan.planned_at)
@@ -103,6 +117,28 @@ class Placement:
             for sequence in self._slots.running.values()
         )
 
+    def _release(self, plan: PlanBuilder) -> None:
+        """Lets those begin that waited with a slot for tokens that are computed now.
+
+        Or that will not be: who was to compute them has lost its slot.
+        """
+        slots = self._slots
+        for seq_id, lead in list(slots.leads.items()):
+            other, sequence = lead.sequence, slots.running[seq_id]
+            is_running = slots.running.get(other.seq_id) is other
+            is_early = is_running and (
+                other.n_computed < lead.n_computed or plan.starts_in(other.seq_id)
+            )
+            if is_early or not self._may_move(sequence.request.tenant, plan.planned_at):
+                continue
+            if self._checkpoints.hold_up(plan):
+                return
+            # It is charged anew, for what it has to compute after all.
+            self._counters.charge_prompt(sequence.request.tenant, -lead.n_rest(sequence))
+            del slots.running[seq_id]
+            slots.empty(seq_id)
+            self._start(plan, sequence)
+
     def _has_slot(self, sequence: Sequence, plan: PlanBuilder) -> bool:
         """Returns whether there is a slot for a sequence, without taking it from another."""
         slots, tenant = self._slots, sequence.request.tenant
@@ -126,19 +162,49 @@ class Placement:
         return self._preemption.recompute_s(n_tokens) / _SPEED_UP
 
     def _start(self, plan: PlanBuilder, sequence: Sequence) -> None:
-        """Gives a sequence its slot."""
-        tenant, now = sequence.request.tenant, plan.planned_at
-        snapshot, source = self._preemption.swap.take(sequence), None
-        match = self._find_prefix(sequence) if snapshot is None else None
+        """Gives a sequence its slot; the engine hears of it once there is nothing to wait for."""
+        snapshot, match, lead = self._preemption.swap.take(sequence), None, None
         sequence.n_cut_min = 0
         if snapshot is not None:
             sequence.n_cut_min = self._prefixes.n_cut_min_of_snapshot(sequence.n_computed)
-        seq_id, match = self._slots.place(match)
+        else:
+            match, lead = self._find_prefix(plan, sequence)
+        seq_id, match = self._slots.place(None if lead else match)
+        has_lost = self._take(plan, seq_id, match)
+        sequence.seq_id = seq_id
+        self._slots.running[seq_id] = sequence
+        self._last_slot.note_start(sequence.request.tenant, plan.planned_at)
+        if lead is None:
+            self._begin(plan, sequence, match, snapshot)
+        else:
+            self._slots.leads[seq_id] = lead
+            self._counters.charge_prompt(sequence.request.tenant, lead.n_rest(sequence))
+            if has_lost:
+                plan.frees.append(seq_id)
+
+    def _take(self, plan: PlanBuilder, seq_id: int, match: Match | None) -> bool:
+        """Takes a slot; returns whether it held what is no match, and is saved now, or lost."""
         lost = self._slots.take(seq_id, match)
         if lost is not None:
             moved_s = plan.moved_s
             self._checkpoints.store(plan, seq_id, lost)
-            self._moves.spend(tenant_of(lost.tenant), plan.moved_s - moved_s, now)
+            tenant = tenant_of(lost.tenant)
+            self._moves.spend(tenant, plan.moved_s - moved_s, plan.planned_at)
+        return lost is not None
+
+    def _begin(
+        self, plan: PlanBuilder, sequence: Sequence, match: Match | None, snapshot: bytes | None
+    ) -> None:
+        """Has the engine begin a sequence in its slot.
+
+        Args:
+            plan: Begins it.
+            sequence: Has the slot.
+            match: The prefix to go on from.
+            snapshot: All that the sequence held when it was preempted.
+        """
+        tenant, now, seq_id = sequence.request.tenant, plan.planned_at, sequence.seq_id
+        source = None
         if match is not None:
             prefix = match.prefix
             sequence.n_computed = match.n_tokens
@@ -149,9 +215,6 @@ class Placement:
             read_s = self._checkpoints.read(plan, snapshot)
             if not sequence.swap.is_preempted:  # else another's request is the reason
                 self._moves.spend(tenant, read_s, now)
-        sequence.seq_id = seq_id
-        self._last_slot.note_start(tenant, now)
-        self._slots.running[seq_id] = sequence
         plan.starts.append(
             Start(
                 seq_id,
@@ -165,25 +228,79 @@ class Placement:
         )
         if sequence.swap.is_preempted:
             self._preemption.note_resumed(sequence, now)
-        else:
-            sequence.clock.slot_at = now
-            sequence.n_reused = sequence.n_computed
-            self._counters.charge_prompt(tenant, sequence.n_pending)
-            if match is not None:
-                plan.hits.append(sequence)
+            return
+        self._prefixes.count(sequence.n_prompt, match)
+        is_hit = match is not None and match.prefix.tier is Tier.HOST
+        self._checkpoints.hit_rates.count(tenant, is_hit=is_hit)
+        sequence.clock.slot_at = now
+        sequence.n_reused = sequence.n_computed
+        self._counters.charge_prompt(tenant, sequence.n_pending)
+        if match is not None:
+            plan.hits.append(sequence)
 
-    def _find_prefix(self, sequence: Sequence) -> Match | None:
-        """Returns the prefix that a sequence could go on from; what it drafted on is gone."""
+    def _find_prefix(
+        self, plan: PlanBuilder, sequence: Sequence
+    ) -> tuple[Match | None, Lead | None]:
+        """Returns the prefix that a sequence could go on from, and what it should wait for instead.
+
+        What it drafted on is gone.
+        """
         sequence.is_draft_cold = False
-        request = sequence.request
-        self._prefixes.set_weight(request.tenant, self._counters.weight(request.tenant))
-        match = self._prefixes.find(request.owner, sequence.tokens)
-        self._checkpoints.note_branch(sequence)
-        if not sequence.swap.is_preempted:
-            self._prefixes.count(sequence.n_prompt, match)
-            is_hit = match is not None and match.prefix.tier is Tier.HOST
-            self._checkpoints.hit_rates.count(request.tenant, is_hit=is_hit)
-        return match
+        if not self._prefixes.is_on:
+            return None, None
+        owner, tenant = sequence.request.owner, sequence.request.tenant
+        self._prefixes.set_weight(tenant, self._counters.weight(tenant))
+        alike = self._slots.alike(sequence)
+        self._checkpoints.note_branch(sequence, alike)
+        match = self._prefixes.find(owner, sequence.tokens)
+        begun = [it for it in alike if not plan.starts_in(it[0].seq_id)]
+        if self._note_ahead(begun, match.n_tokens if match else 0):
+            match = self._prefixes.find(owner, sequence.tokens)
+        if sequence.swap.is_preempted:
+            return match, None
+        return match, self._find_lead(sequence, alike, match.n_tokens if match else 0)
+
+    def _note_ahead(self, alike: list[tuple[Sequence, int]], n_found: int) -> bool:
+        """Notes what is computed of the prompt that is most alike, if that is more than was found.
+
+        Of prompts under way nothing is noted else: what is worth it would change in each step.
+        """
+        if not self._prefixes.can_cut:
+            return False
+        ahead = max(alike, key=lambda it: min(it[1], it[0].n_computed), default=None)
+        if ahead is None or min(ahead[1], ahead[0].n_computed) < n_found + BLOCK_SIZE:
+            return False
+        self._slots.note(ahead[0])
+        return True
+
+    def _find_lead(
+        self, sequence: Sequence, alike: list[tuple[Sequence, int]], n_found: int
+    ) -> Lead | None:
+        """Returns what a sequence should wait for; None: nothing is worth it.
+
+        One that goes first computes it: whoever waits would get none of the steps before.
+
+        Args:
+            sequence: Gets a slot.
+            alike: Those that run, and how many tokens both begin with.
+            n_found: Tokens that it could go on from now.
+        """
+        best = None
+        for other, n_alike in alike:
+            is_ahead = other.rank < sequence.rank and not other.is_generating
+            lead = self._checkpoints.lead(other, n_alike) if is_ahead else None
+            is_due = lead is not None and lead.n_computed > other.n_computed
+            if lead and is_due and (best is None or lead.n_usable > best.n_usable):
+                best = lead
+        if best is None or not self._is_worth_waiting(best.n_usable, n_found):
+            return None
+        return best
+
+    def _is_worth_waiting(self, n_usable: int, n_found: int) -> bool:
+        """Returns whether to compute what is missing takes longer than a step takes anyway."""
+        n_least = max(_N_LED_MIN, self._slots.n_copied_min)
+        n_missing = n_usable - n_found
+        return n_missing >= n_least and self._preemption.is_longer_than_a_step(n_missing)
 
     def evict(self, plan: PlanBuilder) -> None:
         """Gives up retained slots until the step finds its cells."""

@@ -55,6 +55,10 @@ class PlanBuilder:
         """Whether slots are taken, taken away or saved."""
         return bool(self.starts or self.swap_outs or self.saves)
 
+    def starts_in(self, seq_id: int) -> bool:
+        """Returns whether a slot is taken: what it holds then is not there yet."""
+        return any(start.seq_id == seq_id for start in self.starts)
+
     def freeze(self) -> StepPlan:
         """Returns the plan for the engine."""
         return StepPlan(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from drafthouse_server.drafting.cost import StepShape
 from drafthouse_server.drafting.estimators import Estimators
 from drafthouse_server.scheduling.cells import CellLedger
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
@@ -307,6 +308,11 @@ class Preemption:
         """Returns the predicted seconds of computing so many tokens; 0 while nothing is known."""
         return self._estimators.recompute_s(n_tokens) or 0.0
 
+    def is_longer_than_a_step(self, n_tokens: int) -> bool:
+        """Returns whether so many tokens take longer than a step takes anyway, or is unknown."""
+        recompute_s = self._estimators.recompute_s(n_tokens)
+        return recompute_s is None or recompute_s >= self._estimators.predict(StepShape())
+
     def make_way(self, victim: Sequence, sequence: Sequence, plan: PlanBuilder) -> None:
         """Takes a victim's slot away for a sequence, whose tenant has to answer for what it costs.
 
@@ -322,15 +328,20 @@ class Preemption:
     def preempt(self, sequence: Sequence, plan: PlanBuilder) -> None:
         """Takes a sequence's slot away; once that is carried out, `take` lets it wait."""
         seq_id = sequence.seq_id
-        if self._is_saved(sequence):
+        lead = self._slots.leads.get(seq_id)
+        if not lead and self._is_saved(sequence):
             plan.saves.append(seq_id)
             plan.moved_s += self.swap.write_s(sequence.n_computed)
-        plan.swap_outs.append(seq_id)
-        plan.preempted[seq_id] = sequence
         del self._slots.running[seq_id]
         self._ledger.release(sequence)
         self._slots.empty(seq_id)
         sequence.seq_id = -1
+        if lead:  # the engine knows nothing of it
+            self._counters.charge_prompt(sequence.request.tenant, -lead.n_rest(sequence))
+            self._waiting.push(sequence)
+            return
+        plan.swap_outs.append(seq_id)
+        plan.preempted[seq_id] = sequence
         sequence.swap.begin(plan.planned_at)
         sequence.n_no_room = 0
         self.swap.n_preempted += 1

@@ -303,7 +303,7 @@ class Scheduler:
             )
         if self._slots.retained and self._ledger.is_shared:
             self._placement.evict(plan)
-        plan.drafts_off, plan.drafts_on = estimators.turn(self._slots.running, plan.starts)
+        plan.drafts_off, plan.drafts_on = estimators.turn(self._slots.begun(), plan.starts)
         return plan.freeze()
 
     def _draft(self, plan: PlanBuilder, decodes: list[Sequence], draft_budget: int) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heapify, heappush
+from itertools import islice
+from typing import NamedTuple
 
 from drafthouse_server.scheduling.prefix_cache import (
     BLOCK_SIZE,
@@ -21,7 +23,7 @@ from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits
 from drafthouse_server.tenancy.fairness import VirtualCounters
 
-__all__ = ["LastSlot", "SlotTable"]
+__all__ = ["LastSlot", "Lead", "SlotTable"]
 
 _COPY_SHARE = 64
 """Copy a prefix between slots only if it covers at least one part in this many of the slot.
@@ -29,11 +31,29 @@ _COPY_SHARE = 64
 It copies all of them; to compute a token takes hundreds of times as long as to copy a cell.
 """
 
+_N_COMPARED = 16
+"""Running sequences that a new one is compared with, token by token."""
+
 _AWAY_S = 0.2
 """Seconds that a tenant may be away: programs that ask again at once are back sooner."""
 
 _KEPT_S = 1.0
 """Seconds for which the last slot is kept from a tenant without a break."""
+
+
+class Lead(NamedTuple):
+    """What a sequence with a slot waits for: another one computes what both begin with."""
+
+    sequence: Sequence
+    """The other one."""
+    n_usable: int
+    """Tokens to go on from then."""
+    n_computed: int
+    """Tokens that it must have computed."""
+
+    def n_rest(self, sequence: Sequence) -> int:
+        """Returns how many tokens the one that waits will have to compute."""
+        return sequence.n_target - self.n_usable
 
 
 class SlotTable:
@@ -55,6 +75,8 @@ class SlotTable:
         self._free = list(range(limits.n_seq_max))
         self.running: dict[int, Sequence] = {}
         """Sequences that run, by slot."""
+        self.leads: dict[int, Lead] = {}
+        """What those that wait with a slot wait for, by slot: the engine knows nothing of them."""
         self.retained: dict[int, int] = {}
         """Cells by slot, of sequences that have ended."""
         self.n_retained_cells = 0
@@ -66,6 +88,11 @@ class SlotTable:
     def has_room(self) -> bool:
         """Whether a slot can be taken without taking it away from a running sequence."""
         return bool(self._free or self.retained)
+
+    @property
+    def n_copied_min(self) -> int:
+        """Fewest tokens of a prefix that are worth copying from slot to slot."""
+        return 1 if self._is_shared else -(-self._n_ctx_seq // _COPY_SHARE)
 
     @property
     def n_cells_held(self) -> int:
@@ -91,8 +118,37 @@ class SlotTable:
         """Returns whether a sequence waits for its next token alone."""
         return any(sequence.is_generating for sequence in self.running.values())
 
+    def begun(self) -> dict[int, Sequence]:
+        """Returns the sequences that the engine knows of, by slot."""
+        if not self.leads:
+            return self.running
+        return {
+            seq_id: sequence
+            for seq_id, sequence in self.running.items()
+            if seq_id not in self.leads
+        }
+
+    def alike(self, sequence: Sequence) -> list[tuple[Sequence, int]]:
+        """Returns running sequences of the same owner, and the tokens that both begin with.
+
+        In whole blocks, at least one, and not the last token of the sequence.
+        """
+        owner, tokens = sequence.request.owner, sequence.tokens
+        first = tokens[:BLOCK_SIZE]
+        begin_alike = (
+            other
+            for other in self.running.values()
+            if other.request.owner == owner and other.tokens[:BLOCK_SIZE] == first
+        )
+        return [
+            (other, n_alike)
+            for other in islice(begin_alike, _N_COMPARED)
+            if (n_alike := _n_alike(tokens, other.tokens, len(tokens) - 1))
+        ]
+
     def split(self) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the sequences that generate and those with tokens to compute first."""
+        leads = self.leads
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self.running.values():
@@ -100,14 +156,14 @@ class SlotTable:
             n_target = len(sequence.tokens)
             if sequence.n_computed == n_target - 1 and n_target > sequence.n_prompt:
                 decodes.append(sequence)
-            else:
+            elif sequence.seq_id not in leads:
                 prefills.append(sequence)
         return decodes, prefills
 
     def take_given_back(self) -> list[int]:
         """Returns the slots to tell the engine of; they are told once."""
         given_back, self.given_back = self.given_back, []
-        return given_back
+        return list(dict.fromkeys(given_back))
 
     # --- taking a slot
 
@@ -126,7 +182,7 @@ class SlotTable:
             can_move = self._prefixes.can_cut and not self._is_shared
             if not can_move or self._n_neighbours(held) >= self._n_neighbours(best):
                 return held, match
-        if not self._is_shared and match.n_tokens * _COPY_SHARE < self._n_ctx_seq:
+        if match.n_tokens < self.n_copied_min:
             return best, None
         return best, match
 
@@ -185,6 +241,7 @@ class SlotTable:
     def empty(self, seq_id: int) -> None:
         """Notes that a slot is free."""
         heappush(self._free, seq_id)
+        self.leads.pop(seq_id, None)
         self._prefixes.drop(seq_id)
 
     def note(self, sequence: Sequence) -> None:
@@ -192,7 +249,7 @@ class SlotTable:
         self._prefixes.hold(
             sequence.seq_id,
             sequence.request.owner,
-            sequence.tokens,
+            sequence.tokens[: sequence.n_computed],
             is_running=True,
             n_cut_min=sequence.n_cut_min,
         )
@@ -305,3 +362,15 @@ class LastSlot:
         while ended and now - ended[(first := next(iter(ended)))] > _AWAY_S:
             del ended[first]
             self._back.discard(first)
+
+
+def _n_alike(first: list[int], second: list[int], n_most: int) -> int:
+    """Returns how many tokens both begin with, in whole blocks."""
+    low, high = 0, min(n_most, len(second)) // BLOCK_SIZE
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[: middle * BLOCK_SIZE] == second[: middle * BLOCK_SIZE]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * BLOCK_SIZE

@@ -1,0 +1,212 @@
+"""Prompts that come together and begin alike: one computes that, the others wait for it.
+
+In virtual time. A step takes 10 ms and 1 ms a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.support.clocked import LIMITS, Clocked, numbers
+
+from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE
+from drafthouse_server.scheduling.sequence import FinishReason, Sequence, SequenceState
+from drafthouse_server.tenancy.fairness import Fairness
+
+EIGHT = dataclasses.replace(LIMITS, n_seq_max=8, n_ctx=8 * 4096, n_outputs_max=8)
+SHARED = numbers(600)
+KINDS = pytest.mark.parametrize("is_recurrent", [False, True], ids=["dense", "recurrent"])
+
+
+def prompts(n: int, n_rest: int = 50) -> list[list[int]]:
+    """Returns prompts that begin alike and part from one another with their next token."""
+    return [[*SHARED, i, *numbers(n_rest, 3 + i)] for i in range(n)]
+
+
+def finish(clocked: Clocked, together: list[Sequence]) -> None:
+    for sequence in together:
+        clocked.finish(sequence)
+
+
+def alone(prompt: list[int], n_output: int = 2) -> list[int]:
+    clocked = Clocked(EIGHT)
+    return clocked.finish(clocked.add(prompt, n_output)).output
+
+
+def check_idle(clocked: Clocked) -> None:
+    """Nobody waits for anything, and nobody has a slot."""
+    clocked.step()
+    assert clocked.scheduler.is_idle
+    assert not clocked.scheduler._slots.leads
+
+
+@KINDS
+@pytest.mark.parametrize("n", [2, 8, 20])
+def test_what_all_begin_with_is_computed_once(n: int, *, is_recurrent: bool) -> None:
+    """More than there are slots, too: those that come later find it, as ever."""
+    clocked = Clocked(EIGHT, is_recurrent=is_recurrent)
+    together = [clocked.add(prompt) for prompt in prompts(n)]
+    finish(clocked, together)
+    n_shared = 600 if not is_recurrent else 600 - 600 % BLOCK_SIZE
+    assert [sequence.n_reused for sequence in together] == [0, *[n_shared] * (n - 1)]
+    assert clocked.n_computed == 651 + (n - 1) * (651 - n_shared) + n  # each computed one output
+    assert [s.output for s in together] == [alone(prompt) for prompt in prompts(n)]
+    counts = clocked.scheduler.counts
+    assert counts.n_prefix_lookups == n
+    assert counts.n_reused == n_shared * (n - 1)
+    check_idle(clocked)
+
+
+@KINDS
+def test_the_same_prompt_many_times_is_computed_once(*, is_recurrent: bool) -> None:
+    clocked = Clocked(EIGHT, is_recurrent=is_recurrent)
+    together = [clocked.add(SHARED, 3) for _ in range(8)]
+    finish(clocked, together)
+    n_reused = 599 if not is_recurrent else 600 - BLOCK_SIZE
+    assert [sequence.n_reused for sequence in together[1:]] == [n_reused] * 7
+    assert {tuple(sequence.output) for sequence in together} == {tuple(alone(SHARED, 3))}
+
+
+def test_those_that_share_more_wait_for_one_another() -> None:
+    """Questions on two documents, after the same instructions."""
+    clocked = Clocked(EIGHT)
+    texts = [[*SHARED, 7 + i % 2, *numbers(400, i % 2), i, 1, 2, 3] for i in range(6)]
+    together = [clocked.add(text) for text in texts]
+    finish(clocked, together)
+    assert [sequence.n_reused for sequence in together] == [0, 600, 1001, 1001, 1001, 1001]
+    assert [s.output for s in together] == [alone(text) for text in texts]
+
+
+def test_the_first_token_of_all_comes_sooner() -> None:
+    clocked = Clocked(EIGHT)
+    together = [clocked.add(prompt) for prompt in prompts(8)]
+    finish(clocked, together)
+    last_s = max(sequence.timings.first_token_s for sequence in together)
+    assert last_s < 1.2 * (0.651 + 7 * 0.051)  # without: 8 x 651 ms
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ({"tenant": "b"}, "another tenant's"),
+        ({"end_user": "eve"}, "another end user's"),
+        ({"priority": 1}, "goes first: it would wait for one that waits for it"),
+        ({"prompt": [4, *SHARED]}, "begins with something else"),
+    ],
+)
+def test_nobody_waits_for(second: dict[str, object], why: str) -> None:
+    clocked = Clocked(EIGHT)
+    clocked.add([*SHARED, 1, 2])
+    clocked.step()
+    clocked.add(**{"prompt": [*SHARED, 3, 4], **second})  # type: ignore[arg-type]
+    assert len(clocked.step().starts) == 1, why
+
+
+def test_a_short_beginning_is_not_worth_a_step() -> None:
+    clocked = Clocked(dataclasses.replace(EIGHT, n_ctx_seq=1024))
+    for i in range(4):
+        clocked.add([*numbers(63), i, 6])
+    assert len(clocked.step().starts) == 4
+
+
+@KINDS
+@pytest.mark.parametrize("n_steps", [0, 1, 2, 3])
+def test_who_waits_goes_on_when_the_one_that_goes_before_is_cancelled(
+    n_steps: int, *, is_recurrent: bool
+) -> None:
+    clocked = Clocked(EIGHT, is_recurrent=is_recurrent)
+    together = [clocked.add(prompt, 20) for prompt in prompts(6)]
+    for _ in range(n_steps):
+        clocked.step()
+    clocked.scheduler.mark(together[0], FinishReason.CANCELLED)
+    finish(clocked, together)
+    assert [s.output for s in together[1:]] == [alone(prompt, 20) for prompt in prompts(6)[1:]]
+    assert all(sequence.n_reused >= 592 for sequence in together[2:])
+    check_idle(clocked)
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 2])
+def test_who_waits_can_be_cancelled(n_steps: int) -> None:
+    clocked = Clocked(EIGHT)
+    together = [clocked.add(prompt, 20) for prompt in prompts(8)]
+    for _ in range(n_steps):
+        clocked.step()
+    for sequence in together[1:7]:
+        clocked.scheduler.mark(sequence, FinishReason.CANCELLED)
+    finish(clocked, together)
+    assert together[7].output == alone(prompts(8)[7], 20)
+    assert together[7].n_reused == 600
+    check_idle(clocked)
+
+
+def test_a_slot_of_one_that_waits_is_given_up_first() -> None:
+    """It loses nothing: the engine has never heard of it, and it is not counted as preempted."""
+    clocked = Clocked(EIGHT, fairness=Fairness(quantum=1.0))
+    together = [clocked.add(prompt, 20) for prompt in prompts(8)]
+    clocked.step()
+    assert len(clocked.scheduler._slots.leads) == 7
+    others = [clocked.add([9, 9, i, *numbers(40)], 20, tenant="b") for i in range(3)]
+    plan = clocked.step()
+    assert [clocked.scheduler.running(start.seq_id) for start in plan.starts] == others[:1]
+    assert not plan.swap_outs
+    assert clocked.scheduler.counts.n_preempted_now == 0
+    assert together[7].state is SequenceState.WAITING
+    finish(clocked, [*together, *others])
+    assert [s.output for s in together] == [alone(prompt, 20) for prompt in prompts(8)]
+    assert [sequence.n_reused for sequence in together[1:]] == [600] * 7
+    check_idle(clocked)
+
+
+def test_those_that_wait_are_charged_like_those_that_compute() -> None:
+    """Slots go in turn: a tenant whose prompts begin alike does not take all that are free."""
+    clocked = Clocked(EIGHT)
+    together = [clocked.add(prompt, 20) for prompt in prompts(8, 600)]
+    others = [clocked.add([i, *numbers(1200)], 20, tenant="b") for i in range(8)]
+    clocked.step()
+    held = clocked.scheduler._slots.held()
+    assert held == {"a": 4, "b": 4}
+    counters = clocked.scheduler.counters
+    finish(clocked, [*together, *others])
+    served = counters.of("a") - counters.of("b")
+    n_computed = 1201 + 7 * 601 - 8 * 1201
+    assert served == pytest.approx(n_computed * counters.weights.prompt, abs=1)
+
+
+def test_a_lost_step_ends_the_one_that_computes_and_nobody_who_waits() -> None:
+    clocked = Clocked(EIGHT)
+    together = [clocked.add(prompt, 20) for prompt in prompts(6)]
+    clocked.scheduler.abandon(clocked.scheduler.plan(0.0), RuntimeError("lost"))
+    assert together[0].terminal is not None
+    finish(clocked, together)
+    assert [s.output for s in together[1:]] == [alone(prompt, 20) for prompt in prompts(6)[1:]]
+    check_idle(clocked)
+
+
+def test_a_long_prompt_under_way_lends_what_it_has_computed() -> None:
+    """One that comes late waits for no more than is missing, and one that goes first for nothing.
+
+    It goes on from what is there.
+    """
+    long = [*SHARED, *numbers(3000, 5)]
+    clocked = Clocked(EIGHT)
+    first = clocked.add(long)
+    while first.n_computed < 500:
+        clocked.step()
+    n_computed = first.n_computed
+    urgent = clocked.add([*long[:1500], 1], priority=5)
+    clocked.step()
+    assert urgent.n_reused == n_computed
+    later = clocked.add([*long[:1400], 3, 4, 5])
+    finish(clocked, [first, urgent, later])
+    assert later.n_reused == 1400
+    assert urgent.output == alone([*long[:1500], 1])
+    assert later.output == alone([*long[:1400], 3, 4, 5])
+
+
+def test_who_waits_for_one_that_went_on_from_an_ended_one_goes_on_from_that_one() -> None:
+    """The second takes over the first one's slot, and with it what the third waits for."""
+    clocked = Clocked(EIGHT)
+    together = [clocked.add(prompt, n) for prompt, n in zip(prompts(3), (1, 20, 20), strict=True)]
+    finish(clocked, together)
+    assert [sequence.n_reused for sequence in together] == [0, 600, 600]
