@@ -2,44 +2,31 @@
 
 #include "grammar_budget.hpp"
 #include "internal.hpp"
+#include "logits.hpp"
 
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <random>
-#include <string>
 #include <vector>
 
 namespace drafthouse {
 
 namespace {
 
-// Natural log of the sum of exp(logits), less the greatest logit.
-double log_sum(const float * logits, int32_t n_vocab, float max_logit) {
-    double sum = 0.0;
-    for (int32_t i = 0; i < n_vocab; ++i) {
-        sum += std::exp(static_cast<double>(logits[i]) - static_cast<double>(max_logit));
-    }
-    return std::log(sum);
-}
-
-// The likeliest tokens of a row; the lower id first where they tie.
+// The likeliest tokens of a row, with what they are worth beside the log of the whole.
 void score_top(outcome & out, const float * logits, int32_t n_vocab, int32_t n, int32_t n_columns,
-               double log_total) {
-    const int32_t n_best = std::min(n, n_vocab);
-    std::vector<int32_t> ids(n_best > 0 ? static_cast<size_t>(n_vocab) : 0);
-    std::iota(ids.begin(), ids.end(), 0);
-    std::partial_sort(ids.begin(), ids.begin() + n_best, ids.end(), [&](int32_t a, int32_t b) {
-        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-    });
-    for (int32_t k = 0; k < n_columns; ++k) {
-        const bool is_told = k < n_best;
-        const int32_t id = is_told ? ids[static_cast<size_t>(k)] : -1;
-        out.top_tokens.push_back(id);
+               double log_sum) {
+    thread_local std::vector<llama_token_data> best;
+    best.clear();
+    if (n > 0) {
+        find_greatest(logits, n_vocab, std::min(n, n_vocab), best);
+    }
+    for (size_t k = 0; k < static_cast<size_t>(n_columns); ++k) {
+        const bool is_told = k < best.size();
+        out.top_tokens.push_back(is_told ? best[k].id : -1);
         out.top_logprobs.push_back(
-            is_told ? static_cast<float>(static_cast<double>(logits[id]) - log_total)
+            is_told ? static_cast<float>(static_cast<double>(best[k].logit) - log_sum)
                     : std::numeric_limits<float>::quiet_NaN());
     }
 }
@@ -56,114 +43,10 @@ void score(const spec_engine & engine, const spec_sampler & sampler, outcome & o
         return;
     }
     const int32_t n_vocab = engine.limits.n_vocab;
-    const float max_logit = *std::max_element(logits, logits + n_vocab);
-    const double log_total = static_cast<double>(max_logit) + log_sum(logits, n_vocab, max_logit);
-    const double logprob = static_cast<double>(logits[token]) - log_total;
+    const double log_sum = log_total(logits, n_vocab);
+    const double logprob = static_cast<double>(logits[token]) - log_sum;
     out.logprobs.push_back(sampler.logprobs ? static_cast<float>(logprob) : nan);
-    score_top(out, logits, n_vocab, sampler.n_top_logprobs, engine.n_top, log_total);
-}
-
-[[noreturn]] void nothing_allowed() {
-    fail(SPEC_ERR_SAMPLING_FAILED, "no token is allowed here: the grammar, the biases or the "
-                                   "temperature leave none a probability");
-}
-
-// Refuses a row with a logit that is no number, or infinite upwards: it would leave no token a
-// probability, or all of it to one token, and breaks the order that sorting relies on. Models do
-// give minus infinity, to tokens that are never meant.
-void check_logits(const float * logits, int32_t n) {
-    int32_t n_wrong = 0;
-    for (int32_t i = 0; i < n; ++i) {
-        n_wrong += logits[i] <= FLT_MAX ? 0 : 1;
-    }
-    if (n_wrong > 0) {
-        fail(SPEC_ERR_SAMPLING_FAILED,
-             "the model's output is not finite: " + std::to_string(n_wrong) + " of " +
-                 std::to_string(n) + " logits");
-    }
-}
-
-constexpr int32_t LANES = 16;
-
-// The greatest of LANES numbers. Written so that compilers use vectors.
-float greatest_of_lanes(const float * x) {
-    float m[LANES];
-    std::copy(x, x + LANES, m);
-    for (int32_t width = LANES / 2; width > 0; width /= 2) {
-        for (int32_t i = 0; i < width; ++i) {
-            m[i] = m[i + width] > m[i] ? m[i + width] : m[i];
-        }
-    }
-    return m[0];
-}
-
-// The token of the greatest logit, the first one where several tie.
-llama_token argmax(const float * logits, int32_t n, const std::vector<llama_token> & banned) {
-    float m[LANES];
-    std::fill(m, m + LANES, -INFINITY);
-    const int32_t n_even = n - n % LANES;
-    for (int32_t i = 0; i < n_even; i += LANES) {
-        for (int32_t j = 0; j < LANES; ++j) {
-            m[j] = logits[i + j] > m[j] ? logits[i + j] : m[j];
-        }
-    }
-    float best = greatest_of_lanes(m);
-    for (int32_t i = n_even; i < n; ++i) {
-        best = logits[i] > best ? logits[i] : best;
-    }
-    const float * at = std::find(logits, logits + n, best);
-    const auto is_banned = [&](int32_t token) {
-        return std::find(banned.begin(), banned.end(), token) != banned.end();
-    };
-    if (best > -INFINITY && at != logits + n && !is_banned(static_cast<int32_t>(at - logits))) {
-        return static_cast<llama_token>(at - logits);
-    }
-    // Rare: the greatest may not be chosen.
-    llama_token chosen = -1;
-    for (int32_t i = 0; i < n; ++i) {
-        if (logits[i] > (chosen < 0 ? -INFINITY : logits[chosen]) && !is_banned(i)) {
-            chosen = i;
-        }
-    }
-    if (chosen < 0) {
-        nothing_allowed();
-    }
-    return chosen;
-}
-
-// The n greatest logits as candidates, in the order of their ids as far as llama.cpp minds (it
-// sorts what it is given); the lower id first where they tie.
-void find_greatest(const float * logits, int32_t n_vocab, int32_t n,
-                   std::vector<llama_token_data> & out) {
-    const auto is_less = [](const llama_token_data & a, const llama_token_data & b) {
-        return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-    };
-    out.clear();
-    const auto n_wanted = static_cast<size_t>(n);
-    const auto add = [&](int32_t id) {
-        if (out.size() == n_wanted) {
-            if (!(logits[id] > out.front().logit)) {
-                return;
-            }
-            std::pop_heap(out.begin(), out.end(), is_less);
-            out.pop_back();
-        }
-        out.push_back({id, logits[id], 0.0f});
-        std::push_heap(out.begin(), out.end(), is_less);
-    };
-    int32_t i = 0;
-    for (; i + LANES <= n_vocab; i += LANES) {
-        if (out.size() == n_wanted && !(greatest_of_lanes(logits + i) > out.front().logit)) {
-            continue;
-        }
-        for (int32_t j = i; j < i + LANES; ++j) {
-            add(j);
-        }
-    }
-    for (; i < n_vocab; ++i) {
-        add(i);
-    }
-    std::sort(out.begin(), out.end(), is_less);
+    score_top(out, logits, n_vocab, sampler.n_top_logprobs, engine.n_top, log_sum);
 }
 
 // What a chain has chosen; it may have chosen nothing.
@@ -184,25 +67,37 @@ const llama_token_data & checked_choice(const llama_token_data_array & array) {
     return chosen;
 }
 
-// Chooses a token with the chain, from the candidates that can be chosen.
-llama_token sample_greatest(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
-    thread_local std::vector<llama_token_data> candidates;
-    find_greatest(logits, n_vocab, std::min(sampler.n_greatest, n_vocab), candidates);
-    if (candidates.empty()) {
-        nothing_allowed();
-    }
-    llama_token_data_array array = {candidates.data(), candidates.size(), -1, false};
-    llama_sampler_apply(sampler.samplers(), &array);
-    return checked_choice(array).id;
-}
-
-// All tokens of a row as candidates: each thread's own, from logits in host memory. The context is
-// not asked, so threads share nothing but the logits.
+// The tokens of a row that a chain is asked about: each thread's own, from logits in host memory.
+// The context is not asked, so threads share nothing but the logits.
 struct row_candidates {
     std::vector<llama_token_data> data;
     llama_token_data_array array = {};
 
-    void fill(const float * logits, int32_t n_vocab) {
+    // Those that the chain's first samplers would leave, as far as that can be told without them.
+    // Returns how many of its samplers are done.
+    int32_t fill(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
+        int32_t n_done = 0;
+        if (sampler.n_greatest > 0) {
+            find_greatest(logits, n_vocab, std::min(sampler.n_greatest, n_vocab), data);
+        } else if (sampler.cut.n_done > 0) {
+            logits = without_banned(sampler, logits, n_vocab);
+            n_done = sampler.cut.n_done;
+            if (sampler.cut.top_p > 0.0f) {
+                find_nucleus(logits, n_vocab, sampler.cut.top_p, data);
+            } else {
+                find_likely(logits, n_vocab, sampler.cut.min_p, data);
+            }
+        } else {
+            fill_all(logits, n_vocab);
+        }
+        array = {data.data(), data.size(), -1, n_done > 0 && sampler.cut.top_p > 0.0f};
+        if (data.empty()) {
+            nothing_allowed();
+        }
+        return n_done;
+    }
+
+    void fill_all(const float * logits, int32_t n_vocab) {
         data.resize(static_cast<size_t>(n_vocab));
         for (int32_t id = 0; id < n_vocab; ++id) {
             data[static_cast<size_t>(id)] = {id, logits[id], 0.0f};
@@ -210,13 +105,19 @@ struct row_candidates {
         array = {data.data(), data.size(), -1, false};
     }
 
-    // What a position is verified with looks at the likeliest first.
-    void sort() {
-        if (!array.sorted) {
-            std::sort(array.data, array.data + array.size,
-                      [](const auto & a, const auto & b) { return a.p > b.p; });
-            array.sorted = true;
+private:
+    // A copy of the logits where some tokens are not to be chosen.
+    static const float * without_banned(const spec_sampler & sampler, const float * logits,
+                                        int32_t n_vocab) {
+        thread_local std::vector<float> copy;
+        if (sampler.banned.empty()) {
+            return logits;
         }
+        copy.assign(logits, logits + n_vocab);
+        for (const llama_token token : sampler.banned) {
+            copy[static_cast<size_t>(token)] = -INFINITY;
+        }
+        return copy.data();
     }
 };
 
@@ -230,15 +131,26 @@ bool is_allowed(const spec_sampler & sampler, llama_token token) {
     return candidate.logit != -INFINITY;
 }
 
-// Chooses a token of a row with the whole chain, and leaves what it was chosen from in `row`. The
+// Asks the chain, but for its first samplers that are done.
+void apply_chain(const spec_sampler & sampler, int32_t n_done, llama_token_data_array & array) {
+    llama_sampler * chain = sampler.samplers();
+    if (n_done == 0) {
+        llama_sampler_apply(chain, &array);
+        return;
+    }
+    for (int32_t i = n_done; i < llama_sampler_chain_n(chain); ++i) {
+        llama_sampler_apply(llama_sampler_chain_get(chain, i), &array);
+    }
+}
+
+// Chooses a token of a row with the chain, and leaves what it was chosen from in `row`. The
 // grammar is slow: only if it forbids the choice, it is asked about all tokens, and the chain
 // again.
 llama_token sample_row(const spec_sampler & sampler, const float * logits, int32_t n_vocab,
                        row_candidates & row) {
-    row.fill(logits, n_vocab);
-    llama_sampler_apply(sampler.samplers(), &row.array);
+    apply_chain(sampler, row.fill(sampler, logits, n_vocab), row.array);
     if (!is_allowed(sampler, choice(row.array).id)) {
-        row.fill(logits, n_vocab);
+        row.fill_all(logits, n_vocab);
         llama_sampler_apply(sampler.grammar.get(), &row.array);
         llama_sampler_apply(sampler.samplers(), &row.array);
     }
@@ -312,7 +224,6 @@ void sample_and_reject(const spec_engine & engine, const sequence & seq, outcome
         llama_token emitted = own;
         bool is_accepted = false;
         if (i < seq.draft.tokens.size()) {
-            row.sort();
             const llama_token drafted = seq.draft.tokens[i];
             const std::vector<llama_token_data> & draft_q = seq.draft.q[i];
             const float p = probability(row.array.data, row.array.size, drafted);
@@ -423,9 +334,6 @@ llama_token sample_checked(const spec_sampler & sampler, const float * logits, i
     check_logits(logits, n_vocab);
     if (sampler.is_argmax) {
         return argmax(logits, n_vocab, sampler.banned);
-    }
-    if (sampler.n_greatest > 0) {
-        return sample_greatest(sampler, logits, n_vocab);
     }
     thread_local row_candidates row;
     return sample_row(sampler, logits, n_vocab, row);

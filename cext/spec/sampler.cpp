@@ -230,6 +230,24 @@ int32_t count_greatest(const spec_sampler_params & p, const common_params_sampli
     return 0;
 }
 
+// Finds a cut by probability that nothing comes before. llama.cpp marks samplers that do nothing.
+first_cut find_cut(const spec_sampler & sampler, const spec_sampler_params & p) {
+    llama_sampler * chain = sampler.samplers();
+    for (int32_t i = 0; p.min_keep == 0 && i < llama_sampler_chain_n(chain); ++i) {
+        const std::string name = llama_sampler_name(llama_sampler_chain_get(chain, i));
+        if (name == "top-p") {
+            return {i + 1, p.top_p, 0.0f};
+        }
+        if (name == "min-p") {
+            return {i + 1, 0.0f, p.min_p};
+        }
+        if (name[0] != '?' && name != "logit-bias") { // biases are -inf, see find_shortcuts
+            break;
+        }
+    }
+    return {};
+}
+
 // Finds out what the chain need not be asked.
 void find_shortcuts(spec_sampler & sampler, const spec_model & model, const spec_sampler_params & p,
                     const common_params_sampling & s) {
@@ -246,6 +264,7 @@ void find_shortcuts(spec_sampler & sampler, const spec_model & model, const spec
     }
     sampler.is_argmax = is_argmax(p, s);
     sampler.n_greatest = count_greatest(p, s, sampler.banned.size());
+    sampler.cut = find_cut(sampler, p);
 }
 
 common_sampler_ptr make_chain(const spec_model & model, common_params_sampling & params) {

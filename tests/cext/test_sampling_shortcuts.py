@@ -1,8 +1,8 @@
 """What the engine does not ask of llama.cpp's samplers changes nothing of what they would choose.
 
-Greedy requests take the greatest logit, others give the chain its likeliest candidates only, and
-several threads share the sequences. A bias of 0 on one token switches the shortcuts off: that is
-the slow path, llama.cpp's own.
+Greedy requests take the greatest logit, others give the chain its likeliest candidates only, what
+a first top-p or min-p leaves is found without it, and several threads share the sequences. A bias
+of 0 on one token switches the shortcuts off: that is the slow path, llama.cpp's own.
 """
 
 from __future__ import annotations
@@ -37,6 +37,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "greedy, typical": {"temperature": 0.0, "typical_p": 0.7},
     "dry": {"dry_multiplier": 0.8, "top_k": 20},
     "all": {"top_k": 0, "top_p": 0.9},
+    "half": {"top_k": 0, "top_p": 0.5, "min_p": 0.0},
+    "nearly all": {"top_k": 0, "top_p": 0.9999, "min_p": 0.0},
+    "all, least": {"top_k": 0, "top_p": 1.0, "min_p": 0.1},
+    "all, first one": {"top_k": 0, "top_p": 1e-6},
+    "all, without end": {"top_k": 0, "ignore_eos": True},
+    "all, bans": {"top_k": 0, "logit_bias": ((30, -np.inf), (200, -np.inf))},
+    "all, least, bans": {"top_k": 0, "top_p": 1.0, "logit_bias": ((32, -np.inf),)},
+    "all, xtc": {"top_k": 0, "xtc_probability": 0.7, "xtc_threshold": 0.05},
+    "all, five at least": {"top_k": 0, "top_p": 0.1, "min_keep": 5},
+    "all, penalties": {"top_k": 0, "penalty_repeat": 1.4},
+    "all, least first": {"top_k": 0, "samplers": ("min_p", "temperature", "top_p")},
     "without end": {"ignore_eos": True},
     "dynamic": {"dynatemp_range": 0.5},
     "mirostat": {"mirostat": 2},
@@ -109,6 +120,14 @@ def assert_same(one: Generated, other: Generated) -> None:
 def test_the_short_way_chooses_what_the_long_way_chooses(name: str) -> None:
     short = [OPTIONS[name]] * 3
     assert_same(generate("none", short), generate("none", [slow(sampling) for sampling in short]))
+
+
+@pytest.mark.parametrize("name", ["defaults", "one", "all", "half", "all, least", "all, bans"])
+def test_drafts_are_verified_the_short_way_as_the_long_way(name: str) -> None:
+    """By rejection: what a token is weighed with is the same, and so is what is drawn instead."""
+    short = [OPTIONS[name]] * 3
+    long = [slow(sampling) for sampling in short]
+    assert_same(generate("mtp", short, n_draft=3), generate("mtp", long, n_draft=3))
 
 
 @pytest.mark.parametrize("draft_type", ["none", "mtp"])
