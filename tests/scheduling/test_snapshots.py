@@ -5,8 +5,10 @@ In virtual time. A step takes 10 ms and 1 ms a token, a snapshot 30 ms to write 
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
-from tests.support.clocked import MOVE_S, Clocked, n_read, numbers
+from tests.support.clocked import LIMITS, MOVE_S, Clocked, n_read, numbers
 
 from drafthouse_server.scheduling import preemption
 from drafthouse_server.scheduling.checkpoints import HitRates
@@ -210,6 +212,22 @@ def test_no_checkpoint_is_taken_for_few_tokens_or_twice(
     for i in range(3):
         clocked.finish(clocked.add([*numbers(n_shared), *numbers(n_rest, 3 + i)], n_output=3))
     assert stored == n_saved
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 3, 8])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own-cells", "shared-cells"])
+def test_a_conversation_that_begins_like_another_takes_nothing_from_it(
+    n_slots: int, *, is_shared: bool
+) -> None:
+    """After the same instructions: in a slot of its own, or the other one's tokens are saved."""
+    limits = dataclasses.replace(
+        LIMITS, n_seq_max=n_slots, n_outputs_max=n_slots, n_ctx=n_slots * 4096 - 1000 * is_shared
+    )
+    clocked = Clocked(limits)
+    said = [clocked.turn([*numbers(300), i, *numbers(200, i)]) for i in range(5)]
+    for text in said:
+        later = clocked.finish(clocked.add([*text, 9, 9]))
+        assert later.n_reused == len(text) - 1
 
 
 def one_off(clocked: Clocked, tenant: str, first: int, n: int) -> int:

@@ -80,6 +80,11 @@ class Match:
     n_tokens: int
     """First tokens that both have, at least one block."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt has all of the prefix, but for less than a block."""
+        return len(self.prefix.tokens) - self.n_tokens < BLOCK_SIZE
+
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:

@@ -172,7 +172,8 @@ class SlotTable:
 
         Sequences whose ids follow one another are computed together; each gap between them costs
         another physical batch in every step, which reads all weights again. So a prefix is used
-        where it is only if that is as good a place as any; otherwise it is copied.
+        where it is only if that is as good a place as any; otherwise it is copied. And so it is
+        where another conversation begins alike: the one that was there goes on, too.
         """
         best = self._choose()
         if match is None or match.prefix.tier is Tier.HOST:
@@ -180,7 +181,8 @@ class SlotTable:
         held = match.prefix.seq_id
         if match.prefix.tier is Tier.RETAINED:
             can_move = self._prefixes.can_cut and not self._is_shared
-            if not can_move or self._n_neighbours(held) >= self._n_neighbours(best):
+            is_good = match.is_whole and self._n_neighbours(held) >= self._n_neighbours(best)
+            if not can_move or is_good:
                 return held, match
         if match.n_tokens < self.n_copied_min:
             return best, None
@@ -212,14 +214,14 @@ class SlotTable:
         """Takes a free slot, or a retained one.
 
         Returns:
-            What a retained slot held, if that is lost now because it is not the match.
+            What a retained slot held, if that is lost now because it is no match, or is more.
         """
         if seq_id not in self.retained:
             self._free.remove(seq_id)
             heapify(self._free)
             return None
         self.n_retained_cells -= self.retained.pop(seq_id)
-        if match is not None and match.prefix.seq_id == seq_id:
+        if match is not None and match.prefix.seq_id == seq_id and match.is_whole:
             self._prefixes.drop(seq_id)
             return None
         return self._prefixes.evict(seq_id)
