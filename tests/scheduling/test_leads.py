@@ -126,6 +126,37 @@ def test_who_waits_goes_on_when_the_one_that_goes_before_is_cancelled(
     check_idle(clocked)
 
 
+@KINDS
+def test_one_that_leaves_costs_one_comparison_however_many_wait(
+    monkeypatch: pytest.MonkeyPatch, *, is_recurrent: bool
+) -> None:
+    clocked = Clocked(EIGHT, is_recurrent=is_recurrent)
+    together = [clocked.add(prompt, 20) for prompt in prompts(8)]
+    clocked.step()
+    slots, compared = clocked.scheduler._slots, list[Sequence]()
+    alike = slots.alike
+
+    def noting(sequence: Sequence) -> list[tuple[Sequence, int]]:
+        compared.append(sequence)
+        return alike(sequence)
+
+    monkeypatch.setattr(slots, "alike", noting)
+    for i in range(3):
+        clocked.scheduler.mark(together[i], FinishReason.CANCELLED)
+        clocked.step()
+        assert compared == together[1 : i + 2]
+        assert {id(lead.sequence) for lead in slots.leads.values()} == {id(together[i + 1])}
+    finish(clocked, together)
+    assert [s.output for s in together[3:]] == [alone(prompt, 20) for prompt in prompts(8)[3:]]
+    assert all(sequence.n_reused >= 592 for sequence in together[4:])
+    counters = clocked.scheduler.counters
+    n_computed = sum(sequence.n_prompt - sequence.n_reused for sequence in together)
+    n_output = sum(sequence.n_output for sequence in together)
+    served = n_computed * counters.weights.prompt + n_output * counters.weights.output
+    assert counters.of("a") == pytest.approx(served)
+    check_idle(clocked)
+
+
 @pytest.mark.parametrize("n_steps", [0, 1, 2])
 def test_who_waits_can_be_cancelled(n_steps: int) -> None:
     clocked = Clocked(EIGHT)

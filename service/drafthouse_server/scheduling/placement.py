@@ -120,24 +120,50 @@ class Placement:
     def _release(self, plan: PlanBuilder) -> None:
         """Lets those begin that waited with a slot for tokens that are computed now.
 
-        Or that will not be: who was to compute them has lost its slot.
+        Where the one that was to compute them has lost its slot, the first of those that waited
+        does it.
         """
         slots = self._slots
-        for seq_id, lead in list(slots.leads.items()):
-            other, sequence = lead.sequence, slots.running[seq_id]
+        for seq_id in list(slots.leads):
+            if seq_id not in slots.leads:
+                continue
+            other, _, n_computed = slots.leads[seq_id]
             is_running = slots.running.get(other.seq_id) is other
             is_early = is_running and (
-                other.n_computed < lead.n_computed or plan.starts_in(other.seq_id)
+                other.n_computed < n_computed or plan.starts_in(other.seq_id)
             )
-            if is_early or not self._may_move(sequence.request.tenant, plan.planned_at):
+            tenant = slots.running[seq_id].request.tenant
+            if is_early or not self._may_move(tenant, plan.planned_at):
                 continue
             if self._checkpoints.hold_up(plan):
                 return
+            first = seq_id if is_running else self._succeed(other)
+            sequence, lead = slots.running.pop(first), slots.leads[first]
             # It is charged anew, for what it has to compute after all.
-            self._counters.charge_prompt(sequence.request.tenant, -lead.n_rest(sequence))
-            del slots.running[seq_id]
-            slots.empty(seq_id)
+            self._counters.charge_prompt(tenant, -lead.n_rest(sequence))
+            slots.empty(first)
             self._start(plan, sequence)
+
+    def _succeed(self, gone: Sequence) -> int:
+        """Has those that waited for one that is gone wait for the first of them.
+
+        What each of them had in common with it any two of them have in common: nothing is compared
+        anew, or each one that leaves would hold up the step for all that wait.
+
+        Returns:
+            The slot of the first one.
+        """
+        running, leads = self._slots.running, self._slots.leads
+        waiting = [seq_id for seq_id, lead in leads.items() if lead.sequence is gone]
+        first = min(waiting, key=lambda seq_id: running[seq_id].rank)
+        for seq_id in waiting:
+            n_alike = min(leads[first].n_usable, leads[seq_id].n_usable)
+            lead = self._checkpoints.lead(running[first], n_alike) if seq_id != first else None
+            if lead is not None:
+                n_more = leads[seq_id].n_usable - lead.n_usable
+                self._counters.charge_prompt(running[seq_id].request.tenant, n_more)
+                leads[seq_id] = lead
+        return first
 
     def _has_slot(self, sequence: Sequence, plan: PlanBuilder) -> bool:
         """Returns whether there is a slot for a sequence, without taking it from another."""
