@@ -8,6 +8,7 @@
 #ifndef DRAFTHOUSE_SPEC_INTERNAL_HPP
 #define DRAFTHOUSE_SPEC_INTERNAL_HPP
 
+#include "logits.hpp"
 #include "settings.hpp"
 #include "spec.h"
 
@@ -219,14 +220,6 @@ struct sampler_history {
     int32_t n_prompt = 0;
     uint64_t tag = 0;        // of its sequence
     std::string drafter_rng; // the draft sampler's random state, where it has one
-};
-
-// The first sampler of a chain that does something, where that is a top-p or a min-p: what it
-// leaves of a whole vocabulary is found in less time without it.
-struct first_cut {
-    int32_t n_done = 0; // samplers of the chain that need not be asked; 0: there is no such cut
-    float top_p = 0.0f; // 0: it is a min-p
-    float min_p = 0.0f;
 };
 
 } // namespace drafthouse
