@@ -10,6 +10,7 @@ import dataclasses
 import pytest
 from tests.support.clocked import LIMITS, Clocked, numbers
 
+from drafthouse_server.scheduling import placement
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE
 from drafthouse_server.scheduling.sequence import FinishReason, Sequence, SequenceState
 from drafthouse_server.tenancy.fairness import Fairness
@@ -124,6 +125,30 @@ def test_who_waits_goes_on_when_the_one_that_goes_before_is_cancelled(
     assert [s.output for s in together[1:]] == [alone(prompt, 20) for prompt in prompts(6)[1:]]
     assert all(sequence.n_reused >= 592 for sequence in together[2:])
     check_idle(clocked)
+
+
+def test_long_prompts_begin_a_few_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is looked up once more when it begins; all others' streams wait for that."""
+    monkeypatch.setattr(placement, "_N_LOOKED_UP", 700)
+    clocked = Clocked(EIGHT)
+    together = [clocked.add(prompt, 20) for prompt in prompts(8)]
+    finish(clocked, together)
+    n_begun = [len(plan.starts) for plan in clocked.plans if plan.starts]
+    assert n_begun == [1, 2, 2, 2, 1]
+    assert [sequence.n_reused for sequence in together[1:]] == [600] * 7
+
+
+@pytest.mark.parametrize("n_other", [15, 16, 17, 40, 599, 600, 601, 700])
+def test_what_prompts_have_in_common_is_found_to_the_block(n_other: int) -> None:
+    clocked = Clocked(EIGHT)
+    for i, n in enumerate((600, n_other, 300, n_other)):
+        clocked.scheduler._slots.running[i] = clocked.add([*numbers(900)[:n], 250, 250, i, i])
+    mine = clocked.add(numbers(650))
+    found = {id(other): n for other, n in clocked.scheduler._slots.alike(mine)}
+    for other in clocked.scheduler._slots.running.values():
+        pairs = zip(other.tokens, mine.tokens[:-1], strict=False)
+        n_alike = next((k for k, (a, b) in enumerate(pairs) if a != b), 649)
+        assert found.get(id(other), 0) == n_alike - n_alike % BLOCK_SIZE
 
 
 @KINDS

@@ -44,6 +44,9 @@ what was reused costs it no service, and all wait for it."""
 _N_LED_MIN = 64
 """Tokens that a sequence waits for at least, while another one computes them."""
 
+_N_LOOKED_UP = 1 << 16
+"""Tokens of prompts that begin in one step after they have waited: each is looked up once more."""
+
 _SPEED_UP = 2.0
 """A prompt is computed so much faster than predicted at most, where a deadline depends on it."""
 
@@ -123,7 +126,7 @@ class Placement:
         Where the one that was to compute them has lost its slot, the first of those that waited
         does it.
         """
-        slots = self._slots
+        slots, n_looked_up = self._slots, 0
         for seq_id in list(slots.leads):
             if seq_id not in slots.leads:
                 continue
@@ -135,10 +138,11 @@ class Placement:
             tenant = slots.running[seq_id].request.tenant
             if is_early or not self._may_move(tenant, plan.planned_at):
                 continue
-            if self._checkpoints.hold_up(plan):
+            if self._checkpoints.hold_up(plan) or n_looked_up > _N_LOOKED_UP:
                 return
             first = seq_id if is_running else self._succeed(other)
             sequence, lead = slots.running.pop(first), slots.leads[first]
+            n_looked_up += sequence.n_prompt
             # It is charged anew, for what it has to compute after all.
             self._counters.charge_prompt(tenant, -lead.n_rest(sequence))
             slots.empty(first)

@@ -6,9 +6,9 @@ the cells are needed, and a prompt that begins with them goes on from there.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from heapq import heapify, heappush
-from itertools import islice
 from typing import NamedTuple
 
 from drafthouse_server.scheduling.prefix_cache import (
@@ -33,6 +33,8 @@ It copies all of them; to compute a token takes hundreds of times as long as to 
 
 _N_COMPARED = 16
 """Running sequences that a new one is compared with, token by token."""
+
+_TOKEN_BYTES = array("i").itemsize
 
 _AWAY_S = 0.2
 """Seconds that a tenant may be away: programs that ask again at once are back sooner."""
@@ -77,6 +79,7 @@ class SlotTable:
         """Sequences that run, by slot."""
         self.leads: dict[int, Lead] = {}
         """What those that wait with a slot wait for, by slot: the engine knows nothing of them."""
+        self._packed: dict[Sequence, bytes] = {}  # tokens of those that were compared last
         self.retained: dict[int, int] = {}
         """Cells by slot, of sequences that have ended."""
         self.n_retained_cells = 0
@@ -135,16 +138,28 @@ class SlotTable:
         """
         owner, tokens = sequence.request.owner, sequence.tokens
         first = tokens[:BLOCK_SIZE]
-        begin_alike = (
+        begin_alike = [
             other
             for other in self.running.values()
             if other.request.owner == owner and other.tokens[:BLOCK_SIZE] == first
-        )
-        return [
-            (other, n_alike)
-            for other in islice(begin_alike, _N_COMPARED)
-            if (n_alike := _n_alike(tokens, other.tokens, len(tokens) - 1))
-        ]
+        ][:_N_COMPARED]
+        if not begin_alike:
+            return []
+        # Packed once: lists would be copied for each comparison.
+        before, self._packed = self._packed, {}
+        for it in (*begin_alike, sequence):
+            packed = before.get(it, b"")
+            if len(packed) != _TOKEN_BYTES * len(it.tokens):
+                packed = array("i", it.tokens).tobytes()
+            self._packed[it] = packed
+        found, n_best = list[tuple[Sequence, int]](), 0
+        for other in begin_alike:
+            n_most = min(len(tokens) - 1, len(other.tokens))
+            n_alike = _n_alike(self._packed[sequence], self._packed[other], n_most, n_best)
+            n_best = max(n_best, n_alike)
+            if n_alike:
+                found.append((other, n_alike))
+        return found
 
     def split(self) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the sequences that generate and those with tokens to compute first."""
@@ -366,12 +381,29 @@ class LastSlot:
             self._back.discard(first)
 
 
-def _n_alike(first: list[int], second: list[int], n_most: int) -> int:
-    """Returns how many tokens both begin with, in whole blocks."""
-    low, high = 0, min(n_most, len(second)) // BLOCK_SIZE
+def _n_alike(first: bytes, second: bytes, n_most: int, n_guessed: int) -> int:
+    """Returns how many tokens both begin with, in whole blocks.
+
+    Args:
+        first: Tokens, packed.
+        second: Tokens, packed.
+        n_most: Tokens to compare.
+        n_guessed: So many are likely.
+    """
+
+    def is_alike(n_blocks: int) -> bool:
+        n_bytes = n_blocks * BLOCK_SIZE * _TOKEN_BYTES
+        return first[:n_bytes] == second[:n_bytes]
+
+    low, high = 0, n_most // BLOCK_SIZE
+    guessed = min(n_guessed // BLOCK_SIZE, high)
+    if guessed and is_alike(guessed):
+        low = guessed
+        if low < high and not is_alike(low + 1):
+            high = low
     while low < high:
         middle = (low + high + 1) // 2
-        if first[: middle * BLOCK_SIZE] == second[: middle * BLOCK_SIZE]:
+        if is_alike(middle):
             low = middle
         else:
             high = middle - 1
