@@ -88,20 +88,21 @@ def test_the_first_token_of_all_comes_sooner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "why"),
+    ("prompt", "tenant", "end_user", "priority"),
     [
-        ({"tenant": "b"}, "another tenant's"),
-        ({"end_user": "eve"}, "another end user's"),
-        ({"priority": 1}, "goes first: it would wait for one that waits for it"),
-        ({"prompt": [4, *SHARED]}, "begins with something else"),
+        ([*SHARED, 3, 4], "b", "", 0),
+        ([*SHARED, 3, 4], "a", "eve", 0),
+        ([*SHARED, 3, 4], "a", "", 1),
+        ([4, *SHARED], "a", "", 0),
     ],
+    ids=["another tenant's", "another end user's", "one that it goes before", "another beginning"],
 )
-def test_nobody_waits_for(second: dict[str, object], why: str) -> None:
+def test_nobody_waits_for(prompt: list[int], tenant: str, end_user: str, priority: int) -> None:
     clocked = Clocked(EIGHT)
     clocked.add([*SHARED, 1, 2])
     clocked.step()
-    clocked.add(**{"prompt": [*SHARED, 3, 4], **second})  # type: ignore[arg-type]
-    assert len(clocked.step().starts) == 1, why
+    clocked.add(prompt, tenant=tenant, end_user=end_user, priority=priority)
+    assert len(clocked.step().starts) == 1
 
 
 def test_a_short_beginning_is_not_worth_a_step() -> None:

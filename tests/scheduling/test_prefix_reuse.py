@@ -101,6 +101,16 @@ def beginning_alike(n: int) -> list[list[int]]:
     return [[*opening, *tail] for tail in rest]
 
 
+def compare_with_anew(
+    engine: LlamaEngine, referee: Referee, found: list[Sequence], n_draft: int
+) -> None:
+    """Sees that sequences have the tokens that each gets alone, with nothing kept, but for ties."""
+    anew = Scheduler(engine.limits, FixedDraft(n_draft), cost=UnknownCost())
+    for sequence in found:
+        expected = ask(engine, anew, sequence.request.prompt)
+        referee.compare(sequence.request.prompt, expected.output, sequence.output)
+
+
 def test_prompts_that_come_together_and_begin_alike_get_the_tokens_of_each_alone(
     target: str, engine: LlamaEngine
 ) -> None:
@@ -113,10 +123,7 @@ def test_prompts_that_come_together_and_begin_alike_get_the_tokens_of_each_alone
     assert engine.n_cells_used == scheduler.n_cells_held
     referee = Referee(target)
     try:
-        anew = Scheduler(engine.limits, FixedDraft(3), cost=UnknownCost())
-        for sequence in together:
-            expected = ask(engine, anew, sequence.request.prompt)
-            referee.compare(sequence.request.prompt, expected.output, sequence.output)
+        compare_with_anew(engine, referee, together, n_draft=3)
     finally:
         referee.close()
 
@@ -134,10 +141,7 @@ def test_with_sliding_windows_they_get_them_too(*, is_shared: bool) -> None:
         scheduler = Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost(), prefixes=prefixes)
         together = ask_all(engine, scheduler, beginning_alike(6))
         assert [s.n_reused >= 144 for s in together] == [False, *[True] * 5]
-        anew = Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost())
-        for sequence in together:
-            expected = ask(engine, anew, sequence.request.prompt)
-            referee.compare(sequence.request.prompt, expected.output, sequence.output)
+        compare_with_anew(engine, referee, together, n_draft=0)
     finally:
         referee.close()
         engine.close()
