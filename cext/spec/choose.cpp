@@ -122,13 +122,7 @@ private:
 };
 
 bool is_allowed(const spec_sampler & sampler, llama_token token) {
-    if (!sampler.grammar) {
-        return true;
-    }
-    llama_token_data candidate = {token, 1.0f, 0.0f};
-    llama_token_data_array array = {&candidate, 1, -1, false};
-    llama_sampler_apply(sampler.grammar.get(), &array);
-    return candidate.logit != -INFINITY;
+    return !sampler.grammar || sampler.grammar->allows(token);
 }
 
 // Asks the chain, but for its first samplers that are done.
@@ -143,16 +137,14 @@ void apply_chain(const spec_sampler & sampler, int32_t n_done, llama_token_data_
     }
 }
 
-// Chooses a token of a row with the chain, and leaves what it was chosen from in `row`. The
-// grammar is slow: only if it forbids the choice, it is asked about all tokens, and the chain
-// again.
+// Chooses a token of a row with the chain, and leaves what it was chosen from in `row`. Only if the
+// grammar forbids the choice, it is asked about all tokens, and the chain again.
 llama_token sample_row(const spec_sampler & sampler, const float * logits, int32_t n_vocab,
                        row_candidates & row) {
     apply_chain(sampler, row.fill(sampler, logits, n_vocab), row.array);
     if (!is_allowed(sampler, choice(row.array).id)) {
-        row.fill_all(logits, n_vocab);
-        llama_sampler_apply(sampler.grammar.get(), &row.array);
-        llama_sampler_apply(sampler.samplers(), &row.array);
+        logits = sampler.grammar->masked(logits, n_vocab);
+        apply_chain(sampler, row.fill(sampler, logits, n_vocab), row.array);
     }
     return checked_choice(row.array).id;
 }
@@ -333,7 +325,11 @@ void find_rows(spec_engine & engine, const spec_plan & plan, size_t i_entry) {
 llama_token sample_checked(const spec_sampler & sampler, const float * logits, int32_t n_vocab) {
     check_logits(logits, n_vocab);
     if (sampler.is_argmax) {
-        return argmax(logits, n_vocab, sampler.banned);
+        llama_token token = argmax(logits, n_vocab, sampler.banned);
+        if (!is_allowed(sampler, token)) {
+            token = argmax(sampler.grammar->masked(logits, n_vocab), n_vocab, sampler.banned);
+        }
+        return token;
     }
     thread_local row_candidates row;
     return sample_row(sampler, logits, n_vocab, row);

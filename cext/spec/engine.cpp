@@ -309,6 +309,7 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     attach_pool(*engine);
     engine->sequences.resize(static_cast<size_t>(params.n_seq_max));
     engine->has_drafted.resize(engine->sequences.size());
+    target.grammars->prepare(target.vocab);
     return engine.release();
 }
 

@@ -288,23 +288,6 @@ void probe_grammar(llama_grammar & g) {
     }
 }
 
-// Compiles a grammar and probes it, in bounded time.
-void check_compiles(const llama_vocab * vocab, const std::string & grammar) {
-    int64_t n_done = 0;
-    const grammar_budget budget(GRAMMAR_CHECK_WORK, n_done);
-    try {
-        probe_grammar(*parse_grammar(vocab, grammar));
-    } catch (const failure &) {
-        throw;
-    } catch (...) {
-        if (budget.is_exceeded()) {
-            bad_grammar("the grammar is too ambiguous: a few characters take more than " +
-                        std::to_string(GRAMMAR_CHECK_WORK) + " comparisons");
-        }
-        throw;
-    }
-}
-
 bool grammar_accepts(const std::string & grammar, const std::string & text) {
     if (text.size() > GRAMMAR_TEXT_BYTES_MAX) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the text is longer than 64 KiB");
@@ -358,9 +341,25 @@ bool grammar_budget::is_exceeded() const {
     return work.n > work.n_max;
 }
 
-void check_grammar_compiles(const spec_model & model, const std::string & grammar) {
-    if (!grammar.empty()) {
-        check_compiles(model.vocab, grammar);
+// Compiles a grammar and probes it, in bounded time.
+std::shared_ptr<llama_grammar> compile_grammar(const llama_vocab * vocab,
+                                               const std::string & grammar) {
+    int64_t n_done = 0;
+    const grammar_budget budget(GRAMMAR_CHECK_WORK, n_done);
+    try {
+        grammar_ptr g = parse_grammar(vocab, grammar);
+        const llama_grammar_stacks start = g->stacks;
+        probe_grammar(*g);
+        g->stacks = start;
+        return g;
+    } catch (const failure &) {
+        throw;
+    } catch (...) {
+        if (budget.is_exceeded()) {
+            bad_grammar("the grammar is too ambiguous: a few characters take more than " +
+                        std::to_string(GRAMMAR_CHECK_WORK) + " comparisons");
+        }
+        throw;
     }
 }
 
@@ -371,7 +370,7 @@ using namespace drafthouse;
 extern "C" {
 
 int32_t spec_grammar_check(const char * grammar) {
-    return guarded([&] { check_compiles(nullptr, &deref(grammar, "grammar")); });
+    return guarded([&] { compile_grammar(nullptr, &deref(grammar, "grammar")); });
 }
 
 int32_t spec_grammar_accepts(const char * grammar, const char * text, size_t n_text, bool * out) {

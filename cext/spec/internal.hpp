@@ -1,14 +1,16 @@
 // What the files of this folder share: the types behind spec.h, and the functions that a chapter
 // calls of another. The folder alone includes llama.cpp; no other file includes this one.
 //
-// Reading order: error, devices, model, grammar, breakers, sampler; fits, settings, engine;
+// Reading order: error, devices, model, grammar, masks, breakers, sampler; fits, settings, engine;
 // snapshot, start; plan, moves; draft, decode, feed, choose, step; hand; decoder, tree; embedder;
 // machine, survey.
 
 #ifndef DRAFTHOUSE_SPEC_INTERNAL_HPP
 #define DRAFTHOUSE_SPEC_INTERNAL_HPP
 
+#include "breakers.hpp"
 #include "logits.hpp"
+#include "masks.hpp"
 #include "settings.hpp"
 #include "spec.h"
 
@@ -93,31 +95,6 @@ template <typename T> T & deref(T * pointer, const char * name) {
 
 // Models and samplers.
 
-struct llama_dry_breaker; // the tokens of a DRY breaker (patch 0011)
-
-namespace drafthouse {
-
-using dry_breaker = std::shared_ptr<const llama_dry_breaker>;
-
-// The DRY breakers of a model that are known, least recently used ones left out. Any thread.
-class breaker_cache {
-public:
-    breaker_cache();
-    breaker_cache(const breaker_cache &) = delete;
-    breaker_cache & operator=(const breaker_cache &) = delete;
-    ~breaker_cache();
-
-    std::vector<dry_breaker> find(const llama_vocab * vocab,
-                                  const std::vector<std::string> & texts);
-    spec_breaker_stats stats() const;
-
-private:
-    struct entries;
-    std::unique_ptr<entries> entries_;
-};
-
-} // namespace drafthouse
-
 struct spec_model {
     std::unique_ptr<drafthouse::placement> places; // the model is freed before it
     llama_model_ptr model;
@@ -128,6 +105,8 @@ struct spec_model {
         control; // control tokens' spellings, in order; none begins with another
     std::unique_ptr<drafthouse::breaker_cache> breakers =
         std::make_unique<drafthouse::breaker_cache>();
+    std::unique_ptr<drafthouse::grammar_cache> grammars =
+        std::make_unique<drafthouse::grammar_cache>();
 
     int32_t n_vocab() const { return llama_vocab_n_tokens(vocab); }
 
@@ -225,9 +204,9 @@ struct sampler_history {
 } // namespace drafthouse
 
 struct spec_sampler {
-    common_sampler_ptr chain;  // has no grammar: that is ours
-    llama_sampler_ptr grammar; // null: none
-    std::mt19937 rng;          // of the rejection rule; independent of the chain's and the draft's
+    common_sampler_ptr chain;                          // has no grammar: that is ours
+    std::unique_ptr<drafthouse::grammar_walk> grammar; // null: none
+    std::mt19937 rng; // of the rejection rule; independent of the chain's and the draft's
     drafthouse::sampler_source source; // for snapshots
     float temperature = 0.0f;
     uint32_t seed = 0;
@@ -249,7 +228,7 @@ struct spec_sampler {
     // A grammar knows of what was generated only.
     void accept(llama_token token, bool is_generated) {
         if (grammar && is_generated) {
-            llama_sampler_accept(grammar.get(), token);
+            grammar->accept(token);
         }
         common_sampler_accept(chain.get(), token, is_generated);
     }
@@ -650,7 +629,8 @@ void check_header(const std::string & path);
 
 [[noreturn]] void bad_grammar(const std::string & text);
 void check_grammar(const std::string & grammar);
-void check_grammar_compiles(const spec_model & model, const std::string & grammar);
+std::shared_ptr<llama_grammar> compile_grammar(const llama_vocab * vocab,
+                                               const std::string & grammar);
 
 // sampler.cpp
 

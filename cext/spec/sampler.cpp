@@ -259,8 +259,8 @@ void find_shortcuts(spec_sampler & sampler, const spec_model & model, const spec
         is_banning = is_banning && b.bias == -INFINITY;
         sampler.banned.push_back(b.token);
     }
-    if (sampler.is_match_only || !is_banning) {
-        return; // mirostat, adaptive-p, grammars and other biases
+    if (p.mirostat != 0 || p.adaptive_target >= 0.0f || !is_banning) {
+        return;
     }
     sampler.is_argmax = is_argmax(p, s);
     sampler.n_greatest = count_greatest(p, s, sampler.banned.size());
@@ -306,7 +306,6 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
              "a grammar constrains texts, and the model's file has no tokenizer");
     }
     check_infill(model, params, !grammar.empty());
-    check_grammar_compiles(model, grammar);
     spec_sampler_params p = params;
     if (p.seed == SPEC_SEED_RANDOM) {
         p.seed = std::random_device{}() & 0x7FFFFFFFu;
@@ -318,10 +317,7 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
     sampler->chain = make_chain(model, sparams);
     give_breakers(model, sampler->samplers(), std::move(breakers));
     if (!grammar.empty()) {
-        sampler->grammar.reset(llama_sampler_init_grammar(model.vocab, grammar.c_str(), "root"));
-        if (!sampler->grammar) {
-            bad_grammar("the grammar cannot be parsed" + llama_reason());
-        }
+        sampler->grammar = model.grammars->begin(model.vocab, grammar);
     }
     // From the same seed as the chain, but not the same numbers.
     sampler->rng.seed(llama_sampler_get_seed(sampler->samplers()) ^ 0x9e3779b9u);

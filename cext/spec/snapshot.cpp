@@ -410,26 +410,15 @@ void check_parts(const spec_engine & engine, const sequence & seq) {
     }
 }
 
-// Feeds a new sampler what the old one was fed. A grammar aborts the process on a token that it
-// does not allow, so a second one is asked before.
-void replay_sampler(const spec_engine & engine, const sequence & seq, const std::string & grammar) {
-    const std::unique_ptr<llama_sampler, void (*)(llama_sampler *)> check(
-        grammar.empty()
-            ? nullptr
-            : llama_sampler_init_grammar(engine.target_model->vocab, grammar.c_str(), "root"),
-        llama_sampler_free);
+// Feeds a new sampler what the old one was fed.
+void replay_sampler(const sequence & seq) {
+    spec_sampler & sampler = *seq.sampler;
     for (const int32_t x : seq.heard) {
         const llama_token token = x < 0 ? -1 - x : x;
-        if (check && x < 0) {
-            llama_token_data candidate = {token, 1.0f, 0.0f};
-            llama_token_data_array candidates = {&candidate, 1, -1, false};
-            llama_sampler_apply(check.get(), &candidates);
-            if (!std::isfinite(candidate.logit)) {
-                corrupt("its tokens do not follow its grammar");
-            }
-            llama_sampler_accept(check.get(), token);
+        if (x < 0 && sampler.grammar && !sampler.grammar->allows(token)) {
+            corrupt("its tokens do not follow its grammar");
         }
-        seq.sampler->accept(token, x < 0);
+        sampler.accept(token, x < 0);
     }
 }
 
@@ -456,7 +445,7 @@ void restore_sampler(const spec_engine & engine, snapshot_reader & in, sequence 
         }
         std::vector<const char *> pointers;
         seq.sampler.reset(make_sampler(*engine.target_model, source.view(pointers)));
-        replay_sampler(engine, seq, source.grammar);
+        replay_sampler(seq);
     } catch (const failure & e) {
         corrupt(e.what()); // parameters that no sampler can have
     }

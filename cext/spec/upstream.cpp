@@ -1,6 +1,6 @@
 // What llama.cpp offers in its own src/ alone, behind functions: tensors by name, schedulers,
-// layers and their rows, the shape of windows, random states. This file and grammar.cpp include
-// src/; no other does, so that a new llama.cpp is met here.
+// layers and their rows, the shape of windows, random states. This file, grammar.cpp and masks.cpp
+// include src/; no other does, so that a new llama.cpp is met here.
 
 #include "survey.hpp"
 

@@ -152,14 +152,14 @@ async def test_the_client_counts_tokens_not_messages_and_survives_a_closed_conne
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
         request = json.loads(await reader.readexactly(length))
-        assert request["cache_prompt"] is False
-        assert request["ignore_eos"] is True
+        assert request.items() >= {"cache_prompt": False, "ignore_eos": True, "top_k": 20}.items()
+        assert "temperature" not in request
         writer.write(CANNED)
         await writer.drain()
         await reader.readuntil(b"\r\n\r\n")  # of the next request, which is never answered
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    client = HttpClient("127.0.0.1", server.sockets[0].getsockname()[1])
+    client = HttpClient("127.0.0.1", server.sockets[0].getsockname()[1], {"top_k": 20})
     try:
         for n_expected in (1, 2):
             trace = Trace(0.0)
@@ -599,6 +599,14 @@ def test_a_list_measures_nothing_and_an_empty_selection_is_refused() -> None:
     code, _, err = run("--list", "--only", "streams=5")
     assert code == 1
     assert "no case is selected" in err
+
+
+@pytest.mark.parametrize("flags", [("--sampled",), ("--grammar", __file__)])
+def test_answers_that_are_compared_are_neither_sampled_nor_bound(flags: tuple[str, ...]) -> None:
+    assert run("--list", "--scenarios", "defaults,chats,behind", *flags)[0] == 0
+    code, _, err = run("--list", "--scenarios", "defaults,closed", *flags)
+    assert code == 1
+    assert "are for behind, chats, defaults alone" in err
 
 
 STAND_IN = """

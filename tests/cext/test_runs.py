@@ -101,7 +101,10 @@ def test_a_run_is_its_steps(draft_type: DraftType, name: str) -> None:
     # Drafters and samplers hold what they held: so the next drafts are the same, and their fate.
     for _ in range(3 if run.target.limits.n_draft_max else 0):
         expected, found = alone.step(n_draft=3), run.step(n_draft=3)
-        np.testing.assert_array_equal(found.entries, expected.entries)
+        both = found.entries.copy(), expected.entries.copy()
+        for entries in both:
+            entries["n_mask_work"] = 0  # what one has found of a grammar the other need not find
+        np.testing.assert_array_equal(*both)
     assert run.outputs == alone.outputs
     alone.target.close()
     run.target.close()

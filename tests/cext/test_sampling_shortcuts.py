@@ -52,6 +52,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic": {"dynatemp_range": 0.5},
     "mirostat": {"mirostat": 2},
     "grammar": {"grammar": 'root ::= ("a" | "b" | " ")+'},
+    "grammar, greedy": {"temperature": 0.0, "grammar": 'root ::= ([^a-z] | "e" [a-m] "r")+'},
+    "grammar, one left": {"temperature": 0.0, "grammar": 'root ::= ("a" "b" "c" "d" "e" "f")+'},
+    "grammar, all": {"top_k": 0, "top_p": 0.9, "grammar": "root ::= [ -~\\n]+"},
+    "grammar, penalties": {"penalty_repeat": 1.4, "grammar": "root ::= [a-m ]+"},
+    "grammar, bans": {"grammar": "root ::= [a-m ]+", "logit_bias": ((32, -np.inf),)},
+    "grammar, mirostat": {"mirostat": 2, "grammar": "root ::= [a-z ]+"},
     "bare": {"samplers": ("temperature",)},
     "temperature first": {"samplers": ("temperature", "top_k", "top_p")},
 }

@@ -11,13 +11,24 @@ from pathlib import Path
 from drafthouse_bench.demos import CHECKOUT, DEMOS, MODELS, N_DRAFT, draft_models
 from drafthouse_server.config import Config
 
-__all__ = ["PeerCase", "PeerPlan", "Target", "describe_estimate", "find_target", "parse_only"]
+__all__ = [
+    "OWN_DEFAULTS",
+    "PeerCase",
+    "PeerPlan",
+    "Target",
+    "describe_estimate",
+    "find_target",
+    "parse_only",
+]
 
 _BENCH_MODELS = CHECKOUT / "build" / "bench"
 _BENCH_DRAFT = "draft-30m-Q8_0.gguf"
 
 SCENARIOS = ("closed", "open", "stall", "behind", "chats", "mixed", "defaults")
 """Kinds of load."""
+
+OWN_DEFAULTS = ("behind", "chats", "defaults")
+"""Those in which each server has its own defaults."""
 
 _DEFAULTS_MODELS = ("qwen3-0.6b-like-Q4_0", *DEMOS)
 _DEFAULTS_STREAMS = (1, 8)
@@ -225,7 +236,7 @@ class PeerPlan:
         Raises:
             ConfigError: a draft model is missing.
         """
-        if case.scenario in ("behind", "chats", "defaults"):
+        if case.scenario in OWN_DEFAULTS:
             return Config(model=str(target.path))
         draft_type = NGRAM if case.draft == "ngram" else case.draft
         n_draft = _N_DRAFT_NGRAM if case.draft == "ngram" else N_DRAFT

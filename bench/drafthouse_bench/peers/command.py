@@ -15,7 +15,7 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from drafthouse_bench.peers import plot as bench_plot
 from drafthouse_bench.peers.behind import BehindResult, BehindRow, behind_lines, run_behind
 from drafthouse_bench.peers.case import (
     NGRAM,
+    OWN_DEFAULTS,
     SCENARIOS,
     PeerCase,
     PeerPlan,
@@ -44,6 +45,7 @@ from drafthouse_bench.peers.chats import (
     run_chats,
 )
 from drafthouse_bench.peers.contender import (
+    GREEDY,
     Running,
     default_peer_flags,
     require_peer,
@@ -141,6 +143,11 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add("--n-shared", type=int, default=0, metavar="N", help="tokens that all conversations begin"
         " with, besides; default: 0")  # fmt: skip
     add("--n-long", type=count, metavar="N", help="tokens of the long prompt; default: 4096")
+    add("--sampled", action="store_true", help="with own defaults: answers are sampled, as both do"
+        " where a request says nothing (temperature 0.8, top-k 40, top-p 0.95, min-p 0.05); else"
+        " greedy")  # fmt: skip
+    add("--grammar", type=Path, metavar="FILE", help="with own defaults: answers follow this GBNF"
+        " grammar, which must have no end")  # fmt: skip
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
@@ -198,6 +205,25 @@ def _plan(arguments: argparse.Namespace) -> PeerPlan:
     return plan
 
 
+def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what requests of the scenarios with own defaults say, by names that both know.
+
+    Raises:
+        OSError: the grammar cannot be read.
+        ValueError: another scenario is selected: those compare greedy answers.
+    """
+    fields = {} if arguments.sampled else dict(GREEDY)
+    if arguments.grammar:
+        fields["grammar"] = arguments.grammar.read_text("utf-8")
+    others = set(arguments.scenarios or SCENARIOS) - set(OWN_DEFAULTS)
+    if fields != GREEDY and others:
+        raise ValueError(
+            f"--sampled and --grammar are for {', '.join(OWN_DEFAULTS)} alone; choose with"
+            f" --scenarios"
+        )
+    return fields
+
+
 def _of_defaults(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what differs from the scenario's own models, streams and prompts."""
     given = {
@@ -227,7 +253,7 @@ def _policies(arguments: argparse.Namespace) -> dict[str, tuple[list[str], list[
 
 def _bench_peers(arguments: argparse.Namespace, terminal: Terminal) -> int:
     try:
-        plan = _plan(arguments)
+        plan, fields = _plan(arguments), _fields(arguments)
         terminal.line(describe_estimate(plan, plan.cases()))
         if arguments.list:
             for case in plan.cases():
@@ -238,7 +264,7 @@ def _bench_peers(arguments: argparse.Namespace, terminal: Terminal) -> int:
             bench_plot.require_matplotlib()
         command = shlex.join(["drafthouse-bench", *sys.argv[1:]])
         machine = describe_machine(plan.n_threads, engine_version(), command)
-        _describe(machine, plan, terminal)
+        _describe(machine, plan, fields, terminal)
         asyncio.run(_BenchPeers(plan, arguments, machine, terminal).run())
     except ConfigError as error:
         terminal.error(str(error))
@@ -249,14 +275,19 @@ def _bench_peers(arguments: argparse.Namespace, terminal: Terminal) -> int:
     return 0
 
 
-def _describe(machine: Machine, plan: PeerPlan, terminal: Terminal) -> None:
+def _describe(
+    machine: Machine, plan: PeerPlan, fields: Mapping[str, Any], terminal: Terminal
+) -> None:
+    asked = "greedy" if "temperature" in fields else "sampled as both do by default"
+    if "grammar" in fields:
+        asked += ", within a grammar"
     terminal.line(f"$ {machine.command}")
     terminal.line(
         f"{machine.cpu}, {machine.n_cores} cores; load average {machine.load_average:.2f}"
     )
     terminal.line(machine.engine.strip(" |"))
     terminal.line(
-        f"threads per decode: {plan.n_threads}; greedy; K = 3 (n-gram: {NGRAM}, 8); prompt caches"
+        f"threads per decode: {plan.n_threads}; {asked}; K = 3 (n-gram: {NGRAM}, 8); prompt caches"
         f" off, but of own defaults; gaps are between tokens, those of one message have a gap of 0"
     )
     terminal.line("client of both: this process; ours by drafthouse.AsyncClient, theirs by raw SSE")
@@ -286,6 +317,7 @@ class _BenchPeers:
         self._machine = machine
         self._terminal = terminal
         self._policies = _policies(arguments)
+        self._fields = _fields(arguments)
         self._texts: dict[Path, list[list[int]]] = {}
         self._rows: list[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow | ChatsRow] = []
 
@@ -362,6 +394,7 @@ class _BenchPeers:
                 texts=texts,
                 n_ctx_train=self._n_ctx_train(target),
                 flags=(self._arguments.server_flags, self._arguments.peer_flags),
+                fields=self._fields,
             )
             return [row]
         if case.scenario == "behind":
@@ -484,8 +517,8 @@ class _BenchPeers:
         flags = default_peer_flags(n_longest, self._n_ctx_train(target))
         flags += self._arguments.peer_flags
         async with (
-            run_ours(config, self._arguments.server_flags) as ours,
-            run_peer_with(self._arguments.peer, config.model, flags) as theirs,
+            run_ours(config, self._arguments.server_flags, self._fields) as ours,
+            run_peer_with(self._arguments.peer, config.model, flags, self._fields) as theirs,
         ):
             both = (ours, theirs.running)
             for running in both:  # what a step takes is learnt once in a server's life

@@ -13,10 +13,10 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import drafthouse
 from drafthouse_bench.peers.http import HttpClient
@@ -25,6 +25,7 @@ from drafthouse_bench.trace import Trace
 from drafthouse_server.config import Config
 
 __all__ = [
+    "GREEDY",
     "OURS",
     "THEIRS",
     "Client",
@@ -55,8 +56,12 @@ _NGRAM_SIZES = {"ngram-simple": 4, "ngram-map-k": 4, "ngram-map-k4v": 4}
 """Tokens that an n-gram drafter looks up, as `fill_spec_params` sets them."""
 
 
+GREEDY: Mapping[str, Any] = {"temperature": 0.0}
+"""Fields of a request that takes the likeliest token; both servers name theirs alike."""
+
+
 class Client(Protocol):
-    """What a load needs of a contender. Greedy, past end tokens, no reuse of former prompts."""
+    """What a load needs of a contender. Past end tokens, unless a grammar says where the end is."""
 
     async def stream(self, prompt: Sequence[int], n_output: int, trace: Trace) -> None:
         """Generates and notes in the trace when tokens come."""
@@ -72,10 +77,12 @@ class GrpcClient:
 
     Args:
         client: Connected.
+        fields: Of each request, by their names in `drafthouse.GenerateOptions`.
     """
 
-    def __init__(self, client: drafthouse.AsyncClient) -> None:
+    def __init__(self, client: drafthouse.AsyncClient, fields: Mapping[str, Any] = GREEDY) -> None:
         self._client = client
+        self._fields = fields
 
     async def stream(self, prompt: Sequence[int], n_output: int, trace: Trace) -> None:
         """Generates and notes in the trace when tokens come.
@@ -104,7 +111,10 @@ class GrpcClient:
 
     def _start(self, prompt: Sequence[int], n_output: int) -> drafthouse.AsyncGenerationStream:
         return self._client.generate(
-            tuple(prompt), max_output_tokens=n_output, temperature=0.0, ignore_end_token=True
+            tuple(prompt),
+            max_output_tokens=n_output,
+            ignore_end_token="grammar" not in self._fields,  # that alone says where an answer ends
+            **self._fields,
         )
 
 
@@ -123,12 +133,15 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def run_ours(config: Config, flags: Sequence[str] = ()) -> AsyncIterator[Running]:
+async def run_ours(
+    config: Config, flags: Sequence[str] = (), fields: Mapping[str, Any] = GREEDY
+) -> AsyncIterator[Running]:
     """Runs our server for the time of a block, with two tenants.
 
     Args:
         config: Settings.
         flags: More flags of `drafthouse serve`.
+        fields: Of each request.
 
     Raises:
         BenchError: it does not start.
@@ -143,7 +156,8 @@ async def run_ours(config: Config, flags: Sequence[str] = ()) -> AsyncIterator[R
             )
             for key in keys
         ]
-        yield Running(OURS, server.pid, GrpcClient(one), GrpcClient(two))
+        clients = GrpcClient(one, fields), GrpcClient(two, fields)
+        yield Running(OURS, server.pid, *clients)
 
 
 def require_peer(program: Path) -> None:
@@ -171,7 +185,7 @@ async def run_peer(
         BenchError: it is not built, or does not start.
     """
     port = _free_port()
-    client = HttpClient("127.0.0.1", port)
+    client = HttpClient("127.0.0.1", port, GREEDY)
     async with _run_program(program, [*peer_flags(config, port), *flags], client) as (pid, _):
         yield Running(THEIRS, pid, client, client)
 
@@ -188,7 +202,7 @@ class DefaultPeer:
 
 @contextlib.asynccontextmanager
 async def run_peer_with(
-    program: Path, model: str, flags: Sequence[str]
+    program: Path, model: str, flags: Sequence[str], fields: Mapping[str, Any] = GREEDY
 ) -> AsyncIterator[DefaultPeer]:
     """Runs llama-server with its own defaults for the time of a block.
 
@@ -196,12 +210,13 @@ async def run_peer_with(
         program: llama-server.
         model: The model's path.
         flags: Besides model and address.
+        fields: Of each request.
 
     Raises:
         BenchError: it is not built, or does not start.
     """
     port = _free_port()
-    client = HttpClient("127.0.0.1", port, has_cache=True)
+    client = HttpClient("127.0.0.1", port, fields, has_cache=True)
     where = ["--model", model, "--host", "127.0.0.1", "--port", str(port)]
     async with _run_program(program, [*where, *flags], client) as (pid, log):
         log.seek(0)

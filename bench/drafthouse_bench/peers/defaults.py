@@ -12,13 +12,15 @@ import dataclasses
 import random
 import re
 import shlex
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import drafthouse
 from drafthouse_bench.memory import bytes_per_step, read_bytes_per_s
 from drafthouse_bench.peers.case import PeerCase, PeerPlan, Target
 from drafthouse_bench.peers.contender import (
+    GREEDY,
     OURS,
     THEIRS,
     GrpcClient,
@@ -85,6 +87,7 @@ async def measure_defaults(
     texts: Prompts,
     n_ctx_train: int,
     flags: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    fields: Mapping[str, Any] = GREEDY,
 ) -> DefaultsRow:
     """Measures a case, all contenders in turns.
 
@@ -96,6 +99,7 @@ async def measure_defaults(
         texts: As `draw_requests` wants them.
         n_ctx_train: The model's context.
         flags: More flags of ours and of llama-server, to see what another default would do.
+        fields: Of each request, by the names that both have for them.
 
     Raises:
         BenchError: a contender does not start, or a request failed.
@@ -108,10 +112,16 @@ async def measure_defaults(
         texts = [_repeated(text, case.n_prompt) for text in texts]
     peer_flags = [*default_peer_flags(bounds[1] + 2 * n_output, n_ctx_train), *flags[1]]
     async with contextlib.AsyncExitStack() as stack:
-        ours, n_threads = await stack.enter_async_context(_run_ours(OURS, config, flags[0]))
-        plain = Config(model=config.model, draft_type="none")
-        runs = [ours, (await stack.enter_async_context(_run_ours(PLAIN, plain, flags[0])))[0]]
-        theirs = await stack.enter_async_context(run_peer_with(peer, config.model, peer_flags))
+        runs: list[Running] = []
+        n_threads = []
+        for name in (OURS, PLAIN):
+            own = config if name == OURS else Config(model=config.model, draft_type="none")
+            server = await stack.enter_async_context(_run_ours(name, own, flags[0], fields))
+            runs.append(server[0])
+            n_threads.append(server[1])
+        theirs = await stack.enter_async_context(
+            run_peer_with(peer, config.model, peer_flags, fields)
+        )
         runs.append(theirs.running)
 
         async def turn(running: Running, n_requests: int, i_round: int) -> Figures:
@@ -126,7 +136,7 @@ async def measure_defaults(
         turns[OURS],
         turns[PLAIN],
         turns[THEIRS],
-        (n_threads, theirs.n_threads),
+        (n_threads[0], theirs.n_threads),
         (shlex.join([*_own_flags(config), *flags[0]]), shlex.join(peer_flags)),
         _memory_limit(case, target),
     )
@@ -174,11 +184,11 @@ def _own_flags(config: Config) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def _run_ours(
-    name: str, config: Config, flags: Sequence[str]
+    name: str, config: Config, flags: Sequence[str], fields: Mapping[str, Any]
 ) -> AsyncIterator[tuple[Running, int]]:
     """Runs our server for the time of a block; yields it with the threads that it tells."""
     async with ServerProcess(config, flags).run() as server:
         found = re.search(r"^ *threads +(\d+)", "\n".join(server.start_lines), re.M)
         async with drafthouse.AsyncClient(server.target, retry=None) as client:
-            grpc = GrpcClient(client)
+            grpc = GrpcClient(client, fields)
             yield Running(name, server.pid, grpc, grpc), int(found[1]) if found else 0

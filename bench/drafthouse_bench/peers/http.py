@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafthouse_bench.process import BenchError
@@ -217,16 +217,20 @@ def _note(trace: Trace, events: Sequence[dict[str, Any]], now: float) -> None:
 
 
 class HttpClient:
-    """llama-server's `/completion`, greedy, past end tokens.
+    """llama-server's `/completion`, past end tokens unless a grammar says where the end is.
 
     Args:
         host: Address.
         port: Port.
+        fields: Of each request's body, such as `temperature`.
         has_cache: Whether prompts may go on from former ones, as llama-server does by default.
     """
 
-    def __init__(self, host: str, port: int, *, has_cache: bool = False) -> None:
+    def __init__(
+        self, host: str, port: int, fields: Mapping[str, Any], *, has_cache: bool = False
+    ) -> None:
         self._host, self._port = host, port
+        self._fields = fields
         self._has_cache = has_cache
         self._idle: list[_Connection] = []
 
@@ -266,9 +270,9 @@ class HttpClient:
         body = json.dumps(
             {
                 "prompt": list(prompt),
+                **self._fields,
                 "n_predict": n_output,
-                "temperature": 0.0,
-                "ignore_eos": True,
+                "ignore_eos": "grammar" not in self._fields,
                 "cache_prompt": self._has_cache,
                 "stream": is_stream,
                 "return_tokens": not is_stream,
