@@ -48,6 +48,20 @@ def test_a_prefix_is_saved_beside_streams_where_it_saves_fifty_times_what_they_w
     assert bool(again.n_reused) is is_saved
 
 
+@pytest.mark.parametrize(("write_s", "is_saved"), [(0.018, True), (0.026, False)])
+def test_streams_wait_two_steps_for_a_snapshot_that_saves_four_times_as_long(
+    monkeypatch: pytest.MonkeyPatch, *, write_s: float, is_saved: bool
+) -> None:
+    """They would wait again and again beside the prompt that is computed once more."""
+    monkeypatch.setattr(preemption, "_FIXED_S", 2 * write_s)
+    clocked = Clocked()
+    clocked.add([1, 2, 3], n_output=4000, tenant="stream")  # its steps take 11 ms
+    for _ in range(5):
+        clocked.step()
+    clocked.turn(numbers(120))
+    assert bool(clocked.fill()) is is_saved
+
+
 def test_what_host_memory_has_already_is_not_what_a_snapshot_saves() -> None:
     """Else each turn of a long conversation would write all of it, however short the turn was."""
     clocked = Clocked()
@@ -144,15 +158,28 @@ def test_the_speed_of_snapshots_is_learnt_from_large_ones() -> None:
     cost = SnapshotCost()
     cost.observe(10, 1000 * MIB)
     before_s = cost.write_s(10)
-    cost.observe_time(1, 50.0)  # a step has other costs
-    cost.observe_time(100 * MIB, 0.0)  # nobody measured
+    cost.observe_time(1, 1, 50.0)  # a step has other costs
+    cost.observe_time(100 * MIB, 100 * MIB, 0.0)  # nobody measured
     assert cost.write_s(10) == before_s
     for _ in range(40):
-        cost.observe_time(100 * MIB, 0.01)
-    assert cost.write_s(10) - MOVE_S == pytest.approx(0.1, rel=0.01)
+        cost.observe_time(100 * MIB, 0, 0.04)
+        cost.observe_time(0, 100 * MIB, 0.01)
+    for _ in range(20):
+        cost.observe_time(100 * MIB, 100 * MIB, 0.05)  # both in a step, and nothing else to learn
+    assert cost.write_s(10) - MOVE_S == pytest.approx(0.4, rel=0.01)
     assert cost.read_s(b"x" * MIB) - MOVE_S == pytest.approx(0.0001, rel=0.01)
-    cost.observe_time(100 * MIB, 1e9)  # a machine that slept
+    assert cost.total_s(10) - 2 * MOVE_S == pytest.approx(0.5, rel=0.01)
+    cost.observe_time(100 * MIB, 0, 1e9)  # a machine that slept
     assert cost.write_s(10) < 100
+
+
+def test_what_only_both_together_take_is_learnt_in_their_sum() -> None:
+    cost = SnapshotCost()
+    cost.observe(10, 1000 * MIB)
+    for _ in range(60):
+        cost.observe_time(100 * MIB, 50 * MIB, 0.03)
+    n_read = cost.read_s(b"x" * 50 * MIB) - MOVE_S
+    assert (cost.write_s(10) - MOVE_S) / 10 + n_read == pytest.approx(0.03, rel=0.01)
 
 
 def test_what_conversations_begin_with_is_kept_where_the_second_one_parts_from_the_first() -> None:

@@ -19,8 +19,12 @@ from drafthouse_server.step import StepResult
 __all__ = ["Checkpoints", "HitRates"]
 
 _STALL_SHARE = 1 / 50
-"""Running streams wait for a snapshot no longer than for so much of the time that it saves: they
-would be slower for all of that time if its tokens were computed again."""
+"""Running streams wait for a snapshot no longer than a step of theirs takes, or so much of the time
+that it saves: they would be slower for all of that time if its tokens were computed again."""
+
+_STALL_SHARE_SHORT = 1 / 4
+"""Up to two of their steps they wait for what saves this much: they would wait for as long, again
+and again, beside pieces of the prompt that is computed again."""
 
 _STALL_STEPS = 0.5
 """After so much of a step's time with snapshots, who waits gets a slot in the next step."""
@@ -209,17 +213,16 @@ class Checkpoints:
 
     def observe_time(self, plan: PlanBuilder, result: StepResult) -> None:
         """Learns from a step that started sequences how long writing and reading takes."""
-        n_bytes = sum(map(len, result.snapshots.values()))
-        n_bytes += sum([len(start.snapshot) for start in plan.starts if start.snapshot])
-        self._snapshots.observe_time(n_bytes, result.timings.moves_s)
+        n_written = sum(map(len, result.snapshots.values()))
+        n_read = sum([len(start.snapshot) for start in plan.starts if start.snapshot])
+        self._snapshots.observe_time(n_written, n_read, result.timings.moves_s)
 
     def _is_cheap(
         self, stored: dict[int, Prefix], tenant: str, n_tokens: int, n_reused: int
     ) -> bool:
         """Returns whether a snapshot of a prefix promises to save more time than it costs.
 
-        What is written must not hold up running streams for longer than a step of theirs takes, or
-        a small part of what it saves.
+        What is written must not hold up running streams for longer than `_stall_s`.
 
         Args:
             stored: What the same plan writes besides.
@@ -231,12 +234,17 @@ class Checkpoints:
         recompute_s = estimators.recompute_s(n_tokens - n_reused)
         if self._slots.is_anybody_generating():
             written = [n_tokens, *(len(prefix.tokens) for prefix in stored.values())]
-            most_s = max(estimators.stall_s, _STALL_SHARE * (recompute_s or 0.0))
-            if sum(map(snapshots.write_s, written)) > most_s:
+            if sum(map(snapshots.write_s, written)) > self._stall_s(recompute_s or 0.0):
                 return False
         if recompute_s is None:
             return True
         return snapshots.total_s(n_tokens) < self.hit_rates.of(tenant) * recompute_s
+
+    def _stall_s(self, saved_s: float) -> float:
+        """Returns how long running streams may wait for what saves so much, seconds."""
+        step_s = self._estimators.stall_s
+        short_s = min(2 * step_s, _STALL_SHARE_SHORT * saved_s)
+        return max(step_s, short_s, _STALL_SHARE * saved_s)
 
     def take(self, plan: PlanBuilder, result: StepResult) -> None:
         """Keeps what the engine has written."""

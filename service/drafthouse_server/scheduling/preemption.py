@@ -41,14 +41,21 @@ class SnapshotCost:
     def __init__(self) -> None:
         # Tokens and bytes of the shortest and the longest one: states and tokens each take theirs.
         self._shortest = self._longest = 0, 0
-        self._s_per_byte = 1 / _BYTES_PER_S
+        # Written and read: what is written goes to fresh memory, which takes several times as long.
+        self._s_per_byte = [1 / _BYTES_PER_S, 1 / _BYTES_PER_S]
 
-    def observe_time(self, n_bytes: int, seconds: float) -> None:
+    def observe_time(self, n_written: int, n_read: int, seconds: float) -> None:
         """Learns from a step that took so long to write and read so many bytes of snapshots."""
-        if n_bytes >= _TIMED_BYTES and seconds > 0:
-            low, high = _BYTES_PER_S_BOUNDS
-            s_per_byte = min(max(seconds / n_bytes, 1 / high), 1 / low)
-            self._s_per_byte += _TIME_SHARE * (s_per_byte - self._s_per_byte)
+        if n_written + n_read < _TIMED_BYTES or not seconds > 0:  # nor where it is no number
+            return
+        low, high = _BYTES_PER_S_BOUNDS
+        predicted = [n * s for n, s in zip((n_written, n_read), self._s_per_byte, strict=True)]
+        ratio = seconds / sum(predicted)
+        for i, before in enumerate(self._s_per_byte):
+            # Who is most of it is most of the reason.
+            weight = _TIME_SHARE * predicted[i] / sum(predicted)
+            s_per_byte = min(max(ratio * before, 1 / high), 1 / low)
+            self._s_per_byte[i] += weight * (s_per_byte - before)
 
     def observe(self, n_tokens: int, n_bytes: int) -> None:
         """Learns from a snapshot of so many tokens, at least one."""
@@ -66,15 +73,15 @@ class SnapshotCost:
 
     def write_s(self, n_tokens: int) -> float:
         """Returns the seconds that writing it takes; nothing else goes on meanwhile."""
-        return self.n_bytes(n_tokens) * self._s_per_byte + _FIXED_S / 2
+        return self.n_bytes(n_tokens) * self._s_per_byte[0] + _FIXED_S / 2
 
     def read_s(self, snapshot: bytes) -> float:
         """Returns the seconds that reading a snapshot takes; nothing else goes on meanwhile."""
-        return len(snapshot) * self._s_per_byte + _FIXED_S / 2
+        return len(snapshot) * self._s_per_byte[1] + _FIXED_S / 2
 
     def total_s(self, n_tokens: int) -> float:
         """Returns the seconds of writing it and reading it again."""
-        return 2 * self.write_s(n_tokens)
+        return self.n_bytes(n_tokens) * sum(self._s_per_byte) + _FIXED_S
 
 
 class SwapSpace:
