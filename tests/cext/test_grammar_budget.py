@@ -53,9 +53,10 @@ def forced(model: Model, text: str) -> tuple[tuple[int, float], ...]:
     return ((int(model.tokenize(text)[-1]), 100.0),)
 
 
-def test_masks_are_what_the_grammars_take() -> None:
+@pytest.mark.parametrize("program", ["mask_test", "place_test"])
+def test_masks_are_what_the_grammars_take(program: str) -> None:
     run = subprocess.run(
-        [str(built("mask_test")), str(MODELS / TARGETS["dense"])],
+        [str(built(program)), str(MODELS / TARGETS["dense"])],
         capture_output=True,
         text=True,
         timeout=200,
@@ -97,17 +98,6 @@ def test_by_hand_it_is_told_as_a_failed_choice_of_its_own(target: Model) -> None
             engine.sample(0, 0)
         assert issubclass(GrammarTooCostly, SamplingFailed)
         assert engine.n_cells_used == 0
-
-
-def test_places_are_what_the_grammars_take() -> None:
-    run = subprocess.run(
-        [str(built("place_test")), str(MODELS / TARGETS["dense"])],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert (run.returncode, run.stdout) == (0, "ok\n"), run.stdout + run.stderr
 
 
 def test_what_one_sequence_found_of_a_grammar_another_need_not_find() -> None:
