@@ -2,6 +2,8 @@
 // and a sampler that is given them does what one does that was made with them.
 //
 //   breaker_test MODEL.gguf    prints "ok", or what differs
+#include "vocabulary.h"
+
 #include "llama-sampler.h"
 #include "llama-vocab.h"
 #include "llama.h"
@@ -15,14 +17,6 @@
 #include <vector>
 
 namespace {
-
-#define REQUIRE(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            std::printf("line %d: %s\n", __LINE__, #condition);                                    \
-            std::exit(1);                                                                          \
-        }                                                                                          \
-    } while (0)
 
 using tail = std::pair<llama_token, std::vector<llama_token>>;
 
@@ -120,19 +114,8 @@ void compare_samplers(const llama_vocab & vocab) {
 } // namespace
 
 int main(int argc, char ** argv) {
-    if (argc != 2) {
-        return 2;
-    }
-    llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
-    llama_backend_init();
-    llama_model_params params = llama_model_default_params();
-    params.vocab_only = true;
-    llama_model * model = llama_model_load_from_file(argv[1], params);
-    REQUIRE(model != nullptr);
-    const llama_vocab * vocab = llama_model_get_vocab(model);
-    compare_breakers(*vocab);
-    compare_samplers(*vocab);
-    llama_model_free(model);
-    std::printf("ok\n");
-    return 0;
+    return with_vocabulary(argc, argv, [](const llama_vocab * vocab) {
+        compare_breakers(*vocab);
+        compare_samplers(*vocab);
+    });
 }

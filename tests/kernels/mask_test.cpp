@@ -3,6 +3,8 @@
 // bounded.
 //
 //   mask_test MODEL.gguf    prints "ok", or what differs
+#include "vocabulary.h"
+
 #include "llama-grammar.h"
 #include "llama-vocab.h"
 #include "llama.h"
@@ -20,14 +22,6 @@
 
 namespace {
 
-#define REQUIRE(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            std::printf("line %d: %s\n", __LINE__, #condition);                                    \
-            std::exit(1);                                                                          \
-        }                                                                                          \
-    } while (0)
-
 using grammar_ptr = std::unique_ptr<llama_grammar, decltype(&llama_grammar_free_impl)>;
 
 grammar_ptr parse(const llama_vocab * vocab, const std::string & text) {
@@ -36,21 +30,6 @@ grammar_ptr parse(const llama_vocab * vocab, const std::string & text) {
         llama_grammar_free_impl);
     REQUIRE(g != nullptr);
     return g;
-}
-
-// Of all tokens, those that the mask leaves.
-std::vector<bool> mask(const llama_grammar & g, int n_vocab) {
-    std::vector<llama_token_data> data;
-    for (int id = 0; id < n_vocab; ++id) {
-        data.push_back({id, 1.0f, 0.0f});
-    }
-    llama_token_data_array array = {data.data(), data.size(), -1, false};
-    llama_grammar_apply_impl(g, &array);
-    std::vector<bool> allowed;
-    for (const llama_token_data & token : data) {
-        allowed.push_back(token.logit > -INFINITY);
-    }
-    return allowed;
 }
 
 bool is_whole(const std::string & piece) {
@@ -201,20 +180,9 @@ void check_budget(const llama_vocab * vocab) {
 } // namespace
 
 int main(int argc, char ** argv) {
-    if (argc != 2) {
-        return 2;
-    }
-    llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
-    llama_backend_init();
-    llama_model_params params = llama_model_default_params();
-    params.vocab_only = true;
-    llama_model * model = llama_model_load_from_file(argv[1], params);
-    REQUIRE(model != nullptr);
-    const llama_vocab * vocab = llama_model_get_vocab(model);
-    compare_all(vocab);
-    compare_classes(vocab);
-    check_budget(vocab);
-    llama_model_free(model);
-    std::printf("ok\n");
-    return 0;
+    return with_vocabulary(argc, argv, [](const llama_vocab * vocab) {
+        compare_all(vocab);
+        compare_classes(vocab);
+        check_budget(vocab);
+    });
 }

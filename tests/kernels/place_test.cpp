@@ -5,6 +5,7 @@
 //   place_test MODEL.gguf    prints "ok", or what differs
 #include "spec/internal.hpp"
 #include "spec/masks.hpp"
+#include "vocabulary.h"
 
 #include "llama-grammar.h"
 #include "llama-vocab.h"
@@ -19,33 +20,10 @@
 
 namespace {
 
-#define REQUIRE(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            std::printf("line %d: %s\n", __LINE__, #condition);                                    \
-            std::exit(1);                                                                          \
-        }                                                                                          \
-    } while (0)
-
 std::mt19937 rng(1);
 
 int draw(int n) {
     return static_cast<int>(rng() % static_cast<unsigned>(n));
-}
-
-// What llama.cpp allows.
-std::vector<bool> asked(const llama_grammar & g, int n_vocab) {
-    std::vector<llama_token_data> data;
-    for (int id = 0; id < n_vocab; ++id) {
-        data.push_back({id, 1.0f, 0.0f});
-    }
-    llama_token_data_array array = {data.data(), data.size(), -1, false};
-    llama_grammar_apply_impl(g, &array);
-    std::vector<bool> allowed;
-    for (const llama_token_data & token : data) {
-        allowed.push_back(token.logit > -INFINITY);
-    }
-    return allowed;
 }
 
 // A text of a grammar, and what may follow each of its tokens. Tokens that begin within a character
@@ -58,7 +36,7 @@ int compare(drafthouse::grammar_cache & cache, const llama_vocab * vocab, const 
     const std::vector<float> logits(static_cast<size_t>(n_vocab), 1.0f);
     std::string so_far;
     for (int i = 0; i < n_tokens; ++i) {
-        const std::vector<bool> allowed = asked(*g, n_vocab);
+        const std::vector<bool> allowed = mask(*g, n_vocab);
         std::vector<llama_token> usual, odd;
         for (int round = 0; round < 2; ++round) { // before the mask is known, and after
             for (int id = 0; id < n_vocab; ++id) {
@@ -186,7 +164,7 @@ void forget_places(const llama_vocab * vocab) {
     compare(cache, vocab, text, 300);
     const auto g = drafthouse::compile_grammar(vocab, text);
     llama_grammar_accept_impl(*g, letter);
-    const std::vector<bool> allowed = asked(*g, n_vocab);
+    const std::vector<bool> allowed = mask(*g, n_vocab);
     const float * masked = first->masked(logits.data(), n_vocab);
     for (int id = 0; id < n_vocab; ++id) {
         REQUIRE((masked[id] == 1.0f) == allowed[static_cast<size_t>(id)]);
@@ -227,20 +205,9 @@ void refuse(const llama_vocab * vocab) {
 } // namespace
 
 int main(int argc, char ** argv) {
-    if (argc != 2) {
-        return 2;
-    }
-    llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
-    llama_backend_init();
-    llama_model_params params = llama_model_default_params();
-    params.vocab_only = true;
-    llama_model * model = llama_model_load_from_file(argv[1], params);
-    REQUIRE(model != nullptr);
-    const llama_vocab * vocab = llama_model_get_vocab(model);
-    refuse(vocab);
-    compare_all(vocab);
-    forget_places(vocab);
-    llama_model_free(model);
-    std::printf("ok\n");
-    return 0;
+    return with_vocabulary(argc, argv, [](const llama_vocab * vocab) {
+        refuse(vocab);
+        compare_all(vocab);
+        forget_places(vocab);
+    });
 }
