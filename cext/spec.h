@@ -502,6 +502,8 @@ typedef struct spec_engine_limits {
     int32_t n_window; /* tokens that the target's sliding windows look back; 0 = no such layers. A
                          snapshot holds no more of these layers: what was loaded from one with more
                          tokens can be kept whole, or but for its last token. since ABI 7 */
+    int32_t n_window_cells; /* cells that a sequence has in such layers, which keep its last tokens
+                               alone (swa_small); 0 = as many as in others. since ABI 9 */
 } spec_engine_limits;
 
 void spec_engine_default_params(spec_engine_params * out);

@@ -32,6 +32,13 @@ CONV_STD = 0.3
 STEP_BIAS = -3.0
 DECAY = -1.0
 
+NORMS = {
+    "qwen35": ("attn_norm", "post_attention_norm"),
+    "gpt-oss": ("attn_norm", "post_attention_norm"),
+    "gemma3": ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+}
+"""Norms of a block, by architecture; of all others `attn_norm` and `ffn_norm`."""
+
 QUANTS = {
     "F16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "BF16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
@@ -82,7 +89,7 @@ class BenchShape:
     """Dimensions of a benchmark model, named as llama.cpp names them."""
 
     arch: str
-    """llama.cpp's architecture: `qwen3`, `llama`, `mimo2`, `qwen35`, `qwen3moe` or `deepseek2`."""
+    """llama.cpp's architecture: of those in `SHAPES`."""
 
     n_embd: int
     """Width of the residual stream."""
@@ -137,6 +144,10 @@ class BenchShape:
 
     n_latent: int = 0
     """Values of a cell that all heads share (MLA), without the rotated ones; 0: keys and values."""
+
+    n_window: int = 0
+    """Tokens that a layer with a sliding window looks back; 0: no layer has one. Which layers do is
+    the architecture's: five of six in `gemma3`, every second one in `gpt-oss`."""
 
     @property
     def n_blocks(self) -> int:
@@ -205,6 +216,25 @@ SHAPES = {
         n_dense_lead=1,
         n_latent=512,
     ),
+    # Windows in five of six layers, wide heads, a gate of GELU: Gemma 3 1B, but for its vocabulary
+    # of 262,144 (`--vocab`).
+    "gemma3-1b-like": BenchShape("gemma3", 1152, 26, 4, 1, 256, 6912, 1e6, 32768, n_window=512),
+    # Windows in every second layer, sinks, experts with biases: a small gpt-oss 20B.
+    "gpt-oss-2b-like": BenchShape(
+        "gpt-oss",
+        1024,
+        24,
+        32,
+        8,
+        64,
+        768,
+        1.5e5,
+        131072,
+        n_expert=32,
+        n_expert_used=4,
+        n_ff_expert=768,
+        n_window=128,
+    ),
 }
 """Benchmark models by name."""
 
@@ -244,8 +274,8 @@ class _WeightWriter:
     def convolution(self, name: str, n_channels: int) -> None:
         self.writer.add_tensor(name, self._normal(CONV_STD, n_channels, N_CONV))
 
-    def router(self, name: str, n_expert: int, n_embd: int) -> None:
-        self.writer.add_tensor(name, self._normal(WEIGHT_STD, n_expert, n_embd))
+    def values(self, name: str, *shape: int) -> None:
+        self.writer.add_tensor(name, self._normal(WEIGHT_STD, *shape))
 
     def _blocks(self, quant: GGMLQuantizationType, *shape: int) -> npt.NDArray[np.uint8]:
         """Returns blocks of any bytes, scaled to weights like the others."""
@@ -298,13 +328,15 @@ def write_bench_model(
         _add_hybrid_dimensions(writer, shape)
     if shape.arch == "mimo2":
         _add_sliding_window(writer, shape)
+    if shape.n_window:
+        writer.add_sliding_window(shape.n_window)
     if shape.n_expert:
         _add_expert_dimensions(writer, shape)
     add_vocabulary(writer, tokenizer, n_vocab)
     weights = _WeightWriter(writer, tensor_type)
     weights.matrix("token_embd.weight", n_vocab, shape.n_embd)
     weights.vector("output_norm.weight", shape.n_embd)
-    if shape.arch == "mimo2":  # it has no tied head
+    if shape.arch in {"mimo2", "gpt-oss"}:  # they have no tied head
         weights.matrix("output.weight", n_vocab, shape.n_embd)
     for i in range(shape.n_blocks):
         _add_block(weights, shape, i)
@@ -405,9 +437,8 @@ def _add_expert_dimensions(writer: GGUFWriter, shape: BenchShape) -> None:
 
 def _add_block(weights: _WeightWriter, shape: BenchShape, i: int) -> None:
     prefix, n_embd = f"blk.{i}.", shape.n_embd
-    second = "post_attention_norm" if shape.arch == "qwen35" else "ffn_norm"
-    weights.vector(f"{prefix}attn_norm.weight", n_embd)
-    weights.vector(f"{prefix}{second}.weight", n_embd)
+    for norm in NORMS.get(shape.arch, ("attn_norm", "ffn_norm")):
+        weights.vector(f"{prefix}{norm}.weight", n_embd)
     if shape.is_recurrent(i):
         _add_delta_net(weights, shape, prefix)
     elif shape.n_latent:
@@ -415,12 +446,14 @@ def _add_block(weights: _WeightWriter, shape: BenchShape, i: int) -> None:
     else:
         _add_attention(weights, shape, prefix)
     if shape.has_experts(i):
-        weights.router(f"{prefix}ffn_gate_inp.weight", shape.n_expert, n_embd)
+        weights.values(f"{prefix}ffn_gate_inp.weight", shape.n_expert, n_embd)
         _add_gated(
             weights, f"{prefix}ffn_{{}}_exps.weight", n_embd, shape.n_ff_expert, shape.n_expert
         )
         if shape.arch == "deepseek2":
             _add_gated(weights, f"{prefix}ffn_{{}}_shexp.weight", n_embd, shape.n_ff_expert)
+        if shape.arch == "gpt-oss":
+            _add_biases(weights, shape, prefix)
     else:
         _add_gated(weights, f"{prefix}ffn_{{}}.weight", n_embd, shape.n_ff)
     if i >= shape.n_layer:
@@ -431,6 +464,16 @@ def _add_gated(weights: _WeightWriter, name: str, n_embd: int, n_ff: int, *n_exp
     for part in ("gate", "up"):
         weights.matrix(name.format(part), *n_expert, n_ff, n_embd)
     weights.matrix(name.format("down"), *n_expert, n_embd, n_ff)
+
+
+def _add_biases(weights: _WeightWriter, shape: BenchShape, prefix: str) -> None:
+    n_query, n_key = shape.n_head * shape.n_embd_head, shape.n_head_kv * shape.n_embd_head
+    weights.values(f"{prefix}attn_sinks.weight", shape.n_head)
+    for name, n in (("q", n_query), ("k", n_key), ("v", n_key), ("output", shape.n_embd)):
+        weights.values(f"{prefix}attn_{name}.bias", n)
+    weights.values(f"{prefix}ffn_gate_inp.bias", shape.n_expert)
+    for name, n in (("gate", shape.n_ff_expert), ("up", shape.n_ff_expert), ("down", shape.n_embd)):
+        weights.values(f"{prefix}ffn_{name}_exps.bias", shape.n_expert, n)
 
 
 def _add_latent_attention(weights: _WeightWriter, shape: BenchShape, prefix: str) -> None:
@@ -453,7 +496,7 @@ def _add_attention(weights: _WeightWriter, shape: BenchShape, prefix: str) -> No
         weights.matrix(f"{prefix}attn_k.weight", n_key, shape.n_embd)
         weights.matrix(f"{prefix}attn_v.weight", n_key, shape.n_embd)
     weights.matrix(f"{prefix}attn_output.weight", shape.n_embd, n_query)
-    if shape.arch in {"qwen3", "qwen3moe", "qwen35"}:
+    if shape.arch in {"qwen3", "qwen3moe", "qwen35", "gemma3"}:
         weights.vector(f"{prefix}attn_q_norm.weight", shape.n_embd_head)
         weights.vector(f"{prefix}attn_k_norm.weight", shape.n_embd_head)
 

@@ -40,6 +40,9 @@ class EngineLimits:
     n_window: int
     """Tokens that the target's sliding windows look back; 0: it has none. Of a snapshot with more
     tokens a start keeps all, or all but the last."""
+    n_window_cells: int
+    """Cells that a sequence has in such layers, which keep its last tokens alone (`swa_full` off);
+    0: as many as in others. One pool of all sequences promises the window alone."""
 
 
 @dataclass(frozen=True, slots=True)

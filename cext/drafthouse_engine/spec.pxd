@@ -243,6 +243,7 @@ cdef extern from "spec.h" nogil:
         bool kv_unified
         bool has_checkpoints
         int32_t n_window
+        int32_t n_window_cells
 
     void spec_engine_default_params(spec_engine_params * out)
     int32_t spec_engine_init(

@@ -246,6 +246,7 @@ void fill_limits(spec_engine & engine) {
     l.n_vocab = engine.target_model->n_vocab();
     l.kv_unified = p.kv_unified;
     l.n_window = window_of(ctx);
+    l.n_window_cells = window_cells_of(ctx);
     l.has_checkpoints = engine.target_rollback != rollback_kind::any && l.n_draft_max > l.n_rs_seq;
 }
 

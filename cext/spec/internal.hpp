@@ -591,6 +591,7 @@ struct checked_moves {
 // upstream.cpp
 
 int32_t window_of(const llama_context * context);
+int32_t window_cells_of(const llama_context * context);
 bool holds_window(const llama_context * context, int32_t seq_id, int32_t n_past);
 void keep_states(llama_context * context, int32_t n_kept);
 [[noreturn]] void no_window(int32_t n_past);

@@ -88,6 +88,17 @@ caches caches_of(const llama_context * context) {
 
 } // namespace
 
+// Cells that a sequence has in windowed layers where these have fewer than others, 0 else. In a
+// pool of all sequences others may take all that lie behind its window.
+int32_t window_cells_of(const llama_context * context) {
+    const auto [base, window] = caches_of(context);
+    if (!has_window(context) || window == nullptr || window->get_size() >= base->get_size()) {
+        return 0;
+    }
+    const bool is_shared = context->get_cparams().kv_unified;
+    return is_shared ? window_of(context) : static_cast<int32_t>(window->get_size());
+}
+
 // How many tokens the sequences of the next decodes may go back, of those that the context can.
 void keep_states(llama_context * context, int32_t n_kept) {
     llama_memory_i * memory = context->get_memory();

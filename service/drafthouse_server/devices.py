@@ -213,7 +213,8 @@ class DeviceSettings:
         True,
         _ANY,
         "Layers with a sliding window keep all tokens of a slot, so that prefixes of any length are"
-        " reused. Without it they keep the window alone, in less memory (llama-server's default).",
+        " reused. Without it they keep the window alone, in less memory (llama-server's default);"
+        " so they do with fit, too, where not all would fit else.",
     )
     """Whether layers with a window keep all tokens."""
     rope_scaling: str = _rope(

@@ -75,6 +75,9 @@ class EngineLimits:
     n_window: int = 0
     """Tokens that the model's sliding windows look back; 0: it has none. Of a snapshot with more
     tokens a start keeps all, or all but the last; so it does of a slot that came out of one."""
+    n_window_cells: int = 0
+    """Cells that a slot has in layers with a window, which keep its last tokens alone; 0: as many
+    as in others. Then a slot can be cut to what they hold the window of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.support.built import needs_extension
 from tests.support.certificates import Authority
+from tests.support.windows import windowed
 
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
@@ -127,6 +128,20 @@ def test_less_memory_fits_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "this process may have 1 MB" in sentence
     for part in ("weights", "cells", "compute", "drafter", "processes"):
         assert re.search(rf"[(,] ?{part} [\d.]+ [kMG]B", sentence), sentence
+
+
+def test_windows_that_are_kept_alone_so_that_all_fits_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = str(windowed(64)), "--ubatch-size", "64"
+    least = told(*words, "--no-swa-full")
+    assert "swa_full" not in least["model"]  # it is set
+    n_bytes = int(least["needs"]["host_total_bytes"] / 0.95) + 1000
+    monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(10**12, n_bytes))
+    found = told(*words)
+    assert found["model"]["swa_full"] == "false"
+    assert found["needs"]["host_total_bytes"] == least["needs"]["host_total_bytes"]
+    assert found["fits"]["served"].startswith("8 x ")
 
 
 def test_caches_that_have_no_room_once_they_are_full_are_told(

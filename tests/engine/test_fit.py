@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support.built import needs_extension
 from tests.support.demo import EAGLE3, MODELS, SIMPLE, TARGETS
+from tests.support.windows import windowed
 
 import drafthouse_engine
 from drafthouse_server.config import Config
@@ -159,6 +161,43 @@ def test_recurrent_states_beyond_what_is_free_are_not_allocated_to_find_out() ->
         assert surveyor.needs(Size(4, 512), n_bytes_max=10**12) == exact
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_small"),
+    [
+        ({}, True),
+        ({"swa_full": False}, True),
+        ({"fit": False}, False),
+        ({"kv_unified": True}, False),
+        ({"model": str(MODELS / TARGETS["dense"])}, False),  # its window is its context
+    ],
+)
+def test_windows_are_kept_alone_where_not_all_would_fit_else(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    *,
+    is_small: bool,
+) -> None:
+    wished = config(ubatch_size=64, **{"model": str(windowed(64))} | settings)
+    memory = free_for(dataclasses.replace(wished, swa_full=False), Size(8, N_TRAIN))
+    with caplog.at_level(logging.INFO, loading.__name__):
+        limits = serving_with(memory, wished, monkeypatch)
+    assert limits.n_window_cells == (256 if is_small else 0)
+    if is_small:
+        assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
+    assert (loading.WINDOWS_SPARED in caplog.text) == (is_small and not settings)
+
+
+def test_windows_keep_all_tokens_where_all_fits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wished = config(model=str(windowed(64)), ubatch_size=64)
+    with caplog.at_level(logging.INFO, loading.__name__):
+        limits = serving_with(free_for(wished, Size(8, N_TRAIN)), wished, monkeypatch)
+    assert (limits.n_window, limits.n_window_cells, limits.n_seq_max) == (64, 0, 8)
+    assert loading.WINDOWS_SPARED not in caplog.text
+
+
 @contextmanager
 def pretended_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gpu = drafthouse_engine.Device("GPU0", "none", "gpu", 0, 0)
@@ -245,6 +284,44 @@ def test_what_the_devices_have_lowered_the_host_does_not_raise(
     assert line.levelno == logging.WARNING
     asked = f"where 8 slots of {N_TRAIN} tokens have no room"
     assert line.message.startswith(f"fit: all layers on devices, {asked}; {n_slots} slots of 768")
+
+
+class SmallWindowsFit:
+    """A survey on whose devices all layers fit where windows are kept alone, else three."""
+
+    def __init__(self, survey: drafthouse_engine.Survey) -> None:
+        self._survey = survey
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._survey, name)
+
+    def fit(self, params: drafthouse_engine.EngineParams, **_: object) -> drafthouse_engine.Fit:
+        n_layers = 3 if params.cache.swa_full else -1
+        return drafthouse_engine.Fit(n_layers, params.n_seq_max * params.n_ctx_seq)
+
+
+@pytest.mark.parametrize("has_windows", [True, False])
+def test_windows_are_kept_alone_where_layers_would_not_fit_on_devices_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, has_windows: bool
+) -> None:
+    """Where no layer has one, what fits is left as it was found."""
+    settings = config(ubatch_size=64)
+    if has_windows:
+        settings = dataclasses.replace(settings, model=str(windowed(64)))
+    monkeypatch.setattr(loading, "read_memory", lambda: AMPLE)
+    survey = drafthouse_engine.Survey
+    monkeypatch.setattr(
+        drafthouse_engine, "Survey", lambda *paths, **how: SmallWindowsFit(survey(*paths, **how))
+    )
+    with (
+        caplog.at_level(logging.INFO, loading.__name__),
+        pretended_device(monkeypatch),
+        loading._fitted(settings) as (fitted, _),
+    ):
+        assert (fitted.swa_full, fitted.parallel) == (not has_windows, 8)
+    layers = "all layers" if has_windows else "3 layers"
+    assert fit_line(caplog).message.startswith(f"fit: {layers} on devices")
+    assert (loading.WINDOWS_SPARED in caplog.text) == has_windows
 
 
 def test_caches_that_grow_beyond_what_is_free_are_warned_of(

@@ -224,7 +224,8 @@ for fact in fits.facts[:3]:
     n_tokens = int(fact.key)
     lines.clear()
     with loading._fitted(dataclasses.replace(config, max_model_len=n_tokens)) as _:
-        words = lines[0].removeprefix("fit: ").split(" on devices")[0]
+        line = next(line for line in lines if line.startswith("fit: "))
+        words = line.removeprefix("fit: ").split(" on devices")[0]
     assert fact.shown.endswith(f", {words} on devices"), (words, fact)
     assert fact.value >= 2, fact
     placed.append(int(words.split()[0]))

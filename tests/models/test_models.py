@@ -158,6 +158,13 @@ def test_a_bench_model_has_the_tensors_of_its_shape(
             n_dense_lead=1,
             n_latent=64,
         ),
+        BenchShape(
+            *("gpt-oss", 64, 2, 4, 1, 32, 96, 1e4, 128),
+            n_expert=4,
+            n_expert_used=2,
+            n_ff_expert=32,
+            n_window=16,
+        ),
     ],
     ids=lambda shape: shape.arch,
 )
@@ -172,6 +179,20 @@ def test_a_bench_model_with_experts_generates(
     config = DecoderConfig(n_ctx_seq=64, n_threads=1)
     with Model(path) as target, DecoderPool(target, config) as pool, pool.decoder() as decoder:
         assert len(generate_autoregressive(decoder, [5, 6, 7], 3).tokens) == 3
+
+
+@pytest.mark.model
+def test_a_bench_model_with_windows_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = BenchShape("gemma3", 64, 6, 4, 1, 32, 96, 1e6, 128, n_window=16)
+    monkeypatch.setitem(SHAPES, "small", shape)
+    path = tmp_path / "small.gguf"
+    write_bench_model(path, "small", "Q4_0", MODELS / "tokenizer.json", n_vocab=2100)
+    assert read_structure(path).metadata["gemma3.attention.sliding_window"] == 16
+    config = DecoderConfig(n_ctx_seq=64, n_threads=1)
+    with Model(path) as target, DecoderPool(target, config) as pool, pool.decoder() as decoder:
+        assert len(generate_autoregressive(decoder, [5, 6, 7], 20).tokens) == 20
 
 
 @pytest.mark.parametrize("quant", QUANTS)

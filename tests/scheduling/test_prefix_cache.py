@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from drafthouse_server.scheduling import prefix_cache
+from drafthouse_server.scheduling.cells import Windows
 from drafthouse_server.scheduling.prefix_cache import (
     BLOCK_SIZE,
     BlocksRemoved,
@@ -27,7 +28,7 @@ def cache(
     *, can_cut: bool = True, n_window: int = 0, n_host_bytes_max: int = 1000, **more: bool
 ) -> PrefixCache:
     return PrefixCache(
-        can_cut=can_cut, n_window=n_window, n_host_bytes_max=n_host_bytes_max, **more
+        can_cut=can_cut, windows=Windows(n_window), n_host_bytes_max=n_host_bytes_max, **more
     )
 
 
@@ -131,6 +132,31 @@ def test_a_slot_that_came_out_of_a_snapshot_is_cut_no_shorter() -> None:
     match = prefixes.find("a", tokens(3 * B) + [9999] * B)
     assert match is not None
     assert match.n_tokens == 3 * B
+
+
+@pytest.mark.parametrize(
+    ("n_window", "n_cells", "n_began", "n_held", "n_cut_min"),
+    [
+        (0, 0, 0, 100, 0),
+        (10, 0, 0, 100, 0),  # layers with a window hold all
+        (10, 40, 0, 40, 0),  # nothing is lost yet
+        (10, 40, 0, 41, 11),  # the first token is, which the one at 10 would not read
+        (10, 40, 0, 100, 70),
+        (10, 40, 90, 100, 90),  # it came out of a snapshot
+        (10, 40, 30, 100, 70),
+        (10, 10, 0, 100, 100),  # of a shared pool only the window is promised
+    ],
+)
+def test_a_slot_is_cut_to_what_its_layers_hold_the_window_of(
+    n_window: int, n_cells: int, n_began: int, n_held: int, n_cut_min: int
+) -> None:
+    assert Windows(n_window, n_cells).n_cut_min_of_slot(n_began, n_held) == n_cut_min
+
+
+def test_where_layers_keep_the_window_alone_nothing_is_copied_from_who_runs() -> None:
+    assert cache(n_window=10).can_copy_running
+    assert not PrefixCache(can_cut=True, windows=Windows(10, 40)).can_copy_running
+    assert not PrefixCache(can_cut=False).can_copy_running
 
 
 def test_where_the_longest_cannot_be_cut_the_next_one_is_taken() -> None:

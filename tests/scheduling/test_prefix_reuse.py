@@ -14,10 +14,11 @@ from tests.support.windows import windowed
 
 from drafthouse_server.drafting.policy import FixedDraft
 from drafthouse_server.engine.llama import LlamaEngine
+from drafthouse_server.scheduling.cells import Windows
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import Request, Sequence
-from drafthouse_server.step import SamplingOptions, StepPlan
+from drafthouse_server.step import SamplingOptions, StepPlan, StepResult
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -137,7 +138,7 @@ def test_with_sliding_windows_they_get_them_too(*, is_shared: bool) -> None:
     )  # fmt: skip
     engine, referee = LlamaEngine.load(settings), Referee("dense", path)
     try:
-        prefixes = PrefixCache(can_cut=True, n_window=64, n_host_bytes_max=1 << 28)
+        prefixes = PrefixCache(can_cut=True, windows=Windows(64), n_host_bytes_max=1 << 28)
         scheduler = Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost(), prefixes=prefixes)
         together = ask_all(engine, scheduler, beginning_alike(6))
         assert [s.n_reused >= 144 for s in together] == [False, *[True] * 5]
@@ -147,12 +148,16 @@ def test_with_sliding_windows_they_get_them_too(*, is_shared: bool) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("is_full", [True, False], ids=["full", "small"])
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own-cells", "shared-cells"])
 @pytest.mark.parametrize("n_window", [64, 500])
 def test_documents_asked_for_in_turn_get_the_answers_of_a_cache_that_is_off(
-    n_window: int, is_shared: bool
+    n_window: int, is_shared: bool, is_full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More documents than slots: they go to host memory, which holds a window of each."""
+    """More documents than slots: they go to host memory, which holds a window of each.
+
+    Where slots keep the window alone, too, they are asked for nothing that they have lost.
+    """
     documents = prompts((300, 350, 400, 450))
     chance = random.Random(5)
     asked: list[tuple[int, ...]] = []
@@ -166,24 +171,30 @@ def test_documents_asked_for_in_turn_get_the_answers_of_a_cache_that_is_off(
     n_ctx = 1200 if is_shared else 0
     settings = demo_config(
         "dense", "none", model=str(path), parallel=2, ctx_size=n_ctx, max_model_len=512,
-        kv_unified=is_shared,
+        kv_unified=is_shared, ubatch_size=128, swa_full=is_full,
     )  # fmt: skip
     engine, referee = LlamaEngine.load(settings), Referee("dense", path)
     try:
+        has_small = engine.limits.n_window_cells > 0
+        assert has_small == (not is_full and n_window == 64)
         with_cache, without = (
             Scheduler(
                 engine.limits,
                 FixedDraft(0),
                 cost=UnknownCost(),
                 prefixes=PrefixCache(
-                    can_cut=True, n_window=engine.limits.n_window, n_host_bytes_max=1 << 28
+                    can_cut=True,
+                    windows=Windows(engine.limits.n_window, engine.limits.n_window_cells),
+                    n_host_bytes_max=1 << 28,
                 )
                 if has_cache
                 else None,
             )
             for has_cache in (True, False)
         )
+        refused = _refused(engine, monkeypatch)
         found = [ask(engine, with_cache, prompt) for prompt in asked]
+        assert not refused
         n_reused = [sequence.n_reused for sequence in found]
         assert engine.limits.n_window == n_window
         assert sum(n > 0 for n in n_reused) >= len(asked) / 4, n_reused
@@ -197,3 +208,48 @@ def test_documents_asked_for_in_turn_get_the_answers_of_a_cache_that_is_off(
     finally:
         referee.close()
         engine.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own-cells", "shared-cells"])
+def test_slots_that_keep_the_window_alone_are_cut_to_what_they_hold(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, (text,) = windowed(64), prompts((400,))
+    settings = demo_config(
+        "dense", "none", model=str(path), parallel=2, ctx_size=1200 if is_shared else 0,
+        max_model_len=512, kv_unified=is_shared, ubatch_size=64, swa_full=False,
+    )  # fmt: skip
+    engine, referee = LlamaEngine.load(settings), Referee("dense", path)
+    try:
+        n_cells = engine.limits.n_window_cells
+        assert n_cells == (64 if is_shared else 256)
+        prefixes = PrefixCache(can_cut=True, windows=Windows(64, n_cells))
+        scheduler = Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost(), prefixes=prefixes)
+        refused = _refused(engine, monkeypatch)
+        chance = random.Random(7)
+        cut = [
+            (*text[:n_alike], *(chance.randrange(33, 120) for _ in range(9)))
+            for n_alike in (390, 100, 60)
+        ]
+        asked = [text, *cut, (*text, *text[:20])]
+        found = [ask(engine, scheduler, prompt) for prompt in asked]
+        assert not refused
+        n_reused = [sequence.n_reused for sequence in found]
+        assert n_reused == ([0] * 5 if is_shared else [0, 390, 0, 60, 100])
+        compare_with_anew(engine, referee, found, n_draft=0)
+    finally:
+        referee.close()
+        engine.close()
+
+
+def _refused(engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the slots, as time goes on, that kept less than a start asked for."""
+    refused, step = list[int](), engine.step
+
+    def noting(plan: StepPlan) -> StepResult:
+        result = step(plan)
+        refused.extend(result.n_kept)
+        return result
+
+    monkeypatch.setattr(engine, "step", noting)
+    return refused

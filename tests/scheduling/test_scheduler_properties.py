@@ -19,6 +19,7 @@ from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import EngineError
 from drafthouse_server.scheduling import placement
+from drafthouse_server.scheduling.cells import Windows
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import (
@@ -74,6 +75,8 @@ class Setup:
     """Whether prompts are cut by time."""
     n_window: int = 0
     """Tokens that the engine's sliding windows look back; 0: it has none."""
+    n_window_cells: int = 0
+    """Cells of a slot in layers with a window; 0: as many as in others."""
     n_pool_max: int | None = None
     """Tokens to draft from of each tenant's past, n-gram lookup first; None is no lookup."""
     is_adaptive: bool = False
@@ -88,7 +91,11 @@ class Setup:
     @property
     def limits(self) -> EngineLimits:
         return dataclasses.replace(
-            LIMITS, n_ctx=self.n_ctx, n_ctx_seq=self.n_ctx_seq, n_window=self.n_window
+            LIMITS,
+            n_ctx=self.n_ctx,
+            n_ctx_seq=self.n_ctx_seq,
+            n_window=self.n_window,
+            n_window_cells=self.n_window_cells,
         )
 
 
@@ -117,6 +124,8 @@ SETUPS = (
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, is_recurrent=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_host_bytes_max=4000, n_window=7),
     Setup(n_host_bytes_max=4000, n_window=20, is_paced=True),
+    Setup(n_host_bytes_max=4000, n_window=7, n_window_cells=24),
+    Setup(n_host_bytes_max=4000, n_window=4, n_window_cells=20, is_paced=True, is_adaptive=True),
     Setup(n_ctx=100, n_ctx_seq=90, n_pool_max=500),
     Setup(n_ctx=130, n_ctx_seq=100, n_host_bytes_max=0, is_paced=True, n_pool_max=100),
     Setup(is_paced=True, is_adaptive=True),
@@ -152,7 +161,7 @@ class World:
         if setup.n_host_bytes_max is not None:
             prefixes = PrefixCache(
                 can_cut=not setup.is_recurrent,
-                n_window=setup.n_window,
+                windows=Windows(setup.n_window, setup.n_window_cells),
                 n_host_bytes_max=setup.n_host_bytes_max,
             )
         ngrams = None

@@ -194,6 +194,7 @@ cdef class Engine:
             kv_unified=c.kv_unified,
             has_checkpoints=c.has_checkpoints,
             n_window=c.n_window,
+            n_window_cells=c.n_window_cells,
         )
 
     def __dealloc__(self):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem, Section
-from drafthouse_server.engine.loading import Surveyor
+from drafthouse_server.engine.loading import WINDOWS_SPARED, Surveyor
 from drafthouse_server.engine.threads import threads_of
 from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host.amounts import format_bytes, format_count
@@ -47,7 +47,11 @@ def examine_model(
     try:
         with Surveyor(config) as surveyor:
             surveyor.fit_devices()  # as the server does
-            return _examine(config, surveyor, memory, room)
+            is_spared = surveyor.spare_windows(memory)
+            sections, problems = _examine(config, surveyor, memory, room)
+            if is_spared:
+                sections[0].add("swa_full", "false", f"false: {WINDOWS_SPARED}")
+            return sections, problems
     except ModelLoadError as error:
         return [], [Problem("model", str(error))]
 
@@ -145,7 +149,7 @@ def _fits(surveyor: Surveyor, memory: HostMemory, room: _Room) -> Section:
     n_train = surveyor.facts.n_ctx_train
     lengths = sorted({n for n in _LENGTHS if n < n_train} | {min(n_train, _LENGTHS[-1])})
     for n_tokens in lengths:
-        n_layers = surveyor.place_for(Size(n_asked, n_tokens))
+        n_layers = surveyor.place_for(Size(n_asked, n_tokens), memory)
         wish = Wish(
             Size(surveyor.most_slots, n_tokens), may_lower_parallel=True, may_lower_len=False
         )

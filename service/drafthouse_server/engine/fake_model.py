@@ -342,7 +342,11 @@ class PlanCheck:
     def _can_keep(self, start: Start, held: Slot, draft: CheckedPlan) -> bool:
         """Returns whether a start keeps its tokens; one of the refusals asked for is used up."""
         is_cut = held.n_past > start.n_kept
-        if held.n_past < start.n_kept or (is_cut and start.n_kept < held.n_cut_min):
+        n_cut_min = held.n_cut_min
+        if 0 < self._limits.n_window_cells < held.n_past and start.snapshot is None:
+            n_lost = held.n_past - self._limits.n_window_cells
+            n_cut_min = max(n_cut_min, n_lost + self._limits.n_window)
+        if held.n_past < start.n_kept or (is_cut and start.n_kept < n_cut_min):
             return False
         if start.sampler is None and not held.has_sampler:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,9 +28,9 @@ from drafthouse_server.engine.threads import Threads, threads_of
 from drafthouse_server.errors import ModelLoadError, StartupError
 from drafthouse_server.host.engine import CoreFacts, DeviceFacts, EngineFacts
 from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish
-from drafthouse_server.host.memory import read_memory
+from drafthouse_server.host.memory import HostMemory, read_memory
 from drafthouse_server.host.needs import DeviceUse, ModelFacts, Needs, process_bytes
-from drafthouse_server.host.size import choose_size, is_better_read, on_devices
+from drafthouse_server.host.size import choose_size, is_better_read, on_devices, usable_bytes
 from drafthouse_server.setting import AS_FIT
 
 # The fake engine, and all tests that use it, work without the extension.
@@ -40,9 +41,20 @@ except ImportError as error:
 else:
     _unbuilt = None
 
-__all__ = ["Loaded", "Surveyor", "engine_facts", "engine_version", "load_engine", "sized"]
+__all__ = [
+    "WINDOWS_SPARED",
+    "Loaded",
+    "Surveyor",
+    "engine_facts",
+    "engine_version",
+    "load_engine",
+    "sized",
+]
 
 _log = logging.getLogger(__name__)
+
+WINDOWS_SPARED = "layers with a sliding window keep the window alone: not all would fit else"
+"""What `Surveyor.spare_windows` has done, in words."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +122,7 @@ class Surveyor:
     def __init__(self, config: Config) -> None:
         if _unbuilt is not None:
             raise StartupError(_unbuilt)
-        self._config = config
+        self._set = self._config = config
         self._devices: DeviceFit | None = None
         self.survey = self._open(load_mtp=may_be_mtp(config))
         self._asked = Size(config.parallel, request_tokens(config, self.survey.n_ctx_train))
@@ -192,7 +204,39 @@ class Surveyor:
             fitting = Size(fitting.parallel, n_each)
         self._devices = DeviceFit(wish.size, fitting, fit.n_gpu_layers)
 
-    def place_for(self, size: Size) -> int | None:
+    def spare_windows(self, memory: HostMemory) -> bool:
+        """Has layers with a window keep that alone, where nobody has set it and not all fits else.
+
+        From then on the wish and the needs are those of such a server. Returns whether they do.
+
+        Raises:
+            ModelLoadError: no engine can be made with these settings.
+        """
+        found = self._devices
+        n_layers = -1 if found is None else None if found.is_less else found.n_layers
+        if self._fits(self._asked, n_layers, memory) or not self._can_spare(self._asked):
+            return False
+        self._config, self._devices = _spared(self._config), None
+        if found is not None:
+            self.fit_devices()
+        return True
+
+    def _fits(self, size: Size, n_layers: int | None, memory: HostMemory) -> bool:
+        """Tells whether a size fits, with so many layers on devices; −1 is all."""
+        n_usable = usable_bytes(memory) if memory.total_bytes else math.inf
+        return n_layers == -1 and self.needs(size, usable_bytes(memory)).start_bytes <= n_usable
+
+    def _can_spare(self, size: Size) -> bool:
+        """Tells whether windows may be kept alone, and cells of a size would take less so."""
+        config, n_full = self._config, self.needs(size, 0).cell_bytes
+        if not config.fit or config.kv_unified or not config.swa_full:
+            return False
+        self._config = _spared(config)
+        n_spared = self.needs(size, 0).cell_bytes
+        self._config = config
+        return n_spared < n_full
+
+    def place_for(self, size: Size, memory: HostMemory) -> int | None:
         """Places layers as a server of a size does that fits them; needs are those from then on.
 
         Returns:
@@ -202,6 +246,15 @@ class Surveyor:
         Raises:
             ModelLoadError: no engine can be made with these settings.
         """
+        self._config = self._set
+        n_layers = self._layers_for(size)
+        n_there = -1 if self._devices is None else n_layers
+        if self._fits(size, n_there, memory) or not self._can_spare(size):
+            return n_layers
+        self._config = _spared(self._config)
+        return self._layers_for(size)
+
+    def _layers_for(self, size: Size) -> int | None:
         if self._devices is None:
             return None
         fit = self._fit(size, is_ctx_fixed=True)
@@ -289,6 +342,10 @@ class Surveyor:
         )
 
 
+def _spared(config: Config) -> Config:
+    return dataclasses.replace(config, swa_full=False)
+
+
 _N_SLOTS_MAX = 256
 _GPU_MARGIN_BYTES = 1 << 30
 """Left free on each device, as llama-server leaves it."""
@@ -333,8 +390,11 @@ def _fitted(config: Config) -> Iterator[tuple[Config, drafthouse_engine.Survey |
             return
         fitted = config
         if config.fit:
+            memory = read_memory()
             surveyor.fit_devices()
-            fitted = _choose(surveyor, config)
+            if surveyor.spare_windows(memory):
+                _log.info("swa_full: %s", WINDOWS_SPARED)
+            fitted = _choose(surveyor, config, memory)
         if surveyor.draft_type == "none":
             fitted = dataclasses.replace(fitted, draft_type="none")
         devices = surveyor.devices
@@ -342,7 +402,7 @@ def _fitted(config: Config) -> Iterator[tuple[Config, drafthouse_engine.Survey |
         yield fitted, surveyor.survey if is_placed else None
 
 
-def _choose(surveyor: Surveyor, config: Config) -> Config:
+def _choose(surveyor: Surveyor, config: Config, memory: HostMemory) -> Config:
     """Returns the settings with what fits into memory, and tells what was chosen.
 
     That are slots and lengths, in one line, and how files get there, where this is left open.
@@ -350,7 +410,6 @@ def _choose(surveyor: Surveyor, config: Config) -> Config:
     Raises:
         ModelLoadError: what is set can never fit.
     """
-    memory = read_memory()
     if memory.total_bytes:
         chosen = choose_size(surveyor, memory, config.model)
         _log.log(logging.WARNING if chosen.is_less else logging.INFO, "%s", chosen.sentence)

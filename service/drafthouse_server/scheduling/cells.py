@@ -1,4 +1,4 @@
-"""How many KV cells sequences are likely to need, and how many there are for all of them.
+"""How many KV cells sequences are likely to need, how many there are, and what windows keep.
 
 With cells of its own for each slot (`kv_unified` off) there is always room. Where slots share one
 pool, reserving all that every sequence could ever hold would leave most of it unused: few generate
@@ -16,7 +16,7 @@ from drafthouse_server.errors import ContextTooLong
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import EngineLimits
 
-__all__ = ["CellLedger", "OutputLengths", "check_context"]
+__all__ = ["CellLedger", "OutputLengths", "Windows", "check_context"]
 
 _N_MEMORY = 32
 """Sequences over which a length is averaged."""
@@ -32,6 +32,31 @@ _GROWTH_SHARE = 4
 
 _GROWTH_MIN = 16
 """Fewest tokens by which an estimate that was outgrown is raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """A target's sliding windows, and to what sequences can be cut for them."""
+
+    n_tokens: int = 0
+    """Tokens that they look back; 0: it has none. A snapshot has no more of such layers."""
+    n_cells: int = 0
+    """Cells of a slot in such layers, where these are fewer than in others: they hold its last
+    tokens alone. 0: they hold all."""
+
+    def n_cut_min_of_snapshot(self, n_tokens: int) -> int:
+        """Returns the fewest tokens that can be kept of a snapshot of so many, but 0."""
+        return n_tokens - 1 if 0 < self.n_tokens < n_tokens else 0
+
+    def n_cut_min_of_slot(self, n_cut_min: int, n_tokens: int) -> int:
+        """Returns the fewest tokens that can be kept of a slot with so many now, but 0.
+
+        Args:
+            n_cut_min: The same when its sequence began.
+            n_tokens: What it holds.
+        """
+        n_lost = n_tokens - self.n_cells if self.n_cells else 0
+        return max(n_cut_min, n_lost + self.n_tokens) if n_lost > 0 else n_cut_min
 
 
 @dataclass(slots=True)

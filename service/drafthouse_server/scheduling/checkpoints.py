@@ -141,7 +141,7 @@ class Checkpoints:
             other: Has not computed all that both begin with.
             n_alike: Tokens that both begin with.
         """
-        if self._prefixes.can_cut:
+        if self._prefixes.can_copy_running:
             return Lead(other, n_alike, n_alike) if n_alike >= other.n_cut_min else None
         n_usable = min(n_alike, other.n_prompt - _N_BEFORE_END)
         is_taken = self._are_taken and n_usable - other.n_reused >= self._n_least

@@ -196,7 +196,7 @@ class Placement:
         snapshot, match, lead = self._preemption.swap.take(sequence), None, None
         sequence.n_cut_min = 0
         if snapshot is not None:
-            sequence.n_cut_min = self._prefixes.n_cut_min_of_snapshot(sequence.n_computed)
+            sequence.n_cut_min = self._prefixes.windows.n_cut_min_of_snapshot(sequence.n_computed)
         else:
             match, lead = self._find_prefix(plan, sequence)
         seq_id, match = self._slots.place(None if lead else match)
@@ -295,7 +295,7 @@ class Placement:
 
         Of prompts under way nothing is noted else: what is worth it would change in each step.
         """
-        if not self._prefixes.can_cut:
+        if not self._prefixes.can_copy_running:
             return False
         ahead = max(alike, key=lambda it: min(it[1], it[0].n_computed), default=None)
         if ahead is None or min(ahead[1], ahead[0].n_computed) < n_found + BLOCK_SIZE:

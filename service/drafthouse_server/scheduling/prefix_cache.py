@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from drafthouse_server.scheduling.cells import Windows
 from drafthouse_server.step import SchedulerCounts
 from drafthouse_server.tenancy.fairness import SharedBytes
 
@@ -144,8 +145,7 @@ class PrefixCache:
     Args:
         can_cut: Whether a prefix can be used in part and copied from slot to slot. A recurrent
             target cannot: there a prefix is used whole, or not at all.
-        n_window: Tokens that the target's sliding windows look back; 0: it has none. Of a snapshot
-            with more tokens all can be used, or all but the last: it holds no more of such layers.
+        windows: The target's sliding windows.
         n_host_bytes_max: Most bytes of snapshots in host memory; 0 is none.
         has_events: Whether `take_events` is of interest.
     """
@@ -157,13 +157,14 @@ class PrefixCache:
         self,
         *,
         can_cut: bool,
-        n_window: int = 0,
+        windows: Windows | None = None,
         n_host_bytes_max: int = 0,
         has_events: bool = False,
     ) -> None:
         self.counts = PrefixCounts()
+        self.windows = windows or Windows()
+        """The target's sliding windows."""
         self._can_cut = can_cut
-        self._n_window = n_window
         self._n_host_bytes_max = n_host_bytes_max
         self._has_events = has_events
         self._events: list[CacheEvent] = []
@@ -180,9 +181,14 @@ class PrefixCache:
         return self._can_cut
 
     @property
+    def can_copy_running(self) -> bool:
+        """Whether what is computed of a prompt under way can be copied for as long as it runs."""
+        return self._can_cut and not self.windows.n_cells
+
+    @property
     def can_cut_host(self) -> bool:
         """Whether a prefix in host memory can be used in part, however long it is."""
-        return self._can_cut and self._n_window == 0
+        return self._can_cut and not self.windows.n_tokens
 
     @property
     def has_host(self) -> bool:
@@ -365,7 +371,7 @@ class PrefixCache:
         if len(tokens) < BLOCK_SIZE or len(snapshot) > self._n_host_bytes_max:
             return False
         prefix = self._make(tenant, tokens, Tier.HOST)
-        prefix.n_cut_min = self.n_cut_min_of_snapshot(len(tokens))
+        prefix.n_cut_min = self.windows.n_cut_min_of_snapshot(len(tokens))
         covering = self._covering(prefix)
         if covering is not None:
             self._touch(covering)
@@ -417,10 +423,6 @@ class PrefixCache:
         for prefix in list(self._hosted_of(tenant)):
             self._forget_hosted(prefix)
             self.counts.n_evicted += 1
-
-    def n_cut_min_of_snapshot(self, n_tokens: int) -> int:
-        """Returns the fewest tokens that can be kept of a snapshot of so many, but 0."""
-        return n_tokens - 1 if 0 < self._n_window < n_tokens else 0
 
     def tell_counts(self, counts: SchedulerCounts) -> None:
         """Puts in what is counted here."""

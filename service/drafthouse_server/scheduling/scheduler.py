@@ -400,7 +400,7 @@ class Scheduler:
     def _note_prefill(self, sequence: Sequence, events: _Events) -> None:
         """Notes how far the prompt is, and tells requests that asked for progress."""
         n_computed, n_prompt = sequence.n_computed, sequence.n_prompt
-        if n_computed == n_prompt and self._prefixes.can_cut:
+        if n_computed == n_prompt and self._prefixes.can_copy_running:
             self._slots.note(sequence)
         self._checkpoints.note(sequence)
         if sequence.request.has_progress and n_computed > sequence.n_progress:

@@ -287,7 +287,7 @@ class SlotTable:
             sequence.request.owner,
             sequence.tokens[:n_computed],
             is_running=False,
-            n_cut_min=sequence.n_cut_min,
+            n_cut_min=self._prefixes.windows.n_cut_min_of_slot(sequence.n_cut_min, n_computed),
         )
         self.retained[sequence.seq_id] = n_computed
         self.n_retained_cells += n_computed

@@ -10,6 +10,7 @@ from drafthouse_server.drafting.cost import CostModel, Splitting, StepCost
 from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.protocol import Engine
+from drafthouse_server.scheduling.cells import Windows
 from drafthouse_server.scheduling.prefix_cache import PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.tenancy.fairness import Fairness, ServiceWeights
@@ -45,7 +46,7 @@ def make_scheduler(
     if config.prefix_cache:
         prefixes = PrefixCache(
             can_cut=not is_recurrent,
-            n_window=engine.limits.n_window,
+            windows=Windows(engine.limits.n_window, engine.limits.n_window_cells),
             n_host_bytes_max=min(config.prefix_cache_mib << 20, engine.prefix_bytes_max),
         )
     ngrams = None
