@@ -153,6 +153,11 @@ static void test_engine_nulls(void) {
     INVALID(spec_engine_init(NULL, NULL, NULL, NULL));
     TRUE(engine == NULL && sampler == NULL);
     spec_engine_free(NULL);
+    char * room = spec_room_take(3u << 20);
+    TRUE(room != NULL);
+    memset(room, 1, 3u << 20);
+    spec_room_give(room, 3u << 20);
+    spec_room_give(NULL, 3u << 20);
     INVALID(spec_engine_get_limits(NULL, &limits));
     char setting[8];
     size_t n_setting = 0;

@@ -596,8 +596,13 @@ typedef struct spec_start {
 
 /* Gives the room that a save of a plan is written to: n bytes for plan.saves[i], valid until the
  * step returns; NULL: it is not written. Called by spec_engine_step, on its thread; must not call
- * this library. since ABI 8 */
+ * this library, but for spec_room_take. since ABI 8 */
 typedef void * (*spec_room_callback)(int32_t i, size_t n, void * user);
+/* Memory for such a room; NULL: there is none. What is given back, with the same n, is kept for the
+ * next one: as many bytes as the last one had, or a quarter of what is taken, at most. It holds
+ * what was there before. Any thread. since ABI 9 */
+void * spec_room_take(size_t n);
+void spec_room_give(void * room, size_t n);
 
 typedef struct spec_plan {
     const spec_plan_entry * entries;

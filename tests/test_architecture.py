@@ -365,7 +365,7 @@ def test_only_the_folder_spec_includes_llama_cpp() -> None:
 
 def test_two_files_include_the_internals_of_llama_cpp() -> None:
     """A new llama.cpp may change its `src/` at will: what we take of it stands in one place."""
-    public = {"llama.h", "llama-cpp.h"}
+    public = {"llama.h", "llama-cpp.h", "sys/mman.h"}
     users = {
         path.name
         for path in native_files()

@@ -66,8 +66,9 @@ class Moves:
 class Moved:
     """What came of a step's `Moves`."""
 
-    snapshots: Mapping[int, bytes] = field(default_factory=dict)
-    """By sequence; one that could not be written is missing."""
+    snapshots: Mapping[int, memoryview] = field(default_factory=dict)
+    """By sequence; one that could not be written is missing. Each is read only, and has its memory
+    until the last view of it is gone: the next snapshot is written there."""
     samplers: Mapping[int, Sampler] = field(default_factory=dict)
     """Preempted ones, by sequence, to be resumed by a `Start`; one that memory was lacking for is
     missing."""

@@ -289,6 +289,8 @@ cdef extern from "spec.h" nogil:
         uint64_t tag
 
     ctypedef void * (*spec_room_callback)(int32_t i, size_t n, void * user) noexcept
+    void * spec_room_take(size_t n) nogil
+    void spec_room_give(void * room, size_t n) nogil
 
     ctypedef struct spec_plan:
         const spec_plan_entry * entries

@@ -19,11 +19,15 @@ __all__ = [
     "SamplingOptions",
     "SchedulerCounts",
     "SequenceStatus",
+    "Snapshot",
     "Start",
     "StepPlan",
     "StepResult",
     "StepTimings",
 ]
+
+Snapshot = bytes | memoryview
+"""A sequence as an engine wrote it. Its memory is the next one's once no view of it is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,7 @@ class Start:
     It may be running or finished, and stays as it is. Starts happen in the plan's order, so it is
     read as the starts before left it.
     """
-    snapshot: bytes | None = None
+    snapshot: Snapshot | None = None
     """What `StepResult.snapshots` gave, of this or an earlier process."""
     is_resumed: bool = False
     """The sampler was preempted, or is the snapshot's; else it is as `make_sampler` made it."""
@@ -351,7 +355,7 @@ class StepResult:
     The sequence has begun nevertheless, with its sampler. The plan's entry of that slot was not
     computed: its result is OK, without tokens, and `n_past` is this number.
     """
-    snapshots: Mapping[int, bytes] = field(default_factory=dict)
+    snapshots: Mapping[int, Snapshot] = field(default_factory=dict)
     """By slot: what `StepPlan.saves` asked for; one that could not be written is missing."""
     samplers: Mapping[int, object] = field(default_factory=dict)
     """By slot: what `StepPlan.swap_outs` asked for, all of it, as it was before the step."""

@@ -14,6 +14,7 @@ from drafthouse_server.step import (
     ResultEntry,
     SamplingOptions,
     SequenceStatus,
+    Snapshot,
     Start,
     StepPlan,
 )
@@ -274,7 +275,7 @@ def reuse(
     *,
     seq_id: int = 0,
     source: int | None = None,
-    snapshot: bytes | None = None,
+    snapshot: Snapshot | None = None,
 ) -> StepPlan:
     """Returns a plan whose start keeps tokens and whose entry computes the rest of a prompt."""
     start = Start(seq_id, engine.make_sampler(SAMPLED), n_kept, source, snapshot)

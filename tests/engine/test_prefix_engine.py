@@ -359,7 +359,7 @@ def test_damaged_snapshots_keep_nothing(referee: Referee, *, is_kv_unified: bool
     prompt, options = a_prompt(), OPTIONS["greedy"]
     expected = alone(engine, prompt, options)
     begin(engine, 0, prompt, options, 3)
-    snapshot = engine.step(StepPlan(saves=[0])).snapshots[0]
+    snapshot = bytes(engine.step(StepPlan(saves=[0])).snapshots[0])
     damaged = [snapshot[:-1], snapshot[:100], snapshot[:5000] + b"!" + snapshot[5001:], b""]
     for seq_id, wrong in enumerate([*damaged[:3], damaged[3]]):
         slot = 1 + seq_id % 3

@@ -1,7 +1,7 @@
 # Plans and results of a step: Python values to C and back.
 
 cimport cython
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.long cimport PyLong_AsLong
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t, uint64_t
@@ -57,12 +57,33 @@ cdef void * room_of(int32_t i, size_t n, void * packed) noexcept nogil:
 
 
 @cython.final
+cdef class Room:
+    """Memory of one snapshot, read only for Python; the next one gets its pages."""
+
+    cdef void * data
+    cdef size_t n
+
+    def __cinit__(self, size_t n):
+        self.data = spec.spec_room_take(n)
+        self.n = n
+        if self.data is NULL:
+            raise MemoryError
+
+    def __getbuffer__(self, Py_buffer * view, int flags):
+        PyBuffer_FillInfo(view, self, self.data, <Py_ssize_t>self.n, True, flags)
+
+    def __dealloc__(self):
+        with nogil:
+            spec.spec_room_give(self.data, self.n)
+
+
+@cython.final
 cdef class PackedMoves:
     """What a plan does before its entries, in C's terms, and what comes of it."""
 
     cdef list saves
     cdef list swap_outs
-    cdef list snapshots  # written so far, by place in `saves`
+    cdef list rooms  # of the snapshots that were written so far, by place in `saves`
     cdef list preempted  # samplers to be filled in, by place in `swap_outs`
     cdef list samplers  # of the starts; None: the snapshot's own
     cdef list buffers  # of the starts' snapshots
@@ -79,7 +100,7 @@ cdef class PackedMoves:
         drafts_off, drafts_on = list(moves.drafts_off), list(moves.drafts_on)
         starts = list(moves.starts)
         self.saves, self.swap_outs = list(moves.saves), list(moves.swap_outs)
-        self.snapshots = [None] * len(self.saves)
+        self.rooms = [None] * len(self.saves)
         self.numbers = Numbers(self.saves, self.swap_outs, frees, drafts_off, drafts_on)
         self.n_frees = <int32_t>len(frees)
         self.n_drafts_off = <int32_t>len(drafts_off)
@@ -143,11 +164,11 @@ cdef class PackedMoves:
         return 0
 
     cdef void * room(self, int32_t i, size_t n) noexcept:
-        """Makes the bytes that a snapshot is written into; NULL: there is no memory."""
+        """Makes the room that a snapshot is written into; NULL: there is no memory."""
         try:
-            snapshot = PyBytes_FromStringAndSize(NULL, n)
-            self.snapshots[i] = snapshot
-            return PyBytes_AS_STRING(snapshot)
+            room = Room(n)
+            self.rooms[i] = room
+            return (<Room>room).data
         except BaseException:
             return NULL
 
@@ -168,7 +189,8 @@ cdef class PackedMoves:
     cdef object result(self, const spec.spec_result * r):
         cdef Py_ssize_t i
         snapshots = {
-            self.saves[i]: self.snapshots[i] for i in range(len(self.saves)) if r.n_saved[i] > 0}
+            self.saves[i]: memoryview(self.rooms[i])
+            for i in range(len(self.saves)) if r.n_saved[i] > 0}
         samplers = {
             self.swap_outs[i]: self.preempted[i]
             for i in range(len(self.swap_outs)) if r.samplers[i] is not NULL}

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from drafthouse_server.errors import EngineError
-from drafthouse_server.step import EngineLimits, PlanEntry, SamplingOptions, Start, StepPlan
+from drafthouse_server.step import (
+    EngineLimits,
+    PlanEntry,
+    SamplingOptions,
+    Snapshot,
+    Start,
+    StepPlan,
+)
 
 __all__ = [
     "BOS",
@@ -152,12 +159,12 @@ def write_snapshot(slot: Slot, *, has_sampler: bool) -> bytes:
     return _SNAPSHOT_MAGIC + b"%08x" % zlib.crc32(text) + text
 
 
-def read_snapshot(snapshot: bytes) -> Slot | None:
+def read_snapshot(snapshot: Snapshot) -> Slot | None:
     """Returns the slot that was saved; None for bytes that are not ours, or damaged."""
     head, text = snapshot[: len(_SNAPSHOT_MAGIC) + 8], snapshot[len(_SNAPSHOT_MAGIC) + 8 :]
     if head != _SNAPSHOT_MAGIC + b"%08x" % zlib.crc32(text):
         return None
-    tokens, seen, n_chosen, options, tag, has_sampler = json.loads(text)
+    tokens, seen, n_chosen, options, tag, has_sampler = json.loads(bytes(text))
     for name, value in options.items():
         if isinstance(value, list):
             options[name] = tuple(tuple(v) if isinstance(v, list) else v for v in value)

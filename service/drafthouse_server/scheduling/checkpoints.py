@@ -14,7 +14,7 @@ from drafthouse_server.scheduling.preemption import SnapshotCost
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, Prefix, PrefixCache, tenant_of
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.slots import Lead, SlotTable
-from drafthouse_server.step import StepResult
+from drafthouse_server.step import Snapshot, StepResult
 
 __all__ = ["Checkpoints", "HitRates"]
 
@@ -200,7 +200,7 @@ class Checkpoints:
             plan.stored[seq_id] = prefix
             plan.moved_s += self._snapshots.write_s(n_tokens)
 
-    def read(self, plan: PlanBuilder, snapshot: bytes) -> float:
+    def read(self, plan: PlanBuilder, snapshot: Snapshot) -> float:
         """Notes that a plan reads a snapshot; returns the seconds that it takes."""
         read_s = self._snapshots.read_s(snapshot)
         plan.moved_s += read_s

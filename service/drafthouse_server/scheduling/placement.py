@@ -22,7 +22,7 @@ from drafthouse_server.scheduling.prefix_cache import (
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.slots import LastSlot, Lead, SlotTable
 from drafthouse_server.scheduling.waiting import WaitingQueue
-from drafthouse_server.step import Start, StepResult
+from drafthouse_server.step import Snapshot, Start, StepResult
 from drafthouse_server.tenancy.fairness import Budget, VirtualCounters
 
 __all__ = ["Placement", "tag_of"]
@@ -223,7 +223,7 @@ class Placement:
         return lost is not None
 
     def _begin(
-        self, plan: PlanBuilder, sequence: Sequence, match: Match | None, snapshot: bytes | None
+        self, plan: PlanBuilder, sequence: Sequence, match: Match | None, snapshot: Snapshot | None
     ) -> None:
         """Has the engine begin a sequence in its slot.
 

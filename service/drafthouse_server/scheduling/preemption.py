@@ -14,7 +14,7 @@ from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.slots import SlotTable
 from drafthouse_server.scheduling.waiting import WaitingQueue
-from drafthouse_server.step import SchedulerCounts, StepResult
+from drafthouse_server.step import SchedulerCounts, Snapshot, StepResult
 from drafthouse_server.tenancy.fairness import Budget, Fairness, VirtualCounters
 
 __all__ = ["Preemption", "SnapshotCost", "SwapSpace"]
@@ -75,7 +75,7 @@ class SnapshotCost:
         """Returns the seconds that writing it takes; nothing else goes on meanwhile."""
         return self.n_bytes(n_tokens) * self._s_per_byte[0] + _FIXED_S / 2
 
-    def read_s(self, snapshot: bytes) -> float:
+    def read_s(self, snapshot: Snapshot) -> float:
         """Returns the seconds that reading a snapshot takes; nothing else goes on meanwhile."""
         return len(snapshot) * self._s_per_byte[1] + _FIXED_S / 2
 
@@ -146,7 +146,7 @@ class SwapSpace:
         """Returns the predicted seconds that writing a snapshot of so many tokens takes."""
         return self._snapshots.write_s(n_tokens)
 
-    def put(self, sequence: Sequence, snapshot: bytes | None) -> None:
+    def put(self, sequence: Sequence, snapshot: Snapshot | None) -> None:
         """Keeps a preempted sequence's snapshot, if there is one and room for it.
 
         Without one, nothing of it is computed any more.
@@ -162,7 +162,7 @@ class SwapSpace:
             self._n_bytes += len(snapshot)
         sequence.swap.snapshot = snapshot
 
-    def take(self, sequence: Sequence) -> bytes | None:
+    def take(self, sequence: Sequence) -> Snapshot | None:
         """Returns a sequence's snapshot, which is held no more."""
         swap = sequence.swap
         snapshot, swap.snapshot = swap.snapshot, None

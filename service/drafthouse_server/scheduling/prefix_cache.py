@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from drafthouse_server.scheduling.cells import Windows
-from drafthouse_server.step import SchedulerCounts
+from drafthouse_server.step import SchedulerCounts, Snapshot
 from drafthouse_server.tenancy.fairness import SharedBytes
 
 __all__ = [
@@ -64,7 +64,7 @@ class Prefix:
     """Where the tokens are: in a slot or in host memory."""
     seq_id: int = -1
     """Slot; -1 in host memory."""
-    snapshot: bytes = b""
+    snapshot: Snapshot = b""
     """What the engine wrote; empty in a slot."""
     hashes: tuple[int, ...] = ()
     """Hashes of the whole blocks, in order."""
@@ -353,7 +353,7 @@ class PrefixCache:
                     return n
         return 0
 
-    def store(self, tenant: str, tokens: Sequence[int], snapshot: bytes) -> bool:
+    def store(self, tenant: str, tokens: Sequence[int], snapshot: Snapshot) -> bool:
         """Keeps a snapshot in host memory; others make room for it.
 
         Those of the tenant that holds most for its weight, the least recently used first: none is

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from drafthouse_server.errors import DrafthouseError
-from drafthouse_server.step import ResultEntry, SamplingOptions
+from drafthouse_server.step import ResultEntry, SamplingOptions, Snapshot
 
 __all__ = [
     "Clock",
@@ -248,7 +248,7 @@ class Swap:
     """Monotonic time of its last preemption, seconds; NaN if there was none."""
     preempted_s: float = 0.0
     """Seconds that it was preempted, all times together; the current one is not counted yet."""
-    snapshot: bytes | None = None
+    snapshot: Snapshot | None = None
     """All that its slot held, while it is preempted in host memory."""
 
     def begin(self, now: float) -> None:
