@@ -599,8 +599,8 @@ typedef struct spec_start {
  * this library, but for spec_room_take. since ABI 8 */
 typedef void * (*spec_room_callback)(int32_t i, size_t n, void * user);
 /* Memory for such a room; NULL: there is none. What is given back, with the same n, is kept for the
- * next one: as many bytes as the last one had, or a quarter of what is taken, at most. It holds
- * what was there before. Any thread. since ABI 9 */
+ * next one: as many bytes as the last one had, or a quarter of what is taken, at most, and with
+ * that no more than was taken at once. It holds what was there before. Any thread. since ABI 9 */
 void * spec_room_take(size_t n);
 void spec_room_give(void * room, size_t n);
 

@@ -102,6 +102,7 @@ void * room_pool::take(size_t n) {
     if (room != nullptr) {
         const std::lock_guard<std::mutex> lock(mutex_);
         n_taken_ += n;
+        n_most_ = std::max(n_most_, n_taken_);
     }
     return room;
 }
@@ -119,7 +120,8 @@ void room_pool::give(void * room, size_t n) noexcept {
         n_taken_ -= n;
         out.reserve(kept_.size());
         kept_.reserve(kept_.size() + 1);
-        is_kept = make_room(n, std::max(n, n_taken_ / KEPT_SHARE), out);
+        const size_t n_kept_max = std::max(n, n_taken_ / KEPT_SHARE);
+        is_kept = make_room(n, std::min(n_most_ - n_taken_, n_kept_max), out);
         if (is_kept) {
             kept_.push_back({room, n});
             n_kept_ += n;

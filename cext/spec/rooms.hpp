@@ -23,7 +23,8 @@ public:
     void * take(size_t n);
     // Takes back what `take` gave for n bytes.
     void give(void * room, size_t n) noexcept;
-    // Bytes that are kept: as many as were given back last, or a quarter of what is taken, at most.
+    // Bytes that are kept: as many as were given back last, or a quarter of what is taken, at most;
+    // and with what is taken no more than was taken at once before.
     size_t n_kept() const;
 
 private:
@@ -39,6 +40,7 @@ private:
     std::vector<block> kept_; // whole pages
     size_t n_kept_ = 0;
     size_t n_taken_ = 0;
+    size_t n_most_ = 0; // taken at once
 };
 
 } // namespace drafthouse

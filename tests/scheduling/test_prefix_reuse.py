@@ -129,16 +129,20 @@ def test_prompts_that_come_together_and_begin_alike_get_the_tokens_of_each_alone
         referee.close()
 
 
+@pytest.mark.parametrize("is_full", [True, False], ids=["full", "small"])
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own-cells", "shared-cells"])
-def test_with_sliding_windows_they_get_them_too(*, is_shared: bool) -> None:
+def test_with_sliding_windows_they_get_them_too(*, is_shared: bool, is_full: bool) -> None:
+    """Where slots keep the window alone, from the first one's checkpoint."""
     path = windowed(64)
     settings = demo_config(
         "dense", "none", model=str(path), parallel=4, ctx_size=1200 if is_shared else 0,
-        max_model_len=512, kv_unified=is_shared,
+        max_model_len=512, kv_unified=is_shared, ubatch_size=64, swa_full=is_full,
     )  # fmt: skip
     engine, referee = LlamaEngine.load(settings), Referee("dense", path)
     try:
-        prefixes = PrefixCache(can_cut=True, windows=Windows(64), n_host_bytes_max=1 << 28)
+        windows = Windows(64, engine.limits.n_window_cells)
+        assert (windows.n_cells == 0) == is_full
+        prefixes = PrefixCache(can_cut=True, windows=windows, n_host_bytes_max=1 << 28)
         scheduler = Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost(), prefixes=prefixes)
         together = ask_all(engine, scheduler, beginning_alike(6))
         assert [s.n_reused >= 144 for s in together] == [False, *[True] * 5]
