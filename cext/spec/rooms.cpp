@@ -56,9 +56,8 @@ room_pool::block room_pool::find(size_t n) {
     return found;
 }
 
-// Has the smallest blocks leave until n bytes may be kept besides, n_most in all; tells whether
-// they may.
-bool room_pool::make_room(size_t n, size_t n_most, std::vector<block> & out) {
+// Has the smallest blocks leave until n bytes may be kept besides, n_most in all, n at least.
+void room_pool::make_room(size_t n, size_t n_most, std::vector<block> & out) {
     const auto is_smaller = [](const block & a, const block & b) { return a.n < b.n; };
     while (!kept_.empty() && n_kept_ + n > n_most) {
         const auto least = std::min_element(kept_.begin(), kept_.end(), is_smaller);
@@ -66,7 +65,6 @@ bool room_pool::make_room(size_t n, size_t n_most, std::vector<block> & out) {
         n_kept_ -= least->n;
         kept_.erase(least);
     }
-    return n_kept_ + n <= n_most;
 }
 
 void * room_pool::take(size_t n) {
@@ -114,21 +112,16 @@ void room_pool::give(void * room, size_t n) noexcept {
     }
     n = whole_pages(n);
     std::vector<block> out;
-    bool is_kept = false;
     try {
         const std::lock_guard<std::mutex> lock(mutex_);
         n_taken_ -= n;
         out.reserve(kept_.size());
         kept_.reserve(kept_.size() + 1);
-        const size_t n_kept_max = std::max(n, n_taken_ / KEPT_SHARE);
-        is_kept = make_room(n, std::min(n_most_ - n_taken_, n_kept_max), out);
-        if (is_kept) {
-            kept_.push_back({room, n});
-            n_kept_ += n;
-        }
-    } catch (const std::bad_alloc &) { // nothing has left yet
-    }
-    if (!is_kept) {
+        // It was among what was taken at once.
+        make_room(n, std::min(n_most_ - n_taken_, std::max(n, n_taken_ / KEPT_SHARE)), out);
+        kept_.push_back({room, n});
+        n_kept_ += n;
+    } catch (const std::bad_alloc &) { // of `reserve`: nothing has changed in what is kept
         munmap(room, n);
     }
     for (const block & each : out) {

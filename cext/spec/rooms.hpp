@@ -34,7 +34,7 @@ private:
     };
 
     block find(size_t n);
-    bool make_room(size_t n, size_t n_most, std::vector<block> & out);
+    void make_room(size_t n, size_t n_most, std::vector<block> & out);
 
     mutable std::mutex mutex_;
     std::vector<block> kept_; // whole pages

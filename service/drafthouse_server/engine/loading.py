@@ -228,9 +228,10 @@ class Surveyor:
 
     def _can_spare(self, size: Size) -> bool:
         """Tells whether windows may be kept alone, and cells of a size would take less so."""
-        config, n_full = self._config, self.needs(size, 0).cell_bytes
+        config = self._config
         if not config.fit or config.kv_unified or not config.swa_full:
             return False
+        n_full = self.needs(size, 0).cell_bytes
         self._config = _spared(config)
         n_spared = self.needs(size, 0).cell_bytes
         self._config = config
