@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,28 @@ def test_a_fork_from_a_running_sequence_leaves_it_undisturbed() -> None:
         engine.seq_begin(0, Sampler(target, GREEDY))
         whole = go_on(engine, {0: prompt}, 3)[0]
         assert_same(first, whole)
+
+
+@pytest.mark.parametrize("flash_attention", [True, False])
+@pytest.mark.parametrize("draft_type", ["none", "mtp"])
+def test_a_fork_of_a_fork_that_has_ended_holds_the_prompt(
+    draft_type: Any, flash_attention: bool
+) -> None:
+    """Cells are copied in the next step, from one to the next: also through one that needs none."""
+    prompt, other = (list(text) for text in prompts((60, 9)))
+    made = dataclasses.replace(params(draft_type), flash_attention=flash_attention)
+    k = 0 if draft_type == "none" else 3
+    with Model(MODELS / TARGETS["dense"]) as target, Engine(target, None, made) as engine:
+        engine.seq_begin(3, Sampler(target, GREEDY))
+        expected = go_on(engine, {3: prompt}, k)[3]
+        engine.seq_begin(0, Sampler(target, GREEDY))
+        feed(engine, 0, [prompt])
+        engine.fork(0, {1: Sampler(target, GREEDY)}, len(prompt) - 1)
+        engine.fork(1, {2: Sampler(target, GREEDY)}, len(prompt) - 2)
+        engine.seq_end(1)
+        engine.seq_begin(1, Sampler(target, GREEDY))
+        feed(engine, 1, [other])
+        assert_same(expected, go_on(engine, {2: prompt[-2:]}, k)[2])
 
 
 def test_hybrid_targets_are_prefilled_and_refuse_forks() -> None:

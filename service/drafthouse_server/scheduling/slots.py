@@ -25,11 +25,8 @@ from drafthouse_server.tenancy.fairness import VirtualCounters
 
 __all__ = ["LastSlot", "Lead", "SlotTable"]
 
-_COPY_SHARE = 64
-"""Copy a prefix between slots only if it covers at least one part in this many of the slot.
-
-It copies all of them; to compute a token takes hundreds of times as long as to copy a cell.
-"""
+_N_COPIED_MIN = 16
+"""Tokens of a prefix that are worth copying from slot to slot: fewer cost less in a decode."""
 
 _N_COMPARED = 16
 """Running sequences that a new one is compared with, token by token."""
@@ -68,7 +65,6 @@ class SlotTable:
     """
 
     def __init__(self, limits: EngineLimits, prefixes: PrefixCache, *, is_shared: bool) -> None:
-        self._n_ctx_seq = limits.n_ctx_seq
         self._prefixes = prefixes
         self._is_shared = is_shared
         self.n_slots = limits.n_seq_max
@@ -95,7 +91,7 @@ class SlotTable:
     @property
     def n_copied_min(self) -> int:
         """Fewest tokens of a prefix that are worth copying from slot to slot."""
-        return 1 if self._is_shared else -(-self._n_ctx_seq // _COPY_SHARE)
+        return 1 if self._is_shared else _N_COPIED_MIN
 
     @property
     def n_cells_held(self) -> int:
