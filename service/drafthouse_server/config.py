@@ -211,8 +211,8 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     max_model_len: int = _slots(
         0,
         between(0, 1 << 20),
-        "Maximum tokens of one request, prompt and output together. 0: what ctx_size gives a slot,"
-        " or 4096 without ctx_size; at most the model's training context.",
+        "Maximum tokens of one request, prompt and output together. 0: what ctx_size gives a slot;"
+        " without it 4096, or with fit more where memory is ample; at most the training context.",
         old="n_ctx_seq",
     )
     """Maximum tokens of one request; 0 is automatic."""

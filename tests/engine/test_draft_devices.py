@@ -45,7 +45,8 @@ EVERYWHERE = """
 import sys
 from tests.support.hand import fused
 from drafthouse_server.config import Config
-from drafthouse_server.engine.loading import Surveyor, load_engine
+from drafthouse_server.engine.loading import load_engine
+from drafthouse_server.engine.surveyor import Surveyor
 from drafthouse_server.host.fit import Size
 
 endpoint, kind, model, draft = sys.argv[1:]

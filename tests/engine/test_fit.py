@@ -15,9 +15,9 @@ from tests.support.windows import windowed
 
 import drafthouse_engine
 from drafthouse_server.config import Config
-from drafthouse_server.engine import loading
+from drafthouse_server.engine import loading, surveyor
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.engine.loading import Surveyor
+from drafthouse_server.engine.surveyor import WINDOWS_SPARED, Surveyor
 from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host import size
 from drafthouse_server.host.fit import Size
@@ -52,8 +52,8 @@ def serving_with(
 
 def free_for(settings: Config, size: Size) -> HostMemory:
     """Returns a host on which just this size fits."""
-    with Surveyor(settings) as surveyor:
-        n_bytes = surveyor.needs(size).start_bytes
+    with Surveyor(settings) as found:
+        n_bytes = found.needs(size).start_bytes
     return HostMemory(10**12, int(n_bytes / 0.95) + 1000)
 
 
@@ -145,20 +145,20 @@ def test_the_drafter_that_is_counted_is_the_one_that_is_made(
     settings: dict[str, Any], draft_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wished = config(**settings)
-    with Surveyor(wished) as surveyor:
-        needs = surveyor.needs(surveyor.wish.size)
+    with Surveyor(wished) as found:
+        needs = found.needs(found.wish.size)
         assert needs.draft_type == draft_type
         assert (needs.host.draft_bytes > 0) == (draft_type != "none")
     assert serving_with(AMPLE, wished, monkeypatch).draft_type == draft_type
 
 
 def test_recurrent_states_beyond_what_is_free_are_not_allocated_to_find_out() -> None:
-    with Surveyor(config("hybrid")) as surveyor:
-        exact = surveyor.needs(Size(4, 512))
-        guessed = surveyor.needs(Size(4, 512), n_bytes_max=0)
+    with Surveyor(config("hybrid")) as found:
+        exact = found.needs(Size(4, 512))
+        guessed = found.needs(Size(4, 512), n_bytes_max=0)
         assert guessed.host.cells_bytes == exact.host.cells_bytes
         assert guessed.n_cells == exact.n_cells
-        assert surveyor.needs(Size(4, 512), n_bytes_max=10**12) == exact
+        assert found.needs(Size(4, 512), n_bytes_max=10**12) == exact
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_windows_are_kept_alone_where_not_all_would_fit_else(
     assert limits.n_window_cells == (256 if is_small else 0)
     if is_small:
         assert (limits.n_seq_max, limits.n_ctx_seq) == (8, N_TRAIN)
-    assert (loading.WINDOWS_SPARED in caplog.text) == (is_small and not settings)
+    assert (WINDOWS_SPARED in caplog.text) == (is_small and not settings)
 
 
 def test_windows_keep_all_tokens_where_all_fits(
@@ -195,7 +195,7 @@ def test_windows_keep_all_tokens_where_all_fits(
     with caplog.at_level(logging.INFO, loading.__name__):
         limits = serving_with(free_for(wished, Size(8, N_TRAIN)), wished, monkeypatch)
     assert (limits.n_window, limits.n_window_cells, limits.n_seq_max) == (64, 0, 8)
-    assert loading.WINDOWS_SPARED not in caplog.text
+    assert WINDOWS_SPARED not in caplog.text
 
 
 @contextmanager
@@ -211,7 +211,7 @@ def test_on_devices_llama_cpp_s_search_says_where_the_weights_go(
 ) -> None:
     """Unless all layers are asked for, or a number of them: as of llama-server."""
     # There is none here, so the search looks at the host's memory, and the same path is taken.
-    monkeypatch.setattr(loading, "_GPU_MARGIN_BYTES", 0)
+    monkeypatch.setattr(surveyor, "GPU_MARGIN_BYTES", 0)
     settings: dict[str, Any] = {} if layers is None else {"gpu_layers": layers}
     with caplog.at_level(logging.INFO, loading.__name__), pretended_device(monkeypatch):
         limits = serving_with(AMPLE, config(**settings), monkeypatch)
@@ -227,7 +227,7 @@ def test_on_devices_llama_cpp_s_search_says_where_the_weights_go(
 def test_what_fits_on_no_device_is_loaded_as_set_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loading, "_GPU_MARGIN_BYTES", 1 << 49)
+    monkeypatch.setattr(surveyor, "GPU_MARGIN_BYTES", 1 << 49)
     with pretended_device(monkeypatch):
         limits = serving_with(AMPLE, config(max_model_len=512), monkeypatch)
     assert (limits.n_seq_max, limits.n_ctx_seq) == (8, 512)
@@ -241,7 +241,7 @@ def test_on_devices_a_request_may_fill_a_pool_that_all_slots_share(
     max_model_len: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was cut to a slot's share of the pool, and longer requests were refused."""
-    monkeypatch.setattr(loading, "_GPU_MARGIN_BYTES", 0)
+    monkeypatch.setattr(surveyor, "GPU_MARGIN_BYTES", 0)
     settings = config(kv_unified=True, parallel=8, ctx_size=256, max_model_len=max_model_len)
     with caplog.at_level(logging.INFO, loading.__name__), pretended_device(monkeypatch):
         limits = serving_with(AMPLE, settings, monkeypatch)
@@ -321,7 +321,7 @@ def test_windows_are_kept_alone_where_layers_would_not_fit_on_devices_else(
         assert (fitted.swa_full, fitted.parallel) == (not has_windows, 8)
     layers = "all layers" if has_windows else "3 layers"
     assert fit_line(caplog).message.startswith(f"fit: {layers} on devices")
-    assert (loading.WINDOWS_SPARED in caplog.text) == has_windows
+    assert (WINDOWS_SPARED in caplog.text) == has_windows
 
 
 def test_caches_that_grow_beyond_what_is_free_are_warned_of(
@@ -351,8 +351,8 @@ def test_prefixes_get_half_of_what_is_left_of_the_host(
 ) -> None:
     """Of 600 MiB beside the server, the weights' file, and 100 MiB of preempted requests."""
     wished = config(**settings)
-    with Surveyor(wished) as surveyor:
-        needs = surveyor.needs(Size(8, N_TRAIN))
+    with Surveyor(wished) as found:
+        needs = found.needs(Size(8, N_TRAIN))
     n_bytes = needs.start_bytes + needs.host.mapped_bytes + 700 * MIB
     memory = HostMemory(10**12, int(n_bytes / 0.95) + 1000)
     monkeypatch.setattr(loading, "read_memory", lambda: memory)

@@ -16,8 +16,9 @@ from tests.support.gguf_copy import copied
 from drafthouse_engine import Model, ModelNotFound, set_log
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.engine.loading import Surveyor, load_engine
+from drafthouse_server.engine.loading import load_engine
 from drafthouse_server.engine.parameters import request_tokens
+from drafthouse_server.engine.surveyor import Surveyor
 from drafthouse_server.errors import ConfigError, ModelLoadError
 from drafthouse_server.host.fit import Size
 

@@ -182,7 +182,7 @@ import logging
 from drafthouse_engine import probe, probe_worker
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.model import examine_model
-from drafthouse_server.engine import loading
+from drafthouse_server.engine import loading, surveyor
 from drafthouse_server.host.memory import HostMemory
 
 endpoint, path, long_path = sys.argv[1:]
@@ -190,10 +190,10 @@ sizes = dict(parallel=2, max_model_len=1024, threads=1, prefix_cache_mib=0, pree
 config = Config(model=path, rpc=(endpoint,), draft_type="none", **sizes)
 loading._prepare_devices(config)
 free_bytes = next(d.free_bytes for d in list_devices() if d.kind == "gpu")
-with loading.Surveyor(config) as surveyor:
-    whole = surveyor.needs(surveyor.wish.size)
+with surveyor.Surveyor(config) as it:
+    whole = it.needs(it.wish.size)
 room_bytes = dict(whole.devices)["RPC0"].total_bytes - 1
-loading._GPU_MARGIN_BYTES = free_bytes - room_bytes
+surveyor.GPU_MARGIN_BYTES = free_bytes - room_bytes
 
 lines = []
 loading._log.addHandler(logging.Handler())

@@ -341,7 +341,7 @@ async def test_a_worker_has_no_rights_and_no_secrets(monkeypatch: pytest.MonkeyP
 
 FORBIDDEN = """
 import ctypes, os, socket
-from drafthouse_server.engine.sandbox import drop_rights
+from drafthouse_server.host.sandbox import drop_rights
 pipe = os.pipe()
 assert drop_rights() == ""
 libc = ctypes.CDLL(None, use_errno=True)

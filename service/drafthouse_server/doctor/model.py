@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem, Section
-from drafthouse_server.engine.loading import WINDOWS_SPARED, Surveyor
+from drafthouse_server.engine.surveyor import WINDOWS_SPARED, Surveyor
 from drafthouse_server.engine.threads import threads_of
 from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host.amounts import format_bytes, format_count
@@ -46,7 +46,8 @@ def examine_model(
     """
     try:
         with Surveyor(config) as surveyor:
-            surveyor.fit_devices()  # as the server does
+            surveyor.lengthen(memory)  # as the server does
+            surveyor.fit_devices()
             is_spared = surveyor.spare_windows(memory)
             sections, problems = _examine(config, surveyor, memory, room)
             if is_spared:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -11,15 +10,20 @@ from typing import Any
 
 from drafthouse_server.config import AUTOMATIC, SETTINGS, Config
 from drafthouse_server.engine.threads import Threads
-from drafthouse_server.errors import ModelLoadError
+from drafthouse_server.errors import ModelLoadError, StartupError
+from drafthouse_server.host.length import N_CTX_SEQ_AUTOMATIC
 
 # The fake engine, and all tests that use it, work without the extension.
-with contextlib.suppress(ImportError):  # load_engine says so
+try:
     import drafthouse_engine
+except ImportError as error:
+    _unbuilt: str | None = str(error)
+else:
+    _unbuilt = None
 
 __all__ = [
-    "N_CTX_SEQ_AUTOMATIC",
     "cache_params",
+    "check_built",
     "draft_placement_of",
     "draft_types",
     "engine_params",
@@ -32,8 +36,15 @@ __all__ = [
     "unfit_errors",
 ]
 
-N_CTX_SEQ_AUTOMATIC = 4096
-"""Tokens of one request where none are set: few machines hold what models are trained with."""
+
+def check_built() -> None:
+    """Checks that the extension is there.
+
+    Raises:
+        StartupError: it is not built.
+    """
+    if _unbuilt is not None:
+        raise StartupError(_unbuilt)
 
 
 def n_layers_of(setting: int | str) -> int:

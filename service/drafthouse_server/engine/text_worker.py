@@ -25,9 +25,9 @@ import time
 
 import drafthouse_engine
 from drafthouse_server.engine.llama_text import LlamaText
-from drafthouse_server.engine.sandbox import bound_memory, drop_rights, limit_time
 from drafthouse_server.engine.text_jobs import TextAnswer, perform, read_job, write_answer
 from drafthouse_server.errors import FieldViolation
+from drafthouse_server.host.sandbox import bound_memory, drop_rights, limit_time
 
 __all__: list[str] = []
 
