@@ -222,7 +222,7 @@ def test_those_that_wait_are_charged_like_those_that_compute() -> None:
     others = [clocked.add([i, *numbers(1200)], 20, tenant="b") for i in range(8)]
     clocked.step()
     held = clocked.scheduler._slots.held()
-    assert held == {"a": 4, "b": 4}
+    assert held == {"a": 5, "b": 3}
     counters = clocked.scheduler.counters
     finish(clocked, [*together, *others])
     served = counters.of("a") - counters.of("b")
@@ -267,3 +267,42 @@ def test_who_waits_for_one_that_went_on_from_an_ended_one_goes_on_from_that_one(
     together = [clocked.add(prompt, n) for prompt, n in zip(prompts(3), (1, 20, 20), strict=True)]
     finish(clocked, together)
     assert [sequence.n_reused for sequence in together] == [0, 600, 600]
+
+
+def test_a_slot_that_another_goes_on_from_is_given_to_one_that_waits_after_that() -> None:
+    """The last slot: its ended sequence's beginning is copied out of it in the same step."""
+    clocked = Clocked()
+    ended = clocked.add([*numbers(300, 7), *numbers(300, 9)], 2)
+    clocked.finish(ended)
+    first = clocked.add([*SHARED, *numbers(2000, 5)], 20)
+    clocked.step()
+    copying = clocked.add([*numbers(300, 7), 1, 2, 3], 20)
+    waiting = clocked.add([*SHARED, 4, 5], 20)
+    plan = clocked.step()
+    assert clocked.scheduler._slots.leads.keys() == {waiting.seq_id}
+    assert [start.source for start in plan.starts] == [waiting.seq_id]
+    finish(clocked, [first, copying, waiting])
+    assert copying.n_reused == 300
+    assert waiting.n_reused == 600
+    check_idle(clocked)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("quantum", [1.0, Fairness().quantum])
+@pytest.mark.parametrize("n_slots", [3, 4, 8])
+def test_tenants_whose_prompts_wait_do_not_take_each_others_slots_in_turn(
+    quantum: float, n_slots: int
+) -> None:
+    """Each gives its charge back as it leaves; so it was its turn again, for ever, in one plan."""
+    limits = dataclasses.replace(
+        EIGHT, n_seq_max=n_slots, n_ctx=n_slots * 8192, n_ctx_seq=8192, n_outputs_max=n_slots
+    )
+    clocked = Clocked(limits, fairness=Fairness(quantum=quantum))
+    heads = {tenant: numbers(700, i) for i, tenant in enumerate("ab", 3)}
+    together = []
+    for i in range(6):
+        for tenant, head in heads.items():
+            together.append(clocked.add([*head, i, *numbers(5000, 7 + i)], 2, tenant))
+        clocked.step()
+    finish(clocked, together)
+    check_idle(clocked)

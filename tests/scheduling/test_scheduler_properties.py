@@ -61,8 +61,10 @@ EOG_PERIOD = 23
 class Setup:
     """What a world is made of."""
 
+    n_seq_max: int = 3
+    """Slots."""
     n_ctx: int = 144
-    """KV cells of three slots; fewer than they could need are shared."""
+    """KV cells of all slots; fewer than they could need are shared."""
     n_ctx_seq: int = 48
     """Most tokens of one sequence."""
     is_recurrent: bool = False
@@ -92,6 +94,8 @@ class Setup:
     def limits(self) -> EngineLimits:
         return dataclasses.replace(
             LIMITS,
+            n_seq_max=self.n_seq_max,
+            n_outputs_max=3 * self.n_seq_max,
             n_ctx=self.n_ctx,
             n_ctx_seq=self.n_ctx_seq,
             n_window=self.n_window,
@@ -113,8 +117,13 @@ QUICK = Setup(
 )
 """As served by default, on a machine that is quick and with drafts that are never right."""
 
+WIDE = Setup(n_seq_max=8, n_ctx=8 * 48, n_host_bytes_max=4000)
+"""Many slots: whose sequences have ended, while others wait for one another."""
+
 SETUPS = (
     Setup(),
+    WIDE,
+    dataclasses.replace(WIDE, is_paced=True, fairness=HASTY),
     Setup(n_ctx=100),
     Setup(n_ctx=130, n_ctx_seq=100),
     Setup(n_ctx=90, n_ctx_seq=80, n_preempted_bytes_max=0),
@@ -256,7 +265,7 @@ class World:
         """Cells that run out end nobody who could have been given another's."""
         for _, event in events:
             if isinstance(event, ErrorEvent) and isinstance(event.error, EngineError):
-                is_shared = self.limits.n_ctx < 3 * self.limits.n_ctx_seq
+                is_shared = self.limits.n_ctx < self.limits.n_seq_max * self.limits.n_ctx_seq
                 assert event.error.status != "NO_ROOM" or not is_shared or n_running == 1
 
     def _take(self, events: Iterable[tuple[Sequence, Event]]) -> None:
@@ -440,7 +449,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def slots_and_cells_add_up(self) -> None:
         running = [s for s in self.world.live if s.state is SequenceState.RUNNING]
         assert len({s.seq_id for s in running}) == len(running) == self.world.scheduler.n_running
-        assert all(0 <= s.seq_id < LIMITS.n_seq_max for s in running)
+        assert all(0 <= s.seq_id < self.world.limits.n_seq_max for s in running)
         assert sum(s.n_reserved for s in running) == self.world.scheduler._ledger.n_reserved
         assert self.world.scheduler.n_cells_held <= self.world.limits.n_ctx
         assert self.world.engine.n_cells_max <= self.world.limits.n_ctx

@@ -208,9 +208,12 @@ class Placement:
             self._begin(plan, sequence, match, snapshot)
         else:
             self._slots.leads[seq_id] = lead
+            plan.led.add(seq_id)
             self._counters.charge_prompt(sequence.request.tenant, lead.n_rest(sequence))
             if has_lost:
-                plan.frees.append(seq_id)
+                # Slots are freed before others start: not one that another start copies from.
+                is_source = plan.copies_from(seq_id)
+                (self._slots.given_back if is_source else plan.frees).append(seq_id)
 
     def _take(self, plan: PlanBuilder, seq_id: int, match: Match | None) -> bool:
         """Takes a slot; returns whether it held what is no match, and is saved now, or lost."""

@@ -31,6 +31,8 @@ class PlanBuilder:
         """Predicted seconds of the snapshots that are written and read."""
         self.starts: list[Start] = []
         """Slots taken."""
+        self.led: set[int] = set()
+        """Slots taken by sequences that wait with them: the engine hears nothing of them."""
         self.entries: list[PlanEntry] = []
         """Entries of sequences that generate, then of those that compute prompts."""
         self.n_decodes = 0
@@ -55,9 +57,18 @@ class PlanBuilder:
         """Whether slots are taken, taken away or saved."""
         return bool(self.starts or self.swap_outs or self.saves)
 
+    @property
+    def needed(self) -> set[int | None]:
+        """Slots that this plan has given to somebody, or copies from: nobody else gets them."""
+        return {it for start in self.starts for it in (start.seq_id, start.source)} | self.led
+
     def starts_in(self, seq_id: int) -> bool:
         """Returns whether a slot is taken: what it holds then is not there yet."""
         return any(start.seq_id == seq_id for start in self.starts)
+
+    def copies_from(self, seq_id: int) -> bool:
+        """Returns whether another slot begins with what a slot holds."""
+        return any(start.source == seq_id for start in self.starts)
 
     def freeze(self) -> StepPlan:
         """Returns the plan for the engine."""

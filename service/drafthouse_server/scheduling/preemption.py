@@ -253,7 +253,8 @@ class Preemption:
 
         One of the same tenant that is less important, where that is enough, or the youngest of a
         tenant that was served more. Not one that another start of this plan needs in its place, or
-        that has lost its slot shortly before; and none while snapshots have taken too much time
+        that has got its slot by this plan: two tenants would take it from each other for ever. Nor
+        one that has lost its slot shortly before; and none while snapshots have taken too much time
         already.
 
         Args:
@@ -282,8 +283,7 @@ class Preemption:
         self, tenant: str, candidates: Iterable[Sequence], plan: PlanBuilder
     ) -> Sequence | None:
         """Returns the last in rank of a tenant's sequences that may lose their slots now."""
-        needed = {start.source for start in plan.starts} | {s.seq_id for s in plan.starts}
-        now = plan.planned_at
+        needed, now = plan.needed, plan.planned_at
         mine = (
             sequence
             for sequence in candidates
