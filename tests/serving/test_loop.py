@@ -100,8 +100,10 @@ class HeldEngine(FakeEngine):
     def __init__(self, limits: EngineLimits) -> None:
         super().__init__(limits)
         self.may_step = threading.Event()
+        self.is_held = False
 
     def step(self, plan: StepPlan) -> StepResult:
+        self.is_held = True
         assert self.may_step.wait(60.0), "the test never let it"
         return super().step(plan)
 
@@ -364,6 +366,26 @@ async def test_a_step_that_does_not_end_is_unhealthy_and_every_stream_can_be_tol
         assert reason_of((await collect(outbox))[1]) is FinishReason.LENGTH
 
 
+async def test_a_plan_that_does_not_end_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the scheduler's stops every stream as one of the engine's does."""
+    may_plan = threading.Event()
+    plan = Scheduler.plan
+
+    def held(self: Scheduler, now: float) -> StepPlan:
+        assert self.is_idle or may_plan.wait(60.0), "the test never let it"
+        return plan(self, now)
+
+    monkeypatch.setattr(Scheduler, "plan", held)
+    async with running(FakeEngine(LIMITS), step_timeout_s=0.25) as loop:
+        await asyncio.sleep(0.5)
+        assert loop.is_healthy, "there is nothing to do"
+        outbox = loop.submit(make(loop))
+        await until(lambda: loop.is_hung)
+        may_plan.set()
+        await until(lambda: loop.is_healthy)
+        assert reason_of((await collect(outbox))[1]) is FinishReason.LENGTH
+
+
 async def test_the_load_is_told_between_two_steps_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -372,7 +394,7 @@ async def test_the_load_is_told_between_two_steps_or_not_at_all(
     async with running(engine) as loop:
         assert await loop.load() == LoadReport()
         outbox = loop.submit(make(loop, tenant="acme"))
-        await until(lambda: loop._thread.step_began_at is not None)
+        await until(lambda: engine.is_held)
         assert await loop.load(["acme"]) is None, "a step does not end"
         engine.may_step.set()
         await collect(outbox)

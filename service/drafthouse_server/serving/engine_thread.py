@@ -92,7 +92,10 @@ class EngineThread:
         self._n_failures = 0
         self._is_stopping = False
         self.step_began_at: float | None = None
-        """Monotonic time at which the step in flight began; None between two. For any thread."""
+        """Monotonic time at which the step under way began, with its plan; None: there is none.
+
+        For any thread.
+        """
 
     def post(self, function: Callable[..., None], *arguments: object) -> None:
         """Has a call made on the engine thread, after the step in flight. It must not raise."""
@@ -163,15 +166,18 @@ class EngineThread:
         inbox = self._inbox
         started = time.perf_counter()
         while True:
+            self.step_began_at = time.monotonic()
             while not inbox.empty():
                 function, arguments = inbox.get()
                 function(*arguments)
             if self._is_stopping:
                 self._flush()
+                self.step_began_at = None
                 return
             plan = self._prepare()
             if plan.is_empty:
                 self._flush()
+                self.step_began_at = None
                 function, arguments = inbox.get()
                 started = time.perf_counter()
                 function(*arguments)
@@ -208,7 +214,6 @@ class EngineThread:
 
         A failure of the engine ends the sequences of this step and nothing else.
         """
-        self.step_began_at = time.monotonic()
         try:
             result = self._engine.step(plan)
         except Exception as error:
@@ -216,7 +221,6 @@ class EngineThread:
             self.step_began_at = None
             self._abandon(plan, error)
             return time.perf_counter()
-        self.step_began_at = None
         ended = time.perf_counter()
         self._n_failures = 0
         self._report.result = result
