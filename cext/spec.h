@@ -69,6 +69,8 @@ extern "C" {
     XX(NOT_DSPARK, -22, "the draft model is not a DSpark model")                                   \
     XX(GRAMMAR_TOO_COSTLY, -23,                                                                    \
        "the grammar takes too many comparisons for one token; the sequence was cleared")           \
+    XX(NO_TOKEN_ALLOWED, -24,                                                                      \
+       "the grammar and the biases allow no token; the sequence was cleared")                      \
     XX(SNAPSHOT_TRUNCATED, -31, "the snapshot is shorter than it says")                            \
     XX(SNAPSHOT_CORRUPT, -32, "the snapshot is damaged, or no snapshot")                           \
     XX(SNAPSHOT_VERSION, -33, "the snapshot was written by another version")                       \
@@ -654,8 +656,8 @@ enum spec_result_flags {
 
 typedef struct spec_result_entry {
     int32_t seq_id;
-    int32_t status;       /* SPEC_OK, NO_ROOM, DECODE_FAILED, SAMPLING_FAILED or
-                             GRAMMAR_TOO_COSTLY (since ABI 8) */
+    int32_t status;       /* SPEC_OK, NO_ROOM, DECODE_FAILED, SAMPLING_FAILED,
+                             GRAMMAR_TOO_COSTLY (since ABI 8) or NO_TOKEN_ALLOWED (since ABI 9) */
     int32_t n_past;       /* tokens in the KV cache after the step */
     int32_t token_offset; /* first emitted token in spec_result.tokens and .logprobs */
     int32_t

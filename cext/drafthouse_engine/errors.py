@@ -30,7 +30,8 @@ EngineError
 ├── NoRoom
 ├── DecodeFailed
 ├── SamplingFailed
-│   └── GrammarTooCostly
+│   ├── GrammarTooCostly
+│   └── NoTokenAllowed
 ├── Cancelled
 ├── SnapshotError{kind}
 ├── WrongThread{owner, caller}
@@ -68,6 +69,7 @@ __all__ = [
     "NoMtpHeads",
     "NoPendingProposal",
     "NoRoom",
+    "NoTokenAllowed",
     "NotDflash",
     "NotDspark",
     "NotEagle3",
@@ -114,6 +116,7 @@ class Status(enum.IntEnum):
     NOT_DFLASH = -21
     NOT_DSPARK = -22
     GRAMMAR_TOO_COSTLY = -23
+    NO_TOKEN_ALLOWED = -24
     SNAPSHOT_TRUNCATED = -31
     SNAPSHOT_CORRUPT = -32
     SNAPSHOT_VERSION = -33
@@ -367,6 +370,10 @@ class GrammarTooCostly(SamplingFailed):
     """The grammar takes too many comparisons for one token; the sequence must begin again."""
 
 
+class NoTokenAllowed(SamplingFailed):
+    """The grammar and the biases allow no token; the sequence must begin again."""
+
+
 class Cancelled(EngineError):
     """The load was stopped."""
 
@@ -431,6 +438,7 @@ BY_STATUS: dict[int, type[EngineError]] = {
     Status.NOT_DFLASH: NotDflash,
     Status.NOT_DSPARK: NotDspark,
     Status.GRAMMAR_TOO_COSTLY: GrammarTooCostly,
+    Status.NO_TOKEN_ALLOWED: NoTokenAllowed,
     **dict.fromkeys((kind.value for kind in SnapshotKind), SnapshotError),
 }
 """The one map from a status to its exception."""

@@ -118,9 +118,9 @@ llama_token sample_by_hand(spec_engine & engine, int32_t seq_id, int32_t i) {
     } catch (const std::exception & error) {
         const std::string reason = error.what();
         const auto * known = dynamic_cast<const failure *>(&error);
-        const bool is_too_costly = known != nullptr && known->code == SPEC_ERR_GRAMMAR_TOO_COSTLY;
+        const bool is_told = known != nullptr && is_of_request(known->code);
         clear_sequence(engine, seq_id);
-        fail(is_too_costly ? SPEC_ERR_GRAMMAR_TOO_COSTLY : SPEC_ERR_SAMPLING_FAILED,
+        fail(is_told ? known->code : SPEC_ERR_SAMPLING_FAILED,
              reason + "; the sequence was cleared");
     }
 }

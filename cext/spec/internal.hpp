@@ -51,6 +51,12 @@ struct failure : std::runtime_error {
 };
 
 [[noreturn]] void fail(int32_t code, const std::string & text);
+
+// Whether a choice failed by what was asked for, and not by what the model or the engine did.
+inline bool is_of_request(int32_t code) {
+    return code == SPEC_ERR_GRAMMAR_TOO_COSTLY || code == SPEC_ERR_NO_TOKEN_ALLOWED;
+}
+
 int32_t report(int32_t code, const char * text) noexcept;
 
 // Runs a body that may throw and turns whatever it throws into a code: no exception leaves

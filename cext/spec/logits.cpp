@@ -161,8 +161,8 @@ bool is_likelier(const llama_token_data & a, const llama_token_data & b) {
 } // namespace
 
 [[noreturn]] void nothing_allowed() {
-    fail(SPEC_ERR_SAMPLING_FAILED, "no token is allowed here: the grammar, the biases or the "
-                                   "temperature leave none a probability");
+    fail(SPEC_ERR_NO_TOKEN_ALLOWED, "no token is allowed here: the grammar, the biases or the "
+                                    "temperature leave none a probability");
 }
 
 void check_logits(const float * logits, int32_t n) {

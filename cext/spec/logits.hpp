@@ -18,7 +18,7 @@ struct first_cut {
     float min_p = 0.0f;
 };
 
-// Raises SPEC_ERR_SAMPLING_FAILED: no token of a row may be chosen.
+// Raises SPEC_ERR_NO_TOKEN_ALLOWED: no token of a row may be chosen.
 [[noreturn]] void nothing_allowed();
 
 // Refuses a row with a logit that is no number, or infinite upwards: it would leave no token a

@@ -131,7 +131,7 @@ template <typename Body>
 void isolated(spec_engine & engine, const spec_plan & plan, size_t i_entry, Body && body) {
     const int32_t rc = guarded(body);
     if (rc != SPEC_OK) {
-        const bool is_known = rc == SPEC_ERR_DECODE_FAILED || rc == SPEC_ERR_GRAMMAR_TOO_COSTLY;
+        const bool is_known = rc == SPEC_ERR_DECODE_FAILED || is_of_request(rc);
         fail_entry(engine, plan, i_entry, is_known ? rc : SPEC_ERR_SAMPLING_FAILED);
     }
 }

@@ -7,6 +7,7 @@ prefix) and its gRPC `code`:
     ├── InvalidRequest        INVALID_ARGUMENT    INVALID_FIELD
     ├── ContextTooLong        INVALID_ARGUMENT    CONTEXT_TOO_LONG
     ├── GrammarTooCostly      INVALID_ARGUMENT    GRAMMAR_TOO_COSTLY
+    ├── NoTokenAllowed        INVALID_ARGUMENT    NO_TOKEN_ALLOWED
     ├── Unauthenticated       UNAUTHENTICATED     INVALID_API_KEY
     ├── PermissionDenied      PERMISSION_DENIED   MODEL_NOT_ALLOWED
     ├── NotFound              NOT_FOUND           MODEL_NOT_FOUND
@@ -33,7 +34,7 @@ What the operator is told before the server serves; one clear sentence each:
     ├── ModelLoadError
     └── StoreError
 
-And when it had to end by itself: ServerFailed, EngineLost. TextWorkerLost never leaves the server.
+And when it had to end by itself: ServerFailed, EngineLost.
 And what a change of the store contradicts: StoreRefusal.
 """
 
@@ -57,6 +58,7 @@ __all__ = [
     "GrammarTooCostly",
     "InvalidRequest",
     "ModelLoadError",
+    "NoTokenAllowed",
     "NotFound",
     "Overloaded",
     "PermissionDenied",
@@ -71,7 +73,6 @@ __all__ = [
     "StoreRefusal",
     "StoreUnavailable",
     "TenantNotFound",
-    "TextWorkerLost",
     "TooManyBadKeys",
     "Unauthenticated",
     "UnknownSetting",
@@ -173,6 +174,22 @@ class GrammarTooCostly(DrafthouseError):
         super().__init__(
             "the grammar takes too many comparisons for one token; give it fewer alternatives and"
             " smaller classes of characters"
+        )
+
+
+class NoTokenAllowed(DrafthouseError):
+    """The request's options leave no token to go on with.
+
+    The stream ends there: what came before it is good.
+    """
+
+    reason = "NO_TOKEN_ALLOWED"
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the grammar, logit_bias and temperature leave no token to go on with; forbid none"
+            " that the grammar needs"
         )
 
 
@@ -505,25 +522,6 @@ class ServerFailed(Exception):
 
 class EngineLost(ServerFailed):
     """Ended a server whose engine does not work any more: a new process may have better luck."""
-
-
-class TextWorkerLost(Exception):
-    """Ended a text worker before its answer.
-
-    Args:
-        cause: One of the class's constants.
-    """
-
-    LATE: ClassVar[str] = "late"
-    """The worker was ended because its job took too long."""
-    CRASHED: ClassVar[str] = "crashed"
-    """The worker's process died of its job."""
-    ENDED: ClassVar[str] = "ended"
-    """Something else has ended it, such as the system or an operator."""
-
-    def __init__(self, cause: str) -> None:
-        self.cause = cause
-        super().__init__(f"a text worker was lost: {cause}")
 
 
 class ConfigError(StartupError):

@@ -286,6 +286,8 @@ class SequenceStatus(enum.Enum):
     """No token could be chosen; the sequence's state is lost."""
     GRAMMAR_TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
     """The grammar took too many comparisons for one token; the sequence's state is lost."""
+    NO_TOKEN_ALLOWED = "NO_TOKEN_ALLOWED"  # noqa: S105  # a token of text
+    """The grammar and the biases allow no token; the sequence's state is lost."""
 
 
 # Not frozen: one is made per sequence and step, and a frozen one takes three times as long.

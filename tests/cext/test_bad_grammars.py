@@ -14,7 +14,7 @@ from drafthouse_engine.errors import BadGrammar
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
-SAMPLING_FAILED = -16
+NO_TOKEN_ALLOWED = -24
 
 
 def chain(n: int, body: str) -> str:
@@ -86,6 +86,6 @@ def test_where_nothing_is_allowed_nothing_is_emitted(
                 rows = [(0, 0, 0, 1, 0, 1), (1, 0, 1, 1, 0, 1)]
                 table = np.array(rows, dtype=engine_library.PLAN_DTYPE)
                 result = engine.step(table, [300 + seed % 50, 400])
-                assert result.entries["status"].tolist() == [SAMPLING_FAILED, 0]
+                assert result.entries["status"].tolist() == [NO_TOKEN_ALLOWED, 0]
                 assert engine.seq_n_past(0) == 0
                 engine.seq_end(1)

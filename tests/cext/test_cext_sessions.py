@@ -46,9 +46,9 @@ from drafthouse_engine import (
     NoMtpHeads,
     NoPendingProposal,
     NotEagle3,
+    NoTokenAllowed,
     PromptTooLong,
     ProposalPending,
-    SamplingFailed,
     SamplingParams,
     SeqBusy,
     SeqIdle,
@@ -273,7 +273,7 @@ def test_a_choice_that_fails_clears_its_sequence_and_no_other() -> None:
             Batch.of(0, session.n_past(0), [5, *draft]) + Batch.of(1, session.n_past(1), [expected])
         )
         session.process()
-        with pytest.raises(SamplingFailed, match="sequence was cleared"):
+        with pytest.raises(NoTokenAllowed, match="sequence was cleared"):
             session.sample(0, 0)
         assert session.is_quiescent()
         assert session.n_past(0) == 0

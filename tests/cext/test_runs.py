@@ -184,7 +184,7 @@ def test_a_failure_within_a_run_ends_its_own_sequence() -> None:
     run, alone = Crowd.of(engine(), DENSE, (GREEDY, dead_end)), Crowd.of(engine(), DENSE, (GREEDY,))
     result = run.step(20)
     statuses = [Status(status) for status in result.entries["status"]]
-    assert statuses == [Status.OK, Status.SAMPLING_FAILED]
+    assert statuses == [Status.OK, Status.NO_TOKEN_ALLOWED]
     assert 1 < result.n_steps < 20
     assert len(run.outputs[1]) > 1, "what it had emitted before is told"
     alone.step(result.n_steps)

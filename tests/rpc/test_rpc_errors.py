@@ -355,18 +355,19 @@ async def test_engine_failure_ends_one_stream_and_no_other(
     assert last.result.usage.output_tokens == 100
 
 
-async def test_a_grammar_that_costs_too_much_is_the_clients_fault(
-    start_server: ServerFactory,
+@pytest.mark.parametrize("reason", ["GRAMMAR_TOO_COSTLY", "NO_TOKEN_ALLOWED"])
+async def test_options_with_which_nothing_can_be_chosen_are_the_clients_fault(
+    start_server: ServerFactory, reason: str
 ) -> None:
     engine = FakeEngine(step_s=0.001)
     server = await start_server(engine)
     async with grpc.aio.insecure_channel(server.target) as channel:
         generation = generation_pb2_grpc.GenerationServiceStub(channel)
-        engine.inject(SequenceStatus.GRAMMAR_TOO_COSTLY, seq_id=0)
+        engine.inject(SequenceStatus(reason), seq_id=0)
         failure = await fail(generation.Generate(request(max_output_tokens=100)))
     assert failure.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert failure.info.reason == "GRAMMAR_TOO_COSTLY"
-    assert server.loop.statistics().n_requests == {"GRAMMAR_TOO_COSTLY": 1}
+    assert failure.info.reason == reason
+    assert server.loop.statistics().n_requests == {reason: 1}
 
 
 class BrokenEngine(FakeEngine):

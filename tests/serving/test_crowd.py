@@ -11,7 +11,7 @@ from tests.support.demo import Referee, Tie, n_cells_used, prompts, serving
 from tests.support.demo import config as demo_config
 from tests.support.windows import windowed
 
-from drafthouse import AsyncClient, Result
+from drafthouse import AsyncClient, NoTokenAllowed, Result
 from drafthouse_server.serving.loop import StepLoop
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -208,3 +208,15 @@ async def test_a_crowd_on_a_windowed_model_gets_the_tokens_of_each_alone(
     ]
     referee.close()
     assert sum(tie is not None for tie in ties) <= 4
+
+
+async def test_what_options_forbid_ends_one_stream_with_a_sentence_and_no_other() -> None:
+    """A ban on all that a grammar needs; the engine is not to blame, and nobody is told so."""
+    async with serving(demo_config("dense", "mtp", parallel=2)) as (client, loop):
+        other = client.generate(prompts((40,))[0], max_output_tokens=40, temperature=0.0)
+        banned = dict.fromkeys(range(300), -100.0)
+        with pytest.raises(NoTokenAllowed, match="forbid none that the grammar needs"):
+            await client.generate("a", grammar='root ::= "b"', logit_bias=banned, temperature=0.0)
+        assert (await other).usage.output_tokens == 40
+        assert loop.statistics().n_requests["NO_TOKEN_ALLOWED"] == 1
+        await all_given_back(loop)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.engine.protocol import TextWorkerLost
 from drafthouse_server.engine.text_jobs import TextAnswer, TextJob
 from drafthouse_server.errors import (
     Draining,
@@ -18,7 +19,6 @@ from drafthouse_server.errors import (
     FieldViolation,
     InvalidRequest,
     StartupError,
-    TextWorkerLost,
 )
 from drafthouse_server.serving.metrics import Metrics
 from drafthouse_server.serving.text_workers import TextWorkers, cpu_limit_s

@@ -4,7 +4,8 @@ DrafthouseError
 ├── InvalidArgument             INVALID_ARGUMENT     the request breaks a documented rule
 │   ├── InvalidField            INVALID_FIELD        `violations` lists every field at fault
 │   ├── ContextTooLong          CONTEXT_TOO_LONG     prompt and output do not fit the context
-│   └── GrammarTooCostly        GRAMMAR_TOO_COSTLY   the grammar takes too long for one token
+│   ├── GrammarTooCostly        GRAMMAR_TOO_COSTLY   the grammar takes too long for one token
+│   └── NoTokenAllowed          NO_TOKEN_ALLOWED     grammar and biases leave no token
 ├── Unauthenticated             UNAUTHENTICATED
 │   └── InvalidApiKey           INVALID_API_KEY      the key is missing or unknown
 ├── PermissionDenied            PERMISSION_DENIED
@@ -73,6 +74,7 @@ __all__ = [
     "InvalidField",
     "ModelNotAllowed",
     "ModelNotFound",
+    "NoTokenAllowed",
     "NotFound",
     "PermissionDenied",
     "QueueFull",
@@ -193,6 +195,12 @@ class GrammarTooCostly(InvalidArgument):
     """The grammar takes too many comparisons for one token; what came before it is good."""
 
     default_reason = "GRAMMAR_TOO_COSTLY"
+
+
+class NoTokenAllowed(InvalidArgument):
+    """Grammar, biases and temperature leave no token to go on with; what came before is good."""
+
+    default_reason = "NO_TOKEN_ALLOWED"
 
 
 class Unauthenticated(DrafthouseError):

@@ -27,7 +27,7 @@ from drafthouse_server.engine.fake_model import (
     Slot,
     split_specials,
 )
-from drafthouse_server.engine.protocol import TextWorker
+from drafthouse_server.engine.protocol import TextWorker, TextWorkerLost
 from drafthouse_server.engine.text_jobs import (
     TextAnswer,
     TextJob,
@@ -39,7 +39,7 @@ from drafthouse_server.engine.text_jobs import (
     write_job,
 )
 from drafthouse_server.engine.threads import Threads
-from drafthouse_server.errors import EngineError, FieldViolation, InvalidRequest, TextWorkerLost
+from drafthouse_server.errors import EngineError, FieldViolation, InvalidRequest
 from drafthouse_server.step import (
     EngineLimits,
     ModelCard,

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from drafthouse_server.engine.text_jobs import TextAnswer, TextJob
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.step import EngineLimits, ModelCard, SamplingOptions, StepPlan, StepResult
 
-__all__ = ["Engine", "TextWorker"]
+__all__ = ["Engine", "TextWorker", "TextWorkerLost"]
+
+
+class TextWorkerLost(Exception):
+    """Ended a text worker before its answer. It never leaves the server.
+
+    Args:
+        cause: One of the class's constants.
+    """
+
+    LATE: ClassVar[str] = "late"
+    """The worker was ended because its job took too long."""
+    CRASHED: ClassVar[str] = "crashed"
+    """The worker's process died of its job."""
+    ENDED: ClassVar[str] = "ended"
+    """Something else has ended it, such as the system or an operator."""
+
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+        super().__init__(f"a text worker was lost: {cause}")
 
 
 class TextWorker(Protocol):

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Mapping
 from typing import IO
 
+from drafthouse_server.engine.protocol import TextWorkerLost
 from drafthouse_server.engine.text_jobs import TextAnswer, TextJob, read_answer, write_job
-from drafthouse_server.errors import StartupError, TextWorkerLost
+from drafthouse_server.errors import StartupError
 
 __all__ = ["MEMORY_BYTES", "TextProcess", "environment"]
 

@@ -28,7 +28,12 @@ from drafthouse_server.drafting.estimators import (
 )
 from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.drafting.policy import DraftPolicy
-from drafthouse_server.errors import DrafthouseError, EngineError, GrammarTooCostly
+from drafthouse_server.errors import (
+    DrafthouseError,
+    EngineError,
+    GrammarTooCostly,
+    NoTokenAllowed,
+)
 from drafthouse_server.scheduling.cells import CellLedger, check_context
 from drafthouse_server.scheduling.checkpoints import Checkpoints
 from drafthouse_server.scheduling.pacing import RunLength
@@ -478,4 +483,6 @@ def _error_of(status: str, request_id: str) -> DrafthouseError:
     """Returns what a sequence ends with that the engine could not go on with."""
     if status == SequenceStatus.GRAMMAR_TOO_COSTLY.value:
         return GrammarTooCostly()
+    if status == SequenceStatus.NO_TOKEN_ALLOWED.value:
+        return NoTokenAllowed()
     return EngineError(status, request_id)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from drafthouse_server.engine.protocol import TextWorker
+from drafthouse_server.engine.protocol import TextWorker, TextWorkerLost
 from drafthouse_server.engine.text_jobs import TextAnswer, TextJob
 from drafthouse_server.errors import (
     DrafthouseError,
@@ -26,7 +26,6 @@ from drafthouse_server.errors import (
     FieldViolation,
     InvalidRequest,
     StartupError,
-    TextWorkerLost,
 )
 from drafthouse_server.serving.metrics import Metrics
 from drafthouse_server.tenancy.fairness import Turns

@@ -79,6 +79,10 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     """UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""
     ERROR_REASON_GRAMMAR_TOO_COSTLY: _ErrorReason.ValueType  # 27
     """INVALID_ARGUMENT: the grammar takes too many comparisons for one token. The stream ends there; what came before it is good."""
+    ERROR_REASON_NO_TOKEN_ALLOWED: _ErrorReason.ValueType  # 28
+    """INVALID_ARGUMENT: the grammar, the biases and the temperature leave no token to go on with, as where `logit_bias` forbids one
+    that the grammar needs. The stream ends there; what came before it is good.
+    """
     ERROR_REASON_TENANT_NOT_FOUND: _ErrorReason.ValueType  # 26
     """NOT_FOUND: the store has no tenant of this name. Metadata: tenant."""
 
@@ -144,5 +148,9 @@ ERROR_REASON_ENGINE_UNHEALTHY: ErrorReason.ValueType  # 23
 """UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""
 ERROR_REASON_GRAMMAR_TOO_COSTLY: ErrorReason.ValueType  # 27
 """INVALID_ARGUMENT: the grammar takes too many comparisons for one token. The stream ends there; what came before it is good."""
+ERROR_REASON_NO_TOKEN_ALLOWED: ErrorReason.ValueType  # 28
+"""INVALID_ARGUMENT: the grammar, the biases and the temperature leave no token to go on with, as where `logit_bias` forbids one
+that the grammar needs. The stream ends there; what came before it is good.
+"""
 ERROR_REASON_TENANT_NOT_FOUND: ErrorReason.ValueType  # 26
 """NOT_FOUND: the store has no tenant of this name. Metadata: tenant."""
