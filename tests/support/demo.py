@@ -69,7 +69,9 @@ def config(target: str, draft_type: str, **settings: object) -> Config:
     return Config(**values | settings)  # type: ignore[arg-type]  # checked by Config itself
 
 
-def exact_engine(target: str, draft_type: DraftType, **fields: Any) -> LlamaEngine:
+def exact_engine(
+    target: str, draft_type: DraftType, path: Path | None = None, **fields: Any
+) -> LlamaEngine:
     """Returns an engine whose arithmetic depends on nothing but a sequence's own tokens.
 
     It is on the CPU wherever the tests run: no device promises that. Drawn tokens can be compared
@@ -78,11 +80,12 @@ def exact_engine(target: str, draft_type: DraftType, **fields: Any) -> LlamaEngi
     Args:
         target: dense or hybrid.
         draft_type: Its drafter, with the demo draft model that it needs.
+        path: Another file than the demo model.
         fields: Of `EngineParams`.
     """
     files = {"eagle3": EAGLE3[target], "simple": SIMPLE}
     here = Placement(devices=())
-    model = drafthouse_engine.Model(MODELS / TARGETS[target], placement=here)
+    model = drafthouse_engine.Model(path or MODELS / TARGETS[target], placement=here)
     file = files.get(draft_type)
     draft = drafthouse_engine.Model(MODELS / file, placement=here) if file else None
     params = drafthouse_engine.EngineParams(
