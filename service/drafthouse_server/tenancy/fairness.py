@@ -171,9 +171,14 @@ class VirtualCounters:
             self._weights.pop(tenant, None)
 
     def charge(self, tenant: str, amount: float) -> None:
-        """Counts units of service that a tenant was given, or work that was done for it."""
+        """Counts units of service that a tenant was given, or work that was done for it.
+
+        Less than nothing where it gives back what it was charged and has not got.
+        """
         before = self._counters.get(tenant, self._base)
         self._counters[tenant] = before + amount / self._weights.get(tenant, _WEIGHT)
+        if amount < 0 and tenant in self._waiting:
+            self._enter(tenant)  # it may be the first now
 
     def charge_aside(self, tenant: str, amount: float) -> None:
         """Counts units of service that a tenant was given beside the steps.
@@ -238,15 +243,15 @@ class VirtualCounters:
             # It has slots, or had, and the newcomer has none: a step later it would be behind.
             self._first_until[lead] = counter
             self._enter(lead)
-        if len(self._heap) > 2 * len(self._waiting) + _N_STALE_MIN:
-            self._heap = [entry for entry in self._heap if self._is_current(entry)]
-            heapify(self._heap)
 
     def _enter(self, tenant: str) -> None:
         """Puts a tenant that waits behind those with as much."""
         self._n_entries += 1
         self._waiting[tenant] = self._n_entries
         heappush(self._heap, (self._counters[tenant], self._n_entries, tenant))
+        if len(self._heap) > 2 * len(self._waiting) + _N_STALE_MIN:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapify(self._heap)
 
     def set_weight(self, tenant: str, weight: float) -> None:
         """Notes that a tenant which waits has another share from now on, > 0.
