@@ -16,7 +16,7 @@ DEVICE_TESTS = tests/engine/test_engine_contract.py tests/engine/test_prefix_eng
 	$(addprefix tests/cext/test_,block_drafts.py cext_engine.py cext_sessions.py cext_snapshots.py decoder.py distribution.py \
 	eagle3_drafter.py embedder.py fork.py hidden_rows.py moves.py recurrent_rollback.py tree.py windows.py \
 	generate.py rollback_by_hand.py runs.py sampling.py) \
-	tests/scheduling/test_preemption.py tests/scheduling/test_prefix_reuse.py tests/serving/test_conversations.py
+	tests/scheduling/test_preemption.py tests/scheduling/test_prefix_reuse.py tests/serving/test_conversations.py tests/serving/test_everything.py
 CXX_FILES = $(wildcard cext/*.h cext/*.c cext/spec/*.hpp cext/spec/*.cpp tests/kernels/*.h tests/kernels/*.cpp tests/fuzz/*.h tests/fuzz/*.cpp tests/fuzz/plan/*)
 CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd cext/drafthouse_engine/native/*.pxi)
 
