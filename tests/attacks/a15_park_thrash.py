@@ -1,7 +1,7 @@
 """F14: requests of rising priority, each of which preempts one of the tenant's own streams.
 
-Needs two keys. Bound: the other tenant's gap <= 1.5 x that beside as many ordinary streams, in
-the median.
+Needs two keys. Bound: the other tenant's gap <= 1.5 x that beside as many ordinary streams with
+prompts as long, in the median.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def attack(seconds: float, is_polite: bool = False) -> int:
             rng = random.Random(i)
             while time.monotonic() < end:
                 asked = generation_pb2.GenerateRequest(priority=-100)
-                n_prompt = 16 if is_polite else card.context_tokens // 2
+                n_prompt = card.context_tokens // 2
                 asked.prompt.tokens.ids.extend(rng.randrange(5, 90) for _ in range(n_prompt))
                 asked.sampling.temperature = 1.0
                 asked.stop.ignore_end_token = True
