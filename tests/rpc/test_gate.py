@@ -107,6 +107,25 @@ async def test_a_stream_without_a_message_is_told_why(start_server: ServerFactor
     assert error.metadata == {"timeoutSeconds": "0.05"}
 
 
+async def test_no_client_waits_for_a_status_that_is_never_sent(
+    start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grpc.aio sends none where a handler is cancelled by another than its client."""
+
+    async def give_up(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(services.GenerationService, "Generate", give_up)
+    server = await start_server()
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        # gRPC keeps the calls that came last until others come.
+        streams = [client.generate("x").result() for _ in range(8)]
+        answers = [asyncio.ensure_future(stream) for stream in streams]
+        ended, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        assert all(isinstance(end.exception(), drafthouse.DrafthouseError) for end in ended)
+    await asyncio.gather(*answers, return_exceptions=True)
+
+
 async def test_a_reader_that_reads_nothing_loses_its_stream_and_all_is_given_back(
     start_server: ServerFactory, eventually: Eventually
 ) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import drafthouse
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.rpc import services
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.tenancy import key_ring
 from drafthouse_server.tenancy.keys import id_of_key, make_key
@@ -142,6 +144,41 @@ async def test_revocation_under_streams(
         with pytest.raises(drafthouse.InvalidApiKey):
             await client.generate("x", max_output_tokens=1)
     await eventually(lambda: server.loop.statistics().n_running == 0)
+
+
+class Interrupted:
+    """A call's context that has something done once, while it is sending."""
+
+    def __init__(self, inner: Any, moment: str, act: Callable[[], None]) -> None:
+        self._inner = inner
+        self._moment = moment
+        self._act = act
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._moment:
+            self._moment = ""
+            asyncio.get_running_loop().call_soon(self._act)
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("moment", ["send_initial_metadata", "write"])
+async def test_a_stream_that_is_revoked_while_it_sends_is_told_so(
+    start_server: ServerFactory, shell: Shell, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    key = shell.add_key()
+    generate: Any = services.GenerationService.Generate
+
+    async def interrupted(self: Any, request: Any, context: Any) -> None:
+        ring = server.backends.key_ring
+        assert ring is not None
+        act = functools.partial(ring._forget, id_of_key(key) or "")
+        await generate(self, request, Interrupted(context, moment, act))
+
+    monkeypatch.setattr(services.GenerationService, "Generate", interrupted)
+    server = await start_server(FakeEngine(step_s=0.002), **shell.settings)
+    async with client_of(server, key) as client:
+        with pytest.raises(drafthouse.InvalidApiKey, match="was revoked"):
+            await client.generate("x", max_output_tokens=400)
 
 
 async def test_limits_of_the_store_hold_and_change_without_a_restart(

@@ -62,7 +62,7 @@ class Call:
     is_over: bool = False
     """Whether its handler has ended: what is left is to send its last words."""
     is_lost: bool = False
-    """Whether its client takes nothing, not even these: the stream is reset."""
+    """Whether its client takes nothing, not even these, or there are none: the stream is reset."""
 
     def await_reader(self, now: float) -> None:
         """Notes that a message is written, which its client must take in time."""

@@ -71,12 +71,12 @@ _Task: TypeAlias = asyncio.Task[Any]
 
 
 class StreamResets:
-    """Ends streams whose clients take no word of their end. `install` it before the server starts.
+    """Ends streams whose clients hear nothing of their end. `install` it before the server starts.
 
     grpc.aio keeps a call until its client has closed it: a handler that ends without a status,
-    because its client reads nothing, leaves the stream open for ever. The task that keeps it is the
-    parent of the handler's task; cancelled, it lets go of the call, and the stream is reset. (The
-    calls that came last are turned off when others come.)
+    because its client reads nothing or it was cancelled, leaves the stream open for ever. The task
+    that keeps it is the parent of the handler's task; cancelled, it lets go of the call, and the
+    stream is reset. (The calls that came last are turned off when others come.)
     """
 
     def __init__(self) -> None:
@@ -189,8 +189,8 @@ class Gate(grpc.aio.ServerInterceptor):
     def _forget(self, call: Call, task: asyncio.Task[Any]) -> None:
         self.calls.leave(call)
         del self._tasks[call]
-        if call.is_lost:
-            self._resets.reset(task)
+        if call.is_lost:  # whose client has left, gRPC itself lets go of in this turn of the loop
+            task.get_loop().call_soon(self._resets.reset, task)
 
     def _sweep(self) -> None:
         for call in self.calls.overdue(self._clock()):

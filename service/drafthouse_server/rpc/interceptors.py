@@ -212,6 +212,9 @@ class TranslateErrors(grpc.aio.ServerInterceptor):
 
     A call may end, by its deadline or because its client has left, while something is written to it
     or it is refused: grpc.aio then fails to send, which is no fault. Such a call is cancelled.
+
+    Of one that is cancelled grpc.aio sends no status. Should its client still be there, because
+    something else has cancelled it, it would wait for ever: its stream is reset.
     """
 
     async def intercept_service(
@@ -221,11 +224,16 @@ class TranslateErrors(grpc.aio.ServerInterceptor):
         return await intercept(self._wrap, continuation, handler_call_details)
 
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
+        call = current_call()
         try:
             return await self._translate(inner, request, context)
         except grpc.aio.InternalError as error:
-            _log.debug("request %s had ended: %s", current_call().request_id, error)
+            _log.debug("request %s had ended: %s", call.request_id, error)
+            call.is_lost = True
             raise asyncio.CancelledError from error
+        except asyncio.CancelledError:
+            call.is_lost = True
+            raise
 
     async def _translate(self, inner: Behaviour, request: object, context: Context) -> Answer:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import abc
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -43,6 +44,9 @@ _USAGE_KEY = "drafthouse-usage-bin"
 
 _BEGUN_KEY = "drafthouse-request-id"
 """Initial metadata of a stream of which something is computed, with the call's id: it is billed."""
+
+_HEADERS_S = 1.0
+"""Seconds that gRPC may take to send initial metadata of a call that was cancelled meanwhile."""
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # at run time it is not generic
 _Mode: TypeAlias = model_pb2.SpeculationMode.ValueType
@@ -205,10 +209,22 @@ class StreamWriter:
         Args:
             request_id: Id of the call.
             standings: How far the rates of its tenant are used.
+
+        Cancellation:
+            It is told all the same: without that, no status could be sent.
         """
         self._caller.await_reader(self._clock())
         begun = (_BEGUN_KEY, request_id)
-        await self._context.send_initial_metadata((begun, *rate_limit_headers(standings)))
+        sending = asyncio.ensure_future(
+            self._context.send_initial_metadata((begun, *rate_limit_headers(standings)))
+        )
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            # Cut off, grpc.aio would send them again with the status, which then fails.
+            sending.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
+            await asyncio.wait([sending], timeout=_HEADERS_S)
+            raise
         self._caller.go_on()
 
     async def write(self, response: generation_pb2.GenerateResponse) -> None:
