@@ -167,16 +167,17 @@ async def test_a_stream_that_is_revoked_while_it_sends_is_told_so(
 ) -> None:
     key = shell.add_key()
     generate: Any = services.GenerationService.Generate
+    servers: list[Server] = []
 
     async def interrupted(self: Any, request: Any, context: Any) -> None:
-        ring = server.backends.key_ring
+        ring = servers[0].backends.key_ring
         assert ring is not None
         act = functools.partial(ring._forget, id_of_key(key) or "")
         await generate(self, request, Interrupted(context, moment, act))
 
     monkeypatch.setattr(services.GenerationService, "Generate", interrupted)
-    server = await start_server(FakeEngine(step_s=0.002), **shell.settings)
-    async with client_of(server, key) as client:
+    servers.append(await start_server(FakeEngine(step_s=0.002), **shell.settings))
+    async with client_of(servers[0], key) as client:
         with pytest.raises(drafthouse.InvalidApiKey, match="was revoked"):
             await client.generate("x", max_output_tokens=400)
 
