@@ -146,7 +146,7 @@ class Town:
         sdk: drafthouse.AsyncClient,
         customer: Customer,
         chance: random.Random,
-        timeout: float | None,
+        limit_s: float | None,
     ) -> None:
         """Reads one stream, or some of it."""
         head = ("abc def ghi " * 30)[: chance.choice([0, 20, 100, 300])]
@@ -154,7 +154,7 @@ class Town:
         n_read = chance.choice([10_000] * 4 + [chance.randrange(3)])
         stream = sdk.generate(
             prompt,
-            timeout=timeout,
+            timeout=limit_s,
             temperature=0,
             max_output_tokens=chance.choice([1, 2, 5, 20, 80]),
             end_user=chance.choice(["", "", "u1", "u2"]),
