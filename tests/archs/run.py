@@ -1,6 +1,6 @@
 """Every architecture of llama.cpp beside llama-server, as a table: `make archs`.
 
-    python -m tests.archs.run [--only REGEX] [--seed 1] [--table FILE]
+    python -m tests.archs.run [--only REGEX] [--again] [--seed 1] [--seconds N] [--write]
 
 Upstream's own test program writes tiny models with random weights, and `models.archs` those that it
 leaves out; the demo models are trained. Each goes through all cells (`cells`), in a process of its
