@@ -56,7 +56,10 @@ _UNTRACED = frozenset(
     {
         "tests/drafting/test_adaptive.py",
         "tests/drafting/test_guard.py",
+        "tests/rpc/test_tenants_at_random.py",
         "tests/rpc/test_usage_sums.py",
+        "tests/scheduling/test_crowds.py",
+        "tests/scheduling/test_crowds_exact.py",
         "tests/scheduling/test_fairness.py",
         "tests/scheduling/test_preemption.py",
         "tests/scheduling/test_prefix_reuse.py",
@@ -64,6 +67,7 @@ _UNTRACED = frozenset(
         "tests/scheduling/test_simulation.py",
         "tests/serving/test_conversations.py",
         "tests/serving/test_crowd.py",
+        "tests/serving/test_everything.py",
         "tests/serving/test_tickets.py",
     }
 )
