@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFReader
 from models import archs
 from models.archs import RECIPES, write_model
 from tests.support.demo import MODELS, TARGETS
 from tests.support.gguf_copy import copied
 
-from drafthouse_engine import Model, ModelNotFound, set_log
+from drafthouse_engine import Model, ModelNotFound, Sampler, SamplingParams, set_log
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import load_engine
@@ -177,3 +179,45 @@ def test_what_needs_a_drafter_is_refused_where_auto_finds_none(
     config = Config(model=str(two_heads), fit=fit, probe=False, prompt_lookup=True)
     with pytest.raises(ConfigError, match="prompt_lookup needs a drafter"):
         load_engine(config)
+
+
+SMALLEST = {"parallel": 1, "draft_max": 1, "batch_size": 3, "ubatch_size": 3, "max_model_len": 3}
+
+
+def damaged(path: Path, value: float) -> Path:
+    """Returns a model whose last norm has a weight that is no number, as a bad download may."""
+    reader = GGUFReader(write_model(path, "llama"), "r+")
+    next(it for it in reader.tensors if it.name == "output_norm.weight").data[0] = value
+    reader.data.flush()
+    return path
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_that_can_generate_nothing_is_not_served(tmp_path: Path, value: float) -> None:
+    path = damaged(tmp_path / "damaged.gguf", value)
+    with pytest.raises(ModelLoadError, match="what it computes is not finite: its weights") as told:
+        load_engine(Config(model=str(path), max_model_len=64, parallel=2, threads=1))
+    assert str(path) in str(told.value)
+
+
+@pytest.mark.model
+def test_a_drafter_that_can_draft_nothing_harms_nobody(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target.gguf", "llama")
+    draft = damaged(tmp_path / "draft.gguf", math.nan)
+    sizes: dict[str, Any] = {"max_model_len": 64, "parallel": 2, "threads": 1}
+    engine = load_engine(
+        Config(model=str(target), model_draft=str(draft), draft_type="simple", **sizes)
+    ).engine
+    engine.close()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("family", ["dense", "hybrid"])
+@pytest.mark.parametrize("sizes", [{}, SMALLEST])
+def test_what_is_generated_first_leaves_nothing(family: str, sizes: dict[str, int]) -> None:
+    settings: dict[str, Any] = {"max_model_len": 64, "parallel": 2, "threads": 1}
+    engine = load_engine(Config(model=str(MODELS / TARGETS[family]), **settings | sizes)).engine
+    with engine:
+        assert engine.n_cells_used == 0
+        engine.seq_begin(0, Sampler(engine.target, SamplingParams(temperature=0.0)))  # if not busy

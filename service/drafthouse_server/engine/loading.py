@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
+
 from drafthouse_server.config import AUTOMATIC, Config
 from drafthouse_server.engine.parameters import (
     check_built,
@@ -48,6 +50,11 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+_NOT_FINITE = (
+    "what it computes is not finite: its weights are damaged, or cache types or RoPE settings do"
+    " not suit it"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ def load_engine(
     n_host_bytes = sum(int(model.setting("host_bytes")) for model in loaded)
     threads = threads_of(config, target.size_bytes, n_host_bytes)
     engine = _make_engine(config, target, draft, threads)
+    _generate_first(config.model, engine)
     return Loaded(engine, threads, config.prefix_cache_mib << 20)
 
 
@@ -320,3 +328,35 @@ def _make_engine(
         return drafthouse_engine.Engine(
             target, draft, engine_params(config, last, target.n_ctx_train, threads)
         )
+
+
+def _generate_first(path: str, engine: drafthouse_engine.Engine) -> None:
+    """Generates some tokens, with a draft: a model that can generate none is not served.
+
+    It reads the weights and has devices load their programs, too, for which the first client would
+    wait otherwise.
+
+    Raises:
+        ModelLoadError: it fails; says why and what to do.
+    """
+    target, limits, seq_id = engine.target, engine.limits, 0
+    greedy = drafthouse_engine.Sampler(target, drafthouse_engine.SamplingParams(temperature=0.0))
+    moves = [drafthouse_engine.Moves(starts=[drafthouse_engine.Start(seq_id, greedy)]), None]
+    n_draft = min(1, limits.n_draft_max)
+    n_past, token = 0, max(0, target.token_bos)
+    statuses = drafthouse_engine.Status
+    not_finite = (statuses.SAMPLING_FAILED, statuses.NO_TOKEN_ALLOWED)
+    for before, n_drafted in zip(moves, (0, n_draft), strict=True):
+        row = (seq_id, n_past, 0, 1, n_drafted, 1)
+        with explained(path):
+            plan = np.array([row], drafthouse_engine.PLAN_DTYPE)
+            result = engine.step(plan, [token], moves=before)
+        entry = result.entries[0]
+        status = statuses(int(entry["status"]))
+        if status in not_finite:
+            advice = "give a whole file, or leave these settings out"
+            raise ModelLoadError(path, _NOT_FINITE, advice)
+        if status is not statuses.OK:
+            raise ModelLoadError(path, f"its first step fails ({status.name})", "see the log")
+        n_past, token = int(entry["n_past"]), int(result.tokens[-1])
+    engine.seq_end(seq_id)
