@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace drafthouse {
 
@@ -21,6 +22,12 @@ uint32_t header_u32(const gguf_context * header, const std::string & key, uint32
     const int64_t id = gguf_find_key(header, key.c_str());
     const bool is_there = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_UINT32;
     return is_there ? gguf_get_val_u32(header, id) : otherwise;
+}
+
+uint16_t header_u16(const gguf_context * header, const char * key) {
+    const int64_t id = gguf_find_key(header, key);
+    const bool is_there = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_UINT16;
+    return is_there ? gguf_get_val_u16(header, id) : 0;
 }
 
 bool ends_with(const std::string & text, const std::string & end) {
@@ -145,6 +152,35 @@ template <typename Number> const char * wrong_states(const std::string & arch, N
     return nullptr;
 }
 
+// A model in several files is given by the first of them, and all are there. Where they are not
+// named as llama.cpp names them, its loader says so.
+void check_parts(const gguf_context * header, const std::string & path) {
+    const int32_t n_parts = header_u16(header, "split.count");
+    const int32_t i_part = header_u16(header, "split.no");
+    std::vector<char> prefix(path.size() + 1);
+    if (n_parts < 2 ||
+        llama_split_prefix(prefix.data(), prefix.size(), path.c_str(), i_part, n_parts) <= 0) {
+        return;
+    }
+    std::vector<char> part(path.size() + 32);
+    const auto name_of = [&](int32_t i) {
+        llama_split_path(part.data(), part.size(), prefix.data(), i, n_parts);
+        return std::string(part.data());
+    };
+    const std::string n_files = std::to_string(n_parts) + " files";
+    if (i_part != 0) {
+        fail(SPEC_ERR_UNSUPPORTED, path + " is part " + std::to_string(i_part + 1) +
+                                       " of a model in " + n_files +
+                                       ", which is given by its first part: " + name_of(0));
+    }
+    for (int32_t i = 1; i < n_parts; ++i) {
+        if (!std::ifstream(name_of(i), std::ios::binary)) {
+            fail(SPEC_ERR_NOT_FOUND, path + " is the first part of a model in " + n_files +
+                                         "; cannot read " + name_of(i));
+        }
+    }
+}
+
 } // namespace
 
 void check_gguf_magic(const std::string & path) {
@@ -169,6 +205,9 @@ bool is_one_of(const std::string & name, std::initializer_list<const char *> nam
 void check_header(const std::string & path) {
     const std::unique_ptr<gguf_context, decltype(&gguf_free)> header(
         gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
+    if (header) {
+        check_parts(header.get(), path);
+    }
     const int64_t id = header ? gguf_find_key(header.get(), "general.architecture") : -1;
     if (id < 0 || gguf_get_kv_type(header.get(), id) != GGUF_TYPE_STRING) {
         return; // the loader says what is wrong

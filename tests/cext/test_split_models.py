@@ -12,7 +12,16 @@ from models import archs
 from tests.support.built import needs_extension
 from tests.support.hand import plan
 
-from drafthouse_engine import Engine, EngineParams, Model, Sampler, SnapshotError, SnapshotKind
+from drafthouse_engine import (
+    Engine,
+    EngineParams,
+    Model,
+    ModelNotFound,
+    Sampler,
+    SnapshotError,
+    SnapshotKind,
+    Unsupported,
+)
 
 pytestmark = needs_extension()
 SMALL = EngineParams(n_ctx_seq=64, n_batch=64, n_ubatch=64, n_threads=1)
@@ -54,3 +63,24 @@ def test_a_snapshot_of_another_model_with_the_same_first_part_is_refused(tmp_pat
                 engine.seq_begin(0, Sampler(model))
                 engine.step(plan((0, 0, 0, 3, 0, 1)), [40, 41, 42])
                 snapshots.append(engine.save(0))
+
+
+def test_a_part_that_is_not_the_first_names_the_first(tmp_path: Path) -> None:
+    first = split(tmp_path / "one", 1.0)
+    second = sorted(first.parent.glob("*.gguf"))[1]
+    with pytest.raises(Unsupported) as caught:
+        Model(second)
+    assert caught.value.message == (
+        f"{second} is part 2 of a model in {len(list(first.parent.iterdir()))} files, which is"
+        f" given by its first part: {first}"
+    )
+
+
+def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+    first = split(tmp_path / "one", 1.0)
+    last = sorted(first.parent.glob("*.gguf"))[-1]
+    last.unlink()
+    for vocab_only in (False, True):
+        with pytest.raises(ModelNotFound, match=r"in \d+ files; cannot read") as caught:
+            Model(first, vocab_only=vocab_only)
+        assert caught.value.message.endswith(str(last))
