@@ -436,7 +436,9 @@ typedef struct spec_engine_params {
                       more would change the distribution. since ABI 2 */
     bool exact;    /* CPU kernels whose result does not depend on what else is in the batch; slower.
                       UNSUPPORTED on accelerators and with weights that llama.cpp has repacked, as it
-                      does with some quantised ones; INVALID_ARGUMENT with kv_unified. since ABI 2 */
+                      does with some quantised ones; INVALID_ARGUMENT with kv_unified. Where windows
+                      keep their cells alone (no swa_full), a snapshot puts these in another order,
+                      and sums differ by their rounding. since ABI 2 */
     /* BENCHMARKS ONLY: drafts are accepted at random instead of verified, as llama-server does with
      * --spec-synth-rates, so that random weights show what a step costs at a given acceptance; what
      * is generated is not the model's. Entry i is the probability that the first i + 1 drafted
