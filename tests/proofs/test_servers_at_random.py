@@ -63,7 +63,7 @@ class Fleet:
         self.loses_databases = loses_databases
         self.keys: dict[str, list[str]] = {}
         self.gone: set[str] = set()
-        self.revoked: list[str] = []
+        self.revoked: dict[str, list[str]] = {tenant: [] for tenant in LIMITS}
         self.servers: dict[int, Server] = {}
         self.leaving: set[Server] = set()
         self.outages: list[Outage] = []
@@ -168,7 +168,7 @@ class Fleet:
                 key = self.keys[tenant].pop(0)
                 self.gone.add(key)
                 await self.shell("keys", "revoke", id_of_key(key) or "")
-                self.revoked.append(key)
+                self.revoked[tenant].append(key)
             except AssertionError:  # the command line says that the store is away
                 assert self.was_away(began)
 
@@ -178,7 +178,9 @@ class Fleet:
         while self.is_open:
             await asyncio.sleep(0.001)
             tenant = chance.choice([*LIMITS])
-            key = chance.choice([*self.keys[tenant] * 5, make_key().text, *self.revoked[-1:]])
+            key = chance.choice(
+                [*self.keys[tenant] * 5, make_key().text, *self.revoked[tenant][-1:]]
+            )
             if self.servers:
                 server = chance.choice([*self.servers.values()])
                 async with drafthouse.AsyncClient(server.target, api_key=key, retry=None) as client:
@@ -229,8 +231,9 @@ class Fleet:
         for server in self.servers.values():
             await eventually(functools.partial(is_settled, server))
             assert server.loop.is_healthy
-            for key in self.revoked[-2:]:
-                await refused(server, key)
+            for keys in self.revoked.values():
+                for key in keys[-1:]:
+                    await refused(server, key)
         for server in self.servers.values():
             await server.shutdown()
         records = stored(self._shell.url)
