@@ -35,7 +35,7 @@ class Room:
     """Whether it is the device's alone, not the host's."""
 
 
-def longest_ample(n_tokens: int, n_ctx_train: int, is_ample: Callable[[int], bool]) -> int:
+def longest_ample(n_tokens: int, n_ctx_train: int, suffices: Callable[[int], bool]) -> int:
     """Returns the tokens of one request that memory is ample for.
 
     Twice as many, time and again, so that a little more or less memory changes nothing.
@@ -43,10 +43,10 @@ def longest_ample(n_tokens: int, n_ctx_train: int, is_ample: Callable[[int], boo
     Args:
         n_tokens: To begin with; whether memory is ample for them is not asked.
         n_ctx_train: The model's training context, in tokens: no more than these.
-        is_ample: Tells whether memory is ample for requests of so many tokens.
+        suffices: Tells whether memory is ample for requests of so many tokens.
     """
     n_most = min(n_ctx_train, _N_CTX_SEQ_MOST)
-    while n_tokens < n_most and is_ample(n_longer := min(2 * n_tokens, n_most)):
+    while n_tokens < n_most and suffices(n_longer := min(2 * n_tokens, n_most)):
         n_tokens = n_longer
     return n_tokens
 
