@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from unittest import mock
 
 import pytest
@@ -30,6 +32,7 @@ from drafthouse_server.scheduling.sequence import (
     Sequence,
     SequenceState,
 )
+from drafthouse_server.serving.requests import KNOBS, Knob
 from drafthouse_server.step import (
     EngineLimits,
     PlanEntry,
@@ -65,7 +68,15 @@ ENGINES = {
     "hybrid-simple": ("tiny-qwen35-f16.gguf", "simple", "tiny-draft-f16.gguf"),
 }
 
+SMALLEST_FLOAT = struct.unpack("f", (1).to_bytes(4, sys.byteorder))[0]
+"""Above zero, in single precision."""
+
 needs_extension = built.needs_extension()
+
+
+def single(number: float) -> float:
+    """The nearest number in single precision."""
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 class CountingEngine(Engine, Protocol):
@@ -465,6 +476,20 @@ def test_wrong_options_name_their_field(
     with pytest.raises(InvalidRequest) as caught:
         engine.make_sampler(options)
     assert [violation.field for violation in caught.value.violations] == [path]
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=[knob.name for knob in KNOBS])
+def test_what_a_request_may_ask_for_the_engine_takes(engine: CountingEngine, knob: Knob) -> None:
+    """Requests carry single precision: the nearest number to a bound may lie beyond it."""
+    rule = knob.rule
+    is_whole = "int" in SamplingOptions.__annotations__[knob.name]
+    high = rule.high if math.isfinite(rule.high) else 2**31 - 1 if is_whole else 3e38
+    ends = [SMALLEST_FLOAT if rule.is_open else rule.low, high]
+    taken = [number for number in map(int if is_whole else single, ends) if number in rule]
+    assert taken
+    for number in taken:
+        options: dict[str, Any] = {knob.name: number}
+        engine.make_sampler(SamplingOptions(**options))
 
 
 def test_text_goes_to_tokens_and_back(engine: CountingEngine) -> None:

@@ -111,7 +111,7 @@ class GenerateOptions(TypedDict, total=False):
     top_n_sigma: float | None
     """Drop tokens further than n standard deviations below the largest logit, > 0; None is off."""
     repeat_penalty: float | None
-    """Divides the logit of tokens that occurred, (0, 10]; 1 is off. Server's default: 1."""
+    """Divides the logit of tokens that occurred, [0.001, 10]; 1 is off. Server's default: 1."""
     frequency_penalty: float | None
     """Subtracted per occurrence, [-10, 10]; 0 is off. Server's default: 0."""
     presence_penalty: float | None

@@ -101,7 +101,7 @@ KNOBS = (
     Knob("sampling.top_n_sigma", "top_n_sigma", Range(0, is_open=True)),
     Knob("sampling.seed", "seed", Range(0, 4294967294)),
     Knob("sampling.penalties.last_tokens", "penalty_last_n", Range(-1, 65536)),
-    Knob("sampling.penalties.repeat", "penalty_repeat", Range(0, 10, is_open=True)),
+    Knob("sampling.penalties.repeat", "penalty_repeat", Range(0.001, 10)),
     Knob("sampling.penalties.frequency", "penalty_frequency", Range(-10, 10)),
     Knob("sampling.penalties.presence", "penalty_presence", Range(-10, 10)),
     Knob("sampling.dry.multiplier", "dry_multiplier", Range(0, 100)),

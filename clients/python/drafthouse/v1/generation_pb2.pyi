@@ -331,7 +331,7 @@ class PenaltyOptions(message.Message):
     last_tokens: builtins.int
     """Tokens looked back, [-1, 65536]. 0: off. -1: the model's context. Default 64."""
     repeat: builtins.float
-    """Divides the logit of tokens that occurred, (0, 10]. 1: off. Default 1."""
+    """Divides the logit of tokens that occurred, [0.001, 10]. 1: off. Default 1."""
     frequency: builtins.float
     """Subtracted per occurrence, [-10, 10]. 0: off. Default 0."""
     presence: builtins.float
