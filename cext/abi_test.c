@@ -327,6 +327,11 @@ static void test_plans(spec_engine * engine) {
     plan.n_steps = 0;
     spec_engine_interrupt(NULL);
     spec_engine_interrupt(engine);
+    EXPECT(spec_engine_set_threads(NULL, 1, 1), SPEC_ERR_INVALID_ARGUMENT);
+    EXPECT(spec_engine_set_threads(engine, 0, 1), SPEC_ERR_INVALID_ARGUMENT);
+    EXPECT(spec_engine_set_threads(engine, 1, 513), SPEC_ERR_INVALID_ARGUMENT);
+    EXPECT(spec_engine_set_threads(engine, INT32_MIN, INT32_MAX), SPEC_ERR_INVALID_ARGUMENT);
+    EXPECT(spec_engine_set_threads(engine, 1, 1), SPEC_OK);
     tokens[0] = -1;
     TRUE(spec_engine_step(engine, &plan, &result) < 0);
     TRUE(spec_engine_seq_n_past(engine, 0) == 0);

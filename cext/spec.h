@@ -726,6 +726,11 @@ int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_resu
  * as the engine is not freed; NULL is harmless. since ABI 5 */
 void spec_engine_interrupt(spec_engine * engine);
 
+/* Changes the threads of decodes from the next one on, as where others use the cores. Each is at
+ * least 1, and at most the greater of what the engine was made with. Sums over a long context may
+ * round otherwise than with another number. since ABI 9 */
+int32_t spec_engine_set_threads(spec_engine * engine, int32_t n_threads, int32_t n_threads_batch);
+
 /* The parts of a step, one call at a time.
  *
  * For callers who drive a generation by hand. Order per round: seq_draft -> decode -> process ->

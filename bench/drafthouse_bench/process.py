@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,6 +25,7 @@ __all__ = [
     "BenchError",
     "ServerProcess",
     "bare_flags",
+    "busy_processes",
     "cpu_s",
     "parse_bare",
     "run_bare",
@@ -168,6 +170,27 @@ def cpu_s(pid: int) -> float | None:
     # The name, in parentheses, may contain anything; user and system time are fields 14 and 15.
     fields = stat.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def busy_processes(n: int) -> Iterator[list[int]]:
+    """Has processes compute meanwhile, a core's worth each, as on a machine that is shared.
+
+    Args:
+        n: How many.
+
+    Yields:
+        Their ids.
+    """
+    # They end with this process, however it ends.
+    loop = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(10**5))"
+    processes = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(n)]
+    try:
+        yield [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 async def run_bare(program: Path, config: Config, load: Load) -> BareResult:

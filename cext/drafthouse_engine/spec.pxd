@@ -348,6 +348,8 @@ cdef extern from "spec.h" nogil:
 
     int32_t spec_engine_step(spec_engine * engine, const spec_plan * plan, spec_result * out)
     void spec_engine_interrupt(spec_engine * engine)
+    int32_t spec_engine_set_threads(spec_engine * engine, int32_t n_threads,
+                                    int32_t n_threads_batch)
 
     ctypedef struct spec_draft_request:
         int32_t seq_id

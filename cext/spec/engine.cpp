@@ -268,8 +268,8 @@ void fill_synth_probs(spec_engine & engine) {
 // decode: with OpenMP that costs an allocation, without it the start and the end of every thread.
 void attach_pool(spec_engine & engine) {
     llama_context * target = engine.target.get();
-    const int32_t n = std::max(llama_n_threads(target), llama_n_threads_batch(target));
-    ggml_threadpool_params params = ggml_threadpool_params_default(n);
+    engine.n_threads_max = std::max(engine.n_threads, engine.n_threads_batch);
+    ggml_threadpool_params params = ggml_threadpool_params_default(engine.n_threads_max);
     engine.pool.reset(ggml_threadpool_new(&params));
     if (!engine.pool) {
         throw std::bad_alloc();
@@ -525,6 +525,16 @@ int32_t spec_engine_seq_tokens(const spec_engine * engine, int32_t seq_id, int32
                  "the sequence has " + std::to_string(seq.tokens.size()) + " tokens");
         }
         std::copy(seq.tokens.begin(), seq.tokens.end(), tokens);
+    });
+}
+
+int32_t spec_engine_set_threads(spec_engine * engine, int32_t n_threads, int32_t n_threads_batch) {
+    return guarded([&] {
+        spec_engine & e = deref(engine, "engine");
+        check_range("n_threads", n_threads, 1, e.n_threads_max);
+        check_range("n_threads_batch", n_threads_batch, 1, e.n_threads_max);
+        e.n_threads = n_threads;
+        e.n_threads_batch = n_threads_batch;
     });
 }
 

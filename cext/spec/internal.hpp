@@ -437,6 +437,7 @@ struct spec_engine {
     int64_t n_decodes = 0; // of the target
     int32_t n_threads = 1; // of narrow decodes
     int32_t n_threads_batch = 1;
+    int32_t n_threads_max = 1; // of the pool
 
     drafthouse::row_flags asked; // by the drafter
     bool has_rows = true;        // the target's last decode gave them

@@ -365,6 +365,8 @@ class StepResult:
     """Where the time went, of all its steps."""
     n_steps: int = 1
     """Steps that were run, >= 1. What failed after the first one has its tokens nevertheless."""
+    n_threads: int = 1
+    """Threads that the engine had for it, >= 1: fewer while other processes take the cores."""
 
 
 # Not frozen: one is made per step, and a frozen one takes three times as long.

@@ -25,6 +25,7 @@ from drafthouse_bench.process import (
     BenchError,
     ServerProcess,
     bare_flags,
+    busy_processes,
     cpu_s,
     parse_bare,
     run_bare,
@@ -281,6 +282,14 @@ def test_cpu_time_of_a_process_grows_as_it_works() -> None:
     assert after is not None
     assert after - before >= 0.03
     assert cpu_s(2**30) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_busy_processes_compute_and_end() -> None:
+    with busy_processes(2) as pids:
+        while any(not cpu_s(pid) for pid in pids):
+            time.sleep(0.01)
+    assert [cpu_s(pid) for pid in pids] == [None, None]
 
 
 def run(*arguments: str) -> tuple[int, str, str]:

@@ -70,6 +70,7 @@ def test_closed_engine_refuses_everything_and_closes_twice() -> None:
         lambda: closed.accept(0, 0),
         lambda: closed.rollback(0, 0),
         lambda: closed.inject_fault(0),
+        lambda: closed.set_threads(1, 1),
         closed.bind_thread,
     ]
     for call in calls:

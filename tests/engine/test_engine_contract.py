@@ -86,7 +86,7 @@ class CountingEngine(Engine, Protocol):
     def n_cells_used(self) -> int: ...
 
 
-def config(model: str, draft_type: str, draft_model: str) -> Config:
+def config(model: str, draft_type: str, draft_model: str, threads: int = 1) -> Config:
     return Config(
         model=str(MODELS / model),
         draft_type=draft_type,
@@ -95,7 +95,7 @@ def config(model: str, draft_type: str, draft_model: str) -> Config:
         max_model_len=512,
         batch_size=96,
         ubatch_size=96,
-        threads=1,
+        threads=threads,
     )
 
 

@@ -56,7 +56,8 @@ def test_every_count_is_told_with_its_source() -> None:
         ResultEntry(0, SequenceStatus.OK, 5, [1, 2, 3], n_drafted=4, n_accepted=2),
         ResultEntry(1, SequenceStatus.OK, 5, [1] * 6, n_drafted=6, n_accepted=5, is_external=True),
     ]
-    metrics.count_step(StepResult(entries, n_batch_tokens=12))
+    assert values_of(render(metrics.statistics()))["drafthouse_threads"] == 0
+    metrics.count_step(StepResult(entries, n_batch_tokens=12, n_threads=3))
     metrics.count_request('a"b\\c\n')
     metrics.count_tokens(7, 8)
     metrics.usage = UsageCounts(
@@ -69,6 +70,7 @@ def test_every_count_is_told_with_its_source() -> None:
     assert values['drafthouse_accepted_tokens_total{source="ngram"}'] == 5
     assert values["drafthouse_draft_tokens_chosen_total"] == 10
     assert values["drafthouse_scheduled_decodes_total"] == 4
+    assert values["drafthouse_threads"] == 3
     assert values['drafthouse_requests_total{outcome="a\\"b\\\\c\\n"}'] == 1
     assert values["drafthouse_prompt_tokens_total"] == 7
     assert {name: value for name, value in values.items() if "_usage_" in name} == {

@@ -73,7 +73,7 @@ from drafthouse_bench.peers.versus import (
     stall_lines,
     write_peers_json,
 )
-from drafthouse_bench.process import BenchError
+from drafthouse_bench.process import BenchError, busy_processes
 from drafthouse_bench.report import Machine, describe_machine, n_cores
 from drafthouse_bench.trace import Figures, figures, poisson_arrivals
 from drafthouse_server.cli.terminal import Terminal
@@ -157,6 +157,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add("--round-s", type=float, metavar="S", help="seconds of a turn, about; default: 2")
     add("--n-output", type=int, default=0, metavar="N", help="tokens per request; 0: by model")
     add("--threads", type=count, metavar="N", help="of a decode; default: all cores but 1")
+    add("--busy", type=int, default=0, metavar="N", help="other processes that compute meanwhile,"
+        " a core each; default: 0")  # fmt: skip
     add("--server-flags", type=shlex.split, default=[], metavar="FLAGS", help="more, of ours")
     add("--peer-flags", type=shlex.split, default=[], metavar="FLAGS", help="of llama-server")
     add("--adaptive-flags", type=shlex.split, metavar="FLAGS", help="flags with which our server"
@@ -265,7 +267,8 @@ def _bench_peers(arguments: argparse.Namespace, terminal: Terminal) -> int:
         command = shlex.join(["drafthouse-bench", *sys.argv[1:]])
         machine = describe_machine(plan.n_threads, engine_version(), command)
         _describe(machine, plan, fields, terminal)
-        asyncio.run(_BenchPeers(plan, arguments, machine, terminal).run())
+        with busy_processes(arguments.busy):
+            asyncio.run(_BenchPeers(plan, arguments, machine, terminal).run())
     except ConfigError as error:
         terminal.error(str(error))
         return 2

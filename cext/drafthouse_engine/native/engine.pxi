@@ -524,6 +524,23 @@ cdef class Engine:
         # The interpreter is not released: `close` cannot come in between.
         spec.spec_engine_interrupt(self._handle)
 
+    def set_threads(self, n_threads, n_threads_batch):
+        """Changes the threads of decodes from the next one on.
+
+        Sums over a long context may round otherwise than with another number.
+
+        Args:
+            n_threads: of narrow decodes.
+            n_threads_batch: of wide ones; both in [1, the greater of what the engine was made
+                with].
+
+        Raises:
+            InvalidArgument: a number is out of range; nothing has changed.
+        """
+        cdef int32_t n = int32_of(n_threads, "n_threads")
+        cdef int32_t n_batch = int32_of(n_threads_batch, "n_threads_batch")
+        self._leave(spec.spec_engine_set_threads(self._enter(), n, n_batch))
+
     def draft_many(self, requests):
         """Drafts for several sequences in one batched call.
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import cast
 
 from drafthouse_server.config import Config
@@ -16,6 +19,7 @@ from drafthouse_server.engine.protocol import TextWorker
 from drafthouse_server.engine.text_process import TextProcess
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.errors import EngineError
+from drafthouse_server.host.cores import FreeCores, read_core_times
 from drafthouse_server.step import (
     EngineLimits,
     ModelCard,
@@ -42,7 +46,12 @@ else:
 
 __all__ = ["LlamaEngine"]
 
+_log = logging.getLogger(__name__)
+
 _US = 1e-6
+
+_TELL_AGAIN_S = 600.0
+"""Seconds between two lines of the log about other processes."""
 
 
 class LlamaEngine:
@@ -63,6 +72,10 @@ class LlamaEngine:
         self._limits = _limits_of(engine)
         self._card = _card_of(engine.target, name)
         self._threads = loaded.threads
+        self._free_cores = _free_cores(loaded.threads)
+        self._n_threads_most = max(loaded.threads.n, loaded.threads.n_batch)
+        self._n_threads = self._n_threads_most
+        self._told_s = -math.inf
         self._prefix_bytes = loaded.prefix_bytes
         self._text = LlamaText(engine.target)
         self._with_logprobs: AbstractSet[int] = frozenset()
@@ -123,6 +136,8 @@ class LlamaEngine:
         Raises:
             EngineError: the plan contradicts the engine's state (ENGINE_FAILURE).
         """
+        if self._free_cores is not None and self._free_cores.look():
+            self._take_threads(self._free_cores.n_threads)
         with_logprobs, begun_s = self._with_logprobs, time.perf_counter()
         if plan.starts:
             with_logprobs = _with_logprobs_after(plan.starts, with_logprobs)
@@ -147,7 +162,22 @@ class LlamaEngine:
             moved.samplers,
             _timings(result, moved_s if plan.starts or plan.saves else 0.0),
             result.n_steps,
+            self._n_threads,
         )
+
+    def _take_threads(self, n: int) -> None:
+        """Computes with so many threads at most, as other processes have the other cores."""
+        n_before, self._n_threads = self._n_threads, n
+        self._engine.set_threads(min(self._threads.n, n), min(self._threads.n_batch, n))
+        now = time.monotonic()
+        if n < n_before and now >= self._told_s + _TELL_AGAIN_S:
+            self._told_s = now
+            _log.info(
+                "computing with %d of %d threads, because other processes take the cores;"
+                " drafthouse_threads tells how many, this line comes once in ten minutes",
+                n,
+                self._n_threads_most,
+            )
 
     def interrupt(self) -> None:
         """Ends the run of steps in flight, or else the next one, with the step that it is in."""
@@ -216,6 +246,15 @@ class LlamaEngine:
         self._model.close()
         if draft is not None:
             draft.close()
+
+
+def _free_cores(threads: Threads) -> FreeCores | None:
+    """Returns what tells how many threads find a core; None: they are as many as was set."""
+    if not threads.follows:
+        return None
+    cores = os.sched_getaffinity(0)
+    read = partial(read_core_times, cores, time.monotonic)
+    return FreeCores(max(threads.n, threads.n_batch), len(cores), read, time.monotonic)
 
 
 def _pack(entries: Sequence[PlanEntry]) -> tuple[list[int], list[int], list[int]]:

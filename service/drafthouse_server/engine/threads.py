@@ -37,6 +37,8 @@ class Threads:
     """Threads of a wide decode, >= 1."""
     n_wide: int = 2
     """A decode of so many tokens is wide, >= 2."""
+    follows: bool = False
+    """Whether fewer are taken while other processes take the cores."""
     reason: str = ""
     """Why this number of threads was chosen, in a few words."""
 
@@ -67,13 +69,14 @@ def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
         n = min(_N_BESIDE_DEVICES, n_cores - 1)
         return Threads(n, n, reason="devices compute all layers")
     if n_spare >= _ENOUGH:
-        return Threads(n_cores, n_cores, reason=f"{n_spare:g} more are left to the rest")
+        reason = f"{n_spare:g} more are left to the rest"
+        return Threads(n_cores, n_cores, follows=True, reason=reason)
     if n_bytes >= n_cores * _N_LONG_BYTES:
         share = f"{n_bytes / n_cores / 1e6:.0f} MB of weights for each"
-        return Threads(n_cores, n_cores, reason=f"steps are long: {share}")
+        return Threads(n_cores, n_cores, follows=True, reason=f"steps are long: {share}")
     n_wide = max(2, -(-n_cores * _N_WIDE_BYTES // max(1, n_bytes)))
     reason = "steps are short: one core is left to the rest of the server"
-    return Threads(n_cores - 1, n_cores, n_wide, reason)
+    return Threads(n_cores - 1, n_cores, n_wide, follows=True, reason=reason)
 
 
 def threads_of(config: Config, n_bytes: int, n_host_bytes: int) -> Threads:
@@ -89,4 +92,6 @@ def threads_of(config: Config, n_bytes: int, n_host_bytes: int) -> Threads:
         return Threads(n, n_batch or n, reason="as set")
     cores = drafthouse_engine.find_cores()
     found = choose_threads(cores.n_cores, cores.n_spare, min(n_bytes, n_host_bytes))
-    return dataclasses.replace(found, n_batch=n_batch, n_wide=2) if n_batch else found
+    if n_batch:
+        return dataclasses.replace(found, n_batch=n_batch, n_wide=2, follows=False)
+    return found

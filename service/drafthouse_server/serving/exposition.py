@@ -283,6 +283,12 @@ _FAMILIES = (
     ),
     _Family("steps_total", "Steps that succeeded.", lambda s: s.n_steps),
     _Family("steps_failed_total", "Steps that the engine lost.", lambda s: s.n_steps_failed),
+    _Family(
+        "threads",
+        "Threads that the engine had for its last step; fewer than at the start while other"
+        " processes take the cores, 0 before the first step.",
+        lambda s: s.n_threads,
+    ),
     _Family("batch_tokens_total", "Tokens in the target's decodes.", lambda s: s.n_batch_tokens),
     _Family(
         "generated_tokens_total",

@@ -92,6 +92,8 @@ class Statistics:
     """Steps that succeeded."""
     n_steps_failed: int
     """Steps that the engine lost."""
+    n_threads: int
+    """Threads that the engine had for the last step; 0 before the first one."""
     n_batch_tokens: int
     """Tokens of the target's decodes."""
     n_generated: int
@@ -215,6 +217,7 @@ class Metrics:
     _n_drafted_external: int = 0
     _n_accepted_external: int = 0
     _n_steps: int = 0
+    _n_threads: int = 0
     _n_batch_tokens: int = 0
     _n_generated: int = 0
     _draft_s: float = 0.0
@@ -227,6 +230,7 @@ class Metrics:
     def count_step(self, result: StepResult) -> None:
         """Counts one successful step, or a run of them."""
         self._n_steps += result.n_steps
+        self._n_threads = result.n_threads
         self._n_batch_tokens += result.n_batch_tokens
         self._n_generated += sum([len(entry.tokens) for entry in result.entries])
         drafted = [entry for entry in result.entries if entry.n_drafted]
@@ -288,6 +292,7 @@ class Metrics:
             n_accepted=self._n_accepted,
             n_steps=self._n_steps,
             n_steps_failed=self.n_steps_failed,
+            n_threads=self._n_threads,
             n_batch_tokens=self._n_batch_tokens,
             n_generated=self._n_generated,
             draft_s=self._draft_s,

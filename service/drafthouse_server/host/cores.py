@@ -1,0 +1,127 @@
+"""The cores that other processes leave to this one."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["CoreTimes", "FreeCores", "n_threads_beside", "read_core_times"]
+
+_INTERVAL_S = 0.25
+"""Seconds between two readings: some twenty of the kernel's ticks of 10 ms."""
+
+_SHARE = 0.45
+"""Of a core: whoever takes more than that may want all of it, and have to share it with a thread.
+"""
+
+_USER, _SYSTEM, _IRQ, _SOFTIRQ = 0, 2, 5, 6
+"""Columns of /proc/stat in which a core computes for somebody. Others are idle, or stolen by a
+hypervisor, or counted in these already; or of processes that are nice, which give way."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTimes:
+    """What has been computed on some cores, in seconds of one core, since some time."""
+
+    at_s: float
+    """Monotonic time of the reading."""
+    all_s: float
+    """By anybody but processes that are nice."""
+    own_s: float
+    """By this process, with all its threads."""
+
+
+def read_core_times(
+    cores: Collection[int], clock: Callable[[], float], root: Path = Path("/")
+) -> CoreTimes | None:
+    """Returns what was computed on some cores until now; None: the kernel does not tell.
+
+    Args:
+        cores: Their numbers.
+        clock: Monotonic time in seconds.
+        root: Where /proc lies; another folder in tests.
+    """
+    try:
+        lines = (root / "proc/stat").read_text("ascii").splitlines()
+        n_ticks = 0
+        for line in lines:
+            name, *columns = line.split()
+            if name[:3] == "cpu" and name[3:] and int(name[3:]) in cores:
+                n_ticks += sum(int(columns[i]) for i in (_USER, _SYSTEM, _IRQ, _SOFTIRQ))
+        n_ticks_per_s = os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+    return CoreTimes(clock(), n_ticks / n_ticks_per_s, time.process_time())
+
+
+def n_threads_beside(n_left: float, n_most: int) -> int:
+    """Returns how many threads find a core each.
+
+    One that shares a core with another process holds up all others at every layer: two threads on
+    two cores, one of which is taken, compute a quarter to a half of what one thread does. That
+    process gets half of the core then. With less than that, the second thread still pays.
+
+    Args:
+        n_left: Cores' worth of time that others leave.
+        n_most: Threads where nothing else runs, >= 1.
+
+    Returns:
+        In [1, n_most].
+    """
+    return max(1, min(n_most, math.floor(n_left + _SHARE)))
+
+
+class FreeCores:
+    """Follows how many threads find a core each, beside what else runs on them.
+
+    Args:
+        n_threads: Threads where nothing else runs, >= 1.
+        n_cores: Cores that the process may use, hardware threads all of them.
+        read: Reads what was computed on these.
+        clock: Monotonic time in seconds.
+
+    Thread:
+        One at a time.
+    """
+
+    def __init__(
+        self,
+        n_threads: int,
+        n_cores: int,
+        read: Callable[[], CoreTimes | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.n_threads = n_threads
+        """Threads that find a core each, >= 1."""
+        self._n_most = n_threads
+        self._n_cores = n_cores
+        self._read = read
+        self._clock = clock
+        self._last: CoreTimes | None = None
+        self._next_s = -math.inf
+
+    def look(self) -> bool:
+        """Reads what was computed, unless that was just done; returns whether `n_threads` changed.
+
+        To be called before every step. What others computed while there was none counts as well:
+        it says what they may do now, until the next reading.
+        """
+        now = self._clock()
+        if now < self._next_s:
+            return False
+        self._next_s = now + _INTERVAL_S
+        last, times = self._last, self._read()
+        self._last = times
+        if last is None or times is None:
+            return False
+        elapsed = times.at_s - last.at_s
+        if elapsed <= 0:
+            return False
+        n_others = (times.all_s - last.all_s - (times.own_s - last.own_s)) / elapsed
+        before = self.n_threads
+        self.n_threads = n_threads_beside(self._n_cores - n_others, self._n_most)
+        return self.n_threads != before

@@ -1,0 +1,203 @@
+"""Threads follow the cores that other processes leave."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthouse_server.host.cores import CoreTimes, FreeCores, n_threads_beside, read_core_times
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+STAT = """\
+cpu  999 999 999 999 999 999 999 999 0 0
+cpu0 100 7 20 5000 30 4 5 600 50 60
+cpu1 200 7 30 5000 30 5 6 600 50 60
+cpu10 400 7 40 5000 30 6 7 600 50 60
+intr 123456789 0 0
+ctxt 42
+"""
+
+
+class Machine:
+    """A machine of some cores, on which this process and others compute."""
+
+    def __init__(self, n_cores: int) -> None:
+        self.now_s = 100.0
+        self.all_s = 5000.0
+        self.own_s = 70.0
+        self.n_cores = n_cores
+        self.is_told = True
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def read(self) -> CoreTimes | None:
+        return CoreTimes(self.now_s, self.all_s, self.own_s) if self.is_told else None
+
+    def spend(self, seconds: float, n_own: float, n_others: float) -> None:
+        """Lets time pass in which so many cores computed for this process, and for others."""
+        self.now_s += seconds
+        self.own_s += seconds * n_own
+        self.all_s += seconds * (n_own + n_others)
+
+
+def started(machine: Machine, n_threads: int) -> FreeCores:
+    cores = FreeCores(n_threads, machine.n_cores, machine.read, machine.clock)
+    assert not cores.look()
+    assert cores.n_threads == n_threads
+    return cores
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text(text, "ascii")
+    return tmp_path
+
+
+def test_only_the_process_s_cores_count_and_none_that_is_idle_stolen_or_nice(
+    tmp_path: Path,
+) -> None:
+    root = written(tmp_path, STAT)
+    found = read_core_times({0, 10}, lambda: 3.5, root)
+    assert found is not None
+    assert found.at_s == 3.5
+    assert found.all_s * TICKS == pytest.approx(100 + 20 + 4 + 5 + 400 + 40 + 6 + 7)
+
+
+@pytest.mark.parametrize("text", ["cpu0 1 2\n", "cpu0 a b c d e f g h\n", "cpux 1 2 3 4 5 6 7\n"])
+def test_what_the_kernel_does_not_tell_is_not_known(tmp_path: Path, text: str) -> None:
+    assert read_core_times({0}, time.monotonic, tmp_path) is None
+    assert read_core_times({0}, time.monotonic, written(tmp_path, text)) is None
+
+
+def test_this_machine_tells_what_this_process_computes() -> None:
+    cores = os.sched_getaffinity(0)
+    before = read_core_times(cores, time.monotonic)
+    if before is None:
+        pytest.skip("this kernel does not tell what its cores compute")
+    while time.process_time() < before.own_s + 0.05:
+        pass
+    after = read_core_times(cores, time.monotonic)
+    assert after is not None
+    assert after.own_s >= before.own_s + 0.05
+    assert after.at_s > before.at_s
+    assert after.all_s >= before.all_s
+
+
+@given(n_left=st.floats(-100, 1000), more=st.floats(0, 100), n_most=st.integers(1, 512))
+def test_there_is_always_one_thread_and_more_room_never_gives_fewer(
+    n_left: float, more: float, n_most: int
+) -> None:
+    n = n_threads_beside(n_left, n_most)
+    assert 1 <= n <= n_most
+    assert n_threads_beside(n_left + more, n_most) >= n
+    assert n_threads_beside(n_most, n_most) == n_most
+
+
+@pytest.mark.parametrize(
+    ("n_cores", "n_threads", "n_others", "n_expected"),
+    [
+        (2, 2, 0.0, 2),
+        (2, 2, 0.4, 2),  # the second thread still pays
+        (2, 2, 0.5, 1),  # a process that wants a core, and shares it with a thread
+        (2, 2, 1.0, 1),
+        (2, 2, 2.0, 1),
+        (16, 16, 0.5, 15),
+        (16, 16, 4.0, 12),
+        (16, 8, 8.0, 8),  # hardware threads that share cores are cores enough
+        (16, 8, 9.0, 7),
+    ],
+)
+def test_threads_are_as_many_as_find_a_core_each(
+    n_cores: int, n_threads: int, n_others: float, n_expected: int
+) -> None:
+    machine = Machine(n_cores)
+    cores = started(machine, n_threads)
+    machine.spend(0.3, n_cores - n_others, n_others)
+    assert cores.look() == (n_expected != n_threads)
+    assert cores.n_threads == n_expected
+
+
+def test_they_come_back_when_the_others_have_gone() -> None:
+    machine = Machine(2)
+    cores = started(machine, 2)
+    machine.spend(0.3, 1.0, 1.0)
+    assert cores.look()
+    for _ in range(5):
+        machine.spend(0.3, 1.0, 1.0)
+        assert not cores.look()
+        assert cores.n_threads == 1
+    machine.spend(0.3, 1.0, 0.0)
+    assert cores.look()
+    assert cores.n_threads == 2
+
+
+def test_one_that_takes_all_that_is_left_is_followed_until_each_thread_has_a_core() -> None:
+    """Four others on sixteen cores: where a thread shares a core with one, each has half."""
+    machine = Machine(16)
+    cores = started(machine, 16)
+    seen = []
+    for _ in range(8):
+        n_shared = max(0, cores.n_threads + 4 - 16)
+        machine.spend(0.3, cores.n_threads - n_shared / 2, 4 - n_shared / 2)
+        cores.look()
+        seen.append(cores.n_threads)
+    assert seen == [14, 13, 12, 12, 12, 12, 12, 12]
+
+
+def test_steps_of_any_length_are_followed() -> None:
+    """Threads that share a core may need seconds for a step; that is when it matters most."""
+    machine = Machine(2)
+    cores = started(machine, 2)
+    machine.spend(3.0, 1.0, 1.0)
+    assert cores.look()
+    assert cores.n_threads == 1
+
+
+def test_nothing_is_read_again_within_a_quarter_of_a_second() -> None:
+    machine = Machine(2)
+    cores = started(machine, 2)
+    machine.spend(0.2, 1.0, 1.0)
+    assert not cores.look()
+    assert cores.n_threads == 2
+    machine.spend(0.1, 1.0, 1.0)
+    assert cores.look()
+
+
+def test_what_this_process_computes_itself_takes_no_thread() -> None:
+    machine = Machine(2)
+    cores = started(machine, 2)
+    machine.spend(0.3, 2.0, 0.0)
+    assert not cores.look()
+    machine.spend(0.3, 2.5, -0.5)  # ticks lag behind, or the process is nice
+    assert not cores.look()
+    assert cores.n_threads == 2
+
+
+def test_without_word_of_the_kernel_nothing_changes() -> None:
+    machine = Machine(2)
+    cores = started(machine, 2)
+    machine.is_told = False
+    machine.spend(0.3, 1.0, 1.0)
+    assert not cores.look()
+    machine.is_told = True
+    machine.spend(0.3, 1.0, 1.0)
+    assert not cores.look()  # the first word after that tells of no time
+    machine.spend(0.3, 1.0, 1.0)
+    assert cores.look()
+
+
+def test_a_clock_that_goes_back_changes_nothing() -> None:
+    machine = Machine(2)
+    cores = FreeCores(2, 2, machine.read, itertools.count(200.0).__next__)
+    assert not cores.look()
+    machine.spend(-0.5, 1.0, -3.0)
+    assert not cores.look()
+    assert cores.n_threads == 2
