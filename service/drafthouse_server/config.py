@@ -387,12 +387,12 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     threads: int = _compute(
         0,
         between(0, 512),
-        "Threads of a decode. 0: all cores that affinity and cgroup quota allow; where steps are"
-        " short (less than 16 MB of weights per core) and nothing else is left to the rest of the"
-        " server, one less in steps of few tokens. Where devices compute all layers, 4 at most.",
+        "Threads of a decode; fewer while other processes take cores. 0: all cores that affinity and"
+        " quota allow; one less for few tokens where steps are short (under 16 MB of weights per"
+        " core) and nothing else is left to the rest. Where devices compute all layers, 4 at most.",
         old="n_threads",
     )
-    """Threads of a decode."""
+    """Threads of a decode, at most."""
     threads_batch: int = _compute(
         0,
         between(0, 512),

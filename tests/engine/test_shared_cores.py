@@ -10,9 +10,11 @@ import pytest
 from tests.engine.test_engine_contract import TEXTS, assert_same_or_tied, config, make, run
 from tests.support.built import needs_extension
 
+from drafthouse_engine import find_cores
+from drafthouse_server.config import Config
 from drafthouse_server.engine import llama
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.engine.threads import choose_threads
+from drafthouse_server.engine.threads import threads_of
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import StepPlan
 
@@ -66,9 +68,22 @@ def test_a_step_tells_its_threads_and_the_log_tells_once(
     ]
 
 
-def test_only_threads_that_nobody_has_set_follow() -> None:
-    assert choose_threads(2, 0, 10_000_000).follows
-    assert choose_threads(2, 0, 10_000_000_000).follows
-    assert choose_threads(8, 8, 10_000_000).follows
-    assert not choose_threads(1, 0, 10_000_000).follows
-    assert not choose_threads(8, 0, 0).follows  # devices compute
+@pytest.mark.parametrize(
+    ("n", "n_batch", "n_host_bytes", "follows"),
+    [
+        (2, 0, 10_000_000, True),
+        (1, 2, 10_000_000, True),
+        (1, 0, 10_000_000, False),
+        (1, 1, 10_000_000, False),
+        (4, 0, 0, False),  # devices compute
+    ],
+)
+def test_threads_follow_where_there_is_more_than_one_that_computes(
+    n: int, n_batch: int, n_host_bytes: int, follows: bool
+) -> None:
+    settings = Config(threads=n, threads_batch=n_batch)
+    assert threads_of(settings, 10_000_000, n_host_bytes).follows == follows
+
+
+def test_threads_that_nobody_has_set_follow_on_more_than_one_core() -> None:
+    assert threads_of(Config(), 10**9, 10**9).follows == (find_cores().n_cores > 1)

@@ -73,8 +73,7 @@ class LlamaEngine:
         self._card = _card_of(engine.target, name)
         self._threads = loaded.threads
         self._free_cores = _free_cores(loaded.threads)
-        self._n_threads_most = max(loaded.threads.n, loaded.threads.n_batch)
-        self._n_threads = self._n_threads_most
+        self._n_threads = loaded.threads.n_most
         self._told_s = -math.inf
         self._prefix_bytes = loaded.prefix_bytes
         self._text = LlamaText(engine.target)
@@ -176,7 +175,7 @@ class LlamaEngine:
                 "computing with %d of %d threads, because other processes take the cores;"
                 " drafthouse_threads tells how many, this line comes once in ten minutes",
                 n,
-                self._n_threads_most,
+                self._threads.n_most,
             )
 
     def interrupt(self) -> None:
@@ -249,12 +248,12 @@ class LlamaEngine:
 
 
 def _free_cores(threads: Threads) -> FreeCores | None:
-    """Returns what tells how many threads find a core; None: they are as many as was set."""
+    """Returns what tells how many threads find a core each; None: nobody needs to know."""
     if not threads.follows:
         return None
     cores = os.sched_getaffinity(0)
     read = partial(read_core_times, cores, time.monotonic)
-    return FreeCores(max(threads.n, threads.n_batch), len(cores), read, time.monotonic)
+    return FreeCores(threads.n_most, len(cores), read, time.monotonic)
 
 
 def _pack(entries: Sequence[PlanEntry]) -> tuple[list[int], list[int], list[int]]:

@@ -37,10 +37,15 @@ class Threads:
     """Threads of a wide decode, >= 1."""
     n_wide: int = 2
     """A decode of so many tokens is wide, >= 2."""
-    follows: bool = False
-    """Whether fewer are taken while other processes take the cores."""
     reason: str = ""
     """Why this number of threads was chosen, in a few words."""
+    follows: bool = False
+    """Whether fewer compute while other processes take the cores."""
+
+    @property
+    def n_most(self) -> int:
+        """Threads of any decode, at most, >= 1."""
+        return max(self.n, self.n_batch)
 
 
 def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
@@ -55,7 +60,8 @@ def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
     many times as long.
 
     No clock is asked, so a server always starts with the same number: sums over a context are cut
-    by it, and another one may round otherwise.
+    by it, and another one may round otherwise. Only while other processes take the cores do fewer
+    compute.
 
     Args:
         n_cores: Cores that the process may use, >= 1.
@@ -69,14 +75,13 @@ def choose_threads(n_cores: int, n_spare: float, n_bytes: int) -> Threads:
         n = min(_N_BESIDE_DEVICES, n_cores - 1)
         return Threads(n, n, reason="devices compute all layers")
     if n_spare >= _ENOUGH:
-        reason = f"{n_spare:g} more are left to the rest"
-        return Threads(n_cores, n_cores, follows=True, reason=reason)
+        return Threads(n_cores, n_cores, reason=f"{n_spare:g} more are left to the rest")
     if n_bytes >= n_cores * _N_LONG_BYTES:
         share = f"{n_bytes / n_cores / 1e6:.0f} MB of weights for each"
-        return Threads(n_cores, n_cores, follows=True, reason=f"steps are long: {share}")
+        return Threads(n_cores, n_cores, reason=f"steps are long: {share}")
     n_wide = max(2, -(-n_cores * _N_WIDE_BYTES // max(1, n_bytes)))
     reason = "steps are short: one core is left to the rest of the server"
-    return Threads(n_cores - 1, n_cores, n_wide, follows=True, reason=reason)
+    return Threads(n_cores - 1, n_cores, n_wide, reason=reason)
 
 
 def threads_of(config: Config, n_bytes: int, n_host_bytes: int) -> Threads:
@@ -88,10 +93,13 @@ def threads_of(config: Config, n_bytes: int, n_host_bytes: int) -> Threads:
         n_host_bytes: Weights of target and draft model that the CPU computes with.
     """
     n, n_batch = config.threads, config.threads_batch
+    n_bytes = min(n_bytes, n_host_bytes)
     if n:
-        return Threads(n, n_batch or n, reason="as set")
-    cores = drafthouse_engine.find_cores()
-    found = choose_threads(cores.n_cores, cores.n_spare, min(n_bytes, n_host_bytes))
-    if n_batch:
-        return dataclasses.replace(found, n_batch=n_batch, n_wide=2, follows=False)
-    return found
+        found = Threads(n, n_batch or n, reason="as set")
+    else:
+        cores = drafthouse_engine.find_cores()
+        found = choose_threads(cores.n_cores, cores.n_spare, n_bytes)
+        if n_batch:
+            found = dataclasses.replace(found, n_batch=n_batch, n_wide=2)
+    # Beside devices that compute all layers threads do little, and wait for them asleep.
+    return dataclasses.replace(found, follows=n_bytes > 0 and found.n_most > 1)
