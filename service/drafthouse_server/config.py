@@ -387,7 +387,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     threads: int = _compute(
         0,
         between(0, 512),
-        "Threads of a decode; fewer while other processes take cores. 0: all cores that affinity and"
+        "Threads of a decode; fewer while others take cores. 0: all cores that affinity mask and"
         " quota allow; one less for few tokens where steps are short (under 16 MB of weights per"
         " core) and nothing else is left to the rest. Where devices compute all layers, 4 at most.",
         old="n_threads",
