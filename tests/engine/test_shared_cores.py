@@ -28,7 +28,7 @@ class Neighbours:
         self.n_threads = 2
         self.numbers = numbers
 
-    def look(self) -> bool:
+    def look(self, steps_s: float) -> bool:
         before = self.n_threads
         self.n_threads = next(self.numbers)
         return self.n_threads != before

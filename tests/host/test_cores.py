@@ -32,6 +32,7 @@ class Machine:
         self.now_s = 100.0
         self.all_s = 5000.0
         self.own_s = 70.0
+        self.steps_s = 3.0
         self.n_cores = n_cores
         self.is_told = True
 
@@ -41,16 +42,24 @@ class Machine:
     def read(self) -> CoreTimes | None:
         return CoreTimes(self.now_s, self.all_s, self.own_s) if self.is_told else None
 
-    def spend(self, seconds: float, n_own: float, n_others: float) -> None:
-        """Lets time pass in which so many cores computed for this process, and for others."""
+    def spend(self, seconds: float, n_own: float, n_others: float, in_steps: float = 1.0) -> None:
+        """Lets time pass in which so many cores computed for this process, and for others.
+
+        Args:
+            seconds: How much time.
+            n_own: Cores.
+            n_others: Cores.
+            in_steps: Share of the time that was spent in steps.
+        """
         self.now_s += seconds
+        self.steps_s += seconds * in_steps
         self.own_s += seconds * n_own
         self.all_s += seconds * (n_own + n_others)
 
 
 def started(machine: Machine, n_threads: int) -> FreeCores:
     cores = FreeCores(n_threads, machine.n_cores, machine.read, machine.clock)
-    assert not cores.look()
+    assert not cores.look(machine.steps_s)
     assert cores.n_threads == n_threads
     return cores
 
@@ -61,14 +70,14 @@ def written(tmp_path: Path, text: str) -> Path:
     return tmp_path
 
 
-def test_only_the_process_s_cores_count_and_none_that_is_idle_stolen_or_nice(
+def test_only_the_process_s_cores_count_and_nothing_idle_or_stolen(
     tmp_path: Path,
 ) -> None:
     root = written(tmp_path, STAT)
     found = read_core_times({0, 10}, lambda: 3.5, root)
     assert found is not None
     assert found.at_s == 3.5
-    assert found.all_s * TICKS == pytest.approx(100 + 20 + 4 + 5 + 400 + 40 + 6 + 7)
+    assert found.all_s * TICKS == pytest.approx(100 + 7 + 20 + 4 + 5 + 400 + 7 + 40 + 6 + 7)
 
 
 @pytest.mark.parametrize("text", ["cpu0 1 2\n", "cpu0 a b c d e f g h\n", "cpux 1 2 3 4 5 6 7\n"])
@@ -121,7 +130,7 @@ def test_threads_are_as_many_as_find_a_core_each(
     machine = Machine(n_cores)
     cores = started(machine, n_threads)
     machine.spend(0.3, n_cores - n_others, n_others)
-    assert cores.look() == (n_expected != n_threads)
+    assert cores.look(machine.steps_s) == (n_expected != n_threads)
     assert cores.n_threads == n_expected
 
 
@@ -129,13 +138,13 @@ def test_they_come_back_when_the_others_have_gone() -> None:
     machine = Machine(2)
     cores = started(machine, 2)
     machine.spend(0.3, 1.0, 1.0)
-    assert cores.look()
-    for _ in range(5):
+    assert cores.look(machine.steps_s)
+    for _ in range(3):
         machine.spend(0.3, 1.0, 1.0)
-        assert not cores.look()
+        assert not cores.look(machine.steps_s)
         assert cores.n_threads == 1
     machine.spend(0.3, 1.0, 0.0)
-    assert cores.look()
+    assert cores.look(machine.steps_s)
     assert cores.n_threads == 2
 
 
@@ -144,12 +153,12 @@ def test_one_that_takes_all_that_is_left_is_followed_until_each_thread_has_a_cor
     machine = Machine(16)
     cores = started(machine, 16)
     seen = []
-    for _ in range(8):
+    for _ in range(6):
         n_shared = max(0, cores.n_threads + 4 - 16)
         machine.spend(0.3, cores.n_threads - n_shared / 2, 4 - n_shared / 2)
-        cores.look()
+        cores.look(machine.steps_s)
         seen.append(cores.n_threads)
-    assert seen == [14, 13, 12, 12, 12, 12, 12, 12]
+    assert seen == [14, 13, 12, 12, 12, 12]
 
 
 def test_steps_of_any_length_are_followed() -> None:
@@ -157,27 +166,86 @@ def test_steps_of_any_length_are_followed() -> None:
     machine = Machine(2)
     cores = started(machine, 2)
     machine.spend(3.0, 1.0, 1.0)
-    assert cores.look()
+    assert cores.look(machine.steps_s)
     assert cores.n_threads == 1
+
+
+def test_who_takes_what_idle_threads_leave_takes_no_thread() -> None:
+    """A process that is nice has a core to itself between two requests, and goes when one comes."""
+    machine = Machine(2)
+    cores = started(machine, 2)
+    for _ in range(10):
+        machine.spend(0.3, 1.0, 1.0, in_steps=0.5)
+        assert not cores.look(machine.steps_s)
+    assert cores.n_threads == 2
+
+
+def changes(machine: Machine, cores: FreeCores, seconds: float, taken: list[float]) -> list[float]:
+    """Lets threads compute beside others; returns when their number changed.
+
+    Args:
+        machine: They run there.
+        cores: Theirs.
+        seconds: How long.
+        taken: Cores that others take, by the number of threads.
+    """
+    begun_s, found = machine.now_s, []
+    while machine.now_s < begun_s + seconds:
+        n_others = taken[cores.n_threads]
+        machine.spend(0.25, machine.n_cores - n_others, n_others)
+        if cores.look(machine.steps_s):
+            found.append(machine.now_s - begun_s)
+    return found
+
+
+def test_a_process_that_gives_way_is_found_out_and_costs_no_thread() -> None:
+    """It takes a core while one thread leaves it, and a tenth of one beside two."""
+    machine = Machine(2)
+    cores = started(machine, 2)
+    machine.spend(0.3, 1.0, 1.0)
+    assert cores.look(machine.steps_s)
+    assert changes(machine, cores, 60, [0, 1.0, 0.1]) == [1.0]
+    assert cores.n_threads == 2
+
+
+def test_all_threads_of_a_large_machine_come_back_one_after_the_other() -> None:
+    machine = Machine(16)
+    cores = started(machine, 16)
+    machine.spend(0.3, 12.0, 4.0)
+    assert cores.look(machine.steps_s)
+    assert cores.n_threads == 12
+    took = [16.0 - n if n < 16 else 0.3 for n in range(17)]
+    assert changes(machine, cores, 60, took) == [1.0, 1.25, 1.5, 1.75]
+    assert cores.n_threads == 16
+
+
+def test_one_that_does_not_give_way_is_tried_less_and_less_often() -> None:
+    machine = Machine(2)
+    cores = started(machine, 2)
+    found = changes(machine, cores, 3600, [0, 1.0, 0.5])
+    assert found[:8] == [0.25, 1.25, 1.5, 3.5, 3.75, 7.75, 8.0, 16.0]
+    tries = found[1::2]
+    assert max(later - sooner for sooner, later in itertools.pairwise(tries)) == 64.25
+    assert len(tries) < 70
 
 
 def test_nothing_is_read_again_within_a_quarter_of_a_second() -> None:
     machine = Machine(2)
     cores = started(machine, 2)
     machine.spend(0.2, 1.0, 1.0)
-    assert not cores.look()
+    assert not cores.look(machine.steps_s)
     assert cores.n_threads == 2
     machine.spend(0.1, 1.0, 1.0)
-    assert cores.look()
+    assert cores.look(machine.steps_s)
 
 
 def test_what_this_process_computes_itself_takes_no_thread() -> None:
     machine = Machine(2)
     cores = started(machine, 2)
     machine.spend(0.3, 2.0, 0.0)
-    assert not cores.look()
-    machine.spend(0.3, 2.5, -0.5)  # ticks lag behind, or the process is nice
-    assert not cores.look()
+    assert not cores.look(machine.steps_s)
+    machine.spend(0.3, 2.5, -0.5)  # ticks lag behind
+    assert not cores.look(machine.steps_s)
     assert cores.n_threads == 2
 
 
@@ -186,18 +254,18 @@ def test_without_word_of_the_kernel_nothing_changes() -> None:
     cores = started(machine, 2)
     machine.is_told = False
     machine.spend(0.3, 1.0, 1.0)
-    assert not cores.look()
+    assert not cores.look(machine.steps_s)
     machine.is_told = True
     machine.spend(0.3, 1.0, 1.0)
-    assert not cores.look()  # the first word after that tells of no time
+    assert not cores.look(machine.steps_s)  # the first word after that tells of no time
     machine.spend(0.3, 1.0, 1.0)
-    assert cores.look()
+    assert cores.look(machine.steps_s)
 
 
 def test_a_clock_that_goes_back_changes_nothing() -> None:
     machine = Machine(2)
     cores = FreeCores(2, 2, machine.read, itertools.count(200.0).__next__)
-    assert not cores.look()
+    assert not cores.look(machine.steps_s)
     machine.spend(-0.5, 1.0, -3.0)
-    assert not cores.look()
+    assert not cores.look(machine.steps_s)
     assert cores.n_threads == 2

@@ -75,6 +75,7 @@ class LlamaEngine:
         self._free_cores = _free_cores(loaded.threads)
         self._n_threads = loaded.threads.n_most
         self._told_s = -math.inf
+        self._steps_s = 0.0
         self._prefix_bytes = loaded.prefix_bytes
         self._text = LlamaText(engine.target)
         self._with_logprobs: AbstractSet[int] = frozenset()
@@ -135,7 +136,7 @@ class LlamaEngine:
         Raises:
             EngineError: the plan contradicts the engine's state (ENGINE_FAILURE).
         """
-        if self._free_cores is not None and self._free_cores.look():
+        if self._free_cores is not None and self._free_cores.look(self._steps_s):
             self._take_threads(self._free_cores.n_threads)
         with_logprobs, begun_s = self._with_logprobs, time.perf_counter()
         if plan.starts:
@@ -150,7 +151,9 @@ class LlamaEngine:
         except drafthouse_engine.EngineError as error:
             raise EngineError(_status_name(error), detail=str(error)) from error
         self._with_logprobs = with_logprobs
-        moved_s = time.perf_counter() - begun_s - result.t_total_us * _US
+        spent_s = time.perf_counter() - begun_s
+        self._steps_s += spent_s
+        moved_s = spent_s - result.t_total_us * _US
         moved = result.moved or drafthouse_engine.Moved()
         n_kept = zip(plan.starts, moved.n_kept, strict=False)
         return StepResult(
