@@ -49,16 +49,18 @@ def shift_elsewhere(
         right: The right one.
 
     Returns:
-        Infinity where plain attention does not give the right answer, or fused attention not ours:
-        then it is not between them that the two part. NaN where a logit is no number.
+        Infinity where plain attention does not give the right token there, or fused attention not
+        ours: then it is not between them that the two part. What llama-server goes on with behind
+        that token is not asked: there another choice may have tipped. NaN where a logit is no
+        number.
     """
     pairs = zip(ours, right, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:  # one is longer
         return math.inf
     last = len(prompt) - 1
-    plain = rows([*prompt, *right], False)
-    if plain[last:-1].argmax(axis=1).tolist() != list(right):
+    plain = rows([*prompt, *right[: place + 1]], False)
+    if plain[last + place].argmax() != right[place]:
         return math.inf
     text = [*prompt, *ours]
     text += text[:N_AFTER]
