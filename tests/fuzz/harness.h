@@ -82,6 +82,9 @@ inline spec_sampler * greedy(const spec_model * model, float temperature = 0.0f)
     return sampler;
 }
 
+// What an engine may be given at most.
+constexpr int32_t N_THREADS = 3;
+
 inline spec_engine * make_demo_engine(const spec_model * target, const spec_model * draft,
                                       int32_t draft_type, bool is_unified = false,
                                       int32_t n_rs_seq = -1) {
@@ -95,10 +98,12 @@ inline spec_engine * make_demo_engine(const spec_model * target, const spec_mode
     params.n_seq_max = 4;
     params.n_rs_seq = n_rs_seq;
     params.n_threads = 1;
+    params.n_threads_batch = N_THREADS;
     params.kv_unified = is_unified;
     params.probabilistic = true;
     spec_engine * engine = nullptr;
     REQUIRE(spec_engine_init(target, draft, &params, &engine) == SPEC_OK);
+    REQUIRE(spec_engine_set_threads(engine, 1, 1) == SPEC_OK); // quick, until the input asks
     return engine;
 }
 

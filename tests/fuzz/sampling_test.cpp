@@ -8,7 +8,6 @@ namespace {
 
 constexpr int32_t N_SEQ = 16;
 constexpr int32_t N_STEPS = 6;
-constexpr int32_t N_THREADS = 3;
 
 spec_engine * make_engine(const spec_model * target, const spec_model * draft, int32_t draft_type) {
     spec_engine_params params;

@@ -85,6 +85,9 @@ void driver::call(int32_t kind) {
     case 31:
         is_unfed_ = !is_unfed_;
         break;
+    case 32:
+        change_threads();
+        break;
     default:
         ask();
     }
@@ -354,6 +357,18 @@ void driver::compare(int32_t id) {
             REQUIRE(!"the token is the target's own");
         }
     }
+}
+
+void driver::change_threads() {
+    const auto any = [this] { return in_.below(4) == 0 ? in_.wild() : 1 + in_.below(N_THREADS); };
+    const int32_t n_threads = any();
+    const int32_t n_threads_batch = any();
+    const auto is_known = [](int32_t n) { return n >= 1 && n <= N_THREADS; };
+    const state before = look();
+    REQUIRE(
+        spec_engine_set_threads(f_.engine, n_threads, n_threads_batch) ==
+        (is_known(n_threads) && is_known(n_threads_batch) ? SPEC_OK : SPEC_ERR_INVALID_ARGUMENT));
+    REQUIRE(look() == before);
 }
 
 void driver::ask() {

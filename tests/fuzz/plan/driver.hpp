@@ -33,7 +33,7 @@ public:
 
     void run() {
         for (int32_t i = 0; i < N_CALLS_MAX && !in_.is_empty(); ++i) {
-            call(in_.below(33));
+            call(in_.below(34));
         }
         for (int32_t id = 0; id < N_SEQ; ++id) {
             compare(id);
@@ -135,6 +135,7 @@ private:
     // Whether the target alone would have chosen what a sequence's steps chose.
     void compare(int32_t id);
 
+    void change_threads();
     void ask();
 
     // Where a start takes its tokens from: nowhere, the slot itself, another one, a snapshot.
