@@ -31,8 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has a test that takes too long fail alone."""
+    """Has a test that takes too long fail alone, and `no_cover` be heeded in workers of xdist, too.
+
+    There pytest-cov 7.1 starts to count twice, first as if there were no workers. Whenever the
+    second stops for a test, the first would go on.
+    """
     config.pluginmanager.register(alarm)
+    cov = config.pluginmanager.getplugin("_cov")
+    if hasattr(config, "workerinput") and cov is not None and cov.cov_controller is not None:
+        cov.cov_controller.cov.stop()
 
 
 # How long an example takes is no verdict.
