@@ -59,9 +59,14 @@ _FIRST = (
 idle (`--no-loadscope-reorder` keeps this order)."""
 
 
+_WITHOUT_SERVICE = (
+    *(f"tests/{it}/" for it in ("archs", "bench", "cext", "fuzz", "kernels", "models", "scripts")),
+    "tests/test_architecture.py",
+)
+"""Where hardly a line of the service runs, which is what is counted."""
+
 _UNTRACED = frozenset(
     {
-        "tests/archs/test_crowds.py",
         "tests/drafting/test_adaptive.py",
         "tests/drafting/test_guard.py",
         "tests/proofs/test_servers_at_random.py",
@@ -70,10 +75,12 @@ _UNTRACED = frozenset(
         "tests/scheduling/test_crowds.py",
         "tests/scheduling/test_crowds_exact.py",
         "tests/scheduling/test_fairness.py",
+        "tests/scheduling/test_leads.py",
         "tests/scheduling/test_preemption.py",
         "tests/scheduling/test_prefix_reuse.py",
         "tests/scheduling/test_scheduler_properties.py",
         "tests/scheduling/test_simulation.py",
+        "tests/serving/test_accounting.py",
         "tests/serving/test_conversations.py",
         "tests/serving/test_crowd.py",
         "tests/serving/test_everything.py",
@@ -93,7 +100,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {name: rank for rank, name in enumerate(_FIRST)}
     items.sort(key=lambda item: ranks.get(_file_of(item), len(ranks)))
     for item in items:
-        if _file_of(item) in _UNTRACED:
+        file = _file_of(item)
+        if file in _UNTRACED or file.startswith(_WITHOUT_SERVICE):
             item.add_marker("no_cover")
 
 
