@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,24 +40,37 @@ def logits_of_pieces(
     )
     found = []
     with Engine(target, None, params) as engine:
+
+        def read(start: int, end: int) -> list[int]:
+            """Reads a piece of every sequence, and returns the rows of its last tokens."""
+            rows = [(seq_id, i) for seq_id in range(n_seq) for i in range(start, end)]
+            engine.decode(
+                # Every sequence reads the text from another place.
+                [tokens[i + 7 * seq_id] for seq_id, i in rows],
+                [i for _, i in rows],
+                [seq_id for seq_id, _ in rows],
+                [i == end - 1 for _, i in rows],
+            )
+            engine.process()
+            return [i for i, (_, place) in enumerate(rows) if place == end - 1]
+
+        for seq_id in range(n_seq):
+            engine.seq_begin(seq_id, Sampler(target, SamplingParams(temperature=0.0)))
+        read(0, N_BEFORE)
+        before = [engine.save(seq_id) for seq_id in range(n_seq)]
         for width in WIDTHS:
-            rows: list[tuple[int, int]] = []
-            for seq_id in range(n_seq):
+            found += [engine.logits(i).copy() for i in read(N_BEFORE, N_BEFORE + width)]
+            for seq_id, snapshot in enumerate(before):
                 engine.seq_end(seq_id)
-                engine.seq_begin(seq_id, Sampler(target, SamplingParams(temperature=0.0)))
-            for start, end in ((0, N_BEFORE), (N_BEFORE, N_BEFORE + width)):
-                rows = [(seq_id, i) for seq_id in range(n_seq) for i in range(start, end)]
-                engine.decode(
-                    # Every sequence reads the text from another place.
-                    [tokens[i + 7 * seq_id] for seq_id, i in rows],
-                    [i for _, i in rows],
-                    [seq_id for seq_id, _ in rows],
-                    [i == N_BEFORE + width - 1 for _, i in rows],
-                )
-                engine.process()
-            first = [i for i, (_, place) in enumerate(rows) if place == N_BEFORE + width - 1]
-            found += [engine.logits(i).copy() for i in first]
+                engine.load(seq_id, snapshot)
     return found
+
+
+@functools.cache
+def logits_of_single_rows(target: Path, n_seq: int, **more: Any) -> list[npt.NDArray[np.float32]]:
+    """Returns what `logits_of_pieces` does where every row is computed as if it were alone."""
+    with Model(target) as model:
+        return logits_of_pieces(model, prompts((720,))[0], n_seq=n_seq, is_exact=True, **more)
 
 
 @pytest.mark.parametrize("target_name", ["dense", "hybrid"])
@@ -74,12 +88,11 @@ def logits_of_pieces(
 def test_a_piece_of_any_width_gives_the_logits_of_single_rows(
     target_name: str, setup: dict[str, Any]
 ) -> None:
-    tokens = prompts((720,))[0]
-    with Model(MODELS / TARGETS[target_name]) as target:
-        n_seq = setup.get("n_seq", 1)
-        cells = {"cache": setup["cache"]} if "cache" in setup else {}
-        expected = logits_of_pieces(target, tokens, n_seq=n_seq, is_exact=True, **cells)
-        found = logits_of_pieces(target, tokens, **setup)
+    path = MODELS / TARGETS[target_name]
+    cells = {"cache": setup["cache"]} if "cache" in setup else {}
+    expected = logits_of_single_rows(path, setup.get("n_seq", 1), **cells)
+    with Model(path) as target:
+        found = logits_of_pieces(target, prompts((720,))[0], **setup)
     # Between likely tokens lie 0.1 and more; products of other orders differ by a hundredth, and by
     # more where it decides how a cell is rounded.
     tolerance = 0.5 if cells else 0.1

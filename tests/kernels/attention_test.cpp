@@ -252,12 +252,14 @@ std::vector<float> expected(const setup & s, values x) {
     x.v = rounded(s.v_type(), x.v, s.d_v);
     std::vector<float> result;
     std::vector<double> weight(static_cast<size_t>(s.n_cells));
+    std::vector<double> sums(static_cast<size_t>(s.d_v));
     for (int64_t stream = 0; stream < s.n_stream; ++stream) {
         for (int64_t row = 0; row < s.n_rows; ++row) {
             for (int64_t head = 0; head < s.n_head; ++head) {
                 const int64_t head_kv = stream * s.n_head_kv + head / (s.n_head / s.n_head_kv);
                 const float * q =
                     &x.q[size_t(((stream * s.n_head + head) * s.n_rows + row) * s.d_k)];
+                const double slope = slope_of(s, head);
                 double most = s.has_sinks ? x.sinks[size_t(head)] : -INFINITY;
                 const float * mask =
                     s.has_mask ? &x.mask[size_t((stream * s.n_rows + row) * s.n_cells)] : nullptr;
@@ -275,7 +277,7 @@ std::vector<float> expected(const setup & s, values x) {
                     if (s.softcap > 0) {
                         sum = s.softcap * std::tanh(sum / s.softcap);
                     }
-                    sum += mask != nullptr ? slope_of(s, head) * mask[cell] : 0.0;
+                    sum += mask != nullptr ? slope * mask[cell] : 0.0;
                     weight[size_t(cell)] = sum;
                     most = std::max(most, sum);
                 }
@@ -284,13 +286,15 @@ std::vector<float> expected(const setup & s, values x) {
                     w = w == -INFINITY ? 0.0 : std::exp(w - most);
                     all += w;
                 }
-                for (int64_t d = 0; d < s.d_v; ++d) {
-                    double sum = 0;
-                    for (int64_t cell = 0; cell < s.n_cells; ++cell) {
-                        const double w = weight[size_t(cell)];
-                        const size_t at = size_t((head_kv * s.n_cells + cell) * s.d_v + d);
-                        sum += w > 0.0 ? w * x.v[at] : 0.0;
+                std::fill(sums.begin(), sums.end(), 0.0);
+                for (int64_t cell = 0; cell < s.n_cells; ++cell) {
+                    const double w = weight[size_t(cell)];
+                    const float * v = &x.v[size_t((head_kv * s.n_cells + cell) * s.d_v)];
+                    for (size_t d = 0; w > 0.0 && d < sums.size(); ++d) {
+                        sums[d] += w * v[d];
                     }
+                }
+                for (const double sum : sums) {
                     result.push_back(all > 0.0 ? float(sum / all) : 0.0f);
                 }
             }
