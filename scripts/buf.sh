@@ -6,6 +6,10 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 version=1.75.0
 
 if ! command -v npm >/dev/null 2>&1; then
+  if [ -n "${CI:-}" ]; then
+    echo "buf $*: Node is not installed: make test-deps" >&2
+    exit 1
+  fi
   echo "skipped: buf $* (Node is not installed: apt-get install nodejs npm)"
   exit 0
 fi

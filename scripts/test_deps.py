@@ -2,8 +2,9 @@
 
 What the build needs of a bare Debian: g++, Python's headers and venv. Compilers that a user does
 not need: two Clangs, libc++, a compiler for ARM; qemu-user; SIMDe, which has AVX-512 as functions;
-PostgreSQL and Redis, which tests start by themselves; systemd, which checks our unit. What is there
-is not installed again. Without them the tests that need them are skipped, and fail where CI is set.
+PostgreSQL and Redis, which tests start by themselves; systemd, which checks our unit; Node, for buf
+and a client in JavaScript, unless there is one from elsewhere. What is there is not installed
+again. Without them the tests that need them are skipped, and fail where CI is set.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FIXED = (
     "systemd",
 )
 CROSS = ("g++-aarch64-linux-gnu", "libc6-dev-arm64-cross")
+NODE = ("nodejs", "npm")
 NEWEST = ("clang-{}", "libc++-{}-dev", "libc++abi-{}-dev")
 
 
@@ -60,7 +62,9 @@ def wanted() -> list[str]:
         raise DepsError("apt knows no clang: apt-get update has found no Debian archive.")
     machine = os.uname().machine
     cross = CROSS if machine == "x86_64" else ()
-    return sorted({*FIXED, *cross, *(name.format(newest) for name in NEWEST)})
+    # One from elsewhere brings npm along, and Debian's cannot lie beside it.
+    node = () if shutil.which("npm") else NODE
+    return sorted({*FIXED, *cross, *node, *(name.format(newest) for name in NEWEST)})
 
 
 def apt(*arguments: str) -> None:

@@ -154,6 +154,14 @@ def test_what_a_bare_debian_needs_is_installed_where_ci_runs() -> None:
     assert set(named[0].split()) - {"make"} <= set(test_deps.FIXED)  # make is what installs them
 
 
+def test_node_is_installed_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_deps, "newest_clang", lambda: 19)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert {"nodejs", "npm"} <= set(test_deps.wanted())
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert not {"nodejs", "npm"} & set(test_deps.wanted())
+
+
 def test_the_machine_is_checked_before_anything_is_fetched() -> None:
     body = (ROOT / "scripts" / "build.py").read_text(encoding="utf-8").rpartition("def main")[2]
     assert body.index("check_machine()") < body.index("fetch_source()")

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -20,12 +21,12 @@ _INSTALL_S = 120
 def javascript() -> tuple[list[str], dict[str, str]]:
     """Returns a command that runs a script, and its environment; installs packages the first time.
 
-    Where Node is missing the test is skipped: nothing that we ship needs it. So it is where npm
-    reaches no registry, but in CI.
+    Where Node is missing, or npm reaches no registry, the test is skipped, since nothing that we
+    ship needs them; with CI set it fails.
     """
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
-        pytest.skip("Node is not installed: apt-get install nodejs npm")
+        _skip_or_fail("Node is not installed: make test-deps")
     done = _FOLDER / "-".join(_PACKAGES).replace("/", "-")
     if not done.exists():
         where = ["--prefix", str(_FOLDER), "--no-save", "--no-package-lock", "--ignore-scripts"]
@@ -39,9 +40,12 @@ def javascript() -> tuple[list[str], dict[str, str]]:
             check=False,
         )
         if found.returncode:
-            problem = f"npm could not install {', '.join(_PACKAGES)}: {found.stderr[-300:]}"
-            if os.environ.get("CI"):
-                pytest.fail(problem)
-            pytest.skip(problem)
+            _skip_or_fail(f"npm could not install {', '.join(_PACKAGES)}: {found.stderr[-300:]}")
         done.touch()
     return [node], os.environ | {"NODE_PATH": str(_FOLDER / "node_modules")}
+
+
+def _skip_or_fail(problem: str) -> NoReturn:
+    if os.environ.get("CI"):
+        pytest.fail(problem)
+    pytest.skip(problem)
