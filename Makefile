@@ -17,6 +17,8 @@ DEVICE_TESTS = tests/engine/test_engine_contract.py tests/engine/test_prefix_eng
 	eagle3_drafter.py embedder.py fork.py hidden_rows.py moves.py recurrent_rollback.py tree.py windows.py \
 	generate.py rollback_by_hand.py runs.py sampling.py) \
 	tests/scheduling/test_preemption.py tests/scheduling/test_prefix_reuse.py tests/serving/test_conversations.py tests/serving/test_everything.py
+EXACT_TESTS = tests/archs/test_crowds.py tests/scheduling/test_crowds_exact.py tests/scheduling/test_preemption.py \
+	tests/engine/test_prefix_engine.py tests/cext/test_exact.py tests/cext/test_given_drafts.py
 CXX_FILES = $(wildcard cext/*.h cext/*.c cext/spec/*.hpp cext/spec/*.cpp tests/kernels/*.h tests/kernels/*.cpp tests/fuzz/*.h tests/fuzz/*.cpp tests/fuzz/plan/*)
 CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.pxd cext/drafthouse_engine/native/*.pxi)
 
@@ -132,8 +134,11 @@ soak: dev ## clients that leave and deadlines of 50 ms for SECONDS=60: no error 
 
 test-device: export OMP_WAIT_POLICY = passive
 test-device: export DRAFTHOUSE_BUILT = 1
-# One process: the device's server serves one at a time. The last part is for tests that a GPU's rounding would fail.
-test-device: dev ## the engine's tests on a device whose memory the host cannot read (RPC): whole, half, and rounding as a GPU does; ARGS="-k name"
+# One process: the device's server serves one at a time. First tests of exact tokens, for which no device stands but two of ours; the
+# last parts are for tests that a GPU's rounding would fail.
+test-device: dev ## the engine's tests on a device whose memory the host cannot read (RPC): exact, whole, half, and rounding as a GPU does; ARGS="-k name"
+	@echo "== models on two devices that sum as one: exact"
+	@$(VENV)/python -m pytest -p no:xdist -p tests.support.device --on-device exact --whole -q $(EXACT_TESTS) $(ARGS)
 	@for part in whole half 'whole --rounding 1' 'whole --rounding 4'; do \
 		echo "== models on the device: $$part"; \
 		$(VENV)/python -m pytest -p no:xdist -p tests.support.device --on-device $$part -q $(DEVICE_TESTS) $(ARGS) || exit 1; \

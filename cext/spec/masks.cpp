@@ -24,6 +24,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -119,8 +120,10 @@ struct piece_tree {
         const auto chars_of = [&](llama_token id) -> const std::vector<uint32_t> & {
             return chars[static_cast<size_t>(id)];
         };
-        std::stable_sort(order.begin(), order.end(),
-                         [&](auto a, auto b) { return chars_of(a) < chars_of(b); });
+        // By what they are, then by number. Clang 18 and later warn of GCC's std::stable_sort.
+        std::sort(order.begin(), order.end(), [&](auto a, auto b) {
+            return std::tie(chars_of(a), a) < std::tie(chars_of(b), b);
+        });
         std::vector<uint32_t> path = {0};
         nodes.push_back({0, 0, 0, 0});
         for (const llama_token id : order) {

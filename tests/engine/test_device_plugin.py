@@ -66,6 +66,22 @@ def test_a_model(monkeypatch):
 """
 
 
+EXACT = """
+import drafthouse_engine
+from drafthouse_engine import Engine, Placement
+from tests.cext.test_exact import N_SEQ, n_different, one_by_one, params, together
+from tests.support.demo import prompts
+
+def test_rows_alone_and_together():
+    pool = prompts((100, *(1,) * (N_SEQ - 1)))  # one is long enough for attention by tiles
+    here = Placement(devices=())
+    with drafthouse_engine.Model({path!r}, placement=here) as model:
+        assert model.setting("buffers").count("RPC0[") == 2
+        with Engine(model, None, params(is_exact=True)) as engine:
+            assert n_different(one_by_one(engine, pool), together(engine, pool, 90))[0] == 0
+"""
+
+
 def run(folder: Path, code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs tests with their models on a device."""
     built("ggml-rpc-server")
@@ -104,3 +120,11 @@ def test_a_run_of_halves_fails_where_one_is_whole(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert "of a half, all layers lay on the device" in done.stdout
     assert done.returncode == 1
+
+
+def test_two_exact_devices_give_the_bits_of_alone(tmp_path: Path) -> None:
+    """The engine refuses `exact` with a device, and is not asked for it there."""
+    built("rounding_server")
+    done = run(tmp_path, EXACT.format(path=str(MODELS / DENSE)), "--on-device", "exact")
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr

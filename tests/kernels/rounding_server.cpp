@@ -5,9 +5,12 @@
 //   rounding_server PORT [SCALE]
 //
 // Tests whose verdict depends on rounding fail against it (`make test-device`, part "rounding").
+// With SCALE 0 it is a device that does not round by the batch at all: ggml's reference kernels sum
+// each row alone, always in one order, and tests of exact tokens hold on it (part "exact").
 
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
+#include "ggml-cpu.h"
 #include "ggml-impl.h"
 #include "ggml-rpc.h"
 #include "ggml.h"
@@ -102,7 +105,9 @@ ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
 
 ggml_backend_t init_backend(ggml_backend_dev_t, const char * params) {
     ggml_backend_t backend = cpu_init(cpu, params);
-    if (backend != nullptr) {
+    if (backend != nullptr && scale == 0.0) {
+        ggml_backend_cpu_set_use_ref(backend, true);
+    } else if (backend != nullptr) {
         cpu_compute = backend->iface.graph_compute;
         backend->iface.graph_compute = compute;
     }

@@ -20,10 +20,15 @@ from tests.support.rpc_server import lasting_rpc_server
 
 import drafthouse_engine
 
-_NOT_HERE = {"test_type_of_target_is_kept": "Model is a function here"}
+_NOT_HERE = {
+    "test_type_of_target_is_kept": "Model is a function here",
+    "test_exact_refuses_a_unified_cache": "exact is not asked for here",
+}
 """Tests that are skipped, with the reason, by their names without parameters."""
 
-_Model = drafthouse_engine.Model
+_Model, _EngineParams = drafthouse_engine.Model, drafthouse_engine.EngineParams
+_servers: list[str] = []
+"""Buffers of the devices, as a model's setting names them."""
 _placed: list[str] = []
 _whole: list[str] = []
 """Models of a run of halves that lie on the device from their first layer on."""
@@ -32,22 +37,28 @@ _whole: list[str] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds how much of each model lies on the device, and how the device rounds."""
     parser.addoption(
-        "--on-device", choices=("whole", "half"), default="whole", help="layers on the device"
+        "--on-device",
+        choices=("whole", "half", "exact"),
+        default="whole",
+        help="layers on the device; exact: whole, on two that do not round by the batch",
     )
-    parser.addoption(
-        "--rounding", type=float, default=0.0, help="as GPUs do (1), by the width of a batch"
-    )
+    parser.addoption("--rounding", type=float, help="as GPUs do (1), by the width of a batch")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Starts the server before a test file is imported. It ends after all that lies on it."""
     folder = Path(tempfile.mkdtemp())
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    server = lasting_rpc_server(folder, config.getoption("--rounding"))
-    drafthouse_engine.add_rpc_servers((server,))
-    is_half = config.getoption("--on-device") == "half"
+    part = config.getoption("--on-device")
+    rounding = 0.0 if part == "exact" else config.getoption("--rounding")
+    servers = [lasting_rpc_server(folder, rounding) for _ in range(2 if part == "exact" else 1)]
+    drafthouse_engine.add_rpc_servers(tuple(servers))
+    _servers.extend(f"RPC0[{server}]" for server in servers)
+    is_half = part == "half"
 
     def model(path: Any, **options: Any) -> drafthouse_engine.Model:
+        if part == "exact":
+            options.pop("placement", None)
         is_split = is_half and options.get("n_gpu_layers", -1) < 0
         if is_split:
             # A server's survey finds that all layers fit, and would have its way.
@@ -59,6 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
                 _whole.append(str(path))
         return loaded
 
+    def inexact(**fields: Any) -> drafthouse_engine.EngineParams:
+        return _EngineParams(**fields | {"exact": False})  # the engine refuses it with any device
+
+    if part == "exact":
+        drafthouse_engine.EngineParams = inexact  # type: ignore[assignment,misc]
     drafthouse_engine.Model = model  # type: ignore[assignment,misc]  # in its place for the whole run
 
 
@@ -87,7 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Fails a run that would have shown nothing: no model lay on the device, or no half did."""
-    if _placed and not any("RPC0" in buffers for buffers in _placed):
+    if _placed and not any(all(it in buffers for it in _servers) for buffers in _placed):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("no model of this run lay on the device")
     if _whole:

@@ -58,7 +58,7 @@ def rpc_server(folder: Path, port: int = 0, n_threads: int = 1) -> Iterator[RpcS
         process.wait()
 
 
-def lasting_rpc_server(folder: Path, rounding: float = 0.0) -> str:
+def lasting_rpc_server(folder: Path, rounding: float | None = None) -> str:
     """Starts a server that outlives all objects of this process, and ends with it.
 
     What the interpreter frees last may lie on it, and llama.cpp ends a process whose server died.
@@ -66,7 +66,7 @@ def lasting_rpc_server(folder: Path, rounding: float = 0.0) -> str:
     Args:
         folder: Where its output is kept.
         rounding: By how much its numbers depend on the width of a batch; 1: about as on a GPU;
-            0: not more than ours.
+            0: not at all; None: as ours do.
 
     Returns:
         Its address, host:port.
@@ -75,7 +75,7 @@ def lasting_rpc_server(folder: Path, rounding: float = 0.0) -> str:
     output = folder / f"rpc-{port}.txt"
     # The other end of its standard input closes when this process is no more, however it ended.
     watch = ["sh", "-c", '"$@" & read _; kill -9 $!', "sh"]
-    watch += _rounding(port, rounding) if rounding else _command(port, 1)
+    watch += _command(port, 1) if rounding is None else _rounding(port, rounding)
     theirs, _ = os.pipe()
     os.posix_spawn(
         "/bin/sh",
