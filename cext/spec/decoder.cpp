@@ -78,7 +78,7 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
     forget_llama_reason();
     decoder.context.reset(llama_init_from_model(m, c));
     if (!decoder.context) {
-        fail(SPEC_ERR_OUT_OF_MEMORY, "the decoder's context cannot be made" + llama_reason());
+        fail_context("the decoder's");
     }
     check_memory(decoder.context.get(), "model");
     decoder.limits.n_ctx_seq = n_ctx_seq;

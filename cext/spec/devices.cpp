@@ -160,27 +160,44 @@ void fill_shares(placement & out, const spec_model_params & params) {
     }
 }
 
+// The devices that layers may lie on.
+std::vector<ggml_backend_dev_t> used_devices(const placement & out) {
+    std::vector<ggml_backend_dev_t> found = out.is_chosen ? out.devices : all_devices();
+    const auto is_other = [&](ggml_backend_dev_t device) {
+        if (device == nullptr || out.is_chosen) { // a chosen list ends with a null
+            return device == nullptr;
+        }
+        const auto kind = ggml_backend_dev_type(device);
+        return kind != GGML_BACKEND_DEVICE_TYPE_GPU && kind != GGML_BACKEND_DEVICE_TYPE_IGPU;
+    };
+    found.erase(std::remove_if(found.begin(), found.end(), is_other), found.end());
+    return found;
+}
+
+bool has_row_buffers(ggml_backend_dev_t device) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device);
+    return ggml_backend_reg_get_proc_address(reg, "ggml_backend_split_buffer_type") != nullptr;
+}
+
 // llama.cpp refuses these later, and as if the file were at fault.
 void check_split(const placement & out, const spec_model_params & params) {
     check_range("main_gpu", params.main_gpu, 0, SPEC_DEVICES_MAX - 1);
-    const bool is_one = params.split_mode == SPEC_SPLIT_NONE && params.main_gpu > 0;
-    if (!is_one && params.split_mode != SPEC_SPLIT_TENSOR) {
-        return;
-    }
-    const std::vector<ggml_backend_dev_t> all = all_devices();
-    const size_t n = out.is_chosen ? out.devices.size() - 1
-                                   : static_cast<size_t>(std::count_if(
-                                         all.begin(), all.end(), [](ggml_backend_dev_t device) {
-                                             const auto kind = ggml_backend_dev_type(device);
-                                             return kind == GGML_BACKEND_DEVICE_TYPE_GPU ||
-                                                    kind == GGML_BACKEND_DEVICE_TYPE_IGPU;
-                                         }));
-    if (is_one && n <= static_cast<size_t>(params.main_gpu)) {
+    const std::vector<ggml_backend_dev_t> devices = used_devices(out);
+    const size_t n = devices.size();
+    if (params.split_mode == SPEC_SPLIT_NONE && params.main_gpu > 0 &&
+        n <= static_cast<size_t>(params.main_gpu)) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "main_gpu is " + std::to_string(params.main_gpu) +
                                             "; there are " + std::to_string(n) + " devices");
     }
-    if (!is_one && n == 0) {
+    if (params.split_mode == SPEC_SPLIT_TENSOR && n == 0) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "split_mode tensor needs a device; there is none");
+    }
+    for (ggml_backend_dev_t device : devices) {
+        if (params.split_mode == SPEC_SPLIT_ROW && !has_row_buffers(device)) {
+            fail(SPEC_ERR_INVALID_ARGUMENT,
+                 std::string("split_mode is row, and the device ") + ggml_backend_dev_name(device) +
+                     " cannot hold rows of a matrix; layer and none can be had on any device");
+        }
     }
 }
 

@@ -77,7 +77,7 @@ spec_embedder * make_embedder(const spec_model & model, const spec_embedder_para
     forget_llama_reason();
     embedder->context.reset(llama_init_from_model(model.model.get(), embedder_context(p)));
     if (!embedder->context) {
-        fail(SPEC_ERR_OUT_OF_MEMORY, "the embedder's context cannot be made" + llama_reason());
+        fail_context("the embedder's");
     }
     const llama_context * context = embedder->context.get();
     spec_embedder_limits & l = embedder->limits;

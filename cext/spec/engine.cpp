@@ -110,7 +110,7 @@ void make_target(spec_engine & engine) {
     forget_llama_reason();
     engine.target.reset(llama_init_from_model(engine.target_model->model.get(), c));
     if (!engine.target) {
-        fail(SPEC_ERR_OUT_OF_MEMORY, "the target's context cannot be made" + llama_reason());
+        fail_context("the target's");
     }
     make_exact(engine, engine.target.get());
 }
@@ -151,7 +151,7 @@ void make_draft(spec_engine & engine, const spec_model * draft) {
     forget_llama_reason();
     engine.draft.reset(llama_init_from_model(model, c));
     if (!engine.draft) {
-        fail(SPEC_ERR_OUT_OF_MEMORY, "the draft's context cannot be made" + llama_reason());
+        fail_context("the draft's");
     }
     make_exact(engine, engine.draft.get());
 }

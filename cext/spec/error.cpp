@@ -198,6 +198,16 @@ std::string llama_reason() {
     return last_llama_error.empty() ? std::string() : " (" + last_llama_error + ")";
 }
 
+// What llama.cpp refuses before it makes anything of a context is a setting that does not suit the
+// model; what fails then is memory.
+[[noreturn]] void fail_context(const std::string & whose) {
+    const std::string reason = llama_reason();
+    const bool is_setting = reason.find("llama_init_from_model: ") != std::string::npos &&
+                            reason.find("failed to initialize the context") == std::string::npos;
+    fail(is_setting ? SPEC_ERR_INVALID_ARGUMENT : SPEC_ERR_OUT_OF_MEMORY,
+         whose + " context cannot be made" + reason);
+}
+
 // Before a call whose failure `llama_reason` is to explain.
 void forget_llama_reason() {
     last_llama_error.clear();

@@ -81,6 +81,7 @@ std::string printable(const char * text, size_t n_max);
 void init_process();
 void init_devices();
 std::string llama_reason();
+[[noreturn]] void fail_context(const std::string & whose); // with llama_reason
 void forget_llama_reason();
 void expect_unused_mtp(bool is_expected);
 void check_range(const char * name, double value, double low, double high);

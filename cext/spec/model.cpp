@@ -212,6 +212,20 @@ llama_model_params llama_params_of(const spec_model_params & params,
     return mparams;
 }
 
+// llama.cpp tells in words alone why a load has failed. Most reasons are the file; these are not.
+[[noreturn]] void fail_load(const std::string & path) {
+    const std::string reason = llama_reason();
+    const auto tells = [&](const char * words) { return reason.find(words) != std::string::npos; };
+    const std::string message = path + " cannot be loaded" + reason;
+    if (tells("unable to allocate")) {
+        fail(SPEC_ERR_OUT_OF_MEMORY, message);
+    }
+    if (tells("SPLIT_MODE_TENSOR not implemented")) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, message);
+    }
+    fail(SPEC_ERR_BAD_MODEL, message);
+}
+
 // has_weights false: for a survey, which asks what memory they would take.
 std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool has_weights) {
     init_process(); // `place` asks for the devices, where there are weights to be placed
@@ -240,7 +254,7 @@ std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool ha
         fail(SPEC_ERR_CANCELLED, "loading " + path + " was stopped");
     }
     if (!model->model) {
-        fail(SPEC_ERR_BAD_MODEL, path + " cannot be loaded" + llama_reason());
+        fail_load(path);
     }
     model->vocab = llama_model_get_vocab(model->model.get());
     model->control = control_spellings(model->vocab);

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from models.archs import write_model
 from tests.support.gguf_copy import copied
 from tests.support.hand import DENSE, MODELS, SIMPLE
 from tests.support.ports import free_port
@@ -28,6 +31,7 @@ import drafthouse
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
+PAGE = resource.getpagesize()
 PROMPT = "def parse(text):\n"
 
 pytestmark = pytest.mark.model
@@ -105,12 +109,17 @@ with placed(override_tensor="blk.[01]..*=CPU") as model:
     assert "RPC0" in model.setting("buffer:blk.2.attn_norm.weight")
     assert 0 < host_bytes(model, override_tensor="blk.[01]..*=CPU") < model.size_bytes
 placed(override_tensor=f"attn_norm={MEMORY}").close()
-try:
-    placed(split_mode="none", main_gpu=1)
-except InvalidArgument as error:
-    assert "there are 1 devices" in error.message
-else:
-    raise AssertionError
+for wrong, said in (
+    ({"split_mode": "none", "main_gpu": 1}, "there are 1 devices"),
+    ({"split_mode": "row"}, "split_mode is row, and the device RPC0 cannot hold rows"),
+):
+    try:
+        placed(**wrong)
+    except InvalidArgument as error:
+        assert said in error.message, error.message
+    else:
+        raise AssertionError
+placed(devices=(), split_mode="row").close()
 """
 
 
@@ -417,28 +426,52 @@ def test_a_dead_rpc_server_ends_the_process_and_a_restart_serves_again(tmp_path:
         assert generated(served) == wanted
 
 
-def test_a_wrong_drafter_is_a_sentence_where_there_is_a_device_too(rpc: RpcServer) -> None:
-    """What fits on the devices is asked before the models are loaded."""
-    model = str(MODELS / "tiny-draft-f16.gguf")
-    command = [sys.executable, "-m", "drafthouse_server", "serve", "--model", model, "--port", "0"]
-    done = subprocess.run(
-        [*command, "--draft-type", "mtp", "--rpc", rpc.endpoint],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "use a model with MTP heads" in done.stderr
-    assert "Traceback" not in done.stderr
+NO_ROOM = """
+endpoint, path = sys.argv[1:]
+add_rpc_servers((endpoint,))
+try:
+    Model(path)
+except OutOfMemory as error:
+    assert f"unable to allocate RPC0[{endpoint}] buffer" in error.message, error.message
+else:
+    raise AssertionError
+with Model(path, placement=Placement(devices=())) as model:
+    assert model.setting("device") == ""
+"""
 
 
-def test_the_server_says_why_it_does_not_start_without_its_rpc_server() -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "drafthouse_server", "serve", "--model", str(MODELS / DENSE)]
-    command += ["--port", "0", "--rpc", endpoint]
+def test_a_device_without_room_is_not_the_file_s_fault(rpc: RpcServer) -> None:
+    path = MODELS / DENSE
+    n_bytes = int(Path(f"/proc/{rpc.process.pid}/statm").read_text().split()[0]) * PAGE
+    n_bytes += path.stat().st_size // 4
+    resource.prlimit(rpc.process.pid, resource.RLIMIT_AS, (n_bytes, n_bytes))
+    run(NO_ROOM, rpc.endpoint, str(path))
+    said = refused("--model", str(path), "--gpu-layers", "all", "--rpc", rpc.endpoint)
+    assert "unable to allocate" in said
+    assert "keep fewer layers on devices (gpu_layers)" in said
+    assert "download" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("deepseek2", ("--split-mode", "tensor"), "not implemented for architecture 'deepseek2'"),
+        ("llama", ("--split-mode", "tensor", "--flash-attn", "off"), "requires flash_attn"),
+        ("deepseek2", ("--cache-type-k", "bf16"), r"does not support different K .bf16. and V"),
+    ],
+)
+def test_a_setting_that_does_not_suit_the_model_is_what_is_to_be_changed(
+    rpc: RpcServer, tmp_path: Path, name: str, settings: tuple[str, ...], words: str
+) -> None:
+    path = write_model(tmp_path / f"{name}.gguf", name)
+    said = refused("--model", str(path), *settings, "--rpc", rpc.endpoint)
+    assert re.search(words, said), said
+    assert said.endswith("; change this setting\n"), said
+
+
+def refused(*settings: str) -> str:
+    """Returns what a server says that does not start."""
+    command = [sys.executable, "-m", "drafthouse_server", "serve", "--port", "0", *settings]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -448,5 +481,19 @@ def test_the_server_says_why_it_does_not_start_without_its_rpc_server() -> None:
         timeout=110,
         check=False,
     )
-    assert done.returncode == 1
-    assert f"the RPC server {endpoint} cannot be reached" in done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_a_wrong_drafter_is_a_sentence_where_there_is_a_device_too(rpc: RpcServer) -> None:
+    """What fits on the devices is asked before the models are loaded."""
+    model = str(MODELS / "tiny-draft-f16.gguf")
+    said = refused("--model", model, "--draft-type", "mtp", "--rpc", rpc.endpoint)
+    assert "use a model with MTP heads" in said
+
+
+def test_the_server_says_why_it_does_not_start_without_its_rpc_server() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    said = refused("--model", str(MODELS / DENSE), "--rpc", endpoint)
+    assert f"the RPC server {endpoint} cannot be reached" in said

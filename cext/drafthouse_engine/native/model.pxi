@@ -76,7 +76,8 @@ cdef class Model:
         ModelNotFound: the file does not exist or cannot be read.
         BadModel: the file is not a usable GGUF model.
         Unsupported: the file holds MTP layers alone, without their model.
-        OutOfMemory: memory could not be allocated.
+        InvalidArgument: a placement that this machine, its devices or the model cannot have.
+        OutOfMemory: the host's memory or a device's could not be allocated.
         Closed: placed_by is closed.
         WrongThread: another call of placed_by is in flight.
 

@@ -210,7 +210,7 @@ def _advice(error: drafthouse_engine.EngineError, table: Mapping[str, str]) -> s
 _OF_LOADING = {
     "ModelNotFound": "check the path in the settings model and model_draft",
     "BadModel": "give a complete GGUF file; if this one was downloaded, download it again",
-    "OutOfMemory": "use a smaller model, or free memory",
+    "OutOfMemory": "free memory, keep fewer layers on devices (gpu_layers), or use a smaller model",
     "Unsupported": "use another file",
     "InvalidArgument": "change this setting",
 }
