@@ -68,17 +68,18 @@ def probe_model(
     n_gpu_layers_draft: int = -1,
     placement_draft: Placement | None = None,
     margin_bytes: int | None = None,
+    rpc: tuple[str, ...] = (),
     patience_s: float = PATIENCE_S,
 ) -> str:
     """Decodes a few tokens of several sequences in a process of its own, and returns what is wrong.
 
-    The weights are loaded twice, one time after the other; the contexts are small. Devices of RPC
-    servers are none of that process.
+    The weights are loaded twice, one time after the other; the contexts are small.
 
     Args:
         path: The model, a GGUF file.
-        params: How the engine will be built. Its sizes do not count, nor its synthetic rates; where
-            its draft type is none of these models', drafts are given.
+        params: How the engine will be built. Of its sizes counts alone whether it has more than one
+            sequence; its synthetic rates do not. Where its draft type is none of these models',
+            drafts are given.
         n_gpu_layers: Layers on an accelerator; −1 is all.
         placement: Where the weights lie; None is whole layers over all devices.
         path_draft: The draft model, where the draft type has one.
@@ -86,6 +87,8 @@ def probe_model(
         placement_draft: The same of the draft model.
         margin_bytes: Left free on each device; layers of the model that do not fit there stay with
             the CPU, as `Survey.fit` finds. None: they lie as the arguments say, fit or not.
+        rpc: RPC servers, whose devices are that process's, too. Each serves one process at a time:
+            nothing of this one may lie there.
         patience_s: Longest time in which nothing is heard of that process. While it loads, it tells
             how far it is; from then on it has ten times as long as loading took, and no less than
             this. As long as it reads files, its time begins anew.
@@ -105,6 +108,7 @@ def probe_model(
         "target": _part(path, n_gpu_layers, placement),
         "draft": path_draft and _part(path_draft, n_gpu_layers_draft, placement_draft),
         "margin_bytes": margin_bytes,
+        "rpc": rpc,
     }
     # The process ends when this one does: it reads its standard input until there is an end.
     process = subprocess.Popen(  # noqa: S603  # our own interpreter and module

@@ -26,11 +26,13 @@ from drafthouse_engine.devices import CacheParams, Placement, RopeParams
 from drafthouse_engine.errors import EngineError, Status
 from drafthouse_engine.moves import Moves, Start
 from drafthouse_engine.options import DraftType, EngineParams, SamplingParams
+from drafthouse_engine.rpc import add_rpc_servers
 from drafthouse_engine.step import DRAFT_DTYPE, PLAN_DTYPE, StepResult
 
 __all__ = ["main", "watch_input"]
 
 N_SEQS: Final = 3
+"""Sequences at once, where the server has more than one."""
 N_CTX: Final = 64
 N_PROMPT: Final = 5
 N_DRAFT: Final = 2
@@ -52,10 +54,10 @@ def _wrong(result: StepResult) -> str:
 
 def _decode(engine: Engine, model: Model, *, n_draft: int, is_given: bool) -> str:
     """Computes prompts of unlike lengths, then tokens of all sequences at once, with drafts."""
-    greedy = SamplingParams(temperature=0.0)
-    starts = [Start(i, Sampler(model, greedy)) for i in range(N_SEQS)]
-    n_past = [N_PROMPT + i for i in range(N_SEQS)]
-    tokens = [(7 * i + 1) % model.n_vocab for i in range(N_PROMPT + N_SEQS)]
+    greedy, n_seqs = SamplingParams(temperature=0.0), engine.limits.n_seq_max
+    starts = [Start(i, Sampler(model, greedy)) for i in range(n_seqs)]
+    n_past = [N_PROMPT + i for i in range(n_seqs)]
+    tokens = [(7 * i + 1) % model.n_vocab for i in range(N_PROMPT + n_seqs)]
     rows = [(i, 0, 0, n, 0, 1) for i, n in enumerate(n_past)]
     result = engine.step(_plan(rows, PLAN_DTYPE), tokens, moves=Moves(starts=starts))
     for _ in range(N_ROUNDS):
@@ -63,8 +65,8 @@ def _decode(engine: Engine, model: Model, *, n_draft: int, is_given: bool) -> st
             return problem
         n_past = [int(entry["n_past"]) for entry in result.entries]
         last = [int(result.tokens[e["token_offset"] + e["n_tokens"] - 1]) for e in result.entries]
-        rows = [(i, n_past[i], i, 1, n_draft, 1) for i in range(N_SEQS)]
-        drafts = [(i, N_SEQS, n_draft) for i in range(N_SEQS)] if is_given else []
+        rows = [(i, n_past[i], i, 1, n_draft, 1) for i in range(n_seqs)]
+        drafts = [(i, n_seqs, n_draft) for i in range(n_seqs)] if is_given else []
         result = engine.step(
             _plan(rows, PLAN_DTYPE), [*last, *tokens[:N_DRAFT]], _plan(drafts, DRAFT_DTYPE)
         )
@@ -78,12 +80,13 @@ def _params(setup: dict[str, Any]) -> EngineParams:
     given["rope"] = RopeParams(**given["rope"])
     given["synth_rates"] = ()
     has_drafts = given["draft_type"] != "none"
+    n_seqs = 1 if given["n_seq_max"] == 1 else N_SEQS
     small = {
-        "n_ctx": N_CTX * N_SEQS if given["kv_unified"] else 0,
+        "n_ctx": N_CTX * n_seqs if given["kv_unified"] else 0,
         "n_ctx_seq": N_CTX,
         "n_batch": N_CTX,
         "n_ubatch": N_CTX,
-        "n_seq_max": N_SEQS,
+        "n_seq_max": n_seqs,
         "n_draft_max": N_DRAFT,
         "n_rs_seq": -1,
         "n_min": min(given["n_min"], N_DRAFT) if has_drafts else 0,
@@ -164,6 +167,7 @@ def _probe(setup: dict[str, Any]) -> str:
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         try:
+            add_rpc_servers(tuple(setup["rpc"]))
             survey = _survey(setup, params)
             load_mtp = params.draft_type == "mtp"
             model = _load(setup["target"], load_mtp=load_mtp, placed_by=survey)

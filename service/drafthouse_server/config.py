@@ -123,8 +123,8 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     probe: bool = _model(
         True,
         _ANY,
-        "Decode a model of an architecture that was never compared with llama-server once in a"
-        " process of its own, before the server listens: its death is a sentence and exit code 1.",
+        "Decode a model with split_mode tensor, or of an architecture that was never compared with"
+        " llama-server, in a process of its own first: its death is a sentence and exit code 1.",
     )
     """Whether a model of an architecture that is not proven is decoded elsewhere first."""
     host: str = _access(

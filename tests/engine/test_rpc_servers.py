@@ -23,7 +23,7 @@ import grpc
 import pytest
 from models.archs import write_model
 from tests.support.gguf_copy import copied
-from tests.support.hand import DENSE, MODELS, SIMPLE
+from tests.support.hand import DENSE, HYBRID, MODELS, SIMPLE
 from tests.support.ports import free_port
 from tests.support.rpc_server import RpcServer, rpc_server
 
@@ -242,7 +242,7 @@ assert n_tokens == 16384 and placed[0] > placed[1] >= placed[2], placed
 
 # And a model of an architecture that is not proven is decoded as it will lie.
 setup = {"params": dataclasses.asdict(EngineParams(draft_type="none")), "draft": None,
-         "target": probe._part(path, -1, None), "margin_bytes": None}
+         "target": probe._part(path, -1, None), "margin_bytes": None, "rpc": ()}
 params = probe_worker._params(setup)
 with Survey(path, load_mtp=False) as survey:
     small_bytes = survey.measure(params)[1].total_bytes - 1
@@ -467,6 +467,16 @@ def test_a_setting_that_does_not_suit_the_model_is_what_is_to_be_changed(
     said = refused("--model", str(path), *settings, "--rpc", rpc.endpoint)
     assert re.search(words, said), said
     assert said.endswith("; change this setting\n"), said
+
+
+def test_a_split_that_two_streams_would_end_is_refused(rpc: RpcServer, tmp_path: Path) -> None:
+    """llama.cpp asserts how each tensor is split, in some graphs of several sequences alone."""
+    hybrid = MODELS / HYBRID
+    split = ("--split-mode", "tensor", "--rpc", rpc.endpoint)
+    said = refused("--model", str(hybrid), *split, "--draft-type", "none")
+    assert "use another model, or another split_mode" in said
+    with serving(tmp_path, *split, "--draft-type", "none") as served:  # the dense model
+        assert generated(served)
 
 
 def refused(*settings: str) -> str:

@@ -231,7 +231,8 @@ def _probe(config: Config) -> None:
     """Has unproven models decoded elsewhere first: a draft alone, the target with its drafter.
 
     Before this process builds anything of them, a survey included, which may end it. So it is that
-    process that finds which layers fit on the devices; those of RPC servers are none of its own.
+    process that finds which layers fit on the devices; those of RPC servers are its own only with
+    split_mode tensor, which nothing else can try.
 
     One that the system ends for the memory that it takes has told nothing of the model, and with
     rpc the server itself may take far less of this machine's. The server goes on with a warning.
@@ -241,24 +242,27 @@ def _probe(config: Config) -> None:
         StartupError: that process cannot be started.
     """
     arch, draft_arch = _arch_of(config.model), None
+    is_split = config.split_mode == "tensor"
     own: dict[str, Any] = {"n_gpu_layers": n_layers_of(config.gpu_layers)}
     own["margin_bytes"] = GPU_MARGIN_BYTES if is_fitted(config) else None
     drafts: dict[str, Any] = {"n_gpu_layers": n_layers_of(config.gpu_layers_draft)}
-    if not config.rpc:  # their servers serve this process alone; there it is the CPU
+    if is_split or not config.rpc:  # elsewhere it is the CPU: files need not go there twice
         own["placement"], drafts["placement"] = placement_of(config), draft_placement_of(config)
     if config.model_draft:
         draft_arch = _arch_of(config.model_draft)
         of_draft = {"path": config.model_draft} | drafts
         own |= {f"{name}_draft": value for name, value in of_draft.items()}
+    rpc = {"rpc": config.rpc if is_split else ()}
     draft_type = draft_types(config, draft_arch)[0]
     params = engine_params(config, draft_type, N_CTX_SEQ_AUTOMATIC, Threads(config.threads, 0))
     if draft_arch and draft_arch not in drafthouse_engine.PROVEN | {"eagle3", "dflash"}:
         cache = params.cache
         cache = dataclasses.replace(cache, type_k=cache.type_k_draft, type_v=cache.type_v_draft)
         alone = dataclasses.replace(params, draft_type="ngram-simple", cache=cache)
-        _probe_one(config.model_draft, draft_arch, alone, drafts)
-    if arch not in drafthouse_engine.PROVEN:
-        _probe_one(config.model, arch, params, own)
+        _probe_one(config.model_draft, _unproven(draft_arch), alone, drafts | rpc)
+    if is_split or arch not in drafthouse_engine.PROVEN:
+        why = "split_mode tensor is experimental in llama.cpp" if is_split else _unproven(arch)
+        _probe_one(config.model, why, params, own | rpc)
 
 
 def _arch_of(path: str) -> str:
@@ -266,11 +270,14 @@ def _arch_of(path: str) -> str:
         return header.arch
 
 
+def _unproven(arch: str) -> str:
+    return f"the architecture {arch!r} is not among those that were compared with llama-server"
+
+
 def _probe_one(
-    path: str, arch: str, params: drafthouse_engine.EngineParams, places: dict[str, Any]
+    path: str, why: str, params: drafthouse_engine.EngineParams, places: dict[str, Any]
 ) -> None:
-    unproven = "the architecture %r is not among those that were compared with llama-server: %s is"
-    _log.info(unproven + " decoded once in a process of its own (probe)", arch, path)
+    _log.info("%s: %s is decoded once in a process of its own (probe)", why, path)
     try:
         problem = drafthouse_engine.probe_model(path, params, **places)
     except drafthouse_engine.OutOfMemory as error:
@@ -280,7 +287,10 @@ def _probe_one(
         what = f"the process that decodes {path!r} first cannot be started: {error}"
         raise StartupError(f"{what}; repair that, or do without it (probe false)") from error
     if problem:
-        raise ModelLoadError(path, problem, "use another model")
+        advice = "use another model"
+        if (placement := places.get("placement")) and placement.split_mode == "tensor":
+            advice += ", or another split_mode"
+        raise ModelLoadError(path, problem, advice)
 
 
 def _load_model(
