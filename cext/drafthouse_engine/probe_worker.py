@@ -53,20 +53,25 @@ def _wrong(result: StepResult) -> str:
 
 
 def _decode(engine: Engine, model: Model, *, n_draft: int, is_given: bool) -> str:
-    """Computes prompts of unlike lengths, then tokens of all sequences at once, with drafts."""
+    """Computes prompts of unlike lengths, tokens of all sequences at once, and of one alone.
+
+    Graphs differ by how many sequences and tokens they have, with drafts and without.
+    """
     greedy, n_seqs = SamplingParams(temperature=0.0), engine.limits.n_seq_max
     starts = [Start(i, Sampler(model, greedy)) for i in range(n_seqs)]
     n_past = [N_PROMPT + i for i in range(n_seqs)]
     tokens = [(7 * i + 1) % model.n_vocab for i in range(N_PROMPT + n_seqs)]
     rows = [(i, 0, 0, n, 0, 1) for i, n in enumerate(n_past)]
     result = engine.step(_plan(rows, PLAN_DTYPE), tokens, moves=Moves(starts=starts))
-    for _ in range(N_ROUNDS):
+    rounds = [*[(n_seqs, n_draft)] * N_ROUNDS, (1, n_draft), (1, 0)]
+    for n_rows, n_drafted in rounds:
         if problem := _wrong(result):
             return problem
         n_past = [int(entry["n_past"]) for entry in result.entries]
         last = [int(result.tokens[e["token_offset"] + e["n_tokens"] - 1]) for e in result.entries]
-        rows = [(i, n_past[i], i, 1, n_draft, 1) for i in range(n_seqs)]
-        drafts = [(i, n_seqs, n_draft) for i in range(n_seqs)] if is_given else []
+        rows = [(i, n_past[i], i, 1, n_drafted, 1) for i in range(n_rows)]
+        is_drafted = is_given and n_drafted > 0
+        drafts = [(i, len(last), n_drafted) for i in range(n_rows)] if is_drafted else []
         result = engine.step(
             _plan(rows, PLAN_DTYPE), [*last, *tokens[:N_DRAFT]], _plan(drafts, DRAFT_DTYPE)
         )

@@ -469,12 +469,14 @@ def test_a_setting_that_does_not_suit_the_model_is_what_is_to_be_changed(
     assert said.endswith("; change this setting\n"), said
 
 
-def test_a_split_that_two_streams_would_end_is_refused(rpc: RpcServer, tmp_path: Path) -> None:
-    """llama.cpp asserts how each tensor is split, in some graphs of several sequences alone."""
-    hybrid = MODELS / HYBRID
+def test_a_split_that_ends_the_process_is_refused(rpc: RpcServer, tmp_path: Path) -> None:
+    """llama.cpp asserts how tensors are split, in some graphs of several sequences or one alone."""
     split = ("--split-mode", "tensor", "--rpc", rpc.endpoint)
-    said = refused("--model", str(hybrid), *split, "--draft-type", "none")
-    assert "use another model, or another split_mode" in said
+    for model in (
+        ("--model", str(MODELS / HYBRID), "--draft-type", "none"),  # by two streams at once
+        ("--model", str(MODELS / DENSE), "--model-draft", str(MODELS / SIMPLE)),  # by a token
+    ):
+        assert "use another model, or another split_mode" in refused(*model, *split)
     with serving(tmp_path, *split, "--draft-type", "none") as served:  # the dense model
         assert generated(served)
 
