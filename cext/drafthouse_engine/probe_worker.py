@@ -63,7 +63,7 @@ def _decode(engine: Engine, model: Model, *, n_draft: int, is_given: bool) -> st
     tokens = [(7 * i + 1) % model.n_vocab for i in range(N_PROMPT + n_seqs)]
     rows = [(i, 0, 0, n, 0, 1) for i, n in enumerate(n_past)]
     result = engine.step(_plan(rows, PLAN_DTYPE), tokens, moves=Moves(starts=starts))
-    rounds = [*[(n_seqs, n_draft)] * N_ROUNDS, (1, n_draft), (1, 0)]
+    rounds = [*[(n_seqs, n_draft)] * N_ROUNDS, (n_seqs, 0), (1, n_draft), (1, 0)]
     for n_rows, n_drafted in rounds:
         if problem := _wrong(result):
             return problem

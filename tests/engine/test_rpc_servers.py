@@ -474,6 +474,7 @@ def test_a_split_that_ends_the_process_is_refused(rpc: RpcServer, tmp_path: Path
     split = ("--split-mode", "tensor", "--rpc", rpc.endpoint)
     for model in (
         ("--model", str(MODELS / HYBRID), "--draft-type", "none"),  # by two streams at once
+        ("--model", str(MODELS / HYBRID), "--draft-type", "mtp"),  # where neither has a draft
         ("--model", str(MODELS / DENSE), "--model-draft", str(MODELS / SIMPLE)),  # by a token
     ):
         assert "use another model, or another split_mode" in refused(*model, *split)
