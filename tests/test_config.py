@@ -123,6 +123,7 @@ def test_a_wrong_value_is_named_with_its_setting(
         ),
         ({"prompt_lookup": True, "draft_type": "none"}, "prompt_lookup", "set draft_type to"),
         ({"synth_rates": ("0.5",)}, "synth_rates", "has 1 rates; expected as many as draft_max, 4"),
+        ({"outbox_kib": 16 << 10, "front_mib": 16}, "outbox_kib", "lower outbox_kib or raise"),
         ({"ssl_cert_file": "c"}, "ssl_cert_file", "ssl_key_file is not; TLS needs both"),
         ({"ssl_key_file": "k"}, "ssl_key_file", "ssl_cert_file is not; TLS needs both"),
         ({"ssl_client_ca_file": "a"}, "ssl_client_ca_file", "set ssl_cert_file and ssl_key_file"),

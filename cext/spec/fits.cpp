@@ -355,9 +355,9 @@ void check_ubatch_room(const spec_engine_params & p) {
     const int32_t n_rollback = std::max(n_draft, p.n_rs_seq);
     if (p.n_ubatch < 2 + n_rollback) {
         fail(SPEC_ERR_INVALID_ARGUMENT,
-             "n_ubatch is " + std::to_string(p.n_ubatch) +
-                 "; expected at least 2 + n_draft_max = " + std::to_string(2 + n_rollback) +
-                 ": a draft is verified inside one ubatch");
+             "n_ubatch is " + std::to_string(p.n_ubatch) + "; expected at least " +
+                 (n_draft > 0 ? "2 + n_draft_max = " : "") + std::to_string(2 + n_rollback) +
+                 (n_draft > 0 ? ": a draft is verified inside one ubatch" : ""));
     }
 }
 

@@ -27,7 +27,7 @@ from drafthouse_server.access import UNIX, are_api_keys, check_access, has_acces
 from drafthouse_server.administration import AdminSettings, check_admin
 from drafthouse_server.devices import DeviceSettings, check_devices
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.front import FrontSettings, check_ports
+from drafthouse_server.front import FrontSettings, check_outbox, check_ports
 from drafthouse_server.setting import AUTO, Rule, Setting, between, declare, layers, one_of
 from drafthouse_server.sharing import SharingSettings
 
@@ -479,7 +479,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     def __post_init__(self) -> None:
         for setting in SETTINGS.values():
             _check_value(setting, getattr(self, setting.name))
-        for check in (check_access, check_admin, check_devices, check_ports):
+        for check in (check_access, check_admin, check_devices, check_outbox, check_ports):
             check(self)
         _check_sizes(self)
         _check_drafts(self)

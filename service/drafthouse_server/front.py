@@ -15,7 +15,7 @@ from drafthouse_server.access import UNIX, bare_host
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.setting import Rule, between, declare, one_of
 
-__all__ = ["FrontSettings", "check_ports"]
+__all__ = ["FrontSettings", "check_outbox", "check_ports"]
 
 _ANY = Rule("", lambda _: True)
 _ADDRESS = Rule("an address or a name", lambda host: bool(host) and not host.startswith("unix:"))
@@ -230,6 +230,20 @@ def check_ports(settings: _Listening) -> None:
                 f" another {other}"
             )
             raise ConfigError(other, port, problem=problem)
+
+
+def check_outbox(settings: FrontSettings) -> None:
+    """Checks that there is memory for a stream: each holds a whole outbox.
+
+    Raises:
+        ConfigError: no call could ever be taken.
+    """
+    if settings.outbox_kib >> 10 >= settings.front_mib:
+        problem = (
+            f"outbox_kib is {settings.outbox_kib}, and front_mib has {settings.front_mib} MiB for"
+            " the outboxes and requests of all calls; lower outbox_kib or raise front_mib"
+        )
+        raise ConfigError("outbox_kib", settings.outbox_kib, problem=problem)
 
 
 def _meet(one: str, other: str) -> bool:

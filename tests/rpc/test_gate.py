@@ -21,7 +21,7 @@ from drafthouse import _errors
 from drafthouse.v1 import generation_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
-from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
+from drafthouse_server.errors import QuotaExceeded, ServerOverloaded, StartupError
 from drafthouse_server.operations.calls import Call, FrontMemory, OpenCalls
 from drafthouse_server.operations.descriptors import DescriptorBudget, raise_descriptor_limit
 from drafthouse_server.rpc import gate, services
@@ -278,6 +278,13 @@ def test_connections_leave_twice_the_reserve() -> None:
     # All of them leave calls alone; as many files as the reserve may be open besides.
     assert not DescriptorBudget(10, n_open=lambda: 30 + 50 + 10, n_limit=lambda: 100).check()
     assert DescriptorBudget(10, n_open=lambda: 30 + 50 + 11, n_limit=lambda: 100).check()
+
+
+async def test_a_server_that_could_take_no_call_does_not_start(
+    start_server: ServerFactory,
+) -> None:
+    with pytest.raises(StartupError, match="no call could be taken; raise the limit"):
+        await start_server(FakeEngine(), reserved_descriptors=1 << 20)
 
 
 def test_descriptors_are_counted_now_and_then() -> None:

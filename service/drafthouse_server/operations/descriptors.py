@@ -13,6 +13,8 @@ import resource
 import time
 from collections.abc import Callable
 
+from drafthouse_server.errors import StartupError
+
 __all__ = ["DescriptorBudget", "raise_descriptor_limit"]
 
 _OPEN = "/proc/self/fd"
@@ -81,6 +83,20 @@ class DescriptorBudget:
         before calls are refused.
         """
         return max(1, self._read_limit() - self._read_open() - 2 * self._n_reserve)
+
+    def require(self) -> None:
+        """Sees that calls can be taken, as long as nobody has come.
+
+        Raises:
+            StartupError: fewer are left than the reserve.
+        """
+        if self.check():
+            n_limit, n_reserve = self._read_limit(), self._n_reserve
+            raise StartupError(
+                f"this process may open {n_limit} files and connections and has {self.n_open}, and"
+                f" reserved_descriptors keeps {n_reserve} free, so that no call could be taken;"
+                " raise the limit (`ulimit -n`, LimitNOFILE) or lower reserved_descriptors"
+            )
 
     def check(self) -> bool:
         """Returns whether few are left. They are counted now and then, at a hundredth of a core."""

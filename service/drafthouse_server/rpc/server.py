@@ -345,9 +345,11 @@ class Server:
         shapes = shapes_of(services, bounds)
         calls, resets = open_calls(config), StreamResets()
         resets.install(asyncio.get_running_loop())
+        descriptors = DescriptorBudget(config.reserved_descriptors)
+        descriptors.require()
         self._gate = Gate(
             calls,
-            DescriptorBudget(config.reserved_descriptors),
+            descriptors,
             retry_after_s=config.retry_after_s,
             first_message_s=config.first_message_timeout_s,
             slow_reader_s=config.slow_reader_timeout_s,
@@ -370,7 +372,7 @@ class Server:
             options=channel_options(
                 config,
                 max(shape.n_bytes_max for shape in shapes.values()),
-                self._gate.descriptors.n_connections(),
+                descriptors.n_connections(),
             ),
         )
         acceptor = Acceptor(server, interceptors)
