@@ -244,8 +244,8 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     batch_size: int = _steps(
         512,
         between(1, 1 << 16),
-        "Maximum tokens of one step, over all requests; at least parallel. Steps are shorter where"
-        " tokens take long: prompts are cut by time.",
+        "Maximum tokens of one step, over all requests; at its default more, where parallel * (1 +"
+        " draft_max) is. Steps are shorter where tokens take long: prompts are cut by time.",
         old="n_batch",
         peers=("max_num_batched_tokens",),
     )

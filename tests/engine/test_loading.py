@@ -84,6 +84,25 @@ def test_the_cells_of_all_slots_are_shared_as_llama_server_does(
 
 @pytest.mark.model
 @pytest.mark.parametrize(
+    ("parallel", "n_batch"), [(8, 512), (128, 640)], ids=["as it is", "for drafts of all slots"]
+)
+def test_a_step_has_room_for_the_drafts_of_all_slots(parallel: int, n_batch: int) -> None:
+    config = Config(
+        model=str(MODELS / TARGETS["dense"]),
+        draft_type="mtp",
+        parallel=parallel,
+        max_model_len=64,
+        threads=1,
+    )
+    engine = LlamaEngine.load(config)
+    try:
+        assert (engine.limits.n_seq_max, engine.limits.n_batch) == (parallel, n_batch)
+    finally:
+        engine.close()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"batch_size": 16, "ubatch_size": 16}, ("batch_size is 16", "parallel * (1 + draft_max)")),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem, Section
-from drafthouse_server.engine.surveyor import WINDOWS_SPARED, Surveyor
+from drafthouse_server.engine.surveyor import N_SLOTS_MAX, WINDOWS_SPARED, Surveyor
 from drafthouse_server.engine.threads import threads_of
 from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host.amounts import format_bytes, format_count
@@ -156,7 +156,10 @@ def _fits(surveyor: Surveyor, memory: HostMemory, room: _Room) -> Section:
         )
         found = largest_fit(wish, needed, n_usable)
         n_slots = found.parallel if found else 0
-        bound = ", as many as batch_size allows" if n_slots == surveyor.most_slots else ""
+        bound = ""
+        if n_slots == surveyor.most_slots:
+            is_most = n_slots == N_SLOTS_MAX
+            bound = f", as many as {'llama.cpp' if is_most else 'batch_size'} allows"
         places = "" if n_layers is None else f", {layers_in_words(n_layers)} on devices"
         section.add(str(n_tokens), n_slots, f"{n_slots} slots of {n_tokens} tokens{bound}{places}")
     return section

@@ -33,6 +33,7 @@ __all__ = [
     "placement_of",
     "request_tokens",
     "rope_params",
+    "step_tokens",
     "unfit_errors",
 ]
 
@@ -68,6 +69,14 @@ def request_tokens(config: Config, n_ctx_train: int) -> int:
     return min(n_ctx_train, n_slot or N_CTX_SEQ_AUTOMATIC)
 
 
+def step_tokens(config: Config, draft_type: str) -> int:
+    """Returns the most tokens of one step: as set, or at least what drafts of all slots take."""
+    if config.batch_size != SETTINGS["batch_size"].default:
+        return config.batch_size
+    n_drafted = config.draft_max if draft_type != "none" else 0
+    return max(config.batch_size, config.parallel * (1 + n_drafted))
+
+
 def placement_of(config: Config) -> drafthouse_engine.Placement:
     """Returns where the target's weights lie."""
     return drafthouse_engine.Placement(
@@ -100,7 +109,7 @@ def engine_params(
         draft_type=draft_type,  # type: ignore[arg-type]  # Config allows the same names only
         n_ctx=config.ctx_size,
         n_ctx_seq=request_tokens(config, n_ctx_train),
-        n_batch=config.batch_size,
+        n_batch=step_tokens(config, draft_type),
         n_ubatch=config.ubatch_size,
         n_seq_max=config.parallel,
         n_draft_max=config.draft_max,

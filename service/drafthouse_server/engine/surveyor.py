@@ -19,6 +19,7 @@ from drafthouse_server.engine.parameters import (
     n_layers_of,
     placement_of,
     request_tokens,
+    step_tokens,
     unfit_errors,
 )
 from drafthouse_server.engine.threads import Threads
@@ -33,7 +34,7 @@ from drafthouse_server.setting import AS_FIT
 with suppress(ImportError):  # `check_built` says so
     import drafthouse_engine
 
-__all__ = ["GPU_MARGIN_BYTES", "WINDOWS_SPARED", "Surveyor", "is_fitted", "sized"]
+__all__ = ["GPU_MARGIN_BYTES", "N_SLOTS_MAX", "WINDOWS_SPARED", "Surveyor", "is_fitted", "sized"]
 
 WINDOWS_SPARED = "layers with a sliding window keep the window alone: not all would fit else"
 """What `Surveyor.spare_windows` has done, in words."""
@@ -41,7 +42,8 @@ WINDOWS_SPARED = "layers with a sliding window keep the window alone: not all wo
 GPU_MARGIN_BYTES = 1 << 30
 """Left free on each device, as llama-server leaves it."""
 
-_N_SLOTS_MAX = 256
+N_SLOTS_MAX = 256
+"""Slots that llama.cpp can have."""
 
 
 class Surveyor:
@@ -253,8 +255,9 @@ class Surveyor:
     @property
     def most_slots(self) -> int:
         """Slots that a step has room for, whatever the memory."""
-        n_draft = self._config.draft_max if self._draft_type != "none" else 0
-        return min(_N_SLOTS_MAX, self._config.batch_size // (1 + n_draft))
+        config = dataclasses.replace(self._config, parallel=N_SLOTS_MAX)
+        n_draft = config.draft_max if self._draft_type != "none" else 0
+        return min(N_SLOTS_MAX, step_tokens(config, self._draft_type) // (1 + n_draft))
 
     def sized(self, size: Size) -> Config:
         """Returns the settings, with other slots and tokens of one request where they ask so."""
