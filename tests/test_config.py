@@ -109,7 +109,7 @@ def test_a_wrong_value_is_named_with_its_setting(
     ("settings", "key", "words"),
     [
         ({"batch_size": 4, "ubatch_size": 4}, "batch_size", "raise batch_size or lower parallel"),
-        ({"ubatch_size": 1024}, "ubatch_size", "lower ubatch_size or raise batch_size"),
+        ({"ubatch_size": 1024}, "ubatch_size", "lower it or raise batch_size"),
         (
             {"draft_default": 9, "draft_policy": "fixed"},
             "draft_default",

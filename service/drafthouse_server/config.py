@@ -253,7 +253,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     ubatch_size: int = _steps(
         512,
         between(1, 1 << 16),
-        "Maximum tokens of one physical batch; at most batch_size.",
+        "Maximum tokens of one physical batch; at most batch_size, and at its default no more.",
         old="n_ubatch",
     )
     """Physical batch."""
@@ -537,11 +537,11 @@ def _check_sizes(config: Config) -> None:
         " token of each slot; raise batch_size or lower parallel",
     )
     _require(
-        config.ubatch_size <= config.batch_size,
+        config.ubatch_size <= config.batch_size
+        or config.ubatch_size == SETTINGS["ubatch_size"].default,
         "ubatch_size",
         config.ubatch_size,
-        f"ubatch_size {config.ubatch_size} is more than batch_size {config.batch_size}; lower"
-        " ubatch_size or raise batch_size",
+        f"ubatch_size is more than batch_size ({config.batch_size}); lower it or raise batch_size",
     )
 
 

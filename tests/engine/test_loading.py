@@ -84,19 +84,16 @@ def test_the_cells_of_all_slots_are_shared_as_llama_server_does(
 
 @pytest.mark.model
 @pytest.mark.parametrize(
-    ("parallel", "n_batch"), [(8, 512), (128, 640)], ids=["as it is", "for drafts of all slots"]
+    ("settings", "n_batch"),
+    [({}, 512), ({"parallel": 128}, 640), ({"batch_size": 100}, 100)],
+    ids=["as it is", "for the drafts of all slots", "with a smaller physical batch"],
 )
-def test_a_step_has_room_for_the_drafts_of_all_slots(parallel: int, n_batch: int) -> None:
-    config = Config(
-        model=str(MODELS / TARGETS["dense"]),
-        draft_type="mtp",
-        parallel=parallel,
-        max_model_len=64,
-        threads=1,
-    )
+def test_sizes_of_batches_follow_what_is_set(settings: dict[str, Any], n_batch: int) -> None:
+    model = str(MODELS / TARGETS["dense"])
+    config = Config(model=model, draft_type="mtp", max_model_len=64, threads=1, **settings)
     engine = LlamaEngine.load(config)
     try:
-        assert (engine.limits.n_seq_max, engine.limits.n_batch) == (parallel, n_batch)
+        assert (engine.limits.n_seq_max, engine.limits.n_batch) == (config.parallel, n_batch)
     finally:
         engine.close()
 

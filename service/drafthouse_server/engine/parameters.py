@@ -105,12 +105,13 @@ def engine_params(
     config: Config, draft_type: str, n_ctx_train: int, threads: Threads
 ) -> drafthouse_engine.EngineParams:
     """Returns what an engine is made with."""
+    n_batch = step_tokens(config, draft_type)
     return drafthouse_engine.EngineParams(
         draft_type=draft_type,  # type: ignore[arg-type]  # Config allows the same names only
         n_ctx=config.ctx_size,
         n_ctx_seq=request_tokens(config, n_ctx_train),
-        n_batch=step_tokens(config, draft_type),
-        n_ubatch=config.ubatch_size,
+        n_batch=n_batch,
+        n_ubatch=min(config.ubatch_size, n_batch),
         n_seq_max=config.parallel,
         n_draft_max=config.draft_max,
         n_threads=threads.n,
