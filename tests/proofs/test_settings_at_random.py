@@ -45,9 +45,12 @@ MOST = {
     "drain_timeout_s": 5,
 }  # fmt: skip
 """What a machine of tests has room for."""
-LEAST = {"max_model_len": 200, "ctx_size": 2000, "first_message_timeout_s": 1.0, "front_mib": 64,
-         "max_message_bytes": 4096, "slow_reader_timeout_s": 5, "drain_timeout_s": 1}  # fmt: skip
-"""Below, what is measured is the speed of the machine, or requests are refused for their length."""
+LEAST = {
+    "max_model_len": 200, "ctx_size": 2000, "front_mib": 64, "max_message_bytes": 4096,
+    "max_concurrent_streams": 32, "first_message_timeout_s": 1, "slow_reader_timeout_s": 5,
+    "drain_timeout_s": 1,
+}  # fmt: skip
+"""Below, gRPC itself refuses requests, or what is measured is the speed of the machine."""
 
 OTHERS = ("rope_", "yarn_", "cache_type_", "flash_", "port", "metrics_port", "admin_port", "synth_")
 """Settings that change what a model computes, or that say where a server is found."""

@@ -37,17 +37,20 @@ class RpcServer:
 
 
 @contextmanager
-def rpc_server(folder: Path, port: int = 0, n_threads: int = 1) -> Iterator[RpcServer]:
+def rpc_server(
+    folder: Path, port: int = 0, n_threads: int = 1, rounding: float | None = None
+) -> Iterator[RpcServer]:
     """Yields a server that listens, and ends it.
 
     Args:
         folder: Where its output is kept.
         port: Where it listens; 0: any free port.
         n_threads: Threads that it computes with.
+        rounding: As of `lasting_rpc_server`; then it has one thread.
     """
     port = port or free_port()
     output = folder / f"rpc-{port}.txt"
-    command = _command(port, n_threads)
+    command = _command(port, n_threads) if rounding is None else _rounding(port, rounding)
     with output.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
