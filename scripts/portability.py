@@ -392,6 +392,7 @@ MACHINES = (
     ),
 )
 KERNEL_TESTS = ("attention_test", "rows_test")
+STRIDE = "7"  # under qemu, of attention_test's checks
 PROGRAMS = ("abi_test", "step_bench", "rollback_test", "rng_test", *KERNEL_TESTS)
 
 
@@ -475,8 +476,9 @@ def build_and_run(machine: Machine) -> None:
     is_part = machine.architecture == HOST and machine.part_of in cpuinfo.split()
     for program, *arguments in invocations():
         started = [] if is_part and program in KERNEL_TESTS else emulator(machine)
+        few = [STRIDE] if started and program == "attention_test" else []
         started_s = time.monotonic()
-        run_step([*started, str(folder / "bin" / program), *arguments], machine.name)
+        run_step([*started, str(folder / "bin" / program), *arguments, *few], machine.name)
         say(f"{machine.name}: {program} passed in {time.monotonic() - started_s:.0f} s")
     if emulated and "avx2" not in cpuinfo.split():
         say(f"{machine.name}: {', '.join(emulated)} not run, this CPU has no avx2")

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <string>
@@ -305,9 +306,16 @@ std::vector<float> expected(const setup & s, values x) {
 
 int n_failures = 0;
 int n_checks = 0;
+int stride = 1; // an emulator takes half an hour for all of them: one in so many is made
+
+bool is_left_out() {
+    return n_checks++ % stride != 0;
+}
 
 void check_values(const setup & s) {
-    ++n_checks;
+    if (is_left_out()) {
+        return;
+    }
     const values x = make_values(s, uint32_t(n_checks));
     const std::vector<float> found = computed(s, x);
     const std::vector<float> wanted = expected(s, x);
@@ -329,7 +337,9 @@ void check_values(const setup & s) {
 
 // A row alone, its cells spread over a larger cache, gives bit for bit what it gives among others.
 void check_alone(setup s, int64_t row, int64_t n_gap) {
-    ++n_checks;
+    if (is_left_out()) {
+        return;
+    }
     const values x = make_values(s, 77);
     const std::vector<float> together = computed(s, x);
     setup alone = s;
@@ -365,10 +375,9 @@ void check_alone(setup s, int64_t row, int64_t n_gap) {
 
 // A cell that holds what is no number ends who sees it, and changes no bit of its neighbours.
 void check_neighbours(const setup & s) {
-    if (IS_STOCK) {
+    if (IS_STOCK || is_left_out()) {
         return;
     }
-    ++n_checks;
     values x = make_values(s, uint32_t(n_checks));
     const std::vector<float> wanted = computed(s, x);
     constexpr int64_t cell = 3;
@@ -399,11 +408,13 @@ void check_neighbours(const setup & s) {
 
 // However the heads are shared out among threads, each gives the same bits.
 void check_threads(setup s) {
+    if (is_left_out()) {
+        return;
+    }
     const values x = make_values(s, 79);
     s.n_threads = 1;
     const std::vector<float> alone = computed(s, x);
     for (int n_threads : {2, 3, 5, 8, 13}) {
-        ++n_checks;
         s.n_threads = n_threads;
         const std::vector<float> found = computed(s, x);
         if (std::memcmp(found.data(), alone.data(), alone.size() * sizeof(float)) != 0) {
@@ -598,7 +609,9 @@ void check_extras() {
 
 } // namespace
 
-int main() {
+// Arguments: the stride of checks; none: all of them.
+int main(int argc, char ** argv) {
+    stride = argc > 1 ? std::max(1, std::atoi(argv[1])) : 1;
     check_widths();
     check_shapes();
     check_extras();
@@ -633,9 +646,9 @@ int main() {
         }
     }
     if (n_failures != 0) {
-        std::printf("%d of %d checks failed\n", n_failures, n_checks);
+        std::printf("%d of %d checks failed\n", n_failures, n_checks / stride);
         return 1;
     }
-    std::printf("ok: %d checks\n", n_checks);
+    std::printf("ok: %d checks\n", n_checks / stride);
     return 0;
 }
