@@ -10,7 +10,8 @@ something of it changes.
 The full part builds llama.cpp for some of these targets and runs abi_test, attention_test,
 rollback_test, rng_test and step_bench there, under qemu-user where this CPU is another. qemu 7.2
 knows AVX2 and SVE, not AVX-512: that is run where this CPU has it. Where it has AVX2 alone, our
-kernels for AVX-512 and VNNI are run with these instructions as functions.
+kernels for AVX-512 and VNNI are run with these instructions as functions. Tests of kernels are run
+without qemu where this CPU can, and else in a shorter form.
 
 `make test-deps` installs the compilers.
 """
