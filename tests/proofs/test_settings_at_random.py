@@ -48,9 +48,9 @@ MOST = {
 LEAST = {
     "max_model_len": 200, "ctx_size": 2000, "front_mib": 64, "max_message_bytes": 4096,
     "max_concurrent_streams": 32, "first_message_timeout_s": 1, "slow_reader_timeout_s": 5,
-    "drain_timeout_s": 1,
+    "max_connection_age_s": 100, "max_connection_age_grace_s": 100, "drain_timeout_s": 1,
 }  # fmt: skip
-"""Below, gRPC itself refuses requests, or what is measured is the speed of the machine."""
+"""Below, gRPC itself refuses or ends calls, or what is measured is the speed of the machine."""
 
 OTHERS = ("rope_", "yarn_", "cache_type_", "flash_", "port", "metrics_port", "admin_port", "synth_")
 """Settings that change what a model computes, or that say where a server is found."""
