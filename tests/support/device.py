@@ -74,7 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return _EngineParams(**fields | {"exact": False})  # the engine refuses it with any device
 
     if part == "exact":
-        drafthouse_engine.EngineParams = inexact  # type: ignore[assignment,misc]
+        # A function does in its place: nobody asks for its type.
+        drafthouse_engine.EngineParams = inexact  # type: ignore[assignment,misc]  # as of Model
     drafthouse_engine.Model = model  # type: ignore[assignment,misc]  # in its place for the whole run
 
 
