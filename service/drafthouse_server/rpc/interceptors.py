@@ -6,6 +6,8 @@ import asyncio
 import base64
 import hashlib
 import logging
+import math
+import random
 import re
 import secrets
 import time
@@ -31,6 +33,7 @@ from grpc_status import rpc_status
 
 from drafthouse_server.errors import (
     DrafthouseError,
+    Draining,
     EngineError,
     InvalidRequest,
     Overloaded,
@@ -48,6 +51,7 @@ from drafthouse_server.tenancy.tenants import Identity
 
 __all__ = [
     "DOMAIN",
+    "USAGE_KEY",
     "Act",
     "Administer",
     "Answer",
@@ -63,6 +67,7 @@ __all__ = [
     "current_call",
     "intercept",
     "is_ours",
+    "pushback",
     "to_status",
     "wrapped",
 ]
@@ -73,6 +78,15 @@ DOMAIN = "drafthouse.dev"
 """Domain of `ErrorInfo`."""
 
 REQUEST_ID_KEY = "x-request-id"
+
+USAGE_KEY = "drafthouse-usage-bin"
+"""Trailer with the usage of an accepted stream, a serialised `Usage`, however it ended."""
+
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
+_NEVER = "-1"
+_RETRIED = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+_LONGEST_RETRY_S = 120.0
+"""Who shall come back later than that is told so, and not kept waiting by its own transport."""
 
 _OUR_METHODS = "/drafthouse."
 _HEALTH_METHODS = "/grpc.health."
@@ -99,6 +113,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Answer: TypeAlias = Message | None
 """None of a stream, which has written its answers."""
+_Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Behaviour: TypeAlias = "Callable[[Any, Context], Awaitable[Answer]]"
 Wrap: TypeAlias = "Callable[[Behaviour, Any, Context], Awaitable[Answer]]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
@@ -407,8 +422,8 @@ def _client_request_id(context: Context) -> str:
 def _new_id() -> str:
     """Returns an id that nobody guesses and no other call has; later ones sort behind."""
     milliseconds = time.time_ns() // 1_000_000 % (1 << 48)  # of a clock that is wrong, too
-    random = milliseconds.to_bytes(6, "big") + secrets.token_bytes(10)
-    return "req_" + base64.b32hexencode(random).decode().rstrip("=").lower()
+    number = milliseconds.to_bytes(6, "big") + secrets.token_bytes(10)
+    return "req_" + base64.b32hexencode(number).decode().rstrip("=").lower()
 
 
 def _api_key(context: Context) -> str | None:
@@ -442,8 +457,40 @@ async def _abort(error: DrafthouseError, context: Context) -> Never:
     call.reason = error.reason
     status = rpc_status.to_status(to_status(error, call.request_id))
     # With what the call's trailers have already: the request's id, a stream's usage.
-    metadata = (*status.trailing_metadata, *(context.trailing_metadata() or ()))
+    told = context.trailing_metadata() or ()
+    metadata = (*status.trailing_metadata, *told, *pushback(error, told))
     await context.abort(status.code, status.details, metadata)
+
+
+def pushback(error: DrafthouseError, told: Iterable[tuple[str, object]]) -> _Metadata:
+    """Returns what gRPC's own retries shall do: wait so long, up to a quarter more, or give up.
+
+    Clients have them by a service config, as that beside our protos, and look at codes alone.
+
+    Args:
+        error: With which the call ends.
+        told: What its trailers have already.
+
+    Source:
+        gRPC proposal A6, "Pushback".
+    """
+    if error.code not in _RETRIED:
+        return ()
+    wait_s = _retry_after_s(error)
+    if isinstance(error, Draining):  # by which is handed back what has not begun
+        is_billed = error.has_begun
+    else:
+        is_billed = any(key == USAGE_KEY for key, _ in told)
+    if wait_s is None or wait_s > _LONGEST_RETRY_S or is_billed:
+        return ((_PUSHBACK_KEY, _NEVER),)
+    spread = 1.0 + random.random() / 4  # noqa: S311  not a secret
+    return ((_PUSHBACK_KEY, str(math.ceil(wait_s * spread * 1000.0))),)
+
+
+def _retry_after_s(error: DrafthouseError) -> float | None:
+    if isinstance(error, QuotaExceeded | TooManyBadKeys | Overloaded):
+        return error.retry_after_s
+    return None
 
 
 def to_status(error: DrafthouseError, request_id: str) -> Status:
@@ -476,11 +523,9 @@ def _details(error: DrafthouseError, request_id: str) -> Iterable[Message]:
             quota_value=int(error.limit),
         )
         yield QuotaFailure(violations=[violation])
-    if (
-        isinstance(error, QuotaExceeded | TooManyBadKeys | Overloaded)
-        and error.retry_after_s is not None
-    ):
-        yield _retry_info(error.retry_after_s)
+    wait_s = _retry_after_s(error)
+    if wait_s is not None:
+        yield _retry_info(wait_s)
 
 
 def _bad_request(error: InvalidRequest) -> BadRequest:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from drafthouse.v1 import generation_pb2, model_pb2
+from drafthouse_server.rpc.interceptors import USAGE_KEY
 from drafthouse_server.scheduling.sequence import (
     Event,
     FinishEvent,
@@ -38,9 +39,6 @@ __all__ = [
     "rate_limit_headers",
     "usage_message",
 ]
-
-_USAGE_KEY = "drafthouse-usage-bin"
-"""Trailer with the usage of an accepted stream, a serialised `Usage`, however it ended."""
 
 _BEGUN_KEY = "drafthouse-request-id"
 """Initial metadata of a stream of which something is computed, with the call's id: it is billed."""
@@ -247,7 +245,7 @@ class StreamWriter:
         self.account.end(outcome)
         if not self._has_told:
             self._has_told = True
-            trailer = (_USAGE_KEY, usage_message(self.account.usage).SerializeToString())
+            trailer = (USAGE_KEY, usage_message(self.account.usage).SerializeToString())
             before = self._context.trailing_metadata() or ()
             self._context.set_trailing_metadata((*before, trailer))
 
