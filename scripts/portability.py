@@ -270,13 +270,16 @@ def units_of(target: Target, *, in_test: bool = False) -> list[str]:
 
     Args:
         target: Which.
-        in_test: As `make test` does: what we change outside the kernels, with libc++ alone.
+        in_test: As `make test` does: what we change outside the kernels, with libc++ alone; our own
+            files with that and with the oldest Clang, which compiles them for another machine.
     """
     patched = patched_units()
     kernels = [unit for unit in patched if unit.startswith(KERNELS)]
-    if not target.is_whole:
-        return kernels
-    return [*OWN, *(kernels if in_test and target.compiler.name != "libc++" else patched)]
+    name = target.compiler.name
+    if in_test and name != "libc++":
+        is_away = name == "clang-14" and target.compiler.architecture != HOST
+        return [*(OWN if is_away else ()), *kernels]
+    return [*OWN, *patched] if target.is_whole else kernels
 
 
 def inputs(source: Path) -> list[Path]:
