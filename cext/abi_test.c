@@ -53,6 +53,8 @@ static void test_names(void) {
     TRUE(cores.n_physical <= cores.n_logical && cores.quota >= 0.0);
     TRUE(spec_last_error() != NULL);
     spec_set_log(NULL, NULL);
+    spec_on_abort("what to do", 1);
+    spec_on_abort(NULL, -1);
 }
 
 static void test_model_nulls(void) {

@@ -109,6 +109,13 @@ int32_t spec_find_cores(const char * root, const char * cpus, spec_cores * out);
 typedef void (*spec_log_callback)(int32_t level, const char * text, void * user);
 void spec_set_log(spec_log_callback callback, void * user);
 
+/* What the process says, and how it ends, where llama.cpp or ggml gives up (GGML_ASSERT,
+ * GGML_ABORT), which nothing can catch: their line, then `words`, cut to 1,023 bytes, on standard
+ * error; then exit_code, at once and without a word to anybody, or SIGABRT where it is negative.
+ * NULL or "": their line alone. No debugger is started, as ggml does by itself. Process-wide; at
+ * any time, from any thread. since ABI 9 */
+void spec_on_abort(const char * words, int32_t exit_code);
+
 /* Devices of other machines, and when devices are asked. since ABI 9
  *
  * llama.cpp makes its list of backends, for which those of accelerators ask their drivers, with the

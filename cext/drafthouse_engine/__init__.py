@@ -29,6 +29,7 @@ try:
         find_cores,
         grammar_accepts,
         list_devices,
+        on_abort,
         set_log,
         set_numa,
     )
@@ -295,6 +296,7 @@ __all__ = [
     "json_schema_grammar",
     "list_devices",
     "modified_rejection_step",
+    "on_abort",
     "probe_model",
     "regex_grammar",
     "sample_token",

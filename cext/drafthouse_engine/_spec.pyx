@@ -49,6 +49,7 @@ __all__ = [
     "find_cores",
     "grammar_accepts",
     "list_devices",
+    "on_abort",
     "rpc_version",
     "set_log",
     "set_numa",
@@ -68,6 +69,27 @@ include "native/plan.pxi"
 include "native/engine.pxi"
 include "native/decoder.pxi"
 include "native/embedder.pxi"
+
+
+# The end of the process.
+
+def on_abort(words, exit_code=None):
+    """Says what the process says, and how it ends, where llama.cpp or ggml gives up.
+
+    Their assertions end a process, and nothing can catch that: their line goes to standard error,
+    then these words, another line.
+
+    Args:
+        words: for whoever reads it; cut to 1,023 bytes. Empty: llama.cpp's line alone.
+        exit_code: with which it ends, at once, [0, 255]; None: by SIGABRT.
+
+    Raises:
+        InvalidArgument: the words have a zero byte, or the code is out of range.
+    """
+    if exit_code is not None and not 0 <= exit_code <= 255:
+        raise errors.InvalidArgument(f"exit_code is {exit_code}; expected 0 to 255, or None")
+    encoded = encode(words, "words")
+    spec.spec_on_abort(encoded, -1 if exit_code is None else exit_code)
 
 
 # Devices.

@@ -265,10 +265,7 @@ def _environment() -> dict[str, str]:
         for name, text in os.environ.items()
         if name in _KEPT or name.startswith(_KEPT_PREFIXES)
     }
-    return kept | {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "GGML_NO_BACKTRACE": "1",  # it would start a debugger
-    }
+    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def _end_of(code: int) -> str:

@@ -39,6 +39,7 @@ cdef extern from "spec.h" nogil:
 
     ctypedef void (*spec_log_callback)(int32_t level, const char * text, void * user) noexcept
     void spec_set_log(spec_log_callback callback, void * user)
+    void spec_on_abort(const char * words, int32_t exit_code)
 
     int32_t spec_add_rpc_server(const char * endpoint)
     int32_t spec_rpc_version(int32_t * major, int32_t * minor)

@@ -180,6 +180,7 @@ void hush(bool is_on) {
 void init_process() {
     static std::once_flag once;
     std::call_once(once, [] {
+        take_aborts();
         llama_log_set(on_llama_log, nullptr);
         common_log_pause(common_log_main());
     });

@@ -1,9 +1,9 @@
 // What the files of this folder share: the types behind spec.h, and the functions that a chapter
 // calls of another. The folder alone includes llama.cpp; no other file includes this one.
 //
-// Reading order: error, devices, model, grammar, masks, breakers, sampler; fits, settings, engine;
-// snapshot, start; plan, moves; draft, decode, feed, choose, step; hand; decoder, tree; embedder;
-// machine, survey.
+// Reading order: error, abort, devices, model, grammar, masks, breakers, sampler; fits, settings,
+// engine; snapshot, start; plan, moves; draft, decode, feed, choose, step; hand; decoder, tree;
+// embedder; machine, survey.
 
 #ifndef DRAFTHOUSE_SPEC_INTERNAL_HPP
 #define DRAFTHOUSE_SPEC_INTERNAL_HPP
@@ -79,6 +79,7 @@ template <typename Body> int32_t guarded(Body && body) noexcept {
 void warn(const char * text);
 std::string printable(const char * text, size_t n_max);
 void init_process();
+void take_aborts();
 void init_devices();
 std::string llama_reason();
 [[noreturn]] void fail_context(const std::string & whose); // with llama_reason

@@ -1,0 +1,112 @@
+"""What a process says, and how it ends, where llama.cpp gives up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+from tests.support.built import needs_extension
+from tests.support.demo import MODELS, TARGETS
+from tests.support.gguf_copy import Tensor, copied
+
+from drafthouse_engine import InvalidArgument, on_abort
+
+pytestmark = [*needs_extension(), pytest.mark.model, pytest.mark.timeout(300)]
+
+ASSERTION = "binary_op: unsupported types: dst: f32, src0: f32, src1: q8_0"
+DECODE = """
+import sys
+from drafthouse_engine import *
+{words}
+with Model(sys.argv[1]) as model, Engine(model, None, EngineParams(n_threads=2)) as engine:
+    engine.seq_begin(0, Sampler(model, SamplingParams()))
+    engine.decode([1, 2, 3], [0, 1, 2], [0, 0, 0], [False, False, True])
+"""
+
+
+def with_small_norms(name: str, tensor: Tensor) -> Tensor:
+    """Turns norms into a type that no graph multiplies by, and no loader refuses."""
+    data, kind = tensor
+    if not name.endswith("norm.weight") or kind != GGMLQuantizationType.F32 or data.size % 32:
+        return tensor
+    q8_0 = GGMLQuantizationType.Q8_0
+    return quants.quantize(np.asarray(data, np.float32), q8_0), q8_0
+
+
+@pytest.fixture(scope="module")
+def unsound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which llama.cpp loads everything, and that ends the process that computes it."""
+    path = tmp_path_factory.mktemp("abort") / "unsound.gguf"
+    return copied(MODELS / TARGETS["dense"], path, change=with_small_norms)
+
+
+def ended(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program that finds a debugger, which must not be started."""
+    gdb = folder / "gdb"
+    gdb.write_text("#!/bin/sh\necho a debugger\n")
+    gdb.chmod(0o755)
+    kept = {key: value for key, value in os.environ.items() if key != "GGML_NO_BACKTRACE"}
+    path = f"{folder}{os.pathsep}{kept['PATH']}"
+    return subprocess.run(
+        command,
+        env=kept | {"PATH": path, "OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def decoded(unsound: Path, words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return ended([sys.executable, "-c", DECODE.format(words=words), str(unsound)], folder)
+
+
+def test_two_threads_that_give_up_at_once_end_the_process(unsound: Path, tmp_path: Path) -> None:
+    done = decoded(unsound, "", tmp_path)
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    assert done.stderr.count(ASSERTION) == 1
+    assert "a debugger" not in done.stdout + done.stderr
+
+
+def test_it_says_the_last_words_and_ends_with_their_code(unsound: Path, tmp_path: Path) -> None:
+    words = "on_abort('not these', 4)\non_abort('what to do', 3)"
+    done = decoded(unsound, words, tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.rstrip().endswith(f"{ASSERTION}\nwhat to do")
+    assert "not these" not in done.stderr
+
+
+def test_without_a_code_it_is_sigabrt_as_ever(unsound: Path, tmp_path: Path) -> None:
+    done = decoded(unsound, "on_abort('x' * 2000)", tmp_path)
+    assert done.returncode == -signal.SIGABRT
+    assert "x" * 1023 in done.stderr
+    assert "x" * 1024 not in done.stderr
+
+
+def test_a_server_says_that_it_cannot_load_such_a_model(unsound: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "drafthouse_server", "serve", "--port", "0"]
+    done = ended([*command, "--model", str(unsound)], tmp_path)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.rstrip().splitlines()[-2:]
+    assert last[0].endswith(ASSERTION)
+    assert last[1] == (
+        f"drafthouse: cannot load {str(unsound)!r}: llama.cpp gave up, as the line above says;"
+        " use another model, or other settings"
+    )
+
+
+@pytest.mark.parametrize("exit_code", [-1, 256])
+def test_a_code_out_of_range_is_refused(exit_code: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"exit_code is {exit_code}"):
+        on_abort("x", exit_code)
+
+
+def test_words_with_a_zero_byte_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="words"):
+        on_abort("a\0b")
