@@ -153,9 +153,9 @@ soak-starts: dev ## N=1000 starts of a quick model under load from the first mom
 attacks: dev ## what an ordinary client can do to others: 23 scripts, three rounds, alone and beside two tenants; half an hour
 	@$(VENV)/python -m tests.attacks.run $(ARGS)
 
-whole: dev ## tests of which make test does a part: 10,000 billed requests, 20 kills, 1,000 traces of fairness, what changes under load, servers that share all, settings at random, crowds of every architecture, every kind of attention, 2,000 clients who leave; minutes
+whole: dev ## tests of which make test does a part: 10,000 billed requests, 20 kills, 1,000 traces of fairness, what changes under load, servers that share all, settings at random, damaged models, crowds of every architecture, every kind of attention, 2,000 clients who leave; minutes
 	@$(VENV)/pytest $(PARALLEL) -q --whole tests/rpc/test_usage_sums.py tests/scheduling/test_fairness.py \
-		tests/proofs/test_changes_under_load.py tests/proofs/test_servers_at_random.py tests/proofs/test_settings_at_random.py \
+		tests/proofs/test_changes_under_load.py tests/proofs/test_servers_at_random.py tests/proofs/test_settings_at_random.py tests/proofs/test_damaged_models.py \
 		tests/rpc/test_usage_crash.py tests/archs/test_crowds.py \
 		tests/cext/test_attention_tiles.py::test_every_kind_of_attention_is_a_plain_sum \
 		tests/serving/test_crowd.py::test_clients_who_leave_at_random_give_everything_back_and_disturb_nobody

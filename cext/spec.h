@@ -112,8 +112,10 @@ void spec_set_log(spec_log_callback callback, void * user);
 /* What the process says, and how it ends, where llama.cpp or ggml gives up (GGML_ASSERT,
  * GGML_ABORT), which nothing can catch: their line, then `words`, cut to 1,023 bytes, on standard
  * error; then exit_code, at once and without a word to anybody, or SIGABRT where it is negative.
- * NULL or "": their line alone. No debugger is started, as ggml does by itself. Process-wide; at
- * any time, from any thread. since ABI 9 */
+ * NULL or "": their line alone. With an exit_code so does a fault (SIGSEGV, SIGBUS, SIGFPE,
+ * SIGILL), as where a damaged model lacks what is read: for the time in which one is loaded. No
+ * debugger is started, as ggml does by itself. Process-wide; at any time, from any thread. since
+ * ABI 9 */
 void spec_on_abort(const char * words, int32_t exit_code);
 
 /* Devices of other machines, and when devices are asked. since ABI 9

@@ -81,7 +81,8 @@ def on_abort(words, exit_code=None):
 
     Args:
         words: for whoever reads it; cut to 1,023 bytes. Empty: llama.cpp's line alone.
-        exit_code: with which it ends, at once, [0, 255]; None: by SIGABRT.
+        exit_code: with which it ends, at once, [0, 255], also by a fault such as SIGSEGV: while a
+            model is loaded, which may be damaged. None: by SIGABRT, and a fault by its signal.
 
     Raises:
         InvalidArgument: the words have a zero byte, or the code is out of range.

@@ -1,11 +1,13 @@
-// What is said, and how the process ends, where llama.cpp or ggml gives up: GGML_ASSERT,
-// GGML_ABORT.
+// What is said, and how the process ends, where llama.cpp or ggml gives up (GGML_ASSERT,
+// GGML_ABORT) or, while a model is loaded, reads what a damaged file has not.
 
 #include "internal.hpp"
 
 #include "ggml.h"
 
 #include <algorithm>
+#include <array>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -20,18 +22,47 @@ std::mutex words_mutex;
 char words[1024];
 int32_t ends_with = -1;
 
-void write_line(const char * text) {
-    std::string line = text;
-    if (line.empty() || line.back() != '\n') { // some of llama.cpp's lines end with one
-        line += '\n';
-    }
-    for (size_t n = 0; n < line.size();) {
-        const ssize_t n_written = ::write(STDERR_FILENO, line.data() + n, line.size() - n);
+constexpr std::array FAULTS = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+std::array<struct sigaction, FAULTS.size()> faults_before;
+bool takes_faults = false;
+
+// Only what a signal handler may call.
+void write_text(const char * text, size_t n) {
+    while (n > 0) {
+        const ssize_t n_written = ::write(STDERR_FILENO, text, n);
         if (n_written <= 0) {
             return;
         }
-        n += static_cast<size_t>(n_written);
+        text += n_written;
+        n -= static_cast<size_t>(n_written);
     }
+}
+
+void write_line(const char * text) {
+    const size_t n = std::strlen(text);
+    write_text(text, n);
+    if (n == 0 || text[n - 1] != '\n') { // some of llama.cpp's lines end with one
+        write_text("\n", 1);
+    }
+}
+
+void on_fault(int number) {
+    write_line(number == SIGSEGV  ? "SIGSEGV: what was to be read is not there"
+               : number == SIGBUS ? "SIGBUS: a file, or memory, ends before what was to be read"
+               : number == SIGFPE ? "SIGFPE: a division by zero"
+                                  : "SIGILL: an instruction that this processor does not have");
+    write_line(words);
+    ::_exit(ends_with);
+}
+
+void take_faults(bool wanted) {
+    struct sigaction action = {};
+    action.sa_handler = on_fault;
+    for (size_t i = 0; i < FAULTS.size() && wanted != takes_faults; i++) {
+        ::sigaction(FAULTS[i], wanted ? &action : &faults_before[i],
+                    wanted ? &faults_before[i] : nullptr);
+    }
+    takes_faults = wanted;
 }
 
 // Returns to llama.cpp, which calls abort(), or not at all.
@@ -67,6 +98,7 @@ void spec_on_abort(const char * text, int32_t exit_code) {
     std::memcpy(words, text == nullptr ? "" : text, n);
     words[n] = '\0';
     ends_with = exit_code;
+    take_faults(exit_code >= 0);
 }
 
 } // extern "C"

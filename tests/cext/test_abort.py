@@ -101,6 +101,32 @@ def test_a_server_says_that_it_cannot_load_such_a_model(unsound: Path, tmp_path:
     )
 
 
+FAULT = """
+import os, signal
+from drafthouse_engine import *
+on_abort("what to do", 3)
+{more}
+os.kill(os.getpid(), signal.{name})
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"])
+def test_a_fault_while_a_model_is_loaded_says_the_words_too(name: str, tmp_path: Path) -> None:
+    done = ended([sys.executable, "-c", FAULT.format(name=name, more="")], tmp_path)
+    assert done.returncode == 3
+    said, words = done.stderr.splitlines()
+    assert said.startswith(f"{name}: ")
+    assert words == "what to do"
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"])
+def test_and_later_it_is_the_signal_s(name: str, tmp_path: Path) -> None:
+    more = "on_abort('later', 4)\non_abort('later')"
+    done = ended([sys.executable, "-c", FAULT.format(name=name, more=more)], tmp_path)
+    assert done.returncode == -getattr(signal, name)
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("exit_code", [-1, 256])
 def test_a_code_out_of_range_is_refused(exit_code: int) -> None:
     with pytest.raises(InvalidArgument, match=f"exit_code is {exit_code}"):

@@ -193,6 +193,15 @@ def test_the_list_of_several_mtp_blocks_is_that_of_llama() -> None:
     assert set(re.findall(r'"([^"]+)"', listed[1])) == several
 
 
+@pytest.mark.parametrize("name", ["mimo2", "qwen35"])
+def test_a_file_that_rotates_nothing_computes_all_the_same(name: str, tmp_path: Path) -> None:
+    values = {f"{name}.rope.dimension_count": 0}
+    path = copied(MODELS / FILES[name], tmp_path / "flat.gguf", values)
+    with Model(path) as model, Engine(model, None, SMALL) as engine:
+        (tokens,) = fused(engine, [[300, 301, 302]], 12)
+        assert len(tokens) == 12
+
+
 def test_layers_of_mtp_alone_are_told_from_damage(tmp_path: Path) -> None:
     """Assistants of Gemma 4 and the like: as an ordinary draft they would end the process."""
     path = copied(DENSE, tmp_path / "assistant.gguf", {"mimo2.nextn_predict_layers": 7})

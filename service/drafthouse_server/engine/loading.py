@@ -14,6 +14,7 @@ import numpy as np
 
 from drafthouse_server.config import AUTOMATIC, Config
 from drafthouse_server.engine.parameters import (
+    GAVE_UP,
     check_built,
     draft_placement_of,
     draft_types,
@@ -57,8 +58,7 @@ _NOT_FINITE = (
 )
 
 
-_GAVE_UP = "llama.cpp gave up, as the line above says"
-_HAS_ENDED = f"{_GAVE_UP}: this process ends, and every stream with it"
+_HAS_ENDED = f"{GAVE_UP}: this process ends, and every stream with it"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,20 +90,6 @@ def load_engine(
         StartupError: the extension is not built, or the process that probes cannot be started.
     """
     check_built()
-    try:
-        return _load(config, progress, target)
-    finally:
-        then = "after the RPC server, where that died" if config.rpc else "and report that line"
-        drafthouse_engine.on_abort(f"drafthouse: {_HAS_ENDED}; start it again, {then}")
-
-
-def _load(
-    config: Config,
-    progress: Callable[[str, float], object] | None,
-    target: drafthouse_engine.Model | None,
-) -> Loaded:
-    """See `load_engine`."""
-    _on_abort(config.model)
     _prepare_devices(config)
     if config.probe:
         _probe(config)
@@ -120,13 +106,9 @@ def _load(
     threads = threads_of(config, target.size_bytes, n_host_bytes)
     engine = _make_engine(config, target, draft, threads)
     _generate_first(config.model, engine)
+    then = "after the RPC server, where that died" if config.rpc else "and report that line"
+    drafthouse_engine.on_abort(f"drafthouse: {_HAS_ENDED}; start it again, {then}")
     return Loaded(engine, threads, config.prefix_cache_mib << 20)
-
-
-def _on_abort(path: str) -> None:
-    """Makes an assertion of llama.cpp, which ends the process, end it as other refusals do."""
-    error = ModelLoadError(path, _GAVE_UP, "use another model, or other settings")
-    drafthouse_engine.on_abort(f"drafthouse: {error}", 1)
 
 
 @contextmanager
@@ -325,7 +307,6 @@ def _load_model(
     placed_by: drafthouse_engine.Survey | None = None,
 ) -> drafthouse_engine.Model:
     path = config.model_draft if is_draft else config.model
-    _on_abort(path)
     with explained(path):
         return drafthouse_engine.Model(
             path,
@@ -350,7 +331,6 @@ def _make_engine(
         ConfigError: a setting needs a drafter, and none fits.
         ModelLoadError: they cannot be made; says why and what to do.
     """
-    _on_abort(config.model)
     with explained(config.model):
         target.token_bytes(0)  # a server answers with texts
     *others, last = draft_types(config, None if draft is None else draft.arch)

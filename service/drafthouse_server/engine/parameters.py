@@ -22,6 +22,7 @@ else:
     _unbuilt = None
 
 __all__ = [
+    "GAVE_UP",
     "cache_params",
     "check_built",
     "draft_placement_of",
@@ -36,6 +37,9 @@ __all__ = [
     "step_tokens",
     "unfit_errors",
 ]
+
+GAVE_UP = "llama.cpp gave up, as the line above says"
+"""What is told of an end that nothing can catch, behind llama.cpp's own line."""
 
 
 def check_built() -> None:
@@ -170,10 +174,14 @@ def draft_types(config: Config, draft_arch: str | None) -> tuple[str, ...]:
 def explained(path: str, config: Config | None = None) -> Iterator[None]:
     """Turns the extension's errors into one sentence: which file, what is wrong, what to do.
 
+    An assertion of llama.cpp, and a fault over a damaged file, end the process with one, too.
+
     Args:
         path: The file that is loaded.
         config: The settings, where the models are there and the contexts are made.
     """
+    gave_up = ModelLoadError(path, GAVE_UP, "use another model, or other settings")
+    drafthouse_engine.on_abort(f"drafthouse: {gave_up}", 1)
     try:
         yield
     except drafthouse_engine.EngineError as error:
@@ -184,6 +192,8 @@ def explained(path: str, config: Config | None = None) -> Iterator[None]:
             path = config.model_draft
         advice = _OF_CONTEXTS if config.draft_type != "none" else _OF_CONTEXTS_WITHOUT_DRAFTS
         raise ModelLoadError(path, problem, _advice(error, advice)) from error
+    finally:
+        drafthouse_engine.on_abort("")
 
 
 _SETTINGS = {
