@@ -60,6 +60,9 @@ template <typename Number> const char * wrong_layers(const std::string & arch, N
     if (n_layer < 1 || n_layer > N_LAYERS_MAX) {
         return "block_count is not in [1, 512]";
     }
+    if (number(".context_length", 1) > static_cast<uint32_t>(INT32_MAX)) {
+        return "context_length is above 2147483647";
+    }
     if (number(".nextn_predict_layers", 0) > n_layer) {
         return "nextn_predict_layers is above block_count";
     }

@@ -101,6 +101,15 @@ def test_a_server_says_that_it_cannot_load_such_a_model(unsound: Path, tmp_path:
     )
 
 
+def test_a_server_says_that_a_tokenizer_reads_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.gguf"
+    copied(MODELS / TARGETS["dense"], path, {"tokenizer.ggml.model": "llama"})
+    command = [sys.executable, "-m", "drafthouse_server", "serve", "--port", "0"]
+    done = ended([*command, "--model", str(path)], tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "its tokenizer cannot read a text (" in done.stderr
+
+
 FAULT = """
 import os, signal
 from drafthouse_engine import *

@@ -72,6 +72,7 @@ def bits(number: float) -> int:
         ("mimo2.block_count", 513),
         ("mimo2.block_count", 2**31),
         ("mimo2.nextn_predict_layers", 32768),
+        ("mimo2.context_length", 2**31),
         ("mimo2.rope.dimension_count", 7),
         ("mimo2.rope.dimension_count", 1000),
     ],

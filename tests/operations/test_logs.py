@@ -40,6 +40,28 @@ def test_lines_come_in_order_with_their_trace(pipe: tuple[int, int]) -> None:
     assert "too fine" not in text
 
 
+def test_what_is_flushed_is_written(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    with LogQueue("info", writer) as log:
+        for i in range(100):
+            _log.info("line %d", i)
+        log.flush()
+        assert os.read(reader, 65536).decode().endswith(" line 99\n")
+
+
+def test_nobody_waits_long_for_what_nobody_reads(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_CLOSE_S", 0.05)
+    reader, writer = pipe
+    with LogQueue("info", writer) as log:
+        _log.info("x" * (1 << 20))
+        log.flush()
+        assert log._lines.unfinished_tasks == 1
+        while not os.read(reader, 1 << 16).endswith(b"\n"):
+            pass
+
+
 def test_a_pipe_that_nobody_reads_stops_nothing(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

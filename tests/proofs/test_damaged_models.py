@@ -6,6 +6,7 @@ random, in the demo models; by `--whole` also in those of `make archs`, where th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -117,14 +118,24 @@ def check(path: Path, told: str, folder: Path) -> None:
             assert time.monotonic() < ends_s, f"{told}: it neither serves nor ends"
             time.sleep(0.05)
         if process.poll() is None:
-            with drafthouse.Client(f"127.0.0.1:{port}", retry=None) as client:
-                client.generate("def parse(text):\n", max_output_tokens=8).result()
+            generate(f"127.0.0.1:{port}", told)
             process.send_signal(signal.SIGTERM)
             assert process.wait(START_S) == 0, told
         else:
             assert process.returncode in (1, 2), f"{told}: {process.returncode}"
-            assert "\ndrafthouse: " in "\n" + log.read_text(errors="replace"), told
+            *_, last = log.read_text(errors="replace").splitlines()
+            assert last.startswith("drafthouse: "), f"{told}: {last}"
     finally:
         process.kill()
         process.wait()
     assert "Traceback" not in log.read_text(errors="replace"), told
+
+
+def generate(target: str, told: str) -> None:
+    """Has some tokens generated; a context of three tokens may be too short for that."""
+    with (
+        drafthouse.Client(target, retry=None) as client,
+        contextlib.suppress(drafthouse.InvalidArgument),
+    ):
+        result = client.generate("def parse(text):\n", max_output_tokens=8).result()
+        assert result.token_ids, told

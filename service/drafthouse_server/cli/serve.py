@@ -147,7 +147,7 @@ def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
 
         with contextlib.ExitStack() as undo:
             undo.callback(runner.close)
-            code = _run_to_end(runner, config, terminal)
+            code = _run_to_end(runner, config, terminal, log)
             undo.pop_all()
         if code == LOST:
             leave("")  # its thread may hang in a step for ever, and Python would wait for it
@@ -196,19 +196,16 @@ def end_threads(
     tell()
 
 
-def _run_to_end(runner: asyncio.Runner, config: Config, terminal: Terminal) -> int:
-    """Serves, and returns the exit code."""
+def _run_to_end(runner: asyncio.Runner, config: Config, terminal: Terminal, log: LogQueue) -> int:
+    """Serves, and returns the exit code. What is wrong is the last line, behind the log's."""
     try:
         runner.run(_run(_with_demo_model(config), terminal))
-    except StartupError as error:
+    except (StartupError, EngineLost, ServerFailed) as error:
+        log.flush()
         terminal.error(str(error))
-        return 1
-    except EngineLost as error:
-        terminal.error(str(error))
-        return LOST
-    except ServerFailed as error:
-        terminal.error(str(error))
-        return FAILED
+        if isinstance(error, EngineLost):
+            return LOST
+        return FAILED if isinstance(error, ServerFailed) else 1
     return 0
 
 

@@ -332,7 +332,7 @@ def _make_engine(
         ModelLoadError: they cannot be made; says why and what to do.
     """
     with explained(config.model):
-        target.token_bytes(0)  # a server answers with texts
+        _try_texts(config.model, target)
     *others, last = draft_types(config, None if draft is None else draft.arch)
     for draft_type in others:
         params = engine_params(config, draft_type, target.n_ctx_train, threads)
@@ -344,6 +344,22 @@ def _make_engine(
         return drafthouse_engine.Engine(
             target, draft, engine_params(config, last, target.n_ctx_train, threads)
         )
+
+
+def _try_texts(path: str, target: drafthouse_engine.Model) -> None:
+    """Sees that the vocabulary reads and writes texts: in them a server is asked, and answers.
+
+    Raises:
+        EngineError: there is no vocabulary.
+        ModelLoadError: its parts do not fit each other.
+    """
+    target.token_bytes(0)
+    try:
+        target.tokenize("Hello, world: 1\n")
+    except drafthouse_engine.EngineError as error:
+        problem = f"its tokenizer cannot read a text ({error.message})"
+        advice = "give a file whose tokenizer.ggml values belong together"
+        raise ModelLoadError(path, problem, advice) from error
 
 
 def _generate_first(path: str, engine: drafthouse_engine.Engine) -> None:

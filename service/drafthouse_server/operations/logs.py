@@ -81,6 +81,12 @@ class LogQueue:
     ) -> None:
         self.close()
 
+    def flush(self) -> None:
+        """Waits a moment for what is not written yet: what is printed then stands behind it."""
+        changed = self._lines.all_tasks_done
+        with changed:
+            changed.wait_for(lambda: not self._lines.unfinished_tasks, _CLOSE_S)
+
     def close(self) -> None:
         """Logs no more, and waits a moment for what is not written yet. Harmless when done twice.
 
@@ -98,6 +104,7 @@ class LogQueue:
         n_told = 0
         while (record := self._lines.get()) is not None:
             self._write(record.getMessage())
+            self._lines.task_done()
             if (n_dropped := self._put.n_dropped) > n_told:
                 self._write(f"{n_dropped - n_told} lines of the log were dropped: nobody reads it")
                 n_told = n_dropped
