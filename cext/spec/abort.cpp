@@ -12,6 +12,7 @@
 #include <cstring>
 #include <mutex>
 
+#include <poll.h>
 #include <unistd.h>
 
 namespace drafthouse {
@@ -26,9 +27,12 @@ constexpr std::array FAULTS = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
 std::array<struct sigaction, FAULTS.size()> faults_before;
 bool takes_faults = false;
 
-// Only what a signal handler may call.
+// Only what a signal handler may call. A pipe that nobody reads must not keep the process: what is
+// written is shorter than what a pipe has free that is ready (PIPE_BUF).
 void write_text(const char * text, size_t n) {
-    while (n > 0) {
+    constexpr int PATIENCE_MS = 1000;
+    pollfd reader = {STDERR_FILENO, POLLOUT, 0};
+    while (n > 0 && ::poll(&reader, 1, PATIENCE_MS) > 0) {
         const ssize_t n_written = ::write(STDERR_FILENO, text, n);
         if (n_written <= 0) {
             return;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -87,6 +88,22 @@ def test_without_a_code_it_is_sigabrt_as_ever(unsound: Path, tmp_path: Path) -> 
     assert done.returncode == -signal.SIGABRT
     assert "x" * 1023 in done.stderr
     assert "x" * 1024 not in done.stderr
+
+
+def test_a_reader_of_errors_who_is_stuck_does_not_keep_the_process(unsound: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        os.set_blocking(writer, True)
+        command = [sys.executable, "-c", DECODE.format(words="on_abort('x')"), str(unsound)]
+        done = subprocess.run(command, stderr=writer, timeout=200, check=False)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert done.returncode == -signal.SIGABRT
 
 
 def test_a_server_says_that_it_cannot_load_such_a_model(unsound: Path, tmp_path: Path) -> None:

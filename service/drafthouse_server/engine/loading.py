@@ -57,7 +57,6 @@ _NOT_FINITE = (
     " not suit it"
 )
 
-
 _HAS_ENDED = f"{GAVE_UP}: this process ends, and every stream with it"
 
 
