@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 from tests.support.built import needs_extension
-from tests.support.demo import MODELS, TARGETS
+from tests.support.demo import EAGLE3, MODELS, TARGETS
 from tests.support.gguf_copy import Tensor, copied
 
 from drafthouse_engine import InvalidArgument, on_abort
@@ -115,6 +115,21 @@ def test_a_server_says_that_it_cannot_load_such_a_model(unsound: Path, tmp_path:
     assert last[1] == (
         f"drafthouse: cannot load {str(unsound)!r}: llama.cpp gave up, as the line above says;"
         " use another model, or other settings"
+    )
+
+
+def test_a_server_says_that_it_may_be_the_draft_model(tmp_path: Path) -> None:
+    draft = copied(MODELS / EAGLE3["dense"], tmp_path / "draft.gguf", change=with_small_norms)
+    target = MODELS / TARGETS["dense"]
+    command = [sys.executable, "-m", "drafthouse_server", "serve", "--port", "0"]
+    done = ended([*command, "--model", str(target), "--model-draft", str(draft)], tmp_path)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.rstrip().splitlines()[-2:]
+    assert last[0].endswith(ASSERTION)
+    assert last[1] == (
+        f"drafthouse: cannot load {str(target)!r}: together with the draft model {str(draft)!r},"
+        " llama.cpp gave up, as the line above says; do without that draft model, use another"
+        " model, or other settings"
     )
 
 

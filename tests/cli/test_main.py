@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ import drafthouse
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.serve import LISTENS_AT, _describe
 from drafthouse_server.cli.settings import example
-from drafthouse_server.cli.terminal import Terminal, format_table
+from drafthouse_server.cli.terminal import LoadLines, Terminal, format_table
 from drafthouse_server.config import SETTINGS, Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.host.address import try_address
@@ -212,6 +214,40 @@ def test_loading_is_a_bar_on_a_screen_and_a_line_elsewhere(tmp_path: Path) -> No
                 progress(str(path), share)
     assert pipe.getvalue() == f"loading {path}\n"
     assert "loading big.gguf" in screen.getvalue()
+
+
+def test_a_log_tells_how_far_loading_is() -> None:
+    pipe, times_s = io.StringIO(), iter([0.0, 60.0, 61.0, 61.5, 120.0, 182.0])
+    lines = LoadLines(Terminal(io.StringIO(), pipe, io.StringIO()), 60.0, lambda: next(times_s))
+    lines.tell()
+    lines("a.gguf", 0.0)
+    lines("a.gguf", 0.5)
+    lines("a.gguf", 0.5)
+    lines.tell()
+    lines.tell()
+    assert pipe.getvalue().splitlines() == [
+        "starting for 60 s: looking at files and devices, the same for 60 s",
+        "loading a.gguf",
+        "starting for 120 s: 50% of a.gguf is loaded",
+        "starting for 182 s: 50% of a.gguf is loaded, the same for 120 s",
+    ]
+
+
+def test_a_log_tells_it_now_and_then_until_the_server_serves() -> None:
+    told = threading.Event()
+
+    class Told(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith("starting for"):
+                told.set()
+            return super().write(text)
+
+    pipe = Told()
+    with LoadLines(Terminal(io.StringIO(), pipe, io.StringIO()), 1e-3):
+        assert told.wait(10)
+    n_lines = len(pipe.getvalue())
+    time.sleep(0.02)
+    assert len(pipe.getvalue()) == n_lines
 
 
 def test_table_aligns_numbers_at_the_right() -> None:

@@ -398,6 +398,44 @@ def _await_ready(served: Served) -> None:
     raise AssertionError(served.log.read_text())
 
 
+@contextlib.contextmanager
+def killed_after(n_bytes: int, rpc: RpcServer) -> Iterator[str]:
+    """Gives an address before an RPC server, which is killed when so much has gone to it."""
+    left = [n_bytes]
+
+    def pass_on(source: socket.socket, sink: socket.socket, *, is_counted: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                left[0] -= len(data) * is_counted
+                if left[0] <= 0:
+                    rpc.process.kill()
+                    rpc.process.wait()
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()  # without it what is on its way would wait for a reader
+
+    def accept() -> None:
+        host, port = rpc.endpoint.rsplit(":", 1)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            while True:
+                client = opened.enter_context(listener.accept()[0])
+                server = opened.enter_context(socket.create_connection((host, int(port))))
+                for ends, is_counted in (((client, server), True), ((server, client), False)):
+                    counted = {"is_counted": is_counted}
+                    passing = threading.Thread(target=pass_on, args=ends, kwargs=counted)
+                    passing.start()
+                    opened.callback(passing.join)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        accepting.join()
+
+
 def generated(served: Served) -> list[int]:
     with drafthouse.Client(served.target, retry=None) as client:
         stream = client.generate(PROMPT, temperature=0, max_output_tokens=12)
@@ -512,3 +550,28 @@ def test_the_server_says_why_it_does_not_start_without_its_rpc_server() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     said = refused("--model", str(MODELS / DENSE), "--rpc", endpoint)
     assert f"the RPC server {endpoint} cannot be reached" in said
+
+
+def test_an_rpc_server_that_dies_while_a_model_is_loaded_ends_the_start_with_a_sentence(
+    rpc: RpcServer, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "drafthouse_server", "serve", "--model", str(MODELS / DENSE)]
+    with killed_after(3 << 20, rpc) as endpoint:
+        command += ["--port", str(free_port()), "--rpc", endpoint]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+    assert rpc.process.returncode == -signal.SIGKILL
+    assert done.returncode == 1, done.stderr
+    *_, why, last = done.stderr.splitlines()
+    assert "Remote RPC server crashed" in why
+    assert last == (
+        f"drafthouse: cannot load '{MODELS / DENSE}': llama.cpp gave up, as the line above says;"
+        " start the RPC server again, where that died; else use another model, or other settings"
+    )

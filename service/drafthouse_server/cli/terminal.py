@@ -6,15 +6,17 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-__all__ = ["LoadProgress", "OutputFailed", "Terminal", "format_table"]
+__all__ = ["LoadLines", "LoadProgress", "OutputFailed", "Terminal", "format_table"]
 
 _KEPT = "\n\t"
 _REORDERING = (
@@ -28,6 +30,9 @@ _HARMLESS = {
     code: "�" for code in (*range(32), *range(127, 160), *_REORDERING) if chr(code) not in _KEPT
 }
 _IN_A_CELL = _HARMLESS | dict.fromkeys(map(ord, _KEPT), "�")
+_JOIN_S = 1.0
+"""How long the end waits for a line that nobody takes."""
+
 _CLEAR = "\x1b[2J\x1b[H"
 
 
@@ -134,10 +139,11 @@ class Terminal:
     def loading(self) -> Iterator[LoadProgress]:
         """Shows, for the time of a block, how far files are loaded.
 
-        A bar for each on a screen, a line for each elsewhere.
+        A bar for each on a screen, elsewhere a line for each, and one a minute while it lasts.
         """
         if not self._err.isatty():
-            yield _PlainProgress(self)
+            with LoadLines(self) as lines:
+                yield lines
             return
         columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
         with Progress(*columns, console=Console(file=self._err), transient=True) as progress:
@@ -162,18 +168,57 @@ def _readable(stream: TextIO | None) -> TextIO:
     return io.StringIO() if stream is None else stream
 
 
-class _PlainProgress:
-    """One line per file."""
+class LoadLines:
+    """One line per file, and one a minute: whoever reads a log must see what is waited for.
 
-    def __init__(self, terminal: Terminal) -> None:
+    Args:
+        terminal: Where the lines go.
+        period_s: Seconds between two lines of the time that has passed.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        terminal: Terminal,
+        period_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._terminal = terminal
+        self._period_s = period_s
+        self._clock = clock
         self._seen: set[str] = set()
+        self._at = ("", 0.0)
+        self._began_at = self._moved_at = clock()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="still-loading", daemon=True)
 
     def __call__(self, path: str, share: float) -> None:
-        del share
+        """Notes how much of a file is loaded, [0, 1]. Thread: any."""
+        if self._at != (path, share):
+            self._at, self._moved_at = (path, share), self._clock()
         if path not in self._seen:
             self._seen.add(path)
             self._terminal.note(f"loading {path}")
+
+    def tell(self) -> None:
+        """Writes how far it is, after what time, and whether that was so at the last line, too."""
+        now, (path, share) = self._clock(), self._at
+        what = f"{share:.0%} of {path} is loaded" if path else "looking at files and devices"
+        n_still_s = now - self._moved_at
+        still = f", the same for {n_still_s:.0f} s" if n_still_s >= self._period_s else ""
+        self._terminal.note(f"starting for {now - self._began_at:.0f} s: {what}{still}")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._period_s):
+            self.tell()
 
 
 class _BarProgress:

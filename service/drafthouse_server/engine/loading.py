@@ -104,7 +104,7 @@ def load_engine(
     n_host_bytes = sum(int(model.setting("host_bytes")) for model in loaded)
     threads = threads_of(config, target.size_bytes, n_host_bytes)
     engine = _make_engine(config, target, draft, threads)
-    _generate_first(config.model, engine)
+    _generate_first(config, engine)
     then = "after the RPC server, where that died" if config.rpc else "and report that line"
     drafthouse_engine.on_abort(f"drafthouse: {_HAS_ENDED}; start it again, {then}")
     return Loaded(engine, threads, config.prefix_cache_mib << 20)
@@ -246,7 +246,7 @@ def _probe(config: Config) -> None:
         ModelLoadError: that process died of it, or its decode failed or came to no end.
         StartupError: that process cannot be started.
     """
-    arch, draft_arch = _arch_of(config.model), None
+    arch, draft_arch = _arch_of(config.model, config), None
     is_split = config.split_mode == "tensor"
     own: dict[str, Any] = {"n_gpu_layers": n_layers_of(config.gpu_layers)}
     own["margin_bytes"] = GPU_MARGIN_BYTES if is_fitted(config) else None
@@ -254,7 +254,7 @@ def _probe(config: Config) -> None:
     if is_split or not config.rpc:  # elsewhere it is the CPU: files need not go there twice
         own["placement"], drafts["placement"] = placement_of(config), draft_placement_of(config)
     if config.model_draft:
-        draft_arch = _arch_of(config.model_draft)
+        draft_arch = _arch_of(config.model_draft, config)
         of_draft = {"path": config.model_draft} | drafts
         own |= {f"{name}_draft": value for name, value in of_draft.items()}
     rpc = {"rpc": config.rpc if is_split else ()}
@@ -270,8 +270,8 @@ def _probe(config: Config) -> None:
         _probe_one(config.model, why, params, own | rpc)
 
 
-def _arch_of(path: str) -> str:
-    with explained(path), drafthouse_engine.Model(path, vocab_only=True) as header:
+def _arch_of(path: str, config: Config) -> str:
+    with explained(path, config), drafthouse_engine.Model(path, vocab_only=True) as header:
         return header.arch
 
 
@@ -306,7 +306,7 @@ def _load_model(
     placed_by: drafthouse_engine.Survey | None = None,
 ) -> drafthouse_engine.Model:
     path = config.model_draft if is_draft else config.model
-    with explained(path):
+    with explained(path, config):
         return drafthouse_engine.Model(
             path,
             n_gpu_layers=n_layers_of(config.gpu_layers_draft if is_draft else config.gpu_layers),
@@ -330,16 +330,16 @@ def _make_engine(
         ConfigError: a setting needs a drafter, and none fits.
         ModelLoadError: they cannot be made; says why and what to do.
     """
-    with explained(config.model):
+    with explained(config.model, config):
         _try_texts(config.model, target)
     *others, last = draft_types(config, None if draft is None else draft.arch)
     for draft_type in others:
         params = engine_params(config, draft_type, target.n_ctx_train, threads)
-        with explained(config.model, config), suppress(*unfit_errors()):
+        with explained(config.model, config, is_loaded=True), suppress(*unfit_errors()):
             return drafthouse_engine.Engine(target, draft, params)
     # Its rules hold for what was found, too: n-grams first, before nothing, is refused.
     config = dataclasses.replace(config, draft_type=last)
-    with explained(config.model, config):
+    with explained(config.model, config, is_loaded=True):
         return drafthouse_engine.Engine(
             target, draft, engine_params(config, last, target.n_ctx_train, threads)
         )
@@ -361,7 +361,7 @@ def _try_texts(path: str, target: drafthouse_engine.Model) -> None:
         raise ModelLoadError(path, problem, advice) from error
 
 
-def _generate_first(path: str, engine: drafthouse_engine.Engine) -> None:
+def _generate_first(config: Config, engine: drafthouse_engine.Engine) -> None:
     """Generates some tokens, with a draft: a model that can generate none is not served.
 
     It reads the weights and has devices load their programs, too, for which the first client would
@@ -379,15 +379,17 @@ def _generate_first(path: str, engine: drafthouse_engine.Engine) -> None:
     not_finite = (statuses.SAMPLING_FAILED, statuses.NO_TOKEN_ALLOWED)
     for before, n_drafted in zip(moves, (0, n_draft), strict=True):
         row = (seq_id, n_past, 0, 1, n_drafted, 1)
-        with explained(path):
+        with explained(config.model, config, is_loaded=True):
             plan = np.array([row], drafthouse_engine.PLAN_DTYPE)
             result = engine.step(plan, [token], moves=before)
         entry = result.entries[0]
         status = statuses(int(entry["status"]))
         if status in not_finite:
             advice = "give a whole file, or leave these settings out"
-            raise ModelLoadError(path, _NOT_FINITE, advice)
+            raise ModelLoadError(config.model, _NOT_FINITE, advice)
         if status is not statuses.OK:
-            raise ModelLoadError(path, f"its first step fails ({status.name})", "see the log")
+            raise ModelLoadError(
+                config.model, f"its first step fails ({status.name})", "see the log"
+            )
         n_past, token = int(entry["n_past"]), int(result.tokens[-1])
     engine.seq_end(seq_id)

@@ -171,22 +171,22 @@ def draft_types(config: Config, draft_arch: str | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def explained(path: str, config: Config | None = None) -> Iterator[None]:
+def explained(path: str, config: Config, *, is_loaded: bool = False) -> Iterator[None]:
     """Turns the extension's errors into one sentence: which file, what is wrong, what to do.
 
     An assertion of llama.cpp, and a fault over a damaged file, end the process with one, too.
 
     Args:
         path: The file that is loaded.
-        config: The settings, where the models are there and the contexts are made.
+        config: The settings.
+        is_loaded: Whether the models are there, and contexts are made or used.
     """
-    gave_up = ModelLoadError(path, GAVE_UP, "use another model, or other settings")
-    drafthouse_engine.on_abort(f"drafthouse: {gave_up}", 1)
+    drafthouse_engine.on_abort(f"drafthouse: {_gave_up(path, config, is_loaded=is_loaded)}", 1)
     try:
         yield
     except drafthouse_engine.EngineError as error:
         problem = _in_settings(error.message.removesuffix("."))
-        if config is None:
+        if not is_loaded:
             raise ModelLoadError(path, problem, _advice(error, _OF_LOADING)) from error
         if config.model_draft and _is_of_draft(error):
             path = config.model_draft
@@ -194,6 +194,17 @@ def explained(path: str, config: Config | None = None) -> Iterator[None]:
         raise ModelLoadError(path, problem, _advice(error, advice)) from error
     finally:
         drafthouse_engine.on_abort("")
+
+
+def _gave_up(path: str, config: Config, *, is_loaded: bool) -> ModelLoadError:
+    """Returns what is said where llama.cpp ends the process."""
+    problem, advice = GAVE_UP, "use another model, or other settings"
+    if is_loaded and config.model_draft:
+        problem = f"together with the draft model {config.model_draft!r}, {GAVE_UP}"
+        advice = "do without that draft model, use another model, or other settings"
+    if config.rpc:
+        advice = f"start the RPC server again, where that died; else {advice}"
+    return ModelLoadError(path, problem, advice)
 
 
 _SETTINGS = {

@@ -77,7 +77,7 @@ class Surveyor:
 
     def _open(self, *, load_mtp: bool) -> drafthouse_engine.Survey:
         config = self._config
-        with explained(config.model):
+        with explained(config.model, config):
             return drafthouse_engine.Survey(
                 config.model,
                 config.model_draft or None,
@@ -104,7 +104,10 @@ class Surveyor:
         *others, last = draft_types(self._config, arch)
         least = Size(1, N_CTX_SEQ_LEAST)
         for draft_type in others:
-            with explained(self._config.model, self._config), suppress(*unfit_errors()):
+            with (
+                explained(self._config.model, self._config, is_loaded=True),
+                suppress(*unfit_errors()),
+            ):
                 self.survey.measure(self.params(least, draft_type))
                 return draft_type
         return last
@@ -226,7 +229,7 @@ class Surveyor:
 
     def _fit(self, size: Size, *, is_ctx_fixed: bool) -> drafthouse_engine.Fit | None:
         params = self.params(size)
-        with explained(self._config.model, self._config):
+        with explained(self._config.model, self._config, is_loaded=True):
             return self.survey.fit(params, is_ctx_fixed=is_ctx_fixed, margin_bytes=GPU_MARGIN_BYTES)
 
     @property
@@ -289,7 +292,7 @@ class Surveyor:
                 n_cells = one.n_cells * size.parallel
                 return dataclasses.replace(one, size=size, n_cells=n_cells, host=host)
         params = self.params(size)
-        with explained(self._config.model, self._config):
+        with explained(self._config.model, self._config, is_loaded=True):
             uses = self.survey.measure(params)
         config = self._config
         n_prefix_mib = config.prefix_cache_mib * config.prefix_cache
