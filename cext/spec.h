@@ -370,6 +370,8 @@ typedef struct spec_sampler_params {
     float adaptive_decay;    /* [0, 0.99] */
     const int32_t * samplers; /* spec_sampler_kind in order, each once */
     int32_t n_samplers;       /* -1: llama.cpp's default order */
+    bool match_only;          /* drafts stand where they are what is drawn without them: a seed
+                                 draws the same tokens whatever is drafted. since ABI 9 */
 } spec_sampler_params;
 
 /* What a chain can be made of, in spec_sampler_params.samplers. since ABI 2 */

@@ -140,6 +140,9 @@ class SamplingParams:
     samplers: tuple[SamplerKind, ...] | None = None
     """The chain in its order, each kind once; what is not named does not apply. None is the
     default order. `infill` needs a top_k in [1, 1024] before it, and no grammar."""
+    match_only: bool = False
+    """Drafts stand where they are what is drawn without them, so that a seed draws the same tokens
+    whatever is drafted. Without it fewer drafts of MTP heads and draft models are lost."""
 
     def __post_init__(self) -> None:
         self._check_filters()
@@ -148,6 +151,7 @@ class SamplingParams:
         check_text(self, "grammar", self.grammar)
         check_bool(self, "ignore_eos")
         check_bool(self, "logprobs")
+        check_bool(self, "match_only")
         check_int(self, "n_top_logprobs", 0, 32)
         self._check_adaptive()
         self._check_order()

@@ -184,6 +184,7 @@ cdef extern from "spec.h" nogil:
         float adaptive_decay
         const int32_t * samplers
         int32_t n_samplers
+        bool match_only
 
     void spec_sampler_default_params(spec_sampler_params * out)
     int32_t spec_sampler_init(

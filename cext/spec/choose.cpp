@@ -149,6 +149,22 @@ llama_token sample_row(const spec_sampler & sampler, const float * logits, int32
     return checked_choice(row.array).id;
 }
 
+// Chooses the token of one position. What fails behind the first one is left to the next step, which
+// begins there: what came before it is told, as it is without a draft.
+template <typename Body> bool is_position_done(size_t i, Body && body) {
+    if (i == 0) {
+        body();
+        return true;
+    }
+    return guarded(body) == SPEC_OK;
+}
+
+void check_finite(const float * logits, llama_token token) {
+    if (!std::isfinite(logits[token])) {
+        fail(SPEC_ERR_SAMPLING_FAILED, "the model's output is not finite");
+    }
+}
+
 // Each position is sampled as without a draft; the draft stands as long as it agrees. So a seed
 // draws what it draws without speculation, and samplers that learn from their draws stay right.
 // Where a grammar has spent what one token may cost, no further position is verified in this step.
@@ -157,10 +173,16 @@ void sample_and_match(const spec_engine & engine, const sequence & seq, outcome 
     const int64_t n_work_max = grammar_work_max(engine.limits.n_vocab);
     for (size_t i = 0; i < out.rows.size(); ++i) {
         llama_token id = LLAMA_TOKEN_NULL;
-        within_budget(*seq.sampler, out.n_mask_work, [&] {
-            id = sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
-            seq.sampler->accept(id, true);
+        const bool is_done = is_position_done(i, [&] {
+            within_budget(*seq.sampler, out.n_mask_work, [&] {
+                id = sample_checked(*seq.sampler, out.rows[i], engine.limits.n_vocab);
+                check_finite(out.rows[i], id);
+                seq.sampler->accept(id, true);
+            });
         });
+        if (!is_done) {
+            break;
+        }
         out.emitted.push_back(id);
         if (i >= draft.size() || id != draft[i] || out.n_mask_work > n_work_max ||
             llama_vocab_is_eog(engine.target_model->vocab, id)) {
@@ -211,21 +233,28 @@ void sample_and_reject(const spec_engine & engine, const sequence & seq, outcome
     spec_sampler & sampler = *seq.sampler;
     std::uniform_real_distribution<float> uniform(0.0f, 1.0f);
     for (size_t i = 0; i < out.rows.size(); ++i) {
-        check_logits(out.rows[i], engine.limits.n_vocab);
-        const llama_token own = sample_row(sampler, out.rows[i], engine.limits.n_vocab, row);
-        llama_token emitted = own;
+        llama_token emitted = LLAMA_TOKEN_NULL;
         bool is_accepted = false;
-        if (i < seq.draft.tokens.size()) {
-            const llama_token drafted = seq.draft.tokens[i];
-            const std::vector<llama_token_data> & draft_q = seq.draft.q[i];
-            const float p = probability(row.array.data, row.array.size, drafted);
-            const float q = probability(draft_q.data(), draft_q.size(), drafted);
-            is_accepted = q > 0.0f && (p >= q || uniform(sampler.rng) < p / q);
-            emitted = is_accepted ? drafted : draw_rest(sampler.rng, row.array, draft_q, own);
-        } else if (i < seq.draft.q.size()) { // drafted was what the target does not have
-            emitted = draw_rest(sampler.rng, row.array, seq.draft.q[i], own);
+        const bool is_done = is_position_done(i, [&] {
+            check_logits(out.rows[i], engine.limits.n_vocab);
+            emitted = sample_row(sampler, out.rows[i], engine.limits.n_vocab, row);
+            if (i < seq.draft.tokens.size()) {
+                const llama_token drafted = seq.draft.tokens[i];
+                const std::vector<llama_token_data> & draft_q = seq.draft.q[i];
+                const float p = probability(row.array.data, row.array.size, drafted);
+                const float q = probability(draft_q.data(), draft_q.size(), drafted);
+                is_accepted = q > 0.0f && (p >= q || uniform(sampler.rng) < p / q);
+                emitted =
+                    is_accepted ? drafted : draw_rest(sampler.rng, row.array, draft_q, emitted);
+            } else if (i < seq.draft.q.size()) { // drafted was what the target does not have
+                emitted = draw_rest(sampler.rng, row.array, seq.draft.q[i], emitted);
+            }
+            check_finite(out.rows[i], emitted);
+            sampler.accept(emitted, true);
+        });
+        if (!is_done) {
+            break;
         }
-        sampler.accept(emitted, true);
         out.emitted.push_back(emitted);
         if (!is_accepted) {
             break;
@@ -247,6 +276,7 @@ void accept_at_random(const spec_engine & engine, sequence & seq, outcome & out)
             is_accepted = i < draft.size() && uniform(seq.synth_rng) < engine.synth_probs[i] &&
                           !llama_vocab_is_eog(engine.target_model->vocab, draft[i]);
             out.emitted.push_back(is_accepted ? draft[i] : own);
+            check_finite(out.rows[i], out.emitted.back());
             // A drafted token need not fit the grammar; the target's own does.
             seq.sampler->accept(out.emitted.back(), !is_accepted);
         });
@@ -271,9 +301,6 @@ void verify(const spec_engine & engine, sequence & seq, outcome & out) {
     }
     for (size_t i = 0; i < out.emitted.size(); ++i) {
         const llama_token token = out.emitted[i];
-        if (!std::isfinite(out.rows[i][token])) {
-            fail(SPEC_ERR_SAMPLING_FAILED, "the model's output is not finite");
-        }
         score(engine, *seq.sampler, out, out.rows[i], token);
         if (llama_vocab_is_eog(engine.target_model->vocab, token)) {
             out.emitted.resize(i + 1); // the rejection rule goes on after an accepted end token

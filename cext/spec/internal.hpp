@@ -168,7 +168,8 @@ namespace drafthouse {
     XX(mirostat_eta, 0.1f, check_range, 0, 1, mirostat_eta)                                        \
     XX(adaptive_target, -1.0f, check_range_or_off, 0, 1, adaptive_target)                          \
     XX(adaptive_decay, 0.9f, check_range, 0, 0.99, adaptive_decay)                                 \
-    OWN(n_samplers, -1, check_range, -1, SPEC_SAMPLER_COUNT, none)
+    OWN(n_samplers, -1, check_range, -1, SPEC_SAMPLER_COUNT, none)                                 \
+    OWN(match_only, false, check_range, 0, 1, none)
 
 // A new field belongs into the list above, or a restored sampler lacks it.
 static_assert(sizeof(spec_sampler_params) == 168, "spec_sampler_params and its list differ");
@@ -220,8 +221,9 @@ struct spec_sampler {
     uint32_t seed = 0;
     bool logprobs = false;
     int32_t n_top_logprobs = 0;
-    // Verified by sample-and-match only: mirostat and adaptive-p learn from the token that they
-    // drew, and an end token that a grammar forbids must be seen before it is accepted.
+    // Verified by sample-and-match only: where that is asked for; mirostat and adaptive-p learn from
+    // the token that they drew, and an end token that a grammar forbids must be seen before it is
+    // accepted.
     bool is_match_only = false;
     int32_t n_vocab = 0;                 // of the model that it was made for
     drafthouse::sampler_history history; // of a preempted one; empty in use and when new

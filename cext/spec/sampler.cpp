@@ -326,7 +326,8 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
     sampler->seed = p.seed;
     sampler->logprobs = p.logprobs;
     sampler->n_top_logprobs = p.n_top_logprobs;
-    sampler->is_match_only = p.mirostat != 0 || p.adaptive_target >= 0.0f || !grammar.empty();
+    sampler->is_match_only =
+        p.match_only || p.mirostat != 0 || p.adaptive_target >= 0.0f || !grammar.empty();
     sampler->n_vocab = model.n_vocab();
     find_shortcuts(*sampler, model, p, sparams);
     return sampler.release();

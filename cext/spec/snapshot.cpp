@@ -19,7 +19,7 @@ namespace drafthouse {
 namespace {
 
 constexpr char SNAPSHOT_MAGIC[8] = {'D', 'R', 'A', 'F', 'T', 'S', 'E', 'Q'};
-constexpr uint32_t SNAPSHOT_FORMAT = 7;
+constexpr uint32_t SNAPSHOT_FORMAT = 8;
 constexpr size_t CHECKSUM_BYTES = sizeof(uint64_t);
 
 // What a snapshot is bound to. All members have 8 bytes, so that there is no padding.

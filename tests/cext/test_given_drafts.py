@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from drafthouse_engine import (
     EngineError,
     ResultFlag,
     SamplingParams,
+    Status,
 )
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -176,6 +178,34 @@ def test_a_seed_draws_what_it_draws_without_a_draft(
     assert outputs == expected
     assert {is_external for _, _, is_external in drafts} == {True}
     assert (K, 2, True) in drafts
+
+
+def until_it_fails(target: Engine, name: str, right: Sequence[int], k: int) -> list[int]:
+    """Returns what is told before nothing is allowed any more: after the ";"."""
+    ends = tuple((token, -math.inf) for token in target.target.eos_token_ids)
+    sampling = SamplingParams(temperature=0.0, grammar='root ::= "1234;"', logit_bias=ends)
+    target.seq_end(0)
+    target.seq_begin(0, sampler(sampling, name))
+    output, pending, status = list[int](), tokens_of("x"), Status.OK
+    while status is Status.OK:
+        draft = list(right[len(output) :][:k]) if output else []
+        given = np.array([(0, len(pending), len(draft))], DRAFT_DTYPE) if draft else None
+        row = (0, target.seq_n_past(0), 0, len(pending), len(draft), 1)
+        result = target.step(plan(row), [*pending, *draft], given)
+        status = Status(int(result.entries["status"][0]))
+        output += emitted(result, 0)
+        pending = output[-1:]
+    assert status is Status.NO_TOKEN_ALLOWED
+    return output
+
+
+def test_what_fails_behind_a_draft_takes_nothing_of_what_came_before(name: str) -> None:
+    with engine("mtp", name, n_draft_max=K, exact=True) as target:
+        prime(target, name)
+        right = until_it_fails(target, name, (), 0)
+        assert b"".join(map(target.target.token_bytes, right)) == b"1234;"
+        for k in range(1, K + 1):
+            assert until_it_fails(target, name, right, k) == right
 
 
 N_SIDE = 16

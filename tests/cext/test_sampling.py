@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.support.demo import MODELS, TARGETS, prompts
+from tests.support.demo import MODELS, SIMPLE, TARGETS, prompts
 
 from drafthouse_engine import (
     PLAN_DTYPE,
@@ -50,8 +52,13 @@ class Run:
         self.n_accepted = 0
 
 
-def generate(engine: Engine, samplings: list[SamplingParams], n_tokens: int, k: int) -> Run:
-    """Generates from different prompts side by side until an end token or n_tokens."""
+def generate(
+    engine: Engine, samplings: list[SamplingParams], n_tokens: int, k: int | Callable[[], int]
+) -> Run:
+    """Generates from different prompts side by side until an end token or n_tokens.
+
+    k: Tokens to draft in each step; a function is asked anew for each sequence.
+    """
     run = Run(len(samplings))
     texts = prompts((24, 31, 17, 40))[: len(samplings)]
     last = [list(text) for text in texts]
@@ -62,7 +69,7 @@ def generate(engine: Engine, samplings: list[SamplingParams], n_tokens: int, k: 
     while live:
         rows, flat = [], list[int]()
         for i in live:
-            n_draft = k if run.tokens[i] and k else 0
+            n_draft = 0 if not run.tokens[i] else k if isinstance(k, int) else k()
             rows.append((i, n_past[i], len(flat), len(last[i]), n_draft, 1))
             flat += last[i]
         result = engine.step(np.array(rows, PLAN_DTYPE), flat)
@@ -111,6 +118,33 @@ def test_samplers_draw_the_same_tokens_with_drafts_as_without(
     if is_stateful:  # verified by match: the same seed draws the same
         for plain, drafted in zip(runs["none"].tokens, runs["mtp"].tokens, strict=True):
             assert drafted[: len(plain)] == plain
+
+
+@pytest.mark.parametrize("target_name", ["dense", "hybrid"])
+@pytest.mark.parametrize("draft_type", ["mtp", "simple"])
+def test_a_seed_may_draw_the_same_tokens_whatever_is_drafted(
+    target_name: str, draft_type: str
+) -> None:
+    """Drafts of these types are drawn themselves, and verified by rejection otherwise."""
+    samplings = [
+        SamplingParams(seed=seed, temperature=1.0, match_only=True, ignore_eos=True)
+        for seed in range(4)
+    ]
+    lengths = random.Random(1)
+    with (
+        Model(MODELS / TARGETS[target_name], placement=ON_CPU) as target,
+        Model(MODELS / SIMPLE, placement=ON_CPU) as simple,
+    ):
+        with Engine(target, None, params("none", exact=True)) as engine:
+            expected = generate(engine, samplings, 40, 0).tokens
+        draft = simple if draft_type == "simple" else None
+        with Engine(target, draft, params(draft_type, exact=True)) as engine:
+            for k in (1, 3, lambda: lengths.randrange(4)):
+                run = generate(engine, samplings, 40, k)
+                assert [tokens[:40] for tokens in run.tokens] == expected
+                assert run.n_accepted > 0
+            other = [dataclasses.replace(it, match_only=False) for it in samplings]
+            assert [it[:40] for it in generate(engine, other, 40, 3).tokens] != expected
 
 
 def test_options_change_what_is_drawn() -> None:

@@ -38,6 +38,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[LlamaEngine]:
         n_ctx_seq=400,
         n_batch=N_BATCH,
         n_ubatch=N_BATCH,
+        probabilistic=True,
     )
     yield made
     made.close()

@@ -306,3 +306,30 @@ def test_tenants_whose_prompts_wait_do_not_take_each_others_slots_in_turn(
         clocked.step()
     finish(clocked, together)
     check_idle(clocked)
+
+
+@pytest.mark.parametrize("is_leader_gone", [False, True], ids=["computed", "gone"])
+def test_cells_that_streams_have_grown_into_are_not_given_to_one_that_waited(
+    *, is_leader_gone: bool
+) -> None:
+    """With shared cells the step had more than there are, and ended everybody's streams."""
+    n_ctx = 2560
+    limits = dataclasses.replace(EIGHT, n_ctx=n_ctx, n_ctx_seq=2048, n_batch=32)
+    clocked = Clocked(limits)
+    for i in range(6):
+        clocked.finish(clocked.add([250, i], 2))  # so answers are thought to be short
+    streams = [clocked.add([249, 5, i], 1900, tenant="b") for i in range(6)]
+    clocked.step()
+    clocked.step()
+    head = numbers(1200)
+    leader, follower = clocked.add([*head, 1, 2, 3], 2), clocked.add([*head, 4, 5, 6], 2)
+    while follower.seq_id < 0:
+        clocked.step()
+    assert clocked.scheduler._slots.leads
+    while is_leader_gone and sum(it.n_computed for it in streams) < n_ctx - 1100:
+        clocked.step()
+    if is_leader_gone:
+        clocked.scheduler.mark(leader, FinishReason.CANCELLED)
+    finish(clocked, [leader, follower, *streams])
+    assert follower.output == alone([*head, 4, 5, 6])
+    check_idle(clocked)

@@ -137,6 +137,7 @@ cdef object fill_sampler_params(spec.spec_sampler_params * c, params):
     c.adaptive_decay = params.adaptive_decay
     c.samplers = <const int32_t *>(<Buffer>kinds).view.buf
     c.n_samplers = -1 if params.samplers is None else len(order)
+    c.match_only = params.match_only
     return grammar, breakers, bias, kinds
 
 
@@ -174,6 +175,7 @@ def default_sampling_params():
         mirostat_eta=c.mirostat_eta,
         adaptive_target=None if c.adaptive_target < 0 else c.adaptive_target,
         adaptive_decay=c.adaptive_decay,
+        match_only=c.match_only,
     )
 
 

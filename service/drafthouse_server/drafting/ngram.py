@@ -469,7 +469,7 @@ def _may_use_pool(sequence: Searchable) -> bool:
     """Returns whether a sequence may draft from others of its tenant.
 
     Not where a seed was asked for: what it draws shall not depend on who else was here, and where
-    the drafter's drafts are verified by rejection, what is drafted decides which number is drawn.
+    a batch's width changes how a device rounds, its drafts might.
     """
     sampling = sequence.request.sampling
     return sampling.temperature <= 0 or sampling.seed is None

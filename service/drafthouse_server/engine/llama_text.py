@@ -84,7 +84,8 @@ class LlamaText:
         """
         values = {name: getattr(options, name) for name in _SAMPLING_FIELDS}
         try:
-            params = drafthouse_engine.SamplingParams(**values)
+            is_seeded = options.seed is not None
+            params = drafthouse_engine.SamplingParams(**values, match_only=is_seeded)
             return drafthouse_engine.Sampler(self._model, params)
         except drafthouse_engine.BadGrammar as error:
             raise _invalid("grammar", error) from error

@@ -162,6 +162,13 @@ class CellLedger:
         n_cells = self._n_cells if len(running) > 1 else self._limits.n_ctx
         return n_cells - sum([sequence.n_computed for sequence in running.values()])
 
+    def has_room(self, n_tokens: int, running: Mapping[int, Sequence]) -> bool:
+        """Returns whether so many cells are there now, beside those of everybody's next token."""
+        if not self.is_shared:
+            return True
+        n_next = sum([sequence.is_generating for sequence in running.values()])
+        return self.n_free(running) - n_next >= n_tokens
+
     def has_cells(
         self, sequence: Sequence, running: Mapping[int, Sequence], victim: Sequence | None = None
     ) -> bool:

@@ -92,7 +92,8 @@ class Placement:
         holds up no other tenant. Snapshots of many would hold up running streams for long, so they
         are spread over steps.
         """
-        self._release(plan)
+        if not self._release(plan):
+            return
 
         def may(tenant: str) -> bool:
             may_save = self._slots.has_room or self._preemption.may_save(tenant, plan.planned_at)
@@ -120,13 +121,16 @@ class Placement:
             for sequence in self._slots.running.values()
         )
 
-    def _release(self, plan: PlanBuilder) -> None:
+    def _release(self, plan: PlanBuilder) -> bool:
         """Lets those begin that waited with a slot for tokens that are computed now.
 
         Where the one that was to compute them has lost its slot, the first of those that waited
-        does it.
+        does it. One whose cells others have taken meanwhile gives its slot back.
+
+        Returns:
+            Whether all found their cells: else nobody else may get some.
         """
-        slots, n_looked_up = self._slots, 0
+        slots, n_looked_up, is_room = self._slots, 0, True
         for seq_id in list(slots.leads):
             if seq_id not in slots.leads:
                 continue
@@ -139,14 +143,20 @@ class Placement:
             if is_early or not self._may_move(tenant, plan.planned_at):
                 continue
             if self._checkpoints.hold_up(plan) or n_looked_up > _N_LOOKED_UP:
-                return
+                break
             first = seq_id if is_running else self._succeed(other)
-            sequence, lead = slots.running.pop(first), slots.leads[first]
+            sequence, lead = slots.running[first], slots.leads[first]
+            if not self._ledger.has_room(sequence.n_target, slots.running):
+                self._preemption.preempt(sequence, plan)
+                is_room = False
+                continue
+            del slots.running[first]
             n_looked_up += sequence.n_prompt
             # It is charged anew, for what it has to compute after all.
             self._counters.charge_prompt(tenant, -lead.n_rest(sequence))
             slots.empty(first)
             self._start(plan, sequence)
+        return is_room
 
     def _succeed(self, gone: Sequence) -> int:
         """Has those that waited for one that is gone wait for the first of them.
