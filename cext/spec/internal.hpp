@@ -221,9 +221,9 @@ struct spec_sampler {
     uint32_t seed = 0;
     bool logprobs = false;
     int32_t n_top_logprobs = 0;
-    // Verified by sample-and-match only: where that is asked for; mirostat and adaptive-p learn from
-    // the token that they drew, and an end token that a grammar forbids must be seen before it is
-    // accepted.
+    // Verified by sample-and-match only: where that is asked for; mirostat and adaptive-p learn
+    // from the token that they drew, and an end token that a grammar forbids must be seen before it
+    // is accepted.
     bool is_match_only = false;
     int32_t n_vocab = 0;                 // of the model that it was made for
     drafthouse::sampler_history history; // of a preempted one; empty in use and when new

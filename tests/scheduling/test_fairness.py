@@ -132,7 +132,7 @@ def test_random_traces_keep_the_bound_of_the_paper(part: int, is_whole: bool) ->
                 low, high = spans.get((a, b), (ahead, ahead))
                 spans[a, b] = low, high = min(low, ahead), max(high, ahead)
                 assert high - low <= trace.bound, f"seed {seed}, step {i}: {a} and {b}"
-                n_tight += high - low > trace.bound / 8
+                n_tight += high - low > trace.bound / 16
     assert n_tight > 100, "traces in which nothing could go wrong prove nothing"
 
 

@@ -12,7 +12,14 @@ from tests.support.clocked import LIMITS, Clocked, numbers
 
 from drafthouse_server.scheduling import placement
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE
-from drafthouse_server.scheduling.sequence import FinishReason, Sequence, SequenceState
+from drafthouse_server.scheduling.sequence import (
+    FinishEvent,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceState,
+)
+from drafthouse_server.step import SamplingOptions
 from drafthouse_server.tenancy.fairness import Fairness
 
 EIGHT = dataclasses.replace(LIMITS, n_seq_max=8, n_ctx=8 * 4096, n_outputs_max=8)
@@ -333,3 +340,21 @@ def test_cells_that_streams_have_grown_into_are_not_given_to_one_that_waited(
     finish(clocked, [leader, follower, *streams])
     assert follower.output == alone([*head, 4, 5, 6])
     check_idle(clocked)
+
+
+def test_a_deadline_is_met_by_what_another_one_has_computed() -> None:
+    """It was ended as too short: 3,000 tokens take longer, but 2,900 of them are there."""
+    clocked = Clocked(dataclasses.replace(EIGHT, n_batch=64))
+    head = numbers(3000)
+    leader = clocked.add([*head, 1, 2])
+    while leader.n_computed < 2900:
+        clocked.step()
+    sampler = clocked.engine.make_sampler(SamplingOptions(temperature=0, ignore_eos=True))
+    deadline = clocked.now + 0.5
+    request = Request("late", [*head, 3, 4], tenant="a", n_output_max=2, deadline=deadline)
+    late = Sequence(request, sampler)
+    clocked.scheduler.submit(late)
+    clocked.finish(late)
+    assert isinstance(late.terminal, FinishEvent)
+    assert late.terminal.reason is FinishReason.LENGTH
+    assert late.clock.first_token_at < deadline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import FrameType
 
@@ -171,6 +172,24 @@ def test_who_cannot_meet_its_deadline_ends_at_once_and_nobody_else() -> None:
     ended = list(ends.take(4.0))
     assert {s.request.request_id for s, _ in ended} == {"found", "running"}
     assert all(end is FinishReason.DEADLINE for _, end in ended)
+
+
+def test_a_time_that_rounds_to_now_is_not_looked_at_for_ever() -> None:
+    now, n_looks = 1e7, 0
+    needed_s = math.nextafter(1.0, 0.0)  # of 1 s that is left; a double has 2e-9 s at 115 days
+
+    def least_s(sequence: Sequence, is_found: bool) -> float:
+        nonlocal n_looks
+        n_looks += is_found
+        assert n_looks < 10, sequence
+        return needed_s
+
+    ends = Ends(least_s)
+    sequence = Sequence(Request("a", [1], deadline=now + 1.0), None, rank=(0.0, 1))
+    ends.expect(sequence, 1)
+    ((ended, end),) = ends.take(now)
+    assert ended is sequence
+    assert isinstance(end, DeadlineTooShort)
 
 
 def test_a_thousand_waiting_cost_a_step_nothing() -> None:

@@ -72,7 +72,7 @@ def test_work_beside_the_steps_puts_a_tenant_back_by_a_quantum_at_most() -> None
     assert counters.of("a") == 340
     counters.leave("a")
     counters.charge_aside("a", 5000)
-    assert counters.of("a") == 700, "a quantum behind the one that waits"
+    assert counters.of("a") == 650, "a quantum behind the one that waits, at its weight"
 
 
 def test_who_was_away_starts_at_the_least_of_those_that_wait() -> None:
@@ -204,6 +204,27 @@ def test_a_slot_is_taken_by_share_at_once_and_by_the_quantum_otherwise(
     counters.charge("a", 1000)
     counters.charge("b", 1000 - behind)
     assert counters.over_served("b", held, 4) == expected
+
+
+@pytest.mark.parametrize("scale", [0.001, 1.0, 1000.0])
+def test_weights_are_relative_to_one_another(scale: float) -> None:
+    """The quantum is service of the tenant that waits: no weights make it longer, or shorter."""
+    counters = waiting("a", "b", a=scale, b=3 * scale)
+    counters.charge("a", 1000)
+    counters.charge("b", 3000 - 99)
+    held = {"a": 1, "b": 3}
+    assert counters.over_served("b", held, 4) == []
+    assert counters.light({"a"}, {"b"}) == {"a"}
+    counters.charge("a", 0.4)
+    assert counters.over_served("b", held, 4) == ["a"]
+    assert counters.light({"a"}, {"b"}) == set()
+    counters.charge_aside("b", 1e9)
+    counters.charge("a", 33)
+    assert counters.over_served("a", held, 4) == []
+    counters.charge("b", 399)
+    assert counters.over_served("a", held, 4) == []
+    counters.charge("b", 1)
+    assert counters.over_served("a", held, 4) == ["b"]
 
 
 def test_shares_of_slots_are_by_weight() -> None:

@@ -195,11 +195,12 @@ class Placement:
             sequence: It has no slot.
             is_found: Whether what is computed already counts: it is looked for.
         """
-        n_tokens = sequence.n_pending
-        if is_found:
+        n_found = 0
+        if is_found and self._prefixes.is_on:
             match = self._prefixes.find(sequence.request.owner, sequence.tokens)
-            n_tokens -= match.n_tokens if match else 0
-        return self._preemption.recompute_s(n_tokens) / _SPEED_UP
+            computed = [min(n, other.n_computed) for other, n in self._slots.alike(sequence)]
+            n_found = max([match.n_tokens if match else 0, *computed])
+        return self._preemption.recompute_s(sequence.n_pending - n_found) / _SPEED_UP
 
     def _start(self, plan: PlanBuilder, sequence: Sequence) -> None:
         """Gives a sequence its slot; the engine hears of it once there is nothing to wait for."""

@@ -216,7 +216,8 @@ class Ends:
         needed_s = 0.0
         if sequence.state is SequenceState.WAITING:
             needed_s = self._least_s(sequence, True)  # anew: more is known by now
-            if needed_s >= left_s:
+            # Not `needed_s >= left_s`: what rounds to now would be looked at for ever.
+            if deadline - needed_s <= now:
                 self.mark(sequence, DeadlineTooShort(left_s, needed_s))
                 return
         heappush(self._deadlines, (deadline - needed_s, sequence.order, sequence))

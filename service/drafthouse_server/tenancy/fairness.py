@@ -152,7 +152,7 @@ class VirtualCounters:
             tenants: Those asked about.
             others: At least one.
         """
-        most = min(self.of(other) for other in others) + self._quantum
+        most = min(self.of(other) + self._quantum / self.weight(other) for other in others)
         return {tenant for tenant in tenants if self.of(tenant) < most}
 
     @property
@@ -188,8 +188,9 @@ class VirtualCounters:
         """
         before = self.of(tenant)
         lead = self.first() if self._waiting else self._last
-        most = max(self._base, self._counters.get(lead, self._base)) + self._quantum
-        after = before + amount / self._weights.get(tenant, _WEIGHT)
+        weight = self._weights.get(tenant, _WEIGHT)
+        most = max(self._base, self._counters.get(lead, self._base)) + self._quantum / weight
+        after = before + amount / weight
         self._counters[tenant] = max(before, min(after, most))
 
     def charge_prompt(self, tenant: str, n_tokens: int) -> None:
@@ -314,8 +315,9 @@ class VirtualCounters:
         """Returns the tenants that have to give a slot to one that waits, the most served first.
 
         One that has more than its share of the slots, where the waiting tenant has less than its
-        own, and no higher counter; or one that is ahead of it by the quantum. Neither is true the
-        other way round after the slot has changed hands, until as much service was given.
+        own, and no higher counter; or one that is ahead of it by the quantum, in service at the
+        waiting tenant's weight. Neither is true the other way round after the slot has changed
+        hands, until as much service was given.
 
         Args:
             tenant: Waits for a slot.
@@ -333,7 +335,7 @@ class VirtualCounters:
             if other == tenant or ahead < 0:
                 continue
             has_more = n_other - 1 >= per_weight * self.weight(other) - _ROUNDING
-            if (is_short and has_more) or ahead >= self._quantum:
+            if (is_short and has_more) or ahead * self.weight(tenant) >= self._quantum:
                 found.append(other)
         return sorted(found, key=self.of, reverse=True)
 
@@ -350,7 +352,8 @@ class VirtualCounters:
             held: Slots by tenant, of those that have any.
             n_slots: Slots of all.
         """
-        if self.of(other) - self.of(tenant) > self._quantum * _AWAY_SHARE:
+        ahead = (self.of(other) - self.of(tenant)) * self.weight(tenant)
+        if ahead > self._quantum * _AWAY_SHARE:
             return False
         per_weight = self._slots_per_weight(other, held, n_slots)
         is_short = held.get(other, 0) + 1 <= per_weight * self.weight(other) + _ROUNDING
