@@ -166,7 +166,17 @@ class InvalidConfig(InvalidArgument):
 
 
 class BadGrammar(InvalidArgument):
-    """The grammar cannot be parsed."""
+    """The grammar cannot be parsed.
+
+    Args:
+        message: names the reason and, where llama.cpp tells it, the text before which it stands.
+    """
+
+    def __init__(self, message: str) -> None:
+        # llama.cpp ends its reason with the text that follows the place: at the end there is none.
+        if message.endswith(" at)") and " at " not in message:
+            message = f"{message[:-1]} the end of the grammar)"
+        super().__init__(message)
 
 
 class BadConstraint(BadGrammar):

@@ -1,17 +1,20 @@
 """JSON schemas as grammars.
 
-A text that the grammar generates is JSON and valid under the schema. What the grammar cannot hold
-is refused, never ignored. Narrower than the schema, on purpose: members come in the order of
-`properties`; an object with `properties` and no `additionalProperties` has no others; the numbers
-have at most 16 digits; white space is what a printer makes of it.
+A text that the grammar generates is JSON and valid under the schema, but for two keywords: where
+branches of `oneOf` overlap, which is read as `anyOf`, it may be valid under several; and a `format`
+that is not understood is an annotation, as the draft has it. Annotations are passed over; all else
+that the grammar cannot hold is refused. Narrower than the schema, on purpose: members come in the
+order of `properties`; an object with `properties` and no `additionalProperties` has no others; the
+numbers have at most 16 digits; times have no leap second, at most nine digits after a second's
+point, and T and Z in upper case; white space is what a printer makes of it.
 
 Understood: `type` (also a list), `properties`, `required`, `additionalProperties`, `items`,
 `prefixItems`, `minItems`, `maxItems`, `minLength`, `maxLength`, `pattern`, `format` (`date`,
-`time`, `date-time`, `uuid`; others are annotations), `minimum`, `maximum`, `exclusiveMinimum` and
-`exclusiveMaximum` of integers, `enum`, `const`, `anyOf`, `oneOf` (read as `anyOf`), `allOf` with
-one member, `$ref` within the document, recursive ones too, `true` and `{}`.
+`time`, `date-time`, `uuid`; not `email` and others), `minimum`, `maximum`, `exclusiveMinimum` and
+`exclusiveMaximum` of integers, `enum`, `const`, `anyOf`, `oneOf`, `allOf` with one member, `$ref`
+within the document, recursive ones too, `true` and `{}`.
 
-Source: JSON Schema, draft 2020-12.
+Source: JSON Schema, draft 2020-12; dates and times: RFC 3339, years 0000 to 9999.
 """
 
 from __future__ import annotations
@@ -87,10 +90,12 @@ _PYTHON_TYPES: Final[dict[str, tuple[type, ...]]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
+_LEAP_YEAR: Final = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 _FORMATS: Final = {
-    "date": r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])",
-    "time": r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{3})?(Z|[+\-]([01]\d|2[0-3]):[0-5]\d)",
-    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "date": r"(\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|"
+    rf"02-(0[1-9]|1\d|2[0-8]))|{_LEAP_YEAR}-02-29)",
+    "time": r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+\-]([01]\d|2[0-3]):[0-5]\d)",
+    "uuid": r"[\da-fA-F]{8}-([\da-fA-F]{4}-){3}[\da-fA-F]{12}",
 }
 _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
 

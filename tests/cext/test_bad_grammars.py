@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import suppress
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from tests.support.demo import MODELS, TARGETS, vocabulary
 
 import drafthouse_engine as engine_library
-from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
+from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams, check_grammar
 from drafthouse_engine.errors import BadGrammar
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -49,6 +50,26 @@ def chain(n: int, body: str) -> str:
 def test_a_grammar_that_costs_too_much_is_refused_at_once(grammar: str, reason: str) -> None:
     with pytest.raises(BadGrammar, match=reason):
         Sampler(vocabulary(), SamplingParams(grammar=grammar))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "place"),
+    [
+        ("nonsense", "expecting ::= at the end of the grammar)"),
+        ('root ::= "a"{3,1}', "not below the minimum at the end of the grammar)"),
+        ('root ::= "a"{3,1} "b"', 'not below the minimum at "b")'),
+        ("root ::= (", "expecting ')' at the end of the grammar)"),
+        ('root ::= "a" | | )', "expecting newline or end at ))"),
+        ("root ::= ) look at", "expecting newline or end at ) look at)"),
+    ],
+)
+def test_a_grammar_that_cannot_be_parsed_is_told_with_its_place(grammar: str, place: str) -> None:
+    """llama.cpp names a place by the text that follows, which is none at the end."""
+    with pytest.raises(BadGrammar) as caught:
+        check_grammar(grammar)
+    assert caught.value.message.endswith(place)
+    assert str(caught.value) == caught.value.message
+    assert pickle.loads(pickle.dumps(caught.value)).message == caught.value.message  # noqa: S301
 
 
 def test_deep_rules_are_checked_in_linear_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import re
 import string
@@ -283,6 +284,80 @@ def test_integer_bounds(bounds: list[int], open_end: str, numbers: list[int]) ->
         is_valid = (open_end == "low" or n >= low) and (open_end == "high" or n <= high)
         assert grammar_accepts(grammar, str(n)) == is_valid, (schema, n)
     assert not grammar_accepts(grammar, f"0{max(high, 1)}")
+
+
+FORMATS = {
+    name: json_schema_grammar({"type": "string", "format": name})
+    for name in ("date", "time", "date-time", "uuid", "email")
+}
+
+
+def is_of_format(name: str, text: str) -> bool:
+    return grammar_accepts(FORMATS[name], json.dumps(text))
+
+
+def is_date(year: int, month: int, day: int) -> bool:
+    try:
+        # The year 0000, which Python does not know, is one of RFC 3339, and as long as 2000.
+        datetime.date(year or 2000, month, day)
+    except ValueError:
+        return False
+    return True
+
+
+@settings(max_examples=400, deadline=None)
+@given(year=st.integers(0, 9999), month=st.integers(0, 13), day=st.integers(0, 32))
+def test_dates_are_those_of_the_calendar(year: int, month: int, day: int) -> None:
+    text = f"{year:04d}-{month:02d}-{day:02d}"
+    assert is_of_format("date", text) == is_date(year, month, day)
+    assert is_of_format("date-time", f"{text}T23:59:59Z") == is_date(year, month, day)
+
+
+def test_february_has_a_29th_in_leap_years_alone() -> None:
+    """All ends of centuries, and all years of three of them."""
+    for year in (*range(0, 10_000, 100), *range(105), *range(1896, 2105)):
+        for day in (28, 29, 30):
+            text = f"{year:04d}-02-{day}"
+            assert is_of_format("date", text) == is_date(year, 2, day), text
+
+
+def test_a_grammar_of_dates_generates_every_end_of_a_month() -> None:
+    for month in range(1, 13):
+        for day in (0, 1, 28, 29, 30, 31, 32):
+            text = f"2023-{month:02d}-{day:02d}"
+            assert is_of_format("date", text) == is_date(2023, month, day), text
+    assert len(FORMATS["date"]) < 600
+    for odd in ("2024-1-31", "24-01-31", "12024-01-31", "2024-01-311", "2024-01-31Z", "-024-01-31"):
+        assert not is_of_format("date", odd)
+
+
+@pytest.mark.parametrize(
+    ("name", "yes", "no"),
+    [
+        (
+            "time",
+            ["00:00:00Z", "23:59:59.1+23:59", "12:00:00.123456789-00:00"],
+            ["24:00:00Z", "12:60:00Z", "12:00:60Z", "12:00:00", "12:00:00.Z", "12:00:00+24:00"],
+        ),
+        ("date-time", ["2024-02-29T00:00:00.5Z"], ["2023-02-29T00:00:00Z", "2024-02-29 00:00:00Z"]),
+        (
+            "uuid",
+            ["2eb8aa08-aa98-11ea-b4aa-73b441d16380", "2EB8AA08-AA98-11EA-B4AA-73B441D16380"],
+            ["2eb8aa08aa9811eab4aa73b441d16380", "2eb8aa08-aa98-11ea-b4aa-73b441d1638g"],
+        ),
+        ("email", ["a@b.c", "no address"], []),  # an annotation
+    ],
+)
+def test_formats(name: str, yes: list[str], no: list[str]) -> None:
+    assert [text for text in yes if not is_of_format(name, text)] == []
+    assert [text for text in no if is_of_format(name, text)] == []
+
+
+def test_one_of_is_read_as_any_of() -> None:
+    overlapping = [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 9}]
+    grammars = [json_schema_grammar({keyword: overlapping}) for keyword in ("oneOf", "anyOf")]
+    assert grammars[0] == grammars[1]
+    assert grammar_accepts(grammars[0], "5")  # valid under both
 
 
 @pytest.mark.parametrize(

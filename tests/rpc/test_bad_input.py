@@ -42,6 +42,12 @@ BAD_FIELDS: dict[str, tuple[tuple[Any, dict[str, Any]], str]] = {
     "grammar without a root": (call(grammar='a ::= "a"'), "sampling.grammar"),
     "left-recursive grammar": (call(grammar='root ::= root "a"'), "sampling.grammar"),
     "grammar nested without end": (call(grammar="root ::= " + "(" * 60_000), "sampling.grammar"),
+    "grammar with a NUL": (call(grammar='root ::= "a\0"'), "sampling.grammar"),
+    "breaker of nothing": (call(dry=drafthouse.Dry(breakers=[""])), "sampling.dry.breakers[0]"),
+    "message with a NUL": (
+        call([{"role": "user", "content": "a"}, {"role": "user", "content": "b\0"}]),
+        "prompt.chat.messages[1].content",
+    ),
     "more drafts than the server makes": (call(max_draft_tokens=999), "speculation"),
     "another draft type": (call(speculation="simple"), "speculation.mode"),
     "no output": (call(max_output_tokens=0), "max_output_tokens"),

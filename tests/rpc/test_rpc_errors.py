@@ -213,6 +213,20 @@ async def test_all_bad_fields_are_named_at_once(generation: GenerationServiceAsy
     assert failure.info.metadata["fields"].startswith("prompt.text,sampling.temperature")
 
 
+async def test_a_list_that_is_too_long_is_named_with_all_else(
+    generation: GenerationServiceAsyncStub,
+) -> None:
+    bad = request(sampling={"temperature": -1}, stop={"sequences": ["a"] * 17})
+    failure = await fail(generation.Generate(bad))
+    assert failure.fields == ["sampling.temperature", "stop.sequences"]
+    violation = failure.find(BadRequest).field_violations[1]
+    assert violation.description == "must have at most 16 entries, has 17"
+    far_beyond = request(stop={"sequences": ["a"] * 5000})
+    failure = await fail(generation.Generate(far_beyond))
+    assert failure.fields == ["stop.sequences"]
+    assert "has more than " in failure.find(BadRequest).field_violations[0].description
+
+
 async def test_an_error_of_a_thousand_fields_still_arrives(
     generation: GenerationServiceAsyncStub,
 ) -> None:

@@ -96,11 +96,24 @@ def test_a_list_beyond_its_bound_is_refused_at_the_first_element_too_many(
     method: str, path: str
 ) -> None:
     bound, descriptor = BOUNDS[path], METHODS[method]
-    data = filled(descriptor, path, 50 * bound.n_max).SerializeToString()
+    n_read = bound.n_read
+    data = filled(descriptor, path, 50 * n_read).SerializeToString()
     n, error = scanned(SHAPES[method], data)
     assert isinstance(error, TooMany)
-    assert (error.path, error.n > bound.n_max) == (path, True)
-    assert n <= bound.n_max + 1 + path.count(".")
+    assert (error.path, error.n > n_read) == (path, True)
+    assert n <= n_read + 1 + path.count(".")
+    assert f"must have at most {bound.n_max} entries, has " in error.message
+    assert f"has {50 * n_read}" in error.message or f"has more than {n_read}" in error.message
+
+
+@pytest.mark.parametrize(("method", "path"), LISTS, ids=lambda part: part.split("/")[-1])
+def test_a_list_a_little_beyond_its_bound_is_left_to_the_rules(method: str, path: str) -> None:
+    """They tell its length, and all else that is wrong with the request."""
+    bound, descriptor = BOUNDS[path], METHODS[method]
+    data = filled(descriptor, path, bound.n_read).SerializeToString()
+    assert scanned(SHAPES[method], data)[1] is None
+    is_ids_of_prompt = path in {"prompt.tokens.ids", "token_ids"}
+    assert (bound.n_spare > 0) != is_ids_of_prompt  # counted at once, whatever their number
 
 
 def test_every_list_and_text_needs_a_bound() -> None:
@@ -113,7 +126,7 @@ def test_millions_of_empty_messages_cost_the_bound() -> None:
     n, error = scanned(GENERATE, data)
     assert isinstance(error, TooMany)
     assert error.path == "prompt.chat.messages"
-    assert n == 2 + N_MESSAGES + 1
+    assert n == 2 + N_MESSAGES + BOUNDS["prompt.chat.messages"].n_spare + 1
 
 
 def test_millions_of_ids_are_one_element_and_counted() -> None:

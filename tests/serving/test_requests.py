@@ -151,6 +151,101 @@ def test_all_violations_are_told_at_once() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("request_", "field", "description"),
+    [
+        (
+            GenerationRequest(TEXT, {"seed": 4294967295}),
+            "sampling.seed",
+            "must be in [0, 4294967294], is 4294967295",
+        ),
+        (
+            GenerationRequest(TEXT, {"top_k": -2147483648}),
+            "sampling.top_k",
+            "must be >= 0, is -2147483648",
+        ),
+        (
+            GenerationRequest(TEXT, {"temperature": 10.000000953674316}),
+            "sampling.temperature",
+            "must be in [0, 10], is 10.000001",
+        ),
+        (GenerationRequest(TEXT, {"top_p": 1.5}), "sampling.top_p", "must be in (0, 1], is 1.5"),
+        (
+            GenerationRequest(TEXT, has_dry=True, dry_breakers=["x", ""]),
+            "sampling.dry.breakers[1]",
+            "must have 1 to 64 bytes, has 0",
+        ),
+        (
+            GenerationRequest(TEXT, has_dry=True, dry_breakers=["x\0"]),
+            "sampling.dry.breakers[0]",
+            "must not have a NUL character, has one at byte 1",
+        ),
+        (
+            GenerationRequest(TEXT, grammar='root ::= "é\0"'),
+            "sampling.grammar",
+            "must not have a NUL character, has one at byte 12",
+        ),
+        (
+            GenerationRequest(Prompt(messages=[ChatMessage("a", "b"), ChatMessage("a", "b\0")])),
+            "prompt.chat.messages[1].content",
+            "must not have a NUL character, has one at byte 1",
+        ),
+        (
+            GenerationRequest(Prompt(messages=[ChatMessage("a\0", "b")])),
+            "prompt.chat.messages[0].role",
+            "must not have a NUL character, has one at byte 1",
+        ),
+        (
+            GenerationRequest(TEXT, mode="eagle3"),
+            "speculation.mode",
+            "must be mtp or off on this server, is eagle3",
+        ),
+    ],
+    ids=range(10),
+)
+def test_a_violation_names_its_field_its_rule_and_its_value(
+    request_: GenerationRequest, field: str, description: str
+) -> None:
+    assert violations(request_) == {field: description}
+
+
+def test_a_server_that_drafts_nothing_offers_one_mode() -> None:
+    rules = RequestRules(ENGINE.card, ENGINE.limits, MODE_OFF, 0)
+    with pytest.raises(InvalidRequest, match="must be off on this server, is mtp"):
+        rules.check(GenerationRequest(TEXT, mode="mtp"))
+
+
+def test_of_token_ids_all_that_are_wrong_are_told() -> None:
+    n_vocab = ENGINE.card.n_vocab
+    request = GenerationRequest(Prompt(tokens=[-1, 0, n_vocab]), stop_token_ids=[-2, n_vocab - 1])
+    assert set(violations(request)) == {
+        "prompt.tokens.ids[0]",
+        "prompt.tokens.ids[2]",
+        "stop.token_ids[0]",
+    }
+    with pytest.raises(InvalidRequest) as caught:
+        RULES.check_some_tokens("token_ids", [-5, 1, 99_999, *[-1] * 99])
+    fields = [violation.field for violation in caught.value.violations]
+    assert fields == ["token_ids[0]", *(f"token_ids[{i}]" for i in range(2, 17))]
+    assert len(fields) == N_VIOLATIONS_MAX
+
+
+def test_a_list_that_is_too_long_is_told_with_all_else() -> None:
+    many = GenerationRequest(
+        TEXT,
+        {"temperature": -1},
+        has_dry=True,
+        dry_breakers=["x"] * 33,
+        stops=["a"] * 17,
+        stop_token_ids=[1] * 65,
+    )
+    found = violations(many)
+    assert found["stop.sequences"] == "must have at most 16 entries, has 17"
+    assert found["stop.token_ids"] == "must have at most 64 entries, has 65"
+    assert found["sampling.dry.breakers"] == "must have at most 32 entries, has 33"
+    assert "sampling.temperature" in found
+
+
 def test_lists_are_read_as_far_as_they_may_be_long() -> None:
     request = GenerationRequest(TEXT, stops=["x" * 300] * 1000)
     assert len(violations(request)) == N_VIOLATIONS_MAX == 16  # and no more are looked for

@@ -90,7 +90,8 @@ class LlamaText:
         except drafthouse_engine.BadGrammar as error:
             raise _invalid("grammar", error) from error
         except drafthouse_engine.InvalidConfig as error:
-            raise _invalid(error.field, error) from error
+            problem = error.message.removeprefix(f"SamplingParams.{error.field} ")
+            raise InvalidRequest([FieldViolation(error.field, problem)]) from error
         except drafthouse_engine.InvalidArgument as error:
             raise _invalid("sampling", error) from error
 

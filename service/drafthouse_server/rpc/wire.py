@@ -3,7 +3,8 @@
 An empty chat message is two bytes on the wire and a hundred in memory, and two million of them are
 checked one by one. So every list of a request has a bound of its length, every text one of its
 bytes, and a request that breaks one is refused at the first element too many: what is looked at
-grows with the bounds, not with what was sent.
+grows with the bounds, not with what was sent. A list that is a little too long (`Bound.n_spare`) is
+left to the rules of requests, which tell all that is wrong at once.
 """
 
 from __future__ import annotations
@@ -51,15 +52,16 @@ class TooMany(InvalidRequest):
     Args:
         path: Of the list, as in `FieldViolation.field`.
         n_max: The bound.
-        n: Elements; None where they were not all counted.
+        n: Elements that were counted.
+        is_all: Whether there are no more.
     """
 
-    def __init__(self, path: str, n_max: int, n: int | None = None) -> None:
+    def __init__(self, path: str, n_max: int, n: int, *, is_all: bool) -> None:
         self.path = path
         self.n_max = n_max
-        self.n = n_max + 1 if n is None else n
+        self.n = n
         """Elements, at least."""
-        has = "more" if n is None else str(n)
+        has = str(n) if is_all else f"more than {n - 1}"
         super().__init__([FieldViolation(path, f"must have at most {n_max} entries, has {has}")])
 
 
@@ -117,9 +119,9 @@ def _n_bytes_max(descriptor: Descriptor, bounds: Mapping[str, Bound], prefix: st
         if bound.n_bytes_in_all is not None:
             n = bound.n_bytes_in_all
         elif field.message_type is not None:
-            n = bound.n_max * (_n_bytes_max(field.message_type, bounds, f"{path}.") + 8)
+            n = bound.n_read * (_n_bytes_max(field.message_type, bounds, f"{path}.") + 8)
         else:
-            n = bound.n_max * ((bound.n_bytes_max or 0) + _N_VARINT_BYTES_MAX)
+            n = bound.n_read * ((bound.n_bytes_max or 0) + _N_VARINT_BYTES_MAX)
         choice = field.containing_oneof
         if choice is None:
             n_alone += n
@@ -210,19 +212,19 @@ class Scan:
         raise _broken()
 
     def _check_list(self, field: _Field, kind: int, start: int, stop: int) -> None:
-        path, n_max = field.path, field.bound.n_max
+        path, n_max, n_read = field.path, field.bound.n_max, field.bound.n_read
         if kind == _BYTES and field.kind != _BYTES:
             # A packed list is one element of the walk; that it comes in pieces is allowed, and odd.
             n_more, is_extra = self._count_packed(field.kind, start, stop), path in self._n_of_lists
             self._n_of_lists[path] += n_more
             if is_extra:
                 self._count_extra()
-            if self._n_of_lists[path] > n_max:
-                raise TooMany(path, n_max, self._n_of_lists[path])
+            if self._n_of_lists[path] > n_read:
+                raise TooMany(path, n_max, self._n_of_lists[path], is_all=True)
             return
         n = self._n_of_lists[path]
-        if n >= n_max:
-            raise TooMany(path, n_max)
+        if n >= n_read:
+            raise TooMany(path, n_max, n + 1, is_all=False)
         self._n_of_lists[path] = n + 1
         if field.kind != _BYTES:
             self._n_unpacked += 1

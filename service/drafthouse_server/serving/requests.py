@@ -43,6 +43,8 @@ _N_GRAMMAR_BYTES_MAX = 65536
 _N_LOGIT_BIAS_MAX = 1024
 _N_BREAKERS_MAX, _N_BREAKER_BYTES_MAX = 32, 64
 _N_STOPS_MAX, _N_STOP_BYTES_MAX, _N_STOP_TOKENS_MAX = 16, 256, 64
+_N_SPARE = 64
+"""Elements beyond those allowed of which a list is still read: `Bound.n_spare`."""
 _TEMPERATURE_LEAST = 1e-5
 """A temperature below this one, as of vLLM, is 0: divided by much less, logits are infinite."""
 _LOGIT_BIAS_FORBIDS = -100.0
@@ -142,6 +144,13 @@ class Bound:
     """Minimum that an error names beside the maximum."""
     n_bytes_in_all: int | None = None
     """Bytes on the wire of the field, with all elements; None: so many as those may have."""
+    n_spare: int = 0
+    """More elements that are read: the rules refuse them, with all else that is wrong."""
+
+    @property
+    def n_read(self) -> int:
+        """Elements of a list that are read."""
+        return self.n_max + self.n_spare
 
 
 def field_bounds(n_context: int, n_messages_max: int) -> abc.Mapping[str, Bound]:
@@ -153,7 +162,7 @@ def field_bounds(n_context: int, n_messages_max: int) -> abc.Mapping[str, Bound]
     """
     n_text = _BYTES_PER_TOKEN_MAX * n_context
     n_messages = min(n_messages_max, n_context)
-    n_bytes_of_chat = n_text + _N_MESSAGE_BYTES * n_messages
+    n_bytes_of_chat = n_text + _N_MESSAGE_BYTES * (n_messages + _N_SPARE)
     return {
         "model": Bound(n_bytes_max=_N_MODEL_BYTES_MAX),
         "key_id": Bound(n_bytes_max=_N_MODEL_BYTES_MAX),
@@ -164,14 +173,14 @@ def field_bounds(n_context: int, n_messages_max: int) -> abc.Mapping[str, Bound]
         "token_ids": Bound(n_context),
         "prompt.text": Bound(n_bytes_max=n_text),
         PROMPT_TOKENS: Bound(n_context),
-        "prompt.chat.messages": Bound(n_messages, n_bytes_in_all=n_bytes_of_chat),
+        "prompt.chat.messages": Bound(n_messages, n_bytes_in_all=n_bytes_of_chat, n_spare=_N_SPARE),
         "prompt.chat.messages.role": Bound(n_bytes_max=n_text),
         "prompt.chat.messages.content": Bound(n_bytes_max=n_text),
-        "sampling.logit_bias": Bound(_N_LOGIT_BIAS_MAX),
-        "sampling.dry.breakers": Bound(_N_BREAKERS_MAX, _N_BREAKER_BYTES_MAX),
+        "sampling.logit_bias": Bound(_N_LOGIT_BIAS_MAX, n_spare=_N_SPARE),
+        "sampling.dry.breakers": Bound(_N_BREAKERS_MAX, _N_BREAKER_BYTES_MAX, 1, n_spare=_N_SPARE),
         "sampling.grammar": Bound(n_bytes_max=_N_GRAMMAR_BYTES_MAX),
-        "stop.sequences": Bound(_N_STOPS_MAX, _N_STOP_BYTES_MAX, 1),
-        "stop.token_ids": Bound(_N_STOP_TOKENS_MAX),
+        "stop.sequences": Bound(_N_STOPS_MAX, _N_STOP_BYTES_MAX, 1, n_spare=_N_SPARE),
+        "stop.token_ids": Bound(_N_STOP_TOKENS_MAX, n_spare=_N_SPARE),
     }
 
 
@@ -208,7 +217,7 @@ class Violations:
         """Returns whether a number keeps its rule, and notes it otherwise."""
         if value in rule:
             return True
-        self.refuse(path, f"must be {rule}, is {value:g}")
+        self.refuse(path, f"must be {rule}, is {_told(value, rule)}")
         return False
 
     def check_count(self, path: str, n: int, n_max: int) -> None:
@@ -223,12 +232,22 @@ class Violations:
             allowed = f"{n_min} to {n_max}" if n_min else f"at most {n_max}"
             self.refuse(path, f"must have {allowed} bytes, has {n}")
 
+    def check_no_nul(self, path: str, text: str) -> None:
+        """Checks a text that the engine is given: there it would end at a NUL character."""
+        before, nul, _ = text.partition("\0")
+        if nul:
+            at = len(before.encode())
+            self.refuse(path, f"must not have a NUL character, has one at byte {at}")
+
     def check_tokens(self, path: str, token_ids: abc.Sequence[int], n_vocab: int) -> None:
-        """Checks token ids; of several that are wrong the first one is named."""
+        """Checks token ids."""
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < n_vocab):
             return
-        i = next(i for i, token in enumerate(token_ids) if not 0 <= token < n_vocab)
-        self.refuse(f"{path}[{i}]", f"must be in [0, {n_vocab}), is {token_ids[i]}")
+        for i, token in enumerate(token_ids):
+            if not 0 <= token < n_vocab:
+                self.refuse(f"{path}[{i}]", f"must be in [0, {n_vocab}), is {token}")
+                if self.is_full:
+                    return
 
     def close(self) -> None:
         """Ends the check.
@@ -383,7 +402,7 @@ class RequestRules:
         """Checks token ids.
 
         Raises:
-            InvalidRequest: names the first that is none of the vocabulary's (INVALID_FIELD).
+            InvalidRequest: names those that are none of the vocabulary's (INVALID_FIELD).
         """
         violations = Violations()
         violations.check_tokens(path, tokens, self._card.n_vocab)
@@ -408,8 +427,8 @@ class RequestRules:
         """Checks token ids and their number, which is first.
 
         Raises:
-            InvalidRequest: there are more than the context has, or one is none of the vocabulary's;
-                of several the first is named (INVALID_FIELD).
+            InvalidRequest: there are more than the context has, or some are none of the
+                vocabulary's, which it names (INVALID_FIELD).
         """
         violations = Violations()
         violations.check_count(path, len(tokens), self._n_context)
@@ -468,8 +487,7 @@ class RequestRules:
         for i, message in enumerate(messages):
             if violations.is_full:
                 return
-            if not message.role:
-                violations.refuse(f"prompt.chat.messages[{i}].role", "must not be empty")
+            _check_message(violations, f"prompt.chat.messages[{i}]", message)
         texts = [text for message in messages for text in (message.role, message.content)]
         self._check_text(violations, "prompt.chat", texts)
 
@@ -494,6 +512,7 @@ class RequestRules:
             options.setdefault("dry_multiplier", _DRY_MULTIPLIER_DEFAULT)
             options["dry_breakers"] = _check_breakers(violations, request.dry_breakers)
         violations.check_bytes("sampling.grammar", request.grammar, _N_GRAMMAR_BYTES_MAX)
+        violations.check_no_nul("sampling.grammar", request.grammar)
         return SamplingOptions(
             **options,  # type: ignore[arg-type]  # by the names of KNOBS, which a test compares
             logit_bias=self._check_logit_bias(violations, request.logit_bias),
@@ -522,9 +541,8 @@ class RequestRules:
         """Returns the mode and K; None is the server's default."""
         mode, n_draft = request.mode, request.n_draft
         if mode not in (None, MODE_OFF, self._mode):
-            violations.refuse(
-                "speculation.mode", f"must be {self._mode} or {MODE_OFF} on this server"
-            )
+            offered = " or ".join(dict.fromkeys((self._mode, MODE_OFF)))
+            violations.refuse("speculation.mode", f"must be {offered} on this server, is {mode}")
         if n_draft is not None:
             rule = Range(0, self._limits.n_draft_max)
             violations.check("speculation.max_draft_tokens", n_draft, rule)
@@ -546,5 +564,21 @@ class RequestRules:
 def _check_breakers(violations: Violations, breakers: abc.Sequence[str]) -> tuple[str, ...] | None:
     violations.check_count("sampling.dry.breakers", len(breakers), _N_BREAKERS_MAX)
     for i, breaker in enumerate(breakers[:_N_BREAKERS_MAX]):
-        violations.check_bytes(f"sampling.dry.breakers[{i}]", breaker, _N_BREAKER_BYTES_MAX)
+        path = f"sampling.dry.breakers[{i}]"
+        violations.check_bytes(path, breaker, _N_BREAKER_BYTES_MAX, n_min=1)
+        violations.check_no_nul(path, breaker)
     return tuple(breakers) or None
+
+
+def _check_message(violations: Violations, path: str, message: ChatMessage) -> None:
+    if not message.role:
+        violations.refuse(f"{path}.role", "must not be empty")
+    violations.check_no_nul(f"{path}.role", message.role)
+    violations.check_no_nul(f"{path}.content", message.content)
+
+
+def _told(value: float, rule: Range) -> str:
+    """Returns a number that breaks a rule: an integer whole, others so that the breach shows."""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.9g}" if float(f"{value:g}") in rule else f"{value:g}"

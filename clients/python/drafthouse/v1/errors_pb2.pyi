@@ -25,8 +25,9 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
     """Never sent."""
     ERROR_REASON_INVALID_FIELD: _ErrorReason.ValueType  # 1
-    """INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists all of
-    them, 16 at most. Metadata: fields.
+    """INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists the
+    fields that are wrong, 16 at most. Told alone, before the others are looked at: a text of too many bytes, a list far too long, model,
+    end_user. Told once all others are right: what the model alone can tell, as whether a grammar can be parsed. Metadata: fields.
     """
     ERROR_REASON_CONTEXT_TOO_LONG: _ErrorReason.ValueType  # 2
     """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
@@ -94,8 +95,9 @@ class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """Never sent."""
 ERROR_REASON_INVALID_FIELD: ErrorReason.ValueType  # 1
-"""INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists all of
-them, 16 at most. Metadata: fields.
+"""INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists the
+fields that are wrong, 16 at most. Told alone, before the others are looked at: a text of too many bytes, a list far too long, model,
+end_user. Told once all others are right: what the model alone can tell, as whether a grammar can be parsed. Metadata: fields.
 """
 ERROR_REASON_CONTEXT_TOO_LONG: ErrorReason.ValueType  # 2
 """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""

@@ -135,9 +135,9 @@ class ChatMessage(message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """Who speaks, such as "system", "user" or "assistant". Not empty."""
+    """Who speaks, such as "system", "user" or "assistant". Not empty, without NUL characters."""
     content: builtins.str
-    """What is said. May be empty."""
+    """What is said, without NUL characters. May be empty."""
     def __init__(
         self,
         *,
@@ -252,7 +252,7 @@ class SamplingOptions(message.Message):
     seed: builtins.int
     """Seed, [0, 4294967294]. The same request with the same seed, speculation and server gives the same tokens. Not set: random."""
     grammar: builtins.str
-    """GBNF grammar with a rule "root" that the output must follow, at most 65536 bytes. Empty: no constraint."""
+    """GBNF grammar with a rule "root" that the output must follow, at most 65536 bytes without NUL characters. Empty: no constraint."""
     @builtins.property
     def penalties(self) -> PenaltyOptions:
         """Penalties on tokens that occurred. Not set: off."""
@@ -386,7 +386,7 @@ class DryOptions(message.Message):
     """Tokens looked back, [-1, 65536]. 0: off. -1: the model's context. Default -1."""
     @builtins.property
     def breakers(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Texts at which a repetition ends, at most 32 of at most 64 bytes. Empty: newline, colon, quotation mark, asterisk."""
+        """Texts at which a repetition ends, at most 32 of 1 to 64 bytes, without NUL characters. Empty: newline, colon, quotation mark, asterisk."""
 
     def __init__(
         self,

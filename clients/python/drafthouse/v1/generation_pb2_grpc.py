@@ -64,9 +64,10 @@ class GenerationServiceServicer(object):
     def Generate(self, request, context):
         """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
         frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-        TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE,
-        ENGINE_FAILURE. When something of a stream is computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an
-        accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
+        TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY,
+        SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE, GRAMMAR_TOO_COSTLY, NO_TOKEN_ALLOWED, ENGINE_FAILURE. When something of a stream is
+        computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an accepted stream
+        ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,7 +75,8 @@ class GenerationServiceServicer(object):
 
     def CountTokens(self, request, context):
         """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
-        MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+        MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL,
+        SERVER_DRAINING, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, ENGINE_FAILURE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,13 +36,15 @@ class GenerationServiceStub:
     Generate: grpc.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
     """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
     frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE,
-    ENGINE_FAILURE. When something of a stream is computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an
-    accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
+    TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY,
+    SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE, GRAMMAR_TOO_COSTLY, NO_TOKEN_ALLOWED, ENGINE_FAILURE. When something of a stream is
+    computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an accepted stream
+    ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
     """
     CountTokens: grpc.UnaryUnaryMultiCallable[generation_pb2.CountTokensRequest, generation_pb2.CountTokensResponse]
     """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
-    MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+    MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL,
+    SERVER_DRAINING, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, ENGINE_FAILURE.
     """
     Tokenize: grpc.UnaryUnaryMultiCallable[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse]
     """Turns text into token ids. Errors: as CountTokens."""
@@ -57,13 +59,15 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Generate: aio.UnaryStreamMultiCallable[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
     frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-    TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE,
-    ENGINE_FAILURE. When something of a stream is computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an
-    accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
+    TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY,
+    SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE, GRAMMAR_TOO_COSTLY, NO_TOKEN_ALLOWED, ENGINE_FAILURE. When something of a stream is
+    computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an accepted stream
+    ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
     """
     CountTokens: aio.UnaryUnaryMultiCallable[generation_pb2.CountTokensRequest, generation_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
-    MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+    MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL,
+    SERVER_DRAINING, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, ENGINE_FAILURE.
     """
     Tokenize: aio.UnaryUnaryMultiCallable[generation_pb2.TokenizeRequest, generation_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text into token ids. Errors: as CountTokens."""
@@ -81,9 +85,10 @@ class GenerationServiceServicer(metaclass=abc_1.ABCMeta):
     ) -> typing.Union[abc.Iterator[generation_pb2.GenerateResponse], abc.AsyncIterator[generation_pb2.GenerateResponse]]:
         """Generates tokens and streams them as they are verified. The call's deadline is the request's deadline; cancelling the call
         frees its slot within one step. Errors: INVALID_FIELD, CONTEXT_TOO_LONG, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY,
-        TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE,
-        ENGINE_FAILURE. When something of a stream is computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an
-        accepted stream ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
+        TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL, SERVER_DRAINING, DEADLINE_TOO_SHORT, SERVER_OVERLOADED, ENGINE_UNHEALTHY,
+        SLOW_SENDER, SLOW_READER, USAGE_UNAVAILABLE, GRAMMAR_TOO_COSTLY, NO_TOKEN_ALLOWED, ENGINE_FAILURE. When something of a stream is
+        computed, and so billed, it begins with the initial metadata "drafthouse-request-id", its request id. However an accepted stream
+        ends, its trailers carry its Usage, serialised, as "drafthouse-usage-bin".
         """
 
     @abc_1.abstractmethod
@@ -93,7 +98,8 @@ class GenerationServiceServicer(metaclass=abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[generation_pb2.CountTokensResponse, abc.Awaitable[generation_pb2.CountTokensResponse]]:
         """Counts the tokens of a prompt as Generate would see it. Errors: INVALID_FIELD, CONTEXT_TOO_LONG,
-        MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+        MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL,
+        SERVER_DRAINING, SERVER_OVERLOADED, ENGINE_UNHEALTHY, SLOW_SENDER, ENGINE_FAILURE.
         """
 
     @abc_1.abstractmethod
