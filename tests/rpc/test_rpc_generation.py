@@ -170,16 +170,15 @@ class HeldEngine(GatedEngine):
     def __init__(self, n_tokens: int, rendered: Mapping[int, bytes] | None = None) -> None:
         super().__init__()
         self.n_left = n_tokens
-        self._is_held = False
         self._rendered = rendered or {}
 
     def step(self, plan: StepPlan) -> StepResult:
-        if self.n_left <= 0 and not self._is_held:
-            self.hold()
-            self._is_held = True
         self.interrupt()  # no run of steps
         result = super().step(plan)
-        self.n_left -= sum(len(entry.tokens) for entry in result.entries)
+        if self.n_left > 0:
+            self.n_left -= sum(len(entry.tokens) for entry in result.entries)
+            if not self.n_left:
+                self.hold()
         return result
 
     def token_bytes(self, token: int, *, special: bool) -> bytes:
@@ -197,9 +196,9 @@ def greedy(*stops: str) -> generation_pb2.GenerateRequest:
     return generation_pb2.GenerateRequest(
         prompt=generation_pb2.Prompt(text="x"),
         max_output_tokens=100,
-        sampling={"temperature": 0},
-        speculation={"max_draft_tokens": 0},
-        stop={"sequences": stops},
+        sampling=generation_pb2.SamplingOptions(temperature=0),
+        speculation=generation_pb2.SpeculationOptions(max_draft_tokens=0),
+        stop=generation_pb2.StopOptions(sequences=stops),
     )
 
 
@@ -309,10 +308,12 @@ async def test_a_deadline_that_passes_in_the_step_after_a_stop_text_comes_too_la
     start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = HeldEngine(N_STOP)
+    defaults = ServiceContext.__init__.__kwdefaults__
+    assert defaults is not None
     monkeypatch.setitem(
-        ServiceContext.__init__.__kwdefaults__,
+        defaults,
         "clock",
-        lambda: time.monotonic() + (1000.0 if engine.n_left <= 0 else 0.0),
+        lambda: time.monotonic() + (0.0 if engine.n_left else 1000.0),
     )
     server = await start_server(engine)
     async with grpc.aio.insecure_channel(server.target) as channel:
