@@ -6,11 +6,14 @@ import asyncio
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from tests.conftest import GatedEngine
 from tests.support.logged import logged
 from tests.support.unknown_cost import UnknownCost
 
@@ -24,11 +27,20 @@ from drafthouse_server.rpc.services import GenerationService, ServiceContext
 from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.text_workers import TextWorkers
-from drafthouse_server.step import PlanEntry, SamplingOptions, Start, StepPlan
+from drafthouse_server.step import (
+    PlanEntry,
+    SamplingOptions,
+    SequenceStatus,
+    Start,
+    StepPlan,
+    StepResult,
+)
 from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
+from drafthouse_server.usage.record import UsageQuery
+from drafthouse_server.usage.stores import list_all
 
 if TYPE_CHECKING:
-    from tests.conftest import Eventually, GatedEngine, ServerFactory
+    from tests.conftest import Eventually, ServerFactory
 
 
 def expected_tokens(prompt: list[int], n: int) -> list[int]:
@@ -145,6 +157,208 @@ async def test_held_back_text_comes_when_no_stop_follows(client: drafthouse.Asyn
     )
     assert result.text == whole
     assert result.stop_sequence == ""
+
+
+class HeldEngine(GatedEngine):
+    """Yields a token a step; the step after so many of them waits until it is released.
+
+    Args:
+        n_tokens: So many.
+        rendered: Bytes of tokens that are to be others than the model's.
+    """
+
+    def __init__(self, n_tokens: int, rendered: Mapping[int, bytes] | None = None) -> None:
+        super().__init__()
+        self.n_left = n_tokens
+        self._rendered = rendered or {}
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self.interrupt()  # no run of steps
+        result = super().step(plan)
+        if self.n_left > 0:
+            self.n_left -= sum(len(entry.tokens) for entry in result.entries)
+            if not self.n_left:
+                self.hold()
+        return result
+
+    def token_bytes(self, token: int, *, special: bool) -> bytes:
+        return self._rendered.get(token) or super().token_bytes(token, special=special)
+
+
+WHOLE = expected_tokens([256, *b"x"], 10)
+N_STOP = next(n for n in range(5, 10) if WHOLE[n - 1] not in WHOLE[: n - 1])
+STOP = chr(WHOLE[N_STOP - 1])
+"""The last of so many tokens, and of none before."""
+
+
+def greedy(*stops: str) -> generation_pb2.GenerateRequest:
+    """Asks for what `WHOLE` is the start of."""
+    return generation_pb2.GenerateRequest(
+        prompt=generation_pb2.Prompt(text="x"),
+        max_output_tokens=100,
+        sampling=generation_pb2.SamplingOptions(temperature=0),
+        speculation=generation_pb2.SpeculationOptions(max_draft_tokens=0),
+        stop=generation_pb2.StopOptions(sequences=stops),
+    )
+
+
+@dataclasses.dataclass
+class Read:
+    """What a client has read of one stream."""
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    result: generation_pb2.GenerationResult | None = None
+    status: str = ""
+    usage: generation_pb2.Usage | None = None
+
+
+async def read(call: Any, found: Read, n_tokens: int = 1000) -> Read:
+    """Reads a stream until it has so many tokens, or to its end."""
+    while len(found.token_ids) < n_tokens:
+        try:
+            message = await call.read()
+        except grpc.aio.AioRpcError:
+            message = grpc.aio.EOF
+        if message is grpc.aio.EOF:
+            trailers = dict(await call.trailing_metadata())
+            found.status = (await call.code()).name
+            found.usage = generation_pb2.Usage.FromString(trailers["drafthouse-usage-bin"])
+            break
+        found.text += message.chunk.text
+        found.token_ids += message.chunk.token_ids
+        if message.HasField("result"):
+            found.result = message.result
+    return found
+
+
+def finished(found: Read) -> generation_pb2.GenerationResult:
+    """Returns the result of a stream that `STOP` has ended, like that of any such stream."""
+    assert found.status == "OK"
+    assert found.text + STOP == bytes(WHOLE[:N_STOP]).decode()
+    assert found.token_ids == WHOLE[:N_STOP]
+    assert found.result is not None
+    assert found.result.finish_reason == generation_pb2.FINISH_REASON_STOP
+    assert found.result.stop_sequence == STOP
+    assert found.result.usage == found.usage
+    assert found.result.usage.output_tokens == N_STOP
+    return found.result
+
+
+def let_end(server: Server) -> None:
+    """Ends the thread of a loop that was abandoned, so that this process can end."""
+    if server.loop.is_abandoned:
+        server.loop._thread.stop()
+
+
+ENDS: dict[str, Callable[[Server, HeldEngine], object]] = {
+    "step-lost": lambda _, engine: engine.inject(RuntimeError("boom")),
+    "decode-failed": lambda _, engine: engine.inject(SequenceStatus.DECODE_FAILED),
+    "no-token-allowed": lambda _, engine: engine.inject(SequenceStatus.NO_TOKEN_ALLOWED),
+    "step-hung": lambda server, _: server.loop.abandon(),
+    "tenant-deleted": lambda server, _: server.loop.forget_tenant("default"),
+}
+"""What may become of a sequence while a step is in flight."""
+
+
+@pytest.mark.parametrize("has_journal", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+async def test_who_has_its_stop_text_is_finished_whatever_comes_after(
+    start_server: ServerFactory, tmp_path: Path, end: str, has_journal: bool
+) -> None:
+    """The step after it has begun when the event loop sees the stop text."""
+    engine = HeldEngine(N_STOP)
+    server = await start_server(engine, usage_journal=str(tmp_path) if has_journal else "")
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(greedy(STOP))
+        found = await read(call, Read(), N_STOP)
+        ENDS[end](server, engine)
+        engine.release()
+        await read(call, found)
+    let_end(server)
+    result = finished(found)
+    assert result.usage.prompt_tokens == 2
+    assert result.speculation.step_count >= N_STOP
+    assert result.timings.decode_seconds > 0
+    assert server.loop.statistics().n_output_tokens == N_STOP
+    if has_journal:
+        [record] = list_all(tmp_path, UsageQuery())
+        assert (record.outcome, record.n_output) == ("stop", N_STOP)
+        assert record.decode_s == result.timings.decode_seconds
+
+
+async def test_a_stop_text_is_complete_in_the_last_step_before_a_drain_ends_it(
+    start_server: ServerFactory, eventually: Eventually
+) -> None:
+    """The error comes together with the token that completes the stop text."""
+    engine = HeldEngine(N_STOP - 1)
+    server = await start_server(engine)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(greedy(STOP))
+        found = await read(call, Read(), N_STOP - 1)
+        drain = asyncio.create_task(server.loop.drain(0.0))
+        await eventually(lambda: server.loop._is_ending)
+        engine.release()
+        await read(call, found)
+        await drain
+    finished(found)
+
+
+async def test_a_deadline_that_passes_in_the_step_after_a_stop_text_comes_too_late(
+    start_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = HeldEngine(N_STOP)
+    defaults = ServiceContext.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(
+        defaults,
+        "clock",
+        lambda: time.monotonic() + (0.0 if engine.n_left else 1000.0),
+    )
+    server = await start_server(engine)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        found = await read(stub.Generate(greedy(STOP), timeout=100), Read())
+        assert server.loop.statistics().n_running == 1, "the step is in flight"
+        engine.release()
+    finished(found)
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_text_that_was_held_back_comes_before_an_error(
+    start_server: ServerFactory, end: str
+) -> None:
+    engine = HeldEngine(N_STOP)
+    server = await start_server(engine)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.Generate(greedy(STOP + "\0never"))
+        found = await read(call, Read(), N_STOP)
+        assert found.text + STOP == bytes(WHOLE[:N_STOP]).decode(), "it is held back"
+        ENDS[end](server, engine)
+        engine.release()
+        await read(call, found)
+    let_end(server)
+    assert found.status in ("INTERNAL", "INVALID_ARGUMENT", "UNAUTHENTICATED")
+    assert found.text == bytes(found.token_ids).decode()
+    assert found.usage is not None
+    assert found.usage.output_tokens == len(found.token_ids) >= N_STOP
+
+
+@pytest.mark.parametrize("stops", [(), ("\ufffd",)])
+async def test_a_character_that_an_error_cuts_off_is_replaced_and_stops_nothing(
+    start_server: ServerFactory, stops: tuple[str, ...]
+) -> None:
+    engine = HeldEngine(N_STOP, {WHOLE[N_STOP - 1]: "€".encode()[:2]})
+    server = await start_server(engine)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(greedy(*stops))
+        found = await read(call, Read(), N_STOP)
+        engine.inject(SequenceStatus.DECODE_FAILED)
+        engine.release()
+        await read(call, found)
+    assert found.status == "INTERNAL"
+    assert found.text == bytes(WHOLE[: N_STOP - 1]).decode() + "\ufffd"
 
 
 async def test_stop_token_ends_the_text_before_it(client: drafthouse.AsyncClient) -> None:

@@ -31,6 +31,14 @@ def test_an_incomplete_character_becomes_a_replacement_at_the_end_only() -> None
     assert detokenizer.finish() == "\ufffd"
 
 
+def test_what_replaces_a_character_that_was_cut_off_completes_no_stop() -> None:
+    for is_cut_off, text, matched in ((False, "", "a\ufffd"), (True, "a\ufffd", "")):
+        detokenizer = make("a\ufffd")
+        assert detokenizer.feed(b"a" + "é".encode()[:1]).text == ""
+        assert detokenizer.finish(is_cut_off=is_cut_off) == text
+        assert detokenizer.matched_stop == matched
+
+
 def test_invalid_bytes_become_replacements_and_the_stream_goes_on() -> None:
     detokenizer = make()
     assert detokenizer.feed(b"a\xff\xfeb").text == "a\ufffd\ufffdb"

@@ -12,6 +12,7 @@ import grpc
 from drafthouse.v1 import generation_pb2, model_pb2
 from drafthouse_server.rpc.interceptors import USAGE_KEY
 from drafthouse_server.scheduling.sequence import (
+    ErrorEvent,
     Event,
     FinishEvent,
     FinishReason,
@@ -132,8 +133,9 @@ class Output:
             logprobs = [logprob for event in news for logprob in event.logprobs]
         new = self._detokenizer.feed(tokens)
         text, n_tokens = new.text, new.n_tokens
-        if isinstance(last, FinishEvent):
-            text += self._detokenizer.finish()
+        if isinstance(last, FinishEvent | ErrorEvent):
+            is_whole = isinstance(last, FinishEvent) and last.reason in _FINISH_REASONS
+            text += self._detokenizer.finish(is_cut_off=not is_whole)
         if not (n_tokens or text):
             return None
         if n_tokens < len(tokens):
@@ -147,19 +149,30 @@ class Output:
             chunk.log_probabilities.extend(logprobs)
         return response
 
-    def reason(self, end: FinishEvent) -> FinishReason:
-        """Returns why it ended, for its client."""
-        return FinishReason.STOP if self.has_stopped else end.reason
+    def end(self, last: Event, sequence: Sequence) -> FinishEvent | ErrorEvent | None:
+        """Returns how it ended, for its client: well, once a stop text is complete.
+
+        What becomes of the sequence after that is of no concern to its client.
+
+        Args:
+            last: The last event that was taken; None is returned while it is not the terminal one.
+            sequence: Its sequence.
+        """
+        if self.has_stopped:
+            counts = sequence.tally.counts
+            return FinishEvent(FinishReason.STOP, sequence.usage, sequence.timings, counts)
+        return last if isinstance(last, FinishEvent | ErrorEvent) else None
 
     def result(
         self, end: FinishEvent, sequence: Sequence, usage: Usage
     ) -> generation_pb2.GenerationResult:
-        """Returns how it ended; without a finish reason when the client is no longer there."""
+        """Returns the result of what ended so, as `end` says.
+
+        Without a finish reason when the client is no longer there.
+        """
         timings, counts = end.timings, end.speculation
         return generation_pb2.GenerationResult(
-            finish_reason=_FINISH_REASONS.get(
-                self.reason(end), generation_pb2.FINISH_REASON_UNSPECIFIED
-            ),
+            finish_reason=_FINISH_REASONS.get(end.reason, generation_pb2.FINISH_REASON_UNSPECIFIED),
             stop_sequence=self._detokenizer.matched_stop,
             usage=usage_message(usage),
             timings=generation_pb2.Timings(

@@ -39,7 +39,6 @@ from drafthouse_server.rpc.responses import (
 )
 from drafthouse_server.scheduling.sequence import (
     ErrorEvent,
-    FinishEvent,
     FinishReason,
     Request,
     Sequence,
@@ -435,7 +434,8 @@ class GenerationService(GenerationServiceServicer):
         clock = self._shared.clock
         request = sequence.request
         times = StreamTimer(self._shared.loop.metrics, request.received_at, clock, request.tenant)
-        while True:
+        end = None
+        while end is None:
             events = await outbox.receive()
             if wanted.has_progress and (progress := progress_message(events)) is not None:
                 await writer.write(progress)
@@ -447,17 +447,29 @@ class GenerationService(GenerationServiceServicer):
                     await writer.write(response)
                     if n_tokens := len(response.chunk.token_ids):
                         times.note(n_tokens)
-            end = events[-1]
-            if isinstance(end, FinishEvent | ErrorEvent):
-                break
+            if output.has_stopped:
+                await self._wait_for_end(outbox, sequence)
+            end = output.end(events[-1], sequence)
         if isinstance(end, ErrorEvent):
             await writer.settle(end.error.reason)
             if isinstance(end.error, Draining):
                 end.error.has_begun = not math.isnan(sequence.clock.slot_at)
             raise end.error
         times.end()
-        await writer.settle(output.reason(end).name.lower())
+        await writer.settle(end.reason.name.lower())
         await writer.finish(output.result(end, sequence, writer.account.usage), end)
+
+    async def _wait_for_end(self, outbox: Outbox, sequence: Sequence) -> None:
+        """Waits until a sequence whose stop text is complete has ended, in whatever way.
+
+        Its client, told the end, finds the slot free. The step in flight may take longer than that
+        client waits: what it is to be told is known without.
+        """
+        left_s = sequence.request.deadline - self._shared.clock()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if left_s == math.inf else left_s):
+                while await outbox.receive():
+                    pass
 
     async def CountTokens(
         self, request: generation_pb2.CountTokensRequest, context: _Context

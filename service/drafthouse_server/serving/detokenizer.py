@@ -139,16 +139,21 @@ class Detokenizer:
             texts.append(self._push(self._decoder.decode(self._token_bytes(token))))
         return Text("".join(texts), self._matched_stop, n_tokens)
 
-    def finish(self) -> str:
+    def finish(self, *, is_cut_off: bool = False) -> str:
         """Ends the stream and returns what was held back.
 
         An incomplete character becomes U+FFFD.
+
+        Args:
+            is_cut_off: Whether the output would have gone on: that U+FFFD then completes no stop
+                text.
         """
         if self._matched_stop:
             return ""
-        text = self._push(self._decoder.decode(b"", final=True))
-        held, self._held = self._held, ""
-        return text + held
+        rest = self._decoder.decode(b"", final=True)
+        text = self._held + rest if is_cut_off else self._push(rest) + self._held
+        self._held = ""
+        return text
 
     def _push(self, text: str) -> str:
         """Returns what of held and new text can no longer be part of a stop text."""
