@@ -161,12 +161,17 @@ class DrafthouseError(Exception):
         self.message = message
         self.code = code or type(self).code
         self.reason = reason or self.default_reason
-        self.metadata = MappingProxyType(dict(metadata))
+        self._metadata = dict(metadata)
         self.request_id = request_id
         self.retry_after = retry_after
         self.violations = tuple(violations)
         self.quota_violations = tuple(quota_violations)
         self.usage = usage
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Further facts, which cannot be changed; keys as in the documentation of the reason."""
+        return MappingProxyType(self._metadata)  # made here: as an attribute none could pickle it
 
     def __str__(self) -> str:
         request = f" (request {self.request_id})" if self.request_id else ""
