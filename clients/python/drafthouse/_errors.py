@@ -2,7 +2,7 @@
 
 DrafthouseError
 ├── InvalidArgument             INVALID_ARGUMENT     the request breaks a documented rule
-│   ├── InvalidField            INVALID_FIELD        `violations` lists every field at fault
+│   ├── InvalidField            INVALID_FIELD        `violations` lists fields at fault
 │   ├── ContextTooLong          CONTEXT_TOO_LONG     prompt and output do not fit the context
 │   ├── GrammarTooCostly        GRAMMAR_TOO_COSTLY   the grammar takes too long for one token
 │   └── NoTokenAllowed          NO_TOKEN_ALLOWED     grammar and biases leave no token
@@ -185,7 +185,7 @@ class InvalidArgument(DrafthouseError):
 
 
 class InvalidField(InvalidArgument):
-    """One or more fields break their rule; `violations` lists all of them."""
+    """One or more fields break their rule; `violations` lists those found at once, 16 at most."""
 
     default_reason = "INVALID_FIELD"
 
