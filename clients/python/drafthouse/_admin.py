@@ -14,9 +14,9 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from drafthouse._enums import OpenEnum
-from drafthouse._errors import FieldViolation, InvalidField, map_grpc_errors
+from drafthouse._errors import map_grpc_errors
 from drafthouse._tls import Tls, is_local, secured
-from drafthouse._transport import CHANNEL_OPTIONS
+from drafthouse._transport import CHANNEL_OPTIONS, put, put_all
 from drafthouse.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
@@ -312,16 +312,14 @@ class AdminClient:
             InvalidField: a limit breaks its rule, and nothing has changed (INVALID_FIELD).
             TenantNotFound: the store has no such tenant (TENANT_NOT_FOUND).
             DrafthouseError: the call failed otherwise, or the server has no store.
+            TypeError: a limit is of the wrong type.
             ValueError: there is no limit of such a name, or a list of names is empty.
         """
         message = admin_pb2.TenantLimits()
         for name, value in limits.items():
             if name not in admin_pb2.TenantLimits.DESCRIPTOR.fields_by_name:
                 raise ValueError(f"there is no limit {name!r}")
-            if isinstance(value, tuple):
-                _set_names(message, name, value)
-            else:
-                _set_number(message, name, value)
+            _set_limit(message, name, value)
         request = admin_pb2.SetLimitsRequest(
             tenant=tenant, limits=message, reset_fields=sorted(reset)
         )
@@ -423,18 +421,21 @@ def prefix_hashes(
     return found
 
 
-def _set_names(message: admin_pb2.TenantLimits, limit: str, names: tuple[str, ...]) -> None:
-    if not names:  # on the wire no names are no change
-        raise ValueError(f"{limit} has no names; reset={{{limit!r}}} takes the limit away")
-    getattr(message, limit).extend(names)
+_RULES = {"max_priority": "an integer in [-100, 100]", "max_draft_tokens": "an integer in [0, 64]"}
+_DOUBLE_RULE, _INTEGER_RULE = "a number >= 0.001", "an integer >= 1, of 63 bits at most"
 
 
-def _set_number(message: admin_pb2.TenantLimits, limit: str, value: float) -> None:
-    try:
-        setattr(message, limit, value)
-    except ValueError as error:  # out of the range of its kind of number
-        violation = FieldViolation(f"limits.{limit}", str(error))
-        raise InvalidField(f"{limit} cannot be sent: {error}", violations=[violation]) from error
+def _set_limit(message: admin_pb2.TenantLimits, limit: str, value: object) -> None:
+    name, field = f"limits.{limit}", message.DESCRIPTOR.fields_by_name[limit]
+    if field.is_repeated:
+        if value == ():  # on the wire no names are no change
+            raise ValueError(f"{limit} has no names; reset={{{limit!r}}} takes the limit away")
+        rule = "a tuple of names of models"
+        put_all(getattr(message, limit), name, rule, "text", value, kind=str)
+    else:
+        is_double = field.cpp_type == field.CPPTYPE_DOUBLE
+        rule = _RULES.get(limit, _DOUBLE_RULE if is_double else _INTEGER_RULE)
+        put(message, limit, name, rule, value)
 
 
 def _duration(seconds: float) -> Duration:

@@ -13,7 +13,16 @@ from grpc_health.v1 import health_pb2
 
 from drafthouse._errors import DrafthouseError, map_grpc_errors
 from drafthouse._events import Model, TokenCount, model_from
-from drafthouse._options import GenerateOptions, Prompt, generate_request, prompt_message
+from drafthouse._options import (
+    GenerateOptions,
+    Prompt,
+    count_request,
+    detokenize_request,
+    generate_request,
+    model_request,
+    models_request,
+    tokenize_request,
+)
 from drafthouse._retry import Attempts, RetryBudget, RetryPolicy
 from drafthouse._stream import GenerationStream
 from drafthouse._tls import Tls, secured
@@ -24,7 +33,7 @@ from drafthouse._transport import (
     call_metadata,
     checked_key,
 )
-from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from drafthouse.v1 import generation_pb2, generation_pb2_grpc, model_pb2_grpc
 
 __all__ = ["Client"]
 
@@ -101,7 +110,7 @@ class Client:
 
         Raises:
             InvalidField: a value cannot be sent at all (INVALID_FIELD).
-            TypeError: an option is unknown or of the wrong type.
+            TypeError: an option is unknown, or it or the prompt is of the wrong type.
             ValueError: the timeout is not a number.
         """
         request = generate_request(prompt, options)
@@ -114,14 +123,16 @@ class Client:
         return GenerationStream(start, self._attempts(timeout))
 
     def count_tokens(
-        self, prompt: Prompt, *, model: str = "", timeout: float | None = None
+        self, prompt: Prompt, *, model: str | None = "", timeout: float | None = None
     ) -> TokenCount:
         """Counts the tokens of a prompt as `generate` would see it.
 
         Raises:
-            DrafthouseError: the call failed.
+            InvalidField: a value cannot be sent at all (INVALID_FIELD).
+            DrafthouseError: the call failed otherwise.
+            TypeError: a value is of the wrong type.
         """
-        request = generation_pb2.CountTokensRequest(model=model, prompt=prompt_message(prompt))
+        request = count_request(prompt, model)
         response = self._call(self._generation.CountTokens, request, timeout)
         return TokenCount(response.prompt_tokens, response.context_tokens)
 
@@ -129,7 +140,7 @@ class Client:
         self,
         text: str,
         *,
-        model: str = "",
+        model: str | None = "",
         add_special: bool = False,
         parse_special: bool = False,
         timeout: float | None = None,
@@ -138,24 +149,24 @@ class Client:
 
         Args:
             text: may be empty.
-            model: name of the model; empty is the server's default.
+            model: name of the model; empty or None is the server's default.
             add_special: add the model's special start token where the model asks for it.
             parse_special: read control tokens written in the text as control tokens.
             timeout: seconds; None is no limit.
 
         Raises:
-            DrafthouseError: the call failed.
+            InvalidField: a value cannot be sent at all (INVALID_FIELD).
+            DrafthouseError: the call failed otherwise.
+            TypeError: a value is of the wrong type.
         """
-        request = generation_pb2.TokenizeRequest(
-            model=model, text=text, add_special=add_special, parse_special=parse_special
-        )
+        request = tokenize_request(text, model, add_special, parse_special)
         return list(self._call(self._generation.Tokenize, request, timeout).token_ids)
 
     def detokenize(
         self,
         token_ids: Sequence[int],
         *,
-        model: str = "",
+        model: str | None = "",
         keep_special: bool = False,
         timeout: float | None = None,
     ) -> str:
@@ -163,25 +174,27 @@ class Client:
 
         Args:
             token_ids: ids in [0, Model.vocabulary_size).
-            model: name of the model; empty is the server's default.
+            model: name of the model; empty or None is the server's default.
             keep_special: render control tokens as text too.
             timeout: seconds; None is no limit.
 
         Raises:
-            DrafthouseError: the call failed.
+            InvalidField: a value cannot be sent at all (INVALID_FIELD).
+            DrafthouseError: the call failed otherwise.
+            TypeError: a value is of the wrong type.
         """
-        request = generation_pb2.DetokenizeRequest(
-            model=model, token_ids=token_ids, keep_special=keep_special
-        )
+        request = detokenize_request(token_ids, model, keep_special)
         return self._call(self._generation.Detokenize, request, timeout).text
 
-    def get_model(self, model: str = "", *, timeout: float | None = None) -> Model:
+    def get_model(self, model: str | None = "", *, timeout: float | None = None) -> Model:
         """Returns one model; an empty name is the server's default model.
 
         Raises:
-            DrafthouseError: the call failed.
+            InvalidField: a value cannot be sent at all (INVALID_FIELD).
+            DrafthouseError: the call failed otherwise.
+            TypeError: a value is of the wrong type.
         """
-        request = model_pb2.GetModelRequest(model=model)
+        request = model_request(model)
         return model_from(self._call(self._models.GetModel, request, timeout).model)
 
     def list_models(self, *, page_size: int = 0, timeout: float | None = None) -> list[Model]:
@@ -192,9 +205,11 @@ class Client:
             timeout: seconds per call; None is no limit.
 
         Raises:
-            DrafthouseError: a call failed.
+            InvalidField: a value cannot be sent at all (INVALID_FIELD).
+            DrafthouseError: a call failed otherwise.
+            TypeError: a value is of the wrong type.
         """
-        request = model_pb2.ListModelsRequest(page_size=page_size)
+        request = models_request(page_size)
         models: list[Model] = []
         while True:
             page = self._call(self._models.ListModels, request, timeout)

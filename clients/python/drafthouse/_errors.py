@@ -2,7 +2,7 @@
 
 DrafthouseError
 ├── InvalidArgument             INVALID_ARGUMENT     the request breaks a documented rule
-│   ├── InvalidField            INVALID_FIELD        `violations` lists every field at fault
+│   ├── InvalidField            INVALID_FIELD        `violations` lists fields at fault
 │   ├── ContextTooLong          CONTEXT_TOO_LONG     prompt and output do not fit the context
 │   ├── GrammarTooCostly        GRAMMAR_TOO_COSTLY   the grammar takes too long for one token
 │   └── NoTokenAllowed          NO_TOKEN_ALLOWED     grammar and biases leave no token
@@ -161,12 +161,17 @@ class DrafthouseError(Exception):
         self.message = message
         self.code = code or type(self).code
         self.reason = reason or self.default_reason
-        self.metadata = MappingProxyType(dict(metadata))
+        self._metadata = dict(metadata)
         self.request_id = request_id
         self.retry_after = retry_after
         self.violations = tuple(violations)
         self.quota_violations = tuple(quota_violations)
         self.usage = usage
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Further facts, which cannot be changed; keys as in the documentation of the reason."""
+        return MappingProxyType(self._metadata)  # made here: as an attribute none could pickle it
 
     def __str__(self) -> str:
         request = f" (request {self.request_id})" if self.request_id else ""
@@ -180,7 +185,7 @@ class InvalidArgument(DrafthouseError):
 
 
 class InvalidField(InvalidArgument):
-    """One or more fields break their rule; `violations` lists all of them."""
+    """One or more fields break their rule; `violations` lists those found at once, 16 at most."""
 
     default_reason = "INVALID_FIELD"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
+from google.protobuf.message import Message
+
 from drafthouse._enums import OpenEnum
-from drafthouse._errors import FieldViolation, InvalidField
+from drafthouse._transport import named, put, put_all, wrong_type
 from drafthouse.v1 import generation_pb2, model_pb2
 
 if TYPE_CHECKING:
@@ -21,8 +22,12 @@ __all__ = [
     "Prompt",
     "SpeculationMode",
     "Xtc",
+    "count_request",
+    "detokenize_request",
     "generate_request",
-    "prompt_message",
+    "model_request",
+    "models_request",
+    "tokenize_request",
 ]
 
 
@@ -94,7 +99,7 @@ class Xtc:
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of `generate`. What is absent or None takes the server's default."""
 
-    model: str
+    model: str | None
     """Name of the model; empty is the server's default model."""
     max_output_tokens: int | None
     """Most tokens to generate, >= 1; None is until the context is full."""
@@ -126,17 +131,17 @@ class GenerateOptions(TypedDict, total=False):
     """Token id to what its logit gains, [-100, 100]; -100 forbids it. At most 1024 entries."""
     seed: int | None
     """Seed, [0, 4294967294]; None is random."""
-    grammar: str
+    grammar: str | None
     """GBNF grammar with a rule "root" that the output must follow; empty is no constraint."""
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     """Texts that end the generation, at most 16 of 1 to 256 bytes; not part of the output."""
-    stop_token_ids: Sequence[int]
+    stop_token_ids: Sequence[int] | None
     """Token ids that end the generation, at most 64; not part of the text."""
-    ignore_end_token: bool
+    ignore_end_token: bool | None
     """Go on past the model's end token."""
-    log_probabilities: bool
+    log_probabilities: bool | None
     """Send the log-probability of every token."""
-    progress: bool
+    progress: bool | None
     """Send how much of the prompt is computed: chunks without text, see `Chunk.progress`."""
     speculation: (
         SpeculationMode
@@ -146,27 +151,47 @@ class GenerateOptions(TypedDict, total=False):
     """How tokens are drafted; None is the server's default. Changes the speed, never the output."""
     max_draft_tokens: int | None
     """Draft tokens per step, [0, Model.max_draft_tokens]; None is the server's default."""
-    priority: int
+    priority: int | None
     """Priority among the tenant's own requests, [-100, 100]; higher runs first."""
-    end_user: str
+    end_user: str | None
     """For whom it is: an opaque name of at most 64 bytes, such as a hash of a user's id."""
 
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "seed",
-    "grammar",
-)
-_PENALTIES = {
-    "repeat_penalty": "repeat",
-    "frequency_penalty": "frequency",
-    "presence_penalty": "presence",
-    "penalty_last_tokens": "last_tokens",
+_ID = "a token id in [0, Model.vocabulary_size)"
+_FLAG = "True or False"
+
+_RULES = {
+    "model": ("model", "text"),
+    "max_output_tokens": ("max_output_tokens", "an integer >= 1"),
+    "temperature": ("sampling.temperature", "a number in [0, 10]"),
+    "top_k": ("sampling.top_k", "an integer >= 0"),
+    "top_p": ("sampling.top_p", "a number in (0, 1]"),
+    "min_p": ("sampling.min_p", "a number in [0, 1]"),
+    "typical_p": ("sampling.typical_p", "a number in (0, 1]"),
+    "top_n_sigma": ("sampling.top_n_sigma", "a number > 0"),
+    "repeat_penalty": ("sampling.penalties.repeat", "a number in [0.001, 10]"),
+    "frequency_penalty": ("sampling.penalties.frequency", "a number in [-10, 10]"),
+    "presence_penalty": ("sampling.penalties.presence", "a number in [-10, 10]"),
+    "penalty_last_tokens": ("sampling.penalties.last_tokens", "an integer in [-1, 65536]"),
+    "seed": ("sampling.seed", "an integer in [0, 4294967294]"),
+    "grammar": ("sampling.grammar", "text"),
+    "ignore_end_token": ("stop.ignore_end_token", _FLAG),
+    "log_probabilities": ("output.log_probabilities", _FLAG),
+    "progress": ("output.progress", _FLAG),
+    "max_draft_tokens": (
+        "speculation.max_draft_tokens",
+        "an integer in [0, Model.max_draft_tokens]",
+    ),
+    "priority": ("priority", "an integer in [-100, 100]"),
+    "end_user": ("end_user", "text"),
+}
+"""Where an option that is one value stands in a request, and what it may be."""
+
+_DRY_RULES = {
+    "multiplier": "a number in [0, 100]",
+    "base": "a number in [1, 10]",
+    "allowed_tokens": "an integer in [0, 1024]",
+    "last_tokens": "an integer in [-1, 65536]",
 }
 
 
@@ -180,122 +205,178 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
     if unknown:
         raise TypeError(f"generate() has no option {', '.join(unknown)}")
-    request = generation_pb2.GenerateRequest(prompt=prompt_message(prompt))
+    request = generation_pb2.GenerateRequest(prompt=_prompt_message(prompt))
     for name, value in options.items():
-        if value is not None:
-            with _naming(name):
-                _set(request, name, value)
+        if value is None:
+            continue
+        if name in _RULES:
+            path, rule = _RULES[name]
+            put(request, path, name, rule, value)
+        else:
+            _SETTERS[name](request, value)
     return request
 
 
-def prompt_message(prompt: Prompt) -> generation_pb2.Prompt:
-    """Builds the prompt of a request.
-
-    Raises:
-        InvalidField: a value cannot be sent at all (INVALID_FIELD).
-        TypeError: the prompt is neither text nor token ids nor messages.
-    """
-    with _naming("prompt"):
-        if isinstance(prompt, str):
-            return generation_pb2.Prompt(text=prompt)
-        if isinstance(prompt, bytes | bytearray | memoryview | Mapping):  # also of numbers
-            raise TypeError(f"a prompt is text, token ids or messages, not {type(prompt).__name__}")
-        if prompt and isinstance(prompt[0], ChatMessage | Mapping):
-            messages = [_chat_message(message) for message in prompt]
-            return generation_pb2.Prompt(chat=generation_pb2.ChatMessages(messages=messages))
-        ids = generation_pb2.TokenIds()
-        ids.ids.extend(prompt)  # type: ignore[arg-type]  # protobuf raises TypeError on anything else
-        return generation_pb2.Prompt(tokens=ids)
+def count_request(prompt: Prompt, model: str | None) -> generation_pb2.CountTokensRequest:
+    """Builds the request for the number of tokens of a prompt; raises as `generate_request`."""
+    request = generation_pb2.CountTokensRequest(prompt=_prompt_message(prompt))
+    _put_given(request, "text", model=model)
+    return request
 
 
-def _chat_message(message: object) -> generation_pb2.ChatMessage:
-    if isinstance(message, ChatMessage):
-        return generation_pb2.ChatMessage(role=message.role, content=message.content)
-    if isinstance(message, Mapping) and message.keys() == {"role", "content"}:
-        return generation_pb2.ChatMessage(role=message["role"], content=message["content"])
-    raise TypeError('a chat message is a ChatMessage or {"role": …, "content": …}')
+def tokenize_request(
+    text: str, model: str | None, add_special: bool, parse_special: bool
+) -> generation_pb2.TokenizeRequest:
+    """Builds the request for the token ids of a text; raises as `generate_request`."""
+    request = generation_pb2.TokenizeRequest()
+    put(request, "text", "text", "text", text)
+    _put_given(request, "text", model=model)
+    _put_given(request, _FLAG, add_special=add_special, parse_special=parse_special)
+    return request
 
 
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Names the option whose value protobuf cannot carry."""
-    try:
-        yield
-    except ValueError as error:  # out of the integer's range, or text that is not Unicode
-        violation = FieldViolation(name, str(error))
-        raise InvalidField(f"{name} cannot be sent: {error}", violations=[violation]) from error
+def detokenize_request(
+    token_ids: Sequence[int], model: str | None, keep_special: bool
+) -> generation_pb2.DetokenizeRequest:
+    """Builds the request for the text of token ids; raises as `generate_request`."""
+    request = generation_pb2.DetokenizeRequest()
+    rule = "a sequence of token ids"
+    put_all(request.token_ids, "token_ids", rule, _ID, token_ids, kind=int)
+    _put_given(request, "text", model=model)
+    _put_given(request, _FLAG, keep_special=keep_special)
+    return request
 
 
-def _set(request: generation_pb2.GenerateRequest, name: str, value: object) -> None:
-    """Writes one option, which is not None, into the request."""
-    if name in _SAMPLING:
-        setattr(request.sampling, name, value)
-    elif name in _PENALTIES:
-        setattr(request.sampling.penalties, _PENALTIES[name], value)
-    elif name in _SETTERS:
-        _SETTERS[name](request, value)
+def model_request(model: str | None) -> model_pb2.GetModelRequest:
+    """Builds the request for a model; raises as `generate_request`."""
+    request = model_pb2.GetModelRequest()
+    _put_given(request, "text", model=model)
+    return request
+
+
+def models_request(page_size: int) -> model_pb2.ListModelsRequest:
+    """Builds the request for the first page of models; raises as `generate_request`."""
+    request = model_pb2.ListModelsRequest()
+    _put_given(request, "an integer in [0, 1000]", page_size=page_size)
+    return request
+
+
+def _put_given(request: Message, rule: str, **values: object) -> None:
+    """Writes those values that are not None, which is the default."""
+    for name, value in values.items():
+        if value is not None:
+            put(request, name, name, rule, value)
+
+
+def _prompt_message(prompt: Prompt) -> generation_pb2.Prompt:
+    """Builds the prompt of a request; raises as `generate_request`."""
+    message = generation_pb2.Prompt()
+    if isinstance(prompt, str):
+        put(message, "text", "prompt", "text", prompt)
+        return message
+    is_list = isinstance(prompt, Collection) and not isinstance(prompt, _NO_PROMPTS)
+    if not is_list:
+        raise TypeError(
+            "a prompt is text, a sequence of token ids or one of chat messages, not"
+            f" {type(prompt).__name__}"
+        )
+    items: list[object] = list(prompt)
+    if items and isinstance(items[0], ChatMessage | Mapping):
+        for i, item in enumerate(items):
+            _add_message(message.chat, f"prompt[{i}]", item)
     else:
-        setattr(request, name, value)  # model, max_output_tokens, priority, end_user
+        message.tokens.SetInParent()
+        rule = f"{_ID}, or a chat message"
+        put_all(message.tokens.ids, "prompt", "text", rule, items, kind=int)
+    return message
 
 
-def _set_dry(request: generation_pb2.GenerateRequest, dry: Dry) -> None:
+_NO_PROMPTS = (bytes, bytearray, memoryview, Mapping, Set)
+"""Collections that are no sequence of tokens or messages, or not meant as one."""
+
+
+def _add_message(chat: generation_pb2.ChatMessages, name: str, message: object) -> None:
+    if isinstance(message, ChatMessage):
+        role, content = message.role, message.content
+    elif isinstance(message, Mapping) and message.keys() == {"role", "content"}:
+        role, content = message["role"], message["content"]
+    else:
+        raise TypeError(
+            f'{name} must be a chat message, which is a ChatMessage or {{"role": …, "content": …}}'
+            f" with nothing else, not {_kind(message)}"
+        )
+    added = chat.messages.add()
+    put(added, "role", f"{name}.role", "text", role)
+    put(added, "content", f"{name}.content", "text", content)
+
+
+def _kind(message: object) -> str:
+    """Returns what an error calls that which is no chat message."""
+    kind = type(message).__name__
+    return f"{kind} with {sorted(map(str, message))}" if isinstance(message, Mapping) else kind
+
+
+def _set_dry(request: generation_pb2.GenerateRequest, dry: object) -> None:
+    if not isinstance(dry, Dry):
+        raise wrong_type("dry", "a drafthouse.Dry", dry)
     target = request.sampling.dry
     target.SetInParent()  # all defaults still turns it on
-    for name in ("multiplier", "base", "allowed_tokens", "last_tokens"):
-        if getattr(dry, name) is not None:
-            setattr(target, name, getattr(dry, name))
-    target.breakers.extend([dry.breakers] if isinstance(dry.breakers, str) else dry.breakers)
+    for name, rule in _DRY_RULES.items():
+        value = getattr(dry, name)
+        if value is not None:
+            put(target, name, f"dry.{name}", rule, value)
+    _put_texts(target.breakers, "dry.breakers", dry.breakers)
 
 
-def _set_xtc(request: generation_pb2.GenerateRequest, xtc: Xtc) -> None:
-    request.sampling.xtc.probability = xtc.probability
+def _set_xtc(request: generation_pb2.GenerateRequest, xtc: object) -> None:
+    if not isinstance(xtc, Xtc):
+        raise wrong_type("xtc", "a drafthouse.Xtc", xtc)
+    target, rule = request.sampling.xtc, "a number in [0, 1]"
+    put(target, "probability", "xtc.probability", rule, xtc.probability)
     if xtc.threshold is not None:
-        request.sampling.xtc.threshold = xtc.threshold
+        put(target, "threshold", "xtc.threshold", rule, xtc.threshold)
 
 
-def _set_logit_bias(request: generation_pb2.GenerateRequest, bias: Mapping[int, float]) -> None:
+def _set_logit_bias(request: generation_pb2.GenerateRequest, bias: object) -> None:
+    if not isinstance(bias, Mapping):
+        raise wrong_type("logit_bias", "a mapping of token ids to numbers", bias)
     for token_id, value in bias.items():
-        request.sampling.logit_bias.add(token_id=token_id, bias=value)
+        entry = request.sampling.logit_bias.add()
+        put(entry, "token_id", "a key of logit_bias", _ID, token_id)
+        put(entry, "bias", f"logit_bias[{token_id}]", "a number in [-100, 100]", value)
 
 
-def _set_stop(request: generation_pb2.GenerateRequest, stop: str | Sequence[str]) -> None:
-    request.stop.sequences.extend([stop] if isinstance(stop, str) else stop)
+def _set_stop(request: generation_pb2.GenerateRequest, stop: object) -> None:
+    _put_texts(request.stop.sequences, "stop", stop)
 
 
-def _set_stop_token_ids(request: generation_pb2.GenerateRequest, ids: Sequence[int]) -> None:
-    request.stop.token_ids.extend(ids)
+def _set_stop_token_ids(request: generation_pb2.GenerateRequest, ids: object) -> None:
+    rule = "a sequence of token ids"
+    put_all(request.stop.token_ids, "stop_token_ids", rule, _ID, ids, kind=int)
 
 
-def _set_ignore_end_token(request: generation_pb2.GenerateRequest, value: bool) -> None:
-    request.stop.ignore_end_token = value
+def _set_speculation(request: generation_pb2.GenerateRequest, mode: object) -> None:
+    known = [str(it) for it in SpeculationMode if it is not SpeculationMode.UNSPECIFIED]
+    rule = f"one of {', '.join(known)}"
+    if not isinstance(mode, str):
+        raise wrong_type("speculation", rule, mode)
+    with named("speculation", rule, mode):
+        number = SpeculationMode(mode).number
+        request.speculation.mode = model_pb2.SpeculationMode.ValueType(number)
 
 
-def _set_log_probabilities(request: generation_pb2.GenerateRequest, value: bool) -> None:
-    request.output.log_probabilities = value
+def _put_texts(values: MutableSequence[str], name: str, given: object) -> None:
+    """Writes texts, of which one may stand alone."""
+    given = [given] if isinstance(given, str) else given
+    put_all(values, name, "text, or a sequence of texts", "text", given, kind=str)
 
 
-def _set_progress(request: generation_pb2.GenerateRequest, value: bool) -> None:
-    request.output.progress = value
-
-
-def _set_speculation(request: generation_pb2.GenerateRequest, mode: str) -> None:
-    number = SpeculationMode(mode).number
-    request.speculation.mode = model_pb2.SpeculationMode.ValueType(number)
-
-
-def _set_max_draft_tokens(request: generation_pb2.GenerateRequest, value: int) -> None:
-    request.speculation.max_draft_tokens = value
-
-
-_SETTERS: dict[str, Callable[..., None]] = {
+_SETTERS: dict[str, Callable[[generation_pb2.GenerateRequest, object], None]] = {
     "dry": _set_dry,
     "xtc": _set_xtc,
     "logit_bias": _set_logit_bias,
     "stop": _set_stop,
     "stop_token_ids": _set_stop_token_ids,
-    "ignore_end_token": _set_ignore_end_token,
-    "log_probabilities": _set_log_probabilities,
-    "progress": _set_progress,
     "speculation": _set_speculation,
-    "max_draft_tokens": _set_max_draft_tokens,
 }
+"""How the other options are written."""

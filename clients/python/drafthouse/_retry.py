@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 import random
 import threading
 import time
@@ -15,6 +15,7 @@ from drafthouse._errors import (
     ServerDraining,
     Unavailable,
 )
+from drafthouse._transport import wrong_type
 
 __all__ = ["Attempts", "RetryBudget", "RetryPolicy", "is_handed_back"]
 
@@ -88,7 +89,8 @@ class Attempts:
             and whatever is longer than three years is no limit.
 
     Raises:
-        ValueError: the timeout is not a number.
+        TypeError: the timeout is of the wrong type.
+        ValueError: it is not a number.
     """
 
     def __init__(
@@ -96,7 +98,9 @@ class Attempts:
     ) -> None:
         self._policy = policy
         self._budget = budget
-        if timeout is not None and math.isnan(timeout):
+        if timeout is not None and not _is_number(timeout):
+            raise wrong_type("timeout", "a number of seconds, or None", timeout)
+        if timeout != timeout:  # noqa: PLR0124  math.isnan takes no integer of any size
             raise ValueError("timeout is not a number; give seconds, or None for no limit")
         # More than gRPC can tell the server it takes for a time that has passed.
         is_endless = timeout is None or timeout > _LONGEST_S
@@ -139,6 +143,11 @@ class Attempts:
         """Returns the wait: what the server asks for, and a random share of the backoff on top."""
         jitter = random.random() * policy.backoff_s(self._n_failed)  # noqa: S311  not a secret
         return (error.retry_after or 0.0) + jitter
+
+
+def _is_number(value: object) -> bool:
+    """Returns whether a value is a number; numpy's are, too."""
+    return isinstance(value, numbers.Real)
 
 
 def is_handed_back(error: DrafthouseError) -> bool:

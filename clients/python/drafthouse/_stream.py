@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import Protocol, TypeAlias
@@ -37,8 +38,19 @@ class _AsyncCall(Protocol):
     async def initial_metadata(self) -> _Metadata: ...
 
 
+_Place: TypeAlias = "threading.Thread | asyncio.Task[object]"
+"""Where a loop reads."""
+
+
+class _Loop:
+    """One loop over a stream. Lives exactly as long as the loop, whose end thus ends the stream."""
+
+    is_refused = False
+    """Whether another loop reads the stream, which the end of this one does not end."""
+
+
 class _Progress:
-    """How far a generation has come; no I/O."""
+    """How far a generation has come, and who reads it; no I/O."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
@@ -46,17 +58,44 @@ class _Progress:
         self._has_answer = False
         self._has_left = False
         self._result: Result | None = None
+        self._admitting = threading.RLock()  # a handler of a signal may read, too
+        self._is_reading = False
+        self._reader: Callable[[], _Loop | None] = lambda: None
+        self._place: Callable[[], _Place | None] = lambda: None
 
-    @property
-    def _is_finished(self) -> bool:
-        """Whether there is nothing more to read.
+    def _begin_read(self, loop: _Loop, place: _Place | None) -> bool:
+        """Returns whether there is something to read, which `loop` shall do now.
+
+        Args:
+            loop: that reads.
+            place: where it does; None is unknown.
 
         Raises:
             Cancelled: the stream was left before its end.
+            RuntimeError: another thread or task reads the stream.
         """
-        if self._result is None and self._has_left:
-            raise Cancelled("the stream was left before its end")
-        return self._result is not None
+        with self._admitting:
+            if self._result is not None:
+                return False
+            self._refuse_left()
+            loop.is_refused = self._is_taken(loop, place)
+            if self._is_reading or loop.is_refused:
+                kind = "thread" if isinstance(self, GenerationStream) else "task"
+                raise RuntimeError(
+                    f"the stream is read by another {kind}, and has one reader at a time; wait for"
+                    " that one and ask for the `result` then, or have it pass on what it reads"
+                )
+            self._reader = weakref.ref(loop)
+            self._place = (lambda: None) if place is None else weakref.ref(place)
+            self._is_reading = True
+            return True
+
+    def _is_taken(self, loop: _Loop, place: _Place | None) -> bool:
+        """Returns whether another loop is there, and not where this one is."""
+        reader, last = self._reader(), self._place()
+        if reader is None or reader is loop:
+            return False
+        return self._is_reading or (last is not place and _is_at_work(last))
 
     def _refuse_left(self) -> None:
         """Refuses to go on with a stream that was left while it waited.
@@ -96,12 +135,22 @@ class _Progress:
         return chunk
 
 
+def _is_at_work(place: _Place | None) -> bool:
+    """Returns whether a thread or task may still go on with a loop."""
+    if isinstance(place, threading.Thread):
+        return place.is_alive()
+    return place is not None and not place.done()
+
+
 class GenerationStream(_Progress):
     """Chunks of a generation that runs on the server.
 
     A `for` loop over the stream yields every `Chunk`; `text` and `result` wait for the end. Leaving
     the loop early, by `break` or by an exception, ends the generation and frees its slot; so do
     `close`, the end of a `with` block, and garbage collection.
+
+    A stream has one reader: while a thread has a loop over it, other threads that read it are
+    refused. A loop itself (`iter`) may go on in another thread.
 
     Args:
         start: starts the call with this many seconds to go.
@@ -119,6 +168,7 @@ class GenerationStream(_Progress):
 
         Raises:
             DrafthouseError: the generation failed, at the chunk where it did.
+            RuntimeError: another thread reads the stream.
         """
         return _Iteration(self)
 
@@ -127,6 +177,7 @@ class GenerationStream(_Progress):
 
         Raises:
             DrafthouseError: the generation failed, or was left before its end.
+            RuntimeError: another thread reads the stream.
         """
         return self.result().text
 
@@ -135,6 +186,7 @@ class GenerationStream(_Progress):
 
         Raises:
             DrafthouseError: the generation failed, or was left before its end.
+            RuntimeError: another thread reads the stream.
         """
         for _ in self:
             pass
@@ -163,15 +215,17 @@ class GenerationStream(_Progress):
         if hasattr(self, "_call"):  # the call itself may have failed to start
             self.close()
 
-    def _read(self) -> Chunk | None:
-        """Waits for the next chunk; None when the generation has ended."""
-        if self._is_finished:
+    def _read(self, loop: _Loop) -> Chunk | None:
+        """Waits for the next chunk of a loop; None when the generation has ended."""
+        if not self._begin_read(loop, threading.current_thread()):
             return None
         try:
             return self._take(self._next())
         except BaseException:  # also Ctrl-C: nobody will read on
             self.close()
             raise
+        finally:
+            self._is_reading = False
 
     def _next(self) -> _Response | None:
         while True:
@@ -186,8 +240,8 @@ class GenerationStream(_Progress):
             self._refuse_left()  # `close` of another thread may have met the call before
 
 
-class _Iteration:
-    """One loop over a stream. Lives exactly as long as the loop, whose end thus ends the stream."""
+class _Iteration(_Loop):
+    """A `for` loop over a stream."""
 
     def __init__(self, stream: GenerationStream) -> None:
         self._stream = stream
@@ -196,13 +250,14 @@ class _Iteration:
         return self
 
     def __next__(self) -> Chunk:
-        chunk = self._stream._read()
+        chunk = self._stream._read(self)
         if chunk is None:
             raise StopIteration
         return chunk
 
     def __del__(self) -> None:
-        self._stream.close()
+        if not self.is_refused:
+            self._stream.close()
 
 
 class AsyncGenerationStream(_Progress):
@@ -212,6 +267,9 @@ class AsyncGenerationStream(_Progress):
     and awaiting the stream itself is awaiting its `result`. Leaving the loop early, by `break`, by
     an exception or because its task is cancelled, ends the generation and frees its slot; so do
     `aclose`, the end of an `async with` block, and garbage collection.
+
+    A stream has one reader: while a task has a loop over it, other tasks that read it are refused.
+    A loop itself (`aiter`) may go on in another task.
 
     Args:
         start: starts the call with this many seconds to go.
@@ -230,6 +288,7 @@ class AsyncGenerationStream(_Progress):
 
         Raises:
             DrafthouseError: the generation failed, at the chunk where it did.
+            RuntimeError: another task reads the stream.
         """
         return _AsyncIteration(self)
 
@@ -241,6 +300,7 @@ class AsyncGenerationStream(_Progress):
 
         Raises:
             DrafthouseError: the generation failed, or was left before its end.
+            RuntimeError: another task reads the stream.
         """
         return (await self.result()).text
 
@@ -249,6 +309,7 @@ class AsyncGenerationStream(_Progress):
 
         Raises:
             DrafthouseError: the generation failed, or was left before its end.
+            RuntimeError: another task reads the stream.
 
         Cancellation:
             ends the generation.
@@ -277,9 +338,9 @@ class AsyncGenerationStream(_Progress):
         if hasattr(self, "_call"):  # the call itself may have failed to start
             self._abandon()
 
-    async def _read(self) -> Chunk | None:
-        """Waits for the next chunk; None when the generation has ended."""
-        if self._is_finished:
+    async def _read(self, loop: _Loop) -> Chunk | None:
+        """Waits for the next chunk of a loop; None when the generation has ended."""
+        if not self._begin_read(loop, asyncio.current_task()):
             return None
         try:
             return self._take(await self._next())
@@ -293,6 +354,8 @@ class AsyncGenerationStream(_Progress):
         except BaseException:
             self._leave()
             raise
+        finally:
+            self._is_reading = False
 
     def _abandon(self) -> None:
         """Ends the generation if it still runs, from any thread, as garbage collection may."""
@@ -321,8 +384,8 @@ class AsyncGenerationStream(_Progress):
             self._call = self._start(self._attempts.remaining_s())
 
 
-class _AsyncIteration:
-    """One loop over a stream. Lives exactly as long as the loop, whose end thus ends the stream."""
+class _AsyncIteration(_Loop):
+    """An `async for` loop over a stream."""
 
     def __init__(self, stream: AsyncGenerationStream) -> None:
         self._stream = stream
@@ -331,10 +394,11 @@ class _AsyncIteration:
         return self
 
     async def __anext__(self) -> Chunk:
-        chunk = await self._stream._read()
+        chunk = await self._stream._read(self)
         if chunk is None:
             raise StopAsyncIteration
         return chunk
 
     def __del__(self) -> None:
-        self._stream._abandon()
+        if not self.is_refused:
+            self._stream._abandon()
