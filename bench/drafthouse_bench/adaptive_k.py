@@ -76,7 +76,7 @@ class Contender:
         n = self._n_submitted
         self._n_submitted += 1
         temperature = 1.0 if self.is_mixed and n % 2 else 0.0
-        options = SamplingOptions(temperature=temperature, seed=n, ignore_eos=True)
+        options = SamplingOptions(temperature=temperature, ignore_eos=True)
         sampler = self.engine.make_sampler(options)
         # Streams that end all at once would be no load that anybody has.
         n_output = _N_OUTPUT // 2 + (n * 37) % _N_OUTPUT
