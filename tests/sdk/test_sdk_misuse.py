@@ -150,9 +150,7 @@ WRONG_PROMPTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "told"), WRONG_PROMPTS, ids=[str(it) for it, _ in WRONG_PROMPTS]
-)
+@pytest.mark.parametrize(("prompt", "told"), WRONG_PROMPTS, ids=range(len(WRONG_PROMPTS)))
 def test_a_prompt_of_the_wrong_type_says_where(prompt: Any, told: str) -> None:
     """A message without a content was sent as an empty one."""
     with drafthouse.Client(NOBODY) as client:
