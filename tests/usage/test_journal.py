@@ -399,6 +399,30 @@ def test_what_a_full_disk_does_not_take_waits_and_is_written_later(
     assert "can be written again" in caplog.text
 
 
+@pytest.mark.parametrize("n_bytes_left", [0, 1, 12, 100, 200, 300, 400, 500])
+def test_what_a_crash_cut_off_survives_a_start_that_cannot_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_bytes_left: int
+) -> None:
+    """The old files were removed at once, with all that was known of these streams."""
+    kill(tmp_path, joined(start(1), end(1, 40), start(2), mark(2, 32), start(3)))
+    store = MemoryUsageStore()
+    with monkeypatch.context() as patch:
+        disk = FullDisk(patch)
+        disk.n_bytes_left = n_bytes_left
+        open_journal(tmp_path, store).close()
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {"r1": ("stop", 40), "r2": (LOST, 32), "r3": (LOST, 0)}
+
+
+def test_an_end_of_a_lost_stream_is_a_time_that_can_be_asked_for(tmp_path: Path) -> None:
+    """Times on the wire have microseconds: a list that goes on from this one missed it."""
+    kill(tmp_path, joined(start(1), Mark(id_of(1), 1.2345678, 7, 0, 0, 0)))
+    store = MemoryUsageStore()
+    open_journal(tmp_path, store).close()
+    (lost,) = store.find(UsageQuery())
+    assert lost.ended_at == 1.234568
+
+
 def write_all_after_failure(journal: Journal, entry: Entry) -> None:
     """Has an entry written by a journal that may fail once more before it notices."""
     told = Told()

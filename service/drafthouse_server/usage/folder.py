@@ -68,7 +68,8 @@ class Left:
             end = dataclasses.replace(
                 start,
                 outcome=LOST,
-                ended_at=max(mark.at, start.started_at),  # the clock may have been set back
+                # What a Timestamp can tell, as all ends; and the clock may have been set back.
+                ended_at=max(round(mark.at, 6), start.started_at),
                 n_output=mark.n_output,
                 n_reused=mark.n_reused,
                 n_drafted=mark.n_drafted,

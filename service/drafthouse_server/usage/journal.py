@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from drafthouse_server.usage.folder import JournalFolder
+from drafthouse_server.usage.folder import JournalFolder, Left
 from drafthouse_server.usage.frames import FILE_MAGIC, Entry, Mark, encode
 from drafthouse_server.usage.record import UsageCounts, UsageRecord, UsageStore
 from drafthouse_server.usage.shipping import Shipper
@@ -83,6 +83,8 @@ class Journal:
         post: Has a call made on the event loop's thread; any thread may use it.
         counts: Where it counts.
         n_file_bytes: Size at which the next file is begun.
+        left: The streams that a crash has cut off. What is known of them is in older files alone,
+            so these are kept until the next one begins with it.
 
     Thread:
         `write` on any, `close` on one that may wait.
@@ -96,6 +98,7 @@ class Journal:
         post: Callable[[Callable[[], None]], object],
         counts: UsageCounts | None = None,
         n_file_bytes: int = _N_FILE_BYTES,
+        left: Left | None = None,
     ) -> None:
         self.counts = counts or UsageCounts()
         """How it does."""
@@ -106,7 +109,11 @@ class Journal:
         self._file: _File | None = None
         numbers = folder.numbers()
         self._number = numbers[-1] if numbers else 0
-        self._open: dict[str, list[bytes]] = {}
+        left = left or Left()
+        self._open = {
+            record_id: [encode(it) for it in (start, left.marks.get(record_id)) if it is not None]
+            for record_id, start in left.starts.items()
+        }
         self._backlog: list[_Item] = []
         self._unsynced: list[_Item] = []
         self._is_urgent = False  # whether an end is among them
@@ -115,7 +122,8 @@ class Journal:
         self._is_closing = False
         self._is_dead = False
         self._thread = threading.Thread(target=self._live, name="usage-journal", daemon=True)
-        self.shipper = Shipper(folder, store, self.counts, (self._number + 1, 0))
+        old = (self._number, folder.size(self._number)) if self._open else (self._number + 1, 0)
+        self.shipper = Shipper(folder, store, self.counts, old)
         """Brings ends to the store."""
         self.n_lost = 0
         """Streams that a crash had cut off before it was opened; they are its first records."""
@@ -140,9 +148,12 @@ class Journal:
         with contextlib.ExitStack() as undo:
             undo.callback(folder.unlock)
             folder.repair()
-            lost = folder.left().lost()
-            journal = cls(folder, store, post=post, counts=counts, n_file_bytes=n_file_bytes)
+            left = folder.left()
+            journal = cls(
+                folder, store, post=post, counts=counts, n_file_bytes=n_file_bytes, left=left
+            )
             undo.pop_all()
+        lost = left.lost()
         if lost:
             _log.warning("usage journal: %d streams were cut off by the server's end", len(lost))
         for record in lost:
@@ -393,9 +404,9 @@ class Journal:
         self._is_urgent = False
         self._synced_at = time.monotonic()
         ends = [item for item in items if item.is_end]
-        self.counts.n_records += len(ends)
-        self._note_success()
         self.shipper.allow((self._number, self._file.n_bytes), has_ends=bool(ends))
+        self.counts.n_records += len(ends)  # then: who waits for them sums what is allowed
+        self._note_success()
         self._tell(ends, is_written=True)
 
     def _note_success(self) -> None:
