@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import hashlib
 import io
 import json
 import logging
@@ -21,6 +23,7 @@ from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.operations.audit import AuditTrail, note_renewal
 from drafthouse_server.operations.peers import uid_of_peer
+from drafthouse_server.rpc import tls
 from drafthouse_server.rpc.tls import Certificates
 from drafthouse_server.tenancy.keys import id_of_key
 
@@ -142,7 +145,7 @@ async def test_signals_and_new_certificates_are_noted(
     certificate, key = authority.issue().write(tmp_path)
     server = await start_server(audit_file=str(path), ssl_cert_file=certificate, ssl_key_file=key)
     reading = Certificates(server._config)
-    reading.on_renewal = functools.partial(note_renewal, server._audit, reading.path)
+    reading.on_renewal = functools.partial(note_renewal, server._audit)
     authority.issue().write(tmp_path)
     reading.look()
     await eventually(lambda: n_lines(path) == 1)
@@ -158,6 +161,45 @@ async def test_signals_and_new_certificates_are_noted(
     assert good["detail"] == {"sha256": reading.fingerprint}
     assert good["target"] == f"certificate:{certificate}"
     assert (drain["actor"], drain["action"]) == ("signal:SIGTERM", "Drain")
+
+
+def digest_of(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+async def test_other_authorities_are_noted_before_anybody_connects(
+    start_server: ServerFactory,
+    eventually: Eventually,
+    free_port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose administrators they are: nothing told of that."""
+    monkeypatch.setattr(tls, "_LOOK_S", 0.02)
+    own, path = Authority(), tmp_path / "audit"
+    certificate, key = own.issue().write(tmp_path)
+    authorities = {name: Authority().write(tmp_path, name) for name in ("tenants", "operators")}
+    await start_server(
+        admin_port=free_port,
+        audit_file=str(path),
+        ssl_cert_file=certificate,
+        ssl_key_file=key,
+        ssl_client_ca_file=authorities["tenants"],
+        admin_client_ca_file=authorities["operators"],
+    )
+    for i, name in enumerate(authorities, 1):
+        replace(Path(authorities[name]), Authority().pem)
+        await eventually(lambda n=i: n_lines(path) == n)  # type: ignore[misc]  # its default
+    replace(Path(certificate), b"none")
+    await eventually(lambda: n_lines(path) == 3)
+    await asyncio.sleep(0.1)
+    told = [(line["target"], line["outcome"], line.get("detail", {})) for line in lines(path)]
+    digests = [digest_of(it) for it in authorities.values()]
+    assert told == [
+        (f"certificate:{authorities['tenants']}", "ok", {"sha256": digests[0]}),
+        (f"certificate:{authorities['operators']}", "ok", {"sha256": digests[1]}),
+        (f"certificate:{certificate}", "refused", {}),
+    ]
 
 
 async def test_neither_a_signal_nor_who_connects_waits_for_the_disk_of_the_trail(

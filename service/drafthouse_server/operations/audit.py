@@ -150,8 +150,8 @@ def note_renewal(trail: AuditTrail, path: str, fingerprint: str) -> None:
 
     Args:
         trail: Is told.
-        path: Of the server's certificate.
-        fingerprint: SHA-256 of the one in use, hexadecimal; empty where the new one is not used.
+        path: The file: the server's certificate, or authorities'.
+        fingerprint: SHA-256 of what of it is in use, hexadecimal; empty where it is not used.
     """
     outcome = OK if fingerprint else "refused"
     detail = {"sha256": fingerprint} if fingerprint else {}

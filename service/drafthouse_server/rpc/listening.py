@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from drafthouse.v1 import admin_pb2, admin_pb2_grpc
 from drafthouse_server.access import bare_host, is_loopback
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.operations.audit import AuditTrail
+from drafthouse_server.operations.audit import AuditTrail, note_renewal
 from drafthouse_server.operations.calls import FrontMemory, OpenCalls
 from drafthouse_server.operations.descriptors import DescriptorBudget
 from drafthouse_server.operations.intake import Intake
@@ -274,7 +275,7 @@ class AdminListener:
         self._config = config
         self._trail = trail
         self._server: grpc.aio.Server | None = None
-        self._noting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._port = 0
         self.service = AdminService(server, config)
         """What answers."""
@@ -320,7 +321,9 @@ class AdminListener:
         self._port = bind(server, config.admin_host, config.admin_port, certificates, "admin_")
         await server.start()
         self._server = server
-        self._noting = asyncio.create_task(self._note_rates())
+        self._tasks = [asyncio.create_task(self._note_rates())]
+        if certificates is not None:
+            self._tasks.append(asyncio.create_task(certificates.watch()))
 
     def _certificates(self) -> Certificates | None:
         """Returns those that the listener shows and asks for; None without administrators' own."""
@@ -331,12 +334,14 @@ class AdminListener:
             config, ssl_client_ca_file=authorities, admin_client_ca_file="", admin_port=0
         )
         try:
-            return Certificates(own)
+            found = Certificates(own, authorities)
         except ConfigError as error:
             if error.key != "ssl_client_ca_file":
                 raise
             problem = str(error).replace("ssl_client_ca_file", "admin_client_ca_file")
             raise ConfigError("admin_client_ca_file", authorities, problem=problem) from None
+        found.on_renewal = functools.partial(note_renewal, self._trail)
+        return found
 
     async def _note_rates(self) -> None:
         while True:
@@ -345,8 +350,8 @@ class AdminListener:
 
     async def close(self) -> None:
         """Ends its calls and listens no more. Harmless when done twice."""
-        if self._noting is not None:
-            self._noting.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(_FAREWELL_S)

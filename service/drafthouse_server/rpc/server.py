@@ -308,9 +308,7 @@ class Server:
             await texts.open()
             await self._listen(self._loop, texts, tenants, self._accounting, certificates)
             if certificates is not None:
-                certificates.on_renewal = functools.partial(
-                    note_renewal, self._audit, certificates.path
-                )
+                certificates.on_renewal = functools.partial(note_renewal, self._audit)
                 self._loop.metrics.certificate_expires_at = lambda: certificates.expires_at
                 watch = asyncio.create_task(certificates.watch())
                 self._side.callback(watch.cancel)

@@ -48,6 +48,8 @@ class _Read:
     """SHA-256 of the server's own certificate, hexadecimal."""
     expires_at: float
     """When that expires, seconds since 1970."""
+    digests: Mapping[str, str]
+    """SHA-256 by file, hexadecimal: the server's certificate, and the authorities' file."""
 
 
 class Certificates:
@@ -60,6 +62,7 @@ class Certificates:
     Args:
         config: Has `ssl_cert_file` and `ssl_key_file`, and `ssl_client_ca_file` when clients must
             show a certificate.
+        is_told_alone: A file, where another one here tells of the others' changes.
 
     Raises:
         ConfigError: a file cannot be read or used; names the setting.
@@ -68,8 +71,9 @@ class Certificates:
         Any; gRPC asks on threads of its own.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, is_told_alone: str = "") -> None:
         self._config = config
+        self._is_told_alone = is_told_alone
         self._paths = [Path(config.ssl_cert_file), Path(config.ssl_key_file)]
         if config.ssl_client_ca_file:
             self._paths.append(Path(config.ssl_client_ca_file))
@@ -77,9 +81,9 @@ class Certificates:
         self._in_use = self._read()
         self._seen = self._in_use.stamp
         self._handed_over = self._in_use
-        self.on_renewal: Callable[[str], object] | None = None
-        """Called with the SHA-256 of new certificates that are in use; empty where they cannot be
-        used. On any thread."""
+        self.on_renewal: Callable[[str, str], object] | None = None
+        """Called with a file that has changed, and the SHA-256 of what of it is in use; empty where
+        it cannot be used. On any thread."""
 
     @property
     def path(self) -> str:
@@ -133,23 +137,30 @@ class Certificates:
         if stamp == self._seen:
             return
         self._seen = stamp
+        before = self._in_use.digests
         try:
             self._in_use = self._read()
         except ConfigError as error:
-            _log.error("new certificates are not used, those before stay in use: %s", error)
-            self._tell("")
+            told = "new certificates are not used, those before stay in use"
+            self._tell(str(error.value), "", f"{told}: {error}")
             return
-        self._seen = self._in_use.stamp
-        _log.info(
-            "%s was read again: new connections get the certificate with SHA-256 %s",
-            self._config.ssl_cert_file,
-            self.fingerprint,
-        )
-        self._tell(self.fingerprint)
+        self._seen, found = self._in_use.stamp, self._in_use.digests
+        changed = {path: digest for path, digest in found.items() if digest != before[path]}
+        # A new key, or the same once more: the certificate stands for both.
+        for path, digest in (changed or {self.path: self.fingerprint}).items():
+            told = (
+                "new connections get the certificate with SHA-256"
+                if path == self.path
+                else "who connects needs a certificate of its authorities; its SHA-256 is"
+            )
+            self._tell(path, digest, f"{path} was read again: {told} {digest}")
 
-    def _tell(self, fingerprint: str) -> None:
+    def _tell(self, path: str, digest: str, text: str) -> None:
+        if self._is_told_alone not in ("", path):
+            return
+        _log.log(logging.INFO if digest else logging.ERROR, "%s", text)
         if self.on_renewal is not None:
-            self.on_renewal(fingerprint)
+            self.on_renewal(path, digest)
 
     def _stamp(self) -> _Stamp:
         """Returns what changes when a file does; nothing where one is missing."""
@@ -201,7 +212,11 @@ class Certificates:
         except (ValueError, IndexError):
             problem = f"ssl_cert_file {config.ssl_cert_file} was changed while it was read"
             raise ConfigError("ssl_cert_file", config.ssl_cert_file, problem=problem) from None
-        return _Read(stamp, configuration, hashlib.sha256(own).hexdigest(), expiry)
+        fingerprint = hashlib.sha256(own).hexdigest()
+        digests = {config.ssl_cert_file: fingerprint}
+        if roots is not None:
+            digests[config.ssl_client_ca_file] = hashlib.sha256(roots).hexdigest()
+        return _Read(stamp, configuration, fingerprint, expiry, digests)
 
 
 def _content(setting: str, path: str) -> bytes:
