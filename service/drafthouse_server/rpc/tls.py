@@ -142,7 +142,9 @@ class Certificates:
             self._in_use = self._read()
         except ConfigError as error:
             told = "new certificates are not used, those before stay in use"
-            self._tell(str(error.value), "", f"{told}: {error}")
+            is_own = error.key != "ssl_client_ca_file"
+            path = self.path if is_own else self._config.ssl_client_ca_file
+            self._tell(path, "", f"{told}: {error}")
             return
         self._seen, found = self._in_use.stamp, self._in_use.digests
         changed = {path: digest for path, digest in found.items() if digest != before[path]}
