@@ -13,10 +13,12 @@ import pytest
 from tests.support.certificates import Authority
 
 import drafthouse
+from drafthouse_server.cli import admin
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
+from drafthouse_server.rpc import admin as rpc_admin
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.tenancy import records
 from drafthouse_server.tenancy.store import Store
@@ -91,19 +93,31 @@ async def test_limits_are_shown_set_and_reset(
     store.close()
     await start_server(admin_port=free_port, store=url)
     place = ("--server", f"localhost:{free_port}")
-    words = ("max_streams=5", "models=b,a", "weight=none", "requests_per_second=0.5")
+    words = ("max_streams=5", "models=b,a", "weight=none", "requests_per_s=0.5")
     code, out, err = await run("limits", "acme", *words, "--json", *place)
     assert code == 0, err
-    limits = {"max_streams": 5, "models": ["a", "b"], "requests_per_second": 0.5}
+    limits = {"max_streams": 5, "models": ["a", "b"], "requests_per_s": 0.5}
     assert json.loads(out) == {"acme": limits}
     _, out, _ = await run("limits", "acme", *place)
-    assert out.splitlines()[2] == "acme    requests_per_second=0.5 max_streams=5 models=a,b"
+    assert out.splitlines()[2] == "acme    requests_per_s=0.5 max_streams=5 models=a,b"
+    _, out, _ = await run("limits", "acme", "requests_per_second=2", "--json", *place)
+    assert json.loads(out) == {"acme": limits | {"requests_per_s": 2.0}}
+    words = ("max_draft_tokens=2", "draft_max=none", "weight=2", "max_streams=none")
+    _, out, _ = await run("limits", "acme", *words, *place)  # of two, the last counts
+    assert out.splitlines()[2] == "acme    weight=2 requests_per_s=2 models=a,b"
     code, _, err = await run("limits", "acme", "weight=-1", *place)
     assert (code, "limits.weight" in err) == (1, True)
     code, _, err = await run("limits", "nobody", *place)
     assert (code, "no tenant 'nobody'" in err) == (1, True)
     code, out, _ = await run("limits", *place)  # in force: nobody has called yet
     assert (code, len(out.splitlines())) == (0, 2)
+
+
+def test_every_limit_of_the_settings_has_its_field_of_the_protos() -> None:
+    assert {field: key for key, field in admin.FIELDS_OF_LIMITS.items()} == rpc_admin._KEYS
+    for field, key in rpc_admin._KEYS.items():
+        assert admin.limit_key(field) == admin.limit_key(key) == key
+    assert admin.limit_key("colour") == "colour"
 
 
 @pytest.mark.parametrize("word", ["colour=red", "weight=heavy", "max_streams=1.5"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.certificates import Authority, tenant_uri
 
+import drafthouse
+from drafthouse_server.cli.connection import explain
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
 
 if TYPE_CHECKING:
     from tests.conftest import ServerFactory
@@ -50,6 +54,41 @@ async def test_models_over_mutual_tls(start_server: ServerFactory, tmp_path: Pat
     assert "fake" in out
     strange = await asyncio.to_thread(run, *command, "--tls", *files[2:])
     assert_told(strange, 1, "--ca-file FILE names an authority of your own")
+    assert "takes the certificate of --cert-file" in strange[2]
+    nobody = await asyncio.to_thread(run, *command, *files[:2])
+    assert_told(nobody, 1, "asks clients for a certificate, --cert-file and --key-file show one")
+    plain = await asyncio.to_thread(run, *command)
+    assert_told(plain, 1, "if one there speaks TLS, give --tls")
+
+
+def test_a_certificate_with_the_key_of_another_is_told_before_connecting(tmp_path: Path) -> None:
+    one, other = (Authority().issue().write(tmp_path, name) for name in ("one", "other"))
+    words = f"--key-file {other[1]} is not the private key of --cert-file {one[0]}"
+    files = ("--cert-file", one[0], "--key-file", other[1])
+    for command in (("models", "--server", "h:1"), ("status", "--server", "h:1")):
+        assert_told(run(*command, *files), 2, words)
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "words"),
+    [
+        (0.0, "in 1 s"), (0.2, "in 1 s"), (90.0, "in 90 s"), (301.0, "in 6 min"),
+        (7201.0, "in 3 h"), (1_000_000.0, "in 12 days"),
+    ],
+)  # fmt: skip
+def test_when_to_come_back_is_told_where_the_server_knows(retry_after: float, words: str) -> None:
+    error = drafthouse.TenantQuotaExceeded("one too many", retry_after=retry_after)
+    assert explain(error, argparse.Namespace()) == f"one too many; try again {words}"
+    for_ever = drafthouse.TenantQuotaExceeded("one too many")
+    assert explain(for_ever, argparse.Namespace()) == "one too many"
+
+
+async def test_who_is_over_a_quota_is_told_when_to_come_back(start_server: ServerFactory) -> None:
+    acme = Tenant("acme", requests_per_s=0.001)
+    server = await start_server(tenants=TenantRegistry({KEY: acme}))
+    place = ("--server", server.target, "--api-key", KEY)
+    assert (await asyncio.to_thread(run, "generate", "x", "--max-tokens", "1", *place))[0] == 0
+    assert_told(await asyncio.to_thread(run, "generate", "x", *place), 1, "; try again in 17 min")
 
 
 async def test_a_key_from_a_file(start_server: ServerFactory, tmp_path: Path) -> None:

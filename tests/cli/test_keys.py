@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from subprocess import run
 
 import pytest
 
+from drafthouse_server.cli.keys import as_time
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.settings import load
 from drafthouse_server.cli.terminal import Terminal
@@ -99,6 +102,36 @@ def test_a_key_is_revoked_and_replaced(shell: Shell) -> None:
     assert "there is no key 'nobody'" in shell.err
     shell.run("keys", "rotate", first, code=1)
     assert len(json.loads(shell.run("keys", "list", "--json"))) == 3, "no key in its place"
+
+
+def test_a_key_in_place_of_another_lives_as_long_unless_it_is_said(shell: Shell) -> None:
+    """Keys of 90 days were replaced by some that never expired."""
+    first = shell.run("keys", "add", "--tenant", "acme", "--expires", "90d").strip()
+    place = Path(shell.url.removeprefix("sqlite:///"))
+    with closing(sqlite3.connect(place)) as connection, connection:
+        connection.execute(
+            "UPDATE keys SET created_at = created_at - 864000, expires_at = expires_at - 864000"
+        )
+    key, lives = first, list[int | None]()
+    for words in ((), ("--expires", "30d"), (), ("--expires", "never"), ()):
+        key = shell.run("keys", "rotate", id_of_key(key) or "", *words).strip()
+        found = {each["id"]: each for each in json.loads(shell.run("keys", "list", "--json"))}
+        new = found[id_of_key(key)]
+        lives.append(new["expires_at"] and new["expires_at"] - new["created_at"])
+    assert lives == [90 * 86400, 30 * 86400, 30 * 86400, None, None]
+
+
+def test_an_overlap_does_not_outlast_the_key(shell: Shell) -> None:
+    key = shell.run("keys", "add", "--tenant", "acme", "--expires", "1h").strip()
+    (listed,) = json.loads(shell.run("keys", "list", "--json"))
+    shell.run("keys", "rotate", key, "--overlap", "90d")
+    assert f"works until {as_time(listed['expires_at'])}" in shell.err
+
+
+def test_limits_are_taken_by_the_names_of_admin_service_too(shell: Shell) -> None:
+    shell.run("tenants", "add", "acme", "requests_per_second=2", "max_draft_tokens=3")
+    (found,) = json.loads(shell.run("tenants", "list", "--json"))
+    assert found["limits"] == {"requests_per_s": 2.0, "draft_max": 3}
 
 
 def test_a_whole_key_in_place_of_its_id_is_taken_and_never_shown(

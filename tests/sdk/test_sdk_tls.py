@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +90,28 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
         drafthouse.Tls(key_file="client.key")
     with pytest.raises(FileNotFoundError):
         drafthouse.Client(tls=drafthouse.Tls(ca_file=tmp_path / "missing.crt"))
+
+
+def test_a_certificate_with_the_key_of_another_is_refused(tmp_path: Path) -> None:
+    """Else no handshake succeeds, and nothing says why."""
+    one, other = (Authority().issue().write(tmp_path, name) for name in ("one", "other"))
+    drafthouse.Client(tls=drafthouse.Tls(None, *one)).close()
+    with pytest.raises(ValueError, match="is not the private key of cert_file") as caught:
+        drafthouse.Client(tls=drafthouse.Tls(None, one[0], other[1]))
+    assert repr(one[0]) in str(caught.value)
+    assert repr(other[1]) in str(caught.value)
+
+
+def test_files_that_can_be_read_once_alone_are_read_once(tmp_path: Path) -> None:
+    """As of `--key-file <(vault read …)`."""
+    one = Authority().issue().write(tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(Path(one[1]).read_bytes()))
+    writer.start()
+    drafthouse.Client(tls=drafthouse.Tls(None, one[0], pipe)).close()
+    writer.join(10)
+    assert not writer.is_alive()
 
 
 async def test_a_client_by_tls_with_a_certificate_of_its_own(

@@ -210,7 +210,8 @@ class AdminClient:
         tls: connect by TLS; a `Tls` has the administrator's certificate.
 
     Raises:
-        ValueError: the target is not this machine, and there is no TLS.
+        ValueError: the target is not this machine, and there is no TLS, or its certificate and
+            private key do not belong together.
         OSError: a file of `tls` cannot be read.
 
     Thread:

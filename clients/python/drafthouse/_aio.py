@@ -56,7 +56,7 @@ class AsyncClient:
 
     Raises:
         ValueError: the key would travel in plain text to another machine, or no header can carry
-            it.
+            it, or certificate and private key of `tls` do not belong together.
         OSError: a file of `tls` cannot be read.
 
     Thread:

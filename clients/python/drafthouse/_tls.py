@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ __all__ = ["Tls", "is_local", "secured"]
 
 _PLAIN_SCHEMES = ("dns:", "ipv4:", "ipv6:", "passthrough:")
 _SOCKET_SCHEMES = ("unix:", "unix-abstract:")
+_NO_PAIR = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
+"""What OpenSSL says of a private key that is not the certificate's."""
 
 _Options = Sequence[tuple[str, int | str]]
 
@@ -41,11 +44,15 @@ class Tls:
 
         Raises:
             OSError: a file cannot be read.
+            ValueError: `key_file` is not the private key of `cert_file`.
         """
         files = (self.ca_file, self.key_file, self.cert_file)
-        return grpc.ssl_channel_credentials(
+        credentials = grpc.ssl_channel_credentials(
             *(None if file is None else Path(file).read_bytes() for file in files)
         )
+        if self.cert_file is not None and self.key_file is not None:
+            _check_pair(Path(self.cert_file), Path(self.key_file))
+        return credentials
 
     def options(self) -> _Options:
         """Returns the channel's options."""
@@ -55,6 +62,25 @@ class Tls:
             ("grpc.ssl_target_name_override", self.server_name),
             ("grpc.default_authority", self.server_name),
         )
+
+
+def _check_pair(certificate: Path, key: Path) -> None:
+    """Checks that a private key is the certificate's; gRPC would only fail to connect.
+
+    What else may be wrong with them is left to gRPC, whose library may take what Python's does not.
+
+    Raises:
+        ValueError: it is another one's.
+    """
+    if not (certificate.is_file() and key.is_file()):
+        return  # a pipe, which can be read once alone
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_cert_chain(certificate, key, password="")  # which asks for none
+    except ssl.SSLError as error:
+        if error.reason in _NO_PAIR:
+            problem = f"key_file {str(key)!r} is not the private key of cert_file"
+            raise ValueError(f"{problem} {str(certificate)!r}") from None
 
 
 def secured(
@@ -74,7 +100,8 @@ def secured(
         insecure_no_tls: whether a key may travel in plain text beyond loopback.
 
     Raises:
-        ValueError: the key would be readable on its way, or both `tls` and `credentials` are given.
+        ValueError: the key would be readable on its way, both `tls` and `credentials` are given, or
+            certificate and private key of `tls` do not belong together.
         OSError: a file cannot be read.
     """
     # What is for this machine goes through no proxy.

@@ -14,10 +14,12 @@ from datetime import datetime, timedelta
 import drafthouse
 from drafthouse_server.administration import ADMIN_PORT
 from drafthouse_server.cli import settings
+from drafthouse_server.cli.connection import no_pair
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.errors import ConfigError
+from drafthouse_server.tenancy.tenants import LIMITS
 
-__all__ = ["add_drain", "add_limits", "add_status"]
+__all__ = ["FIELDS_OF_LIMITS", "add_drain", "add_limits", "add_status", "limit_key"]
 
 NOT_SERVING = 3
 """Exit code of `status` where the server answers and takes no requests."""
@@ -28,17 +30,18 @@ _POLL_S = 0.5
 _INTERVAL_S_MIN = 0.1
 _NO_METHOD = "Method not found!"
 """What a server of gRPC says of a method that it does not have."""
-_NUMBERS = {
-    "weight": float,
-    "requests_per_second": float,
-    "end_user_requests_per_second": float,
+_OTHER_FIELDS = {
+    "requests_per_s": "requests_per_second",
+    "input_tokens_per_min": "input_tokens_per_minute",
+    "output_tokens_per_min": "output_tokens_per_minute",
+    "draft_max": "max_draft_tokens",
+    "end_user_requests_per_s": "end_user_requests_per_second",
 }
-_NAMES = (
-    *("weight", "requests_per_second", "input_tokens_per_minute", "output_tokens_per_minute"),
-    *("tokens_per_month", "max_streams", "queue_size", "max_prompt_tokens", "max_output_tokens"),
-    *("models", "max_priority", "max_draft_tokens", "end_user_requests_per_second"),
-    "end_user_max_streams",
-)
+FIELDS_OF_LIMITS = {limit.key: _OTHER_FIELDS.get(limit.key, limit.key) for limit in LIMITS}
+"""Fields of the protos' TenantLimits by the name of the limit in settings, which is the one that
+commands show; they take both."""
+_KEYS = {field: key for key, field in FIELDS_OF_LIMITS.items()}
+_KINDS = {limit.key: limit.kind for limit in LIMITS}
 
 
 def add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -78,8 +81,8 @@ def add_limits(commands: _Commands[argparse.ArgumentParser]) -> None:
         nargs="*",
         type=_limit,
         metavar="LIMIT=VALUE",
-        help=f"one of {', '.join(_NAMES)}; none takes it back to its default; names of models are"
-        " separated by commas",
+        help=f"one of {', '.join(FIELDS_OF_LIMITS)}; none takes it back to its default; names of"
+        " models are separated by commas",
     )
 
 
@@ -175,6 +178,8 @@ def _connected(arguments: argparse.Namespace, target: str) -> drafthouse.AdminCl
         problem = f"cannot read {error.filename}: {error.strerror}; check path and permissions"
         raise ConfigError("server", target, problem=problem) from None
     except ValueError as error:
+        if arguments.cert_file and arguments.key_file:
+            raise no_pair(arguments) from None
         problem = (
             f"{target!r} is not this machine, and AdminService takes TLS alone there; give"
             " --ca-file, --cert-file and --key-file"
@@ -188,8 +193,8 @@ def _explain(error: drafthouse.DrafthouseError, target: str) -> str:
     if isinstance(error, drafthouse.Unavailable) and not error.reason:
         return (
             f"no AdminService at {target}; start the server with --admin-port {ADMIN_PORT}, name"
-            " another address with --server, or, if it takes TLS, give the certificate of an"
-            " administrator"
+            " another address with --server, or, if it takes TLS, give --ca-file, and the"
+            " certificate of an administrator with --cert-file and --key-file"
         )
     if error.code.name == "UNIMPLEMENTED" and error.message == _NO_METHOD:
         return (
@@ -252,7 +257,10 @@ def _show_tenants(
 ) -> int:
     tenants = client.tenants()
     if arguments.json:
-        terminal.line(json.dumps([dataclasses.asdict(tenant) for tenant in tenants]))
+        rows_of = [
+            dataclasses.asdict(tenant) | {"limits": _by_key(tenant.limits)} for tenant in tenants
+        ]
+        terminal.line(json.dumps(rows_of))
         return 0
     header = ("tenant", "running", "waiting", "calls", "prompt", "output", "service", "weight")
     rows = [
@@ -280,21 +288,30 @@ def _as_json(value: object) -> object:
 # --- limits
 
 
+def limit_key(name: str) -> str:
+    """Returns the name in settings of a limit that is named so or as a field of TenantLimits."""
+    return _KEYS.get(name, name)
+
+
 def _limit(text: str) -> tuple[str, drafthouse.Limit | None]:
+    """Returns a field of TenantLimits and its value."""
     name, _, value = text.partition("=")
-    if name not in _NAMES:
+    key = limit_key(name)
+    if key not in FIELDS_OF_LIMITS:
         raise argparse.ArgumentTypeError(
-            f"{name!r} is no limit; expected LIMIT=VALUE, with one of {', '.join(_NAMES)}"
+            f"{name!r} is no limit; expected LIMIT=VALUE, with one of {', '.join(FIELDS_OF_LIMITS)}"
         )
+    field, kind = FIELDS_OF_LIMITS[key], _KINDS[key]
     if value.lower() == "none":
-        return name, None
-    if name == "models":
-        return name, tuple(part.strip() for part in value.split(",") if part.strip())
+        return field, None
+    if kind is list:
+        return field, tuple(part.strip() for part in value.split(",") if part.strip())
     try:
-        return name, _NUMBERS.get(name, int)(value)
+        return field, kind(value)
     except ValueError:
-        kind = "a number" if name in _NUMBERS else "a whole number"
-        raise argparse.ArgumentTypeError(f"{name} is {value!r}; expected {kind}, or none") from None
+        expected = "a number" if kind is float else "a whole number"
+        problem = f"{name} is {value!r}; expected {expected}, or none"
+        raise argparse.ArgumentTypeError(problem) from None
 
 
 def _limits(
@@ -309,13 +326,18 @@ def _limits(
         found = {arguments.tenant: client.set_limits(arguments.tenant, limits, reset=reset)}
     else:
         found = {arguments.tenant: client.limits(arguments.tenant)}
+    shown = {tenant: _by_key(limits) for tenant, limits in found.items()}
     if arguments.json:
-        terminal.line(json.dumps(found))
+        terminal.line(json.dumps(shown))
         return 0
-    rows = [(name, _listed(limits)) for name, limits in found.items()]
+    rows = [(tenant, _listed(limits)) for tenant, limits in shown.items()]
     for line in format_table(("tenant", "limits"), rows):
         terminal.line(line)
     return 0
+
+
+def _by_key(limits: Mapping[str, drafthouse.Limit]) -> Mapping[str, drafthouse.Limit]:
+    return {limit_key(field): value for field, value in limits.items()}
 
 
 def _listed(limits: Mapping[str, drafthouse.Limit]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import drafthouse
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.errors import ConfigError
 
-__all__ = ["add_connection", "connected", "explain", "tell"]
+__all__ = ["add_connection", "connected", "explain", "no_pair", "tell"]
 
 _DEFAULT_SERVER = "127.0.0.1:50051"
 _API_KEY_VARIABLE = "DRAFTHOUSE_API_KEY"
@@ -53,12 +54,12 @@ def connected(arguments: argparse.Namespace) -> Iterator[drafthouse.Client]:
         ConfigError: a flag is wrong, or a file cannot be read.
         drafthouse.DrafthouseError: no server answers.
     """
-    api_key = _api_key(arguments)
+    api_key, tls = _api_key(arguments), _tls(arguments)
     try:
         client = drafthouse.Client(
             arguments.server,
             api_key=api_key,
-            tls=_tls(arguments),
+            tls=tls,
             insecure_no_tls=arguments.insecure_no_tls,
             retry=None,  # a person sees at once what is wrong
         )
@@ -68,6 +69,8 @@ def connected(arguments: argparse.Namespace) -> Iterator[drafthouse.Client]:
     except ValueError as error:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("api_key", "(hidden)", problem=str(error)) from None
+        if arguments.cert_file:
+            raise no_pair(arguments) from None
         problem = (
             f"the API key would travel in plain text to {arguments.server!r}, which is not this"
             " machine; give --tls, or --ca-file FILE for an authority of your own;"
@@ -77,6 +80,15 @@ def connected(arguments: argparse.Namespace) -> Iterator[drafthouse.Client]:
     with client:
         client.health()  # connected before a clock runs
         yield client
+
+
+def no_pair(arguments: argparse.Namespace) -> ConfigError:
+    """Returns the error of a certificate that was given with the private key of another."""
+    problem = (
+        f"--key-file {arguments.key_file} is not the private key of --cert-file"
+        f" {arguments.cert_file}; give two files that belong together"
+    )
+    return ConfigError("key_file", arguments.key_file, problem=problem)
 
 
 def _tls(arguments: argparse.Namespace) -> bool | drafthouse.Tls:
@@ -135,13 +147,34 @@ def explain(error: drafthouse.DrafthouseError, arguments: argparse.Namespace) ->
             f"what answers at {arguments.server} is no Drafthouse for clients ({error.message});"
             " name host and port of the server with --server, not those of its AdminService"
         )
+    if error.retry_after is not None:
+        return f"{error.message}; try again in {_duration(error.retry_after)}"
     return error.message
 
 
+def _duration(seconds: float) -> str:
+    """Returns a time for people, rounded up."""
+    for unit, length_s in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds > 2 * length_s:
+            return f"{math.ceil(seconds / length_s)} {unit}"
+    return f"{max(1, math.ceil(seconds))} s"
+
+
 def _unavailable(arguments: argparse.Namespace) -> str:
-    if _tls(arguments):
+    """Returns what may be wrong; of a server that is away and one that hangs up the code is one."""
+    server = arguments.server
+    if not _tls(arguments):
         return (
-            f"no server at {arguments.server} that speaks TLS with a certificate of this name from"
-            " a known authority; --ca-file FILE names an authority of your own"
+            f"no server at {server}; start one with `drafthouse serve`, or, if one there speaks"
+            " TLS, give --tls, or --ca-file FILE for an authority of your own"
         )
-    return f"no server at {arguments.server}; start one with `drafthouse serve`"
+    told = f"no server at {server} that speaks TLS with a certificate of this name from a known"
+    if arguments.cert_file:
+        return (
+            f"{told} authority and takes the certificate of --cert-file; --ca-file FILE names an"
+            " authority of your own"
+        )
+    return (
+        f"{told} authority; --ca-file FILE names an authority of your own, and where the server"
+        " asks clients for a certificate, --cert-file and --key-file show one"
+    )

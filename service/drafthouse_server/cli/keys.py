@@ -42,6 +42,8 @@ __all__ = [
 _Commands = argparse._SubParsersAction  # argparse has no public name for it
 _Result = TypeVar("_Result")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_NEVER = -1
+"""Life of a key that does not expire."""
 _N_LABEL_MAX = 128
 _N_ID_MAX = 12
 _LAST_S = int(datetime(9999, 12, 31, 23, 59, tzinfo=UTC).timestamp())
@@ -88,7 +90,7 @@ def add_key_commands(commands: _Commands[argparse.ArgumentParser], about: str) -
     parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add = _part(parts, "add", "make a key, and print it: it is shown this once", _add)
     add.add_argument("--tenant", required=True, type=tenant_name, metavar="NAME")
-    _add_life_flags(add)
+    _add_life_flags(add, "never")
     listed = _part(parts, "list", "list keys, without their secrets", _list)
     listed.add_argument("--tenant", type=tenant_name, metavar="NAME", help="of one tenant")
     listed.add_argument("--json", action="store_true", help="for programs")
@@ -105,7 +107,7 @@ def add_key_commands(commands: _Commands[argparse.ArgumentParser], about: str) -
         metavar="TIME",
         help="how long the old key works on, such as 24h; default: not at all",
     )
-    _add_life_flags(rotate)
+    _add_life_flags(rotate, "as long as the old key was made for")
 
 
 def _key_id(text: str) -> str:
@@ -132,10 +134,13 @@ def _part(
     return parser
 
 
-def _add_life_flags(parser: argparse.ArgumentParser) -> None:
+def _add_life_flags(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--label", default="", metavar="TEXT", help="what the key is for")
     parser.add_argument(
-        "--expires", type=_duration, metavar="TIME", help="how long it works, such as 90d or 12h"
+        "--expires",
+        type=_life,
+        metavar="TIME",
+        help=f"how long it works, such as 90d or 12h, or never; default: {default}",
     )
 
 
@@ -219,7 +224,7 @@ def _add(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
         key,
         arguments.tenant,
         label=arguments.label,
-        life_s=arguments.expires,
+        life_s=None if arguments.expires == _NEVER else arguments.expires,
         pepper=pepper,
         change=change,
     )
@@ -240,15 +245,23 @@ def _rotate(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> No
             key,
             old.tenant,
             label=arguments.label or old.label,
-            life_s=arguments.expires,
+            life_s=_life_of_next(old, arguments.expires),
             pepper=pepper,
             change=change,
         )
         records.add_key(connection, record, change)
-    until = f"works until {as_time(end)}" if arguments.overlap else "is revoked"
+    until = f"works until {as_time(min(end, old.expires_at or end))}"
+    until = until if arguments.overlap else "is revoked"
     terminal.note(f"key {old.id} {until}")
     desk.audit["new_key"] = key.id
     _show(key, record, terminal)
+
+
+def _life_of_next(old: KeyRecord, asked: int | None) -> int | None:
+    """Returns how long a key in place of another works, seconds; None: until it is revoked."""
+    if asked is not None:
+        return None if asked == _NEVER else asked
+    return None if old.expires_at is None else old.expires_at - old.created_at
 
 
 def _record(
@@ -335,6 +348,10 @@ def tenant_name(text: str) -> str:
             f'{text!r} is no name of a tenant; expected 64 letters, digits, ".", "_", "-" at most'
         )
     return text
+
+
+def _life(text: str) -> int:
+    return _NEVER if text == "never" else _duration(text)
 
 
 def _duration(text: str) -> int:

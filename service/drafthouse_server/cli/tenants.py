@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 
+from drafthouse_server.cli.admin import limit_key
 from drafthouse_server.cli.keys import (
     Desk,
     add_store_flags,
@@ -75,8 +76,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def _limit(text: str) -> tuple[str, object]:
     name, _, value = text.partition("=")
+    key = limit_key(name)
     try:
-        return name, parse_limit(name, value)
+        return key, parse_limit(key, value)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -141,10 +141,12 @@ _SOURCES = "`drafter`: the MTP heads or the draft model; `ngram`: prompt lookup"
 _FAMILIES = (
     _Family(
         "requests_total",
-        "Requests that ended, by outcome.",
+        "Calls of Generate that ended or were refused, by outcome; not those that were refused"
+        " before their message was read, such as one with a wrong key.",
         lambda s: s.n_requests,
         "outcome",
-        "`stop`, `length`, `cancelled`, `deadline`, or the reason of an error",
+        "`stop`, `length`, `cancelled`, `deadline`, or the reason of an error that came once the"
+        " message was read",
     ),
     _Family("requests_running", "Requests that have a slot now.", lambda s: s.n_running),
     _Family("requests_waiting", "Requests that wait for a slot now.", lambda s: s.n_waiting),
