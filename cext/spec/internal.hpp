@@ -221,9 +221,9 @@ struct spec_sampler {
     uint32_t seed = 0;
     bool logprobs = false;
     int32_t n_top_logprobs = 0;
-    // Verified by sample-and-match only: where that is asked for; mirostat and adaptive-p learn from
-    // the token that they drew, and an end token that a grammar forbids must be seen before it is
-    // accepted.
+    // Verified by sample-and-match only: where that is asked for; mirostat and adaptive-p learn
+    // from the token that they drew, and an end token that a grammar forbids must be seen before it
+    // is accepted.
     bool is_match_only = false;
     int32_t n_vocab = 0;                 // of the model that it was made for
     drafthouse::sampler_history history; // of a preempted one; empty in use and when new
@@ -318,6 +318,7 @@ struct sequence {
     // one call at a time
     bool is_proposed = false;
     int32_t n_past_proposed = 0;
+    int32_t n_past_decoded = 0; // tokens before its last decode
 
     int32_t n_past() const { return static_cast<int32_t>(tokens.size()); }
 
@@ -326,6 +327,12 @@ struct sequence {
 
     // Tokens of the sequence, from the first on, that the sampler must not be fed (again).
     int32_t n_known() const { return std::max(n_heard, n_past() + (has_emitted ? 1 : 0)); }
+
+    // Whether the sampler has heard a token at a position: it was fed it, or chose it.
+    bool has_heard(llama_token token, int32_t pos) const {
+        const bool is_choice = pos + 1 == n_heard && !heard.empty() && heard.back() < 0;
+        return pos < n_heard && (!is_choice || token == -1 - heard.back());
+    }
 
     // Feeds the sampler a token that it did not choose.
     void feed(llama_token token) {
