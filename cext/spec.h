@@ -834,7 +834,8 @@ typedef struct spec_decoder_limits {
 
 void spec_decoder_default_params(spec_decoder_params * out);
 /* Makes the context. The model must outlive it. Errors: INVALID_ARGUMENT, UNSUPPORTED (encoders,
- * models that draft from another model's hidden states), OUT_OF_MEMORY. since ABI 2 */
+ * models that draft from another model's hidden states, architectures of which llama.cpp gives no
+ * hidden rows beside logits), OUT_OF_MEMORY. since ABI 2 */
 int32_t spec_decoder_init(const spec_model * model, const spec_decoder_params * params,
                           spec_decoder ** out);
 /* Makes a decoder of an EAGLE-3 draft model beside a decoder of its target, which must outlive it

@@ -673,6 +673,7 @@ void check_engine_params(const spec_engine_params & p);
 void check_eagle3(const spec_model & target, const spec_model & draft);
 void check_target_name(const spec_model & target, const spec_model & draft);
 void check_generates(const spec_model & model, const char * which);
+void check_hidden_rows(const spec_model & model, bool has_logits);
 void check_draft(const spec_model & target, const spec_model * draft, const spec_engine_params & p);
 
 // engine.cpp
