@@ -149,8 +149,8 @@ llama_token sample_row(const spec_sampler & sampler, const float * logits, int32
     return checked_choice(row.array).id;
 }
 
-// Chooses the token of one position. What fails behind the first one is left to the next step, which
-// begins there: what came before it is told, as it is without a draft.
+// Chooses the token of one position. What fails behind the first one is left to the next step,
+// which begins there: what came before it is told, as it is without a draft.
 template <typename Body> bool is_position_done(size_t i, Body && body) {
     if (i == 0) {
         body();
