@@ -769,7 +769,8 @@ typedef struct spec_token {
     int32_t is_output;
 } spec_token;
 
-/* One decode of the target. since ABI 1 */
+/* One decode of the target. A sequence's sampler is fed its tokens, but for those that it chose or
+ * knows, and for those of a proposal, which it is to verify. since ABI 1 */
 int32_t spec_engine_decode(spec_engine * engine, const spec_token * tokens, int32_t n_tokens);
 /* Feeds the last decoded batch to the speculative state; once, before the next decode. since ABI 1
  */
@@ -782,7 +783,8 @@ int32_t spec_engine_logits(spec_engine * engine, int32_t i, const float ** out);
 int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, int32_t * token);
 /* Ends a round: n_accepted drafted tokens stay, the rest is rolled back in both contexts. The
  * verified tokens are those decoded for the sequence since its draft; the sequence then holds 1 +
- * n_accepted of them. since ABI 1 */
+ * n_accepted of them. Where they came in several decodes, and the last that stays is none of the
+ * last decode's, the next draft of MTP is poorer, and EAGLE-3 has none. since ABI 1 */
 int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_accepted);
 /* Cuts a sequence to its first n_past tokens. UNSUPPORTED when a recurrent target cannot go back so
  * far: more than n_rs_seq tokens, more than the longest draft of a step, all tokens of its last
@@ -832,7 +834,8 @@ typedef struct spec_decoder_limits {
 
 void spec_decoder_default_params(spec_decoder_params * out);
 /* Makes the context. The model must outlive it. Errors: INVALID_ARGUMENT, UNSUPPORTED (encoders,
- * models that draft from another model's hidden states), OUT_OF_MEMORY. since ABI 2 */
+ * models that draft from another model's hidden states, architectures of which llama.cpp gives no
+ * hidden rows beside logits), OUT_OF_MEMORY. since ABI 2 */
 int32_t spec_decoder_init(const spec_model * model, const spec_decoder_params * params,
                           spec_decoder ** out);
 /* Makes a decoder of an EAGLE-3 draft model beside a decoder of its target, which must outlive it

@@ -25,7 +25,8 @@ class DecoderPool:
         config: sizes; None means the defaults.
 
     Raises:
-        Unsupported: the model has an encoder or drafts from another model's hidden states.
+        Unsupported: the model has an encoder or drafts from another model's hidden states, or
+            llama.cpp gives no hidden states beside the logits of its architecture.
         InvalidArgument: the configuration does not fit the model.
         OutOfMemory: memory could not be allocated.
 

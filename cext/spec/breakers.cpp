@@ -52,8 +52,10 @@ struct breaker_cache::entries {
         if (n > BREAKER_BYTES_MAX) {
             return;
         }
-        by_use.push_front({text, found, n});
-        by_text[text] = by_use.begin();
+        std::list<entry> made;
+        made.push_front({text, found, n});
+        by_text[text] = made.begin();
+        by_use.splice(by_use.begin(), made); // from here on nothing throws
         n_bytes += n;
         while (n_bytes > BREAKER_BYTES_MAX || by_use.size() > BREAKER_TEXTS_MAX) {
             n_bytes -= by_use.back().n_bytes;

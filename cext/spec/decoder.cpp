@@ -37,6 +37,7 @@ void check_decoder_model(const spec_model & model) {
                                        "decode on its own");
     }
     check_generates(model, "model");
+    check_hidden_rows(model, /*has_logits*/ true);
 }
 
 // What a decoder asks of llama.cpp; a tree's nodes stand beside full sequences.

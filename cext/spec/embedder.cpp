@@ -40,6 +40,7 @@ void check_embedder(const spec_model & model, const spec_embedder_params & p) {
     if (llama_model_has_encoder(model.model.get()) && llama_model_has_decoder(model.model.get())) {
         fail(SPEC_ERR_UNSUPPORTED, "encoder-decoder models are not supported");
     }
+    check_hidden_rows(model, /*has_logits*/ false);
     if (p.pooling == SPEC_POOLING_RANK && model.meta(model.arch() + ".pooling_type") != "4") {
         fail(SPEC_ERR_UNSUPPORTED, "rank pooling needs a reranker: a model with its own "
                                    "classification head");

@@ -36,8 +36,14 @@ llama_context_params context_params(const spec_engine & engine) {
     return c;
 }
 
-// The tokens that every sequence needs when its context is full, rounded up as llama.cpp does for
-// separate caches.
+// Cells as llama.cpp makes them: of each cache a multiple of 256.
+int64_t rounded_cells(const spec_engine_params & p, int64_t n) {
+    constexpr int64_t N_PAD = 256;
+    const int64_t n_caches = p.kv_unified ? 1 : p.n_seq_max;
+    return (n / n_caches + N_PAD - 1) / N_PAD * N_PAD * n_caches;
+}
+
+// The tokens that every sequence needs when its context is full.
 int64_t wanted_cells(const spec_engine & engine) {
     const spec_engine_params & p = engine.params;
     const int32_t n_train = llama_model_n_ctx_train(engine.target_model->model.get());
@@ -82,9 +88,11 @@ llama_context_params target_params(const spec_engine & engine) {
     const spec_engine_params & p = engine.params;
     llama_context_params c = context_params(engine);
     const int64_t n = wanted_cells(engine);
-    if (n > std::numeric_limits<int32_t>::max()) {
-        fail(SPEC_ERR_INVALID_ARGUMENT, "n_ctx_seq * n_seq_max is " + std::to_string(n) +
-                                            " cells, more than fit into 32 bits");
+    if (rounded_cells(p, n) > std::numeric_limits<int32_t>::max()) {
+        const std::string what = p.n_ctx > 0 ? "n_ctx" : "n_ctx_seq * n_seq_max";
+        fail(SPEC_ERR_INVALID_ARGUMENT,
+             what + " is " + std::to_string(n) +
+                 " cells, which llama.cpp rounds up to more than fit into 32 bits");
     }
     const int32_t n_draft = p.draft_type == SPEC_DRAFT_NONE ? 0 : p.n_draft_max;
     const int32_t n_rs_seq = p.n_rs_seq >= 0 ? p.n_rs_seq : std::min(n_draft, N_RS_SEQ_LIMIT);

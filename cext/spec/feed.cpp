@@ -138,9 +138,13 @@ bool has_draft_cells(const spec_engine & engine) {
 }
 
 // From here on the sequence generates without drafts: its draft state no longer follows the target.
+// EAGLE-3's last row goes too: its position may lie beyond what stays.
 void make_cold(spec_engine & engine, int32_t seq_id) {
     seq_of(engine, seq_id).is_cold = true;
     seq_of(engine, seq_id).is_warming_up = false;
+    if (engine.limits.draft_type == SPEC_DRAFT_EAGLE3) {
+        common_speculative_begin(engine.spec.get(), seq_id, {});
+    }
     if (has_draft_cells(engine)) {
         llama_memory_seq_rm(engine.draft_memory(), seq_id, -1, -1);
     }

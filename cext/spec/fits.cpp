@@ -476,6 +476,25 @@ void check_generates(const spec_model & model, const char * which) {
     }
 }
 
+// Architectures of which llama.cpp does not give the hidden rows after the final norm, or not with
+// logits beside them.
+void check_hidden_rows(const spec_model & model, bool has_logits) {
+    const std::string arch = model.arch();
+    if (arch == "deepseek4" || arch == "qwen4exp") {
+        // It copies rows of the residual stream's width, several times that of these, and ends the
+        // process there.
+        fail(SPEC_ERR_UNSUPPORTED, "the model (" + arch +
+                                       ") keeps its residual stream in several rows for a token; "
+                                       "this llama.cpp cannot give the hidden rows behind them");
+    }
+    if (has_logits && (arch == "lfm2" || arch == "lfm2moe")) {
+        fail(SPEC_ERR_UNSUPPORTED, "the model (" + arch +
+                                       ") gives either hidden rows or logits in this llama.cpp, "
+                                       "and a decoder needs both; an engine gives its logits, an "
+                                       "embedder its hidden rows");
+    }
+}
+
 void check_draft(const spec_model & target, const spec_model * draft,
                  const spec_engine_params & p) {
     if (!layers_read(target.model.get()).empty()) {

@@ -65,6 +65,22 @@ void decode_or_clear(spec_engine & engine, const spec_token * tokens, int32_t n)
     }
 }
 
+// A decoded token is the sequence's. Its sampler hears it, unless it has chosen it, or will hear of
+// it as it verifies a draft.
+void take_decoded(sequence & seq, const spec_token & token, bool is_first) {
+    if (is_first) {
+        seq.n_past_decoded = token.pos;
+    }
+    seq.tokens.push_back(token.token);
+    if (seq.is_proposed) {
+        return;
+    }
+    if (!seq.has_heard(token.token, token.pos)) {
+        seq.feed(token.token);
+    }
+    seq.n_heard = std::max(seq.n_heard, seq.n_past());
+}
+
 void decode_by_hand(spec_engine & engine, const spec_token * tokens, int32_t n) {
     check_range("n_tokens", n, 1, engine.limits.n_batch);
     deref(tokens, "tokens");
@@ -80,11 +96,8 @@ void decode_by_hand(spec_engine & engine, const spec_token * tokens, int32_t n) 
     }
     decode_or_clear(engine, tokens, n);
     for (int32_t i = 0; i < n; ++i) {
-        sequence & seq = begun(engine, tokens[i].seq_id);
-        seq.tokens.push_back(tokens[i].token);
-        if (!seq.is_proposed && tokens[i].is_output == 0) {
-            seq.feed(tokens[i].token);
-        }
+        take_decoded(begun(engine, tokens[i].seq_id), tokens[i],
+                     i == 0 || tokens[i - 1].seq_id != tokens[i].seq_id);
     }
     engine.is_decoded = true;
     engine.is_processed = false;
@@ -114,6 +127,8 @@ llama_token sample_by_hand(spec_engine & engine, int32_t seq_id, int32_t i) {
         });
         seq.heard.push_back(-1 - token);
         seq.id_last = token;
+        const int32_t pos = engine.batch.tokens[static_cast<size_t>(i)].pos[0];
+        seq.n_heard = std::max(seq.n_heard, std::min(pos + 1, seq.n_past()) + 1);
         return token;
     } catch (const std::exception & error) {
         const std::string reason = error.what();
@@ -123,6 +138,24 @@ llama_token sample_by_hand(spec_engine & engine, int32_t seq_id, int32_t i) {
         fail(is_told ? known->code : SPEC_ERR_SAMPLING_FAILED,
              reason + "; the sequence was cleared");
     }
+}
+
+// Tells the drafter how much of a proposal stays. MTP and EAGLE-3 go on from the hidden row of the
+// last token that does, and hold those of its last decode alone: where that began behind it they
+// start without. Returns whether they have the row.
+bool tell_accepted(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_accepted) {
+    const int32_t type = engine.limits.draft_type;
+    const bool has_rows = type == SPEC_DRAFT_MTP || type == SPEC_DRAFT_EAGLE3;
+    const int32_t n_before = has_rows ? seq.n_past_decoded - seq.n_past_proposed : 0;
+    if (n_accepted < n_before || (has_rows && seq.draft.tokens.empty() &&
+                                  seq.n_past() > seq.n_past_proposed + 1 + n_accepted)) {
+        begin_drafter_again(engine, seq_id);
+        return false;
+    }
+    if (!seq.draft.tokens.empty()) {
+        accept_draft(engine, seq, seq_id, n_accepted - n_before);
+    }
+    return true;
 }
 
 void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
@@ -142,16 +175,20 @@ void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
     }
     const int32_t n_new = seq.n_past_proposed + 1 + n_accepted;
     const int32_t n_back = seq.n_past() - n_new;
-    if (n_draft > 0) {
-        accept_draft(engine, seq, seq_id, n_accepted);
-    }
+    const bool has_row = tell_accepted(engine, seq, seq_id, n_accepted);
     seq.is_proposed = false;
     seq.draft = {};
+    seq.n_heard = std::min(seq.n_heard, n_new + 1);
+    seq.known.clear();
     if (n_back == 0) {
         return;
     }
     seq.n_back_max = 0; // once per decode
-    cut_draft(engine, seq_id, n_new);
+    if (has_row) {
+        cut_draft(engine, seq_id, n_new);
+    } else if (engine.draft) { // all that it has: positions must follow one another
+        llama_memory_seq_rm(engine.draft_memory(), seq_id, n_new, -1);
+    }
     if (!cut_target(engine, seq_id, n_new)) {
         clear_sequence(engine, seq_id);
         fail(SPEC_ERR_DECODE_FAILED,
@@ -175,13 +212,37 @@ void check_way_back(const spec_engine & engine, const sequence & seq, int32_t se
     }
 }
 
-void take_drafter_back(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_past) {
-    if (engine.spec) {
-        cut_draft(engine, seq_id, n_past);
-        if (!drafts_blocks(engine.limits.draft_type)) {
-            make_cold(engine, seq_id); // the draft's hidden rows do not go back with the cache
+void take_cells_back(spec_engine & engine, int32_t seq_id, int32_t n_past) {
+    cut_draft(engine, seq_id, n_past);
+    restart_unless_held(engine, seq_id, n_past);
+}
+
+// Drops what `process` wrote for sequences that have ended, and of tokens that were taken back.
+void drop_processed(spec_engine & engine) {
+    const auto & tokens = engine.batch.tokens;
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const llama_seq_id seq_id = tokens[i].seq_id;
+        if (i + 1 < tokens.size() && tokens[i + 1].seq_id == seq_id) {
+            continue;
         }
-        restart_unless_held(engine, seq_id, n_past);
+        const sequence & seq = at(engine, seq_id);
+        if (!seq.is_begun) {
+            clear_memory(engine, seq_id);
+        } else if (engine.spec && tokens[i].pos[0] >= seq.n_past()) {
+            take_cells_back(engine, seq_id, seq.n_past());
+        }
+    }
+}
+
+// A block drafter follows `process`, which brings it all of a batch that waits, whatever has been
+// taken back of it meanwhile: it goes back then.
+void take_drafter_back(spec_engine & engine, sequence & seq, int32_t seq_id, int32_t n_past) {
+    const bool is_block = drafts_blocks(engine.limits.draft_type);
+    if (engine.spec && !is_block) {
+        make_cold(engine, seq_id); // the draft's hidden rows do not go back with the cache
+    }
+    if (engine.spec && !(is_block && is_unprocessed(engine, seq_id))) {
+        take_cells_back(engine, seq_id, n_past);
     }
     if (engine.is_ngram()) {
         begin_drafter(engine, seq, seq_id); // what it has learnt includes the tokens taken back
@@ -240,11 +301,7 @@ int32_t spec_engine_process(spec_engine * engine) {
         }
         process_batch(e);
         e.is_processed = true;
-        for (const auto & token : e.batch.tokens) { // it wrote cells for ended sequences too
-            if (!at(e, token.seq_id).is_begun) {
-                clear_memory(e, token.seq_id);
-            }
-        }
+        drop_processed(e);
     });
 }
 

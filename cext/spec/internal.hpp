@@ -318,6 +318,7 @@ struct sequence {
     // one call at a time
     bool is_proposed = false;
     int32_t n_past_proposed = 0;
+    int32_t n_past_decoded = 0; // tokens before its last decode
 
     int32_t n_past() const { return static_cast<int32_t>(tokens.size()); }
 
@@ -326,6 +327,12 @@ struct sequence {
 
     // Tokens of the sequence, from the first on, that the sampler must not be fed (again).
     int32_t n_known() const { return std::max(n_heard, n_past() + (has_emitted ? 1 : 0)); }
+
+    // Whether the sampler has heard a token at a position: it was fed it, or chose it.
+    bool has_heard(llama_token token, int32_t pos) const {
+        const bool is_choice = pos + 1 == n_heard && !heard.empty() && heard.back() < 0;
+        return pos < n_heard && (!is_choice || token == -1 - heard.back());
+    }
 
     // Feeds the sampler a token that it did not choose.
     void feed(llama_token token) {
@@ -666,6 +673,7 @@ void check_engine_params(const spec_engine_params & p);
 void check_eagle3(const spec_model & target, const spec_model & draft);
 void check_target_name(const spec_model & target, const spec_model & draft);
 void check_generates(const spec_model & model, const char * which);
+void check_hidden_rows(const spec_model & model, bool has_logits);
 void check_draft(const spec_model & target, const spec_model * draft, const spec_engine_params & p);
 
 // engine.cpp

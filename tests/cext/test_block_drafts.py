@@ -403,3 +403,47 @@ def test_targets_whose_layers_are_not_shown_are_refused(tmp_path: Path) -> None:
             decoder.observe([1, 2])
             with pytest.raises(Unsupported, match='of the architecture "internlm2"'):
                 decoder.last_hidden_states_multi([0])
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize(("n_before", "n_past"), [(0, 10), (20, 25), (20, 20), (20, 10), (20, 0)])
+def test_a_rollback_before_process_leaves_the_drafts_as_they_are(
+    kind: str, n_before: int, n_past: int, drafts: dict[str, Model]
+) -> None:
+    """The drafter was given what had been taken back, and a neighbour in its decode went cold."""
+    tokens = list(range(300, 330))
+
+    def give(driven: Engine, seq_id: int, at: int, n: int) -> None:
+        driven.decode(tokens[at : at + n], range(at, at + n), [seq_id] * n, [False] * n)
+
+    with Engine(model(DENSE), drafts[kind], params(type_of(kind), n_draft_max=4)) as driven:
+        for seq_id in (0, 1):
+            driven.seq_begin(seq_id, sampler())
+        give(driven, 1, 0, 12)
+        driven.process()
+        if n_before > 0:
+            give(driven, 0, 0, n_before)
+            driven.process()
+        n = len(tokens) - n_before
+        driven.decode(
+            [*tokens[n_before:], *tokens[12:15]],
+            [*range(n_before, len(tokens)), *range(12, 15)],
+            [0] * n + [1] * 3,
+            [False] * (n + 3),
+        )
+        driven.rollback(0, n_past)
+        driven.process()
+        assert driven.n_cells_used == n_past + 15
+        if n_past > 0:
+            driven.load(2, driven.save(0))
+            assert driven.n_cells_used == 2 * n_past + 15
+            driven.seq_end(2)
+        give(driven, 0, n_past, 5)
+        driven.process()
+        assert [driven.seq_is_cold(seq_id) for seq_id in (0, 1)] == [False, False]
+        found = driven.draft_many([(0, n_past + 5, 5, 4), (1, 15, 6, 4)])
+        driven.seq_begin(2, sampler())
+        give(driven, 2, 0, n_past + 5)
+        driven.process()
+        assert driven.draft_many([(2, n_past + 5, 5, 4)]) == found[:1]
+        assert len(found[1]) == 4

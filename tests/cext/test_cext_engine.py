@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models.archs import write_model
 from tests.support.hand import (
     DENSE,
     EAGLE3,
@@ -41,6 +42,7 @@ from drafthouse_engine import (
     DraftType,
     Engine,
     EngineError,
+    EngineParams,
     Fault,
     IncompatibleDraft,
     InvalidArgument,
@@ -552,3 +554,22 @@ def test_logits_are_a_writable_copy(bench: Bench) -> None:
 def test_type_of_target_is_kept(bench: Bench) -> None:
     assert isinstance(bench.engine.target, Model)
     assert bench.engine.draft is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"n_ctx_seq": 2**31 - 1}, r"n_ctx_seq \* n_seq_max is 2147483647 cells"),
+        ({"n_ctx_seq": 2**31 - 255}, r"n_ctx_seq \* n_seq_max is 2147483393 cells"),
+        ({"n_ctx": 2**31 - 1, "kv_unified": True}, "n_ctx is 2147483647 cells"),
+    ],
+)
+def test_cells_that_do_not_fit_into_32_bits_are_refused(
+    fields: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    """Rounded up by llama.cpp they made negative limits, where no memory forbade them."""
+    with (
+        Model(write_model(tmp_path / "m.gguf", "mamba2")) as recurrent,
+        pytest.raises(InvalidArgument, match=text),
+    ):
+        Engine(recurrent, None, EngineParams(n_threads=1, **fields))

@@ -27,7 +27,16 @@ from tests.support.hand import (
     tokens_of,
 )
 
-from drafthouse_engine import PLAN_DTYPE, Closed, Engine, Model, Sampler, WrongThread
+from drafthouse_engine import (
+    PLAN_DTYPE,
+    Closed,
+    DecoderConfig,
+    Engine,
+    Model,
+    Sampler,
+    WrongThread,
+)
+from drafthouse_engine._spec import DecoderContext
 
 pytestmark = pytest.mark.model
 
@@ -354,3 +363,76 @@ def test_a_sampler_is_handed_over_once_whoever_else_would_have_it() -> None:
             target.seq_end(0)
     for target in engines:
         target.close()
+
+
+def is_in_flight(call: Callable[[], object]) -> bool:
+    """Returns whether a call of another thread is refused since one is in flight."""
+    try:
+        call()
+    except WrongThread as error:
+        return "in flight" in str(error)
+    return False
+
+
+def test_what_another_thread_writes_into_a_plan_in_its_step_changes_nothing() -> None:
+    """C had checked the caller's own arrays: what was written afterwards could end the process."""
+    made = engine(n_ctx_seq=1024, n_batch=900, n_ubatch=900)
+    made.seq_begin(0, sampler())
+    tokens = np.full(900, 5, np.int32)
+    rows = plan((0, 0, 0, len(tokens), 0, 1))
+    is_over = threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set() and not is_in_flight(lambda: made.seq_n_past(0)):
+            pass
+        rows["is_output"] = 0
+        tokens[:] = 6
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        result = made.step(rows, tokens)
+    finally:
+        is_over.set()
+        thread.join()
+    assert rows["is_output"][0] == 0
+    assert len(emitted(result, 0)) == 1
+    assert set(made.seq_tokens(0).tolist()) == {5}
+    made.close()
+
+
+def test_a_target_is_not_closed_in_a_call_of_its_draft() -> None:
+    """An EAGLE-3 draft reads its target's context: it was freed under the draft's call."""
+    config = DecoderConfig(
+        n_ctx_seq=1024, n_batch=900, n_ubatch=900, n_outputs_max=64, n_branch_max=4, n_threads=1
+    )
+    target = DecoderContext(model(), config)
+    draft = DecoderContext(model(EAGLE3[DENSE]), config, target)
+    target.decode(0, [5] * 900, False)
+    draft.set_states(draft.encode()[:-1])
+    found: list[object] = []
+    is_over = threading.Event()
+
+    def intrude() -> None:
+        while not is_over.is_set() and not is_in_flight(lambda: draft.seq_n_past(0)):
+            pass
+        found.append(is_in_flight(lambda: target.seq_n_past(0)))
+        if found[0]:  # else it would be closed, and the process could end
+            try:
+                target.close()
+            except WrongThread as error:
+                found.append(type(error))
+
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    try:
+        draft.decode(0, [5] * 899, False)
+    finally:
+        is_over.set()
+        thread.join()
+    assert found == [True, WrongThread]
+    assert target.seq_n_past(0) == 900
+    target.close()
+    with pytest.raises(Closed, match="target"):
+        draft.rollback(0, 0)
+    draft.close()

@@ -24,6 +24,7 @@ from tests.support.hand import (
     model,
     plan,
     sampler,
+    verify,
 )
 from tests.support.hand import tokens_of as ids
 
@@ -36,6 +37,7 @@ from drafthouse_engine import (
     DraftRequest,
     DraftType,
     Eagle3Session,
+    Engine,
     EngineParams,
     IncompatibleDraft,
     InvalidArgument,
@@ -520,3 +522,94 @@ def test_each_requirement_that_a_draft_fails_is_named(tmp_path: Path) -> None:
     path = patched(tmp_path / "words.gguf", SIMPLE, b"\xc4\xa0retur", 0, b"N")
     with Model(path) as other, pytest.raises(IncompatibleDraft, match="vocabulary differs"):
         SimpleSession(model(), other, CONFIG)
+
+
+def stepped(target: Engine, prompt: list[int], sampling: SamplingParams, n: int) -> list[int]:
+    """Returns the tokens that steps give."""
+    target.seq_begin(0, sampler(sampling))
+    outputs, given = list[int](), prompt
+    while len(outputs) < n:
+        rows = plan((0, target.seq_n_past(0), 0, len(given), 0, 1))
+        outputs += target.step(rows, given).tokens.tolist()
+        given = outputs[-1:]
+    target.seq_end(0)
+    return outputs
+
+
+def given_back(target: Engine, prompt: list[int], sampling: SamplingParams, n: int) -> list[int]:
+    """Returns the tokens that calls by hand give, each decoded as an output."""
+    target.seq_begin(0, sampler(sampling))
+    outputs, given = list[int](), prompt
+    while len(outputs) < n:
+        at, n_given = target.seq_n_past(0), len(given)
+        is_output = [False] * (n_given - 1) + [True]
+        target.decode(given, range(at, at + n_given), [0] * n_given, is_output)
+        if target.limits.n_draft_max > 0:
+            target.process()
+        outputs.append(target.sample(0, n_given - 1))
+        given = outputs[-1:]
+        if len(outputs) == 2:  # a snapshot knows what has been heard
+            blob = target.save(0)
+            target.seq_end(0)
+            target.load(0, blob)
+    target.seq_end(0)
+    return outputs
+
+
+PENALTIES = {
+    "presence": SamplingParams(temperature=0.0, penalty_last_n=64, penalty_presence=100.0),
+    "frequency": SamplingParams(temperature=0.0, penalty_last_n=64, penalty_frequency=0.6),
+    "dry": SamplingParams(
+        temperature=0.0, dry_multiplier=2.0, dry_allowed_length=1, dry_penalty_last_n=64
+    ),
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_each_token_reaches_the_sampler_once(penalty: str) -> None:
+    """A prompt's last token never did, by hand."""
+    sampling = PENALTIES[penalty]
+    prompts = [ids(TEXTS[0])[:n] for n in (1, 2, 5)] + [[1275], ids("x = 1\nx = 1\nx =")]
+    with engine(exact=True) as plain:
+        expected = [stepped(plain, prompt, sampling, 16) for prompt in prompts]
+        found = [given_back(plain, prompt, sampling, 16) for prompt in prompts]
+    assert found == expected
+    with MtpSession(model(), CONFIG) as session:
+        for prompt, outputs in zip(prompts, expected, strict=True):
+            session.begin(0, prompt, sampling=sampling)
+            tokens = [session.sample(0)]
+            while len(tokens) < 16:
+                draft = session.draft(0, session.n_past(0), tokens[-1])
+                batch = Batch.of(0, session.n_past(0), [tokens[-1], *draft])
+                session.decode(batch)
+                session.process(batch)
+                tokens += verify(session, 0, draft)
+            session.end(0)
+            assert tokens[:16] == outputs
+
+
+def test_a_token_that_was_not_the_samplers_choice_reaches_it() -> None:
+    """Whoever goes on with another token than was chosen has that one penalised, too."""
+    bias = ((9, 60.0), (7, 50.0))
+    with engine() as target:
+        target.seq_begin(0, sampler(dataclasses.replace(PENALTIES["presence"], logit_bias=bias)))
+        target.decode([1275], [0], [0], [True])
+        assert target.sample(0, 0) == 9
+        target.decode([7], [1], [0], [True])
+        assert target.sample(0, 0) not in (1275, 9, 7)
+
+
+def test_steps_go_on_from_a_choice_by_hand() -> None:
+    """A token that was sampled by hand was fed once more by the step that computed it."""
+    sampling = PENALTIES["frequency"]
+    prompt = ids(TEXTS[0])
+    with engine(exact=True) as target:
+        expected = stepped(target, prompt, sampling, 12)
+        target.seq_begin(0, sampler(sampling))
+        n = len(prompt)
+        target.decode(prompt, range(n), [0] * n, [False] * (n - 1) + [True])
+        outputs = [target.sample(0, n - 1)]
+        while len(outputs) < 12:
+            rows = plan((0, target.seq_n_past(0), 0, 1, 0, 1))
+            outputs += target.step(rows, outputs[-1:]).tokens.tolist()
+    assert outputs == expected

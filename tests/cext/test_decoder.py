@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from models.archs import write_model
 from tests.support.demo import EAGLE3, MODELS, SIMPLE, TARGETS, prompts
 
 import drafthouse_engine
@@ -678,3 +680,13 @@ def test_the_smallest_and_greatest_sizes_work(
         decoder: Decoder | TreeDecoder = pool.decoder()
         decoder.observe([1] * pool.limits.n_ctx_seq)
         assert np.isfinite(decoder.next_logits()).all()
+
+
+@pytest.mark.parametrize("name", ["lfm2", "deepseek4-mtp", "qwen4exp-mtp"])
+def test_models_without_hidden_rows_beside_logits_are_refused(name: str, tmp_path: Path) -> None:
+    """Of lfm2 all logits were 0; the others ended the process at the first decode."""
+    with (
+        Model(write_model(tmp_path / "m.gguf", name)) as model,
+        pytest.raises(Unsupported, match=rf"\({name.removesuffix('-mtp')}\).*hidden rows"),
+    ):
+        DecoderPool(model, DecoderConfig(n_ctx_seq=64, n_threads=1))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+from models.archs import write_model
 from tests.support.demo import MODELS, TARGETS, prompts
 
 from drafthouse_engine import (
@@ -126,3 +128,18 @@ def test_nobody_closes_an_embedder_in_the_midst_of_a_call() -> None:
                     embedder.close()
             thread.join()
             assert len(done) == 1
+
+
+@pytest.mark.parametrize("name", ["deepseek4-mtp", "qwen4exp-mtp"])
+def test_models_without_hidden_rows_are_refused(name: str, tmp_path: Path) -> None:
+    """They ended the process at the first text."""
+    with (
+        Model(write_model(tmp_path / "m.gguf", name)) as model,
+        pytest.raises(Unsupported, match="hidden rows"),
+    ):
+        Embedder(model)
+    with (
+        Model(write_model(tmp_path / "l.gguf", "lfm2")) as model,
+        Embedder(model, EmbedderParams(pooling="mean", n_batch=32, n_threads=1)) as embedder,
+    ):
+        assert np.isfinite(embedder.encode([[5, 12, 19]])).all()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 from tests.support.demo import EAGLE3, MODELS, SIMPLE, TARGETS
-from tests.support.hand import HYBRID, engine, model, plan
+from tests.support.hand import HYBRID, engine, model, plan, sampler, started, tokens_of
 
 from drafthouse_engine import (
+    DraftType,
     Engine,
     EngineParams,
     Model,
     ResultFlag,
     Sampler,
     SamplingParams,
+    Start,
     Unsupported,
 )
 
@@ -113,3 +115,88 @@ def test_a_step_keeps_states_for_its_drafts_alone() -> None:
             start, n = int(entry["token_offset"]), int(entry["n_tokens"])
             last = result.tokens[start : start + n].tolist()[-1:]
         assert n_rejected > 0
+
+
+DRAFT_TYPES: tuple[DraftType, ...] = ("mtp", "eagle3", "simple")
+
+
+@pytest.mark.parametrize("draft_type", DRAFT_TYPES)
+def test_a_snapshot_taken_after_a_rollback_loads(draft_type: DraftType) -> None:
+    """EAGLE-3's last row stayed where the sequence no longer was, and its snapshot was refused."""
+    with engine(draft_type) as driven:
+        driven.seq_begin(0, sampler())
+        decode(driven, 0, 0, list(range(300, 330)))
+        driven.rollback(0, 10)
+        blob = driven.save(0)
+        driven.load(1, blob)
+        assert driven.seq_n_past(1) == 10
+        driven.seq_end(1)
+        assert started(driven, Start(1, None, 10, snapshot=blob, is_resumed=True)) == 10
+
+
+def drafts_after(
+    driven: Engine, pieces: list[list[int]], n_kept: int, n_more: int
+) -> list[list[int]]:
+    """Verifies tokens piece by piece, keeps some of them, and drafts for both sequences.
+
+    The second one, which only ever holds the prompt, drafts beside the first.
+    """
+    prompt = tokens_of("def parse(text):\n    return text.split()\n")
+    for seq_id in (0, 1):
+        driven.seq_begin(seq_id, sampler())
+        decode(driven, seq_id, 0, prompt)
+    n_past = len(prompt)
+    driven.draft_many([(0, n_past, pieces[0][0], 3)])
+    for piece in pieces:
+        driven.decode(
+            piece, range(n_past, n_past + len(piece)), [0] * len(piece), [True] * len(piece)
+        )
+        driven.process()
+        n_past += len(piece)
+    driven.accept(0, n_kept)
+    for _ in range(n_more):
+        n_past = driven.seq_n_past(0)
+        driven.draft_many([(0, n_past, 7, 3)])
+        decode(driven, 0, n_past, [7])
+        driven.accept(0, 0)
+    driven.seq_end(2)
+    driven.load(2, driven.save(0))
+    drafts = driven.draft_many([(1, len(prompt), 5, 3), (0, driven.seq_n_past(0), 7, 3)])
+    for seq_id in range(3):
+        driven.seq_end(seq_id)
+    return drafts
+
+
+@pytest.mark.parametrize("draft_type", DRAFT_TYPES)
+def test_a_draft_may_be_verified_in_several_decodes(draft_type: DraftType) -> None:
+    """The drafter went on from a row of the last decode alone, whichever had the last token kept.
+
+    With EAGLE-3 its position was another one as well, at which no sequence got a draft.
+    """
+    prompt = tokens_of("def parse(text):\n    return text.split()\n")
+    with engine(draft_type) as driven:
+        driven.seq_begin(0, sampler())
+        decode(driven, 0, 0, prompt)
+        (draft,) = driven.draft_many([(0, len(prompt), 5, 3)])
+        assert len(draft) == 3
+        driven.seq_end(0)
+        for n_kept in range(4):
+            whole = drafts_after(driven, [[5, *draft]], n_kept, 0)
+            assert [len(tokens) for tokens in whole] == [3, 3]
+            for n_first in (1, 2, 3):
+                tokens = [5, *draft]
+                pieces = [tokens[:n_first], tokens[n_first:]]
+                beside, own = drafts_after(driven, pieces, n_kept, 0)
+                assert beside == whole[0]
+                if n_kept >= n_first:  # the last decode has the row
+                    assert own == whole[1]
+                # Else it goes on without: at the latest with the next tokens it drafts again.
+                assert [len(x) for x in drafts_after(driven, pieces, n_kept, 1)] == [3, 3]
+
+
+@pytest.mark.parametrize("draft_type", DRAFT_TYPES)
+def test_what_is_decoded_behind_an_empty_draft_can_be_taken_back(draft_type: DraftType) -> None:
+    with engine(draft_type, p_min=0.999) as driven:
+        beside, _ = drafts_after(driven, [[5, 6, 7]], 0, 0)
+        alone, _ = drafts_after(driven, [[5]], 0, 0)
+        assert beside == alone

@@ -76,14 +76,14 @@ void must(int32_t status, const char * what) {
 }
 
 // Repeats `prepare`, `call` with a failing allocation, `check`, until the call has no such one.
-// After the first few not every allocation is tried: most are of one loop.
+// After the first few, or n_each, not every allocation is tried: most are of one loop.
 void each_allocation(const char * what, const std::function<void()> & prepare,
                      const std::function<int32_t()> & call,
-                     const std::function<void(int32_t, int64_t)> & check) {
+                     const std::function<void(int32_t, int64_t)> & check, int64_t n_each = 0) {
     for (const bool lasting : {false, true}) {
         is_lasting = lasting;
         int64_t n_tried = 0;
-        for (int64_t at = 0;; at += 1 + at / 6) {
+        for (int64_t at = 0;; at += at < n_each ? 1 : 1 + at / 6) {
             prepare();
             n_failed = 0;
             n_left = at;
@@ -401,6 +401,37 @@ void check_texts(fixture & f) {
         });
 }
 
+// What a failed call has put among a model's DRY breakers counts as what is kept, or is not there.
+void check_breakers(fixture & f) {
+    int n_made = 0;
+    spec_breaker_stats before = {};
+    spec_sampler * made = nullptr;
+    std::string text;
+    const char * breaker = nullptr;
+    spec_sampler_params params;
+    spec_sampler_default_params(&params);
+    params.dry_multiplier = 0.5f;
+    params.dry_breakers = &breaker;
+    params.n_dry_breakers = 1;
+    each_allocation(
+        "breakers",
+        [&] {
+            text = "a breaker longer than a short string, number " + std::to_string(n_made++);
+            breaker = text.c_str();
+            must(spec_model_get_breaker_stats(f.model, &before), "stats");
+        },
+        [&] { return spec_sampler_init(f.model, &params, &made); },
+        [&](int32_t, int64_t at) {
+            spec_breaker_stats after = {};
+            must(spec_model_get_breaker_stats(f.model, &after), "stats");
+            expect((after.n_held > before.n_held) == (after.n_bytes > before.n_bytes),
+                   "a breaker is held whose bytes are not counted", at);
+            spec_sampler_free(made);
+            made = nullptr;
+        },
+        10000);
+}
+
 } // namespace
 
 int main(int argc, char ** argv) {
@@ -416,6 +447,7 @@ int main(int argc, char ** argv) {
     params.use_mmap = true;
     must(spec_model_load(&params, &f.model), "model");
     check_texts(f);
+    check_breakers(f);
     check_steps(f, SPEC_DRAFT_NONE, true, false);
     check_steps(f, SPEC_DRAFT_NONE, false, false);
     check_steps(f, SPEC_DRAFT_MTP, false, false);

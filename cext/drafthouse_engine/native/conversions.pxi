@@ -80,6 +80,7 @@ cdef int32_t int32_of(value, str name) except? -1:
 
 
 cdef object int32_array(values, str name):
+    """Returns a copy: another thread may write to the caller's array while C reads it."""
     array = np.asarray(values)
     if array.ndim != 1:
         raise errors.InvalidArgument(f"{name} must have one dimension, not {array.ndim}")
@@ -89,7 +90,7 @@ cdef object int32_array(values, str name):
         raise TypeError(f"{name} must be integers of 32 bits, not {array.dtype}")
     if array.dtype != np.int32 and not (INT32_MIN <= array.min() and array.max() <= INT32_MAX):
         raise errors.InvalidArgument(f"{name} has values that do not fit 32 bits")
-    return np.ascontiguousarray(array, np.int32)
+    return np.array(array, np.int32, order="C")
 
 
 cdef object array_of(const void * source, size_t n, dtype):

@@ -25,14 +25,16 @@ cdef class DecoderContext:
 
     Raises:
         Unsupported: the model has an encoder, or drafts from another model's hidden states and no
-            target was given; the target does not show them.
+            target was given; the target does not show them; llama.cpp gives no hidden states beside
+            the logits of its architecture.
         NotEagle3, IncompatibleDraft: the model does not draft for this target.
         InvalidArgument: the configuration does not fit the model.
         OutOfMemory: memory could not be allocated.
 
     Thread:
         The thread that made it only; every other call raises WrongThread, except `close` while no
-        call is in flight.
+        call is in flight. A call of an EAGLE-3 model's context reads its target: it is in flight
+        there, too.
     """
 
     cdef spec.spec_decoder * _handle
@@ -121,7 +123,10 @@ cdef class DecoderContext:
             self._free()
 
     cdef spec.spec_decoder * _enter(self) except NULL:
-        """Begins a call: the context is open, the thread owns it, no other call is in flight."""
+        """Begins a call: the context is open, the thread owns it, no other call is in flight.
+
+        The same holds of its target, which the call may read.
+        """
         enter_call()
         if self._handle is NULL:
             self._refuse(errors.Closed("the decoder context is closed"))
@@ -129,6 +134,10 @@ cdef class DecoderContext:
             self._refuse(errors.Closed("the target's decoder context is closed"))
         if self._is_busy or PyThread_get_thread_ident() != self.owner:
             self._refuse(self._wrong_thread())
+        if self.target is not None:
+            if self.target._is_busy:
+                self._refuse(self.target._wrong_thread())
+            self.target._is_busy = True
         self._is_busy = True
         return self._handle
 
@@ -146,6 +155,8 @@ cdef class DecoderContext:
 
     cdef int _leave(self, int32_t rc) except -1:
         self._is_busy = False
+        if self.target is not None:
+            self.target._is_busy = False
         return leave_call(rc)
 
     cdef int32_t _seq_id(self, value) except -1:

@@ -21,7 +21,8 @@ cdef class Embedder:
         params: None means the defaults of `EmbedderParams`.
 
     Raises:
-        Unsupported: the model is a draft model, or has no classification head for rank.
+        Unsupported: the model is a draft model, or has no classification head for rank; llama.cpp
+            gives no hidden states of its architecture.
         InvalidArgument: the parameters do not fit the model.
         OutOfMemory: memory could not be allocated.
 

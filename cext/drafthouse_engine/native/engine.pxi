@@ -418,7 +418,8 @@ cdef class Engine:
         """
         if not isinstance(entries, np.ndarray) or entries.dtype != PLAN_DTYPE or entries.ndim != 1:
             raise TypeError("entries must be an array of PLAN_DTYPE with one dimension")
-        cdef Buffer c_entries = Buffer(np.ascontiguousarray(entries))
+        # Copies: another thread may write to the caller's arrays when they have been checked.
+        cdef Buffer c_entries = Buffer(np.array(entries, order="C"))
         cdef Buffer c_drafts
         cdef Buffer c_tokens = Buffer(int32_array(tokens, "tokens"))
         cdef spec.spec_plan plan
@@ -431,7 +432,7 @@ cdef class Engine:
         if drafts is not None:
             if getattr(drafts, "dtype", None) != DRAFT_DTYPE or drafts.ndim != 1:
                 raise TypeError("drafts must be an array of DRAFT_DTYPE with one dimension")
-            c_drafts = Buffer(np.ascontiguousarray(drafts))
+            c_drafts = Buffer(np.array(drafts, order="C"))
             plan.drafts = <const spec.spec_external_draft *>c_drafts.view.buf
             plan.n_drafts = <int32_t>(
                 c_drafts.view.len // <Py_ssize_t>sizeof(spec.spec_external_draft)
