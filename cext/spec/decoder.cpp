@@ -82,6 +82,7 @@ void make_decoder_context(spec_decoder & decoder, const spec_decoder_params & p)
         fail_context("the decoder's");
     }
     check_memory(decoder.context.get(), "model");
+    set_seq_length(decoder.context.get(), n_ctx_seq);
     decoder.limits.n_ctx_seq = n_ctx_seq;
     decoder.limits.n_branch_max = has_trees && carries_trees(decoder.memory()) ? p.n_branch_max : 0;
 }

@@ -310,6 +310,11 @@ spec_engine * make_engine(const spec_model & target, const spec_model * draft,
     engine->target_rollback = probe_rollback(engine->target.get(), "target");
     make_drafter(*engine, draft);
     fill_limits(*engine);
+    for (llama_context * context : {engine->target.get(), engine->draft.get()}) {
+        if (context != nullptr && engine->limits.kv_unified) {
+            set_seq_length(context, engine->limits.n_ctx_seq);
+        }
+    }
     fill_synth_probs(*engine);
     engine->batch = common_batch(engine->target.get());
     engine->sampling.init(llama_n_threads(engine->target.get()));

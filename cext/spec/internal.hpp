@@ -221,9 +221,8 @@ struct spec_sampler {
     uint32_t seed = 0;
     bool logprobs = false;
     int32_t n_top_logprobs = 0;
-    // Verified by sample-and-match only: where that is asked for; mirostat and adaptive-p learn
-    // from the token that they drew, and an end token that a grammar forbids must be seen before it
-    // is accepted.
+    // Verified by sample-and-match only: asked for; or mirostat and adaptive-p, which learn from what
+    // they drew; or a grammar, which must see an end token that it forbids before it is accepted.
     bool is_match_only = false;
     int32_t n_vocab = 0;                 // of the model that it was made for
     drafthouse::sampler_history history; // of a preempted one; empty in use and when new
@@ -612,6 +611,7 @@ int32_t window_of(const llama_context * context);
 int32_t window_cells_of(const llama_context * context);
 bool holds_window(const llama_context * context, int32_t seq_id, int32_t n_past);
 void keep_states(llama_context * context, int32_t n_kept);
+void set_seq_length(llama_context * context, int32_t n_tokens);
 [[noreturn]] void no_window(int32_t n_past);
 void give_rows(spec_engine & engine, bool is_on);
 std::vector<int32_t> layers_read(const llama_model * draft);

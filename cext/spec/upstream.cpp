@@ -99,6 +99,15 @@ int32_t window_cells_of(const llama_context * context) {
     return is_shared ? window_of(context) : static_cast<int32_t>(window->get_size());
 }
 
+// Where sequences share all cells llama.cpp takes their number for the length of one sequence, and
+// by that chooses between two sets of RoPE factors, where a model has them (Phi-3, MiniCPM3).
+void set_seq_length(llama_context * context, int32_t n_tokens) {
+    constexpr uint32_t N_PAD = 256; // as it rounds where each sequence has cells of its own
+    const uint32_t n = (static_cast<uint32_t>(n_tokens) + N_PAD - 1) / N_PAD * N_PAD;
+    auto & params = const_cast<llama_cparams &>(context->get_cparams()); // graphs are made by it
+    params.n_ctx_seq = std::min(params.n_ctx_seq, n);
+}
+
 // How many tokens the sequences of the next decodes may go back, of those that the context can.
 void keep_states(llama_context * context, int32_t n_kept) {
     llama_memory_i * memory = context->get_memory();

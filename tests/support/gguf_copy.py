@@ -29,6 +29,7 @@ def copied(
     *,
     arch: str | None = None,
     change: Callable[[str, Tensor], Tensor | None] = lambda _, tensor: tensor,
+    added: Mapping[str, npt.NDArray[Any]] = {},
 ) -> Path:
     """Writes a copy of a GGUF file and returns its path.
 
@@ -38,6 +39,7 @@ def copied(
         values: Metadata to set; None leaves a key out.
         arch: Another architecture, in the keys too.
         change: Called with each tensor's name, data and type; None leaves it out.
+        added: Tensors that it has not, by name.
     """
     reader = GGUFReader(source)
     old = reader.fields[ARCHITECTURE].contents()
@@ -57,6 +59,8 @@ def copied(
         kept = change(tensor.name, (tensor.data, tensor.tensor_type))
         if kept is not None:
             writer.add_tensor(tensor.name, kept[0], raw_dtype=kept[1])
+    for tensor_name, data in added.items():
+        writer.add_tensor(tensor_name, data)
     _write(writer)
     return path
 
