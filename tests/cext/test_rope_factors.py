@@ -32,6 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         plain,
         folder / "factors.gguf",
         {
+            "llama.rope.scaling.type": "longrope",
             "llama.rope.scaling.original_context_length": N_ORIGINAL,
             "llama.context_length": 4 * N_ORIGINAL,
         },
