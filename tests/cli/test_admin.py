@@ -52,6 +52,22 @@ async def test_status_is_a_table_for_people_and_json_for_programs(
     assert (code, json.loads(out)["load"]["state"]) == (3, "draining")
 
 
+async def test_a_journal_that_cannot_be_written_is_in_the_exit_code(
+    start_server: ServerFactory, free_port: int, tmp_path: Path
+) -> None:
+    """Every stream was refused, and the exit code said that requests are taken."""
+    server = await start_server(admin_port=free_port, usage_journal=str(tmp_path / "usage"))
+    place = ("--server", f"localhost:{free_port}")
+    assert (await run("status", *place))[0] == 0
+    journal = server.loop.metrics.usage
+    journal.is_failing = True
+    code, out, _ = await run("status", *place)
+    assert (code, "the journal cannot be written" in out) == (3, True)
+    assert (await run("status", "--json", *place))[0] == 3
+    journal.is_failing = False
+    assert (await run("status", *place))[0] == 0
+
+
 async def test_tenants_are_shown_with_their_load(
     start_server: ServerFactory, free_port: int
 ) -> None:

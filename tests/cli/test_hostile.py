@@ -69,6 +69,33 @@ def test_no_text_has_the_character_0(name: str, tmp_path: Path) -> None:
         settings.load(str(file), {}, {})
 
 
+TEXT_SETTINGS = [name for name, it in SETTINGS.items() if isinstance(it.default, str | tuple)]
+
+
+@pytest.mark.parametrize("name", TEXT_SETTINGS)
+def test_every_text_is_utf_8(name: str, tmp_path: Path) -> None:
+    """A name that was none could be sent to nobody: `models` failed with a trace."""
+    setting, text, expected = SETTINGS[name], "a\udcffb", "expected a text in UTF-8"
+    with pytest.raises(ConfigError, match=expected) as by_flag:
+        settings.load(None, {}, {name: text})
+    with pytest.raises(ConfigError, match=expected):
+        settings.load(None, {setting.variable: text}, {})
+    assert ("udcff" in str(by_flag.value)) != setting.is_secret
+    file = tmp_path / "settings.toml"
+    for value in (b'"a\xffb"', b'"a\\udcffb"'):
+        file.write_bytes(b"%s = %s\n" % (name.encode(), value))
+        with pytest.raises(ConfigError, match="are no valid TOML"):
+            settings.load(str(file), {}, {})
+
+
+def test_a_text_that_is_not_utf_8_is_a_sentence_and_the_code_of_a_wrong_setting() -> None:
+    code, out, err = run("serve", "--model", "/nowhere", "--name", "\udcff")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert "expected a text in UTF-8" in err
+    assert settings.load(None, {}, {"name": "模型 é"}).name == "模型 é"
+
+
 def test_a_file_without_end_is_not_read_to_its_end() -> None:
     """A device, or the model by mistake, was read until memory was full."""
     with pytest.raises(ConfigError, match="/dev/zero"):

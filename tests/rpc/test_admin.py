@@ -26,11 +26,12 @@ from drafthouse.v1 import admin_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import ConfigError
+from drafthouse_server.operations.audit import AuditTrail
 from drafthouse_server.operations.calls import Call
 from drafthouse_server.operations.rates import Counters, RecentRates
 from drafthouse_server.rpc import listening
 from drafthouse_server.rpc.admin import _KEYS, _N_STORE_CALLS
-from drafthouse_server.rpc.interceptors import Observe
+from drafthouse_server.rpc.interceptors import Act, Administer, Observe
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.step import StepPlan, StepResult
 from drafthouse_server.tenancy import records
@@ -349,6 +350,66 @@ async def test_a_trail_whose_disk_hangs_takes_no_thread_of_others(
             may_write.set()
         with pytest.raises(grpc.aio.AioRpcError):
             await hangs
+
+
+def trail_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("audit")}
+
+
+async def test_no_thread_of_the_trail_outlives_the_server(
+    start_server: ServerFactory, free_port: int, tmp_path: Path, eventually: Eventually
+) -> None:
+    """It kept the process for five seconds, which then blamed the disk."""
+    before, path = trail_threads(), tmp_path / "audit"
+    server = await start_server(admin_port=free_port, audit_file=str(path))
+    async with admin(free_port) as stub:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.GetLimits(admin_pb2.GetLimitsRequest(tenant="acme"))
+    assert trail_threads() - before
+    await server.close()
+    await eventually(lambda: not trail_threads() - before)
+    assert len(lines(path)) == 1
+
+
+async def test_the_end_of_a_server_does_not_wait_for_the_disk_of_its_trail(
+    start_server: ServerFactory,
+    free_port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+) -> None:
+    before, path = trail_threads(), tmp_path / "audit"
+    has_begun, may_write = threading.Event(), threading.Event()
+    server = await start_server(admin_port=free_port, audit_file=str(path))
+    note = server._audit.note
+
+    def hang(*told: Any) -> None:
+        has_begun.set()
+        assert may_write.wait(100)
+        note(*told)
+
+    monkeypatch.setattr(server._audit, "note", hang)
+    async with admin(free_port) as stub:
+        asked = asyncio.ensure_future(stub.GetLimits(admin_pb2.GetLimitsRequest(tenant="acme")))
+        try:
+            await eventually(has_begun.is_set)
+            async with asyncio.timeout(60):
+                await server.close()
+        finally:
+            may_write.set()
+        await asyncio.gather(asked, return_exceptions=True)
+    await eventually(lambda: not trail_threads() - before)
+    assert len(lines(path)) == 1, "it was written when the disk answered"
+
+
+async def test_a_call_that_ends_after_the_trail_is_closed_has_its_line(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    path = tmp_path / "audit"
+    administer = Administer(AuditTrail(str(path)), lambda: 1)
+    administer.close()
+    await administer._note("Drain", Act("uid:1"), "cancelled")
+    await eventually(lambda: path.exists() and len(lines(path)) == 1)
 
 
 async def test_a_fault_of_ours_is_in_the_trail_as_failed(

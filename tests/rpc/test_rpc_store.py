@@ -220,6 +220,25 @@ async def test_too_many_wrong_keys(start_server: ServerFactory, shell: Shell) ->
     assert await n_tokens(server, key) == 2
 
 
+def refused(server: Server) -> dict[str, int]:
+    """Returns how many calls were refused, by reason."""
+    return {reason: n for reason, n in server.statistics().front.n_refused.items() if n}
+
+
+async def test_calls_without_a_known_key_are_counted(start_server: ServerFactory) -> None:
+    server = await start_server(bad_keys_per_minute=2, api_keys=("acme:right",))
+    assert set(server.statistics().front.n_refused.values()) == {0}, "all are there from the start"
+    with pytest.raises(drafthouse.InvalidApiKey):
+        await n_tokens(server, None)
+    for _ in range(2):
+        with pytest.raises(drafthouse.InvalidApiKey):
+            await n_tokens(server, "wrong")
+    with pytest.raises(drafthouse.TooManyBadKeys):
+        await n_tokens(server, "wrong")
+    assert await n_tokens(server, "right") == 2
+    assert refused(server) == {"INVALID_API_KEY": 3, "TOO_MANY_BAD_KEYS": 1}
+
+
 async def test_too_many_wrong_keys_of_the_settings(start_server: ServerFactory) -> None:
     server = await start_server(bad_keys_per_minute=3, api_keys=("acme:right",))
     for _ in range(3):
@@ -255,6 +274,7 @@ async def test_a_file_that_is_replaced_by_its_backup(
     await eventually(lambda: ring.is_away)
     assert await n_tokens(server, key) == 2
     await unavailable(server, make_key().text)
+    assert refused(server) == {"STORE_UNAVAILABLE": 1}
     for end in ("wal", "shm"):  # as docs/keys.md says
         (tmp_path / f"store.db-{end}").unlink(missing_ok=True)
     (tmp_path / "backup.db").rename(path)

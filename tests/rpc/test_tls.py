@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
+import subprocess
+import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +88,63 @@ async def test_generations_run_over_tls_and_plain_text_is_refused(
     async with client_of(server, Authority()) as stranger:
         with pytest.raises(drafthouse.Unavailable):
             await stranger.tokenize("x")
+
+
+STRANGERS = textwrap.dedent(
+    """
+    import asyncio, socket, sys
+    from drafthouse_server.config import Config
+    from drafthouse_server.engine.fake import FakeEngine
+    from drafthouse_server.rpc.server import Server
+
+    def call(port):
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                connection.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n")
+                while connection.recv(1000):
+                    pass
+
+    async def serve():
+        config = Config(
+            host="127.0.0.1", port=0, ssl_cert_file=sys.argv[1], ssl_key_file=sys.argv[2]
+        )
+        server = Server(config, FakeEngine)
+        await server.startup()
+        await asyncio.to_thread(call, server.port)
+        await server.close()
+
+    asyncio.run(serve())
+    """
+)
+
+
+@pytest.mark.parametrize("verbosity", [None, "INFO"])
+def test_clients_without_tls_write_no_lines_past_the_log(
+    verbosity: str | None, authority: Authority, tmp_path: Path
+) -> None:
+    """The core of gRPC wrote thousands a second to stderr, and stood still while nobody read."""
+    paths = files(authority, tmp_path)
+    environment = {name: text for name, text in os.environ.items() if name != "GRPC_VERBOSITY"}
+    if verbosity is not None:  # an operator asks for gRPC's own lines
+        environment["GRPC_VERBOSITY"] = verbosity
+    found = subprocess.run(
+        [sys.executable, "-c", STRANGERS, paths["ssl_cert_file"], paths["ssl_key_file"]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ("Handshake failed" in found.stderr) == (verbosity is not None), found.stderr
+
+
+def test_the_sdk_leaves_grpcs_lines_as_they_are() -> None:
+    environment = {name: text for name, text in os.environ.items() if name != "GRPC_VERBOSITY"}
+    code = "import os, drafthouse; print(os.environ.get('GRPC_VERBOSITY'))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "None"
 
 
 async def test_tls_is_1_2_or_newer(

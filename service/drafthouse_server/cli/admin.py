@@ -22,7 +22,7 @@ from drafthouse_server.tenancy.tenants import LIMITS
 __all__ = ["FIELDS_OF_LIMITS", "add_drain", "add_limits", "add_status", "limit_key"]
 
 NOT_SERVING = 3
-"""Exit code of `status` where the server answers and takes no requests."""
+"""Exit code of `status` where the server answers and takes no requests, or cannot record them."""
 
 _Commands = argparse._SubParsersAction  # argparse has no public name for it
 _Work = Callable[[drafthouse.AdminClient, argparse.Namespace, Terminal], int]
@@ -52,7 +52,7 @@ def add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
         "show how a server does",
         _status,
         f"exit codes: 0 it takes requests; 1 no AdminService answers; 2 a flag is wrong;"
-        f" {NOT_SERVING} it drains, or its engine keeps failing",
+        f" {NOT_SERVING} it drains, its engine keeps failing, or it cannot write its usage journal",
     )
     parser.add_argument("--tenants", action="store_true", help="show the tenants' load instead")
     parser.add_argument(
@@ -249,7 +249,8 @@ def _show_status(
             rows.append(("usage", "the journal cannot be written"))
         for line in format_table(("what", "now"), rows):
             terminal.line(line)
-    return 0 if load.state is drafthouse.ServerState.SERVING else NOT_SERVING
+    is_well = load.state is drafthouse.ServerState.SERVING and not status.usage_journal_failing
+    return 0 if is_well else NOT_SERVING
 
 
 def _show_tenants(

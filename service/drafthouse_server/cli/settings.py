@@ -125,6 +125,8 @@ def _file(path: Path) -> _Source:
 def _from_text(setting: Setting, text: str, where: str) -> object:
     """Returns the value that a text, from a flag or the environment, stands for."""
     kind = type(setting.default)
+    if not text.isascii() and text.encode(errors="ignore").decode() != text:
+        raise ConfigError(setting.name, setting.shown(text), "a text in UTF-8", where)
     if kind is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if kind is bool:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from drafthouse_server.errors import QuotaExceeded, ServerOverloaded
+from drafthouse_server.errors import (
+    DrafthouseError,
+    QuotaExceeded,
+    ServerOverloaded,
+    StoreUnavailable,
+    TooManyBadKeys,
+    Unauthenticated,
+)
 from drafthouse_server.operations.intake import Intake
 from drafthouse_server.tenancy.fairness import SharedBytes
 from drafthouse_server.tenancy.tenants import Tenant
@@ -132,6 +139,15 @@ class FrontMemory:
             self._shares.add(call.tenant.name, -n_bytes)
 
 
+_REFUSED = tuple(
+    error.reason
+    for error in (
+        ServerOverloaded, QuotaExceeded, Unauthenticated, TooManyBadKeys, StoreUnavailable
+    )
+)  # fmt: skip
+"""Reasons for which calls are counted as refused."""
+
+
 class OpenCalls:
     """Counts calls from their first byte to the last that their client takes.
 
@@ -173,8 +189,8 @@ class OpenCalls:
         self._shares = SharedBytes()  # in which a call is one
         self._n_keyless = 0
         self._tenants: OrderedDict[str, Tenant] = OrderedDict()
-        self.n_refused = 0
-        """Calls that were one too many."""
+        self.n_refused: Counter[str] = Counter(dict.fromkeys(_REFUSED, 0))
+        """Calls that were one too many, or without a key that is known, by the error's reason."""
         self.n_stuck = 0
         """Calls that were ended for lack of progress."""
 
@@ -190,6 +206,14 @@ class OpenCalls:
         """Returns how many calls of a tenant are open."""
         return self._shares.of(tenant)
 
+    def note_refused(self, error: DrafthouseError) -> None:
+        """Counts a call that is refused for what it takes, or for its key."""
+        self.n_refused[error.reason] += 1
+
+    def _noted(self, error: DrafthouseError) -> DrafthouseError:
+        self.note_refused(error)
+        return error
+
     def enter(self, call: Call, *, is_keyless: bool = False) -> None:
         """Counts a call whose caller is not known yet.
 
@@ -198,8 +222,7 @@ class OpenCalls:
         """
         n_keyed, n_max = len(self._open) - self._n_keyless, _EXCESS * self._n_max
         if self._n_keyless >= self._n_keyless_max if is_keyless else n_keyed >= n_max:
-            self.n_refused += 1
-            raise ServerOverloaded("calls are open", self._retry_after_s)
+            raise self._noted(ServerOverloaded("calls are open", self._retry_after_s))
         self._open[call] = is_keyless
         self._n_keyless += is_keyless
 
@@ -211,8 +234,8 @@ class OpenCalls:
         """
         try:
             self.intake.check(call.tenant.name, now)
-        except QuotaExceeded:
-            self.n_refused += 1
+        except QuotaExceeded as error:
+            self.note_refused(error)
             raise
 
     def claim(self, call: Call) -> None:
@@ -226,12 +249,11 @@ class OpenCalls:
         tenant, shares = call.tenant.name, self._shares
         n_open = shares.of(tenant)
         if n_open >= self._n_tenant_max:
-            self.n_refused += 1
-            raise QuotaExceeded(tenant, "open calls", self._n_tenant_max, self._retry_after_s)
+            limit = self._n_tenant_max
+            raise self._noted(QuotaExceeded(tenant, "open calls", limit, self._retry_after_s))
         shares.set_weight(tenant, call.tenant.weight)
         if shares.total >= self._n_max and n_open >= max(1, self._n_max * shares.share(tenant)):
-            self.n_refused += 1
-            raise ServerOverloaded("calls are open", self._retry_after_s)
+            raise self._noted(ServerOverloaded("calls are open", self._retry_after_s))
         self._claimed[call] = tenant
         shares.add(tenant, 1)
         self._tenants[tenant] = call.tenant
@@ -247,8 +269,8 @@ class OpenCalls:
         """
         try:
             self.memory.hold(call, n_bytes)
-        except ServerOverloaded:
-            self.n_refused += 1
+        except ServerOverloaded as error:
+            self.note_refused(error)
             raise
 
     def leave(self, call: Call) -> None:

@@ -157,8 +157,9 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
         call = current_call()
         if self.descriptors.check():
-            self.calls.n_refused += 1
-            raise ServerOverloaded("file descriptors are open", self._retry_after_s)
+            error = ServerOverloaded("file descriptors are open", self._retry_after_s)
+            self.calls.note_refused(error)
+            raise error
         self.calls.enter(call, is_keyless=not is_ours(call.method))
         self._follow(call)
         try:
@@ -351,7 +352,7 @@ def count_front(gate: Gate, receive: Receive, n_watchers: int) -> FrontCounts:
     calls = gate.calls
     return FrontCounts(
         n_calls=len(calls),
-        n_refused=calls.n_refused,
+        n_refused=dict(calls.n_refused),
         n_stuck=calls.n_stuck,
         n_watchers=n_watchers,
         n_descriptors=gate.descriptors.n_open,

@@ -271,14 +271,21 @@ class Authenticate(grpc.aio.ServerInterceptor):
         tenants: Knows the keys.
         is_health_open: Whether health checks need no key.
         has_certificates: Whether clients show certificates, which may name a tenant.
+        on_refused: Called with the error of each call that is refused.
     """
 
     def __init__(
-        self, tenants: Tenants, *, is_health_open: bool = True, has_certificates: bool = False
+        self,
+        tenants: Tenants,
+        *,
+        is_health_open: bool = True,
+        has_certificates: bool = False,
+        on_refused: Callable[[DrafthouseError], object] = lambda _: None,
     ) -> None:
         self._tenants = tenants
         self._is_health_open = is_health_open
         self._has_certificates = has_certificates
+        self._on_refused = on_refused
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -291,7 +298,11 @@ class Authenticate(grpc.aio.ServerInterceptor):
         is_health = call.method.startswith(_HEALTH_METHODS)
         if not (is_ours(call.method) or (is_health and not self._is_health_open)):
             return await inner(request, context)
-        identity = await self._identity(context)
+        try:
+            identity = await self._identity(context)
+        except DrafthouseError as error:
+            self._on_refused(error)
+            raise
         call.tenant, call.key_id = identity.tenant, identity.key_id
         with self._tenants.hold(identity):
             return await inner(request, context)
@@ -355,6 +366,10 @@ class Administer(grpc.aio.ServerInterceptor):
         # Those that others share may do other work: a disk that hangs would take them all.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit")
 
+    def close(self) -> None:
+        """Lets its thread end when it has written what it was told."""
+        self._thread.shutdown(wait=False)
+
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
@@ -388,7 +403,12 @@ class Administer(grpc.aio.ServerInterceptor):
 
     async def _note(self, action: str, act: Act, outcome: str) -> None:
         told = (act.actor, action, act.target, outcome, act.detail)
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._trail.note, *told)
+        try:
+            noting = self._thread.submit(self._trail.note, *told)
+        except RuntimeError:  # it is closed, and this call ends after all others
+            self._trail.note_aside(*told)
+        else:
+            await asyncio.wrap_future(noting)
 
 
 def _actor(context: Context, port: int) -> str:

@@ -273,7 +273,7 @@ class AdminListener:
 
     def __init__(self, server: Operated, config: Config, trail: AuditTrail) -> None:
         self._config = config
-        self._trail = trail
+        self._administer = Administer(trail, lambda: self._port)
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._port = 0
@@ -306,7 +306,7 @@ class AdminListener:
                 Observe(),
                 TranslateErrors(),
                 gate,
-                Administer(self._trail, lambda: self._port),
+                self._administer,
                 Receive(shapes, calls),
             ),
             options=(
@@ -356,3 +356,4 @@ class AdminListener:
             server, self._server = self._server, None
             await server.stop(_FAREWELL_S)
         self.service.close()
+        self._administer.close()

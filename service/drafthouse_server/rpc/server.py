@@ -362,6 +362,7 @@ class Server:
                 tenants,
                 is_health_open=config.open_health,
                 has_certificates=bool(config.ssl_client_ca_file),
+                on_refused=calls.note_refused,
             ),
             self._receive,
         )

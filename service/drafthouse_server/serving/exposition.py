@@ -153,9 +153,14 @@ _FAMILIES = (
     _Family("calls_open", "Calls whose client has not taken all yet.", lambda s: s.front.n_calls),
     _Family(
         "calls_refused_total",
-        "Calls that were one too many: of all, of their tenant, or for the memory or the file"
-        " descriptors left.",
+        "Calls that were one too many, or whose key was missing, wrong or not to be looked up, by"
+        " reason.",
         lambda s: s.front.n_refused,
+        "reason",
+        "`SERVER_OVERLOADED`: too many are open, or too little memory or too few file descriptors"
+        " are left; `TENANT_QUOTA_EXCEEDED`: their tenant has too many open, or has sent too much;"
+        " `INVALID_API_KEY`: no key, or a wrong one; `TOO_MANY_BAD_KEYS`: their address has sent"
+        " too many wrong keys; `STORE_UNAVAILABLE`: the store of keys does not answer",
     ),
     _Family(
         "front_bytes",

@@ -54,8 +54,8 @@ class FrontCounts:
 
     n_calls: int = 0
     """Calls that are open now."""
-    n_refused: int = 0
-    """Calls that were one too many."""
+    n_refused: Mapping[str, int] = field(default_factory=dict)
+    """Calls that were one too many, or without a key that is known, by the error's reason."""
     n_stuck: int = 0
     """Calls that were ended because their client sent or read nothing."""
     n_watchers: int = 0
