@@ -5,6 +5,8 @@
 #include "chat.h"
 
 #include <algorithm>
+#include <cctype>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -32,19 +34,51 @@ namespace drafthouse {
 
 namespace {
 
-// Change of the depth of blocks by a tag such as {% if … %} or {% endfor %}.
+[[noreturn]] void bad_template(const char * why) {
+    fail(SPEC_ERR_BAD_TEMPLATE, std::string("the chat template ") + why);
+}
+
+// Whether a tag such as {% set x = 1 %} sets what follows a sign; else {% endset %} ends it.
+bool is_assignment(const std::string & rest) {
+    const size_t sign = rest.find('=');
+    if (sign == std::string::npos || rest.compare(sign, 2, "==") == 0) {
+        return false;
+    }
+    int n_brackets = 0; // within them the sign belongs to an argument
+    for (size_t i = 0; i < sign; ++i) {
+        const auto c = static_cast<unsigned char>(rest[i]);
+        n_brackets += c == '(' || c == '[' ? 1 : c == ')' || c == ']' ? -1 : 0;
+        if (std::isalnum(c) == 0 && std::isspace(c) == 0 && std::strchr("_.,()[]", c) == nullptr) {
+            return false;
+        }
+    }
+    return n_brackets == 0;
+}
+
+// Change of the depth of blocks by a tag such as {% if … %} or {% endfor %}. What llama.cpp does
+// not take for a tag ends its parse, so it may count as anything.
 int block_step(const std::string & tag) {
-    const size_t first = tag.find_first_not_of("-+ \t\r\n");
-    const size_t last = tag.find_first_of(" \t\r\n-(", first);
-    const std::string word = first == std::string::npos ? "" : tag.substr(first, last - first);
+    const auto is_letter = [](unsigned char c) {
+        return c == '_' || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
+    };
+    const auto begin = std::find_if(tag.begin(), tag.end(), is_letter);
+    const auto end = std::find_if_not(begin, tag.end(), is_letter);
+    const std::string word(begin, end);
+    const std::string rest(end, tag.end());
+    if (is_one_of(word, {"generation", "endgeneration"})) {
+        // llama.cpp goes over them, and over whatever comes next, be it the end of the tag or not.
+        if (rest.find_first_not_of("- \t\r\n") != std::string::npos) {
+            bad_template("has a tag {% generation %} with more in it than this word");
+        }
+        return 0;
+    }
+    if (word == "set") {
+        return is_assignment(rest) ? 0 : 1;
+    }
     if (word.rfind("end", 0) == 0) {
         return -1;
     }
-    return is_one_of(word, {"if", "for", "macro", "call", "filter", "generation"}) ? 1 : 0;
-}
-
-[[noreturn]] void bad_template(const char * why) {
-    fail(SPEC_ERR_BAD_TEMPLATE, std::string("the chat template ") + why);
+    return is_one_of(word, {"if", "for", "macro", "call", "filter"}) ? 1 : 0;
 }
 
 // Where a tag {{ or {% ends whose text begins at `begin`; its length and brackets are bounded.
@@ -102,7 +136,7 @@ void check_template(const std::string & text) {
         } else if (kind == '%') {
             at = end_of_tag(text, begin, kind);
             const std::string tag = text.substr(begin, at - begin);
-            n_blocks += block_step(tag);
+            n_blocks = std::max(n_blocks + block_step(tag), 0);
             n_elif += tag.find("elif") != std::string::npos ? 1 : 0; // each a level deeper
         } else {
             ++at;

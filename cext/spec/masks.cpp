@@ -3,7 +3,9 @@
 // about once.
 //
 // llama.cpp asks a grammar about each token of the vocabulary, at every place anew: 131,072 tokens
-// take 15 to 35 ms. What is allowed is the same here, to the token (tests/kernels/place_test.cpp).
+// take 15 to 35 ms. What is allowed is the same here, to the token (tests/kernels/place_test.cpp),
+// but for texts that are not UTF-8: llama.cpp lets them begin with any byte behind a first one, and
+// end within a character.
 
 #include "masks.hpp"
 #include "grammar_budget.hpp"
@@ -61,28 +63,56 @@ void count_work(uint64_t n) {
 
 // Pieces.
 
-// The characters of a piece that begins with one, and what it begins of a last one, as llama.cpp
-// reads it. False where it is none, and no grammar takes it.
+// How many bytes a character has behind its first one; -1: none begins so.
+int32_t n_bytes_behind(uint8_t first) {
+    if (first < 0x80) {
+        return 0;
+    }
+    return first < 0xc2 ? -1 : first < 0xe0 ? 1 : first < 0xf0 ? 2 : first < 0xf5 ? 3 : -1;
+}
+
+// Whether a byte goes on with what is begun: neither with more bytes than the character needs, nor
+// to a surrogate, nor beyond the last character. The second byte decides. The bits so far tell
+// which one it is: behind it a character of four bytes has at least 0x10.
+bool goes_on(llama_partial_utf8 begun, uint8_t byte) {
+    uint8_t low = 0x80;
+    uint8_t high = 0xbf;
+    if (begun.n_remain == 2) {
+        low = begun.value == 0 ? 0xa0 : low;
+        high = begun.value == 0xd ? 0x9f : high;
+    } else if (begun.n_remain == 3) {
+        low = begun.value == 0 ? 0x90 : low;
+        high = begun.value == 4 ? 0x8f : high;
+    }
+    return low <= byte && byte <= high;
+}
+
+// The characters that a piece ends or has, and what is begun behind it, where `begun` is so before
+// it. False where they are not UTF-8, and no grammar takes it. llama.cpp reads them without a look
+// at the bytes behind the first.
 bool decode_piece(const std::string & piece, std::vector<uint32_t> & chars,
-                  llama_partial_utf8 & rest) {
+                  llama_partial_utf8 & begun) {
     chars.clear();
-    rest = {0, 0};
     const char * at = piece.c_str(); // up to a zero
-    while (*at != '\0') {
-        const auto first = static_cast<uint8_t>(*at++);
-        if (first >= 0x80 && first < 0xc0) {
-            return false;
+    for (; *at != '\0'; ++at) {
+        const auto byte = static_cast<uint8_t>(*at);
+        if (begun.n_remain > 0) {
+            if (!goes_on(begun, byte)) {
+                return false;
+            }
+            begun = {(begun.value << 6) + (byte & 0x3fu), begun.n_remain - 1};
+        } else {
+            const int32_t n = n_bytes_behind(byte);
+            if (n < 0) {
+                return false;
+            }
+            begun = {n == 0 ? byte : byte & ((1u << (6 - n)) - 1), n};
         }
-        rest.n_remain = first < 0x80 ? 0 : first < 0xe0 ? 1 : first < 0xf0 ? 2 : 3;
-        rest.value = first & ((1u << (7 - rest.n_remain)) - 1);
-        for (; *at != '\0' && rest.n_remain > 0; --rest.n_remain) {
-            rest.value = (rest.value << 6) + (static_cast<uint8_t>(*at++) & 0x3f);
-        }
-        if (rest.n_remain == 0) {
-            chars.push_back(rest.value);
+        if (begun.n_remain == 0) {
+            chars.push_back(begun.value);
         }
     }
-    return !piece.empty() && piece[0] != '\0';
+    return at != piece.c_str();
 }
 
 // The pieces of a vocabulary by their characters.
@@ -260,7 +290,7 @@ public:
                 llama_token token) {
         const visit guard(*this);
         if (grammar_->vocab->is_eog(token)) {
-            return at->takes_end;
+            return at->takes_end && begun.n_remain == 0;
         }
         if (has_tokens_ || begun.n_remain != 0) {
             token_bits bits(n_words());
@@ -270,26 +300,28 @@ public:
         if (at->allowed) {
             return has_bit(*at->allowed, token);
         }
-        llama_partial_utf8 rest;
-        return follow(*at, token, rest) != nullptr;
+        return follow(*at, token, begun) != nullptr;
     }
 
     void accept(std::shared_ptr<grammar_place> & at, llama_partial_utf8 & begun,
                 llama_token token) {
         const visit guard(*this);
         if (grammar_->vocab->is_eog(token)) {
-            if (!at->takes_end) {
+            if (!at->takes_end || begun.n_remain != 0) {
                 throw std::runtime_error("the grammar does not allow the end here");
             }
             return;
         }
         if (has_tokens_ || begun.n_remain != 0) {
+            if (!stays_utf8(begun, token)) {
+                throw std::runtime_error("the grammar does not allow this token here");
+            }
             go_to(*at, begun);
             llama_grammar_accept_impl(*grammar_, token);
             at = find(std::move(grammar_->stacks));
             begun = grammar_->partial_utf8;
         } else {
-            llama_partial_utf8 rest;
+            llama_partial_utf8 rest = {0, 0};
             grammar_place * to = follow(*at, token, rest);
             if (to == nullptr) {
                 throw std::runtime_error("the grammar does not allow this token here");
@@ -314,8 +346,10 @@ public:
             std::iota(all.begin(), all.end(), 0);
             ask(*at, begun, all, *bits);
         }
-        for (size_t i = 0; at->takes_end && i < tree.ends.size(); ++i) {
-            set_bit(*bits, tree.ends[i]);
+        if (at->takes_end && begun.n_remain == 0) {
+            for (const llama_token id : tree.ends) {
+                set_bit(*bits, id);
+            }
         }
         if (begun.n_remain == 0) {
             n_bytes_ -= at->n_bytes();
@@ -352,13 +386,21 @@ private:
         grammar_->partial_utf8 = begun;
     }
 
-    // Asks llama.cpp about tokens.
+    bool stays_utf8(llama_partial_utf8 begun, llama_token token) const {
+        thread_local std::vector<uint32_t> chars;
+        return decode_piece(grammar_->vocab->token_to_piece(token), chars, begun);
+    }
+
+    // Asks llama.cpp about tokens: those behind which a text is still UTF-8, and that do not end
+    // it.
     void ask(const grammar_place & at, llama_partial_utf8 begun,
              const std::vector<llama_token> & tokens, token_bits & bits) {
         std::vector<llama_token_data> data;
         data.reserve(tokens.size());
         for (const llama_token id : tokens) {
-            data.push_back({id, 0.0f, 0.0f});
+            if (!grammar_->vocab->is_eog(id) && stays_utf8(begun, id)) {
+                data.push_back({id, 0.0f, 0.0f});
+            }
         }
         llama_token_data_array array = {data.data(), data.size(), -1, false};
         go_to(at, begun);
@@ -410,15 +452,7 @@ private:
         if (to == nullptr || (rest.n_remain > 0 && !takes_begun(*to, rest))) {
             return nullptr;
         }
-        return chars.empty() ? without_end(*to) : to;
-    }
-
-    // A text does not end in the midst of a character.
-    grammar_place * without_end(grammar_place & at) {
-        llama_grammar_stacks stacks;
-        std::copy_if(at.stacks.begin(), at.stacks.end(), std::back_inserter(stacks),
-                     [](const llama_grammar_stack & stack) { return !stack.empty(); });
-        return at.takes_end ? find(std::move(stacks)).get() : &at;
+        return to;
     }
 
     // Whether some character that begins so is allowed.

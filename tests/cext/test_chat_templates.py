@@ -43,6 +43,15 @@ FATAL = {
     "a quoted end of a tag": "{% if '%}' and " + "not " * N + "x %}{% endif %}",
     "blocks": "{% if true %}" * N + "x" + "{% endif %}" * N,
     "trimmed blocks": "{%- for m in messages -%}" * N,
+    "blocks after others that set": "{% set x %}{% endset %}" * 20_000 + "{% if 1 %}" * 20_000,
+    "blocks that set": "{% set x %}" * N,
+    "blocks that set what a comparison names": "{% set x == 1 %}" * N,
+    "blocks that set what an argument names": "{% set f(a=1) %}" * N,
+    "a word before a quote": "{%if'a'%}" * N,
+    "a word before a bracket": "{%if[1]%}" * N,
+    "a word behind another space": "{%\vif 1 %}" * N,
+    "blocks without an end": "{% if 1 %}{% endgeneration %}" * 20_000,
+    "a word that ends no tag": "{% endgeneration 1{% if 1 %}" * 20_000,
     "elif": "{% if 0 %}" + "{% elif 0 %}" * 20_000 + "{% endif %}",
     "a tag that does not end": "{{ " + "x." * N,
     "length": "x" * (2 << 20),
@@ -57,6 +66,8 @@ HARMLESS = {
     "operators": "{{ 1" + "+1" * 4_000 + " }}",
     "signs": "{{ " + "-" * 8_000 + "1 }}",
     "many tags": "{% if true %}{{ 1 }}{% endif %}" * 5_000,
+    "many that set": "{% set x = 1 %}{% set (a, b) = [1, 2] %}{% set c %}{{ a }}{% endset %}" * 200,
+    "many generations": "{% generation %}1{%- endgeneration -%}" * 200,
     "elif": "{% if 0 %}" + "{% elif 0 %}" * 1_000 + "{% endif %}",
 }
 
@@ -68,6 +79,8 @@ FORMATTED = {
     "operators": "4001",
     "signs": "1",
     "many tags": "1" * 5_000,
+    "many that set": "",
+    "many generations": "1" * 200,
     "elif": "",
 }
 
@@ -116,7 +129,7 @@ def formatted(template: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("name", FATAL)
 def test_a_template_that_would_end_the_process_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(BadTemplate, match=r"nests|longer"):
+    with pytest.raises(BadTemplate, match=r"nests|longer|generation"):
         formatted(FATAL[name], tmp_path)
 
 
