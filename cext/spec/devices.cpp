@@ -61,7 +61,7 @@ std::string names_of(bool wants_buffers) {
             names += (names.empty() ? "" : ", ") + name;
         }
     }
-    return names.empty() ? "none" : names;
+    return names;
 }
 
 std::vector<ggml_backend_dev_t> named_devices(const std::string & list) {
@@ -69,8 +69,10 @@ std::vector<ggml_backend_dev_t> named_devices(const std::string & list) {
     for (const std::string & name : list == "none" ? std::vector<std::string>() : parts_of(list)) {
         ggml_backend_dev_t device = ggml_backend_dev_by_name(name.c_str());
         if (device == nullptr || is_cpu(device)) {
-            fail(SPEC_ERR_INVALID_ARGUMENT,
-                 "there is no device \"" + name + "\"; expected none, or of " + names_of(false));
+            const std::string names = names_of(false);
+            fail(SPEC_ERR_INVALID_ARGUMENT, "there is no device \"" + name + "\"; expected none" +
+                                                (names.empty() ? ": there is no device but the CPU"
+                                                               : ", or some of " + names));
         }
         if (std::find(devices.begin(), devices.end(), device) != devices.end()) {
             fail(SPEC_ERR_INVALID_ARGUMENT, "the device \"" + name + "\" is named twice");

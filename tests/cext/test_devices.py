@@ -221,6 +221,13 @@ def test_places_that_do_not_exist_are_refused(placement: Placement, words: str) 
         Model(MODELS / DENSE, placement=placement)
 
 
+def test_a_device_that_does_not_exist_is_told_beside_those_that_do() -> None:
+    names = [it.name for it in list_devices() if it.kind != "cpu"]
+    words = f", or some of {', '.join(names)}" if names else ": there is no device but the CPU"
+    with pytest.raises(InvalidArgument, match=f"expected none{words}$"):
+        Model(MODELS / DENSE, placement=Placement(devices=("CUDA9",)))
+
+
 def test_quantised_values_need_flash_attention() -> None:
     fields = params(flash_attention=False, cache=CacheParams(type_v="q8_0"))
     with pytest.raises(InvalidArgument, match=r"cache_type_v is q8_0, and .* flash attention"):

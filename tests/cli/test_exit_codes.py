@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from drafthouse_server.cli import serve
+from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
@@ -43,6 +44,29 @@ def test_each_end_has_its_code_and_says_why(
     assert error is None or str(error) in capsys.readouterr().err
     assert f"\n| {code} | " in PAGE.read_text("utf-8")
     assert f" {code} " in serve._EXIT_CODES
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[tenants.default]\nfoo = 3", "unknown setting 'tenants.default.foo'"),
+        ("[tenants.default]\nweight = 'x'", "setting 'tenants.default.weight' is 'x'"),
+        ("[tenants.'a b']\nweight = 2", "names no tenant"),
+        ("rate_counters_url = 'foo'", "rate_counters_url is no URL of a Redis"),
+        ("store = 'mysql://x'", "store is a URL of 'mysql'"),
+        ("store = 'sqlite://'", "store needs a file"),
+        ("store = 'sqlite:///FOLDER/store.db'\n[tenants.default]\nfoo = 3", "unknown setting"),
+    ],
+)
+def test_settings_of_what_is_outside_are_settings_too(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A supervisor starts nothing again whose settings are wrong; nor is anything opened."""
+    path = tmp_path / "drafthouse.toml"
+    path.write_text(text.replace("FOLDER", str(tmp_path)))
+    assert main(["serve", "--config", str(path)]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path]
 
 
 LOADING = textwrap.dedent(

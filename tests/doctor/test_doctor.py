@@ -20,8 +20,11 @@ from tests.support.windows import windowed
 
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.config import Config
 from drafthouse_server.doctor import examine as examining
+from drafthouse_server.engine.surveyor import Surveyor
 from drafthouse_server.host.memory import HostMemory
+from drafthouse_server.tenancy.store import Store, read_pepper_of
 
 pytestmark = needs_extension()
 
@@ -252,6 +255,58 @@ def test_a_store_is_asked_and_not_changed(tmp_path: Path) -> None:
     pepper.write_text("0" * 64)
     pepper.chmod(0o644)
     assert "chmod 600" in error_of(DENSE, flag, check="store")
+
+
+def test_a_pepper_that_is_missing_or_of_another_store(tmp_path: Path) -> None:
+    stores = [tmp_path / "one.db", tmp_path / "two.db"]
+    for path in stores:
+        url = f"sqlite:///{path}"
+        with contextlib.closing(Store.open(url)) as store:
+            read_pepper_of(Config(store=url), store)
+    flag, pepper = f"--store=sqlite:///{stores[0]}", tmp_path / "one.db.pepper"
+    assert told(DENSE, flag)["ok"]
+    other = f"--key-pepper-file={tmp_path / 'two.db.pepper'}"
+    assert "made with another pepper" in error_of(DENSE, flag, other, check="store")
+    gone = f"--key-pepper-file={tmp_path / 'gone'}"
+    assert f"{tmp_path / 'gone'} cannot be read" in error_of(DENSE, flag, gone, check="store")
+    pepper.unlink()
+    assert f"{pepper} cannot be read" in error_of(DENSE, flag, check="store")
+    assert not pepper.exists()
+    new = f"--store=sqlite:///{tmp_path}/new.db"
+    assert told(DENSE, new)["ok"], "both are made at the first start"
+    nowhere = f"--key-pepper-file={tmp_path}/none/pepper"
+    assert "cannot be made" in error_of(DENSE, new, nowhere, check="store")
+
+
+def test_a_store_of_another_kind_is_not_asked() -> None:
+    assert "a URL of 'mysql'" in error_of(DENSE, "--store=mysql://me:hunter2@host", check="store")
+
+
+def test_cells_beyond_the_memory_are_told_before_any_is_surveyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = HostMemory(10**9, 10**9)
+    monkeypatch.setattr(examining, "read_memory", lambda: small)
+    monkeypatch.setattr(Surveyor, "__init__", lambda *_: pytest.fail("it was surveyed"))
+    for flags in (["--ctx-size=268435456"], ["--parallel=256", "--max-model-len=1048576"]):
+        sentence = error_of(DENSE, *flags, check="model")
+        assert "268435456 KV cells take 26.8 GB of host memory" in sentence
+        assert "this process may have 1 GB, all there is" in sentence
+        assert "lower parallel, max_model_len or ctx_size" in sentence
+
+
+def test_a_draft_model_that_the_server_refuses() -> None:
+    sentence = error_of(DENSE, f"--model-draft={HYBRID}", check="model")
+    assert HYBRID in sentence
+    assert "the draft model has recurrent layers" in sentence
+
+
+def test_a_small_ctx_size_is_shared_by_the_slots() -> None:
+    for flags in ([], ["--max-model-len=900"]):
+        found = told(DENSE, "--ctx-size=100", *flags)
+        assert found["ok"]
+        assert found["fits"]["served"] == "8 x 12"
+    assert "has room for 0 tokens" in error_of(DENSE, "--ctx-size=5", check="model")
 
 
 def test_a_store_that_does_not_answer_shows_no_password(taken_port: int) -> None:

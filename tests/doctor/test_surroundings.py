@@ -9,6 +9,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from tests.support.databases import redis_server
 from tests.support.ports import free_port
 from tests.support.rpc_server import rpc_server
 
+from drafthouse_server.config import Config
 from drafthouse_server.doctor.model import _device_problems, _overfull
+from drafthouse_server.doctor.surroundings import CHECKS
 from drafthouse_server.host.fit import Size
 from drafthouse_server.host.needs import DeviceUse, Needs
 from drafthouse_server.tenancy import migrations, redis_counters
@@ -102,8 +105,22 @@ def test_the_audit_trail_is_not_made_and_must_be_writable(tmp_path: Path) -> Non
     assert "audit" in told(DENSE, f"--audit-file={path}")["passed"]
     assert not path.exists()
     missing = tmp_path / "none" / "audit"
-    assert "cannot be written" in error_of(DENSE, f"--audit-file={missing}", check="audit")
-    assert "cannot be written" in error_of(DENSE, f"--audit-file={tmp_path}", check="audit")
+    sentence = error_of(DENSE, f"--audit-file={missing}", check="audit")
+    assert sentence.startswith(f"audit_file {missing} cannot be written")
+    assert f"make the folder {missing.parent}" in sentence
+    sentence = error_of(DENSE, f"--audit-file={tmp_path}", check="audit")
+    assert sentence.endswith("it is a folder; give the path of a file")
+
+
+def test_an_audit_trail_on_a_disk_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    flags = types.SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(os, "statvfs", lambda _: flags)
+    (problem,) = CHECKS["audit"](Config(audit_file=str(tmp_path / "audit")))
+    told_of = f"{tmp_path} lies on a disk that is mounted read-only; give another path"
+    assert problem.sentence.endswith(told_of)
 
 
 @pytest.mark.usefixtures("ordinary_user")

@@ -22,6 +22,7 @@ from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host import size
 from drafthouse_server.host.fit import Size
 from drafthouse_server.host.memory import HostMemory
+from drafthouse_server.host.needs import Needs
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import EngineLimits
 
@@ -401,3 +402,34 @@ def test_weights_are_read_where_they_get_huge_pages_and_all_has_room(
         assert ("Mapped" in buffers) == (mode != "none")
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("draft_type", ["none", "mtp"])
+def test_cells_that_are_set_are_refused_before_all_of_them_are_surveyed(
+    draft_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp keeps books of all cells of a survey, in memory that is really taken."""
+    measured = []
+    needs_of = Surveyor._needs_of
+
+    def note(it: Surveyor, wished: Config, size: Size) -> Needs:
+        measured.append(wished.ctx_size)
+        return needs_of(it, wished, size)
+
+    monkeypatch.setattr(Surveyor, "_needs_of", note)
+    memory = HostMemory(5 * 10**9, 5 * 10**9)
+    settings = config("dense", ctx_size=1 << 24, draft_type=draft_type)
+    with pytest.raises(ModelLoadError, match="16777216 KV cells are set, 2097152 of them take"):
+        serving_with(memory, settings, monkeypatch)
+    assert measured == [1 << 20, 1 << 21]
+    with pytest.raises(ModelLoadError, match="5 GB, all there is; 1 GB are free; lower parallel"):
+        serving_with(HostMemory(5 * 10**9, 10**9), settings, monkeypatch)
+
+
+def test_slots_whose_books_have_no_room_are_not_surveyed() -> None:
+    memory = HostMemory(10**12, 10**9)
+    with Surveyor(config("dense", max_model_len=1 << 20, draft_type="none")) as found:
+        found.check(memory)
+        assert found.wish.size == Size(8, 1 << 20)
+        found.check(HostMemory(10**12, 3 * 10**8))
+        assert found.wish.size == Size(2, 1 << 20)

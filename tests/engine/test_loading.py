@@ -33,6 +33,9 @@ from drafthouse_server.host.fit import Size
         ({"ctx_size": 32768, "parallel": 4}, 8192),
         ({"ctx_size": 32768, "parallel": 4, "kv_unified": True}, 16384),  # as it was trained
         ({"ctx_size": 32768, "parallel": 4, "max_model_len": 100}, 100),
+        ({"ctx_size": 100, "parallel": 8, "max_model_len": 900}, 12),
+        ({"ctx_size": 100, "parallel": 8, "max_model_len": 900, "kv_unified": True}, 100),
+        ({"ctx_size": 5, "parallel": 8}, 0),
     ],
 )
 def test_a_request_may_have_what_its_slot_has(settings: dict[str, Any], n_tokens: int) -> None:

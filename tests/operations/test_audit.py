@@ -87,6 +87,7 @@ def test_a_line_that_cannot_be_written_is_in_the_log(
     trail.note(ME, "Drain", "server")
     assert '"action": "Drain"' in caplog.text
     assert "cannot be written" in trail.check()
+    assert trail.check().endswith("or change its owner"), "it says what to do"
 
 
 @pytest.mark.parametrize("n_bytes", [0, 7])

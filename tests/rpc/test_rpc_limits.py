@@ -231,10 +231,30 @@ def test_a_wrong_setting_of_a_tenant_is_named(settings: dict[str, object], words
         TenantRegistry.from_config(config)
 
 
+def test_limits_of_a_tenant_of_the_store_are_told_where_they_belong() -> None:
+    """With a store, or certificates, clients without a key are others than `default`."""
+    section: dict[str, object] = {"weight": 2.0, "models": ["a b", "c"], "queue_size": 10**7}
+    words = "`drafthouse tenants set acme weight=2 'models=a b,c'"
+    with pytest.raises(ConfigError, match=words) as caught:
+        TenantRegistry.from_config(Config(store="sqlite:///a", tenants={"acme": section}))
+    assert "every client" not in str(caught.value)
+    authorities = Config(
+        ssl_cert_file="a", ssl_key_file="b", ssl_client_ca_file="c", tenants={"acme": section}
+    )
+    with pytest.raises(ConfigError, match=r"set store, .* `drafthouse tenants add acme") as caught:
+        TenantRegistry.from_config(authorities)
+    assert "limits of tenant 'default'" in str(caught.value)
+    unknown = Config(store="sqlite:///a", tenants={"acme": {"foo": 3}})
+    with pytest.raises(ConfigError, match="tenants set acme LIMIT=VALUE`"):
+        TenantRegistry.from_config(unknown)
+
+
 def test_settings_of_nobody_are_refused() -> None:
     with pytest.raises(ConfigError, match="'bob' has settings and no key"):
         TenantRegistry.from_config(Config(api_keys=("acme:k",), tenants={"bob": {}}))
     with pytest.raises(ConfigError, match="every client is tenant 'default'"):
         TenantRegistry.from_config(Config(tenants={"bob": {}}))
+    with pytest.raises(ConfigError, match="names no tenant; expected 1 to 64"):
+        TenantRegistry.from_config(Config(tenants={"b d": {}}))
     registry = TenantRegistry.from_config(Config(tenants={"default": {"weight": 2.0}}))
     assert registry.identify(None, "").tenant.weight == 2.0

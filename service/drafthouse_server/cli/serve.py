@@ -30,6 +30,7 @@ from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.operations.logs import LogQueue
 from drafthouse_server.rpc.server import Server
+from drafthouse_server.tenancy.backends import check_backends
 
 __all__ = ["FAILED", "LISTENS_AT", "LOST", "add_doctor", "add_serve", "end_threads"]
 
@@ -132,6 +133,7 @@ def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
     flags = settings.external_flags(arguments)
     try:
         config = settings.load(arguments.config, flags=flags, warn=terminal.warn)
+        check_backends(config)
     except ConfigError as error:
         terminal.error(str(error))
         return 2

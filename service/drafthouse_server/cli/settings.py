@@ -405,15 +405,17 @@ def _read_keys(path: Path, others: object) -> tuple[str, ...]:
         raise refuse(f"cannot be read: {error.strerror}; check path and permissions") from None
     except ValueError:
         raise refuse("is no UTF-8 text of a list of keys; write one tenant:key a line") from None
-    keys = []
+    keys: dict[str, tuple[int, str]] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if line and not line.startswith("#"):
             if not is_api_key(line):
                 raise refuse(f'has a line {number} that is not of the form "tenant:key"')
-            keys.append(line)
+            before, _ = keys.setdefault(line.partition(":")[2], (number, line))
+            if before != number:
+                raise refuse(f"has the same key twice, in lines {before} and {number}; keep one")
     if not keys:
         raise refuse("has no keys; write one tenant:key a line")
-    return tuple(keys)
+    return tuple(line for _, line in keys.values())
 
 
 class _Switch(argparse.Action):

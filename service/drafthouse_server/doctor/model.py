@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem, Section
+from drafthouse_server.engine.parameters import least_cells
 from drafthouse_server.engine.surveyor import N_SLOTS_MAX, WINDOWS_SPARED, Surveyor
 from drafthouse_server.engine.threads import threads_of
 from drafthouse_server.errors import ModelLoadError
@@ -16,6 +17,7 @@ from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import Needs
 from drafthouse_server.host.size import (
     Chosen,
+    check_books,
     choose_size,
     fit_prefixes,
     layers_in_words,
@@ -45,7 +47,9 @@ def examine_model(
         StartupError: the extension is not built.
     """
     try:
+        check_books(least_cells(config), 1, memory, config.model)
         with Surveyor(config) as surveyor:
+            surveyor.check(memory)
             surveyor.lengthen(memory)  # as the server does
             surveyor.fit_devices()
             is_spared = surveyor.spare_windows(memory)

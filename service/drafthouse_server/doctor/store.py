@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import sqlalchemy
@@ -13,8 +14,9 @@ from sqlalchemy.engine import URL
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.tenancy import migrations
-from drafthouse_server.tenancy.keys import read_pepper
+from drafthouse_server.tenancy import migrations, records
+from drafthouse_server.tenancy.keys import pepper_id, read_pepper
+from drafthouse_server.tenancy.store import parsed_url
 
 __all__ = ["store_problems"]
 
@@ -24,20 +26,14 @@ _CONNECT_S = 3
 def store_problems(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with the store. Shows no password."""
     try:
-        url = sqlalchemy.make_url(config.store)
-        backend = url.get_backend_name()
-    except (exc.ArgumentError, ValueError):
-        yield Problem(
-            "store",
-            "store is no URL of a database; give one, such as sqlite:///drafthouse.db, or"
-            " postgresql://USER@HOST/DATABASE",
-        )
+        url = parsed_url(config.store)
+    except ConfigError as error:
+        yield Problem("store", str(error))
         return
-    if backend == "sqlite":
-        problem, revision = _look_at_file(Path(url.database or ""))
-    else:
-        problem, revision = _ask(url.set(drivername="postgresql+psycopg"))
-    if problem := problem or _pepper_problem(config, url):
+    is_file = url.get_backend_name() == "sqlite"
+    found = _look_at_file(Path(url.database or "")) if is_file else _ask(url)
+    revision = found.revision
+    if problem := found.problem or _pepper_problem(config, url, found.pepper_id):
         yield Problem("store", problem)
     elif revision and revision < migrations.NEWEST:
         yield Problem(
@@ -49,20 +45,32 @@ def store_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _look_at_file(path: Path) -> tuple[str, str | None]:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a database has told."""
+
+    problem: str = ""
+    """What is wrong with it; empty where nothing is."""
+    revision: str | None = None
+    """Of its schema; None where it has none yet."""
+    pepper_id: str = ""
+    """Of the pepper that its keys were made with; empty before the first key."""
+
+
+def _look_at_file(path: Path) -> _Found:
     if not path.exists():
         folder = path.absolute().parent
         if os.access(folder, os.W_OK | os.X_OK):
-            return "", None  # it is made at the first start
+            return _Found()  # it is made at the first start
         problem = f"the store {path} is not there, and {folder} cannot be written; check the path"
-        return problem, None
+        return _Found(problem)
     if not os.access(path, os.R_OK | os.W_OK):
-        return f"the store {path} cannot be read and written; check its owner and mode", None
+        return _Found(f"the store {path} cannot be read and written; check its owner and mode")
     return _ask(sqlalchemy.make_url(f"sqlite:///file:{path}?mode=ro&uri=true"))
 
 
-def _ask(url: URL) -> tuple[str, str | None]:
-    """Returns what is wrong with a database, and the revision of its schema."""
+def _ask(url: URL) -> _Found:
+    """Returns what is wrong with a database, the revision of its schema and whose pepper it has."""
     is_file = url.get_backend_name() == "sqlite"
     shown = "the file" if is_file else url.render_as_string(hide_password=True)
     try:
@@ -73,22 +81,25 @@ def _ask(url: URL) -> tuple[str, str | None]:
         )
         with engine.connect() as connection:
             revision = migrations.revision_of(connection)
+            is_known = revision is not None and revision <= migrations.NEWEST
+            known = records.version(connection).pepper_id if is_known else ""
     except ModuleNotFoundError:
         advice = "pip install 'drafthouse-server[postgresql]'"
-        return f"a store on PostgreSQL needs its driver; {advice}", None
+        return _Found(f"a store on PostgreSQL needs its driver; {advice}")
     except exc.SQLAlchemyError as error:
         reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
         advice = "check that it runs, and the URL"
-        return f"the store cannot be used: {shown}: {reason}; {advice}", None
+        return _Found(f"the store cannot be used: {shown}: {reason}; {advice}")
     if revision and revision > migrations.NEWEST:
-        return (
+        return _Found(
             f"the store's schema is {revision}, of a newer release than this one, which knows"
             f" {migrations.NEWEST}; upgrade drafthouse-server"
-        ), None
-    return "", revision
+        )
+    return _Found("", revision, known)
 
 
-def _pepper_problem(config: Config, url: URL) -> str:
+def _pepper_problem(config: Config, url: URL, known: str) -> str:
+    """Returns what is wrong with the pepper, in the words of `read_pepper_of`; empty: nothing."""
     name = f"{url.database}.pepper" if url.get_backend_name() == "sqlite" else ""
     path = Path(config.key_pepper_file or name)
     if not str(path.name):
@@ -96,9 +107,18 @@ def _pepper_problem(config: Config, url: URL) -> str:
             "key_pepper_file is not set, and a store on a server has no default for it; give the"
             " path of a file outside the database"
         )
-    if path.exists():
-        try:
-            read_pepper(path)
-        except ConfigError as error:
-            return str(error)
+    if not (known or path.exists()):  # it is made at the first start
+        folder = path.absolute().parent
+        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+            return ""
+        return f"key_pepper_file {path} cannot be made: {folder} cannot be written; check the path"
+    try:
+        pepper = read_pepper(path)
+    except ConfigError as error:
+        return str(error)
+    if known and known != pepper_id(pepper):
+        return (
+            f"the keys of the store were made with another pepper than that of {path}; restore the"
+            " file that belongs to the store, or set key_pepper_file to it"
+        )
     return ""

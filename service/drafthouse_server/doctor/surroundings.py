@@ -21,6 +21,7 @@ __all__ = ["CHECKS", "is_set_up"]
 _DISK_BYTES_LEAST = 16 << 20
 _DISK_BYTES_AMPLE = 1 << 30
 _DAY_S = 86400.0
+_OR_OWNER = ", or change its owner or mode"
 _N_DAYS_AMPLE = 30
 """Days until a certificate expires from which on nothing is told."""
 
@@ -115,15 +116,22 @@ async def _has_redis(url: str) -> bool:
 def _audit(config: Config) -> Iterator[Problem]:
     path = Path(config.audit_file)
     folder = path.absolute().parent
-    if path.exists():
-        can_write = not path.is_dir() and os.access(path, os.W_OK)
+    advice = ""
+    if path.is_dir():
+        advice = "it is a folder; give the path of a file"
+    elif not folder.is_dir():
+        advice = f"make the folder {folder}, or give another path"
     else:
-        can_write = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    if not can_write:
+        place, mode = (path, os.W_OK) if path.exists() else (folder, os.W_OK | os.X_OK)
+        if not os.access(place, mode):
+            is_fixed = os.statvfs(place).f_flag & os.ST_RDONLY
+            why = "lies on a disk that is mounted read-only" if is_fixed else "is somebody else's"
+            advice = f"{place} {why}; give another path" + ("" if is_fixed else _OR_OWNER)
+    if advice:
         yield Problem(
             "audit",
             f"audit_file {path} cannot be written, and the server would not start without its audit"
-            f" trail: make the folder {folder}, or change the owner of what is there",
+            f" trail: {advice}",
         )
 
 

@@ -20,6 +20,7 @@ from drafthouse_server.engine.parameters import (
     draft_types,
     engine_params,
     explained,
+    least_cells,
     may_be_mtp,
     n_layers_of,
     placement_of,
@@ -34,10 +35,9 @@ from drafthouse_server.engine.surveyor import (
 from drafthouse_server.engine.threads import Threads, threads_of
 from drafthouse_server.errors import ModelLoadError, StartupError
 from drafthouse_server.host.engine import CoreFacts, DeviceFacts, EngineFacts
-from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, Size
 from drafthouse_server.host.length import N_CTX_SEQ_AUTOMATIC
 from drafthouse_server.host.memory import HostMemory, read_memory
-from drafthouse_server.host.size import choose_size, is_better_read, on_devices
+from drafthouse_server.host.size import check_books, choose_size, is_better_read, on_devices
 
 # The fake engine, and all tests that use it, work without the extension.
 with suppress(ImportError):  # `check_built` says so
@@ -89,6 +89,7 @@ def load_engine(
         StartupError: the extension is not built, or the process that probes cannot be started.
     """
     check_built()
+    check_books(least_cells(config), 1, read_memory(), config.model)
     _prepare_devices(config)
     if config.probe:
         _probe(config)
@@ -128,13 +129,12 @@ def _fitted(config: Config) -> Iterator[tuple[Config, drafthouse_engine.Survey |
         # What is wrong with files and settings is told by those who load them.
         with suppress(ModelLoadError):
             surveyor = stack.enter_context(Surveyor(config))
-            surveyor.needs(Size(1, N_CTX_SEQ_LEAST))
         if surveyor is None:
             yield config, None
             return
         fitted = config
         if config.fit:
-            memory = read_memory()
+            surveyor.check(memory := read_memory())
             surveyor.lengthen(memory)
             surveyor.fit_devices()
             if surveyor.spare_windows(memory):

@@ -29,6 +29,7 @@ __all__ = [
     "draft_types",
     "engine_params",
     "explained",
+    "least_cells",
     "may_be_mtp",
     "n_layers_of",
     "placement_of",
@@ -67,10 +68,19 @@ def request_tokens(config: Config, n_ctx_train: int) -> int:
 
     As of llama-server, whose slots share `--ctx-size`.
     """
-    if config.max_model_len:
-        return config.max_model_len
     n_slot = config.ctx_size if config.kv_unified else config.ctx_size // config.parallel
-    return min(n_ctx_train, n_slot or N_CTX_SEQ_AUTOMATIC)
+    if config.max_model_len:
+        # llama.cpp rounds cells up, which must not make more of a slot than is documented.
+        return min(config.max_model_len, n_slot) if config.ctx_size else config.max_model_len
+    return min(n_ctx_train, n_slot if config.ctx_size else N_CTX_SEQ_AUTOMATIC)
+
+
+def least_cells(config: Config) -> int:
+    """Returns the KV cells that a server has at least, whatever fits: those that are set."""
+    if config.ctx_size:
+        return config.ctx_size
+    may_lower = config.fit and config.parallel == SETTINGS["parallel"].default
+    return config.max_model_len * (1 if may_lower else config.parallel)
 
 
 def step_tokens(config: Config, draft_type: str) -> int:

@@ -15,6 +15,7 @@ from drafthouse_server.engine.parameters import (
     draft_types,
     engine_params,
     explained,
+    least_cells,
     may_be_mtp,
     n_layers_of,
     placement_of,
@@ -26,8 +27,8 @@ from drafthouse_server.engine.threads import Threads
 from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish
 from drafthouse_server.host.length import Room, is_ample, longest_ample
 from drafthouse_server.host.memory import HostMemory
-from drafthouse_server.host.needs import DeviceUse, ModelFacts, Needs, process_bytes
-from drafthouse_server.host.size import usable_bytes
+from drafthouse_server.host.needs import CELL_BYTES, DeviceUse, ModelFacts, Needs, process_bytes
+from drafthouse_server.host.size import check_books, check_cells, usable_bytes
 from drafthouse_server.setting import AS_FIT
 
 # The fake engine, and all tests that use it, work without the extension.
@@ -44,6 +45,9 @@ GPU_MARGIN_BYTES = 1 << 30
 
 N_SLOTS_MAX = 256
 """Slots that llama.cpp can have."""
+
+_N_CELLS_AT_ONCE = 1 << 20
+"""KV cells that are surveyed without asking whether half of them would fit."""
 
 
 class Surveyor:
@@ -102,15 +106,53 @@ class Surveyor:
         """Returns the first draft type that these models have, as `load_engine` finds it."""
         arch = self.survey.draft_arch or None
         *others, last = draft_types(self._config, arch)
-        least = Size(1, N_CTX_SEQ_LEAST)
+        few = dataclasses.replace(self._config, ctx_size=0)
         for draft_type in others:
             with (
                 explained(self._config.model, self._config, is_loaded=True),
                 suppress(*unfit_errors()),
             ):
-                self.survey.measure(self.params(least, draft_type))
+                self.survey.measure(self._params_of(sized(few, _LEAST), draft_type))
                 return draft_type
         return last
+
+    def _check_draft(self) -> None:
+        """Checks what no survey of a draft model tells, in the words of the engine.
+
+        Raises:
+            ModelLoadError: it keeps recurrent states, and what was drafted could not be taken back.
+        """
+        config = self._config
+        with explained(config.model_draft, config):
+            survey = drafthouse_engine.Survey(config.model_draft)
+        with contextlib.closing(survey), explained(config.model, config, is_loaded=True):
+            if survey.is_recurrent:
+                raise drafthouse_engine.Unsupported(_RECURRENT_DRAFT)
+
+    def check(self, memory: HostMemory) -> None:
+        """Checks what no survey of the whole server tells, or not before it takes all memory.
+
+        That is whether a draft model can draft, and whether cells that are set can fit: llama.cpp
+        keeps its books of all cells of a survey, too.
+
+        Raises:
+            ModelLoadError: they can never fit, or no engine can be made with these settings.
+        """
+        if self._draft_type == "simple":
+            self._check_draft()
+        config, n_cells = self._config, least_cells(self._config)
+        n_contexts = 1 if self._draft_type == "none" or "ngram" in self._draft_type else 2
+        check_books(n_cells, n_contexts, memory, config.model)
+        slot_bytes = self._asked.max_model_len * n_contexts * CELL_BYTES
+        n_slots = max(1, memory.free_bytes // max(1, slot_bytes))
+        if memory.total_bytes and self.wish.may_lower_parallel and n_slots < self._asked.parallel:
+            self._asked = Size(n_slots, self._asked.max_model_len)
+        # Few cells first, then twice as many: what does not fit is told while books are small.
+        n_few = _N_CELLS_AT_ONCE
+        while n_few < n_cells and memory.total_bytes:
+            few = dataclasses.replace(config, ctx_size=n_few)
+            check_cells(n_cells, self._needs_of(few, self._as_set), memory, config.model)
+            n_few *= 2
 
     @property
     def facts(self) -> ModelFacts:
@@ -206,6 +248,8 @@ class Surveyor:
     def place_for(self, size: Size, memory: HostMemory) -> int | None:
         """Places layers as a server of a size does that fits them; needs are those from then on.
 
+        It has cells for that size, whatever ctx_size is.
+
         Returns:
             Layers on devices, −1 is all. None where layers lie as the settings say: `fit_devices`
             has asked none, or no placement fits.
@@ -213,7 +257,7 @@ class Surveyor:
         Raises:
             ModelLoadError: no engine can be made with these settings.
         """
-        self._config = self._set
+        self._config = dataclasses.replace(self._set, ctx_size=0)
         n_layers = self._layers_for(size)
         n_there = -1 if self._devices is None else n_layers
         if self._fits(size, n_there, memory) or not self._can_spare(size):
@@ -268,10 +312,10 @@ class Surveyor:
 
     def params(self, size: Size, draft_type: str = "") -> drafthouse_engine.EngineParams:
         """Returns what an engine of a size is made with."""
-        config = self.sized(size)
-        one = Threads(1, 1)
-        n_ctx_train = self.survey.n_ctx_train
-        return engine_params(config, draft_type or self._draft_type, n_ctx_train, one)
+        return self._params_of(self.sized(size), draft_type or self._draft_type)
+
+    def _params_of(self, config: Config, draft_type: str) -> drafthouse_engine.EngineParams:
+        return engine_params(config, draft_type, self.survey.n_ctx_train, Threads(1, 1))
 
     def needs(self, size: Size, n_bytes_max: int | None = None) -> Needs:
         """Returns what a server of a size takes.
@@ -291,10 +335,12 @@ class Surveyor:
                 host = dataclasses.replace(one.host, cells_bytes=cells)
                 n_cells = one.n_cells * size.parallel
                 return dataclasses.replace(one, size=size, n_cells=n_cells, host=host)
-        params = self.params(size)
-        with explained(self._config.model, self._config, is_loaded=True):
+        return self._needs_of(self.sized(size), size)
+
+    def _needs_of(self, config: Config, size: Size) -> Needs:
+        params = self._params_of(config, self._draft_type)
+        with explained(config.model, config, is_loaded=True):
             uses = self.survey.measure(params)
-        config = self._config
         n_prefix_mib = config.prefix_cache_mib * config.prefix_cache
         return Needs(
             size=size,
@@ -306,6 +352,12 @@ class Surveyor:
             caches_bytes=(n_prefix_mib + config.preempted_mib) << 20,
             prefix_bytes=n_prefix_mib << 20,
         )
+
+
+_LEAST = Size(1, N_CTX_SEQ_LEAST)
+_RECURRENT_DRAFT = (
+    "the draft model has recurrent layers; drafts need a model whose cache can be cut anywhere"
+)
 
 
 def _spared(config: Config) -> Config:

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from drafthouse_server.host.fit import Size
 
-__all__ = ["DeviceUse", "ModelFacts", "Needs", "process_bytes"]
+__all__ = ["CELL_BYTES", "DeviceUse", "ModelFacts", "Needs", "process_bytes"]
+
+CELL_BYTES = 100
+"""Host memory that llama.cpp keeps its books in for each cell of a context, measured."""
 
 _MIB = 1 << 20
 _SERVER_BYTES = 100 * _MIB

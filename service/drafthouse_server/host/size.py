@@ -9,11 +9,13 @@ from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
-from drafthouse_server.host.needs import Needs
+from drafthouse_server.host.needs import CELL_BYTES, Needs
 
 __all__ = [
     "Chosen",
     "Measures",
+    "check_books",
+    "check_cells",
     "choose_size",
     "fit_prefixes",
     "is_better_read",
@@ -30,6 +32,7 @@ HUGE_BYTES = 64 << 20
 
 _MIB = 1 << 20
 _ADVICE = "lower parallel, max_model_len or ctx_size"
+_ADVICE_UNFIT = f"{_ADVICE}, use a smaller model, or allow more memory"
 
 
 class Measures(Protocol):
@@ -144,6 +147,51 @@ def choose_size(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     return Chosen(needs, is_less, sentence)
 
 
+def check_books(n_cells: int, n_contexts: int, memory: HostMemory, path: str) -> None:
+    """Checks that there is memory for the books of cells, which a survey needs, too.
+
+    Args:
+        n_cells: Cells of a context that nothing can lower.
+        n_contexts: Contexts that have as many: the target's, and the drafter's.
+        memory: Of the host.
+        path: The model's file, for the error.
+
+    Raises:
+        ModelLoadError: there is not.
+    """
+    n_bytes = n_cells * n_contexts * CELL_BYTES
+    if memory.total_bytes and n_bytes > memory.free_bytes:
+        free = f"; {format_bytes(memory.free_bytes)} are free"
+        raise ModelLoadError(
+            path,
+            f"{n_cells} KV cells take {format_bytes(n_bytes)} of host memory for llama.cpp's books"
+            f" alone, and {_most(memory)}{free}",
+            _ADVICE_UNFIT,
+        )
+
+
+def check_cells(n_cells: int, needs: Needs, memory: HostMemory, path: str) -> None:
+    """Checks that fewer cells than are wanted could fit.
+
+    Args:
+        n_cells: Cells that are wanted, and that nothing can lower.
+        needs: What a server with fewer takes.
+        memory: Of the host.
+        path: The model's file, for the error.
+
+    Raises:
+        ModelLoadError: not even these can ever fit.
+    """
+    if memory.total_bytes and needs.fixed_bytes > memory.most_bytes:
+        n_bytes = format_bytes(needs.start_bytes)
+        taken = f"{needs.n_cells} of them take {n_bytes} of host memory ({_parts(needs)})"
+        raise ModelLoadError(
+            path,
+            f"{n_cells} KV cells are set, {taken}, and {_most(memory)}",
+            _ADVICE_UNFIT,
+        )
+
+
 def layers_in_words(n_layers: int) -> str:
     """Returns how many layers lie on devices, in words; −1 is all."""
     if n_layers < 0:
@@ -182,6 +230,11 @@ def _words(needs: Needs) -> str:
     return f"{size.parallel} slots of {size.max_model_len} tokens take {taken}"
 
 
+def _most(memory: HostMemory) -> str:
+    limit = "its cgroup's limit" if memory.limit_bytes else "all there is"
+    return f"this process may have {format_bytes(memory.most_bytes)}, {limit}"
+
+
 def _parts(needs: Needs) -> str:
     """Returns what it consists of: their sum is what is taken."""
     host = needs.host
@@ -211,12 +264,7 @@ def _unfitting(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     parts = f"{_words(needs)} of host memory ({_parts(needs)})"
     there = on_devices(measures.devices, needs)
     if needs.fixed_bytes > memory.most_bytes:
-        limit = "its cgroup's limit" if memory.limit_bytes else "all there is"
-        raise ModelLoadError(
-            path,
-            f"{there}{parts}, and this process may have {format_bytes(memory.most_bytes)}, {limit}",
-            f"{_ADVICE}, use a smaller model, or allow more memory",
-        )
+        raise ModelLoadError(path, f"{there}{parts}, and {_most(memory)}", _ADVICE_UNFIT)
     n_free = format_bytes(memory.free_bytes)
     sentence = (
         f"fit: {there}{parts}, and only {n_free} are free: the server may become slow or be ended;"

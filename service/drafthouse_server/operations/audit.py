@@ -57,7 +57,8 @@ class AuditTrail:
         try:
             self._append(b"")
         except OSError as error:
-            return f"audit_file {self._path} cannot be written: {error.strerror}"
+            advice = "give a file in a folder that this user may write, or change its owner"
+            return f"audit_file {self._path} cannot be written: {error.strerror}; {advice}"
         return ""
 
     def note(

@@ -19,7 +19,7 @@ from drafthouse_server.tenancy.admission import Admission
 from drafthouse_server.tenancy.counters import SharedRates
 from drafthouse_server.tenancy.identity import BadKeys, Tenants
 from drafthouse_server.tenancy.keys import id_of_key
-from drafthouse_server.tenancy.redis_counters import RedisCounters, open_redis
+from drafthouse_server.tenancy.redis_counters import RedisCounters, open_redis, redis_counters
 from drafthouse_server.tenancy.tenants import TenantRegistry
 from drafthouse_server.usage.journal import Journal
 from drafthouse_server.usage.record import UsageStore
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from drafthouse_server.tenancy.key_ring import KeyRing
     from drafthouse_server.tenancy.store import StoreUsage
 
-__all__ = ["BackendState", "Backends"]
+__all__ = ["BackendState", "Backends", "check_backends"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,21 @@ class BackendState:
     silent_s: float
     """Seconds since it has answered last; what is asked only when there is something to ask, and
     was not, is silent."""
+
+
+def check_backends(config: Config) -> None:
+    """Checks settings of tenants, store and Redis as far as nothing of these must be asked.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
+    TenantRegistry.from_config(config)
+    if config.store:
+        from drafthouse_server.tenancy.store import parsed_url  # noqa: PLC0415  # see above
+
+        parsed_url(config.store)
+    if config.rate_counters_url:
+        redis_counters(config.rate_counters_url)
 
 
 class Backends:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from drafthouse_server.access import is_tenant_name
 from drafthouse_server.errors import ConfigError, PermissionDenied, QuotaExceeded, Unauthenticated
 from drafthouse_server.setting import Rule, between
 
@@ -311,6 +313,47 @@ class KeySettings(Protocol):
     def ssl_client_ca_file(self) -> str:
         """Path of the authorities of clients' certificates; empty when clients need none."""
 
+    @property
+    def store(self) -> str:
+        """URL of the store of tenants and keys; empty without one."""
+
+
+def _keyless(name: str, config: KeySettings) -> str:
+    """Returns what is wrong with a section of a tenant that no key of the settings is of."""
+    if not is_tenant_name(name):
+        return (
+            f"the section [tenants.{name!r}] names no tenant; expected 1 to 64 of A-Z a-z 0-9"
+            " . _ -, no mark first"
+        )
+    problem = f"tenant {name!r} has settings and no key"
+    command = f"`drafthouse tenants set {name} {_as_words(config.tenants[name])}`"
+    if config.store:
+        return (
+            f"{problem} in api_keys, and the store's tenants have their limits in it; remove the"
+            f" section and run {command} (add in place of set for a new tenant)"
+        )
+    if config.ssl_client_ca_file:
+        return (
+            f"{problem} in api_keys, and without a store a certificate's tenant has the"
+            f" limits of tenant {_DEFAULT_TENANT!r}; add a key {name}:KEY, or set store,"
+            f" remove the section and run {command.replace(' set ', ' add ', 1)}"
+        )
+    if config.api_keys:
+        return f"{problem}; add a key {name}:KEY, or remove it"
+    return (
+        f"tenant {name!r} has settings, and without api_keys every client is tenant"
+        f" {_DEFAULT_TENANT!r}; set api_keys, or name the section so"
+    )
+
+
+def _as_words(section: Mapping[str, object]) -> str:
+    """Returns limits as the command line takes them; those that are none are left out."""
+    words = []
+    for key, value in usable_limits(section).items():
+        text = ",".join(value) if isinstance(value, list) else f"{value:.12g}"
+        words.append(shlex.quote(f"{key}={text}"))
+    return " ".join(words) or "LIMIT=VALUE"
+
 
 class TenantRegistry:
     """Finds the tenant of an API key, or of a certificate; asked for neither, it lets everybody in.
@@ -361,15 +404,7 @@ class TenantRegistry:
         names = {entry.partition(":")[0] for entry in config.api_keys} or {_DEFAULT_TENANT}
         for name in config.tenants:
             if name not in names:
-                problem = (
-                    f"tenant {name!r} has settings and no key; add a key {name}:KEY, or remove it"
-                )
-                if not config.api_keys:
-                    problem = (
-                        f"tenant {name!r} has settings, and without api_keys every client is tenant"
-                        f" {_DEFAULT_TENANT!r}; set api_keys, or name the section so"
-                    )
-                raise ConfigError("tenants", name, problem=problem)
+                raise ConfigError("tenants", name, problem=_keyless(name, config))
         made = {
             name: make_tenant(
                 name, config.tenants.get(name, {}), n_waiting_max=config.tenant_queue_size
