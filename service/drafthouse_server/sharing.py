@@ -69,8 +69,8 @@ class SharingSettings:
         30,
         between(0, 1_000_000),
         "Wrong keys that one address may send at once, and again within a minute, one by one;"
-        " unknown keys beyond are refused with TOO_MANY_BAD_KEYS, unread. Keys that the server knows"
-        " work on. 0: any number.",
+        " unknown keys beyond are refused with TOO_MANY_BAD_KEYS, unread. Keys that the server"
+        " knows work on. 0: any number.",
     )
     """Wrong keys of an address per minute; 0: any number."""
     service_weights: tuple[str, ...] = _share(

@@ -202,6 +202,33 @@ async def test_the_audit_trail_tells_of_changes_and_failures_and_not_of_reading(
     ]
 
 
+async def test_the_trail_tells_of_a_watcher_what_became_of_its_request_and_of_whom(
+    start_server: ServerFactory, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was "ok" and of the server, whatever it asked for. Watchers leave places to others."""
+    monkeypatch.setattr("drafthouse_server.rpc.admin._N_WATCHERS_MAX", 1)
+    path = tmp_path / "audit"
+    await start_server(admin_port=free_port, audit_file=str(path))
+    async with admin(free_port) as stub:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.WatchLoad(admin_pb2.WatchLoadRequest(interval=Duration(seconds=-5))).read()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.WatchCache(admin_pb2.WatchCacheRequest(tenant="x" * 65)).read()
+        watch = stub.WatchCache(admin_pb2.WatchCacheRequest(tenant="acme"))
+        await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.WatchLoad(admin_pb2.WatchLoadRequest()).read()
+        assert reason_of(caught.value) == "SERVER_OVERLOADED"
+        await stub.GetStatus(admin_pb2.GetStatusRequest())
+        watch.cancel()
+    assert [(line["action"], line["target"], line["outcome"]) for line in lines(path)] == [
+        ("WatchLoad", "server", "INVALID_FIELD"),
+        ("WatchCache", "server", "INVALID_FIELD"),
+        ("WatchCache", "tenant:acme", "ok"),
+        ("WatchLoad", "server", "SERVER_OVERLOADED"),
+    ]
+
+
 async def test_too_many_calls_of_administrators_are_no_tenants_doing(
     start_server: ServerFactory, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Never, Protocol
@@ -23,6 +23,7 @@ from drafthouse_server.errors import (
     ConfigError,
     FieldViolation,
     InvalidRequest,
+    ServerOverloaded,
     StoreError,
     StoreRefusal,
     StoreUnavailable,
@@ -60,6 +61,7 @@ ADMIN_BOUNDS: Mapping[str, Bound] = {
 
 _N_TENANTS_MAX = 1000
 _N_STORE_CALLS = 2  # at once; further ones wait
+_N_WATCHERS_MAX = 192  # of 256 calls (listening.py)
 _INTERVAL = Range(0.01, 60.0)
 _INTERVAL_S = 0.1
 _TIMEOUT = Range(0.0, 86400.0)
@@ -134,6 +136,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._told_at = float("-inf")
         self._tokens: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._salt = secrets.token_bytes(32)
+        self._n_watchers = 0
         self._threads = ThreadPoolExecutor(_N_STORE_CALLS, thread_name_prefix="admin-store")
 
     def close(self) -> None:
@@ -328,12 +331,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Writes the load, and again when it has changed: the newest one, however late."""
         interval_s = _seconds(request, "interval", _INTERVAL) or _INTERVAL_S
         told: admin_pb2.Load | None = None
-        while True:
-            load = await self._load()
-            if load != told:
-                told = load
-                await self._write(admin_pb2.WatchLoadResponse(load=load), context)
-            await asyncio.sleep(interval_s)
+        with self._watching():
+            while True:
+                load = await self._load()
+                if load != told:
+                    told = load
+                    await self._write(admin_pb2.WatchLoadResponse(load=load), context)
+                await asyncio.sleep(interval_s)
 
     async def WatchCache(  # type: ignore[override]  # as WatchLoad
         self, request: admin_pb2.WatchCacheRequest, context: Context
@@ -342,12 +346,28 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         reset = admin_pb2.CacheReset(block_tokens=BLOCK_SIZE)
         if request.tenant:
             current_act().target = f"tenant:{request.tenant}"
-        await self._write(admin_pb2.WatchCacheResponse(reset=reset), context)
-        async with self._server.loop.feeds.open() as feed:
-            async for event in feed:
-                message = self._change(event, request.tenant)
-                if message is not None:
-                    await self._write(message, context)
+        with self._watching():
+            await self._write(admin_pb2.WatchCacheResponse(reset=reset), context)
+            async with self._server.loop.feeds.open() as feed:
+                async for event in feed:
+                    message = self._change(event, request.tenant)
+                    if message is not None:
+                        await self._write(message, context)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Counts a watcher: they must leave places to those who administer.
+
+        Raises:
+            ServerOverloaded: there are enough.
+        """
+        if self._n_watchers >= _N_WATCHERS_MAX:
+            raise ServerOverloaded("calls watch", self._config.retry_after_s)
+        self._n_watchers += 1
+        try:
+            yield
+        finally:
+            self._n_watchers -= 1
 
     async def _write(
         self,
@@ -355,6 +375,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         context: Context,
     ) -> None:
         """Writes a message, which its client must take in time."""
+        await current_act().begin()
         call = current_call()
         call.await_reader(self._clock())
         await context.write(message)

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Never, TypeAlias
 
 import grpc
@@ -338,6 +339,14 @@ class Act:
     """What was changed or asked for."""
     detail: dict[str, object] = field(default_factory=dict)
     """What else is of use; never a secret."""
+    on_begin: Callable[[], Awaitable[None]] | None = None
+    """Notes a stream; None: the call is none, or was noted."""
+
+    async def begin(self) -> None:
+        """Has a stream noted, once: what was asked for is good."""
+        note, self.on_begin = self.on_begin, None
+        if note is not None:
+            await note()
 
 
 _current_act: ContextVar[Act] = ContextVar("drafthouse_act")
@@ -352,8 +361,8 @@ class Administer(grpc.aio.ServerInterceptor):
     """Finds out who administers, and has the audit trail told what became of it.
 
     What only reads (Get…, List…) has a line where it fails alone: a status that is asked for each
-    second says nothing, and what it says would hide the rest. Streams have their line when they
-    begin, since they end with whoever reads them.
+    second says nothing, and what it says would hide the rest. Streams have their line with their
+    first message, since they end with whoever reads them.
 
     Args:
         trail: Is told.
@@ -381,9 +390,9 @@ class Administer(grpc.aio.ServerInterceptor):
         actor = await asyncio.to_thread(_actor, context, self._port())
         act, outcome = Act(actor), _FAILED
         _current_act.set(act)
-        if action.startswith("Watch"):
-            await self._note(action, act, OK)
-            return await inner(request, context)
+        is_stream = action.startswith("Watch")
+        if is_stream:
+            act.on_begin = partial(self._note, action, act, OK)
         try:
             answer = await inner(request, context)
             outcome = OK
@@ -397,7 +406,9 @@ class Administer(grpc.aio.ServerInterceptor):
             outcome = _LEFT
             raise
         finally:
-            if outcome not in (OK, _LEFT) or not action.startswith(_READING):
+            is_told = is_stream and act.on_begin is None
+            is_read = outcome in (OK, _LEFT) and action.startswith(_READING)
+            if not (is_told or is_read):
                 await asyncio.shield(self._note(action, act, outcome))
         return answer
 

@@ -273,6 +273,7 @@ class AdminListener:
 
     def __init__(self, server: Operated, config: Config, trail: AuditTrail) -> None:
         self._config = config
+        self._trail = trail
         self._administer = Administer(trail, lambda: self._port)
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
