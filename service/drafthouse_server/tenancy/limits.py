@@ -1,9 +1,8 @@
 """What each tenant has used of its limits, and when there will be more; time is an argument.
 
 Rates are counted by the generic cell rate algorithm: two numbers for each, an exact wait, no
-windows at whose borders a rate doubles. Who is refused is promised the units that it asked for, at
-a time of its own: until then, and for a while after, nobody else gets them. So nearly every retry
-at that time succeeds, however many come.
+windows at whose borders a rate doubles. Who is refused is told a time of its own, see `rows`: so
+most retries at that time succeed, however many come.
 
 Tokens are reserved when a request is let in, its output as long as it is likely to be; what it did
 not use is given back when it ends, and what it used beyond is charged.
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from drafthouse_server.errors import QuotaExceeded
+from drafthouse_server.tenancy.rows import Asked, Row
 from drafthouse_server.tenancy.tenants import Tenant
 
 __all__ = [
@@ -51,14 +51,8 @@ _NOUNS = {
     END_USER: "requests a second of an end user",
 }
 
-_N_PROMISES_MAX = 256
-"""Promises of one meter that are kept; those who are refused beyond are promised nothing."""
-
-_GRACE_S, _GRACE_SHARE = 1.0, 0.25
-"""A promise is kept so many seconds after its time, or so much of the wait that was promised."""
-
 _EARLY_S = 0.005
-"""A promise may be taken so many seconds early: clocks and timers are not exact."""
+"""Who was told a time may come so many seconds early: clocks and timers are not exact."""
 
 _ROUNDING_S = 1e-9
 """Units that are missing for so few seconds are there."""
@@ -89,65 +83,44 @@ class Rate:
     """Units that may be used at once after a pause."""
 
 
-@dataclass(slots=True)
-class _Promise:
-    """Units that are kept for somebody who was refused."""
-
-    origin: str
-    """Peer to whom they were promised."""
-    cost: float
-    """Units."""
-    due_at: float
-    """Monotonic time at which the units are there, seconds."""
-    ends_at: float
-    """Monotonic time until which they are kept, seconds."""
-
-
 class Meter:
     """One rate of one tenant.
 
     Source:
-        The generic cell rate algorithm as a virtual schedule (ITU-T I.371). The promises are ours.
+        The generic cell rate algorithm as a virtual schedule (ITU-T I.371). The row is ours.
     """
 
-    __slots__ = ("_kept", "_paid_at", "_per_s", "_promises")
+    __slots__ = ("_paid_at", "_per_s", "_row")
 
     def __init__(self) -> None:
         self._paid_at = -math.inf  # when all that was taken is paid off at the rate
         self._per_s = 0.0  # the rate that was asked with last
-        self._promises: list[_Promise] = []
-        self._kept = 0.0  # units of all of them
+        self._row = Row()
 
     def take(self, cost: float, rate: Rate, now: float, origin: str = "") -> float:
-        """Takes units, if they are there and are not promised to others.
+        """Takes units, if they are there and are not left to those who were told a time.
 
         Args:
             cost: Units. More than the burst is taken as soon as the whole burst is there.
             rate: Of this meter.
             now: Monotonic time in seconds.
-            origin: Who asks, as well as can be told: a promise is kept for whom it was made to.
+            origin: Who asks, as well as can be told.
 
         Returns:
-            0 where they were taken; otherwise the seconds after which they are kept for the caller.
+            0 where they were taken; otherwise the seconds after which the caller shall come back.
         """
-        self._expire(now)
         self._paid_at = now + debt_s(self.reset_s(now), self._per_s, rate.per_s)
         self._per_s = rate.per_s
-        promise = self._find(origin, now)
-        if promise is not None:
-            self._drop(promise)
-            if self._wait_s(cost, 0.0, rate, now) <= _EARLY_S:
-                self._pay(cost, rate, now)
-                return 0.0
-        wait_s = self._wait_s(cost, self._kept, rate, now)
-        if wait_s <= _ROUNDING_S:
-            self._pay(cost, rate, now)
-            return 0.0
-        if len(self._promises) < _N_PROMISES_MAX:
-            grace_s = max(_GRACE_S, _GRACE_SHARE * wait_s)
-            self._promises.append(_Promise(origin, cost, now + wait_s, now + wait_s + grace_s))
-            self._kept += cost
-        return wait_s
+        self._row.expire(now)
+        asked = Asked(origin, cost, rate, now)
+        place = self._row.find(asked._replace(now=now + _EARLY_S))
+        wait_s = self.reset_s(now) + (cost - max(rate.burst, cost)) / rate.per_s
+        kept = self._row.kept(place, asked)
+        if wait_s + kept / rate.per_s > (_ROUNDING_S if place is None else _EARLY_S):
+            return self._row.refuse(place, asked, wait_s)
+        self._row.let_in(place, origin)
+        self._paid_at = max(self._paid_at, now) + cost / rate.per_s
+        return 0.0
 
     def settle(self, surplus: float, rate: Rate, now: float) -> None:
         """Charges units that were used beyond those taken; gives back a negative number of them.
@@ -158,7 +131,7 @@ class Meter:
         self._paid_at = since + surplus / max(rate.per_s, self._per_s)
 
     def n_left(self, rate: Rate, now: float) -> float:
-        """Returns the units that may be used at once, promised ones not counted."""
+        """Returns the units that may be used at once."""
         return max(0.0, rate.burst - self.reset_s(now) * rate.per_s)
 
     def reset_s(self, now: float) -> float:
@@ -167,32 +140,7 @@ class Meter:
 
     def is_idle(self, now: float) -> bool:
         """Whether it has nothing to remember."""
-        self._expire(now)
-        return self._paid_at <= now and not self._promises
-
-    def _wait_s(self, cost: float, kept: float, rate: Rate, now: float) -> float:
-        """Returns the seconds until so many units are there beside those kept, at most 0 if so."""
-        return self.reset_s(now) + (kept + cost - max(rate.burst, cost)) / rate.per_s
-
-    def _pay(self, cost: float, rate: Rate, now: float) -> None:
-        self._paid_at = max(self._paid_at, now) + cost / rate.per_s
-
-    def _find(self, origin: str, now: float) -> _Promise | None:
-        """Returns a promise to somebody whose time has come."""
-        for promise in self._promises:
-            if promise.origin == origin and promise.due_at <= now + _EARLY_S:
-                return promise
-        return None
-
-    def _drop(self, promise: _Promise) -> None:
-        self._promises.remove(promise)
-        self._kept = sum(other.cost for other in self._promises)
-
-    def _expire(self, now: float) -> None:
-        """Gives up promises that nobody came for."""
-        if self._promises and min(promise.ends_at for promise in self._promises) < now:
-            self._promises = [promise for promise in self._promises if promise.ends_at >= now]
-            self._kept = sum(promise.cost for promise in self._promises)
+        return self._paid_at <= now and self._row.is_empty(now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +213,7 @@ class Limits:
             tenant: Who asks.
             end_user: For whom, if the tenant tells.
             now: Monotonic time in seconds.
-            origin: Where the request comes from: who is refused is promised a place there.
+            origin: Where the request comes from, such as a connection.
 
         Raises:
             QuotaExceeded: too many came lately (TENANT_QUOTA_EXCEEDED).
