@@ -17,14 +17,15 @@ from drafthouse_server.tenancy.limits import (
     END_USER,
     KINDS,
     REQUESTS,
+    Asked,
     EndUserNames,
     Rate,
+    Row,
     Standing,
     debt_s,
     rate_exceeded,
     rate_of,
 )
-from drafthouse_server.tenancy.rows import Asked, Row
 from drafthouse_server.tenancy.tenants import Tenant
 
 __all__ = ["MemoryCounters", "RateCounters", "SharedRates"]
@@ -86,7 +87,7 @@ class RateCounters(Protocol):
 class SharedRates:
     """Takes units of the rates that several servers share, for one of them.
 
-    Each server spreads the times at which those come back whom it refused, see `rows`, as if the
+    Each server spreads the times at which those come back whom it refused, see `Row`, as if the
     others had refused as many.
 
     Args:
