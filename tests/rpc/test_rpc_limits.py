@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -95,6 +96,25 @@ async def test_a_rate_is_refused_with_metric_limit_and_a_time(start_server: Serv
     violation = failure.violations[0]
     assert (violation.subject, violation.quota_metric) == ("tenant:acme", "requests_per_s")
     assert 1.0 < retry.retry_delay.ToTimedelta().total_seconds() <= 2.0
+
+
+async def test_a_new_client_for_each_call_that_waits_as_told_is_let_in(
+    start_server: ServerFactory,
+) -> None:
+    tenants = TenantRegistry({"k": Tenant("acme", requests_per_s=5.0)})
+    server = await start_server(FakeEngine(), tenants=tenants)
+    was_refused = False
+    for _ in range(14):
+        async with drafthouse.AsyncClient(server.target, api_key="k", retry=None) as client:
+            try:
+                await client.generate("x", max_output_tokens=1).result()
+            except drafthouse.TenantQuotaExceeded as error:
+                assert not was_refused, "it has waited as it was told"
+                was_refused = True
+                await asyncio.sleep((error.retry_after or 0.0) + 0.01)
+            else:
+                was_refused = False
+    assert server.loop.admission.n_active == 0
 
 
 def n_month(server: Server) -> int:

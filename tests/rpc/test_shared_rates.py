@@ -141,7 +141,6 @@ async def test_what_was_reserved_and_not_sent_is_given_back_to_all(
         assert rates is not None
         await rates._settle_some()
         assert not await is_let_in(second, n_left + 10)
-        # What the refused one was promised is booked, and reserved is the mean of what was sent.
         assert servers[1].loop.admission.n_active == 0
 
 
@@ -284,9 +283,28 @@ async def test_who_comes_back_when_told_to_is_let_in() -> None:
     start = shared.now
     for origin, wait_s in waits.items():
         assert wait_s is not None
+        shared.now = start + wait_s - 0.01
+        assert await shared.wait_of(tenant, f"other {origin}") != 0, "others wait for it"
         shared.now = start + wait_s
-        assert await shared.wait_of(tenant, f"other {origin}") != 0, "its place is kept"
         assert await shared.wait_of(tenant, origin) == 0
+    await shared.rates.close()
+
+
+async def test_who_waits_as_told_is_let_in_on_a_new_connection() -> None:
+    shared, tenant = Shared(), Tenant("acme", requests_per_s=1.0)
+    n_in = n_asked = 0
+    while shared.now < 160.0:
+        wait_s = await shared.wait_of(tenant, f"c{n_asked}")
+        assert wait_s is not None
+        n_in, n_asked = n_in + (wait_s == 0), n_asked + 1
+        shared.now += wait_s + 0.01 if wait_s else 0.02
+    assert n_in >= 54
+    assert n_asked <= 2 * n_in + 1
+    for _ in range(60):  # who ignores what it is told
+        await shared.wait_of(tenant, "rude")
+        shared.now += 0.3
+    shared.now += 3.0
+    assert await shared.wait_of(tenant, "another") == 0
     await shared.rates.close()
 
 
@@ -313,11 +331,11 @@ async def test_end_users_that_are_too_many_share_one_rate(monkeypatch: pytest.Mo
     shared.now += 100.0
     waits = [await shared.wait_of(tenant, "c", f"another {i}") for i in range(3)]
     assert waits == [0, 0, 0], "those of before are forgotten"
-    for i in range(20):  # promises for which nobody comes
+    for i in range(20):  # places for which nobody comes
         await shared.wait_of(dataclasses.replace(tenant, name=f"t{i}"), "c", "ann")
         await shared.wait_of(dataclasses.replace(tenant, name=f"t{i}"), "c", "ann")
         shared.now += 100.0
-    assert len(shared.rates._bookings) <= 3
+    assert len(shared.rates._rows) <= 20
 
 
 async def test_who_is_refused_for_its_tenants_rate_costs_its_end_user_nothing() -> None:

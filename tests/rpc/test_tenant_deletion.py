@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.admin import admin
 
 import drafthouse
+from drafthouse.v1 import admin_pb2
 from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.engine.fake import FakeEngine
@@ -113,6 +115,26 @@ async def test_a_deleted_tenant_holds_nothing_and_its_streams_end(
     async with client_of(server, key) as anew:
         result = await anew.generate("some words that are long enough " * 4, max_output_tokens=1)
     assert result.usage.reused_prompt_tokens == 0
+
+
+async def test_limits_that_are_changed_are_listed_before_the_next_call(
+    start_server: ServerFactory, tmp_path: Path, eventually: Eventually, free_port: int
+) -> None:
+    """They were those of the tenant's last call, also when it was deleted since."""
+    shell = Shell(tmp_path)
+    server = await start_server(FakeEngine(LIMITS), admin_port=free_port, **shell.settings)
+    key = shell.run("keys", "add", "--tenant", "acme")
+    async with client_of(server, key) as client, admin(free_port) as stub:
+        await client.generate("x", max_output_tokens=1)
+        (found,) = (await stub.ListTenants(admin_pb2.ListTenantsRequest())).tenants
+        assert not found.limits.HasField("max_streams")
+        shell.run("tenants", "set", "acme", "max_streams=2")
+        await eventually(lambda: server.gate.calls.tenants["acme"].n_active_max == 2)
+        (found,) = (await stub.ListTenants(admin_pb2.ListTenantsRequest())).tenants
+        assert found.limits.max_streams == 2
+        shell.run("tenants", "delete", "acme")
+        await eventually(lambda: not server.gate.calls.tenants)
+        assert not (await stub.ListTenants(admin_pb2.ListTenantsRequest())).tenants
 
 
 async def test_one_that_is_deleted_and_made_again_at_once_is_another(

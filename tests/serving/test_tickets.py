@@ -111,10 +111,10 @@ class SlowCounters(MemoryCounters):
         now: float,
         rate: Rate,
         *,
-        books: bool = False,
+        kept: float = 0.0,
     ) -> float:
         await asyncio.sleep(0)
-        return self.take_now(tenant, dimension, cost, now, rate, books=books)
+        return self.take_now(tenant, dimension, cost, now, rate, kept=kept)
 
 
 class NoThread(ThreadPoolExecutor):

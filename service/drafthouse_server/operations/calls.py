@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from drafthouse_server.errors import (
@@ -199,8 +199,18 @@ class OpenCalls:
 
     @property
     def tenants(self) -> Mapping[str, Tenant]:
-        """Who has called of late, by name, as of their last call; 1,000 at most."""
+        """Who has called of late, by name, as of their last call or since; 1,000 at most."""
         return self._tenants
+
+    def renew(self, tenants: Iterable[Tenant]) -> None:
+        """Takes note of what those are now that have called of late."""
+        for tenant in tenants:
+            if tenant.name in self._tenants:
+                self._tenants[tenant.name] = tenant
+
+    def forget(self, tenant: str) -> None:
+        """Forgets that a tenant, which was deleted, has called."""
+        self._tenants.pop(tenant, None)
 
     def n_of(self, tenant: str) -> int:
         """Returns how many calls of a tenant are open."""

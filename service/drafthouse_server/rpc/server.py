@@ -288,7 +288,7 @@ class Server:
                 on_failure=self._on_failure,
             )
             if self.backends.key_ring is not None:
-                self.backends.key_ring.tenants.on_deleted = self._loop.forget_tenant
+                self.backends.key_ring.tenants.on_deleted = self._forget_tenant
             self._accounting = Accounting(
                 self._loop.metrics,
                 self._loop.engine.card.name,
@@ -327,6 +327,12 @@ class Server:
     def _charge_text(self, tenant: str, cpu_s: float) -> None:
         self.loop.charge(tenant, cpu_s * self._config.text_service_weight)
 
+    def _forget_tenant(self, tenant: str) -> None:
+        """Keeps nothing of a tenant that was deleted."""
+        self.loop.forget_tenant(tenant)
+        if self._gate is not None:
+            self._gate.calls.forget(tenant)
+
     async def _listen(
         self,
         loop: StepLoop,
@@ -353,6 +359,8 @@ class Server:
             slow_reader_s=config.slow_reader_timeout_s,
             resets=resets,
         )
+        if self.backends.key_ring is not None:
+            self.backends.key_ring.tenants.on_read = calls.renew
         self._receive = Receive(shapes, calls)
         interceptors = (
             Observe(),

@@ -1,7 +1,7 @@
 """Rates that several servers share, or one keeps to itself: the generic cell rate algorithm.
 
-`SharedRates` is what admission asks: it keeps promises to those who were refused, and lets nobody
-wait for what is only settled.
+`SharedRates` is what admission asks: it tells those who are refused when to come back, and lets
+nobody wait for what is only settled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from drafthouse_server.errors import QuotaExceeded
@@ -18,8 +17,10 @@ from drafthouse_server.tenancy.limits import (
     END_USER,
     KINDS,
     REQUESTS,
+    Asked,
     EndUserNames,
     Rate,
+    Row,
     Standing,
     debt_s,
     rate_exceeded,
@@ -30,18 +31,15 @@ from drafthouse_server.tenancy.tenants import Tenant
 __all__ = ["MemoryCounters", "RateCounters", "SharedRates"]
 
 _ROUNDING_S = 1e-6
-_N_BOOKINGS_MAX = 256
-"""Promises of one rate that are kept; those who are refused beyond are promised nothing."""
-_GRACE_S, _GRACE_SHARE = 1.0, 0.25
-"""A promise is kept so many seconds after its time, or so much of the wait that was promised."""
-_EARLY_S = 0.005
-"""A promise may be taken so many seconds early: clocks and timers are not exact."""
 _N_SWEEP = 4096
 _Key: TypeAlias = tuple[str, str]  # tenant, and what is counted
 
 
 class RateCounters(Protocol):
     """Counts what tenants use of their rates."""
+
+    n_replicas: int
+    """Servers that share the rates."""
 
     async def take(
         self,
@@ -51,7 +49,7 @@ class RateCounters(Protocol):
         now: float,
         rate: Rate,
         *,
-        books: bool = False,
+        kept: float = 0.0,
     ) -> float:
         """Takes units of a rate, if they are there.
 
@@ -61,12 +59,10 @@ class RateCounters(Protocol):
             cost: Units. More than the burst is taken as soon as the whole burst is there.
             now: Monotonic time in seconds.
             rate: Of this tenant and dimension.
-            books: Whether they are taken all the same where they are not there, to be used when
-                they are.
+            kept: Units that must be left.
 
         Returns:
-            0 where they are there; otherwise the seconds after which they are, and nothing was
-            taken, unless they were to be booked.
+            0 where they were taken; otherwise the seconds after which so many are there.
         """
         ...
 
@@ -88,28 +84,11 @@ class RateCounters(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Booking:
-    """Units that were taken for somebody who was refused, and is to come back for them."""
-
-    origin: str
-    """Peer to whom they were promised."""
-    cost: float
-    """Units."""
-    rate: Rate
-    """Rate from which the units are taken."""
-    due_at: float
-    """Monotonic time at which the units are there, seconds."""
-    ends_at: float
-    """Monotonic time until which they are kept, seconds."""
-
-
 class SharedRates:
     """Takes units of the rates that several servers share, for one of them.
 
-    Who is refused has the units booked: at the time that it was told, and for a while after, it
-    gets them without asking again. So nearly every retry at that time succeeds, if it comes to the
-    same server.
+    Each server spreads the times at which those come back whom it refused, see `Row`, as if the
+    others had refused as many.
 
     Args:
         counters: Where they are counted.
@@ -123,7 +102,7 @@ class SharedRates:
         self.counters = counters
         """Where they are counted."""
         self._clock = clock
-        self._bookings: dict[_Key, list[_Booking]] = {}
+        self._rows: dict[_Key, Row] = {}
         self._n_sweep = _N_SWEEP
         self._end_users: dict[str, EndUserNames] = {}
         self._surpluses: dict[_Key, tuple[float, Rate]] = {}
@@ -163,7 +142,7 @@ class SharedRates:
             tenant: Who asks.
             metric: The rate.
             cost: Units.
-            origin: Where the request comes from: a promise is kept for whom it was made to.
+            origin: Where the request comes from, such as a connection.
             end_user: Whose rate it is, where it is an end user's.
 
         Raises:
@@ -177,29 +156,43 @@ class SharedRates:
             return
         now = self._clock()
         key = (tenant.name, self._dimension(tenant.name, metric, end_user, now))
-        self._expire(key, now)
-        bookings = self._bookings.get(key, [])
-        booking = next((b for b in bookings if b.origin == origin and b.due_at <= now), None)
-        if booking is not None:
-            bookings.remove(booking)
-            suffices = cost <= booking.cost
-            self._add_surplus(key, rate, (cost if suffices else 0.0) - booking.cost)
-            if suffices:
-                return
-        books = len(bookings) < _N_BOOKINGS_MAX
-        asking = asyncio.ensure_future(self.counters.take(*key, cost, now, rate, books=books))
+        row = self._row(key, now)
+        asked = Asked(origin, cost, self._part(rate), now)
+        place = row.find(asked)
+        kept = row.kept(place, asked)
+        asking = asyncio.ensure_future(self.counters.take(*key, cost, now, rate, kept=kept))
         try:
             wait_s = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            give_up = functools.partial(self._give_up, key=key, rate=rate, cost=cost, books=books)
-            asking.add_done_callback(give_up)
+            asking.add_done_callback(
+                functools.partial(self._give_up, key=key, rate=rate, cost=cost)
+            )
             raise
-        if wait_s:
-            if books:
-                due_at = self._clock() + wait_s
-                ends_at = due_at + max(_GRACE_S, _GRACE_SHARE * wait_s)
-                self._book(key, _Booking(origin, cost, rate, due_at - _EARLY_S, ends_at))
-            raise rate_exceeded(tenant, metric, wait_s)
+        if not wait_s:
+            row.let_in(place, origin)
+            return
+        wait_s = row.refuse(place, asked._replace(now=self._clock()), wait_s - kept / rate.per_s)
+        raise rate_exceeded(tenant, metric, wait_s)
+
+    def _part(self, rate: Rate) -> Rate:
+        """Returns the part of a rate that those have whom this server refuses."""
+        n = self.counters.n_replicas
+        return Rate(rate.per_s / n, rate.burst / n)
+
+    def _row(self, key: _Key, now: float) -> Row:
+        """Returns those who were refused for a rate."""
+        row = self._rows.get(key)
+        if row is None:
+            self._sweep(now)
+            row = self._rows[key] = Row()
+        row.expire(now)
+        return row
+
+    def _sweep(self, now: float) -> None:
+        """Forgets rows in which nobody is."""
+        if len(self._rows) > self._n_sweep:
+            self._rows = {key: row for key, row in self._rows.items() if not row.is_empty(now)}
+            self._n_sweep = max(_N_SWEEP, 2 * len(self._rows))
 
     def _dimension(self, tenant: str, metric: str, end_user: str, now: float) -> str:
         """Returns what is counted, by its name."""
@@ -210,11 +203,9 @@ class SharedRates:
         name = names.name(end_user, now, lambda it: not reset_s(tenant, f"{metric}:{it}", now))
         return f"{metric}:{name}"
 
-    def _give_up(
-        self, asked: asyncio.Future[float], key: _Key, rate: Rate, cost: float, *, books: bool
-    ) -> None:
+    def _give_up(self, asked: asyncio.Future[float], key: _Key, rate: Rate, cost: float) -> None:
         """Gives back what was taken for a call that has left meanwhile."""
-        if not asked.cancelled() and asked.exception() is None and (books or not asked.result()):
+        if not asked.cancelled() and asked.exception() is None and not asked.result():
             self._add_surplus(key, rate, -cost)
 
     def settle(self, tenant: Tenant, metric: str, surplus: float) -> None:
@@ -237,22 +228,6 @@ class SharedRates:
                 reset_s = self.counters.reset_s(tenant.name, metric, self._clock())
                 n_left = max(0.0, rate.burst - reset_s * rate.per_s)
                 yield Standing(kind, int(rate.burst), int(n_left), reset_s)
-
-    def _book(self, key: _Key, booking: _Booking) -> None:
-        self._bookings.setdefault(key, []).append(booking)
-        if len(self._bookings) > self._n_sweep:
-            for other in list(self._bookings):
-                self._expire(other, self._clock())
-            self._n_sweep = max(_N_SWEEP, 2 * len(self._bookings))
-
-    def _expire(self, key: _Key, now: float) -> None:
-        """Gives back what nobody came for."""
-        bookings = self._bookings.get(key, [])
-        for booking in [booking for booking in bookings if booking.ends_at < now]:
-            bookings.remove(booking)
-            self._add_surplus(key, booking.rate, -booking.cost)
-        if not bookings:
-            self._bookings.pop(key, None)
 
     async def _settle_all(self) -> None:
         while not self._is_closing:
@@ -277,6 +252,9 @@ class SharedRates:
 class MemoryCounters:
     """Counts for one server alone."""
 
+    n_replicas = 1
+    """Servers that share the rates."""
+
     def __init__(self) -> None:
         # When all that was taken is paid off, and the rate that was asked with last.
         self._paid_at: dict[_Key, tuple[float, float]] = {}
@@ -290,10 +268,10 @@ class MemoryCounters:
         now: float,
         rate: Rate,
         *,
-        books: bool = False,
+        kept: float = 0.0,
     ) -> float:
         """Takes units of a rate. See `RateCounters.take`."""
-        return self.take_now(tenant, dimension, cost, now, rate, books=books)
+        return self.take_now(tenant, dimension, cost, now, rate, kept=kept)
 
     def take_now(
         self,
@@ -303,14 +281,14 @@ class MemoryCounters:
         now: float,
         rate: Rate,
         *,
-        books: bool = False,
+        kept: float = 0.0,
     ) -> float:
         """Does what `take` does, on the calling thread."""
         _, was_per_s = self._paid_at.get((tenant, dimension), (now, rate.per_s))
         owed_s = debt_s(self.reset_s(tenant, dimension, now), was_per_s, rate.per_s)
-        wait_s = owed_s + (cost - max(rate.burst, cost)) / rate.per_s
+        wait_s = owed_s + (cost + kept - max(rate.burst, cost)) / rate.per_s
         is_there = wait_s <= _ROUNDING_S
-        if is_there or books:
+        if is_there:
             owed_s += cost / rate.per_s
         self._owe(tenant, dimension, owed_s, rate.per_s, now)
         return 0.0 if is_there else wait_s

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
 from drafthouse_server.errors import TooManyBadKeys, Unauthenticated
-from drafthouse_server.tenancy.tenants import Identity
+from drafthouse_server.tenancy.tenants import Identity, Tenant
 
 if TYPE_CHECKING:  # it needs SQLAlchemy, which servers without a store do not load
     from drafthouse_server.tenancy.records import TenantRecord
@@ -158,6 +158,8 @@ class KnownTenants:
         self._created_at: dict[str, int] = {}
         self.on_deleted: Callable[[str], None] | None = None
         """Called with the name of each that was deleted: nothing of it shall be kept."""
+        self.on_read: Callable[[Iterable[Tenant]], None] | None = None
+        """Called with those that the store has told, as they are now."""
 
     @property
     def names(self) -> set[str]:
@@ -168,6 +170,11 @@ class KnownTenants:
         """Notes tenants that exist."""
         for record in tenants:
             self._created_at.setdefault(record.name, record.created_at)
+
+    def tell(self, tenants: Iterable[Tenant]) -> None:
+        """Tells whom it concerns of tenants that the store has told."""
+        if self.on_read is not None:
+            self.on_read(tenants)
 
     def take_deleted(
         self, asked: AbstractSet[str], found: Iterable[TenantRecord], suspects: AbstractSet[str]

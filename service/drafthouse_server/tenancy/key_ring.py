@@ -373,11 +373,11 @@ class KeyRing:
             while len(self._unknown) > _N_UNKNOWN_MAX:
                 self._unknown.popitem(last=False)
 
-    def _take(self, keys: Iterable[KeyRecord], tenants: Iterable[TenantRecord]) -> None:
+    def _take(self, keys: Iterable[KeyRecord], tenants: Sequence[TenantRecord]) -> None:
         """Takes keys in that the store has just told."""
-        tenants = list(tenants)
         self.tenants.note(tenants)
         by_name = {record.name: self._make_tenant(record) for record in tenants}
+        self.tenants.tell(by_name.values())
         now, wall_now = self._clock(), self._wall_clock()
         for key in keys:
             tenant = by_name.get(key.tenant)

@@ -1,9 +1,11 @@
 """What each tenant has used of its limits, and when there will be more; time is an argument.
 
 Rates are counted by the generic cell rate algorithm: two numbers for each, an exact wait, no
-windows at whose borders a rate doubles. Who is refused is promised the units that it asked for, at
-a time of its own: until then, and for a while after, nobody else gets them. So nearly every retry
-at that time succeeds, however many come.
+windows at whose borders a rate doubles.
+
+Who is refused is told a time of its own, so that not all come back at once. Others leave it the
+units that come until then. From its time on a place is anybody's who comes: nothing is kept for
+connections that are gone.
 
 Tokens are reserved when a request is let in, its output as long as it is likely to be; what it did
 not use is given back when it ends, and what it used beyond is charged.
@@ -13,8 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from drafthouse_server.errors import QuotaExceeded
 from drafthouse_server.tenancy.tenants import Tenant
@@ -25,12 +29,15 @@ __all__ = [
     "KINDS",
     "OUTPUT",
     "REQUESTS",
+    "Asked",
     "EndUserNames",
     "Limits",
     "Meter",
     "Month",
+    "Place",
     "Rate",
     "Reserved",
+    "Row",
     "Standing",
     "debt_s",
     "rate_exceeded",
@@ -51,14 +58,25 @@ _NOUNS = {
     END_USER: "requests a second of an end user",
 }
 
-_N_PROMISES_MAX = 256
-"""Promises of one meter that are kept; those who are refused beyond are promised nothing."""
+_N_PLACES_MAX = 512
+"""Places of one row that are remembered."""
 
-_GRACE_S, _GRACE_SHARE = 1.0, 0.25
-"""A promise is kept so many seconds after its time, or so much of the wait that was promised."""
+_SPREAD_S, _SPREAD_COSTS = 30.0, 3
+"""Seconds that one waits because others do, at most; or costs of its own, or a whole burst's time,
+where these take longer."""
+
+_GRACE_S = 1.0
+"""A place may be taken so many seconds after its time, or as long as its units take to come."""
+
+_RESERVE_S = 0.5
+"""Seconds of the rate, at most, that are there at a time beyond what was asked for: for those whose
+place another has taken a little before them."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it, modulo 1, lie far from each other."""
 
 _EARLY_S = 0.005
-"""A promise may be taken so many seconds early: clocks and timers are not exact."""
+"""Who was told a time may come so many seconds early: clocks and timers are not exact."""
 
 _ROUNDING_S = 1e-9
 """Units that are missing for so few seconds are there."""
@@ -89,65 +107,201 @@ class Rate:
     """Units that may be used at once after a pause."""
 
 
-@dataclass(slots=True)
-class _Promise:
-    """Units that are kept for somebody who was refused."""
+@dataclass(slots=True, eq=False)
+class Place:
+    """A time that was told to somebody who was refused."""
 
     origin: str
-    """Peer to whom they were promised."""
+    """Peer that was told."""
     cost: float
-    """Units."""
+    """Units that it asked for."""
     due_at: float
-    """Monotonic time at which the units are there, seconds."""
+    """Monotonic time that it was told, seconds."""
     ends_at: float
-    """Monotonic time until which they are kept, seconds."""
+    """Monotonic time after which it is forgotten, seconds."""
+    is_taken: bool = False
+    """Whether somebody else came first, after its time."""
+
+
+class Asked(NamedTuple):
+    """What somebody asks for."""
+
+    origin: str
+    """Peer that asks, as well as can be told."""
+    cost: float
+    """Units that it asks for."""
+    rate: Rate
+    """From which they are taken."""
+    now: float
+    """Monotonic time in seconds."""
+
+
+class Row:
+    """Those who were refused for one rate, and are likely to come back."""
+
+    __slots__ = ("_n_beyond", "_n_claims", "_places")
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+        self._n_beyond = 0
+        self._n_claims = 0
+
+    def find(self, asked: Asked) -> Place | None:
+        """Returns a place whose time has come: the caller's own, or else the first one.
+
+        The one who was told may come back on a new connection, or not at all. What it asked for
+        must suffice for whoever comes instead.
+        """
+        origin, cost, _, now = asked
+        found = [
+            place
+            for place in self._places
+            if place.due_at <= now
+            and (place.origin == origin or (cost <= place.cost and not place.is_taken))
+        ]
+        return min(found, key=lambda place: _rank(place, origin), default=None)
+
+    def let_in(self, place: Place | None, origin: str) -> None:
+        """Takes note that one is let in, who had come for a place or for none."""
+        if place is not None and place.origin != origin:
+            place.is_taken = True
+        elif place is not None:
+            self._drop(place)
+
+    def kept(self, place: Place | None, asked: Asked) -> float:
+        """Returns the units that must be left to others by one who comes.
+
+        Who comes for another's place leaves something for its owner every other time only: it may
+        be that one, on a new connection.
+
+        Args:
+            place: Place of which the time has come, as found.
+            asked: What is asked for.
+        """
+        origin, cost, rate, now = asked
+        total = _reserve_s(cost, rate) * rate.per_s
+        if place is not None and place.origin == origin:
+            if not place.is_taken:
+                return 0.0
+            total = 0.0
+        elif place is not None:
+            self._n_claims += 1
+            if self._n_claims % 2 == 0:
+                return 0.0
+            total = min(total, place.cost)
+        most = 0.0
+        for other in sorted(self._places, key=lambda other: other.due_at):
+            if other is not place and not other.is_taken:
+                total += other.cost
+                most = max(most, total - max(0.0, other.due_at - now) * rate.per_s)
+        return most if place is None else min(most, max(0.0, rate.burst - cost))
+
+    def refuse(self, place: Place | None, asked: Asked, wait_s: float) -> float:
+        """Returns the seconds after which one who is refused shall come back.
+
+        Who has come for its place waits only for the units.
+
+        Args:
+            place: Place of which the time has come, as found.
+            asked: What is asked for.
+            wait_s: Seconds after which it is there, if nobody else takes any; may be negative.
+        """
+        origin, cost, rate, now = asked
+        if place is not None and (place.origin == origin or wait_s > 0):
+            self._drop(place)
+            if not place.is_taken and wait_s > 0:
+                self._add(asked, now + wait_s)
+                return wait_s
+        ahead_s, units_s = self._ahead(origin) / rate.per_s, cost / rate.per_s
+        wait_s += _reserve_s(cost, rate) if ahead_s else 0.0
+        spread_s = max(_SPREAD_S, _SPREAD_COSTS * units_s, rate.burst / rate.per_s)
+        if ahead_s <= spread_s and len(self._places) < _N_PLACES_MAX:
+            wait_s = max(_EARLY_S, wait_s + ahead_s)
+            self._add(asked, now + wait_s)
+            return wait_s
+        self._n_beyond += 1
+        return max(_EARLY_S, wait_s + self._n_beyond * _GOLDEN % 1 * min(ahead_s, spread_s))
+
+    def _add(self, asked: Asked, due_at: float) -> None:
+        ends_at = due_at + max(_GRACE_S, asked.cost / asked.rate.per_s)
+        self._places.append(Place(asked.origin, asked.cost, due_at, ends_at))
+
+    def _drop(self, place: Place) -> None:
+        if place in self._places:  # others may have come meanwhile, where Redis is asked
+            self._places.remove(place)
+
+    def _ahead(self, origin: str) -> float:
+        """Returns the units of the places before a new one of a peer.
+
+        A connection with many places delays another as if it had one more than that one.
+        """
+        places = [place for place in self._places if not place.is_taken]
+        n_of = Counter(place.origin for place in places)
+        n_most, units = n_of[origin] + 1, 0.0
+        for place in reversed(places):  # of each peer, the first so many
+            if n_of[place.origin] <= n_most:
+                units += place.cost
+            n_of[place.origin] -= 1
+        return units
+
+    def is_empty(self, now: float) -> bool:
+        """Whether nobody is likely to come back."""
+        self.expire(now)
+        return not self._places
+
+    def expire(self, now: float) -> None:
+        """Forgets places for which nobody came."""
+        if any(place.ends_at < now for place in self._places):
+            self._places = [place for place in self._places if place.ends_at >= now]
+
+
+def _rank(place: Place, origin: str) -> tuple[bool, bool, float]:
+    """Returns what orders the places that one may take."""
+    return place.origin != origin, place.is_taken, place.due_at
+
+
+def _reserve_s(cost: float, rate: Rate) -> float:
+    return max(0.0, min(_RESERVE_S, (rate.burst - cost) / 2 / rate.per_s))
 
 
 class Meter:
     """One rate of one tenant.
 
     Source:
-        The generic cell rate algorithm as a virtual schedule (ITU-T I.371). The promises are ours.
+        The generic cell rate algorithm as a virtual schedule (ITU-T I.371). The row is ours.
     """
 
-    __slots__ = ("_kept", "_paid_at", "_per_s", "_promises")
+    __slots__ = ("_paid_at", "_per_s", "_row")
 
     def __init__(self) -> None:
         self._paid_at = -math.inf  # when all that was taken is paid off at the rate
         self._per_s = 0.0  # the rate that was asked with last
-        self._promises: list[_Promise] = []
-        self._kept = 0.0  # units of all of them
+        self._row = Row()
 
     def take(self, cost: float, rate: Rate, now: float, origin: str = "") -> float:
-        """Takes units, if they are there and are not promised to others.
+        """Takes units, if they are there and are not left to those who were told a time.
 
         Args:
             cost: Units. More than the burst is taken as soon as the whole burst is there.
             rate: Of this meter.
             now: Monotonic time in seconds.
-            origin: Who asks, as well as can be told: a promise is kept for whom it was made to.
+            origin: Who asks, as well as can be told.
 
         Returns:
-            0 where they were taken; otherwise the seconds after which they are kept for the caller.
+            0 where they were taken; otherwise the seconds after which the caller shall come back.
         """
-        self._expire(now)
         self._paid_at = now + debt_s(self.reset_s(now), self._per_s, rate.per_s)
         self._per_s = rate.per_s
-        promise = self._find(origin, now)
-        if promise is not None:
-            self._drop(promise)
-            if self._wait_s(cost, 0.0, rate, now) <= _EARLY_S:
-                self._pay(cost, rate, now)
-                return 0.0
-        wait_s = self._wait_s(cost, self._kept, rate, now)
-        if wait_s <= _ROUNDING_S:
-            self._pay(cost, rate, now)
-            return 0.0
-        if len(self._promises) < _N_PROMISES_MAX:
-            grace_s = max(_GRACE_S, _GRACE_SHARE * wait_s)
-            self._promises.append(_Promise(origin, cost, now + wait_s, now + wait_s + grace_s))
-            self._kept += cost
-        return wait_s
+        self._row.expire(now)
+        asked = Asked(origin, cost, rate, now)
+        place = self._row.find(asked._replace(now=now + _EARLY_S))
+        wait_s = self.reset_s(now) + (cost - max(rate.burst, cost)) / rate.per_s
+        kept = self._row.kept(place, asked)
+        if wait_s + kept / rate.per_s > (_ROUNDING_S if place is None else _EARLY_S):
+            return self._row.refuse(place, asked, wait_s)
+        self._row.let_in(place, origin)
+        self._paid_at = max(self._paid_at, now) + cost / rate.per_s
+        return 0.0
 
     def settle(self, surplus: float, rate: Rate, now: float) -> None:
         """Charges units that were used beyond those taken; gives back a negative number of them.
@@ -158,7 +312,7 @@ class Meter:
         self._paid_at = since + surplus / max(rate.per_s, self._per_s)
 
     def n_left(self, rate: Rate, now: float) -> float:
-        """Returns the units that may be used at once, promised ones not counted."""
+        """Returns the units that may be used at once."""
         return max(0.0, rate.burst - self.reset_s(now) * rate.per_s)
 
     def reset_s(self, now: float) -> float:
@@ -167,32 +321,7 @@ class Meter:
 
     def is_idle(self, now: float) -> bool:
         """Whether it has nothing to remember."""
-        self._expire(now)
-        return self._paid_at <= now and not self._promises
-
-    def _wait_s(self, cost: float, kept: float, rate: Rate, now: float) -> float:
-        """Returns the seconds until so many units are there beside those kept, at most 0 if so."""
-        return self.reset_s(now) + (kept + cost - max(rate.burst, cost)) / rate.per_s
-
-    def _pay(self, cost: float, rate: Rate, now: float) -> None:
-        self._paid_at = max(self._paid_at, now) + cost / rate.per_s
-
-    def _find(self, origin: str, now: float) -> _Promise | None:
-        """Returns a promise to somebody whose time has come."""
-        for promise in self._promises:
-            if promise.origin == origin and promise.due_at <= now + _EARLY_S:
-                return promise
-        return None
-
-    def _drop(self, promise: _Promise) -> None:
-        self._promises.remove(promise)
-        self._kept = sum(other.cost for other in self._promises)
-
-    def _expire(self, now: float) -> None:
-        """Gives up promises that nobody came for."""
-        if self._promises and min(promise.ends_at for promise in self._promises) < now:
-            self._promises = [promise for promise in self._promises if promise.ends_at >= now]
-            self._kept = sum(promise.cost for promise in self._promises)
+        return self._paid_at <= now and self._row.is_empty(now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +394,7 @@ class Limits:
             tenant: Who asks.
             end_user: For whom, if the tenant tells.
             now: Monotonic time in seconds.
-            origin: Where the request comes from: who is refused is promised a place there.
+            origin: Where the request comes from, such as a connection.
 
         Raises:
             QuotaExceeded: too many came lately (TENANT_QUOTA_EXCEEDED).

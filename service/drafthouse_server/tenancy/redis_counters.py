@@ -37,12 +37,12 @@ _LONGEST_S = 1e11
 """More seconds than any rate makes a tenant wait, and no more than a `RetryInfo` can say."""
 _N_CONNECTIONS_MAX = 32
 _PREFIX = "drafthouse"
-_TAKE_OR_NOT, _FORCE, _BOOK = range(3)
+_TAKE_OR_NOT, _FORCE = range(2)
 
 # Times are seconds of Redis's own clock; what is stored is when all that was taken is paid off, and
 # when that was written, lest tenants wait for hours by which the clock is set back; and the rate,
 # which may be raised meanwhile, see `debt_s`. Where there is too little: 0 just notes the debt, 1
-# and 2 take all the same. Answers the wait, 0 for 1, and debt.
+# takes all the same. Answers the wait, 0 for 1, and debt.
 _TAKE = """
 local clock = redis.call('TIME')
 local now = clock[1] + clock[2] / 1e6
@@ -57,7 +57,7 @@ if ARGV[4] == '1' then
 else
   debt = debt * math.min(1, was_per_s / per_s)
 end
-local wait = debt + (cost - math.max(burst, cost)) / per_s
+local wait = debt + (cost + tonumber(ARGV[5]) - math.max(burst, cost)) / per_s
 if wait <= 1e-6 or ARGV[4] == '1' then wait = 0 end
 if ARGV[4] == '0' and wait > 0 then cost = 0 end
 debt = debt + cost / per_s
@@ -183,14 +183,16 @@ class RedisCounters:
         now: float,
         rate: Rate,
         *,
-        books: bool = False,
+        kept: float = 0.0,
     ) -> float:
         """Takes units of a rate. See `RateCounters.take`."""
-        wait_s = await self._count(tenant, dimension, cost, rate, _BOOK if books else _TAKE_OR_NOT)
+        wait_s = await self._count(tenant, dimension, cost, rate, _TAKE_OR_NOT, kept=kept)
         if wait_s is not None:
             return wait_s
         now = max(now, self._clock())  # Redis was waited for, and others have been served since
-        return self._local.take_now(tenant, dimension, cost, now, self._part(rate), books=books)
+        return self._local.take_now(
+            tenant, dimension, cost, now, self._part(rate), kept=kept / self.n_replicas
+        )
 
     async def settle(
         self, tenant: str, dimension: str, surplus: float, now: float, rate: Rate
@@ -208,13 +210,13 @@ class RedisCounters:
         return Rate(rate.per_s / self.n_replicas, rate.burst / self.n_replicas)
 
     async def _count(
-        self, tenant: str, dimension: str, cost: float, rate: Rate, way: int
+        self, tenant: str, dimension: str, cost: float, rate: Rate, way: int, *, kept: float = 0.0
     ) -> float | None:
         """Returns the wait that Redis tells; None while it does not answer."""
         if self.is_away:  # only `_keep_signing` waits for it then
             return None
         keys = [f"{_PREFIX}:rate:{tenant}:{dimension}"]
-        asked = self._take(keys=keys, args=[cost, rate.per_s, rate.burst, way])
+        asked = self._take(keys=keys, args=[cost, rate.per_s, rate.burst, way, kept])
         answer = await self._ask(asked, _seconds)
         if answer is None:
             return None
