@@ -26,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("factors")
     plain = write_model(folder / "plain.gguf", "llama")
     with Model(plain) as model:
-        n = int(model.meta("llama.attention.key_length")) // 2
+        n = int(model.meta("llama.attention.key_length") or 0) // 2
     factors = {"long": np.geomspace(1, 40, n), "short": np.geomspace(1, 2, n)}
     return copied(
         plain,
