@@ -93,7 +93,7 @@ def test_exactly_as_many_tokens_as_asked_for(way: str, n_tokens: int) -> None:
     stats = found.stats
     assert 0 <= stats.n_accepted <= stats.n_drafted
     assert stats.n_target_forwards <= n_tokens <= stats.n_target_forwards + stats.n_accepted
-    assert target.history[: n_tokens + 1] == (0, *found.tokens)
+    assert target.history == draft.history == (0, *found.tokens)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -115,6 +115,9 @@ def test_a_text_ends_with_its_ending_token(way: str) -> None:
     else:
         found = WAYS[way](target, draft, 9, rng)
     assert found.tokens == (1, 2, 3)
+    assert target.history == (0, 1, 2, 3)
+    if way != "autoregressive":
+        assert draft.history == (0, 1, 2, 3)
 
 
 def test_a_forbidden_ending_is_not_chosen() -> None:
