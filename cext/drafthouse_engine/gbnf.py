@@ -13,6 +13,7 @@ from drafthouse_engine.errors import BadConstraint
 __all__ = [
     "CODE_POINT_MAX",
     "EMPTY",
+    "GRAMMAR_BYTES_MAX",
     "Alt",
     "Chars",
     "Node",
@@ -195,7 +196,8 @@ def _inner_first(root: Node, rules: Rules) -> list[str]:
     """Returns the rules that a tree refers to; each behind those that it is made of itself."""
     found: dict[str, None] = {}
     seen: set[str] = set()
-    waiting = [(name, False) for name in _references(root)]
+    walked: set[int] = set()
+    waiting = [(name, False) for name in _references(root, walked)]
     while waiting:
         name, is_open = waiting.pop()
         if is_open:
@@ -203,27 +205,25 @@ def _inner_first(root: Node, rules: Rules) -> list[str]:
         elif name not in seen:
             seen.add(name)
             waiting.append((name, True))
-            waiting += [(inner, False) for inner in _references(rules[name])]
+            waiting += [(inner, False) for inner in _references(rules[name], walked)]
     return list(found)
 
 
-def _references(root: Node) -> list[str]:
-    """Returns the names in a tree."""
+def _references(root: Node, walked: set[int]) -> list[str]:
+    """Returns the names in a tree, but for parts that were walked in another tree."""
     found: dict[str, None] = {}
-    seen: set[int] = set()
     waiting = [root]
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:
+        if isinstance(node, Ref):
+            found[node.name] = None
+        if id(node) in walked:
             continue
-        seen.add(id(node))
-        match node:
-            case Ref(name):
-                found[name] = None
-            case Seq(items) | Alt(items):
-                waiting += items
-            case Repeat(item):
-                waiting.append(item)
+        walked.add(id(node))
+        if isinstance(node, Seq | Alt):
+            waiting += node.items
+        elif isinstance(node, Repeat):
+            waiting.append(node.item)
     return list(found)
 
 

@@ -469,15 +469,16 @@ class _Builder:
         is_named = isinstance(required, list) and all(isinstance(name, str) for name in required)
         if not isinstance(properties, dict) or not is_named:
             raise self._error('"properties" must be an object, "required" a list of names', at)
+        wanted = set(required)
         others = found.get("additionalProperties", not properties)
         names = list(properties) + [name for name in required if name not in properties]
         members = {
             name: self._member(name, properties.get(name, others), f"{at}/properties/{name}")
             for name in names
-            if name in required or properties[name] is not False
+            if name in wanted or properties[name] is not False
         }
         extra = None if others is False else self._other_member(names, others, at)
-        return listed([self._members(members, set(required), extra)], "{", "}")
+        return listed([self._members(members, wanted, extra)], "{", "}")
 
     def _part(self, letter: str, schema: object, at: str) -> Ref:
         """A part that stands in its tree several times."""
@@ -505,7 +506,11 @@ class _Builder:
             limit = f"names of at most {NAME_CHARS_MAX} characters"
             raise self._error(f'"additionalProperties" needs {limit}', at)
         value = self._build(schema, f"{at}/additionalProperties")
-        return self._rule("m", Seq((quoted(other_than(names, self.rules)), COLON, value)))
+        try:
+            other = other_than(names, self.rules)
+        except BadConstraint as error:
+            raise self._error(f"{error}", at) from None
+        return self._rule("m", Seq((quoted(other), COLON, value)))
 
     def _members(self, members: dict[str, Node], required: set[str], extra: Node | None) -> Node:
         """Members in their order; `after` has commas before each, `first` before all but one.

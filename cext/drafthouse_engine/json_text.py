@@ -8,6 +8,7 @@ from typing import Final
 from drafthouse_engine.errors import BadConstraint
 from drafthouse_engine.gbnf import (
     EMPTY,
+    GRAMMAR_BYTES_MAX,
     Alt,
     Chars,
     Node,
@@ -35,6 +36,8 @@ __all__ = [
     "separated",
     "words",
 ]
+
+N_RULES_MAX: Final = GRAMMAR_BYTES_MAX // 16  # more, of names, never fit a grammar
 
 _SPECIAL = chars_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])
 _PLAIN = complement(_SPECIAL)
@@ -126,6 +129,9 @@ def other_than(names: list[str], rules: Rules) -> Node:
     Args:
         names: what it is not.
         rules: gets a rule for each beginning that names have, so that long names nest no tree.
+
+    Raises:
+        BadConstraint: there are too many beginnings.
     """
     root = _new_rule(rules)
     waiting = [(root, names)]
@@ -151,6 +157,8 @@ def _begun_otherwise(firsts: str) -> Node:
 
 
 def _new_rule(rules: Rules) -> Ref:
+    if len(rules) >= N_RULES_MAX:
+        raise BadConstraint("the names of properties are too many or too long together")
     ref = Ref(f"o{len(rules)}")
     rules[ref.name] = EMPTY  # written soon
     return ref

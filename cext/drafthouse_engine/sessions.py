@@ -422,7 +422,8 @@ class SpeculativeSession:
             [n_vocab] float32, a copy.
 
         Raises:
-            InvalidArgument: the last decode has no such output.
+            InvalidArgument: the last decode has no such output, or the sequence was begun, loaded,
+                cut or ended since.
         """
         return self._engine.logits(self._output(seq_id, i))
 
@@ -434,7 +435,8 @@ class SpeculativeSession:
             i: which of the sequence's outputs; −1 is the last.
 
         Raises:
-            InvalidArgument: the last decode has no such output.
+            InvalidArgument: the last decode has no such output, or the sequence was begun, loaded,
+                cut or ended since.
             SeqIdle: the sequence has not begun.
             SamplingFailed: no token is allowed here; the sequence must begin again.
         """

@@ -118,6 +118,16 @@ def test_deep_schemas_take_milliseconds(schema: dict[str, Any], text: str) -> No
     assert not grammar_accepts(grammar, text[:-1])
 
 
+def test_names_that_no_grammar_holds_are_refused_at_once() -> None:
+    names = [chr(97 + i % 60) * 120 for i in range(60)]
+    schema = {"properties": {name: {} for name in names}, "additionalProperties": True}
+    start_s = time.perf_counter()
+    with pytest.raises(BadConstraint, match="too many or too long") as caught:
+        json_schema_grammar(schema)
+    assert time.perf_counter() - start_s < 0.5
+    assert caught.value.where == "#"
+
+
 def test_equal_parts_of_a_schema_are_written_once() -> None:
     part = {"properties": {"x": {"type": "array", "items": {"type": "string"}}, "y": {}}}
     one = {"properties": {"p0": part}}
