@@ -13,6 +13,7 @@ from drafthouse_engine.errors import BadConstraint
 __all__ = [
     "CODE_POINT_MAX",
     "EMPTY",
+    "GRAMMAR_BYTES_MAX",
     "Alt",
     "Chars",
     "Node",
@@ -22,9 +23,7 @@ __all__ = [
     "Seq",
     "chars_of",
     "complement",
-    "is_nullable",
     "literal",
-    "non_empty",
     "optional",
     "to_gbnf",
 ]
@@ -32,6 +31,7 @@ __all__ = [
 CODE_POINT_MAX: Final = 0x10FFFF
 REPEAT_MAX: Final = 2000  # llama.cpp writes repetitions out, and reads more as "no bound"
 GRAMMAR_BYTES_MAX: Final = 65536
+SURROGATES: Final = (0xD800, 0xDFFF)  # no characters: UTF-8 cannot hold them
 
 Range: TypeAlias = tuple[int, int]
 
@@ -98,8 +98,9 @@ def chars_of(ranges: Iterable[Range]) -> Chars:
 
 
 def complement(chars: Chars) -> Chars:
-    """Returns all characters that are not in a set."""
-    edges = [-1, *(edge for pair in chars.ranges for edge in pair), CODE_POINT_MAX + 1]
+    """Returns all characters that are not in a set; surrogates are none."""
+    ranges = chars_of((*chars.ranges, SURROGATES)).ranges
+    edges = [-1, *(edge for pair in ranges for edge in pair), CODE_POINT_MAX + 1]
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return Chars(tuple((a + 1, b - 1) for a, b in gaps if a + 1 <= b - 1))
 
@@ -114,47 +115,61 @@ def optional(node: Node) -> Node:
     return Repeat(node, 0, 1)
 
 
-def is_nullable(node: Node) -> bool:
-    """Returns whether the empty text is among a language; a reference counts as not."""
-    match node:
-        case Seq(items):
-            return all(is_nullable(item) for item in items)
-        case Alt(items):
-            return any(is_nullable(item) for item in items)
-        case Repeat(item, n_min, n_max):
-            return n_min == 0 or n_max == 0 or is_nullable(item)
-    return False
+class _Emptiness:
+    """Answers about the empty text, each node once: a node may stand in a tree at many places."""
 
+    def __init__(self) -> None:
+        # The nodes are held, so that no other one gets the identity of one that has gone.
+        self._nullable: dict[int, tuple[Node, bool]] = {}
+        self._non_empty: dict[int, tuple[Node, Node | None]] = {}
 
-def non_empty(node: Node) -> Node | None:
-    """Returns a language without the empty text; None when nothing is left.
+    def is_nullable(self, node: Node) -> bool:
+        """Returns whether the empty text is among a language; a reference counts as not."""
+        if id(node) not in self._nullable:
+            self._nullable[id(node)] = node, self._find_nullable(node)
+        return self._nullable[id(node)][1]
 
-    GBNF cannot repeat without bound what may be empty.
-    """
-    if not is_nullable(node):
+    def _find_nullable(self, node: Node) -> bool:
+        match node:
+            case Seq(items):
+                return all(self.is_nullable(item) for item in items)
+            case Alt(items):
+                return any(self.is_nullable(item) for item in items)
+            case Repeat(item, n_min, n_max):
+                return n_min == 0 or n_max == 0 or self.is_nullable(item)
+        return False
+
+    def non_empty(self, node: Node) -> Node | None:
+        """Returns a language without the empty text; None when nothing is left.
+
+        GBNF cannot repeat without bound what may be empty.
+        """
+        if id(node) not in self._non_empty:
+            self._non_empty[id(node)] = node, self._find_non_empty(node)
+        return self._non_empty[id(node)][1]
+
+    def _find_non_empty(self, node: Node) -> Node | None:
+        if not self.is_nullable(node):
+            return node
+        match node:
+            case Seq(items):
+                return self._non_empty_seq(items)
+            case Alt(items):
+                left = tuple(found for item in items if (found := self.non_empty(item)) is not None)
+                return Alt(left) if left else None
+            case Repeat(item, _, n_max):
+                first = self.non_empty(item)
+                return None if first is None or n_max == 0 else Repeat(first, 1, n_max)
         return node
-    match node:
-        case Seq(items):
-            return _non_empty_seq(items)
-        case Alt(items):
-            left = tuple(found for item in items if (found := non_empty(item)) is not None)
-            return Alt(left) if left else None
-        case Repeat(item, _, n_max):
-            first = non_empty(item)
-            if first is None or n_max == 0:
-                return None
-            return Seq((first, Repeat(first, 0, None if n_max is None else n_max - 1)))
-    return node
 
-
-def _non_empty_seq(items: tuple[Node, ...]) -> Node | None:
-    """The first item that is not empty may be any one."""
-    starts = [
-        Seq((first, *items[i + 1 :]))
-        for i, item in enumerate(items)
-        if (first := non_empty(item)) is not None
-    ]
-    return Alt(tuple(starts)) if starts else None
+    def _non_empty_seq(self, items: tuple[Node, ...]) -> Node | None:
+        """The first item that is not empty may be any one."""
+        starts = [
+            Seq((first, *items[i + 1 :]))
+            for i, item in enumerate(items)
+            if (first := self.non_empty(item)) is not None
+        ]
+        return Alt(tuple(starts)) if starts else None
 
 
 def to_gbnf(root: Node, rules: Rules | None = None) -> str:
@@ -167,13 +182,49 @@ def to_gbnf(root: Node, rules: Rules | None = None) -> str:
     Raises:
         BadConstraint: the grammar is too large or too ambiguous.
     """
+    named = rules or {}
     writer = _Writer()
-    for name, node in (rules or {}).items():
-        writer.define(f"u-{name}", node)
+    for name in _inner_first(root, named):
+        writer.define_rule(name, named[name])
     writer.define("root", root)
     text = "\n".join(f"{name} ::= {body}" for name, body in writer.rules.items())
     check_grammar(text)
     return text
+
+
+def _inner_first(root: Node, rules: Rules) -> list[str]:
+    """Returns the rules that a tree refers to; each behind those that it is made of itself."""
+    found: dict[str, None] = {}
+    seen: set[str] = set()
+    walked: set[int] = set()
+    waiting = [(name, False) for name in _references(root, walked)]
+    while waiting:
+        name, is_open = waiting.pop()
+        if is_open:
+            found[name] = None
+        elif name not in seen:
+            seen.add(name)
+            waiting.append((name, True))
+            waiting += [(inner, False) for inner in _references(rules[name], walked)]
+    return list(found)
+
+
+def _references(root: Node, walked: set[int]) -> list[str]:
+    """Returns the names in a tree, but for parts that were walked in another tree."""
+    found: dict[str, None] = {}
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Ref):
+            found[node.name] = None
+        if id(node) in walked:
+            continue
+        walked.add(id(node))
+        if isinstance(node, Seq | Alt):
+            waiting += node.items
+        elif isinstance(node, Repeat):
+            waiting.append(node.item)
+    return list(found)
 
 
 class _Writer:
@@ -182,7 +233,21 @@ class _Writer:
     def __init__(self) -> None:
         self.rules: dict[str, str] = {}
         self._names: dict[str, str] = {}
+        self._symbols: dict[str, str] = {}
+        self._terms: dict[int, tuple[Node, str]] = {}
+        self._emptiness = _Emptiness()
         self._n_bytes = 0
+
+    def define_rule(self, name: str, node: Node) -> None:
+        """Writes what a reference stands for; equal rules are written once."""
+        body = self._body(node)
+        is_used = name in self._symbols  # a rule that it is made of refers to it
+        if not is_used and (body in self._names or isinstance(node, Ref)):
+            self._symbols[name] = self._names.get(body, body)
+            return
+        symbol = self._symbols.setdefault(name, f"u-{name}")
+        self._names.setdefault(body, symbol)
+        self._add(symbol, body)
 
     def define(self, name: str, node: Node) -> None:
         self._add(name, self._body(node))
@@ -205,13 +270,18 @@ class _Writer:
         return " ".join(_joined(self._term(item) for item in node.items)) or '""'
 
     def _term(self, node: Node) -> str:
+        if id(node) not in self._terms:
+            self._terms[id(node)] = node, self._written(node)
+        return self._terms[id(node)][1]
+
+    def _written(self, node: Node) -> str:
         match node:
             case Chars(ranges):
                 return _chars(ranges)
             case Repeat(item, n_min, n_max):
                 return self._repeat(item, n_min, n_max)
             case Ref(name):
-                return f"u-{name}"
+                return self._symbols.setdefault(name, f"u-{name}")
             case Seq(items) if not items:
                 return '""'
             case Seq(items) | Alt(items) if len(items) == 1:
@@ -231,8 +301,10 @@ class _Writer:
             raise BadConstraint(f"something is repeated {most} times; at most {REPEAT_MAX} can be")
         if n_max == 0:
             return '""'
-        if n_max is None and is_nullable(item):
-            found = non_empty(item)
+        if n_max is None and n_min <= 1:
+            item, n_min = _unnested(item, n_min)
+        if n_max is None and self._emptiness.is_nullable(item):
+            found = self._emptiness.non_empty(item)
             return '""' if found is None else self._repeat(found, 0, None)
         symbol = self._term(item)
         if symbol == '""':
@@ -243,6 +315,18 @@ class _Writer:
         if (n_min, n_max) == (1, 1):
             return symbol
         return symbol + short.get((n_min, n_max), f"{{{n_min},{'' if n_max is None else n_max}}}")
+
+
+def _unnested(item: Node, n_min: int) -> tuple[Node, int]:
+    """Returns what many times many are once many: (x+)* is x*."""
+    while True:
+        match item:
+            case Seq((only,)) | Alt((only,)):
+                item = only
+            case Repeat(inner, 0 | 1 as least, None):
+                item, n_min = inner, min(least, n_min)
+            case _:
+                return item, n_min
 
 
 def _joined(terms: Iterable[str]) -> Iterator[str]:

@@ -288,7 +288,7 @@ def generate_autoregressive(
     """Generates one token per forward.
 
     Args:
-        target: a decoder; its history is continued.
+        target: a decoder; its history goes on with the prompt and the new tokens, no others.
         prompt: tokens, at least one.
         n_tokens: most new tokens, ≥ 1.
         sampling: temperature, top_k, top_p, min_p, ignore_eos and seed; None is greedy.
@@ -323,7 +323,7 @@ def generate_vanilla(
     """Generates with a chain of tokens sampled from a draft model.
 
     Args:
-        target: a decoder; its history is continued.
+        target: a decoder; its history goes on with the prompt and the new tokens, no others.
         draft: a decoder of the draft model, with the same history and vocabulary.
         prompt: tokens, at least one.
         n_tokens: most new tokens, ≥ 1.
@@ -355,13 +355,14 @@ def _vanilla_round(run: _Run, target: Scorer, draft: Scorer, n_draft: int) -> No
     p = run.distribution(target.batched_logits(tokens))
     run.n_target_forwards += 1
     n_accepted, last = speculative_sample(list(p), q, tokens, run.rng)
-    n_emitted = run.emit([*tokens[:n_accepted], last])
+    chosen = [*tokens[:n_accepted], last]
+    chosen = chosen[: run.emit(chosen)]
     run.n_drafted += len(tokens)
-    run.n_accepted += min(n_accepted, n_emitted)
+    run.n_accepted += min(n_accepted, len(chosen))
     for decoder in (target, draft):
-        n_known = decoder.history_len - n_past
-        decoder.rollback_to(n_past + min(n_accepted, n_known))
-        decoder.observe([*tokens[n_known:n_accepted], last])
+        n_known = min(n_accepted, decoder.history_len - n_past, len(chosen))
+        decoder.rollback_to(n_past + n_known)
+        decoder.observe(chosen[n_known:])
 
 
 def _draft_chain(run: _Run, draft: Scorer, n_draft: int) -> tuple[list[int], list[Probabilities]]:
@@ -392,7 +393,7 @@ def generate_tree(
     it, so the text is distributed as without a draft.
 
     Args:
-        target: a tree decoder; its history is continued.
+        target: a tree decoder; its history goes on with the prompt and the new tokens, no others.
         draft: a tree decoder of the draft model, with the same history and vocabulary, or an
             EAGLE-3 drafter of the target.
         prompt: tokens, at least one.
@@ -448,15 +449,16 @@ def _tree_round(run: _Run, target: TreeScorer, drafter: TreeDrafter, shape: Tree
     logits = target.tree_logits_keep_kv(tree)
     run.n_target_forwards += 1
     path, last = _walk(run, tree, logits)
-    drafted = [tree.tokens[node] for node in path[1:]]
-    n_emitted = run.emit([*drafted, last])
+    chosen = [*(tree.tokens[node] for node in path[1:]), last]
+    chosen = chosen[: run.emit(chosen)]
+    path = path[: len(chosen) + 1]
     run.n_drafted += len(tree) - 1
-    run.n_accepted += min(len(drafted), n_emitted)
+    run.n_accepted += len(path) - 1
     target.commit_tree_path(path)
-    target.observe([last])
+    target.observe(chosen[len(path) - 1 :])
     if isinstance(drafter, _ModelDrafter):
         known = [node for node in (draft_nodes[node] for node in path) if node is not None]
-        drafter.commit(known, [*drafted[len(known) - 1 :], last])
+        drafter.commit(known, chosen[len(known) - 1 :])
     else:
         drafter.end_draft()
 

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars.
+r"""JSON schemas as grammars.
 
 A text that the grammar generates is JSON and valid under the schema, but for two keywords: where
 branches of `oneOf` overlap, which is read as `anyOf`, it may be valid under several; and a `format`
@@ -6,7 +6,8 @@ that is not understood is an annotation, as the draft has it. Annotations are pa
 that the grammar cannot hold is refused. Narrower than the schema, on purpose: members come in the
 order of `properties`; an object with `properties` and no `additionalProperties` has no others; the
 numbers have at most 16 digits; times have no leap second, at most nine digits after a second's
-point, and T and Z in upper case; white space is what a printer makes of it.
+point, and T and Z in upper case; in a `pattern`, `.` is no end of line and `\S` no white space of
+ECMA-262's; white space is what a printer makes of it.
 
 Understood: `type` (also a list), `properties`, `required`, `additionalProperties`, `items`,
 `prefixItems`, `minItems`, `maxItems`, `minLength`, `maxLength`, `pattern`, `format` (`date`,
@@ -26,20 +27,31 @@ from urllib.parse import unquote
 
 from drafthouse_engine.digits import integer_range
 from drafthouse_engine.errors import BadConstraint
+from drafthouse_engine.fields import has_text_problem
 from drafthouse_engine.gbnf import (
     EMPTY,
     Alt,
-    Chars,
     Node,
     Ref,
     Repeat,
     Rules,
     Seq,
-    chars_of,
-    complement,
     literal,
     optional,
     to_gbnf,
+)
+from drafthouse_engine.json_text import (
+    CHAR,
+    COLON,
+    COMMA,
+    INTEGER,
+    NUMBER,
+    listed,
+    mapped,
+    other_than,
+    quoted,
+    separated,
+    words,
 )
 from drafthouse_engine.regex import Regex
 
@@ -99,15 +111,6 @@ _FORMATS: Final = {
 }
 _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
 
-_SPECIAL = chars_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])
-_PLAIN = complement(Chars((*_SPECIAL.ranges, (0xD800, 0xDFFF))))
-_ESCAPES: Final = {8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
-_QUOTE = literal('"')
-_SPACE = Alt(
-    (EMPTY, literal(" "), Seq((literal("\n"), Repeat(chars_of([(9, 9), (32, 32)]), 0, 20))))
-)
-_ANY_RULES: Final = ("value", "object", "array", "string")
-
 
 def json_schema_grammar(schema: str | Schema) -> str:
     """Returns the grammar (GBNF) of the JSON texts that are valid under a schema.
@@ -123,8 +126,11 @@ def json_schema_grammar(schema: str | Schema) -> str:
     Thread:
         Any; takes milliseconds, so call it where requests are read, not between two steps.
     """
-    builder = _Builder(_document(schema))
-    return to_gbnf(builder.root(), builder.rules)
+    try:
+        builder = _Builder(_document(schema))
+        return to_gbnf(builder.root(), builder.rules)
+    except RecursionError:
+        raise BadConstraint("the schema nests too deep", where="#") from None
 
 
 def _document(schema: str | Schema) -> Schema:
@@ -156,76 +162,48 @@ def _check_depth(text: str) -> None:
             raise BadConstraint(f"the schema nests more than {2 * DEPTH_MAX} levels", where="#")
 
 
-def _mapped(node: Node) -> Node:
-    """Returns how a language of texts is written inside a JSON string."""
-    match node:
-        case Chars(ranges):
-            return _mapped_chars(ranges)
-        case Seq(items):
-            return Seq(tuple(_mapped(item) for item in items))
-        case Alt(items):
-            return Alt(tuple(_mapped(item) for item in items))
-        case Repeat(item, n_min, n_max):
-            return Repeat(_mapped(item), n_min, n_max)
-    return node
-
-
-def _mapped_chars(ranges: tuple[tuple[int, int], ...]) -> Node:
-    overlaps = [
-        (max(a, c), min(b, d))
-        for a, b in ranges
-        for c, d in _PLAIN.ranges
-        if max(a, c) <= min(b, d)
-    ]
-    found: list[Node] = [chars_of(overlaps)] if overlaps else []
-    special = (c for low, high in _SPECIAL.ranges for c in range(low, high + 1))
-    found += [
-        literal(_ESCAPES.get(code, f"\\u{code:04x}"))
-        for code in special
-        if any(a <= code <= b for a, b in ranges)
-    ]
-    if not found:
-        raise BadConstraint("a set of characters has nothing that JSON can hold")
-    return found[0] if len(found) == 1 else Alt(tuple(found))
-
-
-_CHAR = _mapped_chars(((1, 0x10FFFF),))
-
-
-def _string(content: Node) -> Node:
-    return Seq((_QUOTE, content, _QUOTE))
-
-
-def _listed(items: list[Node], opening: str, closing: str) -> Node:
-    """What stands between brackets, with white space inside them."""
-    return Seq((literal(opening), _SPACE, *items, _SPACE, literal(closing)))
-
-
-_COMMA: Final = Seq((literal(","), _SPACE))
-_COLON: Final = Seq((literal(":"), _SPACE))
-_INTEGER: Final = Seq((optional(literal("-")), Regex("0|[1-9][0-9]{0,15}").parse()))
-_NUMBER: Final = Regex(r"-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+\-]?[0-9]{1,2})?").parse()
+_Maker: TypeAlias = Callable[[], Node]
 
 
 class _Builder:
-    """Turns one schema into a language; every part that is referred to is a rule."""
+    """Turns one schema into a language.
+
+    Objects, lists, patterns and what is referred to are rules, made one after the other and not
+    inside one another, so that trees and calls stay shallow.
+    """
 
     def __init__(self, document: Schema) -> None:
         self.rules: Rules = {}
         self._document = document
-        self._refs: dict[str, str] = {}
+        self._refs: dict[str, Ref] = {}
+        self._waiting: list[tuple[str, int, _Maker]] = []
         self._n_nodes = 0
         self._depth = 0
 
     def root(self) -> Node:
-        return self._build(self._document, "#")
+        node = self._build(self._document, "#")
+        while self._waiting:
+            name, self._depth, maker = self._waiting.pop()
+            self.rules[name] = maker()
+        return node
+
+    def _later(self, letter: str, depth: int, maker: _Maker) -> Ref:
+        """Returns a reference to what is made once the parts around it are."""
+        ref = self._rule(letter, EMPTY)
+        self._waiting.append((ref.name, depth, maker))
+        return ref
+
+    def _rule(self, letter: str, node: Node) -> Ref:
+        ref = Ref(f"{letter}{len(self.rules)}")
+        self.rules[ref.name] = node
+        return ref
 
     def _build(self, schema: object, at: str) -> Node:
         self._n_nodes += 1
         self._depth += 1
         if self._n_nodes > N_NODES_MAX or self._depth > DEPTH_MAX:
             limit = f"{N_NODES_MAX} parts, {DEPTH_MAX} levels"
-            raise BadConstraint(f"{at}: the schema is larger than {limit}", where=at)
+            raise self._error(f"the schema is larger than {limit}", at)
         node = self._any() if schema is True else self._object_of(schema, at)
         self._depth -= 1
         return node
@@ -246,7 +224,8 @@ class _Builder:
 
     def _error(self, what: str, at: str, is_plain: bool = True) -> BadConstraint:
         text = what if is_plain else "a schema is an object, true or false"
-        return BadConstraint(f"{at}: {text}", where=at)
+        place, text = (t.encode("utf-8", "backslashreplace").decode() for t in (at, text))
+        return BadConstraint(f"{place}: {text}", where=place)
 
     def _check_alone(self, found: dict[str, Any], keyword: str, at: str) -> None:
         others = sorted(set(found) - {keyword, "type"})
@@ -294,12 +273,8 @@ class _Builder:
         target = self._resolve(value, at)
         if value not in self._refs:
             self._check_ends(value, at)
-            self._refs[value] = name = f"ref{len(self._refs)}"
-            self.rules[name] = EMPTY  # known while its parts are built, which may refer to it
-            depth, self._depth = self._depth, 0
-            self.rules[name] = self._build(target, value)
-            self._depth = depth
-        return Ref(self._refs[value])
+            self._refs[value] = self._later("ref", 0, lambda: self._build(target, value))
+        return self._refs[value]
 
     def _check_ends(self, ref: str, at: str) -> None:
         """References to references must come to something at last."""
@@ -328,19 +303,19 @@ class _Builder:
     def _any(self) -> Node:
         """Any JSON value."""
         if "value" not in self.rules:
-            member = Seq((Ref("string"), _COLON, Ref("value")))
+            member = Seq((Ref("string"), COLON, Ref("value")))
             kinds = (
                 Ref("object"),
                 Ref("array"),
                 Ref("string"),
-                _NUMBER,
-                *_words("true false null"),
+                NUMBER,
+                *words("true false null"),
             )
             self.rules |= {
                 "value": Alt(kinds),
-                "object": _listed([optional(_separated(member, 0, None))], "{", "}"),
-                "array": _listed([optional(_separated(Ref("value"), 0, None))], "[", "]"),
-                "string": _string(Repeat(_CHAR, 0, None)),
+                "object": listed([optional(separated(member, 0, None))], "{", "}"),
+                "array": listed([optional(separated(Ref("value"), 0, None))], "[", "]"),
+                "string": quoted(Repeat(CHAR, 0, None)),
             }
         return Ref("value")
 
@@ -355,10 +330,7 @@ class _Builder:
         fitting = [value for value in values if any(_is_of(value, kind) for kind in kinds)]
         if not fitting:
             raise self._error('no value of "enum" has the "type"', at)
-        try:
-            texts = [json.dumps(value, ensure_ascii=False, allow_nan=False) for value in fitting]
-        except ValueError:
-            raise self._error("a number is too large", at) from None
+        texts = [self._written(value, at) for value in fitting]
         return Alt(tuple(literal(text) for text in dict.fromkeys(texts)))
 
     def _types(self, found: dict[str, Any], at: str) -> list[str]:
@@ -389,13 +361,14 @@ class _Builder:
             "object": self._object,
             "array": self._array,
             "string": self._text,
-            "integer": self._integer,
         }
+        if kind == "integer":
+            return self._integer(found, at)
         if kind in makers:
-            return makers[kind](found, at)
+            return self._later(kind[0], self._depth, lambda: makers[kind](found, at))
         return {
-            "number": _NUMBER,
-            "boolean": Alt(_words("true false")),
+            "number": NUMBER,
+            "boolean": Alt(words("true false")),
             "null": literal("null"),
         }[kind]
 
@@ -416,38 +389,34 @@ class _Builder:
         n_min, n_max = self._bounds(found, "Length", at)
         is_bounded = "minLength" in found or "maxLength" in found
         pattern = found.get("pattern")
-        form = (
-            _FORMATS.get(found["format"]) if "pattern" not in found and "format" in found else None
-        )
+        if "pattern" in found and not isinstance(pattern, str):
+            raise self._error('"pattern" must be text', at)
+        form = _FORMATS.get(found.get("format", ""))
         if (pattern is not None or form) and is_bounded:
             raise self._error('a length beside "pattern" or "format" is not supported', at)
-        if pattern is not None and found.get("format") in _FORMATS:
+        if pattern is not None and form:
             raise self._error('"format" beside "pattern" is not supported', at)
-        if pattern is None and form is None:
-            return _string(Repeat(_CHAR, n_min, n_max))
-        if not isinstance(pattern or form, str):
-            raise self._error('"pattern" must be text', at)
-        return _string(self._pattern(form or f"{pattern}", form is not None, at))
+        if pattern is not None:
+            return quoted(self._pattern(pattern, at))
+        return quoted(mapped(Regex(form).parse()) if form else Repeat(CHAR, n_min, n_max))
 
-    def _pattern(self, pattern: str, is_whole: bool, at: str) -> Node:
+    def _pattern(self, pattern: str, at: str) -> Node:
         """A pattern is searched in the text, unless its anchors say otherwise."""
         try:
-            regex = Regex(pattern)
+            regex = Regex(pattern, is_ecma=True)
             node = regex.parse()
-            is_start = is_whole or regex.is_anchored_start
-            is_end = is_whole or regex.is_anchored_end
             if isinstance(node, Alt) and (regex.is_anchored_start or regex.is_anchored_end):
                 raise BadConstraint("an anchor beside | binds one side only: write ^(a|b)$")
-            around = Repeat(_CHAR, 0, None)
-            before = () if is_start else (around,)
-            return Seq((*before, _mapped(node), *(() if is_end else (around,))))
+            around = Repeat(CHAR, 0, None)
+            before = () if regex.is_anchored_start else (around,)
+            return Seq((*before, mapped(node), *(() if regex.is_anchored_end else (around,))))
         except BadConstraint as error:
             raise self._error(f'"pattern": {error}', at) from None
 
     def _integer(self, found: dict[str, Any], at: str) -> Node:
         low, high = self._limit(found, "inimum", 1, at), self._limit(found, "aximum", -1, at)
         if low is None and high is None:
-            return _INTEGER
+            return INTEGER
         if low is not None and high is not None and low > high:
             raise self._error("no integer lies within the bounds", at)
         return integer_range(low, high)
@@ -470,12 +439,14 @@ class _Builder:
         if "prefixItems" in found:
             return self._tuple(found, n_min, n_max, at)
         if found.get("items") is False:
+            if n_min > 0:
+                raise self._error('"minItems" asks for items, "items" allows none', at)
             n_max = 0
         if n_max == 0:
-            return _listed([], "[", "]")
-        item = self._build(found.get("items", True), f"{at}/items")
-        inner = _separated(item, max(0, n_min - 1), None if n_max is None else n_max - 1)
-        return _listed([inner if n_min > 0 else optional(inner)], "[", "]")
+            return listed([], "[", "]")
+        item = self._part("i", found.get("items", True), f"{at}/items")
+        inner = separated(item, max(0, n_min - 1), None if n_max is None else n_max - 1)
+        return listed([inner if n_min > 0 else optional(inner)], "[", "]")
 
     def _tuple(self, found: dict[str, Any], n_min: int, n_max: int | None, at: str) -> Node:
         """A list of exactly these items; more, where `items` allows them, are not generated."""
@@ -486,9 +457,9 @@ class _Builder:
             raise self._error('"minItems" and "maxItems" do not allow the "prefixItems"', at)
         nodes: list[Node] = []
         for i, part in enumerate(parts):
-            nodes += [_COMMA] if i else []
+            nodes += [COMMA] if i else []
             nodes.append(self._build(part, f"{at}/prefixItems/{i}"))
-        return _listed(nodes, "[", "]")
+        return listed(nodes, "[", "]")
 
     # Objects.
 
@@ -498,29 +469,48 @@ class _Builder:
         is_named = isinstance(required, list) and all(isinstance(name, str) for name in required)
         if not isinstance(properties, dict) or not is_named:
             raise self._error('"properties" must be an object, "required" a list of names', at)
+        wanted = set(required)
         others = found.get("additionalProperties", not properties)
         names = list(properties) + [name for name in required if name not in properties]
         members = {
             name: self._member(name, properties.get(name, others), f"{at}/properties/{name}")
             for name in names
+            if name in wanted or properties[name] is not False
         }
         extra = None if others is False else self._other_member(names, others, at)
-        return _listed([self._members(members, set(required), extra)], "{", "}")
+        return listed([self._members(members, wanted, extra)], "{", "}")
 
-    def _member(self, name: object, schema: object, at: str) -> Node:
-        if not isinstance(name, str):
-            raise self._error('"required" must be a list of names', at)
+    def _part(self, letter: str, schema: object, at: str) -> Ref:
+        """A part that stands in its tree several times."""
+        node = self._build(schema, at)
+        return node if isinstance(node, Ref) else self._rule(letter, node)
+
+    def _member(self, name: str, schema: object, at: str) -> Node:
         if schema is False:
             raise self._error("a required member that no value is allowed for", at)
-        key = literal(json.dumps(name, ensure_ascii=False))
-        return Seq((key, _COLON, self._build(schema, at)))
+        key = self._written(name, at)
+        return self._rule("m", Seq((literal(key), COLON, self._build(schema, at))))
+
+    def _written(self, value: object, at: str) -> str:
+        """The JSON text of a constant or a name."""
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            raise self._error("a number is too large", at) from None
+        if has_text_problem(text):
+            raise self._error("a text with a lone surrogate, which UTF-8 cannot hold", at)
+        return text
 
     def _other_member(self, names: list[str], schema: object, at: str) -> Node:
         if any(len(name) > NAME_CHARS_MAX for name in names):
             limit = f"names of at most {NAME_CHARS_MAX} characters"
             raise self._error(f'"additionalProperties" needs {limit}', at)
         value = self._build(schema, f"{at}/additionalProperties")
-        return Seq((_string(_other_than(names)), _COLON, value))
+        try:
+            other = other_than(names, self.rules)
+        except BadConstraint as error:
+            raise self._error(f"{error}", at) from None
+        return self._rule("m", Seq((quoted(other), COLON, value)))
 
     def _members(self, members: dict[str, Node], required: set[str], extra: Node | None) -> Node:
         """Members in their order; `after` has commas before each, `first` before all but one.
@@ -528,33 +518,20 @@ class _Builder:
         Built from the end, each tail a rule of its own, so that the size grows with the number of
         members.
         """
-        after: Node = EMPTY if extra is None else Repeat(Seq((_COMMA, extra)), 0, None)
-        first: Node = EMPTY if extra is None else optional(_separated(extra, 0, None))
+        after: Node = EMPTY if extra is None else Repeat(Seq((COMMA, extra)), 0, None)
+        first: Node = EMPTY if extra is None else optional(separated(extra, 0, None))
         for name, member in reversed(members.items()):
             after_ref, first_ref = self._tail(after), self._tail(first)
             here = Seq((member, after_ref))
             if name in required:
-                after, first = Seq((_COMMA, here)), here
+                after, first = Seq((COMMA, here)), here
             else:
-                after = Seq((optional(Seq((_COMMA, member))), after_ref))
+                after = Seq((optional(Seq((COMMA, member))), after_ref))
                 first = Alt((here, first_ref))
         return first
 
     def _tail(self, node: Node) -> Node:
-        if node == EMPTY:
-            return node
-        name = f"t{len(self.rules)}"
-        self.rules[name] = node
-        return Ref(name)
-
-
-def _words(text: str) -> tuple[Node, ...]:
-    return tuple(literal(word) for word in text.split())
-
-
-def _separated(item: Node, n_min: int, n_max: int | None) -> Node:
-    """One item, and n more after commas."""
-    return Seq((item, Repeat(Seq((_COMMA, item)), n_min, n_max)))
+        return node if node == EMPTY else self._rule("t", node)
 
 
 def _both(first: list[str], second: list[str]) -> list[str]:
@@ -575,16 +552,3 @@ def _is_of(value: object, kind: str) -> bool:
     if kind == "integer" and isinstance(value, float):
         return value.is_integer()
     return isinstance(value, _PYTHON_TYPES[kind])
-
-
-def _other_than(names: list[str]) -> Node:
-    """The inside of a string that is none of the names; each character is written in one way."""
-    firsts = sorted({name[0] for name in names if name})
-    other = complement(chars_of([(0, 0), (0xD800, 0xDFFF), *((ord(c), ord(c)) for c in firsts)]))
-    branches: list[Node] = [Seq((_mapped_chars(other.ranges), Repeat(_CHAR, 0, None)))]
-    if "" not in names:
-        branches.append(EMPTY)
-    for first in firsts:
-        rest = _other_than([name[1:] for name in names if name[:1] == first])
-        branches.append(Seq((_mapped(literal(first)), rest)))
-    return Alt(tuple(branches))

@@ -4,12 +4,14 @@ The whole text matches, as with `re.fullmatch`. Understood are literals, `.`, cl
 negation and `\d \w \s \D \W \S` (ASCII, as with `re.ASCII`), the escapes of `re`, groups,
 named groups and `(?:…)`, alternation, the quantifiers `* + ? {m} {m,} {,n} {m,n}` (lazy ones are
 read as greedy: the language is the same), and `^`, `\A`, `$`, `\Z` at the ends. All else is
-refused: back-references, look-around, inner anchors, `\b`, flags, possessive quantifiers.
+refused: back-references, look-around, inner anchors, `\b`, flags, possessive quantifiers. Lone
+surrogates are no characters: no class matches them.
 """
 
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from typing import Final
 
 from drafthouse_engine.errors import BadConstraint
@@ -43,9 +45,21 @@ _CLASSES: Final = {
     "W": complement(_WORD),
     "S": complement(_SPACE),
 }
+# ECMA-262 knows more white space and more ends of lines. A JSON schema's pattern is one of its, and
+# is often read as one of Python's: a character is allowed where it is under both readings.
+_WIDE_SPACE = chars_of(
+    [
+        *_SPACE.ranges,
+        *((c, c) for c in (0xA0, 0x1680, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000, 0xFEFF)),
+        (0x2000, 0x200A),
+    ]
+)
+_ECMA_CLASSES: Final = _CLASSES | {"S": complement(_WIDE_SPACE)}
+_ECMA_NEGATED: Final = _CLASSES | {"s": _WIDE_SPACE}
 _CONTROLS: Final = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11, "0": 0}
 _HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
 _DOT = complement(chars_of([(10, 10)]))
+_ECMA_DOT = complement(chars_of([(10, 10), (13, 13), (0x2028, 0x2029)]))
 
 
 def regex_grammar(pattern: str) -> str:
@@ -61,20 +75,24 @@ def regex_grammar(pattern: str) -> str:
     Thread:
         Any; takes milliseconds, so call it where requests are read, not between two steps.
     """
-    return to_gbnf(Regex(pattern).parse())
+    try:
+        return to_gbnf(Regex(pattern).parse())
+    except RecursionError:
+        raise BadConstraint("the pattern nests too deep", where=0) from None
 
 
 class Regex:
-    """One pattern, read from left to right.
+    r"""One pattern, read from left to right.
 
     Args:
         pattern: at most 8,192 characters.
+        is_ecma: whether `.`, `\s` and `\S` match only what ECMA-262 lets them match too.
 
     Raises:
         BadConstraint: the pattern is too long.
     """
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, *, is_ecma: bool = False) -> None:
         if not isinstance(pattern, str):
             raise TypeError(f"pattern must be str, not {type(pattern).__name__}")
         if len(pattern) > N_CHARS_MAX or has_text_problem(pattern):
@@ -82,6 +100,9 @@ class Regex:
                 f"a pattern is at most {N_CHARS_MAX} characters without NUL and lone surrogates"
             )
         self._pattern = pattern
+        self._dot = _ECMA_DOT if is_ecma else _DOT
+        self._classes = _ECMA_CLASSES if is_ecma else _CLASSES
+        self._negated_classes = _ECMA_NEGATED if is_ecma else _CLASSES
         self._i = 0
         self._depth = 0
         self.is_anchored_start = False
@@ -144,19 +165,19 @@ class Regex:
     def _atom(self) -> Node:
         c = self._peek()
         at = self._i
+        if c in "*+?" or self._is_counted():
+            raise self._error(f"nothing to repeat with {c}", at)
         self._i += 1
         if c == "(":
             return self._group(at)
         if c == "[":
             return self._class(at)
         if c == ".":
-            return _DOT
+            return self._dot
         if c == "\\":
             return self._escape(at)
         if c == "^":
             raise self._error("the anchor ^ inside the pattern", at)
-        if c in "*+?":
-            raise self._error(f"nothing to repeat with {c}", at)
         return chars_of([(ord(c), ord(c))])
 
     def _group(self, at: int) -> Node:
@@ -180,9 +201,9 @@ class Regex:
 
     def _escape(self, at: int) -> Node:
         c = self._peek()
-        if c in _CLASSES:
+        if c in self._classes:
             self._i += 1
-            return _CLASSES[c]
+            return self._classes[c]
         code = self._escape_code(at)
         return chars_of([(code, code)])
 
@@ -211,40 +232,41 @@ class Regex:
 
     def _class(self, at: int) -> Node:
         is_negated = self._take("^")
+        classes = self._negated_classes if is_negated else self._classes
         ranges: list[tuple[int, int]] = []
         is_first = True
         while is_first or self._peek() != "]":
             if not self._peek():
                 raise self._error("a class without its end", at)
-            ranges += self._class_item(at)
+            ranges += self._class_item(at, classes)
             is_first = False
         self._i += 1
-        chars = chars_of(ranges)
-        chars = complement(chars) if is_negated else chars
+        chars = complement(chars_of(ranges))
+        chars = chars if is_negated else complement(chars)  # without surrogates
         if not chars.ranges:
             raise self._error("a class that no character matches", at)
         return chars
 
-    def _class_item(self, at: int) -> tuple[tuple[int, int], ...]:
-        low = self._class_char()
+    def _class_item(self, at: int, classes: Mapping[str, Chars]) -> tuple[tuple[int, int], ...]:
+        low = self._class_char(classes)
         is_range = self._peek() == "-" and self._pattern[self._i + 1 : self._i + 2] not in ("", "]")
         if not is_range:
             return low.ranges
         self._i += 1
-        high = self._class_char()
+        high = self._class_char(classes)
         first, last = low.ranges[0][0], high.ranges[-1][1]
         if not _is_single(low) or not _is_single(high) or first > last:
             raise self._error("a wrong range in the class", at)
         return ((first, last),)
 
-    def _class_char(self) -> Chars:
+    def _class_char(self, classes: Mapping[str, Chars]) -> Chars:
         c, at = self._peek(), self._i
         self._i += 1
         if c != "\\":
             return chars_of([(ord(c), ord(c))])
-        if self._peek() in _CLASSES:
+        if self._peek() in classes:
             self._i += 1
-            return _CLASSES[self._pattern[self._i - 1]]
+            return classes[self._pattern[self._i - 1]]
         if self._take("b"):
             return chars_of([(8, 8)])
         code = self._escape_code(at)

@@ -215,6 +215,7 @@ class SpeculativeSession:
         self._engine: Final = Engine(target, draft, self._config.engine_params(draft_type))
         self._batch: Batch | None = None
         self._is_processed = True
+        self._without_outputs: set[int] = set()  # begun, cut or ended since the last decode
         self._proposed: dict[int, int] = {}
         self._drafted_at = [0] * self.n_draft_max
         self._accepted_at = [0] * self.n_draft_max
@@ -338,12 +339,17 @@ class SpeculativeSession:
         """
         self._check_length(seq_id, len(prompt))
         self._engine.seq_begin(seq_id, Sampler(self._engine.target, sampling))
-        self._proposed.pop(seq_id, None)
+        self._forget(seq_id)
         try:
             self._read(seq_id, prompt)
         except Exception:
             self._engine.seq_end(seq_id)
             raise
+
+    def _forget(self, seq_id: int) -> None:
+        """Drops what a sequence has left here: its pending draft, its outputs."""
+        self._proposed.pop(seq_id, None)
+        self._without_outputs.add(seq_id)
 
     def _check_length(self, seq_id: int, n_prompt: int) -> None:
         self.n_past(seq_id)
@@ -388,6 +394,7 @@ class SpeculativeSession:
                 self._proposed.pop(seq_id, None)
             raise
         self._batch = batch
+        self._without_outputs.clear()
         self._is_processed = False
 
     def process(self, batch: Batch | None = None) -> None:
@@ -415,7 +422,8 @@ class SpeculativeSession:
             [n_vocab] float32, a copy.
 
         Raises:
-            InvalidArgument: the last decode has no such output.
+            InvalidArgument: the last decode has no such output, or the sequence was begun, loaded,
+                cut or ended since.
         """
         return self._engine.logits(self._output(seq_id, i))
 
@@ -427,7 +435,8 @@ class SpeculativeSession:
             i: which of the sequence's outputs; −1 is the last.
 
         Raises:
-            InvalidArgument: the last decode has no such output.
+            InvalidArgument: the last decode has no such output, or the sequence was begun, loaded,
+                cut or ended since.
             SeqIdle: the sequence has not begun.
             SamplingFailed: no token is allowed here; the sequence must begin again.
         """
@@ -440,7 +449,8 @@ class SpeculativeSession:
 
     def _output(self, seq_id: int, i: int) -> int:
         self.n_past(seq_id)
-        outputs = self._batch.outputs_of(seq_id) if self._batch is not None else []
+        is_silent = seq_id in self._without_outputs
+        outputs = [] if self._batch is None or is_silent else self._batch.outputs_of(seq_id)
         if not -len(outputs) <= i < len(outputs):
             raise InvalidArgument(
                 f"sequence {seq_id} has {len(outputs)} outputs in the last decode, no number {i}"
@@ -530,6 +540,8 @@ class SpeculativeSession:
     def rollback(self, seq_id: int, n_past: int) -> None:
         """Cuts a sequence to its first n_past tokens and drops its pending draft.
 
+        A sequence that is cut has no outputs until the next decode.
+
         The sampler keeps what it has heard. A sequence with a draft model is cold from then on,
         except with dflash and dspark, whose whole state is cut with their cache.
 
@@ -542,8 +554,11 @@ class SpeculativeSession:
             Unsupported: a recurrent target cannot go back so far.
             BadPlan: the sequence is shorter.
         """
+        is_cut = n_past < self.n_past(seq_id)
         self._engine.rollback(seq_id, n_past)
         self._proposed.pop(seq_id, None)
+        if is_cut:
+            self._without_outputs.add(seq_id)
 
     def tokens(self, seq_id: int) -> npt.NDArray[np.int32]:
         """Returns the tokens that the sequence has in the KV cache.
@@ -599,11 +614,12 @@ class SpeculativeSession:
             NoRoom: no KV cells are free; nothing has changed.
         """
         self._engine.load(seq_id, snapshot)
+        self._forget(seq_id)
 
     def end(self, seq_id: int) -> None:
         """Frees a sequence and drops its pending draft. Harmless when it has not begun."""
         self._engine.seq_end(seq_id)
-        self._proposed.pop(seq_id, None)
+        self._forget(seq_id)
 
     def close(self) -> None:
         """Frees the contexts. Harmless when done twice."""

@@ -203,6 +203,41 @@ def test_sampling_where_nothing_was_decoded_is_refused(session: SpeculativeSessi
         session.logits(0, 1)
 
 
+def has_no_outputs(session: SpeculativeSession, seq_id: int) -> bool:
+    for call in (session.sample, session.logits):
+        with pytest.raises(InvalidArgument, match="has 0 outputs"):
+            call(seq_id)
+    return True
+
+
+def test_a_sequence_has_no_outputs_of_the_former_one(session: SpeculativeSession) -> None:
+    session.begin(1, ids(TEXTS[1]), sampling=GREEDY)
+    saved = session.save(1)
+    session.end(1)
+    session.begin(1)
+    assert has_no_outputs(session, 1)
+    session.end(1)
+    session.load(1, saved)
+    assert has_no_outputs(session, 1)
+    session.begin(2, ids(TEXTS[2]), sampling=GREEDY)  # a decode of its own
+    assert has_no_outputs(session, 1)
+    assert session.sample(2) >= 0
+
+
+def test_a_sequence_that_was_cut_has_no_outputs_until_the_next_decode(
+    session: SpeculativeSession,
+) -> None:
+    n_past = session.n_past(0)
+    session.rollback(0, n_past)  # cuts nothing
+    assert session.logits(0).shape
+    last = int(session.tokens(0)[-1])
+    session.rollback(0, n_past - 1)
+    assert has_no_outputs(session, 0)
+    session.decode(Batch.of(0, n_past - 1, [last]))
+    session.process()
+    assert session.sample(0) >= 0
+
+
 def test_end_drops_the_draft_and_frees_the_sequence(session: SpeculativeSession) -> None:
     session.draft(0, session.n_past(0), session.sample(0))
     session.end(0)

@@ -23,6 +23,8 @@ from drafthouse_engine import (
     json_schema_grammar,
     regex_grammar,
 )
+from drafthouse_engine.gbnf import Chars, Seq
+from drafthouse_engine.regex import Regex
 
 SAMPLES = {
     "a": "a", "b": "b", "ab": "ab", ".": "x", "[ab]": "b", "[^a]": "z", "[b-d]": "c", r"\d": "7",
@@ -122,6 +124,9 @@ def test_constructs(pattern: str, yes: list[str], no: list[str]) -> None:
         ("a$b", "anchor $", 1),
         ("(a$|b)", "anchor $", 2),
         ("*a", "nothing to repeat", 0),
+        ("{2}a", "nothing to repeat", 0),
+        ("(|{0,1})", "nothing to repeat", 2),
+        ("^{2}", "nothing to repeat", 1),
         ("ab**", "quantifier of a quantifier", 3),
         ("a++", "possessive", 1),
         ("(ab", "group without its end", 0),
@@ -153,6 +158,16 @@ def test_patterns_are_bounded_in_size_and_time() -> None:
     ):
         with contextlib.suppress(BadGrammar):
             grammar_accepts(regex_grammar(pattern), "a" * 200)
+
+
+@pytest.mark.parametrize("pattern", [".", "[^a]", r"\W", r"[\x00-\uffff]", r"[^\ud7ff-\ue000]"])
+def test_no_class_of_characters_has_surrogates(pattern: str) -> None:
+    """Byte tokens could spell them, and the text would be no UTF-8."""
+    node = Regex(pattern).parse()
+    assert isinstance(node, Seq)
+    (chars,) = node.items
+    assert isinstance(chars, Chars)
+    assert not [r for r in chars.ranges if r[0] <= 0xDFFF and r[1] >= 0xD800]
 
 
 @settings(max_examples=100, deadline=None)
@@ -232,6 +247,22 @@ def test_a_schema_accepts_valid_values_alone(value: object, is_valid: bool) -> N
         ({"type": "array", "prefixItems": [{"type": "null"}, {}]}, [[None, 4]], [[None], [1, 2]]),
         ({"type": "array", "maxItems": 2}, [[], [1], [1, 2]], [[1, 2, 3]]),
         ({"type": "array", "items": False}, [[]], [[1]]),
+        ({"type": "string", "pattern": ""}, ["", "a"], [1]),
+        (
+            {"properties": {"a": False, "b": {}}, "additionalProperties": True},
+            [{}, {"b": 1}, {"b": 1, "c": 2}, {"ab": 1}],
+            [{"a": 1}, {"b": 1, "a": 2}],
+        ),
+        ({"type": "string", "pattern": "^.$"}, ["a", "\x85"], ["\n", "\r", "\u2028", "\u2029"]),
+        (
+            {"type": "string", "pattern": r"^\S$"},
+            ["a", "é"],
+            [" ", "\t", "\xa0", "\ufeff", "\u2028", "\u2029", "\u3000", "\u1680"],
+        ),
+        ({"type": "string", "pattern": r"^[\S]$"}, ["a"], ["\xa0", " "]),
+        ({"type": "string", "pattern": r"^\s$"}, [" ", "\t"], ["\xa0", "a"]),
+        ({"type": "string", "pattern": r"^[^\s]$"}, ["a"], ["\xa0", " "]),
+        ({"type": "string", "pattern": r"^[^\S]$"}, [" ", "\t"], ["\xa0", "a"]),
         ({"pattern": "b+"}, ["b", "abc", "bb"], ["ac", ""]),
         ({"type": "object"}, [{}, {"x": {"y": 1}}], [[]]),
         (
@@ -403,6 +434,14 @@ def test_one_of_is_read_as_any_of() -> None:
         ({"enum": []}, '"enum"', "#"),
         ({"enum": ["a"], "type": "integer"}, "no value", "#"),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "no value", "#/pro"),
+        ({"type": "array", "items": False, "minItems": 1}, '"minItems"', "#"),
+        ({"type": "string", "pattern": None}, '"pattern" must be text', "#"),
+        ({"properties": {"a": False}, "required": ["a"]}, "no value is allowed", "#/properties/a"),
+        (r'{"properties": {"a": {"const": "\ud800"}}}', "lone surrogate", "#/properties/a"),
+        (r'{"enum": [1, {"x": ["a\udfffb"]}]}', "lone surrogate", "#"),
+        (r'{"properties": {"\ud800": {}}}', "lone surrogate", r"#/properties/\ud800"),
+        (r'{"type": "object", "required": ["\udc00"]}', "lone surrogate", "#/properties"),
+        (r'{"type": "array", "\ud800": 1}', r'"\ud800" is not supported', "#"),
         (False, "nothing is valid", "#"),
         ({"const": 1e999}, "no JSON", "#"),
         ('{"const": 1e999}', "too large", "#"),

@@ -93,7 +93,7 @@ def test_exactly_as_many_tokens_as_asked_for(way: str, n_tokens: int) -> None:
     stats = found.stats
     assert 0 <= stats.n_accepted <= stats.n_drafted
     assert stats.n_target_forwards <= n_tokens <= stats.n_target_forwards + stats.n_accepted
-    assert target.history[: n_tokens + 1] == (0, *found.tokens)
+    assert target.history == draft.history == (0, *found.tokens)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -105,16 +105,19 @@ def test_an_equal_draft_is_accepted_whole(way: str) -> None:
     assert found.stats.n_accepted == 6
 
 
+@pytest.mark.parametrize("end", [2, 3])
 @pytest.mark.parametrize("way", [*WAYS, "autoregressive"])
-def test_a_text_ends_with_its_ending_token(way: str) -> None:
+def test_a_text_and_the_histories_end_with_its_ending_token(way: str, end: int) -> None:
     certain = turning((0.0, 1.0, 0.0, 0.0))
-    target, draft = FourTokens(certain, (3,)), FourTokens(certain, (3,))
+    target, draft = FourTokens(certain, (end,)), FourTokens(certain, (end,))
     rng = np.random.default_rng(24)
     if way == "autoregressive":
         found = generate_autoregressive(target, [0], 9, sampling=PLAIN, rng=rng)
     else:
         found = WAYS[way](target, draft, 9, rng)
-    assert found.tokens == (1, 2, 3)
+        assert draft.history == (0, *found.tokens)
+    assert found.tokens == (1, 2, 3)[:end]
+    assert target.history == (0, *found.tokens)
 
 
 def test_a_forbidden_ending_is_not_chosen() -> None:
