@@ -112,6 +112,12 @@ def test_what_the_settings_do_not_ask_for_is_told_as_not_checked(tmp_path: Path)
     assert "store" not in found["left_out"]
 
 
+def test_a_small_step_has_few_slots() -> None:
+    found = told(DENSE, "--batch-size", "64", "--parallel", "4", "--draft-max", "3")
+    assert found["ok"]
+    assert found["fits"]["1024"] == 16
+
+
 def test_less_memory_fits_less(monkeypatch: pytest.MonkeyPatch) -> None:
     n_bytes = told(DENSE)["needs"]["host_total_bytes"]
     monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(10**12, n_bytes))
