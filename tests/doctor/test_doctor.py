@@ -270,6 +270,30 @@ def test_a_store_that_does_not_answer_shows_no_password(taken_port: int) -> None
     assert "the store cannot be used" in sentence
     assert "secret" not in sentence
     assert "store is no URL" in error_of(DENSE, "--store=nothing", check="store")
+    flag = f"--store=postgresql://me@127.0.0.1:{port}/none?password=secret"
+    sentence = error_of(DENSE, flag, check="store")
+    assert "the store cannot be used" in sentence
+    assert "secret" not in sentence
+
+
+@pytest.mark.parametrize("name", ["a#b.db", "a%41.db", "a b.db"])
+def test_the_store_that_is_looked_at_is_the_one_of_its_path(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"no database, but long enough to be looked at" * 100)
+    sentence = error_of(DENSE, f"--store=sqlite:///{path}", check="store")
+    assert "the file: file is not a database" in sentence
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:"])
+def test_a_store_in_memory_is_none(url: str) -> None:
+    sentence = error_of(DENSE, f"--store={url}", check="store")
+    assert "store needs a file that outlives the server" in sentence
+
+
+def test_prompt_lookup_without_a_drafter() -> None:
+    assert "prompt_lookup needs a drafter" in error_of(DRAFT, "--prompt-lookup", check="model")
+    assert told(DENSE, "--prompt-lookup")["ok"]
 
 
 def test_a_journal_s_folder_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

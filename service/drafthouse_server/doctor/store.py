@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy import exc
@@ -15,6 +16,7 @@ from drafthouse_server.doctor.report import Problem
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.tenancy import migrations
 from drafthouse_server.tenancy.keys import read_pepper
+from drafthouse_server.tenancy.store import store_url
 
 __all__ = ["store_problems"]
 
@@ -24,19 +26,14 @@ _CONNECT_S = 3
 def store_problems(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with the store. Shows no password."""
     try:
-        url = sqlalchemy.make_url(config.store)
-        backend = url.get_backend_name()
-    except (exc.ArgumentError, ValueError):
-        yield Problem(
-            "store",
-            "store is no URL of a database; give one, such as sqlite:///drafthouse.db, or"
-            " postgresql://USER@HOST/DATABASE",
-        )
+        url = store_url(config.store)
+    except ConfigError as error:
+        yield Problem("store", str(error))
         return
-    if backend == "sqlite":
+    if url.get_backend_name() == "sqlite":
         problem, revision = _look_at_file(Path(url.database or ""))
     else:
-        problem, revision = _ask(url.set(drivername="postgresql+psycopg"))
+        problem, revision = _ask(url)
     if problem := problem or _pepper_problem(config, url):
         yield Problem("store", problem)
     elif revision and revision < migrations.NEWEST:
@@ -58,13 +55,15 @@ def _look_at_file(path: Path) -> tuple[str, str | None]:
         return problem, None
     if not os.access(path, os.R_OK | os.W_OK):
         return f"the store {path} cannot be read and written; check its owner and mode", None
-    return _ask(sqlalchemy.make_url(f"sqlite:///file:{path}?mode=ro&uri=true"))
+    name = quote(os.fsencode(path.absolute()))
+    return _ask(URL.create("sqlite", database=f"file:{name}", query={"mode": "ro", "uri": "true"}))
 
 
 def _ask(url: URL) -> tuple[str, str | None]:
     """Returns what is wrong with a database, and the revision of its schema."""
     is_file = url.get_backend_name() == "sqlite"
-    shown = "the file" if is_file else url.render_as_string(hide_password=True)
+    # Its query may hold a password, too.
+    shown = "the file" if is_file else url.set(query={}).render_as_string(hide_password=True)
     try:
         engine = sqlalchemy.create_engine(
             url,

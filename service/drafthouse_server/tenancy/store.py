@@ -36,7 +36,7 @@ from drafthouse_server.tenancy.keys import pepper_id, read_pepper
 from drafthouse_server.usage.record import UsageQuery, UsageRecord, UsageStoreFailed
 from drafthouse_server.usage.write_ahead import write_ahead
 
-__all__ = ["Store", "StoreThread", "StoreUsage", "read_pepper_of"]
+__all__ = ["Store", "StoreThread", "StoreUsage", "read_pepper_of", "store_url"]
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Store:
             ConfigError: the URL is wrong, or its driver is not installed.
             StoreError: the store cannot be used, or a newer release has made it.
         """
-        parsed = _parsed(url)
+        parsed = store_url(url)
         if parsed.get_backend_name() == "sqlite":
             store = cls._open_file(parsed, may_make=may_make)
         else:
@@ -112,9 +112,6 @@ class Store:
     @classmethod
     def _open_file(cls, url: URL, *, may_make: bool) -> Store:
         path = Path(url.database or "").absolute()
-        if not url.database or url.database == ":memory:":
-            problem = f"store needs a file that outlives the server, {_HINT}"
-            raise ConfigError("store", url.render_as_string(), problem=problem)
         try:
             _make_file(path, may_make=may_make)
         except OSError as error:
@@ -262,8 +259,12 @@ def read_pepper_of(config: Config, store: Store) -> bytes:
     return pepper
 
 
-def _parsed(url: str) -> URL:
-    """Returns a checked URL. No error shows it: it may hold a password."""
+def store_url(url: str) -> URL:
+    """Returns a checked URL. No error shows it: it may hold a password.
+
+    Raises:
+        ConfigError: it is none, or of what can be no store.
+    """
     try:
         parsed = sqlalchemy.make_url(url)
         backend = parsed.get_backend_name()
@@ -272,6 +273,9 @@ def _parsed(url: str) -> URL:
         raise ConfigError("store", "(hidden)", problem=problem) from None
     if backend not in ("sqlite", "postgresql"):
         problem = f"store is a URL of {backend!r}; expected SQLite or PostgreSQL, {_HINT}"
+        raise ConfigError("store", "(hidden)", problem=problem)
+    if backend == "sqlite" and parsed.database in (None, "", ":memory:"):
+        problem = f"store needs a file that outlives the server, {_HINT}"
         raise ConfigError("store", "(hidden)", problem=problem)
     return parsed.set(drivername="sqlite" if backend == "sqlite" else "postgresql+psycopg")
 
