@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from tests.support.built import needs_extension
@@ -276,11 +277,11 @@ def test_a_store_that_does_not_answer_shows_no_password(taken_port: int) -> None
     assert "secret" not in sentence
 
 
-@pytest.mark.parametrize("name", ["a#b.db", "a%41.db", "a b.db"])
+@pytest.mark.parametrize("name", ["a#b.db", "a%41.db", "a?b.db", "a b.db"])
 def test_the_store_that_is_looked_at_is_the_one_of_its_path(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"no database, but long enough to be looked at" * 100)
-    sentence = error_of(DENSE, f"--store=sqlite:///{path}", check="store")
+    sentence = error_of(DENSE, f"--store=sqlite:///{quote(str(path))}", check="store")
     assert "the file: file is not a database" in sentence
     assert [*tmp_path.iterdir()] == [path]
 

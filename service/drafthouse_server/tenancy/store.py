@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, event, exc
@@ -281,9 +282,8 @@ def store_url(url: str) -> URL:
 
 
 def _file_engine(path: Path) -> Engine:
-    url = URL.create(
-        "sqlite+pysqlite", database=f"file:{_quoted(path)}", query={"mode": "rw", "uri": "true"}
-    )
+    name = quote(os.fsencode(path))
+    url = URL.create("sqlite", database=f"file:{name}", query={"mode": "rw", "uri": "true"})
     arguments = {"timeout": _BUSY_S, "check_same_thread": False}
     pool = sqlalchemy.pool.QueuePool
     engine = sqlalchemy.create_engine(url, connect_args=arguments, poolclass=pool, pool_size=2)
@@ -313,11 +313,6 @@ def _make_file(path: Path, *, may_make: bool) -> None:
     path.stat()
     if not os.access(path, os.R_OK | os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _quoted(path: Path) -> str:
-    """Returns a path as SQLite's URIs want it."""
-    return path.as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
 
 def _server_engine(url: URL) -> Engine:
