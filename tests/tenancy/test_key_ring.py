@@ -375,6 +375,7 @@ async def test_a_revocation_that_was_told_before_comes_also_while_the_store_is_a
     bench.now += 10
     with pytest.raises(Unauthenticated, match="the API key was revoked"):
         await asyncio.wait_for(running, 100)
+    assert isinstance(await refused(ring, key), Unauthenticated)
     bench.find()
 
 

@@ -268,8 +268,7 @@ class KeyRing:
     def _identify_known(self, known: _Known, api_key: str, address: str) -> Identity:
         if not hmac.compare_digest(known.digest, digest_of(api_key, self._pepper)):
             self._refuse(address)
-        identity = self._use(known)
-        wall_now = self._wall_clock()
+        identity, wall_now = self._use(known), self._wall_clock()
         if wall_now >= known.works_until:
             self._refuse(address)
         self._uses.pending[identity.key_id] = int(wall_now)
@@ -488,6 +487,7 @@ class KeyRing:
         wall_now = self._wall_clock()
         for key_id in [key_id for key_id, at in self._revoked_at.items() if at <= wall_now]:
             self._forget(key_id)
+            self._unknown[key_id] = math.inf  # until the store tells of a change
 
     def _prune(self) -> None:
         """Forgets keys that were not seen for an hour; they are asked for again."""
