@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sqlite3
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from subprocess import run
@@ -132,6 +135,36 @@ def test_limits_are_taken_by_the_names_of_admin_service_too(shell: Shell) -> Non
     shell.run("tenants", "add", "acme", "requests_per_second=2", "max_draft_tokens=3")
     (found,) = json.loads(shell.run("tenants", "list", "--json"))
     assert found["limits"] == {"requests_per_s": 2.0, "draft_max": 3}
+
+
+class _Full(io.StringIO):
+    """A result that is written to a disk that is full."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_key_that_cannot_be_shown_is_not_made_and_replaces_none(shell: Shell) -> None:
+    first = id_of_key(shell.run("keys", "add", "--tenant", "acme").strip()) or ""
+    for words in (("add", "--tenant", "bob"), ("rotate", first)):
+        err = io.StringIO()
+        found = main(["keys", *words, "--store", shell.url], Terminal(_Full(), err))
+        assert found == 1
+        assert "the output cannot be written" in err.getvalue()
+        assert "revoked" not in err.getvalue().replace("until it is revoked", "")
+    (key,) = json.loads(shell.run("keys", "list", "--json"))
+    assert (key["id"], key["works"], key["revoked_at"]) == (first, True, None)
+
+
+def test_a_key_works_no_longer_than_until_it_expires(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0)
+    key = shell.run("keys", "add", "--tenant", "acme", "--expires", "1h").strip()
+    shell.run("keys", "rotate", id_of_key(key) or "", "--overlap", "30d")
+    until = f"works until {as_time(1_800_003_600)}"
+    assert f"key {id_of_key(key)} {until}\n" in shell.err
+    assert until in shell.run("keys", "list")
 
 
 def test_a_whole_key_in_place_of_its_id_is_taken_and_never_shown(

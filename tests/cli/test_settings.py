@@ -359,6 +359,15 @@ def test_a_wrong_file_is_refused_with_its_name(tmp_path: Path, content: str) -> 
         load(str(file), {})
 
 
+@pytest.mark.parametrize("name", ["parallel", "model", "tenants", "gpu_layers"])
+def test_a_number_that_is_too_long_to_be_shown_is_refused(tmp_path: Path, name: str) -> None:
+    """Python shows none of more than 4300 digits: the message was a traceback."""
+    file = tmp_path / "huge.toml"
+    file.write_text(f"{name} = 0x{'f' * 4000}\n")
+    with pytest.raises(ConfigError, match=r"huge\.toml are no valid TOML"):
+        load(str(file), {})
+
+
 def test_a_missing_file_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: .*; check the path"):
         load("nowhere.toml", {})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import os
 import shlex
 import tomllib
 from pathlib import Path
@@ -114,6 +116,31 @@ def test_what_is_printed_where_no_draft_pays_is_taken(monkeypatch: pytest.Monkey
     settings = tomllib.loads("# " + out.getvalue().partition("\n\n# ")[2])
     assert settings == {"model": "m.gguf", "draft_type": "none", "parallel": 4}
     Config(**settings)
+
+
+def test_a_path_that_is_not_ascii_is_printed_as_toml_has_it() -> None:
+    out, clock = io.StringIO(), Clock()
+    config = Config(model="/m/\N{GRINNING FACE}\x7f.gguf")
+    terminal = Terminal(out=out, err=io.StringIO())
+    tune(config, lambda c: TimedEngine(c, clock, 1e-6), ["text " * 90], terminal, clock)
+    settings = tomllib.loads("# " + out.getvalue().partition("\n\n# ")[2])
+    assert settings["model"] == config.model
+
+
+def test_no_more_threads_are_tried_than_a_server_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(600))
+    err, clock = io.StringIO(), Clock()
+    terminal = Terminal(out=io.StringIO(), err=err)
+    tune(Config(), lambda c: TimedEngine(c, clock, 1e-6), ["text " * 90], terminal, clock)
+    assert "512 threads" in err.getvalue()
+
+
+@pytest.mark.parametrize("prompts", [[], [{"text": ""}], [{"text": "one"}, {"text": ""}]])
+def test_prompts_without_text_are_refused(tmp_path: Path, prompts: list[dict[str, str]]) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"prompts": prompts}))
+    with pytest.raises(ValueError, match="without a text"):
+        read_texts(path)
 
 
 def test_texts_that_are_not_there_are_asked_for(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from tests.support.built import needs_extension
@@ -113,6 +114,12 @@ def test_what_the_settings_do_not_ask_for_is_told_as_not_checked(tmp_path: Path)
     found = told(DENSE, f"--store=sqlite:///{tmp_path}/store.db")
     assert "store" in found["passed"]
     assert "store" not in found["left_out"]
+
+
+def test_a_small_step_has_few_slots() -> None:
+    found = told(DENSE, "--batch-size", "64", "--parallel", "4", "--draft-max", "3")
+    assert found["ok"]
+    assert found["fits"]["1024"] == 16
 
 
 def test_less_memory_fits_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +326,30 @@ def test_a_store_that_does_not_answer_shows_no_password(taken_port: int) -> None
     assert "the store cannot be used" in sentence
     assert "secret" not in sentence
     assert "store is no URL" in error_of(DENSE, "--store=nothing", check="store")
+    flag = f"--store=postgresql://me@127.0.0.1:{port}/none?password=secret"
+    sentence = error_of(DENSE, flag, check="store")
+    assert "the store cannot be used" in sentence
+    assert "secret" not in sentence
+
+
+@pytest.mark.parametrize("name", ["a#b.db", "a%41.db", "a?b.db", "a b.db"])
+def test_the_store_that_is_looked_at_is_the_one_of_its_path(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"no database, but long enough to be looked at" * 100)
+    sentence = error_of(DENSE, f"--store=sqlite:///{quote(str(path))}", check="store")
+    assert "the file: file is not a database" in sentence
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:"])
+def test_a_store_in_memory_is_none(url: str) -> None:
+    sentence = error_of(DENSE, f"--store={url}", check="store")
+    assert "store needs a file that outlives the server" in sentence
+
+
+def test_prompt_lookup_without_a_drafter() -> None:
+    assert "prompt_lookup needs a drafter" in error_of(DRAFT, "--prompt-lookup", check="model")
+    assert told(DENSE, "--prompt-lookup")["ok"]
 
 
 def test_a_journal_s_folder_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

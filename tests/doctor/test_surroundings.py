@@ -69,6 +69,22 @@ def test_a_certificate_that_expires(tmp_path: Path) -> None:
     assert f"{tmp_path}/server.crt expired on " in sentence
 
 
+def test_administrators_authorities_that_cannot_be_used(tmp_path: Path) -> None:
+    authority, path = Authority(), tmp_path / "admins.pem"
+    certificate, key = authority.issue().write(tmp_path)
+    flags = (
+        DENSE, "--ssl-cert-file", certificate, "--ssl-key-file", key,
+        "--admin-port", str(free_port()), "--admin-client-ca-file", str(path),
+    )  # fmt: skip
+    assert "admin_client_ca_file" in error_of(*flags, check="admin")
+    path.write_text("no certificate")
+    sentence = error_of(*flags, check="admin")
+    assert "admin_client_ca_file" in sentence
+    assert "ssl_client_ca_file" not in sentence
+    path.write_bytes(authority.pem)
+    assert "admin" in told(*flags)["passed"]
+
+
 def test_a_store_of_an_older_release(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     flag = f"--store=sqlite:///{path}"

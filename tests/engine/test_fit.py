@@ -163,6 +163,26 @@ def test_recurrent_states_beyond_what_is_free_are_not_allocated_to_find_out() ->
 
 
 @pytest.mark.parametrize(
+    ("n_slots", "settings"),
+    [
+        (4, {}),
+        (8, {"ctx_size": 8192}),
+        (8, {"ctx_size": 8192, "kv_unified": True}),
+        (64, {"ctx_size": 64 * 512, "draft_type": "none"}),
+    ],
+)
+def test_cells_that_are_set_are_not_multiplied_with_the_states(
+    n_slots: int, settings: dict[str, Any]
+) -> None:
+    with Surveyor(config("hybrid", parallel=n_slots, **settings)) as found:
+        size = found.wish.size
+        exact, guessed = found.needs(size), found.needs(size, n_bytes_max=0)
+    assert guessed.host.cells_bytes == exact.host.cells_bytes
+    assert guessed.n_cells == exact.n_cells
+    assert guessed.start_bytes == pytest.approx(exact.start_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
     ("settings", "is_small"),
     [
         ({}, True),

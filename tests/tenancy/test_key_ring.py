@@ -352,6 +352,47 @@ async def test_running_calls_of_a_key_that_has_expired_go_on_until_it_is_revoked
         await asyncio.wait_for(running, 100)
 
 
+async def test_a_revocation_that_was_told_before_comes_also_while_the_store_is_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(key_ring, "POLL_S", 0.001)
+    key = bench.add_key()
+    ring = await bench.ring()
+    identity = await identify(ring, key)
+    bench.revoke(key, WALL + 10)
+    await poll(ring)
+
+    async def call() -> None:
+        with ring.hold(identity):
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    bench.lose()
+    ring._begin_watching()
+    await eventually(lambda: ring.is_away)
+    assert not running.done()
+    bench.now += 10
+    with pytest.raises(Unauthenticated, match="the API key was revoked"):
+        await asyncio.wait_for(running, 100)
+    assert isinstance(await refused(ring, key), Unauthenticated)
+    bench.find()
+
+
+async def test_of_too_many_keys_those_go_that_were_not_used_for_longest_and_have_no_calls(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_ring, "_N_KNOWN_MAX", 3)
+    ring = await bench.ring()
+    busy, used, idle, new, newer = (bench.add_key() for _ in range(5))
+    with ring.hold(await identify(ring, busy)):
+        for key in (used, idle, used, new):
+            await identify(ring, key)
+        assert set(ring._known) == {busy.id, used.id, new.id}
+        await identify(ring, newer)
+        assert set(ring._known) == {busy.id, new.id, newer.id}
+
+
 async def test_a_call_that_its_client_leaves_is_not_called_revoked(bench: Bench) -> None:
     key = bench.add_key()
     ring = await bench.ring()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime
 import heapq
@@ -18,6 +19,7 @@ from drafthouse_server.errors import QuotaExceeded
 from drafthouse_server.tenancy.admission import Admission, this_month
 from drafthouse_server.tenancy.limits import Limits, Meter, Month, Rate
 from drafthouse_server.tenancy.tenants import Tenant
+from drafthouse_server.usage.record import UsageStoreFailed
 
 MONTH = Month("2026-11", 10 * 86400.0)
 NEXT = Month("2026-12", 31 * 86400.0)
@@ -388,6 +390,45 @@ def test_end_users_without_end_take_no_memory_without_end() -> None:
     for i in range(20_000):
         waited(lambda i=i: limits.enter(tenant, f"u{i}", i * 1e-5))  # type: ignore[misc]  # a default has no type
     assert len(limits._used(tenant).end_users) <= 4097
+
+
+async def test_a_month_that_the_clock_jumps_to_goes_on_from_what_was_used_of_it_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A machine whose clock is set after the start gave a budget a second time."""
+    tenant, asked, now = Tenant("acme", tokens_per_month=100), list[float](), [0.0]
+    months, failures = [Month("1970-01", 10 * 86400.0)], [UsageStoreFailed("it is away")]
+
+    async def used_since(start: float) -> dict[str, int]:
+        asked.append(start)
+        if months[0] is MONTH and failures:
+            raise failures.pop()
+        return {"acme": 90} if months[0] is MONTH else {}
+
+    async def book(n_prompt: int) -> None:
+        ticket = admission.admit(tenant)
+        try:
+            await ticket.book(n_prompt, 0)
+        finally:
+            ticket.give_back()
+
+    admission = Admission(8, 1.0, clock=lambda: now[0], month=lambda: months[0])
+    await admission.restore(used_since)
+    await book(20)
+    months[0] = MONTH
+    await book(1)
+    assert len(asked) == 2
+    assert "what tenants have used of 2026-11 is unknown: it is away" in caplog.text
+    await book(1)
+    assert len(asked) == 2, "not at once again"
+    now[0] += 60
+    results = await asyncio.gather(book(20), book(8), book(1), return_exceptions=True)
+    assert [type(it) for it in results] == [QuotaExceeded, type(None), QuotaExceeded]
+    assert len(asked) == 3
+    now[0] += 11 * 86400
+    months[0] = NEXT
+    await book(80)
+    assert len(asked) == 3, "this server has counted all of it"
 
 
 async def test_a_month_goes_on_from_what_was_used_of_it_before() -> None:

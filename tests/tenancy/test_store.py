@@ -205,6 +205,16 @@ def test_of_several_first_changes_of_an_empty_store_none_fails(store: Store) -> 
         assert [tenant.name for tenant in records.list_tenants(connection)] == ["acme", "bob"]
 
 
+def test_the_last_use_of_a_key_does_not_go_back(store: Store) -> None:
+    with store.writing() as connection:
+        records.add_key(connection, key("k1"), NOW)
+        found = []
+        for used_at in (7, 9, 8):
+            records.note_uses(connection, {"k1": used_at})
+            found.append(records.find_keys(connection, ["k1"])[0].last_used_at)
+    assert found == [7, 9, 9]
+
+
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_servers_that_note_uses_of_the_same_keys_do_not_wait_for_each_other_for_ever(
     store: Store,

@@ -230,10 +230,10 @@ def _add(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
     )
     with desk.store.writing() as connection:
         is_new = records.add_key(connection, record, change)
+        _show(key, record, terminal)  # one that nobody has seen must not work
+    desk.audit["new_key"] = key.id
     if is_new:
         terminal.note(f"tenant {record.tenant} is new, and was added")
-    desk.audit["new_key"] = key.id
-    _show(key, record, terminal)
 
 
 def _rotate(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> None:
@@ -250,11 +250,11 @@ def _rotate(desk: Desk, arguments: argparse.Namespace, terminal: Terminal) -> No
             change=change,
         )
         records.add_key(connection, record, change)
-    until = f"works until {as_time(min(end, old.expires_at or end))}"
-    until = until if arguments.overlap else "is revoked"
-    terminal.note(f"key {old.id} {until}")
+        _show(key, record, terminal)  # else the old one stays
     desk.audit["new_key"] = key.id
-    _show(key, record, terminal)
+    end = min(end, old.expires_at or end)
+    until = f"works until {as_time(end)}" if arguments.overlap else "is revoked"
+    terminal.note(f"key {old.id} {until}")
 
 
 def _life_of_next(old: KeyRecord, asked: int | None) -> int | None:
@@ -325,7 +325,7 @@ def _state(key: KeyRecord, now: int) -> str:
         return "revoked"
     if key.works_until() <= now:
         return "expired"
-    return "works" if key.revoked_at is None else f"works until {as_time(key.revoked_at)}"
+    return "works" if key.revoked_at is None else f"works until {as_time(int(key.works_until()))}"
 
 
 def _as_json(key: KeyRecord, now: int) -> dict[str, object]:

@@ -235,6 +235,7 @@ def _read_text(path: Path) -> str:
 def _read_file(path: Path, warn: Callable[[str], object]) -> _Reader:
     try:
         entries = tomllib.loads(_read_text(path))
+        str(entries)  # raises where a number, in hexadecimal say, is too long for any message
     except OSError as error:
         problem = f"cannot read the settings in {path}: {error.strerror}; check the path"
         raise ConfigError("config", str(path), problem=problem) from None

@@ -41,6 +41,9 @@ _SHARE_OF_BEST = 0.95
 """Share of the best prompt speed that is enough: the smallest batch that reaches it is chosen."""
 
 
+_N_THREADS_MAX = 512
+"""Threads that the setting `threads` may have."""
+
 _N_CTX_SEQ = 512
 """Context of a stream: prompt, output and drafts of all measurements fit."""
 
@@ -268,7 +271,7 @@ def tune(
         clock: Time in seconds.
     """
     measured = Measurements()
-    n_cores = len(os.sched_getaffinity(0))
+    n_cores = min(len(os.sched_getaffinity(0)), _N_THREADS_MAX)
     for n_threads in sorted({1, *(2**i for i in range(1, n_cores.bit_length())), n_cores}):
         if n_threads <= n_cores:
             measured.threads[n_threads] = _plain_rate(config, n_threads, load, texts, clock)
@@ -290,7 +293,9 @@ def tune(
     terminal.line(f"\n{shlex.join(['drafthouse', 'serve', *flags])}")
     terminal.line("\n# the same as TOML")
     for name, value in chosen.items():
-        terminal.line(f"{name} = {json.dumps(value)}")
+        # TOML has no surrogates, and takes this one character escaped alone.
+        text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        terminal.line(f"{name} = {text}")
     return advice
 
 
@@ -396,6 +401,9 @@ def read_texts(path: Path) -> list[str]:
             " --prompts"
         )
     try:
-        return [str(prompt["text"]) for prompt in json.loads(path.read_text("utf-8"))["prompts"]]
+        texts = [str(prompt["text"]) for prompt in json.loads(path.read_text("utf-8"))["prompts"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is not a file of prompts") from error
+    if not texts or not all(texts):
+        raise ValueError(f"{str(path)!r} has no prompts, or one without a text; give each a text")
+    return texts

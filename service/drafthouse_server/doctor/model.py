@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +11,7 @@ from drafthouse_server.doctor.report import Problem, Section
 from drafthouse_server.engine.parameters import least_cells
 from drafthouse_server.engine.surveyor import N_SLOTS_MAX, WINDOWS_SPARED, Surveyor
 from drafthouse_server.engine.threads import threads_of
-from drafthouse_server.errors import ModelLoadError
+from drafthouse_server.errors import ConfigError, ModelLoadError
 from drafthouse_server.host.amounts import format_bytes, format_count
 from drafthouse_server.host.fit import Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
@@ -54,6 +55,7 @@ def examine_model(
             surveyor.fit_devices()
             is_spared = surveyor.spare_windows(memory)
             sections, problems = _examine(config, surveyor, memory, room)
+            problems += _draft_problems(config, surveyor.draft_type)
             if is_spared:
                 sections[0].add("swa_full", "false", f"false: {WINDOWS_SPARED}")
             return sections, problems
@@ -191,6 +193,14 @@ def _problems(config: Config, chosen: Chosen, taken: Needs) -> Iterator[Problem]
     if chosen.is_less:
         yield Problem("memory", chosen.sentence, "warning")
     yield from _lock_problems(config, taken)
+
+
+def _draft_problems(config: Config, found: str) -> Iterator[Problem]:
+    """Yields what of the settings cannot go with the draft type that was found."""
+    try:
+        dataclasses.replace(config, draft_type=found)
+    except ConfigError as error:
+        yield Problem("model", str(error))
 
 
 def _lock_problems(config: Config, needs: Needs) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy import exc
@@ -16,7 +17,7 @@ from drafthouse_server.doctor.report import Problem
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.tenancy import migrations, records
 from drafthouse_server.tenancy.keys import pepper_id, read_pepper
-from drafthouse_server.tenancy.store import parsed_url
+from drafthouse_server.tenancy.store import store_url
 
 __all__ = ["store_problems"]
 
@@ -26,7 +27,7 @@ _CONNECT_S = 3
 def store_problems(config: Config) -> Iterator[Problem]:
     """Yields what is wrong with the store. Shows no password."""
     try:
-        url = parsed_url(config.store)
+        url = store_url(config.store)
     except ConfigError as error:
         yield Problem("store", str(error))
         return
@@ -66,13 +67,15 @@ def _look_at_file(path: Path) -> _Found:
         return _Found(problem)
     if not os.access(path, os.R_OK | os.W_OK):
         return _Found(f"the store {path} cannot be read and written; check its owner and mode")
-    return _ask(sqlalchemy.make_url(f"sqlite:///file:{path}?mode=ro&uri=true"))
+    name = quote(os.fsencode(path.absolute()))
+    return _ask(URL.create("sqlite", database=f"file:{name}", query={"mode": "ro", "uri": "true"}))
 
 
 def _ask(url: URL) -> _Found:
     """Returns what is wrong with a database, the revision of its schema and whose pepper it has."""
     is_file = url.get_backend_name() == "sqlite"
-    shown = "the file" if is_file else url.render_as_string(hide_password=True)
+    # Its query may hold a password, too.
+    shown = "the file" if is_file else url.set(query={}).render_as_string(hide_password=True)
     try:
         engine = sqlalchemy.create_engine(
             url,

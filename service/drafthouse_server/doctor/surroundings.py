@@ -11,7 +11,7 @@ from pathlib import Path
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem
-from drafthouse_server.errors import StartupError
+from drafthouse_server.errors import ConfigError, StartupError
 from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.tenancy.tenants import TenantRegistry
@@ -46,6 +46,13 @@ def _admin(config: Config) -> Iterator[Problem]:
         try_address(config.admin_host, config.admin_port, "admin-")
     except StartupError as error:
         yield Problem("admin", str(error))
+    from drafthouse_server.rpc.tls import admin_certificates  # noqa: PLC0415  # as in `_tls`
+
+    try:
+        admin_certificates(config)
+    except ConfigError as error:
+        if error.key == "admin_client_ca_file":  # of the others `_tls` tells
+            yield Problem("admin", str(error))
 
 
 def _tenants(config: Config) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -151,7 +152,7 @@ class Surveyor:
         n_few = _N_CELLS_AT_ONCE
         while n_few < n_cells and memory.total_bytes:
             few = dataclasses.replace(config, ctx_size=n_few)
-            check_cells(n_cells, self._needs_of(few, self._as_set), memory, config.model)
+            check_cells(n_cells, self._measured(few, self._as_set), memory, config.model)
             n_few *= 2
 
     @property
@@ -302,7 +303,9 @@ class Surveyor:
     @property
     def most_slots(self) -> int:
         """Slots that a step has room for, whatever the memory."""
-        config = dataclasses.replace(self._config, parallel=N_SLOTS_MAX)
+        config = self._config
+        if config.batch_size == SETTINGS["batch_size"].default:
+            config = dataclasses.replace(config, parallel=N_SLOTS_MAX)
         n_draft = config.draft_max if self._draft_type != "none" else 0
         return min(N_SLOTS_MAX, step_tokens(config, self._draft_type) // (1 + n_draft))
 
@@ -328,26 +331,52 @@ class Surveyor:
         Raises:
             ModelLoadError: no engine can be made with these settings.
         """
+        config = self.sized(size)
         if self.survey.is_recurrent and n_bytes_max is not None and size.parallel > 1:
-            one = self.needs(Size(1, size.max_model_len))
-            cells = one.host.cells_bytes * size.parallel
-            if one.start_bytes + cells > n_bytes_max:
-                host = dataclasses.replace(one.host, cells_bytes=cells)
-                n_cells = one.n_cells * size.parallel
-                return dataclasses.replace(one, size=size, n_cells=n_cells, host=host)
-        return self._needs_of(self.sized(size), size)
+            params = self._params_of(config, self._draft_type)
+            needs = self._needs_of(size, params, self._multiplied(params))
+            if needs.start_bytes > n_bytes_max:
+                return needs
+        return self._measured(config, size)
 
-    def _needs_of(self, config: Config, size: Size) -> Needs:
+    def _measured(self, config: Config, size: Size) -> Needs:
         params = self._params_of(config, self._draft_type)
-        with explained(config.model, config, is_loaded=True):
-            uses = self.survey.measure(params)
+        uses = [(use.device, _use_of(use, use, 1)) for use in self._measure(params)]
+        return self._needs_of(size, params, uses)
+
+    def _measure(
+        self, params: drafthouse_engine.EngineParams
+    ) -> Sequence[drafthouse_engine.MemoryUse]:
+        with explained(self._config.model, self._config, is_loaded=True):
+            return self.survey.measure(params)
+
+    def _multiplied(self, params: drafthouse_engine.EngineParams) -> list[tuple[str, DeviceUse]]:
+        """Returns what all slots take, by device: so many times the cells and states of one."""
+        n_slots = params.n_seq_max
+        n_ctx = -(-params.n_ctx // n_slots)  # 0: one has what a request needs
+        n_ctx_seq = min(params.n_ctx_seq, n_ctx or params.n_ctx_seq)
+        ones = rest = self._measure(
+            dataclasses.replace(params, n_seq_max=1, n_ctx=n_ctx, n_ctx_seq=n_ctx_seq)
+        )
+        if params.kv_unified and n_ctx:  # each slot looks at the cells of all
+            rest = self._measure(dataclasses.replace(params, n_seq_max=1))
+        pairs = zip(rest, ones, strict=True)
+        return [(use.device, _use_of(use, one, n_slots)) for use, one in pairs]
+
+    def _needs_of(
+        self,
+        size: Size,
+        params: drafthouse_engine.EngineParams,
+        uses: Sequence[tuple[str, DeviceUse]],
+    ) -> Needs:
+        config = self._config
         n_prefix_mib = config.prefix_cache_mib * config.prefix_cache
         return Needs(
             size=size,
             draft_type=self._draft_type,
             n_cells=params.n_ctx or size.parallel * size.max_model_len,
-            host=_use_of(uses[0]),
-            devices=tuple((use.device, _use_of(use)) for use in uses[1:]),
+            host=uses[0][1],
+            devices=tuple(uses[1:]),
             processes_bytes=process_bytes(config.text_workers, self.survey.n_vocab),
             caches_bytes=(n_prefix_mib + config.preempted_mib) << 20,
             prefix_bytes=n_prefix_mib << 20,
@@ -364,13 +393,16 @@ def _spared(config: Config) -> Config:
     return dataclasses.replace(config, swa_full=False)
 
 
-def _use_of(use: drafthouse_engine.MemoryUse) -> DeviceUse:
+def _use_of(
+    use: drafthouse_engine.MemoryUse, one: drafthouse_engine.MemoryUse, n_times: int
+) -> DeviceUse:
+    """Returns what is used, with so many times the cells of another use."""
     return DeviceUse(
         use.weights_bytes,
         use.mapped_bytes,
-        use.cells_bytes,
+        one.cells_bytes * n_times,
         use.compute_bytes,
-        use.draft_cells_bytes + use.draft_compute_bytes,
+        one.draft_cells_bytes * n_times + use.draft_compute_bytes,
     )
 
 

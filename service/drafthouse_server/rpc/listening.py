@@ -6,7 +6,6 @@ And the listener of AdminService, whole.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
@@ -26,7 +25,7 @@ from drafthouse_server.operations.intake import Intake
 from drafthouse_server.rpc.admin import ADMIN_BOUNDS, AdminService, Operated
 from drafthouse_server.rpc.gate import Gate, Receive, StreamResets
 from drafthouse_server.rpc.interceptors import Administer, Observe, TranslateErrors
-from drafthouse_server.rpc.tls import Certificates
+from drafthouse_server.rpc.tls import Certificates, admin_certificates
 from drafthouse_server.rpc.wire import shapes_of
 
 __all__ = [
@@ -328,20 +327,9 @@ class AdminListener:
 
     def _certificates(self) -> Certificates | None:
         """Returns those that the listener shows and asks for; None without administrators' own."""
-        config, authorities = self._config, self._config.admin_client_ca_file
-        if not authorities:
-            return None
-        own = dataclasses.replace(
-            config, ssl_client_ca_file=authorities, admin_client_ca_file="", admin_port=0
-        )
-        try:
-            found = Certificates(own, authorities)
-        except ConfigError as error:
-            if error.key != "ssl_client_ca_file":
-                raise
-            problem = str(error).replace("ssl_client_ca_file", "admin_client_ca_file")
-            raise ConfigError("admin_client_ca_file", authorities, problem=problem) from None
-        found.on_renewal = functools.partial(note_renewal, self._trail)
+        found = admin_certificates(self._config)
+        if found is not None:
+            found.on_renewal = functools.partial(note_renewal, self._trail)
         return found
 
     async def _note_rates(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import datetime
 import hashlib
 import logging
@@ -20,7 +21,7 @@ from drafthouse_server.access import is_tenant_name
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, Unauthenticated
 
-__all__ = ["Certificates", "tenant_of"]
+__all__ = ["Certificates", "admin_certificates", "tenant_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -219,6 +220,27 @@ class Certificates:
         if roots is not None:
             digests[config.ssl_client_ca_file] = hashlib.sha256(roots).hexdigest()
         return _Read(stamp, configuration, fingerprint, expiry, digests)
+
+
+def admin_certificates(config: Config) -> Certificates | None:
+    """Returns those of the administrators' listener; None without authorities of their own.
+
+    Raises:
+        ConfigError: a file cannot be read or used; names the setting.
+    """
+    authorities = config.admin_client_ca_file
+    if not authorities:
+        return None
+    own = dataclasses.replace(
+        config, ssl_client_ca_file=authorities, admin_client_ca_file="", admin_port=0
+    )
+    try:
+        return Certificates(own, authorities)
+    except ConfigError as error:
+        if error.key != "ssl_client_ca_file":
+            raise
+        problem = str(error).replace("ssl_client_ca_file", "admin_client_ca_file")
+        raise ConfigError("admin_client_ca_file", authorities, problem=problem) from None
 
 
 def _content(setting: str, path: str) -> bytes:

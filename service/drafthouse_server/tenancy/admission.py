@@ -12,13 +12,16 @@ the queue cannot lock out a third, and at most two queues' worth of requests wai
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
+import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from drafthouse_server.errors import Draining, EngineUnhealthy, QueueFull, QuotaExceeded
 from drafthouse_server.tenancy.counters import SharedRates
@@ -31,6 +34,7 @@ from drafthouse_server.tenancy.limits import (
     Standing,
 )
 from drafthouse_server.tenancy.tenants import Tenant
+from drafthouse_server.usage.record import UsageStoreFailed
 
 __all__ = ["Admission", "Load", "Ticket", "Turnstile", "month_start", "this_month"]
 
@@ -48,6 +52,14 @@ _INTERVAL_S_MAX = 10.0
 
 _WAIT_S_MIN, _WAIT_S_MAX = 0.01, 60.0
 """Bounds of what those who are refused are told to wait, in seconds."""
+
+
+_RETRY_S = 30.0
+"""Seconds after which a store that did not tell what was used of a month is asked again."""
+
+_UsedSince: TypeAlias = Callable[[float], Awaitable[Mapping[str, int]]]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +162,7 @@ class Ticket:
         Cancellation:
             What was taken is given back, as far as it is known, by `settle`.
         """
+        await self._admission.meet_month()
         self.reserve(n_prompt, n_output_max)
         rates = self._admission.rates
         if rates is not None and self._reserved is not None:
@@ -202,6 +215,70 @@ def this_month() -> Month:
 def month_start(month: Month) -> float:
     """Returns when a month begins, seconds since 1970."""
     return datetime.datetime.strptime(f"{month.name} +0000", "%Y-%m %z").timestamp()
+
+
+def _elapsed_s(month: Month) -> float:
+    """Returns the seconds that have passed of a month."""
+    first = datetime.datetime.strptime(month.name, "%Y-%m")
+    after = (first + datetime.timedelta(days=32)).replace(day=1)
+    return (after - first).total_seconds() - month.left_s
+
+
+class _Months:
+    """Has budgets go on from what was used of a month while this server did not count.
+
+    That is before it began, and also where the clock was wrong then: no server has counted what the
+    month, to which the clock jumps, had before.
+
+    Args:
+        limits: Where the budgets are.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._began_at = clock()
+        self._known: set[str] = set()
+        self._asking: asyncio.Task[None] | None = None
+        self._retry_at = -math.inf
+        self.used_since: _UsedSince | None = None
+        """Returns the tokens of streams that began since a time, by tenant."""
+
+    async def restore(self, month: Month) -> None:
+        """Asks what was used of a month, and counts it."""
+        if self.used_since is not None:
+            used = await self.used_since(month_start(month))
+            for tenant, n_tokens in used.items():
+                self._limits.restore(tenant, n_tokens, month)
+        self._known.add(month.name)
+
+    async def meet(self, month: Month) -> None:
+        """Restores a month that is new here, unless this server has counted from its start."""
+        if month.name in self._known:
+            return
+        now = self._clock()
+        if self.used_since is None or _elapsed_s(month) <= now - self._began_at:
+            self._known.add(month.name)
+            return
+        if self._asking is None and now >= self._retry_at:
+            self._asking = asyncio.create_task(self._try(month))
+        if self._asking is not None:
+            await asyncio.shield(self._asking)
+
+    async def _try(self, month: Month) -> None:
+        try:
+            await self.restore(month)
+        except UsageStoreFailed as error:
+            self._retry_at = self._clock() + _RETRY_S
+            _log.warning(
+                "the clock has jumped, and what tenants have used of %s is unknown: %s; their"
+                " budgets do not count it until the store answers",
+                month.name,
+                error,
+            )
+        finally:
+            self._asking = None
 
 
 class Turnstile:
@@ -261,6 +338,7 @@ class Admission:
         self._clock = clock
         self._month = month
         self._limits = Limits()
+        self._months = _Months(self._limits, clock)
         self._tenants: dict[str, _Places] = {}  # those with requests here
         self._all_weights = 0.0
         self._n_bytes = 0
@@ -426,15 +504,18 @@ class Admission:
         """Corrects what was reserved. See `Ticket.settle`."""
         self._limits.settle(tenant, reserved, n_prompt, n_output, self._clock())
 
-    async def restore(self, used_since: Callable[[float], Awaitable[Mapping[str, int]]]) -> None:
+    async def restore(self, used_since: _UsedSince) -> None:
         """Has the budgets of this month go on from what was used of them before.
 
         Args:
             used_since: Returns the tokens of streams that began since a time, by tenant.
         """
-        month = self._month()
-        for tenant, n_tokens in (await used_since(month_start(month))).items():
-            self._limits.restore(tenant, n_tokens, month)
+        self._months.used_since = used_since
+        await self._months.restore(self._month())
+
+    async def meet_month(self) -> None:
+        """Has them go on so in a month, too, to which the clock has jumped since."""
+        await self._months.meet(self._month())
 
     def standings(self, tenant: Tenant) -> list[Standing]:
         """Returns how far a tenant's rates are used."""

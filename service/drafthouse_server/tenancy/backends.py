@@ -53,9 +53,9 @@ def check_backends(config: Config) -> None:
     """
     TenantRegistry.from_config(config)
     if config.store:
-        from drafthouse_server.tenancy.store import parsed_url  # noqa: PLC0415  # see above
+        from drafthouse_server.tenancy.store import store_url  # noqa: PLC0415  # see above
 
-        parsed_url(config.store)
+        store_url(config.store)
     if config.rate_counters_url:
         redis_counters(config.rate_counters_url)
 

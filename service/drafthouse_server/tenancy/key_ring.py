@@ -24,6 +24,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Any, Never, TypeAlias
 
@@ -267,8 +268,7 @@ class KeyRing:
     def _identify_known(self, known: _Known, api_key: str, address: str) -> Identity:
         if not hmac.compare_digest(known.digest, digest_of(api_key, self._pepper)):
             self._refuse(address)
-        identity = self._use(known)
-        wall_now = self._wall_clock()
+        identity, wall_now = self._use(known), self._wall_clock()
         if wall_now >= known.works_until:
             self._refuse(address)
         self._uses.pending[identity.key_id] = int(wall_now)
@@ -283,6 +283,7 @@ class KeyRing:
         now = self._clock()
         self._check_store(known, now)
         known.seen_at = now
+        self._known.move_to_end(_id_of(known.identity))
         return known.identity
 
     def _check_store(self, known: _Known, now: float) -> None:
@@ -329,7 +330,7 @@ class KeyRing:
         Raises, out of the block:
             Unauthenticated: the key was revoked meanwhile (INVALID_API_KEY).
         """
-        known = self._known.get(identity.key_id or _CERTIFIED + identity.tenant.name)
+        known = self._known.get(_id_of(identity))
         return _Held(known) if known is not None else nullcontext()
 
     async def _ask(self, key_id: str, api_key: str, address: str) -> Identity:
@@ -392,8 +393,8 @@ class KeyRing:
                 continue
             if key.revoked_at is not None:
                 self._revoked_at[key.id] = key.revoked_at
-        while len(self._known) > _N_KNOWN_MAX:
-            self._known.popitem(last=False)
+        idle = (key_id for key_id, known in self._known.items() if not known.calls)
+        self._drop([*islice(idle, max(0, len(self._known) - _N_KNOWN_MAX))])
 
     async def _watch(self) -> None:
         """Follows the store's changes for ever."""
@@ -404,9 +405,8 @@ class KeyRing:
                 await self._poll()
             except StoreError as error:
                 self._note_silence(error)
-                continue
             self._end_revoked()
-            if self._clock() >= flush_at:
+            if not self.is_away and self._clock() >= flush_at:
                 flush_at = self._clock() + _FLUSH_S
                 self._prune()
                 await self._flush()
@@ -435,15 +435,13 @@ class KeyRing:
     async def _refresh(self) -> None:
         """Reads all known keys again; those that are gone, or revoked, are forgotten."""
         self._unknown.clear()
-        ids = list(self._known)
-        names = self.tenants.names
+        ids, names = list(self._known), self.tenants.names
         read = functools.partial(_read_keys, ids=ids, names=names)
         n_read = len(ids) + len(names)
         keys, tenants = await self._reader.run(read, _TIMEOUT_S + n_read * 1e-3)
         wall_now = self._wall_clock()
         self._forget_deleted(ids, keys, names, tenants)
-        revoked = [key.id for key in keys if key.was_revoked(wall_now)]
-        for key_id in revoked:
+        for key_id in [key.id for key in keys if key.was_revoked(wall_now)]:
             self._forget(key_id)
         self._take(keys, tenants)
 
@@ -456,11 +454,7 @@ class KeyRing:
     ) -> None:
         """Forgets the tenants that were deleted, ends their calls, and has their data dropped.
 
-        Args:
-            ids: Of the keys that were known when the store was asked.
-            keys: Of these, those that exist.
-            names: Of the tenants that were known then.
-            tenants: Of these, those that exist.
+        Of keys and of tenants: what was known when the store was asked, and what of it exists.
         """
         tenant_of = {i: k.identity.tenant.name for i, k in self._known.items()}
         lost = set(ids) - {key.id for key in keys}
@@ -494,12 +488,16 @@ class KeyRing:
         wall_now = self._wall_clock()
         for key_id in [key_id for key_id, at in self._revoked_at.items() if at <= wall_now]:
             self._forget(key_id)
+            self._unknown[key_id] = math.inf  # until the store tells of a change
 
     def _prune(self) -> None:
         """Forgets keys that were not seen for an hour; they are asked for again."""
         oldest = self._clock() - _SEEN_S
-        idle = [key_id for key_id, k in self._known.items() if k.seen_at < oldest and not k.calls]
-        for key_id in idle:
+        known = self._known.items()
+        self._drop([key_id for key_id, k in known if k.seen_at < oldest and not k.calls])
+
+    def _drop(self, ids: Iterable[str]) -> None:
+        for key_id in ids:
             del self._known[key_id]
             self._revoked_at.pop(key_id, None)
 
@@ -536,6 +534,10 @@ def _read_keys(
     return _with_tenants(connection, keys + [_certificate_of(name) for name in certified], names)
 
 
+def _id_of(identity: Identity) -> str:
+    return identity.key_id or _CERTIFIED + identity.tenant.name
+
+
 def _certificate_of(name: str) -> KeyRecord:
     """Returns what stands for a tenant's certificate among the keys: it never ends by itself."""
     return KeyRecord(_CERTIFIED + name, name, "", b"", 0, None, None, None)
@@ -551,8 +553,7 @@ def _with_tenants(
     names = {key.tenant for key in keys} | more
     if not names:
         return keys, []
-    few = names if len(names) <= _N_NAMES_MAX else None
-    return keys, records.list_tenants(connection, few)
+    return keys, records.list_tenants(connection, names if len(names) <= _N_NAMES_MAX else None)
 
 
 def tenant_of_record(record: TenantRecord, *, n_waiting_max: int) -> Tenant:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from sqlalchemy import (
     BigInteger,
+    BindParameter,
     Column,
     Connection,
     Float,
@@ -450,8 +451,11 @@ def recently_used(connection: Connection, since: int, n_max: int) -> list[KeyRec
 
 def note_uses(connection: Connection, uses: Mapping[str, int]) -> None:
     """Writes when keys were last used, seconds since 1970 by id. No new version: nobody waits."""
-    change = update(keys).where(keys.c.id == bindparam("key_id"))
-    change = change.values(last_used_at=bindparam("used_at"))
+    used_at: BindParameter[int] = bindparam("used_at")
+    last = keys.c.last_used_at
+    is_later = last.is_(None) | (last < used_at)  # another server may have noted a later one
+    change = update(keys).where((keys.c.id == bindparam("key_id")) & is_later)
+    change = change.values(last_used_at=used_at)
     # In one order on all servers: each locks the rows, and would wait for the other's.
     rows = [{"key_id": key_id, "used_at": uses[key_id]} for key_id in sorted(uses)]
     connection.execute(change, rows)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, event, exc
@@ -36,7 +37,7 @@ from drafthouse_server.tenancy.keys import pepper_id, read_pepper
 from drafthouse_server.usage.record import UsageQuery, UsageRecord, UsageStoreFailed
 from drafthouse_server.usage.write_ahead import write_ahead
 
-__all__ = ["Store", "StoreThread", "StoreUsage", "parsed_url", "read_pepper_of"]
+__all__ = ["Store", "StoreThread", "StoreUsage", "read_pepper_of", "store_url"]
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Store:
             ConfigError: the URL is wrong, or its driver is not installed.
             StoreError: the store cannot be used, or a newer release has made it.
         """
-        parsed = parsed_url(url)
+        parsed = store_url(url)
         if parsed.get_backend_name() == "sqlite":
             store = cls._open_file(parsed, may_make=may_make)
         else:
@@ -259,8 +260,12 @@ def read_pepper_of(config: Config, store: Store) -> bytes:
     return pepper
 
 
-def parsed_url(url: str) -> URL:
-    """Returns a checked URL. No error (ConfigError) shows it: it may hold a password."""
+def store_url(url: str) -> URL:
+    """Returns a checked URL. No error shows it: it may hold a password.
+
+    Raises:
+        ConfigError: it is none, or of what can be no store.
+    """
     try:
         parsed = sqlalchemy.make_url(url)
         backend = parsed.get_backend_name()
@@ -277,9 +282,8 @@ def parsed_url(url: str) -> URL:
 
 
 def _file_engine(path: Path) -> Engine:
-    url = URL.create(
-        "sqlite+pysqlite", database=f"file:{_quoted(path)}", query={"mode": "rw", "uri": "true"}
-    )
+    name = quote(os.fsencode(path))
+    url = URL.create("sqlite", database=f"file:{name}", query={"mode": "rw", "uri": "true"})
     arguments = {"timeout": _BUSY_S, "check_same_thread": False}
     pool = sqlalchemy.pool.QueuePool
     engine = sqlalchemy.create_engine(url, connect_args=arguments, poolclass=pool, pool_size=2)
@@ -309,11 +313,6 @@ def _make_file(path: Path, *, may_make: bool) -> None:
     path.stat()
     if not os.access(path, os.R_OK | os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _quoted(path: Path) -> str:
-    """Returns a path as SQLite's URIs want it."""
-    return path.as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
 
 def _server_engine(url: URL) -> Engine:
