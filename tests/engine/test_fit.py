@@ -430,13 +430,13 @@ def test_cells_that_are_set_are_refused_before_all_of_them_are_surveyed(
 ) -> None:
     """llama.cpp keeps books of all cells of a survey, in memory that is really taken."""
     measured = []
-    needs_of = Surveyor._needs_of
+    needs_of = Surveyor._measured
 
     def note(it: Surveyor, wished: Config, size: Size) -> Needs:
         measured.append(wished.ctx_size)
         return needs_of(it, wished, size)
 
-    monkeypatch.setattr(Surveyor, "_needs_of", note)
+    monkeypatch.setattr(Surveyor, "_measured", note)
     memory = HostMemory(5 * 10**9, 5 * 10**9)
     settings = config("dense", ctx_size=1 << 24, draft_type=draft_type)
     with pytest.raises(ModelLoadError, match="16777216 KV cells are set, 2097152 of them take"):
