@@ -221,9 +221,8 @@ struct spec_sampler {
     uint32_t seed = 0;
     bool logprobs = false;
     int32_t n_top_logprobs = 0;
-    // Verified by sample-and-match only: asked for; or mirostat and adaptive-p, which learn from
-    // what they drew; or a grammar, which must see an end token that it forbids before it is
-    // accepted.
+    // Verified by sample-and-match only: asked for, or its samplers learn from what they drew, or a
+    // grammar must see an end token that it forbids before that is accepted.
     bool is_match_only = false;
     int32_t n_vocab = 0;                 // of the model that it was made for
     drafthouse::sampler_history history; // of a preempted one; empty in use and when new

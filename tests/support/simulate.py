@@ -178,8 +178,8 @@ class Simulation:
             prefixes=PrefixCache(can_cut=True) if has_prefix_cache else None,
             fairness=fairness,
         )
-        self.admission = Admission(queue_size, 1.0, clock=lambda: self.now)
         self.now = 0.0
+        self.admission = Admission(queue_size, 1.0, clock=lambda: self.now)
         self.summary = Summary()
         self._machine = machine
         self._random = random.Random(seed)

@@ -38,10 +38,6 @@ class _AsyncCall(Protocol):
     async def initial_metadata(self) -> _Metadata: ...
 
 
-_Place: TypeAlias = "threading.Thread | asyncio.Task[object]"
-"""Where a loop reads."""
-
-
 class _Loop:
     """One loop over a stream. Lives exactly as long as the loop, whose end thus ends the stream."""
 
@@ -61,41 +57,31 @@ class _Progress:
         self._admitting = threading.RLock()  # a handler of a signal may read, too
         self._is_reading = False
         self._reader: Callable[[], _Loop | None] = lambda: None
-        self._place: Callable[[], _Place | None] = lambda: None
 
-    def _begin_read(self, loop: _Loop, place: _Place | None) -> bool:
+    def _begin_read(self, loop: _Loop) -> bool:
         """Returns whether there is something to read, which `loop` shall do now.
 
         Args:
             loop: that reads.
-            place: where it does; None is unknown.
 
         Raises:
             Cancelled: the stream was left before its end.
-            RuntimeError: another thread or task reads the stream.
+            RuntimeError: another thread or task waits for what comes next.
         """
         with self._admitting:
             if self._result is not None:
                 return False
             self._refuse_left()
-            loop.is_refused = self._is_taken(loop, place)
-            if self._is_reading or loop.is_refused:
+            loop.is_refused = self._is_reading and self._reader() is not loop
+            if self._is_reading:
                 kind = "thread" if isinstance(self, GenerationStream) else "task"
                 raise RuntimeError(
                     f"the stream is read by another {kind}, and has one reader at a time; wait for"
                     " that one and ask for the `result` then, or have it pass on what it reads"
                 )
             self._reader = weakref.ref(loop)
-            self._place = (lambda: None) if place is None else weakref.ref(place)
             self._is_reading = True
             return True
-
-    def _is_taken(self, loop: _Loop, place: _Place | None) -> bool:
-        """Returns whether another loop is there, and not where this one is."""
-        reader, last = self._reader(), self._place()
-        if reader is None or reader is loop:
-            return False
-        return self._is_reading or (last is not place and _is_at_work(last))
 
     def _refuse_left(self) -> None:
         """Refuses to go on with a stream that was left while it waited.
@@ -135,13 +121,6 @@ class _Progress:
         return chunk
 
 
-def _is_at_work(place: _Place | None) -> bool:
-    """Returns whether a thread or task may still go on with a loop."""
-    if isinstance(place, threading.Thread):
-        return place.is_alive()
-    return place is not None and not place.done()
-
-
 class GenerationStream(_Progress):
     """Chunks of a generation that runs on the server.
 
@@ -149,7 +128,7 @@ class GenerationStream(_Progress):
     the loop early, by `break` or by an exception, ends the generation and frees its slot; so do
     `close`, the end of a `with` block, and garbage collection.
 
-    A stream has one reader: while a thread has a loop over it, other threads that read it are
+    A stream has one reader at a time: while a thread waits for a chunk, others that read are
     refused. A loop itself (`iter`) may go on in another thread.
 
     Args:
@@ -217,7 +196,7 @@ class GenerationStream(_Progress):
 
     def _read(self, loop: _Loop) -> Chunk | None:
         """Waits for the next chunk of a loop; None when the generation has ended."""
-        if not self._begin_read(loop, threading.current_thread()):
+        if not self._begin_read(loop):
             return None
         try:
             return self._take(self._next())
@@ -268,7 +247,7 @@ class AsyncGenerationStream(_Progress):
     an exception or because its task is cancelled, ends the generation and frees its slot; so do
     `aclose`, the end of an `async with` block, and garbage collection.
 
-    A stream has one reader: while a task has a loop over it, other tasks that read it are refused.
+    A stream has one reader at a time: while a task waits for a chunk, others that read are refused.
     A loop itself (`aiter`) may go on in another task.
 
     Args:
@@ -340,7 +319,7 @@ class AsyncGenerationStream(_Progress):
 
     async def _read(self, loop: _Loop) -> Chunk | None:
         """Waits for the next chunk of a loop; None when the generation has ended."""
-        if not self._begin_read(loop, asyncio.current_task()):
+        if not self._begin_read(loop):
             return None
         try:
             return self._take(await self._next())

@@ -6,8 +6,7 @@ known as such within about a second; then its running calls end too, or go on, a
 `revoked_streams` says.
 
 When the store does not answer, keys seen within the hour before go on for `store_grace_s`. Then,
-and for all others at once, the answer is StoreUnavailable: nobody is called unknown who was not
-looked for.
+and for all others at once, the answer is StoreUnavailable: not looked for is not unknown.
 """
 
 from __future__ import annotations
