@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from drafthouse_server.errors import QuotaExceeded
@@ -58,7 +60,7 @@ _NOUNS = {
     END_USER: "requests a second of an end user",
 }
 
-_N_PLACES_MAX = 512
+_N_PLACES_MAX = 192
 """Places of one row that are remembered."""
 
 _SPREAD_S, _SPREAD_COSTS = 30.0, 3
@@ -139,10 +141,11 @@ class Asked(NamedTuple):
 class Row:
     """Those who were refused for one rate, and are likely to come back."""
 
-    __slots__ = ("_n_beyond", "_n_claims", "_places")
+    __slots__ = ("_ends_at", "_n_beyond", "_n_claims", "_places")
 
     def __init__(self) -> None:
-        self._places: list[Place] = []
+        self._places: list[Place] = []  # by their time: who floods asks thousands of times a second
+        self._ends_at = math.inf  # when the first of them ends
         self._n_beyond = 0
         self._n_claims = 0
 
@@ -155,9 +158,8 @@ class Row:
         origin, cost, _, now = asked
         found = [
             place
-            for place in self._places
-            if place.due_at <= now
-            and (place.origin == origin or (cost <= place.cost and not place.is_taken))
+            for place in takewhile(lambda place: place.due_at <= now, self._places)
+            if place.origin == origin or (cost <= place.cost and not place.is_taken)
         ]
         return min(found, key=lambda place: _rank(place, origin), default=None)
 
@@ -190,10 +192,11 @@ class Row:
                 return 0.0
             total = min(total, place.cost)
         most = 0.0
-        for other in sorted(self._places, key=lambda other: other.due_at):
+        for other in self._places:
             if other is not place and not other.is_taken:
                 total += other.cost
-                most = max(most, total - max(0.0, other.due_at - now) * rate.per_s)
+                wanted = total - max(0.0, other.due_at - now) * rate.per_s
+                most = wanted if wanted > most else most  # no call: there may be hundreds
         return most if place is None else min(most, max(0.0, rate.burst - cost))
 
     def refuse(self, place: Place | None, asked: Asked, wait_s: float) -> float:
@@ -224,7 +227,9 @@ class Row:
 
     def _add(self, asked: Asked, due_at: float) -> None:
         ends_at = due_at + max(_GRACE_S, asked.cost / asked.rate.per_s)
-        self._places.append(Place(asked.origin, asked.cost, due_at, ends_at))
+        place = Place(asked.origin, asked.cost, due_at, ends_at)
+        insort(self._places, place, key=lambda other: other.due_at)
+        self._ends_at = min(self._ends_at, ends_at)
 
     def _drop(self, place: Place) -> None:
         if place in self._places:  # others may have come meanwhile, where Redis is asked
@@ -251,8 +256,9 @@ class Row:
 
     def expire(self, now: float) -> None:
         """Forgets places for which nobody came."""
-        if any(place.ends_at < now for place in self._places):
+        if self._ends_at < now:
             self._places = [place for place in self._places if place.ends_at >= now]
+            self._ends_at = min((place.ends_at for place in self._places), default=math.inf)
 
 
 def _rank(place: Place, origin: str) -> tuple[bool, bool, float]:
