@@ -3,9 +3,8 @@
 Rates are counted by the generic cell rate algorithm: two numbers for each, an exact wait, no
 windows at whose borders a rate doubles.
 
-Who is refused is told a time of its own, so that not all come back at once. Others leave it the
-units that come until then. From its time on a place is anybody's who comes: nothing is kept for
-connections that are gone.
+Who is refused is told a time of its own, so that not all come back at once. Until then others
+leave it the units that come; then it is anybody's: nothing is kept for connections that are gone.
 
 Tokens are reserved when a request is let in, its output as long as it is likely to be; what it did
 not use is given back when it ends, and what it used beyond is charged.
@@ -64,15 +63,13 @@ _N_PLACES_MAX = 192
 """Places of one row that are remembered."""
 
 _SPREAD_S, _SPREAD_COSTS = 30.0, 3
-"""Seconds that one waits because others do, at most; or costs of its own, or a whole burst's time,
-where these take longer."""
+"""Seconds that others delay one at most; or so many costs of its own, or a burst, if longer."""
 
 _GRACE_S = 1.0
 """A place may be taken so many seconds after its time, or as long as its units take to come."""
 
 _RESERVE_S = 0.5
-"""Seconds of the rate, at most, that are there at a time beyond what was asked for: for those whose
-place another has taken a little before them."""
+"""Seconds of the rate, at most, that are kept for those whose place another has just taken."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it, modulo 1, lie far from each other."""
@@ -152,8 +149,7 @@ class Row:
     def find(self, asked: Asked) -> Place | None:
         """Returns a place whose time has come: the caller's own, or else the first one.
 
-        The one who was told may come back on a new connection, or not at all. What it asked for
-        must suffice for whoever comes instead.
+        That one may come on a new connection, or not at all; who takes it wants no more units.
         """
         origin, cost, _, now = asked
         found = [
@@ -173,8 +169,7 @@ class Row:
     def kept(self, place: Place | None, asked: Asked) -> float:
         """Returns the units that must be left to others by one who comes.
 
-        Who comes for another's place leaves something for its owner every other time only: it may
-        be that one, on a new connection.
+        Who comes for another's place may be its owner: it leaves something every other time only.
 
         Args:
             place: Place of which the time has come, as found.
@@ -236,10 +231,7 @@ class Row:
             self._places.remove(place)
 
     def _ahead(self, origin: str) -> float:
-        """Returns the units of the places before a new one of a peer.
-
-        A connection with many places delays another as if it had one more than that one.
-        """
+        """Returns the units before a new place of a peer; others count as if they had as many."""
         places = [place for place in self._places if not place.is_taken]
         n_of = Counter(place.origin for place in places)
         n_most, units = n_of[origin] + 1, 0.0
