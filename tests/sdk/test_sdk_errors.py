@@ -48,7 +48,7 @@ def told(error: drafthouse.DrafthouseError) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize(
     "copied",
-    [lambda it: pickle.loads(pickle.dumps(it)), copy.copy, copy.deepcopy],  # noqa: S301  our own
+    [lambda it: pickle.loads(pickle.dumps(it)), copy.copy, copy.deepcopy],  # noqa: S301  # our own
 )
 def test_a_copy_tells_what_the_error_does(
     kind: type[drafthouse.DrafthouseError],
