@@ -15,7 +15,7 @@ from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import QuotaExceeded, StartupError
 from drafthouse_server.rpc.server import Server
-from drafthouse_server.tenancy import counters, limits, redis_counters
+from drafthouse_server.tenancy import counters, redis_counters
 from drafthouse_server.tenancy.admission import Admission
 from drafthouse_server.tenancy.counters import MemoryCounters, SharedRates
 from drafthouse_server.tenancy.tenants import Tenant, TenantRegistry
@@ -323,7 +323,7 @@ async def test_an_end_user_who_is_refused_costs_its_tenant_nothing() -> None:
 
 
 async def test_end_users_that_are_too_many_share_one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_N_END_USERS_MAX", 3)
+    monkeypatch.setattr(counters, "_N_END_USERS_MAX", 3)
     monkeypatch.setattr(counters, "_N_SWEEP", 2)
     shared, tenant = Shared(), Tenant("acme", end_user_requests_per_s=1.0)
     waits = [await shared.wait_of(tenant, "c", f"user {i}") for i in range(5)]

@@ -11,13 +11,14 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.limits import n_of_month
 
 from drafthouse_server.errors import QuotaExceeded
+from drafthouse_server.tenancy import limits as limits_module
 from drafthouse_server.tenancy.admission import Admission, this_month
-from drafthouse_server.tenancy.limits import Limits, Meter, Month, Rate
+from drafthouse_server.tenancy.limits import Asked, Limits, Meter, Month, Rate, Row
 from drafthouse_server.tenancy.tenants import Tenant
 from drafthouse_server.usage.record import UsageStoreFailed
 
@@ -44,7 +45,8 @@ def test_what_nobody_comes_for_is_anybodys_at_its_time() -> None:
     assert meter.take(1, rate, 0.0, "a") == 0.0
     assert meter.take(1, rate, 0.0, "b") == 1.0
     assert meter.take(1, rate, 1.5, "c") == 0.0, "b's, who may be c"
-    assert meter.take(1, rate, 1.6, "b") == pytest.approx(0.9)
+    assert meter.take(1, rate, 1.6, "b") == 0.0, "it has waited as told"
+    assert meter.take(1, rate, 1.7, "d") == pytest.approx(1.8), "two were let in"
     assert meter.take(1, rate, 60.0, "e") == 0.0
 
 
@@ -93,9 +95,10 @@ def test_a_tenant_whose_token_limit_is_raised_has_the_rest_of_it_at_once() -> No
         max_size=120,
     )
 )
-def test_no_more_is_taken_than_burst_and_rate_allow(
+def test_no_more_is_taken_than_burst_and_rate_and_credit_allow(
     asked: list[tuple[float, int, str, int]],
 ) -> None:
+    """Credit is one request, and a second of the rate: of who was told a time others were in at."""
     meter, rate, now = Meter(), Rate(2.0, 10.0), 0.0
     taken: list[tuple[float, float]] = []
     for pause_s, cost, origin, correction in asked:
@@ -108,7 +111,7 @@ def test_no_more_is_taken_than_burst_and_rate_allow(
             taken.append((now, cost + min(surplus, 0)))
         for i, (start, _) in enumerate(taken):
             used = sum(n for _, n in taken[i:])
-            assert used <= rate.burst + rate.per_s * (now - start) + 0.1
+            assert used <= rate.burst + rate.per_s * (now - start + 1) + 8 + 0.1
 
 
 class Client:
@@ -220,7 +223,53 @@ def test_who_ignores_what_it_is_told_leaves_others_their_part(is_new: bool) -> N
         assert found["one"][2] <= 3.0
         assert found["one"][0] + found["rude"][0] <= 60 * rate.per_s + rate.burst
     found = run_loops(Rate(1, 1), 120, one=(obey(), is_new), rude=(lambda _: 0.31, True))
-    assert found["one"][0] >= 0.1 * 120, "a place each for as many connections"
+    n_in, n_asked, longest_s = found["one"]
+    assert n_in >= 0.05 * 120, "a place each for as many connections"
+    assert n_asked <= 2 * n_in + 1, "each time that it is told holds"
+    assert longest_s <= 31.0
+
+
+@given(
+    per_s=st.sampled_from([1 / 60, 0.5, 1.0, 10.0]),
+    n_polite=st.integers(1, 5),
+    late=st.floats(0, 0.3),
+    rude=st.floats(0.01, 1.3),
+)
+@settings(max_examples=25)
+def test_who_waits_as_told_is_let_in_whatever_a_connection_does_that_does_not_wait(
+    per_s: float, n_polite: int, late: float, rude: float
+) -> None:
+    """A loop that asked every 10 ms took each unit before those came who were told its time."""
+    late_s, rude_s = min(late / per_s, 0.4), rude / per_s
+    n_polite = min(n_polite, 2) if per_s < 0.1 else n_polite  # three times in a row are told
+    loops = {str(i): (obey(late_s), False) for i in range(n_polite)}
+    found = run_loops(
+        Rate(per_s, max(1.0, per_s)), 60 / per_s, **loops, rude=(lambda _: rude_s, False)
+    )
+    for name in loops:
+        n_in, n_asked, longest_s = found[name]
+        n_at_once = 2 * max(1.0, per_s)
+        assert n_asked <= 2 * n_in + 1, "each retry is let in"
+        assert longest_s <= (n_polite + 2) / per_s + 1
+        assert n_in >= 0.7 * 60 / (n_polite + 1) - n_at_once
+    n_most = 60 + max(1.0, per_s) + per_s + 1
+    assert sum(n_in for n_in, _, _ in found.values()) <= n_most
+
+
+def test_clients_of_one_connection_are_each_told_a_time_that_holds() -> None:
+    meter, rate = Meter(), Rate(1, 1)
+    n, n_in = run_clients(20, lambda _, now: meter.take(1, rate, now, "proxy"), 300, 0.1)
+    assert n_in >= 0.9 * n
+
+
+def test_connections_without_end_take_no_memory_without_end() -> None:
+    row, rate = Row(), Rate(1000, 1000)
+    for i in range(3000):
+        asked = Asked(f"c{i}", 1, rate, i * 1e-3)
+        row.refuse(row.find(asked), asked, 0.5)
+        row.expire(asked.now)
+    assert sum(len(line) for line in row._lines.values()) <= limits_module._N_PLACES_MAX
+    assert row.is_empty(60.0)
 
 
 def test_three_seconds_after_a_loop_that_ignored_what_it_was_told_others_are_let_in() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeAlias
@@ -18,7 +20,6 @@ from drafthouse_server.tenancy.limits import (
     KINDS,
     REQUESTS,
     Asked,
-    EndUserNames,
     Rate,
     Row,
     Standing,
@@ -28,10 +29,12 @@ from drafthouse_server.tenancy.limits import (
 )
 from drafthouse_server.tenancy.tenants import Tenant
 
-__all__ = ["MemoryCounters", "RateCounters", "SharedRates"]
+__all__ = ["EndUserNames", "MemoryCounters", "RateCounters", "SharedRates"]
 
 _ROUNDING_S = 1e-6
 _N_SWEEP = 4096
+_N_END_USERS_MAX = 4096
+_SWEEP_S = 1.0
 _Key: TypeAlias = tuple[str, str]  # tenant, and what is counted
 
 
@@ -82,6 +85,36 @@ class RateCounters(Protocol):
     async def close(self) -> None:
         """Gives back what it holds."""
         ...
+
+
+class EndUserNames:
+    """Names by which the rates of one tenant's end users are counted where servers share them.
+
+    A name tells nothing of the end user, who may be a person. Those that are too many share one.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._swept_at = -math.inf
+
+    def name(self, end_user: str, now: float, is_idle: Callable[[str], bool]) -> str:
+        """Returns the name of an end user.
+
+        Args:
+            end_user: As the tenant names it.
+            now: Monotonic time in seconds.
+            is_idle: Returns whether all that was taken by a name is paid off.
+        """
+        name = hashlib.blake2b(end_user.encode(), digest_size=16).hexdigest()
+        if name in self._known:
+            return name
+        if len(self._known) >= _N_END_USERS_MAX and now >= self._swept_at + _SWEEP_S:
+            self._swept_at = now
+            self._known = {known for known in self._known if not is_idle(known)}
+        if len(self._known) >= _N_END_USERS_MAX:
+            return "others"
+        self._known.add(name)
+        return name
 
 
 class SharedRates:
@@ -169,7 +202,7 @@ class SharedRates:
             )
             raise
         if not wait_s:
-            row.let_in(place, origin)
+            row.let_in(place, asked)
             return
         wait_s = row.refuse(place, asked._replace(now=self._clock()), wait_s - kept / rate.per_s)
         raise rate_exceeded(tenant, metric, wait_s)

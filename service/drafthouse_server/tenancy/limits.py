@@ -3,8 +3,8 @@
 Rates are counted by the generic cell rate algorithm: two numbers for each, an exact wait, no
 windows at whose borders a rate doubles.
 
-Who is refused is told a time of its own, so that not all come back at once. Until then others
-leave it the units that come; then it is anybody's: nothing is kept for connections that are gone.
+Who is refused is told a time of its own, so that not all come back at once, and is let in then.
+One who is new may be let in in its stead: nothing is lost by connections that are gone.
 
 Tokens are reserved when a request is let in, its output as long as it is likely to be; what it did
 not use is given back when it ends, and what it used beyond is charged.
@@ -12,13 +12,9 @@ not use is given back when it ends, and what it used beyond is charged.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from bisect import insort
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 from drafthouse_server.errors import QuotaExceeded
@@ -31,7 +27,6 @@ __all__ = [
     "OUTPUT",
     "REQUESTS",
     "Asked",
-    "EndUserNames",
     "Limits",
     "Meter",
     "Month",
@@ -59,17 +54,21 @@ _NOUNS = {
     END_USER: "requests a second of an end user",
 }
 
-_N_PLACES_MAX = 192
+_N_PLACES_MAX = 256
 """Places of one row that are remembered."""
 
 _SPREAD_S, _SPREAD_COSTS = 30.0, 3
 """Seconds that others delay one at most; or so many costs of its own, or a burst, if longer."""
 
 _GRACE_S = 1.0
-"""A place may be taken so many seconds after its time, or as long as its units take to come."""
+"""A place is held so many seconds after its time, or as long as its units take to come."""
 
-_RESERVE_S = 0.5
-"""Seconds of the rate, at most, that are kept for those whose place another has just taken."""
+_CREDIT_S = 1.0
+"""Who has a place may be let in before so many seconds of the rate, and its own cost, are there."""
+
+_LATE_S = 0.5
+"""Seconds of the rate that may be missing for who comes at a time that is another's, or no longer
+held: those before it may have come as late."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it, modulo 1, lie far from each other."""
@@ -116,10 +115,10 @@ class Place:
     """Units that it asked for."""
     due_at: float
     """Monotonic time that it was told, seconds."""
-    ends_at: float
-    """Monotonic time after which it is forgotten, seconds."""
+    held_at: float = math.inf
+    """Monotonic time from which its units are held, seconds; of each peer for the first place."""
     is_taken: bool = False
-    """Whether somebody else came first, after its time."""
+    """Whether somebody on another connection was let in in its stead."""
 
 
 class Asked(NamedTuple):
@@ -136,68 +135,74 @@ class Asked(NamedTuple):
 
 
 class Row:
-    """Those who were refused for one rate, and are likely to come back."""
+    """Those who were refused for one rate, and are likely to come back.
 
-    __slots__ = ("_ends_at", "_n_beyond", "_n_claims", "_places")
+    Of each peer one place is held: in the order in which they were told, and the next one of a peer
+    behind those of all others. Its owner is let in at its time, even where somebody else was in its
+    stead: what that is too much is paid off before others are let in.
+    """
+
+    __slots__ = ("_ends_at", "_held_until", "_lines", "_n_beyond", "_n_places", "_rate")
 
     def __init__(self) -> None:
-        self._places: list[Place] = []  # by their time: who floods asks thousands of times a second
-        self._ends_at = math.inf  # when the first of them ends
+        self._lines: dict[str, list[Place]] = {}  # of each peer, by their time
+        self._rate = Rate(1.0, 1.0)  # the rate that was asked with last
+        self._ends_at = math.inf  # when the first of those that are held ends
+        self._held_until = -math.inf  # when all that is held would be paid off
+        self._n_places = 0
         self._n_beyond = 0
-        self._n_claims = 0
 
     def find(self, asked: Asked) -> Place | None:
-        """Returns a place whose time has come: the caller's own, or else the first one.
+        """Returns a place whose time has come: the caller's own.
 
-        That one may come on a new connection, or not at all; who takes it wants no more units.
+        Or else, where it has none at all, the first one: its owner may come on a new connection.
         """
-        origin, cost, _, now = asked
-        found = [
-            place
-            for place in takewhile(lambda place: place.due_at <= now, self._places)
-            if place.origin == origin or (cost <= place.cost and not place.is_taken)
-        ]
-        return min(found, key=lambda place: _rank(place, origin), default=None)
-
-    def let_in(self, place: Place | None, origin: str) -> None:
-        """Takes note that one is let in, who had come for a place or for none."""
-        if place is not None and place.origin != origin:
-            place.is_taken = True
-        elif place is not None:
-            self._drop(place)
+        soon = asked.now + _EARLY_S
+        line = self._lines.get(asked.origin)
+        if line is None:
+            due = [
+                first
+                for first, *_ in self._lines.values()
+                if first.held_at <= soon and not first.is_taken and asked.cost <= first.cost
+            ]
+            return min(due, key=lambda first: first.held_at, default=None)
+        if line[0].held_at <= soon:
+            return line[0]
+        return next((place for place in line if place.due_at <= soon), None)
 
     def kept(self, place: Place | None, asked: Asked) -> float:
-        """Returns the units that must be left to others by one who comes.
-
-        Who comes for another's place may be its owner: it leaves something every other time only.
+        """Returns the units that must be left to others; negative: so many may be missing.
 
         Args:
             place: Place of which the time has come, as found.
             asked: What is asked for.
         """
         origin, cost, rate, now = asked
-        total = _reserve_s(cost, rate) * rate.per_s
-        if place is not None and place.origin == origin:
-            if not place.is_taken:
-                return 0.0
-            total = 0.0
+        if place is not None and place.held_at <= now + _EARLY_S:
+            if place.origin == origin:
+                return -(cost + _CREDIT_S * rate.per_s)
+            return place.cost - cost - _LATE_S * rate.per_s
+        due, next_at, next_cost = 0.0, math.inf, 0.0
+        for line in self._lines.values():
+            first = line[0]
+            if first.held_at > now + _EARLY_S:
+                if first.held_at < next_at and first.origin != origin:
+                    next_at, next_cost = first.held_at, min(first.cost, rate.burst)
+            elif not first.is_taken:
+                due += first.cost
+        if place is not None and not due:
+            due = -_LATE_S * rate.per_s
+        return due + max(0.0, next_cost - (next_at - now) * rate.per_s)
+
+    def let_in(self, place: Place | None, asked: Asked) -> None:
+        """Takes note that one is let in, who had come for a place or for none."""
+        if place is not None and place.origin != asked.origin:
+            place.is_taken = True
         elif place is not None:
-            self._n_claims += 1
-            if self._n_claims % 2 == 0:
-                return 0.0
-            total = min(total, place.cost)
-        most = 0.0
-        for other in self._places:
-            if other is not place and not other.is_taken:
-                total += other.cost
-                wanted = total - max(0.0, other.due_at - now) * rate.per_s
-                most = wanted if wanted > most else most  # no call: there may be hundreds
-        return most if place is None else min(most, max(0.0, rate.burst - cost))
+            self._drop(place, asked.now)
 
     def refuse(self, place: Place | None, asked: Asked, wait_s: float) -> float:
         """Returns the seconds after which one who is refused shall come back.
-
-        Who has come for its place waits only for the units.
 
         Args:
             place: Place of which the time has come, as found.
@@ -205,61 +210,80 @@ class Row:
             wait_s: Seconds after which it is there, if nobody else takes any; may be negative.
         """
         origin, cost, rate, now = asked
-        if place is not None and (place.origin == origin or wait_s > 0):
-            self._drop(place)
-            if not place.is_taken and wait_s > 0:
-                self._add(asked, now + wait_s)
-                return wait_s
-        ahead_s, units_s = self._ahead(origin) / rate.per_s, cost / rate.per_s
-        wait_s += _reserve_s(cost, rate) if ahead_s else 0.0
-        spread_s = max(_SPREAD_S, _SPREAD_COSTS * units_s, rate.burst / rate.per_s)
-        if ahead_s <= spread_s and len(self._places) < _N_PLACES_MAX:
-            wait_s = max(_EARLY_S, wait_s + ahead_s)
-            self._add(asked, now + wait_s)
-            return wait_s
-        self._n_beyond += 1
-        return max(_EARLY_S, wait_s + self._n_beyond * _GOLDEN % 1 * min(ahead_s, spread_s))
+        self._rate = rate
+        line = self._lines.get(origin, [])
+        if place in line:
+            if place is line[0]:
+                if place.held_at <= now + _EARLY_S:
+                    place.held_at = now + max(_EARLY_S, wait_s)
+                place.due_at = place.held_at
+                return place.due_at - now
+            line.remove(place)
+            self._n_places -= 1
+        there_at = max(now + wait_s, now + _lead_s(cost, rate))
+        ahead_s = self._held_until + _lead_s(cost, rate) - there_at
+        if line:
+            ahead_s = line[-1].due_at + len(self._lines) * cost / rate.per_s - there_at
+        spread_s = max(_SPREAD_S, _SPREAD_COSTS * cost / rate.per_s, rate.burst / rate.per_s)
+        if ahead_s > spread_s:
+            self._n_beyond += 1
+            return max(_EARLY_S, there_at - now + self._n_beyond * _GOLDEN % 1 * spread_s)
+        place = Place(origin, cost, max(now + _EARLY_S, there_at + max(0.0, ahead_s)))
+        if not line:
+            self._hold(place, place.due_at - _lead_s(cost, rate))
+        if self._n_places < _N_PLACES_MAX:
+            self._n_places += 1
+            self._lines.setdefault(origin, []).append(place)
+        return place.due_at - now
 
-    def _add(self, asked: Asked, due_at: float) -> None:
-        ends_at = due_at + max(_GRACE_S, asked.cost / asked.rate.per_s)
-        place = Place(asked.origin, asked.cost, due_at, ends_at)
-        insort(self._places, place, key=lambda other: other.due_at)
-        self._ends_at = min(self._ends_at, ends_at)
+    def _hold(self, place: Place, since: float) -> None:
+        """Holds the units of a peer's first place, behind all that are held.
 
-    def _drop(self, place: Place) -> None:
-        if place in self._places:  # others may have come meanwhile, where Redis is asked
-            self._places.remove(place)
+        Args:
+            place: The place.
+            since: Monotonic time at which what is taken now is paid off, in seconds.
+        """
+        since = max(since, self._held_until)
+        place.held_at = max(place.due_at, since + _lead_s(place.cost, self._rate))
+        self._held_until = since + min(place.cost, self._rate.burst) / self._rate.per_s
+        self._ends_at = min(self._ends_at, self._end_at(place))
 
-    def _ahead(self, origin: str) -> float:
-        """Returns the units before a new place of a peer; others count as if they had as many."""
-        places = [place for place in self._places if not place.is_taken]
-        n_of = Counter(place.origin for place in places)
-        n_most, units = n_of[origin] + 1, 0.0
-        for place in reversed(places):  # of each peer, the first so many
-            if n_of[place.origin] <= n_most:
-                units += place.cost
-            n_of[place.origin] -= 1
-        return units
+    def _drop(self, place: Place, now: float) -> None:
+        line = self._lines.get(place.origin, [])
+        if place not in line:  # others may have come meanwhile, where Redis is asked
+            return
+        is_first = place is line[0]
+        line.remove(place)
+        self._n_places -= 1
+        if not line:
+            del self._lines[place.origin]
+        elif is_first:
+            self._hold(line[0], now)
+
+    def _end_at(self, place: Place) -> float:
+        """Returns the time after which a place is forgotten."""
+        since = place.due_at if place.held_at == math.inf else place.held_at
+        return since + max(_GRACE_S, place.cost / self._rate.per_s)
 
     def is_empty(self, now: float) -> bool:
         """Whether nobody is likely to come back."""
         self.expire(now)
-        return not self._places
+        return not self._lines
 
     def expire(self, now: float) -> None:
         """Forgets places for which nobody came."""
-        if self._ends_at < now:
-            self._places = [place for place in self._places if place.ends_at >= now]
-            self._ends_at = min((place.ends_at for place in self._places), default=math.inf)
+        if self._ends_at >= now:
+            return
+        ended = [it for line in self._lines.values() for it in line if self._end_at(it) < now]
+        for place in reversed(ended):  # of each peer the first one last
+            self._drop(place, now)
+        held = (self._end_at(line[0]) for line in self._lines.values())
+        self._ends_at = min(held, default=math.inf)
 
 
-def _rank(place: Place, origin: str) -> tuple[bool, bool, float]:
-    """Returns what orders the places that one may take."""
-    return place.origin != origin, place.is_taken, place.due_at
-
-
-def _reserve_s(cost: float, rate: Rate) -> float:
-    return max(0.0, min(_RESERVE_S, (rate.burst - cost) / 2 / rate.per_s))
+def _lead_s(cost: float, rate: Rate) -> float:
+    """Returns the seconds, 0 or less, by which units are there before all is paid off."""
+    return (cost - max(rate.burst, cost)) / rate.per_s
 
 
 class Meter:
@@ -292,12 +316,12 @@ class Meter:
         self._per_s = rate.per_s
         self._row.expire(now)
         asked = Asked(origin, cost, rate, now)
-        place = self._row.find(asked._replace(now=now + _EARLY_S))
-        wait_s = self.reset_s(now) + (cost - max(rate.burst, cost)) / rate.per_s
+        place = self._row.find(asked)
+        wait_s = self.reset_s(now) + _lead_s(cost, rate)
         kept = self._row.kept(place, asked)
         if wait_s + kept / rate.per_s > (_ROUNDING_S if place is None else _EARLY_S):
             return self._row.refuse(place, asked, wait_s)
-        self._row.let_in(place, origin)
+        self._row.let_in(place, asked)
         self._paid_at = max(self._paid_at, now) + cost / rate.per_s
         return 0.0
 
@@ -531,36 +555,6 @@ def debt_s(seconds: float, was_per_s: float, per_s: float) -> float:
         per_s: The rate of now, units a second.
     """
     return seconds * min(1.0, was_per_s / per_s)
-
-
-class EndUserNames:
-    """Names by which the rates of one tenant's end users are counted where servers share them.
-
-    A name tells nothing of the end user, who may be a person. Those that are too many share one.
-    """
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-        self._swept_at = -math.inf
-
-    def name(self, end_user: str, now: float, is_idle: Callable[[str], bool]) -> str:
-        """Returns the name of an end user.
-
-        Args:
-            end_user: As the tenant names it.
-            now: Monotonic time in seconds.
-            is_idle: Returns whether all that was taken by a name is paid off.
-        """
-        name = hashlib.blake2b(end_user.encode(), digest_size=16).hexdigest()
-        if name in self._known:
-            return name
-        if len(self._known) >= _N_END_USERS_MAX and now >= self._swept_at + _SWEEP_S:
-            self._swept_at = now
-            self._known = {known for known in self._known if not is_idle(known)}
-        if len(self._known) >= _N_END_USERS_MAX:
-            return "others"
-        self._known.add(name)
-        return name
 
 
 def _count_month(used: _Used, month: str, n_tokens: int) -> None:
