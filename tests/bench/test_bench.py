@@ -346,6 +346,28 @@ def test_a_program_without_its_model_says_so_in_one_sentence(program: str) -> No
     assert "nosuch" in err.getvalue()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("fresh", "--rounds", "0"),
+        ("host-cost", "--sequences", "0"),
+        ("quoting", "--loads", "edits"),
+        ("aiperf", "--streams", "0"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_wrong_usage_of_a_program_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    """Divisions by zero, figures of another load, and an installation of 1.2 GB before them."""
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+
+
+def test_a_selection_of_a_trial_that_is_none_says_how_one_is_written() -> None:
+    with pytest.raises(SystemExit, match="expected cell=NAME"):
+        main(("trial", "--only", "dense"))
+
+
 @pytest.mark.model
 def test_a_small_run_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
