@@ -83,9 +83,9 @@ struct shape {
     int64_t n;      // of a row, and of a column of weights
     int64_t n_cols; // of the result
     int n_threads;
-    int64_t n_planes = 1; // rows of some sequences, as recurrent layers have them
-    int64_t n_apart = 0;  // what lies between two rows
-    int64_t n_heads = 1;  // weights in planes, as MLA has them: 1, or as many as rows
+    int64_t n_planes = 1;  // rows of some sequences, as recurrent layers have them
+    int64_t n_apart = 0;   // what lies between two rows
+    int64_t n_heads = 1;   // weights in planes, as MLA has them: 1, or as many as rows
     int64_t n_streams = 1; // all planes of rows once for each, where streams have their own cells
 };
 
