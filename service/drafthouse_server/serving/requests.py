@@ -552,6 +552,9 @@ class RequestRules:
         return MODE_OFF if is_off else self._mode, n_draft
 
     def _check_stop(self, violations: Violations, request: GenerationRequest) -> None:
+        if request.ignore_eos and request.grammar:
+            rule = "must not be set with a grammar, whose end allows the end token alone"
+            violations.refuse("stop.ignore_end_token", rule)
         violations.check_count("stop.sequences", len(request.stops), _N_STOPS_MAX)
         for i, text in enumerate(request.stops[:_N_STOPS_MAX]):
             violations.check_bytes(f"stop.sequences[{i}]", text, _N_STOP_BYTES_MAX, n_min=1)
