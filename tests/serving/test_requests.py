@@ -331,6 +331,7 @@ def test_what_is_not_given_is_left_to_the_server() -> None:
     [
         (MODE_OFF, None, (MODE_OFF, 0)),
         (MODE_OFF, 3, (MODE_OFF, 0)),
+        (MODE_OFF, 99, (MODE_OFF, 0)),
         ("mtp", 2, ("mtp", 2)),
         (None, 0, (MODE_OFF, 0)),
     ],

@@ -543,11 +543,11 @@ class RequestRules:
         if mode not in (None, MODE_OFF, self._mode):
             offered = " or ".join(dict.fromkeys((self._mode, MODE_OFF)))
             violations.refuse("speculation.mode", f"must be {offered} on this server, is {mode}")
+        if mode == MODE_OFF:  # whatever else is said of drafts
+            n_draft = 0
         if n_draft is not None:
             rule = Range(0, self._limits.n_draft_max)
             violations.check("speculation.max_draft_tokens", n_draft, rule)
-        if mode == MODE_OFF:
-            n_draft = 0
         is_off = (self._n_draft_default if n_draft is None else n_draft) == 0
         return MODE_OFF if is_off else self._mode, n_draft
 
