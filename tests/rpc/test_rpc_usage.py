@@ -135,6 +135,7 @@ async def test_a_passed_deadline_tells_usage(
     await server.close()
     [record] = records_of(tmp_path)
     assert (record.outcome, record.n_output) == ("deadline", n_read)
+    assert caught.value.request_id == record.request_id, "by which its client finds the record"
 
 
 async def test_a_stream_ends_a_little_before_its_deadline() -> None:
