@@ -16,7 +16,6 @@ from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
-from drafthouse_server.operations.logs import LogQueue
 
 ENDS = [
     (None, 0),
@@ -40,7 +39,7 @@ def test_each_end_has_its_code_and_says_why(
 
     monkeypatch.setattr(serve, "_run", run)
     with asyncio.Runner() as runner:
-        assert serve._run_to_end(runner, Config(), Terminal(), LogQueue("info", 2)) == code
+        assert serve._run_to_end(runner, Config(), Terminal()) == code
     assert error is None or str(error) in capsys.readouterr().err
     assert f"\n| {code} | " in PAGE.read_text("utf-8")
     assert f" {code} " in serve._EXIT_CODES
