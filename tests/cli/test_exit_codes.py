@@ -84,8 +84,12 @@ LOADING = textwrap.dedent(
 )
 
 
-def test_sigterm_ends_a_server_that_loads_its_model() -> None:
-    """The first process of a container, which has no init, is not ended by default."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_loads_its_model(number: signal.Signals) -> None:
+    """The first process of a container, which has no init, is not ended by default.
+
+    Ctrl-C waited for the model, without a word.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", LOADING],
         stdout=subprocess.PIPE,
@@ -96,9 +100,9 @@ def test_sigterm_ends_a_server_that_loads_its_model() -> None:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "loading\n"
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             assert process.wait(100) == 0, "and not -15, which is what nobody handled"
             assert process.stderr is not None
-            assert "SIGTERM: ending before" in process.stderr.read()
+            assert f"{number.name}: ending before" in process.stderr.read()
         finally:
             process.kill()

@@ -233,7 +233,10 @@ async def _run(config: Config, terminal: Terminal) -> None:
         progress = loading.enter_context(terminal.loading())
         # Until the server serves, and drains: by default nothing ends the first process of a
         # container.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_early, loading, terminal)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(
+                number, _end_early, number, loading, terminal
+            )
 
         def announce(server: Server) -> None:
             loading.close()
@@ -244,10 +247,10 @@ async def _run(config: Config, terminal: Terminal) -> None:
         await Server(config, lambda: LlamaEngine.load(config, progress)).serve(announce)
 
 
-def _end_early(loading: contextlib.ExitStack, terminal: Terminal) -> None:
+def _end_early(number: signal.Signals, loading: contextlib.ExitStack, terminal: Terminal) -> None:
     """Ends a server that serves nobody yet, whatever its engine thread loads."""
     loading.close()
-    terminal.note("SIGTERM: ending before the model is loaded")
+    terminal.note(f"{number.name}: ending before the model is loaded")
     terminal.end_queues()
     os._exit(0)
 
