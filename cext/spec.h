@@ -770,7 +770,7 @@ typedef struct spec_token {
 } spec_token;
 
 /* One decode of the target. A sequence's sampler is fed its tokens, but for those that it chose or
- * knows, and for those of a proposal, which it is to verify. since ABI 1 */
+ * knows, and for drafted ones, which it is to verify. since ABI 1 */
 int32_t spec_engine_decode(spec_engine * engine, const spec_token * tokens, int32_t n_tokens);
 /* Feeds the last decoded batch to the speculative state; once, before the next decode. since ABI 1
  */

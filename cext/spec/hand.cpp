@@ -66,13 +66,13 @@ void decode_or_clear(spec_engine & engine, const spec_token * tokens, int32_t n)
 }
 
 // A decoded token is the sequence's. Its sampler hears it, unless it has chosen it, or will hear of
-// it as it verifies a draft.
+// it as it verifies a draft, of which the token before is none.
 void take_decoded(sequence & seq, const spec_token & token, bool is_first) {
     if (is_first) {
         seq.n_past_decoded = token.pos;
     }
     seq.tokens.push_back(token.token);
-    if (seq.is_proposed) {
+    if (seq.is_proposed && token.pos > seq.n_past_proposed) {
         return;
     }
     if (!seq.has_heard(token.token, token.pos)) {

@@ -200,3 +200,36 @@ def test_what_is_decoded_behind_an_empty_draft_can_be_taken_back(draft_type: Dra
         beside, _ = drafts_after(driven, [[5, 6, 7]], 0, 0)
         alone, _ = drafts_after(driven, [[5]], 0, 0)
         assert beside == alone
+
+
+@pytest.mark.parametrize("counts", [(1, 3, 3), (1, 3), (2, 1)])
+def test_a_shared_recurrent_pool_verifies_equally_many_tokens_of_each(
+    counts: tuple[int, ...],
+) -> None:
+    """Two and four tokens passed for three sequences of two: the four could not be taken back."""
+    prompt = tokens_of("def parse(text):\n")
+    with engine("mtp", HYBRID, n_draft_max=3, n_rs_seq=3, kv_unified=True, n_ctx=1024) as driven:
+        ids = (1, 0, 2)[: len(counts)]
+        last = {}
+        for seq_id in ids:
+            driven.seq_begin(seq_id, sampler(name=HYBRID))
+            rows = plan((seq_id, 0, 0, len(prompt), 0, 1))
+            last[seq_id] = driven.step(rows, prompt).tokens.tolist()[0]
+        n_past = len(prompt)
+        drafts = driven.draft_many([(seq_id, n_past, last[seq_id], 3) for seq_id in ids])
+
+        def verified(n_drafted: tuple[int, ...]) -> None:
+            columns: tuple[list[int], ...] = ([], [], [])
+            for seq_id, draft, n in zip(ids, drafts, n_drafted, strict=True):
+                columns[0].extend([last[seq_id], *draft[:n]])
+                columns[1].extend(range(n_past, n_past + 1 + n))
+                columns[2].extend([seq_id] * (1 + n))
+            driven.decode(*columns, [True] * len(columns[0]))
+            driven.process()
+
+        with pytest.raises(Unsupported, match="equally many tokens"):
+            verified(counts)
+        verified((3,) * len(counts))
+        for seq_id in ids:
+            driven.accept(seq_id, 0)
+            assert driven.seq_n_past(seq_id) == n_past + 1
