@@ -175,6 +175,12 @@ void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
     }
     const int32_t n_new = seq.n_past_proposed + 1 + n_accepted;
     const int32_t n_back = seq.n_past() - n_new;
+    if (engine.target_rollback != rollback_kind::any && n_back > seq.n_back_max) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             "a recurrent target can take back " + std::to_string(seq.n_back_max) +
+                 " tokens of this draft, not " + std::to_string(n_back) +
+                 ": as many as its last decode holds; verify a draft in one, or accept more");
+    }
     const bool has_row = tell_accepted(engine, seq, seq_id, n_accepted);
     seq.is_proposed = false;
     seq.draft = {};

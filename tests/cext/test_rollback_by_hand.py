@@ -233,3 +233,34 @@ def test_a_shared_recurrent_pool_verifies_equally_many_tokens_of_each(
         for seq_id in ids:
             driven.accept(seq_id, 0)
             assert driven.seq_n_past(seq_id) == n_past + 1
+
+
+@pytest.mark.parametrize("pieces", [(1, 1), (1, 2), (2, 2)])
+def test_a_recurrent_target_refuses_to_take_back_what_an_earlier_decode_brought(
+    pieces: tuple[int, ...],
+) -> None:
+    """It has the states of its last decode alone: `accept` ended the sequence."""
+    prompt = tokens_of("def parse(text):\n")
+    with engine("mtp", HYBRID, n_draft_max=3, n_rs_seq=3) as driven:
+        driven.seq_begin(0, sampler(name=HYBRID))
+        last = driven.step(plan((0, 0, 0, len(prompt), 0, 1)), prompt).tokens.tolist()
+        (draft,) = driven.draft_many([(0, len(prompt), last[0], 3)])
+        for n in pieces:
+            n_past = driven.seq_n_past(0)
+            piece = [*last, *draft][n_past - len(prompt) :][:n]
+            driven.decode(piece, range(n_past, n_past + n), [0] * n, [True] * n)
+            driven.process()
+        with pytest.raises(Unsupported, match="of this draft"):
+            driven.accept(0, pieces[0] - 1)
+        assert driven.seq_n_past(0) == len(prompt) + sum(pieces)
+        driven.accept(0, sum(pieces) - 1)
+        driven.seq_begin(1, sampler(name=HYBRID))
+        tokens = [*prompt, *last, *draft[: sum(pieces) - 1]]
+        n = len(tokens)
+        driven.step(plan((1, 0, 0, n, 0, 0)), tokens)
+        n_past = driven.seq_n_past(0)
+        driven.decode([7], [n_past], [0], [True])
+        found = driven.logits(0)
+        driven.process()
+        driven.decode([7], [n], [1], [True])
+        assert found == pytest.approx(driven.logits(0), abs=0.03)
