@@ -219,12 +219,12 @@ def test_a_shared_recurrent_pool_verifies_equally_many_tokens_of_each(
         drafts = driven.draft_many([(seq_id, n_past, last[seq_id], 3) for seq_id in ids])
 
         def verified(n_drafted: tuple[int, ...]) -> None:
-            columns: tuple[list[int], ...] = ([], [], [])
+            tokens, positions, seq_ids = list[int](), list[int](), list[int]()
             for seq_id, draft, n in zip(ids, drafts, n_drafted, strict=True):
-                columns[0].extend([last[seq_id], *draft[:n]])
-                columns[1].extend(range(n_past, n_past + 1 + n))
-                columns[2].extend([seq_id] * (1 + n))
-            driven.decode(*columns, [True] * len(columns[0]))
+                tokens += [last[seq_id], *draft[:n]]
+                positions += range(n_past, n_past + 1 + n)
+                seq_ids += [seq_id] * (1 + n)
+            driven.decode(tokens, positions, seq_ids, [True] * len(tokens))
             driven.process()
 
         with pytest.raises(Unsupported, match="equally many tokens"):
