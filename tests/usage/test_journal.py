@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -646,6 +648,21 @@ def test_a_disk_that_does_not_answer_is_one_that_fails_until_it_does(
     journal.close()
 
 
+def test_a_look_at_a_disk_that_has_just_answered_leaves_no_journal_failing_for_ever(
+    tmp_path: Path,
+) -> None:
+    """While it fails, streams are refused: no entry of theirs would ever show that it works."""
+    journal = open_journal(tmp_path)
+    write_all(journal, [start(1), end(1)])
+    journal._busy_since = -math.inf  # read before the last turn ended, judged after
+    assert journal.watch()
+    give_up_at = time.monotonic() + WAIT_S
+    while journal.is_failing:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+    journal.close()
+
+
 def test_the_end_waits_for_no_disk_and_says_what_it_has_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -733,6 +750,26 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartupError, match="choose another usage_journal"):
         open_journal(tmp_path / "file" / "journal")
+
+
+def test_a_file_that_cannot_be_read_is_told_and_the_folder_is_free_again(tmp_path: Path) -> None:
+    """As after a start as another user; root reads any file, but no folder."""
+    path = JournalFolder(tmp_path).file(1)
+    path.mkdir()
+    with pytest.raises(StartupError, match=f"cannot read the usage journal.*{path.name}"):
+        open_journal(tmp_path)
+    path.rmdir()
+    open_journal(tmp_path).close()
+
+
+def test_files_that_are_not_its_own_are_left_alone(tmp_path: Path) -> None:
+    names = ("usage-1.journal", "usage-\u0663.journal", "usage-00000001.journal.bak")
+    for name in names:
+        (tmp_path / name).write_bytes(FILE_MAGIC)
+    journal = open_journal(tmp_path)
+    write_all(journal, [start(1), end(1)])
+    journal.close()
+    assert [(tmp_path / name).read_bytes() for name in names] == [FILE_MAGIC] * 3
 
 
 def test_files_of_a_newer_version_are_left_alone(tmp_path: Path) -> None:
