@@ -21,7 +21,7 @@ from drafthouse_server.errors import StartupError
 from drafthouse_server.usage import journal as journal_module
 from drafthouse_server.usage import shipping
 from drafthouse_server.usage.folder import JournalFolder
-from drafthouse_server.usage.frames import FILE_MAGIC, Entry, Mark, encode
+from drafthouse_server.usage.frames import FILE_MAGIC, N_FRAME_BYTES_MAX, Entry, Mark, encode
 from drafthouse_server.usage.journal import Journal
 from drafthouse_server.usage.record import (
     LOST,
@@ -263,6 +263,19 @@ def test_more_than_one_delivery_holds_goes_to_the_store(
     open_journal(tmp_path, store).close()
     assert counted(store) == {f"r{number}": ("stop", number) for number in range(300)}
     assert store.n_added == 300
+
+
+@pytest.mark.parametrize("n_cut", [1, 11, 60])
+def test_a_record_behind_long_damage_that_a_delivery_cuts_goes_to_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_cut: int
+) -> None:
+    n_before = len(FILE_MAGIC) + N_FRAME_BYTES_MAX
+    monkeypatch.setattr(shipping, "_N_BYTES", n_before + n_cut)
+    kill(tmp_path, bytes(N_FRAME_BYTES_MAX) + joined(end(1, 3), end(2, 4)))
+    store = MemoryUsageStore()
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {"r1": ("stop", 3), "r2": ("stop", 4)}
+    assert not list(tmp_path.glob("usage-*.journal"))
 
 
 def test_a_start_after_a_long_absence_of_the_store_keeps_no_records_in_memory(

@@ -191,9 +191,9 @@ class Shipper:
         for part in self._folder.read(number, start, end):
             if isinstance(part, Gap):
                 # The part's end may have cut a frame, which the next part has whole.
-                is_cut = part.is_tail and end - part.start < N_FRAME_BYTES_MAX
-                if is_cut and part.start > start:
-                    return records, part.start
+                cut_at = max(part.start, end - N_FRAME_BYTES_MAX)
+                if part.is_tail and cut_at > start:
+                    return records, cut_at
             elif part.is_end:
                 with contextlib.suppress(ValueError):  # told at the start of the server
                     entry = decode(part.body)
