@@ -785,6 +785,57 @@ def test_files_that_are_not_its_own_are_left_alone(tmp_path: Path) -> None:
     assert [(tmp_path / name).read_bytes() for name in names] == [FILE_MAGIC] * 3
 
 
+def test_numbers_between_two_files_are_not_gone_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where somebody has kept a copy that is named by its date."""
+    kill(tmp_path, joined(start(1), end(1, 3)))
+    other = JournalFolder(tmp_path).file(20261129)
+    other.write_bytes(FILE_MAGIC + joined(start(2), end(2, 4)))
+    asked: list[int] = []
+    size = JournalFolder.size
+
+    def note(self: JournalFolder, number: int) -> int:
+        asked.append(number)
+        return size(self, number)
+
+    monkeypatch.setattr(JournalFolder, "size", note)
+    store = MemoryUsageStore()
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {"r1": ("stop", 3), "r2": ("stop", 4)}
+    assert set(asked) <= {1, 20261129}
+    assert not other.exists()
+
+
+@pytest.mark.parametrize("is_folder_gone", [False, True])
+def test_a_file_that_was_removed_while_it_is_written_is_one_that_cannot_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_folder_gone: bool
+) -> None:
+    folder = tmp_path / "journal"
+    store = AwayStore()
+    store.is_away = True
+    journal = open_journal(folder, store)
+    write_all(journal, [start(1), start(2), end(2, 2)])
+    for path in folder.iterdir():
+        path.unlink()
+    if is_folder_gone:
+        folder.rmdir()
+    told = Told()
+    journal.write(end(1, 3), told)
+    assert told.wait() is False
+    assert "USAGE IS NOT WRITTEN" in caplog.text
+    folder.mkdir(exist_ok=True)
+    write_all(journal, [start(3)])
+    again = Told()
+    journal.write(end(3, 4), again)
+    assert again.wait()
+    assert not journal.is_failing
+    store.is_away = False
+    journal.close()
+    assert counted(store) == {"r1": ("stop", 3), "r3": ("stop", 4)}, "r2 went with its file"
+    assert "usage-00000001.journal is gone" in caplog.text
+
+
 def test_files_of_a_newer_version_are_left_alone(tmp_path: Path) -> None:
     kill(tmp_path, b"")
     path = JournalFolder(tmp_path).file(1)

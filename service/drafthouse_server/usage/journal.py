@@ -511,12 +511,13 @@ class _File:
         self.n_bytes += len(content)
 
     def sync(self) -> None:
-        """Waits until the disk has all of it.
+        """Waits until the disk has all of it, where it can be found again.
 
         Raises:
             OSError: it never will.
         """
         os.fdatasync(self._fd)
+        os.stat(self._path)  # whoever has removed it has removed what it had
 
     def close(self) -> None:
         """Closes it. Harmless when done twice."""
