@@ -55,6 +55,8 @@ class ServerState(OpenEnum):
     """It takes none, and ends when those that run have ended or their time is over."""
     UNHEALTHY = "unhealthy"
     """The engine keeps failing."""
+    USAGE_UNAVAILABLE = "usage-unavailable"
+    """The usage journal cannot be written: streams are refused until it has room again."""
 
     @classmethod
     def _proto(cls) -> EnumDescriptor:

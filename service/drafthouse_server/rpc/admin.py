@@ -179,6 +179,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             state = admin_pb2.SERVER_STATE_DRAINING
         elif not loop.is_healthy:
             state = admin_pb2.SERVER_STATE_UNHEALTHY
+        elif loop.metrics.usage.is_failing and self._config.usage_on_full == "refuse":
+            state = admin_pb2.SERVER_STATE_USAGE_UNAVAILABLE
         return admin_pb2.Load(
             state=state,
             running_requests=admission.n_running,
