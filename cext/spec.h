@@ -770,7 +770,7 @@ typedef struct spec_token {
 } spec_token;
 
 /* One decode of the target. A sequence's sampler is fed its tokens, but for those that it chose or
- * knows, and for those of a proposal, which it is to verify. since ABI 1 */
+ * knows, and for drafted ones, which it is to verify. since ABI 1 */
 int32_t spec_engine_decode(spec_engine * engine, const spec_token * tokens, int32_t n_tokens);
 /* Feeds the last decoded batch to the speculative state; once, before the next decode. since ABI 1
  */
@@ -784,7 +784,8 @@ int32_t spec_engine_seq_sample(spec_engine * engine, int32_t seq_id, int32_t i, 
 /* Ends a round: n_accepted drafted tokens stay, the rest is rolled back in both contexts. The
  * verified tokens are those decoded for the sequence since its draft; the sequence then holds 1 +
  * n_accepted of them. Where they came in several decodes, and the last that stays is none of the
- * last decode's, the next draft of MTP is poorer, and EAGLE-3 has none. since ABI 1 */
+ * last decode's, the next draft of MTP is poorer, and EAGLE-3 has none; a recurrent target has no
+ * state of that token: UNSUPPORTED, and nothing has changed. since ABI 1 */
 int32_t spec_engine_seq_accept(spec_engine * engine, int32_t seq_id, int32_t n_accepted);
 /* Cuts a sequence to its first n_past tokens. UNSUPPORTED when a recurrent target cannot go back so
  * far: more than n_rs_seq tokens, more than the longest draft of a step, all tokens of its last

@@ -16,15 +16,18 @@ from gguf import (
     GGML_QUANT_SIZES,
     ExpertGatingFuncType,
     GGMLQuantizationType,
+    GGUFReader,
     GGUFWriter,
     LlamaFileType,
     quants,
 )
 
+from models.architecture import DENSE
 from models.vocabulary import add_vocabulary
 
 __all__ = ["SHAPES", "BenchShape", "main", "write_bench_model"]
 
+N_VOCAB = 32768
 N_CONV = 4
 SEED = 0
 WEIGHT_STD = 0.02
@@ -304,7 +307,7 @@ class _WeightWriter:
 
 
 def write_bench_model(
-    path: Path, name: str, quant: str, tokenizer: Path, n_vocab: int = 32768
+    path: Path, name: str, quant: str, tokenizer: Path, n_vocab: int = N_VOCAB
 ) -> None:
     """Writes one benchmark model; the same arguments give the same bytes.
 
@@ -355,12 +358,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m models.bench_models", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--quants", nargs="+", choices=QUANTS, default=["Q8_0", "Q4_0"])
-    parser.add_argument("--vocab", type=int, default=32768, help="vocabulary to fill up to")
+    parser.add_argument(
+        "--vocab", type=int, help=f"vocabulary to fill up to; default: {N_VOCAB}, or the file's"
+    )
     parser.add_argument("--force", action="store_true", help="write files that are there again")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder")
     options = parser.parse_args()
     if unknown := set(options.names) - SHAPES.keys():
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
+    if options.vocab is not None and options.vocab < DENSE.n_vocab:
+        parser.error(f"--vocab {options.vocab}: the tokenizer has {DENSE.n_vocab} tokens")
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or SHAPES:
         for quant in options.quants:
@@ -372,13 +379,26 @@ def _make(path: Path, name: str, quant: str, options: argparse.Namespace) -> Non
     """Writes a model unless it is there; half a file never takes its name."""
     started_s = time.monotonic()
     is_there = path.exists() and not options.force
-    if not is_there:
+    if is_there:
+        _require_vocabulary(path, options.vocab)
+    else:
         part = path.with_suffix(".part")
         tokenizer = Path(__file__).with_name("tokenizer.json")
-        write_bench_model(part, name, quant, tokenizer, options.vocab)
+        write_bench_model(part, name, quant, tokenizer, options.vocab or N_VOCAB)
         part.rename(path)
     how = "there" if is_there else f"made in {time.monotonic() - started_s:.0f} s"
     print(f"{path}: {path.stat().st_size / 1e6:.0f} MB, {how}", flush=True)
+
+
+def _require_vocabulary(path: Path, n_vocab: int | None) -> None:
+    """Sees that a file that is kept is what was asked for: its name does not tell."""
+    if n_vocab is None:
+        return
+    reader = GGUFReader(path)
+    arch = reader.fields["general.architecture"].contents()
+    n_has = reader.fields[f"{arch}.vocab_size"].contents()
+    if n_has != n_vocab:
+        sys.exit(f"{path} is there with a vocabulary of {n_has}; --force writes it again")
 
 
 def _add_dimensions(writer: GGUFWriter, shape: BenchShape) -> None:

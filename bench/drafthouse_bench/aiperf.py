@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import drafthouse
+from drafthouse_bench.counts import count
 from drafthouse_bench.peers.contender import GrpcClient, Running
 from drafthouse_bench.peers.scenario import run_closed
 from drafthouse_bench.process import BenchError, ServerProcess
@@ -201,11 +202,11 @@ async def measure(program: Path, options: argparse.Namespace) -> list[Seen]:
 def main() -> int:
     """Measures and prints the table; 0 or, after one sentence on standard error, 1."""
     parser = argparse.ArgumentParser(prog="make bench-aiperf", description=__doc__)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--waves", type=int, default=10, help="requests of each stream")
-    parser.add_argument("--n-output", type=int, default=96)
+    parser.add_argument("--streams", type=count, default=8)
+    parser.add_argument("--waves", type=count, default=10, help="requests of each stream")
+    parser.add_argument("--n-output", type=count, default=96)
     parser.add_argument("--draft", default="mtp")
-    parser.add_argument("--threads", type=int, default=max(1, n_cores() - 1))
+    parser.add_argument("--threads", type=count, default=max(1, n_cores() - 1))
     parser.add_argument("--server-flags", type=shlex.split, default=[])
     options = parser.parse_args()
     machine = describe_machine(options.threads, engine_version(), " ".join(sys.argv))

@@ -11,14 +11,18 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from types import FrameType
 
+import drafthouse
 from drafthouse_bench.demos import CHECKOUT
 from drafthouse_bench.matrix import add_matrix
 from drafthouse_bench.peers.command import add_peers
+from drafthouse_bench.process import BenchError
 from drafthouse_server.cli.terminal import Terminal
+from drafthouse_server.errors import ConfigError, StartupError
 
 __all__ = ["main"]
 
-_INTERRUPTED, _TERMINATED = 130, 143
+_INTERRUPTED = 130
+_BY_SIGNAL = 128
 
 _PROGRAMS = {
     "adaptive-k": "which K is chosen, beside none and every fixed K, on the real engine",
@@ -60,19 +64,27 @@ def _run_program(name: str, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _ends_what_it_started() -> Iterator[None]:
-    """Lets SIGTERM leave a block as Ctrl-C does, so that no server of a benchmark outlives it."""
+    """Lets SIGTERM, and SIGHUP where it is not ignored (nohup), leave a block as Ctrl-C does.
+
+    So no server of a benchmark outlives it.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(_TERMINATED)
+        raise SystemExit(_BY_SIGNAL + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # no other thread may set a handler
         return
-    before = signal.signal(signal.SIGTERM, end)
+    before = {
+        number: signal.signal(number, end)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = None) -> int:
@@ -86,7 +98,8 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
         The exit code: 0 done, 1 failed and said why, 2 wrong settings, 130 stopped by Ctrl-C.
 
     Raises:
-        SystemExit: the arguments are wrong (code 2), or ask for help (0); or SIGTERM came (143).
+        SystemExit: the arguments are wrong (code 2), or ask for help (0); or SIGTERM (143) or
+            SIGHUP (129) came.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     with _ends_what_it_started():
@@ -101,4 +114,10 @@ def _run(given: list[str], terminal: Terminal) -> int:
         code: int = parsed.run(parsed, terminal)
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except ConfigError as error:
+        terminal.error(str(error))
+        return 2
+    except (BenchError, OSError, StartupError, ValueError, drafthouse.DrafthouseError) as error:
+        terminal.error(str(error))
+        return 1
     return code

@@ -1,8 +1,10 @@
-"""Counts on a command line: flags of several benchmarks read them alike."""
+"""Numbers on a command line: flags of several benchmarks read them alike."""
 
 from __future__ import annotations
 
-__all__ = ["count", "counts"]
+import math
+
+__all__ = ["amount", "amounts", "count", "counts", "number"]
 
 
 def count(text: str) -> int:
@@ -15,6 +17,32 @@ def count(text: str) -> int:
     if n < 1:
         raise ValueError(text)
     return n
+
+
+def number(text: str) -> int:
+    """Returns a whole number from 0 on.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    return count(text) if text.strip() != "0" else 0
+
+
+def amount(text: str) -> float:
+    """Returns a finite number above 0.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def amounts(text: str) -> tuple[float, ...]:
+    """Returns finite numbers above 0, from "A,B,…". See `amount`."""
+    return tuple(map(amount, text.split(",")))
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import statistics
 from typing import Any
 
 from drafthouse_bench.adaptive_k import Contender
-from drafthouse_bench.counts import counts
+from drafthouse_bench.counts import amount, count, counts
 from drafthouse_bench.peers.case import find_target
 from drafthouse_server.config import Config
 
@@ -42,12 +42,12 @@ def _started(name: str, n_streams: int) -> Contender:
 
 def _shares(name: str, n_streams: int, n_steps: int, settled: Contender) -> list[float]:
     new = _started(name, n_streams)
-    shares = []
+    n_part, shares = max(1, n_steps // _N_PARTS), []
     try:
         for _ in range(_N_PARTS):
-            before = settled.run_steps(n_steps // _N_PARTS)
-            rate = new.run_steps(n_steps // _N_PARTS)
-            after = settled.run_steps(n_steps // _N_PARTS)
+            before = settled.run_steps(n_part)
+            rate = new.run_steps(n_part)
+            after = settled.run_steps(n_part)
             shares.append(rate / ((before + after) / 2))
     finally:
         new.engine.close()
@@ -60,9 +60,9 @@ def main() -> None:
     add = parser.add_argument
     add("--models", default="dense,hybrid,qwen3-0.6b-like-Q4_0")
     add("--streams", type=counts, default=(1, 8))
-    add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=200, help="that a new server has")
-    add("--settle", type=float, default=10.0, help="seconds that the other one runs before")
+    add("--rounds", type=count, default=5)
+    add("--steps", type=count, default=200, help="that a new server has")
+    add("--settle", type=amount, default=10.0, help="seconds that the other one runs before")
     options = parser.parse_args()
     for name in options.models.split(","):
         for n_streams in options.streams:

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from tests.support.crowd import Machine
 
 import drafthouse_engine
+from drafthouse_bench.counts import count, counts
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.drafting.cost import Splitting, StepCost, shape_of
 from drafthouse_server.drafting.ngram import NgramDrafter
@@ -258,7 +259,7 @@ async def _run(options: argparse.Namespace) -> None:
     print(
         "us per step    " + "".join(f"{name:>10}" for name in (*PARTS, "between", "all", "mean K"))
     )
-    for n_sequences in map(int, options.sequences.split(",")):
+    for n_sequences in options.sequences:
         row, mean = measure(
             n_sequences, options.steps, options.rounds, n_draft, has_ngrams=options.ngrams
         )
@@ -271,11 +272,11 @@ async def _run(options: argparse.Namespace) -> None:
 def main() -> None:
     """Measures all cases and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sequences", default="1,8,32,64")
+    parser.add_argument("--sequences", type=counts, default=(1, 8, 32, 64))
     parser.add_argument("--policy", choices=("adaptive", "fixed"), default="adaptive")
     parser.add_argument("--drafts", type=int, default=3, help="K, where it is fixed")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=count, default=400)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--ngrams", action="store_true", help="look drafts up first")
     parser.add_argument("--profile", action="store_true")
     asyncio.run(_run(parser.parse_args()))

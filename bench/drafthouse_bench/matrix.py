@@ -19,7 +19,7 @@ import drafthouse
 from drafthouse_bench.counts import count, counts
 from drafthouse_bench.demos import CHECKOUT, DEMOS, MODELS, N_DRAFT, PROMPTS, draft_models
 from drafthouse_bench.load import Load, cut_prompts, run_load
-from drafthouse_bench.process import BenchError, ServerProcess, cpu_s, run_bare
+from drafthouse_bench.process import ServerProcess, cpu_s, run_bare
 from drafthouse_bench.report import (
     Case,
     Machine,
@@ -27,6 +27,7 @@ from drafthouse_bench.report import (
     Row,
     describe_machine,
     n_cores,
+    require_writable,
     summarize,
     table_lines,
     write_json,
@@ -35,7 +36,6 @@ from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.cli.tune import read_texts
 from drafthouse_server.config import DRAFT_TYPES, Config
 from drafthouse_server.engine.loading import engine_version
-from drafthouse_server.errors import ConfigError, StartupError
 
 __all__ = ["Contenders", "Plan", "add_matrix"]
 
@@ -193,20 +193,15 @@ def _contenders(name: str, arguments: argparse.Namespace) -> Contenders:
 
 
 def _bench(arguments: argparse.Namespace, terminal: Terminal) -> int:
-    try:
-        plan = _plan(arguments)
-        command = shlex.join(["drafthouse-bench", *sys.argv[1:]])
-        machine = describe_machine(plan.n_threads, engine_version(), command)
-        _describe(machine, plan, terminal)
-        rows = asyncio.run(_Bench(plan, terminal).run())
-        if arguments.json:
-            write_json(arguments.json, machine, rows)
-    except ConfigError as error:
-        terminal.error(str(error))
-        return 2
-    except (BenchError, OSError, StartupError, ValueError, drafthouse.DrafthouseError) as error:
-        terminal.error(str(error))
-        return 1
+    plan = _plan(arguments)
+    if arguments.json:
+        require_writable(arguments.json)
+    command = shlex.join(["drafthouse-bench", *sys.argv[1:]])
+    machine = describe_machine(plan.n_threads, engine_version(), command)
+    _describe(machine, plan, terminal)
+    rows = asyncio.run(_Bench(plan, terminal).run())
+    if arguments.json:
+        write_json(arguments.json, machine, rows)
     return 0
 
 

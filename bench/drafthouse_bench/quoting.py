@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from statistics import median
 
+from drafthouse_bench.counts import count, counts
 from drafthouse_bench.demos import MODELS, PROMPTS
 from drafthouse_bench.former import make_former_scheduler
 from drafthouse_server.config import Config
@@ -78,16 +79,23 @@ def run(
     return n_emitted / (time.perf_counter() - started), metrics.statistics()
 
 
+def _loads(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= {"edit", "plain"}:
+        raise ValueError(text)
+    return names
+
+
 def main() -> None:
     """Measures all cases and prints a line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=str(MODELS / "tiny-mimo2-f16.gguf"))
     parser.add_argument("--draft-type", default="mtp")
     parser.add_argument("--draft-model", default="")
-    parser.add_argument("--streams", default="1,4,8,16,32")
-    parser.add_argument("--loads", default="edit,plain")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=int, default=96)
+    parser.add_argument("--streams", type=counts, default=(1, 4, 8, 16, 32))
+    parser.add_argument("--loads", type=_loads, default=("edit", "plain"))
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--output", type=count, default=96)
     parser.add_argument("--pool", type=int, default=0)
     parser.add_argument("--n-draft-max", type=int, default=8)
     parser.add_argument("--threads", type=int, default=0)
@@ -95,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     more = "  former  without / former" if options.former else ""
     print(f"                    without      with   ratio   mean K   drafter   n-gram  given{more}")
-    for streams in map(int, options.streams.split(",")):
+    for streams in options.streams:
         config = Config(
             model=options.model,
             draft_type=options.draft_type,
@@ -107,7 +115,7 @@ def main() -> None:
         )
         first = dataclasses.replace(config, prompt_lookup=True, prompt_lookup_pool=options.pool)
         engine = LlamaEngine.load(config)
-        for load in options.loads.split(","):
+        for load in options.loads:
             speeds: list[list[float]] = [[], []]
             former: list[float] = []
             counted = Metrics().statistics()

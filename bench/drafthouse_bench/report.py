@@ -23,6 +23,7 @@ __all__ = [
     "describe_machine",
     "n_cores",
     "percentile",
+    "require_writable",
     "summarize",
     "table_lines",
     "write_json",
@@ -265,6 +266,19 @@ def _cpu() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def require_writable(path: Path) -> None:
+    """Makes a file's folder and sees, before anything is measured, that the file can be written.
+
+    Raises:
+        OSError: it cannot.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    path.open("a").close()
+    if is_new:
+        path.unlink()
 
 
 def write_json(path: Path, machine: Machine, rows: Sequence[Row]) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from drafthouse_bench.process import BenchError
 from drafthouse_bench.report import percentile
 
 __all__ = ["Figures", "PeerLoad", "Trace", "figures", "gaps_between", "poisson_arrivals"]
@@ -40,6 +41,20 @@ class Trace:
         """Notes a message with tokens."""
         self.arrivals.append((now_s, n_tokens))
         self.n_output += n_tokens
+
+    def finish(self, server: str, n_asked: int) -> None:
+        """Notes the end of the answer.
+
+        Args:
+            server: Who answered.
+            n_asked: Tokens that were asked for, past any end token.
+
+        Raises:
+            BenchError: it has another number of tokens, which would be compared with a whole one.
+        """
+        if self.n_output != n_asked:
+            raise BenchError(f"{server} answers with {self.n_output} tokens of {n_asked}")
+        self.is_finished = True
 
     @property
     def ttft_s(self) -> float | None:

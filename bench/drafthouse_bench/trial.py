@@ -401,7 +401,7 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
 
 def _selected(only: str) -> Iterator[Cell]:
     """Yields the cells that a selection names, such as `cell=dense+hybrid,streams=1`."""
-    chosen = dict(part.split("=", 1) for part in only.split(",") if part)
+    chosen = {part.partition("=")[0]: part.partition("=")[2] for part in only.split(",") if part}
     if not set(chosen) <= {"cell", "streams"}:
         raise ValueError(f"--only {only!r}: expected cell=NAME+NAME and streams=N+N")
     models = chosen.get("cell", "+".join(_MODELS)).split("+")

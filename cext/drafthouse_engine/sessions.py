@@ -511,6 +511,8 @@ class SpeculativeSession:
             NoPendingProposal: there is no draft.
             AcceptedTooMany: the draft was shorter.
             BadPlan: the draft was not decoded and processed.
+            Unsupported: the draft was verified in several decodes, and a recurrent target cannot
+                take back what those before the last brought; nothing has changed.
             DecodeFailed: the rest could not be taken back; the sequence must begin again.
         """
         if not self.has_pending_proposal(seq_id):

@@ -27,6 +27,11 @@ constexpr std::array FAULTS = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
 std::array<struct sigaction, FAULTS.size()> faults_before;
 bool takes_faults = false;
 
+// Where the handler runs of the thread that loads: a stack that has overflowed has no room for it.
+constexpr size_t N_STACK_BYTES = 64 << 10;
+alignas(64) char stack_of_handler[N_STACK_BYTES];
+stack_t stack_before;
+
 // Only what a signal handler may call. A pipe that nobody reads must not keep the process: what is
 // written is shorter than what a pipe has free that is ready (PIPE_BUF).
 void write_text(const char * text, size_t n) {
@@ -62,6 +67,13 @@ void on_fault(int number) {
 void take_faults(bool wanted) {
     struct sigaction action = {};
     action.sa_handler = on_fault;
+    action.sa_flags = SA_ONSTACK;
+    stack_t stack = {};
+    stack.ss_sp = stack_of_handler;
+    stack.ss_size = N_STACK_BYTES;
+    if (wanted != takes_faults) {
+        ::sigaltstack(wanted ? &stack : &stack_before, wanted ? &stack_before : nullptr);
+    }
     for (size_t i = 0; i < FAULTS.size() && wanted != takes_faults; i++) {
         ::sigaction(FAULTS[i], wanted ? &action : &faults_before[i],
                     wanted ? &faults_before[i] : nullptr);

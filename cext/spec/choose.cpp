@@ -256,7 +256,7 @@ void sample_and_reject(const spec_engine & engine, const sequence & seq, outcome
             break;
         }
         out.emitted.push_back(emitted);
-        if (!is_accepted) {
+        if (!is_accepted || llama_vocab_is_eog(engine.target_model->vocab, emitted)) {
             break;
         }
     }
@@ -300,11 +300,7 @@ void verify(const spec_engine & engine, sequence & seq, outcome & out) {
         seq.heard.push_back(-1 - token);
     }
     for (size_t i = 0; i < out.emitted.size(); ++i) {
-        const llama_token token = out.emitted[i];
-        score(engine, *seq.sampler, out, out.rows[i], token);
-        if (llama_vocab_is_eog(engine.target_model->vocab, token)) {
-            out.emitted.resize(i + 1); // the rejection rule goes on after an accepted end token
-        }
+        score(engine, *seq.sampler, out, out.rows[i], out.emitted[i]);
     }
 }
 

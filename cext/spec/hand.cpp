@@ -66,13 +66,13 @@ void decode_or_clear(spec_engine & engine, const spec_token * tokens, int32_t n)
 }
 
 // A decoded token is the sequence's. Its sampler hears it, unless it has chosen it, or will hear of
-// it as it verifies a draft.
+// it as it verifies a draft, of which the token before is none.
 void take_decoded(sequence & seq, const spec_token & token, bool is_first) {
     if (is_first) {
         seq.n_past_decoded = token.pos;
     }
     seq.tokens.push_back(token.token);
-    if (seq.is_proposed) {
+    if (seq.is_proposed && token.pos > seq.n_past_proposed) {
         return;
     }
     if (!seq.has_heard(token.token, token.pos)) {
@@ -175,6 +175,12 @@ void accept_by_hand(spec_engine & engine, int32_t seq_id, int32_t n_accepted) {
     }
     const int32_t n_new = seq.n_past_proposed + 1 + n_accepted;
     const int32_t n_back = seq.n_past() - n_new;
+    if (engine.target_rollback != rollback_kind::any && n_back > seq.n_back_max) {
+        fail(SPEC_ERR_UNSUPPORTED,
+             "a recurrent target can take back " + std::to_string(seq.n_back_max) +
+                 " tokens of this draft, not " + std::to_string(n_back) +
+                 ": as many as its last decode holds; verify a draft in one, or accept more");
+    }
     const bool has_row = tell_accepted(engine, seq, seq_id, n_accepted);
     seq.is_proposed = false;
     seq.draft = {};

@@ -154,11 +154,9 @@ void check_one_ubatch(const spec_engine & engine, const spec_token * tokens, int
         ++n_first;
     }
     bool is_even = n % n_first == 0 && n <= engine.limits.n_ubatch;
-    for (int32_t i = 0; is_even && i < n; ++i) {
-        const int32_t n_before = i / n_first;
-        const spec_token & head = tokens[n_before * n_first];
-        is_even = tokens[i].seq_id == head.seq_id &&
-                  (engine.limits.kv_unified || head.seq_id == tokens[0].seq_id + n_before);
+    for (int32_t i = 1; is_even && i < n; ++i) {
+        const int32_t step = tokens[i].seq_id - tokens[i - 1].seq_id;
+        is_even = i % n_first != 0 ? step == 0 : engine.limits.kv_unified ? step != 0 : step == 1;
     }
     if (!is_even || n_first > engine.limits.n_rs_seq + 1) {
         fail(SPEC_ERR_UNSUPPORTED,

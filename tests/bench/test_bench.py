@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ from drafthouse_bench.report import (
     Spread,
     describe_machine,
     percentile,
+    require_writable,
     summarize,
     table_lines,
     write_json,
@@ -314,6 +316,58 @@ def test_a_missing_draft_model_is_one_sentence() -> None:
     assert "model_draft" in err.splitlines()[-1]
 
 
+def test_a_result_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    """It was told after all had been measured, which was lost."""
+    code, out, err = run("--json", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert "Is a directory" in err
+
+
+def test_the_folder_of_a_result_is_made_and_what_was_there_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "result.json"
+    require_writable(path)
+    assert path.parent.is_dir()
+    assert not path.exists()
+    path.write_text("before", "utf-8")
+    require_writable(path)
+    assert path.read_text("utf-8") == "before"
+
+
+@pytest.mark.parametrize("program", ["fresh", "fair-shares", "quoting"])
+def test_a_program_without_its_model_says_so_in_one_sentence(program: str) -> None:
+    """It ended with a traceback."""
+    err = io.StringIO()
+    flag = "--models" if program == "fresh" else "--model"
+    code = main((program, flag, "nosuch"), Terminal(io.StringIO(), err, io.StringIO()))
+    assert code == 1
+    assert len(err.getvalue().splitlines()) == 1
+    assert "nosuch" in err.getvalue()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("fresh", "--rounds", "0"),
+        ("host-cost", "--sequences", "0"),
+        ("quoting", "--loads", "edits"),
+        ("aiperf", "--streams", "0"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_wrong_usage_of_a_program_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    """Divisions by zero, figures of another load, and an installation of 1.2 GB before them."""
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+
+
+def test_a_selection_of_a_trial_that_is_none_says_how_one_is_written() -> None:
+    with pytest.raises(SystemExit, match="expected cell=NAME"):
+        main(("trial", "--only", "dense"))
+
+
 @pytest.mark.model
 def test_a_small_run_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
@@ -362,7 +416,8 @@ def members(group: int) -> list[int]:
     return found
 
 
-def test_sigterm_ends_a_benchmark_with_its_servers() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_benchmark_with_its_servers(number: int) -> None:
     """They went on, with the memory of a model each."""
     command = [sys.executable, "-m", "drafthouse_bench", "tenancy-cost", "--engine", "fake"]
     with subprocess.Popen(
@@ -373,8 +428,8 @@ def test_sigterm_ends_a_benchmark_with_its_servers() -> None:
                 break
             time.sleep(0.05)
         assert len(members(process.pid)) >= 3
-        process.terminate()
-        assert process.wait(60) == 143
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
         for _ in range(600):  # processes of the servers' own end with them
             if not members(process.pid):
                 break

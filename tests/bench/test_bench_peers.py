@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.support.programs import write_program
 from drafthouse_bench import aiperf
 from drafthouse_bench.command import main
 from drafthouse_bench.peers import chats as bench_chats
+from drafthouse_bench.peers import command as bench_command
 from drafthouse_bench.peers import plot as bench_plot
 from drafthouse_bench.peers.behind import BehindRow, behind_lines, run_behind
 from drafthouse_bench.peers.case import PeerCase, PeerPlan, Target, find_target, parse_only
@@ -173,6 +175,40 @@ async def test_the_client_counts_tokens_not_messages_and_survives_a_closed_conne
         client.close()
         for _ in range(n_connections):
             await closed.acquire()
+        server.close()
+        await server.wait_closed()
+
+
+def test_an_answer_that_is_shorter_than_asked_for_is_no_result() -> None:
+    """It was compared with whole ones: a context too small for the load made either side faster."""
+    trace = trace_of((1.0, 3))
+    with pytest.raises(BenchError, match="llama-server answers with 3 tokens of 4"):
+        trace.finish("llama-server", 4)
+    assert not trace.is_finished
+    trace.finish("llama-server", 3)
+    assert trace.is_finished
+
+
+async def test_a_stream_that_ends_early_fails() -> None:
+    is_left = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CANNED)
+        await writer.drain()
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        is_left.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = HttpClient("127.0.0.1", server.sockets[0].getsockname()[1], {})
+    try:
+        with pytest.raises(BenchError, match="4 tokens of 5"):
+            await client.stream([1, 2], 5, Trace(0.0))
+    finally:
+        client.close()
+        await is_left.wait()
         server.close()
         await server.wait_closed()
 
@@ -332,6 +368,41 @@ def test_synthetic_rates_that_are_none(rates: tuple[str, ...]) -> None:
 def test_a_model_that_is_not_made_is_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"make bench-models ARGS='dense-9b draft-30m .* Q4_0"):
         find_target("dense-9b-Q4_0")
+    with pytest.raises(ValueError, match=r"no model 'mine': .* \.gguf, .*ARGS=…"):
+        find_target("mine")
+
+
+def test_a_file_of_ones_own_is_a_model_with_its_own_acceptance(tmp_path: Path) -> None:
+    path = tmp_path / "mine.gguf"
+    with pytest.raises(ValueError, match="there is no model"):
+        find_target(str(path))
+    path.touch()
+    assert find_target(str(path)) == Target(str(path), path, {}, is_random=False)
+    cases = dataclasses.replace(PLAN, models=(str(path),), streams=(8,)).cases()
+    drafts = [(case.draft, case.acceptance) for case in cases if case.scenario == "closed"]
+    assert drafts == [(draft, None) for draft in PLAN.drafts]
+
+
+def test_every_model_has_the_texts_in_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All got the token ids of the first one's vocabulary."""
+
+    class Engine:
+        def __init__(self, target: Target) -> None:
+            self.n = len(target.name)
+
+        def tokenize(self, text: str, **_: bool) -> list[int]:
+            return [self.n]
+
+    @contextlib.contextmanager
+    def loaded(target: Target) -> Iterator[Engine]:
+        yield Engine(target)
+
+    monkeypatch.setattr(bench_command, "_loaded", loaded)
+    bench = bench_command._BenchPeers.__new__(bench_command._BenchPeers)
+    bench._texts = {}
+    for name in ("a", "bcd", "a"):
+        tokens = bench._tokens(Target(name, Path(name), {}, is_random=True))
+        assert tokens[0] == [len(name)]
 
 
 def test_a_turn_is_whole_waves_of_about_its_seconds() -> None:
@@ -520,8 +591,11 @@ async def test_each_turn_of_a_chat_says_all_that_was_said_before(
     assert found.first_reused == 0
     assert found.tokens_per_s > 0
     assert found.later_p95_s >= found.later_p50_s > 0
+    assert found.n_unnamed == 0
     row = ChatsRow(PeerCase("chats", "x", "own", 2, n_prompt=60), [found], [found])
     assert len(chats_lines([row])) == 4
+    row.theirs.append(dataclasses.replace(found, n_unnamed=3))
+    assert "llama-server left out the ids of 3 tokens" in chats_lines([row])[4]
 
 
 def test_chats_may_begin_alike() -> None:
@@ -599,6 +673,31 @@ def test_a_list_measures_nothing_and_an_empty_selection_is_refused() -> None:
     code, _, err = run("--list", "--only", "streams=5")
     assert code == 1
     assert "no case is selected" in err
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--round-s=-1", "--round-s=0", "--round-s=inf", "--round-s=nan"),
+        *("--n-output=-5", "--busy=-1", "--n-shared=-4", "--acceptances=0.5,1.5", "--loads=inf"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_wrong_usage(flag: str) -> None:
+    """Some were taken as they were, others for the default."""
+    with pytest.raises(SystemExit) as error:
+        run("--list", flag)
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    flag: str, tmp_path: Path
+) -> None:
+    peer = write_program(tmp_path / "llama-server", "")
+    code, out, err = run("--quick", "--peer", str(peer), flag, str(tmp_path))
+    assert code == 1
+    assert "Is a directory" in err
+    assert "threads per decode" not in out
 
 
 @pytest.mark.parametrize("flags", [("--sampled",), ("--grammar", __file__)])

@@ -160,6 +160,26 @@ def test_a_fault_while_a_model_is_loaded_says_the_words_too(name: str, tmp_path:
     assert words == "what to do"
 
 
+OVERFLOW = """
+import ctypes, threading
+from drafthouse_engine import *
+
+def load():
+    on_abort("what to do", 3)
+    ctypes.CDLL(None).regcomp(ctypes.create_string_buffer(256), b"(" * 10_000_000, 1)
+
+threading.Thread(target=load).start()
+"""
+
+
+def test_a_stack_that_overflows_while_a_model_is_loaded_says_them_too(tmp_path: Path) -> None:
+    done = ended([sys.executable, "-c", OVERFLOW], tmp_path)
+    assert done.returncode == 3
+    said, words = done.stderr.splitlines()
+    assert said.startswith("SIGSEGV: ")
+    assert words == "what to do"
+
+
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"])
 def test_and_later_it_is_the_signal_s(name: str, tmp_path: Path) -> None:
     more = "on_abort('later', 4)\non_abort('later')"

@@ -573,3 +573,35 @@ def test_cells_that_do_not_fit_into_32_bits_are_refused(
         pytest.raises(InvalidArgument, match=text),
     ):
         Engine(recurrent, None, EngineParams(n_threads=1, **fields))
+
+
+def test_nothing_is_heard_behind_an_accepted_end_token() -> None:
+    """Whoever goes on after one had a token penalised, and random numbers drawn, of nobody."""
+    *prompt, newline = tokens_of("def parse(text):\ndel textwrap\ndeclminate\n")
+    end = model().eos_token_ids[0]
+    sampling = SamplingParams(
+        temperature=1.0,
+        top_k=1,
+        penalty_presence=100.0,
+        penalty_last_n=2,
+        logit_bias=((newline, 40.0), (end, 20.0)),
+    )
+
+    def generated(driven: Engine, seed: int) -> list[int]:
+        driven.seq_begin(0, sampler(replace(sampling, seed=seed)))
+        tokens = list(prompt)
+        pending = prompt
+        for _ in range(5):
+            n_draft = min(driven.limits.n_draft_max, int(len(pending) == 1))
+            rows = plan((0, driven.seq_n_past(0), 0, len(pending), n_draft, 1))
+            tokens += emitted(driven.step(rows, pending), 0)
+            pending = tokens[-1:]
+        driven.seq_end(0)
+        return tokens[len(prompt) :][:5]
+
+    with engine("none") as plain:
+        expected = generated(plain, 0)
+    assert expected[:2] == [newline, end]
+    with engine("mtp", probabilistic=True) as driven:
+        found = [generated(driven, seed) for seed in range(60)]  # four draft the end token
+    assert found == [expected] * 60

@@ -623,6 +623,38 @@ def test_each_token_reaches_the_sampler_once(penalty: str) -> None:
             assert tokens[:16] == outputs
 
 
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_prompts_last_token_that_begins_a_round_reaches_the_sampler(penalty: str) -> None:
+    """All but the last is read first, and that one decoded with its draft: it was never heard."""
+    sampling = PENALTIES[penalty]
+    prompts = [ids(text)[:12] for text in TEXTS]
+    with engine(exact=True) as plain:
+        expected = [stepped(plain, prompt, sampling, 16) for prompt in prompts]
+    found = list[list[int]]()
+    with engine("mtp", exact=True) as target:
+        for prompt in prompts:
+            target.seq_begin(0, sampler(sampling))
+            n = len(prompt) - 1
+            target.decode(prompt[:-1], range(n), [0] * n, [False] * n)
+            target.process()
+            outputs = list[int]()
+            while len(outputs) < 16:
+                n_past = target.seq_n_past(0)
+                last = (prompt + outputs)[-1]
+                (draft,) = target.draft_many([(0, n_past, last, 3)])
+                n = 1 + len(draft)
+                target.decode([last, *draft], range(n_past, n_past + n), [0] * n, [True] * n)
+                target.process()
+                round_ = [target.sample(0, 0)]
+                while len(round_) < n and round_[-1] == draft[len(round_) - 1]:
+                    round_.append(target.sample(0, len(round_)))
+                target.accept(0, len(round_) - 1)
+                outputs += round_
+            target.seq_end(0)
+            found.append(outputs[:16])
+    assert found == expected
+
+
 def test_a_token_that_was_not_the_samplers_choice_reaches_it() -> None:
     """Whoever goes on with another token than was chosen has that one penalised, too."""
     bias = ((9, 60.0), (7, 50.0))

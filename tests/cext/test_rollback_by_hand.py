@@ -200,3 +200,67 @@ def test_what_is_decoded_behind_an_empty_draft_can_be_taken_back(draft_type: Dra
         beside, _ = drafts_after(driven, [[5, 6, 7]], 0, 0)
         alone, _ = drafts_after(driven, [[5]], 0, 0)
         assert beside == alone
+
+
+@pytest.mark.parametrize("counts", [(1, 3, 3), (1, 3), (2, 1)])
+def test_a_shared_recurrent_pool_verifies_equally_many_tokens_of_each(
+    counts: tuple[int, ...],
+) -> None:
+    """Two and four tokens passed for three sequences of two: the four could not be taken back."""
+    prompt = tokens_of("def parse(text):\n")
+    with engine("mtp", HYBRID, n_draft_max=3, n_rs_seq=3, kv_unified=True, n_ctx=1024) as driven:
+        ids = (1, 0, 2)[: len(counts)]
+        last = {}
+        for seq_id in ids:
+            driven.seq_begin(seq_id, sampler(name=HYBRID))
+            rows = plan((seq_id, 0, 0, len(prompt), 0, 1))
+            last[seq_id] = driven.step(rows, prompt).tokens.tolist()[0]
+        n_past = len(prompt)
+        drafts = driven.draft_many([(seq_id, n_past, last[seq_id], 3) for seq_id in ids])
+
+        def verified(n_drafted: tuple[int, ...]) -> None:
+            tokens, positions, seq_ids = list[int](), list[int](), list[int]()
+            for seq_id, draft, n in zip(ids, drafts, n_drafted, strict=True):
+                tokens += [last[seq_id], *draft[:n]]
+                positions += range(n_past, n_past + 1 + n)
+                seq_ids += [seq_id] * (1 + n)
+            driven.decode(tokens, positions, seq_ids, [True] * len(tokens))
+            driven.process()
+
+        with pytest.raises(Unsupported, match="equally many tokens"):
+            verified(counts)
+        verified((3,) * len(counts))
+        for seq_id in ids:
+            driven.accept(seq_id, 0)
+            assert driven.seq_n_past(seq_id) == n_past + 1
+
+
+@pytest.mark.parametrize("pieces", [(1, 1), (1, 2), (2, 2)])
+def test_a_recurrent_target_refuses_to_take_back_what_an_earlier_decode_brought(
+    pieces: tuple[int, ...],
+) -> None:
+    """It has the states of its last decode alone: `accept` ended the sequence."""
+    prompt = tokens_of("def parse(text):\n")
+    with engine("mtp", HYBRID, n_draft_max=3, n_rs_seq=3) as driven:
+        driven.seq_begin(0, sampler(name=HYBRID))
+        last = driven.step(plan((0, 0, 0, len(prompt), 0, 1)), prompt).tokens.tolist()
+        (draft,) = driven.draft_many([(0, len(prompt), last[0], 3)])
+        for n in pieces:
+            n_past = driven.seq_n_past(0)
+            piece = [*last, *draft][n_past - len(prompt) :][:n]
+            driven.decode(piece, range(n_past, n_past + n), [0] * n, [True] * n)
+            driven.process()
+        with pytest.raises(Unsupported, match="of this draft"):
+            driven.accept(0, pieces[0] - 1)
+        assert driven.seq_n_past(0) == len(prompt) + sum(pieces)
+        driven.accept(0, sum(pieces) - 1)
+        driven.seq_begin(1, sampler(name=HYBRID))
+        tokens = [*prompt, *last, *draft[: sum(pieces) - 1]]
+        n = len(tokens)
+        driven.step(plan((1, 0, 0, n, 0, 0)), tokens)
+        n_past = driven.seq_n_past(0)
+        driven.decode([7], [n_past], [0], [True])
+        found = driven.logits(0)
+        driven.process()
+        driven.decode([7], [n], [1], [True])
+        assert found == pytest.approx(driven.logits(0), abs=0.03)

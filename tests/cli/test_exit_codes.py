@@ -16,7 +16,6 @@ from drafthouse_server.cli.main import main
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
-from drafthouse_server.operations.logs import LogQueue
 
 ENDS = [
     (None, 0),
@@ -40,7 +39,7 @@ def test_each_end_has_its_code_and_says_why(
 
     monkeypatch.setattr(serve, "_run", run)
     with asyncio.Runner() as runner:
-        assert serve._run_to_end(runner, Config(), Terminal(), LogQueue("info", 2)) == code
+        assert serve._run_to_end(runner, Config(), Terminal()) == code
     assert error is None or str(error) in capsys.readouterr().err
     assert f"\n| {code} | " in PAGE.read_text("utf-8")
     assert f" {code} " in serve._EXIT_CODES
@@ -85,8 +84,12 @@ LOADING = textwrap.dedent(
 )
 
 
-def test_sigterm_ends_a_server_that_loads_its_model() -> None:
-    """The first process of a container, which has no init, is not ended by default."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_loads_its_model(number: signal.Signals) -> None:
+    """The first process of a container, which has no init, is not ended by default.
+
+    Ctrl-C waited for the model, without a word.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", LOADING],
         stdout=subprocess.PIPE,
@@ -97,9 +100,9 @@ def test_sigterm_ends_a_server_that_loads_its_model() -> None:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "loading\n"
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             assert process.wait(100) == 0, "and not -15, which is what nobody handled"
             assert process.stderr is not None
-            assert "SIGTERM: ending before" in process.stderr.read()
+            assert f"{number.name}: ending before" in process.stderr.read()
         finally:
             process.kill()

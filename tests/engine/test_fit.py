@@ -182,6 +182,15 @@ def test_cells_that_are_set_are_not_multiplied_with_the_states(
     assert guessed.start_bytes == pytest.approx(exact.start_bytes, rel=0.1)
 
 
+def test_what_is_placed_for_a_size_has_cells_for_that_size() -> None:
+    """Also where the size is the one that the settings ask for, by the cells of all slots."""
+    with Surveyor(config("dense", parallel=8, ctx_size=8 * 256)) as found:
+        assert found.wish.size == Size(8, 256)
+        found.place_for(Size(8, 256), AMPLE)
+        n_bytes = [found.needs(Size(n, 256)).host.cells_bytes for n in (4, 8, 16)]
+    assert n_bytes[2] == 2 * n_bytes[1] == 4 * n_bytes[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "is_small"),
     [

@@ -83,9 +83,10 @@ struct shape {
     int64_t n;      // of a row, and of a column of weights
     int64_t n_cols; // of the result
     int n_threads;
-    int64_t n_planes = 1; // rows of some sequences, as recurrent layers have them
-    int64_t n_apart = 0;  // what lies between two rows
-    int64_t n_heads = 1;  // weights in planes, as MLA has them: 1, or as many as rows
+    int64_t n_planes = 1;  // rows of some sequences, as recurrent layers have them
+    int64_t n_apart = 0;   // what lies between two rows
+    int64_t n_heads = 1;   // weights in planes, as MLA has them: 1, or as many as rows
+    int64_t n_streams = 1; // all planes of rows once for each, where streams have their own cells
 };
 
 // What y is once `fill` has set the tensors of `own`, the weights, which lie in the buffer type
@@ -117,17 +118,17 @@ std::vector<float> computed(ggml_backend_buffer_type_t type, const kind & k, int
 std::vector<float> multiply(ggml_backend_buffer_type_t type, const kind & k, const shape & s,
                             const std::vector<uint8_t> & weights, const std::vector<float> & rows) {
     const int64_t n_rows = static_cast<int64_t>(rows.size()) / s.n;
-    const int64_t n_of_plane = n_rows / s.n_planes;
+    const int64_t n_of_plane = n_rows / s.n_planes / s.n_streams;
     ggml_init_params params = {};
     params.mem_size = 16 * ggml_tensor_overhead() + ggml_graph_overhead();
     params.no_alloc = true;
     ggml_context * own = ggml_init(params);
     ggml_context * rest = ggml_init(params);
     ggml_tensor * w = ggml_new_tensor_3d(own, k.type, s.n, s.n_cols, s.n_heads);
-    ggml_tensor * all =
-        ggml_new_tensor_3d(rest, GGML_TYPE_F32, s.n + s.n_apart, n_of_plane, s.n_planes);
-    ggml_tensor * x =
-        ggml_view_3d(rest, all, s.n, n_of_plane, s.n_planes, all->nb[1], all->nb[2], 0);
+    ggml_tensor * all = ggml_new_tensor_4d(rest, GGML_TYPE_F32, s.n + s.n_apart, n_of_plane,
+                                           s.n_planes, s.n_streams);
+    ggml_tensor * x = ggml_view_4d(rest, all, s.n, n_of_plane, s.n_planes, s.n_streams, all->nb[1],
+                                   all->nb[2], all->nb[3], 0);
     ggml_tensor * y = ggml_mul_mat(rest, w, x);
     return computed(type, k, s.n_threads, own, rest, y, [&] {
         ggml_backend_tensor_set(w, weights.data(), 0, weights.size());
@@ -214,7 +215,7 @@ std::vector<column> read_columns(const kind & k, const std::vector<uint8_t> & we
 
 bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, int64_t n_of_plane,
               uint32_t seed) {
-    const int64_t n_rows = n_of_plane * s.n_planes;
+    const int64_t n_rows = n_of_plane * s.n_planes * s.n_streams;
     std::mt19937 random(seed);
     const std::vector<uint8_t> weights = draw_weights(random, k, s.n, s.n_cols * s.n_heads, seed);
     const std::vector<float> rows = draw_rows(random, k, s.n * n_rows, seed);
@@ -222,17 +223,18 @@ bool is_exact(ggml_backend_buffer_type_t type, const kind & k, const shape & s, 
     const std::vector<column> columns = read_columns(k, weights, s.n);
     for (int64_t r = 0; r < n_rows; ++r) {
         const rounded row = k.round(&rows[static_cast<size_t>(r * s.n)], s.n);
-        const int64_t first = s.n_heads > 1 ? r / n_of_plane * s.n_cols : 0;
+        const int64_t first = s.n_heads > 1 ? r / n_of_plane % s.n_heads * s.n_cols : 0;
         for (int64_t c = 0; c < s.n_cols; ++c) {
             const float expected = k.product(columns[static_cast<size_t>(first + c)], row);
             const float value = found[static_cast<size_t>(r * s.n_cols + c)];
             ++n_compared;
             if (std::memcmp(&expected, &value, sizeof value) != 0) {
                 std::printf(
-                    "%s n %d columns %d threads %d rows %d of %d planes, %d apart: row %d column "
-                    "%d is %.9g, not %.9g\n",
+                    "%s n %d columns %d threads %d rows %d of %d planes, %d streams, %d apart: row "
+                    "%d column %d is %.9g, not %.9g\n",
                     k.name, int(s.n), int(s.n_cols), s.n_threads, int(n_of_plane), int(s.n_planes),
-                    int(s.n_apart), int(r), int(c), double(value), double(expected));
+                    int(s.n_streams), int(s.n_apart), int(r), int(c), double(value),
+                    double(expected));
                 return false;
             }
         }
@@ -416,6 +418,44 @@ bool is_rounded_right(const kind & k) {
     return true;
 }
 
+// Keys times a query without flash attention: a stream's own cells, alone and beside another's.
+bool are_cells_alike(ggml_type type, int64_t n_heads_kv) {
+    constexpr int64_t d = 128, n_cells = 256, n_heads = 4;
+    std::mt19937 random(3);
+    std::normal_distribution<float> normal;
+    std::vector<float> cells(static_cast<size_t>(d * n_heads_kv * n_cells));
+    std::vector<float> queries(static_cast<size_t>(d * n_heads));
+    std::generate(cells.begin(), cells.end(), [&] { return normal(random); });
+    std::generate(queries.begin(), queries.end(), [&] { return normal(random); });
+    std::vector<uint8_t> bytes(ggml_row_size(type, d * n_heads_kv) * n_cells);
+    ggml_quantize_chunk(type, cells.data(), bytes.data(), 0, n_heads_kv * n_cells, d, nullptr);
+    kind k = {};
+    std::vector<float> found[2];
+    for (const int64_t n_streams : {1, 2}) {
+        ggml_init_params params = {};
+        params.mem_size = 16 * ggml_tensor_overhead() + ggml_graph_overhead();
+        params.no_alloc = true;
+        ggml_context * own = ggml_init(params);
+        ggml_context * rest = ggml_init(params);
+        ggml_tensor * cache = ggml_new_tensor_4d(own, type, d, n_heads_kv, n_cells, n_streams);
+        ggml_tensor * q = ggml_new_tensor_4d(rest, GGML_TYPE_F32, d, 1, n_heads, n_streams);
+        ggml_tensor * y = ggml_mul_mat(rest, ggml_permute(rest, cache, 0, 2, 1, 3), q);
+        found[n_streams - 1] = computed(nullptr, k, 2, own, rest, y, [&] {
+            for (size_t s = 0; s < static_cast<size_t>(n_streams); ++s) {
+                ggml_backend_tensor_set(cache, bytes.data(), s * cache->nb[3], bytes.size());
+                ggml_backend_tensor_set(q, queries.data(), s * q->nb[3],
+                                        queries.size() * sizeof(float));
+            }
+        });
+    }
+    if (std::memcmp(found[0].data(), found[1].data(), found[0].size() * sizeof(float)) != 0) {
+        std::printf("%s: %d heads' cells give a stream other bits beside another one\n",
+                    ggml_type_name(type), int(n_heads_kv));
+        return false;
+    }
+    return true;
+}
+
 // What of F16 and BF16 is wrong: columns on both sides of a tile's and of what stays near, planes,
 // rows apart.
 bool are_halves_right() {
@@ -456,6 +496,10 @@ int main() {
     bool is_ok = are_tiles_ok;
 #ifndef WITHOUT_CPU_KERNELS
     is_ok = are_halves_right() && is_ok;
+    for (const ggml_type cells : {GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0}) {
+        is_ok = are_cells_alike(cells, 1) && is_ok; // one head of keys, as MLA has
+        is_ok = are_cells_alike(cells, 4) && is_ok;
+    }
 #endif
     uint32_t seed = 0;
     // Rows on both sides of a tile and of a four; columns with and without eight left over; blocks
@@ -506,6 +550,13 @@ int main() {
         for (const int64_t n_rows : {1, 2, 7, 8, 11, 12, 50}) {
             is_ok = is_exact(type, k, {256, 21, 2, 3, 0, 3}, n_rows, ++seed) && is_ok;
             is_ok = is_exact(type, k, {512, 64, 3, 4, 0, 4}, n_rows, ++seed) && is_ok;
+            is_ok = is_exact(type, k, {256, 21, 2, 3, 0, 3, 2}, n_rows, ++seed) && is_ok;
+        }
+    }
+    // One row of each stream for each head: what a step of many streams multiplies.
+    for (const kind & k : PLAIN) {
+        for (const int64_t n_streams : {2, 3, 9, 40}) {
+            is_ok = is_exact(type, k, {512, 24, 3, 4, 0, 4, n_streams}, 1, ++seed) && is_ok;
         }
     }
     // Rows on both sides of as many as go at a time where columns are unpacked for many.

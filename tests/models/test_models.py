@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import gguf
 import pytest
+from models import bench_models
 from models.bench_models import QUANTS, SHAPES, WEIGHT_STD, BenchShape, write_bench_model
 from models.corpus import SourceFile, is_held_out, read_corpus, split_corpus
 from models.prompts import PromptFile, cut_prompts
@@ -193,6 +194,28 @@ def test_a_bench_model_with_windows_generates(
     config = DecoderConfig(n_ctx_seq=64, n_threads=1)
     with Model(path) as target, DecoderPool(target, config) as pool, pool.decoder() as decoder:
         assert len(generate_autoregressive(decoder, [5, 6, 7], 20).tokens) == 20
+
+
+def test_a_bench_model_that_is_there_is_of_the_vocabulary_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with another was kept, and measured for it."""
+    monkeypatch.setitem(SHAPES, "small", BenchShape("qwen3", 64, 1, 2, 1, 32, 96, 1e6, 128))
+
+    def make(*more: str) -> int:
+        wanted = ["bench_models", "small", "--quants", "Q4_0", "--out", str(tmp_path), *more]
+        monkeypatch.setattr("sys.argv", wanted)
+        return bench_models.main()
+
+    assert make("--vocab", "2100") == 0
+    assert make("--vocab", "2100") == 0
+    assert make() == 0
+    with pytest.raises(SystemExit, match="there with a vocabulary of 2100; --force"):
+        make("--vocab", "2200")
+    assert make("--vocab", "2200", "--force") == 0
+    with pytest.raises(SystemExit) as error:
+        make("--vocab", "100", "--force")
+    assert error.value.code == 2
 
 
 @pytest.mark.parametrize("quant", QUANTS)

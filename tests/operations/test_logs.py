@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 from collections.abc import Iterator
@@ -11,9 +12,22 @@ from queue import Full
 import pytest
 
 from drafthouse_server.operations import logs
-from drafthouse_server.operations.logs import LogQueue
+from drafthouse_server.operations.logs import LineQueue, logging_to
 
 _log = logging.getLogger("tests.logs")
+
+
+@contextlib.contextmanager
+def _logging(descriptor: int, n_lines_max: int = 10_000) -> Iterator[LineQueue]:
+    with LineQueue(descriptor, n_lines_max) as lines, _logging_to(lines):
+        yield lines
+
+
+@contextlib.contextmanager
+def _logging_to(lines: LineQueue) -> Iterator[None]:
+    stream = io.TextIOWrapper(lines, "utf-8", write_through=True)
+    with logging_to(stream, "info"):
+        yield
 
 
 @pytest.fixture
@@ -26,7 +40,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_lines_come_in_order_with_their_trace(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    with LogQueue("info", writer):
+    with _logging(writer):
         _log.debug("too fine")
         _log.info("one %d", 1)
         try:
@@ -40,13 +54,12 @@ def test_lines_come_in_order_with_their_trace(pipe: tuple[int, int]) -> None:
     assert "too fine" not in text
 
 
-def test_what_is_flushed_is_written(pipe: tuple[int, int]) -> None:
+def test_what_was_logged_is_written_at_the_end(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    with LogQueue("info", writer) as log:
+    with _logging(writer):
         for i in range(100):
             _log.info("line %d", i)
-        log.flush()
-        assert os.read(reader, 65536).decode().endswith(" line 99\n")
+    assert os.read(reader, 65536).decode().endswith(" line 99\n")
 
 
 def test_nobody_waits_long_for_what_nobody_reads(
@@ -54,12 +67,12 @@ def test_nobody_waits_long_for_what_nobody_reads(
 ) -> None:
     monkeypatch.setattr(logs, "_CLOSE_S", 0.05)
     reader, writer = pipe
-    with LogQueue("info", writer) as log:
+    with _logging(writer) as lines:
         _log.info("x" * (1 << 20))
-        log.flush()
-        assert log._lines.unfinished_tasks == 1
-        while not os.read(reader, 1 << 16).endswith(b"\n"):
-            pass
+    assert lines._thread.is_alive()
+    while not os.read(reader, 1 << 16).endswith(b"\n"):
+        pass
+    lines._thread.join()
 
 
 def test_a_pipe_that_nobody_reads_stops_nothing(
@@ -67,7 +80,7 @@ def test_a_pipe_that_nobody_reads_stops_nothing(
 ) -> None:
     monkeypatch.setattr(logs, "_CLOSE_S", 0.05)
     reader, writer = pipe
-    with LogQueue("info", writer, n_lines_max=100) as queue:
+    with _logging(writer, 100) as queue:
         for _ in range(20_000):
             _log.info("x" * 100)  # 2 MB: no pipe holds that
         assert queue.n_dropped > 10_000
@@ -83,17 +96,13 @@ def test_a_pipe_that_nobody_reads_stops_nothing(
 
 def test_what_was_dropped_is_told(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    queue = LogQueue("info", writer, n_lines_max=2)
-    root = logging.getLogger()
-    root.addHandler(queue._put)
-    try:
+    queue = LineQueue(writer, n_lines_max=2)
+    with _logging_to(queue):
         for i in range(5):
             _log.warning("line %d", i)
         assert queue.n_dropped == 3
         with queue:
             pass
-    finally:
-        root.removeHandler(queue._put)
     text = os.read(reader, 65536).decode()
     assert "line 0" in text
     assert "3 lines of the log were dropped" in text

@@ -470,6 +470,7 @@ async def test_a_fault_of_ours_is_in_the_trail_as_failed(
             {"tenant": "acme", "limits": {"weight": 1.0}, "reset_fields": ["weight"]},
             {"reset_fields"},
         ),
+        ({"tenant": "acme", "limits": {"models": ["a", ""]}}, {"limits.models[1]"}),
     ],
 )
 async def test_limits_that_break_a_rule_change_nothing(
@@ -487,6 +488,29 @@ async def test_limits_that_break_a_rule_change_nothing(
     assert reason_of(caught.value) == "INVALID_FIELD"
     assert all(field in (caught.value.details() or "") for field in fields)
     assert found.limits == admin_pb2.TenantLimits(weight=2.0)
+
+
+async def test_a_limit_may_be_reset_twice_in_one_call(
+    start_server: ServerFactory, store_url: str, free_port: int
+) -> None:
+    """It was refused, as one that is set and reset."""
+    await start_server(admin_port=free_port, store=store_url)
+    request = admin_pb2.SetLimitsRequest(tenant="acme", reset_fields=["weight", "weight"])
+    async with admin(free_port) as stub:
+        changed = await stub.SetLimits(request)
+    assert changed.limits == admin_pb2.TenantLimits()
+
+
+async def test_a_time_just_outside_its_rule_is_told_so_that_it_shows(
+    start_server: ServerFactory, free_port: int
+) -> None:
+    await start_server(admin_port=free_port)
+    request = admin_pb2.WatchLoadRequest(interval=Duration(nanos=9_999_999))
+    async with admin(free_port) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.WatchLoad(request).read()
+    told = "interval: must be in [0.01, 60] seconds, is 0.009999999"
+    assert caught.value.details() == told
 
 
 async def test_without_a_store_limits_are_unimplemented(

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.support.admin import admin
 from tests.support.http2 import connect
+
+import drafthouse
+from drafthouse.v1 import admin_pb2
+from drafthouse_server.usage import journal
 
 if TYPE_CHECKING:
     from tests.conftest import Eventually, ServerFactory
@@ -104,6 +113,57 @@ async def test_health_may_be_closed(start_server: ServerFactory) -> None:
         metadata = (("authorization", "Bearer k"),)
         found = await stub.Check(health_pb2.HealthCheckRequest(), metadata=metadata)
         assert found.status == Response.SERVING
+
+
+@pytest.mark.parametrize("on_full", ["refuse", "unbilled"])
+async def test_a_full_usage_journal_that_refuses_streams_is_not_serving_until_it_has_room(
+    start_server: ServerFactory,
+    free_port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_full: str,
+) -> None:
+    server = await start_server(
+        admin_port=free_port, usage_journal=str(tmp_path), usage_on_full=on_full
+    )
+    interval = Duration(nanos=10**7)
+    async with (
+        grpc.aio.insecure_channel(server.target) as channel,
+        drafthouse.AsyncClient(server.target, retry=None) as client,
+        admin(free_port) as stub,
+    ):
+        watcher, loads = (
+            watch(channel),
+            stub.WatchLoad(admin_pb2.WatchLoadRequest(interval=interval)),
+        )
+        assert (await watcher.read()).status == Response.SERVING
+
+        async def until(state: Any) -> None:
+            while (await loads.read()).load.state != state:
+                pass
+
+        await until(admin_pb2.SERVER_STATE_SERVING)
+
+        def fail(self: Any, content: bytes) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as disk:
+            disk.setattr(journal._File, "append", fail)
+            await client.generate("x", max_output_tokens=3)  # is let in, and finds the disk full
+            if on_full == "unbilled":
+                await client.generate("x", max_output_tokens=3)
+                assert await client.health()
+                return
+            await until(admin_pb2.SERVER_STATE_USAGE_UNAVAILABLE)
+            assert (await watcher.read()).status == Response.NOT_SERVING
+            assert not await client.health()
+            server._on_health(is_healthy=True)  # what the engine's steps say makes no difference
+            assert not await client.health()
+            with pytest.raises(drafthouse.UsageUnavailable):
+                await client.generate("x", max_output_tokens=3)
+        await until(admin_pb2.SERVER_STATE_SERVING)
+        assert (await watcher.read()).status == Response.SERVING
+        await client.generate("x", max_output_tokens=3)
 
 
 async def test_what_ended_stays_ended(server: Server) -> None:

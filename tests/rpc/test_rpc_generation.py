@@ -557,11 +557,12 @@ async def test_slow_reader_holds_no_slot_and_gets_the_rest_in_one_message(
         prompt=generation_pb2.Prompt(text="x"), max_output_tokens=200
     )
     handler = asyncio.create_task(GenerationService(shared).Generate(request, context))
-    await eventually(lambda: loop.statistics().n_requests.get("length") == 1)
+    await eventually(lambda: bool(context.messages) and loop.admission.n_active == 0)
     assert loop.statistics().n_running == 0
     assert len(context.messages) == 1
     context.may_read.set()
     await handler
+    assert loop.statistics().n_requests == {"length": 1}
     await texts.close()
     await loop.close()
     first, second, result = context.messages

@@ -218,7 +218,8 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(
         for method, message in ((generate, request.SerializeToString()), (WATCH, b"")):
             for _ in range(4):
                 rude.open(method, message)
-        await eventually(lambda: server.loop.statistics().n_requests.get("length") == 4)
+        await eventually(lambda: server.loop.statistics().n_generated == 4 * 200)
+        await eventually(lambda: server.loop.admission.n_active == 0)
         async with asyncio.timeout(100):
             await server.shutdown()
 

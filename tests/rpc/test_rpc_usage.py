@@ -21,7 +21,7 @@ from drafthouse_server.errors import Unauthenticated
 from drafthouse_server.rpc import services
 from drafthouse_server.rpc import usage as usage_service
 from drafthouse_server.rpc.server import Server
-from drafthouse_server.step import SequenceStatus
+from drafthouse_server.step import SequenceStatus, StepPlan, StepResult
 from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
 from drafthouse_server.usage import shipping
 from drafthouse_server.usage.record import UsageQuery, UsageRecord
@@ -112,6 +112,44 @@ async def test_an_engine_failure_tells_usage(start_server: ServerFactory, tmp_pa
     assert (record.outcome, record.n_prompt, record.n_output) == ("ENGINE_FAILURE", 9, 0)
 
 
+class FailsWhenStopped(FakeEngine):
+    """Loses the step that is in flight when a stop text is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stopped = threading.Event()
+        self.n_steps_until_lost = -1
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self.n_steps_until_lost -= 1
+        if self.n_steps_until_lost == 0:
+            assert self.is_stopped.wait(100)
+            self.inject(SequenceStatus.DECODE_FAILED)
+        return super().step(plan)
+
+
+async def test_a_stopped_stream_whose_next_step_fails_is_counted_as_its_client_was_told(
+    start_server: ServerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FailsWhenStopped()
+    server = await start_server(engine, usage_journal=str(tmp_path), draft_default=0)
+    finish = server.loop.finish
+
+    def note(sequence: Any) -> None:
+        finish(sequence)
+        engine.is_stopped.set()
+
+    monkeypatch.setattr(server.loop, "finish", note)
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        whole = await client.generate("xyz", temperature=0, max_output_tokens=40)
+        engine.n_steps_until_lost = 2  # the first one yields the stop text
+        found = await client.generate("xyz", temperature=0, stop=[whole.text[:1]])
+    assert found.finish_reason == "stop"
+    assert server.loop.statistics().n_steps_failed == 0, "its sequence failed, the step did not"
+    assert [record.outcome for record in records_of(tmp_path)] == ["length", "stop"]
+    assert server.loop.statistics().n_requests == {"length": 1, "stop": 1}
+
+
 async def test_a_passed_deadline_tells_usage(
     start_server: ServerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +173,7 @@ async def test_a_passed_deadline_tells_usage(
     await server.close()
     [record] = records_of(tmp_path)
     assert (record.outcome, record.n_output) == ("deadline", n_read)
+    assert caught.value.request_id == record.request_id, "by which its client finds the record"
 
 
 async def test_a_stream_ends_a_little_before_its_deadline() -> None:

@@ -87,6 +87,9 @@ class Client:
             generation_pb2.GenerateRequest(
                 prompt=generation_pb2.Prompt(text="x" * chance.randrange(1, 30)),
                 max_output_tokens=chance.choice([1, 5, 40, 90]),
+                stop=generation_pb2.StopOptions(
+                    sequences=chance.choice([[], ["e", "f", "g", "h"]])
+                ),
             ),
             metadata=(("x-request-id", self.name),),
             timeout=chance.choice([0.002, 0.02, 0.1]) if kind == "deadline" else None,
@@ -148,4 +151,11 @@ async def test_sums_of_records_are_the_clients_to_the_token(
     assert sum(billed.values()) == handed.n_tokens.total() == statistics.n_output_tokens
     assert sum(record.n_prompt for record in records) == statistics.n_prompt_tokens
     assert statistics.usage.n_records == len(records)
+    outcomes, counted = Counter(record.outcome for record in records), statistics.n_requests
+    assert counted["stop"] == outcomes["stop"] > 0
+    assert counted["length"] == outcomes["length"] > 0
+    n_refused = Counter(counted) - outcomes
+    assert outcomes + n_refused == counted, "what has no record was refused"
+    assert set(n_refused) <= {"cancelled", "deadline"}
+    assert sum(counted.values()) == len(handed.request_ids), "each was counted once"
     assert 0 < sum(client.has_result for client in clients) < n

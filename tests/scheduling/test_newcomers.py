@@ -175,6 +175,19 @@ def test_there_are_never_two_such_steps_in_a_row() -> None:
     assert not any(first and then for first, then in itertools.pairwise(alone))
 
 
+def test_a_machine_that_stood_still_in_such_a_step_does_not_end_them() -> None:
+    world = flooded(base_s=STEP_S, token_s=10 * TOKEN_S)
+    world.add("p", n_prompt=2, n_output_max=1, tenant="polite")
+    world._base_s = 3600.0
+    assert slots(world.step()) == [6]
+    world._base_s = STEP_S
+    resumed_at = world.now
+    while world.now < resumed_at + 25:
+        world.step()
+    world.add("q", n_prompt=2, n_output_max=1, tenant="polite")
+    assert slots(world.step()) == [6]
+
+
 def test_a_prompt_of_a_recurrent_target_is_computed_to_its_end_in_that_step() -> None:
     """Not up to a checkpoint alone, for a next turn: it would give no token before two steps."""
     world = flooded(

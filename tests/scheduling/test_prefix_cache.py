@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -245,6 +247,48 @@ def test_recurrent_snapshots_of_one_conversation_live_side_by_side() -> None:
     match = prefixes.find("a", [*tokens(2 * B), 9999])
     assert match is not None
     assert match.prefix.snapshot == b"turn 1"
+
+
+class _Compared(tuple[int, ...]):
+    """Tokens that count how often some of them are taken."""
+
+    n_taken = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        _Compared.n_taken += 1
+        return super().__getitem__(key)
+
+
+def test_what_slots_hold_alike_is_not_compared_where_host_memory_is_searched() -> None:
+    prefixes, n_slots = cache(), 8
+    for seq_id in range(n_slots):
+        prefixes.hold(seq_id, "a", tokens(200 * B) + tokens(2 * B, 9999 + seq_id), is_running=False)
+    given_up = prefixes.evict(0)
+    for prefix in prefixes.retained():
+        prefix.tokens = _Compared(prefix.tokens)
+    _Compared.n_taken = 0
+    assert prefixes.n_hosted(given_up) == 0
+    assert _Compared.n_taken == 0, "each costs the time of a prompt, for each block of it"
+
+
+def test_a_prefix_that_cannot_be_cut_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes, n_stored, n_blocks = cache(n_window=20), 9, 200
+    for i in range(n_stored):
+        prefixes.store("a", tokens(n_blocks * B) + tokens(2 * B, 9999 + i), b"state")
+    prefixes.hold(3, "a", tokens(B), is_running=False)
+    looked_at = list[object]()
+
+    match_type = prefix_cache.Match
+
+    def counted(prefix: prefix_cache.Prefix, n_tokens: int) -> prefix_cache.Match:
+        looked_at.append(prefix)
+        return match_type(prefix, n_tokens)
+
+    monkeypatch.setattr(prefix_cache, "Match", counted)
+    match = prefixes.find("a", tokens(n_blocks * B) + [7] * B)
+    assert match is not None
+    assert match.prefix.seq_id == 3
+    assert len(looked_at) == n_stored + 1
 
 
 def test_counts_tell_what_was_saved() -> None:

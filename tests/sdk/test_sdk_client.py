@@ -88,7 +88,6 @@ async def test_all_options_reach_the_server(client: drafthouse.AsyncClient) -> N
         xtc=drafthouse.Xtc(0.1, threshold=0.2),
         logit_bias={65: 1.0},
         seed=1,
-        grammar='root ::= "a"',
         stop="never",
         stop_token_ids=[0],
         ignore_end_token=True,
@@ -101,6 +100,8 @@ async def test_all_options_reach_the_server(client: drafthouse.AsyncClient) -> N
     )
     assert result.usage.output_tokens == 3
     assert result.request_id.startswith("req_")
+    result = await client.generate("x", grammar='root ::= "a"', max_output_tokens=3)
+    assert result.usage.output_tokens == 3
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
@@ -114,6 +115,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {65: 101.0}}, "sampling.logit_bias[0].bias"),
     ({"stop": ["a", ""]}, "stop.sequences[1]"),
     ({"stop_token_ids": [-1]}, "stop.token_ids[0]"),
+    ({"ignore_end_token": True, "grammar": 'root ::= "a"'}, "stop.ignore_end_token"),
     ({"speculation": "eagle3"}, "speculation.mode"),
     ({"max_draft_tokens": 99}, "speculation.max_draft_tokens"),
     ({"priority": 101}, "priority"),

@@ -334,3 +334,65 @@ def test_a_list_without_names_is_no_limit() -> None:
     """On the wire it is no change: the tenant could use all models as before."""
     with drafthouse.AdminClient(NOBODY) as client, pytest.raises(ValueError, match="reset="):
         client.set_limits("acme", {"models": ()})
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"target": None}, "target must be text, such as 'host:port', not NoneType"),
+        ({"target": 50051}, "target must be text, such as 'host:port', not int"),
+        ({"tls": "authority.crt"}, "tls must be True, False or a drafthouse.Tls, not str"),
+        ({"retry": True}, "retry must be a drafthouse.RetryPolicy or None, not bool"),
+        ({"retry": 5}, "retry must be a drafthouse.RetryPolicy or None, not int"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
+async def test_a_client_that_is_made_wrongly_says_what_is_wrong(
+    settings: dict[str, Any], told: str, kind: str
+) -> None:
+    """A file's name as `tls` was TLS by the public authorities; the others failed within ours."""
+    with pytest.raises(TypeError) as caught:
+        getattr(drafthouse, kind)(**settings)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize("target", ["", "http://127.0.0.1:50051", "HTTPS://example.org:443"])
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient", "AdminClient"])
+async def test_a_target_that_is_none_says_how_one_looks(target: str, kind: str) -> None:
+    """Calls ended in UNKNOWN, or in UNAVAILABLE after four attempts, by words of gRPC."""
+    with pytest.raises(ValueError, match=f"target '{target}' must be an address, such as"):
+        getattr(drafthouse, kind)(target, tls=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("max_attempts", 0, ValueError),
+        ("max_attempts", 1.5, TypeError),
+        ("initial_delay_s", -0.1, ValueError),
+        ("max_delay_s", float("nan"), ValueError),
+        ("budget", "10", TypeError),
+        ("max_retry_after_s", None, TypeError),
+        ("max_retry_after_s", -1, ValueError),
+    ],
+)
+def test_a_policy_of_retries_that_is_wrong_is_refused_when_it_is_made(
+    field: str, value: Any, error: type[Exception]
+) -> None:
+    """It took the place of the first error that a server sent."""
+    with pytest.raises(error, match=field):
+        drafthouse.RetryPolicy(**{field: value})
+
+
+def test_a_policy_of_retries_may_have_no_end_and_none() -> None:
+    drafthouse.RetryPolicy(1, 0, 0.0, 0, float("inf"))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), "5", 10**400])
+def test_a_time_that_no_message_can_carry_is_named(seconds: Any) -> None:
+    error = TypeError if isinstance(seconds, str) else drafthouse.InvalidField
+    with drafthouse.AdminClient(NOBODY) as client:
+        with pytest.raises(error, match="running_timeout"):
+            client.drain(seconds)
+        with pytest.raises(error, match="interval"):
+            next(client.watch_load(seconds))

@@ -15,7 +15,7 @@ from tests.sdk.test_sdk_drain import N_CALLERS, N_TOKENS, drained_under_load, n_
 from tests.sdk.test_sdk_drain import servers as servers  # noqa: PLC0414  # a fixture
 from tests.support.javascript import javascript
 
-from drafthouse.v1 import generation_pb2
+from drafthouse.v1 import generation_pb2, model_pb2, usage_pb2
 from drafthouse.v1.generation_pb2_grpc import GenerationServiceStub
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import Draining, EngineUnhealthy, QuotaExceeded, SlowReader
@@ -54,6 +54,17 @@ async def generated(channel: grpc.aio.Channel, n_tokens: int) -> int:
     async for response in GenerationServiceStub(channel).Generate(request(n_tokens)):
         n += len(response.chunk.token_ids)
     return n
+
+
+def test_every_service_of_clients_is_tried_again() -> None:
+    """Lists of usage were not, though the server told when to come back."""
+    [method] = json.loads(CONFIG.read_text())["methodConfig"]
+    services = {
+        file.package + "." + service
+        for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, usage_pb2.DESCRIPTOR)
+        for service in file.services_by_name
+    }
+    assert {name["service"] for name in method["name"]} == services
 
 
 async def test_a_drain_loses_no_call(

@@ -200,8 +200,13 @@ def test_all_violations_are_told_at_once() -> None:
             "speculation.mode",
             "must be mtp or off on this server, is eagle3",
         ),
+        (
+            GenerationRequest(TEXT, grammar='root ::= "x"', ignore_eos=True),
+            "stop.ignore_end_token",
+            "must not be set with a grammar, whose end allows the end token alone",
+        ),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_violation_names_its_field_its_rule_and_its_value(
     request_: GenerationRequest, field: str, description: str
@@ -326,6 +331,7 @@ def test_what_is_not_given_is_left_to_the_server() -> None:
     [
         (MODE_OFF, None, (MODE_OFF, 0)),
         (MODE_OFF, 3, (MODE_OFF, 0)),
+        (MODE_OFF, 99, (MODE_OFF, 0)),
         ("mtp", 2, ("mtp", 2)),
         (None, 0, (MODE_OFF, 0)),
     ],

@@ -287,18 +287,43 @@ async def test_a_lost_worker_costs_one_request_and_the_spare_one_takes_its_place
     assert pool.charges[0][1] > 0.25
 
 
-async def test_a_worker_that_something_else_has_ended_is_our_fault(
+async def _lose_to_something_else(pool: Pool) -> None:
+    """Ends the worker that is busy; another starts once that is known, as processes do."""
+    pool.shop.may_start.clear()
+    pool.shop.busy()[0].die(TextWorkerLost.ENDED)
+    await settle()
+    pool.shop.may_start.set()
+    await settle()
+
+
+async def test_a_job_whose_worker_something_else_has_ended_is_done_by_another(
+    open_pool: Callable[[int], Pool],
+) -> None:
+    """Before, whoever asked after the system had ended a worker was told ENGINE_FAILURE."""
+    pool = open_pool(2)
+    await pool.texts.open()
+    again = await pool.run(A, "a0")
+    await _lose_to_something_else(pool)
+    assert await pool.finish_all() == ["a0", "a0"]
+    assert (await again).tokens == [2]
+    assert pool.metrics.n_text_workers_lost == {TextWorkerLost.ENDED: 1}
+
+
+async def test_a_job_that_loses_two_workers_to_something_else_is_our_fault(
     open_pool: Callable[[int], Pool],
 ) -> None:
     pool = open_pool(2)
     await pool.texts.open()
     lost = await pool.run(A, "a0")
-    pool.shop.busy()[0].die(TextWorkerLost.ENDED)
+    for _ in range(2):
+        await _lose_to_something_else(pool)
     with pytest.raises(EngineError, match="TEXT_WORKER_ENDED"):
         await lost
 
 
-async def test_an_idle_worker_that_ends_costs_nothing(open_pool: Callable[[int], Pool]) -> None:
+async def test_an_idle_worker_that_ends_costs_nothing_and_is_told(
+    open_pool: Callable[[int], Pool], caplog: pytest.LogCaptureFixture
+) -> None:
     pool = open_pool(2)
     await pool.texts.open()
     await settle()
@@ -307,6 +332,7 @@ async def test_an_idle_worker_that_ends_costs_nothing(open_pool: Callable[[int],
     await settle()
     assert len(pool.texts.workers) == 3
     assert not set(pool.texts.workers) & set(pool.shop.workers[:3])
+    assert caplog.text.count("that had nothing to do has ended") == 3
     await pool.run(A, "a0")
     assert await pool.finish_all() == ["a0"]
 

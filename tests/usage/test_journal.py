@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from drafthouse_server.errors import StartupError
 from drafthouse_server.usage import journal as journal_module
 from drafthouse_server.usage import shipping
 from drafthouse_server.usage.folder import JournalFolder
-from drafthouse_server.usage.frames import FILE_MAGIC, Entry, Mark, encode
+from drafthouse_server.usage.frames import FILE_MAGIC, N_FRAME_BYTES_MAX, Entry, Mark, encode
 from drafthouse_server.usage.journal import Journal
 from drafthouse_server.usage.record import (
     LOST,
@@ -261,6 +263,19 @@ def test_more_than_one_delivery_holds_goes_to_the_store(
     open_journal(tmp_path, store).close()
     assert counted(store) == {f"r{number}": ("stop", number) for number in range(300)}
     assert store.n_added == 300
+
+
+@pytest.mark.parametrize("n_cut", [1, 11, 60])
+def test_a_record_behind_long_damage_that_a_delivery_cuts_goes_to_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_cut: int
+) -> None:
+    n_before = len(FILE_MAGIC) + N_FRAME_BYTES_MAX
+    monkeypatch.setattr(shipping, "_N_BYTES", n_before + n_cut)
+    kill(tmp_path, bytes(N_FRAME_BYTES_MAX) + joined(end(1, 3), end(2, 4)))
+    store = MemoryUsageStore()
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {"r1": ("stop", 3), "r2": ("stop", 4)}
+    assert not list(tmp_path.glob("usage-*.journal"))
 
 
 def test_a_start_after_a_long_absence_of_the_store_keeps_no_records_in_memory(
@@ -646,6 +661,21 @@ def test_a_disk_that_does_not_answer_is_one_that_fails_until_it_does(
     journal.close()
 
 
+def test_a_look_at_a_disk_that_has_just_answered_leaves_no_journal_failing_for_ever(
+    tmp_path: Path,
+) -> None:
+    """While it fails, streams are refused: no entry of theirs would ever show that it works."""
+    journal = open_journal(tmp_path)
+    write_all(journal, [start(1), end(1)])
+    journal._busy_since = -math.inf  # read before the last turn ended, judged after
+    assert journal.watch()
+    give_up_at = time.monotonic() + WAIT_S
+    while journal.is_failing:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+    journal.close()
+
+
 def test_the_end_waits_for_no_disk_and_says_what_it_has_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -733,6 +763,77 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartupError, match="choose another usage_journal"):
         open_journal(tmp_path / "file" / "journal")
+
+
+def test_a_file_that_cannot_be_read_is_told_and_the_folder_is_free_again(tmp_path: Path) -> None:
+    """As after a start as another user; root reads any file, but no folder."""
+    path = JournalFolder(tmp_path).file(1)
+    path.mkdir()
+    with pytest.raises(StartupError, match=f"cannot read the usage journal.*{path.name}"):
+        open_journal(tmp_path)
+    path.rmdir()
+    open_journal(tmp_path).close()
+
+
+def test_files_that_are_not_its_own_are_left_alone(tmp_path: Path) -> None:
+    names = ("usage-1.journal", "usage-\u0663.journal", "usage-00000001.journal.bak")
+    for name in names:
+        (tmp_path / name).write_bytes(FILE_MAGIC)
+    journal = open_journal(tmp_path)
+    write_all(journal, [start(1), end(1)])
+    journal.close()
+    assert [(tmp_path / name).read_bytes() for name in names] == [FILE_MAGIC] * 3
+
+
+def test_numbers_between_two_files_are_not_gone_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where somebody has kept a copy that is named by its date."""
+    kill(tmp_path, joined(start(1), end(1, 3)))
+    other = JournalFolder(tmp_path).file(20261129)
+    other.write_bytes(FILE_MAGIC + joined(start(2), end(2, 4)))
+    asked: list[int] = []
+    size = JournalFolder.size
+
+    def note(self: JournalFolder, number: int) -> int:
+        asked.append(number)
+        return size(self, number)
+
+    monkeypatch.setattr(JournalFolder, "size", note)
+    store = MemoryUsageStore()
+    open_journal(tmp_path, store).close()
+    assert counted(store) == {"r1": ("stop", 3), "r2": ("stop", 4)}
+    assert set(asked) <= {1, 20261129}
+    assert not other.exists()
+
+
+@pytest.mark.parametrize("is_folder_gone", [False, True])
+def test_a_file_that_was_removed_while_it_is_written_is_one_that_cannot_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_folder_gone: bool
+) -> None:
+    folder = tmp_path / "journal"
+    store = AwayStore()
+    store.is_away = True
+    journal = open_journal(folder, store)
+    write_all(journal, [start(1), start(2), end(2, 2)])
+    for path in folder.iterdir():
+        path.unlink()
+    if is_folder_gone:
+        folder.rmdir()
+    told = Told()
+    journal.write(end(1, 3), told)
+    assert told.wait() is False
+    assert "USAGE IS NOT WRITTEN" in caplog.text
+    folder.mkdir(exist_ok=True)
+    write_all(journal, [start(3)])
+    again = Told()
+    journal.write(end(3, 4), again)
+    assert again.wait()
+    assert not journal.is_failing
+    store.is_away = False
+    journal.close()
+    assert counted(store) == {"r1": ("stop", 3), "r3": ("stop", 4)}, "r2 went with its file"
+    assert "usage-00000001.journal is gone" in caplog.text
 
 
 def test_files_of_a_newer_version_are_left_alone(tmp_path: Path) -> None:

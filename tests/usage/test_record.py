@@ -161,6 +161,18 @@ def test_a_file_that_cannot_be_used_fails_and_works_when_it_can(tmp_path: Path) 
     store.close()
 
 
+def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    """Else records would go to a file that nobody can open, and from the journal."""
+    path = tmp_path / "usage.sqlite3"
+    store = SqliteUsageStore(path)
+    store.add([make(1)])
+    for each in tmp_path.iterdir():
+        each.unlink()
+    store.add([make(2)])
+    assert list(SqliteUsageStore(path).find(UsageQuery())) == [make(2)]
+    store.close()
+
+
 def test_a_damaged_file_fails(tmp_path: Path) -> None:
     path = tmp_path / "usage.sqlite3"
     path.write_bytes(b"no database at all" * 100)

@@ -64,22 +64,30 @@ class Target:
 
 
 def find_target(name: str) -> Target:
-    """Returns a demo model, or a random-weight model of `python -m models.bench_models`.
+    """Returns a demo model, a random-weight model of `python -m models.bench_models`, or a file.
 
     Raises:
         ValueError: there is none of this name; says what makes it.
     """
     if name in DEMOS:
         return Target(name, MODELS / DEMOS[name][0], draft_models(name), is_random=False)
-    path = _BENCH_MODELS / f"{name}.gguf"
+    path = Path(name) if _is_file(name) else _BENCH_MODELS / f"{name}.gguf"
     if not path.exists():
         shape, _, quant = name.rpartition("-")
+        made = f"'{shape} draft-30m --quants {quant} Q8_0'" if shape and "/" not in name else "…"
         raise ValueError(
-            f"there is no model {name!r}: dense and hybrid are shipped;"
-            f" `make bench-models ARGS='{shape} draft-30m --quants {quant} Q8_0'` makes others"
+            f"there is no model {name!r}: dense and hybrid are shipped, a file's path ends in"
+            f" .gguf, `make bench-models ARGS={made}` makes others"
         )
+    if _is_file(name):
+        return Target(name, path, {}, is_random=False)
     draft = _BENCH_MODELS / _BENCH_DRAFT
     return Target(name, path, {"simple": draft} if draft.exists() else {}, is_random=True)
+
+
+def _is_file(name: str) -> bool:
+    """Whether a model is a file of the user's own."""
+    return name.endswith(".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +224,7 @@ class PeerPlan:
             return
         for model in self.models:
             for draft in self.drafts:
-                if model in DEMOS or draft == "none":
+                if model in DEMOS or _is_file(model) or draft == "none":
                     yield model, draft, None
                 elif draft in {"mtp", "simple"}:  # what random weights can draft
                     for rate in self.acceptances:

@@ -59,6 +59,9 @@ class ChatsResult:
     """Share of what earlier turns had computed that later ones did not compute again."""
     first_reused: float
     """Share of the first messages that was not computed, since others begin alike."""
+    n_unnamed: int
+    """Tokens of answers whose ids the stream left out, as llama-server's does inside a character:
+    later turns lack them, and nothing behind them is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ async def run_chats(running: Running, chats: Sequence[Chat]) -> ChatsResult:
         reused=sum(turn.trace.n_reused for turn in later) / sum(turn.n_before for turn in later),
         first_reused=sum(turn.trace.n_reused for turn in first)
         / sum(len(chat.messages[0]) for chat in chats),
+        n_unnamed=sum(trace.n_output - len(trace.token_ids) for trace in traces),
     )
 
 
@@ -168,17 +172,22 @@ _HEADER = (
 
 def chats_lines(rows: Sequence[ChatsRow]) -> list[str]:
     """Returns the lines of a table: two rows per case, medians over rounds."""
-    cells = []
+    cells, notes = [], []
     for row in rows:
         for name, turns in (("drafthouse", row.ours), ("llama-server", row.theirs)):
+            if n_unnamed := sum(turn.n_unnamed for turn in turns):
+                notes.append(
+                    f"{name} left out the ids of {n_unnamed} tokens in {row.case.name}: its later"
+                    " turns lack them and compute what is behind them again"
+                )
             middle = [
                 statistics.median(getattr(turn, field) for turn in turns)
                 for field in ChatsResult.__dataclass_fields__
             ]
-            speed, first, later, late, gap, reused, of_first = middle
+            speed, first, later, late, gap, reused, of_first, _ = middle
             cells.append([
                 name, str(row.case.streams), str(row.case.n_prompt), f"{speed:.1f}",
                 f"{first:.2f}", f"{later:.2f}", f"{late:.2f}", f"{1000 * gap:.0f}", f"{reused:.0%}",
                 f"{of_first:.0%}",
             ])  # fmt: skip
-    return format_table(_HEADER, cells)
+    return [*format_table(_HEADER, cells), *notes]

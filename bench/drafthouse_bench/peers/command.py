@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import drafthouse
-from drafthouse_bench.counts import count, counts
+from drafthouse_bench.counts import amount, amounts, count, counts, number
 from drafthouse_bench.demos import CHECKOUT, PROMPTS
 from drafthouse_bench.load import cut_prompts
 from drafthouse_bench.peers import plot as bench_plot
@@ -73,15 +72,15 @@ from drafthouse_bench.peers.versus import (
     stall_lines,
     write_peers_json,
 )
-from drafthouse_bench.process import BenchError, busy_processes
-from drafthouse_bench.report import Machine, describe_machine, n_cores
+from drafthouse_bench.process import busy_processes
+from drafthouse_bench.report import Machine, describe_machine, n_cores, require_writable
 from drafthouse_bench.trace import Figures, figures, poisson_arrivals
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.cli.tune import read_texts
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.loading import engine_version
-from drafthouse_server.errors import ConfigError, StartupError
+from drafthouse_server.errors import ConfigError
 
 __all__ = ["add_peers"]
 
@@ -123,13 +122,14 @@ def add_peers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--models", type=_names, metavar="A,B", help="default: dense,hybrid; else of build/bench")
+    add("--models", type=_names, metavar="A,B", help="default: dense,hybrid; else of build/bench,"
+        " or paths that end in .gguf")  # fmt: skip
     add("--drafts", type=_names, metavar="A,B", help="default: none,mtp,eagle3,simple,ngram")
     add("--streams", type=counts, metavar="N,M", help="default: 1,4,8,16,32; 1,8 with own"
         " defaults, 8 beside a long prompt, 16 conversations")  # fmt: skip
-    add("--loads", type=_numbers, metavar="A,B", help="open loop: shares of what the slower"
+    add("--loads", type=amounts, metavar="A,B", help="open loop: shares of what the slower"
         " contender manages; default: 0.4,0.7,0.9")  # fmt: skip
-    add("--acceptances", type=_numbers, metavar="A,B", help="synthetic, for random weights;"
+    add("--acceptances", type=_rates, metavar="A,B", help="synthetic, for random weights;"
         " default: 0.3,0.6,0.9")  # fmt: skip
     add("--scenarios", type=_names, metavar="A,B", help=f"default: {','.join(SCENARIOS)}")
     add("--only", type=parse_only, default={}, metavar="KEY=A+B,…", help="cases to measure, as"
@@ -140,8 +140,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         " and of long ones; default: lengths that vary, and 2000")  # fmt: skip
     add("--n-waves", type=count, metavar="N", help="requests of each stream in a turn of own"
         " defaults, at least; default: 3")  # fmt: skip
-    add("--n-shared", type=int, default=0, metavar="N", help="tokens that all conversations begin"
-        " with, besides; default: 0")  # fmt: skip
+    add("--n-shared", type=number, default=0, metavar="N", help="tokens that all conversations"
+        " begin with, besides; default: 0")  # fmt: skip
     add("--n-long", type=count, metavar="N", help="tokens of the long prompt; default: 4096")
     add("--sampled", action="store_true", help="with own defaults: answers are sampled, as both do"
         " where a request says nothing (temperature 0.8, top-k 40, top-p 0.95, min-p 0.05); else"
@@ -154,11 +154,11 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="a few cases of every scenario, one short round")
     add("--rounds", type=count, metavar="N", help="turns of each; default: 3")
-    add("--round-s", type=float, metavar="S", help="seconds of a turn, about; default: 2")
-    add("--n-output", type=int, default=0, metavar="N", help="tokens per request; 0: by model")
+    add("--round-s", type=amount, metavar="S", help="seconds of a turn, about; default: 2")
+    add("--n-output", type=number, default=0, metavar="N", help="tokens per request; 0: by model")
     add("--threads", type=count, metavar="N", help="of a decode; default: all cores but 1")
-    add("--busy", type=int, default=0, metavar="N", help="other processes that compute meanwhile,"
-        " a core each; default: 0")  # fmt: skip
+    add("--busy", type=number, default=0, metavar="N", help="other processes that compute"
+        " meanwhile, a core each; default: 0")  # fmt: skip
     add("--server-flags", type=shlex.split, default=[], metavar="FLAGS", help="more, of ours")
     add("--peer-flags", type=shlex.split, default=[], metavar="FLAGS", help="of llama-server")
     add("--adaptive-flags", type=shlex.split, metavar="FLAGS", help="flags with which our server"
@@ -174,9 +174,9 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    values = tuple(map(float, text.split(",")))
-    if not all(value > 0 for value in values):
+def _rates(text: str) -> tuple[float, ...]:
+    values = amounts(text)
+    if max(values) > 1:
         raise ValueError(text)
     return values
 
@@ -254,27 +254,22 @@ def _policies(arguments: argparse.Namespace) -> dict[str, tuple[list[str], list[
 
 
 def _bench_peers(arguments: argparse.Namespace, terminal: Terminal) -> int:
-    try:
-        plan, fields = _plan(arguments), _fields(arguments)
-        terminal.line(describe_estimate(plan, plan.cases()))
-        if arguments.list:
-            for case in plan.cases():
-                terminal.line(f"  {case.name}: {plan.estimate_s(case):.0f} s")
-            return 0
-        require_peer(arguments.peer)
-        if arguments.plot:
-            bench_plot.require_matplotlib()
-        command = shlex.join(["drafthouse-bench", *sys.argv[1:]])
-        machine = describe_machine(plan.n_threads, engine_version(), command)
-        _describe(machine, plan, fields, terminal)
-        with busy_processes(arguments.busy):
-            asyncio.run(_BenchPeers(plan, arguments, machine, terminal).run())
-    except ConfigError as error:
-        terminal.error(str(error))
-        return 2
-    except (BenchError, OSError, StartupError, ValueError, drafthouse.DrafthouseError) as error:
-        terminal.error(str(error))
-        return 1
+    plan, fields = _plan(arguments), _fields(arguments)
+    terminal.line(describe_estimate(plan, plan.cases()))
+    if arguments.list:
+        for case in plan.cases():
+            terminal.line(f"  {case.name}: {plan.estimate_s(case):.0f} s")
+        return 0
+    require_peer(arguments.peer)
+    if arguments.plot:
+        bench_plot.require_matplotlib()
+    for path in filter(None, (arguments.json, arguments.plot)):
+        require_writable(path)
+    command = shlex.join(["drafthouse-bench", *sys.argv[1:]])
+    machine = describe_machine(plan.n_threads, engine_version(), command)
+    _describe(machine, plan, fields, terminal)
+    with busy_processes(arguments.busy):
+        asyncio.run(_BenchPeers(plan, arguments, machine, terminal).run())
     return 0
 
 
@@ -321,7 +316,7 @@ class _BenchPeers:
         self._terminal = terminal
         self._policies = _policies(arguments)
         self._fields = _fields(arguments)
-        self._texts: dict[Path, list[list[int]]] = {}
+        self._texts: dict[tuple[Path, Path], list[list[int]]] = {}
         self._rows: list[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow | ChatsRow] = []
 
     async def run(self) -> None:
@@ -593,14 +588,15 @@ class _BenchPeers:
         return [cut[i % 3][i] for i in range(n_prompts)]
 
     def _tokens(self, target: Target, path: Path = PROMPTS) -> list[list[int]]:
-        """Returns texts in token ids: all models of the benchmark have one vocabulary."""
-        if path not in self._texts:
+        """Returns texts in token ids of the model's own vocabulary."""
+        key = target.path, path
+        if key not in self._texts:
             texts = read_texts(path) if path.suffix == ".json" else [path.read_text("utf-8")]
             with _loaded(target) as engine:
-                self._texts[path] = [
+                self._texts[key] = [
                     engine.tokenize(text, add_special=True, parse_special=False) for text in texts
                 ]
-        return self._texts[path]
+        return self._texts[key]
 
     def _n_ctx_train(self, target: Target) -> int:
         with _loaded(target) as engine:

@@ -88,6 +88,7 @@ class GrpcClient:
         """Generates and notes in the trace when tokens come.
 
         Raises:
+            BenchError: tokens are missing.
             drafthouse.DrafthouseError: the request failed.
         """
         stream = self._start(prompt, n_output)
@@ -99,7 +100,7 @@ class GrpcClient:
         counts = answer.speculation
         trace.n_drafted, trace.n_accepted = counts.n_drafted, counts.n_accepted
         trace.n_reused = answer.usage.reused_prompt_tokens
-        trace.is_finished = True
+        trace.finish(OURS, n_output)
 
     async def whole(self, prompt: Sequence[int], n_output: int) -> list[int]:
         """Generates and returns the token ids.

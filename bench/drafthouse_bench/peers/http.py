@@ -213,7 +213,6 @@ def _note(trace: Trace, events: Sequence[dict[str, Any]], now: float) -> None:
             trace.n_drafted = timings.get("draft_n", 0)
             trace.n_accepted = timings.get("draft_n_accepted", 0)
             trace.n_reused = timings.get("cache_n", 0)
-            trace.is_finished = True
 
 
 class HttpClient:
@@ -238,9 +237,10 @@ class HttpClient:
         """Generates and notes in the trace when tokens come.
 
         Raises:
-            BenchError: the server refuses or leaves.
+            BenchError: the server refuses or leaves, or tokens are missing.
         """
         await self._request(self._message(prompt, n_output, is_stream=True), trace)
+        trace.finish("llama-server", n_output)
 
     async def whole(self, prompt: Sequence[int], n_output: int) -> list[int]:
         """Generates and returns the token ids.

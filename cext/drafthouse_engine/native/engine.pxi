@@ -686,6 +686,8 @@ cdef class Engine:
 
         Raises:
             BadPlan: no draft is pending, or it was shorter; nothing has changed.
+            Unsupported: it was verified in several decodes, and a recurrent target cannot take back
+                what those before the last brought; nothing has changed.
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
         cdef int32_t n = int32_of(n_accepted, "n_accepted")

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from drafthouse._enums import OpenEnum
 from drafthouse._errors import map_grpc_errors
 from drafthouse._tls import Tls, is_local, secured
-from drafthouse._transport import CHANNEL_OPTIONS, put, put_all
+from drafthouse._transport import CHANNEL_OPTIONS, named, put, put_all
 from drafthouse.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class ServerState(OpenEnum):
     """It takes none, and ends when those that run have ended or their time is over."""
     UNHEALTHY = "unhealthy"
     """The engine keeps failing."""
+    USAGE_UNAVAILABLE = "usage-unavailable"
+    """The usage journal cannot be written: streams are refused until it has room again."""
 
     @classmethod
     def _proto(cls) -> EnumDescriptor:
@@ -210,8 +212,9 @@ class AdminClient:
         tls: connect by TLS; a `Tls` has the administrator's certificate.
 
     Raises:
-        ValueError: the target is not this machine, and there is no TLS, or its certificate and
-            private key do not belong together.
+        ValueError: the target is no address, or is not this machine, and there is no TLS, or its
+            certificate and private key do not belong together.
+        TypeError: the target or `tls` is of the wrong type.
         OSError: a file of `tls` cannot be read.
 
     Thread:
@@ -219,12 +222,12 @@ class AdminClient:
     """
 
     def __init__(self, target: str = ADMIN_TARGET, *, tls: bool | Tls = False) -> None:
+        credentials, more = secured(target, None, tls, None, False)
         if not tls and not is_local(target):
             raise ValueError(
                 f"{target!r} is not this machine, and AdminService takes TLS alone there; pass"
                 " tls=drafthouse.Tls(...) with the certificate of an administrator"
             )
-        credentials, more = secured(target, None, tls, None, False)
         options = (*CHANNEL_OPTIONS, *more)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options)
@@ -339,7 +342,8 @@ class AdminClient:
         """
         request = admin_pb2.DrainRequest()
         if running_timeout is not None:
-            request.timeout.CopyFrom(_duration(running_timeout))
+            rule = "seconds in [0, 86400]"
+            request.timeout.CopyFrom(_duration("running_timeout", rule, running_timeout))
         with map_grpc_errors():
             return _load(self._stub.Drain(request, timeout=timeout).load)
 
@@ -353,7 +357,8 @@ class AdminClient:
             Unavailable: the server has ended, or cannot be reached.
             DrafthouseError: the call failed otherwise.
         """
-        request = admin_pb2.WatchLoadRequest(interval=_duration(interval))
+        least = _duration("interval", "seconds in [0.01, 60]", interval)
+        request = admin_pb2.WatchLoadRequest(interval=least)
         with map_grpc_errors():
             for response in self._stub.WatchLoad(request):
                 yield _load(response.load)
@@ -439,9 +444,16 @@ def _set_limit(message: admin_pb2.TenantLimits, limit: str, value: object) -> No
         put(message, limit, name, rule, value)
 
 
-def _duration(seconds: float) -> Duration:
+def _duration(name: str, rule: str, seconds: float) -> Duration:
+    """Returns a time as messages have it.
+
+    Raises:
+        InvalidField: no message can carry it (INVALID_FIELD).
+        TypeError: it is of the wrong type.
+    """
     found = Duration()
-    found.FromNanoseconds(round(seconds * 1e9))
+    with named(name, rule, seconds):
+        found.FromNanoseconds(round(seconds * 1e9))
     return found
 
 

@@ -23,7 +23,7 @@ from drafthouse._options import (
     models_request,
     tokenize_request,
 )
-from drafthouse._retry import Attempts, RetryBudget, RetryPolicy
+from drafthouse._retry import Attempts, RetryBudget, RetryPolicy, checked_retry
 from drafthouse._stream import AsyncGenerationStream
 from drafthouse._tls import Tls, secured
 from drafthouse._transport import (
@@ -56,7 +56,9 @@ class AsyncClient:
 
     Raises:
         ValueError: the key would travel in plain text to another machine, or no header can carry
-            it, or certificate and private key of `tls` do not belong together.
+            it, certificate and private key of `tls` do not belong together, or the target is no
+            address.
+        TypeError: a setting is of the wrong type.
         OSError: a file of `tls` cannot be read.
 
     Thread:
@@ -87,7 +89,7 @@ class AsyncClient:
             health_pb2.HealthCheckResponse.FromString,
         )
         self._api_key = checked_key(api_key)
-        self._retry = retry
+        self._retry = checked_retry(retry)
         self._budget = RetryBudget(retry.budget if retry else 0)
 
     def generate(

@@ -98,6 +98,7 @@ __all__ = [
 DOMAIN = "drafthouse.dev"
 _DETAILS_KEY = "grpc-status-details-bin"
 _USAGE_KEY = "drafthouse-usage-bin"
+_REQUEST_ID_KEY = "x-request-id"
 _Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 _Detail = TypeVar("_Detail", bound=Message)
@@ -402,7 +403,7 @@ def _from_rpc_error(error: grpc.RpcError) -> DrafthouseError:
         code=code,
         reason=reason,
         metadata=found.metadata if is_ours else _NO_METADATA,
-        request_id=_find(status, RequestInfo).request_id,
+        request_id=_find(status, RequestInfo).request_id or _request_id(trailers),
         retry_after=_seconds(retry.retry_delay) if retry.ByteSize() else None,
         violations=_violations(status),
         quota_violations=_quota_violations(status),
@@ -413,6 +414,14 @@ def _from_rpc_error(error: grpc.RpcError) -> DrafthouseError:
 def _status(metadata: _Metadata) -> Status:
     """Returns the rich status of a call; empty when there is none or a proxy has mangled it."""
     return _parsed(metadata, _DETAILS_KEY, Status) or Status()
+
+
+def _request_id(metadata: _Metadata) -> str:
+    """Returns the server's id of a call that the trailers tell, also where there is no status."""
+    for key, value in metadata:
+        if key == _REQUEST_ID_KEY and isinstance(value, str):
+            return value
+    return ""
 
 
 def _usage(metadata: _Metadata) -> Usage | None:

@@ -139,7 +139,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     """Token ids that end the generation, at most 64; not part of the text."""
     ignore_end_token: bool | None
-    """Go on past the model's end token."""
+    """Go on past the model's end token; not with a grammar."""
     log_probabilities: bool | None
     """Send the log-probability of every token."""
     progress: bool | None

@@ -17,7 +17,16 @@ from drafthouse._errors import (
 )
 from drafthouse._transport import wrong_type
 
-__all__ = ["Attempts", "RetryBudget", "RetryPolicy", "is_handed_back"]
+__all__ = ["Attempts", "RetryBudget", "RetryPolicy", "checked_retry", "is_handed_back"]
+
+_RULES = (
+    ("max_attempts", numbers.Integral, "an integer >= 1", 1),
+    ("initial_delay_s", numbers.Real, "a number of seconds, >= 0", 0),
+    ("max_delay_s", numbers.Real, "a number of seconds, >= 0", 0),
+    ("budget", numbers.Integral, "an integer >= 0", 0),
+    ("max_retry_after_s", numbers.Real, "a number of seconds, >= 0", 0),
+)
+"""Fields of a policy: name, type, the rule in words, smallest value."""
 
 _LONGEST_S = 1e8
 """A longer timeout is none."""
@@ -45,10 +54,29 @@ class RetryPolicy:
     max_retry_after_s: float = 120.0
     """Longest wait that a server may ask for; an error that asks for more is raised at once."""
 
+    def __post_init__(self) -> None:
+        for name, kind, rule, least in _RULES:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise wrong_type(name, rule, value)
+            if not float(value) >= least:  # so that what is not a number is refused, too
+                raise ValueError(f"{name} must be {rule}, is {value}")
+
     def backoff_s(self, n_failed: int) -> float:
         """Returns the wait after so many failed attempts, before jitter; seconds."""
         n_doubled = min(n_failed - 1, 64)  # a power of two may be too great for a float
         return min(self.max_delay_s, self.initial_delay_s * 2.0**n_doubled)
+
+
+def checked_retry(policy: RetryPolicy | None) -> RetryPolicy | None:
+    """Returns a policy of retries.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(policy, RetryPolicy | None):
+        raise wrong_type("retry", "a drafthouse.RetryPolicy or None", policy)
+    return policy
 
 
 class RetryBudget:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import grpc
 
+from drafthouse._transport import wrong_type
+
 __all__ = ["Tls", "is_local", "secured"]
 
 _PLAIN_SCHEMES = ("dns:", "ipv4:", "ipv6:", "passthrough:")
 _SOCKET_SCHEMES = ("unix:", "unix-abstract:")
 _NO_PAIR = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
 """What OpenSSL says of a private key that is not the certificate's."""
+
+_URL = re.compile(r"https?://", re.IGNORECASE)
 
 _Options = Sequence[tuple[str, int | str]]
 
@@ -100,23 +105,31 @@ def secured(
         insecure_no_tls: whether a key may travel in plain text beyond loopback.
 
     Raises:
-        ValueError: the key would be readable on its way, both `tls` and `credentials` are given, or
-            certificate and private key of `tls` do not belong together.
+        ValueError: the key would be readable on its way, both `tls` and `credentials` are given,
+            certificate and private key of `tls` do not belong together, or the target is no
+            address.
+        TypeError: the target or `tls` is of the wrong type.
         OSError: a file cannot be read.
     """
-    # What is for this machine goes through no proxy.
-    options: _Options = (("grpc.enable_http_proxy", 0),) if is_local(target) else ()
-    if tls:
-        if credentials is not None:
-            raise ValueError("tls and credentials are two ways to say the same; give one of them")
-        tls = tls if isinstance(tls, Tls) else Tls()
-        return tls.credentials(), (*options, *tls.options())
-    if not (credentials or api_key is None or insecure_no_tls or is_local(target)):
+    if not isinstance(target, str):
+        raise wrong_type("target", "text, such as 'host:port'", target)
+    if not (tls or credentials or api_key is None or insecure_no_tls or is_local(target)):
         raise ValueError(
             f"the API key would travel in plain text to {target!r}, which is not this machine;"
             " pass tls=True, or tls=drafthouse.Tls(ca_file=...) for an authority of your own;"
             " insecure_no_tls=True sends it all the same"
         )
+    if not target or _URL.match(target):
+        raise ValueError(f"target {target!r} must be an address, such as 'host:port'")
+    # What is for this machine goes through no proxy.
+    options: _Options = (("grpc.enable_http_proxy", 0),) if is_local(target) else ()
+    if tls:
+        if not isinstance(tls, bool | Tls):  # a file's name would be taken for True
+            raise wrong_type("tls", "True, False or a drafthouse.Tls", tls)
+        if credentials is not None:
+            raise ValueError("tls and credentials are two ways to say the same; give one of them")
+        tls = tls if isinstance(tls, Tls) else Tls()
+        return tls.credentials(), (*options, *tls.options())
     return credentials, options
 
 

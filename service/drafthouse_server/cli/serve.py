@@ -28,7 +28,6 @@ from drafthouse_server.engine.threads import Threads
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed, StartupError
 from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes, format_count
-from drafthouse_server.operations.logs import LogQueue
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.tenancy.backends import check_backends
 
@@ -130,30 +129,35 @@ def _doctor(arguments: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
-    flags = settings.external_flags(arguments)
-    try:
-        config = settings.load(arguments.config, flags=flags, warn=terminal.warn)
-        check_backends(config)
-    except ConfigError as error:
-        terminal.error(str(error))
-        return 2
+    with terminal.queued():
+        flags = settings.external_flags(arguments)
+        try:
+            config = settings.load(arguments.config, flags=flags, warn=terminal.warn)
+            check_backends(config)
+        except ConfigError as error:
+            terminal.error(str(error))
+            return 2
+        with terminal.logging(config.log_level):
+            return _serve_with(config, terminal)
+
+
+def _serve_with(config: Config, terminal: Terminal) -> int:
+    """Serves, and returns the exit code, or ends the process though some of its threads do not."""
     before, runner = frozenset(threading.enumerate()), asyncio.Runner()
-    with LogQueue(config.log_level) as log:
 
-        def leave(why: str) -> None:
-            """Ends the process, though some of its threads do not."""
-            if why:
-                _log.critical("%s: ending without it", why)
-            log.close()
-            os._exit(code)
+    def leave(why: str) -> None:
+        if why:
+            _log.critical("%s: ending without it", why)
+        terminal.end_queues()
+        os._exit(code)
 
-        with contextlib.ExitStack() as undo:
-            undo.callback(runner.close)
-            code = _run_to_end(runner, config, terminal, log)
-            undo.pop_all()
-        if code == LOST:
-            leave("")  # its thread may hang in a step for ever, and Python would wait for it
-        end_threads(runner, before, leave)
+    with contextlib.ExitStack() as undo:
+        undo.callback(runner.close)
+        code = _run_to_end(runner, config, terminal)
+        undo.pop_all()
+    if code == LOST:
+        leave("")  # its thread may hang in a step for ever, and Python would wait for it
+    end_threads(runner, before, leave)
     return code
 
 
@@ -198,12 +202,11 @@ def end_threads(
     tell()
 
 
-def _run_to_end(runner: asyncio.Runner, config: Config, terminal: Terminal, log: LogQueue) -> int:
+def _run_to_end(runner: asyncio.Runner, config: Config, terminal: Terminal) -> int:
     """Serves, and returns the exit code. What is wrong is the last line, behind the log's."""
     try:
         runner.run(_run(_with_demo_model(config), terminal))
     except (StartupError, EngineLost, ServerFailed) as error:
-        log.flush()
         terminal.error(str(error))
         if isinstance(error, EngineLost):
             return LOST
@@ -230,7 +233,10 @@ async def _run(config: Config, terminal: Terminal) -> None:
         progress = loading.enter_context(terminal.loading())
         # Until the server serves, and drains: by default nothing ends the first process of a
         # container.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end_early, loading, terminal)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(
+                number, _end_early, number, loading, terminal
+            )
 
         def announce(server: Server) -> None:
             loading.close()
@@ -241,10 +247,11 @@ async def _run(config: Config, terminal: Terminal) -> None:
         await Server(config, lambda: LlamaEngine.load(config, progress)).serve(announce)
 
 
-def _end_early(loading: contextlib.ExitStack, terminal: Terminal) -> None:
+def _end_early(number: signal.Signals, loading: contextlib.ExitStack, terminal: Terminal) -> None:
     """Ends a server that serves nobody yet, whatever its engine thread loads."""
     loading.close()
-    terminal.note("SIGTERM: ending before the model is loaded")
+    terminal.note(f"{number.name}: ending before the model is loaded")
+    terminal.end_queues()
     os._exit(0)
 
 

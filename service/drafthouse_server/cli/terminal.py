@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from drafthouse_server.operations.logs import LineQueue, logging_to
 
 __all__ = ["LoadLines", "LoadProgress", "OutputFailed", "Terminal", "format_table"]
 
@@ -63,6 +65,7 @@ class Terminal:
         self._out = out or _writable(sys.stdout)
         self._err = err or _writable(sys.stderr)
         self._source = source or _readable(sys.stdin)
+        self._queues = contextlib.ExitStack()
 
     @property
     def is_interactive(self) -> bool:
@@ -111,6 +114,29 @@ class Terminal:
     def error(self, text: str) -> None:
         """Writes why the command failed."""
         self.note(f"drafthouse: {text}")
+
+    @contextmanager
+    def queued(self) -> Iterator[None]:
+        """Has lines wait in queues for the time of a block: who does not read them stops nothing.
+
+        What cannot be written is lost then, without an error.
+        """
+        before = self._out, self._err
+        self._out, self._err = _queued(before, self._queues)
+        self._queues.callback(self._write_to, *before)
+        with self._queues:
+            yield
+
+    def end_queues(self) -> None:
+        """Waits a moment for lines that wait in queues, and has none wait any more."""
+        self._queues.close()
+
+    def logging(self, level: str) -> AbstractContextManager[None]:
+        """Writes the log, too, for the time of a block, from a severity such as "info" on."""
+        return logging_to(self._err, level)
+
+    def _write_to(self, out: TextIO, err: TextIO) -> None:
+        self._out, self._err = out, err
 
     def ask(self, prompt: str) -> str:
         """Returns the next line that the user types.
@@ -161,6 +187,32 @@ def _writable(stream: TextIO | None) -> TextIO:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     return stream
+
+
+def _queued(streams: Sequence[TextIO], ends: contextlib.ExitStack) -> Iterator[TextIO]:
+    """Yields for each stream one that takes lines at once; the same file has one queue.
+
+    Args:
+        streams: Where to; one without a descriptor is given back.
+        ends: Ends the queues.
+    """
+    queues: dict[tuple[int, int], LineQueue] = {}
+    for stream in streams:
+        try:
+            descriptor = stream.fileno()
+        except io.UnsupportedOperation:
+            yield stream
+            continue
+        status = os.fstat(descriptor)
+        file = status.st_dev, status.st_ino
+        if file not in queues:
+            queues[file] = ends.enter_context(LineQueue(descriptor))
+        yield io.TextIOWrapper(
+            queues[file],
+            encoding=stream.encoding,
+            errors="backslashreplace",
+            write_through=True,
+        )
 
 
 def _readable(stream: TextIO | None) -> TextIO:

@@ -26,9 +26,15 @@ class TextWorkerLost(Exception):
     ENDED: ClassVar[str] = "ended"
     """Something else has ended it, such as the system or an operator."""
 
+    _WORDS: ClassVar[dict[str, str]] = {
+        LATE: "its text took too long",
+        CRASHED: "it died of its text",
+        ENDED: "by something else, such as the system for lack of memory",
+    }
+
     def __init__(self, cause: str) -> None:
         self.cause = cause
-        super().__init__(f"a text worker was lost: {cause}")
+        super().__init__(f"a text worker was lost: {cause} ({self._WORDS[cause]})")
 
 
 class TextWorker(Protocol):

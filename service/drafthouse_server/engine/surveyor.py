@@ -258,7 +258,8 @@ class Surveyor:
         Raises:
             ModelLoadError: no engine can be made with these settings.
         """
-        self._config = dataclasses.replace(self._set, ctx_size=0)
+        # What is not set follows ctx_size: the lengths of the size that is asked for, too.
+        self._config = sized(dataclasses.replace(self._set, ctx_size=0), self._as_set)
         n_layers = self._layers_for(size)
         n_there = -1 if self._devices is None else n_layers
         if self._fits(size, n_there, memory) or not self._can_spare(size):

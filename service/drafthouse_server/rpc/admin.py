@@ -179,6 +179,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             state = admin_pb2.SERVER_STATE_DRAINING
         elif not loop.is_healthy:
             state = admin_pb2.SERVER_STATE_UNHEALTHY
+        elif loop.metrics.usage.is_failing and self._config.usage_on_full == "refuse":
+            state = admin_pb2.SERVER_STATE_USAGE_UNAVAILABLE
         return admin_pb2.Load(
             state=state,
             running_requests=admission.n_running,
@@ -468,7 +470,10 @@ def _changes(request: admin_pb2.SetLimitsRequest) -> dict[str, object]:
             make_tenant(request.tenant, {key: values[key]}, n_waiting_max=1)
         except ConfigError as error:
             violations.refuse(f"limits.{descriptor.name}", f"must be {error.expected}")
-    for field in request.reset_fields:
+    for i, name in enumerate(request.limits.models):
+        if not name:
+            violations.refuse(f"limits.models[{i}]", "must not be empty")
+    for field in dict.fromkeys(request.reset_fields):
         if field not in _KEYS:
             violations.refuse("reset_fields", "must hold names of fields of TenantLimits")
         elif _KEYS[field] in values:
@@ -494,7 +499,7 @@ def _seconds(
     found: Duration = getattr(request, field)
     seconds = found.seconds + found.nanos / 1e9
     if seconds not in rule:
-        raise InvalidRequest([FieldViolation(field, f"must be {rule} seconds, is {seconds:g}")])
+        raise InvalidRequest([FieldViolation(field, f"must be {rule} seconds, is {seconds:.12g}")])
     return seconds
 
 

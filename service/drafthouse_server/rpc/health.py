@@ -62,6 +62,7 @@ class HealthService(HealthServicer):
         self._n_watchers_max = n_watchers_max
         self._retry_after_s = retry_after_s
         self._is_serving = False
+        self._is_open = True
         self._is_over = False
         self._changes: set[asyncio.Event] = set()
 
@@ -74,8 +75,16 @@ class HealthService(HealthServicer):
         """Changes the status of all services; of no effect after `end`."""
         if not self._is_over:
             self._is_serving = is_serving
-            for change in self._changes:
-                change.set()
+            self._wake()
+
+    def note_open(self, is_open: bool) -> None:
+        """Notes whether streams are taken: where they are not, nothing is SERVING."""
+        self._is_open = is_open
+        self._wake()
+
+    def _wake(self) -> None:
+        for change in self._changes:
+            change.set()
 
     def end(self) -> None:
         """Says NOT_SERVING from now on, for good. Watchers are told, and their streams end."""
@@ -85,7 +94,7 @@ class HealthService(HealthServicer):
     def _status(self, name: str) -> _Status:
         if name not in self._names:
             return _UNKNOWN
-        return _SERVING if self._is_serving else _NOT_SERVING
+        return _SERVING if self._is_serving and self._is_open else _NOT_SERVING
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: _Context

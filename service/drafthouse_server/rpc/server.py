@@ -295,6 +295,7 @@ class Server:
                 journal=journal,
                 is_open_unbilled=self._config.usage_on_full == "unbilled",
                 retry_after_s=self._config.retry_after_s,
+                on_change=self._health.note_open,
             )
             await self._accounting.restore(self._loop.admission)
             await self.backends.share_rates(self._loop.admission)

@@ -40,6 +40,9 @@ _TIME_SHARE = 0.05
 _CREDIT_S = 0.1
 """Seconds of such steps that may be saved up."""
 
+_DEBT_S = 1.0
+"""Seconds of such steps that may be owed: one that took longer did not because of its prompts."""
+
 
 class Prefill:
     """Cuts prompts into pieces that running streams hardly feel, nor who comes meanwhile.
@@ -315,7 +318,7 @@ class Newcomers:
     def observe(self, step_s: float) -> None:
         """Notes what the last step took, seconds."""
         saved_s = self._credit_s + _TIME_SHARE * step_s - self._is_step * step_s
-        self._credit_s = min(_CREDIT_S, saved_s)
+        self._credit_s = max(-_DEBT_S, min(_CREDIT_S, saved_s))
 
 
 class PrefillShares:

@@ -241,16 +241,18 @@ class PrefixCache:
         return known
 
     def _find_part(self, tokens: Sequence[int], hashes: list[int], n_max: int) -> Match | None:
+        seen = set[Prefix]()  # not to be cut so short; then even less to what is shorter
         for n_blocks in range(len(hashes), 0, -1):
-            start = n_blocks * BLOCK_SIZE
-            rest = tokens[start : min(n_max, start + BLOCK_SIZE)]
-            matches = (
-                Match(prefix, start + _n_common(prefix.tokens[start : start + BLOCK_SIZE], rest))
-                for prefix in self._holders[hashes[n_blocks - 1]]
-            )
-            usable = [match for match in matches if match.n_tokens >= match.prefix.n_cut_min]
-            if usable:
+            holders = self._holders[hashes[n_blocks - 1]]
+            if len(holders) == len(seen):
+                continue
+            start, end = n_blocks * BLOCK_SIZE, (n_blocks + 1) * BLOCK_SIZE
+            rest = tokens[start : min(n_max, end)]
+            new = [prefix for prefix in holders if prefix not in seen]
+            matches = [Match(p, start + _n_common(p.tokens[start:end], rest)) for p in new]
+            if usable := [match for match in matches if match.n_tokens >= match.prefix.n_cut_min]:
                 return min(usable, key=lambda match: (-match.n_tokens, match.prefix.tier))
+            seen.update(holders)
         return None
 
     def _find_whole(self, tokens: Sequence[int], hashes: list[int], n_max: int) -> Match | None:
@@ -348,8 +350,7 @@ class PrefixCache:
         for i in range(len(prefix.hashes), 0, -1):
             for other in table.get(prefix.hashes[i - 1], ()):
                 n = i * BLOCK_SIZE if self.can_cut_host else len(other.tokens)
-                is_same = other.tenant == prefix.tenant and other.tokens[:n] == prefix.tokens[:n]
-                if other.tier is Tier.HOST and is_same:
+                if _is_hosted(prefix, n, other):
                     return n
         return 0
 
@@ -475,13 +476,9 @@ class PrefixCache:
         table = self._holders if self._can_cut else self._ends
         n = len(prefix.tokens)
         for other in table.get(prefix.hashes[-1], ()):
-            is_enough = (
-                len(other.tokens) >= n >= other.n_cut_min
-                if self._can_cut
-                else len(other.tokens) == n
-            )
-            is_same = other.tenant == prefix.tenant and other.tokens[:n] == prefix.tokens
-            if other.tier is Tier.HOST and is_enough and is_same:
+            n_held = len(other.tokens)
+            is_enough = n_held >= n >= other.n_cut_min if self._can_cut else n_held == n
+            if is_enough and _is_hosted(prefix, n, other):
                 return other
         return None
 
@@ -493,11 +490,9 @@ class PrefixCache:
             other
             for block_hash in prefix.hashes
             for other in self._ends.get(block_hash, ())
-            if other.tier is Tier.HOST
-            and other in self._hosted
-            and other.tenant == prefix.tenant
+            if other in self._hosted
             and len(other.tokens) >= prefix.n_cut_min
-            and prefix.tokens[: len(other.tokens)] == other.tokens
+            and _is_hosted(prefix, len(other.tokens), other)
         ]
 
     def _forget_hosted(self, prefix: Prefix) -> None:
@@ -587,6 +582,13 @@ def _n_common(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns how many tokens both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _is_hosted(prefix: Prefix, n_tokens: int, other: Prefix) -> bool:
+    """Returns whether another prefix has the first tokens of this one, in host memory."""
+    is_found = other.tier is Tier.HOST and other.tenant == prefix.tenant
+    # Asked last: they may be many, and are compared for each block of what slots hold alike.
+    return is_found and other.tokens[:n_tokens] == prefix.tokens[:n_tokens]
 
 
 def _discard(table: dict[int, dict[Prefix, None]], block_hash: int, prefix: Prefix) -> bool:

@@ -57,6 +57,7 @@ class Accounting:
             written; else they are refused.
         retry_after_s: Advice to those who are refused, seconds.
         unix_clock: Seconds since 1970.
+        on_change: Called with `is_open`, soon after it has changed.
 
     Thread:
         Event loop only.
@@ -71,6 +72,7 @@ class Accounting:
         is_open_unbilled: bool = False,
         retry_after_s: float = 1.0,
         unix_clock: Callable[[], float] = time.time,
+        on_change: Callable[[bool], None] | None = None,
     ) -> None:
         self.metrics = metrics
         """Takes the counts."""
@@ -83,6 +85,8 @@ class Accounting:
         without."""
         self._model = model
         self._is_open_unbilled = is_open_unbilled
+        self._on_change = on_change
+        self._was_open = True
         self._retry_after_s = retry_after_s
         self._accounts: set[Account] = set()
         self._is_empty: asyncio.Event | None = None
@@ -97,6 +101,10 @@ class Accounting:
         if journal.watch():
             for account in (*self._accounts, *self._waiting):
                 account.drafts_off()
+        if self.is_open != self._was_open:
+            self._was_open = not self._was_open
+            if self._on_change is not None:
+                self._on_change(self._was_open)
         self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._watch, journal)
 
     async def restore(self, admission: Admission) -> None:
@@ -115,14 +123,19 @@ class Accounting:
                 f"what tenants have used of this month is unknown: {error}"
             ) from error
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a stream can be recorded now, or may go without."""
+        journal = self.journal
+        return journal is None or not journal.is_failing or self._is_open_unbilled
+
     def check_open(self) -> None:
         """Checks that a stream can be recorded, or may go without.
 
         Raises:
             UsageUnavailable: neither (USAGE_UNAVAILABLE).
         """
-        journal = self.journal
-        if journal is not None and journal.is_failing and not self._is_open_unbilled:
+        if not self.is_open:
             raise UsageUnavailable(self._retry_after_s)
 
     def refuse(self, outcome: str) -> None:
@@ -173,6 +186,7 @@ class Accounting:
         self._accounts.discard(account)
         if self._is_empty is not None and not self._accounts:
             self._is_empty.set()
+        self.metrics.count_request(record.outcome)
         self.metrics.count_tokens(record.n_prompt, record.n_output)
         for tell in self.on_end:
             tell(record)

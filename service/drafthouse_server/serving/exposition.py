@@ -198,7 +198,7 @@ _FAMILIES = (
     ),
     _Family(
         "text_workers_lost_total",
-        "Text workers that ended in the middle of a text; each is one request that failed.",
+        "Text workers that ended in the middle of a text.",
         lambda s: s.n_text_workers_lost,
         "cause",
         "`late`: the text took too long; `crashed`: it ended the process; `ended`: something else"

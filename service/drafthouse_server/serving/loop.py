@@ -500,13 +500,9 @@ class StepLoop:
             self._idle.set()
 
     def _count_end(self, sequence: Sequence, event: FinishEvent | ErrorEvent) -> None:
-        if isinstance(event, ErrorEvent):
-            outcome = event.error.reason
-            if isinstance(event.error, EngineError):
-                _log.error("request %s: %s", sequence.request.request_id, event.error)
-        else:
-            outcome = event.reason.name.lower()
-        self._metrics.count_request(outcome)
+        """Counts what the engine did for a sequence; how its stream ended its account counts."""
+        if isinstance(event, ErrorEvent) and isinstance(event.error, EngineError):
+            _log.error("request %s: %s", sequence.request.request_id, event.error)
         own, tally = self._metrics.tenants.of(sequence.request.tenant), sequence.tally
         if not math.isnan(sequence.clock.slot_at):
             own.queue.observe(sequence.timings.queue_s)

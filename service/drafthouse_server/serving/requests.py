@@ -543,15 +543,18 @@ class RequestRules:
         if mode not in (None, MODE_OFF, self._mode):
             offered = " or ".join(dict.fromkeys((self._mode, MODE_OFF)))
             violations.refuse("speculation.mode", f"must be {offered} on this server, is {mode}")
+        if mode == MODE_OFF:  # whatever else is said of drafts
+            n_draft = 0
         if n_draft is not None:
             rule = Range(0, self._limits.n_draft_max)
             violations.check("speculation.max_draft_tokens", n_draft, rule)
-        if mode == MODE_OFF:
-            n_draft = 0
         is_off = (self._n_draft_default if n_draft is None else n_draft) == 0
         return MODE_OFF if is_off else self._mode, n_draft
 
     def _check_stop(self, violations: Violations, request: GenerationRequest) -> None:
+        if request.ignore_eos and request.grammar:
+            rule = "must not be set with a grammar, whose end allows the end token alone"
+            violations.refuse("stop.ignore_end_token", rule)
         violations.check_count("stop.sequences", len(request.stops), _N_STOPS_MAX)
         for i, text in enumerate(request.stops[:_N_STOPS_MAX]):
             violations.check_bytes(f"stop.sequences[{i}]", text, _N_STOP_BYTES_MAX, n_min=1)

@@ -181,21 +181,34 @@ class TextWorkers:
         Raises:
             InvalidRequest: the job cannot be done, or took more than it may; fields have the
                 engine's names (INVALID_FIELD).
-            EngineError: something else has ended the worker (ENGINE_FAILURE).
+            EngineError: something else has ended its worker, twice (ENGINE_FAILURE).
             Draining: the server ends (SERVER_DRAINING).
         """
         if self._is_closed:
             raise Draining(self._retry_after_s)
-        cost = job.n_bytes + _N_COST_BYTES
-        worker = await self._wait(tenant, cost)
-        answering = self._ask(worker, job, tenant.name, cost)
         try:
-            answer = await asyncio.shield(answering)
+            answer = await self._answer(job, tenant)
         except TextWorkerLost as error:
             raise self._failure(error, job) from error
         if answer.problems:
             raise InvalidRequest(answer.problems)
         return answer
+
+    async def _answer(self, job: TextJob, tenant: Tenant) -> TextAnswer:
+        """Has a job done, by a second worker where something else has ended the first.
+
+        Raises:
+            TextWorkerLost: the job has ended its worker, or something else has ended both.
+        """
+        cost = job.n_bytes + _N_COST_BYTES
+        for is_last in (False, True):
+            worker = await self._wait(tenant, cost)
+            try:
+                return await asyncio.shield(self._ask(worker, job, tenant.name, cost))
+            except TextWorkerLost as error:
+                if is_last or self._is_closed or error.cause != TextWorkerLost.ENDED:
+                    raise
+        raise AssertionError("the last worker has answered, or was lost")
 
     async def make(
         self, function: Callable[[_Argument], _Made], argument: _Argument, tenant: Tenant
@@ -314,6 +327,8 @@ class TextWorkers:
         """Waits for the end of a worker, and starts another."""
         try:
             await worker.wait()
+            if worker in self._idle or worker in self._spares:
+                _log.warning("a text worker that had nothing to do has ended; starting another")
             self._drop(worker)
         finally:
             await worker.end()  # as the pool closes, too: one that was dropped is in no list then

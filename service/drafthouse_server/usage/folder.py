@@ -121,10 +121,11 @@ class JournalFolder:
             self._lock_fd = -1
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of the files that are there, rising."""
+        """Returns the numbers of the files that are there, rising. Other names are not its own."""
         names = [path.name for path in self.path.glob(f"{_PREFIX}*{_SUFFIX}")]
         texts = [name[len(_PREFIX) : -len(_SUFFIX)] for name in names]
-        return sorted(int(text) for text in texts if text.isdecimal())
+        numbers = {int(text) for text in texts if text.isdecimal()}
+        return sorted(number for number in numbers if self.file(number).name in names)
 
     def file(self, number: int) -> Path:
         """Returns the path of a file."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from drafthouse_server.errors import StartupError
 from drafthouse_server.usage.folder import JournalFolder, Left
 from drafthouse_server.usage.frames import FILE_MAGIC, Entry, Mark, encode
 from drafthouse_server.usage.record import UsageCounts, UsageRecord, UsageStore
@@ -147,11 +148,18 @@ class Journal:
         folder.lock()
         with contextlib.ExitStack() as undo:
             undo.callback(folder.unlock)
-            folder.repair()
-            left = folder.left()
-            journal = cls(
-                folder, store, post=post, counts=counts, n_file_bytes=n_file_bytes, left=left
-            )
+            try:
+                folder.repair()
+                left = folder.left()
+                journal = cls(
+                    folder, store, post=post, counts=counts, n_file_bytes=n_file_bytes, left=left
+                )
+            except OSError as error:
+                raise StartupError(
+                    f"cannot read the usage journal {str(error.filename or path)!r}:"
+                    f" {(error.strerror or str(error)).lower()}; see to it, or choose another"
+                    " usage_journal"
+                ) from error
             undo.pop_all()
         lost = left.lost()
         if lost:
@@ -186,6 +194,7 @@ class Journal:
                 self._folder.path,
                 _STUCK_S,
             )
+            self._put([])  # it may have answered meanwhile, and a journal without entries sleeps
         return self.counts.is_failing
 
     def sum_tokens(self, since: float) -> Mapping[str, int]:
@@ -502,12 +511,13 @@ class _File:
         self.n_bytes += len(content)
 
     def sync(self) -> None:
-        """Waits until the disk has all of it.
+        """Waits until the disk has all of it, where it can be found again.
 
         Raises:
             OSError: it never will.
         """
         os.fdatasync(self._fd)
+        os.stat(self._path)  # whoever has removed it has removed what it had
 
     def close(self) -> None:
         """Closes it. Harmless when done twice."""

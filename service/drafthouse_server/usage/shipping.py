@@ -174,6 +174,9 @@ class Shipper:
         number, start = self._place
         if (number, start) >= allowed:
             return False
+        path = self._folder.file(number)
+        if not path.exists():
+            _log.error("usage journal %s is gone: what the store had not taken of it is lost", path)
         is_whole = number < allowed[0]
         limit = self._folder.size(number) if is_whole else allowed[1]
         records, place = self._read(number, start, min(limit, start + _N_BYTES))
@@ -181,8 +184,9 @@ class Shipper:
             self._store.add(records)
         self._place = (number, place)
         if is_whole and place >= limit:
-            self._folder.file(number).unlink(missing_ok=True)
-            self._place = (number + 1, 0)
+            path.unlink(missing_ok=True)
+            later = (other for other in self._folder.numbers() if other > number)
+            self._place = (next(later, number + 1), 0)
         return True
 
     def _read(self, number: int, start: int, end: int) -> tuple[list[UsageRecord], int]:
@@ -191,9 +195,9 @@ class Shipper:
         for part in self._folder.read(number, start, end):
             if isinstance(part, Gap):
                 # The part's end may have cut a frame, which the next part has whole.
-                is_cut = part.is_tail and end - part.start < N_FRAME_BYTES_MAX
-                if is_cut and part.start > start:
-                    return records, part.start
+                cut_at = max(part.start, end - N_FRAME_BYTES_MAX)
+                if part.is_tail and cut_at > start:
+                    return records, cut_at
             elif part.is_end:
                 with contextlib.suppress(ValueError):  # told at the start of the server
                     entry = decode(part.body)

@@ -87,10 +87,13 @@ class SqliteUsageStore:
         """
         with self._lock:
             try:
+                if self._connection is not None and not self._path.exists():
+                    self._connection.close()  # else it would add to a file that nobody can open
+                    self._connection = None
                 if self._connection is None:
                     self._connection = self._connect()
                 yield self._connection
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 if self._connection is not None:
                     with contextlib.suppress(sqlite3.Error):
                         self._connection.close()

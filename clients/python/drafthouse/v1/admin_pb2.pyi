@@ -35,6 +35,10 @@ class _ServerStateEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ServerStat
     """It takes none and ends when those that run have ended, or their time is over."""
     SERVER_STATE_UNHEALTHY: _ServerState.ValueType  # 3
     """The engine keeps failing, or a step does not end: requests are refused."""
+    SERVER_STATE_USAGE_UNAVAILABLE: _ServerState.ValueType  # 4
+    """The usage journal cannot be written, and streams without a record are not wanted (usage_on_full): they are refused, running
+    ones go on. It serves again once there is room.
+    """
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
     """Whether a server takes requests."""
@@ -47,6 +51,10 @@ SERVER_STATE_DRAINING: ServerState.ValueType  # 2
 """It takes none and ends when those that run have ended, or their time is over."""
 SERVER_STATE_UNHEALTHY: ServerState.ValueType  # 3
 """The engine keeps failing, or a step does not end: requests are refused."""
+SERVER_STATE_USAGE_UNAVAILABLE: ServerState.ValueType  # 4
+"""The usage journal cannot be written, and streams without a record are not wanted (usage_on_full): they are refused, running
+ones go on. It serves again once there is room.
+"""
 
 class _StoreState:
     ValueType = typing.NewType("ValueType", builtins.int)
