@@ -142,14 +142,14 @@ class Row:
     stead: what that is too much is paid off before others are let in.
     """
 
-    __slots__ = ("_ends_at", "_held_until", "_lines", "_n_beyond", "_n_places", "_rate")
+    __slots__ = ("_ends_at", "_held_until", "_lines", "_most", "_n_beyond", "_rate")
 
     def __init__(self) -> None:
         self._lines: dict[str, list[Place]] = {}  # of each peer, by their time
         self._rate = Rate(1.0, 1.0)  # the rate that was asked with last
         self._ends_at = math.inf  # when the first of those that are held ends
         self._held_until = -math.inf  # when all that is held would be paid off
-        self._n_places = 0
+        self._most = 0.0  # units of the largest that was let in in another's stead
         self._n_beyond = 0
 
     def find(self, asked: Asked) -> Place | None:
@@ -178,26 +178,25 @@ class Row:
             asked: What is asked for.
         """
         origin, cost, rate, now = asked
+        late = _LATE_S * rate.per_s
         if place is not None and place.held_at <= now + _EARLY_S:
             if place.origin == origin:
-                return -(cost + _CREDIT_S * rate.per_s)
-            return place.cost - cost - _LATE_S * rate.per_s
-        due, next_at, next_cost = 0.0, math.inf, 0.0
-        for line in self._lines.values():
-            first = line[0]
-            if first.held_at > now + _EARLY_S:
-                if first.held_at < next_at and first.origin != origin:
-                    next_at, next_cost = first.held_at, min(first.cost, rate.burst)
-            elif not first.is_taken:
-                due += first.cost
-        if place is not None and not due:
-            due = -_LATE_S * rate.per_s
-        return due + max(0.0, next_cost - (next_at - now) * rate.per_s)
+                return -(max(cost, self._most) + _CREDIT_S * rate.per_s)
+            return place.cost - cost - late
+        due = soon = 0.0
+        for first, *_ in self._lines.values():
+            if first.held_at <= now + _EARLY_S:
+                due += 0.0 if first.is_taken else first.cost
+            elif first.origin != origin:
+                wanted = min(first.cost, rate.burst) - (first.held_at - now) * rate.per_s
+                soon = wanted if wanted > soon else soon  # no call: there may be hundreds
+        return due + soon - (0.0 if place is None or due else late)
 
     def let_in(self, place: Place | None, asked: Asked) -> None:
         """Takes note that one is let in, who had come for a place or for none."""
         if place is not None and place.origin != asked.origin:
             place.is_taken = True
+            self._most = max(self._most, asked.cost)
         elif place is not None:
             self._drop(place, asked.now)
 
@@ -210,31 +209,36 @@ class Row:
             wait_s: Seconds after which it is there, if nobody else takes any; may be negative.
         """
         origin, cost, rate, now = asked
-        self._rate = rate
+        held_s = debt_s(max(0.0, self._held_until - now), self._rate.per_s, rate.per_s)
+        self._held_until, self._rate = now + held_s, rate
         line = self._lines.get(origin, [])
         if place in line:
             if place is line[0]:
-                if place.held_at <= now + _EARLY_S:
-                    place.held_at = now + max(_EARLY_S, wait_s)
-                place.due_at = place.held_at
+                place.held_at = place.due_at = max(place.held_at, now + wait_s, now + _EARLY_S)
                 return place.due_at - now
             line.remove(place)
-            self._n_places -= 1
-        there_at = max(now + wait_s, now + _lead_s(cost, rate))
-        ahead_s = self._held_until + _lead_s(cost, rate) - there_at
+        behind_s = held_s + _lead_s(cost, rate)
         if line:
-            ahead_s = line[-1].due_at + len(self._lines) * cost / rate.per_s - there_at
+            behind_s = line[-1].due_at + len(self._lines) * cost / rate.per_s - now
         spread_s = max(_SPREAD_S, _SPREAD_COSTS * cost / rate.per_s, rate.burst / rate.per_s)
-        if ahead_s > spread_s:
+        if behind_s - wait_s > spread_s:
             self._n_beyond += 1
-            return max(_EARLY_S, there_at - now + self._n_beyond * _GOLDEN % 1 * spread_s)
-        place = Place(origin, cost, max(now + _EARLY_S, there_at + max(0.0, ahead_s)))
-        if not line:
-            self._hold(place, place.due_at - _lead_s(cost, rate))
-        if self._n_places < _N_PLACES_MAX:
-            self._n_places += 1
-            self._lines.setdefault(origin, []).append(place)
-        return place.due_at - now
+            return max(_EARLY_S, wait_s + self._n_beyond * _GOLDEN % 1 * spread_s)
+        wait_s = max(_EARLY_S, wait_s, behind_s)
+        self._add(Place(origin, cost, now + wait_s))
+        return wait_s
+
+    def _add(self, place: Place) -> None:
+        """Remembers a place; of those that are too many, the last one of who has the most."""
+        line = self._lines.setdefault(place.origin, [])
+        line.append(place)
+        if len(line) == 1:
+            self._hold(place, place.due_at - _lead_s(place.cost, self._rate))
+        if sum(map(len, self._lines.values())) > _N_PLACES_MAX:
+            longest = max(reversed(self._lines.values()), key=len)
+            longest.pop()
+            if not longest:
+                del self._lines[place.origin]
 
     def _hold(self, place: Place, since: float) -> None:
         """Holds the units of a peer's first place, behind all that are held.
@@ -254,7 +258,6 @@ class Row:
             return
         is_first = place is line[0]
         line.remove(place)
-        self._n_places -= 1
         if not line:
             del self._lines[place.origin]
         elif is_first:
@@ -319,7 +322,7 @@ class Meter:
         place = self._row.find(asked)
         wait_s = self.reset_s(now) + _lead_s(cost, rate)
         kept = self._row.kept(place, asked)
-        if wait_s + kept / rate.per_s > (_ROUNDING_S if place is None else _EARLY_S):
+        if wait_s + kept / rate.per_s > _ROUNDING_S:
             return self._row.refuse(place, asked, wait_s)
         self._row.let_in(place, asked)
         self._paid_at = max(self._paid_at, now) + cost / rate.per_s
