@@ -149,7 +149,7 @@ class Row:
         self._rate = Rate(1.0, 1.0)  # the rate that was asked with last
         self._ends_at = math.inf  # when the first of those that are held ends
         self._held_until = -math.inf  # when all that is held would be paid off
-        self._most = 0.0  # units of the largest that was let in in another's stead
+        self._most = 0.0  # units of the largest place that was another's stead
         self._n_beyond = 0
 
     def find(self, asked: Asked) -> Place | None:
@@ -180,7 +180,7 @@ class Row:
         origin, cost, rate, now = asked
         late = _LATE_S * rate.per_s
         if place is not None and place.held_at <= now + _EARLY_S:
-            if place.origin == origin:
+            if place.origin == origin and now <= place.held_at + _LATE_S:
                 return -(max(cost, self._most) + _CREDIT_S * rate.per_s)
             return place.cost - cost - late
         due = soon = 0.0
@@ -196,7 +196,7 @@ class Row:
         """Takes note that one is let in, who had come for a place or for none."""
         if place is not None and place.origin != asked.origin:
             place.is_taken = True
-            self._most = max(self._most, asked.cost)
+            self._most = max(self._most, min(place.cost, asked.rate.burst))
         elif place is not None:
             self._drop(place, asked.now)
 
@@ -214,8 +214,10 @@ class Row:
         line = self._lines.get(origin, [])
         if place in line:
             if place is line[0]:
-                place.held_at = place.due_at = max(place.held_at, now + wait_s, now + _EARLY_S)
-                return place.due_at - now
+                held_s = place.held_at - now
+                wait_s = held_s if held_s > _EARLY_S else max(_EARLY_S, wait_s)
+                place.due_at = now + wait_s
+                return wait_s
             line.remove(place)
         behind_s = held_s + _lead_s(cost, rate)
         if line:
@@ -225,30 +227,26 @@ class Row:
             self._n_beyond += 1
             return max(_EARLY_S, wait_s + self._n_beyond * _GOLDEN % 1 * spread_s)
         wait_s = max(_EARLY_S, wait_s, behind_s)
-        self._add(Place(origin, cost, now + wait_s))
+        self._add(Place(origin, cost, now + wait_s), now)
         return wait_s
 
-    def _add(self, place: Place) -> None:
+    def _add(self, place: Place, now: float) -> None:
         """Remembers a place; of those that are too many, the last one of who has the most."""
         line = self._lines.setdefault(place.origin, [])
         line.append(place)
         if len(line) == 1:
-            self._hold(place, place.due_at - _lead_s(place.cost, self._rate))
+            self._hold(place, now)
         if sum(map(len, self._lines.values())) > _N_PLACES_MAX:
             longest = max(reversed(self._lines.values()), key=len)
             longest.pop()
             if not longest:
                 del self._lines[place.origin]
 
-    def _hold(self, place: Place, since: float) -> None:
-        """Holds the units of a peer's first place, behind all that are held.
-
-        Args:
-            place: The place.
-            since: Monotonic time at which what is taken now is paid off, in seconds.
-        """
-        since = max(since, self._held_until)
-        place.held_at = max(place.due_at, since + _lead_s(place.cost, self._rate))
+    def _hold(self, place: Place, now: float) -> None:
+        """Holds the units of a peer's first place, behind all that are held."""
+        lead_s = _lead_s(place.cost, self._rate)
+        since = max(now, self._held_until, place.due_at - lead_s)
+        place.held_at = since + lead_s
         self._held_until = since + min(place.cost, self._rate.burst) / self._rate.per_s
         self._ends_at = min(self._ends_at, self._end_at(place))
 
@@ -265,7 +263,7 @@ class Row:
 
     def _end_at(self, place: Place) -> float:
         """Returns the time after which a place is forgotten."""
-        since = place.due_at if place.held_at == math.inf else place.held_at
+        since = place.due_at if place.held_at == math.inf else max(place.due_at, place.held_at)
         return since + max(_GRACE_S, place.cost / self._rate.per_s)
 
     def is_empty(self, now: float) -> bool:
