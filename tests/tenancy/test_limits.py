@@ -9,6 +9,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -45,9 +46,17 @@ def test_what_nobody_comes_for_is_anybodys_at_its_time() -> None:
     assert meter.take(1, rate, 0.0, "a") == 0.0
     assert meter.take(1, rate, 0.0, "b") == 1.0
     assert meter.take(1, rate, 1.5, "c") == 0.0, "b's, who may be c"
-    assert meter.take(1, rate, 1.6, "b") == 0.0, "it has waited as told"
-    assert meter.take(1, rate, 1.7, "d") == pytest.approx(1.8), "two were let in"
+    assert meter.take(1, rate, 1.6, "b") == pytest.approx(0.9), "it is late"
     assert meter.take(1, rate, 60.0, "e") == 0.0
+
+
+def test_who_comes_in_time_is_let_in_although_another_was_in_its_stead() -> None:
+    meter, rate = Meter(), Rate(1, 1)
+    assert meter.take(1, rate, 0.0, "a") == 0.0
+    assert meter.take(1, rate, 0.0, "b") == 1.0
+    assert meter.take(1, rate, 1.0, "c") == 0.0, "b's, who may be c"
+    assert meter.take(1, rate, 1.5, "b") == 0.0
+    assert meter.take(1, rate, 1.6, "d") == pytest.approx(1.4), "two were let in"
 
 
 def test_more_than_a_burst_is_taken_when_all_of_it_is_there() -> None:
@@ -254,6 +263,136 @@ def test_who_waits_as_told_is_let_in_whatever_a_connection_does_that_does_not_wa
         assert n_in >= 0.7 * 60 / (n_polite + 1) - n_at_once
     n_most = 60 + max(1.0, per_s) + per_s + 1
     assert sum(n_in for n_in, _, _ in found.values()) <= n_most
+
+
+class Peer(NamedTuple):
+    """Somebody who asks again and again."""
+
+    kind: str
+    """ "waits": as told, on one connection. "new": on another each time. "loop": never waits."""
+    cost: int
+    """Units of each request."""
+    late_s: float
+    """Seconds after its time at which it comes back, less than half a second."""
+    every: float
+    """Between two requests, in its costs' times at the rate."""
+
+
+def peers(kinds: list[str], n_most: int) -> st.SearchStrategy[list[Peer]]:
+    one = st.builds(
+        Peer,
+        st.sampled_from(kinds),
+        st.integers(1, n_most),
+        st.floats(0, 0.499),
+        st.floats(0.05, 2),
+    )
+    return st.lists(one, min_size=1, max_size=8)
+
+
+def most_owed(taken: list[tuple[float, int]], rate: Rate) -> float:
+    """Returns the most units, over all spans of time, beyond what the rate gives in the span."""
+    owed = most = last = 0.0
+    for now, cost in taken:
+        owed, last = max(0.0, owed - (now - last) * rate.per_s) + cost, now
+        most = max(most, owed)
+    return most
+
+
+def run_peers(rate: Rate, asking: list[Peer], n_asked: int) -> None:
+    """Checks what is promised: a time that was told and is remembered holds, and the bound."""
+    meter, taken, told = Meter(), list[tuple[float, int]](), set[int]()
+    due = [(0.001 * i, i) for i in range(len(asking))]
+    for n in range(n_asked):
+        now, i = heapq.heappop(due)
+        peer = asking[i]
+        origin = f"{i} {n}" if peer.kind == "new" else str(i)
+        wait_s = meter.take(peer.cost, rate, now, origin)
+        assert i not in told or not wait_s, "it came in time"
+        told.discard(i)
+        again_s = peer.every * peer.cost / rate.per_s
+        if not wait_s:
+            taken.append((now, peer.cost))
+        elif peer.kind == "waits":
+            again_s = wait_s + peer.late_s
+            if origin in meter._row._lines:  # not where it would wait for more than 30 s
+                told.add(i)
+        heapq.heappush(due, (now + again_s, i))
+    largest = max(peer.cost for peer in asking)
+    most = max(rate.burst, largest) + largest + rate.per_s
+    assert most_owed(taken, rate) <= most + 1e-6
+
+
+@given(st.sampled_from([1 / 60, 0.5, 1.0, 10.0, 100.0]), peers(["waits", "new", "loop"], 1))
+@settings(max_examples=40, deadline=None)
+def test_a_time_that_was_told_holds_and_the_bound_of_requests(
+    per_s: float, asking: list[Peer]
+) -> None:
+    """Also where all come on credit: it does not add up."""
+    run_peers(Rate(per_s, max(1.0, per_s)), asking, 250)
+
+
+@given(st.sampled_from([1.0, 10.0]), peers(["waits", "new"], 60))
+@settings(max_examples=40, deadline=None)
+def test_a_time_that_was_told_holds_and_the_bound_of_tokens(
+    per_s: float, asking: list[Peer]
+) -> None:
+    """Of who has one place at a time."""
+    run_peers(Rate(per_s, 60 * per_s), asking, 250)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 2), st.integers(0, 40), st.sampled_from("abcdefgh")), max_size=150
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_the_bound_holds_whoever_comes_when(asked: list[tuple[float, int, str]]) -> None:
+    """Also of requests that are longer than the burst, in place of which the longest one counts."""
+    meter, rate, now, taken = Meter(), Rate(2.0, 10.0), 0.0, list[tuple[float, int]]()
+    for pause_s, cost, origin in asked:
+        now += pause_s
+        if not meter.take(cost, rate, now, origin):
+            taken.append((now, cost))
+    largest = max((cost for _, cost, _ in asked), default=0)
+    assert most_owed(taken, rate) <= max(rate.burst, largest) + largest + rate.per_s + 1e-6
+
+
+def test_a_loop_that_asks_thousands_of_times_takes_no_place_from_others() -> None:
+    """At 100/s its places were all that are remembered, and 25 of 33 retries were refused."""
+    found = run_loops(Rate(100, 100), 1.6, one=(obey(), False), rude=(lambda _: 0.0006, False))
+    n_in, n_asked, _ = found["one"]
+    assert n_in >= 25
+    assert n_asked <= 2 * n_in + 1
+
+
+def test_small_requests_beside_large_ones_are_let_in_when_told() -> None:
+    """Of 30 clients 0.72 of retries were: who stood in for a large one left nothing to small."""
+    chance = random.Random(7)
+    costs, meter, rate = [chance.randint(5, 200) for _ in range(30)], Meter(), Rate(100, 6000)
+    n, n_in = run_clients(
+        30, lambda name, now: meter.take(costs[int(name[1:])], rate, now, name), 600, 0.1
+    )
+    assert n > 300
+    assert n_in >= 0.98 * n
+
+
+def test_a_rate_that_is_raised_tells_no_times_of_before() -> None:
+    meter = Meter()
+    for i in range(4):
+        meter.take(1, Rate(1 / 60, 1), 0.0, f"slow {i}")
+    fast = Rate(10, 10)
+    waits = [meter.take(1, fast, 1.0, f"fast {i}") for i in range(30)]
+    assert max(waits) <= 5.0
+
+
+def test_a_clock_that_stands_still_or_goes_ahead_loses_nobody() -> None:
+    meter, rate = Meter(), Rate(1, 1)
+    assert meter.take(1, rate, 5.0, "a") == 0.0
+    waits = [meter.take(1, rate, 5.0, "b") for _ in range(2000)]
+    assert min(waits) > 0
+    assert max(waits) <= 31.0
+    assert meter.take(1, rate, 3605.0, "c") == 0.0
+    assert meter.take(1, rate, 3605.0, "b") == pytest.approx(1.0)
 
 
 def test_clients_of_one_connection_are_each_told_a_time_that_holds() -> None:

@@ -55,7 +55,7 @@ _NOUNS = {
 }
 
 _N_PLACES_MAX = 256
-"""Places of one row that are remembered."""
+"""Places of one row that are remembered: 80 KB, and a fifth of a millisecond to look at."""
 
 _SPREAD_S, _SPREAD_COSTS = 30.0, 3
 """Seconds that others delay one at most; or so many costs of its own, or a burst, if longer."""
@@ -63,12 +63,14 @@ _SPREAD_S, _SPREAD_COSTS = 30.0, 3
 _GRACE_S = 1.0
 """A place is held so many seconds after its time, or as long as its units take to come."""
 
-_CREDIT_S = 1.0
-"""Who has a place may be let in before so many seconds of the rate, and its own cost, are there."""
-
 _LATE_S = 0.5
-"""Seconds of the rate that may be missing for who comes at a time that is another's, or no longer
-held: those before it may have come as late."""
+"""Who comes so many seconds after its time is in time: the SDK's third retry comes 0.4 s after it.
+Who comes in another's stead, whose owner may be on a new connection, may lack as many of the rate.
+"""
+
+_CREDIT_S = 2 * _LATE_S
+"""Who comes in time may lack so many seconds of the rate: who stood in lacked one half, and who
+came before it was late by the other. It may also lack what stood in, or its own cost."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it, modulo 1, lie far from each other."""
@@ -138,8 +140,9 @@ class Row:
     """Those who were refused for one rate, and are likely to come back.
 
     Of each peer one place is held: in the order in which they were told, and the next one of a peer
-    behind those of all others. Its owner is let in at its time, even where somebody else was in its
-    stead: what that is too much is paid off before others are let in.
+    behind those of all others. At its time one who is new may be let in in its stead; its owner is,
+    too, on credit, which is paid off before others are let in: in any t seconds at most a burst (or
+    a longer request), what comes in t and one second, and one request.
     """
 
     __slots__ = ("_ends_at", "_held_until", "_lines", "_most", "_n_beyond", "_rate")
@@ -149,7 +152,7 @@ class Row:
         self._rate = Rate(1.0, 1.0)  # the rate that was asked with last
         self._ends_at = math.inf  # when the first of those that are held ends
         self._held_until = -math.inf  # when all that is held would be paid off
-        self._most = 0.0  # units of the largest place that was another's stead
+        self._most = 0.0  # units of the largest place at which somebody stood in
         self._n_beyond = 0
 
     def find(self, asked: Asked) -> Place | None:
@@ -178,19 +181,18 @@ class Row:
             asked: What is asked for.
         """
         origin, cost, rate, now = asked
-        late = _LATE_S * rate.per_s
         if place is not None and place.held_at <= now + _EARLY_S:
             if place.origin == origin and now <= place.held_at + _LATE_S:
                 return -(max(cost, self._most) + _CREDIT_S * rate.per_s)
-            return place.cost - cost - late
+            return place.cost - cost - _LATE_S * rate.per_s
         due = soon = 0.0
         for first, *_ in self._lines.values():
             if first.held_at <= now + _EARLY_S:
                 due += 0.0 if first.is_taken else first.cost
-            elif first.origin != origin:
+            else:
                 wanted = min(first.cost, rate.burst) - (first.held_at - now) * rate.per_s
                 soon = wanted if wanted > soon else soon  # no call: there may be hundreds
-        return due + soon - (0.0 if place is None or due else late)
+        return due + soon
 
     def let_in(self, place: Place | None, asked: Asked) -> None:
         """Takes note that one is let in, who had come for a place or for none."""
@@ -213,13 +215,14 @@ class Row:
         self._held_until, self._rate = now + held_s, rate
         line = self._lines.get(origin, [])
         if place in line:
-            if place is line[0]:
+            if place is line[0] and now <= place.held_at + _LATE_S:
                 held_s = place.held_at - now
                 wait_s = held_s if held_s > _EARLY_S else max(_EARLY_S, wait_s)
-                place.due_at = now + wait_s
+                place.due_at = place.held_at = now + wait_s
                 return wait_s
-            line.remove(place)
-        behind_s = held_s + _lead_s(cost, rate)
+            self._drop(place, now)
+            line = self._lines.get(origin, [])
+        behind_s = self._held_until - now + _lead_s(cost, rate)
         if line:
             behind_s = line[-1].due_at + len(self._lines) * cost / rate.per_s - now
         spread_s = max(_SPREAD_S, _SPREAD_COSTS * cost / rate.per_s, rate.burst / rate.per_s)
@@ -227,26 +230,29 @@ class Row:
             self._n_beyond += 1
             return max(_EARLY_S, wait_s + self._n_beyond * _GOLDEN % 1 * spread_s)
         wait_s = max(_EARLY_S, wait_s, behind_s)
-        self._add(Place(origin, cost, now + wait_s), now)
+        self._add(Place(origin, cost, now + wait_s))
         return wait_s
 
-    def _add(self, place: Place, now: float) -> None:
+    def _add(self, place: Place) -> None:
         """Remembers a place; of those that are too many, the last one of who has the most."""
         line = self._lines.setdefault(place.origin, [])
         line.append(place)
         if len(line) == 1:
-            self._hold(place, now)
+            self._hold(place, place.due_at - _lead_s(place.cost, self._rate))
         if sum(map(len, self._lines.values())) > _N_PLACES_MAX:
             longest = max(reversed(self._lines.values()), key=len)
             longest.pop()
             if not longest:
                 del self._lines[place.origin]
 
-    def _hold(self, place: Place, now: float) -> None:
-        """Holds the units of a peer's first place, behind all that are held."""
+    def _hold(self, place: Place, since: float) -> None:
+        """Holds the units of a peer's first place, behind all that are held.
+
+        `since` is the monotonic time at which what is taken now is paid off, in seconds.
+        """
         lead_s = _lead_s(place.cost, self._rate)
-        since = max(now, self._held_until, place.due_at - lead_s)
-        place.held_at = since + lead_s
+        since = max(since, self._held_until)
+        place.held_at = max(place.due_at, since + lead_s)
         self._held_until = since + min(place.cost, self._rate.burst) / self._rate.per_s
         self._ends_at = min(self._ends_at, self._end_at(place))
 
@@ -263,7 +269,7 @@ class Row:
 
     def _end_at(self, place: Place) -> float:
         """Returns the time after which a place is forgotten."""
-        since = place.due_at if place.held_at == math.inf else max(place.due_at, place.held_at)
+        since = place.due_at if place.held_at == math.inf else place.held_at
         return since + max(_GRACE_S, place.cost / self._rate.per_s)
 
     def is_empty(self, now: float) -> bool:
