@@ -30,7 +30,7 @@ from drafthouse_server.tenancy.identity import BadKeys, UnknownTenant, source_of
 from drafthouse_server.tenancy.key_ring import KeyRing, RingRules, tenant_of_record
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key, pepper_id
 from drafthouse_server.tenancy.records import Change, KeyRecord, TenantRecord
-from drafthouse_server.tenancy.store import Store, read_pepper_of
+from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
 from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
 
 if TYPE_CHECKING:
@@ -598,6 +598,40 @@ async def test_uses_are_written_in_groups(bench: Bench) -> None:
     with bench.store.reading() as connection:
         used = {key.id: key.last_used_at for key in records.list_keys(connection)}
     assert used == {made[0].id: WALL + 7, made[1].id: WALL, made[2].id: WALL}
+
+
+async def test_uses_of_many_keys_are_written_some_at_a_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL did not write 100,000 in 2 s: never, and every half a minute it was broken off."""
+    monkeypatch.setattr(key_ring, "_N_FLUSH", 2)
+    made = [bench.add_key() for _ in range(5)]
+    ring = await bench.ring()
+    for key in made:
+        await identify(ring, key)
+    assert await ring._flush() == 2
+    with bench.store.reading() as connection:
+        n_written = sum(key.last_used_at is not None for key in records.list_keys(connection))
+    assert n_written == 2
+    await ring.close()
+    with bench.store.reading() as connection:
+        assert {key.last_used_at for key in records.list_keys(connection)} == {WALL}
+
+
+async def test_a_start_has_time_to_read_as_many_keys_as_it_may_know(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100,000 take more than the 2 s of a question: no server of such a store started."""
+    asked: dict[str, float] = {}
+    run = StoreThread.run
+
+    async def note(self: StoreThread, work: Any, timeout_s: float) -> Any:
+        asked[getattr(work, "func", work).__name__] = timeout_s
+        return await run(self, work, timeout_s)
+
+    monkeypatch.setattr(StoreThread, "run", note)
+    await bench.ring()
+    assert asked["_read_recent"] >= 100_000 * 1e-3
 
 
 async def test_a_fault_of_ours_does_not_end_the_watch_over_the_store(

@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, event, exc
+from sqlalchemy import Connection, Engine, event, exc, func, select
 from sqlalchemy.engine import URL
 
 from drafthouse_server.config import Config
@@ -177,8 +177,7 @@ class Store:
             found = self._path.stat()
         except OSError as error:
             self._engine.dispose()
-            problem = f"the store {self.shown} cannot be used: {error.strerror}"
-            raise StoreError(problem) from None
+            raise StoreError(f"the store {self.shown} cannot be used: {error.strerror}") from None
         with self._file_lock:
             file = found.st_dev, found.st_ino
             if self._file not in (None, file):
@@ -211,10 +210,11 @@ class Store:
 
     def _upgrade(self) -> None:
         with self.writing() as connection:
-            if connection.dialect.name == "postgresql":
+            if self._path is None:
                 connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
-                lock = sqlalchemy.func.pg_advisory_xact_lock(_UPGRADE_LOCK)
-                connection.execute(sqlalchemy.select(lock))
+                connection.execute(select(func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
+            if problem := records.encoding_problem(connection):
+                raise StoreError(f"the store {self.shown} cannot be used: {problem}")
             before = migrations.revision_of(connection)
             migrations.upgrade(connection)
         if before != migrations.NEWEST:
@@ -270,15 +270,19 @@ def store_url(url: str) -> URL:
         parsed = sqlalchemy.make_url(url)
         backend = parsed.get_backend_name()
     except (exc.ArgumentError, ValueError):
-        problem = f"store is no URL of a database; give one, {_HINT}"
-        raise ConfigError("store", "(hidden)", problem=problem) from None
+        raise _wrong(f"store is no URL of a database; give one, {_HINT}") from None
     if backend not in ("sqlite", "postgresql"):
-        problem = f"store is a URL of {backend!r}; expected SQLite or PostgreSQL, {_HINT}"
-        raise ConfigError("store", "(hidden)", problem=problem)
+        raise _wrong(f"store is a URL of {backend!r}; expected SQLite or PostgreSQL, {_HINT}")
     if backend == "sqlite" and parsed.database in (None, "", ":memory:"):
-        problem = f"store needs a file that outlives the server, {_HINT}"
-        raise ConfigError("store", "(hidden)", problem=problem)
+        raise _wrong(f"store needs a file that outlives the server, {_HINT}")
+    # What follows the first one would count as the host, which errors show.
+    if backend == "postgresql" and url.partition("?")[0].count("@") > 1:
+        raise _wrong('store has an "@" in its user or password; write %40 for it, and %25 for "%"')
     return parsed.set(drivername="sqlite" if backend == "sqlite" else "postgresql+psycopg")
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError("store", "(hidden)", problem=problem)
 
 
 def _file_engine(path: Path) -> Engine:
@@ -322,6 +326,7 @@ def _server_engine(url: URL) -> Engine:
     arguments = {
         "connect_timeout": _CONNECT_S,
         "application_name": "drafthouse",
+        "client_encoding": "utf8",
         "options": f"{given} {own}".strip(),  # the last one counts
         # A host that has gone without a word is noticed within a quarter of a minute.
         "keepalives_idle": 5,
@@ -333,11 +338,7 @@ def _server_engine(url: URL) -> Engine:
             url, connect_args=arguments, pool_pre_ping=True, pool_size=2, max_overflow=1
         )
     except ImportError:
-        problem = (
-            "store is a URL of PostgreSQL and its driver is missing; install"
-            " 'drafthouse-server[postgresql]'"
-        )
-        raise ConfigError("store", "(hidden)", problem=problem) from None
+        raise _wrong("store's driver is missing; install 'drafthouse-server[postgresql]'") from None
 
 
 def _reason(error: exc.SQLAlchemyError) -> str:
