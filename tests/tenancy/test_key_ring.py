@@ -379,6 +379,34 @@ async def test_a_revocation_that_was_told_before_comes_also_while_the_store_is_a
     bench.find()
 
 
+async def test_a_store_that_lacks_a_key_ends_that_one_and_not_its_tenant(bench: Bench) -> None:
+    """A replica that was behind took over: all calls of the tenant ended, as if it were deleted."""
+    old, new = bench.add_key(), bench.add_key()
+    ring = await bench.ring()
+    deleted: list[str] = []
+    ring.tenants.on_deleted = deleted.append
+    may_end = asyncio.Event()
+
+    async def call(identity: Identity) -> str:
+        with ring.hold(identity):
+            await may_end.wait()
+        return "done"
+
+    calls = [asyncio.create_task(call(await identify(ring, key))) for key in (old, new)]
+    await asyncio.sleep(0)
+    with bench.store.writing() as connection:
+        connection.execute(sqlalchemy.delete(records.keys).where(records.keys.c.id == new.id))
+    bench.limit("acme", weight=2.0)  # another version
+    await poll(ring)
+    may_end.set()
+    first, second = await asyncio.gather(*calls, return_exceptions=True)
+    assert first == "done"
+    assert isinstance(second, Unauthenticated)
+    assert deleted == []
+    assert (await identify(ring, old)).key_id == old.id
+    await refused(ring, new)
+
+
 async def test_of_too_many_keys_those_go_that_were_not_used_for_longest_and_have_no_calls(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
