@@ -31,7 +31,7 @@ from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
 from drafthouse_server.tenancy import migrations, records
 from drafthouse_server.tenancy.key_ring import tenant_of_record
 from drafthouse_server.tenancy.records import Change, KeyRecord
-from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
+from drafthouse_server.tenancy.store import Store, StoreThread, StoreUsage, read_pepper_of
 from drafthouse_server.tenancy.tenants import Tenant
 
 NOW = Change("test", 1_000)
@@ -459,6 +459,29 @@ def test_usage_is_written_once_by_record(store: Store) -> None:
             sqlalchemy.select(records.usage).order_by(records.usage.c.record_id)
         ).all()
     assert [dict(row._mapping) for row in rows] == [usage("r1"), usage("r2"), usage("r3")]
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_month_of_usage_may_take_longer_to_sum_up_than_other_questions(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a month with tens of millions of streams it took more than 10 s: no server started."""
+    with store.reading() as connection:
+        records.sum_usage(connection, 0.0)
+        assert connection.exec_driver_sql("SHOW statement_timeout").scalar() == "5min"
+    waited: list[float | None] = []
+    result = Future.result
+
+    def note(self: Future[Any], timeout: float | None = None) -> Any:
+        waited.append(timeout)
+        return result(self, timeout)
+
+    monkeypatch.setattr(Future, "result", note)
+    usage = StoreUsage(store)
+    for _ in range(2):  # the second one where the clock has jumped, and calls wait
+        assert usage.sum_tokens(0.0) == {}
+    usage.close()
+    assert waited == [300, 10]
 
 
 def test_usage_is_found_in_pages(store: Store) -> None:

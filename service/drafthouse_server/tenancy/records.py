@@ -160,6 +160,8 @@ foreign key: a bill outlives both. `started_at`, `ended_at`: seconds since 1970,
 _VERSION, _PEPPER_ID = "version", "pepper_id"
 _N_IDS = 500
 """Ids of one statement; SQLite takes 999 parameters where it is old."""
+SUM_MS = 300_000
+"""Milliseconds that a database has to sum up the usage of a month."""
 _CHANGE_LOCK = 0x6472_6167  # a number of ours for PostgreSQL's advisory locks
 
 
@@ -575,6 +577,8 @@ def sum_usage(connection: Connection, since: float) -> dict[str, int]:
         connection: To read with.
         since: Earliest start, seconds since 1970.
     """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {SUM_MS}")
     has_begun = (usage.c.queue_s > 0) | (usage.c.n_output > 0)
     n_tokens = func.sum(usage.c.n_output + case((has_begun, usage.c.n_prompt), else_=0))
     # No stream ends before it begins: by its end, which has an index, it is found.

@@ -50,8 +50,7 @@ _CONNECT_S = 2
 _STATEMENT_MS = 10_000
 _USAGE_S = 10.0
 """Seconds that the store has to take, or to find, records of usage."""
-_PAUSE_S = 1.0
-"""Seconds after a failure in which the usage of the store is not asked again."""
+_PAUSE_S = 1.0  # after a failure, in which the usage of the store is not asked again
 _CLOSE_S = 2.0
 _UPGRADE_LOCK = 0x6472_6166  # a number of ours for PostgreSQL's advisory locks
 _N_GROUP_MAX = 256
@@ -116,9 +115,8 @@ class Store:
         try:
             _make_file(path, may_make=may_make)
         except OSError as error:
-            raise StoreError(
-                f"cannot open the store {path}: {error.strerror}; check path and permissions"
-            ) from None
+            problem = f"cannot open the store {path}: {error.strerror}; check path and permissions"
+            raise StoreError(problem) from None
         return cls(_file_engine(path), path, f"sqlite:///{path}")
 
     @property
@@ -491,6 +489,7 @@ class StoreUsage:
         """When it has answered last, by the clock."""
         self.is_away = False
         """Whether it has not answered when it was asked last."""
+        self._sum_s = records.SUM_MS / 1000  # of the first sum, at a start: no call waits for it
 
     @classmethod
     def open(cls, url: str, *, may_make: bool = True) -> StoreUsage:
@@ -518,8 +517,7 @@ class StoreUsage:
         """
         after = query.after and (query.after.ended_at, query.after.record_id)
         asked: dict[str, Any] = {
-            field.name: _as_stored(getattr(query, field.name))
-            for field in dataclasses.fields(query)
+            f.name: _as_stored(getattr(query, f.name)) for f in dataclasses.fields(query)
         }
         work = functools.partial(_find_usage, **asked | {"after": after})
         return [_record_of(row) for row in self._do(self._reader, work)]
@@ -530,7 +528,8 @@ class StoreUsage:
         Raises:
             UsageStoreFailed: It cannot tell.
         """
-        return self._do(self._reader, functools.partial(_sum_usage, since=since))
+        timeout_s, self._sum_s = self._sum_s, 0.0
+        return self._do(self._reader, functools.partial(_sum_usage, since=since), timeout_s)
 
     def close(self) -> None:
         """Ends its threads, and closes the store."""
@@ -540,11 +539,13 @@ class StoreUsage:
             thread.close(_CLOSE_S)
         self._store.close()
 
-    def _do(self, thread: StoreThread, work: Callable[[Connection], _Result]) -> _Result:
+    def _do(
+        self, thread: StoreThread, work: Callable[[Connection], _Result], timeout_s: float = 0.0
+    ) -> _Result:
         if self.is_away and self._clock() < self._failed_at + _PAUSE_S:
             raise UsageStoreFailed(f"the store {self._store.shown} has just not answered")
         # While it is away an attempt only finds out whether it is back.
-        timeout_s = _PAUSE_S if self.is_away else _USAGE_S
+        timeout_s = _PAUSE_S if self.is_away else timeout_s or _USAGE_S
         future = thread.submit(work)
         try:
             result = future.result(timeout_s)
@@ -582,9 +583,8 @@ def _row_of(record: UsageRecord) -> dict[str, object]:
     """Returns a record as every database takes it: one that none takes would hold up all others."""
     row: dict[str, object] = {}
     for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
         # Only the end user's name is a client's; it may have any character.
-        stored = _as_stored(value)
+        stored = _as_stored(getattr(record, field.name))
         row[field.name] = stored[: _LENGTHS[field.name]] if isinstance(stored, str) else stored
     return row
 
