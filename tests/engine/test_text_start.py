@@ -36,8 +36,6 @@ ENDLESS = "{% for i in range(1000000000) %}x{% endfor %}"
 DOUBLING = (
     "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}"
 )
-    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}"
-)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ __all__: list[str] = []
 _N_LENGTH = 4
 _TEMPLATE_S = 10.0
 """Processor time that opening a chat template may take, seconds: others take milliseconds."""
-_ENDLESS = f"the model's chat template has ended it, or ran for {_TEMPLATE_S:.0f} s; use a file without it\n"
+_ENDLESS = (
+    f"the model's chat template has ended it, or ran for {_TEMPLATE_S:.0f} s; use another file\n"
+)
 
 
 class _Channel:
