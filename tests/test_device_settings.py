@@ -43,6 +43,7 @@ def test_rpc_servers_are_off_and_beyond_loopback_only_when_told() -> None:
         {"rope_scaling": "longrope"},
         {"rope_scale": -1.0},
         {"rope_freq_base": -1.0},
+        {"rope_freq_base": 1e13},
         {"yarn_ext_factor": -0.5},
         {"main_gpu": 16},
         {"cpu_moe": True, "n_cpu_moe": 3},

@@ -355,6 +355,14 @@ void check_memory(llama_context * context, const char * which) {
                                        " keeps no tokens in a cache: it is made for embeddings or "
                                        "the like, not to generate");
     }
+    // llama.cpp ends the process at such a prompt of more than a ubatch. Block drafters read their
+    // own blocks so.
+    if (!llama_get_causal_attn(context) && layers_read(llama_get_model(context)).empty()) {
+        fail(SPEC_ERR_UNSUPPORTED, std::string("the ") + which +
+                                       " reads a text in both directions (attention.causal is "
+                                       "false): it is made for embeddings or the like, not to "
+                                       "generate");
+    }
 }
 
 rollback_kind probe_rollback(llama_context * context, const char * which) {

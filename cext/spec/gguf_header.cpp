@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <vector>
 
 namespace drafthouse {
@@ -155,15 +157,31 @@ template <typename Number> const char * wrong_states(const std::string & arch, N
     return nullptr;
 }
 
-// A model in several files is given by the first of them, and all are there. Where they are not
-// named as llama.cpp names them, its loader says so.
+// To open a pipe is to wait for whoever writes into it. What cannot be looked at cannot be read
+// either, and is told of there.
+void check_kind(const std::string & path) {
+    std::error_code unknown;
+    const auto kind = std::filesystem::status(path, unknown).type();
+    const bool is_pipe = kind == std::filesystem::file_type::fifo;
+    if (is_pipe || kind == std::filesystem::file_type::directory) {
+        fail(SPEC_ERR_BAD_MODEL,
+             path + " is a " + (is_pipe ? "pipe" : "directory") + ", and not a GGUF file");
+    }
+}
+
+// A model in several files is given by the first of them, and all are there.
 void check_parts(const gguf_context * header, const std::string & path) {
     const int32_t n_parts = header_u16(header, "split.count");
     const int32_t i_part = header_u16(header, "split.no");
     std::vector<char> prefix(path.size() + 1);
-    if (n_parts < 2 ||
-        llama_split_prefix(prefix.data(), prefix.size(), path.c_str(), i_part, n_parts) <= 0) {
+    if (n_parts < 2) {
         return;
+    }
+    if (llama_split_prefix(prefix.data(), prefix.size(), path.c_str(), i_part, n_parts) <= 0) {
+        fail(SPEC_ERR_NOT_FOUND, path + " is part " + std::to_string(i_part + 1) +
+                                     " of a model in " + std::to_string(n_parts) +
+                                     " files, and is not named so: the others are found by its "
+                                     "name, as in model-00001-of-00002.gguf (links may be)");
     }
     std::vector<char> part(path.size() + 32);
     const auto name_of = [&](int32_t i) {
@@ -177,6 +195,7 @@ void check_parts(const gguf_context * header, const std::string & path) {
                                        ", which is given by its first part: " + name_of(0));
     }
     for (int32_t i = 1; i < n_parts; ++i) {
+        check_kind(name_of(i));
         if (!std::ifstream(name_of(i), std::ios::binary)) {
             fail(SPEC_ERR_NOT_FOUND, path + " is the first part of a model in " + n_files +
                                          "; cannot read " + name_of(i));
@@ -187,6 +206,7 @@ void check_parts(const gguf_context * header, const std::string & path) {
 } // namespace
 
 void check_gguf_magic(const std::string & path) {
+    check_kind(path);
     std::ifstream file(path, std::ios::binary);
     if (!file) {
         fail(SPEC_ERR_NOT_FOUND, "cannot read " + path);

@@ -12,6 +12,7 @@
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -173,6 +174,20 @@ std::string checked_text(const spec_model & model, const char * text, size_t n_t
     }
     check_tokenizer(model, "; give token ids");
     return std::string(n_text > 0 ? &deref(text, "text") : "", n_text);
+}
+
+// A tokenizer without bytes and without a token for what it does not know throws, or gives −1.
+template <typename Tokenize> llama_tokens known_tokens(Tokenize && tokenize) {
+    llama_tokens ids = {LLAMA_TOKEN_NULL};
+    try {
+        ids = tokenize();
+    } catch (const std::out_of_range &) { // llama.cpp's own look-up
+    }
+    if (std::find(ids.begin(), ids.end(), LLAMA_TOKEN_NULL) != ids.end()) {
+        fail(SPEC_ERR_UNSUPPORTED, "the model's tokenizer has no token for a part of the text, nor "
+                                   "one for what it does not know");
+    }
+    return ids;
 }
 
 void give_tokens(const llama_tokens & ids, int32_t * tokens, size_t cap, size_t * n_needed) {
@@ -453,8 +468,9 @@ int32_t spec_model_tokenize(const spec_model * model, const char * text, size_t 
         const spec_model & m = deref(model, "model");
         deref(n_needed, "n_needed");
         const std::string input = checked_text(m, text, n_text);
-        give_tokens(common_tokenize(m.vocab, input, add_special, parse_special), tokens, cap,
-                    n_needed);
+        const llama_tokens ids = known_tokens(
+            [&] { return common_tokenize(m.vocab, input, add_special, parse_special); });
+        give_tokens(ids, tokens, cap, n_needed);
     });
 }
 
@@ -466,7 +482,9 @@ int32_t spec_model_tokenize_plain(const spec_model * model, const char * text, s
         deref(n_needed, "n_needed");
         const std::string input = checked_text(m, text, n_text);
         const auto spans = checked_spans(plain, n_plain, n_text);
-        give_tokens(tokenize_plain(m.vocab, input, add_special, spans), tokens, cap, n_needed);
+        const llama_tokens ids =
+            known_tokens([&] { return tokenize_plain(m.vocab, input, add_special, spans); });
+        give_tokens(ids, tokens, cap, n_needed);
     });
 }
 

@@ -6,7 +6,6 @@ Part of `config.Config`; docs/operations.md tells of RPC servers.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from dataclasses import dataclass
 
@@ -64,7 +63,7 @@ _OR_MODEL = Rule("a value in [0, 1e6], or -1", lambda value: value == -1 or (0 <
 _SCALE = Rule(
     "a value in [0.001, 1000], or 0", lambda value: value == 0 or (0.001 <= value <= 1000)
 )
-_BASE = Rule("a finite number that is not negative", lambda value: 0 <= value < math.inf)
+_BASE = Rule("a value in [0, 1e12]", lambda value: 0 <= value <= 1e12)
 
 _devices = functools.partial(declare, "Devices and memory")
 _rope = functools.partial(declare, "Positions beyond the training context")

@@ -323,3 +323,29 @@ def test_exact_is_refused_where_weights_are_repacked(tmp_path: Path) -> None:
         Engine(model, None, exact)
     with Model(DENSE) as model, Engine(model, None, exact) as engine:
         assert a_token(engine) == a_token(engine)
+
+
+def test_a_target_that_reads_both_ways_is_refused(tmp_path: Path) -> None:
+    """A prompt of more tokens than a ubatch ended the process."""
+    path = copied(DENSE, tmp_path / "both_ways.gguf", {"mimo2.attention.causal": False})
+    with Model(path) as model, pytest.raises(Unsupported, match=r"attention\.causal is false"):
+        Engine(model, None, EngineParams(draft_type="none", n_ctx_seq=64, n_threads=1))
+
+
+@pytest.mark.parametrize("kind", ["llama", "rwkv"])
+def test_a_text_without_tokens_is_refused(tmp_path: Path, kind: str) -> None:
+    """They had a token -1, or an error of the library: a text worker ended at each."""
+    values = {"tokenizer.ggml.model": kind, "tokenizer.ggml.scores": None}
+    path = copied(DENSE, tmp_path / "bytes.gguf", values)
+    with Model(path, vocab_only=True) as model:
+        for tokenize in (model.tokenize, lambda text: model.tokenize_plain(text, [])):
+            with pytest.raises(Unsupported, match="no token for a part of the text"):
+                tokenize("\N{SNOWMAN}")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.gguf"
+    os.mkfifo(pipe)
+    for path, kind in ((pipe, "pipe"), (tmp_path, "directory")):
+        with pytest.raises(BadModel, match=f"is a {kind}, and not a GGUF file"):
+            Model(path)

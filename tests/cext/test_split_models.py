@@ -84,3 +84,10 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
         with pytest.raises(ModelNotFound, match=r"in \d+ files; cannot read") as caught:
             Model(first, vocab_only=vocab_only)
         assert caught.value.message.endswith(str(last))
+
+
+def test_parts_that_are_named_otherwise_are_told_from_damage(tmp_path: Path) -> None:
+    first = split(tmp_path / "one", 1.0)
+    renamed = first.rename(tmp_path / "one" / "blob")
+    with pytest.raises(ModelNotFound, match=r"part 1 of a model in \d+ files, and is not named so"):
+        Model(renamed)

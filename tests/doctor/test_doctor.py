@@ -17,6 +17,7 @@ from urllib.parse import quote
 import pytest
 from tests.support.built import needs_extension
 from tests.support.certificates import Authority
+from tests.support.gguf_copy import copied
 from tests.support.windows import windowed
 
 from drafthouse_server.cli.main import main
@@ -371,3 +372,24 @@ def test_a_journal_s_folder_of_somebody_else(tmp_path: Path) -> None:
     assert "cannot be written" in error_of(
         DENSE, f"--usage-journal={tmp_path / 'usage'}", check="journal"
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"tokenizer.ggml.model": "rwkv"}, "its tokenizer cannot read a text"),
+        ({"tokenizer.ggml.model": "no_vocab", "mimo2.vocab_size": 2048}, "has no tokenizer"),
+    ],
+)
+def test_a_tokenizer_that_serve_refuses_is_an_error(
+    values: dict[str, str | float], problem: str, tmp_path: Path
+) -> None:
+    """It said that all was well."""
+    path = copied(Path(DENSE), tmp_path / "model.gguf", values)
+    assert problem in error_of(str(path), check="model")
+
+
+def test_a_training_context_of_0_is_no_error_where_lengths_are_set(tmp_path: Path) -> None:
+    """`serve` takes such a model."""
+    path = copied(Path(DENSE), tmp_path / "model.gguf", {"mimo2.context_length": 0})
+    assert told(str(path), "--max-model-len", "256", "--parallel", "2")["ok"]

@@ -25,7 +25,7 @@ from drafthouse import _transport
 from drafthouse.v1 import admin_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
-from drafthouse_server.errors import ConfigError
+from drafthouse_server.errors import ConfigError, StoreError
 from drafthouse_server.operations.audit import AuditTrail
 from drafthouse_server.operations.calls import Call
 from drafthouse_server.operations.rates import Counters, RecentRates
@@ -174,6 +174,30 @@ async def test_limits_are_read_set_and_reset_in_the_store(
         (me, "GetLimits", "tenant:nobody", "TENANT_NOT_FOUND"),
     ]
     assert lines(path)[0]["detail"]["limits"]["weight"] is None
+
+
+async def test_why_a_store_takes_no_change_is_in_the_log(
+    start_server: ServerFactory,
+    store_url: str,
+    free_port: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one that can be read alone, such as a replica, nobody was told: the key ring is served."""
+    await start_server(admin_port=free_port, store=store_url)
+
+    def fail(*_: object) -> None:
+        raise StoreError("cannot execute DELETE in a read-only transaction")
+
+    monkeypatch.setattr(records, "set_limits", fail)
+    request = admin_pb2.SetLimitsRequest(
+        tenant="acme", limits=admin_pb2.TenantLimits(max_streams=5)
+    )
+    async with admin(free_port) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.SetLimits(request)
+    assert reason_of(caught.value) == "STORE_UNAVAILABLE"
+    assert "in a read-only transaction" in caplog.text
 
 
 async def test_the_audit_trail_tells_of_changes_and_failures_and_not_of_reading(

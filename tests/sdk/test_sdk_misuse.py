@@ -364,6 +364,14 @@ async def test_a_target_that_is_none_says_how_one_looks(target: str, kind: str) 
         getattr(drafthouse, kind)(target, tls=True)
 
 
+@pytest.mark.parametrize("target", ["127.0.0.1:99999", "ipv4:127.0.0.1:1,127.0.0.1:65536"])
+def test_a_port_that_is_none_is_told(target: str) -> None:
+    """Another one would be dialled, 34463 for 99999, and be told the key."""
+    with pytest.raises(ValueError, match="must have a port of at most 65535"):
+        drafthouse.Client(target, api_key="dh_test")
+    drafthouse.Client("unix:/run/drafthouse:99999").close()
+
+
 @pytest.mark.parametrize(
     ("field", "value", "error"),
     [

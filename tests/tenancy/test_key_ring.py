@@ -30,7 +30,7 @@ from drafthouse_server.tenancy.identity import BadKeys, UnknownTenant, source_of
 from drafthouse_server.tenancy.key_ring import KeyRing, RingRules, tenant_of_record
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key, pepper_id
 from drafthouse_server.tenancy.records import Change, KeyRecord, TenantRecord
-from drafthouse_server.tenancy.store import Store, read_pepper_of
+from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
 from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
 
 if TYPE_CHECKING:
@@ -379,6 +379,34 @@ async def test_a_revocation_that_was_told_before_comes_also_while_the_store_is_a
     bench.find()
 
 
+async def test_a_store_that_lacks_a_key_ends_that_one_and_not_its_tenant(bench: Bench) -> None:
+    """A replica that was behind took over: all calls of the tenant ended, as if it were deleted."""
+    old, new = bench.add_key(), bench.add_key()
+    ring = await bench.ring()
+    deleted: list[str] = []
+    ring.tenants.on_deleted = deleted.append
+    may_end = asyncio.Event()
+
+    async def call(identity: Identity) -> str:
+        with ring.hold(identity):
+            await may_end.wait()
+        return "done"
+
+    calls = [asyncio.create_task(call(await identify(ring, key))) for key in (old, new)]
+    await asyncio.sleep(0)
+    with bench.store.writing() as connection:
+        connection.execute(sqlalchemy.delete(records.keys).where(records.keys.c.id == new.id))
+    bench.limit("acme", weight=2.0)  # another version
+    await poll(ring)
+    may_end.set()
+    first, second = await asyncio.gather(*calls, return_exceptions=True)
+    assert first == "done"
+    assert isinstance(second, Unauthenticated)
+    assert deleted == []
+    assert (await identify(ring, old)).key_id == old.id
+    await refused(ring, new)
+
+
 async def test_of_too_many_keys_those_go_that_were_not_used_for_longest_and_have_no_calls(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -598,6 +626,40 @@ async def test_uses_are_written_in_groups(bench: Bench) -> None:
     with bench.store.reading() as connection:
         used = {key.id: key.last_used_at for key in records.list_keys(connection)}
     assert used == {made[0].id: WALL + 7, made[1].id: WALL, made[2].id: WALL}
+
+
+async def test_uses_of_many_keys_are_written_some_at_a_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL did not write 100,000 in 2 s: never, and every half a minute it was broken off."""
+    monkeypatch.setattr(key_ring, "_N_FLUSH", 2)
+    made = [bench.add_key() for _ in range(5)]
+    ring = await bench.ring()
+    for key in made:
+        await identify(ring, key)
+    assert await ring._flush() == 2
+    with bench.store.reading() as connection:
+        n_written = sum(key.last_used_at is not None for key in records.list_keys(connection))
+    assert n_written == 2
+    await ring.close()
+    with bench.store.reading() as connection:
+        assert {key.last_used_at for key in records.list_keys(connection)} == {WALL}
+
+
+async def test_a_start_has_time_to_read_as_many_keys_as_it_may_know(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100,000 take more than the 2 s of a question: no server of such a store started."""
+    asked: dict[str, float] = {}
+    run = StoreThread.run
+
+    async def note(self: StoreThread, work: Any, timeout_s: float) -> Any:
+        asked[getattr(work, "func", work).__name__] = timeout_s
+        return await run(self, work, timeout_s)
+
+    monkeypatch.setattr(StoreThread, "run", note)
+    await bench.ring()
+    assert asked["_read_recent"] >= 100_000 * 1e-3
 
 
 async def test_a_fault_of_ours_does_not_end_the_watch_over_the_store(

@@ -175,6 +175,18 @@ async def test_a_redis_that_refuses_the_password_is_told_at_once() -> None:
             assert "hunter2" not in str(told.value)
 
 
+@pytest.mark.usefixtures("patient")
+async def test_a_redis_user_who_may_ping_and_not_count_is_told_at_once() -> None:
+    """The server started, and gave each tenant the whole of its rates beside the others."""
+    with redis_server() as (daemon, right):
+        client = await open_redis(right)
+        user = ("SETUSER", "ann", "on", ">secret", "~drafthouse:*", "+ping", "+get", "+set")
+        await client._client.execute_command("ACL", *user)
+        await client.close()
+        with pytest.raises(StoreError, match="NoPermissionError"):
+            await open_redis(f"redis://ann:secret@127.0.0.1:{daemon.port}/0")
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import secrets
 import shutil
 import sqlite3
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from tests.support.admin import audit_trail
 from tests.support.databases import postgresql
 
 from drafthouse_server.config import Config
+from drafthouse_server.doctor.store import store_problems
 from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
 from drafthouse_server.tenancy import migrations, records
 from drafthouse_server.tenancy.key_ring import tenant_of_record
 from drafthouse_server.tenancy.records import Change, KeyRecord
-from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
+from drafthouse_server.tenancy.store import Store, StoreThread, StoreUsage, read_pepper_of
 from drafthouse_server.tenancy.tenants import Tenant
 
 NOW = Change("test", 1_000)
@@ -265,6 +267,68 @@ def test_no_error_shows_a_password() -> None:
     assert "hunter2" not in str(wrong.value)
 
 
+@pytest.mark.parametrize("url", ["postgresql://me:hun@ter2@h/x", "postgresql://me:hun@ter2/2@h/x"])
+def test_a_password_with_an_at_sign_is_told_and_not_taken_for_a_host(url: str) -> None:
+    """The error, and the log, showed what follows the sign: it was taken for the host's name."""
+    with pytest.raises(ConfigError, match="%40") as caught:
+        Store.open(url)
+    assert "ter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_database_that_cannot_hold_every_text_is_refused(server_url: str, encoding: str) -> None:
+    """One ended the start with a traceback; in the other a user's name held up all usage."""
+    name = f"of_{encoding.lower()}"
+    engine = sqlalchemy.create_engine(
+        server_url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT"
+    )
+    with engine.connect() as connection:
+        connection.exec_driver_sql(
+            f"CREATE DATABASE {name} ENCODING '{encoding}' TEMPLATE template0 LOCALE 'C'"
+        )
+    engine.dispose()
+    url = server_url.replace("/postgres", f"/{name}")
+    with pytest.raises(StoreError, match=f"has the encoding {encoding}"):
+        Store.open(url)
+    [problem] = store_problems(Config(store=url))
+    assert f"has the encoding {encoding}" in problem.sentence
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda c: records.set_limits(c, "acme", {"weight": 3.0}, NOW), ""),
+        (lambda c: records.add_tenant(c, "new", {}, NOW), "there is a tenant 'new' already"),
+        (lambda c: records.add_key(c, key(secrets.token_hex(6), "new"), NOW), ""),
+        (lambda c: records.revoke_key(c, "k1", NOW.at + 60, NOW), "key 'k1' is revoked already"),
+        (lambda c: records.delete_tenant(c, "acme", NOW), "there is no tenant 'acme'"),
+    ],
+)
+def test_of_two_who_change_the_same_the_second_sees_what_the_first_has_done(
+    store: Store, change: Callable[[sqlalchemy.Connection], object], told: str
+) -> None:
+    """It was told of a "duplicate key value", or replaced a key that was replaced already."""
+    with store.writing() as connection:
+        records.add_tenant(connection, "acme", {"weight": 2.0}, NOW)
+        records.add_key(connection, key("k1"), NOW)
+
+    def do() -> str:
+        try:
+            with store.writing() as connection:
+                change(connection)
+        except (StoreError, StoreRefusal) as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(1) as second:
+        with store.writing() as connection:
+            change(connection)
+            other = second.submit(do)
+            wait_until_one_waits(store, other)
+        assert other.result(100).partition(";")[0] == told
+
+
 def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     path.write_bytes(b"something else" * 1000)
@@ -395,6 +459,29 @@ def test_usage_is_written_once_by_record(store: Store) -> None:
             sqlalchemy.select(records.usage).order_by(records.usage.c.record_id)
         ).all()
     assert [dict(row._mapping) for row in rows] == [usage("r1"), usage("r2"), usage("r3")]
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_month_of_usage_may_take_longer_to_sum_up_than_other_questions(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a month with tens of millions of streams it took more than 10 s: no server started."""
+    with store.reading() as connection:
+        records.sum_usage(connection, 0.0)
+        assert connection.exec_driver_sql("SHOW statement_timeout").scalar() == "5min"
+    waited: list[float | None] = []
+    result = Future.result
+
+    def note(self: Future[Any], timeout: float | None = None) -> Any:
+        waited.append(timeout)
+        return result(self, timeout)
+
+    monkeypatch.setattr(Future, "result", note)
+    usage = StoreUsage(store)
+    for _ in range(2):  # the second one where the clock has jumped, and calls wait
+        assert usage.sum_tokens(0.0) == {}
+    usage.close()
+    assert waited == [300, 10]
 
 
 def test_usage_is_found_in_pages(store: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -141,6 +142,19 @@ def test_pages_have_every_record_once_whatever_comes_in_between(store: UsageStor
         store.add([make(1000 + len(found), ended_at=20.0)])
     assert found[:100] == sorted(records, key=cursor_of)
     assert {record.ended_at for record in found[100:]} == {20.0}
+
+
+def test_the_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """It was for all to read, in a folder that is: who asked, for whom, and how much."""
+    path = tmp_path / "usage.sqlite3"
+    before = os.umask(0o022)
+    try:
+        store = SqliteUsageStore(path)
+        store.add([make(1)])
+        assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+        store.close()
+    finally:
+        os.umask(before)
 
 
 def test_a_file_survives_its_process(tmp_path: Path) -> None:

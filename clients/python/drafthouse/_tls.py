@@ -22,6 +22,8 @@ _NO_PAIR = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
 """What OpenSSL says of a private key that is not the certificate's."""
 
 _URL = re.compile(r"https?://", re.IGNORECASE)
+_PORT = re.compile(r":(\d+)(?:,|$)")
+_PORT_MAX = 65535
 
 _Options = Sequence[tuple[str, int | str]]
 
@@ -121,6 +123,9 @@ def secured(
         )
     if not target or _URL.match(target):
         raise ValueError(f"target {target!r} must be an address, such as 'host:port'")
+    ports = [] if target.startswith(_SOCKET_SCHEMES) else _PORT.findall(target)
+    if any(int(port) > _PORT_MAX for port in ports):  # gRPC would take its last 16 bits
+        raise ValueError(f"target {target!r} must have a port of at most {_PORT_MAX}")
     # What is for this machine goes through no proxy.
     options: _Options = (("grpc.enable_http_proxy", 0),) if is_local(target) else ()
     if tls:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem, Section
+from drafthouse_server.engine.loading import check_texts
 from drafthouse_server.engine.parameters import least_cells
 from drafthouse_server.engine.surveyor import N_SLOTS_MAX, WINDOWS_SPARED, Surveyor
 from drafthouse_server.engine.threads import threads_of
@@ -50,6 +51,7 @@ def examine_model(
     try:
         check_books(least_cells(config), 1, memory, config.model)
         with Surveyor(config) as surveyor:
+            check_texts(config)
             surveyor.check(memory)
             surveyor.lengthen(memory)  # as the server does
             surveyor.fit_devices()
@@ -153,7 +155,7 @@ def _fits(surveyor: Surveyor, memory: HostMemory, room: _Room) -> Section:
         needs = surveyor.needs(size, n_usable)
         return n_usable + 1 if any(_overfull(needs, room)) else needs.start_bytes
 
-    n_train = surveyor.facts.n_ctx_train
+    n_train = surveyor.facts.n_ctx_train or surveyor.wish.size.max_model_len  # some name none
     lengths = sorted({n for n in _LENGTHS if n < n_train} | {min(n_train, _LENGTHS[-1])})
     for n_tokens in lengths:
         n_layers = surveyor.place_for(Size(n_asked, n_tokens), memory)

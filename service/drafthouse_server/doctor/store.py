@@ -21,7 +21,7 @@ from drafthouse_server.tenancy.store import store_url
 
 __all__ = ["store_problems"]
 
-_CONNECT_S = 3
+_SERVER_ARGUMENTS = {"connect_timeout": 3, "client_encoding": "utf8"}
 
 
 def store_problems(config: Config) -> Iterator[Problem]:
@@ -79,10 +79,12 @@ def _ask(url: URL) -> _Found:
     try:
         engine = sqlalchemy.create_engine(
             url,
-            connect_args={} if is_file else {"connect_timeout": _CONNECT_S},
+            connect_args={} if is_file else _SERVER_ARGUMENTS,
             poolclass=sqlalchemy.NullPool,  # asked once: nothing is kept, also where it fails
         )
         with engine.connect() as connection:
+            if problem := records.encoding_problem(connection):
+                return _Found(f"the store {shown} cannot be used: {problem}")
             revision = migrations.revision_of(connection)
             is_known = revision is not None and revision <= migrations.NEWEST
             known = records.version(connection).pepper_id if is_known else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from drafthouse_server.errors import FieldViolation, InvalidRequest
@@ -57,17 +57,24 @@ class LlamaText:
         self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
-    def open(cls, path: str) -> LlamaText:
+    def open(cls, path: str, bound: Callable[[], object] = lambda: None) -> LlamaText:
         """Loads a model's vocabulary, and its template to be run in this process.
+
+        Args:
+            path: The file.
+            bound: Called before the template, which is a program and runs once when it is opened.
 
         Raises:
             drafthouse_engine.EngineError: it cannot be loaded.
         """
         model = drafthouse_engine.Model(path, vocab_only=True)
+        bound()
         try:
             return cls(model, model.open_template())
         except (drafthouse_engine.BadTemplate, drafthouse_engine.Unsupported) as error:
             return cls(model, error.message)  # it has texts all the same
+        except (drafthouse_engine.OutOfMemory, MemoryError):
+            return cls(model, "the chat template takes more memory than a text worker has")
 
     @property
     def n_vocab(self) -> int:

@@ -45,6 +45,7 @@ with suppress(ImportError):  # `check_built` says so
 
 __all__ = [
     "Loaded",
+    "check_texts",
     "engine_facts",
     "engine_version",
     "load_engine",
@@ -172,6 +173,17 @@ def _choose(surveyor: Surveyor, config: Config, memory: HostMemory) -> Config:
         slots = f"{size.parallel} slots of {size.max_model_len} tokens"
         _log.log(logging.WARNING if devices.is_less else logging.INFO, "fit: %s%s", words, slots)
     return surveyor.sized(size)
+
+
+def check_texts(config: Config) -> None:
+    """Sees that the model's file has a vocabulary that reads and writes texts; loads that alone.
+
+    Raises:
+        ModelLoadError: it has none, or its parts do not fit each other.
+    """
+    path = config.model
+    with explained(path, config), drafthouse_engine.Model(path, vocab_only=True) as target:
+        _try_texts(path, target)
 
 
 def engine_version() -> str:

@@ -32,6 +32,11 @@ from drafthouse_server.host.sandbox import bound_memory, drop_rights, limit_time
 __all__: list[str] = []
 
 _N_LENGTH = 4
+_TEMPLATE_S = 10.0
+"""Processor time that opening a chat template may take, seconds: others take milliseconds."""
+_ENDLESS = (
+    f"the model's chat template has ended it, or ran for {_TEMPLATE_S:.0f} s; use another file\n"
+)
 
 
 class _Channel:
@@ -89,14 +94,23 @@ def _main() -> None:
     try:
         setup = json.loads(channel.receive())
         os.nice(setup["nice"])
+        told: dict[str, str | int] = {}
+
+        def bound() -> None:
+            gc.freeze()
+            bound_memory(setup["memory_bytes"])
+            sys.stderr.write(_ENDLESS)  # the last words, where it comes to no end
+            sys.stderr.flush()
+            told["not_dropped"] = drop_rights()
+            limit_time(_TEMPLATE_S)
+
         try:
-            model = LlamaText.open(setup["model"])
+            model = LlamaText.open(setup["model"], bound)
         except drafthouse_engine.EngineError as error:
             channel.send(json.dumps({"failed": error.message}).encode())
             return
-        gc.freeze()
-        bound_memory(setup["memory_bytes"])
-        told = {"not_dropped": drop_rights(), "n_vocab": model.n_vocab}
+        limit_time(0)
+        told["n_vocab"] = model.n_vocab
         channel.send(json.dumps(told).encode())
         while True:
             answer = _answer(channel.receive(), model, setup["memory_bytes"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -58,6 +59,8 @@ ADMIN_BOUNDS: Mapping[str, Bound] = {
     "reset_fields": Bound(32, 64),
 }
 """Bounds of the lists and texts of requests, by their paths."""
+
+_log = logging.getLogger(__name__)
 
 _N_TENANTS_MAX = 1000
 _N_STORE_CALLS = 2  # at once; further ones wait
@@ -313,6 +316,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             current_act().detail["is_done"] = is_done
             raise
         except StoreError as error:
+            _log.warning("%s", error)  # such as one that is read-only, which answers the key ring
             raise StoreUnavailable(self._config.retry_after_s) from error
 
     async def Drain(

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
@@ -20,7 +21,15 @@ from drafthouse_server.tenancy.tenants import Identity, Tenant
 if TYPE_CHECKING:  # it needs SQLAlchemy, which servers without a store do not load
     from drafthouse_server.tenancy.records import TenantRecord
 
-__all__ = ["BadKeys", "KnownTenants", "Tenants", "UnknownTenant", "is_tenant_name", "source_of"]
+__all__ = [
+    "BadKeys",
+    "KnownTenants",
+    "LastUses",
+    "Tenants",
+    "UnknownTenant",
+    "is_tenant_name",
+    "source_of",
+]
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _N_ADDRESSES_MAX = 10_000
@@ -192,3 +201,22 @@ class KnownTenants:
         for name in deleted:
             self._created_at.pop(name, None)
         return deleted
+
+
+class LastUses:
+    """When keys were used last, until it is written."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, int] = {}
+        """By the key's id, seconds since 1970."""
+        self.is_flushed = True
+        """Whether the last attempt to write was a good one."""
+
+    def take(self, n_max: int) -> dict[str, int]:
+        """Returns some of what is pending, `n_max` keys at most, which is so no more."""
+        return {key_id: self.pending.pop(key_id) for key_id in [*islice(self.pending, n_max)]}
+
+    def put_back(self, uses: dict[str, int]) -> None:
+        """Has uses pending again that could not be written; later ones of the same keys stay."""
+        self.pending = uses | self.pending
+        self.is_flushed = False

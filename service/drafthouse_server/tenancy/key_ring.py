@@ -32,7 +32,7 @@ from sqlalchemy import Connection
 from drafthouse_server.config import Config
 from drafthouse_server.errors import StoreError, StoreUnavailable, Unauthenticated
 from drafthouse_server.tenancy import records
-from drafthouse_server.tenancy.identity import BadKeys, KnownTenants, UnknownTenant
+from drafthouse_server.tenancy.identity import BadKeys, KnownTenants, LastUses, UnknownTenant
 from drafthouse_server.tenancy.keys import claimed_id, digest_of, id_of_key, pepper_id
 from drafthouse_server.tenancy.records import KeyRecord, TenantRecord
 from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
@@ -55,6 +55,9 @@ _TIMEOUT_S = 2.0
 _SEEN_S = 3600.0
 _FLUSH_S = 30.0
 """Seconds between two writings of last uses."""
+_N_FLUSH = 2000
+"""Last uses of one writing: more would not be written within the time that the store has."""
+_READ_S = 1e-3  # more, for each key or tenant that is read
 _N_KNOWN_MAX = 100_000
 _N_UNKNOWN_MAX = 10_000
 _UNKNOWN_S = 10.0
@@ -133,16 +136,6 @@ class _Held:
             self._task.cancel()
 
 
-class _LastUses:
-    """When keys were used last, until it is written."""
-
-    def __init__(self) -> None:
-        self.pending: dict[str, int] = {}
-        """By the key's id, seconds since 1970."""
-        self.is_flushed = True
-        """Whether the last attempt to write was a good one."""
-
-
 class KeyRing:
     """Finds the tenant of a key. Made and used on the event loop.
 
@@ -184,7 +177,7 @@ class KeyRing:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._unknown: OrderedDict[str, float] = OrderedDict()
         self._pending: dict[str, asyncio.Task[None]] = {}
-        self._uses = _LastUses()
+        self._uses = LastUses()
         self.tenants = KnownTenants()
         """Tenants whose keys were seen."""
         self._revoked_at: dict[str, int] = {}  # of known keys that will be
@@ -205,7 +198,7 @@ class KeyRing:
         await self._poll()
         since = int(self._wall_clock() - _SEEN_S)
         read = functools.partial(_read_recent, since=since)
-        self._take(*await self._reader.run(read, _TIMEOUT_S))
+        self._take(*await self._reader.run(read, _TIMEOUT_S + _N_KNOWN_MAX * _READ_S))
         self._begin_watching()
 
     def _begin_watching(self) -> None:
@@ -230,7 +223,9 @@ class KeyRing:
         if self.is_away:
             self._store.interrupt()
         else:
-            await self._flush()
+            give_up_at = self._clock() + _TIMEOUT_S
+            while await self._flush() and self._clock() < give_up_at:
+                pass
         own = ThreadPoolExecutor(1)  # those that others share may all wait for a disk that hangs
         try:
             for thread in (self._reader, self._writer):
@@ -406,9 +401,9 @@ class KeyRing:
                 self._note_silence(error)
             self._end_revoked()
             if not self.is_away and self._clock() >= flush_at:
-                flush_at = self._clock() + _FLUSH_S
                 self._prune()
-                await self._flush()
+                has_all = await self._flush() < _N_FLUSH  # else it goes on after the next look
+                flush_at = self._clock() + _FLUSH_S * has_all
 
     async def _poll(self) -> None:
         """Looks whether something has changed, and reads what is known anew if it has.
@@ -436,8 +431,8 @@ class KeyRing:
         self._unknown.clear()
         ids, names = list(self._known), self.tenants.names
         read = functools.partial(_read_keys, ids=ids, names=names)
-        n_read = len(ids) + len(names)
-        keys, tenants = await self._reader.run(read, _TIMEOUT_S + n_read * 1e-3)
+        timeout_s = _TIMEOUT_S + (len(ids) + len(names)) * _READ_S
+        keys, tenants = await self._reader.run(read, timeout_s)
         wall_now = self._wall_clock()
         self._forget_deleted(ids, keys, names, tenants)
         for key_id in [key.id for key in keys if key.was_revoked(wall_now)]:
@@ -457,8 +452,13 @@ class KeyRing:
         """
         tenant_of = {i: k.identity.tenant.name for i, k in self._known.items()}
         lost = set(ids) - {key.id for key in keys}
-        suspects = {tenant_of[key_id] for key_id in lost if key_id in tenant_of}
+        suspects = {tenant_of[key_id] for key_id in lost & tenant_of.keys()}
+        # A database that is behind, as after a failover, lacks some keys of a tenant, not all.
+        suspects -= {key.tenant for key in keys if not key.id.startswith(_CERTIFIED)}
         deleted = self.tenants.take_deleted(names, tenants, suspects)
+        for key_id in lost:
+            if tenant_of.get(key_id) not in deleted:
+                self._forget(key_id)
         for key_id, name in tenant_of.items():
             if name in deleted:
                 self._revoked_at.pop(key_id, None)
@@ -500,20 +500,20 @@ class KeyRing:
             del self._known[key_id]
             self._revoked_at.pop(key_id, None)
 
-    async def _flush(self) -> None:
-        """Writes when keys were used; what could not be written is kept for the next time."""
-        uses, self._uses.pending = self._uses.pending, {}
+    async def _flush(self) -> int:
+        """Writes when some keys were used, and returns of how many: none where that has failed."""
+        uses = self._uses.take(_N_FLUSH)
         if not uses:
-            return
-        write = functools.partial(records.note_uses, uses=uses)
+            return 0
         try:
-            await self._writer.run(write, _TIMEOUT_S)
-            self._uses.is_flushed = True
+            await self._writer.run(functools.partial(records.note_uses, uses=uses), _TIMEOUT_S)
         except StoreError as error:
-            self._uses.pending = uses | self._uses.pending
             if self._uses.is_flushed:
                 _log.warning("%s; when keys were used is written later", error)
-            self._uses.is_flushed = False
+            self._uses.put_back(uses)
+            return 0
+        self._uses.is_flushed = True
+        return len(uses)
 
     def _note_silence(self, error: StoreError) -> None:
         if not self.is_away:

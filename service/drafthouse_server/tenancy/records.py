@@ -52,6 +52,7 @@ __all__ = [
     "add_tenant",
     "add_usage",
     "delete_tenant",
+    "encoding_problem",
     "find_keys",
     "find_usage",
     "list_keys",
@@ -159,6 +160,9 @@ foreign key: a bill outlives both. `started_at`, `ended_at`: seconds since 1970,
 _VERSION, _PEPPER_ID = "version", "pepper_id"
 _N_IDS = 500
 """Ids of one statement; SQLite takes 999 parameters where it is old."""
+SUM_MS = 300_000
+"""Milliseconds that a database has to sum up the usage of a month."""
+_CHANGE_LOCK = 0x6472_6167  # a number of ours for PostgreSQL's advisory locks
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +240,18 @@ class Change:
     """When, seconds since 1970."""
 
 
+def encoding_problem(connection: Connection) -> str:
+    """Returns why a database cannot hold every text; empty where it can.
+
+    A record with the name of an end user that it cannot hold would keep back all records.
+    """
+    if connection.dialect.name != "postgresql":
+        return ""
+    found = connection.exec_driver_sql("SHOW server_encoding").scalar_one()
+    advice = "make one with ENCODING 'UTF8' TEMPLATE template0"
+    return "" if found == "UTF8" else f"its database has the encoding {found}; {advice}"
+
+
 def version(connection: Connection) -> Version:
     """Returns the version of keys and tenants."""
     found = {row.name: row.value for row in connection.execute(select(state))}
@@ -263,6 +279,16 @@ def _insert(connection: Connection, table: Table) -> postgresql.Insert | sqlite.
     return make(table)
 
 
+def _begin_change(connection: Connection) -> None:
+    """Waits for the changes of others: what is read from now on nobody else changes.
+
+    Without it two administrators read the same state, and one is told of the database's
+    constraints, or a key is replaced twice. A writer of SQLite is alone from its begin.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(_CHANGE_LOCK)))
+
+
 def _note(connection: Connection, change: Change, action: str, subject: str, detail: str) -> None:
     """Writes a line of the audit trail, and a new version."""
     connection.execute(
@@ -287,6 +313,7 @@ def add_tenant(
     Raises:
         StoreRefusal: there is one of that name.
     """
+    _begin_change(connection)
     if _has_tenant(connection, name):
         raise StoreRefusal(f"there is a tenant {name!r} already")
     connection.execute(insert(tenants).values(name=name, created_at=change.at))
@@ -302,6 +329,7 @@ def set_limits(
     Raises:
         StoreRefusal: there is no such tenant.
     """
+    _begin_change(connection)
     _need_tenant(connection, name)
     _write_limits(connection, name, values)
     _note(connection, change, "tenants.set", name, json.dumps(dict(values), sort_keys=True))
@@ -328,6 +356,7 @@ def delete_tenant(connection: Connection, name: str, change: Change) -> int:
     Raises:
         StoreRefusal: there is no such tenant.
     """
+    _begin_change(connection)
     _need_tenant(connection, name)
     n_keys = connection.execute(delete(keys).where(keys.c.tenant == name)).rowcount
     connection.execute(delete(limits).where(limits.c.tenant == name))
@@ -387,6 +416,7 @@ def _value_of(text: str) -> object:
 
 def add_key(connection: Connection, key: KeyRecord, change: Change) -> bool:
     """Adds a key; returns whether its tenant is new and was added too."""
+    _begin_change(connection)
     is_new = not _has_tenant(connection, key.tenant)
     if is_new:
         add_tenant(connection, key.tenant, {}, change)
@@ -408,6 +438,7 @@ def revoke_key(connection: Connection, key_id: str, revoked_at: int, change: Cha
     Raises:
         StoreRefusal: there is no such key, or it was revoked before.
     """
+    _begin_change(connection)
     found = find_keys(connection, [key_id])
     if not found:
         raise StoreRefusal(f"there is no key {key_id!r}; `drafthouse keys list` shows all of them")
@@ -546,6 +577,8 @@ def sum_usage(connection: Connection, since: float) -> dict[str, int]:
         connection: To read with.
         since: Earliest start, seconds since 1970.
     """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {SUM_MS}")
     has_begun = (usage.c.queue_s > 0) | (usage.c.n_output > 0)
     n_tokens = func.sum(usage.c.n_output + case((has_begun, usage.c.n_prompt), else_=0))
     # No stream ends before it begins: by its end, which has an index, it is found.

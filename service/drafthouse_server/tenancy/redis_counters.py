@@ -146,19 +146,21 @@ class RedisCounters:
         self._beating = asyncio.create_task(self._keep_signing())
 
     async def ping(self) -> bool:
-        """Returns whether Redis answers now; changes nothing there.
+        """Returns whether Redis answers now, and does what is asked; changes nothing there.
 
         Raises:
-            StoreError: Redis refuses the user or the password of its URL.
+            StoreError: Redis refuses the user or the password of its URL, or its user a script.
         """
+        # Nothing of nobody's rate: one who may ping may be forbidden to count.
+        asked = self._take(keys=[f"{_PREFIX}:rate::"], args=[0, 1, 1, _TAKE_OR_NOT, 0])
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                await self._client.ping()
+                await asked
         except self._refusals as error:
             await self._client.aclose()
             raise StoreError(
                 "the Redis of the rate counters refuses this server"
-                f" ({type(error).__name__}); check user and password in its URL"
+                f" ({type(error).__name__}); check user and password in its URL, and its ACL"
             ) from None
         except self._failures:
             return False

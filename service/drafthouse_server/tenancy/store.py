@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, event, exc
+from sqlalchemy import Connection, Engine, event, exc, func, select
 from sqlalchemy.engine import URL
 
 from drafthouse_server.config import Config
@@ -50,8 +50,7 @@ _CONNECT_S = 2
 _STATEMENT_MS = 10_000
 _USAGE_S = 10.0
 """Seconds that the store has to take, or to find, records of usage."""
-_PAUSE_S = 1.0
-"""Seconds after a failure in which the usage of the store is not asked again."""
+_PAUSE_S = 1.0  # after a failure, in which the usage of the store is not asked again
 _CLOSE_S = 2.0
 _UPGRADE_LOCK = 0x6472_6166  # a number of ours for PostgreSQL's advisory locks
 _N_GROUP_MAX = 256
@@ -116,9 +115,8 @@ class Store:
         try:
             _make_file(path, may_make=may_make)
         except OSError as error:
-            raise StoreError(
-                f"cannot open the store {path}: {error.strerror}; check path and permissions"
-            ) from None
+            problem = f"cannot open the store {path}: {error.strerror}; check path and permissions"
+            raise StoreError(problem) from None
         return cls(_file_engine(path), path, f"sqlite:///{path}")
 
     @property
@@ -177,8 +175,7 @@ class Store:
             found = self._path.stat()
         except OSError as error:
             self._engine.dispose()
-            problem = f"the store {self.shown} cannot be used: {error.strerror}"
-            raise StoreError(problem) from None
+            raise StoreError(f"the store {self.shown} cannot be used: {error.strerror}") from None
         with self._file_lock:
             file = found.st_dev, found.st_ino
             if self._file not in (None, file):
@@ -211,10 +208,11 @@ class Store:
 
     def _upgrade(self) -> None:
         with self.writing() as connection:
-            if connection.dialect.name == "postgresql":
+            if self._path is None:
                 connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
-                lock = sqlalchemy.func.pg_advisory_xact_lock(_UPGRADE_LOCK)
-                connection.execute(sqlalchemy.select(lock))
+                connection.execute(select(func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
+            if problem := records.encoding_problem(connection):
+                raise StoreError(f"the store {self.shown} cannot be used: {problem}")
             before = migrations.revision_of(connection)
             migrations.upgrade(connection)
         if before != migrations.NEWEST:
@@ -270,15 +268,19 @@ def store_url(url: str) -> URL:
         parsed = sqlalchemy.make_url(url)
         backend = parsed.get_backend_name()
     except (exc.ArgumentError, ValueError):
-        problem = f"store is no URL of a database; give one, {_HINT}"
-        raise ConfigError("store", "(hidden)", problem=problem) from None
+        raise _wrong(f"store is no URL of a database; give one, {_HINT}") from None
     if backend not in ("sqlite", "postgresql"):
-        problem = f"store is a URL of {backend!r}; expected SQLite or PostgreSQL, {_HINT}"
-        raise ConfigError("store", "(hidden)", problem=problem)
+        raise _wrong(f"store is a URL of {backend!r}; expected SQLite or PostgreSQL, {_HINT}")
     if backend == "sqlite" and parsed.database in (None, "", ":memory:"):
-        problem = f"store needs a file that outlives the server, {_HINT}"
-        raise ConfigError("store", "(hidden)", problem=problem)
+        raise _wrong(f"store needs a file that outlives the server, {_HINT}")
+    # What follows the first one would count as the host, which errors show.
+    if backend == "postgresql" and url.partition("?")[0].count("@") > 1:
+        raise _wrong('store has an "@" in its user or password; write %40 for it, and %25 for "%"')
     return parsed.set(drivername="sqlite" if backend == "sqlite" else "postgresql+psycopg")
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError("store", "(hidden)", problem=problem)
 
 
 def _file_engine(path: Path) -> Engine:
@@ -322,6 +324,7 @@ def _server_engine(url: URL) -> Engine:
     arguments = {
         "connect_timeout": _CONNECT_S,
         "application_name": "drafthouse",
+        "client_encoding": "utf8",
         "options": f"{given} {own}".strip(),  # the last one counts
         # A host that has gone without a word is noticed within a quarter of a minute.
         "keepalives_idle": 5,
@@ -333,11 +336,7 @@ def _server_engine(url: URL) -> Engine:
             url, connect_args=arguments, pool_pre_ping=True, pool_size=2, max_overflow=1
         )
     except ImportError:
-        problem = (
-            "store is a URL of PostgreSQL and its driver is missing; install"
-            " 'drafthouse-server[postgresql]'"
-        )
-        raise ConfigError("store", "(hidden)", problem=problem) from None
+        raise _wrong("store's driver is missing; install 'drafthouse-server[postgresql]'") from None
 
 
 def _reason(error: exc.SQLAlchemyError) -> str:
@@ -490,6 +489,7 @@ class StoreUsage:
         """When it has answered last, by the clock."""
         self.is_away = False
         """Whether it has not answered when it was asked last."""
+        self._sum_s = records.SUM_MS / 1000  # of the first sum, at a start: no call waits for it
 
     @classmethod
     def open(cls, url: str, *, may_make: bool = True) -> StoreUsage:
@@ -517,8 +517,7 @@ class StoreUsage:
         """
         after = query.after and (query.after.ended_at, query.after.record_id)
         asked: dict[str, Any] = {
-            field.name: _as_stored(getattr(query, field.name))
-            for field in dataclasses.fields(query)
+            f.name: _as_stored(getattr(query, f.name)) for f in dataclasses.fields(query)
         }
         work = functools.partial(_find_usage, **asked | {"after": after})
         return [_record_of(row) for row in self._do(self._reader, work)]
@@ -529,7 +528,8 @@ class StoreUsage:
         Raises:
             UsageStoreFailed: It cannot tell.
         """
-        return self._do(self._reader, functools.partial(_sum_usage, since=since))
+        timeout_s, self._sum_s = self._sum_s, 0.0
+        return self._do(self._reader, functools.partial(_sum_usage, since=since), timeout_s)
 
     def close(self) -> None:
         """Ends its threads, and closes the store."""
@@ -539,11 +539,13 @@ class StoreUsage:
             thread.close(_CLOSE_S)
         self._store.close()
 
-    def _do(self, thread: StoreThread, work: Callable[[Connection], _Result]) -> _Result:
+    def _do(
+        self, thread: StoreThread, work: Callable[[Connection], _Result], timeout_s: float = 0.0
+    ) -> _Result:
         if self.is_away and self._clock() < self._failed_at + _PAUSE_S:
             raise UsageStoreFailed(f"the store {self._store.shown} has just not answered")
         # While it is away an attempt only finds out whether it is back.
-        timeout_s = _PAUSE_S if self.is_away else _USAGE_S
+        timeout_s = _PAUSE_S if self.is_away else timeout_s or _USAGE_S
         future = thread.submit(work)
         try:
             result = future.result(timeout_s)
@@ -581,9 +583,8 @@ def _row_of(record: UsageRecord) -> dict[str, object]:
     """Returns a record as every database takes it: one that none takes would hold up all others."""
     row: dict[str, object] = {}
     for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
         # Only the end user's name is a client's; it may have any character.
-        stored = _as_stored(value)
+        stored = _as_stored(getattr(record, field.name))
         row[field.name] = stored[: _LENGTHS[field.name]] if isinstance(stored, str) else stored
     return row
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,8 +102,13 @@ class SqliteUsageStore:
                 raise UsageStoreFailed(f"{self._path}: {error}") from error
 
     def _connect(self) -> sqlite3.Connection:
+        if not self._is_read_only:
+            # SQLite would make it for all to read. One that is there must not be opened by us:
+            # closing it would take SQLite's locks from this process (POSIX).
+            with contextlib.suppress(OSError):  # SQLite says what is wrong with it
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         connection = sqlite3.connect(
-            f"{self._path.absolute().as_uri()}?mode={'ro' if self._is_read_only else 'rwc'}",
+            f"{self._path.absolute().as_uri()}?mode={'ro' if self._is_read_only else 'rw'}",
             uri=True,
             timeout=_BUSY_S,
             isolation_level=None,

@@ -364,19 +364,19 @@ class TenantLimits(message.Message):
     requests_per_second: builtins.float
     """Requests a second, [0.001, 1e6]."""
     input_tokens_per_minute: builtins.int
-    """Tokens of prompts a minute, >= 1."""
+    """Tokens of prompts a minute, [1, 2^40]."""
     output_tokens_per_minute: builtins.int
-    """Tokens of outputs a minute, >= 1."""
+    """Tokens of outputs a minute, [1, 2^40]."""
     tokens_per_month: builtins.int
-    """Tokens of prompts and outputs in a month of the calendar, in UTC, >= 1."""
+    """Tokens of prompts and outputs in a month of the calendar, in UTC, [1, 2^40]."""
     max_streams: builtins.int
-    """Requests that may be prepared, wait or run at once, >= 1."""
+    """Requests that may be prepared, wait or run at once, [1, 2^40]."""
     queue_size: builtins.int
-    """Requests that may wait for a slot, >= 1. Not set: the server's setting tenant_queue_size."""
+    """Requests that may wait for a slot, [1, 2^40]. Not set: the server's setting tenant_queue_size."""
     max_prompt_tokens: builtins.int
-    """Tokens of one prompt, >= 1."""
+    """Tokens of one prompt, [1, 2^40]."""
     max_output_tokens: builtins.int
-    """Tokens of one output, >= 1."""
+    """Tokens of one output, [1, 2^40]."""
     max_priority: builtins.int
     """Highest priority of its requests, [-100, 100]. Not set: 100."""
     max_draft_tokens: builtins.int
@@ -384,10 +384,10 @@ class TenantLimits(message.Message):
     end_user_requests_per_second: builtins.float
     """Requests a second of each of its end users, [0.001, 1e6]."""
     end_user_max_streams: builtins.int
-    """Requests of each of its end users that may be prepared, wait or run at once, >= 1."""
+    """Requests of each of its end users that may be prepared, wait or run at once, [1, 2^40]."""
     @builtins.property
     def models(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of the models that it may use, 1,024 at most. Empty: all."""
+        """Names of the models that it may use, 1,024 at most, of 1 to 256 bytes. Empty: all."""
 
     def __init__(
         self,

@@ -27,12 +27,13 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     ERROR_REASON_INVALID_FIELD: _ErrorReason.ValueType  # 1
     """INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists the
     fields that are wrong, 16 at most. Told alone, before the others are looked at: a text of too many bytes, a list far too long, model,
-    end_user. Told once all others are right: what the model alone can tell, as whether a grammar can be parsed. Metadata: fields.
+    end_user. Told once all others are right: what the model alone can tell, as whether a grammar can be parsed. Metadata: fields, cut with
+    "…" where they are long.
     """
     ERROR_REASON_CONTEXT_TOO_LONG: _ErrorReason.ValueType  # 2
     """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
     ERROR_REASON_INVALID_API_KEY: _ErrorReason.ValueType  # 3
-    """UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call may end so while it runs, when
+    """UNAUTHENTICATED: the API key (metadata "authorization", "Bearer KEY") is missing, unknown, expired or revoked. A call may end so while it runs, when
     its key is revoked or its tenant deleted. Or the client's certificate names a tenant that the server's store does
     not have. Metadata, then: tenant.
     """
@@ -97,12 +98,13 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 ERROR_REASON_INVALID_FIELD: ErrorReason.ValueType  # 1
 """INVALID_ARGUMENT: one or more fields break their documented rule. Comes with google.rpc.BadRequest, which lists the
 fields that are wrong, 16 at most. Told alone, before the others are looked at: a text of too many bytes, a list far too long, model,
-end_user. Told once all others are right: what the model alone can tell, as whether a grammar can be parsed. Metadata: fields.
+end_user. Told once all others are right: what the model alone can tell, as whether a grammar can be parsed. Metadata: fields, cut with
+"…" where they are long.
 """
 ERROR_REASON_CONTEXT_TOO_LONG: ErrorReason.ValueType  # 2
 """INVALID_ARGUMENT: prompt and requested output do not fit the context. Metadata: promptTokens, maxOutputTokens, contextTokens."""
 ERROR_REASON_INVALID_API_KEY: ErrorReason.ValueType  # 3
-"""UNAUTHENTICATED: the API key is missing, unknown, expired or revoked. A call may end so while it runs, when
+"""UNAUTHENTICATED: the API key (metadata "authorization", "Bearer KEY") is missing, unknown, expired or revoked. A call may end so while it runs, when
 its key is revoked or its tenant deleted. Or the client's certificate names a tenant that the server's store does
 not have. Metadata, then: tenant.
 """

@@ -457,7 +457,7 @@ class LogitBias(message.Message):
     token_id: builtins.int
     """Token id in [0, Model.vocabulary_size)."""
     bias: builtins.float
-    """Added to the logit, [-100, 100]; -100 forbids the token."""
+    """Added to the logit, [-100, 100]; -100 forbids the token. Entries for one token add up, but for one that forbids it."""
     def __init__(
         self,
         *,
@@ -508,7 +508,7 @@ class StopOptions(message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     IGNORE_END_TOKEN_FIELD_NUMBER: builtins.int
     ignore_end_token: builtins.bool
-    """Go on past the model's end token, which is then never chosen."""
+    """Go on past the model's end token, which is then never chosen. Not with SamplingOptions.grammar."""
     @builtins.property
     def sequences(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """Texts that end the generation, at most 16 of 1 to 256 bytes. They are not part of the output."""

@@ -52,14 +52,15 @@ class ModelServiceServicer(object):
     """
 
     def GetModel(self, request, context):
-        """Returns one model. Errors: MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_FIELD.
+        """Returns one model. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE,
+        TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the models that the caller may use, ordered by name. Errors: INVALID_FIELD.
+        """Lists the models that the caller may use, ordered by name. Errors: as GetModel, but for those of a model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

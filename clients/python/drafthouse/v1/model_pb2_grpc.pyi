@@ -34,9 +34,11 @@ class ModelServiceStub:
     @typing.overload
     def __new__(cls, channel: aio.Channel) -> ModelServiceAsyncStub: ...
     GetModel: grpc.UnaryUnaryMultiCallable[model_pb2.GetModelRequest, model_pb2.GetModelResponse]
-    """Returns one model. Errors: MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_FIELD."""
+    """Returns one model. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE,
+    TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+    """
     ListModels: grpc.UnaryUnaryMultiCallable[model_pb2.ListModelsRequest, model_pb2.ListModelsResponse]
-    """Lists the models that the caller may use, ordered by name. Errors: INVALID_FIELD."""
+    """Lists the models that the caller may use, ordered by name. Errors: as GetModel, but for those of a model."""
 
 @typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -44,9 +46,11 @@ class ModelServiceAsyncStub(ModelServiceStub):
 
     def __init__(self, channel: aio.Channel) -> None: ...
     GetModel: aio.UnaryUnaryMultiCallable[model_pb2.GetModelRequest, model_pb2.GetModelResponse]  # type: ignore[assignment]
-    """Returns one model. Errors: MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_FIELD."""
+    """Returns one model. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE,
+    TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+    """
     ListModels: aio.UnaryUnaryMultiCallable[model_pb2.ListModelsRequest, model_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Lists the models that the caller may use, ordered by name. Errors: INVALID_FIELD."""
+    """Lists the models that the caller may use, ordered by name. Errors: as GetModel, but for those of a model."""
 
 class ModelServiceServicer(metaclass=abc_1.ABCMeta):
     """Tells which models a server serves and how."""
@@ -57,7 +61,9 @@ class ModelServiceServicer(metaclass=abc_1.ABCMeta):
         request: model_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> typing.Union[model_pb2.GetModelResponse, abc.Awaitable[model_pb2.GetModelResponse]]:
-        """Returns one model. Errors: MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_FIELD."""
+        """Returns one model. Errors: INVALID_FIELD, MODEL_NOT_FOUND, MODEL_NOT_ALLOWED, INVALID_API_KEY, TOO_MANY_BAD_KEYS, STORE_UNAVAILABLE,
+        TENANT_QUOTA_EXCEEDED, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
+        """
 
     @abc_1.abstractmethod
     def ListModels(
@@ -65,6 +71,6 @@ class ModelServiceServicer(metaclass=abc_1.ABCMeta):
         request: model_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> typing.Union[model_pb2.ListModelsResponse, abc.Awaitable[model_pb2.ListModelsResponse]]:
-        """Lists the models that the caller may use, ordered by name. Errors: INVALID_FIELD."""
+        """Lists the models that the caller may use, ordered by name. Errors: as GetModel, but for those of a model."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...

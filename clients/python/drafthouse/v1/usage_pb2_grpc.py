@@ -49,8 +49,8 @@ class UsageServiceServicer(object):
     """
 
     def ListUsage(self, request, context):
-        """Lists the records of the caller's tenant, by the end of their streams. Errors: INVALID_FIELD, INVALID_API_KEY,
-        USAGE_UNAVAILABLE, SERVER_DRAINING.
+        """Lists the records of the caller's tenant, by the end of their streams. Errors: INVALID_FIELD, INVALID_API_KEY, TOO_MANY_BAD_KEYS,
+        STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL, USAGE_UNAVAILABLE, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

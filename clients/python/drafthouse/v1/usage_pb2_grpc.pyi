@@ -36,8 +36,8 @@ class UsageServiceStub:
     @typing.overload
     def __new__(cls, channel: aio.Channel) -> UsageServiceAsyncStub: ...
     ListUsage: grpc.UnaryUnaryMultiCallable[usage_pb2.ListUsageRequest, usage_pb2.ListUsageResponse]
-    """Lists the records of the caller's tenant, by the end of their streams. Errors: INVALID_FIELD, INVALID_API_KEY,
-    USAGE_UNAVAILABLE, SERVER_DRAINING.
+    """Lists the records of the caller's tenant, by the end of their streams. Errors: INVALID_FIELD, INVALID_API_KEY, TOO_MANY_BAD_KEYS,
+    STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL, USAGE_UNAVAILABLE, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
     """
 
 @typing.type_check_only
@@ -48,8 +48,8 @@ class UsageServiceAsyncStub(UsageServiceStub):
 
     def __init__(self, channel: aio.Channel) -> None: ...
     ListUsage: aio.UnaryUnaryMultiCallable[usage_pb2.ListUsageRequest, usage_pb2.ListUsageResponse]  # type: ignore[assignment]
-    """Lists the records of the caller's tenant, by the end of their streams. Errors: INVALID_FIELD, INVALID_API_KEY,
-    USAGE_UNAVAILABLE, SERVER_DRAINING.
+    """Lists the records of the caller's tenant, by the end of their streams. Errors: INVALID_FIELD, INVALID_API_KEY, TOO_MANY_BAD_KEYS,
+    STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL, USAGE_UNAVAILABLE, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
     """
 
 class UsageServiceServicer(metaclass=abc_1.ABCMeta):
@@ -63,8 +63,8 @@ class UsageServiceServicer(metaclass=abc_1.ABCMeta):
         request: usage_pb2.ListUsageRequest,
         context: _ServicerContext,
     ) -> typing.Union[usage_pb2.ListUsageResponse, abc.Awaitable[usage_pb2.ListUsageResponse]]:
-        """Lists the records of the caller's tenant, by the end of their streams. Errors: INVALID_FIELD, INVALID_API_KEY,
-        USAGE_UNAVAILABLE, SERVER_DRAINING.
+        """Lists the records of the caller's tenant, by the end of their streams. Errors: INVALID_FIELD, INVALID_API_KEY, TOO_MANY_BAD_KEYS,
+        STORE_UNAVAILABLE, TENANT_QUOTA_EXCEEDED, QUEUE_FULL, USAGE_UNAVAILABLE, SERVER_DRAINING, SERVER_OVERLOADED, SLOW_SENDER.
         """
 
 def add_UsageServiceServicer_to_server(servicer: UsageServiceServicer, server: typing.Union[grpc.Server, aio.Server]) -> None: ...
