@@ -47,11 +47,15 @@ async def test_a_template_has_bounds_when_it_is_opened_too(template: str, tmp_pa
     process = TextProcess(
         str(copied(DENSE, tmp_path / "model.gguf", values)), memory_bytes=64 << 20
     )
+    refusal = ""
     try:
         await process.start()
     except StartupError as error:
-        assert "chat template" in str(error)  # noqa: PT017  # it may start, without chats
-        return
-    (problem,) = (await process.ask(TextJob(messages=[("user", "hi")]), 5.0)).problems
-    assert problem.field == "messages"
+        refusal = str(error)
+    if refusal:  # where it ends the worker; else the server goes on without chats
+        assert "chat template" in refusal
+    else:
+        job = TextJob(messages=[("user", "hi")])
+        (problem,) = (await process.ask(job, 5.0)).problems
+        assert problem.field == "messages"
     await process.end()
