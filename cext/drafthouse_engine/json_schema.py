@@ -36,6 +36,7 @@ from drafthouse_engine.gbnf import (
     Repeat,
     Rules,
     Seq,
+    is_finite,
     literal,
     optional,
     to_gbnf,
@@ -128,7 +129,11 @@ def json_schema_grammar(schema: str | Schema) -> str:
     """
     try:
         builder = _Builder(_document(schema))
-        return to_gbnf(builder.root(), builder.rules)
+        root = builder.root()
+        if not is_finite(root, builder.rules):
+            what = 'leave it out of "required" or "minItems", or allow null beside it'
+            raise BadConstraint(f'a value with "$ref" to itself never ends; {what}', where="#")
+        return to_gbnf(root, builder.rules)
     except RecursionError:
         raise BadConstraint("the schema nests too deep", where="#") from None
     except BadConstraint:

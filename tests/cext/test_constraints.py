@@ -313,6 +313,15 @@ def test_a_schema_accepts_valid_values_alone(value: object, is_valid: bool) -> N
             [1],
         ),
         ({"enum": ["a", 1, 2.0], "type": "integer"}, [1, 2.0], ["a"]),
+        (
+            {
+                "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+                "required": ["a"],
+            },
+            [{"a": None}, {"a": {"a": None}}],
+            [{}, {"a": {}}],
+        ),
+        ({"type": "array", "items": {"$ref": "#"}}, [[], [[], [[]]]], [[1]]),
     ],
 )
 def test_keywords(schema: Any, yes: list[object], no: list[object]) -> None:
@@ -445,6 +454,17 @@ def test_one_of_is_read_as_any_of() -> None:
         ),
         ({"$ref": "#"}, "leads back", "#"),
         ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "lead back to itself", "#"),
+        ({"anyOf": [{"$ref": "#"}]}, "never ends", "#"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "never ends", "#"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "never ends", "#"),
+        (
+            {
+                "$defs": {"a": {"prefixItems": [{"$ref": "#/$defs/a"}]}},
+                "properties": {"a": {"$ref": "#/$defs/a"}},
+            },
+            "never ends",
+            "#",
+        ),
         ({"type": "string", "pattern": r"\Aa\Z"}, r"escape \A", "#"),
         ({"type": "string", "pattern": r"^a\Z"}, r"escape \Z", "#"),
         ({"type": "string", "pattern": r"\a"}, r"escape \a", "#"),
