@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 import drafthouse
 from drafthouse_server.administration import ADMIN_PORT
 from drafthouse_server.cli import settings
-from drafthouse_server.cli.connection import NO_PAIR, is_unsent, no_pair
+from drafthouse_server.cli.connection import NO_PAIR, exit_code, no_pair
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.tenancy.tenants import LIMITS
@@ -146,7 +146,7 @@ def _run(work: _Work) -> Callable[[argparse.Namespace, Terminal], int]:
                 return work(client, arguments, terminal)
             except drafthouse.DrafthouseError as error:
                 terminal.error(_explain(error, target))
-                return 2 if is_unsent(error) else 1
+                return exit_code(error)
             except ValueError as error:  # it cannot be sent
                 terminal.error(str(error))
                 return 2

@@ -13,7 +13,7 @@ import drafthouse
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.errors import ConfigError
 
-__all__ = ["NO_PAIR", "add_connection", "connected", "explain", "is_unsent", "no_pair", "tell"]
+__all__ = ["NO_PAIR", "add_connection", "connected", "exit_code", "explain", "no_pair", "tell"]
 
 NO_PAIR = "is not the private key of"
 """What the SDK says of two files that do not belong together."""
@@ -128,9 +128,9 @@ def _api_key(arguments: argparse.Namespace) -> str | None:
     return key
 
 
-def is_unsent(error: drafthouse.DrafthouseError) -> bool:
-    """Returns whether a value cannot be sent at all: no server was asked."""
-    return isinstance(error, drafthouse.InvalidField) and not error.request_id
+def exit_code(error: drafthouse.DrafthouseError) -> int:
+    """Returns the exit code of a failed call: 2 where a value could not be sent, else 1."""
+    return 2 if isinstance(error, drafthouse.InvalidField) and not error.request_id else 1
 
 
 def tell(
@@ -143,7 +143,7 @@ def tell(
         terminal.error(str(error))
         return 2
     terminal.error(explain(error, arguments))
-    return 2 if is_unsent(error) else 1
+    return exit_code(error)
 
 
 def explain(error: drafthouse.DrafthouseError, arguments: argparse.Namespace) -> str:
