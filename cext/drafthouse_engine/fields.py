@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Final
 
 from drafthouse_engine.errors import InvalidConfig
@@ -33,8 +34,11 @@ def refusal(owner: object, field: str, value: object, wanted: str) -> InvalidCon
 def check_int(owner: object, field: str, low: int, high: int = INT32_MAX) -> None:
     """Raises `InvalidConfig` unless the field is an integer in [low, high]."""
     value = getattr(owner, field)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or not low <= value <= high:
         raise refusal(owner, field, value, f"an integer in [{low}, {high}]")
+    if not isinstance(value, int):
+        object.__setattr__(owner, field, int(value))  # numpy's, in a frozen dataclass
 
 
 def check_bool(owner: object, field: str) -> None:
@@ -49,10 +53,12 @@ def check_float(
 ) -> None:
     """Raises `InvalidConfig` unless the field is a finite number in the interval."""
     value = getattr(owner, field)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not _is_within(value, low, high, ends):
         interval = f"{ends[0]}{low:g}, {high:g}{ends[1]}"
         raise refusal(owner, field, value, f"a finite number in {interval}")
+    if not isinstance(value, int | float):
+        object.__setattr__(owner, field, float(value))  # numpy's, in a frozen dataclass
 
 
 def check_text(owner: object, field: str, value: object) -> None:

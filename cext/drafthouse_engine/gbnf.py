@@ -23,6 +23,7 @@ __all__ = [
     "Seq",
     "chars_of",
     "complement",
+    "is_finite",
     "literal",
     "optional",
     "to_gbnf",
@@ -190,6 +191,32 @@ def to_gbnf(root: Node, rules: Rules | None = None) -> str:
     text = "\n".join(f"{name} ::= {body}" for name, body in writer.rules.items())
     check_grammar(text)
     return text
+
+
+def is_finite(root: Node, rules: Rules) -> bool:
+    """Returns whether each rule that a tree refers to has a text that ends."""
+    names = _inner_first(root, rules)
+    ended: set[str] = set()
+    n_before = -1
+    while n_before < len(ended):  # again for those that are made of themselves
+        n_before = len(ended)
+        for name in names:
+            if name not in ended and _has_end(rules[name], ended):
+                ended.add(name)
+    return len(ended) == len(names)
+
+
+def _has_end(node: Node, ended: set[str]) -> bool:
+    match node:
+        case Ref(name):
+            return name in ended
+        case Seq(items):
+            return all(_has_end(item, ended) for item in items)
+        case Alt(items):
+            return any(_has_end(item, ended) for item in items)
+        case Repeat(item, n_min, _):
+            return n_min == 0 or _has_end(item, ended)
+    return True
 
 
 def _inner_first(root: Node, rules: Rules) -> list[str]:

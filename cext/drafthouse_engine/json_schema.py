@@ -6,8 +6,8 @@ that is not understood is an annotation, as the draft has it. Annotations are pa
 that the grammar cannot hold is refused. Narrower than the schema, on purpose: members come in the
 order of `properties`; an object with `properties` and no `additionalProperties` has no others; the
 numbers have at most 16 digits; times have no leap second, at most nine digits after a second's
-point, and T and Z in upper case; in a `pattern`, `.` is no end of line and `\S` no white space of
-ECMA-262's; white space is what a printer makes of it.
+point, and T and Z in upper case; in a `pattern`, a character is allowed where it is as ECMA-262 and
+as Python reads it (see `regex`); white space is what a printer makes of it.
 
 Understood: `type` (also a list), `properties`, `required`, `additionalProperties`, `items`,
 `prefixItems`, `minItems`, `maxItems`, `minLength`, `maxLength`, `pattern`, `format` (`date`,
@@ -26,7 +26,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 from drafthouse_engine.digits import integer_range
-from drafthouse_engine.errors import BadConstraint
+from drafthouse_engine.errors import BadConstraint, BadGrammar
 from drafthouse_engine.fields import has_text_problem
 from drafthouse_engine.gbnf import (
     EMPTY,
@@ -36,6 +36,7 @@ from drafthouse_engine.gbnf import (
     Repeat,
     Rules,
     Seq,
+    is_finite,
     literal,
     optional,
     to_gbnf,
@@ -128,9 +129,18 @@ def json_schema_grammar(schema: str | Schema) -> str:
     """
     try:
         builder = _Builder(_document(schema))
-        return to_gbnf(builder.root(), builder.rules)
+        root = builder.root()
+        if not is_finite(root, builder.rules):
+            what = 'leave it out of "required" or "minItems", or allow null beside it'
+            raise BadConstraint(f'a value with "$ref" to itself never ends; {what}', where="#")
+        return to_gbnf(root, builder.rules)
     except RecursionError:
         raise BadConstraint("the schema nests too deep", where="#") from None
+    except BadConstraint:
+        raise
+    except BadGrammar as error:
+        what = f'a "$ref" may lead back to itself through "anyOf", "oneOf" or "allOf": {error}'
+        raise BadConstraint(f"the schema has no grammar; {what}", where="#") from None
 
 
 def _document(schema: str | Schema) -> Schema:

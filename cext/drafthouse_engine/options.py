@@ -203,7 +203,11 @@ class SamplingParams:
                 raise refusal(self, "samplers", order, f"names of {', '.join(SAMPLERS)}")
 
     def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, tuple | list):
+            raise refusal(self, "logit_bias", self.logit_bias, "a tuple of pairs")
         for pair in self.logit_bias:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise refusal(self, "logit_bias", pair, "pairs of a token id ≥ 0 and a bias")
             token, bias = pair
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= INT32_MAX:
                 raise refusal(self, "logit_bias", pair, "pairs of a token id ≥ 0 and a bias")

@@ -6,6 +6,11 @@ named groups and `(?:…)`, alternation, the quantifiers `* + ? {m} {m,} {,n} {m
 read as greedy: the language is the same), and `^`, `\A`, `$`, `\Z` at the ends. All else is
 refused: back-references, look-around, inner anchors, `\b`, flags, possessive quantifiers. Lone
 surrogates are no characters: no class matches them.
+
+The pattern of a JSON schema (`is_ecma`) is one of ECMA-262's, and is often read as one of Python's,
+whose classes are Unicode's there: a character is allowed where it is under both readings, and what
+only Python has, or the two read differently, is refused (`\A`, `\Z`, `\a`, `\U`, `{,n}`, a `]` that
+begins a class). A named group is `(?<name>…)` there, too.
 """
 
 from __future__ import annotations
@@ -45,17 +50,35 @@ _CLASSES: Final = {
     "W": complement(_WORD),
     "S": complement(_SPACE),
 }
-# ECMA-262 knows more white space and more ends of lines. A JSON schema's pattern is one of its, and
-# is often read as one of Python's: a character is allowed where it is under both readings.
+# White space, digits and word characters of ECMA-262 or of Python, or of both.
 _WIDE_SPACE = chars_of(
     [
         *_SPACE.ranges,
-        *((c, c) for c in (0xA0, 0x1680, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000, 0xFEFF)),
-        (0x2000, 0x200A),
+        *((c, c) for c in (0x85, 0xA0, 0x1680, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000, 0xFEFF)),
+        *((0x1C, 0x1F), (0x2000, 0x200A)),
     ]
 )
-_ECMA_CLASSES: Final = _CLASSES | {"S": complement(_WIDE_SPACE)}
-_ECMA_NEGATED: Final = _CLASSES | {"s": _WIDE_SPACE}
+_DIGIT_ZEROS: Final = (  # of Unicode 17's decimal digits (Nd); nine more follow each
+    "30 660 6F0 7C0 966 9E6 A66 AE6 B66 BE6 C66 CE6 D66 DE6 E50 ED0 F20 1040 1090 17E0 1810 "
+    "1946 19D0 1A80 1A90 1B50 1BB0 1C40 1C50 A620 A8D0 A900 A9D0 A9F0 AA50 ABF0 FF10 104A0 "
+    "10D30 10D40 11066 110F0 11136 111D0 112F0 11450 114D0 11650 116C0 116D0 116DA 11730 "
+    "118E0 11950 11BF0 11C50 11D50 11DA0 11DE0 11F50 16130 16A60 16AC0 16B50 1CCF0 1D7CE "
+    "1D7D8 1D7E2 1D7EC 1D7F6 1E140 1E2F0 1E4F0 1E5F1 1E950 1FBF0"
+)
+_WIDE_DIGIT = chars_of((int(c, 16), int(c, 16) + 9) for c in _DIGIT_ZEROS.split())
+_NO_WORDS: Final = (  # ASCII, Latin-1, punctuation, currencies, symbols, pictures; not all
+    "0-2F 3A-40 5B-5E 60-60 7B-A9 AB-B1 B4-B4 B6-B8 BB-BB BF-BF D7-D7 F7-F7 2000-206F "
+    "20A0-20CF 2190-245F 2500-2775 2794-2BFF 3000-3004 1F300-1FAFF"
+)
+_NO_WORD = chars_of(
+    (int(low, 16), int(high, 16)) for low, _, high in (r.partition("-") for r in _NO_WORDS.split())
+)
+_NARROW_CLASSES: Final = _CLASSES | {
+    "D": complement(_WIDE_DIGIT),
+    "W": _NO_WORD,
+    "S": complement(_WIDE_SPACE),
+}
+_WIDE_CLASSES: Final = _CLASSES | {"d": _WIDE_DIGIT, "w": complement(_NO_WORD), "s": _WIDE_SPACE}
 _CONTROLS: Final = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11, "0": 0}
 _HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
 _DOT = complement(chars_of([(10, 10)]))
@@ -86,7 +109,7 @@ class Regex:
 
     Args:
         pattern: at most 8,192 characters.
-        is_ecma: whether `.`, `\s` and `\S` match only what ECMA-262 lets them match too.
+        is_ecma: whether the pattern is a JSON schema's, which must hold as ECMA-262 reads it, too.
 
     Raises:
         BadConstraint: the pattern is too long.
@@ -101,8 +124,9 @@ class Regex:
             )
         self._pattern = pattern
         self._dot = _ECMA_DOT if is_ecma else _DOT
-        self._classes = _ECMA_CLASSES if is_ecma else _CLASSES
-        self._negated_classes = _ECMA_NEGATED if is_ecma else _CLASSES
+        self._classes = _NARROW_CLASSES if is_ecma else _CLASSES
+        self._negated_classes = _WIDE_CLASSES if is_ecma else _CLASSES
+        self._is_ecma = is_ecma
         self._i = 0
         self._depth = 0
         self.is_anchored_start = False
@@ -116,7 +140,7 @@ class Regex:
         Raises:
             BadConstraint: the pattern is wrong or not understood.
         """
-        for anchor in ("^", "\\A"):
+        for anchor in ("^",) if self._is_ecma else ("^", "\\A"):
             if self._pattern.startswith(anchor):
                 self._i = len(anchor)
                 self.is_anchored_start = True
@@ -153,7 +177,7 @@ class Regex:
         return Seq(tuple(items)) if items else EMPTY
 
     def _take_end_anchor(self) -> bool:
-        for anchor in ("$", "\\Z"):
+        for anchor in ("$",) if self._is_ecma else ("$", "\\Z"):
             if self._pattern.startswith(anchor, self._i):
                 if self._i + len(anchor) != len(self._pattern):
                     raise self._error(f"the anchor {anchor} inside the pattern")
@@ -193,8 +217,9 @@ class Regex:
         return node
 
     def _group_name(self, at: int) -> None:
+        is_named = self._take("P<") or (self._is_ecma and self._take("<"))
         end = self._pattern.find(">", self._i)
-        if not self._take("P<") or not self._pattern[self._i : end].isidentifier():
+        if not is_named or end < 0 or not self._pattern[self._i : end].isidentifier():
             kind = self._pattern[at : at + 4]
             raise self._error(f"the group {kind}… (look-around, flags, back-references)", at)
         self._i = end + 1
@@ -211,6 +236,8 @@ class Regex:
         """The character of an escape, behind its backslash."""
         c = self._peek()
         self._i += 1
+        if self._is_ecma and c in ("a", "U"):
+            raise self._error(f"the escape \\{c}, which is Python's alone,", at)
         if c in _HEX_DIGITS:
             return self._hex(_HEX_DIGITS[c], at)
         if c == "0" and self._peek() in string.octdigits and self._peek():
@@ -232,6 +259,8 @@ class Regex:
 
     def _class(self, at: int) -> Node:
         is_negated = self._take("^")
+        if self._is_ecma and self._peek() == "]":
+            raise self._error("a class that begins with ], which is \\] there,", at)
         classes = self._negated_classes if is_negated else self._classes
         ranges: list[tuple[int, int]] = []
         is_first = True
@@ -305,6 +334,8 @@ class Regex:
         self._i = end + 1
         if max(len(low), len(high)) > REPEAT_DIGITS_MAX:
             raise self._error("a repetition of more than 9,999 times", at)
+        if self._is_ecma and not low:
+            raise self._error("a repetition without its least count, as in {0,n},", at)
         n_min = int(low or 0)
         n_max = int(high) if high else None if comma else n_min
         if n_max is not None and n_max < n_min:

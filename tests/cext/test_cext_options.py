@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from enum import Enum
+from typing import Any
 
+import numpy as np
 import pytest
 
 from drafthouse_engine import EngineParams, InvalidConfig, SamplingParams, _spec, errors
@@ -115,3 +117,25 @@ def test_errors_survive_pickle_with_their_values(name: str) -> None:
     assert type(again) is kind
     assert (str(again), again.extra) == ("what happened", 7)
     assert isinstance(again, errors.EngineError)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """They were refused: "must be an integer in [0, 2147483647], not np.int64(4)"."""
+    top_k: Any = np.int64(4)
+    temperature: Any = np.float32(0.5)
+    params = SamplingParams(temperature=temperature, top_k=top_k)
+    assert params == SamplingParams(temperature=0.5, top_k=4)
+    assert [type(params.temperature), type(params.top_k)] == [float, int]
+    for wrong in (np.bool_(True), np.float64("nan"), np.array([1])):
+        given: Any = wrong
+        with pytest.raises(InvalidConfig, match="top_k"):
+            SamplingParams(top_k=given)
+        with pytest.raises(InvalidConfig, match="temperature"):
+            SamplingParams(temperature=given)
+
+
+@pytest.mark.parametrize("bias", [{"a": 1.0}, {5: 1.0}, ((5,),), (5,), 5, None, "ab", ((5, "x"),)])
+def test_a_bias_that_is_no_pair_is_named(bias: Any) -> None:
+    """A mapping ended in "not enough values to unpack"."""
+    with pytest.raises(InvalidConfig, match=r"logit_bias must be "):
+        SamplingParams(logit_bias=bias)

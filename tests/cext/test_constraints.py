@@ -117,6 +117,7 @@ def test_constructs(pattern: str, yes: list[str], no: list[str]) -> None:
     ("pattern", "what", "where"),
     [
         ("ab(?=c)", "group (?=", 2),
+        ("(?P<ab)", "group (?P<", 0),
         ("a(?i)b", "group (?i)", 1),
         (r"a\1", r"escape \1", 1),
         (r"a\bc", r"escape \b", 1),
@@ -168,6 +169,22 @@ def test_no_class_of_characters_has_surrogates(pattern: str) -> None:
     (chars,) = node.items
     assert isinstance(chars, Chars)
     assert not [r for r in chars.ranges if r[0] <= 0xDFFF and r[1] >= 0xD800]
+
+
+@pytest.mark.parametrize("pattern", [r"\d", r"\D", r"\w", r"\W", r"\s", r"\S"])
+def test_a_class_of_a_schemas_pattern_holds_as_ecma_and_as_python_reads_it(pattern: str) -> None:
+    ecma_space = " \t\n\v\f\r\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff\u2000-\u200a"
+    ecma = {"d": "0-9", "w": "A-Za-z0-9_", "s": ecma_space}
+    for is_negated, form in enumerate((pattern, f"[{pattern}]", f"[^{pattern}]")):
+        node = Regex(form, is_ecma=True).parse()
+        assert isinstance(node, Seq)
+        (chars,) = node.items
+        assert isinstance(chars, Chars)
+        text = "".join(chr(c) for low, high in chars.ranges for c in range(low, high + 1))
+        assert re.fullmatch(f"{form}+", text), form
+        is_other = pattern[1].isupper() != (is_negated == 2)
+        inside = f"[{'^' if is_other else ''}{ecma[pattern[1].lower()]}]"
+        assert re.fullmatch(f"{inside}+", text), form
 
 
 @settings(max_examples=100, deadline=None)
@@ -263,6 +280,11 @@ def test_a_schema_accepts_valid_values_alone(value: object, is_valid: bool) -> N
         ({"type": "string", "pattern": r"^\s$"}, [" ", "\t"], ["\xa0", "a"]),
         ({"type": "string", "pattern": r"^[^\s]$"}, ["a"], ["\xa0", " "]),
         ({"type": "string", "pattern": r"^[^\S]$"}, [" ", "\t"], ["\xa0", "a"]),
+        ({"type": "string", "pattern": r"^\S$"}, ["é"], ["\x1c", "\x85"]),
+        ({"type": "string", "pattern": r"^\D$"}, ["a", "é", "日"], ["1", "٣", "𞥐"]),
+        ({"type": "string", "pattern": r"^\W$"}, ["-", "—", "€", "😀"], ["a", "é", "日", "_"]),
+        ({"type": "string", "pattern": r"^[^\w]$"}, ["-", "—"], ["a", "é", "日"]),
+        ({"type": "string", "pattern": r"^(?<year>\d{4})$"}, ["2026"], ["26"]),
         ({"pattern": "b+"}, ["b", "abc", "bb"], ["ac", ""]),
         ({"type": "object"}, [{}, {"x": {"y": 1}}], [[]]),
         (
@@ -291,6 +313,15 @@ def test_a_schema_accepts_valid_values_alone(value: object, is_valid: bool) -> N
             [1],
         ),
         ({"enum": ["a", 1, 2.0], "type": "integer"}, [1, 2.0], ["a"]),
+        (
+            {
+                "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+                "required": ["a"],
+            },
+            [{"a": None}, {"a": {"a": None}}],
+            [{}, {"a": {}}],
+        ),
+        ({"type": "array", "items": {"$ref": "#"}}, [[], [[], [[]]]], [[1]]),
     ],
 )
 def test_keywords(schema: Any, yes: list[object], no: list[object]) -> None:
@@ -422,6 +453,25 @@ def test_one_of_is_read_as_any_of() -> None:
             "#",
         ),
         ({"$ref": "#"}, "leads back", "#"),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "lead back to itself", "#"),
+        ({"anyOf": [{"$ref": "#"}]}, "never ends", "#"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "never ends", "#"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "never ends", "#"),
+        (
+            {
+                "$defs": {"a": {"prefixItems": [{"$ref": "#/$defs/a"}]}},
+                "properties": {"a": {"$ref": "#/$defs/a"}},
+            },
+            "never ends",
+            "#",
+        ),
+        ({"type": "string", "pattern": r"\Aa\Z"}, r"escape \A", "#"),
+        ({"type": "string", "pattern": r"^a\Z"}, r"escape \Z", "#"),
+        ({"type": "string", "pattern": r"\a"}, r"escape \a", "#"),
+        ({"type": "string", "pattern": r"\U00000041"}, r"escape \U", "#"),
+        ({"type": "string", "pattern": "a{,2}"}, "least count", "#"),
+        ({"type": "string", "pattern": "[]a]"}, "begins with ]", "#"),
+        ({"type": "string", "pattern": "[^]a]"}, "begins with ]", "#"),
         ({"anyOf": [{"type": "null"}], "properties": {}}, '"anyOf" beside', "#"),
         ({"allOf": [{}, {}]}, '"allOf"', "#"),
         ({"type": "text"}, '"type" must be', "#"),

@@ -123,6 +123,40 @@ def test_what_cannot_be_is_one_sentence(flags: tuple[str, ...], words: str) -> N
     assert_told(run("models", "--server", "h:1", *flags), 2, words)
 
 
+@pytest.mark.parametrize("command", ["models", "status"])
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("http://127.0.0.1:50051", "must be an address, such as 'host:port'"),
+        ("127.0.0.1:99999", "must have a port of at most 65535"),
+        ("", "must be an address, such as 'host:port'"),
+    ],
+)
+def test_an_address_that_is_none_is_told(
+    command: str, target: str, words: str, tmp_path: Path
+) -> None:
+    """It was said of a key, which nobody had given, that it would travel in plain text."""
+    certificate = Authority().issue().write(tmp_path)
+    for files in ((), ("--cert-file", certificate[0], "--key-file", certificate[1])):
+        outcome = run(command, "--server", target, *files)
+        assert_told(outcome, 2, words)
+        assert "plain text" not in outcome[2]
+
+
+async def test_a_value_that_cannot_be_sent_is_a_wrong_flag(start_server: ServerFactory) -> None:
+    """It was told as a call that the server refuses, with 1."""
+    server = await start_server()
+    command = ("generate", "x", "--server", server.target)
+    for flags, code, words in (
+        (("--seed", "99999999999"), 2, "seed cannot be sent"),
+        (("--temperature", "99"), 1, "temperature: must be in [0, 10]"),
+    ):
+        assert_told(await asyncio.to_thread(run, *command, *flags), code, words)
+    place = ("--server", "127.0.0.1:1")
+    outcome = await asyncio.to_thread(run, "limits", "acme", f"max_priority={2**40}", *place)
+    assert_told(outcome, 2, "max_priority cannot be sent")
+
+
 def test_the_key_is_sent_where_one_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTHOUSE_API_KEY", KEY)
     command = ("models", "--server", "server.invalid:1")

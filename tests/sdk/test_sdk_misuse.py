@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import functools
+import pickle
 import re
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 from scripts import reference
 
 import drafthouse
 from drafthouse._options import _RULES, generate_request
+from drafthouse._retry import Attempts, RetryBudget
 
 NOBODY = "127.0.0.1:1"
 
@@ -243,9 +249,97 @@ def test_the_rules_that_errors_tell_are_the_documented_ones() -> None:
 
 
 @pytest.mark.parametrize("number", [10**400, float("inf"), 1e300])
-def test_a_timeout_without_end_is_none(number: float) -> None:
+async def test_a_timeout_without_end_is_none(number: float) -> None:
+    """It was a time that has passed to gRPC where it was told of it, as by `health`."""
     with drafthouse.Client(NOBODY, retry=None) as client:
         client.generate("x", timeout=number).close()
+        with pytest.raises(drafthouse.Unavailable):
+            client.health(timeout=number)
+    async with drafthouse.AsyncClient(NOBODY) as other:
+        with pytest.raises(drafthouse.Unavailable):
+            await other.health(timeout=number)
+    with drafthouse.AdminClient(NOBODY) as admin, pytest.raises(drafthouse.Unavailable):
+        admin.status(timeout=number)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error", "told"),
+    [
+        ("5", TypeError, "timeout must be a number of seconds, or None, not str"),
+        (float("nan"), ValueError, "timeout is not a number"),
+    ],
+)
+async def test_a_timeout_that_is_none_is_told_by_every_method(
+    seconds: Any, error: type[Exception], told: str
+) -> None:
+    """`health` and an AdminClient left it to grpc: DEADLINE_EXCEEDED, or an operand's type."""
+    with drafthouse.Client(NOBODY) as client, drafthouse.AdminClient(NOBODY) as admin:
+        for call in (
+            functools.partial(client.generate, "x"),
+            client.get_model,
+            client.health,
+            admin.status,
+            admin.tenants,
+            functools.partial(admin.limits, "acme"),
+            functools.partial(admin.set_limits, "acme", {}),
+            admin.drain,
+        ):
+            with pytest.raises(error, match=told):
+                call(timeout=seconds)
+    async with drafthouse.AsyncClient(NOBODY) as other:
+        with pytest.raises(error, match=told):
+            await other.health(timeout=seconds)
+
+
+def test_a_timeout_of_numpy_is_as_long_as_it_says() -> None:
+    """Added to the clock's time as a float32, it was rounded to many seconds, or passed at once."""
+    float32: Any = np.float32(3.0)
+    deadline = Attempts(None, RetryBudget(0), float32).remaining_s()
+    assert type(deadline) is float
+
+
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient", "AdminClient"])
+async def test_a_client_is_neither_copied_nor_pickled(kind: str) -> None:
+    client = getattr(drafthouse, kind)(NOBODY)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(
+            TypeError, match=f"a drafthouse.{kind} cannot be copied or pickled; make"
+        ):
+            copied(client)
+
+
+async def test_a_stream_is_neither_copied_nor_pickled() -> None:
+    """A copy that was collected ended the generation of the other."""
+    with drafthouse.Client(NOBODY) as client, client.generate("x") as stream:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(
+                TypeError, match="GenerationStream cannot be copied or pickled; send"
+            ):
+                copied(stream)
+    async with drafthouse.AsyncClient(NOBODY) as other, other.generate("x") as waiting:
+        with pytest.raises(TypeError, match="AsyncGenerationStream cannot be copied or pickled"):
+            copy.copy(waiting)
+
+
+def test_an_asyncio_client_belongs_to_one_event_loop() -> None:
+    """Calls ended in "Event loop is closed", or in a future of a different loop."""
+    with pytest.raises(RuntimeError, match="no event loop runs"):
+        drafthouse.AsyncClient(NOBODY)
+
+    async def make() -> tuple[drafthouse.AsyncClient, drafthouse.AsyncGenerationStream]:
+        client = drafthouse.AsyncClient(NOBODY)
+        return client, client.generate("x")
+
+    async def use(client: drafthouse.AsyncClient, stream: drafthouse.AsyncGenerationStream) -> None:
+        with pytest.raises(RuntimeError, match="made in another event loop"):
+            client.generate("x")
+        for call in (client.health, client.get_model, client.list_models):
+            with pytest.raises(RuntimeError, match="made in another event loop"):
+                await call()
+        with pytest.raises(RuntimeError, match="belongs to another event loop"):
+            await stream
+
+    asyncio.run(use(*asyncio.run(make())))
 
 
 def test_none_is_the_default_of_every_option() -> None:
@@ -322,6 +416,36 @@ def test_a_limit_that_cannot_be_sent_says_what_it_may_be() -> None:
         assert "[-100, 100]" in str(caught.value)
 
 
+@pytest.mark.parametrize("tenant", [5, None, b"acme"])
+def test_a_tenant_that_is_no_text_is_named(tenant: Any) -> None:
+    """Words of protobuf: "bad argument type for built-in operation"; None watched everybody."""
+    told = f"tenant must be text, not {type(tenant).__name__}"
+    with drafthouse.AdminClient(NOBODY) as client:
+        for call in (client.limits, lambda name: client.set_limits(name, {})):
+            with pytest.raises(TypeError, match=told):
+                call(tenant)
+        with pytest.raises(TypeError, match=told):
+            next(client.watch_cache(tenant))
+        with pytest.raises(drafthouse.InvalidField, match="tenant cannot be sent"):
+            client.limits("\ud800")
+
+
+@pytest.mark.parametrize(
+    ("limits", "reset", "told"),
+    [
+        ([1], (), "limits must be a mapping of names to limits, not list"),
+        (None, (), "limits must be a mapping of names to limits, not NoneType"),
+        ({}, "max_priority", "reset must be a set of names, not str"),
+        ({}, None, "reset must be a set of names, not NoneType"),
+        ({}, [5], r"reset\[0\] must be text, not int"),
+    ],
+)
+def test_limits_that_are_no_mapping_are_named(limits: Any, reset: Any, told: str) -> None:
+    """One name as `reset` was sent as its letters, each of which was told to be no limit."""
+    with drafthouse.AdminClient(NOBODY) as client, pytest.raises(TypeError, match=told):
+        client.set_limits("acme", limits, reset=reset)
+
+
 def test_one_text_at_which_repetitions_end_is_one() -> None:
     """Its letters were."""
     request = generate_request("x", {"dry": drafthouse.Dry(breakers="END")})
@@ -356,11 +480,15 @@ async def test_a_client_that_is_made_wrongly_says_what_is_wrong(
     assert str(caught.value) == told
 
 
-@pytest.mark.parametrize("target", ["", "http://127.0.0.1:50051", "HTTPS://example.org:443"])
+@pytest.mark.parametrize(
+    "target",
+    ["", "http://127.0.0.1:50051", "HTTPS://example.org:443", "a\0b:1", "unix:\ud800"],
+)
 @pytest.mark.parametrize("kind", ["Client", "AsyncClient", "AdminClient"])
 async def test_a_target_that_is_none_says_how_one_looks(target: str, kind: str) -> None:
     """Calls ended in UNKNOWN, or in UNAVAILABLE after four attempts, by words of gRPC."""
-    with pytest.raises(ValueError, match=f"target '{target}' must be an address, such as"):
+    told = re.escape(f"target {target!r} must be an address, such as")
+    with pytest.raises(ValueError, match=told):
         getattr(drafthouse, kind)(target, tls=True)
 
 

@@ -15,8 +15,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from drafthouse._enums import OpenEnum
 from drafthouse._errors import map_grpc_errors
+from drafthouse._retry import checked_timeout
 from drafthouse._tls import Tls, is_local, secured
-from drafthouse._transport import CHANNEL_OPTIONS, named, put, put_all
+from drafthouse._transport import CHANNEL_OPTIONS, NotCopied, named, put, put_all, wrong_type
 from drafthouse.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ class CacheBlocksRemoved:
     """Hashes of the blocks."""
 
 
-class AdminClient:
+class AdminClient(NotCopied):
     """Talks to the AdminService of a server. Close it, or use it in a `with` block.
 
     Failed calls are not tried again.
@@ -242,8 +243,9 @@ class AdminClient:
             Unavailable: no AdminService answers.
             DrafthouseError: the call failed otherwise.
         """
+        seconds = checked_timeout(timeout)
         with map_grpc_errors():
-            found = self._stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=timeout)
+            found = self._stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=seconds)
         cache = found.prefix_cache
         return ServerStatus(
             version=found.version,
@@ -269,8 +271,9 @@ class AdminClient:
         Raises:
             DrafthouseError: the call failed.
         """
+        seconds = checked_timeout(timeout)
         with map_grpc_errors():
-            found = self._stub.ListTenants(admin_pb2.ListTenantsRequest(), timeout=timeout)
+            found = self._stub.ListTenants(admin_pb2.ListTenantsRequest(), timeout=seconds)
         return [
             TenantLoad(
                 tenant.tenant,
@@ -291,10 +294,13 @@ class AdminClient:
         Raises:
             TenantNotFound: the store has no such tenant (TENANT_NOT_FOUND).
             DrafthouseError: the call failed otherwise, or the server has no store.
+            TypeError: the name is no text.
         """
+        request = admin_pb2.GetLimitsRequest()
+        put(request, "tenant", "tenant", "text", tenant)
+        seconds = checked_timeout(timeout)
         with map_grpc_errors():
-            request = admin_pb2.GetLimitsRequest(tenant=tenant)
-            return _limits(self._stub.GetLimits(request, timeout=timeout).limits)
+            return _limits(self._stub.GetLimits(request, timeout=seconds).limits)
 
     def set_limits(
         self,
@@ -316,19 +322,21 @@ class AdminClient:
             InvalidField: a limit breaks its rule, and nothing has changed (INVALID_FIELD).
             TenantNotFound: the store has no such tenant (TENANT_NOT_FOUND).
             DrafthouseError: the call failed otherwise, or the server has no store.
-            TypeError: a limit is of the wrong type.
+            TypeError: a name or a limit is of the wrong type.
             ValueError: there is no limit of such a name, or a list of names is empty.
         """
-        message = admin_pb2.TenantLimits()
+        if not isinstance(limits, Mapping):
+            raise wrong_type("limits", "a mapping of names to limits", limits)
+        request = admin_pb2.SetLimitsRequest()
+        put(request, "tenant", "tenant", "text", tenant)
+        put_all(request.reset_fields, "reset", "a set of names", "text", reset, kind=str)
         for name, value in limits.items():
             if name not in admin_pb2.TenantLimits.DESCRIPTOR.fields_by_name:
                 raise ValueError(f"there is no limit {name!r}")
-            _set_limit(message, name, value)
-        request = admin_pb2.SetLimitsRequest(
-            tenant=tenant, limits=message, reset_fields=sorted(reset)
-        )
+            _set_limit(request.limits, name, value)
+        seconds = checked_timeout(timeout)
         with map_grpc_errors():
-            return _limits(self._stub.SetLimits(request, timeout=timeout).limits)
+            return _limits(self._stub.SetLimits(request, timeout=seconds).limits)
 
     def drain(self, running_timeout: float | None = None, *, timeout: float | None = 5.0) -> Load:
         """Ends the server as SIGTERM does, and returns its load as it began to drain.
@@ -344,8 +352,9 @@ class AdminClient:
         if running_timeout is not None:
             rule = "seconds in [0, 86400]"
             request.timeout.CopyFrom(_duration("running_timeout", rule, running_timeout))
+        seconds = checked_timeout(timeout)
         with map_grpc_errors():
-            return _load(self._stub.Drain(request, timeout=timeout).load)
+            return _load(self._stub.Drain(request, timeout=seconds).load)
 
     def watch_load(self, interval: float = 0.1) -> Iterator[Load]:
         """Yields the server's load: at once, and then the newest one whenever it has changed.
@@ -375,8 +384,10 @@ class AdminClient:
             Unavailable: the server has ended, or cannot be reached.
             DrafthouseError: the call failed otherwise.
         """
+        request = admin_pb2.WatchCacheRequest()
+        put(request, "tenant", "tenant", "text", tenant)
         with map_grpc_errors():
-            for response in self._stub.WatchCache(admin_pb2.WatchCacheRequest(tenant=tenant)):
+            for response in self._stub.WatchCache(request):
                 change = _change(response)
                 if change is not None:  # of a newer server
                     yield change

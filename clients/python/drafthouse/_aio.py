@@ -23,13 +23,14 @@ from drafthouse._options import (
     models_request,
     tokenize_request,
 )
-from drafthouse._retry import Attempts, RetryBudget, RetryPolicy, checked_retry
+from drafthouse._retry import Attempts, RetryBudget, RetryPolicy, checked_retry, checked_timeout
 from drafthouse._stream import AsyncGenerationStream
 from drafthouse._tls import Tls, secured
 from drafthouse._transport import (
     CHANNEL_OPTIONS,
     DEFAULT_TARGET,
     HEALTH_METHOD,
+    NotCopied,
     call_metadata,
     checked_key,
 )
@@ -41,7 +42,7 @@ _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
 
 
-class AsyncClient:
+class AsyncClient(NotCopied):
     """Talks to a Drafthouse server. Close it, or use it in an `async with` block.
 
     Make it inside a running event loop.
@@ -60,6 +61,7 @@ class AsyncClient:
             address.
         TypeError: a setting is of the wrong type.
         OSError: a file of `tls` cannot be read.
+        RuntimeError: no event loop runs; so do all methods in another loop than this one.
 
     Thread:
         that of the event loop only.
@@ -76,6 +78,7 @@ class AsyncClient:
         retry: RetryPolicy | None = RetryPolicy(),  # noqa: B008  frozen
     ) -> None:
         credentials, more = secured(target, api_key, tls, credentials, insecure_no_tls)
+        self._loop = _running_loop()
         options = (*CHANNEL_OPTIONS, *more)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options)
@@ -117,6 +120,7 @@ class AsyncClient:
             TypeError: an option is unknown, or it or the prompt is of the wrong type.
             ValueError: the timeout is not a number.
         """
+        self._check_loop()
         request = generate_request(prompt, options)
         metadata = call_metadata(self._api_key, request_id)
 
@@ -232,11 +236,15 @@ class AsyncClient:
         Raises:
             Unavailable: no server answers.
             DrafthouseError: the call failed otherwise.
+            TypeError: the timeout is of the wrong type.
+            ValueError: it is not a number.
         """
+        self._check_loop()
         metadata = call_metadata(self._api_key, None)  # a server may ask for it: open_health
+        seconds = checked_timeout(timeout)
         with map_grpc_errors():
             response = await self._check_health(
-                health_pb2.HealthCheckRequest(), timeout=timeout, metadata=metadata
+                health_pb2.HealthCheckRequest(), timeout=seconds, metadata=metadata
             )
         return response.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -255,6 +263,18 @@ class AsyncClient:
     ) -> None:
         await self.aclose()
 
+    def _check_loop(self) -> None:
+        """Refuses to serve another event loop.
+
+        Raises:
+            RuntimeError: the client was made in another one.
+        """
+        if _running_loop() is not self._loop:
+            raise RuntimeError(
+                "this AsyncClient was made in another event loop, and works in that one alone; make"
+                " one in each loop, or use a drafthouse.Client, which serves many threads"
+            )
+
     def _attempts(self, timeout: float | None) -> Attempts:
         return Attempts(self._retry, self._budget, timeout)
 
@@ -264,6 +284,7 @@ class AsyncClient:
         request: _Request,
         timeout: float | None,
     ) -> _Response:
+        self._check_loop()
         attempts = self._attempts(timeout)
         metadata = call_metadata(self._api_key, None)
         while True:
@@ -283,3 +304,18 @@ class AsyncClient:
             else:
                 attempts.succeed()
                 return answer
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop that runs.
+
+    Raises:
+        RuntimeError: none does.
+    """
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError(
+            "no event loop runs, and an AsyncClient is made and used inside one: in a coroutine,"
+            " by `async with drafthouse.AsyncClient(...)`; elsewhere use a drafthouse.Client"
+        ) from None

@@ -23,13 +23,14 @@ from drafthouse._options import (
     models_request,
     tokenize_request,
 )
-from drafthouse._retry import Attempts, RetryBudget, RetryPolicy, checked_retry
+from drafthouse._retry import Attempts, RetryBudget, RetryPolicy, checked_retry, checked_timeout
 from drafthouse._stream import GenerationStream
 from drafthouse._tls import Tls, secured
 from drafthouse._transport import (
     CHANNEL_OPTIONS,
     DEFAULT_TARGET,
     HEALTH_METHOD,
+    NotCopied,
     call_metadata,
     checked_key,
 )
@@ -41,7 +42,7 @@ _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
 
 
-class Client:
+class Client(NotCopied):
     """Talks to a Drafthouse server. Close it, or use it in a `with` block.
 
     Args:
@@ -226,11 +227,14 @@ class Client:
         Raises:
             Unavailable: no server answers.
             DrafthouseError: the call failed otherwise.
+            TypeError: the timeout is of the wrong type.
+            ValueError: it is not a number.
         """
         metadata = call_metadata(self._api_key, None)  # a server may ask for it: open_health
+        seconds = checked_timeout(timeout)
         with map_grpc_errors():
             response = self._check_health(
-                health_pb2.HealthCheckRequest(), timeout=timeout, metadata=metadata
+                health_pb2.HealthCheckRequest(), timeout=seconds, metadata=metadata
             )
         return response.status == health_pb2.HealthCheckResponse.SERVING
 

@@ -17,7 +17,14 @@ from drafthouse._errors import (
 )
 from drafthouse._transport import wrong_type
 
-__all__ = ["Attempts", "RetryBudget", "RetryPolicy", "checked_retry", "is_handed_back"]
+__all__ = [
+    "Attempts",
+    "RetryBudget",
+    "RetryPolicy",
+    "checked_retry",
+    "checked_timeout",
+    "is_handed_back",
+]
 
 _RULES = (
     ("max_attempts", numbers.Integral, "an integer >= 1", 1),
@@ -79,6 +86,24 @@ def checked_retry(policy: RetryPolicy | None) -> RetryPolicy | None:
     return policy
 
 
+def checked_timeout(timeout: float | None) -> float | None:
+    """Returns a timeout in seconds; None is no limit.
+
+    Raises:
+        TypeError: it is of the wrong type.
+        ValueError: it is not a number.
+    """
+    if timeout is None:
+        return None
+    if not _is_number(timeout):
+        raise wrong_type("timeout", "a number of seconds, or None", timeout)
+    if timeout != timeout:  # noqa: PLR0124  math.isnan takes no integer of any size
+        raise ValueError("timeout is not a number; give seconds, or None for no limit")
+    # More than gRPC can tell the server it takes for a time that has passed. A float32 of numpy, to
+    # which a time of the clock is added, would be rounded by seconds.
+    return None if timeout > _LONGEST_S else float(max(timeout, -1))
+
+
 class RetryBudget:
     """Keeps a client from multiplying the load on a server that fails.
 
@@ -126,13 +151,8 @@ class Attempts:
     ) -> None:
         self._policy = policy
         self._budget = budget
-        if timeout is not None and not _is_number(timeout):
-            raise wrong_type("timeout", "a number of seconds, or None", timeout)
-        if timeout != timeout:  # noqa: PLR0124  math.isnan takes no integer of any size
-            raise ValueError("timeout is not a number; give seconds, or None for no limit")
-        # More than gRPC can tell the server it takes for a time that has passed.
-        is_endless = timeout is None or timeout > _LONGEST_S
-        self._deadline = None if is_endless or timeout is None else time.monotonic() + timeout
+        seconds = checked_timeout(timeout)
+        self._deadline = None if seconds is None else time.monotonic() + seconds
         self._n_failed = 0
 
     def remaining_s(self) -> float | None:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 from drafthouse._errors import Cancelled, DrafthouseError, InternalError, map_grpc_errors
 from drafthouse._events import Chunk, Collected, Result, chunk_from
 from drafthouse._retry import Attempts, is_handed_back
-from drafthouse._transport import has_begun
+from drafthouse._transport import NotCopied, has_begun
 from drafthouse.v1 import generation_pb2
 
 __all__ = ["AsyncGenerationStream", "GenerationStream"]
@@ -45,7 +45,7 @@ class _Loop:
     """Whether another loop reads the stream, which the end of this one does not end."""
 
 
-class _Progress:
+class _Progress(NotCopied):
     """How far a generation has come, and who reads it; no I/O."""
 
     def __init__(self, attempts: Attempts) -> None:
@@ -319,6 +319,8 @@ class AsyncGenerationStream(_Progress):
 
     async def _read(self, loop: _Loop) -> Chunk | None:
         """Waits for the next chunk of a loop; None when the generation has ended."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("the stream belongs to another event loop; read it there alone")
         if not self._begin_read(loop):
             return None
         try:

@@ -22,6 +22,8 @@ _NO_PAIR = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
 """What OpenSSL says of a private key that is not the certificate's."""
 
 _URL = re.compile(r"https?://", re.IGNORECASE)
+_NO_TARGET = re.compile(r"[\0\ud800-\udfff]")
+"""What gRPC cannot be told."""
 _PORT = re.compile(r":(\d+)(?:,|$)")
 _PORT_MAX = 65535
 
@@ -121,7 +123,7 @@ def secured(
             " pass tls=True, or tls=drafthouse.Tls(ca_file=...) for an authority of your own;"
             " insecure_no_tls=True sends it all the same"
         )
-    if not target or _URL.match(target):
+    if not target or _URL.match(target) or _NO_TARGET.search(target):
         raise ValueError(f"target {target!r} must be an address, such as 'host:port'")
     ports = [] if target.startswith(_SOCKET_SCHEMES) else _PORT.findall(target)
     if any(int(port) > _PORT_MAX for port in ports):  # gRPC would take its last 16 bits

@@ -6,7 +6,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -17,6 +17,7 @@ __all__ = [
     "CHANNEL_OPTIONS",
     "DEFAULT_TARGET",
     "HEALTH_METHOD",
+    "NotCopied",
     "call_metadata",
     "checked_key",
     "has_begun",
@@ -47,6 +48,15 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """As the server has it: another id it would leave out of its log."""
 
 _N_BITS_SHOWN = 128
+
+
+class NotCopied:
+    """What holds a connection, or a call of one: a copy would close it for the other."""
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        hint = "send its result" if kind.endswith("Stream") else "make one in each process"
+        raise TypeError(f"a drafthouse.{kind} cannot be copied or pickled; {hint}")
 
 
 def checked_key(api_key: str | None) -> str | None:

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 import drafthouse
 from drafthouse_server.administration import ADMIN_PORT
 from drafthouse_server.cli import settings
-from drafthouse_server.cli.connection import no_pair
+from drafthouse_server.cli.connection import NO_PAIR, exit_code, no_pair
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.tenancy.tenants import LIMITS
@@ -146,7 +146,7 @@ def _run(work: _Work) -> Callable[[argparse.Namespace, Terminal], int]:
                 return work(client, arguments, terminal)
             except drafthouse.DrafthouseError as error:
                 terminal.error(_explain(error, target))
-                return 1
+                return exit_code(error)
             except ValueError as error:  # it cannot be sent
                 terminal.error(str(error))
                 return 2
@@ -178,14 +178,14 @@ def _connected(arguments: argparse.Namespace, target: str) -> drafthouse.AdminCl
         problem = f"cannot read {error.filename}: {error.strerror}; check path and permissions"
         raise ConfigError("server", target, problem=problem) from None
     except ValueError as error:
-        if arguments.cert_file and arguments.key_file:
+        if NO_PAIR in str(error):
             raise no_pair(arguments) from None
-        problem = (
-            f"{target!r} is not this machine, and AdminService takes TLS alone there; give"
-            " --ca-file, --cert-file and --key-file"
-            if not any(files)
-            else str(error)
-        )
+        problem = str(error)
+        if "takes TLS alone" in problem:
+            problem = (
+                f"{target!r} is not this machine, and AdminService takes TLS alone there; give"
+                " --ca-file, --cert-file and --key-file"
+            )
         raise ConfigError("server", target, problem=problem) from None
 
 

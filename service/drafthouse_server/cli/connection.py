@@ -13,7 +13,10 @@ import drafthouse
 from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.errors import ConfigError
 
-__all__ = ["add_connection", "connected", "explain", "no_pair", "tell"]
+__all__ = ["NO_PAIR", "add_connection", "connected", "exit_code", "explain", "no_pair", "tell"]
+
+NO_PAIR = "is not the private key of"
+"""What the SDK says of two files that do not belong together."""
 
 _DEFAULT_SERVER = "127.0.0.1:50051"
 _API_KEY_VARIABLE = "DRAFTHOUSE_API_KEY"
@@ -69,13 +72,15 @@ def connected(arguments: argparse.Namespace) -> Iterator[drafthouse.Client]:
     except ValueError as error:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("api_key", "(hidden)", problem=str(error)) from None
-        if arguments.cert_file:
+        if NO_PAIR in str(error):
             raise no_pair(arguments) from None
-        problem = (
-            f"the API key would travel in plain text to {arguments.server!r}, which is not this"
-            " machine; give --tls, or --ca-file FILE for an authority of your own;"
-            " --insecure-no-tls sends it all the same"
-        )
+        problem = str(error)
+        if "in plain text" in problem:
+            problem = (
+                f"the API key would travel in plain text to {arguments.server!r}, which is not this"
+                " machine; give --tls, or --ca-file FILE for an authority of your own;"
+                " --insecure-no-tls sends it all the same"
+            )
         raise ConfigError("server", arguments.server, problem=problem) from None
     with client:
         client.health()  # connected before a clock runs
@@ -123,6 +128,11 @@ def _api_key(arguments: argparse.Namespace) -> str | None:
     return key
 
 
+def exit_code(error: drafthouse.DrafthouseError) -> int:
+    """Returns the exit code of a failed call: 2 where a value could not be sent, else 1."""
+    return 2 if isinstance(error, drafthouse.InvalidField) and not error.request_id else 1
+
+
 def tell(
     error: drafthouse.DrafthouseError | ConfigError,
     arguments: argparse.Namespace,
@@ -133,7 +143,7 @@ def tell(
         terminal.error(str(error))
         return 2
     terminal.error(explain(error, arguments))
-    return 1
+    return exit_code(error)
 
 
 def explain(error: drafthouse.DrafthouseError, arguments: argparse.Namespace) -> str:

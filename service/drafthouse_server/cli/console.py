@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import drafthouse
-from drafthouse_server.cli.connection import add_connection, connected, explain, tell
+from drafthouse_server.cli.connection import add_connection, connected, exit_code, explain, tell
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.host.amounts import format_bytes, format_count
@@ -330,15 +330,15 @@ class _Chat:
                 self._reset()
             elif line.startswith("/"):
                 self._terminal.note("commands: /reset, /quit")
-            elif line and not self._answer(line) and not self._terminal.is_interactive:
-                return 1
+            elif line and (code := self._answer(line)) and not self._terminal.is_interactive:
+                return code
 
     def _reset(self) -> None:
         system = self._arguments.system
         self._messages = [drafthouse.ChatMessage("system", system)] if system else []
 
-    def _answer(self, line: str) -> bool:
-        """Shows the answer to a message; returns whether there was one."""
+    def _answer(self, line: str) -> int:
+        """Shows the answer to a message; returns the exit code, 0 where there was one."""
         messages = [*self._messages, drafthouse.ChatMessage("user", line)]
         try:
             generation = _Generation(
@@ -347,12 +347,12 @@ class _Chat:
             generation.show()
         except drafthouse.DrafthouseError as error:
             self._terminal.error(self._advice(error))
-            return False
+            return exit_code(error)
         # Also of an answer that was stopped: the user has read it.
         self._messages = [*messages, drafthouse.ChatMessage("assistant", generation.text)]
         if self._terminal.is_interactive:
             self._terminal.note(str(generation.figures))
-        return True
+        return 0
 
     def _advice(self, error: drafthouse.DrafthouseError) -> str:
         text = explain(error, self._arguments)
