@@ -99,6 +99,8 @@ class LlamaText:
         except drafthouse_engine.InvalidConfig as error:
             problem = error.message.removeprefix(f"SamplingParams.{error.field} ")
             raise InvalidRequest([FieldViolation(error.field, problem)]) from error
+        except drafthouse_engine.Unsupported as error:
+            raise _invalid("dry_breakers", error) from error
         except drafthouse_engine.InvalidArgument as error:
             raise _invalid("sampling", error) from error
 
