@@ -395,7 +395,8 @@ enum spec_sampler_kind {
 
 void spec_sampler_default_params(spec_sampler_params * out);
 /* Checks the parameters and compiles the grammar. Errors: INVALID_ARGUMENT, BAD_GRAMMAR,
- * UNSUPPORTED (a grammar or infill, and a model without tokenizer), OUT_OF_MEMORY. since ABI 1 */
+ * UNSUPPORTED (a grammar or infill, and a model without tokenizer; a DRY breaker that the tokenizer
+ * has no tokens for), OUT_OF_MEMORY. since ABI 1 */
 int32_t spec_sampler_init(const spec_model * model, const spec_sampler_params * params,
                           spec_sampler ** out);
 void spec_sampler_free(spec_sampler * sampler);

@@ -107,8 +107,11 @@ void check_sampler_params(const spec_sampler_params & p, int32_t n_vocab) {
     check_breakers(p);
 }
 
+// A vocabulary alone has no training context, and a sampler is made of it to check what it is made
+// of: without a token to look back at llama.cpp would make no DRY, and no breaker were looked up.
 int32_t look_back(int32_t n, const spec_model & model) {
-    return n >= 0 ? n : std::min(llama_model_n_ctx_train(model.model.get()), LOOK_BACK_MAX);
+    const int32_t n_train = model.vocab_only ? 1 : llama_model_n_ctx_train(model.model.get());
+    return n >= 0 ? n : std::min(n_train, LOOK_BACK_MAX);
 }
 
 // Adds the biases that the caller gives, and those that forbid the end.

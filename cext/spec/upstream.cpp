@@ -296,7 +296,12 @@ bool set_sampler_state(llama_sampler * sampler, const std::string & state) {
 // The tokens in which DRY breakers stand or begin: one walk through the vocabulary for all of them.
 std::vector<dry_breaker> find_breakers(const llama_vocab * vocab,
                                        const std::vector<std::string> & texts) {
-    return llama_dry_find_breakers(*vocab, texts);
+    try {
+        return llama_dry_find_breakers(*vocab, texts);
+    } catch (const std::out_of_range &) { // as where a text is tokenized: model.cpp
+        fail(SPEC_ERR_UNSUPPORTED, "the model's tokenizer has no token for a part of a DRY "
+                                   "breaker, nor one for what it does not know");
+    }
 }
 
 // Memory that a breaker takes, about.

@@ -55,6 +55,14 @@ def test_the_vocabulary_is_searched_once_for_each_text(model: Model) -> None:
     assert model.breaker_stats.n_bytes > 0
 
 
+def test_a_vocabulary_alone_is_searched_with_the_default_look_back(model: Model) -> None:
+    """That is the training context, which it does not have: text workers searched for nothing."""
+    before = n_searched(model)
+    params = SamplingParams(dry_multiplier=0.8, dry_breakers=("as far as one can",))
+    Sampler(model, params).close()
+    assert n_searched(model) == before + 1
+
+
 def test_llama_cpp_s_own_four_are_kept_too(model: Model) -> None:
     make(model)
     make(model, "\n", ":", '"', "*")

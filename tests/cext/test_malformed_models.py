@@ -29,6 +29,9 @@ from drafthouse_engine import (
     Status,
 )
 from drafthouse_engine.errors import BadModel, NoMtpHeads, Unsupported
+from drafthouse_server.engine.llama_text import LlamaText
+from drafthouse_server.engine.text_jobs import TextJob, perform
+from drafthouse_server.step import SamplingOptions
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -341,6 +344,22 @@ def test_a_text_without_tokens_is_refused(tmp_path: Path, kind: str) -> None:
         for tokenize in (model.tokenize, lambda text: model.tokenize_plain(text, [])):
             with pytest.raises(Unsupported, match="no token for a part of the text"):
                 tokenize("\N{SNOWMAN}")
+
+
+def test_a_dry_breaker_without_tokens_is_refused(tmp_path: Path) -> None:
+    """It was an error of the library: a text worker ended at each."""
+    values = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": None}
+    path = copied(DENSE, tmp_path / "bytes.gguf", values)
+    with Model(path, vocab_only=True) as model:
+        Sampler(model, SamplingParams(dry_multiplier=0.5))
+        breakers = SamplingParams(dry_multiplier=0.5, dry_breakers=("a\N{SNOWMAN}",))
+        with pytest.raises(Unsupported, match="no token for a part of a DRY breaker"):
+            Sampler(model, breakers)
+    worker = LlamaText.open(str(path))
+    options = SamplingOptions(dry_multiplier=0.5, dry_breakers=("a\N{SNOWMAN}",))
+    assert [found.field for found in perform(TextJob(sampling=options), worker).problems] == [
+        "dry_breakers"
+    ]
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

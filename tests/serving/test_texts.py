@@ -274,6 +274,21 @@ async def test_a_harmful_text_fails_alone_while_others_go_on(
 
 
 @pytest.mark.model
+async def test_a_text_that_spells_the_lack_of_memory_is_told_of_itself_and_ends_no_worker() -> None:
+    pool = process_pool(MODEL, 1)
+    await pool.open()
+    before = pids(pool)
+    with pytest.raises(InvalidRequest) as caught:
+        await pool.run(
+            TextJob(sampling=SamplingOptions(grammar="root ::= ) std::bad_alloc")), TENANT
+        )
+    assert "cannot be parsed" in caught.value.violations[0].description
+    assert (await pool.run(TextJob(text="x"), TENANT)).tokens
+    assert pids(pool) == before
+    await pool.close()
+
+
+@pytest.mark.model
 async def test_a_job_whose_process_is_killed_is_done_by_another(harmful: TextWorkers) -> None:
     for pid in pids(harmful):
         os.kill(pid, signal.SIGSTOP)

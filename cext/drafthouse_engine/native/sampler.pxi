@@ -25,6 +25,7 @@ cdef class Sampler:
     Raises:
         InvalidArgument: a parameter is out of its range for this model.
         BadGrammar: the grammar cannot be parsed.
+        Unsupported: the model's tokenizer has no tokens for a grammar or a DRY breaker.
     """
 
     cdef spec.spec_sampler * _handle

@@ -99,6 +99,8 @@ class LlamaText:
         except drafthouse_engine.InvalidConfig as error:
             problem = error.message.removeprefix(f"SamplingParams.{error.field} ")
             raise InvalidRequest([FieldViolation(error.field, problem)]) from error
+        except drafthouse_engine.Unsupported as error:
+            raise _invalid("dry_breakers", error) from error
         except drafthouse_engine.InvalidArgument as error:
             raise _invalid("sampling", error) from error
 
@@ -161,7 +163,12 @@ class LlamaText:
         return tokens
 
     def _format(self, messages: Sequence[tuple[str, str]]) -> tuple[bytes, _Spans]:
-        """Returns a chat in the model's format as UTF-8, and the spans that messages brought."""
+        """Returns a chat in the model's format as UTF-8, and the spans that messages brought.
+
+        Raises:
+            MemoryError: the template takes more than there is.
+            InvalidRequest: there is no template, or it fails on these messages (INVALID_FIELD).
+        """
         if isinstance(self._template, str):
             raise InvalidRequest([FieldViolation("messages", self._template)])
         roles = [role for role, _ in messages]
@@ -169,6 +176,8 @@ class LlamaText:
         try:
             text, spans = self._template.format_marked(roles, contents, add_generation_prompt=True)
         except (drafthouse_engine.BadTemplate, drafthouse_engine.InvalidArgument) as error:
+            if error.message.endswith(": std::bad_alloc"):  # so the interpreter of templates says
+                raise MemoryError from error
             raise _invalid("messages", error) from error
         return _repaired(text, [(int(begin), int(end)) for begin, end in spans])
 

@@ -79,8 +79,7 @@ def _answer(content: bytes, model: LlamaText, memory_bytes: int) -> TextAnswer:
         answer = perform(job, model)
     except (MemoryError, drafthouse_engine.OutOfMemory):
         answer = TextAnswer(is_last=True)
-    # So says the interpreter of templates.
-    if answer.is_last or any("std::bad_alloc" in found.description for found in answer.problems):
+    if answer.is_last:
         problem = f"could not be read within {memory_bytes >> 20} MiB of memory"
         answer = TextAnswer(problems=(FieldViolation(job.path, problem),), is_last=True)
     return dataclasses.replace(answer, cpu_s=time.thread_time() - started)
