@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -347,7 +346,7 @@ class Surveyor:
         self,
         size: Size,
         params: drafthouse_engine.EngineParams,
-        uses: Sequence[tuple[str, DeviceUse]],
+        uses: list[tuple[str, DeviceUse]],
     ) -> Needs:
         config = self._config
         n_prefix_mib = config.prefix_cache_mib * config.prefix_cache
