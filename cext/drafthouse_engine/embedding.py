@@ -30,7 +30,11 @@ class EmbedderParams:
     is_normalised: bool = True
     """Rows are scaled to unit length (L2); scores of `rank` never are."""
     n_batch: int = 2048
-    """Most tokens of one decode, and so of one text, [1, 65536]."""
+    """Most tokens of one decode, and so of one text, [1, 65536].
+
+    Of a model with RoPE factors for short and for long texts (Phi-3, MiniCPM3) it chooses which:
+    for long ones where it is above the model's original context, however short a text is.
+    """
     n_seq_max: int = 16
     """Most texts of one decode, [1, 256]."""
     n_threads: int = 0

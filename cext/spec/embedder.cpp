@@ -51,11 +51,12 @@ void check_embedder(const spec_model & model, const spec_embedder_params & p) {
 // models without causal attention read all tokens at once.
 llama_context_params embedder_context(const spec_embedder_params & p) {
     llama_context_params c = llama_context_default_params();
-    c.n_ctx = static_cast<uint32_t>(p.n_batch);
-    c.n_batch = static_cast<uint32_t>(p.n_batch);
-    c.n_ubatch = static_cast<uint32_t>(p.n_batch);
-    // A text has a token at least; llama.cpp ends the process where sequences outnumber outputs.
+    // A text has a token at least; llama.cpp ends the process where sequences outnumber outputs,
+    // and where what it means over is no multiple of them.
     c.n_seq_max = static_cast<uint32_t>(std::min(p.n_seq_max, p.n_batch));
+    const auto n_batch = static_cast<uint32_t>(p.n_batch);
+    c.n_ubatch = (n_batch + c.n_seq_max - 1) / c.n_seq_max * c.n_seq_max;
+    c.n_batch = c.n_ctx = c.n_ubatch;
     c.n_threads = p.n_threads > 0 ? p.n_threads : all_cores();
     c.n_threads_batch = c.n_threads;
     c.flash_attn_type =
@@ -80,10 +81,11 @@ spec_embedder * make_embedder(const spec_model & model, const spec_embedder_para
     if (!embedder->context) {
         fail_context("the embedder's");
     }
-    const llama_context * context = embedder->context.get();
+    llama_context * context = embedder->context.get();
+    set_seq_length(context, p.n_batch);
     spec_embedder_limits & l = embedder->limits;
     l.pooling = pooling_of(context);
-    l.n_batch = static_cast<int32_t>(std::min(llama_n_batch(context), llama_n_ubatch(context)));
+    l.n_batch = p.n_batch;
     l.n_seq_max = static_cast<int32_t>(llama_n_seq_max(context));
     l.n_vocab = model.n_vocab();
     embedder->n_text_max = std::min(l.n_batch, positions_of(model));

@@ -95,13 +95,16 @@ def test_draft_models_have_no_embeddings() -> None:
         Embedder(model)
 
 
-@pytest.mark.parametrize(("n_batch", "n_seq_max"), [(1, 256), (8, 16), (8, 8), (16, 1)])
+@pytest.mark.parametrize(
+    ("n_batch", "n_seq_max"), [(1, 256), (8, 16), (8, 8), (16, 1), (100, 16), (257, 200)]
+)
 def test_any_sizes_work(n_batch: int, n_seq_max: int) -> None:
-    """More texts than tokens in a decode ended the process."""
+    """More texts than tokens in a decode ended the process, and tokens that are no multiple."""
     text = list(prompts((n_batch,))[0])
     params = EmbedderParams(pooling="mean", n_batch=n_batch, n_seq_max=n_seq_max, n_threads=1)
     with Model(MODELS / TARGETS["dense"]) as model, Embedder(model, params) as embedder:
         assert embedder.limits.n_seq_max == min(n_batch, n_seq_max)
+        assert embedder.limits.n_batch == n_batch
         rows = embedder.encode([text, text[:1], text[:1]])
         assert rows.shape[0] == 3
         np.testing.assert_allclose(rows[1], rows[2], atol=TOLERANCE)

@@ -79,8 +79,7 @@ class Scales:
         self.wish = wish
         self.devices = devices
 
-    def needs(self, size: Size, n_bytes_max: int | None = None) -> Needs:
-        del n_bytes_max
+    def needs(self, size: Size) -> Needs:
         n_cells = size.parallel * size.max_model_len
         use = DeviceUse(self._use.weights_bytes, self._use.mapped_bytes, n_cells, 0, 0)
         there = (("GPU0", DeviceUse(weights_bytes=3000)),) if self.devices else ()

@@ -68,7 +68,7 @@ def examine_model(
 def _examine(
     config: Config, surveyor: Surveyor, memory: HostMemory, room: _Room
 ) -> tuple[list[Section], list[Problem]]:
-    wished = surveyor.needs(surveyor.wish.size, usable_bytes(memory))
+    wished = surveyor.needs(surveyor.wish.size)
     if config.fit and memory.total_bytes and surveyor.wish.may_lower_prefixes:
         wished = fit_prefixes(wished, memory)
     sections = [_model(config, surveyor, wished), _needs(wished)]
@@ -152,7 +152,7 @@ def _fits(surveyor: Surveyor, memory: HostMemory, room: _Room) -> Section:
     n_asked = surveyor.wish.size.parallel
 
     def needed(size: Size) -> int:
-        needs = surveyor.needs(size, n_usable)
+        needs = surveyor.needs(size)
         return n_usable + 1 if any(_overfull(needs, room)) else needs.start_bytes
 
     n_train = surveyor.facts.n_ctx_train or surveyor.wish.size.max_model_len  # some name none

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -69,6 +68,7 @@ class Surveyor:
         check_built()
         self._set = self._config = config
         self._devices: DeviceFit | None = None
+        self._uses: dict[drafthouse_engine.EngineParams, list[tuple[str, DeviceUse]]] = {}
         self.survey = self._open(load_mtp=may_be_mtp(config))
         self._as_set = Size(config.parallel, request_tokens(config, self.survey.n_ctx_train))
         self._asked = self._as_set
@@ -177,7 +177,7 @@ class Surveyor:
         Raises:
             ModelLoadError: no engine can be made with these settings.
         """
-        n_usable, n_parallel = usable_bytes(memory), self._asked.parallel
+        n_parallel = self._asked.parallel
         if not self._config.fit or not self.wish.may_lower_len or not memory.total_bytes:
             return
         rooms = {
@@ -187,7 +187,7 @@ class Surveyor:
         n_tokens = longest_ample(
             self._asked.max_model_len,
             self.survey.n_ctx_train,
-            lambda n: is_ample(self.needs(Size(n_parallel, n), n_usable), memory, rooms),
+            lambda n: is_ample(self.needs(Size(n_parallel, n)), memory, rooms),
         )
         self._asked = Size(n_parallel, n_tokens)
 
@@ -233,16 +233,16 @@ class Surveyor:
     def _fits(self, size: Size, n_layers: int | None, memory: HostMemory) -> bool:
         """Tells whether a size fits, with so many layers on devices; −1 is all."""
         n_usable = usable_bytes(memory) if memory.total_bytes else math.inf
-        return n_layers == -1 and self.needs(size, usable_bytes(memory)).start_bytes <= n_usable
+        return n_layers == -1 and self.needs(size).start_bytes <= n_usable
 
     def _can_spare(self, size: Size) -> bool:
         """Tells whether windows may be kept alone, and cells of a size would take less so."""
         config = self._config
         if not config.fit or config.kv_unified or not config.swa_full:
             return False
-        n_full = self.needs(size, 0).cell_bytes
+        n_full = self.needs(size).cell_bytes
         self._config = _spared(config)
-        n_spared = self.needs(size, 0).cell_bytes
+        n_spared = self.needs(size).cell_bytes
         self._config = config
         return n_spared < n_full
 
@@ -275,6 +275,7 @@ class Surveyor:
 
     def _fit(self, size: Size, *, is_ctx_fixed: bool) -> drafthouse_engine.Fit | None:
         params = self.params(size)
+        self._uses.clear()  # layers lie elsewhere from now on
         with explained(self._config.model, self._config, is_loaded=True):
             return self.survey.fit(params, is_ctx_fixed=is_ctx_fixed, margin_bytes=GPU_MARGIN_BYTES)
 
@@ -321,54 +322,31 @@ class Surveyor:
     def _params_of(self, config: Config, draft_type: str) -> drafthouse_engine.EngineParams:
         return engine_params(config, draft_type, self.survey.n_ctx_train, Threads(1, 1))
 
-    def needs(self, size: Size, n_bytes_max: int | None = None) -> Needs:
+    def needs(self, size: Size) -> Needs:
         """Returns what a server of a size takes.
-
-        Args:
-            size: Slots and tokens of one request.
-            n_bytes_max: Memory that must not be taken to find out. Recurrent states are: where they
-                would exceed this, what one slot takes is multiplied.
 
         Raises:
             ModelLoadError: no engine can be made with these settings.
         """
-        config = self.sized(size)
-        if self.survey.is_recurrent and n_bytes_max is not None and size.parallel > 1:
-            params = self._params_of(config, self._draft_type)
-            needs = self._needs_of(size, params, self._multiplied(params))
-            if needs.start_bytes > n_bytes_max:
-                return needs
-        return self._measured(config, size)
+        return self._measured(self.sized(size), size)
 
     def _measured(self, config: Config, size: Size) -> Needs:
         params = self._params_of(config, self._draft_type)
-        uses = [(use.device, _use_of(use, use, 1)) for use in self._measure(params)]
-        return self._needs_of(size, params, uses)
+        return self._needs_of(size, params, self._measure(params))
 
-    def _measure(
-        self, params: drafthouse_engine.EngineParams
-    ) -> Sequence[drafthouse_engine.MemoryUse]:
-        with explained(self._config.model, self._config, is_loaded=True):
-            return self.survey.measure(params)
-
-    def _multiplied(self, params: drafthouse_engine.EngineParams) -> list[tuple[str, DeviceUse]]:
-        """Returns what all slots take, by device: so many times the cells and states of one."""
-        n_slots = params.n_seq_max
-        n_ctx = -(-params.n_ctx // n_slots)  # 0: one has what a request needs
-        n_ctx_seq = min(params.n_ctx_seq, n_ctx or params.n_ctx_seq)
-        ones = rest = self._measure(
-            dataclasses.replace(params, n_seq_max=1, n_ctx=n_ctx, n_ctx_seq=n_ctx_seq)
-        )
-        if params.kv_unified and n_ctx:  # each slot looks at the cells of all
-            rest = self._measure(dataclasses.replace(params, n_seq_max=1))
-        pairs = zip(rest, ones, strict=True)
-        return [(use.device, _use_of(use, one, n_slots)) for use, one in pairs]
+    def _measure(self, params: drafthouse_engine.EngineParams) -> list[tuple[str, DeviceUse]]:
+        """Returns what is used, by device; asked once: books of all cells are made for it."""
+        if params not in self._uses:
+            with explained(self._config.model, self._config, is_loaded=True):
+                uses = self.survey.measure(params)
+            self._uses[params] = [(use.device, _use_of(use)) for use in uses]
+        return self._uses[params]
 
     def _needs_of(
         self,
         size: Size,
         params: drafthouse_engine.EngineParams,
-        uses: Sequence[tuple[str, DeviceUse]],
+        uses: list[tuple[str, DeviceUse]],
     ) -> Needs:
         config = self._config
         n_prefix_mib = config.prefix_cache_mib * config.prefix_cache
@@ -394,16 +372,13 @@ def _spared(config: Config) -> Config:
     return dataclasses.replace(config, swa_full=False)
 
 
-def _use_of(
-    use: drafthouse_engine.MemoryUse, one: drafthouse_engine.MemoryUse, n_times: int
-) -> DeviceUse:
-    """Returns what is used, with so many times the cells of another use."""
+def _use_of(use: drafthouse_engine.MemoryUse) -> DeviceUse:
     return DeviceUse(
         use.weights_bytes,
         use.mapped_bytes,
-        one.cells_bytes * n_times,
+        use.cells_bytes,
         use.compute_bytes,
-        one.draft_cells_bytes * n_times + use.draft_compute_bytes,
+        use.draft_cells_bytes + use.draft_compute_bytes,
     )
 
 

@@ -48,8 +48,8 @@ class Measures(Protocol):
         """What fits on the devices; None where they were not asked."""
         ...
 
-    def needs(self, size: Size, n_bytes_max: int | None = None) -> Needs:
-        """Returns what a server of a size takes, without taking more than `n_bytes_max`."""
+    def needs(self, size: Size) -> Needs:
+        """Returns what a server of a size takes, without taking it."""
         ...
 
 
@@ -120,16 +120,16 @@ def choose_size(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     """
     asked, devices = measures.wish.size, measures.devices
     n_usable = usable_bytes(memory)
-    size = largest_fit(measures.wish, lambda it: measures.needs(it, n_usable).start_bytes, n_usable)
+    size = largest_fit(measures.wish, lambda it: measures.needs(it).start_bytes, n_usable)
     if size is None:
         return _unfitting(measures, memory, path)
-    needs = measures.needs(size, n_usable)
+    needs = measures.needs(size)
     if measures.wish.may_lower_prefixes:
         needs = fit_prefixes(needs, memory)
     of = f"{_words(needs)} of host memory; {format_bytes(memory.free_bytes)} are free"
     parts = [f"fit: {on_devices(devices, needs)}{of}"]
     if size != asked:
-        wanted = format_bytes(measures.needs(asked, n_usable).start_bytes)
+        wanted = format_bytes(measures.needs(asked).start_bytes)
         parts.append(f"{asked.parallel} slots of {asked.max_model_len} tokens would take {wanted}")
     if needs.prefix_bytes:
         parts.append(f"prefixes may take {format_bytes(needs.prefix_bytes)}")
@@ -260,7 +260,7 @@ def _unfitting(measures: Measures, memory: HostMemory, path: str) -> Chosen:
         1 if wish.may_lower_parallel else wish.size.parallel,
         min(N_CTX_SEQ_LEAST, n_tokens) if wish.may_lower_len else n_tokens,
     )
-    needs = measures.needs(least, usable_bytes(memory))
+    needs = measures.needs(least)
     parts = f"{_words(needs)} of host memory ({_parts(needs)})"
     there = on_devices(measures.devices, needs)
     if needs.fixed_bytes > memory.most_bytes:
