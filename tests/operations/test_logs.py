@@ -94,6 +94,19 @@ def test_a_pipe_that_nobody_reads_stops_nothing(
         queue._thread.join(0.001)
 
 
+def test_a_pipe_that_does_not_block_gets_every_line_whole(pipe: tuple[int, int]) -> None:
+    """Such as one that a parent process reads as it likes: full is not gone."""
+    reader, writer = pipe
+    os.set_blocking(writer, False)
+    text = b""
+    with LineQueue(writer) as queue, _logging_to(queue):
+        for i in range(2000):
+            _log.info("%05d %s", i, "x" * 100)  # 280 KB: no pipe holds that
+        while not text.endswith(b"01999 " + b"x" * 100 + b"\n"):
+            text += os.read(reader, 65536)
+    assert [line.split()[-2] for line in text.splitlines()] == [b"%05d" % i for i in range(2000)]
+
+
 def test_what_was_dropped_is_told(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     queue = LineQueue(writer, n_lines_max=2)

@@ -6,6 +6,7 @@ In virtual time. A step takes 10 ms and 1 ms a token.
 from __future__ import annotations
 
 import dataclasses
+from hashlib import blake2b
 
 import pytest
 from tests.support.clocked import LIMITS, Clocked, numbers
@@ -63,6 +64,25 @@ def test_what_all_begin_with_is_computed_once(n: int, *, is_recurrent: bool) -> 
     counts = clocked.scheduler.counts
     assert counts.n_prefix_lookups == n
     assert counts.n_reused == n_shared * (n - 1)
+    check_idle(clocked)
+
+
+def test_a_block_is_hashed_once_for_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is looked for, noted and kept: a long prompt has thousands of blocks."""
+    n_hashed = 0
+
+    def counted(data: bytes, *, digest_size: int) -> object:
+        nonlocal n_hashed
+        n_hashed += 1
+        return blake2b(data, digest_size=digest_size)
+
+    monkeypatch.setattr("drafthouse_server.scheduling.sequence.blake2b", counted)
+    clocked = Clocked(EIGHT)
+    for i in range(4):  # the same prompt as before, and the first 300 tokens of it
+        clocked.finish(clocked.add([*SHARED, 5] if i % 2 else [*SHARED[:300], 7], 20))
+    assert clocked.scheduler.counts.n_prefix_hits
+    n_blocks = [(n + 20) // BLOCK_SIZE for n in (301, 601, 301, 601)]
+    assert n_hashed <= sum(n_blocks) + 4  # and each one's owner
     check_idle(clocked)
 
 

@@ -18,6 +18,7 @@ from drafthouse_server.scheduling.prefix_cache import (
     PrefixCache,
     Tier,
 )
+from drafthouse_server.scheduling.sequence import Blocks
 
 B = BLOCK_SIZE
 
@@ -72,8 +73,7 @@ def test_other_tenants_find_nothing_where_hashes_collide(
     can_cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is theirs left out of host memory because another's is there, nor made to go by it."""
-    honest = prefix_cache._hashes
-    monkeypatch.setattr(prefix_cache, "_hashes", lambda _, tokens: honest("", tokens))
+    monkeypatch.setattr(prefix_cache, "Blocks", lambda _, tokens: Blocks("", tokens))
     prefixes = cache(can_cut=can_cut)
     prefixes.hold(0, "a", tokens(2 * B), is_running=False)
     assert prefixes.find("a", tokens(3 * B)) is not None

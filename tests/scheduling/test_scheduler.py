@@ -164,7 +164,7 @@ def test_the_engine_refuses_another_tenant_s_prefix_that_the_cache_has_found() -
     bench.run()
     bench.add("a", n_prompt=2 * BLOCK_SIZE, tenant="two")
     find = prefixes.find
-    with mock.patch.object(prefixes, "find", lambda _, tokens: find("one", tokens)):
+    with mock.patch.object(prefixes, "find", lambda _, tokens, __: find("one", tokens)):
         plan = bench.scheduler.plan(bench.now)
     assert plan.starts[0].n_kept == 2 * BLOCK_SIZE - 1
     n_cells = bench.engine.n_cells_used

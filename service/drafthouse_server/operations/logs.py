@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import queue
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -85,7 +86,16 @@ class LineQueue(io.RawIOBase):
     def _write(self, data: bytes) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more
             while data:
-                data = data[os.write(self.name, data) :]
+                try:
+                    data = data[os.write(self.name, data) :]
+                except BlockingIOError:  # it was made not to block, and is full
+                    self._await_room()
+
+    def _await_room(self) -> None:
+        """Waits until the descriptor takes something, or has nobody at its other end."""
+        poll = select.poll()
+        poll.register(self.name, select.POLLOUT)
+        poll.poll()
 
 
 @contextlib.contextmanager

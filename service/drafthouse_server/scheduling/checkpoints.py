@@ -125,14 +125,14 @@ class Checkpoints:
             sequence: Has the prompt.
             alike: Those that run, and how many tokens both begin with.
         """
-        sequence.n_branch = 0
+        sequence.blocks.n_branch = 0
         if not self._are_taken:
             return
-        sequence.n_branch = self._prefixes.n_known(sequence.request.owner, sequence.tokens)
+        sequence.blocks.n_branch = self._prefixes.n_known(sequence.blocks, sequence.n_target)
         for other, n_alike in alike:
-            sequence.n_branch = max(sequence.n_branch, n_alike)
-            if other.n_branch <= other.n_computed < n_alike:
-                other.n_branch = n_alike
+            sequence.blocks.n_branch = max(sequence.blocks.n_branch, n_alike)
+            if other.blocks.n_branch <= other.n_computed < n_alike:
+                other.blocks.n_branch = n_alike
 
     def lead(self, other: Sequence, n_alike: int) -> Lead | None:
         """Returns what one has to wait for that begins as another one that runs; None: no use.
@@ -152,7 +152,7 @@ class Checkpoints:
         """Returns how much of a prompt its checkpoints hold, none that would save too little."""
         positions, n_before = list[int](), sequence.n_reused
         n_most = sequence.n_prompt - _N_BEFORE_END
-        for position in (min(sequence.n_branch, n_most), n_most):
+        for position in (min(sequence.blocks.n_branch, n_most), n_most):
             if position - n_before >= self._n_least:
                 positions.append(position)
                 n_before = position
@@ -173,9 +173,8 @@ class Checkpoints:
             is_running = self._slots.running.get(sequence.seq_id) is sequence
             if not is_running or n_tokens not in self._positions(sequence):
                 continue  # it has ended, or was preempted
-            prefix = self._prefixes.make(
-                sequence.seq_id, sequence.request.owner, sequence.tokens[:n_tokens]
-            )
+            owner, tokens = sequence.request.owner, sequence.tokens[:n_tokens]
+            prefix = self._prefixes.make(sequence.seq_id, owner, tokens, sequence.blocks)
             self.store(plan, sequence.seq_id, prefix, sequence.n_reused)
 
     def store(self, plan: PlanBuilder, seq_id: int, prefix: Prefix, n_reused: int = 0) -> None:

@@ -197,7 +197,7 @@ class Placement:
         """
         n_found = 0
         if is_found and self._prefixes.is_on:
-            match = self._prefixes.find(sequence.request.owner, sequence.tokens)
+            match = self._prefixes.find(sequence.request.owner, sequence.tokens, sequence.blocks)
             computed = [min(n, other.n_computed) for other, n in self._slots.alike(sequence)]
             n_found = max([match.n_tokens if match else 0, *computed])
         return self._preemption.recompute_s(sequence.n_pending - n_found) / _SPEED_UP
@@ -296,10 +296,10 @@ class Placement:
         self._prefixes.set_weight(tenant, self._counters.weight(tenant))
         alike = self._slots.alike(sequence)
         self._checkpoints.note_branch(sequence, alike)
-        match = self._prefixes.find(owner, sequence.tokens)
+        match = self._prefixes.find(owner, sequence.tokens, sequence.blocks)
         begun = [it for it in alike if not plan.starts_in(it[0].seq_id)]
         if self._note_ahead(begun, match.n_tokens if match else 0):
-            match = self._prefixes.find(owner, sequence.tokens)
+            match = self._prefixes.find(owner, sequence.tokens, sequence.blocks)
         if sequence.swap.is_preempted:
             return match, None
         return match, self._find_lead(sequence, alike, match.n_tokens if match else 0)

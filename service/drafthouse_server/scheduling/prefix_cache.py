@@ -11,12 +11,12 @@ the tenant's name, so that no tenant can find, or be told of, what another has c
 from __future__ import annotations
 
 import enum
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from itertools import islice, takewhile
 
 from drafthouse_server.scheduling.cells import Windows
+from drafthouse_server.scheduling.sequence import BLOCK_SIZE, Blocks
 from drafthouse_server.step import SchedulerCounts, Snapshot
 from drafthouse_server.tenancy.fairness import SharedBytes
 
@@ -34,11 +34,6 @@ __all__ = [
     "Tier",
     "tenant_of",
 ]
-
-BLOCK_SIZE = 16
-"""Tokens of one block; shorter prefixes are not worth the look-up."""
-
-_HASH_BYTES = 8
 
 
 class Tier(enum.IntEnum):
@@ -204,7 +199,9 @@ class PrefixCache:
         """Yields the prefixes of ended sequences in slots, the least recently used first."""
         return (prefix for prefix in self._slots.values() if prefix.tier is Tier.RETAINED)
 
-    def find(self, tenant: str, tokens: Sequence[int]) -> Match | None:
+    def find(
+        self, tenant: str, tokens: Sequence[int], blocks: Blocks | None = None
+    ) -> Match | None:
         """Returns the longest prefix that a prompt can go on from; None if there is none.
 
         One token of the prompt at least is left to be computed: the first output needs it. Of
@@ -213,9 +210,10 @@ class PrefixCache:
         Args:
             tenant: Whose prompt it is; other tenants' prefixes are not found.
             tokens: The prompt.
+            blocks: Hashes of its blocks, where some may be made already.
         """
         n_max = len(tokens) - 1
-        hashes = self._known_hashes(tenant, tokens, n_max)
+        hashes = self._known_hashes(blocks or Blocks(tenant, tokens), n_max)
         match = (
             self._find_part(tokens, hashes, n_max)
             if self._can_cut
@@ -227,18 +225,14 @@ class PrefixCache:
         n = match.n_tokens
         return match if match.prefix.tokens[:n] == tuple(tokens[:n]) else None
 
-    def n_known(self, tenant: str, tokens: Sequence[int]) -> int:
+    def n_known(self, blocks: Blocks, n_prompt: int) -> int:
         """Returns how many first tokens of a prompt some prefix begins with, usable or not."""
-        return len(self._known_hashes(tenant, tokens, len(tokens) - 1)) * BLOCK_SIZE
+        return len(self._known_hashes(blocks, n_prompt - 1)) * BLOCK_SIZE
 
-    def _known_hashes(self, tenant: str, tokens: Sequence[int], n_max: int) -> list[int]:
+    def _known_hashes(self, blocks: Blocks, n_max: int) -> list[int]:
         """Returns the hashes of the prompt's first blocks, as far as some prefix holds them."""
-        known: list[int] = []
-        for block_hash in _hashes(tenant, tokens[: n_max - n_max % BLOCK_SIZE]):
-            if block_hash not in self._holders:
-                break
-            known.append(block_hash)
-        return known
+        n_blocks = max(0, n_max) // BLOCK_SIZE
+        return [*takewhile(self._holders.__contains__, islice(blocks, n_blocks))]
 
     def _find_part(self, tokens: Sequence[int], hashes: list[int], n_max: int) -> Match | None:
         seen = set[Prefix]()  # not to be cut so short; then even less to what is shorter
@@ -290,6 +284,7 @@ class PrefixCache:
         *,
         is_running: bool,
         n_cut_min: int = 0,
+        blocks: Blocks | None = None,
     ) -> None:
         """Notes what a slot holds: computed tokens only. What was noted of it before is forgotten.
 
@@ -300,11 +295,13 @@ class PrefixCache:
             is_running: Whether the sequence goes on. If not, the slot is retained.
             n_cut_min: Fewest of its tokens that can be kept, but 0: of a slot that came out of a
                 snapshot.
+            blocks: Hashes of their blocks, and of more, where some may be made already.
         """
         before = self._slots.get(seq_id)
         tier = Tier.RUNNING if is_running else Tier.RETAINED
-        prefix = self._make(tenant, tokens, tier, seq_id) if len(tokens) >= BLOCK_SIZE else None
-        if prefix is not None:
+        prefix = None
+        if len(tokens) >= BLOCK_SIZE:
+            prefix = self._make(tenant, tokens, tier, seq_id, blocks)
             prefix.n_cut_min = n_cut_min
             self._add(prefix)  # before the old one goes, so that shared blocks make no events
         if before is not None:
@@ -454,13 +451,21 @@ class PrefixCache:
                 self._events.append(_stored(prefix, n_known))
                 told.update(prefix.hashes)
 
-    def make(self, seq_id: int, tenant: str, tokens: Sequence[int]) -> Prefix:
+    def make(
+        self, seq_id: int, tenant: str, tokens: Sequence[int], blocks: Blocks | None = None
+    ) -> Prefix:
         """Returns what a slot holds as a prefix, at least one block; it is not noted."""
-        return self._make(tenant, tokens, Tier.RUNNING, seq_id)
+        return self._make(tenant, tokens, Tier.RUNNING, seq_id, blocks)
 
-    def _make(self, tenant: str, tokens: Sequence[int], tier: Tier, seq_id: int = -1) -> Prefix:
-        n_whole = len(tokens) - len(tokens) % BLOCK_SIZE
-        hashes = tuple(_hashes(tenant, tokens[:n_whole]))
+    def _make(
+        self,
+        tenant: str,
+        tokens: Sequence[int],
+        tier: Tier,
+        seq_id: int = -1,
+        blocks: Blocks | None = None,
+    ) -> Prefix:
+        hashes = (blocks or Blocks(tenant, tokens)).first(len(tokens) // BLOCK_SIZE)
         return Prefix(tenant, tuple(tokens), tier, seq_id, hashes=hashes)
 
     def _touch(self, prefix: Prefix) -> None:
@@ -532,7 +537,9 @@ class NoPrefixes(PrefixCache):
     def __init__(self) -> None:
         super().__init__(can_cut=False)
 
-    def find(self, tenant: str, tokens: Sequence[int]) -> Match | None:
+    def find(
+        self, tenant: str, tokens: Sequence[int], blocks: Blocks | None = None
+    ) -> Match | None:
         """Returns None."""
         return None
 
@@ -547,6 +554,7 @@ class NoPrefixes(PrefixCache):
         *,
         is_running: bool,
         n_cut_min: int = 0,
+        blocks: Blocks | None = None,
     ) -> None:
         """Notes nothing."""
 
@@ -557,15 +565,6 @@ class NoPrefixes(PrefixCache):
 def tenant_of(owner: str) -> str:
     """Returns the tenant of an owner (`Request.owner`), which may be an end user of it."""
     return owner.partition("\0")[0]
-
-
-def _hashes(tenant: str, tokens: Sequence[int]) -> Iterator[int]:
-    """Yields the hash of each block; each covers the tenant and all tokens before it."""
-    digest = blake2b(tenant.encode(), digest_size=_HASH_BYTES).digest()
-    for start in range(0, len(tokens), BLOCK_SIZE):
-        block = array("i", tokens[start : start + BLOCK_SIZE]).tobytes()
-        digest = blake2b(digest + block, digest_size=_HASH_BYTES).digest()
-        yield int.from_bytes(digest)
 
 
 def _stored(prefix: Prefix, n_known: int) -> BlocksStored:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from drafthouse_server.errors import DrafthouseError
 from drafthouse_server.step import ResultEntry, SamplingOptions, Snapshot
 
 __all__ = [
+    "BLOCK_SIZE",
+    "Blocks",
     "Clock",
     "ErrorEvent",
     "Event",
@@ -27,6 +32,14 @@ __all__ = [
     "TokensEvent",
     "Usage",
 ]
+
+BLOCK_SIZE = 16
+"""Tokens of one block; shorter prefixes are not worth the look-up."""
+
+_HASH_BYTES = 8
+
+_N_RUN = 64
+"""Blocks of which the hashes are made together, where it is not known how many are of use."""
 
 
 class SequenceState(enum.Enum):
@@ -263,6 +276,50 @@ class Swap:
         self.preempted_s += now - self.preempted_at
 
 
+class Blocks:
+    """Hashes of the whole blocks of tokens, each made once: a long prompt has thousands.
+
+    Each covers the owner and all tokens before it.
+
+    Args:
+        owner: Whose tokens they are (`Request.owner`).
+        tokens: Which may grow, and change in no other way.
+    """
+
+    __slots__ = ("_digest", "_hashes", "_tokens", "n_branch")
+
+    def __init__(self, owner: str, tokens: Tokens[int]) -> None:
+        self._tokens = tokens
+        self._hashes: list[int] = []
+        self._digest = blake2b(owner.encode(), digest_size=_HASH_BYTES).digest()
+        self.n_branch = 0
+        """First tokens that another prompt of the owner had, too, as far as that is kept."""
+
+    def first(self, n: int) -> tuple[int, ...]:
+        """Returns the hashes of the first blocks, `n` or as many as there are."""
+        self._make(n)
+        return tuple(self._hashes[:n])
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields the hashes in order, and makes few that nobody asks for."""
+        n_given = 0
+        while n_given < len(self._tokens) // BLOCK_SIZE:
+            if n_given == len(self._hashes):
+                self._make(n_given + _N_RUN)
+            yield self._hashes[n_given]
+            n_given += 1
+
+    def _make(self, n: int) -> None:
+        """Makes what is missing of the first `n` hashes."""
+        n_whole = min(n, len(self._tokens) // BLOCK_SIZE)
+        tokens = array("i", self._tokens[len(self._hashes) * BLOCK_SIZE : n_whole * BLOCK_SIZE])
+        data, n_bytes = tokens.tobytes(), BLOCK_SIZE * tokens.itemsize
+        for start in range(0, len(data), n_bytes):
+            text = self._digest + data[start : start + n_bytes]
+            self._digest = blake2b(text, digest_size=_HASH_BYTES).digest()
+            self._hashes.append(int.from_bytes(self._digest))
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request's token stream. The scheduler alone changes it."""
@@ -274,6 +331,8 @@ class Sequence:
 
     tokens: list[int] = field(init=False)
     """Prompt and output."""
+    blocks: Blocks = field(init=False)
+    """Hashes of their blocks."""
     n_prompt: int = field(init=False)
     """Length of the prompt."""
     n_output_max: int = 0
@@ -288,8 +347,6 @@ class Sequence:
     """KV cells that it is likely to need."""
     n_reused: int = 0
     """Tokens of the prompt that were not computed again."""
-    n_branch: int = 0
-    """First tokens of the prompt that another one of its owner had, too, as far as that is kept."""
     n_cut_min: int = 0
     """Fewest of its tokens that its slot can be cut to, but 0: see `Prefix.n_cut_min`."""
     n_progress: int = 0
@@ -311,6 +368,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.blocks = Blocks(self.request.owner, self.tokens)
         self.n_prompt = len(self.tokens)
 
     @property

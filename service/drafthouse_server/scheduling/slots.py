@@ -265,6 +265,7 @@ class SlotTable:
             sequence.tokens[: sequence.n_computed],
             is_running=True,
             n_cut_min=sequence.n_cut_min,
+            blocks=sequence.blocks,
         )
 
     def retain(self, sequence: Sequence) -> bool:
@@ -284,6 +285,7 @@ class SlotTable:
             sequence.tokens[:n_computed],
             is_running=False,
             n_cut_min=self._prefixes.windows.n_cut_min_of_slot(sequence.n_cut_min, n_computed),
+            blocks=sequence.blocks,
         )
         self.retained[sequence.seq_id] = n_computed
         self.n_retained_cells += n_computed
