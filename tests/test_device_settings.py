@@ -42,6 +42,7 @@ def test_rpc_servers_are_off_and_beyond_loopback_only_when_told() -> None:
         {"cache_type_k": "q2_k"},
         {"rope_scaling": "longrope"},
         {"rope_scale": -1.0},
+        {"rope_scaling": "none", "rope_scale": 4.0},
         {"rope_freq_base": -1.0},
         {"rope_freq_base": 1e13},
         {"yarn_ext_factor": -0.5},

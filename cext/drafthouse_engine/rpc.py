@@ -6,6 +6,7 @@ version of its protocol, so each is asked here first. What dies later ends the p
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
@@ -19,6 +20,9 @@ __all__ = ["add_rpc_servers"]
 # (none); the size, three numbers of the version, a byte, capabilities.
 _HELLO = struct.pack("<BQ24x", 14, 24)
 _N_ANSWER = 28
+# A connection that is closed so is reset. A server that comes to one that we gave up, and writes
+# its answer in two parts, would else be ended by the second (SIGPIPE).
+_RESET = struct.pack("ii", 1, 0)
 _ANSWER = struct.Struct(f"<Q3B{_N_ANSWER - 3}x")
 
 
@@ -39,29 +43,42 @@ def add_rpc_servers(endpoints: tuple[str, ...], *, timeout_s: float = 10.0) -> N
     """
     if endpoints and rpc_version() is None:
         raise Unsupported("this build has no RPC backend; build with -DDRAFTHOUSE_RPC=ON")
+    with contextlib.ExitStack() as open_until_all_answered:
+        for endpoint in endpoints:
+            open_until_all_answered.enter_context(_ask(endpoint, timeout_s))
     for endpoint in endpoints:
-        _ask(endpoint, timeout_s)
         add_rpc_server(endpoint)
 
 
-def _ask(endpoint: str, timeout_s: float) -> None:
+def _ask(endpoint: str, timeout_s: float) -> socket.socket:
+    """Returns a connection on which a server of our version has answered.
+
+    While it is open the server answers no other, as llama.cpp would find one that is given twice,
+    under two names.
+    """
     host, _, port = endpoint.rpartition(":")
     if not host or ":" in host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise InvalidArgument(f"the RPC server {endpoint!r} is not of the form host:port")
     ends_s = time.monotonic() + timeout_s
-    try:
-        with socket.create_connection((host, int(port)), timeout_s) as connection:
+    with contextlib.ExitStack() as undo:
+        try:
+            connection = socket.create_connection((host, int(port)), timeout_s)
+            undo.enter_context(connection)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             connection.sendall(_HELLO)
             answer = _read(connection, _ANSWER.size, ends_s)
-    except TimeoutError:
-        raise RpcUnreachable(
-            f"the RPC server {endpoint} does not answer within {timeout_s:g} s; it serves one"
-            " process at a time, and may have another"
-        ) from None
-    except OSError as error:
-        words = error.strerror or error
-        raise RpcUnreachable(f"the RPC server {endpoint} cannot be reached: {words}") from None
-    _check(endpoint, answer)
+        except TimeoutError:
+            raise RpcUnreachable(
+                f"the RPC server {endpoint} does not answer within {timeout_s:g} s; it serves one"
+                " connection at a time: another process may have it, or it is given twice, under"
+                " two names"
+            ) from None
+        except (OSError, UnicodeError) as error:  # a name that no domain name can be
+            words = getattr(error, "strerror", None) or error
+            raise RpcUnreachable(f"the RPC server {endpoint} cannot be reached: {words}") from None
+        _check(endpoint, answer)
+        undo.pop_all()
+    return connection
 
 
 def _read(connection: socket.socket, n: int, ends_s: float) -> bytes:

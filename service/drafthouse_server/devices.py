@@ -258,7 +258,8 @@ def check_devices(settings: DeviceSettings) -> None:
     """Checks that settings of devices go together.
 
     Raises:
-        ConfigError: an RPC server is beyond loopback, and nobody said that this is meant.
+        ConfigError: an RPC server is beyond loopback, and nobody said that this is meant; or one
+            setting makes another mean nothing.
     """
     for endpoint in settings.rpc:
         if not (settings.insecure_rpc or is_loopback(endpoint.rpartition(":")[0])):
@@ -274,3 +275,9 @@ def check_devices(settings: DeviceSettings) -> None:
         if getattr(settings, every) and n_layers:
             problem = f"{every} keeps the experts of all layers with the CPU; remove {some}"
             raise ConfigError(some, n_layers, problem=problem)
+    if settings.rope_scaling == "none" and settings.rope_scale not in (0, 1):
+        problem = (
+            "with rope_scaling none llama.cpp stretches nothing; remove rope_scale, or set"
+            " rope_scaling to linear or yarn"
+        )
+        raise ConfigError("rope_scale", settings.rope_scale, problem=problem)

@@ -154,6 +154,28 @@ def test_an_rpc_server_that_does_not_answer() -> None:
 
 
 @pytest.mark.model
+def test_an_rpc_server_that_is_given_twice(tmp_path: Path) -> None:
+    with rpc_server(tmp_path) as server:
+        other_name = server.endpoint.replace("127.0.0.1", "localhost")
+        command = [sys.executable, "-m", "drafthouse_server", "doctor", DENSE, "--json"]
+        run = subprocess.run(
+            [*command, "--port", "0", "--rpc", f"{other_name},{server.endpoint}"],
+            cwd=ROOT,
+            env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=110,
+        )
+    found = json.loads(run.stdout)
+    assert run.returncode == 1
+    assert "RPC0" in found["devices"]
+    assert "RPC1" not in found["devices"]
+    (problem,) = found["problems"]
+    assert f"the RPC server {server.endpoint} does not answer" in problem["problem"]
+
+
+@pytest.mark.model
 def test_the_memory_of_rpc_servers_counts(tmp_path: Path) -> None:
     """In a process of its own, which has the device until it ends."""
     found, without = {}, told(DENSE)

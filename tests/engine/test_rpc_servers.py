@@ -350,6 +350,48 @@ def test_what_is_no_server_of_this_version_is_an_error(
     assert [device.name for device in drafthouse_engine.list_devices()] == ["CPU"]
 
 
+ONCE = """
+(endpoint,) = sys.argv[1:]
+add_rpc_servers((endpoint,))
+assert [d.name for d in list_devices()] == ["CPU", "RPC0"]
+"""
+
+
+def test_a_server_that_is_given_twice_is_refused_and_outlives_that(rpc: RpcServer) -> None:
+    """Two connections at once are what it never answers: a start waited for ever."""
+    import drafthouse_engine  # here: this process has no device
+
+    twice = (rpc.endpoint.replace("127.0.0.1", "localhost"), rpc.endpoint)
+    with pytest.raises(
+        drafthouse_engine.RpcUnreachable, match=rf"{rpc.endpoint} .* given twice, under two names"
+    ):
+        drafthouse_engine.add_rpc_servers(twice, timeout_s=5.0)
+    assert [device.name for device in drafthouse_engine.list_devices()] == ["CPU"]
+    run(ONCE, rpc.endpoint)
+
+
+def test_a_server_that_another_process_has_outlives_who_asked_for_it(rpc: RpcServer) -> None:
+    """It was ended by SIGPIPE when it came to a connection that had been given up."""
+    import drafthouse_engine  # here: this process has no device
+
+    host, port = rpc.endpoint.split(":")
+    with (
+        socket.create_connection((host, int(port))),
+        pytest.raises(drafthouse_engine.RpcUnreachable, match="another process may have it"),
+    ):
+        drafthouse_engine.add_rpc_servers((rpc.endpoint,), timeout_s=0.5)
+    run(ONCE, rpc.endpoint)
+    assert rpc.process.poll() is None
+
+
+def test_a_name_that_no_server_can_have_is_an_error() -> None:
+    import drafthouse_engine  # here: this process has no device
+
+    for host in ("a" * 64, "..", "a..b"):
+        with pytest.raises(drafthouse_engine.RpcUnreachable, match="cannot be reached"):
+            drafthouse_engine.add_rpc_servers((f"{host}:1",))
+
+
 def test_a_build_without_the_backend_serves_without_rpc_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -431,9 +473,11 @@ def killed_after(n_bytes: int, rpc: RpcServer) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         accepting = threading.Thread(target=accept)
         accepting.start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
-        accepting.join()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            accepting.join()
 
 
 def generated(served: Served) -> list[int]:
@@ -550,6 +594,19 @@ def test_the_server_says_why_it_does_not_start_without_its_rpc_server() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     said = refused("--model", str(MODELS / DENSE), "--rpc", endpoint)
     assert f"the RPC server {endpoint} cannot be reached" in said
+
+
+@pytest.mark.parametrize("n_bytes", [34, 110], ids=str)
+def test_an_rpc_server_that_dies_while_it_is_asked_ends_the_start_with_a_sentence(
+    n_bytes: int, rpc: RpcServer
+) -> None:
+    """When its devices are counted, and when it is asked what is free there."""
+    with killed_after(n_bytes, rpc) as endpoint:
+        said = refused("--model", str(MODELS / DENSE), "--rpc", endpoint)
+    *_, why, last = said.splitlines()
+    assert "Remote RPC server crashed" in why
+    assert last.startswith("drafthouse: cannot ")
+    assert "llama.cpp gave up, as the line above says; start the RPC server again" in last
 
 
 def test_an_rpc_server_that_dies_while_a_model_is_loaded_ends_the_start_with_a_sentence(

@@ -75,9 +75,12 @@ def _with_rpc_servers(
 ) -> tuple[EngineFacts, list[Problem]]:
     """Returns the facts with the devices of those RPC servers that answer, and which do not."""
     problems = []
+    answering: tuple[str, ...] = ()
     for endpoint in endpoints:
         try:
-            facts = engine_facts((endpoint,))
+            facts = engine_facts((*answering, endpoint))
         except StartupError as error:
             problems.append(Problem("rpc", f"{error}; start it, or take it out of rpc"))
+        else:
+            answering += (endpoint,)
     return facts, problems

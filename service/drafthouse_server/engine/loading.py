@@ -208,14 +208,12 @@ def engine_facts(rpc: tuple[str, ...] = ()) -> EngineFacts:
     text = engine_version().partition(";")[2]
     features = frozenset(re.findall(r"(\w+) = 1\b", text.partition("CPU :")[2]))
     cores = drafthouse_engine.find_cores()
-    try:
+    with _asking(rpc):
         drafthouse_engine.add_rpc_servers(rpc)
-    except drafthouse_engine.EngineError as error:
-        raise StartupError(error.message) from error
-    devices = tuple(
-        DeviceFacts(it.name, it.description, it.kind, it.total_bytes, it.free_bytes)
-        for it in drafthouse_engine.list_devices()
-    )
+        devices = tuple(
+            DeviceFacts(it.name, it.description, it.kind, it.total_bytes, it.free_bytes)
+            for it in drafthouse_engine.list_devices()
+        )
     return EngineFacts(
         drafthouse_engine.build_facts(),
         features,
@@ -224,20 +222,36 @@ def engine_facts(rpc: tuple[str, ...] = ()) -> EngineFacts:
     )
 
 
+@contextmanager
+def _asking(rpc: tuple[str, ...]) -> Iterator[None]:
+    """Turns what goes wrong with devices into a sentence, the end of the process too.
+
+    Raises:
+        StartupError: the extension has refused one.
+    """
+    advice = "start the RPC server again, where that died" if rpc else "look at the devices"
+    drafthouse_engine.on_abort(f"drafthouse: cannot ask the devices: {GAVE_UP}; {advice}", 1)
+    try:
+        yield
+    except drafthouse_engine.EngineError as error:
+        raise StartupError(error.message) from error
+    finally:
+        drafthouse_engine.on_abort("")
+
+
 def _prepare_devices(config: Config) -> None:
     """Makes RPC servers' devices, and says what there is.
 
     Raises:
         StartupError: an RPC server does not answer, or speaks another version.
     """
-    try:
+    with _asking(config.rpc):
         numa: Any = config.numa  # Config allows the same names only
         if numa != "off" and not drafthouse_engine.set_numa(numa):
             _log.warning("numa %s changes nothing: there is one memory node", config.numa)
         drafthouse_engine.add_rpc_servers(config.rpc)
-    except drafthouse_engine.EngineError as error:
-        raise StartupError(error.message) from error
-    for device in drafthouse_engine.list_devices():
+        devices = drafthouse_engine.list_devices()
+    for device in devices:
         if device.kind != "cpu":
             n_free, n_total = device.free_bytes >> 20, device.total_bytes >> 20
             name = f"{device.name} ({device.description})"

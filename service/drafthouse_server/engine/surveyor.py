@@ -182,7 +182,7 @@ class Surveyor:
             return
         rooms = {
             it.name: Room(it.total_bytes, it.free_bytes - GPU_MARGIN_BYTES, it.kind == "gpu")
-            for it in drafthouse_engine.list_devices()
+            for it in self._devices_there()
         }
         n_tokens = longest_ample(
             self._asked.max_model_len,
@@ -199,7 +199,7 @@ class Surveyor:
         Raises:
             ModelLoadError: no engine can be made with these settings.
         """
-        has_device = any(it.kind in ("gpu", "igpu") for it in drafthouse_engine.list_devices())
+        has_device = any(it.kind in ("gpu", "igpu") for it in self._devices_there())
         if not has_device or not is_fitted(self._config):
             return
         wish = self.wish
@@ -229,6 +229,10 @@ class Surveyor:
         if found is not None:
             self.fit_devices()
         return True
+
+    def _devices_there(self) -> Sequence[drafthouse_engine.Device]:
+        with explained(self._config.model, self._config, is_loaded=True):
+            return drafthouse_engine.list_devices()
 
     def _fits(self, size: Size, n_layers: int | None, memory: HostMemory) -> bool:
         """Tells whether a size fits, with so many layers on devices; −1 is all."""
