@@ -360,7 +360,7 @@ async def test_a_journal_whose_thread_has_failed_ends_the_server(
     await ready
     break_journal(server, monkeypatch)
     await eventually(serving.done)
-    with pytest.raises(ServerFailed, match="the usage journal failed .* start it again"):
+    with pytest.raises(ServerFailed, match=r"the usage journal failed .* start it again"):
         await serving
 
 

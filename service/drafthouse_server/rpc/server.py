@@ -119,11 +119,13 @@ def _on_signals(act: Callable[[signal.Signals, int], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _failed(part: str) -> ServerFailed:
-    return ServerFailed(
+def _failed(part: str, error: BaseException | None = None) -> ServerFailed:
+    failure = ServerFailed(
         f"the {part} failed and the server has ended, see the log above; start it again, and"
         " report the trace"
     )
+    failure.__cause__ = error
+    return failure
 
 
 class Server:
@@ -211,8 +213,7 @@ class Server:
 
         Raises:
             StartupError: it cannot start.
-            ServerFailed: the step loop has failed, and every stream was told; or the usage journal
-                has, and streams were given their time to finish.
+            ServerFailed: the step loop has failed; every stream was told. Or the usage journal has.
             EngineLost: the engine has not worked for `unhealthy_exit_s`, or a step does not end; so
                 was every stream.
         """
@@ -232,7 +233,7 @@ class Server:
                     raise EngineLost(
                         f"{self._lost} and the server has ended, see the log above; start it again"
                     )
-                if self._failure is not None:
+                if self._failure:
                     raise self._failure
 
     def stop(self) -> None:
@@ -439,8 +440,7 @@ class Server:
 
     def _on_failure(self, error: BaseException) -> None:
         """Ends the server: without its loop it would refuse everything for ever."""
-        self._failure = _failed("step loop")
-        self._failure.__cause__ = error
+        self._failure = _failed("step loop", error)
         self.stop()
 
     def _on_journal_failure(self) -> None:
