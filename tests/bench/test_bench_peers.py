@@ -678,12 +678,13 @@ def test_a_list_measures_nothing_and_an_empty_selection_is_refused() -> None:
 @pytest.mark.parametrize(
     "flag",
     [
+        "--scenarios=closed,nosuch",
         *("--round-s=-1", "--round-s=0", "--round-s=inf", "--round-s=nan"),
         *("--n-output=-5", "--busy=-1", "--n-shared=-4", "--acceptances=0.5,1.5", "--loads=inf"),
     ],
 )
-def test_numbers_that_mean_nothing_are_wrong_usage(flag: str) -> None:
-    """Some were taken as they were, others for the default."""
+def test_values_that_mean_nothing_are_wrong_usage(flag: str) -> None:
+    """Some were taken as they were, others for the default; a scenario's name ended with 1."""
     with pytest.raises(SystemExit) as error:
         run("--list", flag)
     assert error.value.code == 2

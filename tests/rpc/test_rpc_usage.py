@@ -16,8 +16,9 @@ from tests.support.http2 import connect
 
 import drafthouse
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, usage_pb2, usage_pb2_grpc
+from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
-from drafthouse_server.errors import Unauthenticated
+from drafthouse_server.errors import ServerFailed, Unauthenticated
 from drafthouse_server.rpc import services
 from drafthouse_server.rpc import usage as usage_service
 from drafthouse_server.rpc.server import Server
@@ -42,6 +43,22 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def records_of(folder: Path) -> Sequence[UsageRecord]:
     return list_all(folder, UsageQuery())
+
+
+def break_journal(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the thread of a server's journal fail, and waits for its end."""
+    accounting = server._accounting
+    assert accounting is not None
+    journal = accounting.journal
+    assert journal is not None
+
+    def fail() -> bool:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(journal, "_turn", fail)
+    journal._put([])  # the turn that it is in ends
+    journal._thread.join(100)
+    assert not journal._thread.is_alive()
 
 
 def request(text: str = "x", **fields: Any) -> generation_pb2.GenerateRequest:
@@ -329,6 +346,37 @@ async def test_a_journal_that_fails_lets_streams_in_unbilled_where_that_is_set(
     assert server.loop.statistics().usage.n_unbilled == 1
     await server.close()
     assert not records_of(tmp_path)
+
+
+async def test_a_journal_whose_thread_has_failed_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    """It could take no stream any more: a supervisor starts it again."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    config = Config(port=0, usage_journal=str(tmp_path), draft_policy="fixed")
+    server = Server(config, FakeEngine)
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(server.serve(lambda _: ready.set_result(None)))
+    await ready
+    break_journal(server, monkeypatch)
+    await eventually(serving.done)
+    with pytest.raises(ServerFailed, match=r"the usage journal failed .* start it again"):
+        await serving
+
+
+async def test_a_journal_whose_thread_has_failed_ends_no_server_that_goes_on_unbilled(
+    start_server: ServerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    server = await start_server(usage_journal=str(tmp_path), usage_on_full="unbilled")
+    accounting = server._accounting
+    assert accounting is not None
+    break_journal(server, monkeypatch)
+    assert accounting.journal is not None
+    accounting._watch(accounting.journal)
+    assert not server._stop.is_set()
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        assert (await client.generate("x", max_output_tokens=3)).usage.output_tokens == 3
 
 
 class RevokingTenants(TenantRegistry):

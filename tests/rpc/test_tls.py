@@ -255,6 +255,27 @@ def test_a_look_finds_new_files_before_anybody_connects(
     assert certificates._renewed() is None
 
 
+def test_a_certificate_that_has_expired_is_told_once(
+    authority: Authority,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Clients alone knew why they could not connect: the server's log said nothing."""
+    certificates = Certificates(Config(**files(authority, tmp_path)))
+    certificates.look()
+    assert not caplog.records
+    monkeypatch.setattr(tls.time, "time", lambda: certificates.expires_at)  # while it serves
+    for _ in range(2):
+        certificates.look()
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "server.crt expired on 20" in record.getMessage()
+    authority.issue().write(tmp_path)  # which has expired by that clock, too
+    certificates.look()
+    assert len(caplog.records) == 2
+
+
 def test_a_certificate_that_is_written_while_it_is_read_is_used_when_it_is_whole(
     authority: Authority,
     tmp_path: Path,

@@ -38,6 +38,8 @@ END = FinishEvent(
 class HeldJournal:
     """A journal whose entries a test writes when it wants."""
 
+    has_failed = False
+
     def __init__(self) -> None:
         self.counts = UsageCounts()
         self.entries: list[tuple[list[Entry], Callable[[bool], None]]] = []

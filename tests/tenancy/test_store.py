@@ -207,6 +207,17 @@ def test_of_several_first_changes_of_an_empty_store_none_fails(store: Store) -> 
         assert [tenant.name for tenant in records.list_tenants(connection)] == ["acme", "bob"]
 
 
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_no_statement_is_prepared_on_a_connection(store: Store) -> None:
+    """A pool in transaction mode gave the next transaction a connection with another's."""
+    for _ in range(10):  # the driver prepares what comes for the sixth time
+        with store.reading() as connection:
+            records.version(connection)
+    with store.reading() as connection:
+        prepared = connection.exec_driver_sql("SELECT statement FROM pg_prepared_statements")
+        assert not prepared.all()
+
+
 def test_the_last_use_of_a_key_does_not_go_back(store: Store) -> None:
     with store.writing() as connection:
         records.add_key(connection, key("k1"), NOW)

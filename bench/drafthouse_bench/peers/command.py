@@ -131,7 +131,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         " contender manages; default: 0.4,0.7,0.9")  # fmt: skip
     add("--acceptances", type=_rates, metavar="A,B", help="synthetic, for random weights;"
         " default: 0.3,0.6,0.9")  # fmt: skip
-    add("--scenarios", type=_names, metavar="A,B", help=f"default: {','.join(SCENARIOS)}")
+    add("--scenarios", type=_scenarios, metavar="A,B", help=f"default: {','.join(SCENARIOS)}")
     add("--only", type=parse_only, default={}, metavar="KEY=A+B,…", help="cases to measure, as"
         " draft=mtp,model=dense,streams=8; keys: scenario, model, draft, streams, load,"
         " acceptance, n_prompt")  # fmt: skip
@@ -174,6 +174,13 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
+def _scenarios(text: str) -> tuple[str, ...]:
+    names = _names(text)
+    if unknown := set(names) - set(SCENARIOS):
+        raise argparse.ArgumentTypeError(f"no such scenario: {', '.join(sorted(unknown))}")
+    return names
+
+
 def _rates(text: str) -> tuple[float, ...]:
     values = amounts(text)
     if max(values) > 1:
@@ -200,8 +207,6 @@ def _plan(arguments: argparse.Namespace) -> PeerPlan:
         n_output=arguments.n_output,
         **_of_defaults(arguments),
     )
-    if unknown := set(plan.scenarios) - set(SCENARIOS):
-        raise ValueError(f"no such scenario: {', '.join(sorted(unknown))}")
     if not plan.cases():
         raise ValueError("no case is selected; --list shows those that there are")
     return plan

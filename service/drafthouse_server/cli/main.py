@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
 
     Returns:
         The exit code: 0 done, 1 failed and said why, 2 wrong settings, 70 the server's step loop
-        has failed, 130 stopped by Ctrl-C, 141 whoever read the output has left.
+        or usage journal has failed, 130 stopped by Ctrl-C, 141 whoever read the output has left.
 
     Raises:
         SystemExit: the arguments are wrong (code 2), or ask for help (0).

@@ -39,7 +39,7 @@ LISTENS_AT = "listening at "
 """How the line starts that tells the address, "host:port", when the server takes calls."""
 
 FAILED = 70
-"""Exit code of a server whose step loop has failed: EX_SOFTWARE of sysexits.h."""
+"""Exit code of a server whose step loop or usage journal has failed: EX_SOFTWARE of sysexits.h."""
 
 LOST = 71
 """Exit code of a server whose engine does not work any more: EX_OSERR of sysexits.h."""
@@ -49,7 +49,7 @@ _LEAVE_S = 5.0
 
 _EXIT_CODES = (
     "exit codes: 0 ended by SIGTERM or SIGINT; 1 cannot start, and says why; 2 a setting is wrong;"
-    f" {FAILED} the step loop has failed: every stream was told ENGINE_FAILURE, start it again;"
+    f" {FAILED} the step loop or the usage journal has failed: start it again;"
     f" {LOST} the engine has not worked for unhealthy_exit_s: start it again"
 )
 

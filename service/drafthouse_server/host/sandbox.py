@@ -78,7 +78,14 @@ def bound_memory(n_bytes: int) -> None:
     except OSError:
         return
     most = n_pages * os.sysconf("SC_PAGE_SIZE") + n_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _limit(resource.RLIMIT_AS, most)
+
+
+def _limit(what: int, most: int) -> None:
+    """Sets a limit for good; one that is lower already stays, as it cannot be raised."""
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
 
 
 def limit_time(cpu_s: float) -> None:
@@ -96,11 +103,8 @@ def drop_rights() -> str:
     Returns:
         What could not be done, in a few words; empty when all was.
     """
-    for limit, most in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, _N_OUTPUT_BYTES_MAX),
-    ):
-        resource.setrlimit(limit, (most, most))
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, _N_OUTPUT_BYTES_MAX)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     libc = ctypes.CDLL(None, use_errno=True)
     with contextlib.suppress(AttributeError):

@@ -119,6 +119,15 @@ def _on_signals(act: Callable[[signal.Signals, int], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
+def _failed(part: str, error: BaseException | None = None) -> ServerFailed:
+    failure = ServerFailed(
+        f"the {part} failed and the server has ended, see the log above; start it again, and"
+        " report the trace"
+    )
+    failure.__cause__ = error
+    return failure
+
+
 class Server:
     """A server and its life: `serve` is `startup`, wait, `shutdown`.
 
@@ -148,7 +157,7 @@ class Server:
         )
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._failure: ServerFailed | None = None
         self._lost = ""
         self._loss: asyncio.TimerHandle | None = None
         self._loop: StepLoop | None = None
@@ -204,7 +213,7 @@ class Server:
 
         Raises:
             StartupError: it cannot start.
-            ServerFailed: the step loop has failed; every stream was told.
+            ServerFailed: the step loop has failed; every stream was told. Or the usage journal has.
             EngineLost: the engine has not worked for `unhealthy_exit_s`, or a step does not end; so
                 was every stream.
         """
@@ -224,11 +233,8 @@ class Server:
                     raise EngineLost(
                         f"{self._lost} and the server has ended, see the log above; start it again"
                     )
-                if self._failure is not None:
-                    raise ServerFailed(
-                        "the step loop failed and the server has ended, see the log above;"
-                        " start it again, and report the trace"
-                    ) from self._failure
+                if self._failure:
+                    raise self._failure
 
     def stop(self) -> None:
         """Makes `serve` end; at the second call without waiting for running requests."""
@@ -296,6 +302,7 @@ class Server:
                 is_open_unbilled=self._config.usage_on_full == "unbilled",
                 retry_after_s=self._config.retry_after_s,
                 on_change=self._health.note_open,
+                on_failure=self._on_journal_failure,
             )
             await self._accounting.restore(self._loop.admission)
             await self.backends.share_rates(self._loop.admission)
@@ -433,8 +440,13 @@ class Server:
 
     def _on_failure(self, error: BaseException) -> None:
         """Ends the server: without its loop it would refuse everything for ever."""
-        self._failure = error
+        self._failure = _failed("step loop", error)
         self.stop()
+
+    def _on_journal_failure(self) -> None:
+        """Ends the server, which takes no stream any more; those that run have their time."""
+        self._failure = self._failure or _failed("usage journal")
+        self.drain()
 
     async def shutdown(self) -> None:
         """Lets running requests finish, within its time, and ends the server.

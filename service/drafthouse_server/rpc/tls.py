@@ -11,6 +11,7 @@ import logging
 import re
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,7 @@ class Certificates:
         self._in_use = self._read()
         self._seen = self._in_use.stamp
         self._handed_over = self._in_use
+        self._expired: _Read | None = None
         self.on_renewal: Callable[[str, str], object] | None = None
         """Called with a file that has changed, and the SHA-256 of what of it is in use; empty where
         it cannot be used. On any thread."""
@@ -110,19 +112,20 @@ class Certificates:
         )
 
     def look(self) -> None:
-        """Reads the files again if they have changed."""
+        """Reads the files again if they have changed; tells of a certificate that has expired."""
         with self._lock:
             self._look()
+            self._tell_expired()
 
     async def watch(self) -> None:
-        """Looks at the files every ten seconds, so that the log tells of them before a client does.
+        """Looks at once, then every ten seconds, so that the log tells before a client does.
 
         Cancellation:
             ends it.
         """
         while True:
-            await asyncio.sleep(_LOOK_S)
             await asyncio.to_thread(self.look)
+            await asyncio.sleep(_LOOK_S)
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
         """Returns what gRPC does not have yet; None when it has what there is."""
@@ -157,6 +160,15 @@ class Certificates:
                 else "who connects needs a certificate of its authorities; its SHA-256 is"
             )
             self._tell(path, digest, f"{path} was read again: {told} {digest}")
+
+    def _tell_expired(self) -> None:
+        """Tells of each certificate once: its clients refuse it, and gRPC says nothing of that."""
+        read = self._in_use
+        if self._is_told_alone or read is self._expired or time.time() < read.expires_at:
+            return
+        self._expired = read
+        date = time.strftime("%Y-%m-%d", time.gmtime(read.expires_at))
+        _log.error("the certificate in %s expired on %s: clients refuse it", self.path, date)
 
     def _tell(self, path: str, digest: str, text: str) -> None:
         if self._is_told_alone not in ("", path):

@@ -58,6 +58,7 @@ class Accounting:
         retry_after_s: Advice to those who are refused, seconds.
         unix_clock: Seconds since 1970.
         on_change: Called with `is_open`, soon after it has changed.
+        on_failure: Called once, when it is not open and never will be.
 
     Thread:
         Event loop only.
@@ -73,6 +74,7 @@ class Accounting:
         retry_after_s: float = 1.0,
         unix_clock: Callable[[], float] = time.time,
         on_change: Callable[[bool], None] | None = None,
+        on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.metrics = metrics
         """Takes the counts."""
@@ -86,6 +88,7 @@ class Accounting:
         self._model = model
         self._is_open_unbilled = is_open_unbilled
         self._on_change = on_change
+        self._on_failure = on_failure
         self._was_open = True
         self._retry_after_s = retry_after_s
         self._accounts: set[Account] = set()
@@ -105,6 +108,9 @@ class Accounting:
             self._was_open = not self._was_open
             if self._on_change is not None:
                 self._on_change(self._was_open)
+        if journal.has_failed and not self.is_open and self._on_failure is not None:
+            self._on_failure()
+            self._on_failure = None
         self._timer = asyncio.get_running_loop().call_later(_WATCH_S, self._watch, journal)
 
     async def restore(self, admission: Admission) -> None:

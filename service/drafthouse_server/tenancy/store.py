@@ -325,9 +325,9 @@ def _server_engine(url: URL) -> Engine:
         "connect_timeout": _CONNECT_S,
         "application_name": "drafthouse",
         "client_encoding": "utf8",
+        "prepare_threshold": None,  # PgBouncer hands a connection on with what is prepared there
         "options": f"{given} {own}".strip(),  # the last one counts
-        # A host that has gone without a word is noticed within a quarter of a minute.
-        "keepalives_idle": 5,
+        "keepalives_idle": 5,  # a host that has gone is noticed within a quarter of a minute
         "keepalives_interval": 3,
         "keepalives_count": 3,
     }

@@ -180,6 +180,11 @@ class Journal:
         """Whether it cannot be written now."""
         return self.counts.is_failing
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it cannot be written any more, whatever its disk does: its thread has failed."""
+        return self._is_dead and not self._is_closing
+
     def watch(self) -> bool:
         """Takes note of a disk that has not answered for long; returns whether writing fails.
 
