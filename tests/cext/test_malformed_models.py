@@ -132,6 +132,25 @@ def test_a_bound_that_is_no_number_is_refused(tmp_path: Path, number: float) -> 
         Model(path)
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (
+            {"attention.head_count": 4, "attention.head_count_kv": 3},
+            "head_count_kv does not divide",
+        ),
+        ({"expert_count": 4, "expert_used_count": 8}, "expert_used_count is above"),
+        ({"rope.scaling.type": "odd"}, "rope.scaling.type is not one of"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(
+    values: dict[str, int | str], reason: str, tmp_path: Path
+) -> None:
+    path = header_only(tmp_path / "odd.gguf", "llama", {"block_count": 2} | values)
+    with pytest.raises(BadModel, match=f"is damaged: .*{re.escape(reason)}"):
+        Model(path)
+
+
 TYPES = [
     ("blk.0.ffn_up.weight", np.int8),
     ("blk.0.attn_qkv.weight", np.float64),

@@ -203,6 +203,15 @@ def test_a_tensor_that_serve_refuses_is_an_error(tmp_path: Path) -> None:
     assert 'its tensor "output_norm.weight" has the type f64' in error_of(str(path), check="model")
 
 
+def test_a_chat_template_that_serve_cannot_read_is_a_warning(tmp_path: Path) -> None:
+    values = {"tokenizer.chat_template": "{{ messages|no_such }}"}
+    found = told(str(copied(Path(DENSE), tmp_path / "odd.gguf", values)))
+    (problem,) = found["problems"]
+    assert (problem["check"], problem["severity"]) == ("model", "warning")
+    assert "a chat of one user's message is refused" in problem["problem"]
+    assert "Unknown (built-in) filter 'no_such'" in problem["problem"]
+
+
 def test_settings_that_are_wrong_are_told_beside_the_machine() -> None:
     found = told(DENSE, "--parallel", "1000")
     assert [it["check"] for it in found["problems"]] == ["settings"]
