@@ -146,7 +146,7 @@ def test_a_bound_that_is_no_number_is_refused(tmp_path: Path, number: float) -> 
 def test_values_that_do_not_go_together_are_refused(
     values: dict[str, int | str], reason: str, tmp_path: Path
 ) -> None:
-    path = header_only(tmp_path / "odd.gguf", "llama", {"block_count": 2} | values)
+    path = header_only(tmp_path / "odd.gguf", "llama", {"block_count": 2, **values})
     with pytest.raises(BadModel, match=f"is damaged: .*{re.escape(reason)}"):
         Model(path)
 
