@@ -147,6 +147,23 @@ void check_template(const std::string & text) {
     }
 }
 
+// llama.cpp's words about a template as one line: the place in its source that they show is left
+// out, its number stays.
+std::string in_one_line(const std::string & words) {
+    const std::string mark = "\nError: ", place = " at line ", source = " in source:";
+    std::string line = words.substr(0, words.find('\n'));
+    if (const size_t at = words.rfind(mark); at != std::string::npos) {
+        const size_t begin = words.find(place);
+        const size_t end = words.find(source, begin);
+        line = words.substr(at + mark.size());
+        if (end != std::string::npos) {
+            line = words.substr(begin + 1, end - begin - 1) + ": " + line;
+        }
+    }
+    std::replace(line.begin(), line.end(), '\n', ' ');
+    return line;
+}
+
 // What a template throws becomes BAD_TEMPLATE.
 template <typename Body> auto run_template(const Body & body) {
     try {
@@ -154,7 +171,7 @@ template <typename Body> auto run_template(const Body & body) {
     } catch (const failure &) {
         throw;
     } catch (const std::exception & e) {
-        fail(SPEC_ERR_BAD_TEMPLATE, std::string("the chat template failed: ") + e.what());
+        fail(SPEC_ERR_BAD_TEMPLATE, "the chat template failed: " + in_one_line(e.what()));
     }
 }
 
@@ -169,8 +186,14 @@ std::unique_ptr<spec_chat> open_chat(const spec_chat_params & params) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "the chat template is empty");
     }
     check_template(source);
-    chat->templates = run_template(
-        [&] { return common_chat_templates_init(nullptr, source, chat->bos, chat->eos); });
+    chat->templates = run_template([&] {
+        try {
+            return common_chat_templates_init(nullptr, source, chat->bos, chat->eos);
+        } catch (const std::exception &) {
+            common_chat_template(source, chat->bos, chat->eos); // throws the same, with its words
+            throw;
+        }
+    });
     return chat;
 }
 
@@ -237,8 +260,18 @@ formatted format_chat(const spec_chat & chat, const char * const * roles,
         message.content = &deref(contents[i], "content");
         inputs.messages.push_back(std::move(message));
     }
+    const auto prompt = [&] {
+        return common_chat_templates_apply(chat.templates.get(), inputs).prompt;
+    };
     return run_template([&] {
-        const std::string text = common_chat_templates_apply(chat.templates.get(), inputs).prompt;
+        std::string text;
+        try {
+            text = prompt();
+        } catch (const std::exception &) { // perhaps of the parser of answers, which we need not
+            renderings.clear();
+            inputs.force_pure_content = true;
+            text = prompt();
+        }
         const auto [begin, end] = chat.without_added(text);
         return cut(text, find_input(text, renderings), begin, end);
     });

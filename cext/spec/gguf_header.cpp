@@ -108,6 +108,10 @@ template <typename Number> const char * wrong_heads(const std::string & arch, Nu
     const uint32_t n_embd = number(".embedding_length", 0);
     const uint32_t width = number(".attention.key_length", n_head > 0 ? n_embd / n_head : 0);
     const uint32_t n_rot = number(".rope.dimension_count", width);
+    const uint32_t n_head_kv = number(".attention.head_count_kv", n_head);
+    if (n_head_kv > 0 && n_head % n_head_kv != 0) {
+        return "attention.head_count_kv does not divide attention.head_count";
+    }
     if (n_rot % 2 != 0 || (width > 0 && n_rot > width)) {
         return "rope.dimension_count is odd or above attention.key_length";
     }
@@ -120,6 +124,11 @@ template <typename Number> const char * wrong_heads(const std::string & arch, Nu
         return "attention.value_length is not attention.key_length";
     }
     return nullptr;
+}
+
+template <typename Number> const char * wrong_experts(const std::string &, Number && number) {
+    const bool is_more = number(".expert_used_count", 0) > number(".expert_count", 0);
+    return is_more ? "expert_used_count is above expert_count" : nullptr;
 }
 
 // What a DFlash model with hyper-connections divides by.
@@ -155,6 +164,14 @@ template <typename Number> const char * wrong_states(const std::string & arch, N
         return "ssm.conv_kernel is not in [1, 64]";
     }
     return nullptr;
+}
+
+const char * wrong_scaling(const gguf_context * header, const std::string & arch) {
+    const int64_t id = gguf_find_key(header, (arch + ".rope.scaling.type").c_str());
+    const bool is_there = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_STRING;
+    const bool is_known = !is_there || is_one_of(gguf_get_val_str(header, id),
+                                                 {"none", "linear", "yarn", "longrope"});
+    return is_known ? nullptr : "rope.scaling.type is not one of none, linear, yarn, longrope";
 }
 
 // To open a pipe is to wait for whoever writes into it. What cannot be looked at cannot be read
@@ -240,7 +257,8 @@ void check_header(const std::string & path) {
         return header_u32(header.get(), arch + name, otherwise);
     };
     for (const char * reason : {wrong_layers(arch, number), wrong_heads(arch, number),
-                                wrong_states(arch, number), wrong_blocks(arch, number)}) {
+                                wrong_states(arch, number), wrong_blocks(arch, number),
+                                wrong_experts(arch, number), wrong_scaling(header.get(), arch)}) {
         if (reason != nullptr) {
             fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
         }

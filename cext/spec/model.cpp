@@ -110,6 +110,39 @@ void check_special_tokens(const llama_vocab & vocab, const std::string & path) {
     }
 }
 
+bool ends_with(const std::string & name, std::string_view end) {
+    return name.size() >= end.size() &&
+           name.compare(name.size() - end.size(), end.size(), end) == 0;
+}
+
+// Whether what computes with a tensor takes numbers of its type. Products take what the CPU has a
+// kernel for, on every device; what scales or shifts them is float32 on a CPU.
+bool is_computable(const std::string & name, const ggml_tensor & tensor) {
+    constexpr std::string_view INDICES[] = {"d2t", "ffn_gate_tid2eid.weight"};
+    constexpr std::string_view FACTORS[] = {"norm.weight", ".bias", ".ssm_a", "ssm_conv1d.weight",
+                                            "shortconv.conv.weight"};
+    const auto is_of = [&](std::string_view end) { return ends_with(name, end); };
+    if (std::any_of(std::begin(INDICES), std::end(INDICES), is_of)) {
+        return true;
+    }
+    if (std::any_of(std::begin(FACTORS), std::end(FACTORS), is_of)) {
+        const bool is_host = tensor.buffer == nullptr || ggml_backend_buffer_is_host(tensor.buffer);
+        return tensor.type == GGML_TYPE_F32 || (tensor.type == GGML_TYPE_F16 && !is_host);
+    }
+    return ggml_get_type_traits_cpu(tensor.type)->vec_dot != nullptr;
+}
+
+// llama.cpp ends the process where it is to compute with others, at the first token.
+void check_tensor_types(const llama_model * model, const std::string & path) {
+    for (const auto & [name, tensor] : tensors_of(model)) {
+        if (!is_computable(name, *tensor)) {
+            fail(SPEC_ERR_UNSUPPORTED, path + " cannot be computed: its tensor \"" + name +
+                                           "\" has the type " + ggml_type_name(tensor->type) +
+                                           ", which llama.cpp does not take there");
+        }
+    }
+}
+
 // The spellings of the tokens that are read as such only where control tokens are parsed. One that
 // begins with another is left out: where it stands, the other stands too.
 std::vector<std::string> control_spellings(const llama_vocab * vocab) {
@@ -274,6 +307,7 @@ std::unique_ptr<spec_model> load_model(const spec_model_params & params, bool ha
     model->vocab = llama_model_get_vocab(model->model.get());
     model->control = control_spellings(model->vocab);
     check_special_tokens(*model->vocab, path);
+    check_tensor_types(model->model.get(), path);
     model->vocab_only = params.vocab_only;
     model->fingerprint = params.vocab_only || !has_weights ? 0 : fingerprint_of(*model, path);
     return model;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -136,6 +137,33 @@ def test_a_template_that_would_end_the_process_is_refused(name: str, tmp_path: P
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_deep_but_bounded_template_works(name: str, tmp_path: Path) -> None:
     assert formatted(HARMLESS[name], tmp_path).strip() == FORMATTED[name]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 2 ** 10 }}", "Unexpected token: * of type"),
+        ("{{ '\\u00e9' }}", "lexer: unknown escape character \\u"),
+        ("{{ messages|no_such }}", "at line 1, column 12: Unknown (built-in) filter 'no_such' for"),
+        ("{{ raise_exception('a\\nb') }}", "at line 1, column 19: Jinja Exception: a b"),
+    ],
+)
+def test_what_is_wrong_with_a_template_is_told_in_one_line(
+    template: str, reason: str, tmp_path: Path
+) -> None:
+    """It was "std::exception" of those that cannot be parsed, and else told of another parser."""
+    path = write_model(tmp_path / "t.gguf", MODELS / SIMPLE, template)
+    with Model(path, vocab_only=True) as model, pytest.raises(BadTemplate) as caught:
+        model.format_chat([("user", "x")])
+    assert f"the chat template failed: {reason}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_whose_answers_llama_cpp_cannot_parse_formats_chats(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "t.gguf", MODELS / SIMPLE, "{{ messages|tojson(indent=2) }}")
+    with Model(path, vocab_only=True) as model:
+        text = model.format_chat([("user", "x")])
+    assert json.loads(text) == [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize("template", WRONG)

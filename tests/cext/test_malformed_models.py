@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from tests.proofs.malformed import values
 from tests.support.demo import EAGLE3, MODELS, SIMPLE, TARGETS
 from tests.support.gguf_copy import Tensor, copied, header_only, quantised
@@ -27,6 +28,7 @@ from drafthouse_engine import (
     Sampler,
     SamplingParams,
     Status,
+    Survey,
 )
 from drafthouse_engine.errors import BadModel, NoMtpHeads, Unsupported
 from drafthouse_server.engine.llama_text import LlamaText
@@ -131,6 +133,53 @@ def test_a_bound_that_is_no_number_is_refused(tmp_path: Path, number: float) -> 
     path = copied(DENSE, tmp_path / "wrong.gguf", {"mimo2.kda.gate_lower_bound": number})
     with pytest.raises(BadModel, match=r"kda\.gate_lower_bound is not a finite number"):
         Model(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (
+            {"attention.head_count": 4, "attention.head_count_kv": 3},
+            "head_count_kv does not divide",
+        ),
+        ({"expert_count": 4, "expert_used_count": 8}, "expert_used_count is above"),
+        ({"rope.scaling.type": "odd"}, "rope.scaling.type is not one of"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(
+    values: dict[str, int | str], reason: str, tmp_path: Path
+) -> None:
+    path = header_only(tmp_path / "odd.gguf", "llama", {"block_count": 2, **values})
+    with pytest.raises(BadModel, match=f"is damaged: .*{re.escape(reason)}"):
+        Model(path)
+
+
+TYPES = [
+    ("blk.0.ffn_up.weight", np.int8),
+    ("blk.0.attn_qkv.weight", np.float64),
+    ("output.weight", np.int16),
+    ("token_embd.weight", np.int32),
+    ("output_norm.weight", np.float64),
+    ("blk.0.attn_norm.weight", np.float16),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), TYPES)
+def test_a_tensor_that_nothing_computes_with_is_refused(
+    tmp_path: Path, name: str, kind: type[np.generic]
+) -> None:
+    """They ended the process, with SIGSEGV or an assertion, when the first token was computed."""
+
+    def change(found: str, tensor: Tensor) -> Tensor:
+        numbers = np.asarray(tensor[0]).astype(kind)
+        types = GGMLQuantizationType
+        of = {"i1": types.I8, "i2": types.I16, "i4": types.I32, "f2": types.F16, "f8": types.F64}
+        return (numbers, of[numbers.dtype.str[1:]]) if found == name else tensor
+
+    path = copied(DENSE, tmp_path / "typed.gguf", change=change)
+    for load in (Model, Survey):
+        with pytest.raises(Unsupported, match=rf'its tensor "{name}" has the type [if]\d+,'):
+            load(path)
 
 
 @pytest.mark.parametrize("arch", ["minimax-m2", "minimax-01", "nanbeige", "nemotron"])

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from tests.support.built import needs_extension
 from tests.support.certificates import Authority
-from tests.support.gguf_copy import copied
+from tests.support.gguf_copy import Tensor, copied
 from tests.support.windows import windowed
 
 from drafthouse_server.cli.main import main
@@ -190,6 +192,24 @@ def test_a_model_that_is_missing_or_broken(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(Path(DENSE).read_bytes()[:4000])
     assert "give a complete GGUF file" in error_of(str(broken), check="model")
+
+
+def test_a_tensor_that_serve_refuses_is_an_error(tmp_path: Path) -> None:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        wide = np.asarray(tensor[0]).astype(np.float64)
+        return (wide, GGMLQuantizationType.F64) if name == "output_norm.weight" else tensor
+
+    path = copied(Path(DENSE), tmp_path / "wide.gguf", change=change)
+    assert 'its tensor "output_norm.weight" has the type f64' in error_of(str(path), check="model")
+
+
+def test_a_chat_template_that_serve_cannot_read_is_a_warning(tmp_path: Path) -> None:
+    values = {"tokenizer.chat_template": "{{ messages|no_such }}"}
+    found = told(str(copied(Path(DENSE), tmp_path / "odd.gguf", values)))
+    (problem,) = found["problems"]
+    assert (problem["check"], problem["severity"]) == ("model", "warning")
+    assert "a chat of one user's message is refused" in problem["problem"]
+    assert "Unknown (built-in) filter 'no_such'" in problem["problem"]
 
 
 def test_settings_that_are_wrong_are_told_beside_the_machine() -> None:

@@ -45,6 +45,10 @@ class HandWorker:
     def not_dropped(self) -> str:
         return ""
 
+    @property
+    def chat_problem(self) -> str:
+        return ""
+
     async def start(self) -> None:
         self.shop.n_starts += 1
         await self.shop.may_start.wait()

@@ -332,6 +332,20 @@ async def test_a_process_that_dies_with_the_servers_end_of_the_channel_leaves_no
 
 
 @pytest.mark.model
+async def test_a_template_that_refuses_chats_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.support.templates import write_model
+
+    template = "{{ messages|no_such }}"
+    pool = process_pool(str(write_model(tmp_path / "model.gguf", Path(MODEL), template)), 1)
+    await pool.open()
+    await pool.close()
+    (record,) = [it for it in caplog.records if "a chat of one user's message" in it.message]
+    assert "Unknown (built-in) filter 'no_such'" in record.message
+
+
+@pytest.mark.model
 async def test_a_worker_has_no_rights_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTHOUSE_API_KEYS", "a:secret")
     pool = process_pool(MODEL, 1)

@@ -415,6 +415,11 @@ class FakeTextWorker:
         """Nothing that anybody should be told: it is for tests."""
         return ""
 
+    @property
+    def chat_problem(self) -> str:
+        """None: there is no template."""
+        return ""
+
     async def start(self) -> None:
         """See `TextWorker.start`."""
         self._ended = asyncio.get_running_loop().create_future()

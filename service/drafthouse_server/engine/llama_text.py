@@ -36,6 +36,9 @@ class _Template(Protocol):
         ...
 
 
+_TOO_LARGE = "the chat template takes more memory than a text worker has"
+
+
 class LlamaText:
     """Texts of one model: `TextModel` over `drafthouse_engine`.
 
@@ -74,7 +77,7 @@ class LlamaText:
         except (drafthouse_engine.BadTemplate, drafthouse_engine.Unsupported) as error:
             return cls(model, error.message)  # it has texts all the same
         except (drafthouse_engine.OutOfMemory, MemoryError):
-            return cls(model, "the chat template takes more memory than a text worker has")
+            return cls(model, _TOO_LARGE)
 
     @property
     def n_vocab(self) -> int:
@@ -161,6 +164,18 @@ class LlamaText:
         except drafthouse_engine.Unsupported as error:
             raise _invalid("messages", error) from error
         return tokens
+
+    def chat_problem(self) -> str:
+        """Returns why a chat of one user's message is refused; empty where no template does so."""
+        if not self._model.chat_template:
+            return ""
+        try:
+            self.tokenize_chat([("user", "Hello")])
+        except InvalidRequest as error:
+            return error.violations[0].description
+        except (drafthouse_engine.OutOfMemory, MemoryError):
+            return _TOO_LARGE
+        return ""
 
     def _format(self, messages: Sequence[tuple[str, str]]) -> tuple[bytes, _Spans]:
         """Returns a chat in the model's format as UTF-8, and the spans that messages brought.

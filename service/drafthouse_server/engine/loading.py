@@ -175,8 +175,11 @@ def _choose(surveyor: Surveyor, config: Config, memory: HostMemory) -> Config:
     return surveyor.sized(size)
 
 
-def check_texts(config: Config) -> None:
+def check_texts(config: Config) -> str:
     """Sees that the model's file has a vocabulary that reads and writes texts; loads that alone.
+
+    Returns:
+        Why a chat of one user's message is refused; empty where no template does so.
 
     Raises:
         ModelLoadError: it has none, or its parts do not fit each other.
@@ -184,6 +187,12 @@ def check_texts(config: Config) -> None:
     path = config.model
     with explained(path, config), drafthouse_engine.Model(path, vocab_only=True) as target:
         _try_texts(path, target)
+        if target.chat_template:
+            try:
+                target.format_chat([("user", "Hello")])
+            except drafthouse_engine.EngineError as error:
+                return error.message
+    return ""
 
 
 def engine_version() -> str:

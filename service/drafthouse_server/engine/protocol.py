@@ -49,6 +49,11 @@ class TextWorker(Protocol):
         """Rights that it could not be deprived of, in a few words; empty when there are none."""
         ...
 
+    @property
+    def chat_problem(self) -> str:
+        """Why a chat of one user's message is refused; empty where no template does so."""
+        ...
+
     async def start(self) -> None:
         """Makes it ready to work.
 

@@ -91,6 +91,8 @@ class TextProcess(asyncio.Protocol):
         self._n_vocab = 0
         self.not_dropped = ""
         """Rights that it could not be deprived of, in a few words; empty when there are none."""
+        self.chat_problem = ""
+        """Why a chat of one user's message is refused; empty where no template does so."""
 
     @property
     def pid(self) -> int:
@@ -137,6 +139,7 @@ class TextProcess(asyncio.Protocol):
         if "failed" in told:
             raise StartupError(f"a text worker cannot read the vocabulary: {told['failed']}")
         self.not_dropped = told["not_dropped"]
+        self.chat_problem = told["chat_problem"]
         self._n_vocab = int(told["n_vocab"])
 
     def ask(self, job: TextJob, cpu_s: float) -> asyncio.Future[TextAnswer]:

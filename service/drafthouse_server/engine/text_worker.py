@@ -105,6 +105,7 @@ def _main() -> None:
 
         try:
             model = LlamaText.open(setup["model"], bound)
+            told["chat_problem"] = model.chat_problem()
         except drafthouse_engine.EngineError as error:
             channel.send(json.dumps({"failed": error.message}).encode())
             return

@@ -150,6 +150,8 @@ class TextWorkers:
             _log.warning(
                 "text workers keep rights that they do not need: %s", workers[0].not_dropped
             )
+        if workers[0].chat_problem:
+            _log.warning("a chat of one user's message is refused: %s", workers[0].chat_problem)
         self._begin(self._add_another())
 
     async def close(self) -> None:
