@@ -6,9 +6,10 @@ In virtual time. A step takes 10 ms and 1 ms a token, a snapshot 30 ms to write 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
-from tests.support.clocked import LIMITS, MOVE_S, Clocked, n_read, numbers
+from tests.support.clocked import LIMITS, MOVE_S, Clocked, n_copied, n_read, numbers
 
 from drafthouse_server.scheduling import preemption
 from drafthouse_server.scheduling.checkpoints import HitRates
@@ -136,6 +137,84 @@ def test_a_tenants_snapshots_take_a_quarter_of_the_time_beside_others_streams() 
         assert (stream.terminal is None) is is_streaming
     assert shares[True] < 0.27
     assert shares[False] > 0.5
+
+
+def copying(n_slots: int) -> Clocked:
+    """Returns a scheduler of slots with cells of their own, and 0.1 ms for each that is copied."""
+    limits = dataclasses.replace(
+        LIMITS, n_seq_max=n_slots, n_outputs_max=n_slots, n_ctx=n_slots * LIMITS.n_ctx_seq
+    )
+    return Clocked(limits, copied_s=1e-4)
+
+
+def alike(i: int) -> list[int]:
+    """Returns prompts of 1,020 tokens of which the first 1,000 are the same."""
+    return [*numbers(1000), i, *numbers(19, i)]
+
+
+def test_a_tenants_copies_take_a_quarter_of_the_time_beside_others_streams() -> None:
+    shares = {}
+    for is_streaming in (True, False):
+        clocked = copying(48)
+        clocked.turn(alike(0))
+        stream = clocked.add([1, 2, 3], n_output=4000 if is_streaming else 1, tenant="stream")
+        for _ in range(20):
+            clocked.step()
+        started_s, clocked.moved_s = clocked.now, 0.0
+        for i in range(40):  # conversations that begin alike, each with one short answer
+            begun = clocked.finish(clocked.add(alike(1 + i), n_output=1))
+            assert begun.n_reused >= 992
+        shares[is_streaming] = clocked.moved_s / (clocked.now - started_s)
+        assert (stream.terminal is None) is is_streaming
+    assert shares[True] < 0.27
+    assert shares[False] > 0.5
+
+
+def test_streams_do_not_wait_for_the_copies_of_all_that_begin_alike() -> None:
+    clocked = copying(8)
+    clocked.add([1, 2, 3], n_output=4000)
+    for i in range(2):  # the first is computed, the second one tells what a copy takes
+        clocked.turn(alike(i))
+    n_before = len(clocked.plans)
+    begun = [clocked.add(alike(2 + i)) for i in range(5)]
+    for sequence in begun:
+        assert clocked.finish(sequence).n_reused >= 992
+    copied = [n_copied(plan) for plan in clocked.plans[n_before:]]
+    assert sum(copied) >= 5 * 992
+    assert max(copied) < 2 * 1000
+
+
+@pytest.mark.parametrize(("n_output", "slot"), [(2, 3), (400, 2)])
+def test_a_prefix_is_copied_beside_others_where_its_answer_is_longer_than_the_copy(
+    n_output: int, slot: int
+) -> None:
+    """A gap between slots is a physical batch more in each step; the copy takes 10 of them."""
+    clocked = copying(4)
+    streams = [clocked.add([1, i], 4000) for i in range(2)]
+    short = clocked.add([5] * 20, 2)
+    said = clocked.turn(numbers(1000))
+    clocked.finish(short)
+    clocked.turn(alike(0))  # begins alike: it is copied, to slot 2
+    sequence = clocked.add([*said, 9], n_output)
+    while sequence.seq_id < 0:
+        clocked.step()
+    assert [stream.seq_id for stream in streams] == [0, 1]
+    assert sequence.n_reused >= 1000
+    assert sequence.seq_id == slot
+
+
+def test_what_a_copy_takes_is_learnt_from_long_ones() -> None:
+    cost = SnapshotCost()
+    assert cost.copy_s(1000) == 0
+    cost.observe_copy(10, 1.0)
+    cost.observe_copy(1000, math.nan)
+    assert cost.copy_s(1000) == 0
+    for _ in range(40):
+        cost.observe_copy(1000, 0.1)
+    assert cost.copy_s(10) == pytest.approx(0.001)
+    for _ in range(40):
+        cost.observe_copy(1000, 0.2)
+    assert cost.copy_s(1000) == pytest.approx(0.2, rel=0.01)
 
 
 def test_the_size_of_a_snapshot_is_that_of_its_state_and_of_its_tokens() -> None:

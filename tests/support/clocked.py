@@ -1,4 +1,8 @@
-"""A scheduler in virtual time: a step takes 10 ms and 1 ms a token, a snapshot 30 ms either way."""
+"""A scheduler in virtual time.
+
+A step takes 10 ms for each physical batch and 1 ms a token, a snapshot 30 ms either way, a copy
+from slot to slot what a test says.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class LinearCost:
         """Forgets nothing."""
 
     def predict(self, shape: StepShape) -> float:
-        return STEP_S + TOKEN_S * shape.n_tokens
+        return STEP_S * shape.n_ubatches + TOKEN_S * shape.n_tokens
 
     def observe(self, shape: StepShape, timings: StepTimings, wall_s: float = 0.0) -> None:
         """Learns nothing."""
@@ -56,7 +60,9 @@ class Clocked:
         *,
         is_recurrent: bool = False,
         fairness: Fairness | None = None,
+        copied_s: float = 0.0,
     ) -> None:
+        self.copied_s = copied_s
         self.engine = FakeEngine(limits, is_recurrent=is_recurrent)
         self.prefixes = PrefixCache(can_cut=not is_recurrent, n_host_bytes_max=1 << 30)
         self.scheduler = Scheduler(
@@ -97,7 +103,8 @@ class Clocked:
         self.n_computed += sum(len(entry.tokens) for entry in plan.entries)
         n_moved = len(plan.saves) + n_read(plan)
         timings = StepTimings(
-            total_s=STEP_S + TOKEN_S * result.n_batch_tokens, moves_s=MOVE_S * n_moved
+            total_s=STEP_S + TOKEN_S * result.n_batch_tokens,
+            moves_s=MOVE_S * n_moved + self.copied_s * n_copied(plan),
         )
         self.now += timings.total_s + timings.moves_s
         self.moved_s += timings.moves_s
@@ -128,6 +135,10 @@ class Clocked:
 
 def n_read(plan: StepPlan) -> int:
     return sum(start.snapshot is not None for start in plan.starts)
+
+
+def n_copied(plan: StepPlan) -> int:
+    return sum(start.n_kept for start in plan.starts if start.source is not None)
 
 
 def numbers(n: int, first: int = 0) -> list[int]:

@@ -8,10 +8,17 @@ what many conversations begin with (Pan et al., arXiv:2411.19379).
 
 from __future__ import annotations
 
+from drafthouse_server.drafting.cost import StepShape
 from drafthouse_server.drafting.estimators import Estimators
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.preemption import SnapshotCost
-from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, Prefix, PrefixCache, tenant_of
+from drafthouse_server.scheduling.prefix_cache import (
+    BLOCK_SIZE,
+    Match,
+    Prefix,
+    PrefixCache,
+    tenant_of,
+)
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.scheduling.slots import Lead, SlotTable
 from drafthouse_server.step import Snapshot, StepResult
@@ -205,16 +212,37 @@ class Checkpoints:
         plan.moved_s += read_s
         return read_s
 
+    def copy(self, plan: PlanBuilder, n_tokens: int) -> float:
+        """Notes that a plan copies tokens from slot to slot; returns the seconds that it takes."""
+        copy_s = self._snapshots.copy_s(n_tokens)
+        plan.moved_s += copy_s
+        plan.n_copied += n_tokens
+        return copy_s
+
+    def is_copy_dear(self, match: Match | None, n_output_max: int) -> bool:
+        """Returns whether copying a prefix takes longer than a gap between slots costs.
+
+        A gap is one more physical batch in each step, for as long as the sequence runs.
+        """
+        if match is None:
+            return False
+        predict = self._estimators.predict
+        gap_s = predict(StepShape(n_ubatches=2)) - predict(StepShape())
+        return self._snapshots.copy_s(match.n_tokens) > gap_s * n_output_max
+
     def hold_up(self, plan: PlanBuilder) -> bool:
         """Returns whether running streams wait long enough for what a plan moves already."""
         is_long = plan.moved_s > _STALL_STEPS * self._estimators.stall_s
         return is_long and self._slots.is_anybody_generating()
 
     def observe_time(self, plan: PlanBuilder, result: StepResult) -> None:
-        """Learns from a step that started sequences how long writing and reading takes."""
+        """Learns from a step that started sequences how long writing, reading and copying takes."""
         n_written = sum(map(len, result.snapshots.values()))
         n_read = sum([len(start.snapshot) for start in plan.starts if start.snapshot])
-        self._snapshots.observe_time(n_written, n_read, result.timings.moves_s)
+        if n_written + n_read == 0:
+            self._snapshots.observe_copy(plan.n_copied, result.timings.moves_s)
+        elif plan.n_copied == 0:
+            self._snapshots.observe_time(n_written, n_read, result.timings.moves_s)
 
     def _is_cheap(
         self, stored: dict[int, Prefix], tenant: str, n_tokens: int, n_reused: int

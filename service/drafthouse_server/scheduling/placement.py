@@ -38,8 +38,8 @@ def tag_of(tenant: str) -> int:
 
 
 _MOVED_SHARE = 0.25
-"""Share of the time that a tenant's snapshots may take, written and read, beside others' streams:
-what was reused costs it no service, and all wait for it."""
+"""Share of the time that a tenant's snapshots and copies may take beside others' streams: what was
+reused costs it no service, and all wait for it."""
 
 _N_LED_MIN = 64
 """Tokens that a sequence waits for at least, while another one computes them."""
@@ -210,7 +210,8 @@ class Placement:
             sequence.n_cut_min = self._prefixes.windows.n_cut_min_of_snapshot(sequence.n_computed)
         else:
             match, lead = self._find_prefix(plan, sequence)
-        seq_id, match = self._slots.place(None if lead else match)
+        is_dear = self._checkpoints.is_copy_dear(match, sequence.n_output_max)
+        seq_id, match = self._slots.place(None if lead else match, is_copy_dear=is_dear)
         has_lost = self._take(plan, seq_id, match)
         sequence.seq_id = seq_id
         self._slots.running[seq_id] = sequence
@@ -248,23 +249,25 @@ class Placement:
             snapshot: All that the sequence held when it was preempted.
         """
         tenant, now, seq_id = sequence.request.tenant, plan.planned_at, sequence.seq_id
-        source = None
+        source, moved_s = None, 0.0
         if match is not None:
             prefix = match.prefix
             sequence.n_computed = match.n_tokens
             sequence.n_cut_min = prefix.n_cut_min
             snapshot = prefix.snapshot or None
-            source = prefix.seq_id if prefix.tier is not Tier.HOST else None
+            if prefix.tier is not Tier.HOST and prefix.seq_id != seq_id:
+                source = prefix.seq_id
+                moved_s = self._checkpoints.copy(plan, match.n_tokens)
         if snapshot is not None:
-            read_s = self._checkpoints.read(plan, snapshot)
-            if not sequence.swap.is_preempted:  # else another's request is the reason
-                self._moves.spend(tenant, read_s, now)
+            moved_s = self._checkpoints.read(plan, snapshot)
+        if moved_s and not sequence.swap.is_preempted:  # else another's request is the reason
+            self._moves.spend(tenant, moved_s, now)
         plan.starts.append(
             Start(
                 seq_id,
                 sequence.sampler,
                 n_kept=sequence.n_computed,
-                source=source if source != seq_id else None,
+                source=source,
                 snapshot=snapshot,
                 is_resumed=sequence.swap.is_preempted,
                 tag=tag_of(tenant),

@@ -28,7 +28,9 @@ class PlanBuilder:
         self.saves: list[int] = []
         """Slots of which a snapshot is written."""
         self.moved_s = 0.0
-        """Predicted seconds of the snapshots that are written and read."""
+        """Predicted seconds of the snapshots that are written and read, and of the copies."""
+        self.n_copied = 0
+        """Tokens that are copied from slot to slot."""
         self.starts: list[Start] = []
         """Slots taken."""
         self.led: set[int] = set()

@@ -5,6 +5,7 @@ Which ones have to; what is kept of them, and where; what that costs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from drafthouse_server.drafting.cost import StepShape
@@ -35,14 +36,19 @@ _FIXED_S = 1e-3
 """Time of a snapshot besides its bytes, written and read."""
 
 
+_COPIED_TOKENS = 256
+"""Copying fewer from slot to slot says little of the speed."""
+
+
 class SnapshotCost:
-    """Predicts size and time of a snapshot from those that were written."""
+    """Predicts size and time of a snapshot from those that were written, and of copies of slots."""
 
     def __init__(self) -> None:
         # Tokens and bytes of the shortest and the longest one: states and tokens each take theirs.
         self._shortest = self._longest = 0, 0
         # Written and read: what is written goes to fresh memory, which takes several times as long.
         self._s_per_byte = [1 / _BYTES_PER_S, 1 / _BYTES_PER_S]
+        self._copied_s: float | None = None  # per token
 
     def observe_time(self, n_written: int, n_read: int, seconds: float) -> None:
         """Learns from a step that took so long to write and read so many bytes of snapshots."""
@@ -56,6 +62,18 @@ class SnapshotCost:
             weight = _TIME_SHARE * predicted[i] / sum(predicted)
             s_per_byte = min(max(ratio * before, 1 / high), 1 / low)
             self._s_per_byte[i] += weight * (s_per_byte - before)
+
+    def observe_copy(self, n_tokens: int, seconds: float) -> None:
+        """Learns from a step that took so long to copy so many tokens from slot to slot."""
+        if n_tokens < _COPIED_TOKENS or not 0 < seconds < math.inf:
+            return
+        token_s = seconds / n_tokens
+        before = token_s if self._copied_s is None else self._copied_s
+        self._copied_s = before + _TIME_SHARE * (token_s - before)
+
+    def copy_s(self, n_tokens: int) -> float:
+        """Returns the seconds that copying tokens from slot to slot takes; 0 until one was seen."""
+        return n_tokens * (self._copied_s or 0.0)
 
     def observe(self, n_tokens: int, n_bytes: int) -> None:
         """Learns from a snapshot of so many tokens, at least one."""

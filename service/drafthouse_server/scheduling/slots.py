@@ -178,13 +178,17 @@ class SlotTable:
 
     # --- taking a slot
 
-    def place(self, match: Match | None) -> tuple[int, Match | None]:
+    def place(self, match: Match | None, *, is_copy_dear: bool = False) -> tuple[int, Match | None]:
         """Returns the slot to take, and the prefix to go on from there.
 
         Sequences whose ids follow one another are computed together; each gap between them costs
         another physical batch in every step, which reads all weights again. So a prefix is used
         where it is only if that is as good a place as any; otherwise it is copied. And so it is
         where another conversation begins alike: the one that was there goes on, too.
+
+        Args:
+            match: A prefix that was found.
+            is_copy_dear: Whether copying it takes longer than a gap costs.
         """
         best = self._choose()
         if match is None or match.prefix.tier is Tier.HOST:
@@ -192,8 +196,8 @@ class SlotTable:
         held = match.prefix.seq_id
         if match.prefix.tier is Tier.RETAINED:
             can_move = self._prefixes.can_cut and not self._is_shared
-            is_good = match.is_whole and self._n_neighbours(held) >= self._n_neighbours(best)
-            if not can_move or is_good:
+            is_good = is_copy_dear or self._n_neighbours(held) >= self._n_neighbours(best)
+            if not can_move or (match.is_whole and is_good):
                 return held, match
         if match.n_tokens < self.n_copied_min:
             return best, None
