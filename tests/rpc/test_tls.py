@@ -265,7 +265,7 @@ def test_a_certificate_that_has_expired_is_told_once(
     certificates = Certificates(Config(**files(authority, tmp_path)))
     certificates.look()
     assert not caplog.records
-    monkeypatch.setattr(tls.time, "time", lambda: certificates.expires_at)  # while it serves
+    monkeypatch.setattr("drafthouse_server.rpc.tls.time.time", lambda: certificates.expires_at)  # while it serves
     for _ in range(2):
         certificates.look()
     (record,) = caplog.records
