@@ -486,12 +486,14 @@ KINDS = tuple(RECIPES)[:12]
 """One of each kind of memory."""
 
 
-def write_model(path: Path, name: str) -> Path:
+def write_model(path: Path, name: str, *, is_half: bool = False) -> Path:
     """Writes a model and returns its path; the same name gives the same bytes.
 
     Args:
         path: The file.
         name: Of `RECIPES`.
+        is_half: Weights are in F16, where llama.cpp makes a file in F16: of two dimensions and
+            more, but for routers. Otherwise in F32.
 
     Raises:
         KeyError: No such recipe.
@@ -514,7 +516,9 @@ def write_model(path: Path, name: str) -> Path:
     for key, value in (values | dict(recipe.values)).items():
         _add(writer, key[1:] if key.startswith("/") else f"{recipe.arch}.{key}", value)
     for tensor, shape in _shapes(recipe).items():
-        writer.add_tensor(tensor, _weights(recipe, tensor, shape))
+        weights = _weights(recipe, tensor, shape)
+        is_narrow = is_half and len(shape) > 1 and "ffn_gate_inp" not in tensor
+        writer.add_tensor(tensor, weights.astype(np.float16) if is_narrow else weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -174,6 +174,13 @@ inline __m512 maskz_loadu_ps(__mmask16 mask, const void * from) {
     }
     return whole<__m512>(result);
 }
+template <class Whole> Whole maskz_loadu_epi16(uint32_t mask, const void * from) {
+    std::array<uint16_t, sizeof(Whole) / 2> result{};
+    for (size_t i = 0; i < result.size(); i++) {
+        result[i] = mask >> i & 1 ? static_cast<const uint16_t *>(from)[i] : 0;
+    }
+    return whole<Whole>(result);
+}
 inline void mask_storeu_ps(void * to, __mmask16 mask, __m512 x) {
     const auto values = numbers<float>(x);
     for (size_t i = 0; i < values.size(); i++) {
@@ -211,6 +218,8 @@ inline void mask_storeu_ps(void * to, __mmask16 mask, __m512 x) {
 #define _mm512_mask_sllv_epi32 emulated::mask_sllv_epi32
 #define _mm512_mask_storeu_ps emulated::mask_storeu_ps
 #define _mm512_maskz_loadu_ps emulated::maskz_loadu_ps
+#define _mm256_maskz_loadu_epi16 emulated::maskz_loadu_epi16<__m256i>
+#define _mm_maskz_loadu_epi16 emulated::maskz_loadu_epi16<__m128i>
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
 #define _mm512_shuffle_epi32(x, order) emulated::shuffle_epi32<int(order)>(x)
 #define _mm512_zextps256_ps512 emulated::zextps256_ps512

@@ -1,7 +1,7 @@
 // Products of weights with any number of rows, as our patches 0014 (Q4_0), 0016 (Q4_K), 0017, 0025
-// and 0027 (what is not repacked), 0023 (F16, BF16), 0024 (experts) and 0026 (many rows of what is)
-// compute them: each sum is made in the order that the type has, to the last bit, alone and in any
-// company.
+// and 0027 (what is not repacked), 0023 (F16, BF16, F32), 0024 (experts) and 0026 (many rows of
+// what is) compute them: each sum is made in the order that the type has, to the last bit, alone
+// and in any company.
 //
 // Prints what differs and returns 1, or prints "ok", or why nothing was compared.
 #include "ggml-backend.h"
@@ -302,36 +302,44 @@ bool is_exact_with_experts(ggml_backend_buffer_type_t type, const kind & k, cons
     return true;
 }
 
-// Products by tiles (patch 0018), and with F16 (patch 0023): rows alone and in company, in one
-// plane and in some, side by side and apart, have the same bits, and are what the weights say but
-// for what the rounding of rows takes.
+// Products by tiles (patch 0018), and with F16, BF16 and F32 (patch 0023): rows alone and in
+// company, in one plane and in some, each with weights of its own or not, side by side and apart,
+// have the same bits, and are what the weights say but for what the rounding of rows takes.
 bool is_same_in_company(ggml_backend_buffer_type_t type, const kind & k, const shape & s,
                         int64_t n_of_plane, uint32_t seed) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
-    std::vector<float> plain(static_cast<size_t>(s.n * s.n_cols));
-    std::vector<float> rows(static_cast<size_t>(s.n * n_of_plane * s.n_planes));
+    const int64_t n_rows = n_of_plane * s.n_planes * s.n_streams;
+    std::vector<float> plain(static_cast<size_t>(s.n * s.n_cols * s.n_heads));
+    std::vector<float> rows(static_cast<size_t>(s.n * n_rows));
     for (float & value : plain) {
         value = normal(random);
     }
     for (float & value : rows) {
         value = normal(random);
     }
-    std::vector<uint8_t> weights(ggml_row_size(k.type, s.n) * static_cast<size_t>(s.n_cols));
-    ggml_quantize_chunk(k.type, plain.data(), weights.data(), 0, s.n_cols, s.n, nullptr);
-    ggml_get_type_traits(k.type)->to_float(weights.data(), plain.data(), s.n * s.n_cols);
+    const size_t n_bytes = ggml_row_size(k.type, s.n) * static_cast<size_t>(s.n_cols); // of a plane
+    std::vector<uint8_t> weights(n_bytes * static_cast<size_t>(s.n_heads));
+    ggml_quantize_chunk(k.type, plain.data(), weights.data(), 0, s.n_cols * s.n_heads, s.n,
+                        nullptr);
+    if (k.type != GGML_TYPE_F32) {
+        ggml_get_type_traits(k.type)->to_float(weights.data(), plain.data(),
+                                               s.n * s.n_cols * s.n_heads);
+    }
     const std::vector<float> found = multiply(type, k, s, weights, rows);
-    shape alone = s;
-    alone.n_planes = 1;
-    alone.n_apart = 0;
-    for (int64_t r = 0; r < n_of_plane * s.n_planes; ++r) {
+    const shape alone = {s.n, s.n_cols, s.n_threads};
+    for (int64_t r = 0; r < n_rows; ++r) {
         const auto row = rows.begin() + r * s.n;
-        const std::vector<float> expected = multiply(type, k, alone, weights, {row, row + s.n});
+        const int64_t head = s.n_heads > 1 ? r / n_of_plane % s.n_heads : 0;
+        const auto of_head = weights.begin() + head * static_cast<int64_t>(n_bytes);
+        const std::vector<float> expected = multiply(
+            type, k, alone, {of_head, of_head + static_cast<int64_t>(n_bytes)}, {row, row + s.n});
         for (int64_t c = 0; c < s.n_cols; ++c) {
             const float value = found[static_cast<size_t>(r * s.n_cols + c)];
             double sum = 0.0;
             for (int64_t i = 0; i < s.n; ++i) {
-                sum += double(plain[static_cast<size_t>(c * s.n + i)]) * double(row[i]);
+                sum += double(plain[static_cast<size_t>((head * s.n_cols + c) * s.n + i)]) *
+                       double(row[i]);
             }
             ++n_compared;
             // A product of n normal numbers is about the root of n; a row is rounded to 1 in 127 of
@@ -339,11 +347,13 @@ bool is_same_in_company(ggml_backend_buffer_type_t type, const kind & k, const s
             const bool is_near = std::fabs(double(value) - sum) < 0.2 * std::sqrt(double(s.n));
             if (std::memcmp(&expected[static_cast<size_t>(c)], &value, sizeof value) != 0 ||
                 !is_near) {
-                std::printf("%s, n %d columns %d threads %d rows %d of %d planes, %d apart: "
-                            "row %d column %d is %.9g, alone %.9g, about %.9g\n",
+                std::printf("%s, n %d columns %d threads %d rows %d of %d planes, %d streams, "
+                            "%d heads, %d apart: row %d column %d is %.9g, alone %.9g, about "
+                            "%.9g\n",
                             k.name, int(s.n), int(s.n_cols), s.n_threads, int(n_of_plane),
-                            int(s.n_planes), int(s.n_apart), int(r), int(c), double(value),
-                            double(expected[static_cast<size_t>(c)]), sum);
+                            int(s.n_planes), int(s.n_streams), int(s.n_heads), int(s.n_apart),
+                            int(r), int(c), double(value), double(expected[static_cast<size_t>(c)]),
+                            sum);
                 return false;
             }
         }
@@ -456,28 +466,41 @@ bool are_cells_alike(ggml_type type, int64_t n_heads_kv) {
     return true;
 }
 
-// What of F16 and BF16 is wrong: columns on both sides of a tile's and of what stays near, planes,
-// rows apart.
-bool are_halves_right() {
-    std::vector<kind> halves = {
-        {"F16", GGML_TYPE_F16, 0, 0, 0, 0, false, 0, nullptr, nullptr, nullptr}};
+// What of F16, BF16 and F32 is wrong: columns on both sides of a tile's and of what stays near,
+// rows that are no whole vectors, planes, with and without weights and streams of their own, rows
+// apart.
+bool are_floats_right() {
+    const auto plain = [](const char * name, ggml_type of) {
+        return kind{name, of, 0, 0, 0, 0, false, 0, nullptr, nullptr, nullptr};
+    };
+    std::vector<kind> floats = {plain("F16", GGML_TYPE_F16), plain("F32", GGML_TYPE_F32)};
     if (!ggml_cpu_has_avx512_bf16()) { // upstream multiplies then
-        halves.push_back({"BF16", GGML_TYPE_BF16, 0, 0, 0, 0, false, 0, nullptr, nullptr, nullptr});
+        floats.push_back(plain("BF16", GGML_TYPE_BF16));
     }
     bool is_ok = true;
     uint32_t seed = 0;
-    for (const kind & k : halves) {
-        is_ok = is_rounded_right(k) && is_ok;
+    for (const kind & k : floats) {
+        is_ok = (k.type == GGML_TYPE_F32 || is_rounded_right(k)) && is_ok;
         for (const shape & s : std::vector<shape>{{32, 1, 1},
                                                   {96, 25, 2},
                                                   {1024, 64, 2},
                                                   {4128, 73, 3},
                                                   {8224, 65, 1},
+                                                  {4, 16, 1},
+                                                  {77, 20, 2},
                                                   {96, 24, 2, 3},
-                                                  {64, 17, 3, 2, 5}}) {
+                                                  {64, 17, 3, 2, 5},
+                                                  {48, 20, 2, 3, 0, 3},
+                                                  {128, 17, 3, 4, 5, 4},
+                                                  {33, 24, 2, 3, 2, 3, 2}}) {
             for (const int64_t n_rows : {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33}) {
-                is_ok = is_ok && is_same_in_company(nullptr, k, s, n_rows, ++seed);
+                is_ok = is_same_in_company(nullptr, k, s, n_rows, ++seed) && is_ok;
             }
+        }
+        // One row of each stream for each head: what a step of many streams multiplies.
+        for (const int64_t n_streams : {2, 3, 9, 40}) {
+            is_ok =
+                is_same_in_company(nullptr, k, {96, 24, 2, 4, 0, 4, n_streams}, 1, ++seed) && is_ok;
         }
     }
     return is_ok;
@@ -495,7 +518,7 @@ int main() {
     }
     bool is_ok = are_tiles_ok;
 #ifndef WITHOUT_CPU_KERNELS
-    is_ok = are_halves_right() && is_ok;
+    is_ok = are_floats_right() && is_ok;
     for (const ggml_type cells : {GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0}) {
         is_ok = are_cells_alike(cells, 1) && is_ok; // one head of keys, as MLA has
         is_ok = are_cells_alike(cells, 4) && is_ok;
