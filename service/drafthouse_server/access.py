@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from drafthouse_server.errors import ConfigError
@@ -19,12 +20,15 @@ __all__ = [
     "is_api_key",
     "is_loopback",
     "is_tenant_name",
+    "mode_problem",
 ]
 
 UNIX = "unix:"
 """How the address of a socket of this machine begins."""
 
 _N_KEY_CHARACTERS_MIN = 20
+_OTHERS = 0o007
+_GROUP_WRITES = 0o020
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[!-~]+")  # what an HTTP header carries, without spaces
 
@@ -157,3 +161,22 @@ def _check_strength(access: Access) -> None:
                 " could be guessed; `openssl rand -hex 20` prints one that cannot"
             )
             raise ConfigError("api_keys", "(hidden)", problem=problem)
+
+
+def mode_problem(setting: str, path: Path) -> str:
+    """Returns what is wrong with the mode of a file of keys; nothing where it cannot be told.
+
+    Args:
+        setting: Name of the setting that names the file.
+        path: The file.
+    """
+    try:
+        mode = path.stat().st_mode & 0o777
+    except OSError:
+        return ""  # whoever reads it says so
+    if not mode & (_OTHERS | _GROUP_WRITES):
+        return ""
+    return (
+        f"{setting} {path} holds keys and has mode {mode:03o}, so that others than its owner and"
+        " group may read it, or write it; run `chmod 640` on it (in Kubernetes defaultMode: 0440)"
+    )

@@ -201,3 +201,8 @@ async def test_an_administrators_certificate_is_shown(
     code, out, err = await run("status", "--json", "--server", f"localhost:{free_port}", *files)
     assert code == 0, err
     assert json.loads(out)["load"]["state"] == "serving"
+    other = own.issue().write(tmp_path, "other")  # of an authority that signs no administrators
+    files = (*files[:2], "--cert-file", other[0], "--key-file", other[1])
+    code, _, err = await run("status", "--server", f"localhost:{free_port}", *files)
+    assert (code, "takes the certificate of --cert-file" in err) == (1, True)
+    assert "give --ca-file" not in err, "it was given"

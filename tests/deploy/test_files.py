@@ -127,6 +127,15 @@ def test_the_unit_tries_again_for_as_long_as_it_takes() -> None:
     head, _, service = unit.partition("[Service]\n")
     assert "\nStartLimitIntervalSec=0\n" in head
     assert "\nRestart=on-failure\n" in service
+    # A hangup is a success for systemd, as who wants certificates read again may send one.
+    assert "\nRestartForceExitStatus=SIGHUP\n" in service
+
+
+def test_the_unit_lets_text_workers_take_calls_away_from_themselves() -> None:
+    """@system-service of systemd 252 lacks seccomp: workers kept all calls, by a warning."""
+    unit = (DEPLOY / "drafthouse.service").read_text("utf-8").splitlines()
+    (allowed,) = [line for line in unit if line.startswith("SystemCallFilter=@")]
+    assert "seccomp" in allowed.split()
 
 
 def test_browsers_may_read_all_that_ends_a_stream() -> None:

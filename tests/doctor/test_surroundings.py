@@ -112,6 +112,7 @@ def test_redis_is_asked_and_nothing_is_changed_there(monkeypatch: pytest.MonkeyP
         daemon.stop()
         sentence = warning_of(DENSE, f"--rate-counters-url={url}", check="rate_counters")
         assert "does not answer" in sentence
+        assert "Connect call failed" in sentence
     sentence = error_of(DENSE, "--rate-counters-url=http://me:hunter2@host", check="rate_counters")
     assert "is no URL of a Redis" in sentence
 

@@ -20,6 +20,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from tests.support.certificates import Authority, Pair, replace, tenant_uri
+from tests.support.logged import logged
 
 import drafthouse
 from drafthouse_server.config import Config
@@ -253,6 +254,23 @@ def test_a_look_finds_new_files_before_anybody_connects(
     assert certificates.fingerprint in caplog.text
     assert certificates._renewed() is not None  # what a look has found is for gRPC, too
     assert certificates._renewed() is None
+
+
+def test_a_private_key_that_others_may_read_is_told_when_it_is_read_again(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond loopback the next start refuses it, and nothing had said so."""
+    settings = files(authority, tmp_path)
+    certificates = Certificates(Config(**settings))
+    administrators = Certificates(Config(**settings), "administrators.crt")
+    n_told = []
+    for mode in (0o600, 0o644, 0o640):
+        authority.issue().write(tmp_path)
+        Path(settings["ssl_key_file"]).chmod(mode)
+        certificates.look()
+        administrators.look()
+        n_told.append(sum("chmod 640" in line for line in logged(caplog)))
+    assert n_told == [0, 1, 1]
 
 
 def test_a_certificate_that_has_expired_is_told_once(

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from tests.support.ports import free_port
 
-__all__ = ["Daemon", "postgresql", "redis_server"]
+__all__ = ["Daemon", "need", "postgresql", "redis_server"]
 
 _START_S = 100.0
 
 
-def _need(program: str | None, package: str) -> str:
+def need(program: str | None, package: str) -> str:
     """Returns a program's path; without it the test is skipped, and fails where CI is set."""
     if program is None:
         message = f"{package} is not installed: `make test-deps`"
@@ -132,14 +132,14 @@ def _as_user(user: str | None) -> list[str]:
     if user is None:
         return []
     group = str(pwd.getpwnam(user).pw_gid)
-    return [_need(shutil.which("setpriv"), "util-linux"), "--reuid", user, "--regid", group,
+    return [need(shutil.which("setpriv"), "util-linux"), "--reuid", user, "--regid", group,
             "--clear-groups", "--"]  # fmt: skip
 
 
 @contextlib.contextmanager
 def postgresql() -> Iterator[tuple[Daemon, str]]:
     """Gives a running PostgreSQL and the URL of its database, empty."""
-    server = Path(_need(_server_program(), "postgresql"))
+    server = Path(need(_server_program(), "postgresql"))
     user, port = _owner(), free_port()
     with tempfile.TemporaryDirectory(prefix="drafthouse-pg-") as name:
         folder = Path(name)
@@ -179,7 +179,7 @@ def _wait_for_queries(psql: Path, url: str) -> None:
 @contextlib.contextmanager
 def redis_server(password: str = "") -> Iterator[tuple[Daemon, str]]:
     """Gives a running Redis and its URL, empty; without a password it takes any."""
-    server = _need(shutil.which("redis-server"), "redis-server")
+    server = need(shutil.which("redis-server"), "redis-server")
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="drafthouse-redis-") as folder:
         command = [server, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]

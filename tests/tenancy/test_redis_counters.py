@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import shutil
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.databases import Daemon, redis_server
+from cryptography import x509
+from tests.support.certificates import Authority
+from tests.support.databases import Daemon, need, redis_server
 from tests.support.logged import logged
 
 from drafthouse_server.errors import ConfigError, QuotaExceeded, StoreError
@@ -165,6 +171,99 @@ async def test_a_redis_that_is_not_there_is_told_and_each_counts_for_itself(
     assert "hunter2" not in caplog.text
 
 
+class Failed(Exception):
+    """As the client of Redis says that it does not answer."""
+
+
+class HeldTls:
+    """A client of Redis whose other end, while it is held, does not close a connection either."""
+
+    def __init__(self) -> None:
+        self.connection_pool = self
+        self.is_held = False
+
+    def register_script(self, _: str) -> Callable[..., Awaitable[int]]:
+        return self.answer
+
+    async def answer(self, *_: object, **__: object) -> int:
+        if self.is_held:
+            raise Failed
+        return 1
+
+    ping = zrem = answer
+
+    async def disconnect(self, inuse_connections: bool) -> None:
+        raise Failed
+
+    async def aclose(self) -> None:
+        raise Failed
+
+
+def shook_hands_in_vain() -> Exception:
+    """Returns what the client of Redis raises where TLS does not come about."""
+    try:
+        try:
+            raise ssl.SSLError(1, "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")
+        except OSError as error:
+            raise Failed(f"the client's own words, hunter2: {error}") from error
+    except Failed as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (shook_hands_in_vain(), "certificate verify failed"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "Connection refused"),
+        (TimeoutError(), "(TimeoutError)"),
+        (Failed("unknown command 'HELLO', with args: 'AUTH' 'hunter2'"), "(Failed)"),
+    ],
+)
+async def test_why_redis_does_not_answer_is_told_and_no_words_of_its_own(
+    raised: Exception, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a certificate that is refused the log said "ConnectionError", and doctor "start it"."""
+
+    class Raising(HeldTls):
+        async def answer(self, *_: object, **__: object) -> int:
+            raise raised
+
+    counters = RedisCounters(Raising(), (Failed,))
+    assert not await counters.ping()
+    assert told in f"({counters.reason})"
+    assert not await counters._sign()
+    (line,) = logged(caplog)
+    assert told in line
+    assert "hunter2" not in counters.reason + line
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("name", ["localhost", "elsewhere.example"])
+async def test_a_certificate_of_another_name_is_not_the_redis_of_the_url(
+    tmp_path: Path, free_port: int, name: str
+) -> None:
+    """Clients of Redis before 6 took any name: any authority's customer could be the Redis."""
+    authority = Authority()
+    certificate, key = authority.issue(x509.DNSName(name)).write(tmp_path)
+    program = need(shutil.which("redis-server"), "redis-server")
+    daemon = Daemon(
+        [program, "--port", "0", "--tls-port", str(free_port), "--bind", "127.0.0.1",
+         "--tls-cert-file", certificate, "--tls-key-file", key, "--tls-auth-clients", "no",
+         "--dir", str(tmp_path), "--save", ""], free_port,
+    )  # fmt: skip
+    daemon.start()
+    ca_file = authority.write(tmp_path)
+    counters = redis_counters.redis_counters(
+        f"rediss://localhost:{free_port}/0?ssl_ca_certs={ca_file}"
+    )
+    try:
+        assert await counters.ping() == (name == "localhost")
+        assert ("certificate verify failed" in counters.reason) == (name != "localhost")
+    finally:
+        await counters.close()
+        daemon.stop()
+
+
 @pytest.mark.usefixtures("patient")
 async def test_a_redis_that_refuses_the_password_is_told_at_once() -> None:
     with redis_server("a-right-one") as (daemon, right):
@@ -199,34 +298,6 @@ async def test_a_url_that_is_none_is_told_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="rate_counters_url is no URL of a Redis") as caught:
         await open_redis(url)
     assert "hunter2" not in str(caught.value)
-
-
-class Failed(Exception):
-    """As the client of Redis says that it does not answer."""
-
-
-class HeldTls:
-    """A client of Redis whose other end, while it is held, does not close a connection either."""
-
-    def __init__(self) -> None:
-        self.connection_pool = self
-        self.is_held = False
-
-    def register_script(self, _: str) -> Callable[..., Awaitable[int]]:
-        return self.answer
-
-    async def answer(self, *_: object, **__: object) -> int:
-        if self.is_held:
-            raise Failed
-        return 1
-
-    ping = zrem = answer
-
-    async def disconnect(self, inuse_connections: bool) -> None:
-        raise Failed
-
-    async def aclose(self) -> None:
-        raise Failed
 
 
 async def test_who_has_waited_for_redis_in_vain_finds_what_is_there_now() -> None:

@@ -145,7 +145,7 @@ def _run(work: _Work) -> Callable[[argparse.Namespace, Terminal], int]:
             try:
                 return work(client, arguments, terminal)
             except drafthouse.DrafthouseError as error:
-                terminal.error(_explain(error, target))
+                terminal.error(_explain(error, target, has_tls=bool(_files(arguments))))
                 return exit_code(error)
             except ValueError as error:  # it cannot be sent
                 terminal.error(str(error))
@@ -171,9 +171,9 @@ def _target(arguments: argparse.Namespace, terminal: Terminal) -> str:
 
 
 def _connected(arguments: argparse.Namespace, target: str) -> drafthouse.AdminClient:
-    files = (arguments.ca_file, arguments.cert_file, arguments.key_file)
+    files = _files(arguments)
     try:
-        return drafthouse.AdminClient(target, tls=drafthouse.Tls(*files) if any(files) else False)
+        return drafthouse.AdminClient(target, tls=drafthouse.Tls(**files) if files else False)
     except OSError as error:
         problem = f"cannot read {error.filename}: {error.strerror}; check path and permissions"
         raise ConfigError("server", target, problem=problem) from None
@@ -189,8 +189,20 @@ def _connected(arguments: argparse.Namespace, target: str) -> drafthouse.AdminCl
         raise ConfigError("server", target, problem=problem) from None
 
 
-def _explain(error: drafthouse.DrafthouseError, target: str) -> str:
+def _files(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the files of TLS that flags name; without any the connection is plain text."""
+    names = ("ca_file", "cert_file", "key_file")
+    return {name: path for name in names if (path := getattr(arguments, name))}
+
+
+def _explain(error: drafthouse.DrafthouseError, target: str, *, has_tls: bool) -> str:
     if isinstance(error, drafthouse.Unavailable) and not error.reason:
+        if has_tls:
+            return (
+                f"no AdminService at {target} that speaks TLS with a certificate of this name from"
+                " an authority of --ca-file and takes the certificate of --cert-file, which one of"
+                " its admin_client_ca_file must have signed"
+            )
         return (
             f"no AdminService at {target}; start the server with --admin-port {ADMIN_PORT}, name"
             " another address with --server, or, if it takes TLS, give --ca-file, and the"

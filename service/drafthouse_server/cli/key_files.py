@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from drafthouse_server.access import is_loopback
+from drafthouse_server.access import is_loopback, mode_problem
 from drafthouse_server.errors import ConfigError
 
 __all__ = ["check_sources"]
-
-_OTHERS = 0o007
-_GROUP_WRITES = 0o020
 
 
 def check_sources(
@@ -36,22 +33,10 @@ def check_sources(
          " --api-keys-file")
         for name in flags
     ]  # fmt: skip
-    faults += [(setting, problem) for setting, path in files if (problem := _fault(setting, path))]
+    faults += [
+        (setting, problem) for setting, path in files if (problem := mode_problem(setting, path))
+    ]
     for name, problem in faults:
         if not is_loopback(host):
             raise ConfigError(name, "(hidden)", problem=problem)
         warn(problem)
-
-
-def _fault(setting: str, path: Path) -> str:
-    """Returns what is wrong with the mode of a file; nothing where it cannot be told."""
-    try:
-        mode = path.stat().st_mode & 0o777
-    except OSError:
-        return ""  # whoever reads it says so
-    if not mode & (_OTHERS | _GROUP_WRITES):
-        return ""
-    return (
-        f"{setting} {path} holds keys and has mode {mode:03o}, so that others than its owner and"
-        " group may read it, or write it; run `chmod 640` on it (in Kubernetes defaultMode: 0440)"
-    )

@@ -93,7 +93,9 @@ def _ask(url: URL) -> _Found:
         return _Found(f"a store on PostgreSQL needs its driver; {advice}")
     except exc.SQLAlchemyError as error:
         reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-        advice = "check that it runs, and the URL"
+        advice = (
+            "check its disk, which may be full" if is_file else "check that it runs, and the URL"
+        )
         return _Found(f"the store cannot be used: {shown}: {reason}; {advice}")
     if revision and revision > migrations.NEWEST:
         return _Found(

@@ -96,26 +96,27 @@ def _store(config: Config) -> Iterator[Problem]:
 
 def _rates(config: Config) -> Iterator[Problem]:
     try:
-        answers = asyncio.run(_has_redis(config.rate_counters_url))
+        reason = asyncio.run(_ask_redis(config.rate_counters_url))
     except StartupError as error:
         yield Problem("rate_counters", str(error))
         return
-    if not answers:
+    if reason:
         yield Problem(
             "rate_counters",
-            "the Redis of rate_counters_url does not answer within a quarter of a second; a server"
-            " would start, and count rates for itself until it does: start it, or check host and"
-            " port",
+            "the Redis of rate_counters_url does not answer within a quarter of a second"
+            f" ({reason}); a server would start, and count rates for itself until it does: start"
+            " it, or check host, port and, with rediss://, certificates",
             "warning",
         )
 
 
-async def _has_redis(url: str) -> bool:
+async def _ask_redis(url: str) -> str:
+    """Returns why Redis does not answer; empty where it does."""
     from drafthouse_server.tenancy.redis_counters import redis_counters  # noqa: PLC0415
 
     counters = redis_counters(url)
     try:
-        return await counters.ping()
+        return "" if await counters.ping() else counters.reason
     finally:
         await counters.close()
 

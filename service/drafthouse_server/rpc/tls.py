@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 
-from drafthouse_server.access import is_tenant_name
+from drafthouse_server.access import is_tenant_name, mode_problem
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, Unauthenticated
 
@@ -151,6 +151,10 @@ class Certificates:
             self._tell(path, "", f"{told}: {error}")
             return
         self._seen, found = self._in_use.stamp, self._in_use.digests
+        if not self._is_told_alone and (
+            problem := mode_problem("ssl_key_file", Path(self._config.ssl_key_file))
+        ):
+            _log.warning("%s; beyond loopback the next start refuses it", problem)
         changed = {path: digest for path, digest in found.items() if digest != before[path]}
         # A new key, or the same once more: the certificate stands for both.
         for path, digest in (changed or {self.path: self.fingerprint}).items():

@@ -95,6 +95,20 @@ def _seconds(answer: Any) -> tuple[float, float]:  # noqa: ANN401  # of the clie
     return wait_s, debt_s
 
 
+def _reason(error: BaseException | None) -> str:
+    """Returns why Redis was not reached, in the system's words, as of TLS.
+
+    An answer of Redis itself is not shown: one to an unknown command repeats its arguments, of
+    which a password may be one.
+    """
+    name = type(error).__name__
+    while error is not None:
+        if isinstance(error, OSError) and (words := str(error).strip()):
+            return f"{name}: {words.splitlines()[0]}"
+        error = error.__cause__ or error.__context__
+    return name
+
+
 def _nothing(_: object) -> None:
     """Returns nothing, of whatever is no answer to a question."""
 
@@ -132,6 +146,8 @@ class RedisCounters:
         """Servers that share the rates, as Redis has said last."""
         self.is_away = False
         """Whether Redis did not answer when it was asked last."""
+        self.reason = ""
+        """Why it did not answer, when it last did not."""
         self.answered_at = clock()
         """When it has answered last, by the clock."""
 
@@ -162,7 +178,8 @@ class RedisCounters:
                 "the Redis of the rate counters refuses this server"
                 f" ({type(error).__name__}); check user and password in its URL, and its ACL"
             ) from None
-        except self._failures:
+        except self._failures as error:
+            self.reason = _reason(error)
             return False
         return True
 
@@ -265,13 +282,14 @@ class RedisCounters:
             async with asyncio.timeout(_TIMEOUT_S):
                 answer = read(await question)
         except self._failures as error:
+            self.reason = _reason(error)
             # What was asked before it came back says nothing of it now.
             if not self.is_away and n_returns == self._n_returns:
                 self.is_away = True
                 _log.warning(
                     "the Redis of the rate counters does not answer (%s): this server counts for"
                     " itself, with 1/%d of each rate",
-                    type(error).__name__,
+                    self.reason,
                     self.n_replicas,
                 )
             return None

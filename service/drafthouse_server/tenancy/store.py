@@ -341,8 +341,8 @@ def _server_engine(url: URL) -> Engine:
 
 def _reason(error: exc.SQLAlchemyError) -> str:
     """Returns the first line of what a driver says, without statement and values."""
-    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    line, *_ = str(getattr(error, "orig", None) or error).strip().splitlines() or [""]
+    return line.replace("disk I/O error", "disk I/O error (it may be full)") or type(error).__name__
 
 
 class _Job(Generic[_Result]):
