@@ -283,7 +283,7 @@ def test_a_certificate_that_has_expired_is_told_once(
     certificates = Certificates(Config(**files(authority, tmp_path)))
     certificates.look()
     assert not caplog.records
-    monkeypatch.setattr("drafthouse_server.rpc.tls.time.time", lambda: certificates.expires_at)  # while it serves
+    monkeypatch.setattr("drafthouse_server.rpc.tls.time.time", lambda: certificates.expires_at)
     for _ in range(2):
         certificates.look()
     (record,) = caplog.records
