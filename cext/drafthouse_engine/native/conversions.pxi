@@ -79,8 +79,20 @@ cdef int32_t int32_of(value, str name) except? -1:
     return number
 
 
-cdef object int32_array(values, str name):
-    """Returns a copy: another thread may write to the caller's array while C reads it."""
+cpdef object int32_array(values, str name):
+    """Returns a copy of integers in one dimension: another thread may write to the caller's.
+
+    Args:
+        values: a sequence or an array.
+        name: of the argument, for what is raised.
+
+    Shape:
+        [n] int32.
+
+    Raises:
+        InvalidArgument: there is another number of dimensions, or a value does not fit 32 bits.
+        TypeError: they are no integers.
+    """
     array = np.asarray(values)
     if array.ndim != 1:
         raise errors.InvalidArgument(f"{name} must have one dimension, not {array.ndim}")
