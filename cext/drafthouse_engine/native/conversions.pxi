@@ -46,10 +46,12 @@ cdef class Strings:
 
 cdef object span_array(spans):
     """Returns spans as an array of spec_span."""
-    given = np.asarray(spans, np.int64).reshape(-1, 2)
+    given = np.asarray(spans)
+    if given.size and given.dtype.kind not in "iu":
+        raise TypeError(f"spans must be integers, not {given.dtype}")
     if given.size and given.min() < 0:
         raise errors.InvalidArgument("a span begins before the text")
-    return np.ascontiguousarray(given, np.uintp)
+    return np.array(given.reshape(-1, 2), np.uintp, order="C")
 
 
 cdef bytes encode_text(text, str name):
