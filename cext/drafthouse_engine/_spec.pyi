@@ -34,6 +34,7 @@ __all__ = [
     "embed_tokens",
     "find_cores",
     "grammar_accepts",
+    "int32_array",
     "list_devices",
     "on_abort",
     "rpc_version",
@@ -343,6 +344,7 @@ class DecoderContext:
     def layer(self, layer: int) -> npt.NDArray[np.float32]: ...
 
 def default_decoder_config() -> DecoderConfig: ...
+def int32_array(values: npt.ArrayLike, name: str) -> npt.NDArray[np.int32]: ...
 def embed_tokens(
     model: Model, tokens: Sequence[int] | npt.NDArray[np.integer[Any]]
 ) -> npt.NDArray[np.float32]: ...

@@ -48,6 +48,7 @@ __all__ = [
     "embed_tokens",
     "find_cores",
     "grammar_accepts",
+    "int32_array",
     "list_devices",
     "on_abort",
     "rpc_version",

@@ -9,6 +9,8 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from drafthouse_engine._spec import int32_array
+
 __all__ = ["Batch"]
 
 
@@ -42,8 +44,11 @@ class Batch:
             tokens: token ids, in order.
             outputs: after which tokens logits are wanted: all of them to verify a draft, the last
                 one at the end of a prompt, none inside a prompt.
+
+        Raises:
+            InvalidArgument: a token does not fit 32 bits.
         """
-        ids = np.asarray(tokens, np.int32)
+        ids = int32_array(tokens, "tokens")
         n = len(ids)
         is_output = np.full(n, outputs == "all")
         if outputs == "last" and n > 0:

@@ -356,7 +356,7 @@ class Decoder:
             raise BadPlan("the history is empty: there is nothing to score")
 
     def _checked(self, ids: Tokens) -> list[int]:
-        tokens = [int(token) for token in ids]
+        tokens: list[int] = _spec.int32_array(ids, "tokens").tolist()
         for token in tokens:
             if not 0 <= token < self.vocab_size:
                 raise InvalidArgument(f"token {token} is not in [0, {self.vocab_size})")

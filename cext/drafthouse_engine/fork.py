@@ -67,7 +67,7 @@ def _prefill(engine: Engine, seq_id: int, n_past: int, tokens: Tokens) -> None:
     """Computes tokens of a prompt, as many in a step as it takes."""
     n_batch = engine.limits.n_batch
     for i in range(0, len(tokens), n_batch):
-        piece = np.asarray(tokens[i : i + n_batch], np.int32)
+        piece = tokens[i : i + n_batch]
         entry = np.array([(seq_id, n_past + i, 0, len(piece), 0, 0)], PLAN_DTYPE)
         status = int(engine.step(entry, piece).entries["status"][0])
         if status:

@@ -32,7 +32,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from drafthouse_engine._spec import Engine, Model, Sampler
+from drafthouse_engine._spec import Engine, Model, Sampler, int32_array
 from drafthouse_engine.decoder_config import DecoderConfig
 from drafthouse_engine.decoder_pool import DecoderPool
 from drafthouse_engine.distribution import (
@@ -637,7 +637,7 @@ def _prompt_tokens(
     model: Model, prompt: str | Sequence[int] | npt.NDArray[np.integer[Any]]
 ) -> list[int]:
     ids = model.tokenize(prompt) if isinstance(prompt, str) else prompt
-    tokens = [int(token) for token in ids]
+    tokens: list[int] = int32_array(ids, "prompt").tolist()
     if not tokens:
         raise InvalidArgument("the prompt has no tokens")
     return tokens

@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from drafthouse_engine._spec import int32_array
 from drafthouse_engine.errors import InvalidArgument
 
 __all__ = ["DraftTree"]
@@ -50,7 +51,8 @@ class DraftTree:
             root: last committed token.
             drafts: what follows it, in order.
         """
-        return cls((root, *(int(token) for token in drafts)), tuple(range(-1, len(drafts))))
+        tokens = int32_array(drafts, "drafts").tolist()
+        return cls((root, *tokens), tuple(range(-1, len(tokens))))
 
     @classmethod
     def from_paths(cls, root: int, paths: Sequence[Sequence[int]]) -> Self:
@@ -64,12 +66,12 @@ class DraftTree:
         tokens, parents = [root], [-1]
         for path in paths:
             at = 0
-            for token in path:
-                if (at, int(token)) not in nodes:
-                    nodes[at, int(token)] = len(tokens)
-                    tokens.append(int(token))
+            for token in int32_array(path, "paths").tolist():
+                if (at, token) not in nodes:
+                    nodes[at, token] = len(tokens)
+                    tokens.append(token)
                     parents.append(at)
-                at = nodes[at, int(token)]
+                at = nodes[at, token]
         return cls(tuple(tokens), tuple(parents))
 
     @property
@@ -125,6 +127,6 @@ class DraftTree:
             InvalidArgument: a node stands before its parent.
         """
         return DraftTree(
-            (*self.tokens, *(int(token) for token in tokens)),
-            (*self.parents, *(int(parent) for parent in parents)),
+            (*self.tokens, *int32_array(tokens, "tokens").tolist()),
+            (*self.parents, *int32_array(parents, "parents").tolist()),
         )

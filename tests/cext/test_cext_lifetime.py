@@ -436,3 +436,54 @@ def test_a_target_is_not_closed_in_a_call_of_its_draft() -> None:
     with pytest.raises(Closed, match="target"):
         draft.rollback(0, 0)
     draft.close()
+
+
+FORKED = {
+    "the parent's engine": "print(len(step(engine, 3, last)))",
+    "the parent's embedder": "print(embedder.encode([[5, 6, 7]]).shape[0])",
+    "an engine of its own": "print(len(step(begun(), 0, [5, 6, 7])))",
+    "a decoder of its own": """
+        with DecoderPool(model, DecoderConfig(n_ctx_seq=64, n_threads=2)) as pool:
+            decoder = pool.decoder()
+            decoder.observe([5, 6, 7])
+            print(decoder.next_logits().ndim)
+    """,
+    "closes what it has": "engine.close(); embedder.close(); model.close(); print(1)",
+}
+FORK_PREAMBLE = """
+import os, signal, sys
+import numpy as np
+from drafthouse_engine import *
+model = Model({path!r})
+def begun():
+    made = Engine(model, None, EngineParams(n_ctx_seq=256, n_threads=2, n_threads_batch=2))
+    made.seq_begin(0, Sampler(model, SamplingParams(temperature=0.0)))
+    return made
+def step(engine, n_past, tokens):
+    plan = np.array([(0, n_past, 0, len(tokens), 0, 1)], PLAN_DTYPE)
+    return engine.step(plan, tokens).tokens.tolist()
+engine, embedder = begun(), Embedder(model, EmbedderParams(pooling="mean", n_batch=64, n_threads=2))
+embedder.encode([[5, 6, 7]])
+last = step(engine, 0, [5, 6, 7])
+pid = os.fork()
+if pid == 0:
+    signal.alarm(60)  # of a child that waits for ever
+"""
+FORK_END = """
+    sys.stdout.flush()
+    os._exit(0)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+print(status, len(step(engine, 3, last)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP keeps threads")
+@pytest.mark.parametrize("name", FORKED)
+def test_a_forked_child_computes(name: str) -> None:
+    """It waited for ever for threads that only its parent has."""
+    script = FORK_PREAMBLE.format(path=str(MODELS / DENSE))
+    script += textwrap.indent(textwrap.dedent(FORKED[name]), "    ") + FORK_END
+    # Since 3.12 Python warns of forks beside threads, such as numpy's.
+    command = [sys.executable, "-X", "dev", "-W", "ignore::DeprecationWarning", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n0 1\n", "")

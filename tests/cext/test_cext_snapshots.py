@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -35,6 +38,7 @@ from drafthouse_engine import (
     DraftType,
     Engine,
     InvalidArgument,
+    Moves,
     MtpSession,
     NoRoom,
     ProposalPending,
@@ -559,6 +563,45 @@ def test_no_room_for_the_cells() -> None:
         target.seq_end(1)
         target.load(2, snapshot)
         same(go_on(target, 2, 4), go_on(target, 0, 4))
+
+
+@pytest.mark.parametrize("is_start", [False, True])
+def test_a_snapshot_that_another_thread_writes_to_is_read_once(
+    target: Engine, is_start: bool
+) -> None:
+    """Bytes that had been checked were read again where the caller writes, so may have changed."""
+    blob = taken()
+    shared = bytearray(blob)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(shared, 64))
+    has_ended = threading.Event()
+
+    def write() -> None:  # copies without the interpreter's lock
+        while not has_ended.is_set():
+            for content in (b"\x15" * 400, blob[64:464]):
+                ctypes.memmove(at, content, 400)
+                time.sleep(0)
+
+    def load() -> None:
+        if is_start:
+            start = Start(0, sampler(), 1, snapshot=shared)
+            target.step_rows([], [], [], moves=Moves(starts=[start]))
+        else:
+            target.load(0, shared)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    refusals = set()
+    try:
+        for _ in range(2000):
+            try:
+                load()
+            except SnapshotError as error:
+                refusals.add(error.message)
+            target.seq_end(0)
+    finally:
+        has_ended.set()
+        thread.join()
+    assert refusals <= {"the snapshot's checksum or size is wrong"}
 
 
 # Forged ones: the checksum is right, what it covers is not.

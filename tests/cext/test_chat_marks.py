@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,6 +183,13 @@ def test_spans_that_are_none_of_the_text_are_refused(
     spans: list[tuple[int, int]], model: Model
 ) -> None:
     with pytest.raises(InvalidArgument, match=r"span"):
+        model.tokenize_plain("abcd", spans)
+
+
+@pytest.mark.parametrize("spans", [[(0.5, 1.5)], [("0", "1")], [(False, True)], [(0, 2**64)]])
+def test_spans_are_integers(model: Model, spans: list[tuple[Any, Any]]) -> None:
+    """They were cut to integers, and other parts of the text were plain."""
+    with pytest.raises(TypeError, match="integers"):
         model.tokenize_plain("abcd", spans)
 
 

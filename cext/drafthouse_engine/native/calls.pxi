@@ -8,7 +8,9 @@ from posix.unistd cimport pause, usleep
 from drafthouse_engine cimport spec
 
 import atexit
+import ctypes
 import logging
+import os
 import weakref
 
 from drafthouse_engine import errors
@@ -81,6 +83,29 @@ def _at_exit():
 
 
 atexit.register(_at_exit)
+
+
+# Forks.
+
+OMP_PAUSE_SOFT = 1
+
+
+def _before_fork():
+    """Ends the OpenMP threads of the calling thread; its next parallel region starts new ones.
+
+    A child has none of them, and GNU's OpenMP would wait for them there for ever.
+    """
+    pause = getattr(ctypes.PyDLL(__file__), "omp_pause_resource_all", None)
+    if pause is not None:  # OpenMP 5.0
+        pause(OMP_PAUSE_SOFT)
+
+
+def _after_fork_in_child():
+    global n_in_flight
+    n_in_flight = 0  # the threads of those calls are the parent's
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 # Errors.

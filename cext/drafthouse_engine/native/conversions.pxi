@@ -46,10 +46,12 @@ cdef class Strings:
 
 cdef object span_array(spans):
     """Returns spans as an array of spec_span."""
-    given = np.asarray(spans, np.int64).reshape(-1, 2)
+    given = np.asarray(spans)
+    if given.size and given.dtype.kind not in "iu":
+        raise TypeError(f"spans must be integers, not {given.dtype}")
     if given.size and given.min() < 0:
         raise errors.InvalidArgument("a span begins before the text")
-    return np.ascontiguousarray(given, np.uintp)
+    return np.array(given.reshape(-1, 2), np.uintp, order="C")
 
 
 cdef bytes encode_text(text, str name):
@@ -79,8 +81,20 @@ cdef int32_t int32_of(value, str name) except? -1:
     return number
 
 
-cdef object int32_array(values, str name):
-    """Returns a copy: another thread may write to the caller's array while C reads it."""
+cpdef object int32_array(values, str name):
+    """Returns a copy of integers in one dimension: another thread may write to the caller's.
+
+    Args:
+        values: a sequence or an array.
+        name: of the argument, for what is raised.
+
+    Shape:
+        [n] int32.
+
+    Raises:
+        InvalidArgument: there is another number of dimensions, or a value does not fit 32 bits.
+        TypeError: they are no integers.
+    """
     array = np.asarray(values)
     if array.ndim != 1:
         raise errors.InvalidArgument(f"{name} must have one dimension, not {array.ndim}")

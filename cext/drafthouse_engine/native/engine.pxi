@@ -857,7 +857,7 @@ cdef class Engine:
             NoRoom: no KV cells are free; nothing has changed.
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
-        cdef Buffer source = Buffer(snapshot)
+        cdef Buffer source = snapshot_buffer(snapshot)
         cdef int32_t rc
         cdef spec.spec_engine * handle = self._enter()
         with nogil:

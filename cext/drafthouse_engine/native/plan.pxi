@@ -77,6 +77,14 @@ cdef class Room:
             spec.spec_room_give(self.data, self.n)
 
 
+cdef Buffer snapshot_buffer(source):
+    """Holds a snapshot; a copy where others may write to it between its check and its use."""
+    owner = source.obj if isinstance(source, memoryview) else source
+    if isinstance(owner, (bytes, Room)):
+        return Buffer(source)
+    return Buffer(memoryview(source).tobytes())
+
+
 @cython.final
 cdef class PackedMoves:
     """What a plan does before its entries, in C's terms, and what comes of it."""
@@ -106,7 +114,7 @@ cdef class PackedMoves:
         self.n_drafts_off = <int32_t>len(drafts_off)
         self.n_drafts_on = <int32_t>len(drafts_on)
         self.samplers = [start.sampler for start in starts]
-        self.buffers = [None if start.snapshot is None else Buffer(start.snapshot)
+        self.buffers = [None if start.snapshot is None else snapshot_buffer(start.snapshot)
                         for start in starts]
         self.n_starts = len(starts)
         self.starts = <spec.spec_start *>PyMem_Calloc(self.n_starts + 1, sizeof(spec.spec_start))
