@@ -231,7 +231,8 @@ def _words(needs: Needs) -> str:
 
 
 def _most(memory: HostMemory) -> str:
-    limit = "its cgroup's limit" if memory.limit_bytes else "all there is"
+    is_limited = memory.most_bytes < memory.total_bytes
+    limit = "its cgroup's limit" if is_limited else "all there is"
     return f"this process may have {format_bytes(memory.most_bytes)}, {limit}"
 
 
