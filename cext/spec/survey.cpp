@@ -2,8 +2,8 @@
 //
 // llama.cpp loads a model without its weights (no_alloc) and reserves its graphs as it would for a
 // real one, so this is its own sum, of every architecture. What it does not count is added here:
-// its graphs, and the buffer of logits and hidden rows, which grows with the first decode that needs
-// it.
+// its graphs, and the buffer of logits and hidden rows, which grows with the first decode that
+// needs it.
 
 #include "survey.hpp"
 

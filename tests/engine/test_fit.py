@@ -465,6 +465,20 @@ def test_slots_whose_books_have_no_room_are_not_surveyed() -> None:
         assert found.wish.size == Size(2, 1 << 20)
 
 
+@pytest.mark.parametrize(("n_free", "n_ubatch"), [(10**12, 4096), (10**8, 2048)])
+def test_physical_batches_whose_graphs_have_no_room_are_not_surveyed(
+    n_free: int, n_ubatch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp makes graphs for a survey, too: of a hybrid 40 nodes for each token."""
+    monkeypatch.setattr(surveyor, "_N_TOKENS_AT_ONCE", 512)
+    settings = {"batch_size": 4096, "ubatch_size": 4096, "draft_type": "none"}
+    with Surveyor(config("hybrid", max_model_len=1024, **settings)) as found:
+        found.check(HostMemory(10**12, n_free))
+        found._uses.clear()
+        assert (found.needs(found.wish.size).start_bytes > n_free) == (n_ubatch < 4096)
+        assert max(it.n_ubatch for it in found._uses) == n_ubatch
+
+
 _VOCABULARY = """
 import sys
 from drafthouse_engine import Model
