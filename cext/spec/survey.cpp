@@ -2,7 +2,8 @@
 //
 // llama.cpp loads a model without its weights (no_alloc) and reserves its graphs as it would for a
 // real one, so this is its own sum, of every architecture. What it does not count is added here:
-// the buffer of logits and hidden rows, which grows with the first decode that needs it.
+// its graphs, and the buffer of logits and hidden rows, which grows with the first decode that
+// needs it.
 
 #include "survey.hpp"
 
@@ -61,12 +62,15 @@ int32_t device_of(ggml_backend_buffer_type_t type) {
     return HOST;
 }
 
-// Logits and hidden rows of the outputs, which llama.cpp allocates when a decode has so many.
-int64_t output_bytes(const llama_context * context, uint32_t n_outputs) {
+// Graphs, and logits and hidden rows of the outputs, which llama.cpp allocates when a decode has so
+// many.
+int64_t uncounted_bytes(const llama_context * context, uint32_t n_outputs) {
     const llama_model * model = llama_get_model(context);
     const int64_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     const int64_t width = n_vocab + llama_model_n_embd_out(model);
-    return static_cast<int64_t>(n_outputs) * width * static_cast<int64_t>(sizeof(float));
+    const int64_t n_rows = static_cast<int64_t>(n_outputs) * width;
+    return static_cast<int64_t>(graph_bytes(context)) +
+           n_rows * static_cast<int64_t>(sizeof(float));
 }
 
 using uses = std::map<int32_t, spec_memory_use>;
@@ -90,7 +94,7 @@ uses measure(const spec_survey & survey, const spec_engine_params & params) {
     const context_plan plan = plan_contexts(*survey.target, survey.draft.get(), params);
     uses found;
     use_of(found, HOST).compute_bytes =
-        output_bytes(engine->target.get(), plan.target.n_outputs_max);
+        uncounted_bytes(engine->target.get(), plan.target.n_outputs_max);
     for (const memory_part & part : memory_of(engine->target.get())) {
         add_weights(found, part, survey.is_mapped);
         spec_memory_use & use = use_of(found, device_of(part.type));
@@ -101,7 +105,7 @@ uses measure(const spec_survey & survey, const spec_engine_params & params) {
         return found;
     }
     use_of(found, HOST).draft_compute_bytes +=
-        output_bytes(engine->draft.get(), plan.draft.n_outputs_max);
+        uncounted_bytes(engine->draft.get(), plan.draft.n_outputs_max);
     for (const memory_part & part : memory_of(engine->draft.get())) {
         if (survey.draft) { // MTP heads are the target's
             add_weights(found, part, survey.is_mapped);

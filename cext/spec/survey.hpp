@@ -54,6 +54,7 @@ struct memory_part {
 };
 
 std::vector<memory_part> memory_of(const llama_context * context);
+size_t graph_bytes(const llama_context * context);
 
 // survey.cpp
 

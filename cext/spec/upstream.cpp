@@ -242,6 +242,15 @@ std::vector<memory_part> memory_of(const llama_context * context) {
     return found;
 }
 
+// What a context keeps its graphs in, which llama.cpp's sum leaves out: one that is reserved, and of
+// those that were decoded one with outputs and one without. Of some models with recurrent states
+// each token of a physical batch has nodes of its own.
+size_t graph_bytes(const llama_context * context) {
+    constexpr size_t N_GRAPHS = 3;
+    const auto n = static_cast<size_t>(context->get_gf_res_reserve()->get_max_nodes());
+    return N_GRAPHS * (n * ggml_tensor_overhead() + ggml_graph_overhead_custom(n, false));
+}
+
 // Whether the branches of a draft tree can share cells: only the plain caches are known to do so.
 bool carries_trees(llama_memory_t memory) {
     return dynamic_cast<llama_kv_cache *>(memory) != nullptr ||

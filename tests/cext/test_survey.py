@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,40 @@ def test_logits_of_many_slots_are_counted() -> None:
         (few,) = survey.measure(params(n_seq_max=1))
         (many,) = survey.measure(params(n_seq_max=33))
         assert many.compute_bytes - few.compute_bytes >= 32 * 4 * survey.n_vocab
+
+
+_ENGINE = """
+import sys
+from drafthouse_engine import Engine, EngineParams, Model
+
+def taken():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+model = Model(sys.argv[1])
+params = EngineParams(
+    draft_type=sys.argv[2], n_ctx_seq=1024, n_seq_max=4, n_batch=4096, n_ubatch=4096
+)
+before = taken()
+engine = Engine(model, None, params)
+print(taken() - before)
+"""
+
+
+@pytest.mark.parametrize("draft_type", ["none", "mtp"])
+@pytest.mark.parametrize("path", [DENSE, HYBRID], ids=lambda path: path.stem)
+def test_an_engine_takes_no_more_than_was_told(path: Path, draft_type: str) -> None:
+    """Of a hybrid each token of a physical batch has nodes of a graph: 40 in 430 bytes each."""
+    told = subprocess.run(
+        [sys.executable, "-c", _ENGINE, str(path), draft_type],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    asked = replace(params(draft_type, 4, 1024), n_batch=4096, n_ubatch=4096)
+    with Survey(path) as survey:
+        (host,) = survey.measure(asked)
+    assert int(told) <= host.total_bytes - host.mapped_bytes
 
 
 def test_what_no_engine_can_be_made_of_is_refused() -> None:

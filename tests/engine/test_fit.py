@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 from tests.support.built import needs_extension
 from tests.support.demo import EAGLE3, MODELS, SIMPLE, TARGETS
 from tests.support.windows import windowed
@@ -24,7 +27,7 @@ from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host import size
 from drafthouse_server.host.fit import Size
 from drafthouse_server.host.memory import HostMemory
-from drafthouse_server.host.needs import Needs
+from drafthouse_server.host.needs import Needs, process_bytes
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import EngineLimits
 
@@ -460,3 +463,53 @@ def test_slots_whose_books_have_no_room_are_not_surveyed() -> None:
         assert found.wish.size == Size(8, 1 << 20)
         found.check(HostMemory(10**12, 3 * 10**8))
         assert found.wish.size == Size(2, 1 << 20)
+
+
+@pytest.mark.parametrize(("n_free", "n_ubatch"), [(10**12, 4096), (10**8, 2048)])
+def test_physical_batches_whose_graphs_have_no_room_are_not_surveyed(
+    n_free: int, n_ubatch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp makes graphs for a survey, too: of a hybrid 40 nodes for each token."""
+    monkeypatch.setattr(surveyor, "_N_TOKENS_AT_ONCE", 512)
+    settings = {"batch_size": 4096, "ubatch_size": 4096, "draft_type": "none"}
+    with Surveyor(config("hybrid", max_model_len=1024, **settings)) as found:
+        found.check(HostMemory(10**12, n_free))
+        found._uses.clear()
+        assert (found.needs(found.wish.size).start_bytes > n_free) == (n_ubatch < 4096)
+        assert max(it.n_ubatch for it in found._uses) == n_ubatch
+
+
+_VOCABULARY = """
+import sys
+from drafthouse_engine import Model
+
+def taken():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+before = taken()
+model = Model(sys.argv[1], vocab_only=True)
+print(taken() - before)
+"""
+
+
+def test_a_large_vocabulary_takes_no_more_than_is_counted(tmp_path: Path) -> None:
+    """As Llama 3's and Gemma 4's, with two merges for each token."""
+    path, n_vocab = tmp_path / "vocabulary.gguf", 26**4 // 4
+    letters = [chr(ord("a") + i) for i in range(26)]
+    tokens = ["".join(it) for it in itertools.islice(itertools.product(letters, repeat=4), n_vocab)]
+    merges = [f"{it[:cut]} {it[cut:]}" for it in tokens for cut in (1, 2)]
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * n_vocab)
+    writer.add_token_merges(merges)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    command = [sys.executable, "-c", _VOCABULARY, str(path)]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    n_counted = process_bytes(0, n_vocab) - process_bytes(0, 0)
+    assert n_counted / 4 < int(told) < n_counted / 2  # two processes hold it

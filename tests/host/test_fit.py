@@ -185,6 +185,8 @@ def test_what_can_never_fit_is_refused_with_figures() -> None:
         choose_size(scales, HostMemory(10**6, 10**6, 20_000, 20_000), "m.gguf")
     with pytest.raises(ModelLoadError, match=r"8 slots of 4096 tokens take 32.9 kB.*all there is"):
         choose_size(scales, HostMemory(20_000, 20_000), "m.gguf")
+    with pytest.raises(ModelLoadError, match=r"may have 20 kB, all there is; lower parallel"):
+        choose_size(scales, HostMemory(20_000, 20_000, 10**6, 10**6), "m.gguf")
 
 
 def test_what_does_not_fit_now_and_weights_that_can_be_read_again_are_warned_of() -> None:

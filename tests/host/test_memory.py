@@ -55,6 +55,39 @@ def test_version_one_has_a_mount_and_an_absurd_number_for_no_limit(tmp_path: Pat
     assert (memory.limit_bytes, memory.free_bytes) == (GIB, 3 * GIB // 4)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_pages_of_files_that_were_read_twice_are_free_as_well(tmp_path: Path, version: int) -> None:
+    """A server that is started again in its container finds its model's pages among them."""
+    top, total = ("memory/box", "total_") if version == 1 else ("box", "")
+    names = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    files = {
+        "proc/self/cgroup": "4:memory:/box\n" if version == 1 else "0::/box\n",
+        f"sys/fs/cgroup/{top}/memory.{names[0]}": f"{4 * GIB}\n",
+        f"sys/fs/cgroup/{top}/memory.{names[1]}": f"{3 * GIB}\n",
+        f"sys/fs/cgroup/{top}/memory.stat": f"inactive_file 1\nactive_file 1\n"
+        f"{total}inactive_file {GIB // 2}\n{total}active_file {2 * GIB}\n",
+    }
+    assert host(tmp_path, files).limit_free_bytes == 7 * GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("most", "high", "limit"),
+    [("max", "max", 0), ("max", 2 * GIB, 2), (3 * GIB, 2 * GIB, 2), (2 * GIB, 3 * GIB, 2)],
+)
+def test_the_memory_beyond_which_the_kernel_slows_a_group_down_is_a_limit(
+    tmp_path: Path, most: object, high: object, limit: int
+) -> None:
+    files = {
+        "proc/self/cgroup": "0::/box\n",
+        "sys/fs/cgroup/box/memory.max": f"{most}\n",
+        "sys/fs/cgroup/box/memory.high": f"{high}\n",
+        "sys/fs/cgroup/box/memory.current": f"{GIB}\n",
+    }
+    memory = host(tmp_path, files)
+    assert memory.limit_bytes == limit * GIB
+    assert memory.free_bytes == (GIB if limit else 6 * GIB)
+
+
 def test_a_container_finds_its_own_group_at_the_top(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/what/only/the/host/sees\n",

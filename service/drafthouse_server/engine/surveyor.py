@@ -50,6 +50,9 @@ N_SLOTS_MAX = 256
 _N_CELLS_AT_ONCE = 1 << 20
 """KV cells that are surveyed without asking whether half of them would fit."""
 
+_N_TOKENS_AT_ONCE = 4096
+"""The same of a physical batch's tokens, with which llama.cpp's graphs may grow."""
+
 
 class Surveyor:
     """Tells what memory a server of these settings would take, without taking it.
@@ -69,6 +72,7 @@ class Surveyor:
         check_built()
         self._set = self._config = config
         self._devices: DeviceFit | None = None
+        self._n_free = 0
         self._uses: dict[drafthouse_engine.EngineParams, list[tuple[str, DeviceUse]]] = {}
         self.survey = self._open(load_mtp=may_be_mtp(config))
         self._as_set = Size(config.parallel, request_tokens(config, self.survey.n_ctx_train))
@@ -142,6 +146,7 @@ class Surveyor:
         """
         if self._draft_type == "simple":
             self._check_draft()
+        self._n_free = memory.free_bytes
         config, n_cells = self._config, least_cells(self._config)
         n_contexts = 1 if self._draft_type == "none" or "ngram" in self._draft_type else 2
         check_books(n_cells, n_contexts, memory, config.model)
@@ -328,7 +333,7 @@ class Surveyor:
         return engine_params(config, draft_type, self.survey.n_ctx_train, Threads(1, 1))
 
     def needs(self, size: Size) -> Needs:
-        """Returns what a server of a size takes.
+        """Returns what a server of a size takes; where that is more than is free, maybe less.
 
         Raises:
             ModelLoadError: no engine can be made with these settings.
@@ -340,7 +345,15 @@ class Surveyor:
         return self._needs_of(size, params, self._measure(params))
 
     def _measure(self, params: drafthouse_engine.EngineParams) -> list[tuple[str, DeviceUse]]:
-        """Returns what is used, by device; asked once: books of all cells are made for it."""
+        """Returns what is used, by device; asked once: books of all cells are made for it.
+
+        Graphs are made for it, too: what does not fit is told while physical batches are small.
+        """
+        n_half = params.n_ubatch // 2
+        if n_half >= _N_TOKENS_AT_ONCE and self._n_free:
+            fewer = self._measure(dataclasses.replace(params, n_ubatch=n_half))
+            if fewer[0][1].total_bytes > self._n_free:
+                return fewer
         if params not in self._uses:
             with explained(self._config.model, self._config, is_loaded=True):
                 uses = self.survey.measure(params)

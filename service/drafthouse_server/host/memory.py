@@ -45,18 +45,20 @@ class _Group:
     """One cgroup's folder, and the names of its files."""
 
     folder: Path
-    limit: str
+    limits: tuple[str, ...]
     used: str
-    droppable: str
+    droppable: tuple[str, ...]
 
     def read(self) -> tuple[int, int] | None:
         """Returns limit and what is left of it; None where there is no limit."""
-        limit = _number(_text(self.folder / self.limit))
-        if limit is None or limit >= _NO_LIMIT_BYTES:
+        told = [_number(_text(self.folder / name)) for name in self.limits]
+        limit = min((it for it in told if it is not None), default=_NO_LIMIT_BYTES)
+        if limit >= _NO_LIMIT_BYTES:
             return None
         used = _number(_text(self.folder / self.used)) or 0
         counts = dict(_pairs(_text(self.folder / "memory.stat")))
-        return limit, max(0, limit - max(0, used - counts.get(self.droppable, 0)))
+        dropped = sum(counts.get(name, 0) for name in self.droppable)
+        return limit, max(0, limit - max(0, used - dropped))
 
 
 def read_memory(root: Path = Path("/")) -> HostMemory:
@@ -95,13 +97,19 @@ def _groups(root: Path) -> Iterator[_Group]:
             if controllers:
                 yield _Group(
                     mounts / "memory" / inner,
-                    "memory.limit_in_bytes",
+                    ("memory.limit_in_bytes",),
                     "memory.usage_in_bytes",
-                    "total_inactive_file",
+                    ("total_inactive_file", "total_active_file"),
                 )
             else:
                 for mount in (mounts, mounts / "unified"):
-                    yield _Group(mount / inner, "memory.max", "memory.current", "inactive_file")
+                    yield _Group(
+                        mount / inner,
+                        # Beyond memory.high the kernel slows a process down until it stands still.
+                        ("memory.max", "memory.high"),
+                        "memory.current",
+                        ("inactive_file", "active_file"),
+                    )
 
 
 def _cut(line: str) -> tuple[str, str, str]:

@@ -16,8 +16,9 @@ _SERVER_BYTES = 100 * _MIB
 """Memory of the server's process without its engine, measured."""
 _WORKER_BYTES = 26 * _MIB
 """Memory of a text worker without the vocabulary, measured."""
-_TOKEN_BYTES = 200
-"""Memory of a vocabulary for each token, measured on one of 32,768."""
+_TOKEN_BYTES = 500
+"""Memory of a vocabulary for each token: 190, and 160 for each of its merges, measured. There are
+up to two of these for a token (Llama 3, Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,8 @@ def _words(needs: Needs) -> str:
 
 
 def _most(memory: HostMemory) -> str:
-    limit = "its cgroup's limit" if memory.limit_bytes else "all there is"
+    is_limited = memory.most_bytes < memory.total_bytes
+    limit = "its cgroup's limit" if is_limited else "all there is"
     return f"this process may have {format_bytes(memory.most_bytes)}, {limit}"
 
 
@@ -267,7 +268,7 @@ def _unfitting(measures: Measures, memory: HostMemory, path: str) -> Chosen:
         raise ModelLoadError(path, f"{there}{parts}, and {_most(memory)}", _ADVICE_UNFIT)
     n_free = format_bytes(memory.free_bytes)
     sentence = (
-        f"fit: {there}{parts}, and only {n_free} are free: the server may become slow or be ended;"
-        f" free memory, or {_ADVICE}"
+        f"fit: {there}{parts}, and only {n_free} are free, of which 5 % should stay so: the server"
+        f" may become slow or be ended; free memory, or {_ADVICE}"
     )
     return Chosen(needs, True, sentence)
