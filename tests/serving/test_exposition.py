@@ -13,7 +13,8 @@ import pytest
 
 import drafthouse
 from drafthouse_server.config import Config
-from drafthouse_server.errors import ConfigError
+from drafthouse_server.engine.protocol import TextWorkerLost
+from drafthouse_server.errors import ConfigError, EngineError
 from drafthouse_server.serving import exposition
 from drafthouse_server.serving.exposition import MetricsEndpoint, reference, render
 from drafthouse_server.serving.metrics import Metrics, Statistics
@@ -81,6 +82,25 @@ def test_every_count_is_told_with_its_source() -> None:
         "drafthouse_usage_unbilled_streams_total": 5,
         "drafthouse_usage_journal_failing": 1,
     }
+
+
+def test_what_has_not_happened_is_told_as_zero() -> None:
+    """Of a series that begins at 1, `increase` and `rate` miss the first: an alert stays silent."""
+    metrics = Metrics()
+    metrics.count_request(EngineError.reason)
+    metrics.n_text_workers_lost[TextWorkerLost.LATE] += 1
+    values = values_of(render(metrics.statistics()))
+    told = [name for name in values if name.startswith("drafthouse_requests_total")]
+    outcomes = {name.split('"')[1]: values[name] for name in told}
+    assert outcomes.pop("ENGINE_FAILURE") == 1
+    assert {"stop", "length", "cancelled", "deadline"} < outcomes.keys()
+    assert {"NO_TOKEN_ALLOWED", "INVALID_API_KEY", "QUEUE_FULL", "SLOW_READER"} < outcomes.keys()
+    assert set(outcomes.values()) == {0}
+    lost = {
+        cause: values[f'drafthouse_text_workers_lost_total{{cause="{cause}"}}']
+        for cause in (TextWorkerLost.LATE, TextWorkerLost.CRASHED, TextWorkerLost.ENDED)
+    }
+    assert lost == {"late": 1, "crashed": 0, "ended": 0}
 
 
 def test_the_phases_add_up_to_the_engines_time_and_no_phase_is_their_sum() -> None:
@@ -190,6 +210,8 @@ async def test_a_server_tells_its_metrics_and_survives_strange_clients(
         (b"\x00\xff\r\n\r\n", "HTTP/1.1 404 Not Found"),
     ):
         assert (await fetch(free_port, request))[0] == status
+    head = await fetch(free_port, b"HEAD /metrics HTTP/1.1\r\n\r\n")
+    assert head == ("HTTP/1.1 200 OK", "")
     with contextlib.suppress(ConnectionError):  # it hangs up without reading all of it
         assert await fetch(free_port, b"GET /" + b"x" * 100_000) == ("", "")
     status, body = await fetch(free_port, b"GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n")
