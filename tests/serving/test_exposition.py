@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -268,6 +269,36 @@ async def test_a_text_is_given_out_again_while_it_is_fresh(
         min(i, n_read - 1) for i in range(3)
     ]
     assert len(asked) == n_read
+    endpoint.close()
+
+
+async def test_a_text_that_takes_longer_than_an_answer_may_is_written_once(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with thousands of tenants: each scrape began another one, and none was ever answered."""
+    monkeypatch.setattr(exposition, "_ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(exposition, "_FRESH_S", 1000.0)
+    may_end = threading.Event()
+    written: list[Statistics] = []
+
+    def write(statistics: Statistics) -> str:
+        written.append(statistics)
+        assert may_end.wait(100)
+        return "the text"
+
+    monkeypatch.setattr(exposition, "render", write)
+    endpoint = MetricsEndpoint(Metrics().statistics)
+    await endpoint.open("127.0.0.1", free_port)
+    request = b"GET /metrics HTTP/1.1\r\n\r\n"
+    try:
+        for _ in range(3):
+            with contextlib.suppress(ConnectionError):
+                assert await fetch(free_port, request) == ("", "")
+    finally:
+        may_end.set()
+    monkeypatch.setattr(exposition, "_ANSWER_TIMEOUT_S", 1000.0)
+    assert (await fetch(free_port, request))[1] == "the text"
+    assert len(written) == 1
     endpoint.close()
 
 

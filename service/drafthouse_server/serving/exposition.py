@@ -503,7 +503,7 @@ class MetricsEndpoint:
         """Connections that are answered now."""
         self._text = ""
         self._fresh_until = -math.inf
-        self._writing = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
 
     async def open(self, host: str, port: int) -> None:
         """Listens.
@@ -564,10 +564,19 @@ class MetricsEndpoint:
 
     async def _current_text(self) -> str:
         """Returns the text, which is written on a thread: of many tenants it takes a while."""
-        async with self._writing:
-            clock = asyncio.get_running_loop().time
+        if self._writing is None and asyncio.get_running_loop().time() >= self._fresh_until:
+            self._writing = asyncio.create_task(self._write())
+        if self._writing is not None:
+            # Whoever has no time left leaves it to those who come later, and no other is begun.
+            await asyncio.shield(self._writing)
+        return self._text
+
+    async def _write(self) -> None:
+        clock = asyncio.get_running_loop().time
+        began_at = clock()
+        try:
+            self._text = await asyncio.to_thread(render, self._read())
             now = clock()
-            if now >= self._fresh_until:
-                self._text = await asyncio.to_thread(render, self._read())
-                self._fresh_until = clock() + max(_FRESH_S, _REST * (clock() - now))
-            return self._text
+            self._fresh_until = now + max(_FRESH_S, _REST * (now - began_at))
+        finally:
+            self._writing = None
