@@ -521,11 +521,7 @@ class Server:
         await _release("keys and rates", self.backends.close())
 
     def statistics(self, *, has_tenants: bool = True) -> Statistics:
-        """Returns what was counted so far, of requests and of calls.
-
-        Args:
-            has_tenants: As of `Metrics.statistics`.
-        """
+        """Returns what was counted so far, of requests, calls and, if wanted, each tenant."""
         front = count_front(self.gate, self.receive, self._health.n_watchers)
         return dataclasses.replace(
             self.loop.statistics(has_tenants=has_tenants),
