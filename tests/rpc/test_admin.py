@@ -76,6 +76,28 @@ async def test_status_tells_version_model_load_and_rates(
     assert not status.usage_journal_failing
 
 
+async def test_status_reads_nothing_that_is_counted_by_tenant(
+    start_server: ServerFactory, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands of tenants that holds up the event loop, and rates are noted each second."""
+    server = await start_server(admin_port=free_port)
+    reads: list[object] = []
+    tenants = server.loop.metrics.tenants
+
+    def count() -> dict[str, object]:
+        reads.append(tenants)
+        return {}
+
+    monkeypatch.setattr(tenants, "counts", count)
+    async with client_of(server) as client, admin(free_port) as stub:
+        await client.generate("hello", temperature=0, max_output_tokens=20)
+        status = await stub.GetStatus(admin_pb2.GetStatusRequest())
+    assert status.tokens_per_second > 0
+    assert not reads
+    server.statistics()
+    assert len(reads) == 1
+
+
 async def test_load_counts_what_runs_waits_and_is_not_computed(
     start_server: ServerFactory, free_port: int, eventually: Eventually
 ) -> None:

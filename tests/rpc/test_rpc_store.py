@@ -180,6 +180,7 @@ async def test_a_stream_that_is_revoked_while_it_sends_is_told_so(
     async with client_of(servers[0], key) as client:
         with pytest.raises(drafthouse.InvalidApiKey, match="was revoked"):
             await client.generate("x", max_output_tokens=400)
+    assert servers[0].loop.statistics().n_requests == {"INVALID_API_KEY": 1}
 
 
 async def test_limits_of_the_store_hold_and_change_without_a_restart(

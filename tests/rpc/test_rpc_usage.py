@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ import drafthouse
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, usage_pb2, usage_pb2_grpc
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
-from drafthouse_server.errors import ServerFailed, Unauthenticated
+from drafthouse_server.errors import ServerFailed
 from drafthouse_server.rpc import services
 from drafthouse_server.rpc import usage as usage_service
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.step import SequenceStatus, StepPlan, StepResult
+from drafthouse_server.tenancy.key_ring import HeldCall
 from drafthouse_server.tenancy.tenants import Identity, Tenant, TenantRegistry
 from drafthouse_server.usage import shipping
 from drafthouse_server.usage.record import UsageQuery, UsageRecord
@@ -236,7 +237,7 @@ async def test_a_cancelled_stream_has_one_record(
 async def test_a_record_names_the_end_user_and_a_revoked_keys_stream_tells_usage(
     start_server: ServerFactory, tmp_path: Path
 ) -> None:
-    """The key ends, as the key ring does it, the call's task and then raises."""
+    """The record tells what its client is told, not that the client has left."""
     tenants = RevokingTenants()
     server = await start_server(
         FakeEngine(step_s=0.005), usage_journal=str(tmp_path), tenants=tenants
@@ -257,7 +258,8 @@ async def test_a_record_names_the_end_user_and_a_revoked_keys_stream_tells_usage
     await server.close()
     [record] = records_of(tmp_path)
     assert (record.tenant, record.key_id, record.end_user) == ("a", "key1", "eve")
-    assert record.outcome == "cancelled"
+    assert record.outcome == "INVALID_API_KEY"
+    assert server.loop.statistics().n_requests == {"INVALID_API_KEY": 1}
     assert caught.value.usage == drafthouse.Usage(2, record.n_output)
     # A message whose write was cancelled may have left.
     assert 0 < record.n_output <= n_read <= record.n_output + 24
@@ -384,25 +386,19 @@ class RevokingTenants(TenantRegistry):
 
     def __init__(self) -> None:
         super().__init__({"k": Tenant("a")})
-        self._task: asyncio.Task[Any] | None = None
+        self._calls: set[HeldCall] = set()
 
     def revoke(self) -> None:
-        assert self._task is not None
-        self._task.cancel()
+        [call] = self._calls
+        call.end("the API key was revoked")
 
     def identify(self, api_key: str | None, address: str = "") -> Identity:
         return dataclasses.replace(super().identify(api_key, address), key_id="key1")
 
-    @contextlib.contextmanager
-    def hold(self, identity: Identity) -> Iterator[None]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        try:
-            yield
-        except asyncio.CancelledError:
-            task.uncancel()
-            raise Unauthenticated("the API key was revoked") from None
+    def hold(
+        self, identity: Identity, on_end: Callable[[], object] = lambda: None
+    ) -> AbstractContextManager[None]:
+        return HeldCall(self._calls, on_end)
 
 
 KEYS = {"key-a": Tenant("a"), "key-b": Tenant("b")}

@@ -109,6 +109,7 @@ async def test_a_deleted_tenant_holds_nothing_and_its_streams_end(
     await eventually(lambda: server.loop.statistics().n_running == 0)
     await eventually(lambda: server.loop.statistics().n_waiting == 0)
     assert await held_by(server) == {"bob"}
+    assert server.loop.statistics().n_requests == {"length": 5, "INVALID_API_KEY": 2}
     counts = server.loop.statistics().scheduler
     assert engine.n_cells_used == counts.n_retained_cells
     key = shell.run("keys", "add", "--tenant", "acme")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ import pytest
 
 import drafthouse
 from drafthouse_server.config import Config
-from drafthouse_server.errors import ConfigError
+from drafthouse_server.engine.protocol import TextWorkerLost
+from drafthouse_server.errors import ConfigError, EngineError
 from drafthouse_server.serving import exposition
 from drafthouse_server.serving.exposition import MetricsEndpoint, reference, render
 from drafthouse_server.serving.metrics import Metrics, Statistics
@@ -81,6 +83,25 @@ def test_every_count_is_told_with_its_source() -> None:
         "drafthouse_usage_unbilled_streams_total": 5,
         "drafthouse_usage_journal_failing": 1,
     }
+
+
+def test_what_has_not_happened_is_told_as_zero() -> None:
+    """Of a series that begins at 1, `increase` and `rate` miss the first: an alert stays silent."""
+    metrics = Metrics()
+    metrics.count_request(EngineError.reason)
+    metrics.n_text_workers_lost[TextWorkerLost.LATE] += 1
+    values = values_of(render(metrics.statistics()))
+    told = [name for name in values if name.startswith("drafthouse_requests_total")]
+    outcomes = {name.split('"')[1]: values[name] for name in told}
+    assert outcomes.pop("ENGINE_FAILURE") == 1
+    assert {"stop", "length", "cancelled", "deadline"} < outcomes.keys()
+    assert {"NO_TOKEN_ALLOWED", "INVALID_API_KEY", "QUEUE_FULL", "SLOW_READER"} < outcomes.keys()
+    assert set(outcomes.values()) == {0}
+    lost = {
+        cause: values[f'drafthouse_text_workers_lost_total{{cause="{cause}"}}']
+        for cause in (TextWorkerLost.LATE, TextWorkerLost.CRASHED, TextWorkerLost.ENDED)
+    }
+    assert lost == {"late": 1, "crashed": 0, "ended": 0}
 
 
 def test_the_phases_add_up_to_the_engines_time_and_no_phase_is_their_sum() -> None:
@@ -190,6 +211,8 @@ async def test_a_server_tells_its_metrics_and_survives_strange_clients(
         (b"\x00\xff\r\n\r\n", "HTTP/1.1 404 Not Found"),
     ):
         assert (await fetch(free_port, request))[0] == status
+    head = await fetch(free_port, b"HEAD /metrics HTTP/1.1\r\n\r\n")
+    assert head == ("HTTP/1.1 200 OK", "")
     with contextlib.suppress(ConnectionError):  # it hangs up without reading all of it
         assert await fetch(free_port, b"GET /" + b"x" * 100_000) == ("", "")
     status, body = await fetch(free_port, b"GET /metrics?x=1 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -246,6 +269,36 @@ async def test_a_text_is_given_out_again_while_it_is_fresh(
         min(i, n_read - 1) for i in range(3)
     ]
     assert len(asked) == n_read
+    endpoint.close()
+
+
+async def test_a_text_that_takes_longer_than_an_answer_may_is_written_once(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with thousands of tenants: each scrape began another one, and none was ever answered."""
+    monkeypatch.setattr(exposition, "_ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(exposition, "_FRESH_S", 1000.0)
+    may_end = threading.Event()
+    written: list[Statistics] = []
+
+    def write(statistics: Statistics) -> str:
+        written.append(statistics)
+        assert may_end.wait(100)
+        return "the text"
+
+    monkeypatch.setattr(exposition, "render", write)
+    endpoint = MetricsEndpoint(Metrics().statistics)
+    await endpoint.open("127.0.0.1", free_port)
+    request = b"GET /metrics HTTP/1.1\r\n\r\n"
+    try:
+        for _ in range(3):
+            with contextlib.suppress(ConnectionError):
+                assert await fetch(free_port, request) == ("", "")
+    finally:
+        may_end.set()
+    monkeypatch.setattr(exposition, "_ANSWER_TIMEOUT_S", 1000.0)
+    assert (await fetch(free_port, request))[1] == "the text"
+    assert len(written) == 1
     endpoint.close()
 
 

@@ -26,8 +26,8 @@ from drafthouse_server.errors import (
 )
 from drafthouse_server.tenancy import key_ring, keys, records
 from drafthouse_server.tenancy.backends import Backends
-from drafthouse_server.tenancy.identity import BadKeys, UnknownTenant, source_of
-from drafthouse_server.tenancy.key_ring import KeyRing, RingRules, tenant_of_record
+from drafthouse_server.tenancy.identity import BadKeys, RingRules, UnknownTenant, source_of
+from drafthouse_server.tenancy.key_ring import KeyRing, tenant_of_record
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, make_key, pepper_id
 from drafthouse_server.tenancy.records import Change, KeyRecord, TenantRecord
 from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of

@@ -66,6 +66,9 @@ class Call:
     is_stuck: bool = False
     """Whether it is ended for lack of progress."""
 
+    is_disowned: bool = False
+    """Whether it is ended because its key was revoked, or its tenant deleted."""
+
     is_over: bool = False
     """Whether its handler has ended: what is left is to send its last words."""
     is_lost: bool = False
@@ -74,6 +77,10 @@ class Call:
     def await_reader(self, now: float) -> None:
         """Notes that a message is written, which its client must take in time."""
         self.due = now + self.reader_s
+
+    def disown(self) -> None:
+        """Notes that it is ended because its key was revoked, or its tenant deleted."""
+        self.is_disowned = True
 
     def go_on(self) -> None:
         """Notes that its client has taken a message, or sent one: the server's turn."""

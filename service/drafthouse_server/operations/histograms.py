@@ -165,7 +165,8 @@ class Tenants:
         """Returns what counts a tenant."""
         found = self._by_name.get(tenant)
         if found is None:
-            name = tenant if len(self._by_name.keys() - {OTHER}) < self.n_max else OTHER
+            n_named = len(self._by_name) - (OTHER in self._by_name)
+            name = tenant if n_named < self.n_max else OTHER
             found = self._by_name.setdefault(name, TenantHistograms())
         return found
 

@@ -103,8 +103,8 @@ class Operated(Protocol):
     def gate(self) -> Gate:
         """What counts clients' calls."""
 
-    def statistics(self) -> Statistics:
-        """Returns what was counted so far."""
+    def statistics(self, *, has_tenants: bool = True) -> Statistics:
+        """Returns what was counted so far; without what is counted by tenant if told so."""
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Ends the server when running requests have ended, or their time is over."""
@@ -160,7 +160,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             self._tokens.popitem(last=False)
 
     def _counters(self) -> Counters:
-        found = self._server.statistics()
+        found = self._server.statistics(has_tenants=False)
         return Counters(
             self._clock(),
             found.n_generated,
@@ -200,7 +200,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.GetStatusResponse:
         """Returns how the server does."""
         self.note_rates()
-        found, loop, rates = self._server.statistics(), self._server.loop, self._rates
+        found = self._server.statistics(has_tenants=False)
+        loop, rates = self._server.loop, self._rates
         backend = found.backends.get("store")
         store = admin_pb2.STORE_STATE_NONE
         if backend is not None:

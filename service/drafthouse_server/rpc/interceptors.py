@@ -305,7 +305,7 @@ class Authenticate(grpc.aio.ServerInterceptor):
             self._on_refused(error)
             raise
         call.tenant, call.key_id = identity.tenant, identity.key_id
-        with self._tenants.hold(identity):
+        with self._tenants.hold(identity, call.disown):
             return await inner(request, context)
 
     async def _identity(self, context: Context) -> Identity:

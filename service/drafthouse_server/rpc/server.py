@@ -520,11 +520,11 @@ class Server:
             await _release("usage", self._accounting.close())
         await _release("keys and rates", self.backends.close())
 
-    def statistics(self) -> Statistics:
-        """Returns what was counted so far, of requests and of calls."""
+    def statistics(self, *, has_tenants: bool = True) -> Statistics:
+        """Returns what was counted so far, of requests, calls and, if wanted, each tenant."""
         front = count_front(self.gate, self.receive, self._health.n_watchers)
         return dataclasses.replace(
-            self.loop.statistics(),
+            self.loop.statistics(has_tenants=has_tenants),
             front=front,
             backends=self.backends.states(),
         )

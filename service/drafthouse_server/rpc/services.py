@@ -28,6 +28,7 @@ from drafthouse_server.errors import (
     InvalidRequest,
     NotFound,
     SlowReader,
+    Unauthenticated,
 )
 from drafthouse_server.rpc.requests import to_generation, to_prompt
 from drafthouse_server.rpc.responses import (
@@ -98,6 +99,11 @@ class CallInfo(Protocol):
     @property
     def is_stuck(self) -> bool:
         """Whether it is ended because the client has taken no message in time."""
+        ...
+
+    @property
+    def is_disowned(self) -> bool:
+        """Whether it is ended because its key was revoked, or its tenant deleted."""
         ...
 
     def await_reader(self, now: float) -> None:
@@ -417,6 +423,8 @@ class GenerationService(GenerationServiceServicer):
 
     def _outcome_of_gone(self, caller: CallInfo, context: _Context) -> str:
         """Returns the outcome of a request that ended while it was served."""
+        if caller.is_disowned:
+            return Unauthenticated.reason
         if caller.is_stuck:
             return SlowReader.reason
         is_late = self._deadline(context) <= self._shared.clock()

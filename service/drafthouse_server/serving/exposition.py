@@ -28,8 +28,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from drafthouse_server import errors
 from drafthouse_server.access import bare_host
-from drafthouse_server.errors import ConfigError
+from drafthouse_server.engine.protocol import TextWorkerLost
 from drafthouse_server.operations.histograms import Distribution, TenantCounts
 from drafthouse_server.serving.metrics import (
     DraftCounts,
@@ -111,6 +112,22 @@ def _buckets(found: Distribution) -> list[tuple[str, float]]:
     return buckets
 
 
+_OUTCOMES = (
+    *("stop", "length", "cancelled", "deadline"),
+    *(error.reason for error in (
+        errors.InvalidRequest, errors.ContextTooLong, errors.GrammarTooCostly,
+        errors.NoTokenAllowed, errors.Unauthenticated, errors.PermissionDenied, errors.NotFound,
+        errors.QuotaExceeded, errors.SlowReader, errors.QueueFull, errors.Draining,
+        errors.DeadlineTooShort, errors.ServerOverloaded, errors.EngineUnhealthy,
+        errors.StoreUnavailable, errors.UsageUnavailable, errors.EngineError,
+    )),
+)  # fmt: skip
+"""Outcomes that are told before one has come: of a series that begins at 1, `increase` misses the
+first, so that an alert on it would stay silent."""
+
+_CAUSES = (TextWorkerLost.LATE, TextWorkerLost.CRASHED, TextWorkerLost.ENDED)
+
+
 def _by_source(read: Callable[[DraftCounts], int]) -> Callable[[Statistics], Mapping[str, float]]:
     return lambda s: {source: read(counts) for source, counts in s.by_source.items()}
 
@@ -143,7 +160,7 @@ _FAMILIES = (
         "requests_total",
         "Calls of Generate that ended or were refused, by outcome; not those that were refused"
         " before their message was read, such as one with a wrong key.",
-        lambda s: s.n_requests,
+        lambda s: {**dict.fromkeys(_OUTCOMES, 0), **s.n_requests},
         "outcome",
         "`stop`, `length`, `cancelled`, `deadline`, or the reason of an error that came once the"
         " message was read",
@@ -199,7 +216,7 @@ _FAMILIES = (
     _Family(
         "text_workers_lost_total",
         "Text workers that ended in the middle of a text.",
-        lambda s: s.n_text_workers_lost,
+        lambda s: {**dict.fromkeys(_CAUSES, 0), **s.n_text_workers_lost},
         "cause",
         "`late`: the text took too long; `crashed`: it ended the process; `ended`: something else"
         " did, such as the system for lack of memory",
@@ -470,7 +487,7 @@ def reference() -> str:
 
 
 class MetricsEndpoint:
-    """Answers `GET /metrics`, one request for each connection.
+    """Answers `GET /metrics`, and HEAD, one request for each connection.
 
     Args:
         read: Returns the statistics as they are now; called on the event loop.
@@ -486,7 +503,7 @@ class MetricsEndpoint:
         """Connections that are answered now."""
         self._text = ""
         self._fresh_until = -math.inf
-        self._writing = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
 
     async def open(self, host: str, port: int) -> None:
         """Listens.
@@ -500,7 +517,7 @@ class MetricsEndpoint:
             )
         except OSError as error:
             expected = f"a port of {host} that is free ({error.strerror})"
-            raise ConfigError("metrics_port", port, expected) from None
+            raise errors.ConfigError("metrics_port", port, expected) from None
 
     def close(self) -> None:
         """Listens no more; answers that have begun are finished. Harmless when done twice."""
@@ -531,25 +548,35 @@ class MetricsEndpoint:
     async def _response(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
-        status, text = "200 OK", ""
+        status, text, more = "200 OK", "", ""
         if path != b"/metrics":
             status, text = "404 Not Found", "see /metrics\n"
-        elif method != b"GET":
+        elif method not in (b"GET", b"HEAD"):
             status, text = "405 Method Not Allowed", "GET /metrics\n"
+            more = "Allow: GET, HEAD\r\n"
         else:
             text = await self._current_text()
         body = text.encode()
         return (
             f"HTTP/1.1 {status}\r\nContent-Type: {_CONTENT_TYPE}\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        ).encode() + body
+            f"Content-Length: {len(body)}\r\n{more}Connection: close\r\n\r\n"
+        ).encode() + (b"" if method == b"HEAD" else body)
 
     async def _current_text(self) -> str:
         """Returns the text, which is written on a thread: of many tenants it takes a while."""
-        async with self._writing:
-            clock = asyncio.get_running_loop().time
+        if self._writing is None and asyncio.get_running_loop().time() >= self._fresh_until:
+            self._writing = asyncio.create_task(self._write())
+        if self._writing is not None:
+            # Whoever has no time left leaves it to those who come later, and no other is begun.
+            await asyncio.shield(self._writing)
+        return self._text
+
+    async def _write(self) -> None:
+        clock = asyncio.get_running_loop().time
+        began_at = clock()
+        try:
+            self._text = await asyncio.to_thread(render, self._read())
             now = clock()
-            if now >= self._fresh_until:
-                self._text = await asyncio.to_thread(render, self._read())
-                self._fresh_until = clock() + max(_FRESH_S, _REST * (clock() - now))
-            return self._text
+            self._fresh_until = now + max(_FRESH_S, _REST * (now - began_at))
+        finally:
+            self._writing = None

@@ -313,11 +313,15 @@ class StepLoop:
         """Ends the streams of a tenant that was deleted, and forgets what is kept of it."""
         self._thread.forget_tenant(tenant)
 
-    def statistics(self) -> Statistics:
-        """Returns what was counted so far."""
+    def statistics(self, *, has_tenants: bool = True) -> Statistics:
+        """Returns what was counted so far.
+
+        Args:
+            has_tenants: As of `Metrics.statistics`.
+        """
         self._metrics.n_running = self.admission.n_running
         self._metrics.n_waiting = self.admission.n_waiting
-        return self._metrics.statistics()
+        return self._metrics.statistics(has_tenants=has_tenants)
 
     async def load(self, tenants: Collection[str] = ()) -> LoadReport | None:
         """Returns the load between two steps; None where none is told within a second.

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
@@ -25,6 +26,7 @@ __all__ = [
     "BadKeys",
     "KnownTenants",
     "LastUses",
+    "RingRules",
     "Tenants",
     "UnknownTenant",
     "is_tenant_name",
@@ -68,8 +70,15 @@ class Tenants(Protocol):
         """
         ...
 
-    def hold(self, identity: Identity) -> AbstractContextManager[None]:
-        """Returns the block in which a call runs; it may end the call, when its key is revoked."""
+    def hold(
+        self, identity: Identity, on_end: Callable[[], object] = ...
+    ) -> AbstractContextManager[None]:
+        """Returns the block in which a call runs; it may end the call, when its key is revoked.
+
+        Args:
+            identity: Whose call it is.
+            on_end: Called when the call is about to be ended for that.
+        """
         ...
 
 
@@ -201,6 +210,18 @@ class KnownTenants:
         for name in deleted:
             self._created_at.pop(name, None)
         return deleted
+
+
+@dataclass(frozen=True, slots=True)
+class RingRules:
+    """How a `KeyRing` decides."""
+
+    grace_s: float = 900.0
+    """Seconds that known keys go on without the store."""
+    ends_streams: bool = True
+    """Whether the calls of a revoked key are ended."""
+    retry_after_s: float = 1.0
+    """Advice to those whose key could not be looked for."""
 
 
 class LastUses:

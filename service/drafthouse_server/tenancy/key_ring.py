@@ -22,9 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
-from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
 from typing import Any, Never, TypeAlias
 
 from sqlalchemy import Connection
@@ -32,7 +30,13 @@ from sqlalchemy import Connection
 from drafthouse_server.config import Config
 from drafthouse_server.errors import StoreError, StoreUnavailable, Unauthenticated
 from drafthouse_server.tenancy import records
-from drafthouse_server.tenancy.identity import BadKeys, KnownTenants, LastUses, UnknownTenant
+from drafthouse_server.tenancy.identity import (
+    BadKeys,
+    KnownTenants,
+    LastUses,
+    RingRules,
+    UnknownTenant,
+)
 from drafthouse_server.tenancy.keys import claimed_id, digest_of, id_of_key, pepper_id
 from drafthouse_server.tenancy.records import KeyRecord, TenantRecord
 from drafthouse_server.tenancy.store import Store, StoreThread, read_pepper_of
@@ -44,7 +48,7 @@ from drafthouse_server.tenancy.tenants import (
     usable_limits,
 )
 
-__all__ = ["KeyRing", "RingRules", "open_key_ring", "tenant_of_record"]
+__all__ = ["HeldCall", "KeyRing", "open_key_ring", "tenant_of_record"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,25 +77,13 @@ _CERTIFIED = "certificate:"
 _Found: TypeAlias = tuple[Sequence[KeyRecord], Sequence[TenantRecord]]
 
 
-@dataclass(frozen=True, slots=True)
-class RingRules:
-    """How a `KeyRing` decides."""
-
-    grace_s: float = 900.0
-    """Seconds that known keys go on without the store."""
-    ends_streams: bool = True
-    """Whether the calls of a revoked key are ended."""
-    retry_after_s: float = 1.0
-    """Advice to those whose key could not be looked for."""
-
-
 class _Known:
     """A key that the server has seen, and its running calls."""
 
     __slots__ = ("calls", "digest", "identity", "revoked_at", "seen_at", "works_until")
 
     def __init__(self, key: KeyRecord, tenant: Tenant, seen_at: float) -> None:
-        self.calls: set[_Held] = set()
+        self.calls: set[HeldCall] = set()
         self.seen_at = seen_at
         self.update(key, tenant)
 
@@ -103,36 +95,38 @@ class _Known:
         self.identity = Identity(tenant, "" if key.id.startswith(_CERTIFIED) else key.id)
 
 
-class _Held:
-    """A running call of a key: ended with UNAUTHENTICATED when the key is revoked."""
+class HeldCall:
+    """A running call of a key: ended with UNAUTHENTICATED when the key is revoked.
 
-    __slots__ = ("_known", "_task", "_why")
+    Args:
+        calls: The running calls of the key, which have this one while its block runs.
+        on_end: Called when it is about to be ended.
+    """
 
-    def __init__(self, known: _Known) -> None:
-        self._known = known
+    __slots__ = ("_calls", "_on_end", "_task", "_why")
+
+    def __init__(self, calls: set[HeldCall], on_end: Callable[[], object]) -> None:
+        self._calls = calls
+        self._on_end = on_end
         self._task: asyncio.Task[Any] | None = None
         self._why = ""  # it was ended
 
     def __enter__(self) -> None:
         self._task = asyncio.current_task()
-        self._known.calls.add(self)
+        self._calls.add(self)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._known.calls.discard(self)
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._calls.discard(self)
         if self._why and isinstance(error, asyncio.CancelledError):
             assert self._task is not None
             self._task.uncancel()
             raise Unauthenticated(self._why) from error
 
     def end(self, why: str) -> None:
-        """Ends the call."""
+        """Ends the call, whose client is told why."""
         if self._task is not None and not self._why:
             self._why = why
+            self._on_end()
             self._task.cancel()
 
 
@@ -318,14 +312,20 @@ class KeyRing:
             raise UnknownTenant(name)
         return self._use(known)
 
-    def hold(self, identity: Identity) -> AbstractContextManager[None]:
+    def hold(
+        self, identity: Identity, on_end: Callable[[], object] = lambda: None
+    ) -> AbstractContextManager[None]:
         """Returns the block in which a call of a key runs; it ends when the key is revoked.
+
+        Args:
+            identity: Whose key it is.
+            on_end: Called when the call is about to be ended for that.
 
         Raises, out of the block:
             Unauthenticated: the key was revoked meanwhile (INVALID_API_KEY).
         """
         known = self._known.get(_id_of(identity))
-        return _Held(known) if known is not None else nullcontext()
+        return HeldCall(known.calls, on_end) if known is not None else nullcontext()
 
     async def _ask(self, key_id: str, api_key: str, address: str) -> Identity:
         """Asks the store for a key that the server has not seen."""

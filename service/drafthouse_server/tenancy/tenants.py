@@ -452,9 +452,11 @@ class TenantRegistry:
             self._bad_keys.note(address, self._clock())
         raise Unauthenticated
 
-    def hold(self, identity: Identity) -> AbstractContextManager[None]:
+    def hold(
+        self, identity: Identity, on_end: Callable[[], object] = lambda: None
+    ) -> AbstractContextManager[None]:
         """Returns a block that never ends a call: keys of the settings are not revoked."""
-        del identity
+        del identity, on_end
         return _NO_HOLD
 
     def has_tenant(self, name: str) -> bool:
