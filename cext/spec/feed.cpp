@@ -116,7 +116,7 @@ void keep_hidden_rows(spec_engine & engine) {
 // Chooses whether the coming decode gives rows. They cost little where every token is an output; of
 // a prompt they make the last layer compute all tokens, not the last one alone.
 void choose_rows(spec_engine & engine) {
-    if (!engine.spec || !engine.asked.is_any()) {
+    if (!engine.spec || !engine.asked.has_last) {
         return;
     }
     const auto & tokens = engine.batch.tokens;

@@ -280,15 +280,10 @@ struct hidden_rows {
     }
 };
 
-// The hidden rows that the drafter has the target give, as llama.cpp's flags.
+// The rows of the last layer that the drafter has the target give, as llama.cpp's flags.
 struct row_flags {
-    bool has_last = false; // of the last layer
+    bool has_last = false;
     bool is_masked = false;
-    std::vector<bool> layers; // inputs of layers
-
-    bool is_any() const {
-        return has_last || std::find(layers.begin(), layers.end(), true) != layers.end();
-    }
 };
 
 struct sequence {

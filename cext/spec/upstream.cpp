@@ -175,18 +175,17 @@ uint32_t layers_on_devices(const llama_model * model) {
     return model->n_gpu_layers();
 }
 
-// Has the target give the drafter's rows or not. Not by llama.cpp's setters: after these the next
-// decode reserves its graphs anew, which takes twice as long as the decode of a small model, and a
-// graph without rows fits where one with them does. A graph is used again only while `masked`
-// stays as it was, so another is built; without rows it has no other meaning.
+// Has the target give the drafter rows of its last layer or not. Not by llama.cpp's setters: after
+// these the next decode reserves its graphs anew, which takes twice as long as the decode of a small
+// model, and a graph without rows fits where one with them does. A graph is used again only while
+// `masked` stays as it was, so another is built; without rows it has no other meaning. Inputs of
+// layers are always given: memory that was reserved for a graph without them is used twice, theirs
+// too, by one with them.
 void give_rows(spec_engine & engine, bool is_on) {
     auto & flags = const_cast<llama_cparams &>(engine.target->get_cparams());
     const row_flags & asked = engine.asked;
-    flags.embeddings_nextn = is_on && asked.has_last;
+    flags.embeddings_nextn = is_on;
     flags.embeddings_nextn_masked = is_on ? asked.is_masked : !asked.is_masked;
-    for (size_t i = 0; i < asked.layers.size(); ++i) {
-        flags.embeddings_layer_inp[i] = is_on && asked.layers[i];
-    }
     engine.has_rows = is_on;
 }
 
@@ -281,7 +280,7 @@ const float * layer_input_rows(llama_context * context, int32_t layer) {
 // The rows that a drafter has asked a target for.
 row_flags asked_rows(const llama_context * target) {
     const llama_cparams & flags = target->get_cparams();
-    return {flags.embeddings_nextn, flags.embeddings_nextn_masked, flags.embeddings_layer_inp};
+    return {flags.embeddings_nextn, flags.embeddings_nextn_masked};
 }
 
 // Random generators as text (patch 0003), the same for all standard libraries.

@@ -185,3 +185,23 @@ def test_a_fork_of_a_prompt_drafts_the_same_whether_the_rows_went_off_or_not(
             records.append(fork.run(24, K))
     assert records[0] == records[1]
     assert n_accepted(records[0]) > 8
+
+
+@pytest.mark.parametrize("case", ["dense-mtp", "dense-eagle3"])  # the others cannot be copied
+def test_cells_that_are_copied_while_the_rows_are_off_change_no_draft(case: str) -> None:
+    """llama.cpp reserves its graphs anew then: without room for rows that come later."""
+    prompt = tokens_of(TEXTS[2])
+    records = []
+    for is_copied in (False, True):
+        with make(case) as target:
+            stream = Stream(target, FOLLOWER, TEXTS[1])
+            target.seq_drafts_off(FOLLOWER)
+            stream.run(2, 0)
+            if is_copied:
+                Stream(target, KEEPER, TEXTS[2], is_fed=False).run(N_UNFED + 4, 0)
+                target.fork(KEEPER, {2: sampler()}, len(prompt) - 1)
+                target.step(plan((2, len(prompt) - 1, 0, 1, 0, 1)), prompt[-1:])
+            target.seq_drafts_on(FOLLOWER)
+            records.append(stream.run(24, K))
+    assert records[0] == records[1]
+    assert n_accepted(records[0]) > 8
