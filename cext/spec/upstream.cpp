@@ -176,11 +176,11 @@ uint32_t layers_on_devices(const llama_model * model) {
 }
 
 // Has the target give the drafter rows of its last layer or not. Not by llama.cpp's setters: after
-// these the next decode reserves its graphs anew, which takes twice as long as the decode of a small
-// model, and a graph without rows fits where one with them does. A graph is used again only while
-// `masked` stays as it was, so another is built; without rows it has no other meaning. Inputs of
-// layers are always given: memory that was reserved for a graph without them is used twice, theirs
-// too, by one with them.
+// these the next decode reserves its graphs anew, which takes twice as long as the decode of a
+// small model, and a graph without rows fits where one with them does. A graph is used again only
+// while `masked` stays as it was, so another is built; without rows it has no other meaning. Inputs
+// of layers are always given: memory that was reserved for a graph without them is used twice,
+// theirs too, by one with them.
 void give_rows(spec_engine & engine, bool is_on) {
     auto & flags = const_cast<llama_cparams &>(engine.target->get_cparams());
     const row_flags & asked = engine.asked;
@@ -241,8 +241,8 @@ std::vector<memory_part> memory_of(const llama_context * context) {
     return found;
 }
 
-// What a context keeps its graphs in, which llama.cpp's sum leaves out: one that is reserved, and of
-// those that were decoded one with outputs and one without. Of some models with recurrent states
+// What a context keeps its graphs in, which llama.cpp's sum leaves out: one that is reserved, and
+// of those that were decoded one with outputs and one without. Of some models with recurrent states
 // each token of a physical batch has nodes of its own.
 size_t graph_bytes(const llama_context * context) {
     constexpr size_t N_GRAPHS = 3;
