@@ -477,7 +477,7 @@ print(status, len(step(engine, 3, last)))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP keeps threads")
+@pytest.mark.skipif(sys.platform != "linux", reason="without GNU's OpenMP a child may not compute")
 @pytest.mark.parametrize("name", FORKED)
 def test_a_forked_child_computes(name: str) -> None:
     """It waited for ever for threads that only its parent has."""

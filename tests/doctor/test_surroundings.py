@@ -154,20 +154,25 @@ def test_an_rpc_server_that_does_not_answer() -> None:
     assert sentence.endswith("start it, or take it out of rpc")
 
 
+def examined(rpc: str) -> subprocess.CompletedProcess[str]:
+    """Runs `doctor` with RPC servers in a process of its own, which has them until it ends."""
+    command = [sys.executable, "-m", "drafthouse_server", "doctor", DENSE, "--json"]
+    return subprocess.run(
+        [*command, "--port", "0", "--rpc", rpc],
+        cwd=ROOT,
+        env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+
+
 @pytest.mark.model
 def test_an_rpc_server_that_is_given_twice(tmp_path: Path) -> None:
     with rpc_server(tmp_path) as server:
         other_name = server.endpoint.replace("127.0.0.1", "localhost")
-        command = [sys.executable, "-m", "drafthouse_server", "doctor", DENSE, "--json"]
-        run = subprocess.run(
-            [*command, "--port", "0", "--rpc", f"{other_name},{server.endpoint}"],
-            cwd=ROOT,
-            env=os.environ | {"OMP_WAIT_POLICY": "passive"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=110,
-        )
+        run = examined(f"{other_name},{server.endpoint}")
     found = json.loads(run.stdout)
     assert run.returncode == 1
     assert "RPC0" in found["devices"]
@@ -178,19 +183,9 @@ def test_an_rpc_server_that_is_given_twice(tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_the_memory_of_rpc_servers_counts(tmp_path: Path) -> None:
-    """In a process of its own, which has the device until it ends."""
     found, without = {}, told(DENSE)
     with rpc_server(tmp_path) as server:
-        command = [sys.executable, "-m", "drafthouse_server", "doctor", DENSE, "--json"]
-        run = subprocess.run(
-            [*command, "--port", "0", "--rpc", server.endpoint],
-            cwd=ROOT,
-            env=os.environ | {"OMP_WAIT_POLICY": "passive"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=110,
-        )
+        run = examined(server.endpoint)
         found = json.loads(run.stdout)
     assert (run.returncode, found["ok"]) == (0, True), run.stdout
     assert "rpc" in found["passed"]

@@ -206,15 +206,29 @@ def test_a_prefix_is_copied_beside_others_where_its_answer_is_longer_than_the_co
 def test_what_a_copy_takes_is_learnt_from_long_ones() -> None:
     cost = SnapshotCost()
     assert cost.copy_s(1000) == 0
-    cost.observe_copy(10, 1.0)
-    cost.observe_copy(1000, math.nan)
+    cost.observe_time(0, 0, 1.0, n_copied=10)
+    cost.observe_time(0, 0, math.nan, n_copied=1000)
     assert cost.copy_s(1000) == 0
     for _ in range(40):
-        cost.observe_copy(1000, 0.1)
+        cost.observe_time(0, 0, 0.1, n_copied=1000)
     assert cost.copy_s(10) == pytest.approx(0.001)
     for _ in range(40):
-        cost.observe_copy(1000, 0.2)
+        cost.observe_time(0, 0, 0.2, n_copied=1000)
     assert cost.copy_s(1000) == pytest.approx(0.2, rel=0.01)
+
+
+def test_the_speed_of_snapshots_is_learnt_beside_copies_without_their_time() -> None:
+    """Who gives up a slot for a copy is written in the same step."""
+    alone, beside = SnapshotCost(), SnapshotCost()
+    beside.observe_time(0, 0, 0.1, n_copied=1000)
+    for _ in range(40):
+        alone.observe_time(100 * MIB, 0, 0.4)
+        beside.observe_time(100 * MIB, 0, 0.5, n_copied=1000)
+    beside.observe_time(100 * MIB, 0, 0.05, n_copied=1000)  # less than the copy: says nothing
+    for cost in (alone, beside):
+        cost.observe(10, 100 * MIB)
+    assert beside.write_s(10) == pytest.approx(alone.write_s(10))
+    assert beside.copy_s(1000) == pytest.approx(0.1)
 
 
 def test_the_size_of_a_snapshot_is_that_of_its_state_and_of_its_tokens() -> None:

@@ -239,10 +239,8 @@ class Checkpoints:
         """Learns from a step that started sequences how long writing, reading and copying takes."""
         n_written = sum(map(len, result.snapshots.values()))
         n_read = sum([len(start.snapshot) for start in plan.starts if start.snapshot])
-        if n_written + n_read == 0:
-            self._snapshots.observe_copy(plan.n_copied, result.timings.moves_s)
-        elif plan.n_copied == 0:
-            self._snapshots.observe_time(n_written, n_read, result.timings.moves_s)
+        seconds = result.timings.moves_s
+        self._snapshots.observe_time(n_written, n_read, seconds, n_copied=plan.n_copied)
 
     def _is_cheap(
         self, stored: dict[int, Prefix], tenant: str, n_tokens: int, n_reused: int

@@ -50,8 +50,21 @@ class SnapshotCost:
         self._s_per_byte = [1 / _BYTES_PER_S, 1 / _BYTES_PER_S]
         self._copied_s: float | None = None  # per token
 
-    def observe_time(self, n_written: int, n_read: int, seconds: float) -> None:
-        """Learns from a step that took so long to write and read so many bytes of snapshots."""
+    def observe_time(
+        self, n_written: int, n_read: int, seconds: float, *, n_copied: int = 0
+    ) -> None:
+        """Learns from a step how long snapshots and copies take.
+
+        Args:
+            n_written: Bytes of the snapshots that were written.
+            n_read: Bytes of those that were read.
+            seconds: Time of all that was moved.
+            n_copied: Tokens that were copied from slot to slot.
+        """
+        if n_written + n_read == 0:
+            self._observe_copy(n_copied, seconds)
+            return
+        seconds -= self.copy_s(n_copied)
         if n_written + n_read < _TIMED_BYTES or not seconds > 0:  # nor where it is no number
             return
         low, high = _BYTES_PER_S_BOUNDS
@@ -63,17 +76,17 @@ class SnapshotCost:
             s_per_byte = min(max(ratio * before, 1 / high), 1 / low)
             self._s_per_byte[i] += weight * (s_per_byte - before)
 
-    def observe_copy(self, n_tokens: int, seconds: float) -> None:
-        """Learns from a step that took so long to copy so many tokens from slot to slot."""
+    def copy_s(self, n_tokens: int) -> float:
+        """Returns the seconds that copying tokens from slot to slot takes; 0 until one was seen."""
+        return n_tokens * (self._copied_s or 0.0)
+
+    def _observe_copy(self, n_tokens: int, seconds: float) -> None:
+        """Learns from a step that took so long for copies alone."""
         if n_tokens < _COPIED_TOKENS or not 0 < seconds < math.inf:
             return
         token_s = seconds / n_tokens
         before = token_s if self._copied_s is None else self._copied_s
         self._copied_s = before + _TIME_SHARE * (token_s - before)
-
-    def copy_s(self, n_tokens: int) -> float:
-        """Returns the seconds that copying tokens from slot to slot takes; 0 until one was seen."""
-        return n_tokens * (self._copied_s or 0.0)
 
     def observe(self, n_tokens: int, n_bytes: int) -> None:
         """Learns from a snapshot of so many tokens, at least one."""
