@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGMLQuantizationType
 from models.archs import write_model
 from tests.archs.texts import draw
 from tests.support.built import needs_extension
@@ -32,14 +33,14 @@ FEATURES = {"AVX2", "FMA", "F16C"}
 alone than in company."""
 
 
-@pytest.fixture(params=[True, False], ids=["F16", "F32"])
+@pytest.fixture(params=["F16", "F32", "BF16"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     facts = build_facts()
     has_kernels = "0023" in facts["patches"] and facts["cpu"] not in ("portable v1", "portable v2")
     if not (has_kernels and read_processor().features >= FEATURES):
         pytest.skip("patch 0023 is for AVX2: llama.cpp's own products differ in company")
     name = "deepseek2"  # latent attention: weights in planes, one for each head; and a router
-    path = write_model(tmp_path / f"{name}.gguf", name, is_half=request.param)
+    path = write_model(tmp_path / f"{name}.gguf", name, GGMLQuantizationType[request.param])
     with Model(path, placement=Placement(devices=())) as model:
         params = EngineParams(
             draft_type="none",
