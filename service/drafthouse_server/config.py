@@ -347,8 +347,8 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
         "probabilistic",
         one_of("probabilistic", "greedy"),
         "How mtp and simple draft at temperatures above 0. probabilistic: sample drafts, and"
-        " verify them by rejection; greedy: draft the likeliest tokens, and keep those that the"
-        " model samples too. The output has the same distribution either way.",
+        " verify them by rejection, but for requests with a seed; greedy: draft the likeliest"
+        " tokens, and keep those that the model samples too. The distribution is the same.",
         old="is_probabilistic",
         old_values={
             "true": "probabilistic",
