@@ -18,13 +18,13 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
+from drafthouse_server.access import is_tenant_name
 from drafthouse_server.cli import settings
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
 from drafthouse_server.operations.audit import OK, AuditTrail, local_actor
 from drafthouse_server.tenancy import records
-from drafthouse_server.tenancy.identity import is_tenant_name
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, id_of_key, make_key
 from drafthouse_server.tenancy.records import Change, KeyRecord
 from drafthouse_server.tenancy.store import Store, read_pepper_of

@@ -1,4 +1,4 @@
-"""The command `usage`: what was billed, from the store or a usage journal's folder; it needs no server."""
+"""The command `usage`: what was billed, from a store or a usage journal; no server is needed."""
 
 from __future__ import annotations
 
