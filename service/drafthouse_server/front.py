@@ -13,11 +13,10 @@ from typing import Protocol
 
 from drafthouse_server.access import UNIX, bare_host
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.setting import Rule, between, declare, one_of
+from drafthouse_server.setting import ANY, Rule, between, declare, one_of
 
 __all__ = ["FrontSettings", "check_outbox", "check_ports"]
 
-_ANY = Rule("", lambda _: True)
 _ADDRESS = Rule("an address or a name", lambda host: bool(host) and not host.startswith("unix:"))
 
 _LOCAL = {"localhost": "127.0.0.1"}
@@ -138,7 +137,7 @@ class FrontSettings:
     """Reserve of file descriptors."""
     open_health: bool = _watch(
         True,
-        _ANY,
+        ANY,
         "Answer health checks without a key, as probes of load balancers need it.",
     )
     """Whether health checks need no key."""

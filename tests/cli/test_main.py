@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -521,14 +521,6 @@ async def test_generate_against_the_served_demo_model() -> None:
     assert outcome.code == 0
     assert outcome.out.strip()
     assert re.search(r"\d+ tokens, .*acceptance [\d.]+%", outcome.err)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell may have started us with Ctrl-C ignored, which children inherit."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
