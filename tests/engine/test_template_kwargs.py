@@ -181,7 +181,7 @@ def test_the_templates_with_arguments_that_are_kept_are_few(tmp_path: Path) -> N
     model = text_model(tmp_path, "{{ n }}")
     for n in range(40):
         assert prompt(model, json.dumps({"n": n})) == str(n)
-    assert model._open_with.cache_info().currsize == 8
+    assert len(model._templates) == 8
 
 
 def test_assignments_are_one_line_and_nothing_where_there_are_none() -> None:

@@ -56,14 +56,16 @@ async def client(tmp_path: Path) -> AsyncIterator[drafthouse.AsyncClient]:
 
 async def test_a_chat_sets_its_templates_arguments(client: drafthouse.AsyncClient) -> None:
     """What is counted is what is computed, and billed."""
-    asked: drafthouse.GenerateOptions = {"max_output_tokens": 8, "temperature": 0.0}
     for kwargs, text in SET:
         tokens = await client.tokenize(text, add_special=True, parse_special=True)
         counted = await client.count_tokens(CHAT, chat_template_kwargs=kwargs)
         assert counted.prompt_tokens == len(tokens)
-        result = await client.generate(CHAT, chat_template_kwargs=kwargs, **asked)
+        result = await client.generate(
+            CHAT, chat_template_kwargs=kwargs, max_output_tokens=8, temperature=0
+        )
         assert result.usage.prompt_tokens == len(tokens)
-        assert result.token_ids == (await client.generate(tokens, **asked)).token_ids
+        plain = await client.generate(tokens, max_output_tokens=8, temperature=0)
+        assert result.token_ids == plain.token_ids
 
 
 async def test_what_is_no_set_of_arguments_is_told_by_its_field(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -67,7 +66,8 @@ class LlamaText:
         self._model = model
         self._template = template
         self._defaults = template_kwargs.read(chat_template_kwargs)
-        self._open_with = functools.lru_cache(_N_TEMPLATES)(self._open_after)
+        self._templates: dict[str, _Template] = {}
+        """Those that were opened behind assignments of arguments, the oldest first."""
         self._eog = frozenset(model.eos_token_ids)
         self._token_bytes: dict[int, bytes] = {}
 
@@ -220,22 +220,27 @@ class LlamaText:
         arguments = {**self._defaults, **given}
         if not arguments:
             return self._template
-        try:
-            return self._open_with(template_kwargs.assignments(arguments))
-        except drafthouse_engine.BadTemplate as error:
-            raise _invalid("chat_template_kwargs", error) from error
+        assignments = template_kwargs.assignments(arguments)
+        if assignments not in self._templates:
+            while len(self._templates) >= _N_TEMPLATES:
+                del self._templates[next(iter(self._templates))]
+            self._templates[assignments] = self._open_after(assignments)
+        return self._templates[assignments]
 
     def _open_after(self, assignments: str) -> _Template:
-        """Opens the template once more, behind assignments of its arguments."""
+        """Opens the template once more, behind assignments of its arguments.
+
+        Raises:
+            InvalidRequest: it cannot be parsed there (INVALID_FIELD).
+        """
         model = self._model
-        ends = model.tokenize("x", add_special=True)[-1:].tolist() == [model.token_eos]
-        return ChatTemplate(
-            assignments + model.chat_template,
-            self._spelling(model.token_bos),
-            self._spelling(model.token_eos),
-            model.add_bos,
-            ends,
-        )
+        bos, eos = self._spelling(model.token_bos), self._spelling(model.token_eos)
+        source = assignments + model.chat_template
+        try:
+            ends = model.tokenize("x", add_special=True)[-1:].tolist() == [model.token_eos]
+            return ChatTemplate(source, bos, eos, model.add_bos, ends)
+        except (drafthouse_engine.BadTemplate, drafthouse_engine.Unsupported) as error:
+            raise _invalid("chat_template_kwargs", error) from error
 
     def _spelling(self, token: int) -> str:
         """Returns how a template is told a token; empty where there is none."""
