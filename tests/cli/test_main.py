@@ -180,6 +180,30 @@ async def test_chat_remembers_and_forgets(server: Server, client: drafthouse.Asy
     assert outcome.err == "commands: /reset, /quit\n"
 
 
+async def test_chat_sets_arguments_of_the_template(
+    server: Server, client: drafthouse.AsyncClient
+) -> None:
+    flags = ("--chat-template-kwargs", '{"enable_thinking": false}')
+    outcome = await ask(server, "chat", *GREEDY, *flags, source="a\n")
+    chat, kwargs = [{"role": "user", "content": "a"}], {"enable_thinking": False}
+    plain = await client.generate(chat, temperature=0, max_output_tokens=20)
+    result = await client.generate(
+        chat, temperature=0, max_output_tokens=20, chat_template_kwargs=kwargs
+    )
+    assert outcome.code == 0
+    assert outcome.out.splitlines() == [result.text]
+    assert result.usage.prompt_tokens > plain.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(("text", "told"), [("{", "not JSON: "), ("[]", "not a JSON object")])
+def test_arguments_of_a_template_are_a_json_object(
+    text: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("chat", "--chat-template-kwargs", text)
+    assert f"argument --chat-template-kwargs: {told}" in capsys.readouterr().err
+
+
 async def test_chat_beyond_the_context_says_how_to_go_on(start_server: ServerFactory) -> None:
     server = await start_server()
     outcome = await ask(server, "chat", "--max-tokens", "1000", source="x" * 500 + "\n")

@@ -60,12 +60,14 @@ class LlamaEngine:
     Args:
         loaded: Made on the thread that will call `step` and `close`.
         name: Name that requests use.
+        chat_template_kwargs: Arguments of the chat template where a chat does not set them, a JSON
+            object; empty is none.
 
     Thread:
         As `Engine` says: `load`, `step` and `close` on one thread, everything else on any.
     """
 
-    def __init__(self, loaded: Loaded, name: str) -> None:
+    def __init__(self, loaded: Loaded, name: str, chat_template_kwargs: str = "") -> None:
         engine = loaded.engine
         self._engine = engine
         self._model = engine.target
@@ -78,6 +80,7 @@ class LlamaEngine:
         self._steps_s = 0.0
         self._prefix_bytes = loaded.prefix_bytes
         self._text = LlamaText(engine.target)
+        self._chat_template_kwargs = chat_template_kwargs
         self._with_logprobs: AbstractSet[int] = frozenset()
         self._statuses = {
             int(drafthouse_engine.Status[status.name]): status for status in SequenceStatus
@@ -103,7 +106,8 @@ class LlamaEngine:
             StartupError: the extension is not built.
         """
         target = None if target_of is None else target_of._model
-        return cls(load_engine(config, progress, target), config.model_name)
+        loaded = load_engine(config, progress, target)
+        return cls(loaded, config.model_name, config.chat_template_kwargs)
 
     @property
     def limits(self) -> EngineLimits:
@@ -236,7 +240,8 @@ class LlamaEngine:
 
     def make_text_worker(self) -> TextWorker:
         """Makes a process that works on texts for this model, which has not started yet."""
-        return TextProcess(self._model.path)
+        kwargs = self._chat_template_kwargs
+        return TextProcess(self._model.path, chat_template_kwargs=kwargs)
 
     def close(self) -> None:
         """Frees the contexts and the models.

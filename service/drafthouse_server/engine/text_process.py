@@ -73,13 +73,27 @@ class TextProcess(asyncio.Protocol):
         model: Path of the model.
         nice: How much it yields to others, added to the server's own niceness, [0, 19].
         memory_bytes: Most memory that a job may take beyond what the process has after its start.
+        chat_template_kwargs: Arguments of the chat template where a chat does not set them, a JSON
+            object; empty is none.
 
     Thread:
         Event loop only.
     """
 
-    def __init__(self, model: str, *, nice: int = 10, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._setup = {"model": model, "nice": nice, "memory_bytes": memory_bytes}
+    def __init__(
+        self,
+        model: str,
+        *,
+        nice: int = 10,
+        memory_bytes: int = MEMORY_BYTES,
+        chat_template_kwargs: str = "",
+    ) -> None:
+        self._setup = {
+            "model": model,
+            "nice": nice,
+            "memory_bytes": memory_bytes,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
