@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -16,9 +17,9 @@ from drafthouse_server.config import Config
 from drafthouse_server.engine.llama_text import LlamaText
 from drafthouse_server.engine.loading import Loaded, load_engine
 from drafthouse_server.engine.protocol import TextWorker
-from drafthouse_server.engine.text_process import TextProcess
+from drafthouse_server.engine.text_process import ModelFile, TextProcess
 from drafthouse_server.engine.threads import Threads
-from drafthouse_server.errors import EngineError
+from drafthouse_server.errors import EngineError, ModelLoadError
 from drafthouse_server.host.cores import FreeCores, read_core_times
 from drafthouse_server.step import (
     EngineLimits,
@@ -60,15 +61,17 @@ class LlamaEngine:
     Args:
         loaded: Made on the thread that will call `step` and `close`.
         name: Name that requests use.
+        file: The target's, which text workers read; without it, what its path names then.
 
     Thread:
         As `Engine` says: `load`, `step` and `close` on one thread, everything else on any.
     """
 
-    def __init__(self, loaded: Loaded, name: str) -> None:
+    def __init__(self, loaded: Loaded, name: str, file: ModelFile | None = None) -> None:
         engine = loaded.engine
         self._engine = engine
         self._model = engine.target
+        self._file = file
         self._limits = _limits_of(engine)
         self._card = _card_of(engine.target, name)
         self._threads = loaded.threads
@@ -103,7 +106,20 @@ class LlamaEngine:
             StartupError: the extension is not built.
         """
         target = None if target_of is None else target_of._model
-        return cls(load_engine(config, progress, target), config.model_name)
+        file = None
+        with suppress(OSError):  # what is wrong with it is told by those who load it
+            file = ModelFile(config.model)
+        try:
+            engine = cls(load_engine(config, progress, target), config.model_name, file)
+        except BaseException:
+            if file is not None:
+                file.close()
+            raise
+        if file is not None and not file.is_as_it_was:
+            engine.close()
+            problem = "it was replaced, or written to, while it was read"
+            raise ModelLoadError(config.model, problem, "start again when it is whole")
+        return engine
 
     @property
     def limits(self) -> EngineLimits:
@@ -236,7 +252,11 @@ class LlamaEngine:
 
     def make_text_worker(self) -> TextWorker:
         """Makes a process that works on texts for this model, which has not started yet."""
-        return TextProcess(self._model.path)
+        if self._file is None:
+            return TextProcess(self._model.path)
+        n_files = int(self._model.meta("split.count") or 1)
+        name, descriptors = self._file.names(is_split=n_files > 1)
+        return TextProcess(name, descriptors=descriptors)
 
     def close(self) -> None:
         """Frees the contexts and the models.
@@ -248,6 +268,8 @@ class LlamaEngine:
         self._model.close()
         if draft is not None:
             draft.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _free_cores(threads: Threads) -> FreeCores | None:
