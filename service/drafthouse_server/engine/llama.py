@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import cast
 
@@ -107,14 +107,12 @@ class LlamaEngine:
         """
         target = None if target_of is None else target_of._model
         file = None
-        with suppress(OSError):  # what is wrong with it is told by those who load it
-            file = ModelFile(config.model)
-        try:
+        with ExitStack() as undo:
+            with suppress(OSError):  # what is wrong with it is told by those who load it
+                file = ModelFile(config.model)
+                undo.callback(file.close)
             engine = cls(load_engine(config, progress, target), config.model_name, file)
-        except BaseException:
-            if file is not None:
-                file.close()
-            raise
+            undo.pop_all()
         if file is not None and not file.is_as_it_was:
             engine.close()
             problem = "it was replaced, or written to, while it was read"
