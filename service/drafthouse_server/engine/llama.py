@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import cast
 
@@ -16,9 +17,9 @@ from drafthouse_server.config import Config
 from drafthouse_server.engine.llama_text import LlamaText
 from drafthouse_server.engine.loading import Loaded, load_engine
 from drafthouse_server.engine.protocol import TextWorker
-from drafthouse_server.engine.text_process import TextProcess
+from drafthouse_server.engine.text_process import ModelFile, TextProcess
 from drafthouse_server.engine.threads import Threads
-from drafthouse_server.errors import EngineError
+from drafthouse_server.errors import EngineError, ModelLoadError
 from drafthouse_server.host.cores import FreeCores, read_core_times
 from drafthouse_server.step import (
     EngineLimits,
@@ -62,15 +63,23 @@ class LlamaEngine:
         name: Name that requests use.
         chat_template_kwargs: Arguments of the chat template where a chat does not set them, a JSON
             object; empty is none.
+        file: The target's, which text workers read; without it, what its path names then.
 
     Thread:
         As `Engine` says: `load`, `step` and `close` on one thread, everything else on any.
     """
 
-    def __init__(self, loaded: Loaded, name: str, chat_template_kwargs: str = "") -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        name: str,
+        chat_template_kwargs: str = "",
+        file: ModelFile | None = None,
+    ) -> None:
         engine = loaded.engine
         self._engine = engine
         self._model = engine.target
+        self._file = file
         self._limits = _limits_of(engine)
         self._card = _card_of(engine.target, name)
         self._threads = loaded.threads
@@ -106,8 +115,19 @@ class LlamaEngine:
             StartupError: the extension is not built.
         """
         target = None if target_of is None else target_of._model
-        loaded = load_engine(config, progress, target)
-        return cls(loaded, config.model_name, config.chat_template_kwargs)
+        file = None
+        with ExitStack() as undo:
+            with suppress(OSError):  # what is wrong with it is told by those who load it
+                file = ModelFile(config.model)
+                undo.callback(file.close)
+            loaded = load_engine(config, progress, target)
+            engine = cls(loaded, config.model_name, config.chat_template_kwargs, file)
+            undo.pop_all()
+        if file is not None and not file.is_as_it_was:
+            engine.close()
+            problem = "it was replaced, or written to, while it was read"
+            raise ModelLoadError(config.model, problem, "start again when it is whole")
+        return engine
 
     @property
     def limits(self) -> EngineLimits:
@@ -241,7 +261,11 @@ class LlamaEngine:
     def make_text_worker(self) -> TextWorker:
         """Makes a process that works on texts for this model, which has not started yet."""
         kwargs = self._chat_template_kwargs
-        return TextProcess(self._model.path, chat_template_kwargs=kwargs)
+        if self._file is None:
+            return TextProcess(self._model.path, chat_template_kwargs=kwargs)
+        n_files = int(self._model.meta("split.count") or 1)
+        name, descriptors = self._file.names(is_split=n_files > 1)
+        return TextProcess(name, descriptors=descriptors, chat_template_kwargs=kwargs)
 
     def close(self) -> None:
         """Frees the contexts and the models.
@@ -253,6 +277,8 @@ class LlamaEngine:
         self._model.close()
         if draft is not None:
             draft.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _free_cores(threads: Threads) -> FreeCores | None:
