@@ -94,6 +94,8 @@ static void test_chat(void) {
                                true};
     const char * const roles[1] = {"user"};
     const char * const contents[1] = {"x</s>"};
+    const char * const names[2] = {"enable_thinking", "bos_token"};
+    const char * const values[2] = {"false", "\"<s>\""};
 
     INVALID(spec_chat_open(NULL, &chat));
     INVALID(spec_chat_open(&params, NULL));
@@ -107,16 +109,22 @@ static void test_chat(void) {
     INVALID(spec_chat_format(chat, roles, NULL, 1, true, buf, sizeof buf, &n));
     INVALID(spec_chat_format(chat, roles, contents, 0, true, buf, sizeof buf, &n));
     INVALID(spec_chat_format(chat, roles, contents, 1, true, buf, sizeof buf, NULL));
-    EXPECT(spec_chat_format_marked(chat, roles, contents, 1, true, buf, sizeof buf, &n, NULL, 0,
-                                   &n_input),
+    EXPECT(spec_chat_format_marked(chat, roles, contents, 1, NULL, NULL, 0, true, buf, sizeof buf,
+                                   &n, NULL, 0, &n_input),
            SPEC_ERR_BUFFER_TOO_SMALL);
     TRUE(n == 2 && n_input == 1);
-    EXPECT(spec_chat_format_marked(chat, roles, contents, 1, true, buf, sizeof buf, &n, input, 1,
-                                   &n_input),
+    EXPECT(spec_chat_format_marked(chat, roles, contents, 1, names, values, 1, true, buf,
+                                   sizeof buf, &n, input, 1, &n_input),
            SPEC_OK);
     TRUE(n_input == 1 && input[0].begin == 0 && input[0].end == 1);
-    INVALID(spec_chat_format_marked(chat, roles, contents, 1, true, buf, sizeof buf, &n, input, 1,
-                                    NULL));
+    INVALID(spec_chat_format_marked(chat, roles, contents, 1, names, values, 2, true, buf,
+                                    sizeof buf, &n, input, 1, &n_input)); /* the tokenizer's */
+    INVALID(spec_chat_format_marked(chat, roles, contents, 1, NULL, values, 1, true, buf,
+                                    sizeof buf, &n, input, 1, &n_input));
+    INVALID(spec_chat_format_marked(chat, roles, contents, 1, names, NULL, 1, true, buf, sizeof buf,
+                                    &n, input, 1, &n_input));
+    INVALID(spec_chat_format_marked(chat, roles, contents, 1, NULL, NULL, 0, true, buf, sizeof buf,
+                                    &n, input, 1, NULL));
     spec_chat_free(chat);
     params.source = "{% for %}";
     EXPECT(spec_chat_open(&params, &chat), SPEC_ERR_BAD_TEMPLATE);

@@ -313,11 +313,15 @@ int32_t spec_chat_format(const spec_chat * chat, const char * const * roles,
 /* Likewise, with the spans of the text that the messages brought, in order and apart: roles that
  * are words (letters, digits, _ and -) are the template's own. *n_input is their number; where it
  * exceeds cap_input, BUFFER_TOO_SMALL, and both numbers are written. Where llama.cpp has changed
- * the text after the template made it, there are none. since ABI 8 */
+ * the text after the template made it, there are none. since ABI 8
+ * Arguments of the template are variables such as enable_thinking, values in JSON that nest at
+ * most 64 levels: their texts are input, too. None sets what messages or the tokenizer say. Of two
+ * of one name the last counts. Arrays of none may be NULL. since ABI 9 */
 int32_t spec_chat_format_marked(const spec_chat * chat, const char * const * roles,
                                 const char * const * contents, size_t n_messages,
-                                bool add_generation_prompt, char * buf, size_t cap,
-                                size_t * n_needed, spec_span * input, size_t cap_input,
+                                const char * const * names, const char * const * values,
+                                size_t n_arguments, bool add_generation_prompt, char * buf,
+                                size_t cap, size_t * n_needed, spec_span * input, size_t cap_input,
                                 size_t * n_input);
 
 /* Samplers. */

@@ -36,8 +36,10 @@ from models.arch_parts import (
     N_HEAD_EMBD,
     N_VOCAB,
     N_WINDOW,
+    PLAIN,
     RANK,
     RMS,
+    ROTATED,
     SSM,
     STATE,
     TWO_NORMS,
@@ -180,6 +182,30 @@ def _mamba() -> Shapes:
         "ssm_d": (INNER,),
         "ssm_out.weight": (INNER, N_EMBD),
     }
+
+
+def _latent_of_plain_queries() -> Shapes:
+    """Returns latent attention whose queries are not compressed."""
+    shapes = {name: shape for name, shape in latent().items() if not name.startswith("attn_q")}
+    return shapes | {"attn_q.weight": (N_EMBD, N_HEAD * (PLAIN + ROTATED))}
+
+
+def _delta() -> Shapes:
+    """Returns linear attention by the delta rule, with a decay for each number (KDA)."""
+    shapes: Shapes = {
+        "ssm_a": (1, N_HEAD),
+        "ssm_dt.bias": (N_EMBD,),
+        "ssm_beta.weight": (N_EMBD, N_HEAD),
+        "ssm_norm.weight": (N_HEAD_EMBD,),
+        "attn_output.weight": (N_EMBD, N_EMBD),
+    }
+    for name in ("q", "k", "v"):
+        shapes[f"attn_{name}.weight"] = (N_EMBD, N_EMBD)
+        shapes[f"ssm_conv1d_{name}.weight"] = (CONV, 1, N_EMBD)
+    for name in ("f", "g"):
+        shapes[f"ssm_{name}_a.weight"] = (N_EMBD, N_HEAD_EMBD)
+        shapes[f"ssm_{name}_b.weight"] = (N_HEAD_EMBD, N_EMBD)
+    return shapes
 
 
 def _plamo2_mamba() -> Shapes:
@@ -380,6 +406,26 @@ RECIPES: Mapping[str, Recipe] = {
             "rope_freqs.weight": (N_HEAD_EMBD // 2,),
         },
         has_output=False,
+    ),
+    "kimi-linear": Recipe(
+        "kimi-linear",
+        "hybrid: latent attention and linear attention",
+        [
+            TWO_NORMS | _latent_of_plain_queries() | gated(),
+            TWO_NORMS | _delta() | experts() | {"exp_probs_b.bias": (N_EXPERT,)},
+        ],
+        {
+            **RMS,
+            **MOE,
+            **{key: value for key, value in MLA.items() if key != "attention.q_lora_rank"},
+            "attention.head_count": [N_HEAD, N_HEAD],
+            "attention.head_count_kv": [1, 0],
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 0,
+            "expert_gating_func": 2,
+            "ssm.conv_kernel": CONV,
+            "kda.head_dim": N_HEAD_EMBD,
+        },
     ),
     # Those that upstream's program cannot write.
     "gemma3n": Recipe(

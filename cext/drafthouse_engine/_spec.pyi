@@ -206,7 +206,11 @@ class ChatTemplate:
         self, roles: Sequence[str], contents: Sequence[str], add_generation_prompt: bool
     ) -> str: ...
     def format_marked(
-        self, roles: Sequence[str], contents: Sequence[str], add_generation_prompt: bool
+        self,
+        roles: Sequence[str],
+        contents: Sequence[str],
+        add_generation_prompt: bool,
+        arguments: Mapping[str, str] | None = None,
     ) -> tuple[bytes, npt.NDArray[np.int64]]: ...
 
 @final

@@ -138,7 +138,8 @@ cdef extern from "spec.h" nogil:
         size_t n_messages, bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed)
     int32_t spec_chat_format_marked(
         const spec_chat * chat, const char * const * roles, const char * const * contents,
-        size_t n_messages, bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed,
+        size_t n_messages, const char * const * names, const char * const * values,
+        size_t n_arguments, bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed,
         spec_span * input, size_t cap_input, size_t * n_input)
 
     ctypedef struct spec_sampler:

@@ -242,8 +242,48 @@ formatted cut(const std::string & text, const std::vector<spec_span> & spans, si
     return result;
 }
 
+// Levels of brackets in a text of JSON, those in its strings apart.
+int depth_of(const char * json) {
+    int depth = 0;
+    int deepest = 0;
+    bool is_string = false;
+    for (const char * at = json; *at != '\0'; ++at) {
+        if (is_string && *at == '\\' && at[1] != '\0') {
+            ++at;
+        } else if (*at == '"') {
+            is_string = !is_string;
+        } else if (!is_string) {
+            depth += *at == '[' || *at == '{' ? 1 : *at == ']' || *at == '}' ? -1 : 0;
+            deepest = std::max(deepest, depth);
+        }
+    }
+    return deepest;
+}
+
+// Sets what a template finds under names of its own.
+void set_arguments(common_chat_templates_inputs & inputs, const char * const * names,
+                   const char * const * values, size_t n) {
+    constexpr int N_LEVELS_MAX = 64; // llama.cpp goes into them by recursion
+    for (size_t i = 0; i < n; ++i) {
+        const std::string name = &deref((&deref(names, "names"))[i], "name");
+        const char * value = &deref((&deref(values, "values"))[i], "value");
+        if (is_one_of(name,
+                      {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})) {
+            fail(SPEC_ERR_INVALID_ARGUMENT, "no argument of a chat template is called " + name);
+        }
+        if (depth_of(value) > N_LEVELS_MAX) {
+            fail(SPEC_ERR_INVALID_ARGUMENT, "the argument " + name + " nests more than 64 levels");
+        }
+        inputs.chat_template_kwargs[name] = value;
+        if (name == "enable_thinking") { // what llama.cpp itself adds for thoughts
+            inputs.enable_thinking = inputs.chat_template_kwargs[name] == "true";
+        }
+    }
+}
+
 formatted format_chat(const spec_chat & chat, const char * const * roles,
-                      const char * const * contents, size_t n, bool add_generation_prompt) {
+                      const char * const * contents, size_t n, const char * const * names,
+                      const char * const * values, size_t n_arguments, bool add_generation_prompt) {
     if (n == 0) {
         fail(SPEC_ERR_INVALID_ARGUMENT, "there are no messages");
     }
@@ -260,6 +300,7 @@ formatted format_chat(const spec_chat & chat, const char * const * roles,
         message.content = &deref(contents[i], "content");
         inputs.messages.push_back(std::move(message));
     }
+    set_arguments(inputs, names, values, n_arguments);
     const auto prompt = [&] {
         return common_chat_templates_apply(chat.templates.get(), inputs).prompt;
     };
@@ -301,23 +342,24 @@ int32_t spec_chat_format(const spec_chat * chat, const char * const * roles,
                          const char * const * contents, size_t n_messages,
                          bool add_generation_prompt, char * buf, size_t cap, size_t * n_needed) {
     return guarded([&] {
-        copy_out(
-            format_chat(deref(chat, "chat"), roles, contents, n_messages, add_generation_prompt)
-                .text,
-            buf, cap, n_needed);
+        copy_out(format_chat(deref(chat, "chat"), roles, contents, n_messages, nullptr, nullptr, 0,
+                             add_generation_prompt)
+                     .text,
+                 buf, cap, n_needed);
     });
 }
 
 int32_t spec_chat_format_marked(const spec_chat * chat, const char * const * roles,
                                 const char * const * contents, size_t n_messages,
-                                bool add_generation_prompt, char * buf, size_t cap,
-                                size_t * n_needed, spec_span * input, size_t cap_input,
+                                const char * const * names, const char * const * values,
+                                size_t n_arguments, bool add_generation_prompt, char * buf,
+                                size_t cap, size_t * n_needed, spec_span * input, size_t cap_input,
                                 size_t * n_input) {
     return guarded([&] {
         deref(n_needed, "n_needed");
         size_t & n_spans = deref(n_input, "n_input");
-        const formatted result =
-            format_chat(deref(chat, "chat"), roles, contents, n_messages, add_generation_prompt);
+        const formatted result = format_chat(deref(chat, "chat"), roles, contents, n_messages,
+                                             names, values, n_arguments, add_generation_prompt);
         n_spans = result.input.size();
         if (n_spans > cap_input || (input == nullptr && n_spans > 0)) {
             *n_needed = result.text.size() + 1;

@@ -1,8 +1,4 @@
-"""Arguments of a chat template, such as `enable_thinking`: read as JSON, written as Jinja.
-
-The engine renders a template with messages alone. So what a caller sets stands before the
-template's own text, as assignments, and an assignment is all that an argument can become.
-"""
+"""Arguments of a chat template, such as `enable_thinking`: a JSON object, bounded."""
 
 from __future__ import annotations
 
@@ -12,21 +8,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-__all__ = ["N_BYTES_MAX", "assignments", "read", "texts_of"]
+__all__ = ["N_BYTES_MAX", "read", "texts_of", "values_of"]
 
-N_BYTES_MAX = 4096
-"""Most bytes of the arguments of one chat as JSON; as Jinja, too."""
+N_BYTES_MAX = 64 << 10
+"""Most bytes of the arguments of one chat: some templates take documents."""
 _N_ARGUMENTS_MAX = 64
 _DEPTH_MAX = 8
 _INTEGER_MAX = 1 << 53
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]{0,63}")
 _OF_THE_SERVER = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
-_OF_THE_TEMPLATE = {"dict", "namespace", "raise_exception", "range", "strftime_now", "not"} | {
-    word for value in ("false", "none", "true") for word in (value, value.title())
-}
-_ESCAPES = str.maketrans(
-    {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
-)
 
 
 def read(text: str) -> Mapping[str, Any]:
@@ -50,19 +40,17 @@ def read(text: str) -> Mapping[str, Any]:
     for name, value in values.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"must have names of letters, digits and _, has {name[:64]!a}")
-        if name in _OF_THE_SERVER | _OF_THE_TEMPLATE:
-            raise ValueError(f"must not set {name}, which is the server's or the template's own")
+        if name in _OF_THE_SERVER:
+            raise ValueError(f"must not set {name}, which is the server's own")
+        if name == "enable_thinking" and not isinstance(value, bool):
+            raise ValueError("must have true or false for enable_thinking")
         _check(name, value, 1)
-    if len(assignments(values).encode()) > N_BYTES_MAX + 16 * _N_ARGUMENTS_MAX:
-        raise ValueError(f"must have at most {N_BYTES_MAX} bytes with its numbers written out")
     return values
 
 
-def assignments(values: Mapping[str, Any]) -> str:
-    """Returns what stands before a template so that it finds arguments that were read."""
-    tags = "".join(f"{{% set {name}={_literal(value)} %}}" for name, value in values.items())
-    # A newline behind a tag is dropped, so that the template's first line stays a first line.
-    return f"{tags}\n" if tags else ""
+def values_of(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Returns arguments that were read as JSON texts by their names."""
+    return {name: json.dumps(value) for name, value in arguments.items()}
 
 
 def texts_of(value: object) -> Iterator[str]:
@@ -117,11 +105,8 @@ def _check(name: str, value: object, depth: int) -> None:
     elif isinstance(value, str):
         _check_text(name, value)
     elif isinstance(value, float):
-        if not math.isfinite(value) or "e" in repr(value):
-            raise ValueError(
-                f"must have fractions of 0 or in [0.0001, 1e16), positive or negative, {name} has"
-                " another"
-            )
+        if not math.isfinite(value):
+            raise ValueError(f"must have numbers that a double holds, {name} has one beyond")
     elif isinstance(value, int) and abs(value) > _INTEGER_MAX:
         raise ValueError(f"must have integers in [-2^53, 2^53], {name} has one beyond")
 
@@ -129,16 +114,3 @@ def _check(name: str, value: object, depth: int) -> None:
 def _check_text(name: str, text: str) -> None:
     if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError(f"must not have NUL characters or lone surrogates, {name} has")
-
-
-def _literal(value: object) -> str:
-    """Returns a value that was checked as an expression of a template."""
-    if isinstance(value, str):
-        return f'"{value.translate(_ESCAPES)}"'
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{_literal(k)}:{_literal(v)}' for k, v in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(_literal, value))}]"
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return repr(value)

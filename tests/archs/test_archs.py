@@ -106,3 +106,14 @@ def test_the_shipped_list_is_that_of_the_last_page() -> None:
     proven = text.partition("## Proven")[2].partition("## Refused")[0]
     assert set(re.findall(r"`([\w.-]+)`", proven)) - {"probe"} == PROVEN
     assert {"mimo2", "qwen35", "qwen3"} <= PROVEN  # the demo models are served at once
+
+
+@pytest.mark.parametrize("n_slots", [3, 5])
+def test_slots_of_any_number(n_slots: int, tmp_path: Path) -> None:
+    """Graphs are reserved before a step (patch 0032): rows had to be a multiple of the streams."""
+    path = write_model(tmp_path / "kimi-linear.gguf", "kimi-linear")
+    prompts = SHORT.prompts[:n_slots]
+    with Driver(make_config(path, "none", n_slots=n_slots, exact=True)) as driver:
+        together = [it.tokens for it in driver.ask(prompts)]
+    with Driver(make_config(path, "none", n_slots=1, exact=True)) as driver:
+        assert together == [driver.ask([prompt])[0].tokens for prompt in prompts]

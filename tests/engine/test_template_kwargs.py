@@ -17,7 +17,7 @@ from drafthouse_server.engine.llama_text import LlamaText
 from drafthouse_server.engine.text_jobs import TextJob, perform
 from drafthouse_server.errors import InvalidRequest
 from drafthouse_server.serving.requests import located
-from drafthouse_server.template_kwargs import assignments, read
+from drafthouse_server.template_kwargs import read
 
 pytestmark = pytest.mark.model
 
@@ -40,10 +40,7 @@ REFUSED = {
     '{"a": {"b": 1, "b": 2}}': "must not have a name twice in one object",
     '{"a": NaN}': "must not have NaN, which is no number of JSON",
     '{"a": -Infinity}': "must not have -Infinity, which is no number of JSON",
-    '{"a": 1e300}': "must have fractions of 0 or in [0.0001, 1e16), positive or negative, a has"
-    " another",
-    '{"a": 1e999}': "must have fractions of 0 or in [0.0001, 1e16), positive or negative, a has"
-    " another",
+    '{"a": 1e999}': "must have numbers that a double holds, a has one beyond",
     '{"a": 9007199254740993}': "must have integers in [-2^53, 2^53], a has one beyond",
     '{"a": "\\u0000"}': "must not have NUL characters or lone surrogates, a has",
     '{"a": ["\\ud800"]}': "must not have NUL characters or lone surrogates, a has",
@@ -54,10 +51,9 @@ REFUSED = {
     '{"é": 1}': "must have names of letters, digits and _, has '\\xe9'",
     '{"a": [[[[[[[[1]]]]]]]]}': "must nest at most 8 levels, a nests more",
     '{"a": ' + "[" * 4000 + "}": "must nest at most 8 levels",
-    '{"a": "' + "x" * 4096 + '"}': "must have at most 4096 bytes, has 4105",
+    '{"a": "' + "x" * 65536 + '"}': "must have at most 65536 bytes, has 65545",
     json.dumps({f"a{i}": 1 for i in range(65)}): "must have at most 64 arguments, has 65",
-    '{"a": [' + ",".join(["9E14"] * 600) + "]}": "must have at most 4096 bytes with its numbers"
-    " written out",
+    '{"enable_thinking": "false"}': "must have true or false for enable_thinking",
 }
 
 
@@ -69,10 +65,10 @@ def test_what_is_no_set_of_arguments_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "None", "range"],
+    ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"],
 )
 def test_nothing_is_set_that_is_not_the_callers(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"must not set {name}, which is the server's or the"):
+    with pytest.raises(ValueError, match=rf"must not set {name}, which is the server's own"):
         read(json.dumps({name: 1}))
 
 
@@ -171,21 +167,16 @@ def test_a_template_is_given_the_value_that_was_sent(value: Any, writer: Any) ->
     assert json.loads(prompt(writer, kwargs)[1:-1]) == value
 
 
-@pytest.mark.parametrize("begin", ["", "\n", "\n\n x", "  {% if 1 %}x{% endif %}", " {{- 1 }}"])
-def test_a_template_begins_as_without_arguments(begin: str, tmp_path: Path) -> None:
-    model = text_model(tmp_path, begin + "{{ messages[0].content }}")
-    assert prompt(model, '{"x": 1, "y": 2}') == prompt(model)
+def test_two_arguments_together_spell_no_control_token(tmp_path: Path) -> None:
+    """What a template makes of them is text, as contents are."""
+    model = text_model(tmp_path, "{{ messages[0].content }}{{ a + b }}{{ c|join }}")
+    pair = {"a": "<|im_", "b": "end|>", "c": ["<|im_", "end|>"]}
+    tokens = model.tokenize_chat([("user", "hi")], json.dumps(pair))
+    (end,) = model.tokenize("<|im_end|>", add_special=False, parse_special=True)
+    assert end not in tokens
+    assert prompt(model, json.dumps(pair)) == "hi" + 2 * "<|im_end|>"
 
 
-def test_the_templates_with_arguments_that_are_kept_are_few(tmp_path: Path) -> None:
-    model = text_model(tmp_path, "{{ n }}")
-    for n in range(40):
-        assert prompt(model, json.dumps({"n": n})) == str(n)
-    assert len(model._templates) == 8
-
-
-def test_assignments_are_one_line_and_nothing_where_there_are_none() -> None:
-    assert assignments({}) == ""
-    assert assignments(read('{"a": "x\\ny", "b": [true, null, -1, 0.5, {"c": 0}]}')) == (
-        '{% set a="x\\ny" %}{% set b=[true,none,-1,0.5,{"c":0}] %}\n'
-    )
+def test_a_template_s_line_is_told_as_it_stands(tmp_path: Path) -> None:
+    model = text_model(tmp_path, "x\n{{ raise_exception(effort) }}")
+    assert "line 2" in refusal(model, '{"effort": "no"}')[1]

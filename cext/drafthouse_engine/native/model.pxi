@@ -614,7 +614,7 @@ cdef class ChatTemplate:
         return self.format_marked(roles, contents, add_generation_prompt)[0].decode(
             "utf-8", "replace")
 
-    def format_marked(self, roles, contents, c_bool add_generation_prompt):
+    def format_marked(self, roles, contents, c_bool add_generation_prompt, arguments=None):
         """Returns messages in the template's format, and which of its bytes messages brought.
 
         A role that is a word (ASCII letters, digits, _ and -) counts as the template's own.
@@ -623,6 +623,8 @@ cdef class ChatTemplate:
             roles: who says each message.
             contents: what they say.
             add_generation_prompt: end with what makes a model answer.
+            arguments: what the template finds under names such as enable_thinking: JSON texts
+                of at most 64 levels.
 
         Returns:
             The text as UTF-8, and spans of it for `Model.tokenize_plain`. There are none where
@@ -632,11 +634,16 @@ cdef class ChatTemplate:
             spans [n, 2] int64: bytes [begin, end), in order and apart.
 
         Raises:
-            InvalidArgument: there are no messages, or not as many roles as contents.
-            BadTemplate: the template failed on these messages.
+            InvalidArgument: there are no messages, or not as many roles as contents; an argument
+                has a name of messages or the tokenizer, or nests more.
+            BadTemplate: the template failed on these messages, or an argument is no JSON.
         """
         cdef Strings c_roles = Strings(roles, "role")
         cdef Strings c_contents = Strings(contents, "content")
+        given = {} if arguments is None else dict(arguments)
+        cdef Strings c_names = Strings(given, "name of an argument")
+        cdef Strings c_values = Strings(given.values(), "argument")
+        cdef size_t n_arguments = len(given)
         cdef size_t n_messages = len(c_roles.encoded)
         cdef size_t n = 65536 + 2 * sum(map(len, c_contents.encoded))
         cdef size_t n_input = 16 + 2 * n_messages
@@ -659,8 +666,8 @@ cdef class ChatTemplate:
             with nogil:
                 rc = spec.spec_chat_format_marked(
                     self._handle, c_roles.pointers, c_contents.pointers, n_messages,
-                    add_generation_prompt, out, cap, &n, <spec.spec_span *>input.view.buf,
-                    cap_input, &n_input)
+                    c_names.pointers, c_values.pointers, n_arguments, add_generation_prompt, out,
+                    cap, &n, <spec.spec_span *>input.view.buf, cap_input, &n_input)
             leave_call(spec.SPEC_OK if rc == spec.SPEC_ERR_BUFFER_TOO_SMALL else rc)
         return bytes(buf[:n - 1]), spans[:n_input].astype(np.int64)
 

@@ -157,7 +157,7 @@ class GenerateOptions(TypedDict, total=False):
     """Priority among the tenant's own requests, [-100, 100]; higher runs first."""
     chat_template_kwargs: Mapping[str, object] | None
     """With chat messages: arguments of the model's template, such as `{"enable_thinking": False}`:
-    values as JSON has them, at most 4096 bytes. They go before the server's own."""
+    values as JSON has them, at most 65536 bytes. They go before the server's own."""
     end_user: str | None
     """For whom it is: an opaque name of at most 64 bytes, such as a hash of a user's id."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from drafthouse_server import template_kwargs
@@ -14,7 +14,6 @@ from drafthouse_server.step import SamplingOptions
 # The fake engine, and all tests that use it, work without the extension.
 with contextlib.suppress(ImportError):  # load_engine says so
     import drafthouse_engine
-    from drafthouse_engine._spec import ChatTemplate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,14 +31,16 @@ class _Template(Protocol):
     """`drafthouse_engine`'s chat template, as an open one offers itself."""
 
     def format_marked(
-        self, roles: Sequence[str], contents: Sequence[str], add_generation_prompt: bool
+        self,
+        roles: Sequence[str],
+        contents: Sequence[str],
+        add_generation_prompt: bool,
+        arguments: Mapping[str, str],
     ) -> tuple[bytes, npt.NDArray[np.int64]]:
         """Returns messages in the template's format, and the spans that they brought."""
         ...
 
 
-_N_TEMPLATES = 8
-"""Templates with arguments that are kept open."""
 _TOO_LARGE = "the chat template takes more memory than a text worker has"
 
 
@@ -66,8 +67,6 @@ class LlamaText:
         self._model = model
         self._template = template
         self._defaults = template_kwargs.read(chat_template_kwargs)
-        self._templates: dict[str, _Template] = {}
-        """Those that were opened behind assignments of arguments, the oldest first."""
         self._eog = frozenset(model.eos_token_ids)
         self._token_bytes: dict[int, bytes] = {}
 
@@ -171,10 +170,10 @@ class LlamaText:
                 messages, or it brings contents with control tokens so far out of shape that nobody
                 can tell them from its own; or the arguments are none (INVALID_FIELD).
         """
-        template = self._with_arguments(chat_template_kwargs)
-        text, spans = self._format(messages, template)
+        arguments = self._arguments(chat_template_kwargs)
+        text, spans = self._format(messages, arguments)
         spelled = [i for i, (_, content) in enumerate(messages) if self._has_control(content)]
-        if spelled and not self._are_apart(messages, template, text, spans):
+        if spelled and not self._are_apart(messages, arguments, text, spans):
             raise InvalidRequest(
                 [
                     FieldViolation(
@@ -203,65 +202,37 @@ class LlamaText:
             return _TOO_LARGE
         return ""
 
-    def _with_arguments(self, chat_template_kwargs: str) -> _Template:
-        """Returns the template with what a chat sets of its arguments, and with the defaults.
+    def _arguments(self, chat_template_kwargs: str) -> Mapping[str, str]:
+        """Returns what a chat sets of the template's arguments and the defaults, as JSON texts.
 
         Raises:
-            InvalidRequest: there is no template, or these are no arguments (INVALID_FIELD).
+            InvalidRequest: these are no arguments (INVALID_FIELD).
         """
-        if isinstance(self._template, str):
-            raise InvalidRequest([FieldViolation("messages", self._template)])
         try:
             given = template_kwargs.read(chat_template_kwargs)
             if any(map(self._has_control, template_kwargs.texts_of(given))):
                 raise ValueError("must not spell control tokens")
         except ValueError as error:
             raise InvalidRequest([FieldViolation("chat_template_kwargs", str(error))]) from error
-        arguments = {**self._defaults, **given}
-        if not arguments:
-            return self._template
-        assignments = template_kwargs.assignments(arguments)
-        if assignments not in self._templates:
-            while len(self._templates) >= _N_TEMPLATES:
-                del self._templates[next(iter(self._templates))]
-            self._templates[assignments] = self._open_after(assignments)
-        return self._templates[assignments]
-
-    def _open_after(self, assignments: str) -> _Template:
-        """Opens the template once more, behind assignments of its arguments.
-
-        Raises:
-            InvalidRequest: it cannot be parsed there (INVALID_FIELD).
-        """
-        model = self._model
-        bos, eos = self._spelling(model.token_bos), self._spelling(model.token_eos)
-        source = assignments + model.chat_template
-        try:
-            ends = model.tokenize("x", add_special=True)[-1:].tolist() == [model.token_eos]
-            return ChatTemplate(source, bos, eos, model.add_bos, ends)
-        except (drafthouse_engine.BadTemplate, drafthouse_engine.Unsupported) as error:
-            raise _invalid("chat_template_kwargs", error) from error
-
-    def _spelling(self, token: int) -> str:
-        """Returns how a template is told a token; empty where there is none."""
-        if token < 0:
-            return ""
-        spelled = self._model.token_bytes(token, special=True)
-        return spelled.decode("utf-8", "replace").partition("\0")[0]
+        return template_kwargs.values_of({**self._defaults, **given})
 
     def _format(
-        self, messages: Sequence[tuple[str, str]], template: _Template
+        self, messages: Sequence[tuple[str, str]], arguments: Mapping[str, str]
     ) -> tuple[bytes, _Spans]:
         """Returns a chat in the model's format as UTF-8, and the spans that messages brought.
 
         Raises:
             MemoryError: the template takes more than there is.
-            InvalidRequest: the template fails on these messages (INVALID_FIELD).
+            InvalidRequest: there is no template, or it fails on these messages (INVALID_FIELD).
         """
+        if isinstance(self._template, str):
+            raise InvalidRequest([FieldViolation("messages", self._template)])
         roles = [role for role, _ in messages]
         contents = [content for _, content in messages]
         try:
-            text, spans = template.format_marked(roles, contents, add_generation_prompt=True)
+            text, spans = self._template.format_marked(
+                roles, contents, add_generation_prompt=True, arguments=arguments
+            )
         except (drafthouse_engine.BadTemplate, drafthouse_engine.InvalidArgument) as error:
             if error.message.endswith(": std::bad_alloc"):  # so the interpreter of templates says
                 raise MemoryError from error
@@ -274,7 +245,7 @@ class LlamaText:
     def _are_apart(
         self,
         messages: Sequence[tuple[str, str]],
-        template: _Template,
+        arguments: Mapping[str, str],
         text: bytes,
         spans: _Spans,
     ) -> bool:
@@ -284,7 +255,7 @@ class LlamaText:
         """
         neutral = [(role, self._without_control(content)) for role, content in messages]
         try:
-            other_text, other_spans = self._format(neutral, template)
+            other_text, other_spans = self._format(neutral, arguments)
         except InvalidRequest:
             return False
         return _outside(text, spans) == _outside(other_text, other_spans)

@@ -352,20 +352,24 @@ class TextWorkers:
                 self._hand_out()
 
     async def _add_another(self) -> None:
+        worker = await self._start_another()
+        if self._debts:
+            self._debts.popleft()
+        self._enter(worker)
+
+    async def _start_another(self) -> TextWorker:
         """Starts a worker, however often that has to be tried."""
         delay_s = _RETRY_MIN_S
         while True:
             try:
                 worker = self._make_worker()
                 await worker.start()
-                break
             except StartupError as error:
                 _log.error("%s; trying again in %g s", error, delay_s)
                 await asyncio.sleep(delay_s)
                 delay_s = min(_RETRY_MAX_S, 2 * delay_s)
-        if self._debts:
-            self._debts.popleft()
-        self._enter(worker)
+            else:
+                return worker
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -113,9 +113,9 @@ class ChatMessages(message.Message):
     MESSAGES_FIELD_NUMBER: builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
     chat_template_kwargs: builtins.str
-    """Arguments of the model's chat template, such as {"enable_thinking": false}: a JSON object of at most 4096 bytes, 64 names and 8
+    """Arguments of the model's chat template, such as {"enable_thinking": false}: a JSON object of at most 65536 bytes, 64 names and 8
     levels, whose names are letters, digits and _. They go before the server's own (its setting chat_template_kwargs). Not those that the
-    server or the template itself sets, such as messages, tools, bos_token and add_generation_prompt. Texts in them must not spell control
+    server itself sets: messages, tools, bos_token, eos_token and add_generation_prompt. Texts in them must not spell control
     tokens. What the template does not ask for does nothing. Empty: none.
     """
     @builtins.property
