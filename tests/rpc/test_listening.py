@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from tests.support.http2 import Connection
+from tests.support.http2 import Connection, connect
 
 from drafthouse_server.rpc import interceptors, listening
 from drafthouse_server.rpc.listening import Acceptor
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.conftest import Eventually, ServerFactory
 
 GET_MODEL = "/drafthouse.v1.ModelService/GetModel"
+N_SHORTEST_KEEPALIVE_S = 10
+"""The libraries for Go and Java raise a shorter interval between a client's pings to this."""
 N_CALLS = 12
 N_TURNS = 6
 """Turns of the loop between the first and the last of them; one by one, each takes some."""
@@ -187,3 +189,20 @@ async def test_a_burst_of_calls_is_taken_up_within_a_few_turns_of_the_loop(
         if taken[-1] - taken[0] <= N_TURNS:
             break
     assert taken[-1] - taken[0] <= N_TURNS
+
+
+async def test_a_client_without_a_call_may_ping_as_often_as_one_with(
+    start_server: ServerFactory, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default one in two hours is allowed: the third after it ended the connection."""
+    monkeypatch.setattr(listening, "_MIN_PING_INTERVAL_S", 0)  # these come at once
+    server = await start_server()
+    async with connect(f"127.0.0.1:{server.port}") as client:
+        client.ping(20)
+        await eventually(lambda: client.n_pongs == 20 or client.has_goaway)
+        assert not client.has_goaway
+
+
+def test_pings_of_gos_and_javas_shortest_interval_may_come_late() -> None:
+    """One that was late makes the next one seem early; after three such a call would end."""
+    assert 2 * listening._MIN_PING_INTERVAL_S <= N_SHORTEST_KEEPALIVE_S
