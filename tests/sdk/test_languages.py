@@ -9,7 +9,8 @@ from google.protobuf.descriptor import FileDescriptor
 
 from drafthouse.v1 import admin_pb2, errors_pb2, generation_pb2, model_pb2, usage_pb2
 
-PROTOS = Path(__file__).resolve().parents[2] / "protos"
+ROOT = Path(__file__).resolve().parents[2]
+PROTOS = ROOT / "protos"
 FILES: list[FileDescriptor] = [
     module.DESCRIPTOR for module in (admin_pb2, errors_pb2, generation_pb2, model_pb2, usage_pb2)
 ]
@@ -30,6 +31,13 @@ def test_every_file_says_where_its_classes_belong(file: FileDescriptor) -> None:
     assert options.go_package == "drafthouse.dev/go/drafthouse/v1;drafthousev1"
     assert (options.java_package, options.java_multiple_files) == ("dev.drafthouse.v1", True)
     assert options.objc_class_prefix == "DRH"
+
+
+def test_the_page_about_other_languages_uses_their_names() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text("utf-8")
+    options = FILES[0].GetOptions()
+    assert f"import {options.java_package}.*;" in page
+    assert f'\t{options.go_package.partition(";")[2]} "' in page
 
 
 def test_no_class_of_a_file_has_the_name_of_a_message() -> None:
