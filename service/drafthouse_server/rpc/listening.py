@@ -137,7 +137,7 @@ def channel_options(
         n_bytes_max: Bytes of the longest request of any method.
         n_connections: Connections that may be open where the settings do not say.
     """
-    n_streams = config.max_concurrent_streams or config.parallel + config.tenant_queue_size
+    n_streams = config.max_concurrent_streams or max(config.parallel, config.tenant_queue_size)
     n_message_bytes = config.max_message_bytes or max(_MESSAGE_BYTES, n_bytes_max)
     ages = (config.max_connection_idle_s, config.max_connection_age_s)
     idle_ms, age_ms = map(_milliseconds, ages)
@@ -145,6 +145,7 @@ def channel_options(
         ("grpc.max_receive_message_length", n_message_bytes),
         ("grpc.max_send_message_length", _MAX_RESPONSE_BYTES),
         ("grpc.max_concurrent_streams", n_streams),
+        ("grpc.http.overload_protection", 0),  # it counts calls that are over, until we free them
         ("grpc.max_allowed_incoming_connections", config.max_connections or n_connections),
         ("grpc.max_connection_idle_ms", idle_ms),
         ("grpc.max_connection_age_ms", age_ms),
