@@ -101,9 +101,9 @@ class FrontSettings:
         0,
         between(0, 1_000_000),
         "Calls that one connection may have open at once; more wait at the client."
-        " 0: parallel + tenant_queue_size.",
+        " 0: parallel or tenant_queue_size, the larger.",
     )
-    """Streams of a connection; 0 is automatic."""
+    """Streams of a connection; 0 is automatic: a client alone is not refused for its own queue."""
     max_connections: int = _clients(
         0,
         between(0, 1_000_000),

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from tests.support.http2 import Connection
+from tests.support.http2 import Connection, connect
 
+import drafthouse
 from drafthouse_server.rpc import interceptors, listening
 from drafthouse_server.rpc.listening import Acceptor
 
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     from tests.conftest import Eventually, ServerFactory
 
 GET_MODEL = "/drafthouse.v1.ModelService/GetModel"
+N_SHORTEST_KEEPALIVE_S = 10
+"""The libraries for Go and Java raise a shorter interval between a client's pings to this."""
 N_CALLS = 12
+N_QUEUED = 8
+N_WAITING = 200
 N_TURNS = 6
 """Turns of the loop between the first and the last of them; one by one, each takes some."""
 
@@ -187,3 +192,49 @@ async def test_a_burst_of_calls_is_taken_up_within_a_few_turns_of_the_loop(
         if taken[-1] - taken[0] <= N_TURNS:
             break
     assert taken[-1] - taken[0] <= N_TURNS
+
+
+async def test_a_client_without_a_call_may_ping_as_often_as_one_with(
+    start_server: ServerFactory, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default one in two hours is allowed: the third after it ended the connection."""
+    monkeypatch.setattr(listening, "_MIN_PING_INTERVAL_S", 0)  # these come at once
+    server = await start_server()
+    async with connect(f"127.0.0.1:{server.port}") as client:
+        client.ping(20)
+        await eventually(lambda: client.n_pongs == 20 or client.has_goaway)
+        assert not client.has_goaway
+
+
+def test_pings_of_gos_and_javas_shortest_interval_may_come_late() -> None:
+    """One that was late makes the next one seem early; after three such a call would end."""
+    assert 2 * listening._MIN_PING_INTERVAL_S <= N_SHORTEST_KEEPALIVE_S
+
+
+async def test_a_client_with_many_calls_at_once_waits_and_none_is_refused(
+    start_server: ServerFactory,
+) -> None:
+    """Over one connection, with nothing but defaults beside small queues.
+
+    Before, gRPC's core refused calls (REFUSED_STREAM) while those that were over were not freed
+    yet, and the tenant's queue was full with one connection's calls.
+    """
+    server = await start_server(tenant_queue_size=N_QUEUED)
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        calls = [client.generate("x", max_output_tokens=2).result() for _ in range(N_WAITING)]
+        results = await asyncio.gather(*calls)
+    assert [result.usage.output_tokens for result in results] == [2] * N_WAITING
+
+
+async def test_calls_that_were_taken_back_leave_room_for_the_next_one(
+    start_server: ServerFactory,
+) -> None:
+    server = await start_server(max_concurrent_streams=2)
+    with contextlib.closing(Connection(server.target)) as connection:
+        assert await asyncio.to_thread(connection.ping)  # the server's settings have come
+        with connection.gathered():  # nothing is freed in between
+            for _ in range(N_CALLS):
+                connection.reset(connection.open(GET_MODEL, b""))
+            kept = connection.open(GET_MODEL, b"", end=False)
+        assert await asyncio.to_thread(connection.ping)
+        assert kept not in connection.ended

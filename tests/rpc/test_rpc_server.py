@@ -307,7 +307,9 @@ def test_bounds_of_connections_reach_grpc() -> None:
     assert options["grpc.max_metadata_size"] == 2048
     automatic = dict(channel_options(Config(parallel=4, tenant_queue_size=9), 1 << 23, 70))
     assert automatic["grpc.max_receive_message_length"] == 1 << 23
-    assert automatic["grpc.max_concurrent_streams"] == 13
+    assert automatic["grpc.max_concurrent_streams"] == 9  # more would not find room in the queue
+    wide = dict(channel_options(Config(parallel=16, tenant_queue_size=9), 1 << 23, 70))
+    assert wide["grpc.max_concurrent_streams"] == 16
 
 
 async def test_a_connection_too_many_is_closed_and_places_are_given_back(

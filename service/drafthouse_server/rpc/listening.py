@@ -49,7 +49,7 @@ _N_PROBES = 64
 _MESSAGE_BYTES = 4 << 20
 _METADATA_SHARE = 2  # what is refused at random, by size, and what always: grpc's own ratio
 _MAX_RESPONSE_BYTES = 64 << 20  # Tokenize answers with several bytes per byte
-_MIN_PING_INTERVAL_S = 10.0
+_MIN_PING_INTERVAL_S = 5.0  # the libraries for Go and Java ping every 10 s at most; one may be late
 
 _N_ACCEPTS = 16
 """Calls of each method that are asked for at once, besides grpc.aio's own one."""
@@ -137,7 +137,7 @@ def channel_options(
         n_bytes_max: Bytes of the longest request of any method.
         n_connections: Connections that may be open where the settings do not say.
     """
-    n_streams = config.max_concurrent_streams or config.parallel + config.tenant_queue_size
+    n_streams = config.max_concurrent_streams or max(config.parallel, config.tenant_queue_size)
     n_message_bytes = config.max_message_bytes or max(_MESSAGE_BYTES, n_bytes_max)
     ages = (config.max_connection_idle_s, config.max_connection_age_s)
     idle_ms, age_ms = map(_milliseconds, ages)
@@ -145,6 +145,7 @@ def channel_options(
         ("grpc.max_receive_message_length", n_message_bytes),
         ("grpc.max_send_message_length", _MAX_RESPONSE_BYTES),
         ("grpc.max_concurrent_streams", n_streams),
+        ("grpc.http.overload_protection", 0),  # it counts calls that are over, until we free them
         ("grpc.max_allowed_incoming_connections", config.max_connections or n_connections),
         ("grpc.max_connection_idle_ms", idle_ms),
         ("grpc.max_connection_age_ms", age_ms),
@@ -159,13 +160,14 @@ def channel_options(
 def _ping_options(config: Config) -> Sequence[tuple[str, int]]:
     """Returns when clients are pinged, and how often they may ping.
 
-    gRPC's own bound, two pings in five minutes without a message, would end a client's watch in
-    which nothing changes.
+    gRPC's own bounds, two pings in five minutes without a message and in two hours without a call,
+    would end a client's watch in which nothing changes, and its connection between two calls.
     """
     return (
         ("grpc.keepalive_time_ms", _milliseconds(config.keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _milliseconds(config.keepalive_timeout_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(_MIN_PING_INTERVAL_S)),
+        ("grpc.keepalive_permit_without_calls", 1),
     )
 
 

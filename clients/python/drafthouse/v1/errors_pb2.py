@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64rafthouse/v1/errors.proto\x12\rdrafthouse.v1*\xdd\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_REASON_INVALID_FIELD\x10\x01\x12!\n\x1d\x45RROR_REASON_CONTEXT_TOO_LONG\x10\x02\x12 \n\x1c\x45RROR_REASON_INVALID_API_KEY\x10\x03\x12\"\n\x1e\x45RROR_REASON_MODEL_NOT_ALLOWED\x10\x04\x12 \n\x1c\x45RROR_REASON_MODEL_NOT_FOUND\x10\x05\x12&\n\"ERROR_REASON_TENANT_QUOTA_EXCEEDED\x10\x06\x12\x1b\n\x17\x45RROR_REASON_QUEUE_FULL\x10\x07\x12 \n\x1c\x45RROR_REASON_SERVER_DRAINING\x10\x08\x12\x1f\n\x1b\x45RROR_REASON_ENGINE_FAILURE\x10\t\x12\"\n\x1e\x45RROR_REASON_STORE_UNAVAILABLE\x10\n\x12\"\n\x1e\x45RROR_REASON_TOO_MANY_BAD_KEYS\x10\x0b\x12#\n\x1f\x45RROR_REASON_DEADLINE_TOO_SHORT\x10\x0c\x12\"\n\x1e\x45RROR_REASON_USAGE_UNAVAILABLE\x10\r\x12\x1c\n\x18\x45RROR_REASON_SLOW_SENDER\x10\x14\x12\x1c\n\x18\x45RROR_REASON_SLOW_READER\x10\x15\x12\"\n\x1e\x45RROR_REASON_SERVER_OVERLOADED\x10\x16\x12!\n\x1d\x45RROR_REASON_ENGINE_UNHEALTHY\x10\x17\x12#\n\x1f\x45RROR_REASON_GRAMMAR_TOO_COSTLY\x10\x1b\x12!\n\x1d\x45RROR_REASON_NO_TOKEN_ALLOWED\x10\x1c\x12!\n\x1d\x45RROR_REASON_TENANT_NOT_FOUND\x10\x1a\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64rafthouse/v1/errors.proto\x12\rdrafthouse.v1*\xdd\x05\n\x0b\x45rrorReason\x12\x1c\n\x18\x45RROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_REASON_INVALID_FIELD\x10\x01\x12!\n\x1d\x45RROR_REASON_CONTEXT_TOO_LONG\x10\x02\x12 \n\x1c\x45RROR_REASON_INVALID_API_KEY\x10\x03\x12\"\n\x1e\x45RROR_REASON_MODEL_NOT_ALLOWED\x10\x04\x12 \n\x1c\x45RROR_REASON_MODEL_NOT_FOUND\x10\x05\x12&\n\"ERROR_REASON_TENANT_QUOTA_EXCEEDED\x10\x06\x12\x1b\n\x17\x45RROR_REASON_QUEUE_FULL\x10\x07\x12 \n\x1c\x45RROR_REASON_SERVER_DRAINING\x10\x08\x12\x1f\n\x1b\x45RROR_REASON_ENGINE_FAILURE\x10\t\x12\"\n\x1e\x45RROR_REASON_STORE_UNAVAILABLE\x10\n\x12\"\n\x1e\x45RROR_REASON_TOO_MANY_BAD_KEYS\x10\x0b\x12#\n\x1f\x45RROR_REASON_DEADLINE_TOO_SHORT\x10\x0c\x12\"\n\x1e\x45RROR_REASON_USAGE_UNAVAILABLE\x10\r\x12\x1c\n\x18\x45RROR_REASON_SLOW_SENDER\x10\x14\x12\x1c\n\x18\x45RROR_REASON_SLOW_READER\x10\x15\x12\"\n\x1e\x45RROR_REASON_SERVER_OVERLOADED\x10\x16\x12!\n\x1d\x45RROR_REASON_ENGINE_UNHEALTHY\x10\x17\x12#\n\x1f\x45RROR_REASON_GRAMMAR_TOO_COSTLY\x10\x1b\x12!\n\x1d\x45RROR_REASON_NO_TOKEN_ALLOWED\x10\x1c\x12!\n\x1d\x45RROR_REASON_TENANT_NOT_FOUND\x10\x1a\x42V\n\x11\x64\x65v.drafthouse.v1B\x0b\x45rrorsProtoP\x01Z,drafthouse.dev/go/drafthouse/v1;drafthousev1\xa2\x02\x03\x44RHb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'drafthouse.v1.errors_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'\n\021dev.drafthouse.v1B\013ErrorsProtoP\001Z,drafthouse.dev/go/drafthouse/v1;drafthousev1\242\002\003DRH'
   _globals['_ERRORREASON']._serialized_start=46
   _globals['_ERRORREASON']._serialized_end=779
 # @@protoc_insertion_point(module_scope)
