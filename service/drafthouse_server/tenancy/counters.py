@@ -62,7 +62,7 @@ class RateCounters(Protocol):
             cost: Units. More than the burst is taken as soon as the whole burst is there.
             now: Monotonic time in seconds.
             rate: Of this tenant and dimension.
-            kept: Units that must be left.
+            kept: Units that must be left; negative: so many may be missing.
 
         Returns:
             0 where they were taken; otherwise the seconds after which so many are there.
@@ -193,6 +193,8 @@ class SharedRates:
         asked = Asked(origin, cost, self._part(rate), now)
         place = row.find(asked)
         kept = row.kept(place, asked)
+        if kept < 0:  # whom the others let in on credit stands before it, too
+            kept *= self.counters.n_replicas
         asking = asyncio.ensure_future(self.counters.take(*key, cost, now, rate, kept=kept))
         try:
             wait_s = await asyncio.shield(asking)
