@@ -347,7 +347,7 @@ def test_a_time_that_was_told_holds_and_the_bound_of_tokens(
 
 
 @given(
-    costs=st.lists(st.integers(1, 1500), min_size=1, max_size=4),
+    costs=st.lists(st.integers(1, 1500), min_size=1, max_size=3),
     late_s=st.floats(0, 0.499),
     pause_s=st.floats(0.02, 100),
 )
@@ -576,9 +576,13 @@ def test_a_clock_that_goes_to_another_month_and_back_gives_no_budget_twice() -> 
     limits.settle(tenant, first, 400, 100, 0.0)
     limits.settle(tenant, second, 300, 100, 0.0)
     assert [n_of_month(limits, tenant, month) for month in (MONTH, NEXT)] == [500, 400]
+    for name in ("1970-01", "2038-01"):  # a clock that is set more than once
+        limits.reserve(tenant, 1, 1, 0.0, Month(name, 1.0))
+    with pytest.raises(QuotaExceeded):
+        limits.reserve(tenant, 600, 1, 0.0, MONTH)
     for number in range(1, 20):
         limits.reserve(tenant, 1, 1, 0.0, Month(f"{2027 + number}-01", 1.0))
-    assert len(limits._used(tenant).n_of_months) == 2
+    assert len(limits._used(tenant).n_of_months) == limits_module._N_MONTHS
 
 
 def test_a_prompt_that_is_too_long_is_refused_for_good() -> None:
