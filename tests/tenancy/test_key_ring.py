@@ -808,7 +808,7 @@ async def test_wrong_keys_that_come_at_once_are_looked_at_a_few_at_a_time(
     bench.now += errors[-1].retry_after_s
     await asyncio.gather(*(refused(ring, make_key().text) for _ in range(300)))
     assert len(asked) <= 5 + 2 * 8
-    assert not ring._bad_keys._turns
+    assert not ring._bad_keys.turns._turns
 
 
 def wait_of(bad_keys: BadKeys, now: float) -> float:

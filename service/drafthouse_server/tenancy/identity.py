@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import re
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
 from drafthouse_server.errors import TooManyBadKeys, Unauthenticated
+from drafthouse_server.tenancy.counters import Turns
 from drafthouse_server.tenancy.tenants import Identity, Tenant
 
 if TYPE_CHECKING:  # it needs SQLAlchemy, which servers without a store do not load
@@ -123,7 +123,7 @@ class UnknownTenant(Unauthenticated):
 class BadKeys:
     """Counts wrong keys by address, so that guessing costs the guesser and not the server.
 
-    A bucket of `n_max` tokens for each address, filled within a minute. Time is an argument.
+    A bucket of `n_max` tokens for each address, filled within a minute. Pure: time is an argument.
 
     Args:
         n_max: Wrong keys of an address per minute; 0: any number.
@@ -132,8 +132,8 @@ class BadKeys:
     def __init__(self, n_max: int) -> None:
         self._n_max = n_max
         self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        self._n_asking: Counter[str] = Counter()
-        self._turns: dict[str, asyncio.Semaphore] = {}  # of addresses of which keys are looked for
+        self.turns = Turns(_N_AT_ONCE)
+        """Of addresses to look for unknown keys: such as come at once are counted in between."""
 
     def check(self, address: str, now: float) -> None:
         """Checks that an unknown key of an address may be looked at.
@@ -151,23 +151,6 @@ class BadKeys:
         if debt > self._n_max - 1:
             wait_s = (debt - self._n_max + 1) * _MINUTE_S / self._n_max
             raise TooManyBadKeys(self._n_max, wait_s)
-
-    @asynccontextmanager
-    async def turn(self, address: str) -> AsyncIterator[None]:
-        """Returns the block in which an unknown key of an address is looked for, a few at a time.
-
-        Those that wait are to be checked then: of keys that come at once, too, no more are looked
-        for than may be wrong, and a few.
-        """
-        turns = self._turns.setdefault(address, asyncio.Semaphore(_N_AT_ONCE))
-        self._n_asking[address] += 1
-        try:
-            async with turns:
-                yield
-        finally:
-            self._n_asking[address] -= 1
-            if not self._n_asking[address]:
-                del self._n_asking[address], self._turns[address]
 
     def note(self, address: str, now: float) -> None:
         """Counts a wrong key.

@@ -327,7 +327,7 @@ class KeyRing:
 
     async def _ask(self, key_id: str, api_key: str, address: str) -> Identity:
         """Asks the store for a key that the server has not seen."""
-        async with self._bad_keys.turn(address):
+        async with self._bad_keys.turns.take(address):
             if key_id not in self._known:
                 self._bad_keys.check(address, self._clock())
                 await self._learn(key_id)
