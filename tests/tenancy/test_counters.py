@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafthouse_server.errors import QuotaExceeded
 from drafthouse_server.tenancy import counters
-from drafthouse_server.tenancy.counters import MemoryCounters
-from drafthouse_server.tenancy.limits import Rate
+from drafthouse_server.tenancy.counters import MemoryCounters, SharedRates
+from drafthouse_server.tenancy.limits import REQUESTS, Rate
+from drafthouse_server.tenancy.tenants import Tenant
 
 
 @given(
@@ -63,3 +68,37 @@ def test_a_debt_is_paid_off_sooner_at_a_raised_rate_and_no_later_at_a_lowered_on
     assert local.reset_s("a", "x", wait_s) == pytest.approx(50.0, abs=1e-3)
     assert local.take_now("b", "x", 600, 0.0, high) == 0
     assert local.take_now("b", "x", 1, 0.0, low) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("per_s", [1, 3])
+@pytest.mark.parametrize("n_servers", [2, 4])
+async def test_who_waits_as_told_is_let_in_by_whichever_server_and_the_bound(
+    n_servers: int, per_s: int
+) -> None:
+    """At 3/s on four servers half of the retries were refused: a row's credit was of its part."""
+    chance, now, tenant = random.Random(7), [0.0], Tenant("acme", requests_per_s=per_s)
+    store, taken = MemoryCounters(), list[float]()
+    store.n_replicas = n_servers
+    servers = [SharedRates(store, clock=lambda: now[0]) for _ in range(n_servers)]
+    due = [(chance.random(), i, False) for i in range(20)]
+    heapq.heapify(due)
+    n_retries = n_let_in = 0
+    while due[0][0] < 200:
+        now[0], i, is_retry = heapq.heappop(due)
+        wait_s = 0.0
+        try:
+            await servers[i % n_servers].take(tenant, REQUESTS, 1, f"c{i}")
+            taken.append(now[0])
+        except QuotaExceeded as error:
+            wait_s = error.retry_after_s or 0.0
+        n_retries += is_retry
+        n_let_in += is_retry and not wait_s
+        pause_s = wait_s + 0.1 * chance.random() if wait_s else chance.expovariate(0.5)
+        heapq.heappush(due, (now[0] + pause_s, i, wait_s > 0))
+    for server in servers:
+        await server.close()
+    assert len(taken) >= 0.98 * 200 * per_s
+    assert n_let_in >= 0.98 * n_retries
+    for i, start in enumerate(taken):
+        for n, end in enumerate(taken[i:], 1):
+            assert n <= per_s + per_s * (end - start + 1) + n_servers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -785,6 +785,30 @@ async def test_an_address_with_many_wrong_keys_is_not_looked_at(
     bench.now += error.retry_after_s
     await refused(ring, "garbage")
     assert isinstance(await refused(ring, "garbage"), TooManyBadKeys)
+
+
+async def test_wrong_keys_that_come_at_once_are_looked_at_a_few_at_a_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of 1,000 were looked for, and as many again 2 s later: the count did not go on so far."""
+    ring, asked, find = await bench.ring(n_bad_keys=5), list[str](), records.find_keys
+
+    def find_keys(connection: sqlalchemy.Connection, ids: Sequence[str]) -> Any:
+        asked.extend(ids)
+        return find(connection, ids)
+
+    monkeypatch.setattr(records, "find_keys", find_keys)
+    unseen = [bench.add_key() for _ in range(50)]
+    found = await asyncio.gather(*(identify(ring, key) for key in unseen))
+    assert len(found) == 50, "good ones wait for their turn"
+    asked.clear()
+    errors = await asyncio.gather(*(refused(ring, make_key().text) for _ in range(300)))
+    assert len(asked) <= 5 + 8
+    assert {type(it) for it in errors} == {Unauthenticated, TooManyBadKeys}
+    bench.now += errors[-1].retry_after_s
+    await asyncio.gather(*(refused(ring, make_key().text) for _ in range(300)))
+    assert len(asked) <= 5 + 2 * 8
+    assert not ring._bad_keys.turns._turns
 
 
 def wait_of(bad_keys: BadKeys, now: float) -> float:

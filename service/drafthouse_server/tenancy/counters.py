@@ -7,11 +7,13 @@ nobody wait for what is only settled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol, TypeAlias
 
 from drafthouse_server.errors import QuotaExceeded
@@ -29,13 +31,39 @@ from drafthouse_server.tenancy.limits import (
 )
 from drafthouse_server.tenancy.tenants import Tenant
 
-__all__ = ["EndUserNames", "MemoryCounters", "RateCounters", "SharedRates"]
+__all__ = ["EndUserNames", "MemoryCounters", "RateCounters", "SharedRates", "Turns"]
 
 _ROUNDING_S = 1e-6
 _N_SWEEP = 4096
 _N_END_USERS_MAX = 4096
 _SWEEP_S = 1.0
 _Key: TypeAlias = tuple[str, str]  # tenant, and what is counted
+
+
+class Turns:
+    """Lets a few of each name do something at once; the others wait, in order.
+
+    Args:
+        n_max: So many.
+    """
+
+    def __init__(self, n_max: int) -> None:
+        self._n_max = n_max
+        self._n_here: Counter[str] = Counter()
+        self._turns: dict[str, asyncio.Semaphore] = {}  # of names of which somebody is here
+
+    @contextlib.asynccontextmanager
+    async def take(self, name: str) -> AsyncIterator[None]:
+        """Returns the block that a few of a name run at once."""
+        turns = self._turns.setdefault(name, asyncio.Semaphore(self._n_max))
+        self._n_here[name] += 1
+        try:
+            async with turns:
+                yield
+        finally:
+            self._n_here[name] -= 1
+            if not self._n_here[name]:
+                del self._n_here[name], self._turns[name]
 
 
 class RateCounters(Protocol):
@@ -62,7 +90,7 @@ class RateCounters(Protocol):
             cost: Units. More than the burst is taken as soon as the whole burst is there.
             now: Monotonic time in seconds.
             rate: Of this tenant and dimension.
-            kept: Units that must be left.
+            kept: Units that must be left; negative: so many may be missing.
 
         Returns:
             0 where they were taken; otherwise the seconds after which so many are there.
@@ -193,6 +221,8 @@ class SharedRates:
         asked = Asked(origin, cost, self._part(rate), now)
         place = row.find(asked)
         kept = row.kept(place, asked)
+        if kept < 0:  # whom the others let in on credit stands before it, too
+            kept *= self.counters.n_replicas
         asking = asyncio.ensure_future(self.counters.take(*key, cost, now, rate, kept=kept))
         try:
             wait_s = await asyncio.shield(asking)

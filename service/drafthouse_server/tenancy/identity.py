@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
 from drafthouse_server.errors import TooManyBadKeys, Unauthenticated
+from drafthouse_server.tenancy.counters import Turns
 from drafthouse_server.tenancy.tenants import Identity, Tenant
 
 if TYPE_CHECKING:  # it needs SQLAlchemy, which servers without a store do not load
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _N_ADDRESSES_MAX = 10_000
+_N_AT_ONCE = 8
 _MINUTE_S = 60.0
 
 
@@ -122,6 +124,8 @@ class BadKeys:
     def __init__(self, n_max: int) -> None:
         self._n_max = n_max
         self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self.turns = Turns(_N_AT_ONCE)
+        """Of addresses to look for unknown keys: such as come at once are counted in between."""
 
     def check(self, address: str, now: float) -> None:
         """Checks that an unknown key of an address may be looked at.

@@ -70,10 +70,8 @@ _N_PENDING_MAX = 1000
 """Ids that the store is asked for at once."""
 _N_NAMES_MAX = 500
 """Tenants that are asked for by name; above, all are read."""
-
 _CERTIFIED = "certificate:"
 """Before a tenant's name: the id among the known keys of who shows a certificate. No key has it."""
-
 _Found: TypeAlias = tuple[Sequence[KeyRecord], Sequence[TenantRecord]]
 
 
@@ -329,11 +327,13 @@ class KeyRing:
 
     async def _ask(self, key_id: str, api_key: str, address: str) -> Identity:
         """Asks the store for a key that the server has not seen."""
-        await self._learn(key_id)
-        known = self._known.get(key_id)
-        if known is None:
-            self._refuse(address)
-        return self._identify_known(known, api_key, address)
+        async with self._bad_keys.turns.take(address):
+            if key_id not in self._known:
+                self._bad_keys.check(address, self._clock())
+                await self._learn(key_id)
+            if key_id not in self._known:
+                self._refuse(address)
+            return self._identify_known(self._known[key_id], api_key, address)
 
     async def _learn(self, key_id: str) -> None:
         """Has the store asked for what the server has not seen, unless it was just asked.

@@ -55,10 +55,10 @@ _NOUNS = {
 }
 
 _N_PLACES_MAX = 256
-"""Places of one row that are remembered: 80 KB, and a fifth of a millisecond to look at."""
-
+"""Places of one row that are remembered: 80 KB, and a tenth of a millisecond to look at."""
 _SPREAD_S, _SPREAD_COSTS = 30.0, 3
-"""Seconds that others delay one at most; or so many costs of its own, or a burst, if longer."""
+"""Seconds that others delay one at most; or so many of the largest that waits, or a burst, if more:
+with less for small ones than for large ones, these would keep the row full."""
 
 _GRACE_S = 1.0
 """A place is held so many seconds after its time, or as long as its units take to come."""
@@ -90,7 +90,7 @@ _SWEEP_S = 1.0
 _MONTH_WAIT_S_MAX = 3600.0
 """Clients are told to wait for the next month if it begins in so many seconds."""
 
-_N_MONTHS = 2
+_N_MONTHS = 12
 """Months of the calendar of which is known what was used."""
 
 _N_MEMORY = 32
@@ -165,7 +165,7 @@ class Row:
         if line is None:
             due = [
                 first
-                for first, *_ in self._lines.values()
+                for first in [line[0] for line in self._lines.values()]
                 if first.held_at <= soon and not first.is_taken and asked.cost <= first.cost
             ]
             return min(due, key=lambda first: first.held_at, default=None)
@@ -186,7 +186,7 @@ class Row:
                 return -(max(cost, self._most) + _CREDIT_S * rate.per_s)
             return place.cost - cost - _LATE_S * rate.per_s
         due = soon = 0.0
-        for first, *_ in self._lines.values():
+        for first in [line[0] for line in self._lines.values()]:
             if first.held_at <= now + _EARLY_S:
                 due += 0.0 if first.is_taken else first.cost
             else:
@@ -198,7 +198,7 @@ class Row:
         """Takes note that one is let in, who had come for a place or for none."""
         if place is not None and place.origin != asked.origin:
             place.is_taken = True
-            self._most = max(self._most, min(place.cost, asked.rate.burst))
+            self._most = max(self._most, place.cost)
         elif place is not None:
             self._drop(place, asked.now)
 
@@ -225,8 +225,9 @@ class Row:
         behind_s = self._held_until - now + _lead_s(cost, rate)
         if line:
             behind_s = line[-1].due_at + len(self._lines) * cost / rate.per_s - now
-        spread_s = max(_SPREAD_S, _SPREAD_COSTS * cost / rate.per_s, rate.burst / rate.per_s)
-        if behind_s - wait_s > spread_s:
+        largest = max([cost, *[line[0].cost for line in self._lines.values()]])
+        spread_s = max(_SPREAD_S, _SPREAD_COSTS * largest / rate.per_s, rate.burst / rate.per_s)
+        if behind_s - wait_s > spread_s + (largest - cost) / rate.per_s:  # so small ones have room
             self._n_beyond += 1
             return max(_EARLY_S, wait_s + self._n_beyond * _GOLDEN % 1 * spread_s)
         wait_s = max(_EARLY_S, wait_s, behind_s)
@@ -253,7 +254,7 @@ class Row:
         lead_s = _lead_s(place.cost, self._rate)
         since = max(since, self._held_until)
         place.held_at = max(place.due_at, since + lead_s)
-        self._held_until = since + min(place.cost, self._rate.burst) / self._rate.per_s
+        self._held_until = since + place.cost / self._rate.per_s
         self._ends_at = min(self._ends_at, self._end_at(place))
 
     def _drop(self, place: Place, now: float) -> None:
@@ -400,7 +401,7 @@ class _Used:
     swept_at: float = -math.inf
     """When those with nothing to remember were forgotten last."""
     n_of_months: dict[str, int] = field(default_factory=dict)
-    """Tokens used by month, those reserved included: of the last two, for a clock that goes back
+    """Tokens used by month, those reserved included: of the last few, for a clock that goes back
     must not give a budget a second time."""
     n_outputs: int = 0
     """Requests that the mean is of."""
