@@ -20,6 +20,7 @@ from drafthouse_server.host.needs import Needs
 from drafthouse_server.host.size import (
     Chosen,
     check_books,
+    check_processes,
     choose_size,
     fit_prefixes,
     layers_in_words,
@@ -49,6 +50,7 @@ def examine_model(
         StartupError: the extension is not built.
     """
     try:
+        check_processes(config.text_workers, memory, config.model)
         check_books(least_cells(config), 1, memory, config.model)
         with Surveyor(config) as surveyor:
             chat_problem = check_texts(config)
