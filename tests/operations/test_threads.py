@@ -20,7 +20,7 @@ def test_threads_that_can_be_started_are_ended_again() -> None:
 
 
 def test_threads_that_cannot_be_started_are_told_with_the_limits_to_raise() -> None:
-    """gRPC ended the process without a word, after the model had been loaded."""
+    """Without a word gRPC ended the process, after the model had been loaded."""
     found = subprocess.run(
         [sys.executable, "-c", _WITHOUT_ROOM],
         check=True,

@@ -312,7 +312,7 @@ _FAMILIES = (
     _Family(
         "threads",
         "Threads that the engine had for its last step; fewer than at the start while other"
-        " processes take the cores, 0 before the first step.",
+        " processes take the cores, or fewer are granted, 0 before the first step.",
         lambda s: s.n_threads,
     ),
     _Family("batch_tokens_total", "Tokens in the target's decodes.", lambda s: s.n_batch_tokens),
