@@ -472,10 +472,8 @@ class StoreUnavailable(Overloaded):
 
     reason = "STORE_UNAVAILABLE"
 
-    def __init__(
-        self, retry_after_s: float, problem: str = "the store of API keys does not answer"
-    ) -> None:
-        super().__init__(problem, retry_after_s)
+    def __init__(self, retry_after_s: float, problem: str = "") -> None:
+        super().__init__(problem or "the store of API keys does not answer", retry_after_s)
 
 
 class UsageUnavailable(Overloaded):

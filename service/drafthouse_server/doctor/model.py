@@ -51,6 +51,9 @@ def examine_model(
     """
     try:
         check_processes(config.text_workers, memory, config.model)
+    except ModelLoadError as error:
+        return [], [Problem("memory", str(error))]
+    try:
         check_books(least_cells(config), 1, memory, config.model)
         with Surveyor(config) as surveyor:
             chat_problem = check_texts(config)

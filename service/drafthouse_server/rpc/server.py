@@ -350,8 +350,7 @@ class Server:
         accounting: Accounting,
         certificates: Certificates | None,
     ) -> None:
-        config = self._config
-        limits = loop.engine.limits
+        config, limits = self._config, loop.engine.limits
         n_context = min(limits.n_ctx_seq, limits.n_ctx)
         bounds = field_bounds(n_context, config.max_chat_messages)
         services = (*_services(config), _HEALTH_SERVICE)
