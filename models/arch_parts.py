@@ -129,12 +129,12 @@ def plain_ff(*, has_bias: bool) -> Shapes:
     return shapes | ({"ffn_up.bias": (N_FF,), "ffn_down.bias": (N_EMBD,)} if has_bias else {})
 
 
-def gated(n_ff: int = N_FF, last: str = "") -> Shapes:
+def gated(last: str = "") -> Shapes:
     """Returns a gated feed-forward part; `last` ends the names, as that of a shared expert."""
     return {
-        f"ffn_gate{last}.weight": (N_EMBD, n_ff),
-        f"ffn_up{last}.weight": (N_EMBD, n_ff),
-        f"ffn_down{last}.weight": (n_ff, N_EMBD),
+        f"ffn_gate{last}.weight": (N_EMBD, N_FF),
+        f"ffn_up{last}.weight": (N_EMBD, N_FF),
+        f"ffn_down{last}.weight": (N_FF, N_EMBD),
     }
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf.quants import quantize
 
 from models.arch_parts import (
     CONV,
@@ -486,14 +487,16 @@ KINDS = tuple(RECIPES)[:12]
 """One of each kind of memory."""
 
 
-def write_model(path: Path, name: str, *, is_half: bool = False) -> Path:
+def write_model(
+    path: Path, name: str, kind: GGMLQuantizationType = GGMLQuantizationType.F32
+) -> Path:
     """Writes a model and returns its path; the same name gives the same bytes.
 
     Args:
         path: The file.
         name: Of `RECIPES`.
-        is_half: Weights are in F16, where llama.cpp makes a file in F16: of two dimensions and
-            more, but for routers. Otherwise in F32.
+        kind: Of weights which llama.cpp makes so in a file of that kind: those of two dimensions
+            and more, but for routers. The rest is in F32.
 
     Raises:
         KeyError: No such recipe.
@@ -517,8 +520,10 @@ def write_model(path: Path, name: str, *, is_half: bool = False) -> Path:
         _add(writer, key[1:] if key.startswith("/") else f"{recipe.arch}.{key}", value)
     for tensor, shape in _shapes(recipe).items():
         weights = _weights(recipe, tensor, shape)
-        is_narrow = is_half and len(shape) > 1 and "ffn_gate_inp" not in tensor
-        writer.add_tensor(tensor, weights.astype(np.float16) if is_narrow else weights)
+        if len(shape) > 1 and "ffn_gate_inp" not in tensor:
+            writer.add_tensor(tensor, quantize(weights, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

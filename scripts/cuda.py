@@ -141,7 +141,7 @@ def link_libraries(folder: Path) -> None:
             link.symlink_to(library.name)
 
 
-def find_toolkit(folder: Path = FOLDER) -> Toolkit:
+def find_toolkit() -> Toolkit:
     """Returns the toolkit of CUDACXX or of the path, or PyPI's.
 
     Raises:
@@ -151,8 +151,8 @@ def find_toolkit(folder: Path = FOLDER) -> Toolkit:
     if found is None and "CUDACXX" in os.environ:
         raise CudaError(f"CUDACXX is {os.environ['CUDACXX']!r}, which is no nvcc that runs")
     if found is None:
-        _install(TOOLKIT, folder / "toolkit", "CUDA's compiler")
-        nvcc = next((folder / "toolkit").rglob("bin/nvcc"), None)
+        _install(TOOLKIT, FOLDER / "toolkit", "CUDA's compiler")
+        nvcc = next((FOLDER / "toolkit").rglob("bin/nvcc"), None)
         found = read_toolkit(str(nvcc)) if nvcc else None
     if found is None:
         raise CudaError("there is no nvcc, and PyPI's cannot be run here; set CUDACXX")
@@ -287,22 +287,22 @@ def build(defines: Mapping[str, str], folder: Path = FOLDER) -> Path:
     return site
 
 
-def build_server(folder: Path = FOLDER) -> Path:
+def build_server() -> Path:
     """Builds llama-server in the tree of the engine. Returns it.
 
     Raises:
         CudaError: it cannot be built; the end of the log is in the message.
     """
-    log = folder / "server.log"
-    command = ["nice", "cmake", "--build", str(folder / "cmake"), "--target", "llama-server"]
+    log = FOLDER / "server.log"
+    command = ["nice", "cmake", "--build", str(FOLDER / "cmake"), "--target", "llama-server"]
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-N_LINES:])
         raise CudaError(f"llama-server failed; the end of {log.relative_to(ROOT)}:\n{end}")
-    server = folder / "bin" / "llama-server"
+    server = FOLDER / "bin" / "llama-server"
     server.parent.mkdir(exist_ok=True)
-    shutil.copy2(folder / "cmake" / "bin" / "llama-server", server)
+    shutil.copy2(FOLDER / "cmake" / "bin" / "llama-server", server)
     return server
 
 

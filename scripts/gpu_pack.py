@@ -116,9 +116,9 @@ def pack_built(folder: Path, wheels: Path, target: Path, python: str) -> None:
         archive.add(site, "site")
 
 
-def platforms(glibc: Sequence[str] = GLIBC) -> list[str]:
+def platforms() -> list[str]:
     """Returns pip's options for wheels of an x86-64 Linux."""
-    names = [f"manylinux_{version}_x86_64" for version in glibc]
+    names = [f"manylinux_{version}_x86_64" for version in GLIBC]
     names += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
     return [f"--platform={name}" for name in names]
 

@@ -145,7 +145,7 @@ def make_program(name: str) -> Path:
     make_peer()
     path = program(name)
     if not path.exists() or path.stat().st_mtime < STAMP.stat().st_mtime:
-        say(f"building {name} …")
+        pinned.say(f"building {name} …")
         build(pinned.own_checkout() or SOURCE, pinned.read_lock().version, name)
         path.touch()
     return path
@@ -166,8 +166,8 @@ def make_peer() -> str:
     if SERVER.exists() and STAMP.exists() and STAMP.read_text().strip() == wanted:
         return "there"
     LOG.unlink(missing_ok=True)
-    say(f"building llama-server from {'your checkout' if is_own else 'the stock source'} …")
-    say("about four minutes on two free cores, in the background's priority; JOBS=2")
+    pinned.say(f"building llama-server from {'your checkout' if is_own else 'the stock source'} …")
+    pinned.say("about four minutes on two free cores, in the background's priority; JOBS=2")
     source_stamp = PEERS / "source.stamp"
     if not is_own and not (source_stamp.exists() and source_stamp.read_text() == wanted):
         make_stock(pinned.source_path(), pinned.patches())
@@ -179,23 +179,19 @@ def make_peer() -> str:
     return f"built in {time.monotonic() - started_s:.0f} s"
 
 
-def say(line: str) -> None:
-    """Tells the user, on standard error."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
-
-
 def main() -> int:
     """Makes the peer; 0 or, after one sentence on standard error, 1."""
     try:
         how = make_peer()
     except (PeerError, pinned.FetchError) as error:
-        say(f"error: {error}")
+        pinned.say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        say("stopped; what is compiled is kept.")
+        pinned.say("stopped; what is compiled is kept.")
         return 130
-    say(f"llama-server {pinned.read_lock().version}, stock: {SERVER.relative_to(ROOT)} ({how})")
+    pinned.say(
+        f"llama-server {pinned.read_lock().version}, stock: {SERVER.relative_to(ROOT)} ({how})"
+    )
     return 0
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 import pytest
@@ -190,6 +191,14 @@ async def server(start_server: ServerFactory) -> Server:
 async def client(server: Server) -> AsyncIterator[drafthouse.AsyncClient]:
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         yield client
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell may have started us with Ctrl-C ignored, which children inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

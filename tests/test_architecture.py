@@ -350,9 +350,9 @@ def included_by(path: Path) -> set[str]:
     return set(re.findall(r'#\s*include\s*[<"]([^>"]+)[>"]', text))
 
 
-def native_files(folder: Path = CEXT) -> list[Path]:
+def native_files() -> list[Path]:
     suffixes = {".c", ".cpp", ".h", ".hpp", ".pxd", ".pxi", ".pyx"}
-    return sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
+    return sorted(path for path in CEXT.rglob("*") if path.suffix in suffixes)
 
 
 def test_only_the_folder_spec_includes_llama_cpp() -> None:

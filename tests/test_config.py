@@ -90,6 +90,8 @@ def test_names_of_tenants(name: str) -> None:
         ({"log_level": "loud"}, "log_level", "loud"),
         ({"flash_attn": "maybe"}, "flash_attn", "maybe"),
         ({"gpu_layers": -2}, "gpu_layers", -2),
+        ({"chat_template_kwargs": "{"}, "chat_template_kwargs", "{"),
+        ({"chat_template_kwargs": '{"tools": []}'}, "chat_template_kwargs", '{"tools": []}'),
         ({"host": ""}, "host", ""),
         ({"host": "unix:"}, "host", "unix:"),
     ],

@@ -27,6 +27,8 @@ __all__ = [
     "bare_flags",
     "busy_processes",
     "cpu_s",
+    "end_process",
+    "last_line",
     "parse_bare",
     "run_bare",
     "server_flags",
@@ -101,7 +103,7 @@ class ServerProcess:
                 self.target = await self._address(log)
                 yield self
             finally:
-                await self._end()
+                await end_process(self._process)
 
     async def _address(self, log: IO[bytes]) -> str:
         """Waits until the server tells where it listens."""
@@ -113,19 +115,7 @@ class ServerProcess:
                     if line.startswith(LISTENS_AT.encode()):
                         return line.decode().removeprefix(LISTENS_AT).strip()
                     self.start_lines.append(line.decode(errors="replace").rstrip())
-        raise BenchError(f"the server does not start: {_last_line(log)}")
-
-    async def _end(self) -> None:
-        process = self._process
-        assert process is not None, "not started"
-        if process.returncode is not None:
-            return
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _END_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        raise BenchError(f"the server does not start: {last_line(log)}")
 
 
 async def _start(
@@ -155,7 +145,20 @@ def server_flags(config: Config) -> list[str]:
     return flags_of(dataclasses.replace(config, port=0))
 
 
-def _last_line(log: IO[bytes]) -> str:
+async def end_process(process: asyncio.subprocess.Process) -> None:
+    """Ends a server, by force where it takes 20 s and more."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _END_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def last_line(log: IO[bytes]) -> str:
+    """Returns the last line that a server has written to its log."""
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it says nothing"

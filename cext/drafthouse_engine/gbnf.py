@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from drafthouse_engine._spec import check_grammar
-from drafthouse_engine.errors import BadConstraint
+from drafthouse_engine.errors import BadConstraint, BadGrammar
 
 __all__ = [
     "CODE_POINT_MAX",
     "EMPTY",
     "GRAMMAR_BYTES_MAX",
+    "REPEAT_MAX",
     "Alt",
     "Chars",
     "Node",
@@ -173,50 +174,67 @@ class _Emptiness:
         return Alt(tuple(starts)) if starts else None
 
 
-def to_gbnf(root: Node, rules: Rules | None = None) -> str:
+def to_gbnf(root: Node, rules: Rules | None = None, *, where: int | str = "") -> str:
     """Returns the GBNF of a language, compiled once to see that llama.cpp takes it.
 
     Args:
         root: the language.
         rules: what its references stand for.
+        where: the place of the whole, for the error.
 
     Raises:
         BadConstraint: the grammar is too large or too ambiguous.
     """
-    named = rules or {}
+    try:
+        text = _text(root, rules or {})
+        check_grammar(text)
+    except BadGrammar as error:
+        raise BadConstraint(str(error), where=where) from None
+    return text
+
+
+def _text(root: Node, named: Rules) -> str:
     writer = _Writer()
     for name in _inner_first(root, named):
         writer.define_rule(name, named[name])
     writer.define("root", root)
-    text = "\n".join(f"{name} ::= {body}" for name, body in writer.rules.items())
-    check_grammar(text)
-    return text
+    return "\n".join(f"{name} ::= {body}" for name, body in writer.rules.items())
 
 
 def is_finite(root: Node, rules: Rules) -> bool:
     """Returns whether each rule that a tree refers to has a text that ends."""
     names = _inner_first(root, rules)
     ended: set[str] = set()
-    n_before = -1
-    while n_before < len(ended):  # again for those that are made of themselves
-        n_before = len(ended)
-        for name in names:
-            if name not in ended and _has_end(rules[name], ended):
-                ended.add(name)
+    followers: dict[str, list[str]] = {}  # who is asked again when a rule is found to end
+    waiting = names[::-1]
+    while waiting:
+        name = waiting.pop()
+        needed = [] if name in ended else _needed(rules[name], ended)
+        for other in needed:
+            followers.setdefault(other, []).append(name)
+        if not needed:
+            ended.add(name)
+            waiting += followers.pop(name, [])
     return len(ended) == len(names)
 
 
-def _has_end(node: Node, ended: set[str]) -> bool:
+def _needed(node: Node, ended: set[str]) -> list[str]:
+    """Returns rules without one of which a text of a language cannot end; none: one can."""
+    found: list[str] = []
     match node:
         case Ref(name):
-            return name in ended
+            return [] if name in ended else [name]
         case Seq(items):
-            return all(_has_end(item, ended) for item in items)
+            return next((needed for item in items if (needed := _needed(item, ended))), [])
         case Alt(items):
-            return any(_has_end(item, ended) for item in items)
+            for item in items:
+                needed = _needed(item, ended)
+                if not needed:
+                    return []
+                found += needed
         case Repeat(item, n_min, _):
-            return n_min == 0 or _has_end(item, ended)
-    return True
+            return _needed(item, ended) if n_min > 0 else []
+    return found
 
 
 def _inner_first(root: Node, rules: Rules) -> list[str]:

@@ -200,11 +200,6 @@ class Generation:
     """What it took."""
 
     @property
-    def tokens_per_forward(self) -> float:
-        """Tokens per forward of the target."""
-        return len(self.tokens) / max(1, self.stats.n_target_forwards)
-
-    @property
     def tokens_per_s(self) -> float:
         """Tokens per second, prompt not counted."""
         return len(self.tokens) / max(1e-9, self.stats.total_s - self.stats.prompt_s)

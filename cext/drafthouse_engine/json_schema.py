@@ -4,16 +4,19 @@ A text that the grammar generates is JSON and valid under the schema, but for tw
 branches of `oneOf` overlap, which is read as `anyOf`, it may be valid under several; and a `format`
 that is not understood is an annotation, as the draft has it. Annotations are passed over; all else
 that the grammar cannot hold is refused. Narrower than the schema, on purpose: members come in the
-order of `properties`; an object with `properties` and no `additionalProperties` has no others; the
-numbers have at most 16 digits; times have no leap second, at most nine digits after a second's
-point, and T and Z in upper case; in a `pattern`, a character is allowed where it is as ECMA-262 and
-as Python reads it (see `regex`); white space is what a printer makes of it.
+order of `properties`; an object with `properties` and no `additionalProperties` has no others; a
+list has each of its `prefixItems` and no others; a schema without `type` has values of the first
+type that knows all its keywords, strings where they are `minLength`; the numbers have at most 16
+digits on each side of the point, their exponents two; strings have no NUL but where `const`, `enum`
+or `pattern` have it; times have no leap second, at most nine digits after a second's point, and T
+and Z in upper case; in a `pattern`, a character is allowed where it is as ECMA-262 and as Python
+reads it (see `regex`); white space is what a printer makes of it, constants are written in one way.
 
 Understood: `type` (also a list), `properties`, `required`, `additionalProperties`, `items`,
-`prefixItems`, `minItems`, `maxItems`, `minLength`, `maxLength`, `pattern`, `format` (`date`,
-`time`, `date-time`, `uuid`; not `email` and others), `minimum`, `maximum`, `exclusiveMinimum` and
-`exclusiveMaximum` of integers, `enum`, `const`, `anyOf`, `oneOf`, `allOf` with one member, `$ref`
-within the document, recursive ones too, `true` and `{}`.
+`prefixItems`, `minItems`, `maxItems`, `minLength`, `maxLength` (each at most 2,000), `pattern`,
+`format` (`date`, `time`, `date-time`, `uuid`; not `email` and others), `minimum`, `maximum`,
+`exclusiveMinimum` and `exclusiveMaximum` of integers, `enum`, `const`, `anyOf`, `oneOf`, `allOf`
+with one member, `$ref` within the document, recursive ones too, `true` and `{}`.
 
 Source: JSON Schema, draft 2020-12; dates and times: RFC 3339, years 0000 to 9999.
 """
@@ -26,10 +29,11 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 from drafthouse_engine.digits import integer_range
-from drafthouse_engine.errors import BadConstraint, BadGrammar
+from drafthouse_engine.errors import BadConstraint
 from drafthouse_engine.fields import has_text_problem
 from drafthouse_engine.gbnf import (
     EMPTY,
+    REPEAT_MAX,
     Alt,
     Node,
     Ref,
@@ -133,13 +137,13 @@ def json_schema_grammar(schema: str | Schema) -> str:
         if not is_finite(root, builder.rules):
             what = 'leave it out of "required" or "minItems", or allow null beside it'
             raise BadConstraint(f'a value with "$ref" to itself never ends; {what}', where="#")
-        return to_gbnf(root, builder.rules)
+        return to_gbnf(root, builder.rules, where="#")
     except RecursionError:
         raise BadConstraint("the schema nests too deep", where="#") from None
-    except BadConstraint:
-        raise
-    except BadGrammar as error:
-        what = f'a "$ref" may lead back to itself through "anyOf", "oneOf" or "allOf": {error}'
+    except BadConstraint as error:
+        if "left recursion" not in str(error):
+            raise
+        what = 'a "$ref" leads back to itself through "anyOf", "oneOf" or "allOf"'
         raise BadConstraint(f"the schema has no grammar; {what}", where="#") from None
 
 
@@ -186,6 +190,7 @@ class _Builder:
         self.rules: Rules = {}
         self._document = document
         self._refs: dict[str, Ref] = {}
+        self._ending: set[str] = set()  # references that are known to come to something
         self._waiting: list[tuple[str, int, _Maker]] = []
         self._n_nodes = 0
         self._depth = 0
@@ -288,19 +293,20 @@ class _Builder:
 
     def _check_ends(self, ref: str, at: str) -> None:
         """References to references must come to something at last."""
-        seen: set[object] = set()
-        while isinstance(ref, str):
+        seen: set[str] = set()
+        while isinstance(ref, str) and ref not in self._ending:
             if ref in seen:
                 raise self._error(f'"$ref" {ref} leads back to itself', at)
             seen.add(ref)
             target = self._resolve(ref, at)
             ref = target.get("$ref") if isinstance(target, dict) else None  # type: ignore[assignment]
+        self._ending |= seen
 
     def _resolve(self, ref: str, at: str) -> object:
         target: Any = self._document
         for part in ref.split("/")[1:] if isinstance(ref, str) else ():
             key = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+            if isinstance(target, list) and _is_index(key, len(target)):
                 target = target[int(key)]
             elif isinstance(target, dict) and key in target:
                 target = target[key]
@@ -386,6 +392,8 @@ class _Builder:
         value = found.get(keyword)
         if keyword in found and (type(value) is not int or value < 0):
             raise self._error(f'"{keyword}" must be an integer ≥ 0', at)
+        if value is not None and value > REPEAT_MAX:
+            raise self._error(f'"{keyword}" must be at most {REPEAT_MAX}', at)
         return value
 
     def _bounds(self, found: dict[str, Any], what: str, at: str) -> tuple[int, int | None]:
@@ -554,6 +562,12 @@ def _both(first: list[str], second: list[str]) -> list[str]:
         if kind in second or (is_number and kind in numbers)
     ]
     return list(dict.fromkeys(found))
+
+
+def _is_index(text: str, n: int) -> bool:
+    """Whether a text is the index of one of n items, as JSON pointers write it (RFC 6901)."""
+    is_digits = text.isascii() and text.isdecimal() and len(text) <= len(str(n))
+    return is_digits and str(int(text)) == text and int(text) < n
 
 
 def _is_of(value: object, kind: str) -> bool:

@@ -23,6 +23,7 @@ from drafthouse_engine.errors import BadConstraint
 from drafthouse_engine.fields import has_text_problem
 from drafthouse_engine.gbnf import (
     EMPTY,
+    REPEAT_MAX,
     Alt,
     Chars,
     Node,
@@ -37,7 +38,6 @@ __all__ = ["Regex", "regex_grammar"]
 
 N_CHARS_MAX: Final = 8192
 DEPTH_MAX: Final = 64
-REPEAT_DIGITS_MAX: Final = 4
 
 _DIGIT = chars_of([(0x30, 0x39)])
 _WORD = chars_of([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
@@ -92,14 +92,14 @@ def regex_grammar(pattern: str) -> str:
         pattern: at most 8,192 characters; see the module for what is understood.
 
     Raises:
-        BadConstraint: the pattern is wrong, or has a construct that no grammar here can say;
-            `where` is its index.
+        BadConstraint: the pattern is wrong, too large or too ambiguous, or has a construct that
+            no grammar here can say; `where` is its index.
 
     Thread:
         Any; takes milliseconds, so call it where requests are read, not between two steps.
     """
     try:
-        return to_gbnf(Regex(pattern).parse())
+        return to_gbnf(Regex(pattern).parse(), where=0)
     except RecursionError:
         raise BadConstraint("the pattern nests too deep", where=0) from None
 
@@ -332,8 +332,8 @@ class Regex:
         end = self._pattern.find("}", at)
         low, comma, high = self._pattern[at + 1 : end].partition(",")
         self._i = end + 1
-        if max(len(low), len(high)) > REPEAT_DIGITS_MAX:
-            raise self._error("a repetition of more than 9,999 times", at)
+        if any(len(n) > 4 or int(n or 0) > REPEAT_MAX for n in (low, high)):
+            raise self._error(f"a repetition of more than {REPEAT_MAX:,} times", at)
         if self._is_ecma and not low:
             raise self._error("a repetition without its least count, as in {0,n},", at)
         n_min = int(low or 0)

@@ -11,14 +11,13 @@ from typing import Protocol
 
 from drafthouse_server.access import UNIX, is_loopback
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.setting import Rule, between, declare
+from drafthouse_server.setting import ANY, Rule, between, declare
 
 __all__ = ["ADMIN_PORT", "AdminSettings", "check_admin"]
 
 ADMIN_PORT = 50052
 """Where `drafthouse status` and the like look for a server unless they are told otherwise."""
 
-_ANY = Rule("", lambda _: True)
 _HOST = Rule("an address, a name, or unix:PATH", lambda host: host not in ("", UNIX))
 
 _admin = functools.partial(declare, "Administration")
@@ -46,7 +45,7 @@ class AdminSettings:
     """Port of AdminService; 0 is none."""
     admin_client_ca_file: str = _admin(
         "",
-        _ANY,
+        ANY,
         "Path of the authorities (PEM) that sign administrators' certificates: AdminService then"
         " takes TLS alone, with ssl_cert_file, and refuses whoever shows no such certificate. Not"
         " that of tenants' certificates: each tenant would be an administrator.",
@@ -54,7 +53,7 @@ class AdminSettings:
     """Path of the authorities of administrators; empty: they need no certificate."""
     audit_file: str = _admin(
         "",
-        _ANY,
+        ANY,
         "Path of the audit trail: one JSON object a line for every change, and every attempt that"
         " failed, by AdminService, `drafthouse keys` and `drafthouse tenants`. Empty: the log.",
     )

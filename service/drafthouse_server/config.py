@@ -28,7 +28,7 @@ from drafthouse_server.administration import AdminSettings, check_admin
 from drafthouse_server.devices import DeviceSettings, check_devices
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.front import FrontSettings, check_outbox, check_ports
-from drafthouse_server.setting import AUTO, Rule, Setting, between, declare, layers, one_of
+from drafthouse_server.setting import ANY, AUTO, Rule, Setting, between, declare, layers, one_of
 from drafthouse_server.sharing import SharingSettings
 
 __all__ = [
@@ -64,7 +64,6 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 _DRAFT_TYPES_WITH_FILE = frozenset({"eagle3", "simple", "dflash", "dspark"})
 
 
-_ANY = Rule("", lambda _: True)
 _NOT_EMPTY = Rule("a text that is not empty", bool)
 _HOST = Rule("an address, a name, or unix:PATH", lambda host: host not in ("", UNIX))
 
@@ -115,14 +114,14 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """Path of the model."""
     name: str = _model(
         "",
-        _ANY,
+        ANY,
         "Name of the model in requests. Empty: the file name without its ending.",
         peers=("alias", "served_model_name"),
     )
     """Name that requests use; see `model_name`."""
     probe: bool = _model(
         True,
-        _ANY,
+        ANY,
         "Decode a model with split_mode tensor, or of an architecture that was never compared with"
         " llama-server, in a process of its own first: its death is a sentence and exit code 1.",
     )
@@ -156,7 +155,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """Keys and their tenants."""
     api_keys_file: str = _access(
         "",
-        _ANY,
+        ANY,
         'Path of a file of keys, one "tenant:key" a line, such as a mounted secret; empty lines'
         " and lines that begin with # are skipped. Instead of api_keys. Empty: no file.",
         peers=("api_key_file",),
@@ -164,13 +163,13 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """Path of the file that `api_keys` were read from; empty when they were not."""
     insecure_no_auth: bool = _access(
         False,
-        _ANY,
+        ANY,
         "Listen beyond loopback without keys: whoever reaches the port may use the server.",
     )
     """Whether a server beyond loopback may do without keys."""
     ssl_cert_file: str = _access(
         "",
-        _ANY,
+        ANY,
         "Path of the server's certificate and its chain (PEM); with it, connections are TLS 1.2 or"
         " newer. Read again when it changes. Empty: plain text.",
         peers=("ssl_certfile", "tls_cert_file"),
@@ -178,7 +177,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """Path of the server's certificate; empty is plain text."""
     ssl_key_file: str = _access(
         "",
-        _ANY,
+        ANY,
         "Path of the private key of ssl_cert_file (PEM, not encrypted). Read again when it"
         " changes.",
         peers=("ssl_keyfile", "tls_key_file"),
@@ -186,7 +185,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """Path of the private key."""
     ssl_client_ca_file: str = _access(
         "",
-        _ANY,
+        ANY,
         "Path of certificates (PEM) of which one must have signed each client's certificate: mutual"
         " TLS. Whoever it names by a URI spiffe://DOMAIN/drafthouse/tenant/NAME is that tenant and"
         " needs no key. Empty: clients show no certificate.",
@@ -195,7 +194,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """Path of the authorities of clients' certificates; empty when clients need none."""
     insecure_no_tls: bool = _access(
         False,
-        _ANY,
+        ANY,
         "Listen beyond loopback without ssl_cert_file: keys and texts can be read on their way."
         " For a server behind a proxy or mesh that encrypts.",
     )
@@ -226,7 +225,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """KV cells of all slots together; 0 is automatic."""
     kv_unified: bool = _slots(
         False,
-        _ANY,
+        ANY,
         "One pool of KV cells for all slots. Otherwise each slot has its own, and its attention"
         " reads no other slot's: faster with many streams.",
         old="is_kv_unified",
@@ -234,7 +233,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """Whether slots share one pool of cells."""
     fit: bool = _slots(
         True,
-        _ANY,
+        ANY,
         "Serve what fits into memory: where ctx_size and max_model_len are not set, fewer slots"
         " (with parallel at its default) or shorter requests; on accelerators fewer layers (with"
         " gpu_layers auto). What was chosen is logged. What can never fit is refused.",
@@ -267,7 +266,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """Target of the gap between tokens; 0 is automatic."""
     prefix_cache: bool = _memory(
         True,
-        _ANY,
+        ANY,
         "Keep what was computed for a request until its memory is needed: a later request of the"
         " same tenant that begins with the same tokens continues from there.",
         old="has_prefix_cache",
@@ -304,7 +303,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """How drafts are made; the engine's limits tell what `auto` has found."""
     model_draft: str = _drafts(
         "",
-        _ANY,
+        ANY,
         "Path of the draft model, a GGUF file; only for draft types auto, eagle3, simple, dflash,"
         " dspark.",
         old="draft_model",
@@ -347,8 +346,8 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
         "probabilistic",
         one_of("probabilistic", "greedy"),
         "How mtp and simple draft at temperatures above 0. probabilistic: sample drafts, and"
-        " verify them by rejection; greedy: draft the likeliest tokens, and keep those that the"
-        " model samples too. The output has the same distribution either way.",
+        " verify them by rejection, but for requests with a seed; greedy: draft the likeliest"
+        " tokens, and keep those that the model samples too. The distribution is the same.",
         old="is_probabilistic",
         old_values={
             "true": "probabilistic",
@@ -361,7 +360,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
     """How drafts are sampled."""
     prompt_lookup: bool = _drafts(
         False,
-        _ANY,
+        ANY,
         "Prompt-lookup decoding: if the last tokens of a request occurred earlier in its prompt or"
         " output, propose what followed. Used only while accepted at least as often as the"
         " drafter. For edits of code, summaries, answers with quotations. Needs a draft_type.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from drafthouse_server.access import is_loopback
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.setting import ALL, Rule, between, declare, layers, one_of
+from drafthouse_server.setting import ALL, ANY, Rule, between, declare, layers, one_of
 
 __all__ = [
     "CACHE_TYPES",
@@ -36,7 +36,6 @@ ROPE_SCALINGS = ("model", "none", "linear", "yarn")
 
 _N_DEVICES_MAX = 16
 _ENDPOINT = re.compile(r"[^:,\s]+:([0-9]{1,5})")
-_ANY = Rule("", lambda _: True)
 
 
 def _are_endpoints(texts: tuple[str, ...]) -> bool:
@@ -75,14 +74,14 @@ class DeviceSettings:
 
     device: tuple[str, ...] = _devices(
         (),
-        _ANY,
+        ANY,
         "Devices that layers are kept on, by name, such as CUDA0,CUDA1 or RPC0; none: the CPU"
         " alone. Empty: all. What there is, the log says at the start.",
     )
     """Names of devices; empty: all."""
     device_draft: tuple[str, ...] = _devices(
         (),
-        _ANY,
+        ANY,
         "Devices that the layers of model_draft are kept on, by name, whole layers by their free"
         " memory; none: the CPU alone. Empty: placed as the model is.",
         peers=("spec_draft_device",),
@@ -119,7 +118,7 @@ class DeviceSettings:
     """Which device is used alone."""
     cpu_moe: bool = _devices(
         False,
-        _ANY,
+        ANY,
         "Keep the weights of all experts (mixture of experts) with the CPU, and the rest of each"
         " layer on its device. Of model_draft: cpu_moe_draft.",
     )
@@ -133,7 +132,7 @@ class DeviceSettings:
     """Layers whose experts stay with the CPU."""
     cpu_moe_draft: bool = _devices(
         False,
-        _ANY,
+        ANY,
         "Keep the weights of all experts of model_draft with the CPU, and the rest of each layer on"
         " its device.",
         peers=("spec_draft_cpu_moe",),
@@ -181,7 +180,7 @@ class DeviceSettings:
     """Addresses of RPC servers; empty: none."""
     insecure_rpc: bool = _devices(
         False,
-        _ANY,
+        ANY,
         "Use RPC servers beyond loopback: whoever is on the way reads and changes weights, prompts"
         " and outputs.",
     )
@@ -210,7 +209,7 @@ class DeviceSettings:
     """Type of the drafter's values."""
     swa_full: bool = _devices(
         True,
-        _ANY,
+        ANY,
         "Layers with a sliding window keep all tokens of a slot, so that prefixes of any length are"
         " reused. Without it they keep the window alone, in less memory (llama-server's default);"
         " so they do with fit, too, where not all would fit else.",

@@ -11,17 +11,33 @@ import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
+from drafthouse_server import template_kwargs
 from drafthouse_server.access import UNIX, bare_host
 from drafthouse_server.errors import ConfigError
-from drafthouse_server.setting import Rule, between, declare, one_of
+from drafthouse_server.setting import ANY, Rule, between, declare, one_of
 
 __all__ = ["FrontSettings", "check_outbox", "check_ports"]
 
-_ANY = Rule("", lambda _: True)
 _ADDRESS = Rule("an address or a name", lambda host: bool(host) and not host.startswith("unix:"))
+
+
+def _are_template_kwargs(text: str) -> bool:
+    try:
+        template_kwargs.read(text)
+    except ValueError:
+        return False
+    return True
+
+
+_TEMPLATE_KWARGS = Rule(
+    f'a JSON object of at most {template_kwargs.N_BYTES_MAX} bytes, such as {{"enable_thinking":'
+    " false}, without names that the template itself sets",
+    _are_template_kwargs,
+)
 
 _LOCAL = {"localhost": "127.0.0.1"}
 
+_model = functools.partial(declare, "Model")
 _clients = functools.partial(declare, "Bounds on clients")
 _watch = functools.partial(declare, "Health and metrics")
 
@@ -44,6 +60,13 @@ class FrontSettings:
         "Maximum messages of a chat; at most as many as the context has tokens.",
     )
     """Most messages of a chat."""
+    chat_template_kwargs: str = _model(
+        "",
+        _TEMPLATE_KWARGS,
+        "Arguments of the chat template, a JSON object: those that a chat does not set itself."
+        " Empty: none.",
+    )
+    """Defaults of the chat template's arguments; empty is none."""
     max_calls: int = _clients(
         0,
         between(0, 1_000_000),
@@ -138,7 +161,7 @@ class FrontSettings:
     """Reserve of file descriptors."""
     open_health: bool = _watch(
         True,
-        _ANY,
+        ANY,
         "Answer health checks without a key, as probes of load balancers need it.",
     )
     """Whether health checks need no key."""

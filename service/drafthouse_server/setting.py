@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["ALL", "AS_FIT", "AUTO", "Rule", "Setting", "between", "declare", "layers", "one_of"]
+__all__ = [
+    "ALL",
+    "ANY",
+    "AS_FIT",
+    "AUTO",
+    "Rule",
+    "Setting",
+    "between",
+    "declare",
+    "layers",
+    "one_of",
+]
 
 AUTO, ALL = "auto", "all"
 """The words that a count of layers may be given as: as many as fit, and every layer."""
@@ -27,6 +38,10 @@ class Rule:
     """The rule."""
     choices: tuple[str, ...] = ()
     """The allowed texts, where these are few."""
+
+
+ANY = Rule("", lambda _: True)
+"""Anything is allowed, or what is allowed is checked beside other settings."""
 
 
 @dataclass(frozen=True, slots=True)

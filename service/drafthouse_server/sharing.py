@@ -8,11 +8,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from drafthouse_server.setting import Rule, between, declare, one_of
+from drafthouse_server.setting import ANY, Rule, between, declare, one_of
 
 __all__ = ["SharingSettings"]
-
-_ANY = Rule("", lambda _: True)
 
 
 def _are_weights(texts: tuple[str, ...]) -> bool:
@@ -35,7 +33,7 @@ class SharingSettings:
 
     store: str = _share(
         "",
-        _ANY,
+        ANY,
         "URL of a database of tenants, keys, limits and usage: sqlite:///FILE, or"
         " postgresql://USER@HOST/DATABASE for several servers. `drafthouse keys` and `drafthouse"
         " tenants` work on it; changes are seen within a second or two. Empty: api_keys alone.",
@@ -44,7 +42,7 @@ class SharingSettings:
     """URL of the store; empty: none."""
     key_pepper_file: str = _share(
         "",
-        _ANY,
+        ANY,
         "Path of the secret that the store's keys are hashed with, a file of mode 0600 which is"
         " made with the first key. Without it no key of the store works: back it up, apart from"
         " the store. Empty: the file of a SQLite store with .pepper after its name.",
@@ -126,7 +124,7 @@ class SharingSettings:
     """Aging of priorities."""
     rate_counters_url: str = _share(
         "",
-        _ANY,
+        ANY,
         "URL of a Redis in which several servers count tenants' rates together:"
         " redis://HOST:PORT/NUMBER, or rediss:// with TLS. While it does not answer, each server"
         " counts for itself, with its part of each rate, or with the whole where it has not"
@@ -136,7 +134,7 @@ class SharingSettings:
     """URL of the Redis of shared rates; empty: none."""
     usage_journal: str = _usage(
         "",
-        _ANY,
+        ANY,
         "Folder of the usage journal, in which each accepted stream has one record that survives a"
         " crash; `drafthouse usage` lists them. Servers must not share one. Empty: nothing is"
         " recorded.",

@@ -37,7 +37,7 @@ from drafthouse_engine import (
     add_rpc_servers,
 )
 
-__all__ = ["RATIO_MAX", "errors", "is_worse", "main"]
+__all__ = ["RATIO_MAX", "errors", "is_worse", "main", "quantise"]
 
 RATIO_MAX = 1.25
 """Of the rows' median errors: one row more or less whose router takes another expert is chance."""
@@ -138,7 +138,12 @@ def compare(path: Path, folder: Path, endpoint: str) -> tuple[str, bool]:
     return told, is_wrong
 
 
-def _quantise(source: Path, path: Path, kind: str) -> None:
+def quantise(source: Path, path: Path, kind: str) -> None:
+    """Writes a model with its weights in another type, as llama-quantize calls it.
+
+    Raises:
+        subprocess.CalledProcessError: That program will not.
+    """
     command = [str(peers.program("llama-quantize")), "--allow-requantize", str(source), str(path)]
     subprocess.run([*command, kind, "1"], check=True, capture_output=True)
 
@@ -173,8 +178,8 @@ def main() -> int:
         folder = Path(scratch)
         for path in sorted(models.glob("*.gguf")):
             if re.search(options.only, path.stem):
-                _quantise(path, folder / "quantised.gguf", options.type)
-                _quantise(folder / "quantised.gguf", folder / "float.gguf", "F32")
+                quantise(path, folder / "quantised.gguf", options.type)
+                quantise(folder / "quantised.gguf", folder / "float.gguf", "F32")
                 # A model that ends our process may end the device's: each has one of its own.
                 with rpc_server(folder, rounding=0.0) as server:
                     told, is_wrong = compare(path, folder, server.endpoint)

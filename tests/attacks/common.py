@@ -118,10 +118,8 @@ class Probe:
         return json.loads(lines[-1]) if lines else none
 
 
-def baseline(
-    target: str, key: str | None, kind: str, seconds: float = 3.0, ca_file: str = ""
-) -> dict[str, Any]:
-    return Probe(target, key, kind, seconds, ca_file).result()
+def baseline(target: str, key: str | None, kind: str, ca_file: str = "") -> dict[str, Any]:
+    return Probe(target, key, kind, 3.0, ca_file).result()
 
 
 def shown(found: dict[str, Any]) -> str:

@@ -18,8 +18,6 @@ from drafthouse_engine import CacheParams, Engine, EngineParams, Model, Sampler,
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
-KERNEL_TEST = Path(__file__).resolve().parents[2] / "build" / "bin" / "attention_test"
-
 N_BEFORE = 600
 """Cells before the piece: most of them are seen, so 16 rows make a tile."""
 WIDTHS = (1, 15, 16, 17, 22, 33, 40, 63, 64, 65)

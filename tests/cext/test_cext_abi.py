@@ -18,7 +18,6 @@ from drafthouse_engine.errors import BY_STATUS
 
 ROOT = Path(__file__).resolve().parents[2]
 CEXT = ROOT / "cext"
-ABI_TEST = ROOT / "build" / "bin" / "abi_test"
 HEADER = (CEXT / "spec.h").read_text(encoding="utf-8")
 
 

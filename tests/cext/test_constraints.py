@@ -136,6 +136,10 @@ def test_constructs(pattern: str, yes: list[str], no: list[str]) -> None:
         ("x[b-a]", "wrong range", 1),
         (r"[^\s\S]", "no character", 0),
         ("a{3,2}", "reversed", 1),
+        ("ab{2001}", "more than 2,000 times", 2),
+        ("ab{0,2001}", "more than 2,000 times", 2),
+        ("(a{0,2000}){0,2000}", "more than 1024 ways", 0),
+        (f"[{''.join(chr(0x10000 + 2 * i) for i in range(8000))}]", "65536 bytes", 0),
         (r"\xZZ", "hexadecimal", 0),
         (r"\01", "octal", 0),
         ("a\\", "escape \\", 1),
@@ -207,6 +211,8 @@ def test_choices_are_bounded() -> None:
     for wrong in ([], ["a"] * 4097, ["a" * 70000], ["a\0"], [1]):
         with pytest.raises(BadConstraint):
             choice_grammar(wrong)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(BadConstraint, match="more than 1024 ways"):
+        choice_grammar([chr(0x4E00 + i) for i in range(2000)])
 
 
 PERSON = {
@@ -286,6 +292,11 @@ def test_a_schema_accepts_valid_values_alone(value: object, is_valid: bool) -> N
         ({"type": "string", "pattern": r"^[^\w]$"}, ["-", "—"], ["a", "é", "日"]),
         ({"type": "string", "pattern": r"^(?<year>\d{4})$"}, ["2026"], ["26"]),
         ({"pattern": "b+"}, ["b", "abc", "bb"], ["ac", ""]),
+        ({"minLength": 1}, ["b"], ["", 1, None]),
+        ({"minimum": 1}, [1, 2], [0, 1.5, "b", None]),
+        ({"const": "a\0"}, ["a\0"], ["a"]),
+        ({"type": "string"}, ["a\x01"], ["a\0"]),
+        ({"type": "array", "maxItems": 2000}, [[1] * 2000], [[1] * 2001]),
         ({"type": "object"}, [{}, {"x": {"y": 1}}], [[]]),
         (
             {"properties": {"a": {}, "ab": {}}, "additionalProperties": {"type": "null"}},
@@ -453,7 +464,7 @@ def test_one_of_is_read_as_any_of() -> None:
             "#",
         ),
         ({"$ref": "#"}, "leads back", "#"),
-        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "lead back to itself", "#"),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "leads back to itself", "#"),
         ({"anyOf": [{"$ref": "#"}]}, "never ends", "#"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "never ends", "#"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "never ends", "#"),
@@ -476,7 +487,13 @@ def test_one_of_is_read_as_any_of() -> None:
         ({"allOf": [{}, {}]}, '"allOf"', "#"),
         ({"type": "text"}, '"type" must be', "#"),
         ({"type": "string", "minLength": -1}, '"minLength"', "#"),
-        ({"type": "string", "maxLength": 5000}, "repeated 5000 times", ""),
+        ({"type": "string", "maxLength": 5000}, '"maxLength" must be at most 2000', "#"),
+        ({"properties": {"a": {"minItems": 2001}}}, '"minItems" must be', "#/properties/a"),
+        ({"type": "string", "pattern": "ab{3000}"}, "2,000 times at index 2", "#"),
+        ({"type": "string", "pattern": "(a{0,2000}){0,2000}"}, "more than 1024 ways", "#"),
+        ({"enum": [f"{i:05}" for i in range(7000)]}, "grammar has more than 65536 bytes", "#"),
+        ({"prefixItems": [{"$ref": "#/prefixItems/" + "9" * 5000}]}, "points to nothing", "#/pre"),
+        ({"prefixItems": [{}, {"$ref": "#/prefixItems/00"}]}, "points to nothing", "#/prefix"),
         ({"type": "string", "pattern": "(?=a)"}, '"pattern"', "#"),
         ({"type": "string", "pattern": "^a|b$"}, "anchor beside", "#"),
         ({"type": "string", "pattern": "a", "minLength": 1}, "length beside", "#"),
@@ -503,6 +520,7 @@ def test_schemas_that_a_grammar_cannot_hold_are_refused(schema: Any, what: str, 
     with pytest.raises(BadConstraint, match=re.escape(what)) as caught:
         json_schema_grammar(schema)
     assert str(caught.value.where).startswith(where)
+    assert ("$ref" in str(caught.value)) <= ("$ref" in str(schema))
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -28,14 +28,14 @@ class TooMuch(BaseException):
 
 
 @contextlib.contextmanager
-def little_work(n_most: int = N_CALLS_MAX) -> Iterator[None]:
+def little_work() -> Iterator[None]:
     """Ends a block that takes many calls of Python and C, on any machine as many."""
     n_calls = 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:
         nonlocal n_calls
         n_calls += event in ("call", "c_call")
-        if n_calls > n_most:
+        if n_calls > N_CALLS_MAX:
             sys.setprofile(None)
             raise TooMuch
 
@@ -141,6 +141,32 @@ def test_deep_schemas_take_little_work(schema: dict[str, Any], text: str) -> Non
         grammar = json_schema_grammar(schema)
     assert grammar_accepts(grammar, text)
     assert not grammar_accepts(grammar, text[:-1])
+
+
+def referred_at_once(n: int) -> dict[str, Any]:
+    defs: dict[str, Any] = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(n)}
+    return {"$defs": defs | {f"{n}": {"type": "null"}}, "$ref": "#/$defs/0"}
+
+
+def referred_back(n: int) -> dict[str, Any]:
+    """Each needs the one before it, and leads to the next."""
+
+    def one(i: int) -> dict[str, Any]:
+        back = {"b": {"$ref": f"#/$defs/{i - 1}"}} if i > 0 else {}
+        further = {"f": {"$ref": f"#/$defs/{i + 1}"}} if i < n else {}
+        return {"properties": back | further, "required": list(back)}
+
+    return {"$defs": {f"{i}": one(i) for i in range(n + 1)}, "$ref": "#/$defs/0"}
+
+
+def test_long_chains_of_references_take_little_work() -> None:
+    with little_work(500_000):
+        grammar = json_schema_grammar(referred_at_once(1500))
+    assert grammar_accepts(grammar, "null")
+    with little_work(500_000):
+        grammar = json_schema_grammar(referred_back(200))
+    assert grammar_accepts(grammar, '{"f":{"b":{},"f":{"b":{"b":{}}}}}')
+    assert not grammar_accepts(grammar, '{"f":{"f":{"b":{"b":{}}}}}')
 
 
 def test_names_that_no_grammar_holds_are_refused_at_once() -> None:

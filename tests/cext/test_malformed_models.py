@@ -98,9 +98,9 @@ DENSE = MODELS / TARGETS["dense"]
 SMALL = EngineParams(n_seq_max=2, n_ctx_seq=64, n_batch=64, n_ubatch=64, n_threads=1)
 
 
-def a_token(engine: Engine, sampling: SamplingParams = GREEDY) -> int:
+def a_token(engine: Engine) -> int:
     """Returns the token that follows a short prompt."""
-    engine.seq_begin(0, Sampler(engine.target, sampling))
+    engine.seq_begin(0, Sampler(engine.target, GREEDY))
     result = engine.step(plan((0, 0, 0, 3, 0, 1)), [300, 301, 302])
     assert not result.entries["status"].any()
     engine.seq_end(0)

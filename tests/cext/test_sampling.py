@@ -147,6 +147,27 @@ def test_a_seed_may_draw_the_same_tokens_whatever_is_drafted(
             assert [it[:40] for it in generate(engine, other, 40, 3).tokens] != expected
 
 
+def test_forbidden_tokens_have_no_share_in_what_samplers_measure() -> None:
+    """A logit of -inf is a probability of 0, whose logarithm is no number."""
+    open_ = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
+    unlikely = [((1000, bias),) for bias in (-50.0, -np.inf)]
+    with (
+        Model(MODELS / TARGETS["dense"], placement=ON_CPU) as target,
+        Engine(target, None, params("none", exact=True)) as engine,
+    ):
+
+        def draw(**options: Any) -> list[list[int]]:
+            samplings = [SamplingParams(seed=seed, **(open_ | options)) for seed in range(4)]
+            return generate(engine, samplings, 20, 0).tokens
+
+        drawn, banned = (draw(typical_p=0.5, logit_bias=bias) for bias in unlikely)
+        assert banned == drawn
+        few = tuple((token, -np.inf) for token in range(60, target.n_vocab))
+        first = draw(mirostat=1, temperature=3.0, logit_bias=few)
+        greedy = draw(temperature=0.0, logit_bias=few)
+        assert first != greedy
+
+
 def test_options_change_what_is_drawn() -> None:
     plain = SamplingParams(seed=5, temperature=1.0)
     with (

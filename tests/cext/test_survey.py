@@ -32,7 +32,6 @@ DENSE = MODELS / "tiny-mimo2-f16.gguf"
 HYBRID = MODELS / "tiny-qwen35-f16.gguf"
 EAGLE3 = MODELS / "tiny-mimo2-eagle3-f16.gguf"
 SIMPLE = MODELS / "tiny-draft-f16.gguf"
-HEADLESS = EngineParams(draft_type="none", n_ctx_seq=512, n_seq_max=2, n_batch=64, n_ubatch=64)
 
 
 def params(draft_type: str = "none", n_seq_max: int = 2, n_ctx_seq: int = 512) -> EngineParams:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,6 +178,30 @@ async def test_chat_remembers_and_forgets(server: Server, client: drafthouse.Asy
     assert outcome.code == 0
     assert outcome.out.splitlines() == [first, second, await answer("b")]
     assert outcome.err == "commands: /reset, /quit\n"
+
+
+async def test_chat_sets_arguments_of_the_template(
+    server: Server, client: drafthouse.AsyncClient
+) -> None:
+    flags = ("--chat-template-kwargs", '{"enable_thinking": false}')
+    outcome = await ask(server, "chat", *GREEDY, *flags, source="a\n")
+    chat, kwargs = [{"role": "user", "content": "a"}], {"enable_thinking": False}
+    plain = await client.generate(chat, temperature=0, max_output_tokens=20)
+    result = await client.generate(
+        chat, temperature=0, max_output_tokens=20, chat_template_kwargs=kwargs
+    )
+    assert outcome.code == 0
+    assert outcome.out.splitlines() == [result.text]
+    assert result.usage.prompt_tokens > plain.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(("text", "told"), [("{", "not JSON: "), ("[]", "not a JSON object")])
+def test_arguments_of_a_template_are_a_json_object(
+    text: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("chat", "--chat-template-kwargs", text)
+    assert f"argument --chat-template-kwargs: {told}" in capsys.readouterr().err
 
 
 async def test_chat_beyond_the_context_says_how_to_go_on(start_server: ServerFactory) -> None:
@@ -521,14 +545,6 @@ async def test_generate_against_the_served_demo_model() -> None:
     assert outcome.code == 0
     assert outcome.out.strip()
     assert re.search(r"\d+ tokens, .*acceptance [\d.]+%", outcome.err)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A shell may have started us with Ctrl-C ignored, which children inherit."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

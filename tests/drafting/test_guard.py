@@ -107,9 +107,9 @@ class World:
         assert self.engine.n_cells_used == self.scheduler.n_cells_held
 
 
-def ticking(step_s: float = 0.003) -> Callable[[], float]:
+def ticking() -> Callable[[], float]:
     ticks = iter(range(10**9))
-    return lambda: next(ticks) * step_s
+    return lambda: next(ticks) * 0.003
 
 
 def usual() -> StepTimings:

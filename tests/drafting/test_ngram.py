@@ -299,8 +299,8 @@ def test_a_long_prompt_is_indexed_over_several_steps() -> None:
 # In the scheduler.
 
 
-def bench_of(n_draft: int = 3, n_pool_max: int = 0, **fake: Any) -> Bench:
-    return Bench(LARGE, n_draft, {"ngrams": NgramDrafter(3, n_pool_max)}, **fake)
+def bench_of(**fake: Any) -> Bench:
+    return Bench(LARGE, 3, {"ngrams": NgramDrafter(3, 1000)}, **fake)
 
 
 def ask(bench: Bench, tenant: str, prompt: str, **more: object) -> Sequence:
@@ -333,7 +333,7 @@ def n_external(bench: Bench, sequence: Sequence) -> int:
 
 
 def test_a_tenant_drafts_from_its_own_and_no_other_does() -> None:
-    bench = bench_of(n_pool_max=1000, acceptance=[0])
+    bench = bench_of(acceptance=[0])
     first = ask(bench, "a", "hello")
     other = ask(bench, "b", "hello")
     again = ask(bench, "a", "hello")
@@ -347,7 +347,7 @@ def test_a_tenant_drafts_from_its_own_and_no_other_does() -> None:
 
 @pytest.mark.parametrize("end", [FinishReason.CANCELLED, FinishReason.DEADLINE])
 def test_what_was_cut_off_is_nobodys_draft(end: FinishReason) -> None:
-    bench = bench_of(n_pool_max=1000, acceptance=[0])
+    bench = bench_of(acceptance=[0])
     sequence = bench.add("h", n_output_max=60, tenant="a")
     for _ in range(30):
         bench.step()
@@ -359,7 +359,7 @@ def test_what_was_cut_off_is_nobodys_draft(end: FinishReason) -> None:
 
 
 def test_a_seed_is_not_led_by_what_others_drew() -> None:
-    bench = bench_of(n_pool_max=1000, acceptance=[0])
+    bench = bench_of(acceptance=[0])
     options = SamplingOptions(temperature=1.0, seed=3)
     for _ in range(2):
         seeded = ask(bench, "a", "hello", options=options)
@@ -370,14 +370,14 @@ def test_a_seed_is_not_led_by_what_others_drew() -> None:
 
 
 def test_a_request_without_drafts_gets_none() -> None:
-    bench = bench_of(n_pool_max=1000, acceptance=[0])
+    bench = bench_of(acceptance=[0])
     ask(bench, "a", "hello")
     again = ask(bench, "a", "hello", n_draft=0)
     assert again.tally.n_drafts == 0
 
 
 def test_statistics_tell_who_drafted() -> None:
-    bench = bench_of(n_pool_max=1000, acceptance=[0])
+    bench = bench_of(acceptance=[0])
     for _ in range(2):
         ask(bench, "a", "hello")
     counts = bench.scheduler.counts

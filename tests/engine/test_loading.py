@@ -13,7 +13,7 @@ from gguf import GGUFReader
 from models import archs
 from models.archs import RECIPES, write_model
 from tests.support.demo import MODELS, TARGETS
-from tests.support.gguf_copy import copied
+from tests.support.gguf_copy import copied, header_only
 
 from drafthouse_engine import Model, ModelNotFound, Sampler, SamplingParams, set_log
 from drafthouse_server.config import Config
@@ -135,6 +135,26 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelLoadError, match="no tokenizer"):
         LlamaEngine.load(Config(model=str(path), max_model_len=64, parallel=1, threads=1))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "kind", ["new", "clip", "adapter", "version 1", "version 99", "big endian"]
+)
+def test_a_whole_file_is_not_to_be_downloaded_again(kind: str, tmp_path: Path) -> None:
+    """A whole file that is no model for this server was said to be incomplete."""
+    path = tmp_path / "model.gguf"
+    dense = MODELS / TARGETS["dense"]
+    if kind == "adapter":
+        header_only(path, "llama", {"block_count": 1})
+    elif kind in ("new", "clip"):
+        copied(dense, path, arch="newer9" if kind == "new" else kind)
+    else:
+        number = {"version 1": b"\1\0\0\0", "version 99": b"\x63\0\0\0"}
+        written = dense.read_bytes()
+        path.write_bytes(written[:4] + number.get(kind, b"\0\0\0\3") + written[8:])
+    with pytest.raises(ModelLoadError, match="use another file: this one is whole"):
+        LlamaEngine.load(Config(model=str(path), threads=1))
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,12 @@ JOBS = st.one_of(
         parse_special=st.booleans(),
         sampling=SAMPLING,
     ),
-    st.builds(TextJob, messages=st.lists(st.tuples(TEXT, TEXT), max_size=5), sampling=SAMPLING),
+    st.builds(
+        TextJob,
+        messages=st.lists(st.tuples(TEXT, TEXT), max_size=5),
+        chat_template_kwargs=TEXT,
+        sampling=SAMPLING,
+    ),
     st.builds(TextJob, tokens=IDS, keep_special=st.booleans(), n_bytes_max=st.integers(0, 10**9)),
     st.builds(TextJob, sampling=SAMPLING),
 )
@@ -109,6 +114,7 @@ def test_numbers_that_are_none_are_no_answer(wrong: dict[str, Any]) -> None:
     [
         (TextJob(text="héllo"), 6, "text"),
         (TextJob(messages=[("user", "é"), ("a", "")]), 7, "messages"),
+        (TextJob(messages=[("user", "é")], chat_template_kwargs='{"é":1}'), 14, "messages"),
         (TextJob(tokens=[1, 2, 3]), 12, "token_ids"),
         (TextJob(sampling=SamplingOptions(grammar="root")), 4, "grammar"),
         (TextJob(sampling=SamplingOptions(dry_breakers=("é", "b"))), 3, "dry_breakers"),
@@ -137,7 +143,7 @@ def test_a_text_that_would_be_too_long_is_refused_before_it_is_made() -> None:
 
 def test_a_start_token_that_template_and_tokenizer_have_written_is_there_once() -> None:
     class Twice(FakeEngine):
-        def tokenize_chat(self, messages: object) -> list[int]:
+        def tokenize_chat(self, messages: object, chat_template_kwargs: str = "") -> list[int]:
             return [256, 256, *b"hi"]
 
     assert perform(TextJob(messages=[("user", "hi")]), Twice()).tokens == [256, *b"hi"]

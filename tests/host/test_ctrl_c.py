@@ -5,19 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from drafthouse_server.host.ctrl_c import stopping_at_ctrl_c
 
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """A shell may have started us with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 def press() -> None:

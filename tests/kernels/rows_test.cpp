@@ -473,13 +473,10 @@ bool are_floats_right() {
     const auto plain = [](const char * name, ggml_type of) {
         return kind{name, of, 0, 0, 0, 0, false, 0, nullptr, nullptr, nullptr};
     };
-    std::vector<kind> floats = {plain("F16", GGML_TYPE_F16), plain("F32", GGML_TYPE_F32)};
-    if (!ggml_cpu_has_avx512_bf16()) { // upstream multiplies then
-        floats.push_back(plain("BF16", GGML_TYPE_BF16));
-    }
     bool is_ok = true;
     uint32_t seed = 0;
-    for (const kind & k : floats) {
+    for (const kind & k : {plain("F16", GGML_TYPE_F16), plain("F32", GGML_TYPE_F32),
+                           plain("BF16", GGML_TYPE_BF16)}) {
         is_ok = (k.type == GGML_TYPE_F32 || is_rounded_right(k)) && is_ok;
         for (const shape & s : std::vector<shape>{{32, 1, 1},
                                                   {96, 25, 2},

@@ -37,8 +37,8 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def held_out_text(n_prompts: int = 3) -> TokenStream:
-    prompts = json.loads(PATH.read_text(encoding="utf-8"))["prompts"][:n_prompts]
+def held_out_text() -> TokenStream:
+    prompts = json.loads(PATH.read_text(encoding="utf-8"))["prompts"][:3]
     files = [SourceFile(prompt["id"], prompt["text"]) for prompt in prompts]
     return encode_corpus(files, TOKENIZER)
 

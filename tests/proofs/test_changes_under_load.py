@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.rpc.test_rpc_store import Shell
 from tests.rpc.test_tls import client_of, files, shake_hands
 from tests.rpc.test_usage_crash import recovered, serving
 from tests.rpc.test_usage_store import impatient, quick_looks, stored
 from tests.support.certificates import Authority
 from tests.support.databases import Daemon, postgresql, redis_server
+from tests.support.shell import Shell
 
 import drafthouse
 from drafthouse_server.engine.fake import FakeEngine

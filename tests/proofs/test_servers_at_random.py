@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.proofs.test_changes_under_load import databases
 from tests.rpc.test_rpc_generation import expected_tokens
-from tests.rpc.test_rpc_store import Shell
 from tests.rpc.test_usage_store import quick_looks, stored
 from tests.support.databases import Daemon
+from tests.support.shell import Shell
 
 import drafthouse
 from drafthouse_server.engine.fake import FakeEngine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import io
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from tests.support.databases import Daemon, postgresql
+from tests.support.shell import Shell
 
 import drafthouse
-from drafthouse_server.cli.main import main
-from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.rpc import services
 from drafthouse_server.rpc.server import Server
@@ -27,29 +25,6 @@ from drafthouse_server.tenancy.keys import id_of_key, make_key
 
 if TYPE_CHECKING:
     from tests.conftest import Eventually, ServerFactory
-
-
-class Shell:
-    """The command line on a store."""
-
-    def __init__(self, url: str, pepper: Path) -> None:
-        self.url = url
-        self.pepper = pepper
-        self.settings: dict[str, Any] = {"store": url, "key_pepper_file": str(pepper)}
-
-    def run(self, *words: str) -> str:
-        """Runs a command and returns what it prints; it may not fail."""
-        out, err = io.StringIO(), io.StringIO()
-        flags = ["--store", self.url, "--key-pepper-file", str(self.pepper)]
-        code = main([*words, *flags], Terminal(out, err))
-        assert code == 0, err.getvalue()
-        return out.getvalue().strip()
-
-    def add_key(self, tenant: str = "acme") -> str:
-        return self.run("keys", "add", "--tenant", tenant)
-
-    def revoke(self, key: str) -> None:
-        self.run("keys", "revoke", id_of_key(key) or "")
 
 
 @pytest.fixture(autouse=True)

@@ -45,9 +45,11 @@ class HeldTexts(FakeEngine):
         self.note(text)
         return super().tokenize(text, add_special=add_special, parse_special=parse_special)
 
-    def tokenize_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def tokenize_chat(
+        self, messages: Sequence[tuple[str, str]], chat_template_kwargs: str = ""
+    ) -> list[int]:
         self.note(messages[0][1])
-        return super().tokenize_chat(messages)
+        return super().tokenize_chat(messages, chat_template_kwargs)
 
     def token_bytes(self, token: int, *, special: bool) -> bytes:
         self.note(str(token))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.admin import admin
+from tests.support.shell import Shell
 
 import drafthouse
 from drafthouse.v1 import admin_pb2
-from drafthouse_server.cli.main import main
-from drafthouse_server.cli.terminal import Terminal
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.scheduling.prefix_cache import BlocksStored, CacheReset
@@ -39,24 +37,6 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_ring, "POLL_S", 0.02)
 
 
-class Shell:
-    """The command line on a store."""
-
-    def __init__(self, folder: Path) -> None:
-        self.settings: dict[str, Any] = {
-            "store": f"sqlite:///{folder / 'store.db'}",
-            "key_pepper_file": str(folder / "pepper"),
-        }
-
-    def run(self, *words: str) -> str:
-        """Runs a command and returns what it prints; it may not fail."""
-        out, err = io.StringIO(), io.StringIO()
-        flags = ["--store", self.settings["store"]]
-        flags += ["--key-pepper-file", self.settings["key_pepper_file"]]
-        assert main([*words, *flags], Terminal(out, err)) == 0, err.getvalue()
-        return out.getvalue().strip()
-
-
 async def held_by(server: Server) -> set[str]:
     """Returns whose blocks the prefix cache holds, by slot and in host memory."""
     owners: set[str] = set()
@@ -79,12 +59,12 @@ def client_of(server: Server, key: str) -> drafthouse.AsyncClient:
 async def test_a_deleted_tenant_holds_nothing_and_its_streams_end(
     start_server: ServerFactory, tmp_path: Path, eventually: Eventually, revoked_streams: str
 ) -> None:
-    shell = Shell(tmp_path)
+    shell = Shell(f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "pepper")
     engine = FakeEngine(LIMITS, step_s=0.002)
     server = await start_server(
         engine, revoked_streams=revoked_streams, prompt_lookup=True, **shell.settings
     )
-    keys = {name: shell.run("keys", "add", "--tenant", name) for name in ("acme", "bob")}
+    keys = {name: shell.add_key(name) for name in ("acme", "bob")}
     async with client_of(server, keys["acme"]) as acme, client_of(server, keys["bob"]) as bob:
         for client in (acme, bob, acme, bob):  # the second ones' slots: the first go to host memory
             await client.generate("some words that are long enough " * 4, max_output_tokens=8)
@@ -112,7 +92,7 @@ async def test_a_deleted_tenant_holds_nothing_and_its_streams_end(
     assert server.loop.statistics().n_requests == {"length": 5, "INVALID_API_KEY": 2}
     counts = server.loop.statistics().scheduler
     assert engine.n_cells_used == counts.n_retained_cells
-    key = shell.run("keys", "add", "--tenant", "acme")
+    key = shell.add_key()
     async with client_of(server, key) as anew:
         result = await anew.generate("some words that are long enough " * 4, max_output_tokens=1)
     assert result.usage.reused_prompt_tokens == 0
@@ -122,9 +102,9 @@ async def test_limits_that_are_changed_are_listed_before_the_next_call(
     start_server: ServerFactory, tmp_path: Path, eventually: Eventually, free_port: int
 ) -> None:
     """They were those of the tenant's last call, also when it was deleted since."""
-    shell = Shell(tmp_path)
+    shell = Shell(f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "pepper")
     server = await start_server(FakeEngine(LIMITS), admin_port=free_port, **shell.settings)
-    key = shell.run("keys", "add", "--tenant", "acme")
+    key = shell.add_key()
     async with client_of(server, key) as client, admin(free_port) as stub:
         await client.generate("x", max_output_tokens=1)
         (found,) = (await stub.ListTenants(admin_pb2.ListTenantsRequest())).tenants
@@ -142,15 +122,15 @@ async def test_one_that_is_deleted_and_made_again_at_once_is_another(
     start_server: ServerFactory, tmp_path: Path, eventually: Eventually, caplog: Any
 ) -> None:
     caplog.set_level("INFO")
-    shell = Shell(tmp_path)
+    shell = Shell(f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "pepper")
     server = await start_server(FakeEngine(LIMITS), **shell.settings)
     text = "some words that are long enough " * 4
-    key = shell.run("keys", "add", "--tenant", "acme")
+    key = shell.add_key()
     async with client_of(server, key) as acme:
         await acme.generate(text, max_output_tokens=4)
         assert (await acme.generate(text, max_output_tokens=4)).usage.reused_prompt_tokens
     shell.run("tenants", "delete", "acme")
-    again = shell.run("keys", "add", "--tenant", "acme")
+    again = shell.add_key()
     await eventually(lambda: "tenant acme was deleted" in caplog.text)
     async with client_of(server, again) as acme:
         result = await acme.generate(text, max_output_tokens=4)

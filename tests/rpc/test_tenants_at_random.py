@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from tests.rpc.test_rpc_generation import expected_tokens
-from tests.rpc.test_rpc_store import Shell
 from tests.support.admin import admin, reason_of
 from tests.support.http2 import connect
+from tests.support.shell import Shell
 
 import drafthouse
 from drafthouse.v1 import admin_pb2, generation_pb2

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from tests.rpc.test_rpc_store import Shell, client_of
+from tests.rpc.test_rpc_store import client_of
 from tests.support.databases import Daemon, postgresql
 from tests.support.limits import n_of_month
+from tests.support.shell import Shell
 
 import drafthouse
 from drafthouse.v1 import usage_pb2, usage_pb2_grpc

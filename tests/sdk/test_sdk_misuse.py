@@ -156,6 +156,25 @@ WRONG_PROMPTS: list[tuple[Any, str]] = [
 ]
 
 
+WRONG_KWARGS: list[tuple[Any, Any, str]] = [
+    ([], "x", "a mapping of names to values, not list"),
+    ({"a": {1}}, [{"role": "user", "content": "x"}], "must have values as JSON has them: Object"),
+    ({"a": float("nan")}, [{"role": "user", "content": "x"}], "values as JSON has them: Out of"),
+    ({"a": 1}, "x", "is for a prompt of chat messages alone"),
+    ({"a": 1}, [1, 2], "is for a prompt of chat messages alone"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "prompt", "told"), WRONG_KWARGS, ids=range(len(WRONG_KWARGS)))
+def test_arguments_of_a_template_are_json_beside_a_chat(
+    kwargs: Any, prompt: Any, told: str
+) -> None:
+    with drafthouse.Client(NOBODY) as client:
+        for call in (client.generate, client.count_tokens):
+            with pytest.raises(TypeError, match=f"^chat_template_kwargs .*{told}"):
+                call(prompt, chat_template_kwargs=kwargs)
+
+
 @pytest.mark.parametrize(("prompt", "told"), WRONG_PROMPTS, ids=range(len(WRONG_PROMPTS)))
 def test_a_prompt_of_the_wrong_type_says_where(prompt: Any, told: str) -> None:
     """A message without a content was sent as an empty one."""
@@ -374,6 +393,7 @@ def test_none_is_the_default_of_every_option() -> None:
             speculation=None,
             max_draft_tokens=None,
             priority=None,
+            chat_template_kwargs=None,
             end_user=None,
         ).close()
     options: drafthouse.GenerateOptions = dict.fromkeys(  # type: ignore[assignment]  # names are text

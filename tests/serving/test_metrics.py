@@ -29,7 +29,7 @@ def test_steps_add_up() -> None:
     assert (statistics.n_steps, statistics.n_batch_tokens) == (2, 14)
     assert (statistics.n_drafts, statistics.n_drafted, statistics.n_accepted) == (2, 8, 4)
     assert (statistics.draft_s, statistics.decode_s) == (2.0, 4.0)
-    assert (statistics.process_s, statistics.sample_s, statistics.engine_s) == (6.0, 8.0, 21.0)
+    assert (statistics.process_s, statistics.sample_s, statistics.other_s) == (6.0, 8.0, 1.0)
 
 
 def test_drafts_are_told_apart_by_who_proposed_them() -> None:

@@ -88,9 +88,12 @@ def test_the_sdk_can_give_every_option() -> None:
         "log_probabilities": True,
         "progress": True,
         "speculation": "mtp",
+        "chat_template_kwargs": {"a": 1},
         "end_user": "u",
     }
-    asked = to_generation(drafthouse_options.generate_request("x", options))
+    chat = [drafthouse.ChatMessage("user", "x")]
+    asked = to_generation(drafthouse_options.generate_request(chat, options))
+    assert asked.prompt.chat_template_kwargs == '{"a": 1}'
     assert set(asked.knobs) == {knob.name for knob in KNOBS}
     for field in dataclasses.fields(GenerationRequest):
         assert getattr(asked, field.name), field.name

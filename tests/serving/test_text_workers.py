@@ -95,9 +95,12 @@ class Shop:
         self.may_end = asyncio.Event()
         self.killed: set[HandWorker] = set()
         self.n_starts = 0
-        self.n_failures = 0
+        self.n_failures = self.n_unmade = 0
 
     def make(self, kind: type[HandWorker] = HandWorker) -> HandWorker:
+        if self.n_unmade:
+            self.n_unmade -= 1
+            raise StartupError("no memory")
         self.workers.append(kind(self))
         return self.workers[-1]
 
@@ -352,7 +355,9 @@ async def test_a_job_without_an_answer_is_cut_off(monkeypatch: pytest.MonkeyPatc
     await texts.close()
 
 
+@pytest.mark.parametrize("what", ["n_failures", "n_unmade"])
 async def test_workers_that_cannot_be_started_are_tried_again(
+    what: str,
     open_pool: Callable[[int], Pool],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -362,7 +367,7 @@ async def test_workers_that_cannot_be_started_are_tried_again(
     pool = open_pool(1)
     await pool.texts.open()
     await settle()
-    pool.shop.n_failures = 3
+    setattr(pool.shop, what, 3)
     for worker in pool.shop.workers:
         worker.die()
     await pool.run(A, "a0")

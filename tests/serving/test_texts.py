@@ -43,17 +43,17 @@ PROGRAM = (
 """A template that does harm when a chat asks for it."""
 
 
-def open_text(path: str = MODEL) -> TextModel:
-    """Returns the vocabulary of a model, in this process."""
+def open_text() -> TextModel:
+    """Returns the vocabulary of the model, in this process."""
     from drafthouse_server.engine.llama_text import LlamaText
 
-    return LlamaText.open(path)
+    return LlamaText.open(MODEL)
 
 
-def pool_of(kind: str, n: int = 2) -> TextWorkers:
+def pool_of(kind: str) -> TextWorkers:
     if kind == "fake":
-        return TextWorkers(FakeEngine().make_text_worker, n)
-    return process_pool(MODEL, n)
+        return TextWorkers(FakeEngine().make_text_worker, 2)
+    return process_pool(MODEL)
 
 
 def process_pool(

@@ -15,7 +15,6 @@ from gguf import GGUFWriter
 from models.vocabulary import add_vocabulary
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
-TARGET_NAMES = {"tiny-mimo2-f16.gguf": "tiny-mimo2", "tiny-qwen35-f16.gguf": "tiny-qwen35"}
 N_VOCAB, N_EMBD, N_HEAD, N_HEAD_KV, N_EMBD_HEAD, N_FF = 2048, 256, 4, 2, 64, 128
 MASK = 3
 """The demo tokenizer's padding, which no text has."""

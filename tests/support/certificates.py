@@ -107,12 +107,11 @@ class Authority:
     def issue(
         self,
         *names: x509.GeneralName,
-        common_name: str = "a test",
         not_after: datetime.datetime | None = None,
     ) -> Pair:
         """Returns a certificate with alternative names; without any, those of this machine."""
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = self._builder(_name(common_name), key, not_after).add_extension(
+        builder = self._builder(_name("a test"), key, not_after).add_extension(
             x509.SubjectAlternativeName(names or LOCAL), critical=False
         )
         return Pair(

@@ -115,11 +115,11 @@ def limits_of(n: int, n_draft_max: int) -> EngineLimits:
     return EngineLimits("mtp", n, 1 << 30, 1 << 29, 4096, 512, n_draft_max, n * (1 + n_draft_max))
 
 
-def make_crowd(acceptances: list[float], seed: int = 1) -> list[Member]:
+def make_crowd(acceptances: list[float]) -> list[Member]:
     """Returns one sequence per acceptance rate, the same at each position."""
     return [
         # A lambda's default has no annotation to give it a type.
-        Member(i, lambda _, p=p: p, random=random.Random(seed * 1000 + i))  # type: ignore[misc]  # a default has no type
+        Member(i, lambda _, p=p: p, random=random.Random(1000 + i))  # type: ignore[misc]  # a default has no type
         for i, p in enumerate(acceptances)
     ]
 
@@ -194,7 +194,7 @@ def run(
 
 
 def best_fixed(
-    machine: Machine, acceptances: list[float], n_draft_max: int = 4, *, only: int | None = None
+    machine: Machine, acceptances: list[float], *, only: int | None = None
 ) -> tuple[float, int]:
     """Returns the tokens per second of the best K for all, and that K. K = 0 has no drafter.
 
@@ -202,7 +202,7 @@ def best_fixed(
     """
     n = len(acceptances)
     found = []
-    for n_draft in range(n_draft_max + 1) if only is None else (only,):
+    for n_draft in range(5) if only is None else (only,):
         n_emitted = sum(sum(p**i for i in range(n_draft + 1)) for p in acceptances)
         shape = StepShape(n * (1 + n_draft), n * (1 + n_draft))
         timings = machine.timings(shape, [n_draft] * n, is_fed=n_draft > 0)

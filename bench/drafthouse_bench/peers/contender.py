@@ -20,7 +20,7 @@ from typing import IO, Any, Protocol
 
 import drafthouse
 from drafthouse_bench.peers.http import HttpClient
-from drafthouse_bench.process import BenchError, ServerProcess
+from drafthouse_bench.process import BenchError, ServerProcess, end_process, last_line
 from drafthouse_bench.trace import Trace
 from drafthouse_server.config import Config
 
@@ -43,7 +43,6 @@ __all__ = [
 OURS = "drafthouse"
 THEIRS = "llama-server"
 _STARTUP_S = 180.0
-_END_S = 20.0
 _TENANTS = ("one:key-of-one", "two:key-of-two")
 _N_HTTP_THREADS = 128
 """A kept connection holds a thread of llama-server; its default would make clients wait."""
@@ -246,7 +245,7 @@ async def _run_program(
             yield process.pid, log
         finally:
             client.close()
-            await _end(process)
+            await end_process(process)
 
 
 def peer_flags(config: Config, port: int) -> list[str]:
@@ -319,17 +318,4 @@ async def _until_ready(
         if await client.is_ready():
             return
         await asyncio.sleep(0.05)
-    log.seek(0)
-    lines = log.read().decode(errors="replace").strip().splitlines() or ["it says nothing"]
-    raise BenchError(f"llama-server does not start: {lines[-1]}")
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), _END_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    raise BenchError(f"llama-server does not start: {last_line(log)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar, Unpack
 
@@ -135,16 +135,27 @@ class AsyncClient(NotCopied):
         return AsyncGenerationStream(start, self._attempts(timeout))
 
     async def count_tokens(
-        self, prompt: Prompt, *, model: str | None = "", timeout: float | None = None
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = "",
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        timeout: float | None = None,
     ) -> TokenCount:
         """Counts the tokens of a prompt as `generate` would see it.
+
+        Args:
+            prompt: text, token ids, or chat messages.
+            model: name of the model; empty or None is the server's default.
+            chat_template_kwargs: arguments of the chat's template, as for `generate`.
+            timeout: seconds; None is no limit.
 
         Raises:
             InvalidField: a value cannot be sent at all (INVALID_FIELD).
             DrafthouseError: the call failed otherwise.
             TypeError: a value is of the wrong type.
         """
-        request = count_request(prompt, model)
+        request = count_request(prompt, model, chat_template_kwargs)
         response = await self._call(self._generation.CountTokens, request, timeout)
         return TokenCount(response.prompt_tokens, response.context_tokens)
 

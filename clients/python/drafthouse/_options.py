@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
@@ -154,6 +155,9 @@ class GenerateOptions(TypedDict, total=False):
     """Draft tokens per step, [0, Model.max_draft_tokens]; None is the server's default."""
     priority: int | None
     """Priority among the tenant's own requests, [-100, 100]; higher runs first."""
+    chat_template_kwargs: Mapping[str, object] | None
+    """With chat messages: arguments of the model's template, such as `{"enable_thinking": False}`:
+    values as JSON has them, at most 4096 bytes. They go before the server's own."""
     end_user: str | None
     """For whom it is: an opaque name of at most 64 bytes, such as a hash of a user's id."""
 
@@ -196,6 +200,9 @@ _DRY_RULES = {
 }
 
 
+_KWARGS = "chat_template_kwargs"
+
+
 def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2.GenerateRequest:
     """Builds the request of a generation.
 
@@ -218,9 +225,13 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     return request
 
 
-def count_request(prompt: Prompt, model: str | None) -> generation_pb2.CountTokensRequest:
+def count_request(
+    prompt: Prompt, model: str | None, chat_template_kwargs: Mapping[str, object] | None
+) -> generation_pb2.CountTokensRequest:
     """Builds the request for the number of tokens of a prompt; raises as `generate_request`."""
     request = generation_pb2.CountTokensRequest(prompt=_prompt_message(prompt))
+    if chat_template_kwargs is not None:
+        _set_template_kwargs(request, chat_template_kwargs)
     _put_given(request, "text", model=model)
     return request
 
@@ -366,6 +377,21 @@ def _set_speculation(request: generation_pb2.GenerateRequest, mode: object) -> N
         request.speculation.mode = model_pb2.SpeculationMode.ValueType(number)
 
 
+def _set_template_kwargs(
+    request: generation_pb2.GenerateRequest | generation_pb2.CountTokensRequest, kwargs: object
+) -> None:
+    """Writes the arguments of a chat template, behind the messages."""
+    if not isinstance(kwargs, Mapping):
+        raise wrong_type(_KWARGS, "a mapping of names to values", kwargs)
+    if not request.prompt.HasField("chat"):
+        raise TypeError(f"{_KWARGS} is for a prompt of chat messages alone")
+    try:
+        text = json.dumps(dict(kwargs), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{_KWARGS} must have values as JSON has them: {error}") from error
+    put(request, f"prompt.chat.{_KWARGS}", _KWARGS, "text", text)
+
+
 def _put_texts(values: MutableSequence[str], name: str, given: object) -> None:
     """Writes texts, of which one may stand alone."""
     given = [given] if isinstance(given, str) else given
@@ -379,5 +405,6 @@ _SETTERS: dict[str, Callable[[generation_pb2.GenerateRequest, object], None]] = 
     "stop": _set_stop,
     "stop_token_ids": _set_stop_token_ids,
     "speculation": _set_speculation,
+    _KWARGS: _set_template_kwargs,
 }
 """How the other options are written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ def add_chat(commands: _Commands[argparse.ArgumentParser]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_json_object,
+        metavar="JSON",
+        help="arguments of the model's chat template, such as '{\"enable_thinking\": false}'",
+    )
     add_connection(parser)
     _add_options(parser)
     parser.set_defaults(run=_chat)
@@ -69,6 +76,17 @@ def add_models(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("models", help="list the models of a server", allow_abbrev=False)
     add_connection(parser)
     parser.set_defaults(run=_models)
+
+
+def _json_object(text: str) -> dict[str, object]:
+    """Returns a JSON object that stands on the command line."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -278,6 +296,7 @@ def _chat(arguments: argparse.Namespace, terminal: Terminal) -> int:
     options = _checked_options(arguments, terminal)
     if options is None:
         return 2
+    options["chat_template_kwargs"] = arguments.chat_template_kwargs
     try:
         with connected(arguments) as client:
             return _Chat(client, options, arguments, terminal).run()

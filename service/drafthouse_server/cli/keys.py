@@ -18,24 +18,24 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
+from drafthouse_server.access import is_tenant_name
 from drafthouse_server.cli import settings
 from drafthouse_server.cli.terminal import Terminal, format_table
 from drafthouse_server.config import Config
 from drafthouse_server.errors import ConfigError, StoreError, StoreRefusal
 from drafthouse_server.operations.audit import OK, AuditTrail, local_actor
 from drafthouse_server.tenancy import records
-from drafthouse_server.tenancy.identity import is_tenant_name
 from drafthouse_server.tenancy.keys import ApiKey, digest_of, id_of_key, make_key
 from drafthouse_server.tenancy.records import Change, KeyRecord
 from drafthouse_server.tenancy.store import Store, read_pepper_of
 
 __all__ = [
     "Desk",
+    "add_group",
     "add_key_commands",
-    "add_store_flags",
+    "add_part",
     "as_time",
     "change_now",
-    "run_on_store",
     "tenant_name",
 ]
 
@@ -62,8 +62,38 @@ class Desk:
     """What the audit trail is told of the act besides its arguments, by name; never a secret."""
 
 
-def add_store_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags by which a command finds the store."""
+def add_group(
+    commands: _Commands[argparse.ArgumentParser], name: str, about: str
+) -> _Commands[argparse.ArgumentParser]:
+    """Adds a command that works on the store; returns where its parts go."""
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description="Works on the store, whether or not a server runs; one that runs sees a change"
+        " within a second or two.",
+        allow_abbrev=False,
+    )
+    return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+
+def add_part(
+    parts: _Commands[argparse.ArgumentParser],
+    name: str,
+    about: str,
+    work: Callable[[Desk, argparse.Namespace, Terminal], None],
+    *,
+    may_make: bool = False,
+) -> argparse.ArgumentParser:
+    """Adds a part of such a command, with the flags by which it finds the store.
+
+    Args:
+        parts: Where to.
+        name: Its own.
+        about: A line for the list of parts.
+        work: What it does.
+        may_make: Whether a store that is missing is made.
+    """
+    parser = parts.add_parser(name, help=about, description=about, allow_abbrev=False)
     parser.add_argument(
         "--config", metavar="FILE", help="the server's TOML file, which may name the store"
     )
@@ -76,29 +106,26 @@ def add_store_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--key-pepper-file", metavar="FILE", help="as of the server; default: as the store's"
     )
+    parser.set_defaults(run=_run_on_store(work, may_make=may_make), parser=parser)
+    return parser
 
 
 def add_key_commands(commands: _Commands[argparse.ArgumentParser], about: str) -> None:
     """Adds the command `keys`, with a line for the list of commands."""
-    parser = commands.add_parser(
-        "keys",
-        help=about,
-        description="Works on the store, whether or not a server runs; one that runs sees a change"
-        " within a second or two.",
-        allow_abbrev=False,
+    parts = add_group(commands, "keys", about)
+    add = add_part(
+        parts, "add", "make a key, and print it: it is shown this once", _add, may_make=True
     )
-    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add = _part(parts, "add", "make a key, and print it: it is shown this once", _add)
     add.add_argument("--tenant", required=True, type=tenant_name, metavar="NAME")
     _add_life_flags(add, "never")
-    listed = _part(parts, "list", "list keys, without their secrets", _list)
+    listed = add_part(parts, "list", "list keys, without their secrets", _list)
     listed.add_argument("--tenant", type=tenant_name, metavar="NAME", help="of one tenant")
     listed.add_argument("--json", action="store_true", help="for programs")
-    revoke = _part(parts, "revoke", "end a key's life now", _revoke)
+    revoke = add_part(parts, "revoke", "end a key's life now", _revoke)
     revoke.add_argument(
         "key_id", type=_key_id, metavar="ID", help="the part between dh_ and the second _"
     )
-    rotate = _part(parts, "rotate", "make a key in place of another, and print it", _rotate)
+    rotate = add_part(parts, "rotate", "make a key in place of another, and print it", _rotate)
     rotate.add_argument("key_id", type=_key_id, metavar="ID", help="the key that is replaced")
     rotate.add_argument(
         "--overlap",
@@ -122,18 +149,6 @@ def _key_id(text: str) -> str:
     return key_id
 
 
-def _part(
-    parts: _Commands[argparse.ArgumentParser],
-    name: str,
-    about: str,
-    work: Callable[[Desk, argparse.Namespace, Terminal], None],
-) -> argparse.ArgumentParser:
-    parser = parts.add_parser(name, help=about, description=about, allow_abbrev=False)
-    add_store_flags(parser)
-    parser.set_defaults(run=run_on_store(work, may_make=work is _add), parser=parser)
-    return parser
-
-
 def _add_life_flags(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--label", default="", metavar="TEXT", help="what the key is for")
     parser.add_argument(
@@ -144,15 +159,10 @@ def _add_life_flags(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def run_on_store(
+def _run_on_store(
     work: Callable[[Desk, argparse.Namespace, Terminal], None], *, may_make: bool
 ) -> Callable[[argparse.Namespace, Terminal], int]:
-    """Returns a command that opens the store, works, and says in one sentence what went wrong.
-
-    Args:
-        work: What it does.
-        may_make: Whether a store that is missing is made.
-    """
+    """Returns a command that opens the store, works, and says in one sentence what went wrong."""
 
     def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
         try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from drafthouse_server.cli.admin import limit_key
 from drafthouse_server.cli.keys import (
     Desk,
-    add_store_flags,
+    add_group,
+    add_part,
     as_time,
     change_now,
-    run_on_store,
     tenant_name,
 )
 from drafthouse_server.cli.terminal import Terminal, format_table
@@ -27,36 +27,17 @@ _Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 def add_tenant_commands(commands: _Commands[argparse.ArgumentParser], about: str) -> None:
     """Adds the command `tenants`, with a line for the list of commands."""
-    parser = commands.add_parser(
-        "tenants",
-        help=about,
-        description="Works on the store, whether or not a server runs; one that runs sees a change"
-        " within a second or two.",
-        allow_abbrev=False,
-    )
-    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add = _part(parts, "add", "add a tenant", _add)
+    parts = add_group(commands, "tenants", about)
+    add = add_part(parts, "add", "add a tenant", _add, may_make=True)
     _add_name(add)
     _add_limits(add)
-    listed = _part(parts, "list", "list tenants and their limits", _list)
+    listed = add_part(parts, "list", "list tenants and their limits", _list)
     listed.add_argument("--json", action="store_true", help="for programs")
-    change = _part(parts, "set", "change limits of a tenant", _set)
+    change = add_part(parts, "set", "change limits of a tenant", _set)
     _add_name(change)
     _add_limits(change)
-    delete = _part(parts, "delete", "delete a tenant and its keys; its usage stays", _delete)
+    delete = add_part(parts, "delete", "delete a tenant and its keys; its usage stays", _delete)
     _add_name(delete)
-
-
-def _part(
-    parts: _Commands[argparse.ArgumentParser],
-    name: str,
-    about: str,
-    work: Callable[[Desk, argparse.Namespace, Terminal], None],
-) -> argparse.ArgumentParser:
-    parser = parts.add_parser(name, help=about, description=about, allow_abbrev=False)
-    add_store_flags(parser)
-    parser.set_defaults(run=run_on_store(work, may_make=work is _add), parser=parser)
-    return parser
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:

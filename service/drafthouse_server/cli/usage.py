@@ -1,4 +1,4 @@
-"""The command `usage`: what was billed, from the folder of a usage journal; no server is needed."""
+"""The command `usage`: what was billed, from a store or a usage journal; no server is needed."""
 
 from __future__ import annotations
 

@@ -378,9 +378,11 @@ class FakeEngine:
         """Returns whether the token ends a generation."""
         return token in (EOS, IM_END)
 
-    def tokenize_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Returns the messages as ChatML; what they say is text."""
-        tokens = [BOS]
+    def tokenize_chat(
+        self, messages: Sequence[tuple[str, str]], chat_template_kwargs: str = ""
+    ) -> list[int]:
+        """Returns the messages as ChatML, behind the template's arguments; all of it is text."""
+        tokens = [BOS, *chat_template_kwargs.encode()]
         for role, content in messages:
             tokens += [IM_START, *f"{role}\n{content}".encode(), IM_END, *b"\n"]
         return [*tokens, IM_START, *b"assistant\n"]

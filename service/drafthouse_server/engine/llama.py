@@ -9,15 +9,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, suppress
 from typing import cast
 
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama_text import LlamaText
 from drafthouse_server.engine.loading import Loaded, load_engine
 from drafthouse_server.engine.protocol import TextWorker
-from drafthouse_server.engine.text_process import TextProcess
+from drafthouse_server.engine.text_process import ModelFile, TextProcess
 from drafthouse_server.engine.threads import Threads
-from drafthouse_server.errors import EngineError
+from drafthouse_server.errors import EngineError, ModelLoadError
 from drafthouse_server.host.cores import CoreTimes, FreeCores, read_core_times
 from drafthouse_server.step import (
     EngineLimits,
@@ -59,15 +60,25 @@ class LlamaEngine:
     Args:
         loaded: Made on the thread that will call `step` and `close`.
         name: Name that requests use.
+        chat_template_kwargs: Arguments of the chat template where a chat does not set them, a JSON
+            object; empty is none.
+        file: The target's, which text workers read; without it, what its path names then.
 
     Thread:
         As `Engine` says: `load`, `step` and `close` on one thread, everything else on any.
     """
 
-    def __init__(self, loaded: Loaded, name: str) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        name: str,
+        chat_template_kwargs: str = "",
+        file: ModelFile | None = None,
+    ) -> None:
         engine = loaded.engine
         self._engine = engine
         self._model = engine.target
+        self._file = file
         self._limits = _limits_of(engine)
         self._card = _card_of(engine.target, name)
         self._threads = loaded.threads
@@ -77,6 +88,7 @@ class LlamaEngine:
         self._steps_s = 0.0
         self._prefix_bytes = loaded.prefix_bytes
         self._text = LlamaText(engine.target)
+        self._chat_template_kwargs = chat_template_kwargs
         self._with_logprobs: AbstractSet[int] = frozenset()
         self._statuses = {
             int(drafthouse_engine.Status[status.name]): status for status in SequenceStatus
@@ -102,7 +114,19 @@ class LlamaEngine:
             StartupError: the extension is not built.
         """
         target = None if target_of is None else target_of._model
-        return cls(load_engine(config, progress, target), config.model_name)
+        file = None
+        with ExitStack() as undo:
+            with suppress(OSError):  # what is wrong with it is told by those who load it
+                file = ModelFile(config.model)
+                undo.callback(file.close)
+            loaded = load_engine(config, progress, target)
+            engine = cls(loaded, config.model_name, config.chat_template_kwargs, file)
+            undo.pop_all()
+        if file is not None and not file.is_as_it_was:
+            engine.close()
+            problem = "it was replaced, or written to, while it was read"
+            raise ModelLoadError(config.model, problem, "start again when it is whole")
+        return engine
 
     @property
     def limits(self) -> EngineLimits:
@@ -236,7 +260,12 @@ class LlamaEngine:
 
     def make_text_worker(self) -> TextWorker:
         """Makes a process that works on texts for this model, which has not started yet."""
-        return TextProcess(self._model.path)
+        kwargs = self._chat_template_kwargs
+        if self._file is None:
+            return TextProcess(self._model.path, chat_template_kwargs=kwargs)
+        n_files = int(self._model.meta("split.count") or 1)
+        name, descriptors = self._file.names(is_split=n_files > 1)
+        return TextProcess(name, descriptors=descriptors, chat_template_kwargs=kwargs)
 
     def close(self) -> None:
         """Frees the contexts and the models.
@@ -248,6 +277,8 @@ class LlamaEngine:
         self._model.close()
         if draft is not None:
             draft.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _free_cores(threads: Threads) -> FreeCores | None:

@@ -7,12 +7,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from drafthouse_server import template_kwargs
 from drafthouse_server.errors import FieldViolation, InvalidRequest
 from drafthouse_server.step import SamplingOptions
 
 # The fake engine, and all tests that use it, work without the extension.
 with contextlib.suppress(ImportError):  # load_engine says so
     import drafthouse_engine
+    from drafthouse_engine._spec import ChatTemplate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +38,8 @@ class _Template(Protocol):
         ...
 
 
+_N_TEMPLATES = 8
+"""Templates with arguments that are kept open."""
 _TOO_LARGE = "the chat template takes more memory than a text worker has"
 
 
@@ -46,26 +50,40 @@ class LlamaText:
         model: With weights, or its vocabulary alone.
         template: Its chat template, which runs here; or why there is none, where no chats are
             formatted.
+        chat_template_kwargs: The template's arguments where a chat does not set them, a JSON
+            object; empty is none.
 
     Thread:
         Any, several at once; `tokenize_chat` one at a time.
     """
 
     def __init__(
-        self, model: drafthouse_engine.Model, template: _Template | str = "is not run here"
+        self,
+        model: drafthouse_engine.Model,
+        template: _Template | str = "is not run here",
+        chat_template_kwargs: str = "",
     ) -> None:
         self._model = model
         self._template = template
+        self._defaults = template_kwargs.read(chat_template_kwargs)
+        self._templates: dict[str, _Template] = {}
+        """Those that were opened behind assignments of arguments, the oldest first."""
         self._eog = frozenset(model.eos_token_ids)
         self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
-    def open(cls, path: str, bound: Callable[[], object] = lambda: None) -> LlamaText:
+    def open(
+        cls,
+        path: str,
+        bound: Callable[[], object] = lambda: None,
+        chat_template_kwargs: str = "",
+    ) -> LlamaText:
         """Loads a model's vocabulary, and its template to be run in this process.
 
         Args:
             path: The file.
             bound: Called before the template, which is a program and runs once when it is opened.
+            chat_template_kwargs: See the class.
 
         Raises:
             drafthouse_engine.EngineError: it cannot be loaded.
@@ -73,7 +91,7 @@ class LlamaText:
         model = drafthouse_engine.Model(path, vocab_only=True)
         bound()
         try:
-            return cls(model, model.open_template())
+            return cls(model, model.open_template(), chat_template_kwargs)
         except (drafthouse_engine.BadTemplate, drafthouse_engine.Unsupported) as error:
             return cls(model, error.message)  # it has texts all the same
         except (drafthouse_engine.OutOfMemory, MemoryError):
@@ -134,21 +152,29 @@ class LlamaText:
         """Returns whether the token ends a generation."""
         return token in self._eog
 
-    def tokenize_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def tokenize_chat(
+        self, messages: Sequence[tuple[str, str]], chat_template_kwargs: str = ""
+    ) -> list[int]:
         """Returns the token ids of messages (role, content) in the model's chat format.
 
         Ready for the answer. Control tokens that are spelled in contents are text, and so are those
         in roles that are no words (letters, digits, _ and -). All else is as if the whole text were
         tokenised.
 
+        Args:
+            messages: Oldest first.
+            chat_template_kwargs: Arguments of the template, a JSON object; empty is none. What they
+                do not set, those of the class do.
+
         Raises:
             InvalidRequest: the model has no template or no tokenizer, the template fails on these
                 messages, or it brings contents with control tokens so far out of shape that nobody
-                can tell them from its own (INVALID_FIELD).
+                can tell them from its own; or the arguments are none (INVALID_FIELD).
         """
-        text, spans = self._format(messages)
+        template = self._with_arguments(chat_template_kwargs)
+        text, spans = self._format(messages, template)
         spelled = [i for i, (_, content) in enumerate(messages) if self._has_control(content)]
-        if spelled and not self._are_apart(messages, text, spans):
+        if spelled and not self._are_apart(messages, template, text, spans):
             raise InvalidRequest(
                 [
                     FieldViolation(
@@ -177,19 +203,65 @@ class LlamaText:
             return _TOO_LARGE
         return ""
 
-    def _format(self, messages: Sequence[tuple[str, str]]) -> tuple[bytes, _Spans]:
+    def _with_arguments(self, chat_template_kwargs: str) -> _Template:
+        """Returns the template with what a chat sets of its arguments, and with the defaults.
+
+        Raises:
+            InvalidRequest: there is no template, or these are no arguments (INVALID_FIELD).
+        """
+        if isinstance(self._template, str):
+            raise InvalidRequest([FieldViolation("messages", self._template)])
+        try:
+            given = template_kwargs.read(chat_template_kwargs)
+            if any(map(self._has_control, template_kwargs.texts_of(given))):
+                raise ValueError("must not spell control tokens")
+        except ValueError as error:
+            raise InvalidRequest([FieldViolation("chat_template_kwargs", str(error))]) from error
+        arguments = {**self._defaults, **given}
+        if not arguments:
+            return self._template
+        assignments = template_kwargs.assignments(arguments)
+        if assignments not in self._templates:
+            while len(self._templates) >= _N_TEMPLATES:
+                del self._templates[next(iter(self._templates))]
+            self._templates[assignments] = self._open_after(assignments)
+        return self._templates[assignments]
+
+    def _open_after(self, assignments: str) -> _Template:
+        """Opens the template once more, behind assignments of its arguments.
+
+        Raises:
+            InvalidRequest: it cannot be parsed there (INVALID_FIELD).
+        """
+        model = self._model
+        bos, eos = self._spelling(model.token_bos), self._spelling(model.token_eos)
+        source = assignments + model.chat_template
+        try:
+            ends = model.tokenize("x", add_special=True)[-1:].tolist() == [model.token_eos]
+            return ChatTemplate(source, bos, eos, model.add_bos, ends)
+        except (drafthouse_engine.BadTemplate, drafthouse_engine.Unsupported) as error:
+            raise _invalid("chat_template_kwargs", error) from error
+
+    def _spelling(self, token: int) -> str:
+        """Returns how a template is told a token; empty where there is none."""
+        if token < 0:
+            return ""
+        spelled = self._model.token_bytes(token, special=True)
+        return spelled.decode("utf-8", "replace").partition("\0")[0]
+
+    def _format(
+        self, messages: Sequence[tuple[str, str]], template: _Template
+    ) -> tuple[bytes, _Spans]:
         """Returns a chat in the model's format as UTF-8, and the spans that messages brought.
 
         Raises:
             MemoryError: the template takes more than there is.
-            InvalidRequest: there is no template, or it fails on these messages (INVALID_FIELD).
+            InvalidRequest: the template fails on these messages (INVALID_FIELD).
         """
-        if isinstance(self._template, str):
-            raise InvalidRequest([FieldViolation("messages", self._template)])
         roles = [role for role, _ in messages]
         contents = [content for _, content in messages]
         try:
-            text, spans = self._template.format_marked(roles, contents, add_generation_prompt=True)
+            text, spans = template.format_marked(roles, contents, add_generation_prompt=True)
         except (drafthouse_engine.BadTemplate, drafthouse_engine.InvalidArgument) as error:
             if error.message.endswith(": std::bad_alloc"):  # so the interpreter of templates says
                 raise MemoryError from error
@@ -199,14 +271,20 @@ class LlamaText:
     def _has_control(self, content: str) -> bool:
         return len(self._model.find_control(content)) > 0
 
-    def _are_apart(self, messages: Sequence[tuple[str, str]], text: bytes, spans: _Spans) -> bool:
+    def _are_apart(
+        self,
+        messages: Sequence[tuple[str, str]],
+        template: _Template,
+        text: bytes,
+        spans: _Spans,
+    ) -> bool:
         """Returns whether no control token in a content shows outside the spans.
 
         They are replaced by letters: that must change nothing there.
         """
         neutral = [(role, self._without_control(content)) for role, content in messages]
         try:
-            other_text, other_spans = self._format(neutral)
+            other_text, other_spans = self._format(neutral, template)
         except InvalidRequest:
             return False
         return _outside(text, spans) == _outside(other_text, other_spans)

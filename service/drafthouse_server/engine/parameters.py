@@ -244,9 +244,21 @@ def _is_of_draft(error: drafthouse_engine.EngineError) -> bool:
 
 def _advice(error: drafthouse_engine.EngineError, table: Mapping[str, str]) -> str:
     """Returns what the operator can do, by the name of the most specific class that is known."""
+    if any(words in error.message for words in _OF_WHOLE_FILES):
+        return "use another file: this one is whole, and no model that this version can load"
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((table[name] for name in names if name in table), "see the log")
 
+
+_OF_WHOLE_FILES = (
+    "unknown model architecture",
+    "key not found in model",
+    "CLIP cannot be used as main model",
+    "mismatch between the host and model endianness",
+    "GGUFv1 is no longer supported",
+    "this software only supports up to version",
+)
+"""What llama.cpp says of files that are as they were made: adapters, projectors, newer models."""
 
 _OF_LOADING = {
     "ModelNotFound": "check the path in the settings model and model_draft",

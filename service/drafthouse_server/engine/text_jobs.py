@@ -52,10 +52,13 @@ class TextModel(Protocol):
         """Returns the token ids of a text."""
         ...
 
-    def tokenize_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def tokenize_chat(
+        self, messages: Sequence[tuple[str, str]], chat_template_kwargs: str = ""
+    ) -> list[int]:
         """Returns the token ids of messages (role, content) in the model's chat format.
 
-        Ready for the answer. Control tokens that are spelled in contents are text.
+        Ready for the answer. Control tokens that are spelled in contents are text. The arguments of
+        the template are a JSON object, or empty.
         """
         ...
 
@@ -80,6 +83,8 @@ class TextJob:
     """To be tokenised."""
     messages: Sequence[tuple[str, str]] | None = None
     """A chat (role, content), to be formatted by the model's template and tokenised."""
+    chat_template_kwargs: str = ""
+    """With `messages`: arguments of the template, a JSON object; empty is none."""
     tokens: Sequence[int] | None = None
     """Ids of the vocabulary, to be written as text."""
     sampling: SamplingOptions | None = None
@@ -98,6 +103,7 @@ class TextJob:
         """Size of all that it carries, in bytes."""
         n = len(self.text.encode()) if self.text is not None else 0
         n += sum(len(part.encode()) for pair in self.messages or () for part in pair)
+        n += len(self.chat_template_kwargs.encode())
         n += 4 * len(self.tokens or ())
         if self.sampling is not None:
             breakers = self.sampling.dry_breakers or ()
@@ -148,7 +154,7 @@ def perform(job: TextJob, model: TextModel) -> TextAnswer:
 def _perform(job: TextJob, model: TextModel) -> TextAnswer:
     tokens = None
     if job.messages is not None:
-        tokens = _tokenize_chat(job.messages, model)
+        tokens = _tokenize_chat(job.messages, job.chat_template_kwargs, model)
     elif job.text is not None:
         tokens = model.tokenize(
             job.text, add_special=job.add_special, parse_special=job.parse_special
@@ -180,8 +186,10 @@ def grammar_bytes(text: str) -> int:
     return min(_N_ELEMENT_BYTES * n_elements, _N_GRAMMAR_BYTES_MAX)
 
 
-def _tokenize_chat(messages: Sequence[tuple[str, str]], model: TextModel) -> list[int]:
-    tokens = model.tokenize_chat(messages)
+def _tokenize_chat(
+    messages: Sequence[tuple[str, str]], chat_template_kwargs: str, model: TextModel
+) -> list[int]:
+    tokens = model.tokenize_chat(messages, chat_template_kwargs)
     # Template and tokenizer may both have written the start token.
     starts_twice = len(tokens) > 1 and tokens[0] == tokens[1]
     if starts_twice and (
@@ -217,6 +225,7 @@ def write_job(job: TextJob, cpu_s: float) -> bytes:
     if job.messages is not None:
         parts = [part.encode() for pair in job.messages for part in pair]
         head["messages"] = list(map(len, parts))
+        head["chat_template_kwargs"] = job.chat_template_kwargs
     elif job.text is not None:
         parts = [job.text.encode()]
         head["text"] = [job.add_special, job.parse_special]
@@ -241,7 +250,9 @@ def read_job(content: bytes) -> tuple[TextJob, float]:
         starts = [0, *itertools.accumulate(head["messages"])]
         texts = [str(body[i:j], "utf-8") for i, j in zip(starts, ends, strict=False)]
         pairs = list(zip(texts[::2], texts[1::2], strict=True))
-        job = TextJob(messages=pairs, sampling=sampling)
+        job = TextJob(
+            messages=pairs, chat_template_kwargs=head["chat_template_kwargs"], sampling=sampling
+        )
     elif "text" in head:
         add_special, parse_special = head["text"]
         job = TextJob(

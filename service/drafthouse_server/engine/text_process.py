@@ -13,14 +13,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 from drafthouse_server.engine.protocol import TextWorkerLost
 from drafthouse_server.engine.text_jobs import TextAnswer, TextJob, read_answer, write_job
 from drafthouse_server.errors import StartupError
 
-__all__ = ["MEMORY_BYTES", "TextProcess", "environment"]
+__all__ = ["MEMORY_BYTES", "ModelFile", "TextProcess", "environment"]
 
 MEMORY_BYTES = 512 << 20
 """Most memory that a job may take beyond what the process has after its start."""
@@ -66,6 +66,62 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+class ModelFile:
+    """A model's file as it was before it was loaded, whatever its path names later.
+
+    A worker that starts when another model lies there would read texts in that one's tokens.
+
+    Args:
+        path: The file; of a model in several, the first.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._stamp = _stamp(path)
+        # A pipe is opened without waiting for whoever writes into it.
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether its path names this file, which nobody has written to since."""
+        try:
+            return _stamp(self._path) == self._stamp
+        except OSError:
+            return False
+
+    def names(self, *, is_split: bool) -> tuple[str, list[int]]:
+        """Returns the name by which a child opens it, and the descriptors that are needed for that.
+
+        Args:
+            is_split: Whether the model has several files, which are found by the name of the first.
+
+        Raises:
+            StartupError: the others would be found beside another first one.
+        """
+        if not is_split:
+            return f"/proc/self/fd/{self._fd}", [self._fd]
+        if self.is_as_it_was:
+            return self._path, []
+        raise StartupError(
+            f"{self._path} is not the file any more that is served; bring that back, or start the"
+            " server again"
+        )
+
+    def close(self) -> None:
+        """Closes it. Harmless when done twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class TextProcess(asyncio.Protocol):
     """Implements `TextWorker` with a process of its own.
 
@@ -73,13 +129,30 @@ class TextProcess(asyncio.Protocol):
         model: Path of the model.
         nice: How much it yields to others, added to the server's own niceness, [0, 19].
         memory_bytes: Most memory that a job may take beyond what the process has after its start.
+        descriptors: Those that its process inherits, since the path names one.
+        chat_template_kwargs: Arguments of the chat template where a chat does not set them, a JSON
+            object; empty is none.
 
     Thread:
         Event loop only.
     """
 
-    def __init__(self, model: str, *, nice: int = 10, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._setup = {"model": model, "nice": nice, "memory_bytes": memory_bytes}
+    def __init__(
+        self,
+        model: str,
+        *,
+        nice: int = 10,
+        memory_bytes: int = MEMORY_BYTES,
+        descriptors: Sequence[int] = (),
+        chat_template_kwargs: str = "",
+    ) -> None:
+        self._setup = {
+            "model": model,
+            "nice": nice,
+            "memory_bytes": memory_bytes,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        self._descriptors = descriptors
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
@@ -128,7 +201,7 @@ class TextProcess(asyncio.Protocol):
             ours.setblocking(False)
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _N_SOCKET_BYTES)
-            self._process = _spawn(theirs, output)
+            self._process = _spawn(theirs, output, self._descriptors)
         # From here on the process alone has its end: when it ends, the channel does.
         self._ended = loop.create_future()
         self._awaited = loop.create_future()
@@ -253,7 +326,9 @@ def _last_words(output: IO[bytes]) -> str:
     return lines[-1] if lines else ""
 
 
-def _spawn(channel: socket.socket, output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _spawn(
+    channel: socket.socket, output: IO[bytes], descriptors: Sequence[int]
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603  # our own interpreter and module
         [
             *(sys.executable or "python3", "-P", "-m", "drafthouse_server.engine.text_worker"),
@@ -263,6 +338,6 @@ def _spawn(channel: socket.socket, output: IO[bytes]) -> subprocess.Popen[bytes]
         stdout=output,
         stderr=output,
         env=environment(os.environ),
-        pass_fds=[channel.fileno()],
+        pass_fds=[channel.fileno(), *descriptors],
         start_new_session=True,  # a Ctrl-C in the server's terminal is the server's alone
     )

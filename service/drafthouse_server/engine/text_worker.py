@@ -104,7 +104,7 @@ def _main() -> None:
             limit_time(_TEMPLATE_S)
 
         try:
-            model = LlamaText.open(setup["model"], bound)
+            model = LlamaText.open(setup["model"], bound, setup["chat_template_kwargs"])
             told["chat_problem"] = model.chat_problem()
         except drafthouse_engine.EngineError as error:
             channel.send(json.dumps({"failed": error.message}).encode())

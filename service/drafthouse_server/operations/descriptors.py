@@ -24,10 +24,10 @@ _INTERVAL_S = 0.25
 _N_WANTED = 1 << 16
 
 
-def raise_descriptor_limit(n_wanted: int = _N_WANTED) -> int:
+def raise_descriptor_limit() -> int:
     """Lets this process open as many descriptors as it may let itself; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = n_wanted if hard == resource.RLIM_INFINITY else min(hard, n_wanted)
+    most = _N_WANTED if hard == resource.RLIM_INFINITY else min(hard, _N_WANTED)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = most

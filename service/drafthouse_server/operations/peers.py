@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -19,13 +19,12 @@ _LOCAL, _REMOTE, _UID = 1, 2, 7
 """Columns of the tables."""
 
 
-def uid_of_peer(peer: str, port: int, tables: Iterable[Path] = _TABLES) -> int | None:
+def uid_of_peer(peer: str, port: int) -> int | None:
     """Returns the id of the user who has opened a connection to a port of ours.
 
     Args:
         peer: The other end, as gRPC names it: "ipv4:127.0.0.1:40000", "ipv6:%5B::1%5D:40000".
         port: Where we listen.
-        tables: Files with the sockets of this machine.
 
     Returns:
         The user's id; None where the system does not tell, as of a socket in the file system or of
@@ -40,7 +39,7 @@ def uid_of_peer(peer: str, port: int, tables: Iterable[Path] = _TABLES) -> int |
     except ValueError:
         return None
     wanted = {f"{text}:{int(number):04X}" for text in _spellings(address)}
-    for table in tables:
+    for table in _TABLES:
         try:
             lines = table.read_text("ascii").splitlines()[1:]
         except OSError:

@@ -55,7 +55,9 @@ def to_prompt(prompt: generation_pb2.Prompt) -> Prompt:
     if kind == "text":
         return Prompt(text=prompt.text)
     if kind == "chat":
-        return Prompt(messages=_Lazy(prompt.chat.messages, _to_message))
+        chat = prompt.chat
+        messages = _Lazy(chat.messages, _to_message)
+        return Prompt(messages=messages, chat_template_kwargs=chat.chat_template_kwargs)
     return Prompt()
 
 

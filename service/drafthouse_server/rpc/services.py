@@ -266,7 +266,12 @@ class ServiceContext:
                 return tokens
         messages = prompt.messages
         pairs = None if messages is None else [(m.role, m.content) for m in messages]
-        job = TextJob(text=prompt.text, messages=pairs, sampling=sampling)
+        job = TextJob(
+            text=prompt.text,
+            messages=pairs,
+            chat_template_kwargs=prompt.chat_template_kwargs,
+            sampling=sampling,
+        )
         try:
             answer = await self.texts.run(job, tenant)
         except InvalidRequest as error:

@@ -106,8 +106,6 @@ class Statistics:
     """Seconds of steps spent feeding the draft."""
     sample_s: float
     """Seconds of steps spent verifying."""
-    engine_s: float
-    """Seconds inside the engine."""
     host_s: float
     """Seconds between steps: the engine waits while Python reaps, plans and commits."""
     fan_out_s: float
@@ -224,7 +222,6 @@ class Metrics:
     _decode_s: float = 0.0
     _process_s: float = 0.0
     _sample_s: float = 0.0
-    _engine_s: float = 0.0
     _other_s: float = 0.0
 
     def count_step(self, result: StepResult) -> None:
@@ -248,7 +245,6 @@ class Metrics:
         self._decode_s += timings.decode_s
         self._process_s += timings.process_s
         self._sample_s += timings.sample_s
-        self._engine_s += timings.total_s
         phases_s = timings.draft_s + timings.decode_s + timings.process_s + timings.sample_s
         # Never negative: a counter that falls reads as a restart.
         other_s = max(0.0, timings.total_s - phases_s)
@@ -304,7 +300,6 @@ class Metrics:
             decode_s=self._decode_s,
             process_s=self._process_s,
             sample_s=self._sample_s,
-            engine_s=self._engine_s,
             host_s=self.host_s,
             fan_out_s=self.fan_out_s,
             other_s=self._other_s,

@@ -11,6 +11,7 @@ import math
 from collections import abc
 from dataclasses import dataclass, field
 
+from drafthouse_server import template_kwargs
 from drafthouse_server.errors import FieldViolation, InvalidRequest
 from drafthouse_server.step import EngineLimits, ModelCard, SamplingOptions
 
@@ -19,6 +20,7 @@ __all__ = [
     "MODE_OFF",
     "N_VIOLATIONS_MAX",
     "PROMPT_TOKENS",
+    "TEMPLATE_KWARGS",
     "Bound",
     "ChatMessage",
     "Generation",
@@ -55,6 +57,8 @@ N_VIOLATIONS_MAX = 16
 
 PROMPT_TOKENS = "prompt.tokens.ids"
 """Where a request's own token ids stand."""
+TEMPLATE_KWARGS = "prompt.chat.chat_template_kwargs"
+"""Where the arguments of a chat's template stand."""
 
 MODE_OFF = "off"
 """Value of `GenerationRequest.mode` that means: no drafts."""
@@ -123,6 +127,7 @@ _PATHS = {knob.name: knob.path for knob in KNOBS} | {
     "logprobs": "output.log_probabilities",
     "text": "prompt.text",
     "messages": "prompt.chat",
+    "chat_template_kwargs": TEMPLATE_KWARGS,
 }
 """Where a request says what the engine calls by these names."""
 
@@ -176,6 +181,7 @@ def field_bounds(n_context: int, n_messages_max: int) -> abc.Mapping[str, Bound]
         "prompt.chat.messages": Bound(n_messages, n_bytes_in_all=n_bytes_of_chat, n_spare=_N_SPARE),
         "prompt.chat.messages.role": Bound(n_bytes_max=n_text),
         "prompt.chat.messages.content": Bound(n_bytes_max=n_text),
+        TEMPLATE_KWARGS: Bound(n_bytes_max=template_kwargs.N_BYTES_MAX),
         "sampling.logit_bias": Bound(_N_LOGIT_BIAS_MAX, n_spare=_N_SPARE),
         "sampling.dry.breakers": Bound(_N_BREAKERS_MAX, _N_BREAKER_BYTES_MAX, 1, n_spare=_N_SPARE),
         "sampling.grammar": Bound(n_bytes_max=_N_GRAMMAR_BYTES_MAX),
@@ -279,6 +285,8 @@ class Prompt:
     """Token ids."""
     messages: abc.Collection[ChatMessage] | None = None
     """A chat, to be formatted by the model's template."""
+    chat_template_kwargs: str = ""
+    """Arguments of the template, a JSON object; a text worker reads it. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,6 +480,8 @@ class RequestRules:
                 violations.refuse("prompt.text", "must not be empty")
         elif prompt.messages is not None:
             self._check_chat(violations, prompt.messages)
+            n_max = template_kwargs.N_BYTES_MAX
+            violations.check_bytes(TEMPLATE_KWARGS, prompt.chat_template_kwargs, n_max)
         else:
             violations.refuse("prompt", "is required: text, tokens or chat")
 

@@ -79,7 +79,7 @@ class TextWorkers:
     it is charged for, while the others go on with one that was waiting for that.
 
     Args:
-        make_worker: Makes a worker that has not started.
+        make_worker: Makes a worker that has not started; may raise StartupError.
         n: Workers, >= 1; one more is kept ready.
         metrics: Where is counted what they do; nowhere when not given.
         retry_after_s: Advice to those who are refused because the server ends, seconds.
@@ -355,8 +355,8 @@ class TextWorkers:
         """Starts a worker, however often that has to be tried."""
         delay_s = _RETRY_MIN_S
         while True:
-            worker = self._make_worker()
             try:
+                worker = self._make_worker()
                 await worker.start()
                 break
             except StartupError as error:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Set as AbstractSet
@@ -29,18 +28,11 @@ __all__ = [
     "RingRules",
     "Tenants",
     "UnknownTenant",
-    "is_tenant_name",
     "source_of",
 ]
 
-_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _N_ADDRESSES_MAX = 10_000
 _MINUTE_S = 60.0
-
-
-def is_tenant_name(text: str) -> bool:
-    """Returns whether a text may be a tenant's name: 64 letters, digits, ".", "_", "-" at most."""
-    return _TENANT_NAME.fullmatch(text) is not None
 
 
 class Tenants(Protocol):

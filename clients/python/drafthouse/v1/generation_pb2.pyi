@@ -111,6 +111,13 @@ class ChatMessages(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: builtins.int
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
+    chat_template_kwargs: builtins.str
+    """Arguments of the model's chat template, such as {"enable_thinking": false}: a JSON object of at most 4096 bytes, 64 names and 8
+    levels, whose names are letters, digits and _. They go before the server's own (its setting chat_template_kwargs). Not those that the
+    server or the template itself sets, such as messages, tools, bos_token and add_generation_prompt. Texts in them must not spell control
+    tokens. What the template does not ask for does nothing. Empty: none.
+    """
     @builtins.property
     def messages(self) -> containers.RepeatedCompositeFieldContainer[ChatMessage]:
         """Oldest first, at least one, at most as many as the context has tokens, and as the server's max_chat_messages (1024)."""
@@ -119,10 +126,11 @@ class ChatMessages(message.Message):
         self,
         *,
         messages: abc.Iterable[ChatMessage] | None = ...,
+        chat_template_kwargs: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
