@@ -467,12 +467,13 @@ class StoreUnavailable(Overloaded):
 
     Args:
         retry_after_s: When another attempt may succeed, seconds from now.
+        problem: What is wrong with it, for administrators.
     """
 
     reason = "STORE_UNAVAILABLE"
 
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__("the store of API keys does not answer", retry_after_s)
+    def __init__(self, retry_after_s: float, problem: str = "") -> None:
+        super().__init__(problem or "the store of API keys does not answer", retry_after_s)
 
 
 class UsageUnavailable(Overloaded):

@@ -176,6 +176,23 @@ def test_output_that_cannot_be_written_is_told(
     assert "of tenant acme, works: until it is revoked" in err.getvalue()
 
 
+@pytest.mark.parametrize("words", [["serve", "--help"], ["--version"]])
+def test_help_that_cannot_be_written_is_told(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost without a word, with exit code 0."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # without a descriptor
+    err = io.StringIO()
+    with Path("/dev/full").open("w") as full:
+        code = main(words, Terminal(full, err))
+        with contextlib.suppress(OSError):
+            full.close()
+    assert code == 1
+    assert err.getvalue() == "drafthouse: the output cannot be written: No space left on device\n"
+
+
 def test_output_is_escaped_where_its_encoding_lacks_a_character(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

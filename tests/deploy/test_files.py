@@ -127,6 +127,8 @@ def test_the_unit_tries_again_for_as_long_as_it_takes() -> None:
     head, _, service = unit.partition("[Service]\n")
     assert "\nStartLimitIntervalSec=0\n" in head
     assert "\nRestart=on-failure\n" in service
+    # A text worker may be ended for want of memory; by default systemd ended the server then.
+    assert "\nOOMPolicy=continue\n" in service
     # A hangup is a success for systemd, as who wants certificates read again may send one.
     assert "\nRestartForceExitStatus=SIGHUP\n" in service
 

@@ -138,6 +138,9 @@ def test_less_memory_fits_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(10**6, 10**6))
     sentence = error_of(DENSE, check="memory")
     assert "this process may have 1 MB" in sentence
+    monkeypatch.setattr(examining, "read_memory", lambda: HostMemory(190 * 10**6, 10**6))
+    sentence = error_of(DENSE, check="memory")
+    assert "this process may have 190 MB" in sentence
     for part in ("weights", "cells", "compute", "drafter", "processes"):
         assert re.search(rf"[(,] ?{part} [\d.]+ [kMG]B", sentence), sentence
 

@@ -115,9 +115,9 @@ def test_all_that_fits_is_one_line(
 
 
 def test_what_can_never_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = HostMemory(10**12, 10**12, 64 * MIB, 64 * MIB)
+    small = HostMemory(10**12, 10**12, 190 * MIB, 190 * MIB)
     set_sizes = config(parallel=8, max_model_len=4096, ctx_size=8 * 4096)
-    with pytest.raises(ModelLoadError, match=r"8 slots of 4096 tokens take .*may have 67\.1 MB"):
+    with pytest.raises(ModelLoadError, match=r"8 slots of 4096 tokens take .*may have 199 MB"):
         serving_with(small, set_sizes, monkeypatch)
 
 

@@ -40,7 +40,8 @@ class Machine:
         return self.now_s
 
     def read(self) -> CoreTimes | None:
-        return CoreTimes(self.now_s, self.all_s, self.own_s) if self.is_told else None
+        cores = frozenset(range(self.n_cores))
+        return CoreTimes(self.now_s, self.all_s, self.own_s, cores) if self.is_told else None
 
     def spend(self, seconds: float, n_own: float, n_others: float, in_steps: float = 1.0) -> None:
         """Lets time pass in which so many cores computed for this process, and for others.
@@ -58,7 +59,7 @@ class Machine:
 
 
 def started(machine: Machine, n_threads: int) -> FreeCores:
-    cores = FreeCores(n_threads, machine.n_cores, machine.read, machine.clock)
+    cores = FreeCores(n_threads, machine.read, machine.clock)
     assert not cores.look(machine.steps_s)
     assert cores.n_threads == n_threads
     return cores
@@ -264,8 +265,29 @@ def test_without_word_of_the_kernel_nothing_changes() -> None:
 
 def test_a_clock_that_goes_back_changes_nothing() -> None:
     machine = Machine(2)
-    cores = FreeCores(2, 2, machine.read, itertools.count(200.0).__next__)
+    cores = FreeCores(2, machine.read, itertools.count(200.0).__next__)
     assert not cores.look(machine.steps_s)
     machine.spend(-0.5, 1.0, -3.0)
     assert not cores.look(machine.steps_s)
+    assert cores.n_threads == 2
+
+
+def test_threads_follow_the_cores_that_a_container_has_now() -> None:
+    """Two threads shared the one core that was left, each waiting for the other at every layer."""
+    machine = Machine(2)
+    cores = started(machine, 2)
+    machine.spend(1.0, 2.0, 0.0)
+    assert not cores.look(machine.steps_s)
+    # The other core's times are not among those that are read now.
+    machine.n_cores, machine.all_s = 1, 3000.0
+    machine.spend(0.5, 1.0, 0.0)
+    assert not cores.look(machine.steps_s)
+    for _ in range(2):
+        machine.spend(0.5, 1.0, 0.0)
+        cores.look(machine.steps_s)
+        assert cores.n_threads == 1
+    machine.n_cores, machine.all_s = 2, 9000.0
+    for _ in range(4):
+        machine.spend(1.0, 1.0, 0.0)
+        cores.look(machine.steps_s)
     assert cores.n_threads == 2

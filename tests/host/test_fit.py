@@ -13,7 +13,7 @@ from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.needs import DeviceUse, Needs, process_bytes
-from drafthouse_server.host.size import choose_size, fit_prefixes
+from drafthouse_server.host.size import check_processes, choose_size, fit_prefixes
 
 FIXED = 1000
 MIB = 1 << 20
@@ -89,6 +89,37 @@ class Scales:
 
 
 WISH = Wish(Size(8, 4096), True, True)
+
+
+@pytest.mark.parametrize(
+    ("compute", "advice"),
+    [(5099, "lower parallel, max_model_len or ctx_size, use"), (5612, "lower ubatch_size, par")],
+)
+def test_graphs_that_take_most_of_the_memory_are_told_with_what_makes_them_large(
+    compute: int, advice: str
+) -> None:
+    """A physical batch of 32k on a hybrid model: no setting that was named could help."""
+    use = DeviceUse(weights_bytes=5000, cells_bytes=N_CTX_SEQ_LEAST, compute_bytes=compute)
+    least = Needs(Size(1, N_CTX_SEQ_LEAST), "none", N_CTX_SEQ_LEAST, use, (), 0, 0)
+
+    class Wide(Scales):
+        def needs(self, _: Size) -> Needs:
+            return least
+
+    with pytest.raises(ModelLoadError, match=advice):
+        choose_size(Wide(WISH), HostMemory(10_000, 10_000), "m.gguf")
+    sentence = choose_size(Wide(WISH), HostMemory(10**6, 10_000), "m.gguf").sentence
+    assert f"free memory, or {advice.partition(', use')[0]}" in sentence
+
+
+def test_a_limit_below_what_a_server_takes_beside_models_is_told_before_it_is_reached() -> None:
+    """`doctor` in a cgroup of 100 MiB was ended without a word."""
+    least = process_bytes(2, 0)
+    check_processes(2, HostMemory(10**12, 10**12, least, least), "m.gguf")
+    check_processes(2, HostMemory(0, 0), "m.gguf")  # it is not known
+    told = "187 MB of host memory beside its models, and this process may have 105 MB, its cgroup's"
+    with pytest.raises(ModelLoadError, match=told):
+        check_processes(2, HostMemory(10**12, 10**12, 105 * 10**6, 10**6), "m.gguf")
 
 
 def test_all_that_was_asked_for_is_one_quiet_line() -> None:

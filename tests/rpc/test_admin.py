@@ -198,7 +198,7 @@ async def test_limits_are_read_set_and_reset_in_the_store(
     assert lines(path)[0]["detail"]["limits"]["weight"] is None
 
 
-async def test_why_a_store_takes_no_change_is_in_the_log(
+async def test_why_a_store_takes_no_change_is_told_and_in_the_log(
     start_server: ServerFactory,
     store_url: str,
     free_port: int,
@@ -219,6 +219,7 @@ async def test_why_a_store_takes_no_change_is_in_the_log(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.SetLimits(request)
     assert reason_of(caught.value) == "STORE_UNAVAILABLE"
+    assert caught.value.details() == "cannot execute DELETE in a read-only transaction"
     assert "in a read-only transaction" in caplog.text
 
 

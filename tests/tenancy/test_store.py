@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import resource
 import secrets
@@ -14,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -640,6 +642,21 @@ def test_a_copy_that_is_put_back_is_not_mixed_with_what_it_was_to_undo(tmp_path:
     assert not told or "store.db-wal of the one before" in told
     assert [tenant.name for tenant in found] == ["acme"]
     store.close()
+
+
+def test_a_store_on_a_disk_that_is_read_only_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `serve` it was "Permission denied", by `doctor` "check its owner and mode"."""
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    Store.open(url).close()
+    flags = types.SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "statvfs", lambda _: flags)
+    with pytest.raises(StoreError, match="Read-only file system; check path"):
+        Store.open(url)
+    (problem, *_) = store_problems(Config(store=url))
+    assert problem.sentence.endswith("cannot be read and written; its disk is mounted read-only")
 
 
 def test_a_store_that_is_opened_again_loses_no_lock(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import io
 import os
 import re
 import sys
@@ -95,6 +96,23 @@ def _unknown(words: Sequence[str], command: argparse.ArgumentParser) -> str:
     return f"unknown flag {flag!r}; {f'did you mean {similar!r}?' if similar else advice}"
 
 
+def _parsed(words: Sequence[str], terminal: Terminal) -> tuple[argparse.Namespace, list[str]]:
+    """Returns what words mean, and those that no flag takes.
+
+    Raises:
+        SystemExit: they are wrong (code 2), or asked for help, which is written (0).
+        OutputFailed: it cannot be written: argparse itself would not say so.
+        BrokenPipeError: whoever reads it has left.
+    """
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(told):
+            return _parser(words).parse_known_args(words)
+    except SystemExit:
+        terminal.write(told.getvalue())
+        raise
+
+
 def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = None) -> int:
     """Runs a command.
 
@@ -113,11 +131,11 @@ def main(arguments: Sequence[str] | None = None, terminal: Terminal | None = Non
     terminal = terminal or Terminal()
     if words[:1] == ["bench"]:
         return _bench(words[1:], terminal)
-    parsed, unknown = _parser(words).parse_known_args(words)
-    if unknown:
-        terminal.error(_unknown(unknown, parsed.parser))
-        return 2
     try:
+        parsed, unknown = _parsed(words, terminal)
+        if unknown:
+            terminal.error(_unknown(unknown, parsed.parser))
+            return 2
         code: int = parsed.run(parsed, terminal)
     except (KeyboardInterrupt, RuntimeError) as error:
         if not _is_interrupted(error):

@@ -28,6 +28,7 @@ from drafthouse_server.engine.threads import Threads
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed, StartupError
 from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes, format_count
+from drafthouse_server.operations.threads import N_GRPC, require_threads
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.tenancy.backends import check_backends
 
@@ -46,6 +47,9 @@ LOST = 71
 
 _LEAVE_S = 5.0
 """Seconds that threads have to end when the server has: they may wait for a disk that hangs."""
+
+_N_OWN = 8
+"""Threads and processes of a server beside those of gRPC and OpenMP."""
 
 _EXIT_CODES = (
     "exit codes: 0 ended by SIGTERM or SIGINT; 1 cannot start, and says why; 2 a setting is wrong;"
@@ -223,6 +227,7 @@ def _with_demo_model(config: Config) -> Config:
 
 
 async def _run(config: Config, terminal: Terminal) -> None:
+    require_threads(_N_OWN + N_GRPC)
     try_address(config.host, config.port)
     if config.has_admin:
         try_address(config.admin_host, config.admin_port, "admin-")

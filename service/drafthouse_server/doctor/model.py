@@ -20,6 +20,7 @@ from drafthouse_server.host.needs import Needs
 from drafthouse_server.host.size import (
     Chosen,
     check_books,
+    check_processes,
     choose_size,
     fit_prefixes,
     layers_in_words,
@@ -48,6 +49,10 @@ def examine_model(
     Raises:
         StartupError: the extension is not built.
     """
+    try:
+        check_processes(config.text_workers, memory, config.model)
+    except ModelLoadError as error:
+        return [], [Problem("memory", str(error))]
     try:
         check_books(least_cells(config), 1, memory, config.model)
         with Surveyor(config) as surveyor:

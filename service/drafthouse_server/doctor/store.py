@@ -66,7 +66,9 @@ def _look_at_file(path: Path) -> _Found:
         problem = f"the store {path} is not there, and {folder} cannot be written; check the path"
         return _Found(problem)
     if not os.access(path, os.R_OK | os.W_OK):
-        return _Found(f"the store {path} cannot be read and written; check its owner and mode")
+        is_fixed = os.statvfs(path).f_flag & os.ST_RDONLY
+        advice = "its disk is mounted read-only" if is_fixed else "check its owner and mode"
+        return _Found(f"the store {path} cannot be read and written; {advice}")
     name = quote(os.fsencode(path.absolute()))
     return _ask(URL.create("sqlite", database=f"file:{name}", query={"mode": "ro", "uri": "true"}))
 

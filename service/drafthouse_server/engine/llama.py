@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import cast
 
 from drafthouse_server.config import Config
@@ -20,7 +19,7 @@ from drafthouse_server.engine.protocol import TextWorker
 from drafthouse_server.engine.text_process import ModelFile, TextProcess
 from drafthouse_server.engine.threads import Threads
 from drafthouse_server.errors import EngineError, ModelLoadError
-from drafthouse_server.host.cores import FreeCores, read_core_times
+from drafthouse_server.host.cores import CoreTimes, FreeCores, read_core_times
 from drafthouse_server.step import (
     EngineLimits,
     ModelCard,
@@ -199,8 +198,9 @@ class LlamaEngine:
         if n < n_before and now >= self._told_s + _TELL_AGAIN_S:
             self._told_s = now
             _log.info(
-                "computing with %d of %d threads, because other processes take the cores;"
-                " drafthouse_threads tells how many, this line comes once in ten minutes",
+                "computing with %d of %d threads, because other processes take the cores, or fewer"
+                " are granted; drafthouse_threads tells how many, this line comes once in ten"
+                " minutes",
                 n,
                 self._threads.n_most,
             )
@@ -285,9 +285,11 @@ def _free_cores(threads: Threads) -> FreeCores | None:
     """Returns what tells how many threads find a core each; None: nobody needs to know."""
     if not threads.follows:
         return None
-    cores = os.sched_getaffinity(0)
-    read = partial(read_core_times, cores, time.monotonic)
-    return FreeCores(threads.n_most, len(cores), read, time.monotonic)
+
+    def read() -> CoreTimes | None:
+        return read_core_times(os.sched_getaffinity(0), time.monotonic)
+
+    return FreeCores(threads.n_most, read, time.monotonic)
 
 
 def _pack(entries: Sequence[PlanEntry]) -> tuple[list[int], list[int], list[int]]:

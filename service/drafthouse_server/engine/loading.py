@@ -37,7 +37,13 @@ from drafthouse_server.errors import ModelLoadError, StartupError
 from drafthouse_server.host.engine import CoreFacts, DeviceFacts, EngineFacts
 from drafthouse_server.host.length import N_CTX_SEQ_AUTOMATIC
 from drafthouse_server.host.memory import HostMemory, read_memory
-from drafthouse_server.host.size import check_books, choose_size, is_better_read, on_devices
+from drafthouse_server.host.size import (
+    check_books,
+    check_processes,
+    choose_size,
+    is_better_read,
+    on_devices,
+)
 
 # The fake engine, and all tests that use it, work without the extension.
 with suppress(ImportError):  # `check_built` says so
@@ -90,7 +96,10 @@ def load_engine(
         StartupError: the extension is not built, or the process that probes cannot be started.
     """
     check_built()
-    check_books(least_cells(config), 1, read_memory(), config.model)
+    memory = read_memory()
+    if config.fit:
+        check_processes(config.text_workers, memory, config.model)
+    check_books(least_cells(config), 1, memory, config.model)
     _prepare_devices(config)
     if config.probe:
         _probe(config)

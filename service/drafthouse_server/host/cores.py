@@ -44,6 +44,8 @@ class CoreTimes:
     """By anybody."""
     own_s: float
     """By this process, with all its threads."""
+    cores: frozenset[int]
+    """Their numbers."""
 
 
 def read_core_times(
@@ -66,7 +68,7 @@ def read_core_times(
         n_ticks_per_s = os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
-    return CoreTimes(clock(), n_ticks / n_ticks_per_s, time.process_time())
+    return CoreTimes(clock(), n_ticks / n_ticks_per_s, time.process_time(), frozenset(cores))
 
 
 def n_threads_beside(n_left: float, n_most: int) -> int:
@@ -91,12 +93,13 @@ class FreeCores:
 
     A thread is given up at once for a process that takes a core, and taken again as soon as there
     is room. A process that gives way to threads, being nice or of little weight, takes whatever
-    they leave; so one more is tried now and then, and stays where it finds its core.
+    they leave; so one more is tried now and then, and stays where it finds its core. The cores
+    themselves may become fewer, as when a container's are changed: threads would share them then.
 
     Args:
         n_most: Threads where nothing else runs, >= 1.
-        n_cores: Cores that the process may use, hardware threads all of them.
-        read: Reads what was computed on these.
+        read: Reads what was computed on the cores that the process may use now, hardware threads
+            all of them.
         clock: Monotonic time in seconds.
 
     Thread:
@@ -106,14 +109,12 @@ class FreeCores:
     def __init__(
         self,
         n_most: int,
-        n_cores: int,
         read: Callable[[], CoreTimes | None],
         clock: Callable[[], float],
     ) -> None:
         self.n_threads = n_most
         """Threads that find a core each, >= 1."""
         self._n_most = n_most
-        self._n_cores = n_cores
         self._read = read
         self._clock = clock
         self._last: CoreTimes | None = None
@@ -138,13 +139,13 @@ class FreeCores:
         last, times = self._last, self._read()
         in_steps_s = steps_s - self._last_steps_s
         self._last, self._last_steps_s = times, steps_s
-        if last is None or times is None:
+        if last is None or times is None or times.cores != last.cores:
             return False
         elapsed = times.at_s - last.at_s
         if elapsed <= 0 or in_steps_s < _MOSTLY * elapsed:
             return False
         n_others = (times.all_s - last.all_s - (times.own_s - last.own_s)) / elapsed
-        return self._follow(n_threads_beside(self._n_cores - n_others, self._n_most), now)
+        return self._follow(n_threads_beside(len(times.cores) - n_others, self._n_most), now)
 
     def _follow(self, n_found: int, now: float) -> bool:
         before = self.n_threads

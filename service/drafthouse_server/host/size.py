@@ -9,13 +9,14 @@ from drafthouse_server.errors import ModelLoadError
 from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.host.fit import N_CTX_SEQ_LEAST, DeviceFit, Size, Wish, largest_fit
 from drafthouse_server.host.memory import HostMemory
-from drafthouse_server.host.needs import CELL_BYTES, Needs
+from drafthouse_server.host.needs import CELL_BYTES, Needs, process_bytes
 
 __all__ = [
     "Chosen",
     "Measures",
     "check_books",
     "check_cells",
+    "check_processes",
     "choose_size",
     "fit_prefixes",
     "is_better_read",
@@ -31,8 +32,9 @@ HUGE_BYTES = 64 << 20
 """Weights from which on huge pages gain: patch 0021 asks for them from so many bytes on."""
 
 _MIB = 1 << 20
-_ADVICE = "lower parallel, max_model_len or ctx_size"
-_ADVICE_UNFIT = f"{_ADVICE}, use a smaller model, or allow more memory"
+_LOWER = "parallel, max_model_len or ctx_size"
+_ADVICE = f"lower {_LOWER}"
+_UNFIT = ", use a smaller model, or allow more memory"
 
 
 class Measures(Protocol):
@@ -166,8 +168,25 @@ def check_books(n_cells: int, n_contexts: int, memory: HostMemory, path: str) ->
             path,
             f"{n_cells} KV cells take {format_bytes(n_bytes)} of host memory for llama.cpp's books"
             f" alone, and {_most(memory)}{free}",
-            _ADVICE_UNFIT,
+            _ADVICE + _UNFIT,
         )
+
+
+def check_processes(n_text_workers: int, memory: HostMemory, path: str) -> None:
+    """Checks that there may ever be memory for a server's processes, which a survey needs, too.
+
+    Args:
+        n_text_workers: As set.
+        memory: Of the host.
+        path: The model's file, for the error.
+
+    Raises:
+        ModelLoadError: there may not.
+    """
+    n_bytes = process_bytes(n_text_workers, 0)
+    if memory.total_bytes and n_bytes > memory.most_bytes:
+        taken = f"a server takes {format_bytes(n_bytes)} of host memory beside its models"
+        raise ModelLoadError(path, f"{taken}, and {_most(memory)}", "allow more memory")
 
 
 def check_cells(n_cells: int, needs: Needs, memory: HostMemory, path: str) -> None:
@@ -188,7 +207,7 @@ def check_cells(n_cells: int, needs: Needs, memory: HostMemory, path: str) -> No
         raise ModelLoadError(
             path,
             f"{n_cells} KV cells are set, {taken}, and {_most(memory)}",
-            _ADVICE_UNFIT,
+            _advice(needs) + _UNFIT,
         )
 
 
@@ -249,6 +268,13 @@ def _parts(needs: Needs) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
 
 
+def _advice(needs: Needs) -> str:
+    """Returns what to lower: the ubatch first where its graphs take most of the memory."""
+    host = needs.host
+    others = host.weights_bytes + host.cells_bytes + needs.processes_bytes
+    return f"lower ubatch_size, {_LOWER}" if host.compute_bytes > others else _ADVICE
+
+
 def _unfitting(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     """Returns the least of what was asked for, where even that is more than is free.
 
@@ -265,10 +291,10 @@ def _unfitting(measures: Measures, memory: HostMemory, path: str) -> Chosen:
     parts = f"{_words(needs)} of host memory ({_parts(needs)})"
     there = on_devices(measures.devices, needs)
     if needs.fixed_bytes > memory.most_bytes:
-        raise ModelLoadError(path, f"{there}{parts}, and {_most(memory)}", _ADVICE_UNFIT)
+        raise ModelLoadError(path, f"{there}{parts}, and {_most(memory)}", _advice(needs) + _UNFIT)
     n_free = format_bytes(memory.free_bytes)
     sentence = (
         f"fit: {there}{parts}, and only {n_free} are free, of which 5 % should stay so: the server"
-        f" may become slow or be ended; free memory, or {_ADVICE}"
+        f" may become slow or be ended; free memory, or {_advice(needs)}"
     )
     return Chosen(needs, True, sentence)

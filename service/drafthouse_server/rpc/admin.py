@@ -317,8 +317,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             current_act().detail["is_done"] = is_done
             raise
         except StoreError as error:
-            _log.warning("%s", error)  # such as one that is read-only, which answers the key ring
-            raise StoreUnavailable(self._config.retry_after_s) from error
+            _log.warning("%s", error)
+            # Such as one that is read-only: it answers, and there is nothing to wait for.
+            raise StoreUnavailable(self._config.retry_after_s, str(error)) from error
 
     async def Drain(
         self, request: admin_pb2.DrainRequest, context: Context

@@ -30,6 +30,7 @@ from drafthouse_server.engine.protocol import Engine
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed
 from drafthouse_server.operations.audit import AuditTrail, note_renewal
 from drafthouse_server.operations.descriptors import DescriptorBudget, raise_descriptor_limit
+from drafthouse_server.operations.threads import N_GRPC, require_threads
 from drafthouse_server.rpc.gate import Gate, Receive, StreamResets, count_front
 from drafthouse_server.rpc.health import OVERALL, HealthService
 from drafthouse_server.rpc.interceptors import Authenticate, Observe, TranslateErrors, current_call
@@ -349,8 +350,7 @@ class Server:
         accounting: Accounting,
         certificates: Certificates | None,
     ) -> None:
-        config = self._config
-        limits = loop.engine.limits
+        config, limits = self._config, loop.engine.limits
         n_context = min(limits.n_ctx_seq, limits.n_ctx)
         bounds = field_bounds(n_context, config.max_chat_messages)
         services = (*_services(config), _HEALTH_SERVICE)
@@ -359,6 +359,7 @@ class Server:
         resets.install(asyncio.get_running_loop())
         descriptors = DescriptorBudget(config.reserved_descriptors)
         descriptors.require()
+        require_threads(N_GRPC)
         self._gate = Gate(
             calls,
             descriptors,

@@ -1,12 +1,12 @@
 """Statistics for Prometheus: the list of metrics, their text, and the HTTP endpoint.
 
-`prometheus_client` writes the text. Its HTTP servers are not used: `start_http_server` starts a
-thread for each connection, as many as are opened, and waits for a silent client without a limit
-(version 0.26); the ASGI application needs a server of its own; the Twisted and aiohttp ones need
-these. The endpoint below answers on the event loop, and bounds the number of connections, the
-seconds and the bytes of each, and the texts written per second. The library's counters are not
-used either: the values are those of `Statistics`, read when they are asked for, so that nothing is
-counted twice and there is no global registry.
+`prometheus_client` writes the text, but for histograms: many tenants have 100 lines each. Its HTTP
+servers are not used: `start_http_server` starts a thread for each connection, as many as are
+opened, and waits for a silent client without a limit (version 0.26); the ASGI application needs a
+server of its own; the Twisted and aiohttp ones need these. The endpoint below answers on the event
+loop, and bounds the number of connections, the seconds and the bytes of each, and the texts written
+per second. The library's counters are not used either: the values are those of `Statistics`, read
+when they are asked for, so that nothing is counted twice and there is no global registry.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -88,11 +88,6 @@ class _Family:
     def metric(self, statistics: Statistics) -> Metric:
         """Returns it in the library's form."""
         value: Any = self.read(statistics)
-        if self.labels:
-            histogram = HistogramMetricFamily(self.full_name, self.about, labels=self.labels)
-            for labels, found in value.items():
-                histogram.add_metric(labels, _buckets(found), found.sum_s)
-            return histogram
         family = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
         labels = [self.label] if self.label else []
         metric = family(self.full_name, self.about, labels=labels)
@@ -100,16 +95,23 @@ class _Family:
             metric.add_metric([key] if self.label else [], number)
         return metric
 
+    def lines(self, statistics: Statistics) -> Iterator[str]:
+        """Yields the lines of a histogram, which the library takes ten times as long to write."""
+        value: Any = self.read(statistics)
+        name = self.full_name
+        yield f"# HELP {name} {self.about}\n# TYPE {name} histogram\n"
+        for of, found in value.items():
+            pairs = zip(self.labels, map(_escaped, of), strict=True)
+            labels = ",".join(f'{label}="{text}"' for label, text in pairs)
+            n = 0
+            for bound, count in zip((*found.bounds_s, "+Inf"), found.counts, strict=True):
+                n += count
+                yield f'{name}_bucket{{le="{bound}",{labels}}} {n}\n'
+            yield f"{name}_count{{{labels}}} {n}\n{name}_sum{{{labels}}} {found.sum_s}\n"
 
-def _buckets(found: Distribution) -> list[tuple[str, float]]:
-    """Returns the counts up to each bound, and of all."""
-    n = 0
-    buckets: list[tuple[str, float]] = []
-    bounds = [*map(str, found.bounds_s), "+Inf"]
-    for bound, count in zip(bounds, found.counts, strict=True):
-        n += count
-        buckets.append((bound, n))
-    return buckets
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
 _OUTCOMES = (
@@ -310,7 +312,7 @@ _FAMILIES = (
     _Family(
         "threads",
         "Threads that the engine had for its last step; fewer than at the start while other"
-        " processes take the cores, 0 before the first step.",
+        " processes take the cores, or fewer are granted, 0 before the first step.",
         lambda s: s.n_threads,
     ),
     _Family("batch_tokens_total", "Tokens in the target's decodes.", lambda s: s.n_batch_tokens),
@@ -465,14 +467,17 @@ class _Snapshot(Collector):
         self._statistics = statistics
 
     def collect(self) -> Iterator[Metric]:
-        """Yields every metric."""
+        """Yields every metric but histograms."""
         for family in _FAMILIES:
-            yield family.metric(self._statistics)
+            if not family.labels:
+                yield family.metric(self._statistics)
 
 
 def render(statistics: Statistics) -> str:
     """Returns statistics in Prometheus's text format 0.0.4."""
-    return generate_latest(_Snapshot(statistics)).decode()
+    histograms = (family.lines(statistics) for family in _FAMILIES if family.labels)
+    text: str = generate_latest(_Snapshot(statistics)).decode()
+    return text + "".join(chain.from_iterable(histograms))
 
 
 def reference() -> str:

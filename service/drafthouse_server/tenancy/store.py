@@ -312,9 +312,9 @@ def _make_file(path: Path, *, may_make: bool) -> None:
     if may_make:
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-    path.stat()
     if not os.access(path, os.R_OK | os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        code = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(code, os.strerror(code))
 
 
 def _server_engine(url: URL) -> Engine:
