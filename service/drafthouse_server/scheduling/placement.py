@@ -76,6 +76,7 @@ class Placement:
         counters: VirtualCounters,
     ) -> None:
         self._counters = counters
+        counters.n_due = slots.n_due
         self._waiting = waiting
         self._slots = slots
         self._ledger = ledger

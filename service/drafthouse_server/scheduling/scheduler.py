@@ -129,7 +129,6 @@ class Scheduler:
         self._aging_s = fairness.aging_s
         self.counters = VirtualCounters(fairness.weights, fairness.quantum)
         """How much service each tenant has got."""
-        self.counters.n_due = self._slots.n_due
         self._waiting = WaitingQueue(self.counters)
         self._estimators = Estimators(
             limits,
