@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
 import pytest
+from tests.support.clocked import LIMITS, Clocked, numbers
 from tests.support.crowd import Machine
 from tests.support.simulate import Simulation, Stream, quantile
 from tests.support.unknown_cost import UnknownCost
@@ -252,3 +254,21 @@ def test_the_work_of_texts_and_grammars_decides_who_is_next() -> None:
     assert order_of_service(4, text=1e6) == "bbbbaaaa"
     # A request with as much work of its grammar as all else counts twice.
     assert order_of_service(4, n_mask_work=3_000_000) == "abbabbaa"
+
+
+def test_who_comes_back_for_a_few_tokens_does_not_wait_for_anothers_long_prompts() -> None:
+    """These are counted when they get their slots, long before they are computed."""
+    limits = dataclasses.replace(LIMITS, n_seq_max=8, n_outputs_max=8, n_ctx=8 * 4096)
+    clocked, waited = Clocked(limits), list[int]()
+    for i in range(8):
+        n_long = sum(it.request.tenant == "long" for it in clocked.scheduler.sequences())
+        for j in range(n_long, 16):
+            clocked.add(numbers(3000, 16 * i + j), n_output=1, tenant="long")
+        clocked.step()
+        short = clocked.add([250 - i] * 20, n_output=2, tenant="short")
+        n_before = len(clocked.plans)
+        while short.seq_id < 0:
+            clocked.step()
+        waited.append(len(clocked.plans) - n_before)
+        clocked.finish(short)
+    assert waited == [1] * 8

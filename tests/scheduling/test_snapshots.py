@@ -171,12 +171,12 @@ def test_a_tenants_copies_take_a_quarter_of_the_time_beside_others_streams() -> 
 
 
 def test_streams_do_not_wait_for_the_copies_of_all_that_begin_alike() -> None:
-    clocked = copying(8)
+    clocked = copying(9)
     clocked.add([1, 2, 3], n_output=4000)
-    for i in range(2):  # the first is computed, the second one tells what a copy takes
+    for i in range(3):  # the first is computed, the other two tell what a copy takes
         clocked.turn(alike(i))
     n_before = len(clocked.plans)
-    begun = [clocked.add(alike(2 + i)) for i in range(5)]
+    begun = [clocked.add(alike(3 + i)) for i in range(5)]
     for sequence in begun:
         assert clocked.finish(sequence).n_reused >= 992
     copied = [n_copied(plan) for plan in clocked.plans[n_before:]]
@@ -194,7 +194,8 @@ def test_a_prefix_is_copied_beside_others_where_its_answer_is_longer_than_the_co
     short = clocked.add([5] * 20, 2)
     said = clocked.turn(numbers(1000))
     clocked.finish(short)
-    clocked.turn(alike(0))  # begins alike: it is copied, to slot 2
+    for i in range(2):
+        clocked.turn(alike(i))  # begins alike: it is copied, to slot 2
     sequence = clocked.add([*said, 9], n_output)
     while sequence.seq_id < 0:
         clocked.step()
@@ -217,10 +218,47 @@ def test_what_a_copy_takes_is_learnt_from_long_ones() -> None:
     assert cost.copy_s(1000) == pytest.approx(0.2, rel=0.01)
 
 
+def test_a_machine_that_stood_still_says_little_of_copies_and_snapshots() -> None:
+    """Whoever goes on from a prefix would wait for four times as long, again and again."""
+    cost = SnapshotCost()
+    cost.observe_time(0, 0, 60.0, n_copied=1000)
+    assert cost.copy_s(1000) == 0
+    cost.observe_time(0, 0, 0.1, n_copied=1000)
+    assert cost.copy_s(1000) == pytest.approx(0.1)
+    cost.observe_time(0, 0, 60.0, n_copied=1000)
+    assert cost.copy_s(1000) < 0.2
+    cost.observe(10, 100 * MIB)
+    before_s, read_s = cost.write_s(10), cost.read_s(bytes(MIB))
+    cost.observe_time(100 * MIB, 100 * MIB, 60.0)
+    assert cost.write_s(10) < 2 * before_s
+    assert cost.read_s(bytes(MIB)) < 2 * read_s
+
+
+def test_a_tenant_does_not_wait_because_others_took_the_slots_of_its_conversations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they held is saved, as it took long to compute; its next request had to pay for it."""
+    for name in ("write_s", "read_s"):
+        monkeypatch.setattr(SnapshotCost, name, lambda *_: MOVE_S)
+    clocked = copying(16)
+    for i in range(14):
+        clocked.turn(numbers(3000, i))
+    for i in range(14):
+        clocked.add([100 + i] * 20, n_output=1000, tenant="flood")
+    for _ in range(4):
+        clocked.step()
+    saves = [seq_id for plan in clocked.plans for seq_id in plan.saves]
+    assert len(saves) > 5
+    n_before = len(clocked.plans)
+    clocked.finish(clocked.add([7] * 30, n_output=1))
+    assert len(clocked.plans) - n_before < 4
+
+
 def test_the_speed_of_snapshots_is_learnt_beside_copies_without_their_time() -> None:
     """Who gives up a slot for a copy is written in the same step."""
     alone, beside = SnapshotCost(), SnapshotCost()
-    beside.observe_time(0, 0, 0.1, n_copied=1000)
+    for _ in range(2):
+        beside.observe_time(0, 0, 0.1, n_copied=1000)
     for _ in range(40):
         alone.observe_time(100 * MIB, 0, 0.4)
         beside.observe_time(100 * MIB, 0, 0.5, n_copied=1000)

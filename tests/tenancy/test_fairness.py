@@ -96,6 +96,23 @@ def test_where_nobody_waits_one_starts_at_the_last_that_did() -> None:
     assert counters.of("b") == 100, "an hour alone is no debt"
 
 
+@pytest.mark.parametrize(("n_due", "start"), [(0, 900.0), (100, 800.0), (800, 644.0)])
+def test_prompts_that_are_counted_and_not_computed_put_nobody_back(
+    n_due: int, start: float
+) -> None:
+    """By a quantum at most: what is saved up is no more than that."""
+    counters = VirtualCounters(ServiceWeights(prompt=2.0), quantum=256.0)
+    counters.n_due = lambda tenant: n_due // 2 if tenant == "long" else 0
+    counters.join("long", 1.0)
+    counters.charge("long", 900.0)
+    counters.join("short", 1.0)
+    assert counters.of("short") == start
+    counters.leave("short")
+    counters.charge("short", 1000.0)
+    counters.join("short", 1.0)
+    assert counters.of("short") == start + 1000.0, "it has got that"
+
+
 def test_a_newcomer_goes_before_one_with_as_much_that_was_served_while_it_waited() -> None:
     counters = waiting("flood")
     counters.charge("flood", 40)

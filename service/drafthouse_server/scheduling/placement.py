@@ -76,6 +76,7 @@ class Placement:
         counters: VirtualCounters,
     ) -> None:
         self._counters = counters
+        counters.n_due = slots.n_due
         self._waiting = waiting
         self._slots = slots
         self._ledger = ledger
@@ -212,7 +213,7 @@ class Placement:
             match, lead = self._find_prefix(plan, sequence)
         is_dear = self._checkpoints.is_copy_dear(match, sequence.n_output_max)
         seq_id, match = self._slots.place(None if lead else match, is_copy_dear=is_dear)
-        has_lost = self._take(plan, seq_id, match)
+        has_lost = self._take(plan, seq_id, match, sequence.request.tenant)
         sequence.seq_id = seq_id
         self._slots.running[seq_id] = sequence
         self._last_slot.note_start(sequence.request.tenant, plan.planned_at)
@@ -227,14 +228,21 @@ class Placement:
                 is_source = plan.copies_from(seq_id)
                 (self._slots.given_back if is_source else plan.frees).append(seq_id)
 
-    def _take(self, plan: PlanBuilder, seq_id: int, match: Match | None) -> bool:
-        """Takes a slot; returns whether it held what is no match, and is saved now, or lost."""
+    def _take(self, plan: PlanBuilder, seq_id: int, match: Match | None, tenant: str) -> bool:
+        """Takes a slot for a tenant.
+
+        What is saved of another's is on nobody's account: neither can help it, and it takes less
+        time than its owner was charged for.
+
+        Returns:
+            Whether it held what is no match, and is saved now, or lost.
+        """
         lost = self._slots.take(seq_id, match)
         if lost is not None:
             moved_s = plan.moved_s
             self._checkpoints.store(plan, seq_id, lost)
-            tenant = tenant_of(lost.tenant)
-            self._moves.spend(tenant, plan.moved_s - moved_s, plan.planned_at)
+            if tenant_of(lost.tenant) == tenant:
+                self._moves.spend(tenant, plan.moved_s - moved_s, plan.planned_at)
         return lost is not None
 
     def _begin(

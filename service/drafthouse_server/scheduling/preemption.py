@@ -32,9 +32,12 @@ _TIMED_BYTES = 4 << 20
 _TIME_SHARE = 0.25
 """Weight of the newest time in their mean."""
 
+_RISE_MAX = 4.0
+"""A machine that stands still for a moment says nothing: no time counts as more than so many times
+what was predicted."""
+
 _FIXED_S = 1e-3
 """Time of a snapshot besides its bytes, written and read."""
-
 
 _COPIED_TOKENS = 256
 """Copying fewer from slot to slot says little of the speed."""
@@ -49,6 +52,7 @@ class SnapshotCost:
         # Written and read: what is written goes to fresh memory, which takes several times as long.
         self._s_per_byte = [1 / _BYTES_PER_S, 1 / _BYTES_PER_S]
         self._copied_s: float | None = None  # per token
+        self._first_copied_s: float | None = None  # of the first step, which alone is not believed
 
     def observe_time(
         self, n_written: int, n_read: int, seconds: float, *, n_copied: int = 0
@@ -69,7 +73,7 @@ class SnapshotCost:
             return
         low, high = _BYTES_PER_S_BOUNDS
         predicted = [n * s for n, s in zip((n_written, n_read), self._s_per_byte, strict=True)]
-        ratio = seconds / sum(predicted)
+        ratio = min(seconds / sum(predicted), _RISE_MAX)
         for i, before in enumerate(self._s_per_byte):
             # Who is most of it is most of the reason.
             weight = _TIME_SHARE * predicted[i] / sum(predicted)
@@ -77,16 +81,20 @@ class SnapshotCost:
             self._s_per_byte[i] += weight * (s_per_byte - before)
 
     def copy_s(self, n_tokens: int) -> float:
-        """Returns the seconds that copying tokens from slot to slot takes; 0 until one was seen."""
+        """Returns the seconds that copies from slot to slot take; 0 until two were seen."""
         return n_tokens * (self._copied_s or 0.0)
 
     def _observe_copy(self, n_tokens: int, seconds: float) -> None:
         """Learns from a step that took so long for copies alone."""
         if n_tokens < _COPIED_TOKENS or not 0 < seconds < math.inf:
             return
-        token_s = seconds / n_tokens
-        before = token_s if self._copied_s is None else self._copied_s
-        self._copied_s = before + _TIME_SHARE * (token_s - before)
+        token_s, before = seconds / n_tokens, self._copied_s
+        if self._first_copied_s is None:
+            self._first_copied_s = token_s
+        elif before is None:
+            self._copied_s = min(self._first_copied_s, token_s)
+        else:
+            self._copied_s = before + _TIME_SHARE * (min(token_s, _RISE_MAX * before) - before)
 
     def observe(self, n_tokens: int, n_bytes: int) -> None:
         """Learns from a snapshot of so many tokens, at least one."""

@@ -113,6 +113,12 @@ class SlotTable:
                 held[tenant] = 1
         return held
 
+    def n_due(self, tenant: str) -> int:
+        """Returns the tokens of a tenant's running prompts that are not computed yet."""
+        running = self.running.values()
+        mine = [it for it in running if it.request.tenant == tenant and it.n_computed < it.n_prompt]
+        return sum([sequence.n_prompt - sequence.n_computed for sequence in mine])
+
     def is_anybody_generating(self) -> bool:
         """Returns whether a sequence waits for its next token alone."""
         return any(sequence.is_generating for sequence in self.running.values())

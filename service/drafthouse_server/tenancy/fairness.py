@@ -114,10 +114,11 @@ class VirtualCounters:
     """How much service each tenant has got, in units of service over the tenant's weight.
 
     A tenant that begins to wait starts at the least counter of those that wait, or, where nobody
-    does, at that of the last one that did: who was away has saved nothing. It goes before the one
-    that it starts with, if that one was given something since it began to wait or was last gone
-    before. No operation takes longer because more tenants wait, but for the logarithm of their
-    number.
+    does, at that of the last one that did: who was away has saved nothing. What of that counter is
+    for prompts that are not computed yet (`n_due`) is left out, up to the quantum. It goes
+    before the one that it starts with, if that one was given something since it began to wait or
+    was last gone before. No operation takes longer because more tenants wait, but for the logarithm
+    of their number; `join` asks for `n_due`.
 
     Args:
         weights: What counts as service.
@@ -127,6 +128,8 @@ class VirtualCounters:
     def __init__(self, weights: ServiceWeights | None = None, quantum: float = 512.0) -> None:
         self.weights = weights or ServiceWeights()
         """What counts as service."""
+        self.n_due: Callable[[str], int] = _none
+        """Returns the tokens of a tenant's prompts that were counted and are not computed yet."""
         self._quantum = quantum
         self._counters: dict[str, float] = {}
         self._weights: dict[str, float] = {}  # of the tenants with a counter
@@ -234,7 +237,7 @@ class VirtualCounters:
             weight: Its share of the server relative to others' weights, > 0.
         """
         lead = self.first() if self._waiting else self._last
-        self._base = max(self._base, self._counters.get(lead, self._base))
+        self._base = max(self._base, self._counters.get(lead, self._base) - self._due(lead))
         self._counters[tenant] = max(self._counters.get(tenant, self._base), self._base)
         self._weights[tenant] = weight
         self._waiting_weight += weight
@@ -244,6 +247,15 @@ class VirtualCounters:
             # It has slots, or had, and the newcomer has none: a step later it would be behind.
             self._first_until[lead] = counter
             self._enter(lead)
+
+    def _due(self, tenant: str) -> float:
+        """Returns by how much a tenant's counter is ahead of what it has got, a quantum at most.
+
+        Long prompts are counted as they get their slots. Who comes back each second for a few
+        tokens would be ahead of such a tenant after one of them, until the next one gets a slot.
+        """
+        due = self.n_due(tenant) * self.weights.prompt
+        return min(due, self._quantum) / self._weights.get(tenant, _WEIGHT)
 
     def _enter(self, tenant: str) -> None:
         """Puts a tenant that waits behind those with as much."""
@@ -453,6 +465,10 @@ class Budget:
 
 def _anybody(_: str) -> bool:
     return True
+
+
+def _none(_: str) -> int:
+    return 0
 
 
 @dataclass(slots=True)
