@@ -502,7 +502,6 @@ RECIPES: Mapping[str, Recipe] = {
         * 2,
         RMS,
     ),
-    # Whose graph is wrong for several sequences in one batch: llama.cpp ends the process.
     "plamo2": Recipe(
         "plamo2",
         "hybrid",

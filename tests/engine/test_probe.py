@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from models.archs import write_model
 from tests.support.built import needs_extension
+from tests.support.gguf_copy import Tensor, copied
 
 import drafthouse_engine
 from drafthouse_engine import DraftType, EngineParams, probe, probe_model, probe_worker
@@ -33,8 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def deadly(folder: Path) -> Path:
-    """Returns a model that ends the process when two sequences are in one batch."""
-    return write_model(folder / "plamo2.gguf", "plamo2")
+    """Returns a model that ends the process when it is computed; no loader refuses it."""
+    sound = write_model(folder / "plamo2.gguf", "plamo2")
+    return copied(sound, folder / "deadly.gguf", change=with_half_factors)
+
+
+def with_half_factors(name: str, tensor: Tensor) -> Tensor:
+    """Turns factors into a type that no graph on a CPU multiplies by."""
+    if not name.endswith("post_attention_norm"):
+        return tensor
+    return tensor[0].astype(np.float16), GGMLQuantizationType.F16
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +70,7 @@ def test_the_death_of_a_model_is_one_sentence_and_exit_code_1(deadly: Path) -> N
     assert "listening at" not in run.stdout + run.stderr
     *_, last = run.stderr.strip().splitlines()
     assert f"cannot load '{deadly}': llama.cpp ends its process by SIGABRT" in last
-    assert "GGML_ASSERT(" in last
+    assert "unsupported types" in last
     assert last.endswith("use another model")
 
 
@@ -67,7 +78,6 @@ def test_without_the_probe_the_server_would_load_it(deadly: Path) -> None:
     LlamaEngine.load(config(deadly, probe=False)).close()
     with pytest.raises(ModelLoadError, match="ends its process"):
         LlamaEngine.load(config(deadly))
-    LlamaEngine.load(config(deadly, parallel=1)).close()  # a single sequence harms nobody
 
 
 @pytest.mark.parametrize("draft_type", ["none", "ngram-simple"])
