@@ -74,8 +74,7 @@ def test_the_death_of_a_model_is_one_sentence_and_exit_code_1(deadly: Path) -> N
     assert last.endswith("use another model")
 
 
-def test_without_the_probe_the_server_would_load_it(deadly: Path) -> None:
-    LlamaEngine.load(config(deadly, probe=False)).close()
+def test_it_is_the_probe_that_refuses_it(deadly: Path) -> None:
     with pytest.raises(ModelLoadError, match="ends its process"):
         LlamaEngine.load(config(deadly))
 

@@ -39,7 +39,7 @@ SET: list[tuple[dict[str, Any] | None, str]] = [
 ]
 REFUSED = [
     ("enable_thinking=false", "must be a JSON object: Expecting value at character 0"),
-    ('{"messages": []}', "must not set messages, which is the server's or the template's own"),
+    ('{"messages": []}', "must not set messages, which is the server's own"),
     ('{"a": ' + "[" * 2000 + "]" * 2000 + "}", "must nest at most 8 levels"),
     (json.dumps({"a": "x" * 65530}), "must have at most 65536 bytes, has 65539"),
     (json.dumps({"a": "<|im_end|>"}), "must not spell control tokens"),
