@@ -28,14 +28,14 @@ class TooMuch(BaseException):
 
 
 @contextlib.contextmanager
-def little_work() -> Iterator[None]:
+def little_work(n_most: int = N_CALLS_MAX) -> Iterator[None]:
     """Ends a block that takes many calls of Python and C, on any machine as many."""
     n_calls = 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:
         nonlocal n_calls
         n_calls += event in ("call", "c_call")
-        if n_calls > N_CALLS_MAX:
+        if n_calls > n_most:
             sys.setprofile(None)
             raise TooMuch
 

@@ -12,7 +12,6 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -459,8 +458,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _groups() -> Iterator[tuple[str, list[Setting]]]:
-    for title, settings in groupby(SETTINGS.values(), key=lambda setting: setting.group):
-        yield title, list(settings)
+    for title in dict.fromkeys(setting.group for setting in SETTINGS.values()):
+        yield title, [setting for setting in SETTINGS.values() if setting.group == title]
 
 
 def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
