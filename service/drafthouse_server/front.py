@@ -31,7 +31,7 @@ def _are_template_kwargs(text: str) -> bool:
 
 _TEMPLATE_KWARGS = Rule(
     f'a JSON object of at most {template_kwargs.N_BYTES_MAX} bytes, such as {{"enable_thinking":'
-    " false}, without names that the template itself sets",
+    " false}, without names that the server itself sets",
     _are_template_kwargs,
 )
 
