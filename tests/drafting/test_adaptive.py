@@ -71,6 +71,17 @@ def test_where_drafts_never_pay_they_are_turned_off_and_probes_cost_a_hundredth(
     assert rate >= 0.99 * best_fixed(machine, [0.2] * n, only=0)[0]
 
 
+@pytest.mark.parametrize("acceptance", [0.0, 0.05])
+def test_probes_that_never_pay_are_no_hundredth_of_a_lone_streams_gaps(acceptance: float) -> None:
+    """Each is longer by half: the 99th percentile of the gaps would be theirs."""
+    policy, cost = adaptive()
+    machine = Machine(process_token_s=0.0004, draft_pass_s=0.005)
+    crowd, noise = make_crowd([acceptance]), random.Random(1)
+    run(policy, cost, machine, crowd, 1000, noise=noise)
+    _, depths = run(policy, cost, machine, crowd, 8000, noise=noise)
+    assert 10 < sum(depth > 0 for depth in depths) < 60
+
+
 @pytest.mark.parametrize("n", [1, 8])
 def test_drafts_that_begin_to_pay_are_turned_on_again_within_two_thousand_steps(n: int) -> None:
     policy, cost = adaptive()

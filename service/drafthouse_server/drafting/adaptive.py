@@ -25,7 +25,7 @@ _FIRST_S = 10.0  # seconds of steps: how long first averages may be wrong
 _N_SECONDS = (8, 2)  # steps that an average rests on (5 % noise each); an old one is worth
 _N_SETTLED = 24  # steps with another K until its average owes little to its probe
 _STALL = (1.25, 2.0)  # a step counts for so many averages at most, and an average for two steps
-_N_DRAFTS = (400, 32)  # that an average of accepted tokens rests on: 2 points' error; old ones
+_N_DRAFTS = (400, 12)  # that an average of accepted tokens rests on: 2 points' error; old ones
 _PRIOR, _N_PRIOR = 0.6, 8  # share of first tokens before any draft; drafts that replace a prior
 _FEEDING = 0.01  # share of a step: a drafter that takes less to feed is fed while K = 0, too
 
@@ -41,6 +41,7 @@ class _Mean:
 class _Probe:
     k, n_steps, n_left = -1, 0, 0  # K that is tried (-1: none); steps of it, steps that are left
     i_bucket, n_away = 0, 0  # where it is tried; steps of other buckets since
+    n_drafts, n_right = 0, 0  # of it; those whose first token was accepted
 
 
 class _Bucket:  # of 1, 2, 3 to 4, 5 to 8 and so on sequences
@@ -99,7 +100,7 @@ class AdaptiveDraft:
         probe.n_away = 0 if i_bucket == probe.i_bucket else probe.n_away + 1
         if probe.n_away > _N_AWAY:
             probe.k = -1
-        elif not probe.n_away and probe.k >= 0 and probe.n_left <= 0:
+        elif not probe.n_away and probe.k >= 0 and (probe.n_left <= 0 or self._is_lost(bucket)):
             self._conclude(bucket, n)
         if bucket.seconds[bucket.k].n < _N_KNOWN:
             bucket.k = self._k  # nothing speaks for another one
@@ -137,15 +138,28 @@ class AdaptiveDraft:
         due = near[bucket.n_probes % len(near)] if bucket.k else max(k, 1)
         probe.k = k if is_early else due if bucket.former < 0 else bucket.former
         probe.i_bucket, probe.n_away, bucket.n_probes = i_bucket, 0, bucket.n_probes + 1
+        probe.n_drafts = probe.n_right = 0
         probe.n_left = probe.n_steps = max(_N_PROBE, 0 if self._k else 2 * _N_PRIOR // n)
         n_old = _N_SECONDS[1] if probe.k != bucket.former else 0  # that one is measured afresh
         bucket.seconds[probe.k].n = min(bucket.seconds[probe.k].n, n_old)
         for mean in self._accepted if not self._k else ():
             mean.n = min(mean.n, _N_DRAFTS[1])
 
+    def _is_lost(self, bucket: _Bucket) -> bool:
+        """Returns whether drafts would lose to none even if their next two were right.
+
+        Where one stream's drafts are never right, all steps of a probe are longer for nothing.
+        """
+        probe, tried = self._probe, bucket.seconds[self._probe.k]
+        if bucket.k or probe.n_drafts < _N_PROBE or tried.n < _N_KNOWN:
+            return False
+        gain = probe.k * (probe.n_right + 2) / (probe.n_drafts + 2)
+        return (self._base + self._free * gain) / tried.value < self._rate(0, bucket.seconds[0])
+
     def _conclude(self, bucket: _Bucket, n: int) -> None:
         """Takes the better K, and says when to probe again."""
         probe = self._probe
+        is_early, probe.n_steps = probe.n_left > 0, probe.n_steps - max(0, probe.n_left)
         tried, kept = bucket.seconds[probe.k], bucket.seconds[bucket.k]
         rate, rate_kept = self._rate(probe.k, tried), self._rate(bucket.k, kept)
         # The loser is the other one's next probe.
@@ -159,7 +173,8 @@ class AdaptiveDraft:
         bucket.former = bucket.k if is_doubted else -1
         bucket.k = probe.k if is_better else bucket.k
         bucket.rest_s = min(max(_REST_S[0], bucket.rest_s * (0.25 if is_better else 2)), _REST_S[1])
-        cost_s = lost_s / _COST[self._now_s > _FIRST_S] if not is_doubted else 0.0
+        cost = _COST[self._now_s > _FIRST_S or is_early]
+        cost_s = lost_s / cost if not is_doubted else 0.0
         self._paid_s = max(self._paid_s, self._now_s) + cost_s
         wait_s = max(bucket.rest_s, cost_s, _N_SETTLED * n * tried.value * is_doubted)
         probe.k, bucket.due_s = -1, self._now_s + wait_s
@@ -186,6 +201,9 @@ class AdaptiveDraft:
         self._now_s, self._n_warm_up = self._now_s + timings.total_s, self._n_warm_up + is_fed
         counts = Counter((self._asked.get(e.seq_id, 0), e.n_accepted) for e in result.entries)
         for (n_asked, n_right), n_drafts in counts.items():
+            if n_asked and k == self._probe.k:
+                self._probe.n_drafts += n_drafts
+                self._probe.n_right += n_drafts if n_right else 0
             for i, mean in enumerate(self._accepted[: min(n_asked, n_right + 1)]):
                 mean.add(float(i < n_right), _N_DRAFTS[0], n_drafts)
         share = 0.0 if k else timings.process_s / max(timings.total_s, 1e-9)  # of the step: feeding
