@@ -8,6 +8,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -158,37 +159,34 @@ def test_errors_cannot_move_the_cursor() -> None:
     assert err.getvalue() == "drafthouse: the server says �[2J�no\n"
 
 
-def test_output_that_cannot_be_written_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new key that nobody has seen ended in a trace; now it is known which key to revoke."""
-    if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    """A file on a disk without room, in place of the output."""
+    path = Path("/dev/full")
+    if not path.exists():
+        pytest.skip("needs /dev/full, which Linux alone has")
     monkeypatch.setattr(sys, "stdout", io.StringIO())  # without a descriptor
+    file = path.open("w")
+    yield file
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def test_output_that_cannot_be_written_is_told(tmp_path: Path, full: TextIO) -> None:
+    """A new key that nobody has seen ended in a trace; now it is known which key to revoke."""
     err = io.StringIO()
-    with Path("/dev/full").open("w") as full:
-        store = f"sqlite:///{tmp_path / 'store.db'}"
-        code = main(["keys", "add", "--tenant", "acme", "--store", store], Terminal(full, err))
-        with contextlib.suppress(OSError):
-            full.close()
+    store = f"sqlite:///{tmp_path / 'store.db'}"
+    code = main(["keys", "add", "--tenant", "acme", "--store", store], Terminal(full, err))
     assert code == 1
     assert "the output cannot be written: No space left on device" in err.getvalue()
     assert "of tenant acme, works: until it is revoked" in err.getvalue()
 
 
 @pytest.mark.parametrize("words", [["serve", "--help"], ["--version"]])
-def test_help_that_cannot_be_written_is_told(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_that_cannot_be_written_is_told(words: list[str], full: TextIO) -> None:
     """It was lost without a word, with exit code 0."""
-    if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
-    monkeypatch.setattr(sys, "stdout", io.StringIO())  # without a descriptor
     err = io.StringIO()
-    with Path("/dev/full").open("w") as full:
-        code = main(words, Terminal(full, err))
-        with contextlib.suppress(OSError):
-            full.close()
+    code = main(words, Terminal(full, err))
     assert code == 1
     assert err.getvalue() == "drafthouse: the output cannot be written: No space left on device\n"
 
