@@ -11,7 +11,10 @@ how many streams went on in it, how many tokens of prompts and drafts it had, an
 thread had no core; of the event loop the turns that took more than a millisecond.
 
 The second form prints, for each tenant, how long each of these takes: median, 95th percentile and
-the longest, in ms; then the slowest requests with the steps that they waited for.
+the longest, in ms; then the slowest requests with the steps that they waited for. Of the steps
+without prompts it prints, for each number of streams, how many took much longer than the median of
+their kind, in runs of how many one after the other, and what those had: runs of one length are
+something that the server does; single ones are mostly the machine's.
 
 The server's own code is wrapped for it, so figures are a few microseconds too long; without this
 program it notes nothing.
@@ -25,7 +28,7 @@ import functools
 import json
 import sys
 import time
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,7 @@ from drafthouse_server.serving.loop import StepLoop
 from drafthouse_server.serving.text_workers import TextWorkers
 from drafthouse_server.step import StepPlan
 
-__all__ = ["MARKS", "Timeline", "spans"]
+__all__ = ["MARKS", "Timeline", "slow_runs", "spans"]
 
 MARKS = (
     "received",
@@ -61,6 +64,8 @@ MARKS = (
 _N_REQUESTS_MAX = 200_000
 _TURN_S = 1e-3
 _N_STEPS_SHOWN = 8
+_SLOW = 1.25
+"""A step is slow from so many times the median of steps of as many streams on."""
 
 
 class Timeline:
@@ -246,6 +251,55 @@ def _show_steps(steps: abc.Sequence[abc.Sequence[float]]) -> None:
         took = [step[1] - step[0] for step in steps if (step[4] > 0) is has_prompts]
         if took:
             print(f"  {kind:13}{_figures(took)}")
+
+    for n_streams in sorted({int(step[2]) for step in steps}):
+        _show_slow_runs(n_streams, slow_runs(steps, n_streams))
+
+
+def slow_runs(
+    steps: abc.Sequence[abc.Sequence[float]], n_streams: int
+) -> tuple[float, int, list[list[abc.Sequence[float]]]]:
+    """Returns the steps without prompts that were slow, as they followed each other.
+
+    Args:
+        steps: As `Timeline` notes them.
+        n_streams: Which steps: those in which so many streams went on, and no prompt.
+
+    Returns:
+        The median of such steps in seconds, their number, and the runs of slow ones; a run ends
+        with a step of the same kind that was not slow, and steps of other kinds do not end it.
+    """
+    alike = [step for step in steps if step[2] == n_streams and not step[4]]
+    if not alike or not n_streams:
+        return 0.0, 0, []
+    median_s = percentile([step[1] - step[0] for step in alike], 0.5)
+    runs: list[list[abc.Sequence[float]]] = [[]]
+    for step in alike:
+        if step[1] - step[0] > _SLOW * median_s:
+            runs[-1].append(step)
+        elif runs[-1]:
+            runs.append([])
+    return median_s, len(alike), [run for run in runs if run]
+
+
+def _show_slow_runs(
+    n_streams: int, found: tuple[float, int, list[list[abc.Sequence[float]]]]
+) -> None:
+    median_s, n_steps, runs = found
+    slow = [step for run in runs for step in run]
+    if not slow:
+        return
+    by_length = Counter(map(len, runs))
+    told = ", ".join(f"{n} of {length}" for length, n in sorted(by_length.items()))
+    n_drafted = sum(step[8] > 0 for step in slow)
+    n_moved = sum(step[6] + step[7] > 0 for step in slow)
+    waited_s = percentile([step[9] for step in slow], 0.5)
+    print(
+        f"  {n_streams} streams, no prompt: {n_steps} steps, median {median_s * 1e3:.2f} ms;"
+        f" {len(slow)} ({len(slow) / n_steps:.1%}) took {_SLOW:g} times as long and more, in runs:"
+        f" {told}; {n_drafted} had drafts, {n_moved} took or lost slots, median"
+        f" {waited_s * 1e3:.2f} ms without a core"
+    )
 
 
 def _show_requests(name: str, requests: abc.Sequence[dict[str, Any]]) -> None:
