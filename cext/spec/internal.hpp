@@ -566,7 +566,6 @@ template <typename Engine> auto & begun(Engine & engine, int32_t seq_id) {
 // A sequence as a snapshot has it: all but the cells, which stay where they are in the bytes.
 struct snapshot_parts {
     sequence seq;
-    std::string sampler_state;
     std::string drafter_state;
     const uint8_t * target = nullptr;
     uint64_t n_target = 0;

@@ -126,10 +126,6 @@ class PrefixCounts:
     """Tokens of the prompts that got a slot."""
     n_reused: int = 0
     """Prompt tokens that were not computed again."""
-    n_stored: int = 0
-    """Snapshots that came to host memory."""
-    n_host_hits: int = 0
-    """Prompts for which a snapshot was the best that there was."""
     n_evicted: int = 0
     """Prefixes that had to leave a slot or host memory."""
 
@@ -268,7 +264,6 @@ class PrefixCache:
         self.counts.n_lookups += 1
         self.counts.n_prompt_tokens += n_prompt
         if match is not None:
-            self.counts.n_host_hits += match.prefix.tier is Tier.HOST
             self._touch(match.prefix)
 
     def count_hit(self, n_tokens: int) -> None:
@@ -385,7 +380,6 @@ class PrefixCache:
         self.counts.n_evicted += len(victims)
         self._hosted[prefix] = None
         self._shares.add(tenant_of(tenant), len(snapshot))
-        self.counts.n_stored += 1
         return True
 
     def _victims(self, prefix: Prefix, covered: list[Prefix]) -> list[Prefix] | None:
