@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 from tests.archs.driver import Answer
-from tests.archs.tipped import Steps, shift_elsewhere, shift_everywhere, without_choice
+from tests.archs.tipped import Rows, Steps, lag, shift_elsewhere, shift_everywhere, without_choice
 from tests.support.demo import Referee
 
 from drafthouse_engine import EngineError
@@ -30,6 +30,9 @@ by about 1, and `Judge.history` says by how much.
 
 Ways = Callable[[list[list[int]]], Iterable[tuple[str, Sequence[Sequence[int]]]]]
 """Gives answers to all prompts of a cell, in several ways by name."""
+
+AskOther = Callable[[Path, Sequence[int]], Sequence[int]]
+"""Gives the right answer of another model to a prompt; an empty one where there is none."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Judge:
         answers: Sequence[Answer],
         right: Callable[[Sequence[int]], Sequence[int]],
         ways: Ways = lambda _: (),
+        ask_other: AskOther = lambda *_: (),
     ) -> Verdict:
         """Returns the verdict on the answers of a cell.
 
@@ -103,6 +107,8 @@ class Judge:
             ways: Gives the answers to all prompts in ways that round otherwise and are as right,
                 with their names; asked where two logits do not tie, but perhaps two experts did.
                 What none of them gives is computed with and without flash attention (`tipped`).
+            ask_other: Asked about the model's copy that uses all experts, where neither gives the
+                right answer.
         """
         gaps = {
             i: self._gap(answer, expected)
@@ -125,6 +131,12 @@ class Judge:
                 reason += f"{len(tipped)} as our own without flash attention; {where} the logits"
                 reason += f" differ by {max(tipped.values()):.2g} at most; "
             far -= tipped.keys()
+        shifts = {i: self._lag(answers[i], ask_other) for i in sorted(far)}
+        tipped = {i: shift for i, shift in shifts.items() if shift <= TIE}
+        if tipped:
+            reason += f"{len(tipped)} as our own afresh; with all experts llama-server's tokens are"
+            reason += f" ours, or lag {max(tipped.values()):.2g} behind at most"
+        far -= tipped.keys()
         kind = "differs" if far else kind
         return Verdict(
             kind,
@@ -173,13 +185,41 @@ class Judge:
         """
         if not math.isfinite(self._shift(answer, right)):
             return math.inf
+        text = answer.prompt, answer.tokens
+        return self._of_all(lambda _, rows: shift_everywhere(rows, *text))
+
+    def _lag(self, answer: Answer, ask_other: AskOther) -> float:
+        """Returns how far our logits are from the right answer where all experts are used.
+
+        Infinite where ours is not what the engine gives afresh: then no choice of the model's made
+        it what it is. A fault of attention would show with all experts as well.
+        """
+        text = answer.prompt, answer.tokens
+        try:
+            with Steps(self._model) as rows:
+                if lag(rows, *text) > TIE:
+                    return math.inf
+        except EngineError:
+            return math.inf
+
+        def measure(model: Path, rows: Rows) -> float:
+            shift = shift_everywhere(rows, *text)
+            return max(shift, lag(rows, answer.prompt, ask_other(model, answer.prompt)))
+
+        return self._of_all(measure)
+
+    def _of_all(self, measure: Callable[[Path, Rows], float]) -> float:
+        """Returns what is measured of a copy that uses all experts and of its logits.
+
+        Infinite where there is no such copy, or it cannot be computed.
+        """
         with tempfile.TemporaryDirectory() as folder:
             model = without_choice(self._model, Path(folder) / "all.gguf")
             if model is None:
                 return math.inf
             try:
                 with Steps(model) as rows:
-                    return shift_everywhere(rows, answer.prompt, answer.tokens)
+                    return measure(model, rows)
             except EngineError:
                 return math.inf
 

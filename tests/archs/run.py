@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,13 +132,20 @@ def judged(
         setting: Of the llama-server whose answers are right.
         witness: Of those that are asked where two logits do not tie.
     """
+
+    def ask_other(model: Path, prompt: Sequence[int]) -> list[int]:
+        with Peer(peers.SERVER, model, setting) as other:
+            return other.ask(prompt)
+
     with ExitStack() as stack:
         judge = stack.enter_context(Judge(path))
         try:
             server = stack.enter_context(Peer(peers.SERVER, path, setting))
             ways = stack.enter_context(Roundings(peers.SERVER, path, witness))
             n_equal = server.n_equal_at_once(SHORT.prompts)
-            cells = _verdicts(found, lambda cell: judge.judge(cell, server.ask, ways.answers))
+            cells = _verdicts(
+                found, lambda cell: judge.judge(cell, server.ask, ways.answers, ask_other)
+            )
         except PeerFailed as error:
             return str(error), 0, _verdicts(found, lambda _: Verdict("unknown"))
     return "", n_equal, cells

@@ -191,7 +191,9 @@ def page(rows: Mapping[str, Row], head: str) -> str:
         " (`tests/archs/tipped.py`). So looks one choice that a rounding tips, of experts or of the"
         " tokens that an indexer picks; a fault of attention would show at more places. Long texts"
         " have more such choices: there the same is asked of the model with all of its experts in"
-        " use, which chooses none, at every place.",
+        " use, which chooses none, at every place. Where neither of our ways gives llama-server's"
+        " answer, ours must be the one that our engine gives afresh, and with all experts in use"
+        " llama-server's must be ours.",
         "",
         "| model | draft type: cells | answers | difference of the logits, at most | where they do"
         " not tie |",

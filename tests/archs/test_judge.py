@@ -17,7 +17,7 @@ from models.archs import write_model
 from tests.archs import judge as judge_module
 from tests.archs.driver import N_OUTPUT, Answer
 from tests.archs.judge import TIE, Judge, Verdict
-from tests.archs.tipped import N_AFTER, Steps, shift_elsewhere, without_choice
+from tests.archs.tipped import N_AFTER, Steps, lag, shift_elsewhere, without_choice
 from tests.support.built import needs_extension
 from tests.support.demo import MODELS, TARGETS
 
@@ -83,7 +83,11 @@ FAULTS: dict[str, Places] = {
 
 
 def judged(
-    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, of_all: FakeEngine | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    engine: FakeEngine,
+    of_all: FakeEngine | None = None,
+    theirs: Sequence[int] | None = None,
+    theirs_of_all: Sequence[int] = (),
 ) -> Verdict:
     """Judges our answer, with fused attention, beside the right one, without.
 
@@ -91,6 +95,8 @@ def judged(
         monkeypatch: pytest's.
         engine: On the model.
         of_all: On a copy of it that uses all experts; without, the model has none.
+        theirs: What llama-server gives in place of that.
+        theirs_of_all: What it gives of the copy.
     """
 
     class FakeReferee:
@@ -107,7 +113,9 @@ def judged(
     ours = engine.answer(PROMPT, is_fused=True)
     with Judge(Path("model.gguf")) as judge:
         return judge.judge(
-            [Answer(PROMPT, ours)], lambda prompt: engine.answer(prompt, is_fused=False)
+            [Answer(PROMPT, ours)],
+            lambda prompt: theirs or engine.answer(prompt, is_fused=False),
+            ask_other=lambda *_: theirs_of_all,
         )
 
 
@@ -144,6 +152,42 @@ def test_a_fault_shows_with_all_experts_too(
 ) -> None:
     verdict = judged(monkeypatch, FakeEngine(SEVERAL), FakeEngine(is_other))
     assert (verdict.kind, verdict.reason) == ("differs", "")
+
+
+NEVER = FakeEngine(lambda *_: False)
+
+
+def test_a_choice_that_only_llama_server_tips_is_a_tie_if_it_is_right_without_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = NEVER.answer(PROMPT, is_fused=True)
+    theirs = [*ours[:PLACE], ours[PLACE] ^ 1, *ours[PLACE + 1 :]]
+
+    def verdict(engine: FakeEngine, of_all: FakeEngine, answer: Sequence[int]) -> Verdict:
+        return judged(monkeypatch, engine, of_all, theirs, answer)
+
+    found = verdict(NEVER, NEVER, ours)
+    assert (found.kind, found.n_apart) == ("tie", 1)
+    assert found.reason == (
+        "1 as our own afresh; with all experts llama-server's tokens are ours, or lag 0.003"
+        " behind at most"
+    )
+    assert verdict(NEVER, NEVER, theirs).kind == "differs", "they part with all experts, too"
+    assert verdict(NEVER, NEVER, []).kind == "differs", "llama-server says nothing of the copy"
+    assert verdict(NEVER, FakeEngine(SEVERAL), ours).kind == "differs"
+
+
+def test_an_answer_that_the_engine_does_not_give_afresh_is_none_of_its_choices() -> None:
+    ours = NEVER.answer(PROMPT, is_fused=True)
+    assert lag(NEVER, PROMPT, ours) == 0
+    assert lag(NEVER, PROMPT, [*ours[:-1], ours[-1] ^ 1]) == pytest.approx(HEIGHT)
+    assert lag(NEVER, PROMPT, []) == np.inf
+    with Judge(Path("model.gguf")) as judge, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge_module, "Steps", lambda _: NEVER)
+        patch.setattr(judge_module, "without_choice", lambda *_: Path("all.gguf"))
+        answers = {"afresh": ours, "of a cell with a fault": [*ours[:-1], ours[-1] ^ 1]}
+        lags = {name: judge._lag(Answer(PROMPT, a), lambda *_: ours) for name, a in answers.items()}
+    assert lags == {"afresh": pytest.approx(ROUNDING, 1e-3), "of a cell with a fault": np.inf}
 
 
 def test_a_copy_uses_all_experts_and_is_none_where_there_are_none(tmp_path: Path) -> None:

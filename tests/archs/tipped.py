@@ -5,7 +5,8 @@ Where two candidates of such a choice tie, a rounding in the last digits of atte
 the logits of that one place move by more than a tie of tokens does. The engine's two ways of
 computing attention, fused (flash attention) and plain, round otherwise; a fault of one of them is
 not at one place only. In a long text more than one choice is tipped: there a copy of the model that
-uses all of its experts tells, since it chooses none, and a fault would show in it as well.
+uses all of its experts tells, since it chooses none, and a fault would show in it as well. Where
+neither of our two ways gives llama-server's answer, that copy must give what llama-server gives.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from gguf import GGUFReader
 
 from drafthouse_engine import Engine, EngineParams, Model, Sampler, SamplingParams
 
-__all__ = ["N_AFTER", "Rows", "Steps", "shift_elsewhere", "shift_everywhere", "without_choice"]
+__all__ = [
+    "N_AFTER",
+    "Rows",
+    "Steps",
+    "lag",
+    "shift_elsewhere",
+    "shift_everywhere",
+    "without_choice",
+]
 
 N_AFTER = 32
 """Tokens behind an answer that are looked at, too: it may part at its last one."""
@@ -82,6 +91,22 @@ def shift_everywhere(rows: Rows, prompt: Sequence[int], ours: Sequence[int]) -> 
     text = [*prompt, *ours]
     text += text[:N_AFTER]
     return float(np.concatenate((_shifts(rows, text), _shifts(rows, text[::-1]))).max())
+
+
+def lag(rows: Rows, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Returns by how much the logit of an answer's token is below the greatest, at most.
+
+    0 where each is our own next token behind those before it; infinity for an empty answer.
+
+    Args:
+        rows: Of our engine, of which fused attention is asked.
+        prompt: Its tokens.
+        answer: Of whomever.
+    """
+    if not answer:
+        return math.inf
+    chosen = rows([*prompt, *answer[:-1]], True)[len(prompt) - 1 :]
+    return float((chosen.max(axis=1) - chosen[np.arange(len(answer)), answer]).max())
 
 
 def _shifts(rows: Rows, text: Sequence[int]) -> npt.NDArray[np.float32]:
