@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -20,6 +21,11 @@ SERVICE = ROOT / "service" / "drafthouse_server"
 BENCH = ROOT / "bench" / "drafthouse_bench"
 PACKAGES = (SERVICE, CEXT / "drafthouse_engine", ROOT / "clients" / "python" / "drafthouse")
 GRPC_MODULES = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
+DISTRIBUTIONS = {
+    "grpc": "grpcio", "grpc_health": "grpcio-health-checking", "grpc_status": "grpcio-status",
+    "grpc_reflection": "grpcio-reflection",
+}  # fmt: skip
+"""What installs a module of another name."""
 PURE_FOLDERS = ("scheduling", "drafting")
 PURE_FILES = (
     SERVICE / "step.py", SERVICE / "errors.py",
@@ -73,6 +79,24 @@ def roots(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imported(path)}
 
 
+def distribution(module: str) -> str:
+    """Returns what a module is installed by, as pyproject.toml calls it; nothing for our own."""
+    root = module.split(".", maxsplit=1)[0]
+    if root in {*sys.stdlib_module_names, "_typeshed"} or root.startswith("drafthouse"):
+        return ""
+    if root == "google":
+        return "protobuf" if module.startswith("google.protobuf") else "googleapis-common-protos"
+    return DISTRIBUTIONS.get(root, root)
+
+
+def declared(pyproject: Path) -> set[str]:
+    """Returns what a project needs, its extras too, without versions."""
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    wanted = [*project["dependencies"], *(name for extra in extras for name in extra)]
+    return {re.split(r"[^\w-]", name)[0] for name in wanted}
+
+
 def exported(path: Path) -> list[str] | None:
     """Returns a file's `__all__`, or None where it has none."""
     for node in parse(path).body:
@@ -89,6 +113,17 @@ def sort_key(name: str) -> tuple[int, str]:
     """Ruff's order: constants, classes, the rest."""
     kind = 0 if name.isupper() else 1 if name[:1].isupper() else 2
     return kind, name
+
+
+@pytest.mark.parametrize(
+    ("folder", "package"),
+    [("", "service/drafthouse_server"), ("clients/python", "clients/python/drafthouse")],
+)
+def test_what_is_imported_is_declared(folder: str, package: str) -> None:
+    """The server took google.rpc as the SDK brings it: older than what it uses of it."""
+    files = (ROOT / package).rglob("*.py")
+    found = {distribution(name) for path in files for name in imported(path)} - {""}
+    assert found - declared(ROOT / folder / "pyproject.toml") == set()
 
 
 def test_import_contracts_hold() -> None:

@@ -32,11 +32,11 @@ async def test_a_stream_begins_with_its_request_id(
         prompt=generation_pb2.Prompt(text="abc"), max_output_tokens=2
     )
     call = client._generation.Generate(request)
-    headers = dict(await call.initial_metadata())
+    headers = dict(tuple(await call.initial_metadata()))
     messages = [message async for message in call]
     assert headers["drafthouse-request-id"] == messages[-1].result.request_id
     refused = client._generation.Generate(generation_pb2.GenerateRequest())
-    assert "drafthouse-request-id" not in dict(await refused.initial_metadata())
+    assert "drafthouse-request-id" not in dict(tuple(await refused.initial_metadata()))
 
 
 async def test_a_connection_that_breaks_after_the_beginning_makes_no_second_record(

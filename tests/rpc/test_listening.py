@@ -166,6 +166,8 @@ async def test_a_burst_of_calls_is_taken_up_within_a_few_turns_of_the_loop(
     start_server: ServerFactory, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the version of gRPC that is installed: before, each took turns of its own."""
+    if tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 84):  # a newer one never passes by
+        pytest.skip(f"gRPC {grpc.__version__} has other names: it takes up one call at a time")
     server = await start_server()
     loop: Any = asyncio.get_running_loop()
     run_once, make_id = loop._run_once, interceptors._new_id

@@ -50,7 +50,7 @@ class Failure:
     def __init__(self, error: grpc.aio.AioRpcError) -> None:
         self.code = error.code()
         self.message = error.details()
-        trailers = dict(error.trailing_metadata() or ())
+        trailers = dict(tuple(error.trailing_metadata() or ()))
         self.status = Status.FromString(trailers["grpc-status-details-bin"])
         self.info = self.find(ErrorInfo)
         assert self.info.domain == "drafthouse.dev"

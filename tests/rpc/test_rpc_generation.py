@@ -222,7 +222,7 @@ async def read(call: Any, found: Read, n_tokens: int = 1000) -> Read:
         except grpc.aio.AioRpcError:
             message = grpc.aio.EOF
         if message is grpc.aio.EOF:
-            trailers = dict(await call.trailing_metadata())
+            trailers = dict(tuple(await call.trailing_metadata()))
             found.status = (await call.code()).name
             found.usage = generation_pb2.Usage.FromString(trailers["drafthouse-usage-bin"])
             break

@@ -45,7 +45,7 @@ async def test_rates_are_told_in_the_initial_metadata(start_server: ServerFactor
     async with grpc.aio.insecure_channel(server.target) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         call = stub.Generate(asked, metadata=KEY)
-        headers = dict(await call.initial_metadata())
+        headers = dict(tuple(await call.initial_metadata()))
         messages = [message async for message in call]
         n_prompt = messages[-1].result.usage.prompt_tokens
         told = {

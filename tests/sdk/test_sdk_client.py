@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -303,6 +304,22 @@ async def test_closing_the_client_ends_its_streams_and_later_calls(
     with pytest.raises(drafthouse.Cancelled):
         await client.tokenize("x")
     await eventually(is_free(slow_server))
+
+
+async def test_closing_the_client_ends_streams_of_which_its_channel_knows_nothing(
+    slow_server: Server, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gRPC before 1.83 a stream that no task waited for ran on to its last token."""
+    client = drafthouse.AsyncClient(slow_server.target, retry=None)
+    chunks = aiter(client.generate("x"))
+    await anext(chunks)
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "_channel", AsyncMock())
+        await client.aclose()
+    with pytest.raises(drafthouse.Cancelled):
+        await anext(chunks)
+    await eventually(is_free(slow_server))
+    await client.aclose()
 
 
 async def test_timeout_is_the_deadline_of_the_whole_call(

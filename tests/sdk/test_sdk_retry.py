@@ -380,6 +380,65 @@ async def test_a_reader_that_is_cancelled_as_its_stream_is_closed_is_cancelled(
             await reader
 
 
+@pytest.fixture
+def any_wait(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What is set as soon as any call is about to wait for its next attempt."""
+    waits = threading.Event()
+    delay_s = Attempts.delay_s
+
+    def told(attempts: Attempts, error: drafthouse.DrafthouseError) -> float:
+        waits.set()
+        return delay_s(attempts, error)
+
+    monkeypatch.setattr(Attempts, "delay_s", told)
+    return waits
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_closing_the_client_ends_a_call_that_waits(
+    script: Script, any_wait: threading.Event, is_stream: bool
+) -> None:
+    """It slept on, for as long as the server had asked for."""
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
+    client = drafthouse.Client(script.target, retry=PATIENT)
+    ends: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            if is_stream:
+                client.generate("x").text()
+            else:
+                client.tokenize("x")
+        except drafthouse.DrafthouseError as error:
+            ends.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    assert await asyncio.to_thread(any_wait.wait, 100)
+    client.close()
+    await asyncio.to_thread(caller.join, 100)
+    assert [type(error) for error in ends] == [drafthouse.Cancelled]
+    assert script.n_calls == 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_closing_the_asyncio_client_ends_a_call_that_waits(
+    script: Script, any_wait: threading.Event, is_stream: bool
+) -> None:
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
+    client = drafthouse.AsyncClient(script.target, retry=PATIENT)
+
+    async def call() -> None:
+        await (client.generate("x") if is_stream else client.tokenize("x"))
+
+    caller = asyncio.create_task(call())
+    assert await asyncio.to_thread(any_wait.wait, 100)
+    await client.aclose()
+    with pytest.raises(drafthouse.Cancelled):
+        await asyncio.wait_for(caller, 100)
+    assert script.n_calls == 1
+
+
 async def test_a_stream_without_a_result_is_an_error(script: Script) -> None:
     script.has_result = False
     async with drafthouse.AsyncClient(script.target) as client:

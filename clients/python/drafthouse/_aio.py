@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar, Unpack
@@ -94,6 +96,10 @@ class AsyncClient(NotCopied):
         self._api_key = checked_key(api_key)
         self._retry = checked_retry(retry)
         self._budget = RetryBudget(retry.budget if retry else 0)
+        self._closed = asyncio.Event()
+        # gRPC before 1.83 cancels those alone that a task waits for; none knows of what waits for
+        # its next attempt.
+        self._streams: weakref.WeakSet[AsyncGenerationStream] = weakref.WeakSet()
 
     def generate(
         self,
@@ -132,7 +138,9 @@ class AsyncClient(NotCopied):
             with map_grpc_errors():
                 return self._generation.Generate(request, timeout=timeout, metadata=metadata)
 
-        return AsyncGenerationStream(start, self._attempts(timeout))
+        stream = AsyncGenerationStream(start, self._attempts(timeout))
+        self._streams.add(stream)
+        return stream
 
     async def count_tokens(
         self,
@@ -261,6 +269,9 @@ class AsyncClient(NotCopied):
 
     async def aclose(self) -> None:
         """Closes the connection and cancels what still runs. Harmless when done twice."""
+        self._closed.set()
+        for stream in tuple(self._streams):
+            await stream.aclose()
         await self._channel.close()
 
     async def __aenter__(self) -> AsyncClient:
@@ -311,7 +322,10 @@ class AsyncClient(NotCopied):
                 # Not this task was cancelled but the call: another one has closed the client.
                 raise Cancelled("the client was closed before the answer") from error
             except DrafthouseError as error:
-                await asyncio.sleep(attempts.delay_s(error))
+                delay_s = attempts.delay_s(error)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay_s):
+                        await self._closed.wait()
             else:
                 attempts.succeed()
                 return answer

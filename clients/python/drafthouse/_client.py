@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar, Unpack
@@ -90,6 +91,9 @@ class Client(NotCopied):
         self._api_key = checked_key(api_key)
         self._retry = checked_retry(retry)
         self._budget = RetryBudget(retry.budget if retry else 0)
+        self._closed = threading.Event()
+        self._streams: weakref.WeakSet[GenerationStream] = weakref.WeakSet()
+        self._adding = threading.Lock()
 
     def generate(
         self,
@@ -123,7 +127,10 @@ class Client(NotCopied):
             with map_grpc_errors():
                 return self._generation.Generate(request, timeout=timeout, metadata=metadata)
 
-        return GenerationStream(start, self._attempts(timeout))
+        stream = GenerationStream(start, self._attempts(timeout))
+        with self._adding:
+            self._streams.add(stream)
+        return stream
 
     def count_tokens(
         self,
@@ -251,6 +258,11 @@ class Client(NotCopied):
 
     def close(self) -> None:
         """Closes the connection and cancels what still runs. Harmless when done twice."""
+        self._closed.set()
+        with self._adding:
+            streams = tuple(self._streams)
+        for stream in streams:  # one may wait for its next attempt, of which gRPC knows nothing
+            stream.close()
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -280,7 +292,7 @@ class Client(NotCopied):
                 with map_grpc_errors():
                     answer = method(request, timeout=attempts.remaining_s(), metadata=metadata)
             except DrafthouseError as error:
-                time.sleep(attempts.delay_s(error))
+                self._closed.wait(attempts.delay_s(error))
             else:
                 attempts.succeed()
                 return answer
