@@ -37,6 +37,10 @@ bool ends_with(const std::string & text, const std::string & end) {
            text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
+bool is_scaling_factor(const std::string & key) {
+    return ends_with(key, ".rope.scaling.factor") || ends_with(key, ".rope.scale_linear");
+}
+
 // Why a floating-point number of an architecture cannot be, or nullptr. llama.cpp's own saver
 // writes the numbers of all architectures, and "no bound" is minus infinity.
 const char * wrong_float(const std::string & key, float value) {
@@ -51,6 +55,10 @@ const char * wrong_float(const std::string & key, float value) {
     }
     if (key.find(".rope.freq_base") != std::string::npos && value <= 0.0f) {
         return "not above 0";
+    }
+    // 0 is none, as llama.cpp's own saver writes it.
+    if (is_scaling_factor(key) && value < 0.0f) {
+        return "negative";
     }
     return nullptr;
 }

@@ -53,7 +53,7 @@ def doctor(*words: str) -> tuple[int, str]:
 def told(*words: str) -> dict[str, Any]:
     code, text = doctor("--json", *words)
     found: dict[str, Any] = json.loads(text)
-    assert code == (0 if found["ok"] else 1)
+    assert (code == 0) == found["ok"]
     return found
 
 
@@ -222,6 +222,25 @@ def test_settings_that_are_wrong_are_told_beside_the_machine() -> None:
     assert "model" not in found
 
 
+@pytest.mark.parametrize(
+    ("flags", "check"),
+    [
+        (["--ctx-size=2147483647"], "settings"),
+        (["--config=none.toml"], "settings"),
+        (["--store=mysql://host"], "store"),
+        (["--rate-counters-url=http://host"], "rate_counters"),
+    ],
+)
+def test_a_setting_that_is_wrong_has_the_exit_code_that_serve_has(
+    flags: list[str], check: str
+) -> None:
+    """Doctor's was 1, by which a script took it for a machine that does not suit."""
+    serve = ["serve", "--port", "0", *flags]
+    assert main(serve, Terminal(io.StringIO(), io.StringIO())) == doctor(*flags)[0] == 2
+    assert error_of(*flags, check=check)
+    assert doctor("none.gguf")[0] == 1
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.socket() as listener:
@@ -374,6 +393,16 @@ def test_a_store_in_memory_is_none(url: str) -> None:
 def test_prompt_lookup_without_a_drafter() -> None:
     assert "prompt_lookup needs a drafter" in error_of(DRAFT, "--prompt-lookup", check="model")
     assert told(DENSE, "--prompt-lookup")["ok"]
+
+
+def test_synthetic_rates_without_a_drafter() -> None:
+    """Both ended with a trace."""
+    flags = f"--model={DRAFT}", "--synth-rates=0.5,0.4,0.3,0.2"
+    words = "and a draft_type that is not 'none', as set or as found for this model"
+    assert error_of(*flags, check="model").endswith(words)
+    err = io.StringIO()
+    assert main(["serve", "--port=0", *flags], Terminal(io.StringIO(), err)) == 1
+    assert words in err.getvalue()
 
 
 def test_a_journal_s_folder_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from importlib.metadata import version
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem, Section
+from drafthouse_server.errors import StartupError
 from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.host.engine import EngineFacts
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.processor import Processor
+from drafthouse_server.operations.threads import N_SERVER, require_threads
 
 __all__ = ["machine_problems", "machine_sections"]
 
@@ -105,6 +107,10 @@ def machine_problems(config: Config, facts: EngineFacts, processor: Processor) -
             f" wait for each other stand in each other's way; set threads to {n_cores}, or to 0",
             "warning",
         )
+    try:
+        require_threads(N_SERVER)
+    except StartupError as error:
+        yield Problem("threads", str(error))
     yield from _descriptor_problems(config)
 
 
