@@ -292,6 +292,8 @@ def test_a_store_is_asked_and_not_changed(tmp_path: Path) -> None:
     assert "cannot be written; check the path" in error_of(
         DENSE, f"--store=sqlite:///{missing}", check="store"
     )
+    folder = f"--store=sqlite:///{tmp_path}"
+    assert "is a folder; give the path of a file" in error_of(DENSE, folder, check="store")
     path.write_bytes(b"no database, but long enough to be looked at" * 100)
     assert "the store cannot be used" in error_of(DENSE, flag, check="store")
     path.unlink()

@@ -66,17 +66,20 @@ def _tls(config: Config) -> Iterator[Problem]:
     from drafthouse_server.rpc.tls import Certificates  # noqa: PLC0415  # grpc takes its time
 
     try:
-        expires_at = Certificates(config).expires_at
+        certificates = Certificates(config)
     except StartupError as error:
         yield Problem("tls", str(error))
         return
-    left_s, path = expires_at - time.time(), config.ssl_cert_file
-    date = time.strftime("%Y-%m-%d", time.gmtime(expires_at))
-    if left_s <= 0:
+    path, expires_at, now = config.ssl_cert_file, certificates.expires_at, time.time()
+    left_s, date = expires_at - now, time.strftime("%Y-%m-%d", time.gmtime(expires_at))
+    if refusal := certificates.refusal(now):
+        advice = "replace certificate and key"
+        if left_s > 0:
+            here = time.strftime("%Y-%m-%d %H:%M", time.gmtime(now))
+            advice += f", or set the clock: here it is {here}"
         yield Problem(
             "tls",
-            f"the certificate in ssl_cert_file {path} expired on {date}, and clients refuse it;"
-            " replace certificate and key",
+            f"the certificate in ssl_cert_file {path} {refusal}, and clients refuse it; {advice}",
         )
     elif left_s < _N_DAYS_AMPLE * _DAY_S:
         yield Problem(
