@@ -29,6 +29,7 @@ from drafthouse_server.doctor import examine as examining
 from drafthouse_server.engine.surveyor import Surveyor
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.tenancy.store import Store, read_pepper_of
+from drafthouse_server.usage.folder import JournalFolder
 
 pytestmark = needs_extension()
 
@@ -418,6 +419,17 @@ def test_a_journal_s_folder_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert "has 1 kB left" in error_of(DENSE, flag, check="journal")
+
+
+def test_a_journal_that_another_server_writes(tmp_path: Path) -> None:
+    """It said that all was well, and `serve` refused to start."""
+    folder, flag = JournalFolder(tmp_path), f"--usage-journal={tmp_path}"
+    folder.lock()
+    assert "another server writes the usage journal" in error_of(DENSE, flag, check="journal")
+    folder.unlock()
+    assert told(DENSE, flag)["ok"]
+    folder.lock()  # which doctor does not hold
+    folder.unlock()
 
 
 @pytest.mark.usefixtures("ordinary_user")

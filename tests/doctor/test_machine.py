@@ -86,6 +86,14 @@ def test_few_descriptors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(Config(), facts(), cpu()) == []
 
 
+def test_descriptors_that_leave_none_for_calls_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was a warning, and `serve` refused to start."""
+    limits(resource.RLIMIT_NOFILE, 50, monkeypatch)
+    assert problems(Config(), facts(), cpu()) == [("descriptors", "error")]
+
+
 def test_every_fact_has_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     limits(resource.RLIMIT_MEMLOCK, 65536, monkeypatch)
     memory = HostMemory(8 << 30, 6 << 30, 2 << 30, 1 << 30)

@@ -13,6 +13,7 @@ from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.host.engine import EngineFacts
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.processor import Processor
+from drafthouse_server.operations.descriptors import DescriptorBudget
 from drafthouse_server.operations.threads import N_SERVER, require_threads
 
 __all__ = ["machine_problems", "machine_sections"]
@@ -144,6 +145,12 @@ _TOLD = frozenset({"SSSE3", "AVX", "AVX2", "F16C", "FMA", "BMI2", "AVX512", "AVX
 
 def _descriptor_problems(config: Config) -> Iterator[Problem]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        try:
+            DescriptorBudget(config.reserved_descriptors, n_limit=lambda: hard).require()
+        except StartupError as error:
+            yield Problem("descriptors", str(error))
+            return
     n_calls = config.max_calls or config.parallel + config.queue_size
     n_needed = n_calls + 2 * config.reserved_descriptors + _N_SPARE_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and hard < n_needed:

@@ -15,6 +15,7 @@ from drafthouse_server.errors import ConfigError, StartupError
 from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.tenancy.tenants import TenantRegistry
+from drafthouse_server.usage.folder import JournalFolder
 
 __all__ = ["CHECKS", "is_set_up"]
 
@@ -156,6 +157,10 @@ def _journal(config: Config) -> Iterator[Problem]:
             " write; choose another usage_journal, or change its owner",
         )
         return
+    try:
+        JournalFolder(folder).check_free()
+    except StartupError as error:
+        yield Problem("journal", str(error))
     n_free = shutil.disk_usage(place).free
     if n_free < _DISK_BYTES_AMPLE:
         yield Problem(
