@@ -164,6 +164,12 @@ def test_two_listeners_in_one_place_are_refused_before_a_model_is_loaded(
     assert str(caught.value).endswith(f"choose another {key}")
 
 
+def test_one_socket_for_clients_and_administrators_is_refused() -> None:
+    """The second listener took the socket of the first, and clients found no service there."""
+    with pytest.raises(ConfigError, match=r"host and admin_host are both unix:/tmp/d\.sock"):
+        Config(host="unix:/tmp/d.sock", admin_host="unix:/tmp/d.sock")
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -37,6 +37,10 @@ bool ends_with(const std::string & text, const std::string & end) {
            text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
+bool is_scaling_factor(const std::string & key) {
+    return ends_with(key, ".rope.scaling.factor") || ends_with(key, ".rope.scale_linear");
+}
+
 // Why a floating-point number of an architecture cannot be, or nullptr. llama.cpp's own saver
 // writes the numbers of all architectures, and "no bound" is minus infinity.
 const char * wrong_float(const std::string & key, float value) {
@@ -51,6 +55,10 @@ const char * wrong_float(const std::string & key, float value) {
     }
     if (key.find(".rope.freq_base") != std::string::npos && value <= 0.0f) {
         return "not above 0";
+    }
+    // 0 is none, as llama.cpp's own saver writes it.
+    if (is_scaling_factor(key) && value < 0.0f) {
+        return "negative";
     }
     return nullptr;
 }
@@ -186,6 +194,32 @@ void check_kind(const std::string & path) {
     }
 }
 
+using Header = std::unique_ptr<gguf_context, decltype(&gguf_free)>;
+
+Header read_header(const std::string & path) {
+    return Header(gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}),
+                  gguf_free);
+}
+
+// Of a part that is cut short llama.cpp names a tensor alone, and not which file to bring again.
+void check_whole(const gguf_context * header, const std::string & path) {
+    if (header == nullptr) {
+        return; // llama.cpp names the file
+    }
+    uint64_t end = 0;
+    for (int64_t i = 0; i < gguf_get_n_tensors(header); ++i) {
+        const uint64_t begin = gguf_get_tensor_offset(header, i);
+        end = std::max(end, begin + gguf_get_tensor_size(header, i));
+    }
+    end += gguf_get_data_offset(header);
+    std::error_code unknown;
+    const uint64_t n_bytes = std::filesystem::file_size(path, unknown);
+    if (!unknown && n_bytes < end) {
+        fail(SPEC_ERR_BAD_MODEL, path + " is cut short: it has " + std::to_string(n_bytes) +
+                                     " bytes of " + std::to_string(end));
+    }
+}
+
 // A model in several files is given by the first of them, and all are there.
 void check_parts(const gguf_context * header, const std::string & path) {
     const int32_t n_parts = header_u16(header, "split.count");
@@ -218,6 +252,10 @@ void check_parts(const gguf_context * header, const std::string & path) {
                                          "; cannot read " + name_of(i));
         }
     }
+    check_whole(header, path);
+    for (int32_t i = 1; i < n_parts; ++i) {
+        check_whole(read_header(name_of(i)).get(), name_of(i));
+    }
 }
 
 } // namespace
@@ -243,8 +281,7 @@ bool is_one_of(const std::string & name, std::initializer_list<const char *> nam
 // Refuses numbers on which llama.cpp ends the process instead of refusing them itself: found by
 // tests/proofs/malformed.py.
 void check_header(const std::string & path) {
-    const std::unique_ptr<gguf_context, decltype(&gguf_free)> header(
-        gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
+    const Header header = read_header(path);
     if (header) {
         check_parts(header.get(), path);
     }

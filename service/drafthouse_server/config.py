@@ -582,7 +582,7 @@ def _check_drafts(config: Config) -> None:
         "synth_rates",
         config.synth_rates,
         f"synth_rates has {n_rates} rates; expected as many as draft_max, {config.draft_max},"
-        " and a draft_type",
+        " and a draft_type that is not 'none', as set or as found for this model",
     )
     _check_draft_places(config)
 

@@ -238,8 +238,15 @@ def check_ports(settings: _Listening) -> None:
     """Checks that each listener has a place of its own, before a model is loaded for nothing.
 
     Raises:
-        ConfigError: two of them have the same port of the same address; names both settings.
+        ConfigError: two of them have the same port of the same address, or the same socket; names
+            both settings.
     """
+    if settings.host.startswith(UNIX) and settings.host == settings.admin_host:
+        problem = (
+            f"host and admin_host are both {settings.host}, and only one of them can listen there;"
+            " choose another admin_host"
+        )
+        raise ConfigError("admin_host", settings.admin_host, problem=problem)
     places = (
         ("port", settings.host, settings.port),
         ("metrics_port", settings.metrics_host, settings.metrics_port),

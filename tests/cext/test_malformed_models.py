@@ -128,6 +128,22 @@ def test_numbers_of_other_architectures_are_not_judged(tmp_path: Path) -> None:
         assert a_token(engine) == a_token(other)
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_negative_factor_of_rope_is_refused_and_0_is_none(tmp_path: Path, key: str) -> None:
+    """llama.cpp turned positions the other way, without a word; its own saver writes 0 for none."""
+    wrong = copied(DENSE, tmp_path / "wrong.gguf", {f"mimo2.{key}": -4.0})
+    with pytest.raises(BadModel, match=rf"mimo2\.{re.escape(key)} is negative"):
+        Model(wrong)
+    path = copied(DENSE, tmp_path / "none.gguf", {f"mimo2.{key}": 0.0})
+    with (
+        Model(path) as model,
+        Model(DENSE) as plain,
+        Engine(model, None, SMALL) as engine,
+        Engine(plain, None, SMALL) as other,
+    ):
+        assert a_token(engine) == a_token(other)
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_a_bound_that_is_no_number_is_refused(tmp_path: Path, number: float) -> None:
     path = copied(DENSE, tmp_path / "wrong.gguf", {"mimo2.kda.gate_lower_bound": number})

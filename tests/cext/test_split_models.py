@@ -13,6 +13,7 @@ from tests.support.built import needs_extension
 from tests.support.hand import plan
 
 from drafthouse_engine import (
+    BadModel,
     Engine,
     EngineParams,
     Model,
@@ -20,6 +21,7 @@ from drafthouse_engine import (
     Sampler,
     SnapshotError,
     SnapshotKind,
+    Survey,
     Unsupported,
 )
 
@@ -84,6 +86,21 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
         with pytest.raises(ModelNotFound, match=r"in \d+ files; cannot read") as caught:
             Model(first, vocab_only=vocab_only)
         assert caught.value.message.endswith(str(last))
+
+
+def test_a_part_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    """A tensor of it was, and the first file: which of the parts to bring again was not told."""
+    first = split(tmp_path / "one", 1.0)
+    for part in sorted(first.parent.glob("*.gguf")):
+        whole = part.read_bytes()
+        part.write_bytes(whole[:-40])
+        for load in (Model, Survey):
+            with pytest.raises(BadModel) as caught:
+                load(first)
+            told = f"{part} is cut short: it has {len(whole) - 40} bytes of "
+            assert caught.value.message.startswith(told)
+        part.write_bytes(whole)
+    Model(first).close()
 
 
 def test_parts_that_are_named_otherwise_are_told_from_damage(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ def test_every_limit_of_the_settings_can_be_set_and_makes_the_same_tenant(shell:
         (["keys", "add", "--tenant", "a b"], "'a b' is no name of a tenant"),
         (["keys", "add", "--tenant", "x\n"], "is no name of a tenant"),
         (["keys", "add", "--tenant", "x", "--expires", "soon"], "'soon' is no time"),
+        (["keys", "add", "--tenant", "x", "--expires", "0d"], "the key would never work"),
         (["tenants", "add", "x", "wings=2"], "'wings' is no limit"),
         (["tenants", "set", "x", "weight=0"], "'weight' is 0.0; expected a value in [0.001, 1000]"),
         (["tenants", "set", "x", "weight=nan"], "'weight' is nan"),

@@ -368,6 +368,15 @@ def test_a_number_that_is_too_long_to_be_shown_is_refused(tmp_path: Path, name: 
         load(str(file), {})
 
 
+def test_files_may_begin_with_the_mark_that_windows_writes(tmp_path: Path) -> None:
+    """It was no TOML, by "Invalid statement (at line 1, column 1)", and a wrong line of keys."""
+    keys, path = tmp_path / "keys", tmp_path / "drafthouse.toml"
+    keys.write_bytes("\ufeffacme:hunter2\r\n".encode())
+    keys.chmod(0o600)
+    path.write_bytes(f"\ufeffapi_keys_file = '{keys}'\r\n".encode())
+    assert load(str(path), {}).api_keys == ("acme:hunter2",)
+
+
 def test_a_missing_file_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: .*; check the path"):
         load("nowhere.toml", {})

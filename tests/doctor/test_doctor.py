@@ -29,6 +29,7 @@ from drafthouse_server.doctor import examine as examining
 from drafthouse_server.engine.surveyor import Surveyor
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.tenancy.store import Store, read_pepper_of
+from drafthouse_server.usage.folder import JournalFolder
 
 pytestmark = needs_extension()
 
@@ -53,7 +54,7 @@ def doctor(*words: str) -> tuple[int, str]:
 def told(*words: str) -> dict[str, Any]:
     code, text = doctor("--json", *words)
     found: dict[str, Any] = json.loads(text)
-    assert code == (0 if found["ok"] else 1)
+    assert (code == 0) == found["ok"]
     return found
 
 
@@ -222,6 +223,25 @@ def test_settings_that_are_wrong_are_told_beside_the_machine() -> None:
     assert "model" not in found
 
 
+@pytest.mark.parametrize(
+    ("flags", "check"),
+    [
+        (["--ctx-size=2147483647"], "settings"),
+        (["--config=none.toml"], "settings"),
+        (["--store=mysql://host"], "store"),
+        (["--rate-counters-url=http://host"], "rate_counters"),
+    ],
+)
+def test_a_setting_that_is_wrong_has_the_exit_code_that_serve_has(
+    flags: list[str], check: str
+) -> None:
+    """Doctor's was 1, by which a script took it for a machine that does not suit."""
+    serve = ["serve", "--port", "0", *flags]
+    assert main(serve, Terminal(io.StringIO(), io.StringIO())) == doctor(*flags)[0] == 2
+    assert error_of(*flags, check=check)
+    assert doctor("none.gguf")[0] == 1
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.socket() as listener:
@@ -273,6 +293,8 @@ def test_a_store_is_asked_and_not_changed(tmp_path: Path) -> None:
     assert "cannot be written; check the path" in error_of(
         DENSE, f"--store=sqlite:///{missing}", check="store"
     )
+    folder = f"--store=sqlite:///{tmp_path}"
+    assert "is a folder; give the path of a file" in error_of(DENSE, folder, check="store")
     path.write_bytes(b"no database, but long enough to be looked at" * 100)
     assert "the store cannot be used" in error_of(DENSE, flag, check="store")
     path.unlink()
@@ -376,6 +398,16 @@ def test_prompt_lookup_without_a_drafter() -> None:
     assert told(DENSE, "--prompt-lookup")["ok"]
 
 
+def test_synthetic_rates_without_a_drafter() -> None:
+    """Both ended with a trace."""
+    flags = f"--model={DRAFT}", "--synth-rates=0.5,0.4,0.3,0.2"
+    words = "and a draft_type that is not 'none', as set or as found for this model"
+    assert error_of(*flags, check="model").endswith(words)
+    err = io.StringIO()
+    assert main(["serve", "--port=0", *flags], Terminal(io.StringIO(), err)) == 1
+    assert words in err.getvalue()
+
+
 def test_a_journal_s_folder_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flag = f"--usage-journal={tmp_path / 'usage'}"
     assert told(DENSE, flag)["ok"]
@@ -387,6 +419,17 @@ def test_a_journal_s_folder_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert "has 1 kB left" in error_of(DENSE, flag, check="journal")
+
+
+def test_a_journal_that_another_server_writes(tmp_path: Path) -> None:
+    """It said that all was well, and `serve` refused to start."""
+    folder, flag = JournalFolder(tmp_path), f"--usage-journal={tmp_path}"
+    folder.lock()
+    assert "another server writes the usage journal" in error_of(DENSE, flag, check="journal")
+    folder.unlock()
+    assert told(DENSE, flag)["ok"]
+    folder.lock()  # which doctor does not hold
+    folder.unlock()
 
 
 @pytest.mark.usefixtures("ordinary_user")

@@ -9,6 +9,7 @@ import pytest
 from drafthouse_server.config import Config
 from drafthouse_server.doctor import machine, model
 from drafthouse_server.doctor.machine import machine_problems, machine_sections
+from drafthouse_server.errors import StartupError
 from drafthouse_server.host.engine import CoreFacts, DeviceFacts, EngineFacts
 from drafthouse_server.host.fit import Size
 from drafthouse_server.host.memory import HostMemory
@@ -56,6 +57,16 @@ def test_more_threads_than_cores_are_told() -> None:
     assert problems(Config(threads=5), facts(), cpu()) == [("threads", "warning")]
 
 
+def test_too_few_threads_for_a_server_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` refused to start, and doctor found nothing."""
+
+    def refuse(n: int) -> None:
+        raise StartupError(f"the server needs {n} more threads")
+
+    monkeypatch.setattr(machine, "require_threads", refuse)
+    assert problems(Config(), facts(), cpu()) == [("threads", "error")]
+
+
 def limits(kind: int, hard: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = resource.getrlimit
 
@@ -73,6 +84,14 @@ def test_few_descriptors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "may open 256 files" in problem.sentence
     limits(resource.RLIMIT_NOFILE, resource.RLIM_INFINITY, monkeypatch)
     assert problems(Config(), facts(), cpu()) == []
+
+
+def test_descriptors_that_leave_none_for_calls_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was a warning, and `serve` refused to start."""
+    limits(resource.RLIMIT_NOFILE, 50, monkeypatch)
+    assert problems(Config(), facts(), cpu()) == [("descriptors", "error")]
 
 
 def test_every_fact_has_a_value(monkeypatch: pytest.MonkeyPatch) -> None:

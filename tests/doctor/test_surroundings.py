@@ -69,6 +69,18 @@ def test_a_certificate_that_expires(tmp_path: Path) -> None:
     assert f"{tmp_path}/server.crt expired on " in sentence
 
 
+def test_a_certificate_that_is_not_valid_yet(tmp_path: Path) -> None:
+    """Nothing was told of it, and no client could connect: as of a clock that was set back."""
+    now, hour = datetime.datetime.now(datetime.UTC), datetime.timedelta(hours=1)
+    pair = Authority().issue(not_before=now + hour, not_after=now + 2000 * hour)
+    certificate, key = pair.write(tmp_path)
+    sentence = error_of(
+        DENSE, f"--ssl-cert-file={certificate}", f"--ssl-key-file={key}", check="tls"
+    )
+    assert "server.crt is not valid before 20" in sentence
+    assert ", or set the clock: here it is 20" in sentence
+
+
 def test_administrators_authorities_that_cannot_be_used(tmp_path: Path) -> None:
     authority, path = Authority(), tmp_path / "admins.pem"
     certificate, key = authority.issue().write(tmp_path)

@@ -15,6 +15,7 @@ from tests.support.built import needs_extension
 from tests.support.demo import MODELS, TARGETS
 
 from drafthouse_server.config import Config
+from drafthouse_server.engine import text_process
 from drafthouse_server.engine.llama import LlamaEngine
 from drafthouse_server.engine.text_jobs import TextJob
 from drafthouse_server.errors import ModelLoadError, StartupError
@@ -63,6 +64,19 @@ async def test_a_text_worker_reads_the_model_that_is_served(
         assert tokens == engine.tokenize(TEXT, add_special=True, parse_special=False)
         change(path, other if is_replaced else None)
         assert await read(engine) == tokens
+
+
+async def test_without_proc_a_text_worker_finds_the_model_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server without /proc, as in some sandboxes, did not start."""
+    path = Path(shutil.copy(MODELS / TARGETS["dense"], tmp_path / "model.gguf"))
+    monkeypatch.setattr(text_process, "_DESCRIPTORS", str(tmp_path / "proc"))
+    with served(path) as engine:
+        assert await read(engine)
+        change(path, None)
+        with pytest.raises(StartupError, match="is not the file any more that is served"):
+            await read(engine)
 
 
 async def test_a_text_worker_reads_no_other_first_part(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_a_private_key_that_others_may_read_is_told_when_it_is_read_again(
     assert n_told == [0, 1, 1]
 
 
-def test_a_certificate_that_has_expired_is_told_once(
+def test_a_certificate_that_has_expired_or_is_not_valid_yet_is_told_once(
     authority: Authority,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -292,6 +292,11 @@ def test_a_certificate_that_has_expired_is_told_once(
     authority.issue().write(tmp_path)  # which has expired by that clock, too
     certificates.look()
     assert len(caplog.records) == 2
+    monkeypatch.setattr("drafthouse_server.rpc.tls.time.time", lambda: 0.0)
+    for _ in range(2):
+        certificates.look()
+    assert len(caplog.records) == 3
+    assert "server.crt is not valid before 20" in caplog.records[-1].getMessage()
 
 
 def test_a_certificate_that_is_written_while_it_is_read_is_used_when_it_is_whole(

@@ -88,6 +88,7 @@ class Authority:
         subject: x509.Name,
         key: ec.EllipticCurvePrivateKey,
         not_after: datetime.datetime | None = None,
+        not_before: datetime.datetime | None = None,
     ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
@@ -96,7 +97,7 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _DAY)
+            .not_valid_before(not_before or now - _DAY)
             .not_valid_after(not_after or now + _DAY)
             .add_extension(  # without it, and a key's usage above, Python 3.13 trusts none
                 x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
@@ -108,10 +109,11 @@ class Authority:
         self,
         *names: x509.GeneralName,
         not_after: datetime.datetime | None = None,
+        not_before: datetime.datetime | None = None,
     ) -> Pair:
         """Returns a certificate with alternative names; without any, those of this machine."""
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = self._builder(_name("a test"), key, not_after).add_extension(
+        builder = self._builder(_name("a test"), key, not_after, not_before).add_extension(
             x509.SubjectAlternativeName(names or LOCAL), critical=False
         )
         return Pair(

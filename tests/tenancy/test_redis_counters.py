@@ -292,6 +292,7 @@ async def test_a_redis_user_who_may_ping_and_not_count_is_told_at_once() -> None
         "http://me:hunter2@host",
         "redis://me:hunter2@127.0.0.1:1/0?tls=true",
         "redis://me:hunter2@127.0.0.1:1/0?protocol=9",
+        "redis://me:hunter2@127.0.0.1:1/rates",
     ],
 )
 async def test_a_url_that_is_none_is_told_at_once(url: str) -> None:

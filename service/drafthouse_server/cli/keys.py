@@ -361,7 +361,10 @@ def tenant_name(text: str) -> str:
 
 
 def _life(text: str) -> int:
-    return _NEVER if text == "never" else _duration(text)
+    life_s = _NEVER if text == "never" else _duration(text)
+    if not life_s:
+        raise argparse.ArgumentTypeError(f"{text!r} is no life; the key would never work")
+    return life_s
 
 
 def _duration(text: str) -> int:

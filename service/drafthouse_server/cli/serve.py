@@ -28,7 +28,7 @@ from drafthouse_server.engine.threads import Threads
 from drafthouse_server.errors import ConfigError, EngineLost, ServerFailed, StartupError
 from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes, format_count
-from drafthouse_server.operations.threads import N_GRPC, require_threads
+from drafthouse_server.operations.threads import N_SERVER, require_threads
 from drafthouse_server.rpc.server import Server
 from drafthouse_server.tenancy.backends import check_backends
 
@@ -47,9 +47,6 @@ LOST = 71
 
 _LEAVE_S = 5.0
 """Seconds that threads have to end when the server has: they may wait for a disk that hangs."""
-
-_N_OWN = 8
-"""Threads and processes of a server beside those of gRPC and OpenMP."""
 
 _EXIT_CODES = (
     "exit codes: 0 ended by SIGTERM or SIGINT; 1 cannot start, and says why; 2 a setting is wrong;"
@@ -92,7 +89,8 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         " as `drafthouse serve` with these flags would find them. Nothing is loaded, made or"
         " changed.",
         usage="drafthouse doctor [MODEL] [--json] [--config FILE] [--SETTING VALUE ...]",
-        epilog="exit codes: 0 nothing stands in the way of a server; 1 something does",
+        epilog="exit codes: 0 nothing stands in the way of a server; 1 something does; 2 a setting"
+        " is wrong",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -112,7 +110,7 @@ def _doctor(arguments: argparse.Namespace, terminal: Terminal) -> int:
     if arguments.model_path is not None:
         flags["model"] = arguments.model_path
     problems: list[Problem] = []
-    config = None
+    config, code = None, 0
     try:
         config = _with_demo_model(
             settings.load(
@@ -121,15 +119,18 @@ def _doctor(arguments: argparse.Namespace, terminal: Terminal) -> int:
                 warn=lambda line: problems.append(Problem("settings", line, "warning")),
             )
         )
+        check_backends(config)
     except ConfigError as error:
-        problems.append(Problem("settings", str(error)))
+        code = 2
+        if config is None:  # else the checks of tenants, store and Redis tell
+            problems.append(Problem("settings", str(error)))
     report = examine(config, problems)
     if arguments.json:
         terminal.line(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
     else:
         for line in report.lines():
             terminal.line(line)
-    return 0 if report.is_well else 1
+    return code or (0 if report.is_well else 1)
 
 
 def _serve(arguments: argparse.Namespace, terminal: Terminal) -> int:
@@ -227,7 +228,7 @@ def _with_demo_model(config: Config) -> Config:
 
 
 async def _run(config: Config, terminal: Terminal) -> None:
-    require_threads(_N_OWN + N_GRPC)
+    require_threads(N_SERVER)
     try_address(config.host, config.port)
     if config.has_admin:
         try_address(config.admin_host, config.admin_port, "admin-")

@@ -228,7 +228,7 @@ def _read_text(path: Path) -> str:
         content = file.read(_N_FILE_BYTES_MAX + 1)
     if len(content) > _N_FILE_BYTES_MAX:
         raise ValueError(f"it has more than {_N_FILE_BYTES_MAX >> 20} MiB")
-    return content.decode("utf-8").replace("\r\n", "\n")
+    return content.decode("utf-8-sig").replace("\r\n", "\n")  # both as Windows writes them
 
 
 def _read_file(path: Path, warn: Callable[[str], object]) -> _Reader:

@@ -8,10 +8,13 @@ from importlib.metadata import version
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem, Section
+from drafthouse_server.errors import StartupError
 from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.host.engine import EngineFacts
 from drafthouse_server.host.memory import HostMemory
 from drafthouse_server.host.processor import Processor
+from drafthouse_server.operations.descriptors import DescriptorBudget
+from drafthouse_server.operations.threads import N_SERVER, require_threads
 
 __all__ = ["machine_problems", "machine_sections"]
 
@@ -105,6 +108,10 @@ def machine_problems(config: Config, facts: EngineFacts, processor: Processor) -
             f" wait for each other stand in each other's way; set threads to {n_cores}, or to 0",
             "warning",
         )
+    try:
+        require_threads(N_SERVER)
+    except StartupError as error:
+        yield Problem("threads", str(error))
     yield from _descriptor_problems(config)
 
 
@@ -138,6 +145,12 @@ _TOLD = frozenset({"SSSE3", "AVX", "AVX2", "F16C", "FMA", "BMI2", "AVX512", "AVX
 
 def _descriptor_problems(config: Config) -> Iterator[Problem]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        try:
+            DescriptorBudget(config.reserved_descriptors, n_limit=lambda: hard).require()
+        except StartupError as error:
+            yield Problem("descriptors", str(error))
+            return
     n_calls = config.max_calls or config.parallel + config.queue_size
     n_needed = n_calls + 2 * config.reserved_descriptors + _N_SPARE_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and hard < n_needed:

@@ -65,6 +65,8 @@ def _look_at_file(path: Path) -> _Found:
             return _Found()  # it is made at the first start
         problem = f"the store {path} is not there, and {folder} cannot be written; check the path"
         return _Found(problem)
+    if path.is_dir():
+        return _Found(f"the store {path} is a folder; give the path of a file in it")
     if not os.access(path, os.R_OK | os.W_OK):
         is_fixed = os.statvfs(path).f_flag & os.ST_RDONLY
         advice = "its disk is mounted read-only" if is_fixed else "check its owner and mode"

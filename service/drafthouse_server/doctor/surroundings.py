@@ -15,6 +15,7 @@ from drafthouse_server.errors import ConfigError, StartupError
 from drafthouse_server.host.address import try_address
 from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.tenancy.tenants import TenantRegistry
+from drafthouse_server.usage.folder import JournalFolder
 
 __all__ = ["CHECKS", "is_set_up"]
 
@@ -66,17 +67,20 @@ def _tls(config: Config) -> Iterator[Problem]:
     from drafthouse_server.rpc.tls import Certificates  # noqa: PLC0415  # grpc takes its time
 
     try:
-        expires_at = Certificates(config).expires_at
+        certificates = Certificates(config)
     except StartupError as error:
         yield Problem("tls", str(error))
         return
-    left_s, path = expires_at - time.time(), config.ssl_cert_file
-    date = time.strftime("%Y-%m-%d", time.gmtime(expires_at))
-    if left_s <= 0:
+    path, expires_at, now = config.ssl_cert_file, certificates.expires_at, time.time()
+    left_s, date = expires_at - now, time.strftime("%Y-%m-%d", time.gmtime(expires_at))
+    if refusal := certificates.refusal(now):
+        advice = "replace certificate and key"
+        if left_s > 0:
+            here = time.strftime("%Y-%m-%d %H:%M", time.gmtime(now))
+            advice += f", or set the clock: here it is {here}"
         yield Problem(
             "tls",
-            f"the certificate in ssl_cert_file {path} expired on {date}, and clients refuse it;"
-            " replace certificate and key",
+            f"the certificate in ssl_cert_file {path} {refusal}, and clients refuse it; {advice}",
         )
     elif left_s < _N_DAYS_AMPLE * _DAY_S:
         yield Problem(
@@ -153,6 +157,10 @@ def _journal(config: Config) -> Iterator[Problem]:
             " write; choose another usage_journal, or change its owner",
         )
         return
+    try:
+        JournalFolder(folder).check_free()
+    except StartupError as error:
+        yield Problem("journal", str(error))
     n_free = shutil.disk_usage(place).free
     if n_free < _DISK_BYTES_AMPLE:
         yield Problem(

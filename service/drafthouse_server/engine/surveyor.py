@@ -330,6 +330,8 @@ class Surveyor:
         return self._params_of(self.sized(size), draft_type or self._draft_type)
 
     def _params_of(self, config: Config, draft_type: str) -> drafthouse_engine.EngineParams:
+        if draft_type == "none":  # where they go with no drafter, others say so
+            config = dataclasses.replace(config, synth_rates=())
         return engine_params(config, draft_type, self.survey.n_ctx_train, Threads(1, 1))
 
     def needs(self, size: Size) -> Needs:

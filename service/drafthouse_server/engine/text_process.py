@@ -34,6 +34,7 @@ _START_S = 120.0
 """Longest start of a process: far more than a vocabulary takes, for machines with too much to do.
 """
 _REAP_S = 0.002
+_DESCRIPTORS = "/proc/self/fd"
 
 _KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "PATH", "LD_LIBRARY_PATH", "TMPDIR", "OMP_WAIT_POLICY")
 """Variables that a worker is given; no other one, since settings and keys are among them."""
@@ -101,8 +102,8 @@ class ModelFile:
         Raises:
             StartupError: the others would be found beside another first one.
         """
-        if not is_split:
-            return f"/proc/self/fd/{self._fd}", [self._fd]
+        if not is_split and os.path.isdir(_DESCRIPTORS):  # /proc may not be mounted
+            return f"{_DESCRIPTORS}/{self._fd}", [self._fd]
         if self.is_as_it_was:
             return self._path, []
         raise StartupError(

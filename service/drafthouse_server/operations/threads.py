@@ -10,10 +10,13 @@ import os
 
 from drafthouse_server.errors import StartupError
 
-__all__ = ["N_GRPC", "require_threads"]
+__all__ = ["N_GRPC", "N_SERVER", "require_threads"]
 
 N_GRPC = 8 + min(16, max(4, os.cpu_count() or 1))
 """Threads that gRPC takes: some of its own, a pool by cores, and room for that to grow."""
+
+N_SERVER = N_GRPC + 8
+"""Threads and processes that a server takes, those of OpenMP aside."""
 
 _SIZE = ctypes.sizeof(ctypes.c_ulong)
 

@@ -48,6 +48,8 @@ class _Read:
     """What gRPC is given."""
     fingerprint: str
     """SHA-256 of the server's own certificate, hexadecimal."""
+    begins_at: float
+    """From when that is valid, seconds since 1970."""
     expires_at: float
     """When that expires, seconds since 1970."""
     digests: Mapping[str, str]
@@ -83,7 +85,7 @@ class Certificates:
         self._in_use = self._read()
         self._seen = self._in_use.stamp
         self._handed_over = self._in_use
-        self._expired: _Read | None = None
+        self._told: tuple[_Read, str] | None = None
         self.on_renewal: Callable[[str, str], object] | None = None
         """Called with a file that has changed, and the SHA-256 of what of it is in use; empty where
         it cannot be used. On any thread."""
@@ -103,6 +105,15 @@ class Certificates:
         """When the certificate expires that new connections get, seconds since 1970."""
         return self._in_use.expires_at
 
+    def refusal(self, now: float) -> str:
+        """Returns why clients refuse the certificate at a time; empty where its days are right."""
+        read = self._in_use
+        if read.begins_at <= now < read.expires_at:
+            return ""
+        if now < read.begins_at:
+            return time.strftime("is not valid before %Y-%m-%d %H:%M", time.gmtime(read.begins_at))
+        return time.strftime("expired on %Y-%m-%d", time.gmtime(read.expires_at))
+
     def credentials(self) -> grpc.ServerCredentials:
         """Returns what a gRPC server listens with."""
         return grpc.dynamic_ssl_server_credentials(
@@ -112,10 +123,10 @@ class Certificates:
         )
 
     def look(self) -> None:
-        """Reads the files again if they have changed; tells of a certificate that has expired."""
+        """Reads the files again if they have changed; tells of a certificate out of its days."""
         with self._lock:
             self._look()
-            self._tell_expired()
+            self._tell_refusal()
 
     async def watch(self) -> None:
         """Looks at once, then every ten seconds, so that the log tells before a client does.
@@ -165,14 +176,13 @@ class Certificates:
             )
             self._tell(path, digest, f"{path} was read again: {told} {digest}")
 
-    def _tell_expired(self) -> None:
+    def _tell_refusal(self) -> None:
         """Tells of each certificate once: its clients refuse it, and gRPC says nothing of that."""
-        read = self._in_use
-        if self._is_told_alone or read is self._expired or time.time() < read.expires_at:
+        told = self._in_use, self.refusal(time.time())
+        if self._is_told_alone or not told[1] or told == self._told:
             return
-        self._expired = read
-        date = time.strftime("%Y-%m-%d", time.gmtime(read.expires_at))
-        _log.error("the certificate in %s expired on %s: clients refuse it", self.path, date)
+        self._told = told
+        _log.error("the certificate in %s %s: clients refuse it", self.path, told[1])
 
     def _tell(self, path: str, digest: str, text: str) -> None:
         if self._is_told_alone not in ("", path):
@@ -227,7 +237,7 @@ class Certificates:
         configuration = grpc.ssl_server_certificate_configuration([(key, certificate)], roots)
         try:
             own = _first_of(certificate)
-            expiry = _expiry_of(own)
+            begins_at, expires_at = _validity_of(own)
         except (ValueError, IndexError):
             problem = f"ssl_cert_file {config.ssl_cert_file} was changed while it was read"
             raise ConfigError("ssl_cert_file", config.ssl_cert_file, problem=problem) from None
@@ -235,7 +245,7 @@ class Certificates:
         digests = {config.ssl_cert_file: fingerprint}
         if roots is not None:
             digests[config.ssl_client_ca_file] = hashlib.sha256(roots).hexdigest()
-        return _Read(stamp, configuration, fingerprint, expiry, digests)
+        return _Read(stamp, configuration, fingerprint, begins_at, expires_at, digests)
 
 
 def admin_certificates(config: Config) -> Certificates | None:
@@ -282,8 +292,8 @@ def _first_of(chain: bytes) -> bytes:
     return base64.b64decode(first.partition(b"-----END")[0])
 
 
-def _expiry_of(certificate: bytes) -> float:
-    """Returns when a certificate expires, seconds since 1970.
+def _validity_of(certificate: bytes) -> tuple[float, float]:
+    """Returns from when a certificate is valid, and when it expires, seconds since 1970.
 
     Args:
         certificate: In DER, and whole: the TLS library has taken it.
@@ -294,7 +304,11 @@ def _expiry_of(certificate: bytes) -> float:
     (_, whole), *_ = _elements(certificate)
     (_, signed), *_ = _elements(whole)
     fields = [content for tag, content in _elements(signed) if tag != _VERSION_TAG]
-    (_, _), (tag, text) = _elements(fields[3])  # number, algorithm, issuer, validity
+    begins, expires = _elements(fields[3])  # number, algorithm, issuer, validity
+    return _time_of(*begins), _time_of(*expires)
+
+
+def _time_of(tag: int, text: bytes) -> float:
     digits = text.decode("ascii")
     if tag == _UTC_TIME_TAG:
         digits = ("19" if digits >= "50" else "20") + digits

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from drafthouse_server.errors import ConfigError, StoreError
 from drafthouse_server.tenancy.counters import MemoryCounters
@@ -323,6 +324,9 @@ def redis_counters(url: str) -> RedisCounters:
             socket_connect_timeout=_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
         )
+        parts = urlsplit(url)
+        if parts.scheme != "unix":
+            int(parts.path.strip("/") or 0)  # the client takes what is no number for 0
         # Only there is looked at what stands behind a "?".
         pool.make_connection()  # type: ignore[no-untyped-call]  # of redis
     except (TypeError, ValueError, exceptions.RedisError):

@@ -102,10 +102,7 @@ class JournalFolder:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.unlock()
-            raise StartupError(
-                f"another server writes the usage journal in {str(self.path)!r}; stop it, or give"
-                " this one another usage_journal"
-            ) from None
+            raise StartupError(self._taken()) from None
         except OSError as error:
             self.unlock()
             raise StartupError(
@@ -113,6 +110,29 @@ class JournalFolder:
                 f" {(error.strerror or str(error)).lower()}; choose another usage_journal, or leave"
                 " it empty to record nothing"
             ) from error
+
+    def check_free(self) -> None:
+        """Looks whether a server writes there. Makes nothing.
+
+        Raises:
+            StartupError: one does.
+        """
+        try:
+            descriptor = os.open(self.path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no server was there, or `lock` tells
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StartupError(self._taken()) from error
+        finally:
+            os.close(descriptor)
+
+    def _taken(self) -> str:
+        return (
+            f"another server writes the usage journal in {str(self.path)!r}; stop it, or give this"
+            " one another usage_journal"
+        )
 
     def unlock(self) -> None:
         """Lets others write. Harmless when done twice."""
