@@ -226,6 +226,11 @@ def _odd_tokens(target: drafthouse_engine.Model) -> list[str]:
             f"no tokenizer.ggml.eos_token_id: answers end at token {end}, which llama.cpp takes and"
             f" which is the text {text.decode('utf-8', 'replace')!r}"
         )
+    added = target.tokenize("")
+    if len(added) > target.add_bos and added[-1] == end:
+        odd.append(
+            "tokenizer.ggml.add_eos_token: prompts get the end token, too, and answers follow an end"
+        )
     return odd
 
 
