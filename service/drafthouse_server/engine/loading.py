@@ -229,7 +229,8 @@ def _odd_tokens(target: drafthouse_engine.Model) -> list[str]:
     added = target.tokenize("")
     if len(added) > target.add_bos and added[-1] == end:
         odd.append(
-            "tokenizer.ggml.add_eos_token: prompts get the end token, too, and answers follow an end"
+            "tokenizer.ggml.add_eos_token: prompts get the end token, too, so that"
+            " answers follow an end"
         )
     return odd
 
