@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import archs
 from tests.cext.test_texts import vocabulary
 from tests.support.demo import MODELS, SIMPLE, TARGETS
 from tests.support.templates import write_model
@@ -166,6 +168,58 @@ def test_every_kind_of_vocabulary_reads_plain_parts_as_text_and_all_else_as_befo
         for spans, n_control in (([], 3), ([(one, n)], 1), ([(one, n - one)], 2), ([(0, n)], 0)):
             tokens = model.tokenize_plain(text, spans)
             assert len(control_tokens(model, tokens)) == n_control + added
+
+
+CONTROL = ("<s>", "<|a|>", "<|a|>b", "|><", "<|é|>")
+"""Control tokens: one begins with another, and one lies across two others."""
+
+
+def looks_all_up(kind: str, path: Path) -> Path:
+    """Writes a model with a tokeniser that looks up all tokens, and returns its path."""
+    is_rwkv = kind == "rwkv"
+    spell = r"\x{:02x}" if is_rwkv else "<0x{:02X}>"
+    tokens = [*CONTROL, *map(spell.format, range(256)), *("ab" if is_rwkv else "<|as>b é")]
+    if is_rwkv:
+        del tokens[-2:]  # they are bytes
+    types = [TokenType.CONTROL] * len(CONTROL)
+    types += [TokenType.NORMAL if is_rwkv else TokenType.BYTE] * 256
+    types += [TokenType.NORMAL] * (len(tokens) - len(types))
+
+    def add(writer: GGUFWriter, _: int) -> None:
+        writer.add_tokenizer_model(kind)
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        writer.add_token_scores([-1.0] * len(tokens))
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(0)
+        writer.add_add_bos_token(True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(archs, "N_VOCAB", len(tokens))
+        patch.setattr(archs, "add_byte_vocabulary", add)
+        return archs.write_model(path, "llama")
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "plamo2", "plamo3"])
+def test_a_tokeniser_that_looks_all_tokens_up_makes_no_control_token_of_plain_parts(
+    kind: str, tmp_path: Path
+) -> None:
+    """RWKV's and PLaMo's did: what a message spelled ended the prompt, or began a role."""
+    with Model(looks_all_up(kind, tmp_path / "model.gguf"), vocab_only=True) as model:
+        n_begin = len(model.tokenize(""))
+        for text in ("<s>", "x<|a|>b y", "<|a|><|a|>", "<|é|>é", "<s><s>|><<|a|>"):
+            n = len(text.encode())
+            tokens = model.tokenize(text, parse_special=False)[n_begin:]
+            assert tokens.min() >= len(CONTROL)
+            assert model.detokenize(tokens) == text.encode()
+            assert model.tokenize_plain(text, [(0, n)]).tolist()[n_begin:] == tokens.tolist()
+            around = f"<s>{text}<s>"
+            tokens = model.tokenize_plain(around, [(3, 3 + n)])
+            assert tokens[n_begin] == tokens[-1] == 0
+            assert tokens[n_begin + 1 : -1].min() >= len(CONTROL)
+            assert model.detokenize(tokens[n_begin:], special=True) == around.encode()
+        half = model.tokenize_plain("<s>x<|a|>y<s>", [(3, 5)])[n_begin:]
+        assert [token for token in half if token < len(CONTROL)] == [0, 0]
 
 
 def test_a_control_token_of_which_a_part_is_plain_is_text(model: Model) -> None:

@@ -216,6 +216,24 @@ def test_a_chat_template_that_serve_cannot_read_is_a_warning(tmp_path: Path) -> 
     assert "Unknown (built-in) filter 'no_such'" in problem["problem"]
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"tokenizer.ggml.eot_token_id": 5000}, "eot_token_id is 5000, which is no token"),
+        ({"tokenizer.ggml.eos_token_id": None}, "answers end at token 11, which llama.cpp takes"),
+        ({"tokenizer.ggml.add_eos_token": True}, "prompts get the end token, too"),
+    ],
+)
+def test_an_end_token_that_is_none_or_ends_prompts_is_a_warning(
+    tmp_path: Path, values: dict[str, int | None], words: str
+) -> None:
+    """Of the first llama.cpp alone told, and of the others nobody: answers ended at a comma."""
+    found = told(str(copied(Path(DENSE), tmp_path / "odd.gguf", values)))
+    (problem,) = found["problems"]
+    assert (problem["check"], problem["severity"]) == ("model", "warning")
+    assert words in problem["problem"]
+
+
 def test_settings_that_are_wrong_are_told_beside_the_machine() -> None:
     found = told(DENSE, "--parallel", "1000")
     assert [it["check"] for it in found["problems"]] == ["settings"]

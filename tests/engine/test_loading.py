@@ -260,3 +260,15 @@ def test_what_is_generated_first_leaves_nothing(family: str, sizes: dict[str, in
     with engine:
         assert engine.n_cells_used == 0
         engine.seq_begin(0, Sampler(engine.target, SamplingParams(temperature=0.0)))  # if not busy
+
+
+@pytest.mark.model
+def test_a_model_that_names_no_end_token_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"tokenizer.ggml.eos_token_id": None}
+    path = copied(MODELS / TARGETS["dense"], tmp_path / "model.gguf", values)
+    config = Config(model=str(path), draft_type="none", parallel=1, max_model_len=64, threads=1)
+    LlamaEngine.load(config).close()
+    (record,) = [it for it in caplog.records if "eos_token_id" in it.message]
+    assert "answers end at token 11" in record.message

@@ -56,16 +56,14 @@ def examine_model(
     try:
         check_books(least_cells(config), 1, memory, config.model)
         with Surveyor(config) as surveyor:
-            chat_problem = check_texts(config)
+            odd = check_texts(config)
             surveyor.check(memory)
             surveyor.lengthen(memory)  # as the server does
             surveyor.fit_devices()
             is_spared = surveyor.spare_windows(memory)
             sections, problems = _examine(config, surveyor, memory, room)
             problems += _draft_problems(config, surveyor.draft_type)
-            if chat_problem:
-                told = f"a chat of one user's message is refused: {chat_problem}"
-                problems.append(Problem("model", told, "warning"))
+            problems += [Problem("model", problem, "warning") for problem in odd]
             if is_spared:
                 sections[0].add("swa_full", "false", f"false: {WINDOWS_SPARED}")
             return sections, problems

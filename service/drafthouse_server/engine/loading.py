@@ -184,11 +184,11 @@ def _choose(surveyor: Surveyor, config: Config, memory: HostMemory) -> Config:
     return surveyor.sized(size)
 
 
-def check_texts(config: Config) -> str:
+def check_texts(config: Config) -> list[str]:
     """Sees that the model's file has a vocabulary that reads and writes texts; loads that alone.
 
     Returns:
-        Why a chat of one user's message is refused; empty where no template does so.
+        What is odd in it, a sentence each.
 
     Raises:
         ModelLoadError: it has none, or its parts do not fit each other.
@@ -196,12 +196,43 @@ def check_texts(config: Config) -> str:
     path = config.model
     with explained(path, config), drafthouse_engine.Model(path, vocab_only=True) as target:
         _try_texts(path, target)
+        odd = _odd_tokens(target)
         if target.chat_template:
             try:
                 target.format_chat([("user", "Hello")])
             except drafthouse_engine.EngineError as error:
-                return error.message
-    return ""
+                odd.append(f"a chat of one user's message is refused: {error.message}")
+    return odd
+
+
+def _odd_tokens(target: drafthouse_engine.Model) -> list[str]:
+    """Returns what is odd in the tokens that begin and end texts, which llama.cpp takes as it can.
+
+    llama.cpp has a default for the end of a text, which in some vocabularies is an ordinary token:
+    answers end where it stands.
+    """
+    odd, named = [], set()
+    for name in ("bos", "eos", "eot", "eom"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = target.meta(key)
+        if value is not None and int(value) < target.n_vocab:
+            named.add(name)
+        elif value is not None:
+            known = f"the vocabulary has 0 to {target.n_vocab - 1}"
+            odd.append(f"{key} is {value}, which is no token and is ignored ({known})")
+    end = target.token_eos
+    if "eos" not in named and end >= 0 and (text := target.token_bytes(end)):
+        odd.append(
+            f"no tokenizer.ggml.eos_token_id: answers end at token {end}, which llama.cpp takes and"
+            f" which is the text {text.decode('utf-8', 'replace')!r}"
+        )
+    added = target.tokenize("")
+    if len(added) > target.add_bos and added[-1] == end:
+        odd.append(
+            "tokenizer.ggml.add_eos_token: prompts get the end token, too, so that"
+            " answers follow an end"
+        )
+    return odd
 
 
 def engine_version() -> str:
@@ -376,6 +407,8 @@ def _make_engine(
     """
     with explained(config.model, config):
         _try_texts(config.model, target)
+        for problem in _odd_tokens(target):
+            _log.warning("%s: %s", config.model, problem)
     *others, last = draft_types(config, None if draft is None else draft.arch)
     for draft_type in others:
         params = engine_params(config, draft_type, target.n_ctx_train, threads)
