@@ -259,10 +259,14 @@ class SamplingOptions(message.Message):
     """Drop tokens further than n standard deviations below the largest logit, > 0. Not set: off."""
     seed: builtins.int
     """Seed, [0, 4294967294]. The same request with the same seed gives the same tokens on the same server, whatever is drafted and who
-    else is served; on a GPU, up to its rounding. Not set: random.
+    else is served; on a GPU, and with the server's kv_unified, up to rounding. Not set: random.
     """
     grammar: builtins.str
-    """GBNF grammar with a rule "root" that the output must follow, at most 65536 bytes without NUL characters. Empty: no constraint."""
+    """GBNF grammar with a rule "root" that the output must follow, at most 65536 bytes without NUL characters. Empty: no constraint.
+    A token is first chosen as without the grammar; only where it forbids that one, another is chosen among those that it allows, with
+    the same filters. So what top_k, top_p and the other filters cut off in the first choice comes more seldom than among the allowed
+    alone (as with llama-server).
+    """
     @builtins.property
     def penalties(self) -> PenaltyOptions:
         """Penalties on tokens that occurred. Not set: off."""
