@@ -114,8 +114,8 @@ class ChatMessages(message.Message):
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
     chat_template_kwargs: builtins.str
     """Arguments of the model's chat template, such as {"enable_thinking": false}: a JSON object of at most 65536 bytes, 64 names and 8
-    levels, whose names are letters, digits and _. They go before the server's own (its setting chat_template_kwargs). Not those that the
-    server itself sets: messages, tools, bos_token, eos_token and add_generation_prompt. Texts in them must not spell control
+    levels, whose names are 1 to 64 letters, digits and _, the first no digit. They go before the server's own (its setting
+    chat_template_kwargs). Not those that the server itself sets: messages, tools, bos_token, eos_token and add_generation_prompt. Texts in them must not spell control
     tokens. What the template does not ask for does nothing. Empty: none.
     """
     @builtins.property
@@ -772,7 +772,7 @@ class Timings(message.Message):
 
 @typing.final
 class SpeculationStatistics(message.Message):
-    """How speculation did."""
+    """How speculation did, steps included that were computed before a stop text was seen and come to no output."""
 
     DESCRIPTOR: descriptor.Descriptor
 
