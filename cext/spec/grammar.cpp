@@ -36,7 +36,8 @@ constexpr int64_t GRAMMAR_WORK_BASE = 1 << 22; // comparisons for one token, som
 constexpr int64_t GRAMMAR_WORK_VOCAB = 64;     // more for each token of the vocabulary
 
 // The grammar's text, read once from left to right, to bound what llama.cpp's parser makes of it:
-// it recurses once per open parenthesis and writes every repetition out.
+// it recurses once per open parenthesis and writes every repetition out. So comments, literals and
+// tokens must end here where they end there.
 struct grammar_scan {
     const std::string & text;
     size_t i = 0;
@@ -48,9 +49,18 @@ struct grammar_scan {
     void skip_quoted(char end) {
         n_symbol = 0;
         for (++i; i < text.size() && text[i] != end; ++i, ++n_symbol) {
-            i += text[i] == '\\' ? 1 : 0;
+            const auto byte = static_cast<uint8_t>(text[i]);
+            // llama.cpp takes as many bytes as the first one says, whatever they are.
+            i += byte == '\\' ? 1 : byte < 0xc0 ? 0 : byte < 0xe0 ? 1 : byte < 0xf0 ? 2 : 3;
         }
         n_elements += n_symbol;
+    }
+
+    // Over a comment, to the end of its line.
+    void skip_comment() {
+        while (i < text.size() && text[i] != '\n' && text[i] != '\r') {
+            ++i;
+        }
     }
 
     int64_t number() {
@@ -65,7 +75,11 @@ struct grammar_scan {
         int64_t n_max = 0;
         while (i < text.size() && text[i] != '}') {
             n_max = std::max(n_max, number());
-            i += i < text.size() && text[i] != '}' ? 1 : 0;
+            if (i < text.size() && text[i] == '#') {
+                skip_comment();
+            } else {
+                i += i < text.size() && text[i] != '}' ? 1 : 0;
+            }
         }
         if (n_max > GRAMMAR_REPEAT_MAX) {
             bad_grammar("a repetition of " + std::to_string(n_max) + "; at most " +
@@ -97,10 +111,12 @@ struct grammar_scan {
                 ++i;
                 repetition();
                 break;
+            case '<': // a token, whatever it has before its end
+                symbol('<');
+                i = std::min(text.find('>', i), text.size());
+                break;
             case '#':
-                while (i < text.size() && text[i] != '\n') {
-                    ++i;
-                }
+                skip_comment();
                 break;
             default:
                 symbol(text[i]);
