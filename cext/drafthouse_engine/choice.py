@@ -14,13 +14,15 @@ __all__ = ["choice_grammar"]
 
 N_TEXTS_MAX: Final = 4096
 DEPTH_MAX: Final = 32
+N_WAYS_MAX: Final = 1024  # of one rule (spec/grammar.cpp)
 
 
 def choice_grammar(texts: Iterable[str]) -> str:
     """Returns the grammar (GBNF) of some texts: one of them is generated, as a whole.
 
     Args:
-        texts: at least one, at most 4,096; common beginnings cost once.
+        texts: at least one, at most 4,096; common beginnings cost once. Behind one beginning they
+            go on with at most 1,024 different characters.
 
     Raises:
         BadConstraint: there are none or too many, one cannot be generated, or all are too long;
@@ -44,7 +46,11 @@ def _tree(texts: list[str], depth: int) -> Node:
     if len(texts) == 1 or depth >= DEPTH_MAX:
         return Alt(tuple(literal(text) for text in texts))
     rest = [text[len(shared) :] for text in texts]
-    branches = [_tree(list(group), depth + 1) for _, group in groupby(rest, lambda text: text[:1])]
+    groups = [list(group) for _, group in groupby(rest, lambda text: text[:1])]
+    if len(groups) > N_WAYS_MAX:
+        n = f"{len(groups)} different characters follow one beginning"
+        raise BadConstraint(f"{n}; at most {N_WAYS_MAX} can")
+    branches = [_tree(group, depth + 1) for group in groups]
     return Seq((literal(shared), Alt(tuple(branches))))
 
 

@@ -16,7 +16,8 @@ Understood: `type` (also a list), `properties`, `required`, `additionalPropertie
 `prefixItems`, `minItems`, `maxItems`, `minLength`, `maxLength` (each at most 2,000), `pattern`,
 `format` (`date`, `time`, `date-time`, `uuid`; not `email` and others), `minimum`, `maximum`,
 `exclusiveMinimum` and `exclusiveMaximum` of integers, `enum`, `const`, `anyOf`, `oneOf`, `allOf`
-with one member, `$ref` within the document, recursive ones too, `true` and `{}`.
+with one member, `$ref` within the document, recursive ones too (not in a part with its own `$id`,
+which is a document of its own), `true` and `{}`.
 
 Source: JSON Schema, draft 2020-12; dates and times: RFC 3339, years 0000 to 9999.
 """
@@ -191,21 +192,22 @@ class _Builder:
         self._document = document
         self._refs: dict[str, Ref] = {}
         self._ending: set[str] = set()  # references that are known to come to something
-        self._waiting: list[tuple[str, int, _Maker]] = []
+        self._waiting: list[tuple[str, int, bool, _Maker]] = []
         self._n_nodes = 0
         self._depth = 0
+        self._is_other = False  # within a part that its own "$id" makes a document
 
     def root(self) -> Node:
         node = self._build(self._document, "#")
         while self._waiting:
-            name, self._depth, maker = self._waiting.pop()
+            name, self._depth, self._is_other, maker = self._waiting.pop()
             self.rules[name] = maker()
         return node
 
     def _later(self, letter: str, depth: int, maker: _Maker) -> Ref:
         """Returns a reference to what is made once the parts around it are."""
         ref = self._rule(letter, EMPTY)
-        self._waiting.append((ref.name, depth, maker))
+        self._waiting.append((ref.name, depth, self._is_other, maker))
         return ref
 
     def _rule(self, letter: str, node: Node) -> Ref:
@@ -219,7 +221,9 @@ class _Builder:
         if self._n_nodes > N_NODES_MAX or self._depth > DEPTH_MAX:
             limit = f"{N_NODES_MAX} parts, {DEPTH_MAX} levels"
             raise self._error(f"the schema is larger than {limit}", at)
+        outer, self._is_other = self._is_other, self._is_other or _is_document(schema, at)
         node = self._any() if schema is True else self._object_of(schema, at)
+        self._is_other = outer
         self._depth -= 1
         return node
 
@@ -285,6 +289,8 @@ class _Builder:
     def _ref(self, value: object, at: str) -> Node:
         if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
             raise self._error('"$ref" must point into the same document: "#/…"', at)
+        if self._is_other:
+            raise self._error('"$ref" within a part that has its own "$id" is not supported', at)
         target = self._resolve(value, at)
         if value not in self._refs:
             self._check_ends(value, at)
@@ -568,6 +574,12 @@ def _is_index(text: str, n: int) -> bool:
     """Whether a text is the index of one of n items, as JSON pointers write it (RFC 6901)."""
     is_digits = text.isascii() and text.isdecimal() and len(text) <= len(str(n))
     return is_digits and str(int(text)) == text and int(text) < n
+
+
+def _is_document(schema: object, at: str) -> bool:
+    """Whether a part's own `$id` makes it a document, which its references begin at."""
+    own = schema.get("$id") if isinstance(schema, dict) and at != "#" else None
+    return isinstance(own, str) and not own.startswith("#")
 
 
 def _is_of(value: object, kind: str) -> bool:

@@ -36,7 +36,8 @@ constexpr int64_t GRAMMAR_WORK_BASE = 1 << 22; // comparisons for one token, som
 constexpr int64_t GRAMMAR_WORK_VOCAB = 64;     // more for each token of the vocabulary
 
 // The grammar's text, read once from left to right, to bound what llama.cpp's parser makes of it:
-// it recurses once per open parenthesis and writes every repetition out.
+// it recurses once per open parenthesis and writes every repetition out. So comments, literals and
+// tokens must end here where they end there.
 struct grammar_scan {
     const std::string & text;
     size_t i = 0;
@@ -48,9 +49,18 @@ struct grammar_scan {
     void skip_quoted(char end) {
         n_symbol = 0;
         for (++i; i < text.size() && text[i] != end; ++i, ++n_symbol) {
-            i += text[i] == '\\' ? 1 : 0;
+            const auto byte = static_cast<uint8_t>(text[i]);
+            // llama.cpp takes as many bytes as the first one says, whatever they are.
+            i += byte == '\\' ? 1 : byte < 0xc0 ? 0 : byte < 0xe0 ? 1 : byte < 0xf0 ? 2 : 3;
         }
         n_elements += n_symbol;
+    }
+
+    // Over a comment, to the end of its line.
+    void skip_comment() {
+        while (i < text.size() && text[i] != '\n' && text[i] != '\r') {
+            ++i;
+        }
     }
 
     int64_t number() {
@@ -65,7 +75,11 @@ struct grammar_scan {
         int64_t n_max = 0;
         while (i < text.size() && text[i] != '}') {
             n_max = std::max(n_max, number());
-            i += i < text.size() && text[i] != '}' ? 1 : 0;
+            if (i < text.size() && text[i] == '#') {
+                skip_comment();
+            } else {
+                i += i < text.size() && text[i] != '}' ? 1 : 0;
+            }
         }
         if (n_max > GRAMMAR_REPEAT_MAX) {
             bad_grammar("a repetition of " + std::to_string(n_max) + "; at most " +
@@ -97,10 +111,12 @@ struct grammar_scan {
                 ++i;
                 repetition();
                 break;
+            case '<': // a token, whatever it has before its end
+                symbol('<');
+                i = std::min(text.find('>', i), text.size());
+                break;
             case '#':
-                while (i < text.size() && text[i] != '\n') {
-                    ++i;
-                }
+                skip_comment();
                 break;
             default:
                 symbol(text[i]);
@@ -171,6 +187,58 @@ struct grammar_choices {
     }
 };
 
+// Whether some ranges of characters, or all that is not in them, have one that a text can have: no
+// surrogate, and no NUL, at which a token's piece ends.
+bool has_character(std::vector<std::pair<uint32_t, uint32_t>> ranges, bool is_negated) {
+    if (!is_negated) {
+        return std::any_of(ranges.begin(), ranges.end(), [](const auto & range) {
+            const uint32_t low = std::max<uint32_t>(range.first, 1);
+            const uint32_t high = std::min<uint32_t>(range.second, 0x10ffff);
+            return low <= high && (low < 0xd800 || high > 0xdfff);
+        });
+    }
+    ranges.emplace_back(0xd800, 0xdfff);
+    std::sort(ranges.begin(), ranges.end());
+    uint64_t next = 1; // the least one that may be a gap
+    for (const auto & [low, high] : ranges) {
+        if (low > next) {
+            return true;
+        }
+        next = low <= high ? std::max<uint64_t>(next, uint64_t{high} + 1) : next;
+    }
+    return next <= 0x10ffff;
+}
+
+// The ranges of a class, whose first element this is; `i` is then at its last one.
+std::vector<std::pair<uint32_t, uint32_t>> ranges_of(const llama_grammar_rule & rule, size_t & i) {
+    std::vector<std::pair<uint32_t, uint32_t>> ranges;
+    for (;; ++i) { // a rule ends with an element that is none of these
+        const bool is_range = rule[i + 1].type == LLAMA_GRETYPE_CHAR_RNG_UPPER;
+        ranges.emplace_back(rule[i].value, rule[i + is_range].value);
+        i += is_range;
+        if (rule[i + 1].type != LLAMA_GRETYPE_CHAR_ALT) {
+            return ranges;
+        }
+    }
+}
+
+// Refuses what no text can go on with: a stream would end there, behind whatever came before.
+void check_characters(const llama_grammar_parser & parser) {
+    for (const auto & [name, id] : parser.symbol_ids) {
+        const llama_grammar_rule & rule = parser.rules[id];
+        for (size_t i = 0; i < rule.size(); ++i) {
+            const bool is_negated = rule[i].type == LLAMA_GRETYPE_CHAR_NOT;
+            if ((is_negated || rule[i].type == LLAMA_GRETYPE_CHAR) &&
+                !has_character(ranges_of(rule, i), is_negated)) {
+                bad_grammar("the rule " + printable(name.c_str(), 80) +
+                            " has a character, or a class of them, that no text has: NUL, "
+                            "surrogates, a range whose ends are reversed; write characters beyond "
+                            "\\uFFFF as one, such as \\U0001F600");
+            }
+        }
+    }
+}
+
 using grammar_ptr = std::unique_ptr<llama_grammar, decltype(&llama_grammar_free_impl)>;
 
 // Over white space and comments, which may stand before the first rule.
@@ -214,6 +282,7 @@ grammar_ptr parse_grammar(const llama_vocab * vocab, const std::string & grammar
     {
         llama_grammar_parser parser(vocab);
         parse_rules(parser, grammar.c_str());
+        check_characters(parser);
         grammar_choices choices(parser.rules);
         for (size_t id = 0; id < parser.rules.size(); ++id) {
             choices.visit(id, 0);

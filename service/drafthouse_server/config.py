@@ -227,7 +227,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
         False,
         ANY,
         "One pool of KV cells for all slots. Otherwise each slot has its own, and its attention"
-        " reads no other slot's: faster with many streams.",
+        " reads no other slot's: faster with many streams, and its rounding is its own.",
         old="is_kv_unified",
     )
     """Whether slots share one pool of cells."""

@@ -39,7 +39,8 @@ def read(text: str) -> Mapping[str, Any]:
         raise ValueError(f"must have at most {_N_ARGUMENTS_MAX} arguments, has {len(values)}")
     for name, value in values.items():
         if not _NAME.fullmatch(name):
-            raise ValueError(f"must have names of letters, digits and _, has {name[:64]!a}")
+            rule = "1 to 64 letters, digits and _, the first no digit"
+            raise ValueError(f"must have names of {rule}, has {name[:65]!a}")
         if name in _OF_THE_SERVER:
             raise ValueError(f"must not set {name}, which is the server's own")
         if name == "enable_thinking" and not isinstance(value, bool):

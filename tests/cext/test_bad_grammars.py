@@ -35,6 +35,10 @@ def chain(n: int, body: str) -> str:
         ("root ::= " + "(" * 1000 + '"a"' + ")" * 1000, "nests parentheses"),
         ("root ::= <[99999999999999999999999]>", "grammar"),
         ('root ::= "a"{99999999999999999999999}', "at most 2000"),
+        # What stands behind a comment, or in a token, is where llama.cpp has it.
+        ("# (\rroot ::= " + "(" * 32_000 + '"a"' + ")" * 32_000, "nests parentheses"),
+        ('root ::= <"#{[> ' + "(" * 1000 + '"a"' + ")" * 1000, "nests parentheses"),
+        ('root ::= ("a"{#}\r3000})', "at most 2000"),
     ],
     ids=[
         "max-below-min",
@@ -45,6 +49,9 @@ def chain(n: int, body: str) -> str:
         "deep",
         "huge-token",
         "huge-count",
+        "deep-behind-a-comment",
+        "deep-behind-a-token",
+        "count-behind-a-comment",
     ],
 )
 def test_a_grammar_that_costs_too_much_is_refused_at_once(grammar: str, reason: str) -> None:

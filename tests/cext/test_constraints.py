@@ -211,8 +211,11 @@ def test_choices_are_bounded() -> None:
     for wrong in ([], ["a"] * 4097, ["a" * 70000], ["a\0"], [1]):
         with pytest.raises(BadConstraint):
             choice_grammar(wrong)  # type: ignore[arg-type]  # wrong on purpose
-    with pytest.raises(BadConstraint, match="more than 1024 ways"):
-        choice_grammar([chr(0x4E00 + i) for i in range(2000)])
+    for before in ("", "x"):
+        firsts = [f"{before}{chr(0x4E00 + i)}{i}" for i in range(1025)]
+        assert grammar_accepts(choice_grammar(firsts[1:]), firsts[-1])
+        with pytest.raises(BadConstraint, match="1025 different characters follow one beginning"):
+            choice_grammar(firsts)
 
 
 PERSON = {
@@ -333,6 +336,18 @@ def test_a_schema_accepts_valid_values_alone(value: object, is_valid: bool) -> N
             [{}, {"a": {}}],
         ),
         ({"type": "array", "items": {"$ref": "#"}}, [[], [[], [[]]]], [[1]]),
+        (
+            {
+                "$id": "https://example.com/root",
+                "$defs": {
+                    "a": {"$id": "a", "type": "null"},
+                    "b": {"$id": "#b", "$ref": "#/$defs/a"},
+                },
+                "items": {"$ref": "#/$defs/b"},
+            },
+            [[], [None]],
+            [[1]],
+        ),
     ],
 )
 def test_keywords(schema: Any, yes: list[object], no: list[object]) -> None:
@@ -457,6 +472,20 @@ def test_one_of_is_read_as_any_of() -> None:
         ({"$ref": "#/$defs/none"}, "points to nothing", "#"),
         (
             {
+                "properties": {
+                    "a": {
+                        "$id": "item",
+                        "properties": {"b": {"items": {"$ref": "#/$defs/x"}}},
+                        "$defs": {"x": {"type": "null"}},
+                    }
+                },
+                "$defs": {"x": {"type": "integer"}},
+            },
+            'its own "$id"',
+            "#/properties/a/properties/b/items",
+        ),
+        (
+            {
                 "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
                 "$ref": "#/$defs/a",
             },
@@ -564,6 +593,46 @@ TOWER = "\n".join(
 def test_grammars_that_would_hang_or_kill_are_refused(grammar: str, what: str) -> None:
     with pytest.raises(BadGrammar, match=what):
         check_grammar(grammar)
+
+
+@pytest.mark.parametrize(
+    "symbol",
+    [
+        r"[\uD800-\uDFFF]",
+        r'"a\uD83D\uDE00"',
+        r"[\x00]",
+        r'"\x00"',
+        r"[\U00110000-\U00120000]",
+        "[z-a]",
+        r"[^\x01-\U0010FFFF]",
+        r"[^\uE000-\U0010FFFF\x00-\uD7FF]",
+        r"([z-ay-b]{2} | [a])*",
+    ],
+)
+def test_characters_that_no_text_has_are_refused(symbol: str) -> None:
+    """Else a stream ends there, and what came before is billed."""
+    with pytest.raises(BadGrammar, match=r"the rule word(_\d)? has .* that no text has"):
+        check_grammar(f'root ::= "x" word\nword ::= {symbol}')
+
+
+@pytest.mark.parametrize(
+    "symbol",
+    [
+        r"[\uD7FF-\uE000]",
+        r"[^\uD800-\uDFFF]",
+        r"[\x00-\x01]",
+        r"[\uDFFF-\uE000]",
+        r"[\U0010FFFF-\U00110000]",
+        r"[^\x02-\U0010FFFF]",
+        r"[^\x01-\U0010FFFE]",
+        r"[^\uE000-\U0010FFFF\x00-\uD7FE]",
+        "[z-ab]",
+        "[]",
+        ".",
+    ],
+)
+def test_classes_of_which_texts_have_one_are_taken(symbol: str) -> None:
+    check_grammar(f"root ::= {symbol}")
 
 
 def test_grammars_are_checked_from_any_text() -> None:

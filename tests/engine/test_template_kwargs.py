@@ -32,6 +32,7 @@ TURN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 WITHOUT_THINKING = TURN + "<think>\n\n</think>\n\n"
 OFF, ON = '{"enable_thinking": false}', '{"enable_thinking": true}'
 
+NAMED = "must have names of 1 to 64 letters, digits and _, the first no digit, has "
 REFUSED = {
     "{": "must be a JSON object: Expecting property name enclosed in double quotes at character 1",
     "[1]": 'must be a JSON object, such as {"enable_thinking": false}',
@@ -44,11 +45,12 @@ REFUSED = {
     '{"a": 9007199254740993}': "must have integers in [-2^53, 2^53], a has one beyond",
     '{"a": "\\u0000"}': "must not have NUL characters or lone surrogates, a has",
     '{"a": ["\\ud800"]}': "must not have NUL characters or lone surrogates, a has",
-    '{"a b": 1}': "must have names of letters, digits and _, has 'a b'",
-    '{"": 1}': "must have names of letters, digits and _, has ''",
-    '{"a=1 %}{{ x }}{% set b": 1}': "must have names of letters, digits and _, has"
-    " 'a=1 %}{{ x }}{% set b'",
-    '{"é": 1}': "must have names of letters, digits and _, has '\\xe9'",
+    '{"a b": 1}': NAMED + "'a b'",
+    '{"": 1}': NAMED + "''",
+    '{"a=1 %}{{ x }}{% set b": 1}': NAMED + "'a=1 %}{{ x }}{% set b'",
+    '{"é": 1}': NAMED + "'\\xe9'",
+    '{"1a": 1}': NAMED + "'1a'",
+    '{"' + "a" * 65 + '": 1}': NAMED + repr("a" * 65),
     '{"a": [[[[[[[[1]]]]]]]]}': "must nest at most 8 levels, a nests more",
     '{"a": ' + "[" * 4000 + "}": "must nest at most 8 levels",
     '{"a": "' + "x" * 65536 + '"}': "must have at most 65536 bytes, has 65545",

@@ -114,8 +114,8 @@ class ChatMessages(message.Message):
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
     chat_template_kwargs: builtins.str
     """Arguments of the model's chat template, such as {"enable_thinking": false}: a JSON object of at most 65536 bytes, 64 names and 8
-    levels, whose names are letters, digits and _. They go before the server's own (its setting chat_template_kwargs). Not those that the
-    server itself sets: messages, tools, bos_token, eos_token and add_generation_prompt. Texts in them must not spell control
+    levels, whose names are 1 to 64 letters, digits and _, the first no digit. They go before the server's own (its setting
+    chat_template_kwargs). Not those that the server itself sets: messages, tools, bos_token, eos_token and add_generation_prompt. Texts in them must not spell control
     tokens. What the template does not ask for does nothing. Empty: none.
     """
     @builtins.property
@@ -259,10 +259,14 @@ class SamplingOptions(message.Message):
     """Drop tokens further than n standard deviations below the largest logit, > 0. Not set: off."""
     seed: builtins.int
     """Seed, [0, 4294967294]. The same request with the same seed gives the same tokens on the same server, whatever is drafted and who
-    else is served; on a GPU, up to its rounding. Not set: random.
+    else is served; on a GPU, and with the server's kv_unified, up to rounding. Not set: random.
     """
     grammar: builtins.str
-    """GBNF grammar with a rule "root" that the output must follow, at most 65536 bytes without NUL characters. Empty: no constraint."""
+    """GBNF grammar with a rule "root" that the output must follow, at most 65536 bytes without NUL characters. Empty: no constraint.
+    A token is first chosen as without the grammar; only where it forbids that one, another is chosen among those that it allows, with
+    the same filters. So what top_k, top_p and the other filters cut off in the first choice comes more seldom than among the allowed
+    alone (as with llama-server).
+    """
     @builtins.property
     def penalties(self) -> PenaltyOptions:
         """Penalties on tokens that occurred. Not set: off."""
@@ -768,7 +772,7 @@ class Timings(message.Message):
 
 @typing.final
 class SpeculationStatistics(message.Message):
-    """How speculation did."""
+    """How speculation did, steps included that were computed before a stop text was seen and come to no output."""
 
     DESCRIPTOR: descriptor.Descriptor
 
