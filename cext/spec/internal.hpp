@@ -147,7 +147,7 @@ namespace drafthouse {
     XX(typical_p, 1.0f, check_above, 0, 1, typ_p)                                                  \
     XX(top_n_sigma, -1.0f, check_above_or_off, 0, FLT_MAX, top_n_sigma)                            \
     XX(penalty_last_n, 64, check_range, -1, LOOK_BACK_MAX, penalty_last_n)                         \
-    XX(penalty_repeat, 1.0f, check_range, 1e-6, 1e6, penalty_repeat)                               \
+    XX(penalty_repeat, 1.0f, check_range, 1e-6f, 1e6, penalty_repeat)                              \
     XX(penalty_frequency, 0.0f, check_range, -1e6, 1e6, penalty_freq)                              \
     XX(penalty_presence, 0.0f, check_range, -1e6, 1e6, penalty_present)                            \
     XX(dry_multiplier, 0.0f, check_range, 0, 1e6, dry_multiplier)                                  \
@@ -167,7 +167,7 @@ namespace drafthouse {
     XX(mirostat_tau, 5.0f, check_range, 0, 1e6, mirostat_tau)                                      \
     XX(mirostat_eta, 0.1f, check_range, 0, 1, mirostat_eta)                                        \
     XX(adaptive_target, -1.0f, check_range_or_off, 0, 1, adaptive_target)                          \
-    XX(adaptive_decay, 0.9f, check_range, 0, 0.99, adaptive_decay)                                 \
+    XX(adaptive_decay, 0.9f, check_range, 0, 0.99f, adaptive_decay)                                \
     OWN(n_samplers, -1, check_range, -1, SPEC_SAMPLER_COUNT, none)                                 \
     OWN(match_only, false, check_range, 0, 1, none)
 

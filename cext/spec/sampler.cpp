@@ -146,6 +146,8 @@ common_params_sampling to_common(const spec_sampler_params & p, const spec_model
     SAMPLER_FIELDS(XX, OWN)
 #undef XX
 #undef OWN
+    // A threshold of 0 would leave the least likely candidate, which may be a forbidden one.
+    s.xtc_threshold = std::max(p.xtc_threshold, std::numeric_limits<float>::min());
     s.penalty_last_n = look_back(p.penalty_last_n, model);
     s.dry_penalty_last_n = look_back(p.dry_penalty_last_n, model);
     s.no_perf = true;

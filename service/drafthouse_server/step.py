@@ -128,7 +128,7 @@ class SamplingOptions:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias; -inf forbids."""
     seed: int | None = None
-    """None draws one at random; with one the tokens are the same whatever is drafted."""
+    """None draws one at random; with one, drafts change no token but by rounding."""
     grammar: str = ""
     """GBNF; empty is off."""
     ignore_eos: bool = False

@@ -166,6 +166,8 @@ def test_forbidden_tokens_have_no_share_in_what_samplers_measure() -> None:
         first = draw(mirostat=1, temperature=3.0, logit_bias=few)
         greedy = draw(temperature=0.0, logit_bias=few)
         assert first != greedy
+        least = draw(xtc_probability=1.0, xtc_threshold=0.0, logit_bias=few)
+        assert all(tokens and max(tokens) < 60 for tokens in least)
 
 
 def test_options_change_what_is_drawn() -> None:
@@ -199,6 +201,17 @@ def test_wrong_options_are_refused(options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         SamplingParams(**options)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"adaptive_target": 0.4, "adaptive_decay": 0.99}, {"penalty_repeat": 1e-6}, {"top_p": 1e-30}],
+    ids=str,
+)
+def test_bounds_are_those_that_are_told(options: dict[str, Any]) -> None:
+    """The engine's numbers have 32 bits, in which 0.99 is a little more than 0.99."""
+    with Model(MODELS / TARGETS["dense"], vocab_only=True) as vocabulary:
+        Sampler(vocabulary, SamplingParams(**options)).close()
 
 
 def test_infill_is_refused_where_it_would_hang_or_abort() -> None:

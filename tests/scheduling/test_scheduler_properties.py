@@ -324,6 +324,16 @@ def test_the_quick_setups_reach_runs_of_steps_and_turned_drafters(setup: Setup) 
     assert n_in_a_row > 1
 
 
+def test_prefixes_are_used_where_no_cost_is_known() -> None:
+    world = World(WIDE)
+    for i in range(3):
+        world.submit([*range(100, 120), i, 7], 3, tenant="a")
+    for now in range(6):
+        world.step(float(now))
+    assert world.scheduler.counts.n_prefix_hits > 0
+    assert world.scheduler.counts.n_estimator_resets == 0
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Drives two worlds with the same calls: what they do must be the same, and right."""
 

@@ -224,7 +224,7 @@ class Checkpoints:
 
         A gap is one more physical batch in each step, for as long as the sequence runs.
         """
-        if match is None:
+        if match is None or not self._estimators.cost.n_observed:
             return False
         predict = self._estimators.predict
         gap_s = predict(StepShape(n_ubatches=2)) - predict(StepShape())
