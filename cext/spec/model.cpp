@@ -167,11 +167,10 @@ std::vector<std::string> control_spellings(const llama_vocab * vocab) {
     return shortest;
 }
 
-// Where spellings stand in a text, without overlap, or all of them. Of all that a text could begin
-// with, only the greatest that is not greater than the text can be its beginning: none begins with
-// another.
+// Where spellings stand in a text, without overlap. Of all that a text could begin with, only the
+// greatest that is not greater than the text can be its beginning: none begins with another.
 std::vector<spec_span> find_spellings(const std::vector<std::string> & spellings,
-                                      std::string_view text, bool may_overlap = false) {
+                                      std::string_view text) {
     std::vector<spec_span> found;
     std::array<bool, 256> is_first{};
     size_t n_longest = 0;
@@ -190,7 +189,7 @@ std::vector<spec_span> find_spellings(const std::vector<std::string> & spellings
                 found.push_back({at, at + n});
             }
         }
-        at += may_overlap ? 1 : std::max<size_t>(n, 1);
+        at += std::max<size_t>(n, 1);
     }
     return found;
 }
@@ -224,73 +223,6 @@ template <typename Tokenize> llama_tokens known_tokens(Tokenize && tokenize) {
     return ids;
 }
 
-using text_spans = std::vector<std::pair<size_t, size_t>>;
-
-// Where to cut a text whose plain parts spell control tokens: behind the first character of each
-// spelling. The tokenisers of RWKV and PLaMo look up all tokens in a text, control tokens too;
-// those of other kinds do not make one of plain text.
-std::vector<size_t> find_cuts(const spec_model & model, std::string_view text,
-                              const text_spans & plain) {
-    const enum llama_vocab_type type = llama_vocab_type(model.vocab);
-    std::vector<size_t> cuts;
-    if (type != LLAMA_VOCAB_TYPE_RWKV && type != LLAMA_VOCAB_TYPE_PLAMO2 &&
-        type != LLAMA_VOCAB_TYPE_PLAMO3) {
-        return cuts;
-    }
-    auto span = plain.begin();
-    for (const spec_span & spelled : find_spellings(model.control, text, /*may_overlap*/ true)) {
-        while (span != plain.end() && span->second <= spelled.begin) {
-            ++span;
-        }
-        if (span == plain.end() || span->first >= spelled.end) {
-            continue;
-        }
-        size_t cut = spelled.begin + 1;
-        while (cut < spelled.end && (static_cast<unsigned char>(text[cut]) & 0xC0) == 0x80) {
-            ++cut;
-        }
-        if (cut < spelled.end) {
-            cuts.push_back(cut);
-        }
-    }
-    return cuts;
-}
-
-// As llama.cpp does, and without control tokens of plain parts whatever the kind of vocabulary.
-llama_tokens tokenize_spans(const spec_model & model, const std::string & text, bool add_special,
-                            const text_spans & plain) {
-    std::vector<size_t> cuts = find_cuts(model, text, plain);
-    if (cuts.empty()) {
-        return tokenize_plain(model.vocab, text, add_special, plain);
-    }
-    cuts.push_back(text.size());
-    const bool may_add = add_special && llama_vocab_type(model.vocab) != LLAMA_VOCAB_TYPE_RWKV;
-    llama_tokens ids;
-    if (may_add && llama_vocab_get_add_bos(model.vocab)) {
-        ids.push_back(llama_vocab_bos(model.vocab));
-    }
-    size_t begin = 0;
-    auto span = plain.begin();
-    for (const size_t end : cuts) {
-        text_spans within;
-        for (; span != plain.end() && span->first < end; ++span) {
-            within.emplace_back(std::max(span->first, begin) - begin,
-                                std::min(span->second, end) - begin);
-            if (span->second > end) {
-                break; // goes on in the next piece
-            }
-        }
-        const llama_tokens some = tokenize_plain(model.vocab, text.substr(begin, end - begin),
-                                                 /*add_special*/ false, within);
-        ids.insert(ids.end(), some.begin(), some.end());
-        begin = end;
-    }
-    if (may_add && llama_vocab_get_add_eos(model.vocab)) {
-        ids.push_back(llama_vocab_eos(model.vocab));
-    }
-    return ids;
-}
-
 void give_tokens(const llama_tokens & ids, int32_t * tokens, size_t cap, size_t * n_needed) {
     deref(n_needed, "n_needed") = ids.size();
     if (ids.size() > cap || (tokens == nullptr && !ids.empty())) {
@@ -299,8 +231,9 @@ void give_tokens(const llama_tokens & ids, int32_t * tokens, size_t cap, size_t 
     std::copy(ids.begin(), ids.end(), tokens);
 }
 
-text_spans checked_spans(const spec_span * spans, size_t n_spans, size_t n_text) {
-    text_spans checked;
+std::vector<std::pair<size_t, size_t>> checked_spans(const spec_span * spans, size_t n_spans,
+                                                     size_t n_text) {
+    std::vector<std::pair<size_t, size_t>> checked;
     size_t end = 0;
     for (size_t i = 0; i < n_spans; ++i) {
         const spec_span & span = (&deref(spans, "plain"))[i];
@@ -569,12 +502,8 @@ int32_t spec_model_tokenize(const spec_model * model, const char * text, size_t 
         const spec_model & m = deref(model, "model");
         deref(n_needed, "n_needed");
         const std::string input = checked_text(m, text, n_text);
-        const text_spans all = {{0, n_text}};
-        const llama_tokens ids = known_tokens([&] {
-            return parse_special || input.empty()
-                       ? common_tokenize(m.vocab, input, add_special, parse_special)
-                       : tokenize_spans(m, input, add_special, all);
-        });
+        const llama_tokens ids = known_tokens(
+            [&] { return common_tokenize(m.vocab, input, add_special, parse_special); });
         give_tokens(ids, tokens, cap, n_needed);
     });
 }
@@ -588,7 +517,7 @@ int32_t spec_model_tokenize_plain(const spec_model * model, const char * text, s
         const std::string input = checked_text(m, text, n_text);
         const auto spans = checked_spans(plain, n_plain, n_text);
         const llama_tokens ids =
-            known_tokens([&] { return tokenize_spans(m, input, add_special, spans); });
+            known_tokens([&] { return tokenize_plain(m.vocab, input, add_special, spans); });
         give_tokens(ids, tokens, cap, n_needed);
     });
 }

@@ -170,28 +170,50 @@ def test_every_kind_of_vocabulary_reads_plain_parts_as_text_and_all_else_as_befo
             assert len(control_tokens(model, tokens)) == n_control + added
 
 
-CONTROL = ("<s>", "<|a|>", "<|a|>b", "|><", "<|é|>")
+CONTROL = ("<s>", "<|a|>", "<|a|>b", "|><", "<|é|>", "▁stop", "stop")
 """Control tokens: one begins with another, and one lies across two others."""
 
+LETTERS = "<|as>bxystop é"
+PIECES = ("<s", "s>", "<|", "<|a", "<|a|", "|>", "▁<", "▁<s", "▁", "st", "op", "sto", "▁st", "▁sto")
+"""What lies between characters and control tokens, for tokenisers that put pieces together."""
 
-def looks_all_up(kind: str, path: Path) -> Path:
-    """Writes a model with a tokeniser that looks up all tokens, and returns its path."""
-    is_rwkv = kind == "rwkv"
-    spell = r"\x{:02x}" if is_rwkv else "<0x{:02X}>"
-    tokens = [*CONTROL, *map(spell.format, range(256)), *("ab" if is_rwkv else "<|as>b é")]
-    if is_rwkv:
-        del tokens[-2:]  # they are bytes
-    types = [TokenType.CONTROL] * len(CONTROL)
-    types += [TokenType.NORMAL if is_rwkv else TokenType.BYTE] * 256
+TOKENISERS = {
+    "rwkv": "rwkv",
+    "plamo2": "plamo2",
+    "plamo3": "plamo3",
+    "SPM": "llama",
+    "UGM": "t5",
+    "WPM": "bert",
+    "BPE without merges of whole words": "gpt2",
+}
+"""Each kind, and how a model's file names it."""
+
+
+def with_pieces(kind: str, path: Path) -> Path:
+    """Writes a model with a tokeniser that could make control tokens, and returns its path."""
+    has_bytes = kind not in {"rwkv", "bert"}
+    tokens, types = [*CONTROL], [TokenType.CONTROL] * len(CONTROL)
+    if kind == "rwkv":
+        tokens += [rf"\x{i:02x}" for i in range(256)]
+    elif has_bytes:
+        tokens += [f"<0x{i:02X}>" for i in range(256)]
+        types += [TokenType.BYTE] * 256
+    known = {*tokens, *(map(chr, range(128)) if kind == "rwkv" else ())}
+    marked = [f"▁{letter}" for letter in LETTERS] if kind == "bert" else []
+    tokens += dict.fromkeys(p for p in (*LETTERS, *PIECES, *marked) if p not in known)
     types += [TokenType.NORMAL] * (len(tokens) - len(types))
 
     def add(writer: GGUFWriter, _: int) -> None:
         writer.add_tokenizer_model(kind)
+        if kind == "gpt2":
+            writer.add_tokenizer_pre("llama-bpe")
+            writer.add_token_merges(["s t", "o p", "st op"])
         writer.add_token_list(tokens)
         writer.add_token_types(types)
-        writer.add_token_scores([-1.0] * len(tokens))
+        writer.add_token_scores([0.0] * len(CONTROL) + [-1.0] * (len(tokens) - len(CONTROL)))
         writer.add_bos_token_id(0)
         writer.add_eos_token_id(0)
+        writer.add_unk_token_id(len(CONTROL))
         writer.add_add_bos_token(True)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -200,26 +222,37 @@ def looks_all_up(kind: str, path: Path) -> Path:
         return archs.write_model(path, "llama")
 
 
-@pytest.mark.parametrize("kind", ["rwkv", "plamo2", "plamo3"])
-def test_a_tokeniser_that_looks_all_tokens_up_makes_no_control_token_of_plain_parts(
-    kind: str, tmp_path: Path
-) -> None:
-    """RWKV's and PLaMo's did: what a message spelled ended the prompt, or began a role."""
-    with Model(looks_all_up(kind, tmp_path / "model.gguf"), vocab_only=True) as model:
+@pytest.mark.parametrize("kind", TOKENISERS)
+def test_no_tokeniser_makes_control_tokens_of_plain_parts(kind: str, tmp_path: Path) -> None:
+    """What a message spelled ended the prompt, or began a role (patch 0034)."""
+    path = with_pieces(TOKENISERS[kind], tmp_path / "model.gguf")
+    with Model(path, vocab_only=True) as model:
+        is_exact = TOKENISERS[kind] in {"rwkv", "plamo2", "plamo3"}  # no space is added
         n_begin = len(model.tokenize(""))
-        for text in ("<s>", "x<|a|>b y", "<|a|><|a|>", "<|é|>é", "<s><s>|><<|a|>"):
+        for text in (
+            "<s>",
+            "x<|a|>b y",
+            "<|a|><|a|>",
+            "<|é|>é",
+            "<s><s>|><<|a|>",
+            "stop",
+            "x stop",
+        ):
             n = len(text.encode())
-            tokens = model.tokenize(text, parse_special=False)[n_begin:]
+            tokens = model.tokenize(text, parse_special=False, add_special=False)
+            assert len(tokens)
             assert tokens.min() >= len(CONTROL)
-            assert model.detokenize(tokens) == text.encode()
-            assert model.tokenize_plain(text, [(0, n)]).tolist()[n_begin:] == tokens.tolist()
+            assert not is_exact or model.detokenize(tokens) == text.encode()
+            with_begin = model.tokenize(text, parse_special=False).tolist()
+            assert model.tokenize_plain(text, [(0, n)]).tolist() == with_begin
             around = f"<s>{text}<s>"
-            tokens = model.tokenize_plain(around, [(3, 3 + n)])
-            assert tokens[n_begin] == tokens[-1] == 0
-            assert tokens[n_begin + 1 : -1].min() >= len(CONTROL)
-            assert model.detokenize(tokens[n_begin:], special=True) == around.encode()
+            inner = model.tokenize_plain(around, [(3, 3 + n)])[n_begin:]
+            assert inner[0] == 0
+            assert 0 in inner[1:]
+            assert set(inner[inner < len(CONTROL)]) == {0}
+            assert not is_exact or model.detokenize(inner, special=True) == around.encode()
         half = model.tokenize_plain("<s>x<|a|>y<s>", [(3, 5)])[n_begin:]
-        assert [token for token in half if token < len(CONTROL)] == [0, 0]
+        assert set(half[half < len(CONTROL)]) == {0}
 
 
 def test_a_control_token_of_which_a_part_is_plain_is_text(model: Model) -> None:
