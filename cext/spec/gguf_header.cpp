@@ -203,8 +203,9 @@ Header read_header(const std::string & path) {
 
 // Of a part that is cut short llama.cpp names a tensor alone, and not which file to bring again.
 void check_whole(const gguf_context * header, const std::string & path) {
-    if (header == nullptr) {
-        return; // llama.cpp names the file
+    // Of one that cannot be read llama.cpp names the file; one without tensors may end unpadded.
+    if (header == nullptr || gguf_get_n_tensors(header) == 0) {
+        return;
     }
     uint64_t end = 0;
     for (int64_t i = 0; i < gguf_get_n_tensors(header); ++i) {

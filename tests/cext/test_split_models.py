@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
+from gguf import GGUFReader, GGUFWriter
 from models import archs
 from tests.support.built import needs_extension
 from tests.support.hand import plan
@@ -29,12 +29,13 @@ pytestmark = needs_extension()
 SMALL = EngineParams(n_ctx_seq=64, n_batch=64, n_ubatch=64, n_threads=1)
 
 
-def split(folder: Path, factor: float) -> Path:
+def split(folder: Path, factor: float, *, is_header_alone: bool = False) -> Path:
     """Writes a model in two parts and more, of which the first has no tensor that differs."""
     folder.mkdir()
+    write = partial(GGUFWriter, split_max_tensors=5, small_first_shard=is_header_alone)
     with pytest.MonkeyPatch.context() as patch:
         draw = archs._draw
-        patch.setattr(archs, "GGUFWriter", partial(GGUFWriter, split_max_tensors=5))
+        patch.setattr(archs, "GGUFWriter", write)
         patch.setattr(
             archs,
             "_draw",
@@ -100,6 +101,14 @@ def test_a_part_that_is_cut_short_is_named(tmp_path: Path) -> None:
             told = f"{part} is cut short: it has {len(whole) - 40} bytes of "
             assert caught.value.message.startswith(told)
         part.write_bytes(whole)
+    Model(first).close()
+
+
+def test_a_first_part_without_tensors_is_whole_at_any_length(tmp_path: Path) -> None:
+    first = split(tmp_path / "one", 1.0, is_header_alone=True)
+    fields = GGUFReader(first).fields.values()
+    end = max(it.offset + sum(int(part.nbytes) for part in it.parts) for it in fields)
+    first.write_bytes(first.read_bytes()[:end])  # as of writers that pad nothing there
     Model(first).close()
 
 

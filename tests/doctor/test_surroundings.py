@@ -141,7 +141,7 @@ def test_the_audit_trail_is_not_made_and_must_be_writable(tmp_path: Path) -> Non
     assert sentence.endswith("it is a folder; give the path of a file")
 
 
-def test_an_audit_trail_on_a_disk_that_is_read_only(
+def test_an_audit_trail_and_a_journal_on_a_disk_that_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -149,6 +149,9 @@ def test_an_audit_trail_on_a_disk_that_is_read_only(
     monkeypatch.setattr(os, "statvfs", lambda _: flags)
     (problem,) = CHECKS["audit"](Config(audit_file=str(tmp_path / "audit")))
     told_of = f"{tmp_path} lies on a disk that is mounted read-only; give another path"
+    assert problem.sentence.endswith(told_of)
+    (problem,) = CHECKS["journal"](Config(usage_journal=str(tmp_path / "usage")))
+    told_of = f"{tmp_path} lies on a disk that is mounted read-only; choose another usage_journal"
     assert problem.sentence.endswith(told_of)
 
 

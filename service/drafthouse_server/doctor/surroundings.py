@@ -22,6 +22,7 @@ __all__ = ["CHECKS", "is_set_up"]
 _DISK_BYTES_LEAST = 16 << 20
 _DISK_BYTES_AMPLE = 1 << 30
 _DAY_S = 86400.0
+_IS_FIXED = "lies on a disk that is mounted read-only"
 _OR_OWNER = ", or change its owner or mode"
 _N_DAYS_AMPLE = 30
 """Days until a certificate expires from which on nothing is told."""
@@ -137,7 +138,7 @@ def _audit(config: Config) -> Iterator[Problem]:
         place, mode = (path, os.W_OK) if path.exists() else (folder, os.W_OK | os.X_OK)
         if not os.access(place, mode):
             is_fixed = os.statvfs(place).f_flag & os.ST_RDONLY
-            why = "lies on a disk that is mounted read-only" if is_fixed else "is somebody else's"
+            why = _IS_FIXED if is_fixed else "is somebody else's"
             advice = f"{place} {why}; give another path" + ("" if is_fixed else _OR_OWNER)
     if advice:
         yield Problem(
@@ -151,10 +152,13 @@ def _journal(config: Config) -> Iterator[Problem]:
     folder = Path(config.usage_journal)
     place = next(it for it in (folder, *folder.absolute().parents) if it.exists())
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        is_fixed = os.statvfs(place).f_flag & os.ST_RDONLY
+        why = _IS_FIXED if is_fixed else "is no folder that this user may write"
+        advice = "" if is_fixed else ", or change its owner"
         yield Problem(
             "journal",
-            f"usage_journal {folder} cannot be written: {place} is no folder that this user may"
-            " write; choose another usage_journal, or change its owner",
+            f"usage_journal {folder} cannot be written: {place} {why}; choose another"
+            f" usage_journal{advice}",
         )
         return
     try:
