@@ -131,8 +131,8 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     """Token id to what its logit gains, [-100, 100]; -100 forbids it. At most 1024 entries."""
     seed: int | None
-    """Seed, [0, 4294967294]: the same request gives the same tokens, whatever is drafted; None is
-    random."""
+    """Seed, [0, 4294967294]: the same request gives the same tokens, whatever is drafted, up to
+    rounding; None is random."""
     grammar: str | None
     """GBNF grammar with a rule "root" that the output must follow; empty is no constraint."""
     stop: str | Sequence[str] | None

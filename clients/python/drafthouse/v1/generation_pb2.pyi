@@ -115,8 +115,8 @@ class ChatMessages(message.Message):
     chat_template_kwargs: builtins.str
     """Arguments of the model's chat template, such as {"enable_thinking": false}: a JSON object of at most 65536 bytes, 64 names and 8
     levels, whose names are 1 to 64 letters, digits and _, the first no digit. They go before the server's own (its setting
-    chat_template_kwargs). Not those that the server itself sets: messages, tools, bos_token, eos_token and add_generation_prompt. Texts in them must not spell control
-    tokens. What the template does not ask for does nothing. Empty: none.
+    chat_template_kwargs). Not those that the server itself sets: messages, tools, bos_token, eos_token and add_generation_prompt. Texts
+    in them must not spell control tokens. What the template does not ask for does nothing. Empty: none.
     """
     @builtins.property
     def messages(self) -> containers.RepeatedCompositeFieldContainer[ChatMessage]:
@@ -259,7 +259,8 @@ class SamplingOptions(message.Message):
     """Drop tokens further than n standard deviations below the largest logit, > 0. Not set: off."""
     seed: builtins.int
     """Seed, [0, 4294967294]. The same request with the same seed gives the same tokens on the same server, whatever is drafted and who
-    else is served; on a GPU, and with the server's kv_unified, up to rounding. Not set: random.
+    else is served, up to rounding: the last digits differ where a prompt was computed in other pieces, as when it goes on from a kept
+    prefix, or beside others, and on a GPU, or with the server's kv_unified, in every step. Not set: random.
     """
     grammar: builtins.str
     """GBNF grammar with a rule "root" that the output must follow, at most 65536 bytes without NUL characters. Empty: no constraint.
