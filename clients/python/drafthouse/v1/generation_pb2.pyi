@@ -259,8 +259,9 @@ class SamplingOptions(message.Message):
     """Drop tokens further than n standard deviations below the largest logit, > 0. Not set: off."""
     seed: builtins.int
     """Seed, [0, 4294967294]. The same request with the same seed gives the same tokens on the same server, whatever is drafted and who
-    else is served, but for rounding: what a step computes besides may change the last digits of a probability, and now and then,
-    the oftener the higher the temperature, another token is drawn. Not set: random.
+    else is served, but for rounding: the last digits of a probability differ where a prompt was computed in other pieces, as behind a
+    kept prefix, and on a GPU, or with the server's kv_unified, in every step. Then, the oftener the higher the temperature, another
+    token may be drawn. Not set: random.
     """
     grammar: builtins.str
     """GBNF grammar with a rule "root" that the output must follow, at most 65536 bytes without NUL characters. Empty: no constraint.
