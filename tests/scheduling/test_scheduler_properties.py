@@ -223,6 +223,8 @@ class World:
         generating = {s.seq_id for s in running if s.n_output and s.n_pending == 1}
         plan = self.scheduler.plan(now)
         check_budget(plan, self.limits)
+        # The engine thread sleeps where there is nothing to do, until another request comes.
+        assert not (plan.is_empty and self.live), "somebody waits for ever"
         # No stream that goes on waits for anything, unless it loses its slot, or the step is that
         # of a tenant that has no such stream.
         outputs = {entry.seq_id for entry in plan.entries if entry.is_output}

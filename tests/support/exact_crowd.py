@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from tests.support.unknown_cost import UnknownCost
 
@@ -28,6 +29,25 @@ N_SLOTS, N_BATCH = 6, 96
 N_ROUNDS = 30
 HASTY = Fairness(quantum=20.0, aging_s=3.0, preempt_interval_s=0.05, save_bytes_per_s=1e12)
 GREEDY = SamplingOptions(temperature=0, ignore_eos=True)
+KNOBS: dict[str, tuple[object, ...]] = {
+    "temperature": (1e-5, 0.8, 10.0),
+    "top_k": (0, 1),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (1e-6, 0.5),
+    "top_n_sigma": (0.5, 3.0),
+    "penalty_last_n": (0, -1),
+    "penalty_repeat": (0.5, 1.5),
+    "penalty_frequency": (-0.5, 2.0),
+    "dry_multiplier": (0.8, 100.0),
+    "dry_base": (1.0, 10.0),
+    "dry_allowed_length": (0, 1),
+    "dry_breakers": (("e", "\n"),),
+    "xtc_probability": (0.5, 1.0),
+    "xtc_threshold": (0.0, 0.5),
+    "logprobs": (True,),
+}
+"""What is drawn of how tokens are chosen: mostly the ends of what is allowed."""
 
 
 class Crowd:
@@ -90,6 +110,15 @@ def drawn_prompt(
     return [*head[: chance.randrange(16, len(head))], *rest]
 
 
+def drawn_options(chance: random.Random) -> SamplingOptions:
+    """Every sampler now and then, each with a state that goes with its sequence."""
+    options: dict[str, Any] = {"temperature": 0.8, "seed": chance.randrange(9), "ignore_eos": True}
+    for name, values in KNOBS.items():
+        if chance.random() < 0.2:
+            options[name] = chance.choice(values)
+    return SamplingOptions(**options)
+
+
 def alone(engine: LlamaEngine, request: Request) -> list[int]:
     crowd = Crowd(engine, Scheduler(engine.limits, FixedDraft(0), cost=UnknownCost()))
     assert request.n_output_max is not None
@@ -112,9 +141,8 @@ def check_crowd(engine: LlamaEngine, seed: int, heads: Sequence[Sequence[int]]) 
         for _ in range(chance.choice([0, 0, 1, 2, 4])):
             prompt = drawn_prompt(chance, heads, crowd.sequences)
             n_output = chance.randrange(1, 30)
-            drawn = SamplingOptions(temperature=0.8, seed=chance.randrange(9), ignore_eos=True)
-            if len(prompt) + n_output < n_tokens_max:
-                options = chance.choice([GREEDY, GREEDY, drawn])
+            if len(prompt) + n_output <= n_tokens_max:
+                options = chance.choice([GREEDY, drawn_options(chance)])
                 crowd.submit(prompt, n_output, options, chance.choice("aab"))
         if crowd.sequences and chance.random() < 0.2:
             crowd.scheduler.mark(chance.choice(crowd.sequences), FinishReason.CANCELLED)
