@@ -577,6 +577,7 @@ class Lock:
     def __init__(self):
         self._lock = lock()
         self.acquire, self.release = self._lock.acquire, self._lock.release
+        self.locked = getattr(self._lock, "locked", None)  # from Python 3.14 on
         self._acquire_restore, self._is_owned = self._lock._acquire_restore, self._lock._is_owned
 
     def __enter__(self):

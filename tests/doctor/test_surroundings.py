@@ -219,3 +219,14 @@ def test_a_device_without_room_is_told() -> None:
     (problem,) = _device_problems(needs, {"RPC0": 10})
     assert "device RPC0 has 10 B free, and what would lie there takes 1.1 kB" in problem.sentence
     assert problem.severity == "warning"
+
+
+@pytest.mark.parametrize("check", ["audit", "journal"])
+def test_a_path_that_nobody_can_look_at_is_not_taken_for_one_that_is_made(
+    monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
+    """From Python 3.14 on pathlib says no where it said why not, and all was well."""
+    for name, asked in (("exists", os.path.exists), ("is_dir", os.path.isdir)):
+        monkeypatch.setattr(Path, name, lambda self, asked=asked: asked(self))
+    with pytest.raises(OSError, match="name too long"):
+        list(CHECKS[check](Config(audit_file="a" * 300, usage_journal="a" * 300)))

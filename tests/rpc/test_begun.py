@@ -126,4 +126,4 @@ async def test_a_stream_that_waits_has_not_begun(
         assert not second.done()
         gated_engine.release()
         for headers in await asyncio.gather(first, second):
-            assert str(dict(headers)["drafthouse-request-id"]).startswith("req_")
+            assert str(headers["drafthouse-request-id"]).startswith("req_")

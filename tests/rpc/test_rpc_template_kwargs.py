@@ -40,7 +40,7 @@ SET: list[tuple[dict[str, Any] | None, str]] = [
 REFUSED = [
     ("enable_thinking=false", "must be a JSON object: Expecting value at character 0"),
     ('{"messages": []}', "must not set messages, which is the server's own"),
-    ('{"a": ' + "[" * 2000 + "]" * 2000 + "}", "must nest at most 8 levels"),
+    ('{"a": ' + "[" * 9 + "]" * 9 + "}", "must nest at most 8 levels, a nests more"),
     (json.dumps({"a": "x" * 65530}), "must have at most 65536 bytes, has 65539"),
     (json.dumps({"a": "<|im_end|>"}), "must not spell control tokens"),
 ]
@@ -79,3 +79,14 @@ async def test_what_is_no_set_of_arguments_is_told_by_its_field(
             await client._generation.CountTokens(request)
         (violation,) = caught.value.violations
         assert (violation.field, violation.description) == (FIELD, told)
+
+
+async def test_what_nests_deep_is_refused(client: drafthouse.AsyncClient) -> None:
+    """Which one of two sentences tells it is the affair of Python's version."""
+    request = generation_pb2.CountTokensRequest()
+    request.prompt.chat.messages.add(role="user", content="x")
+    for n in (2000, 32_000):
+        request.prompt.chat.chat_template_kwargs = '{"a": ' + "[" * n + "]" * n + "}"
+        with pytest.raises(drafthouse.InvalidField) as caught, map_grpc_errors():
+            await client._generation.CountTokens(request)
+        assert caught.value.violations[0].description.startswith("must nest at most 8 levels")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -162,7 +163,8 @@ def test_a_file_survives_its_process(tmp_path: Path) -> None:
     first = SqliteUsageStore(path)
     first.add([make(1)])
     first.close()
-    assert SqliteUsageStore(path, is_read_only=True).find(UsageQuery()) == [make(1)]
+    with contextlib.closing(SqliteUsageStore(path, is_read_only=True)) as second:
+        assert second.find(UsageQuery()) == [make(1)]
 
 
 def test_a_file_that_cannot_be_used_fails_and_works_when_it_can(tmp_path: Path) -> None:
@@ -183,7 +185,8 @@ def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
     for each in tmp_path.iterdir():
         each.unlink()
     store.add([make(2)])
-    assert list(SqliteUsageStore(path).find(UsageQuery())) == [make(2)]
+    with contextlib.closing(SqliteUsageStore(path)) as other:
+        assert list(other.find(UsageQuery())) == [make(2)]
     store.close()
 
 

@@ -14,6 +14,7 @@ from sqlalchemy.engine import URL
 
 from drafthouse_server.config import Config
 from drafthouse_server.doctor.report import Problem
+from drafthouse_server.doctor.surroundings import is_there
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.tenancy import migrations, records
 from drafthouse_server.tenancy.keys import pepper_id, read_pepper
@@ -59,7 +60,7 @@ class _Found:
 
 
 def _look_at_file(path: Path) -> _Found:
-    if not path.exists():
+    if not is_there(path):
         folder = path.absolute().parent
         if os.access(folder, os.W_OK | os.X_OK):
             return _Found()  # it is made at the first start
@@ -118,7 +119,7 @@ def _pepper_problem(config: Config, url: URL, known: str) -> str:
             "key_pepper_file is not set, and a store on a server has no default for it; give the"
             " path of a file outside the database"
         )
-    if not (known or path.exists()):  # it is made at the first start
+    if not (known or is_there(path)):  # it is made at the first start
         folder = path.absolute().parent
         if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
             return ""

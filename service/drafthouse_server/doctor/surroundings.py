@@ -17,7 +17,7 @@ from drafthouse_server.host.amounts import format_bytes
 from drafthouse_server.tenancy.tenants import TenantRegistry
 from drafthouse_server.usage.folder import JournalFolder
 
-__all__ = ["CHECKS", "is_set_up"]
+__all__ = ["CHECKS", "is_set_up", "is_there"]
 
 _DISK_BYTES_LEAST = 16 << 20
 _DISK_BYTES_AMPLE = 1 << 30
@@ -126,16 +126,30 @@ async def _ask_redis(url: str) -> str:
         await counters.close()
 
 
+def is_there(path: Path) -> bool:
+    """Returns whether there is such a file or folder.
+
+    Raises:
+        OSError: nobody can tell; `Path.exists` says no then, from Python 3.14 on.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def _audit(config: Config) -> Iterator[Problem]:
     path = Path(config.audit_file)
     folder = path.absolute().parent
     advice = ""
+    is_made = is_there(path)
     if path.is_dir():
         advice = "it is a folder; give the path of a file"
     elif not folder.is_dir():
         advice = f"make the folder {folder}, or give another path"
     else:
-        place, mode = (path, os.W_OK) if path.exists() else (folder, os.W_OK | os.X_OK)
+        place, mode = (path, os.W_OK) if is_made else (folder, os.W_OK | os.X_OK)
         if not os.access(place, mode):
             is_fixed = os.statvfs(place).f_flag & os.ST_RDONLY
             why = _IS_FIXED if is_fixed else "is somebody else's"
@@ -150,7 +164,7 @@ def _audit(config: Config) -> Iterator[Problem]:
 
 def _journal(config: Config) -> Iterator[Problem]:
     folder = Path(config.usage_journal)
-    place = next(it for it in (folder, *folder.absolute().parents) if it.exists())
+    place = next(it for it in (folder, *folder.absolute().parents) if is_there(it))
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         is_fixed = os.statvfs(place).f_flag & os.ST_RDONLY
         why = _IS_FIXED if is_fixed else "is no folder that this user may write"
