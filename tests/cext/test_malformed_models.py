@@ -107,6 +107,16 @@ def a_token(engine: Engine) -> int:
     return emitted(result, 0)[0]
 
 
+def assert_says_what_the_demo_model_does(path: Path) -> None:
+    with (
+        Model(path) as model,
+        Model(DENSE) as plain,
+        Engine(model, None, SMALL) as engine,
+        Engine(plain, None, SMALL) as other,
+    ):
+        assert a_token(engine) == a_token(other)
+
+
 def test_numbers_of_other_architectures_are_not_judged(tmp_path: Path) -> None:
     """llama.cpp's own saver writes the numbers of all; "no bound" is minus infinity."""
     path = copied(
@@ -119,13 +129,7 @@ def test_numbers_of_other_architectures_are_not_judged(tmp_path: Path) -> None:
             "mimo2.ssm.conv_kernel": 0,
         },
     )
-    with (
-        Model(path) as model,
-        Model(DENSE) as plain,
-        Engine(model, None, SMALL) as engine,
-        Engine(plain, None, SMALL) as other,
-    ):
-        assert a_token(engine) == a_token(other)
+    assert_says_what_the_demo_model_does(path)
 
 
 @pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
@@ -135,13 +139,7 @@ def test_a_negative_factor_of_rope_is_refused_and_0_is_none(tmp_path: Path, key:
     with pytest.raises(BadModel, match=rf"mimo2\.{re.escape(key)} is negative"):
         Model(wrong)
     path = copied(DENSE, tmp_path / "none.gguf", {f"mimo2.{key}": 0.0})
-    with (
-        Model(path) as model,
-        Model(DENSE) as plain,
-        Engine(model, None, SMALL) as engine,
-        Engine(plain, None, SMALL) as other,
-    ):
-        assert a_token(engine) == a_token(other)
+    assert_says_what_the_demo_model_does(path)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
