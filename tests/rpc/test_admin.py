@@ -54,6 +54,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+async def lines_told(eventually: Eventually, path: Path, n: int) -> list[dict[str, Any]]:
+    """Waits for `n` lines: a refusal is with its client before its line is in the trail."""
+    await eventually(lambda: len(lines(path)) >= n)
+    return lines(path)
+
+
 async def test_status_tells_version_model_load_and_rates(
     start_server: ServerFactory, free_port: int
 ) -> None:
@@ -161,7 +167,11 @@ def store_url(tmp_path: Path) -> str:
 
 
 async def test_limits_are_read_set_and_reset_in_the_store(
-    start_server: ServerFactory, store_url: str, free_port: int, tmp_path: Path
+    start_server: ServerFactory,
+    store_url: str,
+    free_port: int,
+    tmp_path: Path,
+    eventually: Eventually,
 ) -> None:
     path = tmp_path / "audit"
     await start_server(admin_port=free_port, store=store_url, audit_file=str(path))
@@ -187,15 +197,14 @@ async def test_limits_are_read_set_and_reset_in_the_store(
     store.close()
     assert tenant.limits == {"max_streams": 5, "models": ["b", "a"], "draft_max": 0}
     assert trail[0]["actor"] == f"admin:uid:{os.getuid()}"
-    acts = [
-        (line["actor"], line["action"], line["target"], line["outcome"]) for line in lines(path)
-    ]
+    told = await lines_told(eventually, path, 2)
+    acts = [(line["actor"], line["action"], line["target"], line["outcome"]) for line in told]
     me = f"uid:{os.getuid()}"
     assert acts == [
         (me, "SetLimits", "tenant:acme", "ok"),
         (me, "GetLimits", "tenant:nobody", "TENANT_NOT_FOUND"),
     ]
-    assert lines(path)[0]["detail"]["limits"]["weight"] is None
+    assert told[0]["detail"]["limits"]["weight"] is None
 
 
 async def test_why_a_store_takes_no_change_is_told_and_in_the_log(
@@ -224,7 +233,7 @@ async def test_why_a_store_takes_no_change_is_told_and_in_the_log(
 
 
 async def test_the_audit_trail_tells_of_changes_and_failures_and_not_of_reading(
-    start_server: ServerFactory, free_port: int, tmp_path: Path
+    start_server: ServerFactory, free_port: int, tmp_path: Path, eventually: Eventually
 ) -> None:
     path = tmp_path / "audit"
     server = await start_server(admin_port=free_port, audit_file=str(path))
@@ -235,10 +244,12 @@ async def test_the_audit_trail_tells_of_changes_and_failures_and_not_of_reading(
         assert path.read_text("utf-8") == ""
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.GetLimits(admin_pb2.GetLimitsRequest(tenant="acme"))
+        await lines_told(eventually, path, 1)
         watch = stub.WatchLoad(admin_pb2.WatchLoadRequest())
         await watch.read()
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Drain(admin_pb2.DrainRequest(timeout=Duration(seconds=-1)))
+        await lines_told(eventually, path, 3)
         await stub.Drain(admin_pb2.DrainRequest())
     assert server._stop.is_set()
     assert [(line["action"], line["outcome"]) for line in lines(path)] == [
@@ -250,7 +261,11 @@ async def test_the_audit_trail_tells_of_changes_and_failures_and_not_of_reading(
 
 
 async def test_the_trail_tells_of_a_watcher_what_became_of_its_request_and_of_whom(
-    start_server: ServerFactory, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_server: ServerFactory,
+    free_port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
 ) -> None:
     """Each was "ok" and of the server, whatever it asked for. Watchers leave places to others."""
     monkeypatch.setattr("drafthouse_server.rpc.admin._N_WATCHERS_MAX", 1)
@@ -259,8 +274,10 @@ async def test_the_trail_tells_of_a_watcher_what_became_of_its_request_and_of_wh
     async with admin(free_port) as stub:
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.WatchLoad(admin_pb2.WatchLoadRequest(interval=Duration(seconds=-5))).read()
+        await lines_told(eventually, path, 1)
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.WatchCache(admin_pb2.WatchCacheRequest(tenant="x" * 65)).read()
+        await lines_told(eventually, path, 2)
         watch = stub.WatchCache(admin_pb2.WatchCacheRequest(tenant="acme"))
         await watch.read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -268,7 +285,8 @@ async def test_the_trail_tells_of_a_watcher_what_became_of_its_request_and_of_wh
         assert reason_of(caught.value) == "SERVER_OVERLOADED"
         await stub.GetStatus(admin_pb2.GetStatusRequest())
         watch.cancel()
-    assert [(line["action"], line["target"], line["outcome"]) for line in lines(path)] == [
+    told = await lines_told(eventually, path, 4)
+    assert [(line["action"], line["target"], line["outcome"]) for line in told] == [
         ("WatchLoad", "server", "INVALID_FIELD"),
         ("WatchCache", "server", "INVALID_FIELD"),
         ("WatchCache", "tenant:acme", "ok"),
@@ -445,7 +463,7 @@ async def test_no_thread_of_the_trail_outlives_the_server(
     async with admin(free_port) as stub:
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.GetLimits(admin_pb2.GetLimitsRequest(tenant="acme"))
-    assert trail_threads() - before
+    await eventually(lambda: bool(trail_threads() - before))
     await server.close()
     await eventually(lambda: not trail_threads() - before)
     assert len(lines(path)) == 1
@@ -493,7 +511,11 @@ async def test_a_call_that_ends_after_the_trail_is_closed_has_its_line(
 
 
 async def test_a_fault_of_ours_is_in_the_trail_as_failed(
-    start_server: ServerFactory, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_server: ServerFactory,
+    free_port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
 ) -> None:
     def fail(_: float | None) -> None:
         raise RuntimeError("a bug of ours")
@@ -504,7 +526,7 @@ async def test_a_fault_of_ours_is_in_the_trail_as_failed(
     async with admin(free_port) as stub:
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Drain(admin_pb2.DrainRequest())
-    [line] = lines(path)
+    [line] = await lines_told(eventually, path, 1)
     assert (line["action"], line["outcome"]) == ("Drain", "failed")
 
 
