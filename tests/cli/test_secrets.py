@@ -166,6 +166,8 @@ async def test_the_log_at_debug_level_shows_no_key_and_no_prompt(
         with pytest.raises(drafthouse.InvalidApiKey) as caught:
             await stranger.tokenize(PROMPT)
     assert KEY not in str(caught.value)
+    # A refusal is with its client before its line is in the log.
+    await eventually(lambda: "reason=INVALID_API_KEY" in caplog.text)
     await server.close()
     shown = texts_of(caplog, capfd)
     assert "device lost" in shown  # what is to be seen, is

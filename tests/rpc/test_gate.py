@@ -547,6 +547,7 @@ async def test_who_is_above_its_rate_of_reading_is_not_told_that_it_sends_slowly
     tokenize = "/drafthouse.v1.GenerationService/Tokenize"
     data = generation_pb2.TokenizeRequest(text="x" * (3 << 19)).SerializeToString()
     assert (await fails(server, tokenize, data, "ka"))[0] == "INVALID_ARGUMENT"
+    await eventually(lambda: len(server.gate.calls) == 0)  # its client has the status before
     waits = asyncio.ensure_future(fails(server, tokenize, data, "ka"))
     await eventually(lambda: server.gate.calls.n_refused["TENANT_QUOTA_EXCEEDED"] == 1)
     looks: list[float] = []
