@@ -237,6 +237,6 @@ async def test_calls_that_were_taken_back_leave_room_for_the_next_one(
         with connection.gathered():  # nothing is freed in between
             for _ in range(N_CALLS):
                 connection.reset(connection.open(GET_MODEL, b""))
-            kept = connection.open(GET_MODEL, b"", end=False)
+            kept = connection.open(GET_MODEL, None)  # which is not answered
         assert await asyncio.to_thread(connection.ping)
         assert kept not in connection.ended

@@ -57,7 +57,7 @@ class _Streams:
         """Pings that the server has answered."""
         self._received = bytearray()
 
-    def opening(self, path: str, message: bytes | None, key: str, *, end: bool) -> bytes:
+    def opening(self, path: str, message: bytes | None, key: str) -> bytes:
         """Returns what opens a stream; without a message, the headers alone and no end."""
         stream, self.next_stream = self.next_stream, self.next_stream + 2
         fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
@@ -67,7 +67,7 @@ class _Streams:
         frames = _frame(_HEADERS, _END_HEADERS, stream, block)
         if message is not None:
             body = b"\0" + struct.pack(">I", len(message)) + message
-            frames += _frame(_DATA, _END_STREAM * end, stream, body[:_N_FRAME_BYTES_MAX])
+            frames += _frame(_DATA, _END_STREAM, stream, body[:_N_FRAME_BYTES_MAX])
         return frames
 
     def take(self, data: bytes) -> tuple[bytes, list[tuple[int, bytes]]]:
@@ -134,7 +134,7 @@ class RudeClient(_Client):
 
     def open(self, path: str, message: bytes | None, key: str = "") -> int:
         """Opens a stream; without a message, it sends the headers alone and no end."""
-        self._writer.write(self._streams.opening(path, message, key, end=True))
+        self._writer.write(self._streams.opening(path, message, key))
         return self._streams.next_stream - 2
 
     def ping(self, n: int) -> None:
@@ -196,11 +196,9 @@ class Connection(_Client):
         """Number of the stream that is opened next."""
         return self._streams.next_stream
 
-    def open(
-        self, path: str, message: bytes | None, key: str | None = None, *, end: bool = True
-    ) -> int:
+    def open(self, path: str, message: bytes | None, key: str | None = None) -> int:
         """Opens a stream; `message` None sends headers alone and no end."""
-        self._send(self._streams.opening(path, message, key or "", end=end))
+        self._send(self._streams.opening(path, message, key or ""))
         return self._streams.next_stream - 2
 
     def reset(self, stream: int) -> None:
