@@ -178,12 +178,13 @@ async def test_the_log_at_debug_level_shows_no_key_and_no_prompt(
 
 @pytest.mark.model
 async def test_nor_does_the_log_with_the_real_engine(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], eventually: Eventually
 ) -> None:
     caplog.set_level(logging.DEBUG)
     settings = demo_config("dense", "mtp", parallel=2, api_keys=(ENTRY,), log_level="debug")
     async with serving(settings, KEY) as (client, _):
         await provoke(client)
+        await eventually(lambda: "code=INVALID_ARGUMENT" in caplog.text)
     shown = texts_of(caplog, capfd)
     assert "code=INVALID_ARGUMENT" in shown
     assert KEY not in shown
