@@ -24,7 +24,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: archs attacks cuda device-tests help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-device test-wheel tokenizer-counts wheel
+.PHONY: archs attacks cuda device-tests help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-device test-late test-wheel tokenizer-counts wheel
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -149,6 +149,12 @@ device-tests: # the list, for scripts/gpu_tables.sh
 
 soak-starts: dev ## N=1000 starts of a quick model under load from the first moment: none loses a stream
 	@$(VENV)/python -m tests.proofs.soak_starts --starts $(N) $(ARGS)
+
+test-late: export OMP_WAIT_POLICY = passive
+test-late: export DRAFTHOUSE_BUILT = 1
+test-late: dev ## the server's tests with refusals and threads that are late: no verdict depends on who is first; minutes; ARGS="-k name"
+	@$(VENV)/pytest $(PARALLEL) -p tests.support.late -q --no-cov -m "not bench" \
+		$(addprefix tests/,cli operations rpc sdk serving tenancy usage) $(ARGS)
 
 attacks: dev ## what an ordinary client can do to others: 23 scripts, three rounds, alone and beside two tenants; half an hour
 	@$(VENV)/python -m tests.attacks.run $(ARGS)
