@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.support import alarm, ports
+from tests.support.closed_loops import is_of_open_loop
 
 import drafthouse
 from drafthouse_server.config import Config
@@ -38,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     second stops for a test, the first would go on.
     """
     config.pluginmanager.register(alarm)
+    logging.getLogger("asyncio").addFilter(is_of_open_loop)
     cov = config.pluginmanager.getplugin("_cov")
     if hasattr(config, "workerinput") and cov is not None and cov.cov_controller is not None:
         cov.cov_controller.cov.stop()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 from tests.proofs.soak import Soak
 from tests.proofs.soak_starts import Starts
@@ -71,6 +72,34 @@ async def test_an_answer_that_nobody_waits_for_is_no_error(
     for error in (gone, RuntimeError("a fault")):
         log.error("raised in core by servicer method", exc_info=error)
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a fault"]
+
+
+def test_what_ends_after_its_loop_is_no_error_of_the_next(
+    caplog: pytest.LogCaptureFixture, free_port: int
+) -> None:
+    """A call with a deadline that nobody waits for, and a loop that runs when it passes."""
+
+    def ask(channel: Any, seconds: float) -> Any:
+        return channel.unary_unary("/a/b")(b"", timeout=seconds, wait_for_ready=True)
+
+    async def begin(seconds: float) -> Any:
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{free_port}")
+        call = ask(channel, seconds)
+        reading = asyncio.ensure_future(call.initial_metadata())  # a call begins when it is read
+        await asyncio.sleep(0.1)
+        return channel, call, reading
+
+    async def wait(seconds: float) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{free_port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await ask(channel, seconds)
+
+    loop = asyncio.new_event_loop()
+    kept = loop.run_until_complete(begin(0.3))
+    loop.close()
+    asyncio.run(wait(1.0))
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
+    del kept
 
 
 class Slow(TenantRegistry):
