@@ -454,12 +454,13 @@ class EngineUnhealthy(Overloaded):
 
     Args:
         retry_after_s: When another attempt, then at another server, may succeed, seconds from now.
+        problem: What does not work, as a sentence without its dot.
     """
 
     reason = "ENGINE_UNHEALTHY"
 
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__("the server's engine keeps failing", retry_after_s)
+    def __init__(self, retry_after_s: float, problem: str = "the engine keeps failing") -> None:
+        super().__init__(problem, retry_after_s)
 
 
 class StoreUnavailable(Overloaded):

@@ -193,8 +193,8 @@ class FrontSettings:
     unhealthy_exit_s: float = _watch(
         60.0,
         between(0, 86400),
-        "Seconds after which a server whose steps are all lost ends with exit code 71, so that its"
-        " supervisor starts it again. 0: never.",
+        "Seconds after which a server whose steps are all lost, or that can start no text worker,"
+        " ends with exit code 71, so that its supervisor starts it again. 0: never.",
     )
     """Bound of a broken engine; 0 is none."""
     step_timeout_s: float = _watch(

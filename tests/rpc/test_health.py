@@ -157,7 +157,7 @@ async def test_a_full_usage_journal_that_refuses_streams_is_not_serving_until_it
             await until(admin_pb2.SERVER_STATE_USAGE_UNAVAILABLE)
             assert (await watcher.read()).status == Response.NOT_SERVING
             assert not await client.health()
-            server._on_health(is_healthy=True)  # what the engine's steps say makes no difference
+            server._on_health()  # what the engine's steps say makes no difference
             assert not await client.health()
             with pytest.raises(drafthouse.UsageUnavailable):
                 await client.generate("x", max_output_tokens=3)

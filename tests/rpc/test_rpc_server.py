@@ -23,7 +23,8 @@ import drafthouse
 from drafthouse.v1 import generation_pb2
 from drafthouse_server.config import Config
 from drafthouse_server.engine.fake import FakeEngine
-from drafthouse_server.errors import ConfigError, EngineLost
+from drafthouse_server.engine.protocol import TextWorker
+from drafthouse_server.errors import ConfigError, EngineLost, StartupError
 from drafthouse_server.rpc import server as rpc_server
 from drafthouse_server.rpc.listening import channel_options, has_reflection
 from drafthouse_server.rpc.server import Server
@@ -245,6 +246,60 @@ async def test_an_engine_that_stays_broken_ends_the_server_with_a_code_of_its_ow
                 await client.generate("x", max_output_tokens=1)
         with pytest.raises(EngineLost, match="start it again"):
             await serving
+    assert engine.is_closed
+
+
+class _Wordless(FakeEngine):
+    """An engine whose text workers may not start any more."""
+
+    may_start = True
+
+    def make_text_worker(self) -> TextWorker:
+        if not self.may_start:
+            raise StartupError("no memory")
+        return super().make_text_worker()
+
+
+def _lose_text_workers(server: Server, engine: _Wordless) -> None:
+    engine.may_start = False
+    for worker in server.texts.workers:
+        worker.kill()
+
+
+async def test_a_server_without_text_workers_takes_no_texts_and_says_so(
+    start_server: ServerFactory,
+    free_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+) -> None:
+    """Before, it was SERVING, and every text waited for its deadline."""
+    monkeypatch.setattr("drafthouse_server.serving.text_workers._RETRY_MIN_S", 0.01)
+    engine = _Wordless()
+    server = await start_server(engine, admin_port=free_port)
+    async with drafthouse.AsyncClient(server.target, retry=None) as client:
+        await client.generate("x", max_output_tokens=1)
+        _lose_text_workers(server, engine)
+        await eventually(lambda: bool(server.broken))
+        assert await check(server) == NOT_SERVING
+        with drafthouse.AdminClient(f"127.0.0.1:{free_port}") as admin:
+            assert (await asyncio.to_thread(admin.status)).load.state == "unhealthy"
+        with pytest.raises(drafthouse.EngineUnhealthy, match="text workers cannot be started"):
+            await client.generate("x", max_output_tokens=1)
+        assert (await client.generate([1, 2], max_output_tokens=1)).usage.output_tokens == 1
+        engine.may_start = True
+        await eventually(lambda: not server.broken)
+        assert await check(server) == SERVING
+        await client.generate("x", max_output_tokens=1)
+
+
+async def test_text_workers_that_never_start_again_end_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("drafthouse_server.serving.text_workers._RETRY_MIN_S", 0.01)
+    engine = _Wordless()
+    server = Server(Config(port=0, unhealthy_exit_s=0.05, draft_policy="fixed"), lambda: engine)
+    with pytest.raises(EngineLost, match=r"no text worker could be started for 0\.05 s"):
+        await server.serve(lambda _: _lose_text_workers(server, engine))
     assert engine.is_closed
 
 

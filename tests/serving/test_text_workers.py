@@ -16,6 +16,7 @@ from drafthouse_server.engine.text_jobs import TextAnswer, TextJob
 from drafthouse_server.errors import (
     Draining,
     EngineError,
+    EngineUnhealthy,
     FieldViolation,
     InvalidRequest,
     StartupError,
@@ -115,11 +116,13 @@ class Pool:
         self.shop = Shop()
         self.metrics = Metrics()
         self.charges: list[tuple[str, float]] = []
+        self.health: list[bool] = []
         self.texts = TextWorkers(
             self.shop.make,
             n,
             metrics=self.metrics,
             charge=lambda *charge: self.charges.append(charge),
+            on_health=lambda: self.health.append(self.texts.is_healthy),
         )
         self.runs: list[asyncio.Task[TextAnswer]] = []
 
@@ -373,6 +376,53 @@ async def test_workers_that_cannot_be_started_are_tried_again(
     await pool.run(A, "a0")
     await eventually(lambda: pool.shop.order == ["a0"])
     assert "no memory; trying again" in caplog.text
+
+
+async def test_jobs_are_refused_while_no_worker_is_left_and_none_can_be_started(
+    open_pool: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, they waited for their deadlines, and health said that all was well."""
+    monkeypatch.setattr("drafthouse_server.serving.text_workers._RETRY_MIN_S", 0.0)
+    pool = open_pool(1)
+    await pool.texts.open()
+    await settle()
+    pool.shop.may_start.clear()
+    pool.shop.n_failures = 10
+    for worker in list(pool.texts.workers):
+        worker.kill()
+    waiting = await pool.run(A, "a0")
+    assert not waiting.done(), "another worker may come"
+    pool.shop.may_start.set()
+    with pytest.raises(EngineUnhealthy, match="text workers cannot be started"):
+        await waiting
+    with pytest.raises(EngineUnhealthy):
+        await pool.texts.run(TextJob(text="x"), B)
+    assert pool.health == [False]
+    assert pool.metrics.n_text_waiting == 0
+    pool.shop.n_failures = 0
+    while not pool.texts.is_healthy:
+        await settle()
+    assert pool.health == [False, True]
+    again = await pool.run(A, "a1")
+    assert await pool.finish_all() == ["a1"]
+    assert (await again).tokens == [2]
+
+
+async def test_a_pool_that_has_a_worker_left_is_healthy_without_a_spare_one(
+    open_pool: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr("drafthouse_server.serving.text_workers._RETRY_MIN_S", 0.0)
+    pool = open_pool(1)
+    await pool.texts.open()
+    await settle()
+    pool.shop.n_failures = 1000
+    pool.shop.workers[0].die()  # the spare one takes its place
+    await eventually(lambda: pool.shop.n_failures < 990)
+    assert pool.texts.is_healthy
+    pool.texts.workers[0].kill()
+    await eventually(lambda: pool.health == [False])
+    pool.shop.n_failures = 0
+    await eventually(lambda: pool.health == [False, True])
 
 
 async def test_a_pool_that_cannot_start_says_so_and_leaves_nothing() -> None:

@@ -306,7 +306,7 @@ class ServerOverloaded(Unavailable):
 
 
 class EngineUnhealthy(Unavailable):
-    """The server's engine keeps failing."""
+    """The server's engine keeps failing, or nothing can be started there that reads texts."""
 
     default_reason = "ENGINE_UNHEALTHY"
 

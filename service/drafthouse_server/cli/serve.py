@@ -51,7 +51,8 @@ _LEAVE_S = 5.0
 _EXIT_CODES = (
     "exit codes: 0 ended by SIGTERM or SIGINT; 1 cannot start, and says why; 2 a setting is wrong;"
     f" {FAILED} the step loop or the usage journal has failed: start it again;"
-    f" {LOST} the engine has not worked for unhealthy_exit_s: start it again"
+    f" {LOST} the engine has not worked for unhealthy_exit_s, or no text worker could be started:"
+    " start it again"
 )
 
 _SWITCH_INTERVAL_S = 1e-4

@@ -103,6 +103,10 @@ class Operated(Protocol):
     def gate(self) -> Gate:
         """What counts clients' calls."""
 
+    @property
+    def broken(self) -> str:
+        """What of it does not work; "" where all does."""
+
     def statistics(self, *, has_tenants: bool = True) -> Statistics:
         """Returns what was counted so far; without what is counted by tenant if told so."""
 
@@ -180,7 +184,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         state = admin_pb2.SERVER_STATE_SERVING
         if loop.is_draining:
             state = admin_pb2.SERVER_STATE_DRAINING
-        elif not loop.is_healthy:
+        elif self._server.broken:
             state = admin_pb2.SERVER_STATE_UNHEALTHY
         elif loop.metrics.usage.is_failing and self._config.usage_on_full == "refuse":
             state = admin_pb2.SERVER_STATE_USAGE_UNAVAILABLE

@@ -129,6 +129,29 @@ def _failed(part: str, error: BaseException | None = None) -> ServerFailed:
     return failure
 
 
+class _Outage:
+    """The time in which a server does not work.
+
+    Args:
+        limit_s: Seconds after which that is too long; 0: never.
+        on_limit: Called then.
+    """
+
+    def __init__(self, limit_s: float, on_limit: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._on_limit = on_limit
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, *, is_broken: bool) -> None:
+        """Notes whether it works. What breaks besides gets no time of its own."""
+        if self._timer is not None and not is_broken:
+            self._timer.cancel()
+            self._timer = None
+        elif self._timer is None and is_broken and self._limit_s:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._limit_s, self._on_limit)
+
+
 class Server:
     """A server and its life: `serve` is `startup`, wait, `shutdown`.
 
@@ -160,7 +183,7 @@ class Server:
         self._force = asyncio.Event()
         self._failure: ServerFailed | None = None
         self._lost = ""
-        self._loss: asyncio.TimerHandle | None = None
+        self._outage = _Outage(config.unhealthy_exit_s, self._on_lost)
         self._loop: StepLoop | None = None
         self._texts: TextWorkers | None = None
         self._server: grpc.aio.Server | None = None
@@ -291,7 +314,7 @@ class Server:
             self._loop = await StepLoop.open(
                 self._make_engine,
                 self._config,
-                on_health=self._on_health,
+                on_health=lambda _: self._on_health(),
                 on_failure=self._on_failure,
             )
             if self.backends.key_ring is not None:
@@ -313,6 +336,7 @@ class Server:
                 metrics=self._loop.metrics,
                 retry_after_s=self._config.retry_after_s,
                 charge=self._charge_text,
+                on_health=self._on_health,
             )
             await texts.open()
             await self._listen(self._loop, texts, tenants, self._accounting, certificates)
@@ -424,19 +448,19 @@ class Server:
         acceptor.open()
         self._server = server
 
-    def _on_health(self, is_healthy: bool) -> None:
-        """Takes the loop's word for its health. What stays broken is for a new process."""
-        self._health.set(is_serving=is_healthy)
-        if self._loss is not None:
-            self._loss.cancel()
-            self._loss = None
-        if not is_healthy and self._config.unhealthy_exit_s:
-            loop = asyncio.get_running_loop()
-            self._loss = loop.call_later(self._config.unhealthy_exit_s, self._on_lost)
+    def _on_health(self) -> None:
+        """Takes the word of loop and text workers. What stays broken is for a new process."""
+        self._health.set(is_serving=not self.broken)
+        self._outage.note(is_broken=bool(self.broken))
+
+    @property
+    def broken(self) -> str:
+        """What of the server does not work, as the beginning of a sentence; "" where all does."""
+        return _broken(self._loop, self._texts)
 
     def _on_lost(self) -> None:
-        _log.critical("the engine does not work: ending")
-        self._lost = f"the engine has not worked for {self._config.unhealthy_exit_s:g} seconds"
+        self._lost = f"{self.broken} for {self._config.unhealthy_exit_s:g} seconds"
+        _log.critical("%s: ending", self._lost)
         self.stop()
 
     def _on_failure(self, error: BaseException) -> None:
@@ -505,8 +529,7 @@ class Server:
 
     async def close(self) -> None:
         """Ends everything now. Harmless when done twice."""
-        if self._loss is not None:
-            self._loss.cancel()
+        self._outage.note(is_broken=False)
         await _release("the listeners for administrators and metrics", self._side.aclose())
         if self._server is not None:
             server, self._server = self._server, None
@@ -529,6 +552,15 @@ class Server:
             front=front,
             backends=self.backends.states(),
         )
+
+
+def _broken(loop: StepLoop | None, texts: TextWorkers | None) -> str:
+    """Returns what of a server does not work, of what there is."""
+    if loop is not None and not loop.is_healthy:
+        return "the engine has not worked"
+    if texts is not None and not texts.is_healthy:
+        return "no text worker could be started"
+    return ""
 
 
 async def _release(what: str, ending: Coroutine[object, object, None]) -> None:

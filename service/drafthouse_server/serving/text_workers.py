@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
@@ -23,6 +24,7 @@ from drafthouse_server.errors import (
     DrafthouseError,
     Draining,
     EngineError,
+    EngineUnhealthy,
     FieldViolation,
     InvalidRequest,
     StartupError,
@@ -61,6 +63,10 @@ _MIB = 1 << 20
 
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 5.0
 
+_N_FAILED_STARTS = 4
+"""Starts of a worker that have failed in a row, in 0.7 s or more, from which on a pool that has
+no worker left refuses jobs."""
+
 _END_S = 10.0
 """Seconds that the end of workers is waited for that were killed."""
 
@@ -76,7 +82,8 @@ class TextWorkers:
 
     A tenant holds all workers but one, at most, so that another finds one soon. A job that ends its
     worker fails alone; its tenant waits until another worker has been started in its place, which
-    it is charged for, while the others go on with one that was waiting for that.
+    it is charged for, while the others go on with one that was waiting for that. Where no worker is
+    left and none can be started, jobs are refused until one is there again.
 
     Args:
         make_worker: Makes a worker that has not started; may raise StartupError.
@@ -86,6 +93,8 @@ class TextWorkers:
         charge: Is told what each tenant has cost.
         patience_s: Seconds without an answer, beside 20 times the job's processor time, after which
             a worker is given up.
+        on_health: Called when no worker is left and none can be started, and when one is there
+            again.
 
     Thread:
         Event loop only.
@@ -100,6 +109,7 @@ class TextWorkers:
         retry_after_s: float = 1.0,
         charge: Charge | None = None,
         patience_s: float = _PATIENCE_S,
+        on_health: Callable[[], None] = lambda: None,
     ) -> None:
         self._make_worker = make_worker
         self._n = n
@@ -119,6 +129,10 @@ class TextWorkers:
         self._makers = ThreadPoolExecutor(max_workers=n, thread_name_prefix="sampler")
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._is_closed = False
+        self._n_failed_starts = 0  # in a row, of a worker
+        self._on_health = on_health
+        self.is_healthy = True
+        """Whether there is a worker, or one is likely to come."""
 
     @property
     def n_waiting(self) -> int:
@@ -157,8 +171,7 @@ class TextWorkers:
     async def close(self) -> None:
         """Ends all workers; jobs that wait or run are refused. Harmless when done twice."""
         self._is_closed = True
-        while (place := self._turns.take()) is not None:
-            self._refuse(place[1])
+        self._refuse_all(Draining(self._retry_after_s))
         for task in self._tasks:
             task.cancel()
         ends = {asyncio.ensure_future(worker.end()) for worker in self.workers} | self._tasks
@@ -170,9 +183,24 @@ class TextWorkers:
         self._spares.clear()
         self._makers.shutdown(wait=False, cancel_futures=True)
 
-    def _refuse(self, waiter: asyncio.Future[TextWorker]) -> None:
-        if not waiter.done():
-            waiter.set_exception(Draining(self._retry_after_s))
+    def _refuse_all(self, error: DrafthouseError) -> None:
+        """Refuses the jobs that wait."""
+        while (place := self._turns.take()) is not None:
+            if not place[1].done():
+                place[1].set_exception(error)
+        self._metrics.n_text_waiting = 0
+
+    def _note_health(self) -> None:
+        """Notes whether there is a worker; tells who wants to know, and those who wait."""
+        is_healthy = bool(self._at_work) or self._n_failed_starts < _N_FAILED_STARTS
+        if is_healthy != self.is_healthy and not self._is_closed:
+            self.is_healthy = is_healthy
+            if not is_healthy:
+                self._refuse_all(self._unhealthy())
+            self._on_health()
+
+    def _unhealthy(self) -> EngineUnhealthy:
+        return EngineUnhealthy(self._retry_after_s, "the server's text workers cannot be started")
 
     async def run(self, job: TextJob, tenant: Tenant) -> TextAnswer:
         """Has a job done, when it is the tenant's turn.
@@ -183,6 +211,7 @@ class TextWorkers:
         Raises:
             InvalidRequest: the job cannot be done, or took more than it may; fields have the
                 engine's names (INVALID_FIELD).
+            EngineUnhealthy: no worker is left, and none can be started (ENGINE_UNHEALTHY).
             EngineError: something else has ended its worker, twice (ENGINE_FAILURE).
             Draining: the server ends (SERVER_DRAINING).
         """
@@ -229,6 +258,8 @@ class TextWorkers:
 
     async def _wait(self, tenant: Tenant, cost: int) -> TextWorker:
         """Waits for the tenant's turn, and returns a worker that is its own for one job."""
+        if not self.is_healthy:
+            raise self._unhealthy()
         waiter: asyncio.Future[TextWorker] = asyncio.get_running_loop().create_future()
         self._turns.put(tenant.name, waiter, cost, tenant.weight)
         self._hand_out()
@@ -317,11 +348,13 @@ class TextWorkers:
 
     def _enter(self, worker: TextWorker) -> None:
         """Gives a worker its place: among those that work, or as the spare one."""
+        self._n_failed_starts = 0
         if len(self._at_work) < self._n:
             self._at_work.add(worker)
             self._idle.append(worker)
         else:
             self._spares.append(worker)
+        self._note_health()
         self._begin(self._watch(worker))
         self._hand_out()
 
@@ -350,6 +383,7 @@ class TextWorkers:
                 self._at_work.add(spare)
                 self._idle.append(spare)
                 self._hand_out()
+        self._note_health()
 
     async def _add_another(self) -> None:
         worker = await self._start_another()
@@ -360,16 +394,19 @@ class TextWorkers:
     async def _start_another(self) -> TextWorker:
         """Starts a worker, however often that has to be tried."""
         delay_s = _RETRY_MIN_S
-        while True:
+        for n_tries in itertools.count(1):
             try:
                 worker = self._make_worker()
                 await worker.start()
             except StartupError as error:
+                self._n_failed_starts = max(self._n_failed_starts, n_tries)
+                self._note_health()
                 _log.error("%s; trying again in %g s", error, delay_s)
                 await asyncio.sleep(delay_s)
                 delay_s = min(_RETRY_MAX_S, 2 * delay_s)
             else:
                 return worker
+        raise AssertionError("it is tried without an end")
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -34,7 +34,9 @@ class _ServerStateEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ServerStat
     SERVER_STATE_DRAINING: _ServerState.ValueType  # 2
     """It takes none and ends when those that run have ended, or their time is over."""
     SERVER_STATE_UNHEALTHY: _ServerState.ValueType  # 3
-    """The engine keeps failing, or a step does not end: requests are refused."""
+    """The engine keeps failing, or a step does not end: requests are refused. Or no process that reads texts can be started: texts are
+    refused.
+    """
     SERVER_STATE_USAGE_UNAVAILABLE: _ServerState.ValueType  # 4
     """The usage journal cannot be written, and streams without a record are not wanted (usage_on_full): they are refused, running
     ones go on. It serves again once there is room.
@@ -50,7 +52,9 @@ SERVER_STATE_SERVING: ServerState.ValueType  # 1
 SERVER_STATE_DRAINING: ServerState.ValueType  # 2
 """It takes none and ends when those that run have ended, or their time is over."""
 SERVER_STATE_UNHEALTHY: ServerState.ValueType  # 3
-"""The engine keeps failing, or a step does not end: requests are refused."""
+"""The engine keeps failing, or a step does not end: requests are refused. Or no process that reads texts can be started: texts are
+refused.
+"""
 SERVER_STATE_USAGE_UNAVAILABLE: ServerState.ValueType  # 4
 """The usage journal cannot be written, and streams without a record are not wanted (usage_on_full): they are refused, running
 ones go on. It serves again once there is room.

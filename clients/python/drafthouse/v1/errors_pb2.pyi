@@ -78,7 +78,7 @@ class _ErrorReasonEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorReaso
     ERROR_REASON_SERVER_OVERLOADED: _ErrorReason.ValueType  # 22
     """UNAVAILABLE: too many calls, or too many connections, are open on the server. Comes with google.rpc.RetryInfo."""
     ERROR_REASON_ENGINE_UNHEALTHY: _ErrorReason.ValueType  # 23
-    """UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""
+    """UNAVAILABLE: the server's engine keeps failing, or none of the processes that read texts can be started. Comes with google.rpc.RetryInfo."""
     ERROR_REASON_GRAMMAR_TOO_COSTLY: _ErrorReason.ValueType  # 27
     """INVALID_ARGUMENT: the grammar takes too many comparisons for one token. The stream ends there; what came before it is good."""
     ERROR_REASON_NO_TOKEN_ALLOWED: _ErrorReason.ValueType  # 28
@@ -149,7 +149,7 @@ lost, and no more is generated. Metadata: limitSeconds or limitBytes.
 ERROR_REASON_SERVER_OVERLOADED: ErrorReason.ValueType  # 22
 """UNAVAILABLE: too many calls, or too many connections, are open on the server. Comes with google.rpc.RetryInfo."""
 ERROR_REASON_ENGINE_UNHEALTHY: ErrorReason.ValueType  # 23
-"""UNAVAILABLE: the server's engine keeps failing. Comes with google.rpc.RetryInfo."""
+"""UNAVAILABLE: the server's engine keeps failing, or none of the processes that read texts can be started. Comes with google.rpc.RetryInfo."""
 ERROR_REASON_GRAMMAR_TOO_COSTLY: ErrorReason.ValueType  # 27
 """INVALID_ARGUMENT: the grammar takes too many comparisons for one token. The stream ends there; what came before it is good."""
 ERROR_REASON_NO_TOKEN_ALLOWED: ErrorReason.ValueType  # 28
