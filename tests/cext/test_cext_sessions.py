@@ -22,6 +22,7 @@ from tests.support.hand import (
     engine,
     fused,
     model,
+    on_host,
     plan,
     sampler,
     verify,
@@ -51,6 +52,7 @@ from drafthouse_engine import (
     NoTokenAllowed,
     PromptTooLong,
     ProposalPending,
+    Sampler,
     SamplingParams,
     SeqBusy,
     SeqIdle,
@@ -561,7 +563,7 @@ def test_each_requirement_that_a_draft_fails_is_named(tmp_path: Path) -> None:
 
 def stepped(target: Engine, prompt: list[int], sampling: SamplingParams, n: int) -> list[int]:
     """Returns the tokens that steps give."""
-    target.seq_begin(0, sampler(sampling))
+    target.seq_begin(0, Sampler(target.target, sampling))
     outputs, given = list[int](), prompt
     while len(outputs) < n:
         rows = plan((0, target.seq_n_past(0), 0, len(given), 0, 1))
@@ -573,7 +575,7 @@ def stepped(target: Engine, prompt: list[int], sampling: SamplingParams, n: int)
 
 def given_back(target: Engine, prompt: list[int], sampling: SamplingParams, n: int) -> list[int]:
     """Returns the tokens that calls by hand give, each decoded as an output."""
-    target.seq_begin(0, sampler(sampling))
+    target.seq_begin(0, Sampler(target.target, sampling))
     outputs, given = list[int](), prompt
     while len(outputs) < n:
         at, n_given = target.seq_n_past(0), len(given)
@@ -609,7 +611,7 @@ def test_each_token_reaches_the_sampler_once(penalty: str) -> None:
         expected = [stepped(plain, prompt, sampling, 16) for prompt in prompts]
         found = [given_back(plain, prompt, sampling, 16) for prompt in prompts]
     assert found == expected
-    with MtpSession(model(), CONFIG) as session:
+    with MtpSession(on_host(), CONFIG) as session:
         for prompt, outputs in zip(prompts, expected, strict=True):
             session.begin(0, prompt, sampling=sampling)
             tokens = [session.sample(0)]
@@ -633,7 +635,7 @@ def test_a_prompts_last_token_that_begins_a_round_reaches_the_sampler(penalty: s
     found = list[list[int]]()
     with engine("mtp", exact=True) as target:
         for prompt in prompts:
-            target.seq_begin(0, sampler(sampling))
+            target.seq_begin(0, Sampler(target.target, sampling))
             n = len(prompt) - 1
             target.decode(prompt[:-1], range(n), [0] * n, [False] * n)
             target.process()
@@ -672,7 +674,7 @@ def test_steps_go_on_from_a_choice_by_hand() -> None:
     prompt = ids(TEXTS[0])
     with engine(exact=True) as target:
         expected = stepped(target, prompt, sampling, 12)
-        target.seq_begin(0, sampler(sampling))
+        target.seq_begin(0, Sampler(target.target, sampling))
         n = len(prompt)
         target.decode(prompt, range(n), [0] * n, [False] * (n - 1) + [True])
         outputs = [target.sample(0, n - 1)]

@@ -22,6 +22,7 @@ from drafthouse_engine import (
     Model,
     Moved,
     Moves,
+    Placement,
     Sampler,
     SamplingParams,
     SpeculativeSession,
@@ -48,6 +49,12 @@ def model(name: str = DENSE) -> Model:
     return Model(MODELS / name)
 
 
+@cache
+def on_host(name: str = DENSE) -> Model:
+    """Returns a demo model, loaded once, in host memory whatever devices there are."""
+    return Model(MODELS / name, placement=Placement(devices=()))
+
+
 def tokens_of(text: str) -> list[int]:
     return [int(token) for token in model().tokenize(text)]
 
@@ -59,10 +66,14 @@ def params(draft_type: DraftType = "none", **fields: Any) -> EngineParams:
 
 
 def engine(draft_type: DraftType = "none", name: str = DENSE, **fields: Any) -> Engine:
-    """Returns an engine over a demo model with the draft model that the type needs."""
+    """Returns an engine over a demo model with the draft model that the type needs.
+
+    `exact` is for host memory alone: there it lies.
+    """
+    load = on_host if fields.get("exact") else model
     drafts = {"eagle3": EAGLE3[name], "simple": SIMPLE}
-    draft = model(drafts[draft_type]) if draft_type in drafts else None
-    return Engine(model(name), draft, params(draft_type, **fields))
+    draft = load(drafts[draft_type]) if draft_type in drafts else None
+    return Engine(load(name), draft, params(draft_type, **fields))
 
 
 def sampler(sampling: SamplingParams = GREEDY, name: str = DENSE) -> Sampler:
