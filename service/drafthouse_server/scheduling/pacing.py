@@ -9,20 +9,26 @@ interpreter has to be waited for. Beside a small model's step that is much. So w
 be decided (no prompt, no draft, no request comes or goes) the engine goes on by itself for a
 while; a request that comes then interrupts it. Steps of ordinary models are as long as a run may
 be, and are never run in a row.
+
+A step ends with the masks of grammars, and all wait for each. So beside other tenants' streams
+those whose masks take long sit out most steps.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from drafthouse_server.drafting.guard import Guard
 from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.step import StepResult
+from drafthouse_server.tenancy.fairness import VirtualCounters
 
 __all__ = [
     "GAP_FACTOR",
     "N_ALONE",
+    "N_MASK_FREE",
     "N_PAST_LONG",
     "N_PIECE",
     "N_ROWS_ALONE",
@@ -30,6 +36,7 @@ __all__ = [
     "RUN_S",
     "STEP_FREE_S",
     "ChunkSizer",
+    "MaskTurns",
     "RunLength",
 ]
 
@@ -69,6 +76,22 @@ RUN_S = 0.010
 
 N_STEPS_MAX = 16
 """Most steps of a run: a machine that has become slow is noticed after so many."""
+
+N_MASK_FREE = 1 << 18
+"""Comparisons of a sequence's grammar in one step that are on no account: some milliseconds.
+
+More are costly. A string of a JSON schema takes some thousands, and up to half a million where a
+text comes to a place of the schema for the first time (131,072 tokens).
+"""
+
+_COMPARISON_S = 1e-8
+"""Seconds of one comparison, at most: with what a place in a grammar takes to be made."""
+
+_MASK_REST = 3.0
+"""Seconds of steps without them for each second that a tenant's costly masks took."""
+
+_MASK_MEMORY_S = 5.0
+"""Seconds of steps in which it is remembered that a tenant's masks were costly."""
 
 _N_RATIOS = 256
 """Steps that a quantile is taken over."""
@@ -214,3 +237,108 @@ class RunLength:
             return n_steps
 
         return guard.ask("pacing", count, lambda: 1)
+
+
+class MaskTurns:
+    """Decides which streams sit a step out, because their grammars' masks take long.
+
+    Each tenant's costly masks take a quarter of the time at most while another's streams generate:
+    one of its costly streams has its part in a step, in turn, and none has until steps without them
+    have taken three times as long. For a while a stream of the tenant whose grammar has not been
+    asked yet counts as costly, too. Steps that streams sit out count as service of their tenant, as
+    much as of who got most in them: it takes no slot from others because it falls behind.
+
+    Args:
+        counters: How much service each tenant has got.
+    """
+
+    def __init__(self, counters: VirtualCounters) -> None:
+        self._counters = counters
+        self._owed: dict[str, float] = {}  # seconds of steps that come first, by tenant
+        self._costly = set[Sequence]()  # those that were so in their last step
+        self._out = set[str]()  # tenants with streams that sit the step out
+        self._before: dict[str, float] = {}  # counters of all that have a part in it
+        self._is_on = False  # whether any was costly of late
+        self.is_costly = False
+        """Whether the step that was chosen has a costly grammar: it is no run of steps."""
+
+    def choose(
+        self, decodes: list[Sequence], prefills: list[Sequence]
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Returns those that have their part in the next step; of any that generate, some.
+
+        Args:
+            decodes: The sequences that generate.
+            prefills: Those with tokens to compute first.
+        """
+        self._out.clear()
+        self.is_costly = False
+        if not self._is_on:
+            return decodes, prefills
+        self._costly = {sequence for sequence in self._costly if sequence.terminal is None}
+        everyone = [*decodes, *prefills]
+        tenants = {sequence.request.tenant for sequence in everyone}
+        lines: dict[str, list[Sequence]] = {}
+        for sequence in everyone:
+            if self._is_costly(sequence):
+                lines.setdefault(sequence.request.tenant, []).append(sequence)
+        self._is_on = bool(self._costly or self._owed)
+        self.is_costly = bool(lines)
+        if not lines or len(tenants) < 2:
+            return decodes, prefills
+        costly = {sequence for line in lines.values() for sequence in line}
+        turns = [min(line, key=_last_served) for line in lines.values()]
+        if not costly.issuperset(decodes):  # else there may be no other work in the step
+            turns = [s for s in turns if self._owed.get(s.request.tenant, 0.0) <= 0.0]
+        self.is_costly = bool(turns)
+        out = costly.difference(turns)
+        self._out = {sequence.request.tenant for sequence in out}
+        self._before = {tenant: self._counters.of(tenant) for tenant in tenants}
+        return [s for s in decodes if s not in out], [s for s in prefills if s not in out]
+
+    def _is_costly(self, sequence: Sequence) -> bool:
+        if sequence.tally.n_steps:
+            return sequence in self._costly
+        request = sequence.request
+        return bool(request.sampling.grammar) and request.tenant in self._owed
+
+    def observe(self, result: StepResult, running: Mapping[int, Sequence]) -> None:
+        """Notes what the masks of a step took, when its service is counted.
+
+        Args:
+            result: The engine's answer.
+            running: Sequences by slot, as they ran in it.
+        """
+        entries, n_free = result.entries, N_MASK_FREE * result.n_steps
+        if not self._is_on and not any(entry.n_mask_work > n_free for entry in entries):
+            return
+        self._is_on = True
+        if self._out:
+            self._even_out()
+        n_work = sum([entry.n_mask_work for entry in entries])
+        masks_s = min(n_work * _COMPARISON_S, result.timings.sample_s)
+        rest_s = result.timings.total_s - masks_s
+        left_s = {tenant: owed_s - rest_s for tenant, owed_s in self._owed.items()}
+        self._owed = {t: owed_s for t, owed_s in left_s.items() if owed_s > -_MASK_MEMORY_S}
+        for entry in entries:
+            sequence = running[entry.seq_id]
+            if entry.n_mask_work <= n_free:
+                self._costly.discard(sequence)
+            else:
+                self._costly.add(sequence)
+                tenant = sequence.request.tenant
+                owed_s = _MASK_REST * masks_s * entry.n_mask_work / n_work
+                self._owed[tenant] = max(self._owed.get(tenant, 0.0), 0.0) + owed_s
+
+    def _even_out(self) -> None:
+        """Counts a step as service of those with streams that sat it out."""
+        counters = self._counters
+        grown = {tenant: counters.of(tenant) - before for tenant, before in self._before.items()}
+        most = max(grown.values())
+        for tenant in self._out:
+            counters.charge(tenant, (most - grown[tenant]) * counters.weight(tenant))
+
+
+def _last_served(sequence: Sequence) -> float:
+    """Returns when a sequence had its last token, 0 where it has none."""
+    return sequence.clock.last_token_at if sequence.tally.n_steps else 0.0
