@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 
 from drafthouse_server.drafting.guard import Guard
 from drafthouse_server.scheduling.sequence import Sequence
-from drafthouse_server.step import StepResult
+from drafthouse_server.step import SamplingOptions, StepResult
 from drafthouse_server.tenancy.fairness import VirtualCounters
 
 __all__ = [
@@ -78,7 +78,7 @@ N_STEPS_MAX = 16
 """Most steps of a run: a machine that has become slow is noticed after so many."""
 
 N_MASK_FREE = 1 << 18
-"""Comparisons of a sequence's grammar in one step that are on no account: some milliseconds.
+"""Comparisons to choose a token of a sequence that are on no account: some milliseconds.
 
 More are costly. A string of a JSON schema takes some thousands, and up to half a million where a
 text comes to a place of the schema for the first time (131,072 tokens).
@@ -86,6 +86,9 @@ text comes to a place of the schema for the first time (131,072 tokens).
 
 _COMPARISON_S = 1e-8
 """Seconds of one comparison, at most: with what a place in a grammar takes to be made."""
+
+_N_TOP_K_FREE = 1024
+"""A top-k up to this one leaves little to sort."""
 
 _MASK_REST = 3.0
 """Seconds of steps without them for each second that a tenant's costly masks took."""
@@ -240,13 +243,16 @@ class RunLength:
 
 
 class MaskTurns:
-    """Decides which streams sit a step out, because their grammars' masks take long.
+    """Decides which streams sit a step out, because it takes long to choose their tokens.
+
+    That is so of masks of some grammars, and of samplers that sort a large vocabulary: typical, XTC
+    and a large top-k without a cut before them. Both are called masks here.
 
     Each tenant's costly masks take a quarter of the time at most while another's streams generate:
-    one of its costly streams has its part in a step, in turn, and none has until steps without them
-    have taken three times as long. For a while a stream of the tenant whose grammar has not been
-    asked yet counts as costly, too. Steps that streams sit out count as service of their tenant, as
-    much as of who got most in them: it takes no slot from others because it falls behind.
+    one of its costly streams has its part in a step, in turn, and none has until steps without
+    masks have taken three times as long. For a while a stream of the tenant that may be so, and has
+    no token yet, counts as costly, too. Steps that streams sit out count as service of their
+    tenant, as much as of who got most in them: it takes no slot because it falls behind.
 
     Args:
         counters: How much service each tenant has got.
@@ -260,7 +266,7 @@ class MaskTurns:
         self._before: dict[str, float] = {}  # counters of all that have a part in it
         self._is_on = False  # whether any was costly of late
         self.is_costly = False
-        """Whether the step that was chosen has a costly grammar: it is no run of steps."""
+        """Whether the step that was chosen has a costly mask: it is no run of steps."""
 
     def choose(
         self, decodes: list[Sequence], prefills: list[Sequence]
@@ -300,7 +306,7 @@ class MaskTurns:
         if sequence.tally.n_steps:
             return sequence in self._costly
         request = sequence.request
-        return bool(request.sampling.grammar) and request.tenant in self._owed
+        return request.tenant in self._owed and _may_cost(request.sampling)
 
     def observe(self, result: StepResult, running: Mapping[int, Sequence]) -> None:
         """Notes what the masks of a step took, when its service is counted.
@@ -337,6 +343,13 @@ class MaskTurns:
         most = max(grown.values())
         for tenant in self._out:
             counters.charge(tenant, (most - grown[tenant]) * counters.weight(tenant))
+
+
+def _may_cost(sampling: SamplingOptions) -> bool:
+    """Returns whether masks, or samplers that sort, may be costly."""
+    is_wide = not 0 < sampling.top_k <= _N_TOP_K_FREE
+    has_sort = sampling.typical_p < 1 or sampling.xtc_probability > 0 or sampling.top_k > 0
+    return bool(sampling.grammar) or (is_wide and has_sort)
 
 
 def _last_served(sequence: Sequence) -> float:
