@@ -316,7 +316,8 @@ class MaskTurns:
             running: Sequences by slot, as they ran in it.
         """
         entries, n_free = result.entries, N_MASK_FREE * result.n_steps
-        if not self._is_on and not any(entry.n_mask_work > n_free for entry in entries):
+        # A list, because this runs once per sequence and step.
+        if not self._is_on and max([entry.n_mask_work for entry in entries], default=0) <= n_free:
             return
         self._is_on = True
         if self._out:
