@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+import pytest
 from tests.scheduling.test_scheduler import LIMITS, Bench
 
-from drafthouse_server.scheduling.pacing import N_MASK_FREE
+from drafthouse_server.scheduling.pacing import N_MASK_FREE, STEP_FREE_S
 from drafthouse_server.scheduling.sequence import FinishReason, Sequence
-from drafthouse_server.step import SamplingOptions, StepPlan, StepTimings
+from drafthouse_server.step import EngineLimits, SamplingOptions, StepPlan, StepTimings
 
 MANY = dataclasses.replace(
     LIMITS, n_seq_max=8, n_ctx=6400, n_ctx_seq=800, n_batch=64, n_ubatch=64, n_outputs_max=64
@@ -21,9 +22,14 @@ STEP_S, MASK_S = 0.002, 0.1
 class Masked(Bench):
     """Steps that take longer for each token that a grammar decides."""
 
-    def __init__(self, n_mask_work: int = 10_000_000) -> None:
-        super().__init__(MANY)
-        self.n_mask_work = n_mask_work
+    def __init__(
+        self,
+        n_mask_work: int = 10_000_000,
+        mask_s: float = MASK_S,
+        limits: EngineLimits = MANY,
+    ) -> None:
+        super().__init__(limits)
+        self.n_mask_work, self.mask_s = n_mask_work, mask_s
         self.masks_s = self.others_s = 0.0
         self.n_tokens = Counter[str]()
         self.costly = list[list[str]]()
@@ -47,7 +53,7 @@ class Masked(Bench):
             if request.sampling.grammar and entry.tokens:
                 self.costly[-1].append(request.request_id)
                 entry.n_mask_work = self.n_mask_work
-                sample_s += MASK_S
+                sample_s += self.mask_s
         timings = StepTimings(0.0, STEP_S, 0.0, sample_s, STEP_S + sample_s)
         self.masks_s += sample_s
         self.others_s += STEP_S
@@ -56,9 +62,11 @@ class Masked(Bench):
         return plan
 
 
-def crowd(n_mask_work: int = 10_000_000) -> tuple[Masked, list[Sequence], Sequence]:
+def crowd(
+    n_mask_work: int = 10_000_000, mask_s: float = MASK_S, limits: EngineLimits = MANY
+) -> tuple[Masked, list[Sequence], Sequence]:
     """Returns a world in which one tenant's grammars are known to be costly, beside a stream."""
-    world = Masked(n_mask_work)
+    world = Masked(n_mask_work, mask_s, limits)
     streams = [
         world.add(f"g{i}", n_output_max=700, tenant="costly", sampling=GRAMMAR) for i in range(4)
     ]
@@ -87,10 +95,32 @@ def test_masks_take_a_quarter_of_the_time_and_one_stream_a_step() -> None:
 
 
 def test_a_tenant_alone_is_held_up_by_nothing() -> None:
-    world, streams, other = crowd()
+    world = Masked()
+    for i in range(4):
+        world.add(f"g{i}", n_output_max=700, tenant="costly", sampling=GRAMMAR)
+    assert all(world.n_costly() == 4 for _ in range(20))
+
+
+def test_who_comes_back_waits_for_a_short_step() -> None:
+    world, streams, other = crowd(mask_s=STEP_FREE_S / 2.5)
+    world.scheduler.mark(other, FinishReason.CANCELLED)
+    n_costly = [world.n_costly() for _ in range(400)]
+    assert n_costly[:100] == [2] * 100, "as many as fit"
+    assert n_costly[-1] == len(streams), "nobody has come for a while"
+    world, _, other = crowd()
+    world.scheduler.mark(other, FinishReason.CANCELLED)
+    assert world.n_costly() == 1, "one in any case"
+
+
+@pytest.mark.parametrize("n_ctx", [MANY.n_ctx, MANY.n_ctx - 1], ids=["own cells", "shared cells"])
+def test_prompts_of_others_come_without_masks_where_they_find_cells(n_ctx: int) -> None:
+    world, _, other = crowd(limits=dataclasses.replace(MANY, n_ctx=n_ctx))
     world.scheduler.mark(other, FinishReason.CANCELLED)
     world.step()
-    assert all(world.n_costly() == len(streams) for _ in range(20))
+    world.add("y", n_prompt=200, n_output_max=2, tenant="other")
+    n_costly = [world.n_costly() for _ in range(3)]
+    assert n_costly == [0 if n_ctx == MANY.n_ctx else 1] * 3
+    assert all(len(plan.entries[-1].tokens) > 1 for plan in world.plans[-3:])
 
 
 def test_cheap_grammars_sit_nothing_out() -> None:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from drafthouse_server.drafting.guard import Guard
+from drafthouse_server.scheduling.cells import CellLedger
 from drafthouse_server.scheduling.sequence import Sequence
 from drafthouse_server.step import SamplingOptions, StepResult
 from drafthouse_server.tenancy.fairness import VirtualCounters
@@ -254,14 +255,21 @@ class MaskTurns:
     no token yet, counts as costly, too. Steps that streams sit out count as service of their
     tenant, as much as of who got most in them: it takes no slot because it falls behind.
 
+    While nobody else is here, and somebody was of late, a step has as many costly masks as fit into
+    `STEP_FREE_S`: who comes back waits for its end.
+
     Args:
         counters: How much service each tenant has got.
+        ledger: Whether slots share KV cells: prompts then may find none.
     """
 
-    def __init__(self, counters: VirtualCounters) -> None:
+    def __init__(self, counters: VirtualCounters, ledger: CellLedger) -> None:
         self._counters = counters
+        self._is_shared = ledger.is_shared
+        self._alone_s = _MASK_MEMORY_S  # seconds of steps since two tenants were here
+        self._unit_s = _COMPARISON_S  # of a comparison, as last measured
         self._owed: dict[str, float] = {}  # seconds of steps that come first, by tenant
-        self._costly = set[Sequence]()  # those that were so in their last step
+        self._costly: dict[Sequence, int] = {}  # comparisons of those in their last step
         self._out = set[str]()  # tenants with streams that sit the step out
         self._before: dict[str, float] = {}  # counters of all that have a part in it
         self._is_on = False  # whether any was costly of late
@@ -281,7 +289,7 @@ class MaskTurns:
         self.is_costly = False
         if not self._is_on:
             return decodes, prefills
-        self._costly = {sequence for sequence in self._costly if sequence.terminal is None}
+        self._costly = {s: n for s, n in self._costly.items() if s.terminal is None}
         everyone = [*decodes, *prefills]
         tenants = {sequence.request.tenant for sequence in everyone}
         lines: dict[str, list[Sequence]] = {}
@@ -290,17 +298,33 @@ class MaskTurns:
                 lines.setdefault(sequence.request.tenant, []).append(sequence)
         self._is_on = bool(self._costly or self._owed)
         self.is_costly = bool(lines)
-        if not lines or len(tenants) < 2:
+        if len(tenants) > 1:
+            self._alone_s = 0.0
+        if not lines or self._alone_s >= _MASK_MEMORY_S:
             return decodes, prefills
         costly = {sequence for line in lines.values() for sequence in line}
-        turns = [min(line, key=_last_served) for line in lines.values()]
-        if not costly.issuperset(decodes):  # else there may be no other work in the step
-            turns = [s for s in turns if self._owed.get(s.request.tenant, 0.0) <= 0.0]
+        if len(tenants) > 1:
+            turns = [min(line, key=_last_served) for line in lines.values()]
+            if not costly.issuperset(decodes if self._is_shared else everyone):
+                # Else there may be no other work in the step.
+                turns = [s for s in turns if self._owed.get(s.request.tenant, 0.0) <= 0.0]
+        else:
+            turns = self._fitting(*lines.values())
         self.is_costly = bool(turns)
         out = costly.difference(turns)
         self._out = {sequence.request.tenant for sequence in out}
         self._before = {tenant: self._counters.of(tenant) for tenant in tenants}
         return [s for s in decodes if s not in out], [s for s in prefills if s not in out]
+
+    def _fitting(self, line: list[Sequence]) -> list[Sequence]:
+        """Returns as many as fit into a step that nobody minds to wait for, and one at least."""
+        turns, left_s = list[Sequence](), STEP_FREE_S
+        for sequence in sorted(line, key=_last_served):
+            left_s -= self._costly.get(sequence, 0) * self._unit_s
+            if turns and left_s < 0:
+                break
+            turns.append(sequence)
+        return turns
 
     def _is_costly(self, sequence: Sequence) -> bool:
         if sequence.tally.n_steps:
@@ -324,15 +348,17 @@ class MaskTurns:
             self._even_out()
         n_work = sum([entry.n_mask_work for entry in entries])
         masks_s = min(n_work * _COMPARISON_S, result.timings.sample_s)
+        self._alone_s += result.timings.total_s
         rest_s = result.timings.total_s - masks_s
         left_s = {tenant: owed_s - rest_s for tenant, owed_s in self._owed.items()}
         self._owed = {t: owed_s for t, owed_s in left_s.items() if owed_s > -_MASK_MEMORY_S}
         for entry in entries:
             sequence = running[entry.seq_id]
             if entry.n_mask_work <= n_free:
-                self._costly.discard(sequence)
+                self._costly.pop(sequence, None)
             else:
-                self._costly.add(sequence)
+                self._costly[sequence] = entry.n_mask_work // result.n_steps
+                self._unit_s = masks_s / n_work
                 tenant = sequence.request.tenant
                 owed_s = _MASK_REST * masks_s * entry.n_mask_work / n_work
                 self._owed[tenant] = max(self._owed.get(tenant, 0.0), 0.0) + owed_s

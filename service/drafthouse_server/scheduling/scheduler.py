@@ -165,7 +165,7 @@ class Scheduler:
         )
         self._prefill = Prefill(limits, self._estimators, self._checkpoints, gap_s)
         self._newcomers = Newcomers(limits, self._estimators, self.counters, gap_s)
-        self._runs, self._masks = RunLength(gap_s), MaskTurns(self.counters)
+        self._runs, self._masks = RunLength(gap_s), MaskTurns(self.counters, self._ledger)
         self._in_flight = PlanBuilder(0.0, [])  # from `plan` to `commit` or `abandon`
         self._ends = Ends(self._placement.least_s)
         self._now = 0.0
