@@ -107,9 +107,14 @@ def test_who_comes_back_waits_for_a_short_step() -> None:
     n_costly = [world.n_costly() for _ in range(400)]
     assert n_costly[:100] == [2] * 100, "as many as fit"
     assert n_costly[-1] == len(streams), "nobody has come for a while"
-    world, _, other = crowd()
+    world, streams, other = crowd()
     world.scheduler.mark(other, FinishReason.CANCELLED)
     assert world.n_costly() == 1, "one in any case"
+    for stream in streams:
+        world.scheduler.mark(stream, FinishReason.CANCELLED)
+    for i in range(4):
+        world.add(f"n{i}", n_output_max=1, tenant="costly", sampling=GRAMMAR)
+    assert [world.n_costly() for _ in range(4)] == [1] * 4, "new ones are thought to be as the last"
 
 
 @pytest.mark.parametrize("n_ctx", [MANY.n_ctx, MANY.n_ctx - 1], ids=["own cells", "shared cells"])

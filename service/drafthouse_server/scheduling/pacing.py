@@ -268,6 +268,7 @@ class MaskTurns:
         self._is_shared = ledger.is_shared
         self._alone_s = _MASK_MEMORY_S  # seconds of steps since two tenants were here
         self._unit_s = _COMPARISON_S  # of a comparison, as last measured
+        self._n_last = 0  # comparisons of the last costly mask
         self._owed: dict[str, float] = {}  # seconds of steps that come first, by tenant
         self._costly: dict[Sequence, int] = {}  # comparisons of those in their last step
         self._out = set[str]()  # tenants with streams that sit the step out
@@ -320,7 +321,7 @@ class MaskTurns:
         """Returns as many as fit into a step that nobody minds to wait for, and one at least."""
         turns, left_s = list[Sequence](), STEP_FREE_S
         for sequence in sorted(line, key=_last_served):
-            left_s -= self._costly.get(sequence, 0) * self._unit_s
+            left_s -= self._costly.get(sequence, self._n_last) * self._unit_s
             if turns and left_s < 0:
                 break
             turns.append(sequence)
@@ -349,7 +350,7 @@ class MaskTurns:
         n_work = sum([entry.n_mask_work for entry in entries])
         masks_s = min(n_work * _COMPARISON_S, result.timings.sample_s)
         self._alone_s += result.timings.total_s
-        rest_s = result.timings.total_s - masks_s
+        rest_s = max(result.timings.total_s - masks_s, 0.0)
         left_s = {tenant: owed_s - rest_s for tenant, owed_s in self._owed.items()}
         self._owed = {t: owed_s for t, owed_s in left_s.items() if owed_s > -_MASK_MEMORY_S}
         for entry in entries:
@@ -357,7 +358,7 @@ class MaskTurns:
             if entry.n_mask_work <= n_free:
                 self._costly.pop(sequence, None)
             else:
-                self._costly[sequence] = entry.n_mask_work // result.n_steps
+                self._n_last = self._costly[sequence] = entry.n_mask_work // result.n_steps
                 self._unit_s = masks_s / n_work
                 tenant = sequence.request.tenant
                 owed_s = _MASK_REST * masks_s * entry.n_mask_work / n_work
