@@ -684,7 +684,8 @@ typedef struct spec_result_entry {
     int32_t n_accepted;  /* of these, accepted */
     int32_t flags;       /* spec_result_flags */
     int32_t n_mask_work; /* comparisons that the sequence's grammar took, of a sequence that failed
-                            too; INT32_MAX where they are more. since ABI 8 */
+                            too, and its samplers that sort a large vocabulary; INT32_MAX where they
+                            are more. since ABI 8 */
 } spec_result_entry;
 
 typedef struct spec_result {

@@ -40,6 +40,8 @@ def test_rpc_servers_are_off_and_beyond_loopback_only_when_told() -> None:
         {"load_mode": "fast"},
         {"numa": "mirror"},
         {"cache_type_k": "q2_k"},
+        {"cache_type_v": "q8_0", "flash_attn": "off"},
+        {"cache_type_v_draft": "iq4_nl", "flash_attn": "off"},
         {"rope_scaling": "longrope"},
         {"rope_scale": -1.0},
         {"rope_scaling": "none", "rope_scale": 4.0},

@@ -155,7 +155,10 @@ def _document(schema: str | Schema) -> Schema:
             raise BadConstraint(f"the schema has more than {N_BYTES_MAX} bytes", where="#")
         _check_depth(text)
         document = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, TypeError, RecursionError) as error:
+    except RecursionError:
+        limit = f"at most {2 * DEPTH_MAX} levels are read"
+        raise BadConstraint(f"the schema nests too deep; {limit}", where="#") from None
+    except (ValueError, TypeError) as error:
         if isinstance(error, BadConstraint):
             raise
         raise BadConstraint(f"the schema is no JSON: {error}", where="#") from None

@@ -296,6 +296,7 @@ void verify(const spec_engine & engine, sequence & seq, outcome & out) {
     } else {
         sample_and_reject(engine, seq, out);
     }
+    out.n_mask_work += seq.sampler->n_sort_work * static_cast<int64_t>(out.emitted.size());
     for (const llama_token token : out.emitted) {
         seq.heard.push_back(-1 - token);
     }

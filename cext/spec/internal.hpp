@@ -231,6 +231,7 @@ struct spec_sampler {
     int32_t n_greatest = 0;
     drafthouse::first_cut cut;
     std::vector<llama_token> banned; // biased by -inf; valid with is_argmax and `cut`
+    int64_t n_sort_work = 0;         // comparisons for a row where the chain sorts many candidates
 
     llama_sampler * samplers() const { return common_sampler_get(chain.get()); }
 
@@ -342,7 +343,7 @@ struct outcome {
     std::vector<float> logprobs;
     std::vector<int32_t> top_tokens;
     std::vector<float> top_logprobs;
-    int64_t n_mask_work = 0; // comparisons of the grammar
+    int64_t n_mask_work = 0; // comparisons of the grammar, and of samplers that sort
     int32_t status = SPEC_OK;
 };
 

@@ -253,6 +253,34 @@ first_cut find_cut(const spec_sampler & sampler, const spec_sampler_params & p) 
     return {};
 }
 
+// Comparisons of the chain for a row where it sorts all of a large vocabulary, or of a large top-k.
+// Tens of candidates, and what a cut leaves, cost nothing to speak of.
+int64_t count_sort_work(const spec_sampler & sampler, const spec_sampler_params & p,
+                        const common_params_sampling & s) {
+    constexpr int64_t N_ONCE = 8; // for each candidate; typical sorts twice
+    constexpr int64_t N_FEW = 1024;
+    if (sampler.is_argmax || sampler.n_greatest > 0 || sampler.cut.n_done > 0) {
+        return 0;
+    }
+    int64_t n = sampler.n_vocab;
+    int64_t n_work = 0;
+    for (const common_sampler_type kind : s.samplers) {
+        int64_t n_each = 0;
+        if (kind == COMMON_SAMPLER_TYPE_TOP_K && p.top_k > 0) {
+            n = std::min<int64_t>(n, p.top_k);
+            n_each = N_ONCE;
+        } else if (kind == COMMON_SAMPLER_TYPE_TYPICAL_P && !is_neutral(kind, p)) {
+            n_each = 2 * N_ONCE;
+        } else if (kind == COMMON_SAMPLER_TYPE_XTC && !is_neutral(kind, p)) {
+            n_each = N_ONCE;
+        } else if (kind == COMMON_SAMPLER_TYPE_TOP_P && p.top_p < 1.0f) {
+            n_each = N_ONCE;
+        }
+        n_work = n > N_FEW ? std::max(n_work, n_each * n) : n_work; // sorted once, it stays so
+    }
+    return n_work;
+}
+
 // Finds out what the chain need not be asked.
 void find_shortcuts(spec_sampler & sampler, const spec_model & model, const spec_sampler_params & p,
                     const common_params_sampling & s) {
@@ -335,6 +363,7 @@ spec_sampler * make_sampler(const spec_model & model, const spec_sampler_params 
         p.match_only || p.mirostat != 0 || p.adaptive_target >= 0.0f || !grammar.empty();
     sampler->n_vocab = model.n_vocab();
     find_shortcuts(*sampler, model, p, sparams);
+    sampler->n_sort_work = count_sort_work(*sampler, p, sparams);
     return sampler.release();
 }
 

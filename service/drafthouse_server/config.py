@@ -25,7 +25,7 @@ from typing import Any
 
 from drafthouse_server.access import UNIX, are_api_keys, check_access, has_access, is_loopback
 from drafthouse_server.administration import AdminSettings, check_admin
-from drafthouse_server.devices import DeviceSettings, check_devices
+from drafthouse_server.devices import DeviceSettings, check_cells, check_devices
 from drafthouse_server.errors import ConfigError
 from drafthouse_server.front import FrontSettings, check_outbox, check_ports
 from drafthouse_server.setting import ANY, AUTO, Rule, Setting, between, declare, layers, one_of
@@ -480,6 +480,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
             _check_value(setting, getattr(self, setting.name))
         for check in (check_access, check_admin, check_devices, check_outbox, check_ports):
             check(self)
+        check_cells(self)
         _check_sizes(self)
         _check_drafts(self)
 

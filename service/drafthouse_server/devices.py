@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
+from typing import Protocol
 
 from drafthouse_server.access import is_loopback
 from drafthouse_server.errors import ConfigError
@@ -19,12 +20,15 @@ __all__ = [
     "NUMA_STRATEGIES",
     "ROPE_SCALINGS",
     "SPLIT_MODES",
+    "CellSettings",
     "DeviceSettings",
+    "check_cells",
     "check_devices",
 ]
 
 CACHE_TYPES = ("f16", "f32", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """What cells can be kept as."""
+_WHOLE_TYPES = ("f16", "f32", "bf16")
 SPLIT_MODES = ("layer", "none", "row", "tensor")
 """How a model can be split over devices."""
 LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
@@ -251,6 +255,43 @@ class DeviceSettings:
         -1.0, _OR_MODEL, "YaRN: low correction dimension. -1: the model's."
     )
     """Low correction dimension; -1 is the model's."""
+
+
+class CellSettings(Protocol):
+    """Settings of cells and of the attention that reads them."""
+
+    @property
+    def flash_attn(self) -> str:
+        """Flash attention: auto, on or off."""
+        ...
+
+    @property
+    def cache_type_v(self) -> str:
+        """Type of values."""
+        ...
+
+    @property
+    def cache_type_v_draft(self) -> str:
+        """Type of the drafter's values."""
+        ...
+
+
+def check_cells(settings: CellSettings) -> None:
+    """Checks that attention can read the cells, before a model is loaded for it.
+
+    Raises:
+        ConfigError: values are quantised, and flash attention is off.
+    """
+    if settings.flash_attn != "off":
+        return
+    for name in ("cache_type_v", "cache_type_v_draft"):
+        value = getattr(settings, name)
+        if value not in _WHOLE_TYPES:
+            problem = (
+                f"{name} is {value}, and quantised values need flash attention; set it to f16, or"
+                " flash_attn to auto"
+            )
+            raise ConfigError(name, value, problem=problem)
 
 
 def check_devices(settings: DeviceSettings) -> None:

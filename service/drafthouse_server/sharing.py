@@ -80,10 +80,11 @@ class SharingSettings:
     )
     """Units of service of a token."""
     mask_service_weight: float = _share(
-        1.0,
+        10.0,
         between(0, 1000),
-        "Units of service (service_weights) that a million comparisons of a request's grammar count"
-        " as; they take about a millisecond of the step that all share.",
+        "Units of service (service_weights) that a million comparisons of a request's grammar, or"
+        " of samplers that sort a large vocabulary, count as; they take about ten milliseconds of"
+        " the step that all share.",
     )
     """Units of service of a million comparisons of a grammar."""
     text_service_weight: float = _share(

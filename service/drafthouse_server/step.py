@@ -322,7 +322,8 @@ class ResultEntry:
     is_external: bool = False
     """Whether the draft that was verified is `PlanEntry.external`, and not the drafter's."""
     n_mask_work: int = 0
-    """Comparisons that its grammar took in this step, over all positions; failed ones too."""
+    """Comparisons that its grammar took in this step, over all positions, failed ones too, and its
+    samplers where they sort a large vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -559,6 +559,18 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def test_a_schema_that_nests_beyond_json_is_told_so() -> None:
+    with pytest.raises(BadConstraint, match="nests too deep; at most 128 levels"):
+        json_schema_grammar({"properties": in_a_line(5000)})
+
+
+def in_a_line(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"a": schema}
+    return schema
+
+
 def test_schemas_are_bounded_in_size_and_time() -> None:
     many = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(100)}}
     grammar = json_schema_grammar(many)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,6 +85,35 @@ def test_a_grammar_beyond_its_budget_ends_its_sequence_and_no_other(target: Mode
         assert result.tokens.tolist() == alone
         assert engine.seq_n_past(0) == 0
         assert engine.n_cells_used == 1
+
+
+WIDE = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "n_each"),
+    [
+        ({}, 0),
+        ({"temperature": 0.0}, 0),
+        ({"top_k": 1024, "typical_p": 0.9}, 0),
+        ({"top_k": 0, "top_p": 0.95}, 0),
+        (WIDE, 0),
+        (WIDE | {"typical_p": 0.9}, 16),
+        (WIDE | {"xtc_probability": 0.5}, 8),
+        (WIDE | {"top_k": 2000}, 8 * 2000 / 2048),
+        (WIDE | {"top_k": 2000, "typical_p": 0.9}, 16 * 2000 / 2048),
+        (WIDE | {"typical_p": 0.9, "logit_bias": ((7, 1.0),)}, 16),
+    ],
+)
+def test_samplers_that_sort_the_vocabulary_are_counted(
+    target: Model, options: dict[str, Any], n_each: float
+) -> None:
+    with engine_of(target) as engine:
+        engine.seq_begin(0, Sampler(target, SamplingParams(**options)))
+        result = engine.step(np.array([(0, 0, 0, 1, 0, 1)], PLAN_DTYPE), [300])
+        assert result.entries["n_mask_work"][0] == n_each * 2048
+        again = engine.step(np.array([(0, 1, 0, 1, 0, 1)], PLAN_DTYPE), result.tokens.tolist())
+        assert again.entries["n_mask_work"][0] == n_each * 2048
 
 
 def test_by_hand_it_is_told_as_a_failed_choice_of_its_own(target: Model) -> None:

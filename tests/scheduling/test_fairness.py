@@ -253,7 +253,7 @@ def test_the_work_of_texts_and_grammars_decides_who_is_next() -> None:
     assert order_of_service(4, text=30.0) == "bbbabaaa"
     assert order_of_service(4, text=1e6) == "bbbbaaaa"
     # A request with as much work of its grammar as all else counts twice.
-    assert order_of_service(4, n_mask_work=3_000_000) == "abbabbaa"
+    assert order_of_service(4, n_mask_work=300_000) == "abbabbaa"
 
 
 def test_who_comes_back_for_a_few_tokens_does_not_wait_for_anothers_long_prompts() -> None:

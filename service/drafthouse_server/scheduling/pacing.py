@@ -9,20 +9,27 @@ interpreter has to be waited for. Beside a small model's step that is much. So w
 be decided (no prompt, no draft, no request comes or goes) the engine goes on by itself for a
 while; a request that comes then interrupts it. Steps of ordinary models are as long as a run may
 be, and are never run in a row.
+
+A step ends with the masks of grammars, and all wait for each. So beside other tenants' streams
+those whose masks take long sit out most steps.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from drafthouse_server.drafting.guard import Guard
+from drafthouse_server.scheduling.cells import CellLedger
 from drafthouse_server.scheduling.sequence import Sequence
+from drafthouse_server.step import SamplingOptions, StepResult
+from drafthouse_server.tenancy.fairness import VirtualCounters
 
 __all__ = [
     "GAP_FACTOR",
     "N_ALONE",
+    "N_MASK_FREE",
     "N_PAST_LONG",
     "N_PIECE",
     "N_ROWS_ALONE",
@@ -30,6 +37,7 @@ __all__ = [
     "RUN_S",
     "STEP_FREE_S",
     "ChunkSizer",
+    "MaskTurns",
     "RunLength",
 ]
 
@@ -69,6 +77,25 @@ RUN_S = 0.010
 
 N_STEPS_MAX = 16
 """Most steps of a run: a machine that has become slow is noticed after so many."""
+
+N_MASK_FREE = 1 << 18
+"""Comparisons to choose a token of a sequence that are on no account: some milliseconds.
+
+More are costly. A string of a JSON schema takes some thousands, and up to half a million where a
+text comes to a place of the schema for the first time (131,072 tokens).
+"""
+
+_COMPARISON_S = 1e-8
+"""Seconds of one comparison, at most: with what a place in a grammar takes to be made."""
+
+_N_TOP_K_FREE = 1024
+"""A top-k up to this one leaves little to sort."""
+
+_MASK_REST = 3.0
+"""Seconds of steps without them for each second that a tenant's costly masks took."""
+
+_MASK_MEMORY_S = 5.0
+"""Seconds of steps in which it is remembered that a tenant's masks were costly."""
 
 _N_RATIOS = 256
 """Steps that a quantile is taken over."""
@@ -214,3 +241,145 @@ class RunLength:
             return n_steps
 
         return guard.ask("pacing", count, lambda: 1)
+
+
+class MaskTurns:
+    """Decides which streams sit a step out, because it takes long to choose their tokens.
+
+    That is so of masks of some grammars, and of samplers that sort a large vocabulary: typical, XTC
+    and a large top-k without a cut before them. Both are called masks here.
+
+    Each tenant's costly masks take a quarter of the time at most while another's streams generate:
+    one of its costly streams has its part in a step, in turn, and none has until steps without
+    masks have taken three times as long. For a while a stream of the tenant that may be so, and has
+    no token yet, counts as costly, too. Steps that streams sit out count as service of their
+    tenant, as much as of who got most in them: it takes no slot because it falls behind.
+
+    While nobody else is here, and somebody was of late, a step has as many costly masks as fit into
+    `STEP_FREE_S`: who comes back waits for its end.
+
+    Args:
+        counters: How much service each tenant has got.
+        ledger: Whether slots share KV cells: prompts then may find none.
+    """
+
+    def __init__(self, counters: VirtualCounters, ledger: CellLedger) -> None:
+        self._counters = counters
+        self._is_shared = ledger.is_shared
+        self._alone_s = _MASK_MEMORY_S  # seconds of steps since two tenants were here
+        self._unit_s = _COMPARISON_S  # of a comparison, as last measured
+        self._n_last = 0  # comparisons of the last costly mask
+        self._owed: dict[str, float] = {}  # seconds of steps that come first, by tenant
+        self._costly: dict[Sequence, int] = {}  # comparisons of those in their last step
+        self._out = set[str]()  # tenants with streams that sit the step out
+        self._before: dict[str, float] = {}  # counters of all that have a part in it
+        self._is_on = False  # whether any was costly of late
+        self.is_costly = False
+        """Whether the step that was chosen has a costly mask: it is no run of steps."""
+
+    def choose(
+        self, decodes: list[Sequence], prefills: list[Sequence]
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Returns those that have their part in the next step; of any that generate, some.
+
+        Args:
+            decodes: The sequences that generate.
+            prefills: Those with tokens to compute first.
+        """
+        self._out.clear()
+        self.is_costly = False
+        if not self._is_on:
+            return decodes, prefills
+        self._costly = {s: n for s, n in self._costly.items() if s.terminal is None}
+        everyone = [*decodes, *prefills]
+        tenants = {sequence.request.tenant for sequence in everyone}
+        lines: dict[str, list[Sequence]] = {}
+        for sequence in everyone:
+            if self._is_costly(sequence):
+                lines.setdefault(sequence.request.tenant, []).append(sequence)
+        self._is_on = bool(self._costly or self._owed)
+        self.is_costly = bool(lines)
+        if len(tenants) > 1:
+            self._alone_s = 0.0
+        if not lines or self._alone_s >= _MASK_MEMORY_S:
+            return decodes, prefills
+        costly = {sequence for line in lines.values() for sequence in line}
+        if len(tenants) > 1:
+            turns = [min(line, key=_last_served) for line in lines.values()]
+            if not costly.issuperset(decodes if self._is_shared else everyone):
+                # Else there may be no other work in the step.
+                turns = [s for s in turns if self._owed.get(s.request.tenant, 0.0) <= 0.0]
+        else:
+            turns = self._fitting(*lines.values())
+        self.is_costly = bool(turns)
+        out = costly.difference(turns)
+        self._out = {sequence.request.tenant for sequence in out}
+        self._before = {tenant: self._counters.of(tenant) for tenant in tenants}
+        return [s for s in decodes if s not in out], [s for s in prefills if s not in out]
+
+    def _fitting(self, line: list[Sequence]) -> list[Sequence]:
+        """Returns as many as fit into a step that nobody minds to wait for, and one at least."""
+        turns, left_s = list[Sequence](), STEP_FREE_S
+        for sequence in sorted(line, key=_last_served):
+            left_s -= self._costly.get(sequence, self._n_last) * self._unit_s
+            if turns and left_s < 0:
+                break
+            turns.append(sequence)
+        return turns
+
+    def _is_costly(self, sequence: Sequence) -> bool:
+        if sequence.tally.n_steps:
+            return sequence in self._costly
+        request = sequence.request
+        return request.tenant in self._owed and _may_cost(request.sampling)
+
+    def observe(self, result: StepResult, running: Mapping[int, Sequence]) -> None:
+        """Notes what the masks of a step took, when its service is counted.
+
+        Args:
+            result: The engine's answer.
+            running: Sequences by slot, as they ran in it.
+        """
+        entries, n_free = result.entries, N_MASK_FREE * result.n_steps
+        # A list, because this runs once per sequence and step.
+        if not self._is_on and max([entry.n_mask_work for entry in entries], default=0) <= n_free:
+            return
+        self._is_on = True
+        if self._out:
+            self._even_out()
+        n_work = sum([entry.n_mask_work for entry in entries])
+        masks_s = min(n_work * _COMPARISON_S, result.timings.sample_s)
+        self._alone_s += result.timings.total_s
+        rest_s = max(result.timings.total_s - masks_s, 0.0)
+        left_s = {tenant: owed_s - rest_s for tenant, owed_s in self._owed.items()}
+        self._owed = {t: owed_s for t, owed_s in left_s.items() if owed_s > -_MASK_MEMORY_S}
+        for entry in entries:
+            sequence = running[entry.seq_id]
+            if entry.n_mask_work <= n_free:
+                self._costly.pop(sequence, None)
+            else:
+                self._n_last = self._costly[sequence] = entry.n_mask_work // result.n_steps
+                self._unit_s = masks_s / n_work
+                tenant = sequence.request.tenant
+                owed_s = _MASK_REST * masks_s * entry.n_mask_work / n_work
+                self._owed[tenant] = max(self._owed.get(tenant, 0.0), 0.0) + owed_s
+
+    def _even_out(self) -> None:
+        """Counts a step as service of those with streams that sat it out."""
+        counters = self._counters
+        grown = {tenant: counters.of(tenant) - before for tenant, before in self._before.items()}
+        most = max(grown.values())
+        for tenant in self._out:
+            counters.charge(tenant, (most - grown[tenant]) * counters.weight(tenant))
+
+
+def _may_cost(sampling: SamplingOptions) -> bool:
+    """Returns whether masks, or samplers that sort, may be costly."""
+    is_wide = not 0 < sampling.top_k <= _N_TOP_K_FREE
+    has_sort = sampling.typical_p < 1 or sampling.xtc_probability > 0 or sampling.top_k > 0
+    return bool(sampling.grammar) or (is_wide and has_sort)
+
+
+def _last_served(sequence: Sequence) -> float:
+    """Returns when a sequence had its last token, 0 where it has none."""
+    return sequence.clock.last_token_at if sequence.tally.n_steps else 0.0

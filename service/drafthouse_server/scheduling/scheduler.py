@@ -4,7 +4,7 @@ There is no prefill phase and no decode phase. A sequence has `n_computed` token
 `n_target` tokens known; `plan` hands out the difference, as far as the step's budget goes:
 
 1. Every sequence that generates gets its last token; nothing can take that away, but for a step
-   now and then that is a newcomer's alone (`Newcomers`).
+   now and then that is a newcomer's alone (`Newcomers`), and a costly grammar (`MaskTurns`).
 2. Prompts get a floor, so that drafts cannot stall them.
 3. Drafts get what they ask for; when that is too much, the largest K shrink first.
 4. Prompts get what is left, as far as the running streams' gap between tokens allows, the tenants
@@ -19,6 +19,8 @@ the same tenant go on from them (`prefix_cache`).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from drafthouse_server.drafting.cost import CostModel, Splitting
 from drafthouse_server.drafting.estimators import (
@@ -36,7 +38,7 @@ from drafthouse_server.errors import (
 )
 from drafthouse_server.scheduling.cells import CellLedger, check_context
 from drafthouse_server.scheduling.checkpoints import Checkpoints
-from drafthouse_server.scheduling.pacing import RunLength
+from drafthouse_server.scheduling.pacing import MaskTurns, RunLength
 from drafthouse_server.scheduling.placement import Placement
 from drafthouse_server.scheduling.plan_builder import PlanBuilder
 from drafthouse_server.scheduling.preemption import Preemption, SnapshotCost, SwapSpace
@@ -163,13 +165,12 @@ class Scheduler:
         )
         self._prefill = Prefill(limits, self._estimators, self._checkpoints, gap_s)
         self._newcomers = Newcomers(limits, self._estimators, self.counters, gap_s)
-        self._runs = RunLength(gap_s)
+        self._runs, self._masks = RunLength(gap_s), MaskTurns(self.counters, self._ledger)
         self._in_flight = PlanBuilder(0.0, [])  # from `plan` to `commit` or `abandon`
         self._ends = Ends(self._placement.least_s)
         self._now = 0.0
         self._n_submitted = 0
-        # Entries of all plans that generate, once a step, and their draft tokens.
-        self._n_planned = self._n_draft_planned = 0
+        self._planned = SchedulerCounts()  # what plans had
 
     # --- what there is
 
@@ -196,12 +197,11 @@ class Scheduler:
     @property
     def counts(self) -> SchedulerCounts:
         """How slots and cells were shared."""
-        counts = SchedulerCounts(
+        counts = replace(
+            self._planned,
             n_preempted_now=self._waiting.n_preempted_now + len(self._in_flight.preempted),
             n_retained=len(self._slots.retained),
             n_retained_cells=self._slots.n_retained_cells,
-            n_planned=self._n_planned,
-            n_draft_planned=self._n_draft_planned,
             n_estimator_resets=self._estimators.guard.n_resets,
         )
         self._preemption.swap.count(counts)
@@ -292,16 +292,17 @@ class Scheduler:
             self._preemption.make_room(plan)
         self._placement.admit(plan)
         self._checkpoints.save(plan)
-        decodes, prefills = self._slots.split()
+        decodes, prefills = self._masks.choose(*self._slots.split())
         n_cells_free = self._ledger.n_free(self._slots.running) - len(decodes)
         if newcomers := self._newcomers.choose(decodes, prefills, n_cells_free):
             decodes, prefills, plan.is_newcomers = [], newcomers, True
         draft_budget = self._prefill.draft_budget(len(decodes), prefills, n_cells_free)
         n_draft = self._draft(plan, decodes, draft_budget)
+        is_single = plan.has_moves or estimators.ngrams.is_on or self._masks.is_costly
         if prefills:
             prompt_budget = min(self._limits.n_batch - len(decodes), n_cells_free) - n_draft
             self._prefill.add_pieces(plan, prefills, prompt_budget)
-        elif decodes and not (n_draft or plan.has_moves or estimators.ngrams.is_on):
+        elif decodes and not (n_draft or is_single):
             n_steps_max = 1 + n_cells_free // len(decodes)
             plan.n_steps = self._runs.ask(
                 estimators.guard, decodes, estimators.stall_s, n_steps_max
@@ -318,8 +319,8 @@ class Scheduler:
         plan.entries = estimators.propose(decodes, drafts, draft_budget)
         plan.n_decodes = len(decodes)
         n_draft = sum([entry.n_draft for entry in plan.entries])
-        self._n_planned += plan.n_decodes
-        self._n_draft_planned += n_draft
+        self._planned.n_planned += plan.n_decodes
+        self._planned.n_draft_planned += n_draft
         return n_draft
 
     # --- what became of it
@@ -342,6 +343,7 @@ class Scheduler:
         if plan.starts:
             self._placement.take(plan, result)
         self.counters.charge_step(result.entries, self._slots.running)
+        self._masks.observe(result, self._slots.running)
         self._advance_all(result, events)
         self._estimators.teach_policy(result)
         for sequence in self._preemption.take(plan, result) if plan.preempted else ():
@@ -353,7 +355,7 @@ class Scheduler:
     def _learn(self, plan: PlanBuilder, result: StepResult, now: float) -> None:
         """Lets the estimators learn what the step took, and which n-grams were right."""
         estimators, n_decodes = self._estimators, plan.n_decodes
-        self._n_planned += (result.n_steps - 1) * n_decodes
+        self._planned.n_planned += (result.n_steps - 1) * n_decodes
         if plan.entries:
             predicted_s, step_s = estimators.learn(
                 result,

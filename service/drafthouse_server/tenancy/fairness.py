@@ -87,7 +87,7 @@ class ServiceWeights:
     """A token that is generated."""
     rejected: float = 1.0
     """A drafted token that was verified and rejected."""
-    masks: float = 1.0
+    masks: float = 10.0
     """A million comparisons that a request's grammar takes."""
 
 
