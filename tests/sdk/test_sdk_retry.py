@@ -18,6 +18,7 @@ from google.rpc.status_pb2 import Status
 
 import drafthouse
 from drafthouse._retry import Attempts, RetryBudget
+from drafthouse._transport import CHANNEL_OPTIONS
 from drafthouse.v1 import generation_pb2
 
 FAST = drafthouse.RetryPolicy(initial_delay_s=0.001)
@@ -529,3 +530,9 @@ def test_calls_that_a_stopping_server_has_not_seen_do_not_use_up_the_budget() ->
     for _ in range(30):
         assert Attempts(FAST, budget, None).delay_s(drafthouse.Cancelled("CANCELLED")) >= 0.0
     assert Attempts(FAST, budget, None).delay_s(drafthouse.Unavailable("gone")) >= 0.0
+
+
+def test_a_server_is_looked_for_as_often_as_calls_are_tried_again() -> None:
+    """Behind a long outage all calls failed for up to two minutes after the server was back."""
+    within_ms = dict(CHANNEL_OPTIONS)["grpc.max_reconnect_backoff_ms"]
+    assert within_ms == drafthouse.RetryPolicy().max_delay_s * 1000

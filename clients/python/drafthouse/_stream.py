@@ -16,10 +16,19 @@ from drafthouse._retry import Attempts, is_handed_back
 from drafthouse._transport import NotCopied, has_begun
 from drafthouse.v1 import generation_pb2
 
-__all__ = ["AsyncGenerationStream", "GenerationStream"]
+__all__ = ["AsyncGenerationStream", "GenerationStream", "cancelled_count"]
 
 _Response: TypeAlias = generation_pb2.GenerateResponse
 _Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
+
+
+def cancelled_count() -> int:
+    """Returns how often the running task was asked to end.
+
+    It may have been before: Python 3.11 and 3.12 leave that so behind a `TaskGroup` that failed.
+    """
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
 
 
 class _Call(Protocol):
@@ -323,12 +332,12 @@ class AsyncGenerationStream(_Progress):
             raise RuntimeError("the stream belongs to another event loop; read it there alone")
         if not self._begin_read(loop):
             return None
+        n_cancelled = cancelled_count()
         try:
             return self._take(await self._next())
         except asyncio.CancelledError as error:
-            self._leave()
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if cancelled_count() > n_cancelled or not self._has_left:
+                self._leave()
                 raise
             # Not this task was cancelled but the call: by another task, or by closing the client.
             raise Cancelled("the stream was left before its end") from error

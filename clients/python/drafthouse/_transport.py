@@ -38,6 +38,9 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     # A stream whose peer has vanished without a word fails within 80 s instead of never.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # Behind a long outage gRPC would look for the server once in two minutes, and fail all calls
+    # until then.
+    ("grpc.max_reconnect_backoff_ms", 5_000),
 )
 
 _BEGUN_KEY = "drafthouse-request-id"
