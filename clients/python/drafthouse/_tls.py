@@ -21,9 +21,9 @@ _SOCKET_SCHEMES = ("unix:", "unix-abstract:")
 _NO_PAIR = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
 """What OpenSSL says of a private key that is not the certificate's."""
 
-_URL = re.compile(r"https?://", re.IGNORECASE)
-_NO_TARGET = re.compile(r"[\0\ud800-\udfff]")
-"""What gRPC cannot be told."""
+_URL = re.compile(r"(https?|grpcs?|h2c?|tcp|tls)://", re.IGNORECASE)
+_NO_TARGET = re.compile(r"^\s|\s$|[\0\ud800-\udfff]")
+"""What gRPC cannot be told, or would look for as it is: a newline of a file."""
 _PORT = re.compile(r":(\d+)(?:,|$)")
 _PORT_MAX = 65535
 
@@ -117,14 +117,14 @@ def secured(
     """
     if not isinstance(target, str):
         raise wrong_type("target", "text, such as 'host:port'", target)
+    if not target or _URL.match(target) or _NO_TARGET.search(target):
+        raise ValueError(f"target {target!r} must be an address, such as 'host:port'")
     if not (tls or credentials or api_key is None or insecure_no_tls or is_local(target)):
         raise ValueError(
             f"the API key would travel in plain text to {target!r}, which is not this machine;"
             " pass tls=True, or tls=drafthouse.Tls(ca_file=...) for an authority of your own;"
             " insecure_no_tls=True sends it all the same"
         )
-    if not target or _URL.match(target) or _NO_TARGET.search(target):
-        raise ValueError(f"target {target!r} must be an address, such as 'host:port'")
     ports = [] if target.startswith(_SOCKET_SCHEMES) else _PORT.findall(target)
     if any(int(port) > _PORT_MAX for port in ports):  # gRPC would take its last 16 bits
         raise ValueError(f"target {target!r} must have a port of at most {_PORT_MAX}")
