@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import gc
 import socket
+import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
 
 import drafthouse
+from drafthouse._retry import RetryBudget
 from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.rpc.server import Server
 
@@ -291,6 +294,51 @@ async def test_closing_the_blocking_client_ends_its_streams(
     with pytest.raises(drafthouse.Cancelled):
         await asyncio.to_thread(list, chunks)
     await eventually(is_free(slow_server))
+
+
+class Interrupted(weakref.WeakSet[Any]):
+    """Streams of a client which is closed by the handler of a signal as one of them is added."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        super().__init__()
+        self.close = close
+
+    def add(self, item: Any) -> None:
+        self.close()
+        super().add(item)
+
+
+async def test_a_handler_of_a_signal_may_close_the_client_at_any_time(
+    slow_server: Server, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for the lock that its own thread held; and the stream was none of those closed."""
+    client = drafthouse.Client(slow_server.target, retry=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "_channel", Mock())  # whose end would end the stream, too
+        patched.setattr(client, "_streams", Interrupted(client.close))
+        ends = list[drafthouse.GenerationStream]()
+        caller = threading.Thread(target=lambda: ends.append(client.generate("x")), daemon=True)
+        caller.start()
+        await asyncio.to_thread(caller.join, 60)
+    with pytest.raises(drafthouse.Cancelled):
+        ends[0].result()
+    client.close()
+    statistics = slow_server.loop.statistics
+    await eventually(lambda: statistics().n_running == statistics().n_waiting == 0)
+
+
+def test_a_handler_of_a_signal_may_call_while_a_call_is_counted() -> None:
+    budget = RetryBudget(10)
+    done = threading.Event()
+
+    def call() -> None:
+        with budget._lock:  # as it is counted
+            budget.succeed()
+            budget.fail()
+        done.set()
+
+    threading.Thread(target=call, daemon=True).start()
+    assert done.wait(60)
 
 
 async def test_closing_the_client_ends_its_streams_and_later_calls(

@@ -447,6 +447,22 @@ async def test_a_stream_without_a_result_is_an_error(script: Script) -> None:
             await client.generate("x")
 
 
+async def test_who_reads_a_stream_that_has_failed_is_told_why(script: Script) -> None:
+    """They were told that it was left, and what had happened was lost with the first reader."""
+    script.refusals = [refusal(grpc.StatusCode.INTERNAL, reason="ENGINE_FAILURE")] * 2
+    told = r"failed before: \[ENGINE_FAILURE\] refused"
+    async with drafthouse.AsyncClient(script.target) as client:
+        stream = client.generate("x")
+        for error, words in ((drafthouse.EngineFailure, "refused"), (drafthouse.Cancelled, told)):
+            with pytest.raises(error, match=words):
+                await stream
+    with drafthouse.Client(script.target) as blocking:
+        left = blocking.generate("x")
+        for error, words in ((drafthouse.EngineFailure, "refused"), (drafthouse.Cancelled, told)):
+            with pytest.raises(error, match=words):
+                await asyncio.to_thread(left.text)
+
+
 async def test_a_newer_servers_reason_yields_the_class_of_its_code(script: Script) -> None:
     script.refusals = [refusal(grpc.StatusCode.NOT_FOUND, reason="ADAPTER_NOT_FOUND")]
     async with drafthouse.AsyncClient(script.target) as client:

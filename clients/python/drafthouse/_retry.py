@@ -57,7 +57,8 @@ class RetryPolicy:
     max_delay_s: float = 5.0
     """Longest wait of our own choice; the server may ask for more."""
     budget: int = 10
-    """Twice the retries in a row, over all calls, after which a client waits for a success."""
+    """Of all calls: a failure takes one, a success gives a tenth back, up to this; nothing is tried
+    again while less than half is left."""
     max_retry_after_s: float = 120.0
     """Longest wait that a server may ask for; an error that asks for more is raised at once."""
 
@@ -118,7 +119,7 @@ class RetryBudget:
     def __init__(self, n_tokens: int) -> None:
         self._n_max = float(n_tokens)
         self._n_tokens = float(n_tokens)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may call, too
 
     def succeed(self) -> None:
         """Gives a tenth of a token back."""
