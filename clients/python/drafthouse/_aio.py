@@ -59,8 +59,8 @@ class AsyncClient(NotCopied):
 
     Raises:
         ValueError: the key would travel in plain text to another machine, or no header can carry
-            it, certificate and private key of `tls` do not belong together, or the target is no
-            address.
+            it, a file of `tls` is not PEM, certificate and private key do not belong together, or
+            the target is no address.
         TypeError: a setting is of the wrong type.
         OSError: a file of `tls` cannot be read.
         RuntimeError: no event loop runs; so do all methods in another loop than this one.

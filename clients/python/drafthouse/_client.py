@@ -56,8 +56,8 @@ class Client(NotCopied):
 
     Raises:
         ValueError: the key would travel in plain text to another machine, or no header can carry
-            it, certificate and private key of `tls` do not belong together, or the target is no
-            address.
+            it, a file of `tls` is not PEM, certificate and private key do not belong together, or
+            the target is no address.
         TypeError: a setting is of the wrong type.
         OSError: a file of `tls` cannot be read.
 
