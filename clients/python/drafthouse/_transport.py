@@ -44,6 +44,8 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     # Behind a long outage gRPC would look for the server once in two minutes, and fail all calls
     # until then.
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    # Nor would it look up a name again within half a minute, behind which another server may be.
+    ("grpc.dns_min_time_between_resolutions_ms", 5_000),
 )
 
 _BEGUN_KEY = "drafthouse-request-id"
