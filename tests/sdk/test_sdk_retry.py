@@ -22,7 +22,7 @@ from drafthouse._transport import CHANNEL_OPTIONS
 from drafthouse.v1 import generation_pb2
 
 FAST = drafthouse.RetryPolicy(initial_delay_s=0.001)
-PATIENT = drafthouse.RetryPolicy(initial_delay_s=0.001, max_retry_after_s=1000.0)
+PATIENT = drafthouse.RetryPolicy(initial_delay_s=0.001, max_retry_after_s=float("inf"))
 
 
 def refusal(
@@ -395,12 +395,13 @@ def any_wait(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return waits
 
 
+@pytest.mark.parametrize("retry_s", [900, 2**62])
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_closing_the_client_ends_a_call_that_waits(
-    script: Script, any_wait: threading.Event, is_stream: bool
+    script: Script, any_wait: threading.Event, is_stream: bool, retry_s: int
 ) -> None:
-    """It slept on, for as long as the server had asked for."""
-    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
+    """It slept on, for as long as the server had asked for; or had an OverflowError of Python."""
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=retry_s)]
     client = drafthouse.Client(script.target, retry=PATIENT)
     ends: list[BaseException] = []
 

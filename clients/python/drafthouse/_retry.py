@@ -36,7 +36,7 @@ _RULES = (
 """Fields of a policy: name, type, the rule in words, smallest value."""
 
 _LONGEST_S = 1e8
-"""A longer timeout is none."""
+"""A longer timeout is none, a longer wait as long as this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,8 @@ class Attempts:
     def _delay_s(self, policy: RetryPolicy, error: DrafthouseError) -> float:
         """Returns the wait: what the server asks for, and a random share of the backoff on top."""
         jitter = random.random() * policy.backoff_s(self._n_failed)  # noqa: S311  not a secret
-        return (error.retry_after or 0.0) + jitter
+        # A thread can wait for no longer than some centuries.
+        return min((error.retry_after or 0.0) + jitter, _LONGEST_S)
 
 
 def _is_number(value: object) -> bool:
