@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).with_name("javascript_client.js")
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
 SECONDS = 3.0
+ENDS_WITHIN_S = 60
 ENDS = {
     "whole": {"OK"},
     "fresh": {"OK"},
@@ -114,3 +117,48 @@ async def test_a_server_that_stops_meanwhile_leaves_no_stream_without_an_end(
     assert found["faults"] == []
     assert_ends(found["counts"], WHILE_IT_STOPS)
     assert any("UNAVAILABLE" in name for name in found["counts"])
+
+
+async def printed(server: Server, path: Path, changes: dict[str, str]) -> str:
+    """Runs the page's program with changes, and returns what it has printed."""
+    (program,) = re.findall(r"```js\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    changes |= {'["protos"]': json.dumps([str(PROTOS)]), "127.0.0.1:50051": server.target}
+    for words, others in changes.items():
+        assert words in program
+        program = program.replace(words, others)
+    await asyncio.to_thread(path.write_text, program, "utf-8")
+    command, environment = await asyncio.to_thread(javascript)
+    process = await asyncio.create_subprocess_exec(
+        *command, str(path), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    try:
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0
+    return output.decode()
+
+
+async def test_the_program_of_the_page_runs(server: Server, tmp_path: Path) -> None:
+    assert "FINISH_REASON_LENGTH" in await printed(server, tmp_path / "program.js", {})
+    assert server.loop.metrics.statistics().n_requests == {"length": 1}
+
+
+@pytest.mark.parametrize("leave", ["break;", "throw new Error();"])
+async def test_who_leaves_the_loop_of_the_page_ends_the_call(
+    start_server: ServerFactory, eventually: Eventually, tmp_path: Path, leave: str
+) -> None:
+    """Without what the page does in `finally` it ran, and was billed, to its end."""
+    server = await start_server(FakeEngine(step_s=0.02))
+    changes = {
+        "max_output_tokens: 40": "max_output_tokens: 900",
+        "    for await (const message of stream) {": f"    for await (const _ of stream) {leave}\n"
+        "    for (const message of []) {",
+        "main().finally": "main().catch(() => {}).finally",
+    }
+    await printed(server, tmp_path / "program.js", changes)
+    statistics = server.loop.metrics.statistics
+    await eventually(lambda: statistics().n_requests == {"cancelled": 1})

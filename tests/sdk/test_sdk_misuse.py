@@ -243,6 +243,15 @@ async def test_what_cannot_be_sent_says_which_field_and_what_it_may_be(
     assert str(caught.value).startswith(f"[INVALID_FIELD] {field} cannot be sent: it must be ")
 
 
+@pytest.mark.parametrize("method", ["generate", "tokenize", "count_tokens"])
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
+async def test_a_text_that_no_message_can_carry_is_named(method: str, kind: str) -> None:
+    """Of 2 GiB gRPC for asyncio sent nothing, and the tokens of that came back: none."""
+    client = getattr(drafthouse, kind)(NOBODY, retry=None)
+    with pytest.raises(drafthouse.InvalidField, match="at most 67108864 bytes, has 67108865"):
+        await getattr(client, method)("x" * (64 * 2**20 + 1))
+
+
 @pytest.mark.parametrize(
     ("method", "value", "told"),
     [
@@ -502,14 +511,26 @@ async def test_a_client_that_is_made_wrongly_says_what_is_wrong(
 
 @pytest.mark.parametrize(
     "target",
-    ["", "http://127.0.0.1:50051", "HTTPS://example.org:443", "a\0b:1", "unix:\ud800"],
+    [
+        "",
+        "http://127.0.0.1:50051",
+        "HTTPS://example.org:443",
+        "grpc://127.0.0.1:50051",
+        "grpcs://example.org:443",
+        "a\0b:1",
+        "unix:\ud800",
+        "127.0.0.1:50051\n",
+        " example.org:443",
+    ],
 )
 @pytest.mark.parametrize("kind", ["Client", "AsyncClient", "AdminClient"])
-async def test_a_target_that_is_none_says_how_one_looks(target: str, kind: str) -> None:
+@pytest.mark.parametrize("tls", [True, False])
+async def test_a_target_that_is_none_says_how_one_looks(target: str, kind: str, tls: bool) -> None:
     """Calls ended in UNKNOWN, or in UNAVAILABLE after four attempts, by words of gRPC."""
     told = re.escape(f"target {target!r} must be an address, such as")
+    key = {} if kind == "AdminClient" else {"api_key": "dh_test"}
     with pytest.raises(ValueError, match=told):
-        getattr(drafthouse, kind)(target, tls=True)
+        getattr(drafthouse, kind)(target, tls=tls, **key)
 
 
 @pytest.mark.parametrize("target", ["127.0.0.1:99999", "ipv4:127.0.0.1:1,127.0.0.1:65536"])

@@ -18,10 +18,11 @@ from google.rpc.status_pb2 import Status
 
 import drafthouse
 from drafthouse._retry import Attempts, RetryBudget
+from drafthouse._transport import CHANNEL_OPTIONS
 from drafthouse.v1 import generation_pb2
 
 FAST = drafthouse.RetryPolicy(initial_delay_s=0.001)
-PATIENT = drafthouse.RetryPolicy(initial_delay_s=0.001, max_retry_after_s=1000.0)
+PATIENT = drafthouse.RetryPolicy(initial_delay_s=0.001, max_retry_after_s=float("inf"))
 
 
 def refusal(
@@ -394,12 +395,13 @@ def any_wait(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return waits
 
 
+@pytest.mark.parametrize("retry_s", [900, 2**62])
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_closing_the_client_ends_a_call_that_waits(
-    script: Script, any_wait: threading.Event, is_stream: bool
+    script: Script, any_wait: threading.Event, is_stream: bool, retry_s: int
 ) -> None:
-    """It slept on, for as long as the server had asked for."""
-    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=900)]
+    """It slept on, for as long as the server had asked for; or had an OverflowError of Python."""
+    script.refusals = [refusal(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_s=retry_s)]
     client = drafthouse.Client(script.target, retry=PATIENT)
     ends: list[BaseException] = []
 
@@ -444,6 +446,22 @@ async def test_a_stream_without_a_result_is_an_error(script: Script) -> None:
     async with drafthouse.AsyncClient(script.target) as client:
         with pytest.raises(drafthouse.InternalError, match="without a result"):
             await client.generate("x")
+
+
+async def test_who_reads_a_stream_that_has_failed_is_told_why(script: Script) -> None:
+    """They were told that it was left, and what had happened was lost with the first reader."""
+    script.refusals = [refusal(grpc.StatusCode.INTERNAL, reason="ENGINE_FAILURE")] * 2
+    told = r"failed before: \[ENGINE_FAILURE\] refused"
+    async with drafthouse.AsyncClient(script.target) as client:
+        stream = client.generate("x")
+        for error, words in ((drafthouse.EngineFailure, "refused"), (drafthouse.Cancelled, told)):
+            with pytest.raises(error, match=words):
+                await stream
+    with drafthouse.Client(script.target) as blocking:
+        left = blocking.generate("x")
+        for error, words in ((drafthouse.EngineFailure, "refused"), (drafthouse.Cancelled, told)):
+            with pytest.raises(error, match=words):
+                await asyncio.to_thread(left.text)
 
 
 async def test_a_newer_servers_reason_yields_the_class_of_its_code(script: Script) -> None:
@@ -529,3 +547,10 @@ def test_calls_that_a_stopping_server_has_not_seen_do_not_use_up_the_budget() ->
     for _ in range(30):
         assert Attempts(FAST, budget, None).delay_s(drafthouse.Cancelled("CANCELLED")) >= 0.0
     assert Attempts(FAST, budget, None).delay_s(drafthouse.Unavailable("gone")) >= 0.0
+
+
+def test_a_server_is_looked_for_as_often_as_calls_are_tried_again() -> None:
+    """Behind a long outage all calls failed for up to two minutes after the server was back."""
+    options, within_ms = dict(CHANNEL_OPTIONS), drafthouse.RetryPolicy().max_delay_s * 1000
+    assert options["grpc.max_reconnect_backoff_ms"] == within_ms
+    assert options["grpc.dns_min_time_between_resolutions_ms"] == within_ms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,6 @@ BEYOND = (
     "ipv4:127.0.0.1:50051,10.0.0.1:50051",
     "xds:///localhost",
     "0.0.0.0:50051",
-    "",
 )
 
 
@@ -100,6 +100,26 @@ def test_a_certificate_with_the_key_of_another_is_refused(tmp_path: Path) -> Non
         drafthouse.Client(tls=drafthouse.Tls(None, one[0], other[1]))
     assert repr(one[0]) in str(caught.value)
     assert repr(other[1]) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"junk", b"\x30\x82\x01\x0a"])
+@pytest.mark.parametrize("name", ["ca_file", "cert_file", "key_file"])
+def test_a_file_that_is_not_pem_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    """With an empty `ca_file` gRPC trusted the public authorities; else no handshake succeeded."""
+    certificate, key = Authority().issue().write(tmp_path)
+    broken = tmp_path / "broken"
+    broken.write_bytes(content)
+    files = {"ca_file": certificate, "cert_file": certificate, "key_file": key, name: str(broken)}
+    kind = "private key" if name == "key_file" else "certificate"
+    for make in (drafthouse.Client, drafthouse.AdminClient):
+        with pytest.raises(ValueError, match=re.escape(f"{name} {str(broken)!r} has no {kind}")):
+            make("127.0.0.1:1", tls=drafthouse.Tls(**files))
+
+
+def test_a_certificate_in_the_place_of_a_key_is_refused(tmp_path: Path) -> None:
+    certificate, key = Authority().issue().write(tmp_path)
+    with pytest.raises(ValueError, match="has no private key"):
+        drafthouse.Client(tls=drafthouse.Tls(None, key, certificate))
 
 
 def test_files_that_can_be_read_once_alone_are_read_once(tmp_path: Path) -> None:

@@ -213,8 +213,8 @@ class AdminClient(NotCopied):
         tls: connect by TLS; a `Tls` has the administrator's certificate.
 
     Raises:
-        ValueError: the target is no address, or is not this machine, and there is no TLS, or its
-            certificate and private key do not belong together.
+        ValueError: the target is no address, or is not this machine, and there is no TLS, or a file
+            of it is not PEM, or its certificate and private key do not belong together.
         TypeError: the target or `tls` is of the wrong type.
         OSError: a file of `tls` cannot be read.
 

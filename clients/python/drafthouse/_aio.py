@@ -26,7 +26,7 @@ from drafthouse._options import (
     tokenize_request,
 )
 from drafthouse._retry import Attempts, RetryBudget, RetryPolicy, checked_retry, checked_timeout
-from drafthouse._stream import AsyncGenerationStream
+from drafthouse._stream import AsyncGenerationStream, cancelled_count
 from drafthouse._tls import Tls, secured
 from drafthouse._transport import (
     CHANNEL_OPTIONS,
@@ -59,8 +59,8 @@ class AsyncClient(NotCopied):
 
     Raises:
         ValueError: the key would travel in plain text to another machine, or no header can carry
-            it, certificate and private key of `tls` do not belong together, or the target is no
-            address.
+            it, a file of `tls` is not PEM, certificate and private key do not belong together, or
+            the target is no address.
         TypeError: a setting is of the wrong type.
         OSError: a file of `tls` cannot be read.
         RuntimeError: no event loop runs; so do all methods in another loop than this one.
@@ -259,12 +259,9 @@ class AsyncClient(NotCopied):
             ValueError: it is not a number.
         """
         self._check_loop()
-        metadata = call_metadata(self._api_key, None)  # a server may ask for it: open_health
-        seconds = checked_timeout(timeout)
-        with map_grpc_errors():
-            response = await self._check_health(
-                health_pb2.HealthCheckRequest(), timeout=seconds, metadata=metadata
-            )
+        response = await self._answer(
+            self._check_health, health_pb2.HealthCheckRequest(), checked_timeout(timeout)
+        )
         return response.status == health_pb2.HealthCheckResponse.SERVING
 
     async def aclose(self) -> None:
@@ -308,19 +305,9 @@ class AsyncClient(NotCopied):
     ) -> _Response:
         self._check_loop()
         attempts = self._attempts(timeout)
-        metadata = call_metadata(self._api_key, None)
         while True:
             try:
-                with map_grpc_errors():
-                    answer = await method(
-                        request, timeout=attempts.remaining_s(), metadata=metadata
-                    )
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                # Not this task was cancelled but the call: another one has closed the client.
-                raise Cancelled("the client was closed before the answer") from error
+                answer = await self._answer(method, request, attempts.remaining_s())
             except DrafthouseError as error:
                 delay_s = attempts.delay_s(error)
                 with contextlib.suppress(TimeoutError):
@@ -329,6 +316,28 @@ class AsyncClient(NotCopied):
             else:
                 attempts.succeed()
                 return answer
+
+    async def _answer(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
+        request: _Request,
+        seconds: float | None,
+    ) -> _Response:
+        """Calls once.
+
+        Raises:
+            DrafthouseError: the call failed, or the client was closed before the answer.
+        """
+        metadata = call_metadata(self._api_key, None)
+        n_cancelled = cancelled_count()
+        try:
+            with map_grpc_errors():
+                return await method(request, timeout=seconds, metadata=metadata)
+        except asyncio.CancelledError as error:
+            if cancelled_count() > n_cancelled or not self._closed.is_set():
+                raise
+            # Not this task was cancelled but the call: another one has closed the client.
+            raise Cancelled("the client was closed before the answer") from error
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:

@@ -56,8 +56,8 @@ class Client(NotCopied):
 
     Raises:
         ValueError: the key would travel in plain text to another machine, or no header can carry
-            it, certificate and private key of `tls` do not belong together, or the target is no
-            address.
+            it, a file of `tls` is not PEM, certificate and private key do not belong together, or
+            the target is no address.
         TypeError: a setting is of the wrong type.
         OSError: a file of `tls` cannot be read.
 
@@ -93,7 +93,7 @@ class Client(NotCopied):
         self._budget = RetryBudget(retry.budget if retry else 0)
         self._closed = threading.Event()
         self._streams: weakref.WeakSet[GenerationStream] = weakref.WeakSet()
-        self._adding = threading.Lock()
+        self._adding = threading.RLock()  # a handler of a signal may close the client
 
     def generate(
         self,
@@ -130,6 +130,8 @@ class Client(NotCopied):
         stream = GenerationStream(start, self._attempts(timeout))
         with self._adding:
             self._streams.add(stream)
+        if self._closed.is_set():  # by another thread, which did not see the stream
+            stream.close()
         return stream
 
     def count_tokens(

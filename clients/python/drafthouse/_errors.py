@@ -161,12 +161,12 @@ class DrafthouseError(Exception):
         super().__init__(message)
         self.message = message
         self.code = code or type(self).code
-        self.reason = reason or self.default_reason
+        self.reason: str = reason or self.default_reason
         self._metadata = dict(metadata)
         self.request_id = request_id
         self.retry_after = retry_after
-        self.violations = tuple(violations)
-        self.quota_violations = tuple(quota_violations)
+        self.violations: tuple[FieldViolation, ...] = tuple(violations)
+        self.quota_violations: tuple[QuotaViolation, ...] = tuple(quota_violations)
         self.usage = usage
 
     @property

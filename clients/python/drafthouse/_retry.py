@@ -36,7 +36,7 @@ _RULES = (
 """Fields of a policy: name, type, the rule in words, smallest value."""
 
 _LONGEST_S = 1e8
-"""A longer timeout is none."""
+"""A longer timeout is none, a longer wait as long as this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class RetryPolicy:
     max_delay_s: float = 5.0
     """Longest wait of our own choice; the server may ask for more."""
     budget: int = 10
-    """Twice the retries in a row, over all calls, after which a client waits for a success."""
+    """Of all calls: a failure takes one, a success gives a tenth back, up to this; nothing is tried
+    again while less than half is left."""
     max_retry_after_s: float = 120.0
     """Longest wait that a server may ask for; an error that asks for more is raised at once."""
 
@@ -118,7 +119,7 @@ class RetryBudget:
     def __init__(self, n_tokens: int) -> None:
         self._n_max = float(n_tokens)
         self._n_tokens = float(n_tokens)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may call, too
 
     def succeed(self) -> None:
         """Gives a tenth of a token back."""
@@ -190,7 +191,8 @@ class Attempts:
     def _delay_s(self, policy: RetryPolicy, error: DrafthouseError) -> float:
         """Returns the wait: what the server asks for, and a random share of the backoff on top."""
         jitter = random.random() * policy.backoff_s(self._n_failed)  # noqa: S311  not a secret
-        return (error.retry_after or 0.0) + jitter
+        # A thread can wait for no longer than some centuries.
+        return min((error.retry_after or 0.0) + jitter, _LONGEST_S)
 
 
 def _is_number(value: object) -> bool:

@@ -16,10 +16,19 @@ from drafthouse._retry import Attempts, is_handed_back
 from drafthouse._transport import NotCopied, has_begun
 from drafthouse.v1 import generation_pb2
 
-__all__ = ["AsyncGenerationStream", "GenerationStream"]
+__all__ = ["AsyncGenerationStream", "GenerationStream", "cancelled_count"]
 
 _Response: TypeAlias = generation_pb2.GenerateResponse
 _Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
+
+
+def cancelled_count() -> int:
+    """Returns how often the running task was asked to end.
+
+    It may have been before: Python 3.11 and 3.12 leave that so behind a `TaskGroup` that failed.
+    """
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
 
 
 class _Call(Protocol):
@@ -53,6 +62,7 @@ class _Progress(NotCopied):
         self._collected = Collected()
         self._has_answer = False
         self._has_left = False
+        self._end = "the stream was left before its end"
         self._result: Result | None = None
         self._admitting = threading.RLock()  # a handler of a signal may read, too
         self._is_reading = False
@@ -84,13 +94,18 @@ class _Progress(NotCopied):
             return True
 
     def _refuse_left(self) -> None:
-        """Refuses to go on with a stream that was left while it waited.
+        """Refuses to go on with a stream that was left, perhaps while it waited, or has failed.
 
         Raises:
             Cancelled: the stream was left before its end.
         """
         if self._has_left:
-            raise Cancelled("the stream was left before its end")
+            raise Cancelled(self._end)
+
+    def _note_end(self, error: BaseException) -> None:
+        """Notes why there is nothing more to read, for who reads on; the text alone: no cycle."""
+        if isinstance(error, DrafthouseError) and not self._has_left:
+            self._end = f"the stream has failed before: {error}"
 
     def _delay_s(self, error: DrafthouseError, metadata: _Metadata) -> float:
         """Returns the wait before the next attempt; raises the error when there is none.
@@ -200,7 +215,8 @@ class GenerationStream(_Progress):
             return None
         try:
             return self._take(self._next())
-        except BaseException:  # also Ctrl-C: nobody will read on
+        except BaseException as error:  # also Ctrl-C: nobody will read on
+            self._note_end(error)
             self.close()
             raise
         finally:
@@ -323,16 +339,17 @@ class AsyncGenerationStream(_Progress):
             raise RuntimeError("the stream belongs to another event loop; read it there alone")
         if not self._begin_read(loop):
             return None
+        n_cancelled = cancelled_count()
         try:
             return self._take(await self._next())
         except asyncio.CancelledError as error:
-            self._leave()
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if cancelled_count() > n_cancelled or not self._has_left:
+                self._leave()
                 raise
             # Not this task was cancelled but the call: by another task, or by closing the client.
             raise Cancelled("the stream was left before its end") from error
-        except BaseException:
+        except BaseException as error:
+            self._note_end(error)
             self._leave()
             raise
         finally:

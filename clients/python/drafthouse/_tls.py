@@ -21,9 +21,16 @@ _SOCKET_SCHEMES = ("unix:", "unix-abstract:")
 _NO_PAIR = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
 """What OpenSSL says of a private key that is not the certificate's."""
 
-_URL = re.compile(r"https?://", re.IGNORECASE)
-_NO_TARGET = re.compile(r"[\0\ud800-\udfff]")
-"""What gRPC cannot be told."""
+_PEM = {
+    "ca_file": (rb"-----BEGIN [A-Z0-9 ]*CERTIFICATE-----", "certificate"),
+    "key_file": (rb"-----BEGIN [A-Z ]*PRIVATE KEY-----", "private key"),
+    "cert_file": (rb"-----BEGIN [A-Z0-9 ]*CERTIFICATE-----", "certificate"),
+}
+"""What each file must have, in the order in which gRPC takes them."""
+
+_URL = re.compile(r"(https?|grpcs?|h2c?|tcp|tls)://", re.IGNORECASE)
+_NO_TARGET = re.compile(r"^\s|\s$|[\0\ud800-\udfff]")
+"""What gRPC cannot be told, or would look for as it is: a newline of a file."""
 _PORT = re.compile(r":(\d+)(?:,|$)")
 _PORT_MAX = 65535
 
@@ -53,11 +60,11 @@ class Tls:
 
         Raises:
             OSError: a file cannot be read.
-            ValueError: `key_file` is not the private key of `cert_file`.
+            ValueError: a file is not PEM, or `key_file` is not the private key of `cert_file`.
         """
-        files = (self.ca_file, self.key_file, self.cert_file)
+        files = {name: getattr(self, name) for name in _PEM}
         credentials = grpc.ssl_channel_credentials(
-            *(None if file is None else Path(file).read_bytes() for file in files)
+            *(None if file is None else _content(name, Path(file)) for name, file in files.items())
         )
         if self.cert_file is not None and self.key_file is not None:
             _check_pair(Path(self.cert_file), Path(self.key_file))
@@ -71,6 +78,23 @@ class Tls:
             ("grpc.ssl_target_name_override", self.server_name),
             ("grpc.default_authority", self.server_name),
         )
+
+
+def _content(name: str, file: Path) -> bytes:
+    """Reads a file of certificates or of a private key.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has none; where `ca_file` is empty, gRPC would trust the public authorities.
+    """
+    content = file.read_bytes()
+    pattern, kind = _PEM[name]
+    if not re.search(pattern, content):
+        raise ValueError(
+            f"{name} {str(file)!r} has no {kind}; it must be PEM, with a line such as"
+            f" -----BEGIN {kind.upper()}-----"
+        )
+    return content
 
 
 def _check_pair(certificate: Path, key: Path) -> None:
@@ -110,21 +134,21 @@ def secured(
 
     Raises:
         ValueError: the key would be readable on its way, both `tls` and `credentials` are given,
-            certificate and private key of `tls` do not belong together, or the target is no
-            address.
+            a file of `tls` is not PEM, certificate and private key do not belong together, or the
+            target is no address.
         TypeError: the target or `tls` is of the wrong type.
         OSError: a file cannot be read.
     """
     if not isinstance(target, str):
         raise wrong_type("target", "text, such as 'host:port'", target)
+    if not target or _URL.match(target) or _NO_TARGET.search(target):
+        raise ValueError(f"target {target!r} must be an address, such as 'host:port'")
     if not (tls or credentials or api_key is None or insecure_no_tls or is_local(target)):
         raise ValueError(
             f"the API key would travel in plain text to {target!r}, which is not this machine;"
             " pass tls=True, or tls=drafthouse.Tls(ca_file=...) for an authority of your own;"
             " insecure_no_tls=True sends it all the same"
         )
-    if not target or _URL.match(target) or _NO_TARGET.search(target):
-        raise ValueError(f"target {target!r} must be an address, such as 'host:port'")
     ports = [] if target.startswith(_SOCKET_SCHEMES) else _PORT.findall(target)
     if any(int(port) > _PORT_MAX for port in ports):  # gRPC would take its last 16 bits
         raise ValueError(f"target {target!r} must have a port of at most {_PORT_MAX}")

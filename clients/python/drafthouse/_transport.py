@@ -32,12 +32,20 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 
+_N_BYTES_MAX = 64 * 1024 * 1024
+"""Of a message."""
+
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", _N_BYTES_MAX),
+    ("grpc.max_receive_message_length", _N_BYTES_MAX),
     # A stream whose peer has vanished without a word fails within 80 s instead of never.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # Behind a long outage gRPC would look for the server once in two minutes, and fail all calls
+    # until then.
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # Nor would it look up a name again within half a minute, behind which another server may be.
+    ("grpc.dns_min_time_between_resolutions_ms", 5_000),
 )
 
 _BEGUN_KEY = "drafthouse-request-id"
@@ -121,7 +129,7 @@ def put(message: Message, path: str, name: str, rule: str, value: object) -> Non
         message = getattr(message, part)
     with named(name, rule, value):
         if message.DESCRIPTOR.fields_by_name[field].type == FieldDescriptor.TYPE_STRING:
-            _check_text(value)
+            _check_text(name, value)
         setattr(message, field, value)
 
 
@@ -152,7 +160,7 @@ def put_all(
     for i, item in enumerate(items):
         with named(f"{name}[{i}]", item_rule, item):
             if kind is str:
-                _check_text(item)
+                _check_text(f"{name}[{i}]", item)
             values.append(item)
 
 
@@ -189,9 +197,12 @@ def _invalid(field: str, message: str, description: str) -> InvalidField:
     return InvalidField(message, violations=[FieldViolation(field, description)])
 
 
-def _check_text(value: object) -> None:
+def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str):  # protobuf takes bytes as well, and nothing where None is given
         raise TypeError("no text")
+    if len(value) > _N_BYTES_MAX:  # of 2 GiB and more gRPC for asyncio sends none, without a word
+        description = f"must have at most {_N_BYTES_MAX} bytes, has {len(value)} or more"
+        raise _invalid(name, f"{name} cannot be sent: it {description}", description)
 
 
 def _shown(value: object) -> str:
