@@ -8,7 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.hand import DENSE, GREEDY, HYBRID, emitted, engine, moved, plan, sampler
+from tests.support.hand import (
+    DENSE,
+    GREEDY,
+    HYBRID,
+    MODELS,
+    emitted,
+    engine,
+    moved,
+    params,
+    plan,
+    sampler,
+)
 
 from drafthouse_engine import (
     PLAN_DTYPE,
@@ -17,8 +28,10 @@ from drafthouse_engine import (
     Engine,
     EngineError,
     InvalidArgument,
+    Model,
     Moved,
     Moves,
+    Placement,
     Sampler,
     SamplingParams,
     SeqBusy,
@@ -184,11 +197,14 @@ def test_what_was_chosen_by_hand_is_heard_once(is_kept: bool) -> None:
         temperature=1.0, seed=3, top_k=0, top_p=1.0, min_p=0.0, penalty_repeat=1.5,
         penalty_frequency=1.0, ignore_eos=True,
     )  # fmt: skip
-    with engine(exact=True) as target:
-        target.seq_begin(0, sampler(penalised))
+    with (
+        Model(MODELS / DENSE, placement=Placement(devices=())) as model,
+        Engine(model, None, params(exact=True)) as target,
+    ):
+        target.seq_begin(0, Sampler(model, penalised))
         whole = by_hand(target, 0, TOKENS, 24)
         target.seq_end(0)
-        target.seq_begin(0, sampler(penalised))
+        target.seq_begin(0, Sampler(model, penalised))
         half = by_hand(target, 0, TOKENS, 6)
         n = target.seq_n_past(0) if is_kept else 0
         made = moved(target, saves=[0], swap_outs=[0])
