@@ -452,9 +452,10 @@ typedef struct spec_engine_params {
                       more would change the distribution. since ABI 2 */
     bool exact;    /* CPU kernels whose result does not depend on what else is in the batch; slower.
                       UNSUPPORTED on accelerators and with weights that llama.cpp has repacked, as it
-                      does with some quantised ones; INVALID_ARGUMENT with kv_unified. Where windows
-                      keep their cells alone (no swa_full), a snapshot puts these in another order,
-                      and sums differ by their rounding. since ABI 2 */
+                      does with some quantised ones; INVALID_ARGUMENT with kv_unified. A snapshot
+                      puts the cells of windows elsewhere: where these keep their cells alone (no
+                      swa_full), or without flash_attention, sums differ by their rounding after
+                      it. since ABI 2 */
     /* BENCHMARKS ONLY: drafts are accepted at random instead of verified, as llama-server does with
      * --spec-synth-rates, so that random weights show what a step costs at a given acceptance; what
      * is generated is not the model's. Entry i is the probability that the first i + 1 drafted
@@ -544,7 +545,8 @@ int32_t spec_engine_setting(const spec_engine * engine, const char * key, char *
 
 /* Takes a free sequence into use, empty, with a sampler. The engine owns *sampler from then on,
  * also on failure, and sets *sampler to NULL. Errors: BAD_SEQ_ID, SEQ_BUSY, BAD_PLAN (an
- * unprocessed batch has tokens of this id). since ABI 1 */
+ * unprocessed batch has tokens of this id, or the sampler was preempted: see spec_start). since
+ * ABI 1 */
 int32_t spec_engine_seq_begin(spec_engine * engine, int32_t seq_id, spec_sampler ** sampler);
 /* Frees a sequence: KV cells of both contexts, speculative state, sampler. Harmless when it is
  * idle. Errors: BAD_SEQ_ID. since ABI 1 */

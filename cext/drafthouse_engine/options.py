@@ -263,7 +263,8 @@ class EngineParams:
     exact: bool = False
     """Logits of a token do not depend on what else is in the batch, bit for bit: reference kernels
     of the CPU instead of those that are chosen by the batch's width. Slower; not with kv_unified.
-    Without `swa_full` a snapshot puts a window's cells in another order. Not for graphs that take
+    Without `swa_full`, or without `flash_attention`, a snapshot puts a window's cells in another
+    order, and sums differ by their rounding. Not for graphs that take
     a step's tokens as a block (minimax-01, minimax-m3): there its width counts. See `spec.h`."""
     cache: CacheParams = field(default_factory=CacheParams)
     """What the cells are."""

@@ -165,7 +165,7 @@ int32_t decode_batch(spec_engine & engine, int32_t n_kept) {
     if (engine.take_fault(SPEC_FAULT_DECODE_NO_ROOM)) {
         return 1;
     }
-    flush_copies(engine);
+    drop_copies(engine);
     const int32_t rc =
         llama_process(engine.target.get(), LLAMA_PROCESS_TYPE_DECODE, engine.batch.get());
     if (rc == 0) {

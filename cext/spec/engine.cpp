@@ -389,16 +389,40 @@ void clear_memory(spec_engine & engine, int32_t seq_id) {
 }
 
 // Between separate caches llama.cpp puts the copying of cells off, in both contexts, until each
-// decodes next. Here it happens: before a decode, and before cells are read or written otherwise.
-void flush_copies(spec_engine & engine) {
-    if (!engine.has_copies_due) {
+// decodes next. Where memory runs out in its midst nobody knows what it would copy then: half an
+// order, or none of them. So a copy is made before anything else is done, and one that fails, whose
+// sequence is cleared, leaves no order: before a decode, and before cells are read or written.
+void drop_copies(spec_engine & engine) {
+    if (!engine.has_copies_left) {
         return;
     }
-    update_memory(engine.target.get());
+    drop_ordered(engine.target.get());
     if (engine.draft) {
-        update_memory(engine.draft.get());
+        drop_ordered(engine.draft.get());
     }
-    engine.has_copies_due = false; // last: what failed on the way is still due
+    engine.has_copies_left = false;
+}
+
+// Orders the cells of a whole sequence: llama.cpp copies between separate caches only so.
+// `make_copy` copies those that are still held there.
+void order_copy(spec_engine & engine, int32_t src, int32_t dst) {
+    drop_copies(engine);
+    engine.has_copies_left = !engine.limits.kv_unified; // first: what fails may have ordered some
+    llama_memory_seq_cp(engine.target_memory(), src, dst, -1, -1);
+    if (engine.draft && !seq_of(engine, src).is_cold) {
+        llama_memory_seq_cp(engine.draft_memory(), src, dst, -1, -1);
+    }
+}
+
+void make_copy(spec_engine & engine) {
+    if (!engine.has_copies_left) {
+        return;
+    }
+    copy_ordered(engine.target.get());
+    if (engine.draft) {
+        copy_ordered(engine.draft.get());
+    }
+    engine.has_copies_left = false;
 }
 
 // Gives everything of a sequence back. Safe on an idle one.
@@ -435,6 +459,16 @@ bool is_unprocessed(const spec_engine & engine, int32_t seq_id) {
                        [&](const auto & token) { return token.seq_id == seq_id; });
 }
 
+// A sequence that begins with nothing computed takes a sampler that knows nothing.
+void check_new_sampler(const spec_engine & engine, int32_t seq_id, const spec_sampler & sampler) {
+    if (sampler.n_vocab != engine.limits.n_vocab) {
+        fail(SPEC_ERR_INVALID_ARGUMENT, "the sampler was made for a model with another vocabulary");
+    }
+    if (!sampler.history.heard.empty()) {
+        bad_plan(seq_id, "a preempted sampler goes on by a start of a plan alone, with is_resumed");
+    }
+}
+
 void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sampler> sampler) {
     sequence & seq = at(engine, seq_id);
     if (seq.is_begun) {
@@ -445,9 +479,7 @@ void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_s
                                     ": a batch with tokens of its former sequence has not been "
                                     "processed");
     }
-    if (sampler->n_vocab != engine.limits.n_vocab) {
-        fail(SPEC_ERR_INVALID_ARGUMENT, "the sampler was made for a model with another vocabulary");
-    }
+    check_new_sampler(engine, seq_id, *sampler);
     clear_sequence(engine, seq_id);
     begin_drafter(engine, seq, seq_id);
     if (!engine.synth_probs.empty()) {

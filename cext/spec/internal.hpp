@@ -463,7 +463,7 @@ struct spec_engine {
     std::vector<int32_t> out_kept;
     spec_draft_work draft_work = {};
 
-    bool has_copies_due = false; // cells of forks that llama.cpp has yet to copy
+    bool has_copies_left = false; // what a copy that failed has ordered of llama.cpp
 
     std::atomic<bool> is_interrupted{false}; // by another thread: the run ends with this step
 
@@ -613,7 +613,8 @@ std::vector<int32_t> layers_read(const llama_model * draft);
 int32_t selector_top_k(const llama_model * draft);
 llama_context * other_context(llama_context * context);
 ggml_backend_sched_t scheduler_of(llama_context * context);
-void update_memory(llama_context * context);
+void copy_ordered(llama_context * context);
+void drop_ordered(llama_context * context);
 bool carries_trees(llama_memory_t memory);
 void give_last_layer(llama_context * context, bool is_on, bool is_masked);
 const float * last_layer_rows(llama_context * context);
@@ -676,10 +677,13 @@ void check_draft(const spec_model & target, const spec_model * draft, const spec
 void check_memory(llama_context * context, const char * which);
 rollback_kind probe_rollback(llama_context * context, const char * which);
 void clear_memory(spec_engine & engine, int32_t seq_id);
-void flush_copies(spec_engine & engine);
+void drop_copies(spec_engine & engine);
+void order_copy(spec_engine & engine, int32_t src, int32_t dst);
+void make_copy(spec_engine & engine);
 void clear_sequence(spec_engine & engine, int32_t seq_id);
 void begin_drafter(spec_engine & engine, sequence & seq, int32_t seq_id);
 bool is_unprocessed(const spec_engine & engine, int32_t seq_id);
+void check_new_sampler(const spec_engine & engine, int32_t seq_id, const spec_sampler & sampler);
 void begin_sequence(spec_engine & engine, int32_t seq_id, std::unique_ptr<spec_sampler> sampler);
 
 // plan.cpp

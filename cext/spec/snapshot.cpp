@@ -260,7 +260,7 @@ void save_sequence(spec_engine & engine, int32_t seq_id, bool has_sampler, uint8
     if (is_unprocessed(engine, seq_id)) {
         bad_plan(seq_id, "its last batch has not been processed");
     }
-    flush_copies(engine);
+    drop_copies(engine);
     forget_llama_reason();
     snapshot_header header = header_of(engine);
     header.has_sampler = has_sampler ? 1 : 0;
@@ -560,7 +560,7 @@ void restore_cells(llama_context * ctx, int32_t seq_id, const uint8_t * cells, u
 void restore_sequence(spec_engine & engine, int32_t seq_id, snapshot_parts & parts) {
     sequence & seq = at(engine, seq_id);
     const int32_t n_past = parts.seq.n_past();
-    flush_copies(engine);
+    drop_copies(engine);
     restore_cells(engine.target.get(), seq_id, parts.target, parts.n_target, n_past);
     if (llama_memory_seq_pos_max(engine.target_memory(), seq_id) != n_past - 1) {
         corrupt("it has other cells than tokens");

@@ -55,10 +55,7 @@ void check_fork(spec_engine & engine, int32_t src, int32_t n_past, const int32_t
         if (std::find(samplers, samplers + i, &sampler) != samplers + i) {
             fail(SPEC_ERR_INVALID_ARGUMENT, "a sampler is given twice");
         }
-        if (sampler.n_vocab != engine.limits.n_vocab) {
-            fail(SPEC_ERR_INVALID_ARGUMENT,
-                 "the sampler was made for a model with another vocabulary");
-        }
+        check_new_sampler(engine, id, sampler);
     }
 }
 
@@ -79,7 +76,7 @@ void carry_hidden_row(spec_engine & engine, const sequence & from, int32_t dst, 
     }
 }
 
-// Whole sequences are copied and then cut: llama.cpp copies between separate caches only so.
+// The whole sequence is ordered and then cut.
 void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
               std::unique_ptr<spec_sampler> sampler) {
     begin_sequence(engine, dst, std::move(sampler));
@@ -93,16 +90,15 @@ void fork_one(spec_engine & engine, int32_t src, int32_t n_past, int32_t dst,
         to.feed(token);
     }
     to.n_heard = n_past;
-    engine.has_copies_due = !engine.limits.kv_unified; // first: what fails may have ordered some
-    llama_memory_seq_cp(engine.target_memory(), src, dst, -1, -1);
+    order_copy(engine, src, dst);
     if (engine.draft && !from.is_cold) {
-        llama_memory_seq_cp(engine.draft_memory(), src, dst, -1, -1);
         llama_memory_seq_rm(engine.draft_memory(), dst, n_past, -1);
     }
     carry_hidden_row(engine, from, dst, n_past);
     if (!llama_memory_seq_rm(engine.target_memory(), dst, n_past, -1)) {
         fail(SPEC_ERR_INTERNAL, "the copy could not be cut");
     }
+    make_copy(engine);
     restart_unless_held(engine, dst, n_past);
 }
 
@@ -241,7 +237,7 @@ bool keep_in_place(spec_engine & engine, int32_t seq_id, int32_t n_kept) {
     return true;
 }
 
-// Whole sequences are copied and then cut: llama.cpp copies between separate caches only so.
+// The whole sequence is ordered and then cut.
 bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_kept) {
     if (engine.target_rollback != rollback_kind::any) {
         return false; // the state of a recurrent target cannot be shared
@@ -254,14 +250,11 @@ bool keep_copy(spec_engine & engine, int32_t seq_id, int32_t source, int32_t n_k
     const std::string rows =
         is_whole && !from.is_cold ? drafter_rows(engine, source) : std::string();
     clear_sequence(engine, seq_id);
-    engine.has_copies_due = !engine.limits.kv_unified; // first: what fails may have ordered some
-    llama_memory_seq_cp(engine.target_memory(), source, seq_id, -1, -1);
-    if (engine.draft && !from.is_cold) {
-        llama_memory_seq_cp(engine.draft_memory(), source, seq_id, -1, -1);
-    }
+    order_copy(engine, source, seq_id);
     if (!is_whole) {
         cut_cells(engine, seq_id, n_kept);
     }
+    make_copy(engine);
     begin_kept(engine, seq_id, from, n_kept, rows);
     if (!is_whole) {
         restart_unless_held(engine, seq_id, n_kept);
@@ -338,8 +331,13 @@ void begin_drafter_again(spec_engine & engine, int32_t seq_id) {
 llama_tokens known_tokens(const sequence & seq) {
     llama_tokens known =
         static_cast<int32_t>(seq.known.size()) > seq.n_past() ? seq.known : seq.tokens;
-    if (seq.has_emitted && known.size() == seq.tokens.size()) {
+    if (known.size() > seq.tokens.size()) {
+        return known;
+    }
+    if (seq.has_emitted) {
         known.push_back(seq.id_last);
+    } else if (seq.n_heard > seq.n_past() && !seq.heard.empty() && seq.heard.back() < 0) {
+        known.push_back(-1 - seq.heard.back()); // chosen by hand
     }
     return known;
 }

@@ -397,7 +397,6 @@ void step(spec_engine & engine, const spec_plan & plan, spec_result & out) {
     const std::vector<bool> is_lacking = make_moves(engine, plan, moves);
     // The samplers are the engine's now: whatever comes, the plan is carried out.
     const int32_t rc = guarded([&] {
-        flush_copies(engine); // part of the moves: no time of the step
         if (std::find(is_lacking.begin(), is_lacking.end(), true) == is_lacking.end()) {
             compute(engine, plan, out);
         } else {

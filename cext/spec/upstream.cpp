@@ -227,9 +227,20 @@ ggml_backend_sched_t scheduler_of(llama_context * context) {
     return context->get_sched();
 }
 
-// Does what llama.cpp has put off until the next decode: the copying of cells.
-void update_memory(llama_context * context) {
-    context->memory_update(false);
+// Does what llama.cpp has put off until the next decode: the copying of cells. That computes no
+// graph, so none has to be reserved again after it, as its own memory_update does.
+void copy_ordered(llama_context * context) {
+    const auto update = context->get_memory()->init_update(context, false);
+    const llama_memory_status status = update->get_status();
+    if (status != LLAMA_MEMORY_STATUS_NO_UPDATE &&
+        (llama_memory_status_is_fail(status) || !update->apply())) {
+        fail(SPEC_ERR_INTERNAL, "llama.cpp did not copy the cells" + llama_reason());
+    }
+}
+
+// Forgets it.
+void drop_ordered(llama_context * context) {
+    context->get_memory()->init_update(context, false);
 }
 
 // What memory a context takes with its model; of a survey's, what it would take.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from drafthouse_engine import (
 )
 
 pytestmark = pytest.mark.model
+
+
 GREEDY = SamplingParams(seed=1, temperature=0.0, logprobs=True, n_top_logprobs=2)
 N_TOKENS = 24
 
@@ -245,3 +248,45 @@ def test_a_fork_is_saved_before_and_after_it_has_decoded() -> None:
         engine.load(2, early)
         engine.seq_end(1)
         assert_same(expected, go_on(engine, {2: prompt[-1:]}, 3)[2])
+
+
+class Growing(dict[int, Sampler]):
+    """Another thread adds a sampler once the ids have been read."""
+
+    def __init__(self, samplers: dict[int, Sampler], later: dict[int, Sampler]) -> None:
+        super().__init__(samplers)
+        self._later = later
+
+    def __iter__(self) -> Iterator[int]:
+        ids = list(super().__iter__())
+        self.update(self._later)
+        return iter(ids)
+
+
+def test_samplers_that_are_added_meanwhile_are_none_of_the_fork() -> None:
+    with Model(MODELS / TARGETS["dense"]) as target, Engine(target, None, params("none")) as engine:
+        engine.seq_begin(0, Sampler(target, GREEDY))
+        engine.step(np.array([(0, 0, 0, 4, 0, 0)], PLAN_DTYPE), [300, 301, 302, 303])
+        late = Sampler(target, GREEDY)
+        engine.fork(0, Growing({1: Sampler(target, GREEDY)}, {2: late}))
+        assert [engine.seq_n_past(i) for i in range(4)] == [4, 3, 0, 0]
+        assert not late.is_used
+
+
+class Requests(list[tuple[int, int, int, int]]):
+    """Another thread adds a request whenever they are read for a second time."""
+
+    n_read = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        self.n_read += 1
+        if self.n_read > 1:
+            self.append(self[0])
+        return super().__iter__()
+
+
+def test_requests_that_are_added_meanwhile_are_not_drafted() -> None:
+    with Model(MODELS / TARGETS["dense"]) as target, Engine(target, None, params("mtp")) as engine:
+        engine.seq_begin(0, Sampler(target, GREEDY))
+        engine.step(np.array([(0, 0, 0, 4, 0, 0)], PLAN_DTYPE), [300, 301, 302, 303])
+        assert len(engine.draft_many(Requests([(0, 4, 304, 2)]))) == 1

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.hand import DENSE, GREEDY, HYBRID, emitted, engine, moved, plan, sampler
+from tests.support.hand import (
+    DENSE,
+    GREEDY,
+    HYBRID,
+    MODELS,
+    emitted,
+    engine,
+    moved,
+    params,
+    plan,
+    sampler,
+)
 
 from drafthouse_engine import (
     PLAN_DTYPE,
@@ -17,8 +28,10 @@ from drafthouse_engine import (
     Engine,
     EngineError,
     InvalidArgument,
+    Model,
     Moved,
     Moves,
+    Placement,
     Sampler,
     SamplingParams,
     SeqBusy,
@@ -141,6 +154,64 @@ def test_a_sampler_is_handed_over_once() -> None:
             moved(target, starts=[Start(1, twice), Start(2, twice)])
         assert not twice.is_used
         assert not other.is_used
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda target, preempted: target.seq_begin(0, preempted),
+        lambda target, preempted: target.fork(1, {0: preempted}, 3),
+    ],
+    ids=["seq_begin", "fork"],
+)
+def test_a_preempted_sampler_begins_no_other_sequence(
+    begin: Callable[[Engine, Sampler], None],
+) -> None:
+    """It would go on in the midst of its grammar, of its penalties, and of another's tokens."""
+    given = SamplingParams(temperature=0.0, grammar='root ::= "abc" [0-9]+')
+    with engine() as target:
+        prefill(target, Start(0, sampler(given)))
+        preempted = moved(target, swap_outs=[0]).samplers[0]
+        prefill(target, Start(1, sampler()))
+        with pytest.raises(BadPlan, match="preempted"):
+            begin(target, preempted)
+        assert target.seq_n_past(0) == 0
+
+
+def by_hand(target: Engine, seq_id: int, tokens: Sequence[int], n: int) -> list[int]:
+    """Computes tokens of a sequence one call at a time; returns n tokens that follow."""
+    chosen: list[int] = []
+    while len(chosen) < n:
+        given = tokens if not chosen else chosen[-1:]
+        n_past, k = target.seq_n_past(seq_id), len(given)
+        outputs = [i == k - 1 for i in range(k)]
+        target.decode(given, range(n_past, n_past + k), [seq_id] * k, outputs)
+        chosen.append(target.sample(seq_id, k - 1))
+    return chosen
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_was_chosen_by_hand_is_heard_once(is_kept: bool) -> None:
+    """The last token too, which is not computed yet when its sequence is preempted."""
+    penalised = SamplingParams(
+        temperature=1.0, seed=3, top_k=0, top_p=1.0, min_p=0.0, penalty_repeat=1.5,
+        penalty_frequency=1.0, ignore_eos=True,
+    )  # fmt: skip
+    with (
+        Model(MODELS / DENSE, placement=Placement(devices=())) as model,
+        Engine(model, None, params(exact=True)) as target,
+    ):
+        target.seq_begin(0, Sampler(model, penalised))
+        whole = by_hand(target, 0, TOKENS, 24)
+        target.seq_end(0)
+        target.seq_begin(0, Sampler(model, penalised))
+        half = by_hand(target, 0, TOKENS, 6)
+        n = target.seq_n_past(0) if is_kept else 0
+        made = moved(target, saves=[0], swap_outs=[0])
+        snapshot = made.snapshots[0] if is_kept else None
+        start = Start(1, made.samplers[0], n, snapshot=snapshot, is_resumed=True)
+        moved(target, starts=[start])
+        assert half + by_hand(target, 1, [*TOKENS, *half][n:], 18) == whole
 
 
 def test_a_preempted_sampler_keeps_its_parameters() -> None:

@@ -170,6 +170,19 @@ def test_forbidden_tokens_have_no_share_in_what_samplers_measure() -> None:
         assert all(tokens and max(tokens) < 60 for tokens in least)
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_pairs_of_a_bias_may_be_lists(kind: Callable[[list[Any]], Any]) -> None:
+    """A pair that was a list became two: a bias of its token's own number, and one of nobody."""
+    with (
+        Model(MODELS / TARGETS["dense"], placement=ON_CPU) as target,
+        Engine(target, None, params("none")) as engine,
+    ):
+        (first, *_), *_ = generate(engine, [SamplingParams(temperature=0.0)], 1, 0).tokens
+        bias = kind([kind([first, -100.0]), kind([1000, 1000.0])])
+        sampling = SamplingParams(temperature=0.0, logit_bias=bias)
+        assert generate(engine, [sampling], 1, 0).tokens[0][0] == 1000
+
+
 def test_options_change_what_is_drawn() -> None:
     plain = SamplingParams(seed=5, temperature=1.0)
     with (

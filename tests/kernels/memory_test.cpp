@@ -309,6 +309,84 @@ void check_snapshots(fixture & f) {
     f.engine = nullptr;
 }
 
+// A sequence that begins with tokens of another, in cells of its own: kept whole or not at all, and
+// nothing that was ordered of llama.cpp in between is done later.
+void check_copies(fixture & f, int32_t draft_type, bool is_fork) {
+    constexpr int32_t N_COPIED = N_PROMPT - 2;
+    const int32_t copy = N_SEQS;
+    spec_engine_params params;
+    spec_engine_default_params(&params);
+    params.draft_type = draft_type;
+    params.n_seq_max = N_SEQS + 1;
+    params.n_ctx_seq = 256;
+    params.n_batch = 64;
+    params.n_ubatch = 64;
+    params.n_draft_max = draft_type == SPEC_DRAFT_NONE ? 0 : 3;
+    params.n_threads = 1;
+    f.n_draft = params.n_draft_max;
+    f.is_sampled = false;
+    must(spec_engine_init(f.model, nullptr, &params, &f.engine), "engine");
+    std::vector<int32_t> statuses;
+    f.begin(0);
+    f.begin(1);
+    f.step({0, 1}, statuses, false);
+    const std::vector<int32_t> wanted = f.emitted[0];
+    spec_sampler * given = nullptr;
+    int32_t n_kept = 0;
+    const auto go_on_with_copy = [&](int64_t at) {
+        if (spec_engine_seq_n_past(f.engine, copy) != n_kept) {
+            expect(false, "a copy has another length than it was told", at);
+            return;
+        }
+        int32_t tokens[N_PROMPT];
+        for (int32_t i = 0; i < N_PROMPT; ++i) {
+            tokens[i] = prompt_token(0, i);
+        }
+        const spec_plan_entry entry = {copy, n_kept, n_kept, N_PROMPT - n_kept, 0, 1};
+        spec_plan plan = {};
+        plan.entries = &entry;
+        plan.n_entries = 1;
+        plan.tokens = tokens;
+        plan.n_tokens = N_PROMPT;
+        spec_result result = {};
+        const int32_t status = spec_engine_step(f.engine, &plan, &result);
+        if (status != SPEC_ERR_SEQ_IDLE) { // it began, with what is told
+            must(status, "step");
+            expect(result.n_tokens > 0 && result.tokens[0] == wanted[0],
+                   "another token follows a copy", at);
+        }
+    };
+    each_allocation(
+        is_fork ? "fork" : "copy",
+        [&] {
+            must(spec_engine_seq_end(f.engine, copy), "end");
+            given = f.sampler();
+        },
+        [&] {
+            n_kept = 0;
+            if (is_fork) {
+                const int32_t status = spec_engine_fork(f.engine, 0, N_COPIED, &copy, &given, 1);
+                n_kept = status == SPEC_OK ? N_COPIED : 0;
+                return status;
+            }
+            const spec_start start = {copy, N_COPIED, 0, false, nullptr, 0, given, 0};
+            spec_plan plan = {};
+            plan.starts = &start;
+            plan.n_starts = 1;
+            spec_result result = {};
+            const int32_t status = spec_engine_step(f.engine, &plan, &result);
+            given = status == SPEC_OK ? nullptr : given;
+            n_kept = status == SPEC_OK ? result.n_kept[0] : 0;
+            return status;
+        },
+        [&](int32_t, int64_t at) {
+            spec_sampler_free(given);
+            go_on_with_copy(at);
+        });
+    spec_engine_free(f.engine);
+    f.engine = nullptr;
+}
+
 // Logits after a prompt and one token more, read through a decoder.
 std::vector<float> logits_of(spec_decoder * decoder, int32_t seq_id, int32_t n_vocab,
                              int32_t token) {
@@ -454,6 +532,9 @@ int main(int argc, char ** argv) {
     check_steps(f, SPEC_DRAFT_MTP, false, true);
     check_steps(f, SPEC_DRAFT_NGRAM_MOD, false, false);
     check_snapshots(f);
+    check_copies(f, SPEC_DRAFT_NONE, false);
+    check_copies(f, SPEC_DRAFT_MTP, false);
+    check_copies(f, SPEC_DRAFT_MTP, true);
     check_decoders(f);
     spec_model_free(f.model);
     if (n_wrong > 0) {

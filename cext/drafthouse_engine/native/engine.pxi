@@ -307,6 +307,7 @@ cdef class Engine:
         Raises:
             BadSeqId: there is no such sequence.
             SeqBusy: the sequence has begun already; the sampler is used up.
+            BadPlan: the sampler was preempted, which a `Start` resumes; it is used up.
             Closed: the sampler was used before.
         """
         cdef int32_t c_seq_id = self._seq_id(seq_id)
@@ -556,6 +557,7 @@ cdef class Engine:
         Raises:
             BadPlan: a request contradicts the state of its sequence; nothing has changed.
         """
+        requests = [tuple(request) for request in requests]  # another thread may write to them
         flat = int32_array([value for request in requests for value in request], "requests")
         if len(flat) != 4 * len(requests):
             raise errors.InvalidArgument("a request is (seq_id, n_past, id_last, n_draft)")
@@ -887,9 +889,10 @@ cdef class Engine:
             Closed: a sampler was used before.
         """
         cdef int32_t c_src = self._seq_id(src)
-        ids = np.array([self._seq_id(seq_id) for seq_id in samplers], np.int32)
+        pairs = list(samplers.items())  # at once: another thread may write to them
+        ids = np.array([self._seq_id(seq_id) for seq_id, _ in pairs], np.int32)
         handles = np.zeros(len(ids), np.uintp)
-        held = list(samplers.values())
+        held = [sampler for _, sampler in pairs]
         for sampler in held:
             if not isinstance(sampler, Sampler):
                 raise TypeError(f"samplers must be Sampler, not {type(sampler).__name__}")

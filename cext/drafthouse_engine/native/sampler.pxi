@@ -97,10 +97,14 @@ BIAS_DTYPE = np.dtype([("token", np.int32), ("bias", np.float32)])
 
 
 cdef object fill_sampler_params(spec.spec_sampler_params * c, params):
-    """Fills the C struct; it is valid as long as the returned object lives."""
+    """Fills the C struct; it is valid as long as the returned object lives.
+
+    Lists are counted where they have been copied: another thread may write to the caller's.
+    """
     grammar = encode(params.grammar, "grammar")
     breakers = Strings(params.dry_breakers or (), "dry_breakers")
-    bias = Buffer(np.array(list(params.logit_bias), BIAS_DTYPE))
+    pairs = np.array(list(map(tuple, params.logit_bias)), BIAS_DTYPE)
+    bias = Buffer(pairs)
     order = [SAMPLERS.index(name) for name in params.samplers or ()]
     kinds = Buffer(np.array(order, np.int32))
     c.seed = spec.SPEC_SEED_RANDOM if params.seed is None else params.seed
@@ -119,11 +123,11 @@ cdef object fill_sampler_params(spec.spec_sampler_params * c, params):
     c.dry_allowed_length = params.dry_allowed_length
     c.dry_penalty_last_n = params.dry_penalty_last_n
     c.dry_breakers = NULL if params.dry_breakers is None else (<Strings>breakers).pointers
-    c.n_dry_breakers = -1 if params.dry_breakers is None else len(params.dry_breakers)
+    c.n_dry_breakers = -1 if params.dry_breakers is None else len((<Strings>breakers).encoded)
     c.xtc_probability = params.xtc_probability
     c.xtc_threshold = params.xtc_threshold
     c.logit_bias = <const spec.spec_logit_bias *>(<Buffer>bias).view.buf
-    c.n_logit_bias = len(params.logit_bias)
+    c.n_logit_bias = <int32_t>len(pairs)
     c.grammar = <const char *>(<bytes>grammar)
     c.ignore_eos = params.ignore_eos
     c.logprobs = params.logprobs
