@@ -20,6 +20,7 @@ from tests.support.hand import (
     assert_same,
     driven,
     engine,
+    exact_engine,
     fused,
     model,
     on_host,
@@ -607,7 +608,7 @@ def test_each_token_reaches_the_sampler_once(penalty: str) -> None:
     """A prompt's last token never did, by hand."""
     sampling = PENALTIES[penalty]
     prompts = [ids(TEXTS[0])[:n] for n in (1, 2, 5)] + [[1275], ids("x = 1\nx = 1\nx =")]
-    with engine(exact=True) as plain:
+    with exact_engine() as plain:
         expected = [stepped(plain, prompt, sampling, 16) for prompt in prompts]
         found = [given_back(plain, prompt, sampling, 16) for prompt in prompts]
     assert found == expected
@@ -630,10 +631,10 @@ def test_a_prompts_last_token_that_begins_a_round_reaches_the_sampler(penalty: s
     """All but the last is read first, and that one decoded with its draft: it was never heard."""
     sampling = PENALTIES[penalty]
     prompts = [ids(text)[:12] for text in TEXTS]
-    with engine(exact=True) as plain:
+    with exact_engine() as plain:
         expected = [stepped(plain, prompt, sampling, 16) for prompt in prompts]
     found = list[list[int]]()
-    with engine("mtp", exact=True) as target:
+    with exact_engine("mtp") as target:
         for prompt in prompts:
             target.seq_begin(0, Sampler(target.target, sampling))
             n = len(prompt) - 1
@@ -672,7 +673,7 @@ def test_steps_go_on_from_a_choice_by_hand() -> None:
     """A token that was sampled by hand was fed once more by the step that computed it."""
     sampling = PENALTIES["frequency"]
     prompt = ids(TEXTS[0])
-    with engine(exact=True) as target:
+    with exact_engine() as target:
         expected = stepped(target, prompt, sampling, 12)
         target.seq_begin(0, Sampler(target.target, sampling))
         n = len(prompt)

@@ -66,14 +66,15 @@ def params(draft_type: DraftType = "none", **fields: Any) -> EngineParams:
 
 
 def engine(draft_type: DraftType = "none", name: str = DENSE, **fields: Any) -> Engine:
-    """Returns an engine over a demo model with the draft model that the type needs.
-
-    `exact` is for host memory alone: there it lies.
-    """
-    load = on_host if fields.get("exact") else model
+    """Returns an engine over a demo model with the draft model that the type needs."""
     drafts = {"eagle3": EAGLE3[name], "simple": SIMPLE}
-    draft = load(drafts[draft_type]) if draft_type in drafts else None
-    return Engine(load(name), draft, params(draft_type, **fields))
+    draft = model(drafts[draft_type]) if draft_type in drafts else None
+    return Engine(model(name), draft, params(draft_type, **fields))
+
+
+def exact_engine(draft_type: DraftType = "none") -> Engine:
+    """Returns an exact engine over `on_host`, with drafts of its own at most."""
+    return Engine(on_host(), None, params(draft_type, exact=True))
 
 
 def sampler(sampling: SamplingParams = GREEDY, name: str = DENSE) -> Sampler:
