@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <system_error>
+#include <unordered_map>
 #include <vector>
 
 namespace drafthouse {
@@ -30,6 +31,19 @@ uint16_t header_u16(const gguf_context * header, const char * key) {
     const int64_t id = gguf_find_key(header, key);
     const bool is_there = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_UINT16;
     return is_there ? gguf_get_val_u16(header, id) : 0;
+}
+
+// An array of a GGUF header, or -1 where it is absent or of another type.
+int64_t header_array(const gguf_context * header, const char * key, gguf_type type) {
+    const int64_t id = gguf_find_key(header, key);
+    const bool is_array = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_ARRAY;
+    return is_array && gguf_get_arr_type(header, id) == type ? id : -1;
+}
+
+std::string header_text(const gguf_context * header, const std::string & key) {
+    const int64_t id = gguf_find_key(header, key.c_str());
+    const bool is_there = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_STRING;
+    return is_there ? gguf_get_val_str(header, id) : "";
 }
 
 bool ends_with(const std::string & text, const std::string & end) {
@@ -182,6 +196,40 @@ const char * wrong_scaling(const gguf_context * header, const std::string & arch
     return is_known ? nullptr : "rope.scaling.type is not one of none, linear, yarn, longrope";
 }
 
+// Why llama.cpp ends the process when it loads the vocabulary, or an empty text.
+std::string wrong_vocabulary(const gguf_context * header) {
+    constexpr int32_t TYPE_BYTE = 6; // LLAMA_TOKEN_TYPE_BYTE
+    const std::string kind = header_text(header, "tokenizer.ggml.model");
+    const int64_t texts = header_array(header, "tokenizer.ggml.tokens", GGUF_TYPE_STRING);
+    if (texts < 0 || is_one_of(kind, {"no_vocab", "none"})) {
+        return "";
+    }
+    const int64_t types = header_array(header, "tokenizer.ggml.token_type", GGUF_TYPE_INT32);
+    const size_t n_types = types < 0 || kind != "bert" ? 0 : gguf_get_arr_n(header, types);
+    const size_t n = gguf_get_arr_n(header, texts);
+    std::unordered_map<std::string, size_t> ids;
+    ids.reserve(n);
+    for (size_t i = 0; i < n; ++i) {
+        std::string text = gguf_get_arr_str(header, texts, i);
+        if (text.empty()) {
+            text = "[EMPTY_" + std::to_string(i) + "]"; // as llama.cpp names it
+        }
+        const auto [first, is_new] = ids.try_emplace(std::move(text), i);
+        if (!is_new) {
+            return "tokens " + std::to_string(first->second) + " and " + std::to_string(i) +
+                   " have the same text; each needs one of its own (tokenizer.ggml.tokens)";
+        }
+        const auto * type =
+            static_cast<const int32_t *>(i < n_types ? gguf_get_arr_data(header, types) : nullptr);
+        if (type != nullptr && type[i] == TYPE_BYTE) {
+            return "token " + std::to_string(i) +
+                   " is a byte (tokenizer.ggml.token_type 6), which WordPiece vocabularies have "
+                   "not (tokenizer.ggml.model bert)";
+        }
+    }
+    return "";
+}
+
 // To open a pipe is to wait for whoever writes into it. What cannot be looked at cannot be read
 // either, and is told of there.
 void check_kind(const std::string & path) {
@@ -286,11 +334,10 @@ void check_header(const std::string & path) {
     if (header) {
         check_parts(header.get(), path);
     }
-    const int64_t id = header ? gguf_find_key(header.get(), "general.architecture") : -1;
-    if (id < 0 || gguf_get_kv_type(header.get(), id) != GGUF_TYPE_STRING) {
+    const std::string arch = header ? header_text(header.get(), "general.architecture") : "";
+    if (arch.empty()) {
         return; // the loader says what is wrong
     }
-    const std::string arch = gguf_get_val_str(header.get(), id);
     const auto number = [&](const char * name, uint32_t otherwise) {
         return header_u32(header.get(), arch + name, otherwise);
     };
@@ -300,6 +347,9 @@ void check_header(const std::string & path) {
         if (reason != nullptr) {
             fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + arch + "." + reason);
         }
+    }
+    if (const std::string reason = wrong_vocabulary(header.get()); !reason.empty()) {
+        fail(SPEC_ERR_BAD_MODEL, path + " is damaged: " + reason);
     }
     if (number(".nextn_predict_layers", 0) == number(".block_count", 1)) {
         fail(SPEC_ERR_UNSUPPORTED,
