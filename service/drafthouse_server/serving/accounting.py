@@ -264,7 +264,7 @@ class Account:
         sequence: Sequence,
         start: UsageRecord,
         journal: Journal | None,
-        ticket: Ticket | None = None,
+        ticket: Ticket | None,
     ) -> None:
         self._accounting = accounting
         self._ticket = ticket

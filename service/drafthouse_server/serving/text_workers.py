@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
@@ -393,20 +392,20 @@ class TextWorkers:
 
     async def _start_another(self) -> TextWorker:
         """Starts a worker, however often that has to be tried."""
-        delay_s = _RETRY_MIN_S
-        for n_tries in itertools.count(1):
+        delay_s, n_failed = _RETRY_MIN_S, 0
+        while True:
             try:
                 worker = self._make_worker()
                 await worker.start()
             except StartupError as error:
-                self._n_failed_starts = max(self._n_failed_starts, n_tries)
+                n_failed += 1
+                self._n_failed_starts = max(self._n_failed_starts, n_failed)
                 self._note_health()
                 _log.error("%s; trying again in %g s", error, delay_s)
                 await asyncio.sleep(delay_s)
                 delay_s = min(_RETRY_MAX_S, 2 * delay_s)
             else:
                 return worker
-        raise AssertionError("it is tried without an end")
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
