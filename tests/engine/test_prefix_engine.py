@@ -361,8 +361,8 @@ def test_damaged_snapshots_keep_nothing(referee: Referee, *, is_kv_unified: bool
     begin(engine, 0, prompt, options, 3)
     snapshot = bytes(engine.step(StepPlan(saves=[0])).snapshots[0])
     damaged = [snapshot[:-1], snapshot[:100], snapshot[:5000] + b"!" + snapshot[5001:], b""]
-    for seq_id, wrong in enumerate([*damaged[:3], damaged[3]]):
-        slot = 1 + seq_id % 3
+    for i, wrong in enumerate(damaged):
+        slot = 1 + i % 3
         start = Start(slot, engine.make_sampler(options), 20, snapshot=wrong)
         result = engine.step(StepPlan([PlanEntry(slot, 20, [1], 0, True)], [start]))
         assert result.n_kept == {slot: 0}

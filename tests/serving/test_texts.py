@@ -228,9 +228,7 @@ async def test_processes_and_descriptors_are_given_back(eventually: Eventually) 
 
 
 @pytest.mark.model
-async def test_a_pool_that_closes_while_its_spare_worker_starts_leaves_nothing(
-    eventually: Eventually,
-) -> None:
+async def test_a_pool_that_closes_while_its_spare_worker_starts_leaves_nothing() -> None:
     before, others = descriptors(), set(children())  # of other tests in this process
     pool = process_pool(MODEL, 1)
     await pool.open()
