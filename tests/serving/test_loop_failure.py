@@ -164,7 +164,7 @@ async def test_a_call_that_comes_after_the_failure_is_told_why(
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         with pytest.raises(drafthouse.EngineFailure):
             await client.generate("x")
-        await eventually(lambda: server.loop.has_failed)
+        await eventually(lambda: server.loop._health.has_failed)
         for call in (client.generate("y").result(), client.tokenize("y"), client.get_model()):
             with pytest.raises(drafthouse.ServerDraining, match="its step loop has failed"):
                 await call

@@ -158,7 +158,7 @@ async def test_jobs_of_many_tenants_are_all_answered(
     )
     how = {"add_special": True, "parse_special": False}
     assert [answer.tokens for answer in answers] == [model.tokenize(t, **how) for t in texts]
-    assert (pool.n_waiting, len(pool._idle)) == (0, 2)
+    assert (len(pool._turns), len(pool._idle)) == (0, 2)
 
 
 async def test_a_killed_worker_loses_its_job_alone(

@@ -236,8 +236,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             listed.append(
                 admin_pb2.TenantLoad(
                     tenant=name,
-                    running_requests=load.n_active_tenant - load.n_waiting_tenant,
-                    waiting_requests=load.n_waiting_tenant,
+                    running_requests=load.n_active - load.n_waiting,
+                    waiting_requests=load.n_waiting,
                     open_calls=calls.n_of(name),
                     prompt_tokens=n_prompt,
                     output_tokens=n_output,

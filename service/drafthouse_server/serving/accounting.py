@@ -283,11 +283,6 @@ class Account:
             journal.write(start, self._on_started)
 
     @property
-    def record_id(self) -> str:
-        """Id of its record."""
-        return self._start.record_id
-
-    @property
     def usage(self) -> Usage:
         """Tokens counted so far."""
         return Usage(self._start.n_prompt, self.n_output, self._sequence.n_reused)

@@ -231,11 +231,6 @@ class StepLoop:
         return self._health.is_abandoned
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the loop itself has failed: it runs no more steps."""
-        return self._health.has_failed
-
-    @property
     def is_draining(self) -> bool:
         """Whether no more requests are taken."""
         return self.admission.is_draining
@@ -390,7 +385,7 @@ class StepLoop:
         self.admission.drain(is_failed=True)
         self._bell.close()
         left = list(self._outboxes)
-        self._deliver((s, ErrorEvent(_lost(s, "STEP_TIMEOUT"))) for s in left)
+        self._deliver((s, ErrorEvent(EngineError("STEP_TIMEOUT"))) for s in left)
         return len(left)
 
     async def close(self) -> None:
@@ -432,7 +427,7 @@ class StepLoop:
         self._take_reports()
         self._bell.close()
         for sequence in list(self._outboxes):
-            lost = _lost(sequence, "LOOP_FAILED")
+            lost = EngineError("LOOP_FAILED")
             end = sequence.terminal or sequence.fail(lost)
             # A completion that was not reported lacks its last tokens, which were not, either.
             self._deliver([(sequence, ErrorEvent(lost) if isinstance(end, FinishEvent) else end)])
@@ -511,11 +506,6 @@ class StepLoop:
         if not math.isnan(sequence.clock.slot_at):
             own.queue.observe(sequence.timings.queue_s)
         own.note_drafts(tally.n_drafts, tally.n_drafted, tally.n_drafts_by_accepted)
-
-
-def _lost(sequence: Sequence, status: str) -> EngineError:
-    """Returns what a sequence ends with whose step, or whose loop, was lost."""
-    return EngineError(status, sequence.request.request_id)
 
 
 def _engine_executor() -> ThreadPoolExecutor:

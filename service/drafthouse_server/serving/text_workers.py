@@ -134,11 +134,6 @@ class TextWorkers:
         """Whether there is a worker, or one is likely to come."""
 
     @property
-    def n_waiting(self) -> int:
-        """Jobs that wait for a worker."""
-        return len(self._turns)
-
-    @property
     def workers(self) -> tuple[TextWorker, ...]:
         """All workers that live, the spare one last."""
         return (*self._at_work, *self._spares)

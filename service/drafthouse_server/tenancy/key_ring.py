@@ -78,7 +78,7 @@ _Found: TypeAlias = tuple[Sequence[KeyRecord], Sequence[TenantRecord]]
 class _Known:
     """A key that the server has seen, and its running calls."""
 
-    __slots__ = ("calls", "digest", "identity", "revoked_at", "seen_at", "works_until")
+    __slots__ = ("calls", "digest", "identity", "seen_at", "works_until")
 
     def __init__(self, key: KeyRecord, tenant: Tenant, seen_at: float) -> None:
         self.calls: set[HeldCall] = set()
@@ -89,7 +89,6 @@ class _Known:
         """Takes what the store says now."""
         self.digest = key.digest
         self.works_until = key.works_until()
-        self.revoked_at = key.revoked_at
         self.identity = Identity(tenant, "" if key.id.startswith(_CERTIFIED) else key.id)
 
 
@@ -141,9 +140,6 @@ class KeyRing:
         clock: Monotonic time in seconds.
         wall_clock: Seconds since 1970.
     """
-
-    is_open = False
-    """Whether calls need no key."""
 
     def __init__(
         self,
