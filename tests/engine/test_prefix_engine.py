@@ -284,7 +284,7 @@ def test_penalties_see_the_tokens_of_a_prefix(dense_exact: LlamaEngine, way: str
 
 
 def test_a_chain_of_copies_holds_what_its_first_held(dense: LlamaEngine, referee: Referee) -> None:
-    """Copies between separate caches wait for a decode; one plan may copy, load and copy again."""
+    """One plan may copy, load and copy again."""
     prompt, other = a_prompt(n=50), a_prompt(1, 50)
     expected = {
         0: alone(dense, other, OPTIONS["greedy"]),

@@ -57,7 +57,7 @@ class _Health:
     """
 
     def __init__(
-        self, admission: Admission, tell: Callable[[bool], None] | None, step_timeout_s: float
+        self, admission: Admission, tell: Callable[[bool], None], step_timeout_s: float
     ) -> None:
         self._admission = admission
         self._tell = tell
@@ -107,8 +107,7 @@ class _Health:
         is_healthy = self.is_healthy
         if is_healthy != self._admission.is_healthy:
             self._admission.is_healthy = is_healthy
-            if self._tell is not None:
-                self._tell(is_healthy)
+            self._tell(is_healthy)
 
 
 class StepLoop:
@@ -140,8 +139,8 @@ class StepLoop:
         n_waiting_max: int = 256,
         retry_after_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        on_health: Callable[[bool], None] | None = None,
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_health: Callable[[bool], None] = lambda _: None,
+        on_failure: Callable[[BaseException], None] = lambda _: None,
         executor: ThreadPoolExecutor | None = None,
         outbox_bytes: int = 1 << 18,
         step_timeout_s: float = 0.0,
@@ -177,8 +176,8 @@ class StepLoop:
         make_engine: Callable[[], Engine],
         config: Config,
         *,
-        on_health: Callable[[bool], None] | None = None,
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_health: Callable[[bool], None] = lambda _: None,
+        on_failure: Callable[[BaseException], None] = lambda _: None,
     ) -> StepLoop:
         """Makes the engine on its own thread and starts a loop over it.
 
@@ -431,7 +430,7 @@ class StepLoop:
             end = sequence.terminal or sequence.fail(lost)
             # A completion that was not reported lacks its last tokens, which were not, either.
             self._deliver([(sequence, ErrorEvent(lost) if isinstance(end, FinishEvent) else end)])
-        if error is not None and self._on_failure is not None:
+        if error is not None:
             self._on_failure(error)
 
     def _post(self, report: StepReport) -> None:

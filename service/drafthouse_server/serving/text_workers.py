@@ -106,7 +106,7 @@ class TextWorkers:
         *,
         metrics: Metrics | None = None,
         retry_after_s: float = 1.0,
-        charge: Charge | None = None,
+        charge: Charge = lambda *_: None,
         patience_s: float = _PATIENCE_S,
         on_health: Callable[[], None] = lambda: None,
     ) -> None:
@@ -314,8 +314,7 @@ class TextWorkers:
         if isinstance(error, TextWorkerLost):
             self._metrics.n_text_workers_lost[error.cause] += 1
             _log.warning("tenant %s: %s", tenant, error)
-        if self._charge is not None:
-            self._charge(tenant, spent_s)
+        self._charge(tenant, spent_s)
 
     def _give_back(self, worker: TextWorker, tenant: str) -> None:
         """Takes back a worker that a tenant had."""
