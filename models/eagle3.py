@@ -31,16 +31,14 @@ class Eagle3Head(nn.Module):
     Source: Li et al., arXiv:2503.01840; llama.cpp src/models/eagle3.cpp@b11549.
     """
 
-    def __init__(self, arch: Architecture, layers: tuple[int, int, int] = EAGLE3_LAYERS) -> None:
+    def __init__(self, arch: Architecture) -> None:
         """Draws fresh weights from torch's global generator.
 
         Args:
             arch: Dimensions of the target.
-            layers: Target layers whose inputs are read; `n_layer` would be the last output.
         """
         super().__init__()
         self.arch = arch
-        self.layers = layers
         self.fuse = linear(3 * arch.n_embd, arch.n_embd)
         self.embedding_norm = RMSNorm(arch.n_embd, arch.norm_eps)
         self.feature_norm = RMSNorm(arch.n_embd, arch.norm_eps)
@@ -70,7 +68,7 @@ class Eagle3Head(nn.Module):
 
     def features(self, layer_inputs: list[Tensor]) -> Tensor:
         """Fuses the three layer inputs into g. Shape: `[n_batch, n_tokens, n_embd]`."""
-        return self.fuse(torch.cat([layer_inputs[i] for i in self.layers], -1))  # type: ignore[no-any-return]
+        return self.fuse(torch.cat([layer_inputs[i] for i in EAGLE3_LAYERS], -1))  # type: ignore[no-any-return]
 
     def unroll(
         self, trunk: Trunk, ids: Tensor, output: TrunkOutput, n_steps: int

@@ -7,7 +7,7 @@ import torch
 from gguf import GGUFReader, GGUFWriter, LlamaFileType
 from torch import Tensor
 
-from models.architecture import Architecture
+from models.architecture import EAGLE3_LAYERS, Architecture
 from models.eagle3 import Eagle3Head
 from models.mtp import MTPHead
 from models.tensors import eagle3_names, mtp_names, trunk_names, write_weights
@@ -58,7 +58,7 @@ def export_eagle3(path: Path, head: Eagle3Head, tokenizer: Path, is_half: bool =
         is_half: Stores matrices as float16; else as float32, for numerical checks.
     """
     writer = _writer(path, "eagle3", head.arch, 1, is_half)
-    writer.add_array("eagle3.target_layers", list(head.layers))
+    writer.add_array("eagle3.target_layers", list(EAGLE3_LAYERS))
     writer.add_uint32("eagle3.target_hidden_size", head.arch.n_embd)
     # Widths and layers of another target may fit all the same; the name tells them apart. The
     # engine compares it with the target's general.name.

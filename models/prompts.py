@@ -61,7 +61,7 @@ def cut_prompts(files: list[SourceFile], n_prompts: int = N_PROMPTS) -> list[Pro
     return list(islice((prompt for prompt in turns if prompt is not None), n_prompts))
 
 
-def write_prompts(path: Path = PATH) -> None:
+def write_prompts() -> None:
     """Writes `prompts.json` from the standard library of the running interpreter."""
     _, held_out = split_corpus(read_corpus(standard_library()))
     content: PromptFile = {
@@ -69,7 +69,7 @@ def write_prompts(path: Path = PATH) -> None:
         "license": "PSF-2.0",
         "prompts": cut_prompts(held_out),
     }
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+    PATH.write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
 
 
 def _cut(file: SourceFile) -> Iterator[Prompt]:

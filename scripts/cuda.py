@@ -260,17 +260,17 @@ def this_arch() -> str:
     return arch_of(run(command)) or "90"
 
 
-def build(defines: Mapping[str, str], folder: Path = FOLDER) -> Path:
+def build(defines: Mapping[str, str]) -> Path:
     """Builds the wheel and unpacks it. Returns where its packages lie.
 
     Raises:
         CudaError: it cannot be built; the end of the log is in the message.
     """
-    log, out, site = folder / "build.log", folder / "out", folder / "site"
+    log, out, site = FOLDER / "build.log", FOLDER / "out", FOLDER / "site"
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "-v", "--no-deps"]
     command += ["--no-build-isolation", "--wheel-dir", str(out)]
-    command += ["-C", f"build-dir={folder / 'cmake'}"]
+    command += ["-C", f"build-dir={FOLDER / 'cmake'}"]
     for name, value in defines.items():
         command += ["-C", f"cmake.define.{name}={value}"]
     env = {name: text for name, text in os.environ.items() if name != "CMAKE_ARGS"}

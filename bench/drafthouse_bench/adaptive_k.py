@@ -17,7 +17,6 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,6 @@ from drafthouse_server.cli.tune import read_texts
 from drafthouse_server.config import Config
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import FinishEvent, Request, Sequence, TokensEvent
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.step import SamplingOptions
@@ -52,8 +50,6 @@ class Contender:
     """Tokens of a prompt."""
     target_of: LlamaEngine | None = None
     """An engine whose weights it shares."""
-    scheduler_of: Callable[[LlamaEngine, Config], Scheduler] = make_scheduler
-    """Makes its scheduler."""
     rates: list[float] = field(default_factory=list)
     """Tokens per second, by slice."""
     lengths: Counter[int] = field(default_factory=Counter)
@@ -62,7 +58,7 @@ class Contender:
     def __post_init__(self) -> None:
         """Loads the engine and starts the streams."""
         self.engine = LlamaEngine.load(self.config, target_of=self.target_of)
-        self.scheduler = self.scheduler_of(self.engine, self.config)
+        self.scheduler = make_scheduler(self.engine, self.config)
         texts = read_texts(PROMPTS)
         tokens = [self.engine.tokenize(t, add_special=True, parse_special=False) for t in texts]
         self._prompts = itertools.cycle(

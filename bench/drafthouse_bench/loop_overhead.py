@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -225,7 +224,7 @@ def _line(case: Case, ideal_s: float, found: Round) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measures all cases and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--streams", default="1,32")
@@ -234,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--drafts", type=int, default=0, help="longest draft")
     parser.add_argument("--busy", action="store_true")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     streams = [int(n) for n in options.streams.split(",")]
     steps = [float(ms) / 1e3 for ms in options.step_ms.split(",")]

@@ -2,14 +2,12 @@
 
     drafthouse-bench quoting [--model FILE] [--draft-type mtp] [--draft-model FILE]
         [--streams 1,4,8,16,32] [--loads edit,plain] [--rounds 3] [--output 96] [--pool 0]
-        [--threads 0] [--former]
+        [--threads 0]
 
 Scheduler and engine without gRPC, adaptive K, greedy; the settings take turns on one engine. Edits
 are prompts of a file's beginning, "the same again" and the file's first lines once more; plain
 ones are the file's beginning alone. Shown are medians: tokens per second without lookup, with it,
 their ratio; with lookup the mean K, and of each source how many of its draft tokens were accepted.
-With --former two more columns: the model that chose K before (`drafthouse_bench.former`), without
-lookup, and today's choice without lookup over it, in the median of the rounds.
 """
 
 from __future__ import annotations
@@ -18,15 +16,13 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 
 from drafthouse_bench.counts import count, counts
 from drafthouse_bench.demos import MODELS, PROMPTS
-from drafthouse_bench.former import make_former_scheduler
 from drafthouse_server.config import Config
 from drafthouse_server.engine.llama import LlamaEngine
-from drafthouse_server.scheduling.scheduler import Scheduler
 from drafthouse_server.scheduling.sequence import Request, Sequence
 from drafthouse_server.serving.compose import make_scheduler
 from drafthouse_server.serving.metrics import Metrics, Statistics
@@ -50,15 +46,9 @@ def prompts(load: str) -> Iterator[str]:
             yield f"{text}\n\n# The same file again:\n{text[:N_AGAIN]}" if load == "edit" else text
 
 
-def run(
-    engine: LlamaEngine,
-    config: Config,
-    load: str,
-    n_output: int,
-    scheduler_of: Callable[[LlamaEngine, Config], Scheduler] = make_scheduler,
-) -> tuple[float, Statistics]:
+def run(engine: LlamaEngine, config: Config, load: str, n_output: int) -> tuple[float, Statistics]:
     """Returns tokens per second of a crowd that fills all slots, and what was counted."""
-    scheduler, metrics = scheduler_of(engine, config), Metrics()
+    scheduler, metrics = make_scheduler(engine, config), Metrics()
     texts = prompts(load)
     n_waiting = config.parallel * N_REQUESTS
     n_emitted, started = 0, time.perf_counter()
@@ -99,10 +89,8 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=0)
     parser.add_argument("--n-draft-max", type=int, default=8)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--former", action="store_true")
     options = parser.parse_args()
-    more = "  former  without / former" if options.former else ""
-    print(f"                    without      with   ratio   mean K   drafter   n-gram  given{more}")
+    print("                    without      with   ratio   mean K   drafter   n-gram  given")
     for streams in options.streams:
         config = Config(
             model=options.model,
@@ -117,24 +105,18 @@ def main() -> None:
         engine = LlamaEngine.load(config)
         for load in options.loads:
             speeds: list[list[float]] = [[], []]
-            former: list[float] = []
             counted = Metrics().statistics()
             for _ in range(options.rounds):
                 for found, settings in zip(speeds, (config, first), strict=True):
                     speed, counted = run(engine, settings, load, options.output)
                     found.append(speed)
-                if options.former:
-                    arm = engine, config, load, options.output, make_former_scheduler
-                    former.append(run(*arm)[0])
             without, with_ = map(median, speeds)
             sources = counted.by_source
             rates = "".join(f"{source.acceptance_rate:9.2f}" for source in sources.values())
             share = sources["ngram"].n_drafts / max(1, counted.n_drafts)
-            ratios = [a / b for a, b in zip(speeds[0], former, strict=False)]
-            beside = f" {median(former):7.0f} {median(ratios):17.2f}" if former else ""
             print(
                 f"{load:>6} × {streams:2} {without:14.0f} {with_:9.0f} {with_ / without:7.2f}"
-                f" {counted.mean_n_draft:8.2f} {rates} {share:6.0%}{beside}",
+                f" {counted.mean_n_draft:8.2f} {rates} {share:6.0%}",
                 flush=True,
             )
         engine.close()

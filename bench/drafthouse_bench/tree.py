@@ -95,7 +95,7 @@ def _prompts(model: Model, path: Path, n_prompts: int, n_prompt: int) -> list[li
     return [[int(token) for token in model.tokenize(text)[:n_prompt]] for text in texts]
 
 
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="drafthouse-bench tree", description="Chain and tree drafts, measured"
     )
@@ -106,7 +106,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--n-prompt", type=int, default=128, help="tokens of a prompt (128)")
     parser.add_argument("--n-tokens", type=int, default=128, help="new tokens of a prompt (128)")
     parser.add_argument("--n-threads", type=int, default=1, help="threads; 0 is all cores (1)")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def _ways(target: Decoder, draft: Decoder) -> Iterator[tuple[str, Way]]:
@@ -172,9 +172,9 @@ def _decoder(pool: DecoderPool) -> Decoder:
     return pool.tree_decoder() if pool.limits.n_branch_max > 0 else pool.decoder()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Prints one line per way of drafting: what a forward of the target yields, what it costs."""
-    options = _arguments(arguments)
+    options = _arguments()
     sys.stdout.write(f"{'':<24}" + HEADER)
     with Model(options.target) as model, Model(options.draft) as draft_model:
         n_ctx = options.n_prompt + options.n_tokens + 64

@@ -2,7 +2,6 @@
 
     drafthouse-bench trial [--rounds 5] [--seconds 15] [--only cell=0.6b@0.8,streams=1+8]
         [--minutes 30] [--threads 0] [--drop 0.8] [--json build/trial.json] [--lock FILE] [--table]
-        [--former]
 
 A cell is a model, an acceptance and a number of streams. In each of its rounds every arm has one
 turn, in an order that rotates, cut into slices of --slice seconds that alternate: a machine whose
@@ -24,10 +23,6 @@ round is measured no more there: it cannot be the best one, and the others' roun
 
 With --lock each turn holds that file's lock (flock), so that other work on the machine can wait
 for the turn's end: `flock -s FILE make test`.
-
-With --former the model that chose K before has an arm, too (`drafthouse_bench.former`). The table
-then has a line more for each cell, with ratios from the rounds that have this arm, and at its end
-the rule by which one of the two is the better.
 
 The file is written after every round; the same command goes on from it. `--table` measures
 nothing. A ratio is taken inside each round, to the arm without a chooser that is the best one in
@@ -52,13 +47,10 @@ from pathlib import Path
 from typing import Any
 
 from drafthouse_bench.adaptive_k import Contender
-from drafthouse_bench.former import make_former_scheduler
 from drafthouse_bench.peers.case import find_target
 from drafthouse_server.config import Config
-from drafthouse_server.serving.compose import make_scheduler
 
 CHOSEN = "adaptive"
-FORMER = "former"
 FIXED = ("none", "K=1", "K=2", "K=3")
 _N_DRAFT_MAX = 3
 _MODELS = {
@@ -77,7 +69,6 @@ _N_WARM_UP = 60  # steps before the first round: each K is tried when a server s
 _MEDIAN_LEAST = 0.98  # of the ratios of all cells
 _CELL_LEAST = 0.93  # of a cell's ratio; a miss counts where its upper quartile is below, too
 _CHANGES_MOST = 1.0  # changes of K a second
-_FORMER_LEAST = 0.98  # chosen ÷ former, in the median of cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +116,7 @@ class Store:
         beside.replace(self._path)
 
 
-def _arms(cell: Cell, n_threads: int, *, has_former: bool) -> list[Contender]:
+def _arms(cell: Cell, n_threads: int) -> list[Contender]:
     name, acceptance = _MODELS[cell.model]
     target = find_target(name)
     n_prompt = 24 if target.is_random else 64
@@ -140,10 +131,7 @@ def _arms(cell: Cell, n_threads: int, *, has_former: bool) -> list[Contender]:
     if acceptance is not None:
         rates = [acceptance**k for k in range(1, _N_DRAFT_MAX + 1)]
         drafted["synth_rates"] = tuple(f"{rate:.6f}" for rate in rates)
-    cases: dict[str, dict[str, Any]] = {CHOSEN: drafted}
-    if has_former:
-        cases[FORMER] = drafted
-    cases["none"] = {"draft_type": "none"}
+    cases: dict[str, dict[str, Any]] = {CHOSEN: drafted, "none": {"draft_type": "none"}}
     for k in range(1, _N_DRAFT_MAX + 1):
         cases[f"K={k}"] = drafted | {"draft_policy": "fixed", "draft_default": k}
     arms: list[Contender] = []
@@ -156,7 +144,6 @@ def _arms(cell: Cell, n_threads: int, *, has_former: bool) -> list[Contender]:
                 cell.n_streams,
                 n_prompt=n_prompt,
                 target_of=target_of,
-                scheduler_of=make_former_scheduler if name == FORMER else make_scheduler,
             )
         )
     return arms
@@ -241,15 +228,14 @@ def _measure(cell: Cell, store: Store, options: argparse.Namespace, stop_at: flo
     if n_done >= options.rounds:
         return
     with contextlib.ExitStack() as stack:
-        arms = _arms(cell, options.threads, has_former=options.former)
+        arms = _arms(cell, options.threads)
         for arm in arms:
             stack.callback(arm.engine.close)
         if n_done:
             arms = _kept(arms, store.of(cell)[0]["arms"], options.drop)
         for arm in arms:
-            learns = arm.name in (CHOSEN, FORMER)
             with _quiet(options.lock):
-                _warm_up(arm, max(options.warm_up, _LEARNING_S * learns))
+                _warm_up(arm, max(options.warm_up, _LEARNING_S * (arm.name == CHOSEN)))
         for i in range(n_done, options.rounds):
             if time.monotonic() + options.seconds * len(arms) > stop_at:
                 return
@@ -298,51 +284,6 @@ def _best(speeds: dict[str, list[float]], but: int | None = None) -> str:
     return max((arm for arm in FIXED if len(speeds[arm]) == n_rounds), key=median)
 
 
-class _Race:
-    """The chosen K beside the former model's, in the cells and rounds that have both."""
-
-    def __init__(self) -> None:
-        self._ratios: list[float] = []  # chosen ÷ former, by cell
-        self._chosen: list[float] = []  # ÷ the best
-        self._former: list[float] = []
-
-    def add(self, rounds: list[dict[str, Any]], speeds: dict[str, list[float]]) -> None:
-        """Takes a cell and prints its line; none where no round has the former model."""
-        found = [
-            [arms[name]["tokens_per_s"] for name in (CHOSEN, FORMER, _best(speeds, but=i))]
-            for i, arms in enumerate(rounds)
-            if FORMER in arms
-        ]
-        if not found:
-            return
-        low, ratio, high = _quartiles([former / best for _, former, best in found])
-        low_both, both, high_both = _quartiles([chosen / former for chosen, former, _ in found])
-        self._ratios.append(both)
-        self._chosen.append(statistics.median(chosen / best for chosen, _, best in found))
-        self._former.append(ratio)
-        arms = [arms[FORMER] for arms in rounds if FORMER in arms]
-        per_s = statistics.mean(arm["changes_per_s"] for arm in arms)
-        print(
-            f"    {FORMER} {ratio:.3f} ({low:.3f}-{high:.3f}), {per_s:.2f} changes/s;"
-            f" {CHOSEN} ÷ {FORMER} {both:.3f} ({low_both:.3f}-{high_both:.3f})"
-        )
-        if n_resets := max(arm.get("n_resets", 0) for arm in arms):
-            print(f"    {FORMER} failed and was reset, {n_resets} times: no race")
-
-    def print_verdict(self) -> None:
-        """Prints which of the two is the better by the rule."""
-        if not self._ratios:
-            return
-        median = statistics.median(self._ratios)
-        chosen, former = min(self._chosen), min(self._former)
-        is_better = median >= _FORMER_LEAST and chosen >= former
-        print(
-            f"{CHOSEN} ÷ {FORMER} in the median of {len(self._ratios)} cells {median:.3f} (rule:"
-            f" {_FORMER_LEAST}), worst cell ÷ best {chosen:.3f}, {FORMER} {former:.3f} (rule: no"
-            f" worse): {CHOSEN if is_better else FORMER} stays"
-        )
-
-
 def _table(store: Store, cells: Sequence[Cell]) -> None:
     """Prints a line for each cell, and whether the choice holds its bars."""
     print(
@@ -353,7 +294,6 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
     lucky: list[float] = []
     misses: list[str] = []
     changes_most = 0.0
-    race = _Race()
     for cell in cells:
         rounds = [found["arms"] for found in store.of(cell)]
         if not rounds:
@@ -362,8 +302,7 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
             sys.exit(f"{cell.name} has rounds without the arm {CHOSEN}: they are another trial's")
         speeds = {
             arm: [arms[arm]["tokens_per_s"] for arms in rounds if arm in arms]
-            for arm in (CHOSEN, FORMER, *FIXED)
-            if arm != FORMER or any(FORMER in arms for arms in rounds)
+            for arm in (CHOSEN, *FIXED)
         }
         best = _best(speeds)
         parts = []
@@ -385,7 +324,6 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
         if ratio < _CELL_LEAST and high < _CELL_LEAST:
             misses.append(cell.name)
         print(f"    {ratio:.3f} ({low:.3f}-{high:.3f}), {lucky[-1]:.3f}, {per_s:.2f} changes/s")
-        race.add(rounds, speeds)
     if not ratios:
         return
     median = statistics.median(ratios)
@@ -396,7 +334,6 @@ def _table(store: Store, cells: Sequence[Cell]) -> None:
         f" {_CELL_LEAST} in {', '.join(misses) or 'none'}, at most {changes_most:.2f} changes/s:"
         f" {'holds' if holds else 'does not hold'}"
     )
-    race.print_verdict()
 
 
 def _selected(only: str) -> Iterator[Cell]:
@@ -427,7 +364,6 @@ def main() -> None:
     add("--only", default="", help="cell=NAME+NAME,streams=N+N")
     add("--json", type=Path, default=Path("build/trial.json"))
     add("--lock", type=Path, help="a file whose lock is held while something is measured")
-    add("--former", action="store_true", help="an arm for the model that chose K before")
     add("--table", action="store_true", help="measure nothing, print the table of the file")
     options = parser.parse_args()
     stop_at = time.monotonic() + 60 * options.minutes

@@ -480,7 +480,7 @@ class Config(DeviceSettings, SharingSettings, FrontSettings, AdminSettings):
             _check_value(setting, getattr(self, setting.name))
         for check in (check_access, check_admin, check_devices, check_outbox, check_ports):
             check(self)
-        check_cells(self)
+        check_cells(self, self.flash_attn)
         _check_sizes(self)
         _check_drafts(self)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import Protocol
 
 from drafthouse_server.access import is_loopback
 from drafthouse_server.errors import ConfigError
@@ -20,7 +19,6 @@ __all__ = [
     "NUMA_STRATEGIES",
     "ROPE_SCALINGS",
     "SPLIT_MODES",
-    "CellSettings",
     "DeviceSettings",
     "check_cells",
     "check_devices",
@@ -257,36 +255,15 @@ class DeviceSettings:
     """Low correction dimension; -1 is the model's."""
 
 
-class CellSettings(Protocol):
-    """Settings of cells and of the attention that reads them."""
-
-    @property
-    def flash_attn(self) -> str:
-        """Flash attention: auto, on or off."""
-        ...
-
-    @property
-    def cache_type_v(self) -> str:
-        """Type of values."""
-        ...
-
-    @property
-    def cache_type_v_draft(self) -> str:
-        """Type of the drafter's values."""
-        ...
-
-
-def check_cells(settings: CellSettings) -> None:
+def check_cells(settings: DeviceSettings, flash_attn: str) -> None:
     """Checks that attention can read the cells, before a model is loaded for it.
 
     Raises:
         ConfigError: values are quantised, and flash attention is off.
     """
-    if settings.flash_attn != "off":
-        return
     for name in ("cache_type_v", "cache_type_v_draft"):
         value = getattr(settings, name)
-        if value not in _WHOLE_TYPES:
+        if flash_attn == "off" and value not in _WHOLE_TYPES:
             problem = (
                 f"{name} is {value}, and quantised values need flash attention; set it to f16, or"
                 " flash_attn to auto"

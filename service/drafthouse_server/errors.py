@@ -496,17 +496,13 @@ class EngineError(DrafthouseError):
 
     Args:
         status: Name of the failure, such as "DECODE_FAILED".
-        request_id: Id of the request; empty where the engine speaks of a whole step.
-        detail: For the server's log; never sent.
     """
 
     reason = "ENGINE_FAILURE"
     code = "INTERNAL"
 
-    def __init__(self, status: str, request_id: str = "", detail: str = "") -> None:
+    def __init__(self, status: str) -> None:
         self.status = status
-        self.request_id = request_id
-        self.detail = detail
         super().__init__(f"the engine failed: {status}")
 
     def metadata(self) -> dict[str, str]:
@@ -543,7 +539,6 @@ class ConfigError(StartupError):
         self.key = key
         self.value = value
         self.expected = expected
-        self.source = source
         origin = f" ({source})" if source else ""
         super().__init__(problem or f"setting {key!r}{origin} is {value!r}; expected {expected}")
 
@@ -578,7 +573,6 @@ class ModelLoadError(StartupError):
 
     def __init__(self, path: str, problem: str, advice: str) -> None:
         self.path = path
-        self.problem = problem
         self.advice = advice
         super().__init__(f"cannot load {path!r}: {problem}; {advice}")
 

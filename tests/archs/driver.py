@@ -78,8 +78,6 @@ class Answer:
     """Of these, accepted."""
     n_reused: int = 0
     """Tokens of the prompt that were not computed again."""
-    n_preempted: int = 0
-    """Times that the request lost its slot."""
 
 
 class Driver:
@@ -205,7 +203,6 @@ def answer_of(sequence: Sequence) -> Answer:
         sequence.tally.n_drafted,
         sequence.tally.n_accepted,
         sequence.n_reused,
-        sequence.swap.n_preemptions,
     )
 
 

@@ -170,11 +170,10 @@ class Judge:
 
     def _shift(self, answer: Answer, right: Callable[[Sequence[int]], Sequence[int]]) -> float:
         """Returns how far logits differ without flash attention, but for where an answer parts."""
-        try:
-            with Steps(self._model) as rows:
-                return shift_elsewhere(rows, answer.prompt, answer.tokens, right(answer.prompt))
-        except EngineError:
-            return math.inf
+        text = answer.prompt, answer.tokens
+        return _measured(
+            self._model, lambda rows: shift_elsewhere(rows, *text, right(answer.prompt))
+        )
 
     def _shift_of_all(
         self, answer: Answer, right: Callable[[Sequence[int]], Sequence[int]]
@@ -195,11 +194,7 @@ class Judge:
         it what it is. A fault of attention would show with all experts as well.
         """
         text = answer.prompt, answer.tokens
-        try:
-            with Steps(self._model) as rows:
-                if lag(rows, *text) > TIE:
-                    return math.inf
-        except EngineError:
+        if _measured(self._model, lambda rows: lag(rows, *text)) > TIE:
             return math.inf
 
         def measure(model: Path, rows: Rows) -> float:
@@ -217,11 +212,7 @@ class Judge:
             model = without_choice(self._model, Path(folder) / "all.gguf")
             if model is None:
                 return math.inf
-            try:
-                with Steps(model) as rows:
-                    return measure(model, rows)
-            except EngineError:
-                return math.inf
+            return _measured(model, lambda rows: measure(model, rows))
 
     def _gap(self, answer: Answer, expected: Sequence[int]) -> float:
         """Returns the difference of the two candidates' logits at the first difference."""
@@ -231,3 +222,12 @@ class Judge:
             return math.inf
         history = [*answer.prompt, *answer.tokens[:place]]
         return self._open().gap(history, answer.tokens[place], expected[place])
+
+
+def _measured(model: Path, measure: Callable[[Rows], float]) -> float:
+    """Returns what is measured of a model's logits; infinity where they cannot be computed."""
+    try:
+        with Steps(model) as rows:
+            return measure(rows)
+    except EngineError:
+        return math.inf

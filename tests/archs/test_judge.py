@@ -203,7 +203,7 @@ def test_a_copy_uses_all_experts_and_is_none_where_there_are_none(tmp_path: Path
     assert without_choice(write_model(tmp_path / "l.gguf", "llama"), tmp_path / "n.gguf") is None
 
 
-def test_logits_that_are_no_numbers_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_no_numbers_are_none() -> None:
     engine = FakeEngine(lambda tokens, i: is_ours(tokens) and i in (1, AT))
     ours, right = engine.answer(PROMPT, is_fused=True), engine.answer(PROMPT, is_fused=False)
 

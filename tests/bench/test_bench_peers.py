@@ -161,7 +161,7 @@ async def test_the_client_counts_tokens_not_messages_and_survives_a_closed_conne
         await reader.readuntil(b"\r\n\r\n")  # of the next request, which is never answered
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    client = HttpClient("127.0.0.1", server.sockets[0].getsockname()[1], {"top_k": 20})
+    client = HttpClient(server.sockets[0].getsockname()[1], {"top_k": 20})
     try:
         for n_expected in (1, 2):
             trace = Trace(0.0)
@@ -202,7 +202,7 @@ async def test_a_stream_that_ends_early_fails() -> None:
         is_left.set()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    client = HttpClient("127.0.0.1", server.sockets[0].getsockname()[1], {})
+    client = HttpClient(server.sockets[0].getsockname()[1], {})
     try:
         with pytest.raises(BenchError, match="4 tokens of 5"):
             await client.stream([1, 2], 5, Trace(0.0))
@@ -478,8 +478,8 @@ def test_a_plot_holds_both_contenders(tmp_path: Path) -> None:
 class SlowClient:
     """Sends a token each `gap_s`; the first of a long prompt comes late and holds the others."""
 
-    def __init__(self, gap_s: float = 0.01, stall_s: float = 0.2) -> None:
-        self._gap_s, self._stall_s = gap_s, stall_s
+    def __init__(self, gap_s: float = 0.01) -> None:
+        self._gap_s = gap_s
         self._is_free = asyncio.Event()
         self._is_free.set()
         self.n_now = self.n_most = 0
@@ -490,7 +490,7 @@ class SlowClient:
         try:
             if len(prompt) > 100:
                 self._is_free.clear()
-                await asyncio.sleep(self._stall_s)
+                await asyncio.sleep(0.2)
                 self._is_free.set()
             for _ in range(n_output):
                 await asyncio.sleep(self._gap_s)

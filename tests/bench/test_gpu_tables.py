@@ -368,7 +368,7 @@ def test_a_piece_is_ended_at_its_time(machine: Machine) -> None:
 
 
 def test_another_gpu_has_pieces_of_its_own_and_a_new_machine_builds_again(
-    machine: Machine, tmp_path: Path
+    machine: Machine,
 ) -> None:
     machine.run("build", "equal")
     machine.gpu("NVIDIA Other, 580.1, 1 MiB, 8.6")

@@ -74,21 +74,3 @@ def test_a_cell_below_its_bar_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     rounds = [arms(adaptive=99, none=100, K1=70, K2=60, K3=50)] * 3
     (tmp_path / "trial.json").unlink()
     assert table(rounds, tmp_path, capsys)[-1].endswith(": holds")
-
-
-def test_the_former_model_is_raced_in_the_rounds_that_have_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without = arms(adaptive=10, none=100, K1=70, K2=60, K3=50)
-    raced = arms(adaptive=99, former=98, none=100, K1=70, K2=60, K3=50)
-    lines = table([without, raced, raced], tmp_path, capsys)
-    assert lines[3].startswith(
-        "    former 0.980 (0.980-0.980), 0.00 changes/s; adaptive ÷ former 1.010"
-    )
-    assert lines[-1].endswith("adaptive stays")
-    (tmp_path / "trial.json").unlink()
-    lines = table([arms(adaptive=96, former=99, none=100, K1=70, K2=60, K3=50)], tmp_path, capsys)
-    assert "median of 1 cells 0.970 (rule: 0.98)" in lines[-1]
-    assert lines[-1].endswith("former stays")
-    (tmp_path / "trial.json").unlink()
-    assert "former" not in "".join(table([without] * 3, tmp_path, capsys))

@@ -86,8 +86,8 @@ class Bench:
         return tokens[1:9]
 
 
-def begun(draft_type: DraftType = "mtp") -> Bench:
-    target = engine(draft_type)
+def begun() -> Bench:
+    target = engine("mtp")
     target.seq_begin(0, sampler())
     result = target.step(plan((0, 0, 0, len(PROMPT), 0, 1)), PROMPT)
     target.seq_begin(1, sampler())

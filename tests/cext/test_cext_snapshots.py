@@ -98,10 +98,10 @@ def begin(target: Engine, seq_id: int, text: str, sampling: SamplingParams, name
     assert not result.entries["status"].any()
 
 
-def go_on_from(target: Engine, seq_id: int, token: int) -> None:
+def begin_by_hand(target: Engine, seq_id: int) -> None:
     """Runs a step of a sequence that has chosen nothing yet, with a token of the caller's."""
     row = (seq_id, target.seq_n_past(seq_id), 0, 1, 0, 1)
-    result = target.step(plan(row), [token])
+    result = target.step(plan(row), [5])
     assert not result.entries["status"].any()
     assert len(emitted(result, 0)) == 1
 
@@ -415,7 +415,7 @@ def test_a_snapshot_without_sampler_holds_nothing_of_the_request(draft_type: Dra
         assert started(owner, start) == len(tokens)
         assert owner.seq_tokens(1).tolist() == tokens
         assert owner.n_cells_used == n_cells
-        go_on_from(owner, 1, 5)
+        begin_by_hand(owner, 1)
 
 
 @pytest.mark.parametrize("draft_type", ["mtp", "simple"])
@@ -445,7 +445,7 @@ def test_the_sampler_of_a_snapshot_is_made_only_where_it_goes_on(draft_type: Dra
         own = Start(0, None, n_past, snapshot=broken, is_resumed=True)
         assert started(owner, own) == 0
         assert started(owner, Start(0, sampler(GREEDY), n_past, snapshot=broken)) == n_past
-        go_on_from(owner, 0, 5)
+        begin_by_hand(owner, 0)
 
 
 @pytest.mark.parametrize("draft_type", ["mtp", "simple", "ngram-cache", "ngram-mod"])

@@ -174,7 +174,7 @@ def test_a_fork_from_a_running_sequence_leaves_it_undisturbed() -> None:
 def test_a_fork_of_a_fork_that_has_ended_holds_the_prompt(
     draft_type: Any, flash_attention: bool
 ) -> None:
-    """Cells are copied in the next step, from one to the next: also through one that needs none."""
+    """Each copy is made before the next one begins, through one that then needs no cells, too."""
     prompt, other = (list(text) for text in prompts((60, 9)))
     made = dataclasses.replace(params(draft_type), flash_attention=flash_attention)
     k = 0 if draft_type == "none" else 3

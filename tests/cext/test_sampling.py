@@ -34,9 +34,9 @@ pytestmark = pytest.mark.model
 ON_CPU = Placement(devices=())
 
 
-def params(draft_type: Any, n_seq_max: int = 4, *, exact: bool = False) -> EngineParams:
+def params(draft_type: Any, *, exact: bool = False) -> EngineParams:
     return EngineParams(
-        draft_type=draft_type, n_seq_max=n_seq_max, n_ctx_seq=512, n_batch=512, n_threads=1,
+        draft_type=draft_type, n_seq_max=4, n_ctx_seq=512, n_batch=512, n_threads=1,
         probabilistic=True, exact=exact,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.certificates import Authority
+from tests.support.served import served
 
 import drafthouse
 from drafthouse_server.cli import admin
@@ -150,9 +151,7 @@ async def test_drain_waits_for_the_end_of_the_server(free_port: int) -> None:
     server = Server(
         Config(port=0, admin_port=free_port, draft_policy="fixed"), lambda: FakeEngine(step_s=0.01)
     )
-    ready = asyncio.Event()
-    serving = asyncio.create_task(server.serve(lambda _: ready.set()))
-    await ready.wait()
+    serving = await served(server)
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         stream = client.generate("hello", max_output_tokens=60)
         chunks = aiter(stream)

@@ -19,8 +19,8 @@ from drafthouse_server.step import ResultEntry, SequenceStatus, StepResult, Step
 NAN, INF = math.nan, math.inf
 
 
-def adaptive(n_draft_max: int = 4) -> tuple[AdaptiveDraft, StepCost]:
-    return AdaptiveDraft(n_draft_max), StepCost()
+def adaptive() -> tuple[AdaptiveDraft, StepCost]:
+    return AdaptiveDraft(4), StepCost()
 
 
 def verified(policy: DraftPolicy, crowd: list[Member], n_drafts: list[int]) -> list[ResultEntry]:

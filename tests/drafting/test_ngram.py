@@ -175,13 +175,13 @@ def say(drafter: NgramDrafter, sequence: Sequence, entry: PlanEntry, text: Token
 LARGE = dataclasses.replace(LIMITS, n_ctx=4000, n_ctx_seq=1000)
 
 
-def follow(text: list[int], n_prompt: int, n_draft: int = 4) -> list[tuple[int, int]]:
+def follow(text: list[int], n_prompt: int) -> list[tuple[int, int]]:
     """Lets a sequence say a text and returns, of each step, the tokens given and yielded."""
     drafter = NgramDrafter(3)
     sequence = sequence_of(text[: n_prompt + 1], n_prompt)
     steps = []
-    while len(sequence.tokens) + n_draft < len(text):
-        entry = drafter.fill([sequence], [entry_of(sequence, n_draft)], LARGE, 4)[0]
+    while len(sequence.tokens) + 4 < len(text):
+        entry = drafter.fill([sequence], [entry_of(sequence, 4)], LARGE, 4)[0]
         before = len(sequence.tokens)
         say(drafter, sequence, entry, text)
         steps.append((len(entry.external), len(sequence.tokens) - before))
@@ -303,14 +303,14 @@ def bench_of(**fake: Any) -> Bench:
     return Bench(LARGE, 3, {"ngrams": NgramDrafter(3, 1000)}, **fake)
 
 
-def ask(bench: Bench, tenant: str, prompt: str, **more: object) -> Sequence:
+def ask(bench: Bench, tenant: str, **more: object) -> Sequence:
     """Runs one more request to its end."""
     options = more.pop("options", GREEDY)
     assert isinstance(options, SamplingOptions)
     sequence = Sequence(
         Request(
             f"{tenant}{len(bench.plans)}",
-            list(prompt.encode()),
+            list(b"hello"),
             tenant=tenant,
             sampling=options,
             n_output_max=60,
@@ -334,9 +334,9 @@ def n_external(bench: Bench, sequence: Sequence) -> int:
 
 def test_a_tenant_drafts_from_its_own_and_no_other_does() -> None:
     bench = bench_of(acceptance=[0])
-    first = ask(bench, "a", "hello")
-    other = ask(bench, "b", "hello")
-    again = ask(bench, "a", "hello")
+    first = ask(bench, "a")
+    other = ask(bench, "b")
+    again = ask(bench, "a")
     assert first.output == other.output == again.output
     assert n_external(bench, again) > 5
     assert again.tally.n_steps < first.tally.n_steps / 2
@@ -362,24 +362,24 @@ def test_a_seed_is_not_led_by_what_others_drew() -> None:
     bench = bench_of(acceptance=[0])
     options = SamplingOptions(temperature=1.0, seed=3)
     for _ in range(2):
-        seeded = ask(bench, "a", "hello", options=options)
+        seeded = ask(bench, "a", options=options)
         assert seeded.tally.n_accepted == 0
     free = SamplingOptions(temperature=1.0)  # the fake engine draws the same without a seed
-    ask(bench, "a", "hello", options=free)
-    assert ask(bench, "a", "hello", options=free).tally.n_accepted > 0
+    ask(bench, "a", options=free)
+    assert ask(bench, "a", options=free).tally.n_accepted > 0
 
 
 def test_a_request_without_drafts_gets_none() -> None:
     bench = bench_of(acceptance=[0])
-    ask(bench, "a", "hello")
-    again = ask(bench, "a", "hello", n_draft=0)
+    ask(bench, "a")
+    again = ask(bench, "a", n_draft=0)
     assert again.tally.n_drafts == 0
 
 
 def test_statistics_tell_who_drafted() -> None:
     bench = bench_of(acceptance=[0])
     for _ in range(2):
-        ask(bench, "a", "hello")
+        ask(bench, "a")
     counts = bench.scheduler.counts
     assert counts.n_planned == sum(len(plan.entries) for plan in bench.plans if plan.entries) - 2
     assert 0 < counts.n_draft_planned <= 3 * counts.n_planned
@@ -390,9 +390,9 @@ def test_the_policy_learns_of_its_drafters_drafts_only() -> None:
     scheduler = Scheduler(LARGE, policy, cost=UnknownCost(), ngrams=NgramDrafter(3, 1000))
     bench = Bench(LARGE)
     bench.scheduler, bench.engine = scheduler, FakeEngine(LARGE, acceptance=[0])
-    ask(bench, "a", "hello")
+    ask(bench, "a")
     with mock.patch.object(policy, "observe", wraps=policy.observe) as observe:
-        again = ask(bench, "a", "hello")
+        again = ask(bench, "a")
     seen: list[StepResult] = [call.args[0] for call in observe.call_args_list]
     assert sum(e.n_accepted for result in seen for e in result.entries) == 0
     assert again.tally.n_accepted > 0

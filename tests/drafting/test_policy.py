@@ -14,19 +14,9 @@ from drafthouse_server.step import EngineLimits
 LIMITS = EngineLimits("mtp", 4, 400, 100, 64, 64, 5, 24)
 
 
-def make(
-    n_draft: int | None = None,
-    n_output_max: int = 50,
-    n_computed: int = 10,
-    seq_id: int = 0,
-    tenant: str = "default",
-) -> Sequence:
-    sequence = Sequence(
-        Request("r", [1] * n_computed, n_draft=n_draft, tenant=tenant),
-        object(),
-        n_output_max=n_output_max,
-        seq_id=seq_id,
-    )
+def make(n_draft: int | None = None, n_output_max: int = 50, n_computed: int = 10) -> Sequence:
+    request = Request("r", [1] * n_computed, n_draft=n_draft)
+    sequence = Sequence(request, object(), n_output_max=n_output_max, seq_id=0)
     sequence.tokens.append(7)
     sequence.n_computed = n_computed
     return sequence

@@ -35,17 +35,15 @@ def run(engine: FakeEngine, plan: StepPlan) -> ResultEntry:
     return engine.step(plan).entries[0]
 
 
-def generate(
-    engine: FakeEngine, n_draft: int, n_tokens: int = 20, options: SamplingOptions = GREEDY
-) -> list[int]:
-    """Returns the first tokens of a generation."""
+def generate(engine: FakeEngine, n_draft: int, options: SamplingOptions = GREEDY) -> list[int]:
+    """Returns the first 20 tokens of a generation."""
     entry = run(engine, begin(engine, options=options))
     tokens = list(entry.tokens)
-    while len(tokens) < n_tokens:
+    while len(tokens) < 20:
         plan = StepPlan([PlanEntry(0, entry.n_past, tokens[-1:], n_draft, True)])
         entry = run(engine, plan)
         tokens += entry.tokens
-    return tokens[:n_tokens]
+    return tokens[:20]
 
 
 @pytest.mark.parametrize("n_draft", [1, 2, 4])
@@ -251,12 +249,12 @@ N_CACHED = 9
 """Tokens that `finished` leaves in its slot."""
 
 
-def cold(prompt: list[int], options: SamplingOptions = SAMPLED, n_tokens: int = 12) -> list[int]:
-    """Returns what a sequence generates in an engine of its own."""
+def cold(prompt: list[int], options: SamplingOptions = SAMPLED) -> list[int]:
+    """Returns twelve tokens that a sequence generates in an engine of its own."""
     engine = FakeEngine(LIMITS)
     start = Start(0, engine.make_sampler(options))
     entry = run(engine, StepPlan([PlanEntry(0, 0, prompt, 0, True)], [start]))
-    return go_on(engine, entry, n_tokens)[0][:n_tokens]
+    return go_on(engine, entry, 12)[0][:12]
 
 
 def finished(engine: FakeEngine, seq_id: int = 0) -> list[int]:

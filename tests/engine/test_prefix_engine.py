@@ -284,7 +284,7 @@ def test_penalties_see_the_tokens_of_a_prefix(dense_exact: LlamaEngine, way: str
 
 
 def test_a_chain_of_copies_holds_what_its_first_held(dense: LlamaEngine, referee: Referee) -> None:
-    """Copies between separate caches wait for a decode; one plan may copy, load and copy again."""
+    """One plan may copy, load and copy again."""
     prompt, other = a_prompt(n=50), a_prompt(1, 50)
     expected = {
         0: alone(dense, other, OPTIONS["greedy"]),
@@ -361,8 +361,8 @@ def test_damaged_snapshots_keep_nothing(referee: Referee, *, is_kv_unified: bool
     begin(engine, 0, prompt, options, 3)
     snapshot = bytes(engine.step(StepPlan(saves=[0])).snapshots[0])
     damaged = [snapshot[:-1], snapshot[:100], snapshot[:5000] + b"!" + snapshot[5001:], b""]
-    for seq_id, wrong in enumerate([*damaged[:3], damaged[3]]):
-        slot = 1 + seq_id % 3
+    for i, wrong in enumerate(damaged):
+        slot = 1 + i % 3
         start = Start(slot, engine.make_sampler(options), 20, snapshot=wrong)
         result = engine.step(StepPlan([PlanEntry(slot, 20, [1], 0, True)], [start]))
         assert result.n_kept == {slot: 0}

@@ -19,6 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from tests.support.admin import admin, audit_trail, reason_of
 from tests.support.certificates import Authority, Pair
 from tests.support.http2 import connect
+from tests.support.served import served
 
 import drafthouse
 from drafthouse import _transport
@@ -604,9 +605,7 @@ async def test_drain_lets_running_streams_finish_and_refuses_new_ones(
 ) -> None:
     config = Config(port=0, admin_port=free_port, drain_timeout_s=0.0, draft_policy="fixed")
     server = Server(config, lambda: gated_engine)
-    ready = asyncio.Event()
-    serving = asyncio.create_task(server.serve(lambda _: ready.set()))
-    await ready.wait()
+    serving = await served(server)
     async with client_of(server) as client, admin(free_port) as stub:
         stream = client.generate("hello", max_output_tokens=100)
         chunks = aiter(stream)
@@ -635,9 +634,7 @@ async def test_the_first_signal_leaves_a_drain_its_time_and_the_second_ends_it(
     """As where an operator drains a server, and what supervises it then sends SIGTERM."""
     config = Config(port=0, admin_port=free_port, draft_policy="fixed")
     server = Server(config, lambda: gated_engine)
-    ready = asyncio.Event()
-    serving = asyncio.create_task(server.serve(lambda _: ready.set()))
-    await ready.wait()
+    serving = await served(server)
     step, steps = gated_engine.step, iter(range(120))
 
     def step_some(plan: StepPlan) -> StepResult:
@@ -670,9 +667,7 @@ async def test_the_first_signal_leaves_a_drain_its_time_and_the_second_ends_it(
 async def test_a_second_drain_shortens_the_time(gated_engine: GatedEngine, free_port: int) -> None:
     config = Config(port=0, admin_port=free_port, drain_timeout_s=600.0, draft_policy="fixed")
     server = Server(config, lambda: gated_engine)
-    ready = asyncio.Event()
-    serving = asyncio.create_task(server.serve(lambda _: ready.set()))
-    await ready.wait()
+    serving = await served(server)
     async with client_of(server) as client, admin(free_port) as stub:
         stream = client.generate("hello", max_output_tokens=900)
         chunks = aiter(stream)

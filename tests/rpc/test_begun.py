@@ -25,9 +25,7 @@ def outcomes(server: Server) -> list[str]:
     return found
 
 
-async def test_a_stream_begins_with_its_request_id(
-    server: Server, client: drafthouse.AsyncClient
-) -> None:
+async def test_a_stream_begins_with_its_request_id(client: drafthouse.AsyncClient) -> None:
     request = generation_pb2.GenerateRequest(
         prompt=generation_pb2.Prompt(text="abc"), max_output_tokens=2
     )

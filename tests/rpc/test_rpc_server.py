@@ -18,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from tests.support.http2 import connect
+from tests.support.served import served
 
 import drafthouse
 from drafthouse.v1 import generation_pb2
@@ -225,16 +226,12 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(
             await server.shutdown()
 
 
-async def test_an_engine_that_stays_broken_ends_the_server_with_a_code_of_its_own(
-    start_server: ServerFactory,
-) -> None:
+async def test_an_engine_that_stays_broken_ends_the_server_with_a_code_of_its_own() -> None:
     engine = FakeEngine()
     engine.inject(RuntimeError("device lost"), n_steps=1000)
     config = Config(port=0, unhealthy_exit_s=0.05, draft_policy="fixed")
     server = Server(config, lambda: engine)
-    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(server.serve(lambda _: ready.set_result(None)))
-    await ready
+    serving = await served(server)
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         with pytest.raises(drafthouse.EngineFailure):
             await client.generate("x", max_output_tokens=1)
@@ -309,9 +306,7 @@ async def test_a_step_that_never_ends_does_not_keep_the_server_from_ending(
     monkeypatch.setattr("drafthouse_server.rpc.server._STEP_S", 0.05)
     config = Config(port=0, drain_timeout_s=600, draft_policy="fixed")
     server = Server(config, lambda: gated_engine)
-    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(server.serve(lambda _: ready.set_result(None)))
-    await ready
+    serving = await served(server)
     gated_engine.hold()
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         stream = asyncio.ensure_future(client.generate("x").result())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from tests.support.http2 import connect
+from tests.support.served import served
 
 import drafthouse
 from drafthouse.v1 import generation_pb2, generation_pb2_grpc, usage_pb2, usage_pb2_grpc
@@ -357,9 +358,7 @@ async def test_a_journal_whose_thread_has_failed_ends_the_server(
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     config = Config(port=0, usage_journal=str(tmp_path), draft_policy="fixed")
     server = Server(config, FakeEngine)
-    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(server.serve(lambda _: ready.set_result(None)))
-    await ready
+    serving = await served(server)
     break_journal(server, monkeypatch)
     await eventually(serving.done)
     with pytest.raises(ServerFailed, match=r"the usage journal failed .* start it again"):

@@ -73,12 +73,12 @@ def test_snapshots_are_bounded_and_what_does_not_fit_is_computed_again() -> None
     swap.put(other, b"x" * 300)
     assert (one.n_computed, other.n_computed) == (50, 0)
     assert other.swap.snapshot is None
-    assert (swap.n_bytes, swap.n_recomputed) == (800, 40)
+    assert (swap._n_bytes, swap.n_recomputed) == (800, 40)
     assert not swap.is_worth_saving(50, None)  # 16 bytes a token were seen
     assert swap.is_worth_saving(10, None)
     assert swap.take(one) == b"x" * 800
     assert swap.take(one) is None
-    assert swap.n_bytes == 0
+    assert swap._n_bytes == 0
 
 
 def test_the_cheaper_way_is_taken() -> None:

@@ -215,17 +215,18 @@ def test_three_floods_on_two_slots_take_turns_by_the_quantum() -> None:
     assert 10 < n_changes <= 2 * sum(served.values()) / 64
 
 
-def order_of_service(n_of_each: int, *, text: float = 0.0, n_mask_work: int = 0) -> str:
+def order_of_service(*, text: float = 0.0, n_mask_work: int = 0) -> str:
     """Returns whose requests got the one slot, in order, while two tenants waited.
 
+    Each has four requests, of 4 tokens in and 4 tokens out: 12 units of service.
+
     Args:
-        n_of_each: Requests of each, of 4 tokens in and 4 tokens out: 12 units of service.
         text: Units of service of the text work of tenant a.
         n_mask_work: Comparisons of the grammar of a's requests, in each step with an output.
     """
     limits = EngineLimits("mtp", 1, N_CTX_SEQ, N_CTX_SEQ, 64, 64, 4, 5)
     engine, scheduler = FakeEngine(limits), Scheduler(limits, FixedDraft(0), cost=UnknownCost())
-    for i in range(2 * n_of_each):
+    for i in range(8):
         sampler = engine.make_sampler(GREEDY)
         tenant = "ab"[i % 2]
         scheduler.submit(
@@ -248,12 +249,12 @@ def order_of_service(n_of_each: int, *, text: float = 0.0, n_mask_work: int = 0)
 
 
 def test_the_work_of_texts_and_grammars_decides_who_is_next() -> None:
-    assert order_of_service(4) == "abababab"
+    assert order_of_service() == "abababab"
     # 30 units are two and a half requests.
-    assert order_of_service(4, text=30.0) == "bbbabaaa"
-    assert order_of_service(4, text=1e6) == "bbbbaaaa"
+    assert order_of_service(text=30.0) == "bbbabaaa"
+    assert order_of_service(text=1e6) == "bbbbaaaa"
     # A request with as much work of its grammar as all else counts twice.
-    assert order_of_service(4, n_mask_work=300_000) == "abbabbaa"
+    assert order_of_service(n_mask_work=300_000) == "abbabbaa"
 
 
 def test_who_comes_back_for_a_few_tokens_does_not_wait_for_anothers_long_prompts() -> None:

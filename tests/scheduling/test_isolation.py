@@ -16,7 +16,7 @@ from drafthouse_server.engine.fake import FakeEngine
 from drafthouse_server.errors import Unauthenticated
 from drafthouse_server.scheduling.prefix_cache import BLOCK_SIZE, PrefixCache
 from drafthouse_server.scheduling.scheduler import Scheduler
-from drafthouse_server.scheduling.sequence import ErrorEvent, Event, FinishReason, Request, Sequence
+from drafthouse_server.scheduling.sequence import ErrorEvent, FinishReason, Request, Sequence
 from drafthouse_server.step import EngineLimits, SamplingOptions, StepPlan
 
 B = BLOCK_SIZE
@@ -136,7 +136,6 @@ class Bench:
             LIMITS, FixedDraft(2), cost=UnknownCost(), prefixes=self.prefixes, ngrams=self.ngrams
         )
         self.plans: list[StepPlan] = []
-        self.events: list[tuple[Sequence, Event]] = []
 
     def add(
         self, tenant: str, prompt: list[int], n_output: int = 4, end_user: str = ""
@@ -156,10 +155,10 @@ class Bench:
         return sequence
 
     def step(self) -> StepPlan:
-        self.events += self.scheduler.reap(0.0)
+        self.scheduler.reap(0.0)
         plan = self.scheduler.plan(0.0)
         self.plans.append(plan)
-        self.events += self.scheduler.commit(self.engine.step(plan), 0.0)
+        self.scheduler.commit(self.engine.step(plan), 0.0)
         return plan
 
     def run(self) -> None:

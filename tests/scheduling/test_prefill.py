@@ -200,12 +200,12 @@ LONG = dataclasses.replace(
 )
 
 
-def lengths_alone(base_s: float, token_s: float, n_prompt: int = 2000) -> list[int]:
+def lengths_alone(base_s: float, token_s: float) -> list[int]:
     """Returns the lengths of a prompt's pieces, alone, on a machine whose steps take so long."""
     world = World(LONG, base_s=base_s, token_s=token_s)
     world.add("w", n_prompt=3, n_output_max=10)
     world.run()
-    world.add("p", n_prompt=n_prompt, n_output_max=1)
+    world.add("p", n_prompt=2000, n_output_max=1)
     n_before = len(world.plans)
     world.run()
     return [len(e.tokens) for plan in world.plans[n_before:] for e in plan.entries]

@@ -117,7 +117,6 @@ def test_a_request_runs_from_prompt_to_limit() -> None:
     end = bench.ends()["a"]
     assert isinstance(end, FinishEvent)
     assert end.reason is FinishReason.LENGTH
-    assert (end.usage.n_prompt, end.usage.n_output) == (3, 3)
     assert len(sequence.output) == 3
     assert bench.engine.n_cells_used == 0
     assert bench.plans[-1].frees == [0]
@@ -386,7 +385,7 @@ def test_no_room_for_ever_is_an_error() -> None:
     end = bench.ends()["a"]
     assert isinstance(end, ErrorEvent)
     assert isinstance(end.error, EngineError)
-    assert (end.error.status, end.error.request_id) == ("NO_ROOM", "a")
+    assert end.error.status == "NO_ROOM"
     assert bench.engine.n_steps == N_NO_ROOM_MAX + 1
 
 
@@ -676,7 +675,7 @@ def test_the_next_turn_of_a_conversation_goes_on_from_the_slot(*, is_recurrent: 
     assert [(s.seq_id, s.n_kept) for s in plan.starts] == [(0, 37)]
     assert shape(plan) == [(0, 3, 0, True)]
     bench.run()
-    assert (second.n_reused, second.usage.n_reused) == (37, 37)
+    assert second.n_reused == 37
     alone = Bench()
     alone.scheduler.submit(
         reference := Sequence(
@@ -752,7 +751,7 @@ def test_a_prefix_beside_nobody_is_copied_to_where_the_others_run() -> None:
     (start,) = bench.step().starts
     assert (start.seq_id, start.source) == (2, None)  # where it is, it is well placed
     bench.run()
-    assert again.usage.n_reused == near.usage.n_reused == 41
+    assert again.n_reused == near.n_reused == 41
     assert bench.scheduler.counts.n_prefix_hits == 2
 
 

@@ -100,7 +100,7 @@ def test_state_is_derived() -> None:
         SequenceState
     )
     assert finished.terminal is event
-    assert event.usage.n_prompt == 3
+    assert event.reason is FinishReason.STOP
 
 
 def test_a_second_end_is_a_bug() -> None:

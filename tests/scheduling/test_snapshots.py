@@ -90,10 +90,10 @@ def test_hosted_tokens_are_those_that_a_sequence_can_go_on_from(*, is_recurrent:
     assert prefixes.n_hosted(other) == (0 if is_recurrent else 48)
 
 
-def hosting(n_chats: int, tenant: str = "a") -> tuple[Clocked, list[list[int]]]:
+def hosting(n_chats: int) -> tuple[Clocked, list[list[int]]]:
     """Returns conversations that are in host memory alone."""
     clocked = Clocked()
-    chats = [clocked.turn(numbers(400, i), tenant=tenant) for i in range(n_chats)]
+    chats = [clocked.turn(numbers(400, i)) for i in range(n_chats)]
     clocked.fill()
     clocked.now += 1  # else the last slot is kept for who has just left
     return clocked, chats
@@ -388,20 +388,20 @@ def test_a_conversation_that_begins_like_another_takes_nothing_from_it(
         assert later.n_reused == len(text) - 1
 
 
-def one_off(clocked: Clocked, tenant: str, first: int, n: int) -> int:
-    """Sends prompts that nobody sends again; returns how many snapshots are written."""
+def one_off(clocked: Clocked, first: int) -> int:
+    """Sends 100 prompts that nobody sends again; returns how many snapshots are written."""
     n_before = len(clocked.plans)
-    for i in range(first, first + n):
-        clocked.finish(clocked.add([i % 251, i // 251, *numbers(98, i)], tenant=tenant))
+    for i in range(first, first + 100):
+        clocked.finish(clocked.add([i % 251, i // 251, *numbers(98, i)], tenant="batch"))
     return sum(len(plan.saves) for plan in clocked.plans[n_before:])
 
 
-def n_reused_later(clocked: Clocked, tenant: str) -> list[int]:
+def n_reused_later(clocked: Clocked) -> list[int]:
     """Returns what the later turns of a conversation reuse whose slot is taken in between."""
-    said, n_reused = clocked.turn(numbers(150, 5), tenant=tenant), []
+    said, n_reused = clocked.turn(numbers(150, 5), tenant="chat"), []
     for i in range(4):
         clocked.fill("others")
-        sequence = clocked.finish(clocked.add([*said, *numbers(40, i)], tenant=tenant))
+        sequence = clocked.finish(clocked.add([*said, *numbers(40, i)], tenant="chat"))
         said = [*sequence.request.prompt, *sequence.output]
         n_reused.append(sequence.n_reused)
     return n_reused
@@ -412,9 +412,9 @@ def test_prompts_that_nobody_sends_again_take_the_cache_from_no_other_tenant(
 ) -> None:
     monkeypatch.setattr(preemption, "_FIXED_S", 0.02)  # a fifth of what 100 tokens take
     clocked = Clocked()
-    assert one_off(clocked, "batch", 0, 100) >= 8
-    assert one_off(clocked, "batch", 100, 100) <= 10
-    assert min(n_reused_later(clocked, "chat")) >= 150
+    assert one_off(clocked, 0) >= 8
+    assert one_off(clocked, 100) <= 10
+    assert min(n_reused_later(clocked)) >= 150
 
 
 def test_what_was_of_no_use_long_ago_counts_less() -> None:

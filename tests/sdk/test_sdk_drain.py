@@ -132,9 +132,7 @@ async def test_a_client_without_calls_finds_the_other_server(
     assert (n_done(first), n_done(second)) == (1, 3)
 
 
-async def test_a_stream_that_has_begun_ends_where_it_runs(
-    start_server: ServerFactory, servers: tuple[Server, Server]
-) -> None:
+async def test_a_stream_that_has_begun_ends_where_it_runs(servers: tuple[Server, Server]) -> None:
     async with drafthouse.AsyncClient(target_of(servers)) as client:
         stream = client.generate("x", max_output_tokens=200, ignore_end_token=True)
         chunks = aiter(stream)

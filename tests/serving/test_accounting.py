@@ -22,7 +22,6 @@ from drafthouse_server.scheduling.sequence import (
     SpeculationCounts,
     Timings,
     TokensEvent,
-    Usage,
 )
 from drafthouse_server.serving.accounting import N_UNMARKED_MAX, Account, Accounting
 from drafthouse_server.serving.metrics import Metrics
@@ -30,9 +29,7 @@ from drafthouse_server.usage.frames import Entry, Mark
 from drafthouse_server.usage.journal import Journal
 from drafthouse_server.usage.record import UsageCounts, UsageRecord
 
-END = FinishEvent(
-    FinishReason.LENGTH, Usage(5, 0), Timings(0, 0, 0, 0), SpeculationCounts(0, 0, 0, (), 0)
-)
+END = FinishEvent(FinishReason.LENGTH, Timings(0, 0, 0, 0), SpeculationCounts(0, 0, 0, (), 0))
 
 
 class HeldJournal:
@@ -71,7 +68,9 @@ class HeldJournal:
     def billed(self, account: Account) -> int:
         """What is billed of a stream if the process is killed now."""
         marks = self.marks(self.n_written)
-        return max((m.n_output for m in marks if m.record_id == account.record_id), default=0)
+        return max(
+            (m.n_output for m in marks if m.record_id == account._start.record_id), default=0
+        )
 
 
 def make_sequence() -> Sequence:
@@ -153,7 +152,7 @@ async def test_streams_that_run_side_by_side_are_marked_together() -> None:
         account.sent(1)
     [(group, _)] = journal.entries[11:]  # behind the starts: one write, one call
     assert {mark.record_id for mark in group if isinstance(mark, Mark)} == {
-        account.record_id for account in (*others, first)
+        account._start.record_id for account in (*others, first)
     }
     assert {mark.n_output for mark in journal.marks()} == {38, 39}
     assert all(account.must_wait(24) for account in others)
@@ -210,7 +209,7 @@ async def test_an_account_ends_once_and_tells_everybody() -> None:
     assert (record.tenant, record.key_id, record.end_user) == ("acme", "k", "u")
     statistics = accounting.metrics.statistics()
     assert (statistics.n_prompt_tokens, statistics.n_output_tokens) == (5, 7)
-    assert record.record_id == account.record_id
+    assert record.record_id == account._start.record_id
 
 
 async def test_an_end_waits_for_its_record() -> None:

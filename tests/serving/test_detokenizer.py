@@ -55,7 +55,7 @@ def test_a_stop_text_across_tokens_is_never_seen() -> None:
     assert detokenizer.feed(b"ab#").text == "ab"
     assert detokenizer.feed(b"#").text == ""
     end = detokenizer.feed(b"#tail")
-    assert (end.text, end.matched_stop, end.n_tokens) == ("", "###", 1)
+    assert (end.text, end.n_tokens) == ("", 1)
     assert detokenizer.matched_stop == "###"
     assert detokenizer.finish() == ""
 
@@ -64,7 +64,7 @@ def test_nothing_is_taken_after_a_stop() -> None:
     detokenizer = make("x")
     assert detokenizer.feed(b"axb").text == "a"
     after = detokenizer.feed(b"more")
-    assert (after.text, after.n_tokens, after.matched_stop) == ("", 0, "x")
+    assert (after.text, after.n_tokens, detokenizer.matched_stop) == ("", 0, "x")
 
 
 def test_what_was_held_back_is_written_when_it_was_no_stop() -> None:
@@ -88,8 +88,8 @@ def test_what_was_held_back_is_written_when_it_was_no_stop() -> None:
 def test_the_stop_that_is_complete_first_ends_the_text(
     stops: tuple[str, ...], output: bytes, text: str, matched: str
 ) -> None:
-    found = make(*stops).feed(output)
-    assert (found.text, found.matched_stop) == (text, matched)
+    detokenizer = make(*stops)
+    assert (detokenizer.feed(output).text, detokenizer.matched_stop) == (text, matched)
 
 
 def expected(output: bytes, stops: list[str]) -> str:

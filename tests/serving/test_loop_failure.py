@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
+from tests.support.served import served
 
 import drafthouse
 from drafthouse_server.cli.serve import FAILED, LISTENS_AT, LOST
@@ -163,7 +164,7 @@ async def test_a_call_that_comes_after_the_failure_is_told_why(
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         with pytest.raises(drafthouse.EngineFailure):
             await client.generate("x")
-        await eventually(lambda: server.loop.has_failed)
+        await eventually(lambda: server.loop._health.has_failed)
         for call in (client.generate("y").result(), client.tokenize("y"), client.get_model()):
             with pytest.raises(drafthouse.ServerDraining, match="its step loop has failed"):
                 await call
@@ -182,9 +183,7 @@ async def test_an_engine_that_cannot_be_closed_does_not_hide_the_failure(
 ) -> None:
     monkeypatch.setattr("drafthouse_server.serving.compose.Scheduler", BrokenScheduler)
     server = Server(Config(port=0), UncloseableEngine)
-    is_ready = asyncio.Event()
-    serving = asyncio.create_task(server.serve(lambda _: is_ready.set()))
-    await is_ready.wait()
+    serving = await served(server)
     async with drafthouse.AsyncClient(server.target, retry=None) as client:
         with pytest.raises(drafthouse.EngineFailure):
             await client.generate("x")

@@ -28,8 +28,9 @@ def test_steps_add_up() -> None:
     statistics = metrics.statistics()
     assert (statistics.n_steps, statistics.n_batch_tokens) == (2, 14)
     assert (statistics.n_drafts, statistics.n_drafted, statistics.n_accepted) == (2, 8, 4)
-    assert (statistics.draft_s, statistics.decode_s) == (2.0, 4.0)
-    assert (statistics.process_s, statistics.sample_s, statistics.other_s) == (6.0, 8.0, 1.0)
+    assert {phase: times.sum_s for phase, times in statistics.steps.items()} == {
+        "draft": 2.0, "decode": 4.0, "process": 6.0, "sample": 8.0, "other": 1.0,
+    }  # fmt: skip
 
 
 def test_drafts_are_told_apart_by_who_proposed_them() -> None:
@@ -79,10 +80,10 @@ def test_a_stream_is_timed_by_its_messages() -> None:
     for n_tokens in (3, 1, 2):
         timer.note(n_tokens)
     timer.end()
-    statistics = metrics.statistics()
-    assert (statistics.first_token.n, statistics.first_token.sum_s) == (1, 3.0)
-    assert (statistics.message_gap.n, statistics.message_gap.sum_s) == (2, 2.5)
-    assert (statistics.output_token.n, statistics.output_token.sum_s) == (1, 0.5)
+    times_of = metrics.statistics().tenants[""]
+    assert (times_of.first_token.n, times_of.first_token.sum_s) == (1, 3.0)
+    assert (times_of.message_gap.n, times_of.message_gap.sum_s) == (2, 2.5)
+    assert (times_of.output_token.n, times_of.output_token.sum_s) == (1, 0.5)
 
 
 @pytest.mark.parametrize("n_messages", [0, 1])
@@ -92,9 +93,9 @@ def test_a_stream_of_one_message_has_no_time_per_token(n_messages: int) -> None:
     for _ in range(n_messages):
         timer.note(5)
     timer.end()
-    statistics = metrics.statistics()
-    assert statistics.first_token.n == n_messages
-    assert statistics.output_token.n == statistics.message_gap.n == 0
+    found = metrics.statistics().tenants[""]
+    assert found.first_token.n == n_messages
+    assert found.output_token.n == found.message_gap.n == 0
 
 
 def test_times_and_drafts_are_counted_by_tenant_too() -> None:

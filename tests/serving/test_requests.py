@@ -232,7 +232,7 @@ def test_of_token_ids_all_that_are_wrong_are_told() -> None:
         "stop.token_ids[0]",
     }
     with pytest.raises(InvalidRequest) as caught:
-        RULES.check_some_tokens("token_ids", [-5, 1, 99_999, *[-1] * 99])
+        RULES.check_token_ids([-5, 1, 99_999, *[-1] * 99])
     fields = [violation.field for violation in caught.value.violations]
     assert fields == ["token_ids[0]", *(f"token_ids[{i}]" for i in range(2, 17))]
     assert len(fields) == N_VIOLATIONS_MAX

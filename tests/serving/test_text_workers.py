@@ -170,7 +170,7 @@ async def test_a_flood_of_one_tenant_waits_for_another_that_comes_later(
         await pool.run(A, f"a{i}")
     await pool.run(B, "b0")
     await pool.run(C, "c0")
-    assert pool.metrics.n_text_waiting == pool.texts.n_waiting == 7
+    assert pool.metrics.n_text_waiting == 7
     assert await pool.finish_all() == ["a0", "b0", "c0", "a1", "a2", "a3", "a4", "a5"]
     assert [len(run.result().tokens or ()) for run in pool.runs] == [1] * 8
 
@@ -223,7 +223,7 @@ async def test_a_job_that_is_cancelled_leaves_the_line(open_pool: Callable[[int]
     gone.cancel()
     await settle()
     assert gone.cancelled()
-    assert pool.texts.n_waiting == 1
+    assert pool.metrics.n_text_waiting == 1
     assert await pool.finish_all() == ["a0", "a2"]
 
 

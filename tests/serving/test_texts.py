@@ -158,7 +158,7 @@ async def test_jobs_of_many_tenants_are_all_answered(
     )
     how = {"add_special": True, "parse_special": False}
     assert [answer.tokens for answer in answers] == [model.tokenize(t, **how) for t in texts]
-    assert (pool.n_waiting, len(pool._idle)) == (0, 2)
+    assert (len(pool._turns), len(pool._idle)) == (0, 2)
 
 
 async def test_a_killed_worker_loses_its_job_alone(
@@ -228,9 +228,7 @@ async def test_processes_and_descriptors_are_given_back(eventually: Eventually) 
 
 
 @pytest.mark.model
-async def test_a_pool_that_closes_while_its_spare_worker_starts_leaves_nothing(
-    eventually: Eventually,
-) -> None:
+async def test_a_pool_that_closes_while_its_spare_worker_starts_leaves_nothing() -> None:
     before, others = descriptors(), set(children())  # of other tests in this process
     pool = process_pool(MODEL, 1)
     await pool.open()

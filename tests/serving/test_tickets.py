@@ -264,7 +264,7 @@ class Bench:
         held = [ticket for ticket in self.tickets if ticket.is_held]
         n_waiting = sum(not ticket.has_slot for ticket in held)
         assert (self.admission.n_active, self.admission.n_waiting) == (len(held), n_waiting)
-        if not (self.loop.is_abandoned or self.loop.has_failed):
+        if not (self.loop.is_abandoned or self.loop._health.has_failed):
             running = self.loop._thread._slots.values()
             live = [sequence for sequence in running if sequence.terminal is None]
             assert all(self.loop._tickets[sequence].is_held for sequence in live)
@@ -318,7 +318,7 @@ async def serve(before: Actions, end: str, after: Actions) -> None:
     assert bench.complaints == []
     assert bench.n_back == Counter(bench.tickets), "each of them once"
     assert (bench.admission.n_active, bench.admission.n_waiting) == (0, 0)
-    assert bench.admission.load("acme").n_bytes == 0
+    assert bench.admission._n_bytes == 0
     assert all(ticket._reserved is None for ticket in bench.tickets), "what they reserved, too"
 
 

@@ -118,9 +118,9 @@ class Clocked:
             self.step()
         raise AssertionError("the sequence does not end")
 
-    def turn(self, prompt: list[int], n_output: int = 2, tenant: str = "a") -> list[int]:
+    def turn(self, prompt: list[int], tenant: str = "a") -> list[int]:
         """Returns prompt and answer."""
-        sequence = self.finish(self.add(prompt, n_output, tenant))
+        sequence = self.finish(self.add(prompt, tenant=tenant))
         return [*prompt, *sequence.output]
 
     def fill(self, tenant: str = "z") -> list[int]:

@@ -131,21 +131,17 @@ def run(
     crowd: list[Member],
     n_steps: int,
     *,
-    n_draft_max: int = 4,
-    n_tokens: int = 1 << 60,
     n_prompt: int = 0,
     noise: random.Random | None = None,
 ) -> tuple[float, list[int]]:
-    """Runs a policy for so many steps, or tokens; a piece of a prompt is in every step, or none.
+    """Runs a policy for so many steps; a piece of a prompt is in every step, or none.
 
     Returns:
         Tokens per second, and the longest draft of each step.
     """
-    limits = limits_of(len(crowd), n_draft_max)
+    limits = limits_of(len(crowd), 4)
     n_emitted, total_s, depths = 0.0, 0.0, []
     for _ in range(n_steps):
-        if n_emitted >= n_tokens:
-            break
         n_drafts = policy.choose_all(crowd, limits, limits.n_outputs_max - len(crowd))
         for member in crowd:  # as the engine does: cold until fed once
             if not policy.wants(member):

@@ -50,9 +50,9 @@ def model(name: str = DENSE) -> Model:
 
 
 @cache
-def on_host(name: str = DENSE) -> Model:
-    """Returns a demo model, loaded once, in host memory whatever devices there are."""
-    return Model(MODELS / name, placement=Placement(devices=()))
+def on_host() -> Model:
+    """Returns the dense demo model, loaded once, in host memory whatever devices there are."""
+    return Model(MODELS / DENSE, placement=Placement(devices=()))
 
 
 def tokens_of(text: str) -> list[int]:

@@ -191,11 +191,6 @@ class Connection(_Client):
         """Whether one of both sides has hung up."""
         self.socket.sendall(self._streams.greeting)
 
-    @property
-    def next_stream(self) -> int:
-        """Number of the stream that is opened next."""
-        return self._streams.next_stream
-
     def open(self, path: str, message: bytes | None, key: str | None = None) -> int:
         """Opens a stream; `message` None sends headers alone and no end."""
         self._send(self._streams.opening(path, message, key or ""))

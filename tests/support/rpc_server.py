@@ -37,20 +37,17 @@ class RpcServer:
 
 
 @contextmanager
-def rpc_server(
-    folder: Path, port: int = 0, n_threads: int = 1, rounding: float | None = None
-) -> Iterator[RpcServer]:
+def rpc_server(folder: Path, port: int = 0, rounding: float | None = None) -> Iterator[RpcServer]:
     """Yields a server that listens, and ends it.
 
     Args:
         folder: Where its output is kept.
         port: Where it listens; 0: any free port.
-        n_threads: Threads that it computes with.
-        rounding: As of `lasting_rpc_server`; then it has one thread.
+        rounding: As of `lasting_rpc_server`.
     """
     port = port or free_port()
     output = folder / f"rpc-{port}.txt"
-    command = _command(port, n_threads) if rounding is None else _rounding(port, rounding)
+    command = _command(port) if rounding is None else _rounding(port, rounding)
     with output.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
@@ -78,7 +75,7 @@ def lasting_rpc_server(folder: Path, rounding: float | None = None) -> str:
     output = folder / f"rpc-{port}.txt"
     # The other end of its standard input closes when this process is no more, however it ended.
     watch = ["sh", "-c", '"$@" & read _; kill -9 $!', "sh"]
-    watch += _command(port, 1) if rounding is None else _rounding(port, rounding)
+    watch += _command(port) if rounding is None else _rounding(port, rounding)
     theirs, _ = os.pipe()
     os.posix_spawn(
         "/bin/sh",
@@ -95,9 +92,9 @@ def lasting_rpc_server(folder: Path, rounding: float | None = None) -> str:
     return f"127.0.0.1:{port}"
 
 
-def _command(port: int, n_threads: int) -> list[str]:
+def _command(port: int) -> list[str]:
     where = ["-H", "127.0.0.1", "-p", str(port)]
-    return [str(built("ggml-rpc-server")), *where, "-t", str(n_threads)]
+    return [str(built("ggml-rpc-server")), *where, "-t", "1"]
 
 
 def _rounding(port: int, scale: float) -> list[str]:

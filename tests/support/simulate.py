@@ -147,9 +147,7 @@ class Simulation:
         seed: Of prompts and lengths.
         has_prefix_cache: Whether ended sequences keep their slots for a while. Prompts here have
             nothing in common, so this shows what the cache costs, and nothing of its use.
-        queue_size: Requests of all tenants that may wait, of those that `ask`.
         fairness: How tenants share the slots.
-        n_ctx_seq: Most tokens of one sequence.
     """
 
     def __init__(
@@ -159,12 +157,10 @@ class Simulation:
         seed: int = 1,
         *,
         has_prefix_cache: bool = False,
-        queue_size: int = 256,
         fairness: Fairness | None = None,
-        n_ctx_seq: int = 512,
     ) -> None:
         self.limits = EngineLimits(
-            "mtp", n_seq_max, n_seq_max * n_ctx_seq, n_ctx_seq, 2048, 512, 4, n_seq_max * 5
+            "mtp", n_seq_max, n_seq_max * 512, 512, 2048, 512, 4, n_seq_max * 5
         )
         self.weights = (fairness or Fairness()).weights
         self.engine = FakeEngine(self.limits, acceptance=(2, 0, 3, 1, 4))
@@ -179,7 +175,7 @@ class Simulation:
             fairness=fairness,
         )
         self.now = 0.0
-        self.admission = Admission(queue_size, 1.0, clock=lambda: self.now)
+        self.admission = Admission(256, 1.0, clock=lambda: self.now)
         self.summary = Summary()
         self._machine = machine
         self._random = random.Random(seed)

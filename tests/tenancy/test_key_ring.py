@@ -82,7 +82,7 @@ class Bench:
             make_tenant,
             RingRules(**{"grace_s": 100.0} | rules),
             bad_keys=BadKeys(n_bad_keys),
-            fixed=fixed,
+            fixed=fixed or TenantRegistry({}),
             clock=lambda: self.now,
             wall_clock=lambda: WALL + self.now - 5_000.0,
         )

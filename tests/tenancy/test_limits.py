@@ -298,11 +298,11 @@ def most_owed(taken: list[tuple[float, int]], rate: Rate) -> float:
     return most
 
 
-def run_peers(rate: Rate, asking: list[Peer], n_asked: int) -> None:
+def run_peers(rate: Rate, asking: list[Peer]) -> None:
     """Checks what is promised: a time that was told and is remembered holds, and the bound."""
     meter, taken, told = Meter(), list[tuple[float, int]](), set[int]()
     due = [(0.001 * i, i) for i in range(len(asking))]
-    for n in range(n_asked):
+    for n in range(250):
         now, i = heapq.heappop(due)
         peer = asking[i]
         origin = f"{i} {n}" if peer.kind == "new" else str(i)
@@ -328,7 +328,7 @@ def test_a_time_that_was_told_holds_and_the_bound_of_requests(
     per_s: float, asking: list[Peer]
 ) -> None:
     """Also where all come on credit: it does not add up."""
-    run_peers(Rate(per_s, max(1.0, per_s)), asking, 250)
+    run_peers(Rate(per_s, max(1.0, per_s)), asking)
 
 
 @given(
@@ -343,7 +343,7 @@ def test_a_time_that_was_told_holds_and_the_bound_of_tokens(
 
     After one of these a seventh of the times did not hold: the row counted a burst of it.
     """
-    run_peers(Rate(per_s, 60 * per_s), asking, 250)
+    run_peers(Rate(per_s, 60 * per_s), asking)
 
 
 @given(

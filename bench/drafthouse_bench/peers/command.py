@@ -161,9 +161,10 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         " meanwhile, a core each; default: 0")  # fmt: skip
     add("--server-flags", type=shlex.split, default=[], metavar="FLAGS", help="more, of ours")
     add("--peer-flags", type=shlex.split, default=[], metavar="FLAGS", help="of llama-server")
-    add("--adaptive-flags", type=shlex.split, metavar="FLAGS", help="flags with which our server"
-        " chooses K itself; default: its own policy, if it has one")  # fmt: skip
-    add("--fixed-flags", type=shlex.split, metavar="FLAGS", help="those with which it does not")
+    add("--adaptive-flags", type=shlex.split, default="--draft-policy adaptive", metavar="FLAGS",
+        help="flags with which our server chooses K itself; default: %(default)s")  # fmt: skip
+    add("--fixed-flags", type=shlex.split, default="--draft-policy fixed", metavar="FLAGS",
+        help="those with which it does not; default: %(default)s")  # fmt: skip
     add("--peer", type=Path, default=_PEER, metavar="FILE", help="llama-server")
     add("--json", type=Path, metavar="FILE", help="also write every round as JSON")
     add("--plot", type=Path, metavar="FILE", help="also draw, SVG or PNG; needs matplotlib")
@@ -244,20 +245,6 @@ def _of_defaults(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value}
 
 
-def _policies(arguments: argparse.Namespace) -> dict[str, tuple[list[str], list[str]]]:
-    """Returns the flags of the mixed load's policies: those of a fixed K, and the adaptive one's.
-
-    The server's own setting, where it has one, is the default.
-    """
-    has_policy = any(setting.name == "draft_policy" for setting in dataclasses.fields(Config))
-    given = arguments.fixed_flags, arguments.adaptive_flags
-    fixed, adaptive = (
-        flags if flags is not None else ["--draft-policy", name] * has_policy
-        for flags, name in zip(given, ("fixed", "adaptive"), strict=True)
-    )
-    return {"fixed": (fixed, []), "adaptive": (adaptive, adaptive)}
-
-
 def _bench_peers(arguments: argparse.Namespace, terminal: Terminal) -> int:
     plan, fields = _plan(arguments), _fields(arguments)
     terminal.line(describe_estimate(plan, plan.cases()))
@@ -319,7 +306,6 @@ class _BenchPeers:
         self._arguments = arguments
         self._machine = machine
         self._terminal = terminal
-        self._policies = _policies(arguments)
         self._fields = _fields(arguments)
         self._texts: dict[tuple[Path, Path], list[list[int]]] = {}
         self._rows: list[PeerRow | StallRow | MixedRow | DefaultsRow | BehindRow | ChatsRow] = []
@@ -532,10 +518,10 @@ class _BenchPeers:
         """Our server with each K and with its adaptive policy, and llama-server, in turns."""
         base = self._plan.config(case, target)
         base = dataclasses.replace(base, draft_max=_N_DRAFT_MIXED)
-        fixed, adaptive = self._policies["fixed"][0], self._policies["adaptive"][0]
-        flags = self._arguments.server_flags
+        flags, adaptive = self._arguments.server_flags, self._arguments.adaptive_flags
+        fixed = [*flags, *self._arguments.fixed_flags]
         runs: dict[str, tuple[Config, list[str]]] = {
-            f"K = {k}": (dataclasses.replace(base, draft_default=k), [*flags, *fixed])
+            f"K = {k}": (dataclasses.replace(base, draft_default=k), fixed)
             for k in range(_N_DRAFT_MIXED + 1)
         }
         if adaptive:

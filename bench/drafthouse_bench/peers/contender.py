@@ -185,7 +185,7 @@ async def run_peer(
         BenchError: it is not built, or does not start.
     """
     port = _free_port()
-    client = HttpClient("127.0.0.1", port, GREEDY)
+    client = HttpClient(port, GREEDY)
     async with _run_program(program, [*peer_flags(config, port), *flags], client) as (pid, _):
         yield Running(THEIRS, pid, client, client)
 
@@ -216,7 +216,7 @@ async def run_peer_with(
         BenchError: it is not built, or does not start.
     """
     port = _free_port()
-    client = HttpClient("127.0.0.1", port, fields, has_cache=True)
+    client = HttpClient(port, fields, has_cache=True)
     where = ["--model", model, "--host", "127.0.0.1", "--port", str(port)]
     async with _run_program(program, [*where, *flags], client) as (pid, log):
         log.seek(0)

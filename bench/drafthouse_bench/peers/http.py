@@ -17,6 +17,8 @@ from drafthouse_bench.trace import Trace
 
 __all__ = ["HttpClient", "StreamParser"]
 
+_HOST = "127.0.0.1"
+
 _N_PER_CONNECTION = 90
 """llama-server closes a connection after 100 requests."""
 
@@ -219,16 +221,13 @@ class HttpClient:
     """llama-server's `/completion`, past end tokens unless a grammar says where the end is.
 
     Args:
-        host: Address.
         port: Port.
         fields: Of each request's body, such as `temperature`.
         has_cache: Whether prompts may go on from former ones, as llama-server does by default.
     """
 
-    def __init__(
-        self, host: str, port: int, fields: Mapping[str, Any], *, has_cache: bool = False
-    ) -> None:
-        self._host, self._port = host, port
+    def __init__(self, port: int, fields: Mapping[str, Any], *, has_cache: bool = False) -> None:
+        self._port = port
         self._fields = fields
         self._has_cache = has_cache
         self._idle: list[_Connection] = []
@@ -254,7 +253,7 @@ class HttpClient:
 
     async def is_ready(self) -> bool:
         """Returns whether the model is loaded."""
-        message = f"GET /health HTTP/1.1\r\nHost: {self._host}\r\n\r\n".encode()
+        message = f"GET /health HTTP/1.1\r\nHost: {_HOST}\r\n\r\n".encode()
         try:
             return bool((await self._request(message, None)).get("status") == "ok")
         except (BenchError, OSError):
@@ -279,7 +278,7 @@ class HttpClient:
             }
         ).encode()
         head = (
-            f"POST /completion HTTP/1.1\r\nHost: {self._host}\r\n"
+            f"POST /completion HTTP/1.1\r\nHost: {_HOST}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
@@ -314,5 +313,5 @@ class HttpClient:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._host, self._port)
+        _, connection = await loop.create_connection(_Connection, _HOST, self._port)
         return connection

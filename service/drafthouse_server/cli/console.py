@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,18 +151,11 @@ class _Generation:
     Args:
         stream: Not yet read.
         terminal: Takes the text.
-        clock: Seconds.
     """
 
-    def __init__(
-        self,
-        stream: drafthouse.GenerationStream,
-        terminal: Terminal,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, stream: drafthouse.GenerationStream, terminal: Terminal) -> None:
         self._stream = stream
         self._terminal = terminal
-        self._clock = clock
         self.figures = Figures()
         self.text = ""
 
@@ -176,7 +168,7 @@ class _Generation:
         Raises:
             drafthouse.DrafthouseError: the call failed.
         """
-        started = self._clock()
+        started = time.perf_counter()
         try:
             with stopping_at_ctrl_c(self._stream.close) as ctrl_c:
                 try:
@@ -191,14 +183,14 @@ class _Generation:
             return False
         finally:
             self._stream.close()
-            self.figures.total_s = self._clock() - started
+            self.figures.total_s = time.perf_counter() - started
             if self.text and not self.text.endswith("\n"):
                 self._terminal.write("\n")
         return True
 
     def _take(self, chunk: drafthouse.Chunk, started: float) -> None:
         if chunk.token_ids and not self.figures.n_tokens:
-            self.figures.first_token_s = self._clock() - started
+            self.figures.first_token_s = time.perf_counter() - started
         self.figures.n_tokens += len(chunk.token_ids)
         self.text += chunk.text
         self._terminal.write(chunk.text)

@@ -422,7 +422,9 @@ def _check_known(entry: PlanEntry, sampler: FakeSampler) -> None:
 
 def _require(condition: bool, status: str, detail: str) -> None:
     if not condition:
-        raise EngineError(status, detail=detail)
+        error = EngineError(status)
+        error.add_note(detail)
+        raise error
 
 
 def _check_seq_id(seq_id: int, limits: EngineLimits) -> None:

@@ -172,7 +172,7 @@ class LlamaEngine:
                 has_logprobs=bool(with_logprobs),
             )
         except drafthouse_engine.EngineError as error:
-            raise EngineError(_status_name(error), detail=str(error)) from error
+            raise EngineError(_status_name(error)) from error
         self._with_logprobs = with_logprobs
         spent_s = time.perf_counter() - begun_s
         self._steps_s += spent_s

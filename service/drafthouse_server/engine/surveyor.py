@@ -284,7 +284,7 @@ class Surveyor:
         return None if fit is None else fit.n_gpu_layers
 
     def _fit(self, size: Size, *, is_ctx_fixed: bool) -> drafthouse_engine.Fit | None:
-        params = self.params(size)
+        params = self._params_of(self.sized(size), self._draft_type)
         self._uses.clear()  # layers lie elsewhere from now on
         with explained(self._config.model, self._config, is_loaded=True):
             return self.survey.fit(params, is_ctx_fixed=is_ctx_fixed, margin_bytes=GPU_MARGIN_BYTES)
@@ -324,10 +324,6 @@ class Surveyor:
     def sized(self, size: Size) -> Config:
         """Returns the settings, with other slots and tokens of one request where they ask so."""
         return self._config if size == self._as_set else sized(self._config, size)
-
-    def params(self, size: Size, draft_type: str = "") -> drafthouse_engine.EngineParams:
-        """Returns what an engine of a size is made with."""
-        return self._params_of(self.sized(size), draft_type or self._draft_type)
 
     def _params_of(self, config: Config, draft_type: str) -> drafthouse_engine.EngineParams:
         if draft_type == "none":  # where they go with no drafter, others say so

@@ -128,7 +128,6 @@ class TextProcess(asyncio.Protocol):
 
     Args:
         model: Path of the model.
-        nice: How much it yields to others, added to the server's own niceness, [0, 19].
         memory_bytes: Most memory that a job may take beyond what the process has after its start.
         descriptors: Those that its process inherits, since the path names one.
         chat_template_kwargs: Arguments of the chat template where a chat does not set them, a JSON
@@ -142,14 +141,12 @@ class TextProcess(asyncio.Protocol):
         self,
         model: str,
         *,
-        nice: int = 10,
         memory_bytes: int = MEMORY_BYTES,
         descriptors: Sequence[int] = (),
         chat_template_kwargs: str = "",
     ) -> None:
         self._setup = {
             "model": model,
-            "nice": nice,
             "memory_bytes": memory_bytes,
             "chat_template_kwargs": chat_template_kwargs,
         }

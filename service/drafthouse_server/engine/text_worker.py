@@ -32,6 +32,8 @@ from drafthouse_server.host.sandbox import bound_memory, drop_rights, limit_time
 __all__: list[str] = []
 
 _N_LENGTH = 4
+_NICE = 10
+"""What is added to the server's own niceness."""
 _TEMPLATE_S = 10.0
 """Processor time that opening a chat template may take, seconds: others take milliseconds."""
 _ENDLESS = (
@@ -92,7 +94,7 @@ def _main() -> None:
     channel = _Channel(int(sys.argv[1]))
     try:
         setup = json.loads(channel.receive())
-        os.nice(setup["nice"])
+        os.nice(_NICE)
         told: dict[str, str | int] = {}
 
         def bound() -> None:

@@ -13,7 +13,6 @@ import platform
 import resource
 import signal
 import struct
-from collections.abc import Iterable
 from typing import NamedTuple
 
 __all__ = ["bound_memory", "drop_rights", "limit_time"]
@@ -130,7 +129,7 @@ def _filter_calls(libc: ctypes.CDLL) -> str:
 
 def _program(machine: _Machine, pid: int) -> bytes:
     """Returns a filter that answers EPERM to all calls but the allowed ones."""
-    allowed = machine.allowed
+    n = len(machine.allowed)
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     # After the two lines on the processor: a line for each call, three for tgkill, then the ends.
     lines: list[tuple[int, int, int, int]] = [
@@ -138,7 +137,8 @@ def _program(machine: _Machine, pid: int) -> bytes:
         (_JUMP_EQUAL, 1, 0, machine.audit_arch),
         refuse,
         (_LOAD, 0, 0, _NUMBER),
-        *_jumps(allowed, n_after=4),
+        # Each jumps to the last line, over the rest of them and the four that are between.
+        *((_JUMP_EQUAL, n + 3 - i, 0, number) for i, number in enumerate(machine.allowed)),
         (_JUMP_EQUAL, 0, 2, machine.tgkill),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_JUMP_EQUAL, 1, 0, pid),
@@ -146,10 +146,3 @@ def _program(machine: _Machine, pid: int) -> bytes:
         (_RETURN, 0, 0, _ALLOW),
     ]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
-
-
-def _jumps(numbers: tuple[int, ...], n_after: int) -> Iterable[tuple[int, int, int, int]]:
-    """Returns a line for each number that jumps behind the rest of them and so many lines more."""
-    n = len(numbers)
-    for i, number in enumerate(numbers):
-        yield _JUMP_EQUAL, n - 1 - i + n_after, 0, number

@@ -120,24 +120,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     Args:
         server: Which is administered.
         config: All settings.
-        clock: Monotonic time in seconds.
-        wall_clock: Seconds since 1970.
     """
 
-    def __init__(
-        self,
-        server: Operated,
-        config: Config,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, server: Operated, config: Config) -> None:
         self._server = server
         self._config = config
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._started_at = clock()
-        self._start_time = wall_clock()
+        self._started_at = time.monotonic()
+        self._start_time = time.time()
         self._rates = RecentRates(self._counters())
         self._told = LoadReport()
         self._told_at = float("-inf")
@@ -166,7 +155,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _counters(self) -> Counters:
         found = self._server.statistics(has_tenants=False)
         return Counters(
-            self._clock(),
+            time.monotonic(),
             found.n_generated,
             found.n_drafted,
             found.n_accepted,
@@ -176,10 +165,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _load(self) -> admin_pb2.Load:
         loop = self._server.loop
-        if self._clock() - self._told_at > _FRESH_S:
+        if time.monotonic() - self._told_at > _FRESH_S:
             # Where the engine does not answer, what it told last is the newest that there is.
             self._told = await loop.load() or self._told
-            self._told_at = self._clock()
+            self._told_at = time.monotonic()
         admission, limits = loop.admission, loop.engine.limits
         state = admin_pb2.SERVER_STATE_SERVING
         if loop.is_draining:
@@ -216,7 +205,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             version=version("drafthouse-server"),
             model=loop.engine.card.name,
             start_time=start,
-            uptime=_duration(self._clock() - self._started_at),
+            uptime=_duration(time.monotonic() - self._started_at),
             load=await self._load(),
             slots=loop.engine.limits.n_seq_max,
             kv_cells=loop.engine.limits.n_ctx,
@@ -247,8 +236,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             listed.append(
                 admin_pb2.TenantLoad(
                     tenant=name,
-                    running_requests=load.n_active_tenant - load.n_waiting_tenant,
-                    waiting_requests=load.n_waiting_tenant,
+                    running_requests=load.n_active - load.n_waiting,
+                    waiting_requests=load.n_waiting,
                     open_calls=calls.n_of(name),
                     prompt_tokens=n_prompt,
                     output_tokens=n_output,
@@ -279,7 +268,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             from drafthouse_server.tenancy import records  # noqa: PLC0415  # see _on_store
 
             with store.writing() as connection:
-                by = records.Change(f"admin:{act.actor}", int(self._wall_clock()))
+                by = records.Change(f"admin:{act.actor}", int(time.time()))
                 try:
                     records.set_limits(connection, tenant, values, by)
                 except StoreRefusal:
@@ -389,7 +378,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Writes a message, which its client must take in time."""
         await current_act().begin()
         call = current_call()
-        call.await_reader(self._clock())
+        call.await_reader(time.monotonic())
         await context.write(message)
         call.go_on()
 

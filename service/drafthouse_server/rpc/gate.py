@@ -37,8 +37,8 @@ from drafthouse_server.rpc.interceptors import (
     Context,
     Continuation,
     Handler,
+    Wrapping,
     current_call,
-    intercept,
     is_ours,
     wrapped,
 )
@@ -111,7 +111,7 @@ class StreamResets:
             parent.cancel()
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class Gate(Wrapping):
     """Counts calls, and ends those that make no progress.
 
     Args:
@@ -121,7 +121,6 @@ class Gate(grpc.aio.ServerInterceptor):
         first_message_s: How long the message of a call may take to come.
         slow_reader_s: How long a client may take to take a message.
         resets: Ends the streams of clients that take no word of their end.
-        clock: Monotonic time in seconds.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class Gate(grpc.aio.ServerInterceptor):
         first_message_s: float,
         slow_reader_s: float,
         resets: StreamResets,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.calls = calls
         """Which are open."""
@@ -143,16 +141,9 @@ class Gate(grpc.aio.ServerInterceptor):
         self._first_message_s = first_message_s
         self._slow_reader_s = slow_reader_s
         self._resets = resets
-        self._clock = clock
         self._sweep_s = min(_SWEEP_S, first_message_s / 4, slow_reader_s / 4)
         self._tasks: dict[Call, asyncio.Task[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
-
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        """Wraps the handler of a call."""
-        return await intercept(self._wrap, continuation, handler_call_details)
 
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
         call = current_call()
@@ -163,7 +154,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self.calls.enter(call, is_keyless=not is_ours(call.method))
         self._follow(call)
         try:
-            call.due = self._clock() + self._first_message_s
+            call.due = time.monotonic() + self._first_message_s
             call.reader_s = self._slow_reader_s
             return await inner(request, context)
         except asyncio.CancelledError:
@@ -176,7 +167,7 @@ class Gate(grpc.aio.ServerInterceptor):
         finally:
             # The last message and the status are sent after this, in the same task.
             call.is_over = True
-            call.due = self._clock() + (_ABORT_S if call.is_stuck else self._slow_reader_s)
+            call.due = time.monotonic() + (_ABORT_S if call.is_stuck else self._slow_reader_s)
 
     def _follow(self, call: Call) -> None:
         """Knows the call until all of it has been sent, or its client has left."""
@@ -194,7 +185,7 @@ class Gate(grpc.aio.ServerInterceptor):
             task.get_loop().call_soon(self._resets.reset, task)
 
     def _sweep(self) -> None:
-        for call in self.calls.overdue(self._clock()):
+        for call in self.calls.overdue(time.monotonic()):
             self._tasks[call].cancel()
         self._timer = None
         if self._tasks:

@@ -41,7 +41,6 @@ class HealthService(HealthServicer):
         current_call: Returns the call that the calling task serves.
         n_watchers_max: Watchers at once.
         retry_after_s: Advice to watchers who are refused, seconds.
-        clock: Monotonic time in seconds.
 
     Thread:
         Event loop only.
@@ -54,11 +53,9 @@ class HealthService(HealthServicer):
         current_call: Callable[[], Call],
         n_watchers_max: int,
         retry_after_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._names = frozenset(names)
         self._current_call = current_call
-        self._clock = clock
         self._n_watchers_max = n_watchers_max
         self._retry_after_s = retry_after_s
         self._is_serving = False
@@ -129,7 +126,7 @@ class HealthService(HealthServicer):
             is_last, status = self._is_over, self._status(name)
             if status != told:
                 told = status
-                call.await_reader(self._clock())
+                call.await_reader(time.monotonic())
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 call.go_on()
             if is_last:

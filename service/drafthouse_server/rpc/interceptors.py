@@ -64,9 +64,9 @@ __all__ = [
     "Observe",
     "TranslateErrors",
     "Wrap",
+    "Wrapping",
     "current_act",
     "current_call",
-    "intercept",
     "is_ours",
     "pushback",
     "to_status",
@@ -157,7 +157,7 @@ def wrapped(handler: Handler, wrap: Wrap, parse: Callable[[bytes], Any] | None =
     return found
 
 
-async def intercept(
+async def _intercept(
     wrap: Wrap, continuation: Continuation, details: grpc.HandlerCallDetails
 ) -> Handler | None:
     """Returns the handler of a call inside `wrap`; None where there is no such method."""
@@ -165,18 +165,27 @@ async def intercept(
     return None if handler is None else wrapped(handler, wrap, handler.request_deserializer)
 
 
+class Wrapping(grpc.aio.ServerInterceptor):
+    """Runs the handler of each call inside `_wrap`."""
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        """Wraps the handler of a call."""
+        return await _intercept(self._wrap, continuation, handler_call_details)
+
+    async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
+        raise NotImplementedError
+
+
 class Observe(grpc.aio.ServerInterceptor):
     """Gives every call an id, and each of ours a line in the log. The outermost one.
 
     It keeps the handler of each method with all that surrounds it, so that interceptors are asked
     once for a method and not for every call: what they need of a call, they take from its context.
-
-    Args:
-        clock: Monotonic time in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -189,7 +198,7 @@ class Observe(grpc.aio.ServerInterceptor):
             return known
 
         async def wrap(inner: Behaviour, request: object, context: Context) -> Answer:
-            call = Call(method, _new_id(), self._clock(), _client_request_id(context))
+            call = Call(method, _new_id(), time.monotonic(), _client_request_id(context))
             _current_call.set(call)
             context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
             outcome = ""
@@ -204,7 +213,7 @@ class Observe(grpc.aio.ServerInterceptor):
                     self._log(call, outcome or _code_of_gone(context))
             return response
 
-        handler = await intercept(wrap, continuation, handler_call_details)
+        handler = await _intercept(wrap, continuation, handler_call_details)
         if handler is not None:
             self._handlers[method] = handler
         return handler
@@ -219,11 +228,11 @@ class Observe(grpc.aio.ServerInterceptor):
             call.tenant.name or "-",
             call.request_id,
             call.client_request_id or "-",
-            self._clock() - call.received_at,
+            time.monotonic() - call.received_at,
         )
 
 
-class TranslateErrors(grpc.aio.ServerInterceptor):
+class TranslateErrors(Wrapping):
     """Turns our exceptions into statuses; any other becomes ENGINE_FAILURE, its trace is logged.
 
     A call may end, by its deadline or because its client has left, while something is written to it
@@ -232,12 +241,6 @@ class TranslateErrors(grpc.aio.ServerInterceptor):
     Of one that is cancelled grpc.aio sends no status. Should its client still be there, because
     something else has cancelled it, it would wait for ever: its stream is reset.
     """
-
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        """Wraps the handler of a call."""
-        return await intercept(self._wrap, continuation, handler_call_details)
 
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
         call = current_call()
@@ -263,7 +266,7 @@ class TranslateErrors(grpc.aio.ServerInterceptor):
             await _abort(EngineError("INTERNAL"), context)
 
 
-class Authenticate(grpc.aio.ServerInterceptor):
+class Authenticate(Wrapping):
     """Finds the tenant of a call by `authorization: Bearer KEY`, or by its client's certificate.
 
     That is done before its message is read.
@@ -279,20 +282,14 @@ class Authenticate(grpc.aio.ServerInterceptor):
         self,
         tenants: Tenants,
         *,
-        is_health_open: bool = True,
-        has_certificates: bool = False,
-        on_refused: Callable[[DrafthouseError], object] = lambda _: None,
+        is_health_open: bool,
+        has_certificates: bool,
+        on_refused: Callable[[DrafthouseError], object],
     ) -> None:
         self._tenants = tenants
         self._is_health_open = is_health_open
         self._has_certificates = has_certificates
         self._on_refused = on_refused
-
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        """Wraps the handler of a call."""
-        return await intercept(self._wrap, continuation, handler_call_details)
 
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
         call = current_call()
@@ -357,7 +354,7 @@ def current_act() -> Act:
     return _current_act.get()
 
 
-class Administer(grpc.aio.ServerInterceptor):
+class Administer(Wrapping):
     """Finds out who administers, and has the audit trail told what became of it.
 
     What only reads (Get…, List…) has a line where it fails alone: a status that is asked for each
@@ -378,12 +375,6 @@ class Administer(grpc.aio.ServerInterceptor):
     def close(self) -> None:
         """Lets its thread end when it has written what it was told."""
         self._thread.shutdown(wait=False)
-
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        """Wraps the handler of a call."""
-        return await intercept(self._wrap, continuation, handler_call_details)
 
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
         action = current_call().method.rpartition("/")[2]

@@ -159,8 +159,7 @@ class Output:
             sequence: Its sequence.
         """
         if self.has_stopped:
-            counts = sequence.tally.counts
-            return FinishEvent(FinishReason.STOP, sequence.usage, sequence.timings, counts)
+            return FinishEvent(FinishReason.STOP, sequence.timings, sequence.tally.counts)
         return last if isinstance(last, FinishEvent | ErrorEvent) else None
 
     def result(

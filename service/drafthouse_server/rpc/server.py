@@ -229,7 +229,7 @@ class Server:
         """Address for clients, "host:port"."""
         return address(self._config.host, self._port)
 
-    async def serve(self, on_ready: Callable[[Server], None] | None = None) -> None:
+    async def serve(self, on_ready: Callable[[Server], None]) -> None:
         """Serves until SIGTERM or SIGINT, then lets requests finish; a second one ends them.
 
         Args:
@@ -244,8 +244,7 @@ class Server:
         await self.startup()
         try:
             with _on_signals(self._on_signal):
-                if on_ready is not None:
-                    on_ready(self)
+                on_ready(self)
                 await self._stop.wait()
                 await self.shutdown()
         finally:

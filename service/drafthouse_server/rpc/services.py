@@ -516,7 +516,7 @@ class GenerationService(GenerationServiceServicer):
         """Turns token ids into text."""
         async with self._shared.admitted(request.model, request.ByteSize()) as tenant:
             rules = self._shared.rules
-            rules.check_some_tokens("token_ids", request.token_ids)
+            rules.check_token_ids(request.token_ids)
             job = TextJob(
                 tokens=request.token_ids,
                 keep_special=request.keep_special,

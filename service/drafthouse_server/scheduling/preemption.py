@@ -145,11 +145,6 @@ class SwapSpace:
         self.n_recomputed = 0
         """Tokens that had to be computed again for it."""
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of snapshots held."""
-        return self._n_bytes
-
     def count(self, counts: SchedulerCounts) -> None:
         """Puts in what is counted here."""
         counts.n_preempted_bytes = self._n_bytes

@@ -243,7 +243,7 @@ class Newcomers:
         limits: EngineLimits,
         estimators: Estimators,
         counters: VirtualCounters,
-        gap_s: float = 0.0,
+        gap_s: float,
     ) -> None:
         self._limits = limits
         self._estimators = estimators

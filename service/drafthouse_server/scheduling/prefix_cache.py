@@ -92,8 +92,6 @@ class BlocksStored:
     """Hashes of the blocks, in order."""
     parent: int | None
     """Hash of the block before the first; None at the start of a prompt."""
-    tokens: tuple[int, ...]
-    """Tokens of all blocks, BLOCK_SIZE each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,7 +565,6 @@ def _stored(prefix: Prefix, n_known: int) -> BlocksStored:
         prefix.tenant,
         prefix.hashes[n_known:],
         prefix.hashes[n_known - 1] if n_known else None,
-        prefix.tokens[n_known * BLOCK_SIZE : len(prefix.hashes) * BLOCK_SIZE],
     )
 
 

@@ -455,7 +455,7 @@ class Scheduler:
         return [(sequence, self._fail(sequence, status)) for sequence in (*lost, *preempted)]
 
     def _fail(self, sequence: Sequence, status: str) -> Event:
-        return self._end(sequence, _error_of(status, sequence.request.request_id))
+        return self._end(sequence, _error_of(status))
 
     def _end(self, sequence: Sequence, end: End) -> Event:
         """Gives back what a sequence holds, and returns its terminal event."""
@@ -481,10 +481,10 @@ class Scheduler:
         return sequence.fail(end)
 
 
-def _error_of(status: str, request_id: str) -> DrafthouseError:
+def _error_of(status: str) -> DrafthouseError:
     """Returns what a sequence ends with that the engine could not go on with."""
     if status == SequenceStatus.GRAMMAR_TOO_COSTLY.value:
         return GrammarTooCostly()
     if status == SequenceStatus.NO_TOKEN_ALLOWED.value:
         return NoTokenAllowed()
-    return EngineError(status, request_id)
+    return EngineError(status)

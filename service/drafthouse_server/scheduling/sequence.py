@@ -139,8 +139,6 @@ class FinishEvent:
 
     reason: FinishReason
     """Why it ended: stop, length, client or deadline."""
-    usage: Usage
-    """Tokens counted."""
     timings: Timings
     """Seconds by phase: queue, prompt, generation."""
     speculation: SpeculationCounts
@@ -417,11 +415,6 @@ class Sequence:
         return self.n_output_max - self.n_output
 
     @property
-    def usage(self) -> Usage:
-        """Tokens counted so far."""
-        return Usage(self.n_prompt, self.n_output, self.n_reused)
-
-    @property
     def timings(self) -> Timings:
         """Where the time went so far."""
         received_at, clock = self.request.received_at, self.clock
@@ -480,7 +473,7 @@ class Sequence:
     def finish(self, reason: FinishReason) -> FinishEvent:
         """Ends the sequence well and returns its terminal event. At most one end per sequence."""
         assert self.terminal is None, f"{self.request.request_id} ended twice"
-        event = FinishEvent(reason, self.usage, self.timings, self.tally.counts)
+        event = FinishEvent(reason, self.timings, self.tally.counts)
         self.terminal = event
         return event
 

@@ -73,7 +73,7 @@ class Accounting:
         is_open_unbilled: bool = False,
         retry_after_s: float = 1.0,
         unix_clock: Callable[[], float] = time.time,
-        on_change: Callable[[bool], None] | None = None,
+        on_change: Callable[[bool], None] = lambda _: None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.metrics = metrics
@@ -106,8 +106,7 @@ class Accounting:
                 account.drafts_off()
         if self.is_open != self._was_open:
             self._was_open = not self._was_open
-            if self._on_change is not None:
-                self._on_change(self._was_open)
+            self._on_change(self._was_open)
         if journal.has_failed and not self.is_open and self._on_failure is not None:
             self._on_failure()
             self._on_failure = None
@@ -264,7 +263,7 @@ class Account:
         sequence: Sequence,
         start: UsageRecord,
         journal: Journal | None,
-        ticket: Ticket | None = None,
+        ticket: Ticket | None,
     ) -> None:
         self._accounting = accounting
         self._ticket = ticket
@@ -281,11 +280,6 @@ class Account:
         """Tokens in messages that the transport has taken."""
         if journal is not None:
             journal.write(start, self._on_started)
-
-    @property
-    def record_id(self) -> str:
-        """Id of its record."""
-        return self._start.record_id
 
     @property
     def usage(self) -> Usage:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from drafthouse_server.config import Config
 from drafthouse_server.drafting.adaptive import AdaptiveDraft
-from drafthouse_server.drafting.cost import CostModel, Splitting, StepCost
+from drafthouse_server.drafting.cost import Splitting, StepCost
 from drafthouse_server.drafting.ngram import NgramDrafter
 from drafthouse_server.drafting.policy import DraftPolicy, FixedDraft
 from drafthouse_server.engine.protocol import Engine
@@ -18,19 +16,12 @@ from drafthouse_server.tenancy.fairness import Fairness, ServiceWeights
 __all__ = ["make_fairness", "make_scheduler"]
 
 
-def make_scheduler(
-    engine: Engine,
-    config: Config,
-    *,
-    estimators: Callable[[Splitting], tuple[DraftPolicy, CostModel]] | None = None,
-) -> Scheduler:
+def make_scheduler(engine: Engine, config: Config) -> Scheduler:
     """Returns the scheduler of a configuration for an engine.
 
     Args:
         engine: It will run the steps.
         config: The settings.
-        estimators: Makes another policy and cost model than the configuration's, for the way in
-            which decodes are cut. No setting: `drafthouse_bench.former` races a policy with it.
     """
     is_recurrent = engine.card.is_recurrent
     splitting = Splitting.NONE if config.kv_unified else Splitting.EQUAL
@@ -39,9 +30,6 @@ def make_scheduler(
     policy: DraftPolicy = AdaptiveDraft(engine.limits.n_draft_max)
     if config.draft_policy == "fixed":
         policy = FixedDraft(config.draft_default)
-    cost: CostModel = StepCost()
-    if estimators is not None:
-        policy, cost = estimators(splitting)
     prefixes = None
     if config.prefix_cache:
         prefixes = PrefixCache(
@@ -59,7 +47,7 @@ def make_scheduler(
     return Scheduler(
         engine.limits,
         policy,
-        cost=cost,
+        cost=StepCost(),
         splitting=splitting,
         gap_s=config.gap_target_ms / 1000,
         n_preempted_bytes_max=config.preempted_mib << 20,

@@ -19,8 +19,6 @@ class Text:
 
     text: str
     """New text, whole characters; empty while a character or a possible stop text is incomplete."""
-    matched_stop: str = ""
-    """The stop text that ended the stream; empty while it goes on. It is not part of the text."""
     n_tokens: int = 0
     """Tokens taken: all, or those up to and with the one that completed the stop text."""
 
@@ -113,14 +111,10 @@ class Detokenizer:
         self._token_bytes = token_bytes
         self._search = _StopSearch(stops) if stops else None
         self._held = ""
-        self._matched_stop = ""
+        self.matched_stop = ""
+        """The stop text that ended the stream; empty while it goes on. It is in no `Text`."""
         # Keeps the bytes of an incomplete character; invalid bytes become U+FFFD.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    @property
-    def matched_stop(self) -> str:
-        """The stop text that ended the stream; empty while it goes on."""
-        return self._matched_stop
 
     def feed(self, tokens: Iterable[int]) -> Text:
         """Takes the next tokens and returns the text that is certain by now.
@@ -129,15 +123,15 @@ class Detokenizer:
         """
         if self._search is None:
             pieces = [self._token_bytes(token) for token in tokens]
-            return Text(self._decoder.decode(b"".join(pieces)), n_tokens=len(pieces))
+            return Text(self._decoder.decode(b"".join(pieces)), len(pieces))
         texts: list[str] = []
         n_tokens = 0
         for token in tokens:
-            if self._matched_stop:
+            if self.matched_stop:
                 break
             n_tokens += 1
             texts.append(self._push(self._decoder.decode(self._token_bytes(token))))
-        return Text("".join(texts), self._matched_stop, n_tokens)
+        return Text("".join(texts), n_tokens)
 
     def finish(self, *, is_cut_off: bool = False) -> str:
         """Ends the stream and returns what was held back.
@@ -148,7 +142,7 @@ class Detokenizer:
             is_cut_off: Whether the output would have gone on: that U+FFFD then completes no stop
                 text.
         """
-        if self._matched_stop:
+        if self.matched_stop:
             return ""
         rest = self._decoder.decode(b"", final=True)
         text = self._held + rest if is_cut_off else self._push(rest) + self._held
@@ -162,7 +156,7 @@ class Detokenizer:
         stop, n_taken = self._search.find(text)
         text = self._held + text[:n_taken]
         if stop:
-            self._matched_stop = stop
+            self.matched_stop = stop
             self._held = ""
             return text[: len(text) - len(stop)]
         n_shown = len(text) - self._search.n_held

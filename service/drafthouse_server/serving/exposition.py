@@ -324,13 +324,7 @@ _FAMILIES = (
     _Family(
         "engine_seconds_total",
         "Seconds spent inside the engine, by phase.",
-        lambda s: {
-            "draft": s.draft_s,
-            "decode": s.decode_s,
-            "process": s.process_s,
-            "sample": s.sample_s,
-            "other": s.other_s,
-        },
+        lambda s: {phase: times.sum_s for phase, times in s.steps.items()},
         "phase",
         "`draft`; `decode` (the target); `process` (feeding the drafter); `sample` (sampling and"
         " verification); `other`",

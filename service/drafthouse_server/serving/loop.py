@@ -57,7 +57,7 @@ class _Health:
     """
 
     def __init__(
-        self, admission: Admission, tell: Callable[[bool], None] | None, step_timeout_s: float
+        self, admission: Admission, tell: Callable[[bool], None], step_timeout_s: float
     ) -> None:
         self._admission = admission
         self._tell = tell
@@ -107,8 +107,7 @@ class _Health:
         is_healthy = self.is_healthy
         if is_healthy != self._admission.is_healthy:
             self._admission.is_healthy = is_healthy
-            if self._tell is not None:
-                self._tell(is_healthy)
+            self._tell(is_healthy)
 
 
 class StepLoop:
@@ -140,8 +139,8 @@ class StepLoop:
         n_waiting_max: int = 256,
         retry_after_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        on_health: Callable[[bool], None] | None = None,
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_health: Callable[[bool], None] = lambda _: None,
+        on_failure: Callable[[BaseException], None] = lambda _: None,
         executor: ThreadPoolExecutor | None = None,
         outbox_bytes: int = 1 << 18,
         step_timeout_s: float = 0.0,
@@ -177,8 +176,8 @@ class StepLoop:
         make_engine: Callable[[], Engine],
         config: Config,
         *,
-        on_health: Callable[[bool], None] | None = None,
-        on_failure: Callable[[BaseException], None] | None = None,
+        on_health: Callable[[bool], None] = lambda _: None,
+        on_failure: Callable[[BaseException], None] = lambda _: None,
     ) -> StepLoop:
         """Makes the engine on its own thread and starts a loop over it.
 
@@ -229,11 +228,6 @@ class StepLoop:
     def is_abandoned(self) -> bool:
         """Whether `abandon` was called: there is nothing that could be closed."""
         return self._health.is_abandoned
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the loop itself has failed: it runs no more steps."""
-        return self._health.has_failed
 
     @property
     def is_draining(self) -> bool:
@@ -390,7 +384,7 @@ class StepLoop:
         self.admission.drain(is_failed=True)
         self._bell.close()
         left = list(self._outboxes)
-        self._deliver((s, ErrorEvent(_lost(s, "STEP_TIMEOUT"))) for s in left)
+        self._deliver((s, ErrorEvent(EngineError("STEP_TIMEOUT"))) for s in left)
         return len(left)
 
     async def close(self) -> None:
@@ -432,11 +426,11 @@ class StepLoop:
         self._take_reports()
         self._bell.close()
         for sequence in list(self._outboxes):
-            lost = _lost(sequence, "LOOP_FAILED")
+            lost = EngineError("LOOP_FAILED")
             end = sequence.terminal or sequence.fail(lost)
             # A completion that was not reported lacks its last tokens, which were not, either.
             self._deliver([(sequence, ErrorEvent(lost) if isinstance(end, FinishEvent) else end)])
-        if error is not None and self._on_failure is not None:
+        if error is not None:
             self._on_failure(error)
 
     def _post(self, report: StepReport) -> None:
@@ -511,11 +505,6 @@ class StepLoop:
         if not math.isnan(sequence.clock.slot_at):
             own.queue.observe(sequence.timings.queue_s)
         own.note_drafts(tally.n_drafts, tally.n_drafted, tally.n_drafts_by_accepted)
-
-
-def _lost(sequence: Sequence, status: str) -> EngineError:
-    """Returns what a sequence ends with whose step, or whose loop, was lost."""
-    return EngineError(status, sequence.request.request_id)
 
 
 def _engine_executor() -> ThreadPoolExecutor:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from drafthouse_server.operations.histograms import (
-    FIRST_TOKEN_BOUNDS_S,
     TOKEN_BOUNDS_S,
     Distribution,
     Histogram,
@@ -25,8 +24,6 @@ __all__ = [
     "Statistics",
     "StreamTimer",
 ]
-
-_NO_VALUES = Distribution()
 
 _PHASES = ("draft", "decode", "process", "sample", "other")
 
@@ -98,32 +95,17 @@ class Statistics:
     """Tokens of the target's decodes."""
     n_generated: int
     """Tokens that steps have yielded, whether or not anybody was sent them."""
-    draft_s: float
-    """Seconds of steps spent drafting."""
-    decode_s: float
-    """Seconds of steps spent in the target's decode."""
-    process_s: float
-    """Seconds of steps spent feeding the draft."""
-    sample_s: float
-    """Seconds of steps spent verifying."""
     host_s: float
     """Seconds between steps: the engine waits while Python reaps, plans and commits."""
     fan_out_s: float
     """Seconds of the event loop spent on handing out what steps yielded, while the next one ran."""
-    other_s: float = 0.0
-    """Seconds inside the engine that belong to none of its four phases."""
-    first_token: Distribution = _NO_VALUES
-    """Times to first token."""
-    output_token: Distribution = _NO_VALUES
-    """Times per output token after the first message."""
-    message_gap: Distribution = _NO_VALUES
-    """Gaps between messages that carry tokens."""
     model: str = ""
     """Name of the model."""
     tenants: Mapping[str, TenantCounts] = field(default_factory=dict)
     """Times and drafts by tenant, of a bounded number."""
     steps: Mapping[str, Distribution] = field(default_factory=dict)
-    """Times of steps by phase: draft, decode, process, sample, other."""
+    """Times of steps by phase: draft, decode, process (feeding the draft), sample (verifying too),
+    and other, what is in the engine and none of these."""
     n_text_waiting: int = 0
     """Jobs that wait for a text worker, as of now."""
     text_s: float = 0.0
@@ -191,12 +173,6 @@ class Metrics:
     """How the recording of usage does; the journal's own where there is one."""
     certificate_expires_at: Callable[[], float | None] = lambda: None
     """Returns when the server's certificate expires, seconds since 1970; None without one."""
-    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BOUNDS_S))
-    """Times from the receipt of a request to its first message with a token."""
-    output_token: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS_S))
-    """Times per output token of streams that ended."""
-    message_gap: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS_S))
-    """Gaps between two messages with tokens of one stream."""
     model: str = ""
     """Name of the model."""
     tenants: Tenants = field(default_factory=Tenants)
@@ -218,11 +194,6 @@ class Metrics:
     _n_threads: int = 0
     _n_batch_tokens: int = 0
     _n_generated: int = 0
-    _draft_s: float = 0.0
-    _decode_s: float = 0.0
-    _process_s: float = 0.0
-    _sample_s: float = 0.0
-    _other_s: float = 0.0
 
     def count_step(self, result: StepResult) -> None:
         """Counts one successful step, or a run of them."""
@@ -240,18 +211,11 @@ class Metrics:
                 self._n_drafts_external += len(external)
                 self._n_drafted_external += sum([entry.n_drafted for entry in external])
                 self._n_accepted_external += sum([entry.n_accepted for entry in external])
-        timings = result.timings
-        self._draft_s += timings.draft_s
-        self._decode_s += timings.decode_s
-        self._process_s += timings.process_s
-        self._sample_s += timings.sample_s
-        phases_s = timings.draft_s + timings.decode_s + timings.process_s + timings.sample_s
+        timings, n_steps = result.timings, result.n_steps
+        phases = (timings.draft_s, timings.decode_s, timings.process_s, timings.sample_s)
         # Never negative: a counter that falls reads as a restart.
-        other_s = max(0.0, timings.total_s - phases_s)
-        self._other_s += other_s
-        times = (timings.draft_s, timings.decode_s, timings.process_s, timings.sample_s, other_s)
-        n_steps = result.n_steps
-        for histogram, spent_s in zip(self.steps.values(), times, strict=True):
+        other_s = max(0.0, timings.total_s - sum(phases))
+        for histogram, spent_s in zip(self.steps.values(), (*phases, other_s), strict=True):
             histogram.observe(spent_s / n_steps, n_steps)
 
     def count_request(self, outcome: str) -> None:
@@ -296,16 +260,8 @@ class Metrics:
             n_threads=self._n_threads,
             n_batch_tokens=self._n_batch_tokens,
             n_generated=self._n_generated,
-            draft_s=self._draft_s,
-            decode_s=self._decode_s,
-            process_s=self._process_s,
-            sample_s=self._sample_s,
             host_s=self.host_s,
             fan_out_s=self.fan_out_s,
-            other_s=self._other_s,
-            first_token=self.first_token.distribution(),
-            output_token=self.output_token.distribution(),
-            message_gap=self.message_gap.distribution(),
             model=self.model,
             tenants=self.tenants.counts() if has_tenants else {},
             steps={phase: times.distribution() for phase, times in self.steps.items()},
@@ -337,8 +293,7 @@ class StreamTimer:
     def __init__(
         self, metrics: Metrics, received_at: float, clock: Callable[[], float], tenant: str = ""
     ) -> None:
-        self._all = metrics
-        self._own = metrics.tenants.of(tenant)
+        self._times = metrics.tenants.of(tenant)
         self._received_at = received_at
         self._clock = clock
         self._first_at = 0.0
@@ -354,13 +309,10 @@ class StreamTimer:
         """
         now = self._clock()
         if self._n_messages:
-            gap_s = now - self._last_at
-            self._all.message_gap.observe(gap_s)
-            self._own.message_gap.observe(gap_s)
+            self._times.message_gap.observe(now - self._last_at)
         else:
             self._first_at = now
-            self._all.first_token.observe(now - self._received_at)
-            self._own.first_token.observe(now - self._received_at)
+            self._times.first_token.observe(now - self._received_at)
         self._last_at = now
         self._n_messages += 1
         self._n_tokens += n_tokens
@@ -369,6 +321,4 @@ class StreamTimer:
         """Notes that the stream has ended; one message alone has no time per token."""
         if self._n_messages > 1:
             span_s = self._last_at - self._first_at
-            token_s = span_s / (self._n_tokens - 1)
-            self._all.output_token.observe(token_s)
-            self._own.output_token.observe(token_s)
+            self._times.output_token.observe(span_s / (self._n_tokens - 1))

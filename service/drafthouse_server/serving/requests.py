@@ -431,17 +431,17 @@ class RequestRules:
         self._check_text(violations, path, [text])
         violations.close()
 
-    def check_some_tokens(self, path: str, tokens: abc.Sequence[int]) -> None:
-        """Checks token ids and their number, which is first.
+    def check_token_ids(self, tokens: abc.Sequence[int]) -> None:
+        """Checks the token ids of a request for their text, their number first.
 
         Raises:
             InvalidRequest: there are more than the context has, or some are none of the
                 vocabulary's, which it names (INVALID_FIELD).
         """
         violations = Violations()
-        violations.check_count(path, len(tokens), self._n_context)
+        violations.check_count("token_ids", len(tokens), self._n_context)
         violations.close()
-        self.check_tokens(path, tokens)
+        self.check_tokens("token_ids", tokens)
 
     def check(self, request: GenerationRequest) -> Generation:
         """Checks every field of a request but the number of its tokens.

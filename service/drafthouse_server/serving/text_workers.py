@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
@@ -107,7 +106,7 @@ class TextWorkers:
         *,
         metrics: Metrics | None = None,
         retry_after_s: float = 1.0,
-        charge: Charge | None = None,
+        charge: Charge = lambda *_: None,
         patience_s: float = _PATIENCE_S,
         on_health: Callable[[], None] = lambda: None,
     ) -> None:
@@ -133,11 +132,6 @@ class TextWorkers:
         self._on_health = on_health
         self.is_healthy = True
         """Whether there is a worker, or one is likely to come."""
-
-    @property
-    def n_waiting(self) -> int:
-        """Jobs that wait for a worker."""
-        return len(self._turns)
 
     @property
     def workers(self) -> tuple[TextWorker, ...]:
@@ -320,8 +314,7 @@ class TextWorkers:
         if isinstance(error, TextWorkerLost):
             self._metrics.n_text_workers_lost[error.cause] += 1
             _log.warning("tenant %s: %s", tenant, error)
-        if self._charge is not None:
-            self._charge(tenant, spent_s)
+        self._charge(tenant, spent_s)
 
     def _give_back(self, worker: TextWorker, tenant: str) -> None:
         """Takes back a worker that a tenant had."""
@@ -393,20 +386,20 @@ class TextWorkers:
 
     async def _start_another(self) -> TextWorker:
         """Starts a worker, however often that has to be tried."""
-        delay_s = _RETRY_MIN_S
-        for n_tries in itertools.count(1):
+        delay_s, n_failed = _RETRY_MIN_S, 0
+        while True:
             try:
                 worker = self._make_worker()
                 await worker.start()
             except StartupError as error:
-                self._n_failed_starts = max(self._n_failed_starts, n_tries)
+                n_failed += 1
+                self._n_failed_starts = max(self._n_failed_starts, n_failed)
                 self._note_health()
                 _log.error("%s; trying again in %g s", error, delay_s)
                 await asyncio.sleep(delay_s)
                 delay_s = min(_RETRY_MAX_S, 2 * delay_s)
             else:
                 return worker
-        raise AssertionError("it is tried without an end")
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

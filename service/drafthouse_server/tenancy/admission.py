@@ -64,16 +64,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the server is with a tenant's requests and with all."""
+    """How busy the server is with a tenant's requests."""
 
     n_waiting: int
-    """Requests without a slot, over all tenants."""
-    n_waiting_tenant: int
-    """Requests of the tenant without a slot."""
-    n_active_tenant: int
-    """Requests of the tenant that are prepared, wait or run."""
-    n_bytes: int
-    """Bytes of the requests without a slot."""
+    """Those without a slot."""
+    n_active: int
+    """Those that are prepared, wait or run."""
 
 
 @dataclass(slots=True)
@@ -364,9 +360,9 @@ class Admission:
         return self.n_active - self.n_waiting
 
     def load(self, tenant: str) -> Load:
-        """Returns how busy the server is."""
+        """Returns how busy the server is with a tenant's requests."""
         places = self._tenants.get(tenant, _Places(1.0, self._queue))
-        return Load(self.n_waiting, places.n_waiting, places.n_active, self._n_bytes)
+        return Load(places.n_waiting, places.n_active)
 
     def drain(self, *, is_failed: bool = False) -> None:
         """Lets nobody enter any more.

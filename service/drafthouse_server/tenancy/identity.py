@@ -40,11 +40,6 @@ _MINUTE_S = 60.0
 class Tenants(Protocol):
     """Knows who calls, by key."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether calls need no key."""
-        ...
-
     def identify(self, api_key: str | None, address: str) -> Identity | Awaitable[Identity]:
         """Returns whom a key is of: at once, or, where somebody must be asked, as an awaitable.
 

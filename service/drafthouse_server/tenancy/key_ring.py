@@ -78,7 +78,7 @@ _Found: TypeAlias = tuple[Sequence[KeyRecord], Sequence[TenantRecord]]
 class _Known:
     """A key that the server has seen, and its running calls."""
 
-    __slots__ = ("calls", "digest", "identity", "revoked_at", "seen_at", "works_until")
+    __slots__ = ("calls", "digest", "identity", "seen_at", "works_until")
 
     def __init__(self, key: KeyRecord, tenant: Tenant, seen_at: float) -> None:
         self.calls: set[HeldCall] = set()
@@ -89,7 +89,6 @@ class _Known:
         """Takes what the store says now."""
         self.digest = key.digest
         self.works_until = key.works_until()
-        self.revoked_at = key.revoked_at
         self.identity = Identity(tenant, "" if key.id.startswith(_CERTIFIED) else key.id)
 
 
@@ -142,9 +141,6 @@ class KeyRing:
         wall_clock: Seconds since 1970.
     """
 
-    is_open = False
-    """Whether calls need no key."""
-
     def __init__(
         self,
         store: Store,
@@ -153,7 +149,7 @@ class KeyRing:
         rules: RingRules,
         *,
         bad_keys: BadKeys,
-        fixed: TenantRegistry | None = None,
+        fixed: TenantRegistry,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -242,7 +238,7 @@ class KeyRing:
         if known is not None and api_key:
             return self._identify_known(known, api_key, address)
         key_id = id_of_key(api_key) if api_key else None
-        if self._fixed is not None and not self._fixed.is_open and not key_id:
+        if not self._fixed.is_open and not key_id:
             return self._fixed.identify(api_key, address)
         if not api_key:
             raise Unauthenticated
@@ -297,7 +293,7 @@ class KeyRing:
             UnknownTenant: neither has it (INVALID_API_KEY).
             StoreUnavailable: the store cannot be asked (STORE_UNAVAILABLE).
         """
-        if self._fixed is not None and self._fixed.has_tenant(name):
+        if self._fixed.has_tenant(name):
             return self._fixed.certified(name)
         known = self._known.get(_CERTIFIED + name)
         return self._use(known) if known is not None else self._ask_certified(name)
@@ -466,8 +462,7 @@ class KeyRing:
                     call.end("the tenant was deleted")
         for name in sorted(deleted):
             _log.info("tenant %s was deleted", name)
-            is_fixed = self._fixed is not None and self._fixed.has_tenant(name)
-            if self.tenants.on_deleted is not None and not is_fixed:
+            if self.tenants.on_deleted is not None and not self._fixed.has_tenant(name):
                 self.tenants.on_deleted(name)
 
     def _forget(self, key_id: str) -> None:

@@ -473,19 +473,17 @@ class StoreUsage:
 
     Args:
         store: Closed with it.
-        clock: Monotonic time in seconds.
 
     Thread:
         Any that may wait, several at once.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._reader = StoreThread(store, is_writing=False)
         self._writer = StoreThread(store, is_writing=True)
-        self._clock = clock
         self._failed_at = -math.inf
-        self.answered_at = clock()
+        self.answered_at = time.monotonic()
         """When it has answered last, by the clock."""
         self.is_away = False
         """Whether it has not answered when it was asked last."""
@@ -542,7 +540,7 @@ class StoreUsage:
     def _do(
         self, thread: StoreThread, work: Callable[[Connection], _Result], timeout_s: float = 0.0
     ) -> _Result:
-        if self.is_away and self._clock() < self._failed_at + _PAUSE_S:
+        if self.is_away and time.monotonic() < self._failed_at + _PAUSE_S:
             raise UsageStoreFailed(f"the store {self._store.shown} has just not answered")
         # While it is away an attempt only finds out whether it is back.
         timeout_s = _PAUSE_S if self.is_away else timeout_s or _USAGE_S
@@ -559,12 +557,12 @@ class StoreUsage:
                 self._note_failure()
             raise UsageStoreFailed(str(error)) from error
         self.is_away = False
-        self.answered_at = self._clock()
+        self.answered_at = time.monotonic()
         return result
 
     def _note_failure(self) -> None:
         self.is_away = True
-        self._failed_at = self._clock()
+        self._failed_at = time.monotonic()
 
 
 _add_usage, _find_usage, _sum_usage = records.add_usage, records.find_usage, records.sum_usage
