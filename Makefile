@@ -24,7 +24,7 @@ CYTHON_FILES = $(wildcard cext/drafthouse_engine/*.pyx cext/drafthouse_engine/*.
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: archs attacks cuda device-tests help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-device test-late test-wheel tokenizer-counts wheel
+.PHONY: archs attacks cuda device-tests engine-at-random help build dev serve test test-deps unit verify fix gen docs bench peers bench-peers bench-models bench-aiperf models clean sanitize fuzz portability whole rootfs soak soak-starts test-device test-late test-wheel tokenizer-counts wheel
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -131,6 +131,10 @@ fuzz: dev ## fuzz plans, grammars, snapshots and texts for SECONDS=60 each; need
 
 soak: dev ## clients that leave and deadlines of 50 ms for SECONDS=60: no error in the log, every slot free
 	@$(VENV)/python -m tests.proofs.soak --seconds $(SECONDS) $(ARGS)
+
+engine-at-random: export OMP_WAIT_POLICY = passive
+engine-at-random: dev ## calls at random on engines at random for SECONDS=60: each sequence gives what it gives alone; ARGS="--seed 1000"
+	@$(VENV)/python -m tests.proofs.engine_at_random --seconds $(SECONDS) $(ARGS)
 
 test-device: export OMP_WAIT_POLICY = passive
 test-device: export DRAFTHOUSE_BUILT = 1

@@ -73,6 +73,7 @@ _UNTRACED = frozenset(
     {
         "tests/drafting/test_adaptive.py",
         "tests/drafting/test_guard.py",
+        "tests/proofs/test_engine_at_random.py",
         "tests/proofs/test_servers_at_random.py",
         "tests/rpc/test_tenants_at_random.py",
         "tests/rpc/test_usage_sums.py",

@@ -290,7 +290,11 @@ bool may_go_on(const spec_engine & engine) {
         return r.status == SPEC_OK && (r.flags & SPEC_RESULT_EOG) == 0 &&
                r.n_past < engine.limits.n_ctx_seq;
     };
-    return !engine.is_interrupted &&
+    // Copies in one pool share cells, which the next plan's count as each sequence's own.
+    const auto n_entries = static_cast<int64_t>(engine.out_entries.size());
+    const bool has_cells =
+        !engine.limits.kv_unified || cells_with(engine, n_entries) <= engine.limits.n_ctx;
+    return has_cells && !engine.is_interrupted &&
            std::all_of(engine.out_entries.begin(), engine.out_entries.end(), goes_on);
 }
 

@@ -19,8 +19,10 @@ from tests.support.hand import (
     emitted,
     engine,
     model,
+    moved,
     plan,
     sampler,
+    started,
     tokens_of,
 )
 
@@ -33,6 +35,7 @@ from drafthouse_engine import (
     InvalidArgument,
     ResultFlag,
     SamplingParams,
+    Start,
     Status,
     StepResult,
 )
@@ -164,6 +167,22 @@ def test_no_room_ends_the_run_and_nobody() -> None:
     expected = [output[: len(run.outputs[0])] for output in alone.outputs[:2]]
     assert_same([tokens_of(text) for text in TEXTS[:2]], expected, run.outputs)
     alone.target.close()
+    target.close()
+
+
+def test_a_run_of_copies_in_one_pool_leaves_the_next_plan_its_cells() -> None:
+    """Copies share cells; a plan counts each sequence's own, and a run went on beyond that."""
+    target = engine(kv_unified=True, n_ctx=256)
+    prompt = (tokens_of(TEXTS[1]) * 9)[:70]
+    target.seq_begin(0, sampler(GREEDY))
+    target.step(plan((0, 0, 0, 69, 0, 0)), prompt[:69])
+    for slot in (1, 2):
+        assert started(target, Start(slot, sampler(GREEDY), 69, source=0)) == 69
+    rows = [(slot, 69, slot, 1, 0, 1) for slot in range(3)]
+    result = target.step(plan(*rows), prompt[69:] * 3, n_steps=64)
+    assert 1 < result.n_steps < 64
+    assert sum(target.seq_n_past(slot) for slot in range(3)) <= target.limits.n_ctx
+    assert moved(target, saves=[0]).snapshots, "before: BAD_PLAN, the plan needs 399 KV cells"
     target.close()
 
 
