@@ -11,6 +11,7 @@ import random
 import re
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -174,8 +175,9 @@ class Wrapping(grpc.aio.ServerInterceptor):
         """Wraps the handler of a call."""
         return await _intercept(self._wrap, continuation, handler_call_details)
 
+    @abstractmethod
     async def _wrap(self, inner: Behaviour, request: object, context: Context) -> Answer:
-        raise NotImplementedError
+        """Answers a call by the handler `inner`."""
 
 
 class Observe(grpc.aio.ServerInterceptor):
